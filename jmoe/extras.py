@@ -1,6 +1,7 @@
 """Says which extra brings a package that is not installed."""
 
 from importlib.util import find_spec
+from typing import Any
 
 
 def need(extra: str, *modules: str) -> None:
@@ -12,6 +13,19 @@ def need(extra: str, *modules: str) -> None:
             f"with: pip install 'jmoe[{extra}]'",
             name=absent[0],
         )
+
+
+def pyplot() -> Any:
+    """Returns matplotlib's pyplot, which draws to files; raises ModuleNotFoundError where it is not
+    installed.
+    """
+    need("plot", "matplotlib")
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
 
 
 def _is_there(module: str) -> bool:

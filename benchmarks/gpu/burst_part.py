@@ -71,9 +71,7 @@ async def _calibration(context: Context, server: Live, case: Case) -> dict[str, 
 async def _leg(context: Context, server: Live, case: Case) -> dict[str, Any]:
     """Plays one leg of the burst; both legs have the same arrivals."""
     sizes, mix = context.sizes, Mix(**case.about["mix"])
-    calibration = context.record("burst", f"calibration/{mix.name}")
-    if calibration is None:
-        raise RuntimeError(f"{mix.name} is not calibrated; run its calibration first")
+    calibration = context.needed("burst", f"calibration/{mix.name}")
     slo, capacity = Slo(**calibration["slo"]), calibration["figures"]["capacity_per_s"]
     steady, burst = STEADY_LOAD * capacity, BURST_LOAD * capacity
     pieces = burst_pieces(sizes.burst_s, steady, burst, BURST_AT)

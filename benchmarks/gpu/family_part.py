@@ -10,27 +10,24 @@ rows.
 
 import asyncio
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from benchmarks.gpu import models
 from benchmarks.gpu.part import Case, Context, RunCase
 from benchmarks.gpu.sizes import Sizes
-from benchmarks.gpu.step_part import StepProgram, decode_state, rulers
+from benchmarks.gpu.step_part import StepProgram, compiled, decode_rows, decode_state, rulers
 from benchmarks.kernels.timing import Ceilings, Ruler
 from jmoe.family import Family
 from jmoe.mixed import MixedWeights, mixed_decode_step
-from jmoe.packed_rows import empty_deltas, pack_row
 from jmoe.steps import State, decode_step, served
 from jmoe.weights import Weights
-from pallas_kernels.routing import STRATEGIES
 from serving.config import BrownoutConfig, EngineConfig
 
 DEPENDS = (
@@ -110,12 +107,6 @@ def _measure(program: StepProgram, ruler: Ruler) -> tuple[float, Any]:
 # -- programs -------------------------------------------------------------------------------------
 
 
-def _rows(sizes: Sizes, slots: range) -> tuple[jax.Array, ...]:
-    rows = np.stack([pack_row(slot, kv_len=sizes.context) for slot in slots])
-    control = np.array([100, STRATEGIES["zero"]], np.int32)
-    return tuple(map(jnp.asarray, (rows, empty_deltas(len(slots)), control)))
-
-
 def _weights(family: Family) -> tuple[list[Weights], dict[str, str]]:
     """Returns each model's weights as a server's programs take them, and XLA's options."""
     found = [served(model.params) for model in family]
@@ -123,15 +114,10 @@ def _weights(family: Family) -> tuple[list[Weights], dict[str, str]]:
     return [model.weights._replace(params=params) for model, (params, _) in each], found[0][1]
 
 
-def _compile(call: Callable[..., Any], carry: Any, *arrays: Any, options: dict[str, str]) -> Any:
-    lowered = jax.jit(call, donate_argnums=0).lower(carry, *arrays)
-    return lowered.compile(compiler_options=options or None)
-
-
 def _mixed(sizes: Sizes, family: Family, batch: int) -> StepProgram:
     """Returns a mixed step in which half of the rows are of each model."""
     cfg, (each, options) = family.config, _weights(family)
-    weights, rows = MixedWeights.of(each), _rows(sizes, range(batch))
+    weights, rows = MixedWeights.of(each), decode_rows(range(batch), sizes.context)
     columns = len(family) * cfg.num_experts
 
     def mixed(carry: State, *given: Any) -> Any:
@@ -140,8 +126,8 @@ def _mixed(sizes: Sizes, family: Family, batch: int) -> StepProgram:
         return state, out._replace(logits=None)
 
     carry = decode_state(sizes, family[0], sizes.family_batches)
-    compiled = _compile(mixed, carry, weights, *rows, options=options)
-    return StepProgram(compiled, carry, (weights,), rows)
+    call = compiled(mixed, carry, weights, *rows, options=options)
+    return StepProgram(call, carry, (weights,), rows)
 
 
 class Visits(NamedTuple):
@@ -196,7 +182,7 @@ def _in_turn(sizes: Sizes, family: Family, batch: int) -> InTurn:
     cfg, (each, options), half = family.config, _weights(family), batch // 2
     shared = jnp.asarray(family.sharing.owners[1] == 0)
     held = [(weights, jnp.int32(number), shared) for number, weights in enumerate(each)]
-    rows = [_rows(sizes, range(number * half, (number + 1) * half)) for number in range(2)]
+    rows = [decode_rows(range(n * half, (n + 1) * half), sizes.context) for n in range(2)]
 
     def in_turn(carry: tuple[State, Visits], *given: Any) -> Any:
         (state, seen), (weights, number, shared, *arrays) = carry, given
@@ -206,8 +192,8 @@ def _in_turn(sizes: Sizes, family: Family, batch: int) -> InTurn:
 
     nothing = jnp.zeros(2, jnp.int32), jnp.zeros(2), jnp.zeros(shared.shape, bool), jnp.zeros(())
     carry = decode_state(sizes, family[0], sizes.family_batches), Visits(*nothing)
-    compiled = _compile(in_turn, carry, *held[0], *rows[0], options=options)
-    return InTurn(compiled, carry, held, rows)
+    call = compiled(in_turn, carry, *held[0], *rows[0], options=options)
+    return InTurn(call, carry, held, rows)
 
 
 # -- the engine's choice --------------------------------------------------------------------------

@@ -2,11 +2,9 @@
 
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
-from benchmarks.gpu.part import Case, Context, RunCase
+from benchmarks.gpu.part import Case, Context, alone
 from benchmarks.gpu.sizes import Sizes
 from benchmarks.harness import store
 from benchmarks.harness.command import CALL_AGAIN
@@ -26,16 +24,6 @@ SECONDS = {"grouped_gemm": 80.0, "paged_attention": 60.0, "prefill_attention": 6
 def cases(sizes: Sizes) -> list[Case]:
     """Returns a case for each op."""
     return [Case(op, 30.0 if sizes.dry else SECONDS.get(op, 40.0)) for op in OPS]
-
-
-@contextmanager
-def session(context: Context) -> Iterator[RunCase]:
-    """Yields what runs a case; cases share nothing."""
-
-    def run(case: Case) -> dict[str, Any]:
-        return run_op(context, case)
-
-    yield run
 
 
 def run_op(context: Context, case: Case) -> dict[str, Any]:
@@ -66,3 +54,6 @@ def run_op(context: Context, case: Case) -> dict[str, Any]:
     elif left:
         record["unfinished"] = left
     return record
+
+
+session = alone(run_op)

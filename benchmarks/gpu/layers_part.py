@@ -9,8 +9,7 @@ paged cache.
 
 import math
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.gpu import hf_dir, models, torch_logits
-from benchmarks.gpu.part import Case, Context, RunCase
+from benchmarks.gpu.part import Case, Context, alone
 from benchmarks.gpu.sizes import Sizes, hf_config, skew_of
 from jmoe import api
 from jmoe.api import Model
@@ -51,18 +50,12 @@ def cases(sizes: Sizes) -> list[Case]:
     return [Case(model, 75.0, {"depth": sizes.layer_depth}) for model in sizes.layer_models]
 
 
-@contextmanager
-def session(context: Context) -> Iterator[RunCase]:
-    """Yields what runs a case; cases share nothing but the compilation cache."""
-    models.use_compilation_cache(context.cache)
-    yield partial(compare, context)
-
-
 def compare(context: Context, case: Case, reference: Logits | None = None) -> dict[str, Any]:
     """Compares one model and returns the record; `reference` stands in for PyTorch, as in a dry
     run.
     """
     sizes = context.sizes
+    models.use_compilation_cache(context.cache)
     config = hf_config(case.name, sizes.layer_depth)
     directory = context.scratch / f"layers-{case.name}"
     skew = skew_of(sizes, case.name)
@@ -102,6 +95,9 @@ def compare(context: Context, case: Case, reference: Logits | None = None) -> di
     if wrong:
         record["failed"] = f"further off than allowed: {', '.join(wrong)}; see checks"
     return record
+
+
+session = alone(compare)
 
 
 def _stand_in(directory: Path, batches: list[np.ndarray]) -> dict[str, list[np.ndarray]]:

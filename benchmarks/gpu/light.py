@@ -85,13 +85,12 @@ def _step(form: str, dry: bool, case: str) -> dict[str, Any]:
     """Compares a step of two layers with the same step by XLA references: decode, but `prefill`."""
     import contextlib
 
-    import jax
     import jax.numpy as jnp
     import numpy as np
 
     from benchmarks.gpu import models, step_part
     from benchmarks.gpu.sizes import DRY, Sizes
-    from jmoe.packed_rows import empty_deltas, pack_row
+    from jmoe.packed_rows import pack_row
     from jmoe.steps import decode_step, prefill_step, served
     from pallas_kernels.backend import references_only
 
@@ -102,17 +101,14 @@ def _step(form: str, dry: bool, case: str) -> dict[str, Any]:
     model = models.make(sizes, ways=sizes.ways[:1] if more == "united" else (), depth=2)
     cfg = model.config
     slots = (batch * 4,) if more == "slots" else (batch,)
-    arrays: tuple[Any, ...] = jnp.asarray(empty_deltas(batch)), jnp.asarray([100, 0], jnp.int32)
+    step: Any = decode_step
+    arrays = step_part.decode_rows(range(batch), sizes.context)
     if way == "prefill":
-        step: Any = prefill_step
+        step = prefill_step
         each = sizes.context // 2
         rows = np.stack([pack_row(i, kv_len=each, q_len=each) for i in range(4)])
         drawn = np.random.default_rng(0).integers(cfg.vocab_size, size=4 * each)
-        arrays = jnp.asarray(drawn, jnp.int32), jnp.asarray(rows), *arrays
-    else:
-        step = decode_step
-        rows = np.stack([pack_row(slot, kv_len=sizes.context) for slot in range(batch)])
-        arrays = jnp.asarray(rows), *arrays
+        arrays = jnp.asarray(drawn, jnp.int32), jnp.asarray(rows), *arrays[1:]
 
     def tokens_and_logits(way: str) -> tuple[Any, Any]:
         params, options = served(model.params, eager=way == "eager")
@@ -124,8 +120,7 @@ def _step(form: str, dry: bool, case: str) -> dict[str, Any]:
 
         weights = model.weights._replace(params=params)
         with references_only() if way == "references" else contextlib.nullcontext():
-            lowered = jax.jit(call, donate_argnums=0).lower(state, weights, *arrays)
-            compiled = lowered.compile(compiler_options=options or None)
+            compiled = step_part.compiled(call, state, weights, *arrays, options=options)
         if way != "references":
             _phase("run", case)
         return compiled(state, weights, *arrays)[1]
@@ -258,14 +253,10 @@ def op_sizes(*, dry: bool) -> Any:
 
 
 def op_cases(*, dry: bool) -> list[Any]:
-    """Returns the kernel cases, those that move least first; layers are left to the steps."""
+    """Returns the kernel cases, those that move least first."""
     from benchmarks.kernels.cases import all_cases
 
-    found = [
-        case
-        for case in all_cases(op_sizes(dry=dry))
-        if not case.op.endswith("_layer") and case.skew != "uniform"
-    ]
+    found = [case for case in all_cases(op_sizes(dry=dry)) if case.skew != "uniform"]
     return sorted(found, key=lambda c: (c.op.startswith("grouped_gemm"), c.tokens, c.name))
 
 

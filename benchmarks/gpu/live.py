@@ -88,10 +88,6 @@ class Live:
                         return found
                 await asyncio.sleep(0.01)
 
-    def profile(self) -> None:
-        """Has the server time its kernels; the result is in a later probe."""
-        os.kill(self.pid, signal.SIGUSR2)
-
     async def use(self, setting: Setting) -> None:
         """Applies a brownout setting once nothing runs."""
         await wait_idle(self.client, 0.2)

@@ -8,6 +8,7 @@ state (see step_part); the mesh has a copy of the experts in an order of its own
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import jax
@@ -19,16 +20,21 @@ from jax.sharding import PartitionSpec as P
 from benchmarks.gpu import models
 from benchmarks.gpu.part import Case, Context, RunCase
 from benchmarks.gpu.sizes import Sizes
-from benchmarks.gpu.step_part import StepProgram, decode_state, rulers
+from benchmarks.gpu.step_part import (
+    StepProgram,
+    compiled,
+    counted,
+    decode_rows,
+    decode_state,
+    rulers,
+)
 from benchmarks.kernels.timing import Ceilings, Ruler
 from jmoe.api import Model
-from jmoe.packed_rows import empty_deltas, pack_row
 from jmoe.parallel import steps as on_mesh
 from jmoe.parallel.home import Home, make_mesh
 from jmoe.parallel.placement import contiguous
-from jmoe.steps import State, decode_step, served
+from jmoe.steps import decode_step, served
 from jmoe.weights import Weights
-from pallas_kernels.routing import STRATEGIES
 
 DEPENDS = (
     "pallas_kernels",
@@ -80,7 +86,7 @@ def _decode(
     for weights, where in ((model.weights, None), (spread, home)):
         program = _program(sizes, model, weights, where, batch)
         timing = ruler.measure(program)
-        active = float(np.mean(program.carry[1])) / program.calls
+        active = float(np.sum(program.carry[1], axis=1).mean()) / program.calls
         timed.append((timing.span_us, active))
         del program
         gc.collect()
@@ -112,13 +118,8 @@ def _program(
     params, options = served(weights.params)
     weights = weights._replace(params=params)
     state = decode_state(sizes, model, sizes.mesh_batches)
-    rows = np.stack([pack_row(slot, kv_len=sizes.context) for slot in range(batch)])
-    control = np.array([100, STRATEGIES["zero"]], np.int32)
-    arrays = tuple(map(jnp.asarray, (rows, empty_deltas(batch), control)))
-
-    def step(weights: Weights, state: State, *arrays: jax.Array) -> Any:
-        return decode_step(cfg, weights, state, *arrays, max_active=cfg.num_experts)
-
+    arrays = decode_rows(range(batch), sizes.context)
+    step: Any = partial(decode_step, cfg, max_active=cfg.num_experts)
     if home is not None:
         lies = on_mesh.STEPS["decode"]
         step = on_mesh.spread(home.mesh, step, lies)
@@ -130,13 +131,6 @@ def _program(
         state = jax.device_put(state, of_state)
         arrays = tuple(map(jax.device_put, arrays, of_arrays))
 
-    def call(carry: tuple[State, jax.Array], *given: Any) -> Any:
-        (state, active), (weights, *arrays) = carry, given
-        state, out = step(weights, state, *arrays)
-        active += jnp.sum(out.expert_rows > 0, axis=1, dtype=jnp.int32)
-        return (state, active), out._replace(logits=None)
-
-    call.__name__ = "decode" if home is None else "decode_over_mesh"
-    carry = state, jnp.zeros(cfg.num_moe_layers, jnp.int32)
-    lowered = jax.jit(call, donate_argnums=0).lower(carry, weights, *arrays)
-    return StepProgram(lowered.compile(compiler_options=options or None), carry, (weights,), arrays)
+    carry = state, jnp.zeros((cfg.num_moe_layers, cfg.num_experts), jnp.int32)
+    call = compiled(counted(step), carry, weights, *arrays, options=options)
+    return StepProgram(call, carry, (weights,), arrays)

@@ -7,8 +7,9 @@ them import may import jax.
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
@@ -48,6 +49,13 @@ class Context:
         """Returns a stored record of the same sources that did not fail; None without one."""
         return self.kept.records(part).get(name) if self.kept.has(part, name) else None
 
+    def needed(self, part: str, name: str) -> dict[str, Any]:
+        """Returns the same; raises RuntimeError without one."""
+        found = self.record(part, name)
+        if found is None:
+            raise RuntimeError(f"{part} {name} is not measured; run its case first")
+        return found
+
 
 PLANT = "JMOE_GPU_PLANT"
 """Environment variable: PART/CASE=hang or =abort, of `light` also =wrong, with commas; to test the
@@ -73,6 +81,13 @@ RunCase = Callable[[Case], dict[str, Any]]
 """Runs a case and returns the fields of its record. `failed` among them, or an exception, marks a
 failure.
 """
+
+
+def alone(
+    run: Callable[[Context, Case], dict[str, Any]],
+) -> Callable[[Context], AbstractContextManager[RunCase]]:
+    """Returns the session of a part whose cases share nothing: `run` runs one."""
+    return lambda context: nullcontext(partial(run, context))
 
 
 class Part(Protocol):

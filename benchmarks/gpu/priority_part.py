@@ -16,14 +16,14 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.gpu.live import ENGINE, Live, between, live, requests
+from benchmarks.gpu.live import ENGINE, Live, between, live
 from benchmarks.gpu.part import Case, Context, RunCase
-from benchmarks.gpu.serve_part import capacity, window
+from benchmarks.gpu.serve_part import arriving, capacity, window
 from benchmarks.gpu.sizes import ZERO, Mix, Sizes
 from serving.bench.loadgen import play
 from serving.bench.priority import PriorityConfig
 from serving.bench.results import Run
-from serving.bench.workload import poisson_times, schedule, two_classes
+from serving.bench.workload import two_classes
 from serving.config import EngineConfig
 
 DEPENDS = (*ENGINE, "benchmarks/gpu/serve_part.py", "benchmarks/gpu/priority_part.py")
@@ -79,16 +79,11 @@ async def _point(context: Context, server: Live, case: Case) -> dict[str, Any]:
     have company, and time to be answered.
     """
     sizes, mix, load = context.sizes, Mix(**case.about["mix"]), case.about["load"]
-    full = context.record("priority", "capacity")
-    if full is None:
-        raise RuntimeError("the capacity is not measured; run its case first")
-    rate = load * full["figures"]["requests_s"]
+    rate = load * context.needed("priority", "capacity")["figures"]["requests_s"]
     start_s, end_s = sizes.ramp_s, sizes.ramp_s + sizes.priority_window_s
     duration_s = end_s + sizes.ramp_s
     await server.use(ZERO)
-    times = poisson_times(int(rate * duration_s * 1.2) + 20, rate, sizes.seed)
-    times = [at for at in times if at < duration_s]
-    arrivals = schedule(requests(sizes, mix, len(times)), times)
+    arrivals = arriving(sizes, mix, rate, duration_s)
     arrivals = two_classes(arrivals, 1 - LS_SHARE, sizes.seed)
     if case.about["ls_only"]:
         arrivals = [one for one in arrivals if not one.best_effort]
@@ -137,9 +132,7 @@ def _beside_alone(context: Context, case: Case, record: dict[str, Any]) -> dict[
     """Returns the record with its ratio to the same requests without best effort; a policy's own
     has a target, the baseline's none.
     """
-    alone = context.record("priority", f"alone/load{case.about['load']:g}")
-    if alone is None:
-        raise RuntimeError("the latency-sensitive alone are not measured; run their case first")
+    alone = context.needed("priority", f"alone/load{case.about['load']:g}")
     key = "ls_ttft_p99_ms"
     ratio = record["figures"][key] / alone["figures"][key]
     due = case.about["policy"] == POLICY

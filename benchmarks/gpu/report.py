@@ -1,16 +1,16 @@
-"""Tables and pictures of what is stored: `python -m benchmarks.gpu --report`.
+"""Tables of what is stored: `python -m benchmarks.gpu --report`.
 
-Prints Markdown, each table with the command that makes its numbers, and writes `figure-<n>.png`
-beside the JSON files. What is not stored is named as missing, never guessed. Needs no device.
+Prints Markdown, each table with the command that makes its numbers. What is not stored is named as
+missing, never guessed. Needs no device.
 """
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.run import PARTS, module
-from benchmarks.gpu.sizes import SETTINGS, ZERO, Sizes
+from benchmarks.gpu.sizes import Sizes
 from benchmarks.harness.command import markdown
 from benchmarks.harness.store import Store
 
@@ -22,8 +22,6 @@ def main(folder: Path, sizes: Sizes, out: Any = None) -> int:
     kept = Store(folder, {})
     stored = {part: kept.records(part) for part in PARTS}
     print(text(stored, sizes), file=out or sys.stdout)
-    for path in figures(stored, sizes, folder):
-        print(f"\nfigure: {path}", file=out or sys.stdout)
     return int(not any(stored.values()))
 
 
@@ -93,67 +91,3 @@ def _verdict(target: Mapping[str, Any] | None) -> str:
         return ""
     limits = ", ".join(f"{key} {value:g}" for key, value in target.items() if key != "met")
     return f"{'met' if target['met'] else 'MISSED'} ({limits})"
-
-
-# -- figures --------------------------------------------------------------------------------------
-
-_COLORS = ("#444444", "#1b7f5c", "#2563eb", "#d95f02")
-
-
-def figures(stored: Mapping[str, Records], sizes: Sizes, folder: Path) -> list[Path]:
-    """Draws the figures that there are records for; returns their files."""
-    drawn = []
-    points = {n: r for n, r in stored["serve"].items() if n.startswith("point/") and "figures" in r}
-    if points:
-        draw = _throughput(points, sizes)
-        drawn.append(_picture(folder / "figure-throughput.png", len(sizes.mixes), draw))
-    for mix in sizes.mixes:
-        legs = {leg: stored["burst"].get(f"{leg}/{mix.name}", {}) for leg in ("zero", "brownout")}
-        if all("run" in record for record in legs.values()):
-            drawn.append(_burst_picture(legs, folder / f"figure-burst-{mix.name}.png"))
-    return drawn
-
-
-def _picture(path: Path, columns: int, draw: Callable[[Any], None]) -> Path:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    with plt.rc_context({"font.size": 12, "axes.spines.top": False, "axes.spines.right": False}):
-        figure, axes = plt.subplots(1, columns, figsize=(7 * columns, 5), dpi=100, squeeze=False)
-        draw(axes[0])
-        figure.tight_layout()
-        figure.savefig(path)
-        plt.close(figure)
-    return path
-
-
-def _throughput(points: Records, sizes: Sizes) -> Callable[[Any], None]:
-    def draw(axes: Any) -> None:
-        for axis, mix in zip(axes, sizes.mixes, strict=True):
-            for setting, color in zip(SETTINGS, _COLORS, strict=True):
-                names = [f"point/{mix.name}/{setting.name}/load{load:g}" for load in sizes.loads]
-                found = [points[name]["figures"] for name in names if name in points]
-                pairs = sorted((f["rate_s"], f["output_tokens_s"]) for f in found)
-                if pairs:
-                    label = "zero brownout" if setting == ZERO else f"(way, t) = {setting.label}"
-                    axis.plot(*zip(*pairs, strict=True), "o-", color=color, lw=2.2, label=label)
-            axis.set_title(f"{mix.name} lengths", loc="left", fontweight="bold")
-            axis.set_xlabel("requests a second")
-            axis.set_ylabel("output tokens a second")
-            axis.set_ylim(0, 1.1 * axis.get_ylim()[1])
-            axis.grid(color="#dddddd", lw=0.7)
-            axis.legend(loc="lower right")
-
-    return draw
-
-
-def _burst_picture(legs: Mapping[str, Mapping[str, Any]], path: Path) -> Path:
-    """Draws the demo's picture of these legs; returns its file."""
-    from serving.bench.report import draw
-
-    shared = ("duration_s", "burst_at_s", "steady_rate_per_s", "burst_rate_per_s", "slo")
-    runs = {leg: record["run"] for leg, record in legs.items()}
-    draw({**{key: legs["brownout"][key] for key in shared}, "runs": runs}, path)
-    return path

@@ -72,7 +72,7 @@ def parse(argv: Sequence[str], about: str) -> argparse.Namespace:
     parser = command.parser("python -m benchmarks.gpu", about)
     command.add_choices(parser, "--parts", PARTS)
     parser.add_argument("--retry", action="store_true", help="also what failed before")
-    parser.add_argument("--report", action="store_true", help="tables and figures of what is there")
+    parser.add_argument("--report", action="store_true", help="tables of what is there")
     return parser.parse_args(argv)
 
 

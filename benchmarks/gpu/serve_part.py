@@ -20,7 +20,7 @@ from benchmarks.gpu.sizes import SETTINGS, ZERO, Mix, Setting, Sizes
 from serving.bench.calibrate import full_batch
 from serving.bench.loadgen import play, saturate
 from serving.bench.results import Run
-from serving.bench.workload import poisson_times, schedule
+from serving.bench.workload import Arrival, poisson_times, schedule
 
 DEPENDS = (*ENGINE, "benchmarks/gpu/serve_part.py")
 START_S = 150.0  # cold; a third of it with compiled programs at hand
@@ -28,7 +28,7 @@ PERCENTILES = (50, 90, 99)
 
 
 def cases(sizes: Sizes) -> list[Case]:
-    """Returns capacities, points from the highest load down, offline runs and kernel times."""
+    """Returns capacities, points from the highest load down, and offline runs."""
     point_s = sizes.ramp_s + sizes.window_s + 4
     found = [
         Case(f"capacity/{m.name}", sizes.capacity_s + 15, _about(m, ZERO)) for m in sizes.mixes
@@ -48,8 +48,7 @@ def cases(sizes: Sizes) -> list[Case]:
         for mix in sizes.mixes
         for setting in (ZERO, SETTINGS[-1])
     ]
-    # Last: to read kernel times in a serving process is the least tried of all of this.
-    return [*found, Case("kernels", sizes.capacity_s + 15, _about(sizes.mixes[0], ZERO))]
+    return found
 
 
 def _about(mix: Mix, setting: Setting) -> dict[str, Any]:
@@ -60,7 +59,7 @@ def _about(mix: Mix, setting: Setting) -> dict[str, Any]:
 @contextmanager
 def session(context: Context) -> Iterator[RunCase]:
     """Starts one server for all cases of a call and yields what runs a case on it."""
-    kinds = {"capacity": capacity, "point": _point, "offline": _offline, "kernels": _kernels}
+    kinds = {"capacity": capacity, "point": _point, "offline": _offline}
     with live(context, "serve") as server:
 
         def run(case: Case) -> dict[str, Any]:
@@ -103,15 +102,11 @@ async def capacity(context: Context, server: Live, case: Case) -> dict[str, Any]
 async def _point(context: Context, server: Live, case: Case) -> dict[str, Any]:
     """Plays one rate under one setting."""
     sizes, mix = context.sizes, _mix(case)
-    full = context.record("serve", f"capacity/{mix.name}")
-    if full is None:
-        raise RuntimeError(f"the capacity of {mix.name} is not measured; run its case first")
+    full = context.needed("serve", f"capacity/{mix.name}")
     rate = case.about["load"] * full["figures"]["requests_s"]
     duration_s = sizes.ramp_s + sizes.window_s
     await server.use(_setting(case))
-    times = poisson_times(int(rate * duration_s * 1.2) + 20, rate, sizes.seed)
-    times = [at for at in times if at < duration_s]
-    arrivals = schedule(requests(sizes, mix, len(times)), times)
+    arrivals = arriving(sizes, mix, rate, duration_s)
     probes: list[dict[str, Any]] = []
 
     async def probe_at(at_s: float) -> None:
@@ -161,29 +156,11 @@ async def _offline(context: Context, server: Live, case: Case) -> dict[str, Any]
     }
 
 
-async def _kernels(context: Context, server: Live, case: Case) -> dict[str, Any]:
-    """Runs a full batch without brownout while the server times its kernels for two seconds."""
-    sizes = context.sizes
-    await server.use(ZERO)
-    samples = itertools.cycle(requests(sizes, _mix(case), 2048))
-    before = await server.probe()
-
-    async def profile() -> None:
-        await asyncio.sleep(0.4 * sizes.capacity_s)
-        server.profile()
-
-    async with asyncio.TaskGroup() as group:
-        group.create_task(profile())
-        group.create_task(
-            saturate(server.client, samples, concurrency=sizes.batch, duration_s=sizes.capacity_s)
-        )
-    await asyncio.sleep(0 if sizes.dry else 3)
-    after = await server.probe()
-    kernels = after["kernels"] or {"error": "the server did not answer with kernel times"}
-    record = {"server_steps": between(before, after), "kernels": kernels}
-    if "error" in kernels and not sizes.dry:
-        return {**record, "failed": kernels["error"]}
-    return {**record, "figures": {"kernel_busy_share": kernels.get("busy_share")}}
+def arriving(sizes: Sizes, mix: Mix, rate_s: float, duration_s: float) -> list[Arrival]:
+    """Returns requests that arrive by Poisson's law for `duration_s`, the same ones every time."""
+    times = poisson_times(int(rate_s * duration_s * 1.2) + 20, rate_s, sizes.seed)
+    times = [at for at in times if at < duration_s]
+    return schedule(requests(sizes, mix, len(times)), times)
 
 
 def window(run: Run, start_s: float, end_s: float) -> dict[str, Any]:

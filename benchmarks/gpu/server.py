@@ -1,8 +1,7 @@
 """jmoe's server with random weights made on the device, and a probe in it.
 
 `python -m benchmarks.gpu.server --stats FILE [--dry-run] [--set KEY=VALUE ...]`. All else is the
-server that `jmoe serve` starts. SIGUSR1 makes it write its probe's counters to FILE; SIGUSR2 makes
-it time the device's kernels for `PROFILE_S` seconds and add them to the next answer.
+server that `jmoe serve` starts. SIGUSR1 makes it write its probe's counters to FILE.
 """
 
 import argparse
@@ -11,7 +10,6 @@ import json
 import os
 import signal
 import sys
-import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -27,8 +25,6 @@ from serving.request import Priority
 from serving.settings import reading as settings
 from serving.telemetry.observer import Observer
 
-PROFILE_S = 2.0
-
 
 class Probe(Observer):
     """Counts of steps by phase since the start, for a client to take differences of."""
@@ -38,7 +34,6 @@ class Probe(Observer):
         self.path, self.asked = path, 0
         self.engine: Any = None
         self.phases: dict[str, Counter[str]] = {"prefill": Counter(), "decode": Counter()}
-        self.kernels: dict[str, Any] | None = None
         self.ls_waits_s: list[float] = []  # of latency-sensitive requests, in the order they began
 
     def step_read(self, step: Any, result: Any, started_at: float, now: float) -> None:
@@ -73,43 +68,11 @@ class Probe(Observer):
             "at_s": time.monotonic(),
             "phases": {phase: dict(counts) for phase, counts in self.phases.items()},
             "compilations_since_ready": stats.compilations_since_ready,
-            "kernels": self.kernels,
             "ls_waits_s": self.ls_waits_s,
         }
         part = self.path.with_suffix(".part")
         part.write_text(json.dumps(found), encoding="utf-8")
         os.replace(part, self.path)
-
-    def profile(self) -> None:
-        """Times kernels in a thread of its own; an error becomes the answer."""
-        threading.Thread(target=self._profile, daemon=True).start()
-
-    def _profile(self) -> None:
-        try:
-            from benchmarks.kernels.timing import cupti_extension
-
-            cupti = cupti_extension()
-            if cupti is None:
-                raise RuntimeError("jax's CUDA plugin has no CUPTI reader")
-            cupti._cupti_init()
-            start = time.monotonic()
-            time.sleep(PROFILE_S)
-            seen = cupti._cupti_get_timings(False)  # kept attached: the server goes on
-            wall_s = time.monotonic() - start
-            sums: Counter[str] = Counter()
-            for name, ms in seen:
-                sums[name[:80]] += ms
-            busy_s = sum(sums.values()) / 1e3
-            top = [{"name": n, "ms": ms} for n, ms in sums.most_common(20)]
-            self.kernels = {
-                "wall_s": wall_s,
-                "launches": len(seen),
-                "busy_s": busy_s,
-                "busy_share": busy_s / wall_s,
-                "top": top,
-            }
-        except Exception as error:
-            self.kernels = {"error": f"{type(error).__name__}: {error}"}
 
 
 def main() -> None:
@@ -137,7 +100,6 @@ def main() -> None:
         probe.engine = engine
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGUSR1, probe.answer)
-        loop.add_signal_handler(signal.SIGUSR2, probe.profile)
         return engine
 
     uvloop.run(server.serve(config, start_engine))

@@ -10,13 +10,11 @@ import asyncio
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.live import ENGINE, Live, flags, live, requests, settings
-from benchmarks.gpu.part import Case, Context, RunCase
+from benchmarks.gpu.part import Case, Context, alone
 from benchmarks.gpu.sizes import SETTINGS, Sizes
 from benchmarks.harness import store
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
@@ -35,19 +33,16 @@ def cases(sizes: Sizes) -> list[Case]:
     ]
 
 
-@contextmanager
-def session(context: Context) -> Iterator[RunCase]:
-    """Yields what runs a case; each case starts servers of its own."""
+def run(context: Context, case: Case) -> dict[str, Any]:
+    """Runs a case, which starts servers of its own; returns the record."""
+    record = _made(context) if case.name == "made" else _checkpoint(context)
+    compiled = record["figures"]["compilations_since_ready"]
+    if compiled:
+        record["failed"] = f"{compiled} programs were compiled while serving; none may be"
+    return record
 
-    def run(case: Case) -> dict[str, Any]:
-        measure = _made if case.name == "made" else _checkpoint
-        record = measure(context)
-        compiled = record["figures"]["compilations_since_ready"]
-        if compiled:
-            record["failed"] = f"{compiled} programs were compiled while serving; none may be"
-        return record
 
-    yield run
+session = alone(run)
 
 
 def _made(context: Context) -> dict[str, Any]:

@@ -11,7 +11,7 @@ steps that are timed.
 
 import gc
 import statistics
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -209,33 +209,23 @@ class _Steps:
 
     def _decode(self, case: Case, setting: Setting) -> "StepProgram":
         batch, context = case.about["batch"], case.about["context"]
-        rows = np.stack([pack_row(slot, kv_len=context) for slot in range(batch)])
-        arrays = [jnp.asarray(rows), jnp.asarray(empty_deltas(batch))]
+        arrays = decode_rows(range(batch), context)[:-1]
         return self._program("decode", batch, setting, arrays, case.about["eager"])
 
     def _prefill(self, case: Case, setting: Setting) -> "StepProgram":
         tokens, chunks = case.about["tokens"], _chunks(self.sizes, case.about["tokens"])
         drawn = np.random.default_rng(tokens).integers(self.model.config.vocab_size, size=tokens)
         rows = np.stack([pack_row(i, kv_len=c, q_len=n) for i, (n, c) in enumerate(chunks)])
-        arrays = [jnp.asarray(drawn, jnp.int32), jnp.asarray(rows), jnp.asarray(empty_deltas(1))]
+        arrays = tuple(map(jnp.asarray, (drawn.astype(np.int32), rows, empty_deltas(1))))
         return self._program("prefill", tokens, setting, arrays, False)
 
     def _program(
-        self, phase: str, size: int, setting: Setting, arrays: list[jax.Array], eager: bool
+        self, phase: str, size: int, setting: Setting, arrays: tuple[jax.Array, ...], eager: bool
     ) -> "StepProgram":
         model, cfg = self.model, self.model.config
         bucket = BUCKET_PERCENT if setting.way else 100
         m = cfg.num_experts
         max_active = max_active_experts(bucket, m, model.num_united_slots, m)
-        step: Any = decode_step if phase == "decode" else prefill_step
-
-        def call(carry: tuple[State, jax.Array], *args: Any) -> Any:
-            state, active = carry
-            weights, *arrays = args
-            state, out = step(cfg, weights, state, *arrays, max_active=max_active)
-            active += (out.expert_rows > 0).astype(jnp.int32)
-            return (state, active), out._replace(logits=None)
-
         strategy = STRATEGIES["partial" if setting.way else "zero"]
         control = jnp.asarray([setting.threshold_percent, strategy], jnp.int32)
         params, options = self._eager if eager else self._graph
@@ -244,10 +234,35 @@ class _Steps:
         carry = (state, jnp.zeros((cfg.num_moe_layers, m + model.num_united_slots), jnp.int32))
         key = phase, size, bucket, eager
         if key not in self._compiled:
-            call.__name__ = f"{phase}_{size}_{bucket}"
-            lowered = jax.jit(call, donate_argnums=0).lower(carry, *held, *rows)
-            self._compiled[key] = lowered.compile(compiler_options=options or None)
+            step: Any = decode_step if phase == "decode" else prefill_step
+            call = counted(partial(step, cfg, max_active=max_active))
+            self._compiled[key] = compiled(call, carry, *held, *rows, options=options)
         return StepProgram(self._compiled[key], carry, held, rows)
+
+
+def decode_rows(slots: Sequence[int], context: int) -> tuple[jax.Array, ...]:
+    """Returns rows, deltas and control of a decode step without brownout."""
+    rows = np.stack([pack_row(slot, kv_len=context) for slot in slots])
+    control = np.array([100, STRATEGIES["zero"]], np.int32)
+    return tuple(map(jnp.asarray, (rows, empty_deltas(len(slots)), control)))
+
+
+def counted(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a step that carries its state, and by layer and expert how often there were rows."""
+
+    def call(carry: tuple[State, jax.Array], *args: Any) -> Any:
+        (state, active), (weights, *arrays) = carry, args
+        state, out = step(weights, state, *arrays)
+        active += (out.expert_rows > 0).astype(jnp.int32)
+        return (state, active), out._replace(logits=None)
+
+    return call
+
+
+def compiled(call: Callable[..., Any], carry: Any, *args: Any, options: dict[str, str]) -> Any:
+    """Compiles a step over its donated carry."""
+    lowered = jax.jit(call, donate_argnums=0).lower(carry, *args)
+    return lowered.compile(compiler_options=options or None)
 
 
 class StepProgram:

@@ -4,11 +4,9 @@ import os
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
-from benchmarks.gpu.part import Case, Context, RunCase
+from benchmarks.gpu.part import Case, Context, alone
 from benchmarks.gpu.sizes import Sizes
 from benchmarks.harness import store
 
@@ -28,16 +26,6 @@ START_S = 0.0
 def cases(sizes: Sizes) -> list[Case]:
     """Returns a case for each test file."""
     return [Case(name, 20.0 if sizes.dry else seconds) for name, seconds in FILES.items()]
-
-
-@contextmanager
-def session(context: Context) -> Iterator[RunCase]:
-    """Yields what runs a case; cases share nothing."""
-
-    def run(case: Case) -> dict[str, Any]:
-        return run_tests(context, case)
-
-    yield run
 
 
 def run_tests(context: Context, case: Case) -> dict[str, Any]:
@@ -68,6 +56,9 @@ def run_tests(context: Context, case: Case) -> dict[str, Any]:
     elif not context.sizes.dry and not figures["passed"]:
         record["failed"] = f"no test ran; {figures['skipped']} were skipped"
     return record
+
+
+session = alone(run_tests)
 
 
 def read_junit(text: str) -> tuple[dict[str, int], dict[str, str]]:

@@ -1,10 +1,6 @@
-"""Logits of a checkpoint by Hugging Face transformers: the other side of the comparison. No jax.
-
-`python benchmarks/gpu/torch_logits.py DIR TOKENS.npy OUT.npz` runs it by itself, on a CPU too.
-"""
+"""Logits of a checkpoint by Hugging Face transformers: the other side of the comparison. No jax."""
 
 import os
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -46,14 +42,3 @@ def logits(directory: Path, batches: list[np.ndarray]) -> dict[str, list[np.ndar
     if device == "cuda":
         torch.cuda.empty_cache()
     return found
-
-
-def main() -> None:
-    """Runs the command line."""
-    directory, tokens, out = map(Path, sys.argv[1:])
-    found = logits(directory, [np.load(tokens)])
-    np.savez(out, bfloat16=found["bfloat16"][0], float32=found["float32"][0])
-
-
-if __name__ == "__main__":
-    main()

@@ -9,12 +9,10 @@ import itertools
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from benchmarks.gpu.live import requests
-from benchmarks.gpu.part import Case, Context, RunCase
+from benchmarks.gpu.part import Case, Context, alone
 from benchmarks.gpu.sizes import SETTINGS, ZERO, Sizes
 from benchmarks.gpu.startup_part import checkpoint
 from benchmarks.harness import store
@@ -35,14 +33,12 @@ def cases(sizes: Sizes) -> list[Case]:
     return [Case("continuous-batching", 330.0, {"max_batch": sizes.batch})]
 
 
-@contextmanager
-def session(context: Context) -> Iterator[RunCase]:
-    """Yields what runs a case; cases share nothing."""
+def run(context: Context, case: Case) -> dict[str, Any]:
+    """Runs the case."""
+    return run_torch(context)
 
-    def run(case: Case) -> dict[str, Any]:
-        return run_torch(context)
 
-    yield run
+session = alone(run)
 
 
 def run_torch(context: Context, python: str = sys.executable) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.store import Store
+from benchmarks.harness.store import Store, rounded
 
 STARTED = "it was started, and no more is known"  # a kernel may hang, a process may be killed
 CALL_AGAIN = "cases left, and no time for them; call again"
@@ -106,7 +106,7 @@ def markdown(columns: list[str], rows: list[list[Any]]) -> list[str]:
 def write_figures(path: Path, found: dict[str, Any]) -> None:
     """Writes JSON for people to read and to compare: a record a line, six digits a figure."""
     lines = []
-    for name, value in _rounded(found).items():
+    for name, value in rounded(found).items():
         text = json.dumps(value)
         if isinstance(value, list | dict) and len(text) > 100:
             records = [json.dumps(record) for record in value]
@@ -117,13 +117,3 @@ def write_figures(path: Path, found: dict[str, Any]) -> None:
         lines.append(f" {json.dumps(name)}: {text}")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
-
-
-def _rounded(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(key): _rounded(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_rounded(item) for item in value]
-    if isinstance(value, float):  # JSON has no NaN
-        return float(f"{value:.6g}") if math.isfinite(value) else None
-    return value

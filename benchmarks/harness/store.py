@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "torch", "triton", "tokamax", "vllm")
+PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "torch", "triton")
 
 
 def device_folder(kind: str) -> Path:
@@ -114,19 +114,19 @@ class Store:
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"{file}.json"
         part = path.with_suffix(".part")
-        text = json.dumps(_cleaned(list(records.values())), indent=1, allow_nan=False)
+        text = json.dumps(rounded(list(records.values())), indent=1, allow_nan=False)
         part.write_text(text + "\n", encoding="utf-8")
         os.replace(part, path)
 
 
-def _cleaned(value: Any) -> Any:
+def rounded(value: Any) -> Any:
     """Returns a value with floats rounded to six digits; NaN and infinity, which JSON lacks, become
     null.
     """
     if isinstance(value, dict):
-        return {str(key): _cleaned(item) for key, item in value.items()}
+        return {str(key): rounded(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_cleaned(item) for item in value]
+        return [rounded(item) for item in value]
     if isinstance(value, float):
         return float(f"{value:.6g}") if math.isfinite(value) else None
     return value

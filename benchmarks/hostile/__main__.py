@@ -1,17 +1,16 @@
-"""Attacks a jmoe server of this machine, and tells what must hold meanwhile.
+"""Attacks a jmoe server of its own, and tells what must hold meanwhile.
 
-`python -m benchmarks.hostile [--protocol grpc|kserve|http] [--address HOST:PORT] [--out FILE.json]`
-sends requests of many clients, some cancelled, malformed, oversized or late, while memory, health
-checks and a polite stream are watched; then fuzzed messages. Without --address it starts a server
-of its own: the demo's, or with --step-ms one whose device only passes time, for much fuzz in little
-time. Prints a table of what must hold; ends with status 1 where something does not. What is watched
-beside the load is watched over gRPC, whatever the protocol.
+`python -m benchmarks.hostile [--protocol grpc|kserve|http] [--out FILE.json]` starts a server: the
+demo's, or with --step-ms one whose device only passes time, for much fuzz in little time. It sends
+requests of many clients, some cancelled, malformed, oversized or late, while memory, health checks
+and a polite stream are watched; then fuzzed messages. Prints a table of what must hold; ends with
+status 1 where something does not. What is watched beside the load is watched over gRPC, whatever
+the protocol.
 """
 
 import argparse
 import asyncio
 import contextlib
-import ipaddress
 import json
 import os
 import platform
@@ -31,21 +30,6 @@ from benchmarks.hostile.run import PROTOCOLS, Run
 from serving.bench.launch import running_server
 
 
-def loopback(address: str) -> str:
-    """Returns `HOST:PORT` as it is. Raises ArgumentTypeError where it is not of this machine."""
-    host, _, port = address.rpartition(":")
-    try:
-        here = host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        here = False
-    if not (here and port.isdecimal()):
-        raise argparse.ArgumentTypeError(
-            f"{address!r} is refused: it must be HOST:PORT with a HOST of this machine alone, "
-            "such as 127.0.0.1:50051, [::1]:50051 or localhost:50051"
-        )
-    return address
-
-
 def _count(least: int) -> Callable[[str], int]:
     def number(text: str) -> int:
         if int(text) < least:
@@ -59,10 +43,6 @@ def _parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser("benchmarks.hostile", description=__doc__)
     add = parser.add_argument
     add("--protocol", choices=PROTOCOLS, default="grpc", help="of load and fuzz")
-    add("--address", type=loopback, help="of a running server; without it, one is started")
-    add("--http-address", type=loopback, help="of that server over HTTP, for --protocol http")
-    add("--admin-address", type=loopback, help="of its Admin service, if not as the server says")
-    add("--pid", type=_count(1), help="of the running server, to measure its memory and files")
     add("--requests", type=_count(0), default=5000, help="of the load; 0: none")
     add("--clients", type=_count(1), default=64)
     add("--seed", type=int, default=7)
@@ -72,24 +52,14 @@ def _parsed() -> argparse.Namespace:
     add("--set", action="append", default=[], metavar="KEY=VALUE", help="of the demo's server")
     add("--step-ms", help="start a server whose steps only pass so much time")
     add("--out", type=Path, help="the figures, as JSON")
-    args = parser.parse_args()
-    if args.address and (args.set or args.step_ms):
-        parser.error("--set and --step-ms are for a server started here; leave --address out")
-    if args.address and (args.protocol == "http") != bool(args.http_address):
-        parser.error("--protocol http and --http-address go together, with the --address for gRPC")
-    if args.pid and not args.address:
-        parser.error("--pid is of a running server; give its --address, too")
-    return args
+    return parser.parse_args()
 
 
 @contextlib.asynccontextmanager
 async def _server(
     args: argparse.Namespace, lines: list[Line]
-) -> AsyncIterator[tuple[str, int | None, str | None]]:
+) -> AsyncIterator[tuple[str, int, str]]:
     """Yields address, pid and HTTP address; adds the faults in its log to `lines`."""
-    if args.address:
-        yield args.address, args.pid, args.http_address
-        return
     command = ["-m", "serving.cli", "serve", "--config", "demo", "--port", "0"]
     command += [part for value in args.set for part in ("--set", value)]
     if args.step_ms:
@@ -99,7 +69,7 @@ async def _server(
         log = Path(folder) / "server.log"
         async with running_server(command, log, 600) as (address, pid):
             over_http = re.search(r"jmoe http on http://(\S+)", log.read_text())
-            yield address, pid, over_http[1] if over_http else None
+            yield address, pid, over_http[1] if over_http else ""
         faults = log.read_text(errors="replace").count("Traceback (most recent call last)")
         lines.append(must_be("tracebacks in the server's log", 0, faults))
 
@@ -111,7 +81,7 @@ async def _main(args: argparse.Namespace) -> bool:
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     lines: list[Line] = []
     async with _server(args, lines) as (address, pid, http_address):
-        run = Run(args, await learn(address, args.admin_address, http_address), pid)
+        run = Run(args, await learn(address, http_address), pid)
         await run.play()
     lines = run.lines + lines
     print(table(lines), flush=True)

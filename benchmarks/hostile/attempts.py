@@ -92,7 +92,7 @@ class Protocol:
     fuzz: tuple[Fuzz, ...]
 
 
-async def learn(address: str, admin_address: str | None, http_address: str | None) -> Facts:
+async def learn(address: str, http_address: str) -> Facts:
     """Asks the server for its limits and for whether it takes texts."""
     async with Client(address) as client:
         server, model = await client.server_info(), await client.model_info()
@@ -109,7 +109,7 @@ async def learn(address: str, admin_address: str | None, http_address: str | Non
                     raise
                 texts = ()  # a model without a tokenizer
     return Facts(
-        *(address, admin_address or admin_address_of(address, server), http_address or ""),
+        *(address, admin_address_of(address, server), http_address),
         *(server.model, server.version, model.vocab_size, server.max_model_len),
         *(server.max_num_seqs, server.max_queue_len, texts),
     )

@@ -36,7 +36,7 @@ def _share(ready: Any, stop: Any) -> None:
 
 @contextlib.asynccontextmanager
 async def probing(
-    address: str, max_model_len: int, pid: int | None
+    address: str, max_model_len: int, pid: int
 ) -> AsyncIterator[dict[str, tuple[Samples, list[str]]]]:
     """Measures while its block runs; when it is left, samples and failures are there, by name."""
     context = multiprocessing.get_context("spawn")
@@ -69,7 +69,7 @@ def _stalls() -> tuple[Samples, list[str]]:
     return found, []
 
 
-def _memory(pid: int | None) -> tuple[Samples, list[str]]:
+def _memory(pid: int) -> tuple[Samples, list[str]]:
     """Returns time and resident bytes of the server, until it is gone."""
     samples: Samples = []
     _ready.release()
@@ -79,8 +79,8 @@ def _memory(pid: int | None) -> tuple[Samples, list[str]]:
     return samples, []
 
 
-def resident_bytes(pid: int | None) -> int | None:
-    """Returns the resident memory of a process; None where it is gone or cannot be seen."""
+def resident_bytes(pid: int) -> int | None:
+    """Returns the resident memory of a process; None where it is gone."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
@@ -89,12 +89,9 @@ def resident_bytes(pid: int | None) -> int | None:
     return sizes[0] if sizes else None  # a process that has ended has none
 
 
-def num_files(pid: int | None) -> int | None:
-    """Returns the number of a process's open files, sockets among them; None as above."""
-    try:
-        return sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir())
-    except OSError:
-        return None
+def num_files(pid: int) -> int:
+    """Returns the number of a process's open files, sockets among them."""
+    return sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir())
 
 
 def _health(address: str) -> tuple[Samples, list[str]]:

@@ -25,7 +25,7 @@ from benchmarks.hostile.attempts import (
     well_formed,
 )
 from benchmarks.hostile.fuzzing import Answer, Fuzz
-from benchmarks.hostile.over_grpc import HUNG, OWN_SOCKET
+from benchmarks.hostile.over_grpc import HUNG
 from benchmarks.hostile.report import Line, must_be
 from serving.client import Client
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
@@ -48,8 +48,7 @@ PROTOCOLS = {
 
 _TIMEOUT_S = 60.0
 _LARGE, _MOST_LARGE = 64 << 10, 8  # under way, or this process would be the one to burst
-_MOST_FILLERS, _NUM_REFUSALS, _NUM_HONEST = 2000, 200, 8
-_NUM_WORKERS, _MOST_EXAMPLES = 32, 20
+_NUM_HONEST, _NUM_WORKERS, _MOST_EXAMPLES = 8, 32, 20
 _SPARE_FILES = 32  # that a server may open once and keep
 
 
@@ -63,19 +62,18 @@ class Load:
     num_wrong_codes: int = 0
     num_broken_streams: int = 0
     problems: dict[tuple[str, str], str] = field(default_factory=dict)
-    refusal_s: list[float] = field(default_factory=list)
 
     def count(self, *codes: str) -> int:
         """Calls that ended with one of the codes."""
         return sum(number for (_, _, code), number in self.codes.items() if code in codes)
 
-    def add(self, attempt: Attempt, ended: Ended, seconds: float) -> None:
+    def add(self, attempt: Attempt, ended: Ended) -> None:
         """Counts one end, and judges it."""
         self.ended_at.append(time.monotonic())
         self.codes[attempt.group, attempt.kind, ended.code] += 1
         if ended.refused:
-            self.refusal_s.append(seconds)
-        elif ended.code not in attempt.allowed:
+            return
+        if ended.code not in attempt.allowed:
             self.num_wrong_codes += 1
             problem = f"{attempt.kind}: {ended.code} {ended.details[:200]}"
             self.problems.setdefault((attempt.kind, ended.code), problem)
@@ -113,9 +111,9 @@ class Fuzzed:
 
 
 class Run:
-    """Collects what must hold, and the figures. `pid` None: memory and files are not measured."""
+    """Collects what must hold, and the figures."""
 
-    def __init__(self, args: argparse.Namespace, facts: Facts, pid: int | None) -> None:
+    def __init__(self, args: argparse.Namespace, facts: Facts, pid: int) -> None:
         self.args, self.facts, self.pid = args, facts, pid
         self.protocol = PROTOCOLS[args.protocol]
         if not (facts.texts or self.protocol.takes_tokens):
@@ -161,8 +159,7 @@ class Run:
 
     async def _is_as_before(self, when: str) -> bool:
         """Waits until the server has nothing more to do, for a minute at most."""
-        most_files = None if self._files is None else self._files + _SPARE_FILES
-        files, give_up_at = None, time.monotonic() + _TIMEOUT_S
+        most_files, give_up_at = self._files + _SPARE_FILES, time.monotonic() + _TIMEOUT_S
         serving = await over_grpc.serves(self.facts.address)
         self.lines.append(must_be(f"serving after {when}", "yes", "yes" if serving else "no"))
         if not serving:
@@ -175,8 +172,8 @@ class Run:
                     self.lines.append(must_be(f"counters after {when}", "told", error.code().name))
                     return False
                 left = stats.num_running + stats.num_waiting
-                is_idle = not left and not stats.kv_pages_used
-                if time.monotonic() > give_up_at or (is_idle and (files or 0) <= (most_files or 0)):
+                is_idle = not left and not stats.kv_pages_used and files <= most_files
+                if is_idle or time.monotonic() > give_up_at:
                     break
                 await asyncio.sleep(0.1)
         answers = await self._answers()
@@ -186,10 +183,11 @@ class Run:
             must_be(f"KV pages used after {when}", 0, stats.kv_pages_used),
             must_be(f"compilations by the end of {when}", 0, stats.compilations_since_ready),
             must_be(f"honest answers as before, after {when}", _NUM_HONEST, same),
+            Line(
+                *(f"open files after {when}", f"at most {most_files}", f"{files}"),
+                ok=files <= most_files,
+            ),
         ]
-        if files is not None and most_files is not None:
-            limit, seen = f"at most {most_files}", f"{files}"
-            self.lines.append(Line(f"open files after {when}", limit, seen, files <= most_files))
         return True
 
     # ---- load ---------------------------------------------------------------------------------
@@ -211,12 +209,6 @@ class Run:
             }
         lines, figures = report.probed(measured, marks, load.ended_at)
         self.lines += load.lines(args.requests) + lines
-        for name, seconds in (
-            ("refusals", load.refusal_s),
-            ("refusals_of_a_full_server", await self._overload()),
-        ):
-            found = {f"p{q}_s": probes.percentile(seconds, q) for q in (50, 99) if seconds}
-            figures[name] = {"count": len(seconds), **found}
         for name, found in figures.items():
             print(f"{name}: {found}")
         codes: dict[str, dict[str, int]] = {}
@@ -241,43 +233,10 @@ class Run:
                     attempt = draw(rng, self.facts, self.protocol, polite)
                     is_large = len(attempt.payload) > _LARGE
                     async with room if is_large else contextlib.nullcontext():
-                        started_at = time.monotonic()
-                        ended = await _ended(send, attempt)
-                        load.add(attempt, ended, time.monotonic() - started_at)
+                        load.add(attempt, await _ended(send, attempt))
 
         await asyncio.gather(*(one_client() for _ in range(self.args.clients)))
         return load
-
-    async def _overload(self) -> list[float]:
-        """Returns seconds to a refusal of a server whose queue is full; none if it is too long.
-
-        Its slots and queue are filled with long requests, then others are sent one after another.
-        """
-        facts, refusal_s = self.facts, []
-        num_fillers = facts.max_num_seqs + facts.max_queue_len + 64
-        if num_fillers > _MOST_FILLERS:
-            return []
-        sampling = pb.SamplingParams(max_new_tokens=facts.max_model_len - 1, ignore_eos=True)
-        request = pb.GenerateRequest(tokens=pb.TokenIds(ids=[1]), sampling=sampling)
-        data, leaves = request.SerializeToString(), frozenset({"CANCELLED"})
-        leaving = Attempt("late", "overload", data, leaves, "cancel", stop_after=1)
-        async with (
-            grpc.aio.insecure_channel(facts.address, OWN_SOCKET) as channel,
-            grpc.aio.insecure_channel(facts.address, OWN_SOCKET) as own,
-        ):
-            start: Any = channel.unary_stream(GENERATE)
-            fillers = [start(data, timeout=_TIMEOUT_S) for _ in range(num_fillers)]
-            await asyncio.sleep(1.0)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_TIMEOUT_S / 6):
-                    for _ in range(_NUM_REFUSALS):
-                        started_at = time.monotonic()
-                        ended = await over_grpc.call(own, leaving, pb.GenerateResponse.FromString)
-                        if ended.refused:
-                            refusal_s.append(time.monotonic() - started_at)
-            for filler in fillers:
-                filler.cancel()
-        return refusal_s
 
     # ---- fuzz ---------------------------------------------------------------------------------
 

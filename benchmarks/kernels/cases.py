@@ -13,11 +13,8 @@ OPS = (
     "routing",
     "kv_write",
     "grouped_gemm_fp8",
-    "moe_layer",
-    "decode_layer",
 )
-"""The ops, and layers made of them."""
-ATTENTION_OPS = ("paged_attention", "prefill_attention", "kv_write", "decode_layer")
+ATTENTION_OPS = ("paged_attention", "prefill_attention", "kv_write")
 """Those that a model whose attention is not served has no cases of."""
 SOURCES = ("pallas_kernels",)  # what their figures depend on
 SKEWS = ("uniform", "exponential")
@@ -115,28 +112,6 @@ def count_kv_write(shape: Shape, tokens: int, itemsize: int = 2) -> Count:
     return Count(tokens * shape.head_dim * (2 * heads * itemsize + 4), 0)
 
 
-def count_moe_layer(shape: Shape, active_experts: int, tokens: int) -> Count:
-    """Counts the weights of the router, of shared experts and of the routed ones that have rows;
-    rows once in and once out.
-    """
-    routed = count_moe_mlp(shape, active_experts, tokens * shape.top_k)
-    dense = shape.d_model * (shape.num_experts + 3 * shape.d_ff_shared)
-    rows = 2 * tokens * shape.d_model
-    return Count(routed.bytes + 2 * (dense + rows), routed.flops + 2 * tokens * dense)
-
-
-def count_decode_layer(
-    shape: Shape, active_experts: int, chunks: Sequence[tuple[int, int]]
-) -> Count:
-    """Counts `count_moe_layer` with attention: its weights, and every key and value once."""
-    tokens = sum(n for n, _ in chunks)
-    moved, experts = count_attention(shape, chunks), count_moe_layer(shape, active_experts, tokens)
-    dense = shape.d_model * shape.head_dim * 2 * (shape.heads + shape.kv_heads)
-    return Count(
-        moved.bytes + 2 * dense + experts.bytes, moved.flops + 2 * tokens * dense + experts.flops
-    )
-
-
 class Target(NamedTuple):
     """The least a figure should be; `figure` names a field of a record's figures."""
 
@@ -182,8 +157,6 @@ def _cases_of(op: str, shape: Shape, sizes: Sizes) -> Iterator[Case]:
         for tokens in prefill:
             contexts = sorted({*sizes.contexts, tokens})
             yield from (Case(op, shape, "prefill", tokens, c) for c in contexts)
-    elif op == "decode_layer":
-        yield from (Case(op, shape, "decode", tokens, sizes.contexts[0]) for tokens in decode)
     else:
         steps = [("decode", t) for t in decode] + [("prefill", t) for t in prefill]
         for phase, tokens in steps:

@@ -36,16 +36,11 @@ def _relative_error(out, want):
     return jnp.sqrt(jnp.sum(gap * gap) / jnp.sum(want * want))
 
 
-def moe_mlp(out, x, gate_up, down, gates) -> float:
-    """Returns the error of `sum_e gates[t, e] * mlp_e(x[t])`: every expert on every row, most with
-    weight 0.
-    """
-    return relative_error(out, all_experts(x, gate_up, down, gates))
-
-
 @_slow
 def all_experts(x, gate_up, down, gates):
-    """Returns what `moe_mlp` holds the op against, in float32."""
+    """Returns `sum_e gates[t, e] * mlp_e(x[t])` in float32: every expert on every row, most with
+    weight 0.
+    """
     x = x.astype(jnp.float32)
 
     def one_expert(total, expert):
@@ -65,18 +60,13 @@ def widened(weights: Any, count: int) -> jax.Array:
     return (values * jnp.repeat(jnp.repeat(scales, block, axis=1), block, axis=2)).swapaxes(1, 2)
 
 
-def attention(out, q, k_pages, v_pages, table) -> float:
-    """Returns the error of causal attention of q [T, H, D], its sequences equally long, over one
+@_slow
+def attended(q, k_pages, v_pages, table):
+    """Returns causal attention of q [T, H, D] in float32, its sequences equally long, over one
     layer's pages.
 
     The rows of a sequence are the last of its context, which fills its pages.
     """
-    return relative_error(out, attended(q, k_pages, v_pages, table))
-
-
-@_slow
-def attended(q, k_pages, v_pages, table):
-    """Returns what `attention` holds the op against, in float32."""
     num_sequences, heads, head_dim = table.shape[0], *q.shape[1:]
     kv_heads = k_pages.shape[1]
     rows = q.shape[0] // num_sequences

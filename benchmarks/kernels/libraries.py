@@ -1,4 +1,4 @@
-"""The same work by libraries, on the same inputs: JAX's own, tokamax, and PyTorch's.
+"""The same work by libraries, on the same inputs: JAX's own, and PyTorch's.
 
 A library that cannot take a case is skipped, and the reason is kept. Its results are judged like
 the op's before it is timed. Sorting rows by expert and making pages contiguous are left out of a
@@ -49,8 +49,8 @@ def on_gpu() -> None:
         raise Skip("needs a GPU")
 
 
-def _bounded(call: Callable[..., Any], sets: list[tuple[Any, ...]], **options: Any) -> JaxProgram:
-    program = JaxProgram(call, sets, **options)
+def _bounded(call: Callable[..., Any], sets: list[tuple[Any, ...]]) -> JaxProgram:
+    program = JaxProgram(call, sets)
     if program.temp_bytes > MAX_TEMP_BYTES:
         raise Skip(f"needs {program.temp_bytes / 2**30:.0f} GiB of temporary memory")
     return program
@@ -106,16 +106,6 @@ def _ragged_dot(case: Case, problem: Problem) -> Program:
     return _bounded(_ragged(jax.lax.ragged_dot), moe_sets(problem))
 
 
-def _tokamax(case: Case, problem: Problem) -> Program:
-    on_gpu()
-    tokamax = need("tokamax")
-
-    def dot(rows, weights, sizes):
-        return tokamax.ragged_dot(rows, weights, sizes, implementation="mosaic")
-
-    return _bounded(_ragged(dot), moe_sets(problem))
-
-
 def _jax_kernel(case: Case, problem: Problem) -> Program:
     """Runs the grouped product among the Hopper examples that come with JAX, one tile for all
     cases.
@@ -138,35 +128,6 @@ def _jax_kernel(case: Case, problem: Problem) -> Program:
         )
 
     return _bounded(_ragged(dot), moe_sets(problem))
-
-
-def _batched_dot(case: Case, problem: Problem) -> Program:
-    """Runs cuBLAS by `jnp.einsum`: a batch of all experts, as high as the busiest has rows."""
-    inputs, pool = problem.data
-    m = pool.shape.num_experts
-    if any(len(np.unique(one.ids)) < m for one in inputs):
-        raise Skip("a batch over all experts reads weights that nobody visits")
-    height = max(int(np.bincount(one.ids.ravel()).max()) for one in inputs)
-    height += -height % 8
-    sets = []
-    for one in inputs:
-        token, sizes, place = sorted_rows(one.ids, m)
-        starts = np.cumsum(sizes) - sizes
-        rank = np.arange(height)
-        live = rank < sizes[:, None]
-        nobody = case.tokens  # past the end: a row of zeros
-        padded = np.append(token, nobody)[np.where(live, starts[:, None] + rank, len(token))]
-        where = one.ids * height + place - starts[one.ids]
-        plan = (jnp.asarray(a, jnp.int32) for a in (padded, where))
-        sets.append((one.x, *pool.layer(one.layer), *plan, jnp.asarray(one.weights)))
-
-    def call(x, gate_up, down, padded, where, weights):
-        rows = jnp.take(x, padded, axis=0, mode="fill", fill_value=0)
-        h = _swiglu(jnp.einsum("erd,edf->erf", rows, gate_up))
-        y = jnp.einsum("erf,efd->erd", h, down)
-        return _combine(y.reshape(-1, y.shape[-1]), where, weights)
-
-    return _bounded(call, sets, xla_gpu_enable_triton_gemm=False)
 
 
 # ---- Attention ----
@@ -213,20 +174,7 @@ def _cudnn(case: Case, problem: Problem) -> Program:
     return _bounded(call, kv_sets(case, problem))
 
 
-def _tokamax_attention(case: Case, problem: Problem) -> Program:
-    on_gpu()
-    tokamax = need("tokamax")
-    if not square(case):
-        raise Skip("its causal mask starts at the first key")
-
-    def call(q, k, v):
-        out = tokamax.dot_product_attention(q, k, v, is_causal=True, implementation="mosaic")
-        return out.reshape(-1, *q.shape[2:])
-
-    return _bounded(call, kv_sets(case, problem))
-
-
-# ---- The op or layer itself: as XLA makes it, and on weights of bfloat16 ----
+# ---- The op itself: as XLA makes it, and on weights of bfloat16 ----
 
 
 def _xla(case: Case, problem: Problem) -> Program:
@@ -259,28 +207,20 @@ def _torch(name: str) -> Maker:
 _MAKERS: dict[str, dict[str, Maker]] = {
     "grouped_gemm": {
         "lax.ragged_dot": _ragged_dot,
-        "cuBLAS batched dot": _batched_dot,
-        "tokamax.ragged_dot": _tokamax,
         "jax ragged_dot_mgpu": _jax_kernel,
         "torch._grouped_mm": _torch("grouped_mm"),
-        "torch._grouped_mm, products alone": _torch("grouped_mm_products"),
     },
     "paged_attention": {
         "cuDNN": _cudnn,
         "torch SDPA flash": _torch("sdpa_flash"),
-        "torch SDPA cuDNN": _torch("sdpa_cudnn"),
         "FlashAttention": _torch("flash_attention"),
     },
     "prefill_attention": {
         "cuDNN": _cudnn,
-        "tokamax attention": _tokamax_attention,
         "torch SDPA flash": _torch("sdpa_flash"),
-        "torch SDPA cuDNN": _torch("sdpa_cudnn"),
         "FlashAttention": _torch("flash_attention"),
     },
     "routing": {"XLA reference": _xla},
     "kv_write": {"XLA reference": _xla},
     "grouped_gemm_fp8": {"ours in bfloat16": _bfloat16},
-    "moe_layer": {"XLA reference": _xla},
-    "decode_layer": {"XLA reference": _xla},
 }

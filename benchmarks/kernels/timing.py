@@ -69,17 +69,13 @@ class JaxProgram:
         call: Callable[..., Any],
         sets: Sequence[tuple[Any, ...]],
         carry: Any = None,
-        **options: Any,
     ) -> None:
-        """`carry`, where given, is the first argument, donated, and what the call returns.
-
-        `options` are XLA's.
-        """
+        """`carry`, where given, is the first argument, donated, and what the call returns."""
         self.sets, self.num_sets, self.carry = sets, len(sets), carry
         jitted = jax.jit(call, donate_argnums=() if carry is None else 0)
         lowered = jitted.lower(*self._args(0))
         self.has_mosaic = "mosaic_gpu" in lowered.as_text()
-        self._compiled = lowered.compile(compiler_options=options or None)
+        self._compiled = lowered.compile()
         shapes = jax.tree.leaves(lowered.out_info)
         self.result_bytes = [math.prod(x.shape) * x.dtype.itemsize for x in shapes]
         memory = self._compiled.memory_analysis()

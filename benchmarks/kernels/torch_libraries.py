@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -93,44 +92,18 @@ def grouped_mm(case: Case, problem: Problem) -> TorchProgram:
     return TorchProgram(call, moe_sets(problem))
 
 
-def grouped_mm_products(case: Case, problem: Problem) -> TorchProgram:
-    """Runs only the two grouped products, on rows that were gathered before: its best case."""
-    sets = []
-    for x, gate_up, down, token, sizes, _, _ in moe_sets(problem):
-        rows, f = x[token], down.shape[1]
-        h = jnp.tile(rows, (1, -(-f // rows.shape[1])))[:, :f]
-        sets.append((rows, h, gate_up, down, jnp.cumsum(sizes, dtype=sizes.dtype)))
-
-    def call(rows, h, gate_up, down, ends):
-        torch._grouped_mm(rows, gate_up, offs=ends)
-        return torch._grouped_mm(h, down, offs=ends)
-
-    program = TorchProgram(call, sets)
-    program.judged = False
-    return program
-
-
 # ---- Attention ----
 
 
 def sdpa_flash(case: Case, problem: Problem) -> TorchProgram:
     """Runs PyTorch's own FlashAttention."""
-    return _sdpa(case, problem, SDPBackend.FLASH_ATTENTION)
-
-
-def sdpa_cudnn(case: Case, problem: Problem) -> TorchProgram:
-    """Runs cuDNN's attention as PyTorch calls it."""
-    return _sdpa(case, problem, SDPBackend.CUDNN_ATTENTION)
-
-
-def _sdpa(case: Case, problem: Problem, backend: SDPBackend) -> TorchProgram:
     prefill = case.phase == "prefill"
     ragged = prefill and not square(case)
 
     def call(q, k, v):
         q, k, v = (a.transpose(1, 2) for a in (q, k, v))
         mask = causal_lower_right(q.shape[2], k.shape[2]) if ragged else None
-        with sdpa_kernel(backend):
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
             out = F.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, is_causal=prefill and not ragged, enable_gqa=True
             )

@@ -9,12 +9,12 @@ from typing import Any
 
 from benchmarks.harness.command import markdown
 from benchmarks.mesh import cases, synchronous
-from benchmarks.mesh.asynchronous import UNLIMITED, System
+from benchmarks.mesh.asynchronous import UNLIMITED
 from benchmarks.mesh.cases import PAPER, Case, play
 from benchmarks.mesh.compare import PAPERS
 from benchmarks.mesh.rates import NODE
 from jmoe.parallel.asynchronous import NO_OVERHEADS, Overheads
-from serving.scheduling.layers.picker import LayerPicker, Waiting, make_picker
+from serving.scheduling.layers.picker import Waiting, make_picker
 
 MODELS = (("mixtral-8x7b", 1), ("mixtral-8x7b", 2), ("qwen3-30b-a3b", 8))
 SKEWS = ((0.0, False), (0.5, True), (0.5, False), (1.0, False))
@@ -83,7 +83,7 @@ def host_cost(_: bool) -> list[dict[str, Any]]:
 
 def paper(_: bool) -> dict[str, Any]:
     """Returns the paper's machine: its 2.7 times in parts."""
-    parts = []
+    parts, picker = [], make_picker("defrag", Waiting(max_age_s=1.0))
     for top_k in (1, 2):
         for same in (True, False):
             case = replace(PAPER, top_k=top_k, same=same)
@@ -96,22 +96,13 @@ def paper(_: bool) -> dict[str, Any]:
                 "baseline": synchronous.tokens_per_s(slow, CAP)[0],
             }
             for name, over in (("async", NO_OVERHEADS), ("async with its host", PAPER_OVERHEADS)):
-                system = _whole(case.system(4, 0, over))  # four and four, as in the paper
-                run = play(system, case.in_flight, _both("defrag", 1.0), itl_s)
+                # Four and four, as in the paper; attention takes all rows that there are.
+                system = replace(case.system(4, 0, over), max_attention_rows=UNLIMITED)
+                run = play(system, case.in_flight, (picker, picker), itl_s)
                 rates[name] = run.tokens_per_s
             parts.append({"top_k": top_k, "same": same} | rates)
             print(f"paper top-{top_k} same {same}: {rates}", flush=True)
     return {"parts": parts}
-
-
-def _whole(system: System) -> System:
-    """Returns the same, whose attention workers take all rows that there are."""
-    return replace(system, max_attention_rows=UNLIMITED)
-
-
-def _both(rule: str, max_age_s: float) -> tuple[LayerPicker, LayerPicker]:
-    picker = make_picker(rule, Waiting(max_age_s=max_age_s))
-    return picker, picker
 
 
 PARTS: dict[str, Callable[[bool], Any]] = {

@@ -1,10 +1,9 @@
 """Asynchronous expert parallelism: workers for attention and for experts, each with its picker."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Float, Int
 
 from benchmarks.mesh import core
 from benchmarks.mesh.core import Costs, State
@@ -30,42 +29,26 @@ class System:
     max_attention_rows: int = UNLIMITED
 
 
-@dataclass(frozen=True)
-class Traffic:
-    """Sequences: `in_flight` that never end, or requests at `arrivals_s` of `num_tokens` each."""
-
-    in_flight: int
-    arrivals_s: Float[np.ndarray, "requests"] = field(default_factory=lambda: np.zeros(0))
-    num_tokens: Int[np.ndarray, "requests"] = field(default_factory=lambda: np.zeros(0, np.int64))
-
-    @property
-    def closed(self) -> bool:
-        """Whether sequences never end."""
-        return not len(self.arrivals_s)
-
-
 class Run(NamedTuple):
     """What `measure` counted."""
 
     tokens_per_s: float
     itl_s: float  # mean
-    attention_busy: float  # share of the time, mean over workers
-    experts_busy: float
 
 
 def make_state(system: System, num_sequences: int, seed: int) -> State:
-    """Returns empty queues, all places free."""
+    """Returns empty queues, and sequences dealt out to attention workers in turn."""
     workers = system.num_attention + system.num_expert_workers
     num_layers, num_sets, top_k = system.routing.sets.shape
     num_experts = system.placement.num_hosts.shape[1]
     visits, shape = num_sequences * top_k, (workers, num_layers, 1)
     # A batch on its way has a row of its own; a worker has a stage, a choice and old wake-ups.
     events = visits + 64 * workers + 1024
-    rng = np.random.default_rng(seed)
+    rng, home = np.random.default_rng(seed), np.arange(num_sequences) % system.num_attention
     ints, floats = (lambda *n: np.zeros(n, np.int64)), (lambda *n: np.zeros(n))
     seconds = ("host_s", "device_s", "busy_s", "out_s", "in_s")
     return State(
-        numbers=ints(9),
+        numbers=ints(6),
         seconds=floats(2),
         event_s=floats(events),
         event_order=ints(events),
@@ -75,14 +58,15 @@ def make_state(system: System, num_sequences: int, seed: int) -> State:
         heads=np.full(shape, core.NONE),
         tails=np.full(shape, core.NONE),
         idle=ints(workers) + 1,
-        **{name: ints(workers) for name in ("epoch", "running")},
+        epoch=ints(workers),
+        running=np.bincount(home, minlength=workers),
         **{name: floats(workers) for name in seconds},
         after=np.full(visits, core.NONE),
         came_s=floats(visits),
         expert=ints(visits),
-        **{name: ints(num_sequences) for name in ("missing", "home", "tokens_left")},
+        missing=ints(num_sequences),
+        home=home,
         last_s=np.full(num_sequences, -1.0),
-        free=np.arange(num_sequences)[::-1].copy(),
         stamp=ints(num_experts),
         fragment=ints(workers, 3),
         random=rng.integers(0, num_sets, 1 << 18),
@@ -104,20 +88,17 @@ class Simulation:
     def __init__(
         self,
         system: System,
-        traffic: Traffic,
+        in_flight: int,
         pickers: tuple[LayerPicker, LayerPicker],
         *,
         seed: int = 0,
     ) -> None:
         """`pickers` for attention and for experts.
 
-        All sequences of a closed load begin at once, at time 0.
+        All sequences begin at once, at time 0, and never end.
         """
-        self.system, self.traffic = system, traffic
-        self.pickers = pickers
-        self.state = make_state(system, traffic.in_flight, seed)
-        numbers, over = self.state.numbers, system.overheads
-        numbers[core.NUM_FREE] = traffic.in_flight
+        self.system, self.in_flight, self.pickers = system, in_flight, pickers
+        self.state, over = make_state(system, in_flight, seed), system.overheads
         self.costs = Costs(
             system.times.fixed_s,
             over.attention_host_s,
@@ -127,35 +108,22 @@ class Simulation:
             system.row_s,
             system.num_attention,
         )
-        self._next_request = 0
-        if traffic.closed:
-            for _ in range(traffic.in_flight):
-                core.admit(self.state, self.costs, 0)
-        else:
-            self._expect_request()
+        for token in range(in_flight):
+            core.enter(self.state, token)
 
     def play(self, until_s: float) -> None:
         """Up to that time of the simulated clock."""
-        s, c, closed = self.state, self.costs, self.traffic.closed
+        s, c = self.state, self.costs
         settings = [picker.compiled_settings for picker in self.pickers]
         most = self.system.max_attention_rows
-        while True:
-            # Where pickers and loops are machine code alike, no choice comes back here.
-            if None in settings:
-                worker = core.advance(s, c, until_s)
-            else:
-                worker = core.play(s, c, until_s, closed, *settings, most)
-            if worker == core.NONE:
-                return
-            if worker == -2:
-                core.admit(s, c, int(self.traffic.num_tokens[self._next_request]))
-                self._next_request += 1
-                self._expect_request()
-                continue
+        if None not in settings:  # pickers and loops are machine code alike
+            core.play(s, c, until_s, *settings, most)
+            return
+        while (worker := core.advance(s, c, until_s)) != core.NONE:
             at_experts = bool(worker >= c.num_attention)
             picker, counts, oldest = self.pickers[at_experts], s.counts[worker], s.oldest[worker]
             # An attention worker knows its sequences: with all of them here, nothing else can come.
-            more = at_experts or not closed or counts.sum() < s.running[worker]
+            more = at_experts or counts.sum() < s.running[worker]
             now = float(s.seconds[core.NOW])
             picked = picker.pick(counts, oldest, now, more_may_come=bool(more))
             if picked is None:
@@ -167,21 +135,9 @@ class Simulation:
         """Plays `warm_s`, and then `for_s` for figures."""
         s = self.state
         self.play(float(s.seconds[core.NOW]) + warm_s)
-        before, busy, sums = s.numbers.copy(), s.busy_s.copy(), s.seconds.copy()
+        before, sums = s.numbers.copy(), s.seconds.copy()
         self.play(float(sums[core.NOW]) + for_s)
-        counted = s.numbers - before
-        num_itls, produced = int(counted[core.NUM_ITL]), float(counted[core.PRODUCED])
+        num_itls = int((s.numbers - before)[core.NUM_ITL])
         itl_s = float((s.seconds - sums)[core.ITL_SUM]) / num_itls if num_itls else np.nan
-        shares, ours = (s.busy_s - busy) / for_s, self.costs.num_attention
-        return Run(
-            # Waves pass: of a closed load, Little's law counts better than a window does.
-            self.traffic.in_flight / itl_s if self.traffic.closed else produced / for_s,
-            itl_s,
-            float(shares[:ours].mean()),
-            float(shares[ours:].mean()),
-        )
-
-    def _expect_request(self) -> None:
-        if self._next_request < len(self.traffic.arrivals_s):
-            at_s = float(self.traffic.arrivals_s[self._next_request])
-            core.push(self.state, at_s, core.REQUEST, 0, 0, core.NONE, 0)
+        # Waves pass: Little's law counts better than a window does.
+        return Run(self.in_flight / itl_s, itl_s)

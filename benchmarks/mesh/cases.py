@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.mesh import core, synchronous
-from benchmarks.mesh.asynchronous import UNLIMITED, Run, Simulation, System, Traffic
+from benchmarks.mesh.asynchronous import UNLIMITED, Run, Simulation, System
 from benchmarks.mesh.rates import A100, H200
 from benchmarks.mesh.routing import Routing, draw_routing, exponential, place, zipf
 from jmoe.parallel.asynchronous import Overheads, collective_s
@@ -145,7 +145,7 @@ def play(
 
     `begin_s` is a guess of an iteration's time.
     """
-    simulation = Simulation(system, Traffic(in_flight), pickers)
+    simulation = Simulation(system, in_flight, pickers)
     numbers, passed = simulation.state.numbers, 0.0
     while numbers[core.PRODUCED] < warm * in_flight:
         passed += begin_s
@@ -165,7 +165,8 @@ def best_async(case: Case, guess_s: float, overheads: Overheads | None = None) -
         long = case.in_flight * case.top_k * case.geometry().num_layers > LONG
         pickers = pickers_of(system, case.in_flight, wait_s)
         run = play(system, case.in_flight, pickers, guess_s, *((2, 3) if long else ()))
-        return figures(run) | {"attention_devices": ours, "wait_ms": 1e3 * wait_s}
+        figures = {"tokens_per_s": run.tokens_per_s, "itl_ms": 1e3 * run.itl_s}
+        return figures | {"attention_devices": ours, "wait_ms": 1e3 * wait_s}
 
     def better(found: list[dict[str, Any]]) -> dict[str, Any]:
         return max(found, key=lambda one: one["tokens_per_s"])
@@ -174,11 +175,6 @@ def best_async(case: Case, guess_s: float, overheads: Overheads | None = None) -
     more = min(case.devices - 1, model + max(1, case.devices // 8))
     chosen = better([one(ours, WAITS_S[0]) for ours in sorted({model, more})])
     return better([chosen, *(one(chosen["attention_devices"], w) for w in WAITS_S[1:])])
-
-
-def figures(run: Run) -> dict[str, Any]:
-    """Returns what is stored of a run."""
-    return {"tokens_per_s": run.tokens_per_s, "itl_ms": 1e3 * run.itl_s}
 
 
 def compare(case: Case) -> dict[str, Any]:

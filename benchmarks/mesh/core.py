@@ -1,9 +1,10 @@
 """The events of asynchronous expert parallelism: arrays and loops, compiled where numba is there.
 
 Letters: W workers, attention workers first; L layers; G groups of experts, of which there is one
-here; N places for sequences; K experts a row. A *visit* is a row on its way to or from an expert:
-number token * K + k. Rows that wait in a queue, or travel together, are a chain: `after` names the
-next one. In an attention worker's queue a token is there as its visit 0, once all K have come.
+here; N sequences, which never end; K experts a row. A *visit* is a row on its way to or from an
+expert: number token * K + k. Rows that wait in a queue, or travel together, are a chain: `after`
+names the next one. In an attention worker's queue a token is there as its visit 0, once all K have
+come.
 
 A worker's host launches one stage at a time, early enough that it is ready when the device is; the
 device runs one stage at a time. A batch of rows to one worker takes both ends of its link
@@ -17,17 +18,17 @@ from jaxtyping import Float, Int
 
 from serving.scheduling.layers.compiled import decide, jit
 
-ARRIVE, DONE, FREE, WAKE, REQUEST = range(5)
+ARRIVE, DONE, FREE, WAKE = range(4)
 NONE = -1
 # Of `State.numbers` and `State.seconds`.
-NUM_EVENTS, SEQUENCE, TURN, NUM_FREE, PRODUCED, STAGES, ROWS, NUM_ITL, REFUSED = range(9)
+NUM_EVENTS, SEQUENCE, TURN, PRODUCED, STAGES, NUM_ITL = range(6)
 NOW, ITL_SUM = range(2)
 
 
 class State(NamedTuple):
     """All that changes, and the tables that events look at."""
 
-    numbers: Int[np.ndarray, "9"]
+    numbers: Int[np.ndarray, "6"]
     seconds: Float[np.ndarray, "2"]
     # The heap: by time, then by order of entry.
     event_s: Float[np.ndarray, "events"]
@@ -51,9 +52,7 @@ class State(NamedTuple):
     expert: Int[np.ndarray, "visits"]
     missing: Int[np.ndarray, "N"]  # of a token's K results
     home: Int[np.ndarray, "N"]
-    tokens_left: Int[np.ndarray, "N"]
     last_s: Float[np.ndarray, "N"]  # of a sequence's newest token
-    free: Int[np.ndarray, "N"]  # the first NUM_FREE are places without a sequence
     running: Int[np.ndarray, "W"]  # sequences of an attention worker
     stamp: Int[np.ndarray, "E"]  # of the last stage that an expert had rows in
     fragment: Int[np.ndarray, "W 3"]  # head, tail and length of what is sent to each
@@ -130,8 +129,7 @@ def advance(s: State, c: Costs, until_s: float) -> int:
     """Plays events up to the next one at which a worker's host has to choose: that worker.
 
     NONE once the next event is after `until_s`, or there is none. Every event of that very moment
-    is played before a choice is made, so that rows which come together are seen together. A
-    REQUEST is given back as -2: the caller knows how many tokens it wants.
+    is played before a choice is made, so that rows which come together are seen together.
     """
     while s.numbers[NUM_EVENTS] > 0 and s.event_s[0] <= until_s:
         s.seconds[NOW] = s.event_s[0]
@@ -152,8 +150,6 @@ def advance(s: State, c: Costs, until_s: float) -> int:
                 continue
             return worker
         _drop_first(s)
-        if kind == REQUEST:
-            return -2
         if kind == ARRIVE:
             _arrive(s, c, worker, layer, head)
         else:
@@ -242,7 +238,6 @@ def start(s: State, c: Costs, worker: int, layer: int, group: int, most: int) ->
     s.host_s[worker] = max(ready_s, end_s - host_s)
     push(s, end_s, DONE, worker, layer, head, rows)
     push(s, s.host_s[worker], FREE, worker, 0, NONE, 0)
-    s.numbers[ROWS] += rows
     return rows
 
 
@@ -260,24 +255,22 @@ def play(
     s: State,
     c: Costs,
     until_s: float,
-    closed: bool,
     attention: tuple[int, Float[np.ndarray, "K"], int, float, float],
     experts: tuple[int, Float[np.ndarray, "K"], int, float, float],
     most: int,
-) -> int:
-    """Returns what `Simulation.play` does, for pickers whose decisions are machine code; -2 or
-    NONE.
+) -> None:
+    """Does what `Simulation.play` does, for pickers whose decisions are machine code.
 
     `attention` and `experts` are their `compiled_settings`, `most` the rows of an attention stage.
     """
     while True:
         worker = advance(s, c, until_s)
-        if worker < 0:
-            return worker
+        if worker == NONE:
+            return
         at_experts = worker >= c.num_attention
         counts, oldest = s.counts[worker], s.oldest[worker]
         rule, weights, least, wait_s, age_s = experts if at_experts else attention
-        more = at_experts or not closed or counts.sum() < s.running[worker]
+        more = at_experts or counts.sum() < s.running[worker]
         now = s.seconds[NOW]
         flat = decide(rule, weights, counts, counts, False, oldest, now, least, wait_s, age_s, more)
         if flat >= 0:
@@ -301,8 +294,10 @@ def _done(s: State, c: Costs, worker: int, layer: int, head: int) -> None:
         following = s.after[row]
         if not to_experts:
             _send_along(s, s.home[row // top_k], row)
-        elif layer > 0 or _token(s, row // top_k):
+        else:
             token = row // top_k
+            if layer == 0:
+                _token(s, token)
             draw = s.random[s.numbers[TURN] % len(s.random)]
             s.numbers[TURN] += 1
             s.missing[token] = top_k
@@ -344,40 +339,11 @@ def _send(s: State, c: Costs, worker: int, layer: int) -> None:
 
 
 @jit
-def _token(s: State, token: int) -> bool:
-    """A sequence has a new token; whether it goes on."""
+def _token(s: State, token: int) -> None:
+    """A sequence has a new token."""
     now = s.seconds[NOW]
     s.numbers[PRODUCED] += 1
     if s.last_s[token] >= 0:
         s.seconds[ITL_SUM] += now - s.last_s[token]
         s.numbers[NUM_ITL] += 1
     s.last_s[token] = now
-    s.tokens_left[token] -= 1
-    if s.tokens_left[token] != 0:
-        return True
-    s.running[s.home[token]] -= 1
-    s.last_s[token] = -1.0
-    s.free[s.numbers[NUM_FREE]] = token
-    s.numbers[NUM_FREE] += 1
-    return False
-
-
-@jit
-def admit(s: State, c: Costs, num_tokens: int) -> int:
-    """Returns a new sequence of so many tokens, at the attention worker that has fewest; its place.
-
-    NONE where all places are taken. A `num_tokens` of 0 never ends.
-    """
-    if s.numbers[NUM_FREE] == 0:
-        s.numbers[REFUSED] += 1
-        return NONE
-    s.numbers[NUM_FREE] -= 1
-    token = s.free[s.numbers[NUM_FREE]]
-    worker = 0
-    for other in range(c.num_attention):
-        if s.running[other] < s.running[worker]:
-            worker = other
-    s.home[token], s.tokens_left[token], s.last_s[token] = worker, num_tokens, -1.0
-    s.running[worker] += 1
-    enter(s, token)
-    return token  # type: ignore[return-value]  # one number of an array

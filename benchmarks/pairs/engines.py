@@ -188,8 +188,10 @@ async def parts(settings: Mapping[str, int], dry: bool) -> AsyncIterator[Play]:
     latency-sensitive prompts come one by one, up to four steps after the answer before.
     """
     layers, prompts, new_tokens = (4, 3, 4) if dry else (24, 80, 32)
+    cfg = read_config(resolve("bundled"))
     sizes = {"num_layers": layers, "moe_layers": (True,) * layers} | ({} if dry else WIDER)
-    model = random_model(replace(read_config(resolve("bundled")), **sizes))
+    sizes |= {"layer_attention": cfg.layer_attention[:1] * layers}
+    model = random_model(replace(cfg, **sizes))
     rng = np.random.default_rng(0)
 
     async def ask(engine: Engine, new: int, priority: Priority) -> None:

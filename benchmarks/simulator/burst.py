@@ -11,7 +11,6 @@ the worst of each variant.
 """
 
 import argparse
-import itertools
 import json
 import shlex
 import statistics
@@ -21,11 +20,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from serving.bench.calibrate import Calibration, calibrate
 from serving.bench.demo import DemoConfig, run_demo
-from serving.bench.results import Record, Sample, Slo, quality, violations
+from serving.bench.results import Sample, Slo, quality, violations
 from serving.bench.simulator.server import (
     Machine,
     as_tokens,
@@ -49,11 +46,8 @@ FIGURES = {
     "late_first": "late first %",
     "late_other": "late other %",
     "degraded": "degraded %",
-    "late_stretch_s": "late for s",
     "recovered_s": "browned for s",
 }
-LATE_STRETCH, STRETCH_S = 0.2, 0.5
-"""A stretch of time counts as late if so many tokens are, by windows of so many seconds."""
 STEADY, BURST = 0.5, 1.0  # of the capacity without brownout, as in the demo
 BURST_AT = 0.3
 
@@ -162,27 +156,10 @@ def play(
         "late_first": 100 * (late["ttft_violation_rate"] or 0.0),
         "late_other": 100 * (late["itl_violation_rate"] or 0.0),
         "degraded": 100 * (degraded or 0.0),
-        "late_stretch_s": late_stretch_s(due, slo),
     }
     if pieces[-1][1] < pieces[-2][1]:  # the burst has an end
         found["recovered_s"] = recovered_s(run.samples, pieces)
     return found
-
-
-def late_stretch_s(records: Sequence[Record], slo: Slo) -> float:
-    """Returns the longest time in which a fifth or more of the tokens were late, of either kind."""
-    tokens = [(r.at_s, r.ttft_s > slo.ttft_s) for r in records]
-    tokens += [
-        (at_s, gap_s > slo.itl_s)
-        for r in records
-        for at_s, gap_s in zip(r.token_s[1:], r.itls_s, strict=True)
-    ]
-    at_s, late = np.array(tokens, float).reshape(-1, 2).T
-    window = (at_s / STRETCH_S).astype(int)
-    counts = np.bincount(window)
-    shares = np.bincount(window, late) / np.maximum(counts, 1)
-    runs = itertools.groupby(shares >= LATE_STRETCH)
-    return STRETCH_S * max((len(list(group)) for is_late, group in runs if is_late), default=0)
 
 
 def recovered_s(samples: Sequence[Sample], pieces: Sequence[tuple[float, float]]) -> float:

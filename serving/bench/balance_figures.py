@@ -91,13 +91,9 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
     """Draws a heat map for each variant, as PNG: load of each device over the mean, by MoE
     layer.
     """
-    from jmoe.extras import need  # not above: it would bring jax
+    from jmoe.extras import pyplot  # not above: it would bring jax
 
-    need("plot", "matplotlib")
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
+    plt = pyplot()
 
     runs: Sequence[Mapping[str, Any]] = result["runs"]
     figure, axes = plt.subplots(

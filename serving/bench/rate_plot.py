@@ -23,13 +23,9 @@ class Panel(NamedTuple):
 
 def draw_over_rate(panels: Sequence[Panel], path: Path) -> None:
     """Writes the PNG, with a legend in the first panel."""
-    from jmoe.extras import need  # not above: it would bring jax
+    from jmoe.extras import pyplot  # not above: it would bring jax
 
-    need("plot", "matplotlib")
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
+    plt = pyplot()
 
     with plt.rc_context({"font.size": 12, "axes.spines.top": False, "axes.spines.right": False}):
         figure, axes = plt.subplots(

@@ -259,13 +259,9 @@ def _late(burst: Mapping[str, Any]) -> str:
 
 def draw(result: Mapping[str, Any], path: Path) -> None:
     """Writes the picture, 1600x900 PNG: P90 latencies over thresholds, prefill and decode."""
-    from jmoe.extras import need  # not above: it would bring jax
+    from jmoe.extras import pyplot  # not above: it would bring jax
 
-    need("plot", "matplotlib")
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
+    plt = pyplot()
 
     with plt.rc_context({"font.size": 13, "axes.spines.top": False, "axes.spines.right": False}):
         figure, axes = plt.subplots(

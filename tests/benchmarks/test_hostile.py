@@ -79,13 +79,12 @@ def test_streams_that_are_not_whole_are_found(changes, says):
 
 def test_ends_that_must_not_be_are_counted():
     load, (attempt, ended) = Load(), whole()
-    load.add(attempt, ended, 1.0)
-    load.add(attempt, Ended("RESOURCE_EXHAUSTED", refused=True), 2.0)
+    load.add(attempt, ended)
+    load.add(attempt, Ended("RESOURCE_EXHAUSTED", refused=True))
     assert [line.ok for line in load.lines(2)] == [True] * 4
-    load.add(attempt, Ended("INTERNAL", "why"), 1.0)
-    load.add(*whole(finish_reason=""), 1.0)
+    load.add(attempt, Ended("INTERNAL", "why"))
+    load.add(*whole(finish_reason=""))
     assert [line.ok for line in load.lines(5)] == [False] * 4
-    assert load.refusal_s == [2.0]
     assert len(load.problems) == 2
 
 

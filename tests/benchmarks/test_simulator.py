@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from benchmarks.simulator import burst
-from serving.bench.results import Record, Sample, Slo
+from serving.bench.results import Sample, Slo
 from serving.bench.simulator.server import Machine, simulate
 from serving.bench.simulator.step_times import Recorded, StepTimes, read_timeline
 from serving.bench.variants import ALL, VARIANTS, server_settings
@@ -158,15 +158,7 @@ def test_a_steady_load_that_needs_no_brownout_gets_none(seconds):
     assert max(found["late_first"], found["late_other"]) < 1
 
 
-def test_late_stretches_and_recovery_by_hand():
-    slo = Slo(0.1, 0.010)
-    late = [Record("f", at_s, token_s=[at_s + 0.2]) for at_s in (1.1, 1.6, 3.1)]
-    in_time = [Record("f", at_s, token_s=[at_s + 0.05]) for at_s in (0.1, 2.1, 2.6, 3.6)]
-    assert burst.late_stretch_s([*late, *in_time], slo) == 1.0
-    assert burst.late_stretch_s(in_time, slo) == 0.0
-    gaps = [Record("f", 0.0, token_s=[0.05, 0.055, 0.6, 0.601])]  # one of three, in window 1
-    assert burst.late_stretch_s(gaps, slo) == 0.5
-
+def test_recovery_by_hand():
     def sample(at_s, percent):
         return Sample(at_s, 100, percent, None, None, None, None, 0, 0, 0, 0)
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from jmoe.extras import need
+from jmoe.extras import pyplot
 from training.evaluation.items import kind_of
 from training.evaluation.tables import Score
 
@@ -16,11 +16,7 @@ _MARKERS = "os^Dv<"
 
 def draw(found: Sequence[Score], path: Path, title: str) -> None:
     """Writes a PNG: the mean over families large, and each family small where there are several."""
-    need("plot", "matplotlib")
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
+    plt = pyplot()
 
     families = list(found[0].families)
     small = families if len(families) > 1 else []

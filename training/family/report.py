@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from jmoe.extras import need
+from jmoe.extras import pyplot
 
 
 def tables(found: Mapping[str, Any]) -> str:
@@ -92,11 +92,7 @@ def write_picture(found: Float[np.ndarray, "N N L m"], names: Sequence[str], pat
     """Writes a PNG: for each variant, how far its experts are from the base's, by layer and
     position.
     """
-    need("plot", "matplotlib")
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
+    plt = pyplot()
 
     count = len(names) - 1
     top = float(found[0, 1:].max())

@@ -1,12 +1,12 @@
 """What each case of the kernel benchmark should take on an H200, by arithmetic, and why not less.
 
-`predict` counts bytes, operations, waves and bytes in flight with the tile that the op chooses, and
-adds up losses from the floor to an expected time. Nothing here is measured: `assumptions` has what
-is taken for granted. `python -m benchmarks.kernels.roofline` prints all of it.
+`predict` counts bytes and operations with the tile that the op chooses, and adds up losses from the
+floor to an expected time. Nothing here is measured: `assumptions` has what is taken for granted.
+`python -m benchmarks.kernels.roofline` prints all of it.
 """
 
 from benchmarks.kernels.cases import Case, Sizes
-from benchmarks.kernels.roofline import attention, gemm, layers, small
+from benchmarks.kernels.roofline import attention, gemm, small
 from benchmarks.kernels.roofline.parts import Kernel, Prediction
 
 __all__ = ["Kernel", "Prediction", "predict"]
@@ -22,8 +22,4 @@ def predict(case: Case, sizes: Sizes) -> Prediction:
         return attention.prefill(case, sizes.page_size)
     if case.op == "routing":
         return small.routing(case)
-    if case.op == "kv_write":
-        return small.kv_write(case)
-    if case.op == "moe_layer":
-        return layers.moe_layer(case)
-    return layers.decode_layer(case, sizes.page_size)
+    return small.kv_write(case)

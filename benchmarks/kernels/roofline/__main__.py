@@ -1,11 +1,10 @@
 """Prints what every case of the kernel benchmark should take on an H200, by arithmetic.
 
-`python -m benchmarks.kernels.roofline [--model NAME] [--json FILE] [--page FILE]`: a line a case;
-all figures as JSON; docs/roofline.md. Needs no GPU, and starts nothing on any device.
+`python -m benchmarks.kernels.roofline [--model NAME] [--page FILE]`: a line a case; or
+docs/roofline.md. Needs no GPU, and starts nothing on any device.
 """
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
@@ -18,17 +17,12 @@ def main(argv: list[str]) -> int:
         "python -m benchmarks.kernels.roofline", description=(__doc__ or "").splitlines()[0]
     )
     parser.add_argument("--model", default="", help="part of a model's name")
-    parser.add_argument("--json", type=Path, help="where all figures are written")
     parser.add_argument("--page", type=Path, help="where docs/roofline.md is written")
     args = parser.parse_args(argv)
     if args.page:
         args.page.write_text(page.page(), encoding="utf-8")
-        return 0
-    rows = page.predictions(args.model)
-    if args.json:
-        text = json.dumps(page.records(rows), indent=1, allow_nan=False)
-        args.json.write_text(text + "\n", encoding="utf-8")
-    print("\n".join(page.text(rows)))
+    else:
+        print("\n".join(page.text(page.predictions(args.model))))
     return 0
 
 

@@ -87,9 +87,9 @@ CYCLES_PER_INSTRUCTION = 2
 BLOCKS_PER_SM = 16
 """One-warpgroup blocks that live on a multiprocessor at most: 2,048 threads."""
 
-TILE_MAP_LAUNCHES = {"op": 2, "layer": 0}
-"""What XLA starts for the grouped GEMM's tile map, in the op alone and in a layer. This and what
-follows is counted in programs compiled for an H200 (`tests/benchmarks/test_roofline.py`)."""
+TILE_MAP_LAUNCHES = 2
+"""What XLA starts for the grouped GEMM's tile map. This and what follows is counted in programs
+compiled for an H200 (`tests/benchmarks/test_roofline.py`)."""
 
 GEMM_LAUNCHES = {"gather": 1, "combine": 1}
 """What else XLA starts around the two products."""
@@ -101,15 +101,11 @@ plans in every call, a step once for all layers."""
 PREFILL_PLAN_LAUNCHES = 5
 """Of a step that was not planned before."""
 
-ROUTE_LAUNCHES = {"op": 6, "layer": 2}
-"""What XLA starts after the routing kernel, for all results, as the benchmark asks for them, or for
-those a layer needs."""
+ROUTE_LAUNCHES = 6
+"""What XLA starts after the routing kernel, for all results, as the benchmark asks for them."""
 
-ROUTE_REFERENCE_LAUNCHES = {"op": 26, "layer": 9}
-"""Routing of more rows than the kernel takes, by XLA; in a layer without brownout."""
-
-GLUE_LAUNCHES = {"experts": 2, "shared experts": 2, "attention": 5}
-"""Norms, sums and indices around the ops and products of a layer."""
+ROUTE_REFERENCE_LAUNCHES = 26
+"""Routing of more rows than the kernel takes, by XLA."""
 
 
 DEVICES = {
@@ -153,8 +149,3 @@ def wgmma_cycles(columns: float, registers: bool = False) -> float:
     """
     operands = columns + (0 if registers else 64)
     return max(columns * 2048 / FLOPS_PER_CLOCK, operands * 32 / SMEM_BYTES_PER_CLOCK)
-
-
-def little_bytes() -> float:
-    """Returns the bytes in flight that a multiprocessor's share of the memory's rate asks for."""
-    return 1e6 * COPY_TB_S * TRIP_US / NUM_SMS

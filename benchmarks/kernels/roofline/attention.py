@@ -20,7 +20,6 @@ from benchmarks.kernels.roofline.parts import (
     Prediction,
     by_reference,
     fixed,
-    joined,
     ladder,
     small,
     taken,
@@ -58,7 +57,7 @@ def decode(case: Case, page_size: int) -> Prediction:
     if _resident(sizes) < planned:
         note = f"shared memory holds {_resident(sizes)} of {planned} planned blocks"
     plan = small("plan of the step", h200.DECODE_PLAN_LAUNCHES)
-    return joined(count, [*plan, _attend(case, sizes), _merge(case, sizes)], note)
+    return Prediction(count, [*plan, _attend(case, sizes), _merge(case, sizes)], note)
 
 
 def _resident(sizes: common.Sizes) -> int:
@@ -99,14 +98,7 @@ def _attend(case: Case, sizes: common.Sizes) -> Kernel:
         (TAIL, max(min(longest, streaming + h200.TRIP_US), waves * run_us)),
     ]
     # One after the other: lengths, the page's id, the page; and the piece on its way out.
-    return Kernel(
-        "paged_attention",
-        floor_us,
-        {**ladder(floor_us, steps), **fixed(trips=4)},
-        blocks=sizes.num_blocks,
-        waves=active / at_once,
-        in_flight=_resident(sizes) * sizes.stages * tile_bytes,
-    )
+    return Kernel("paged_attention", floor_us, {**ladder(floor_us, steps), **fixed(trips=4)})
 
 
 def pieces_of_cut_segments(case: Case, sizes: common.Sizes) -> np.ndarray:
@@ -133,14 +125,7 @@ def _merge(case: Case, sizes: common.Sizes) -> Kernel:
         MERGE: h200.copy_us(float(pieces.sum()) * piece_bytes) + trips,
         LAUNCHES: h200.KERNEL_US,
     }
-    return Kernel(
-        "paged_attention_merge",
-        0.0,
-        losses,
-        blocks=grid.num_blocks,
-        waves=grid.num_blocks / at_once,
-        in_flight=h200.BLOCKS_PER_SM * grid.width * grid.lines * 4 * sizes.line,
-    )
+    return Kernel("paged_attention_merge", 0.0, losses)
 
 
 # ---- Prefill ----
@@ -153,7 +138,7 @@ def prefill(case: Case, page_size: int) -> Prediction:
     if not taken(partial(prefill_kernel.supports, scale=1.0), q, pages, pages):
         return by_reference(count)
     plan = small("plan of the step", h200.PREFILL_PLAN_LAUNCHES)
-    return joined(count, [*plan, _prefill(case)])
+    return Prediction(count, [*plan, _prefill(case)])
 
 
 def steps_of_tiles(case: Case) -> np.ndarray:
@@ -212,14 +197,7 @@ def _prefill(case: Case) -> Kernel:
     ]
     losses = ladder(floor_us, times)
     losses |= {FILL: 3 * h200.IDLE_TRIP_US, LAUNCHES: h200.KERNEL_US}
-    return Kernel(
-        "prefill_attention",
-        floor_us,
-        losses,
-        blocks=h200.NUM_SMS,
-        waves=len(steps) / h200.NUM_SMS,
-        in_flight=tile.stages * tile.block_kv * d * 2,
-    )
+    return Kernel("prefill_attention", floor_us, losses)
 
 
 def _dealt(num_items: int) -> np.ndarray:

@@ -18,7 +18,6 @@ from benchmarks.kernels.roofline.parts import (
     Prediction,
     by_reference,
     fixed,
-    joined,
     ladder,
     outside,
     small,
@@ -64,12 +63,6 @@ class Product(NamedTuple):
     def num_columns(self) -> int:
         """Items of one row tile."""
         return -(-self.columns // (self.gemm.parts * self.gemm.columns))
-
-    @property
-    def stage_bytes(self) -> int:
-        """Of the pipeline: rows of the widest kind, and weights."""
-        columns = self.gemm.parts * self.gemm.columns
-        return self.gemm.block_k * (2 * self.tile.widths[-1] + columns * self.weight_bytes)
 
     @property
     def matrix_bytes(self) -> int:
@@ -185,14 +178,7 @@ class Product(NamedTuple):
         steps.append((EPILOGUE, mean_us(local)))
         busiest = np.bincount(np.arange(len(local)) % self.workers, local, self.workers).max()
         steps.append((TAIL, max(_us(float(busiest)), self.streamed_us(again, len(local)))))
-        return Kernel(
-            self.name,
-            floor_us,
-            {**ladder(floor_us, steps), **fixed()},
-            blocks=self.workers * self.tile.cluster,
-            waves=len(local) / self.workers,
-            in_flight=self.gemm.stages * self.stage_bytes,
-        )
+        return Kernel(self.name, floor_us, {**ladder(floor_us, steps), **fixed()})
 
 
 def _us(cycles: float) -> float:
@@ -214,11 +200,8 @@ def products(case: Case, shape: Shape, weight_bytes: int) -> list[Product]:
     ]  # fmt: skip
 
 
-@lru_cache(maxsize=512)  # which layers ask for again
-def predict(case: Case, within: str = "op") -> Prediction:
-    """Predicts `grouped_gemm` and `grouped_gemm_fp8`. `within` says whose launches count: those of
-    the "op" alone, or of a "layer".
-    """
+def predict(case: Case) -> Prediction:
+    """Predicts `grouped_gemm` and `grouped_gemm_fp8`."""
     shape, tokens = case.shape, case.tokens
     weight_bytes = 1 if case.op == "grouped_gemm_fp8" else 2
     rows = rows_of_experts(shape, tokens, case.skew or "uniform")
@@ -232,10 +215,10 @@ def predict(case: Case, within: str = "op") -> Prediction:
     visits = tokens * shape.top_k * shape.d_model * down.out_bytes
     gathered = 2 * shape.d_model * (sorted_rows + up.tile.block_t + tokens)
     combined = 4 * tokens * shape.d_model + (visits if visits > h200.L2_BYTES / 2 else 0)
-    return joined(
+    return Prediction(
         count,
         [
-            *small("tile map", h200.TILE_MAP_LAUNCHES[within]),
+            *small("tile map", h200.TILE_MAP_LAUNCHES),
             outside("gather", gathered, h200.GEMM_LAUNCHES["gather"]),
             up.kernel(),
             down.kernel(),

@@ -1,8 +1,7 @@
-"""The predictions as text, as records, and as docs/roofline.md."""
+"""The predictions as text, and as docs/roofline.md."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from benchmarks.kernels.cases import OPS, Case, Sizes, all_cases
 from benchmarks.kernels.roofline import predict
@@ -34,41 +33,17 @@ def _place(case: Case) -> tuple[int | str, ...]:
     return OPS.index(case.op), model, case.phase, case.tokens, case.context, case.skew
 
 
-def records(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Returns the records that `--json` writes."""
-    return [{"case": case.name, **prediction.record()} for case, prediction in rows]
-
-
 def text(rows: Sequence[Row]) -> Iterator[str]:
     """Yields the lines of the table, one for each case."""
-    yield (
-        f"{'case':58} {'MB':>9} {'GFLOP':>9} {'blocks':>6} {'waves':>7} {'KB':>4} "
-        f"{'floor us':>9} {'expected':>9} {'share':>6}  largest loss"
-    )
-    for case, prediction in rows:
-        _, _, *cells = _cells(case, prediction)
-        *numbers, loss = cells[1:]
-        widths = (9, 9, 6, 7, 4, 9, 9, 6)
-        columns = " ".join(f"{n:>{w}}" for n, w in zip(numbers, widths, strict=True))
-        yield f"{case.name:58} {columns}  {loss} {prediction.note}".rstrip()
+    yield f"{'case':58} {'floor us':>9} {'expected':>9} {'share':>6}  largest loss"
+    for case, of in rows:
+        floor, expected, share, loss = _times(of)
+        yield f"{case.name:58} {floor:>9} {expected:>9} {share:>6}  {loss} {of.note}".rstrip()
 
 
-def _cells(case: Case, of: Prediction) -> list[str]:
-    main, loss = of.main, of.largest_loss
-    return [
-        case.shape.name,
-        str(case.tokens),
-        str(case.context or ""),
-        _number(of.count.bytes / 1e6),
-        _number(of.count.flops / 1e9),
-        str(main.blocks or ""),
-        _number(main.waves),
-        _number(main.in_flight / 1024),
-        _number(of.floor_us),
-        _number(of.us),
-        f"{of.share:.0%}",
-        f"{loss}, {_number(of.losses[loss])}",
-    ]
+def _times(of: Prediction) -> list[str]:
+    loss = f"{of.largest_loss}, {_number(of.losses[of.largest_loss])}"
+    return [_number(of.floor_us), _number(of.us), f"{of.share:.0%}", loss]
 
 
 def _number(value: float) -> str:
@@ -84,7 +59,11 @@ def _number(value: float) -> str:
 def page() -> str:
     """Returns the whole text of docs/roofline.md."""
     rows = predictions()
-    own = [_page_cells(case, of) for case, of in rows if _is_on_page(case)]
+    own = [
+        [case.op, case.shape.name, str(case.tokens), *_times(of)]
+        for case, of in rows
+        if _is_on_page(case)
+    ]
     parts = [_INTRODUCTION, _table(*_summary(rows)), _TABLE, _table(_HEADER, *own)]
     parts += [_ASSUMED]
     return "\n".join(parts)
@@ -93,11 +72,6 @@ def page() -> str:
 def _is_on_page(case: Case) -> bool:
     usual = case.shape in MODELS and case.tokens == PAGE_TOKENS[case.phase]
     return usual and case.context in (0, PAGE_CONTEXT) and case.skew in ("", "uniform")
-
-
-def _page_cells(case: Case, of: Prediction) -> list[str]:
-    model, tokens, _, _, _, _, _, _, *times = _cells(case, of)
-    return [case.op, model, tokens, *times]
 
 
 def _table(*rows: Sequence[str]) -> str:
@@ -121,9 +95,8 @@ def _summary(rows: Sequence[Row]) -> Iterator[Sequence[str]]:
 _INTRODUCTION = """# Roofline of the kernels
 
 Made by `python -m benchmarks.kernels.roofline --page docs/roofline.md`; change
-`benchmarks/kernels/roofline`, not this page. The command needs no GPU and prints every case of the
-kernel benchmark: every model, batch and skew, with bytes, operations, thread blocks and waves;
-`--json FILE` stores them.
+`benchmarks/kernels/roofline`, not this page. The command needs no GPU; without `--page` it prints
+every case of the kernel benchmark: every model, batch and skew.
 
 **All of it is arithmetic for an H200. Nothing here was measured.** The kernel benchmark
 (`python -m benchmarks.kernels`) keeps expected and measured times side by side. A measured time

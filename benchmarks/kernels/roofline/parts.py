@@ -31,9 +31,6 @@ class Kernel:
     floor_us: float
     losses: dict[str, float]
     launches: int = 1
-    blocks: int = 0  # thread blocks of the grid
-    waves: float = 0.0  # work items over those that are worked on at once
-    in_flight: int = 0  # bytes on their way to a multiprocessor: stages x bytes x blocks
 
     @property
     def us(self) -> float:
@@ -46,7 +43,7 @@ class Prediction:
     """Arithmetic for one case on an H200: nothing in it was measured."""
 
     count: Count  # what no version of the op can do without
-    kernels: tuple[Kernel, ...]
+    kernels: Sequence[Kernel]
     note: str = ""
 
     @property
@@ -88,7 +85,6 @@ class Prediction:
 
     def record(self) -> dict[str, Any]:
         """Returns what a case's record keeps."""
-        main = self.main
         return {
             "by": "arithmetic for an H200",
             "bytes": self.count.bytes,
@@ -99,11 +95,7 @@ class Prediction:
             "largest_loss": self.largest_loss,
             "losses_us": self.losses,
             "launches": sum(kernel.launches for kernel in self.kernels),
-            "main_kernel": main.name,
-            "blocks": main.blocks,
-            "waves": main.waves,
-            "bytes_in_flight": main.in_flight,
-            "bytes_in_flight_needed": h200.little_bytes(),
+            "main_kernel": self.main.name,
             "note": self.note,
         }
 
@@ -150,9 +142,4 @@ def by_reference(count: Count) -> Prediction:
     """Returns the floor and one launch: XLA's references have no model here."""
     floor_us = max(h200.copy_us(count.bytes), h200.product_us(count.flops))
     kernel = Kernel("XLA reference", floor_us, {LAUNCHES: h200.KERNEL_US})
-    return Prediction(count, (kernel,), "no kernel takes these sizes: the floor and one launch")
-
-
-def joined(count: Count, kernels: Sequence[Kernel], note: str = "") -> Prediction:
-    """Returns the prediction of an op made of these kernels."""
-    return Prediction(count, tuple(kernels), note)
+    return Prediction(count, [kernel], "no kernel takes these sizes: the floor and one launch")

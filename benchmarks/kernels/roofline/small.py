@@ -17,7 +17,6 @@ from benchmarks.kernels.roofline.parts import (
     Prediction,
     by_reference,
     fixed,
-    joined,
     ladder,
     small,
     taken,
@@ -51,15 +50,7 @@ def kv_write(case: Case) -> Prediction:
         steps.append((TAIL, max(waves * of_block_us, floor_us) + min(last, of_block_us)))
     losses = {**ladder(floor_us, steps), **fixed(trips=2)}
     losses[LATENCY] = losses.get(LATENCY, 0.0) + change_us
-    kernel = Kernel(
-        "kv_write",
-        floor_us,
-        losses,
-        blocks=rows,
-        waves=waves,
-        in_flight=min(resident, -(-rows // h200.NUM_SMS)) * row_bytes,
-    )
-    return joined(count, [kernel])
+    return Prediction(count, [Kernel("kv_write", floor_us, losses)])
 
 
 def routing_bytes(case: Case) -> int:
@@ -71,11 +62,9 @@ def routing_bytes(case: Case) -> int:
     return 4 * rows * m + visits + 4 * sorted_rows + 4 * 4 * logical + m
 
 
-def routing(case: Case, within: str = "op") -> Prediction:
+def routing(case: Case) -> Prediction:
     """Predicts `routing`: one launch and some of XLA's, or XLA's alone where the kernel does not
     take the rows. A block takes more than 512 rows in turns of 64.
-
-    `within` says whose launches count: the "op" alone, or what a "layer" needs of it.
     """
     m, k, rows = case.shape.num_experts, case.shape.top_k, case.tokens
     logical = m + -(-m // WAY)
@@ -89,27 +78,20 @@ def routing(case: Case, within: str = "op") -> Prediction:
     if not taken(supports, logits, groups, slots):
         # The comparisons of visits with each other and with experts stay in registers or L2;
         # a stable sort of the visits goes over them a few times.
-        launches = h200.ROUTE_REFERENCE_LAUNCHES[within]
+        launches = h200.ROUTE_REFERENCE_LAUNCHES
         losses = {
             LAUNCHES: launches * h200.KERNEL_US,
             "sort of visits": h200.copy_us(8 * 2 * 4 * rows * k),
             FILL: 2 * launches * h200.IDLE_TRIP_US,
         }
-        return joined(count, [Kernel("XLA reference", floor_us, losses, launches)])
+        return Prediction(count, [Kernel("XLA reference", floor_us, losses, launches)])
     each = instructions(m, k, logical) * h200.CYCLES_PER_INSTRUCTION / h200.CLOCK_GHZ / 1e3
     compute_us = turns * each
     # In, once a turn, and out; and twice, where blocks meet, out and in again.
     trips = 1 + turns + (4 if blocks > 1 else 0)
-    kernel = Kernel(
-        "routing",
-        floor_us,
-        {INSTRUCTIONS: compute_us, **fixed(trips)},
-        blocks=blocks,
-        waves=blocks / h200.NUM_SMS,
-        in_flight=4 * min(rows, ROWS) * m,
-    )
-    rest = small("results in other forms", h200.ROUTE_LAUNCHES[within])
-    return joined(count, [kernel, *rest])
+    kernel = Kernel("routing", floor_us, {INSTRUCTIONS: compute_us, **fixed(trips)})
+    rest = small("results in other forms", h200.ROUTE_LAUNCHES)
+    return Prediction(count, [kernel, *rest])
 
 
 def instructions(m: int, k: int, logical: int) -> float:
