@@ -59,7 +59,7 @@ def facts(config: EngineConfig) -> dict[str, str]:
         found[f"engine.{name}"] = repr(value)
     found["the version of jax"] = jax.__version__
     found["the version of jaxlib"] = version("jaxlib")
-    found["the code of jmoe"] = sources()[:12]
+    found["the code of jmoe"] = sources(Path(__file__).parents[1])[:12]
     found["the model in engine.model"] = _fingerprint(resolve(config.model, config.hub_revision))
     return found
 

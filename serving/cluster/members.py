@@ -11,10 +11,10 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any, NamedTuple
 
-from serving.cluster.port import STRANGER, Peer, Port, PortError
+from serving.cluster.port import STRANGER, Peer, Port
 from serving.errors import SettingsError, shown
 
 log = logging.getLogger(__name__)
@@ -25,24 +25,6 @@ ASKS_EVERY_S = 0.25
 """To join."""
 LINGERS_S = 1.0
 """For what a port has taken to leave when it is closed."""
-
-
-class Address(NamedTuple):
-    """A Peer that can be sent in a message."""
-
-    name: str
-    address: str
-    incarnation: str  # in hexadecimal
-
-    @classmethod
-    def of(cls, peer: Peer) -> "Address":
-        """Returns where a port listens."""
-        return cls(peer.name, peer.address, peer.incarnation.hex())
-
-    @property
-    def peer(self) -> Peer:
-        """The peer as a port takes it."""
-        return Peer(self.name, self.address, bytes.fromhex(self.incarnation))
 
 
 class Fact(NamedTuple):
@@ -94,7 +76,7 @@ def join(
 
     Raises SettingsError where it refuses this process, and TimeoutError where it does not answer.
     """
-    own = Address.of(port.peer)
+    own = port.peer
     asked = Join(index, own.address, own.incarnation, [Fact(*fact) for fact in facts.items()])
     until = time.monotonic() + timeout_s
     while (left_s := until - time.monotonic()) > 0:
@@ -102,7 +84,7 @@ def join(
         for _, message in port.receive(min(left_s, ASKS_EVERY_S)):
             match message:
                 case Welcome(to, incarnation) if to == own.incarnation:
-                    return Peer(name, address, bytes.fromhex(incarnation))
+                    return Peer(name, address, incarnation)
                 case Refused(to, reason) if to == own.incarnation:
                     raise SettingsError(reason)
     raise TimeoutError(f"{name} did not answer at {address} within {timeout_s:g} s")
@@ -127,18 +109,8 @@ def difference(
     return "", ""
 
 
-def run_all(calls: "SimpleQueue[Callable[[], object]]") -> None:
-    """Runs the calls that wait in a queue, in order."""
-    while True:
-        try:
-            call = calls.get_nowait()
-        except Empty:
-            return
-        call()
-
-
 class Heard:
-    """When peers were last heard. Who was held up himself takes nobody for silent."""
+    """When peers were last heard. Who was held up itself takes nobody for silent."""
 
     def __init__(self, silence_s: float) -> None:
         self.silence_s, self.beat_s = silence_s, min(BEAT_S, silence_s / 4)
@@ -205,22 +177,23 @@ class Members:
         """
         own = self._port.peer
         try:
-            peer = Peer(name, join.address, bytes.fromhex(join.incarnation))
+            peer = Peer(name, join.address, join.incarnation)
             if self._peers.get(name) != peer:  # it may have missed the answer
+                fact = ""
                 if not refusal and name in self._peers:
                     refusal = f"{name} has joined already; give each process a number of its own"
-                told = refusal
-                if not refusal:
+                elif not refusal:
                     fact, refusal = difference(facts, dict(join.facts), own.name, name)
-                    unsaid = f"{fact} differs from {own.name}'s, whose log has both values"
-                    told = refusal if tells_values else unsaid
                 if refusal:
                     log.warning("a process was refused: %s", refusal)
+                    told = refusal
+                    if fact and not tells_values:
+                        told = f"{fact} differs from {own.name}'s, whose log has both values"
                     self._port.greet(join.address, Refused(join.incarnation, told))
                     return refusal
                 self.meet(peer)
-            self._port.greet(join.address, Welcome(join.incarnation, own.incarnation.hex()))
-        except (PortError, ValueError) as error:
+            self._port.greet(join.address, Welcome(join.incarnation, own.incarnation))
+        except ValueError as error:  # an address or incarnation that is none
             log.debug("a process asked to join that cannot be answered", exc_info=True)
             return str(error)
         return ""
@@ -266,7 +239,8 @@ class Members:
             elif name != STRANGER:  # it was dropped since
                 continue
             self._hear(name, message)
-        run_all(self._news)
+        while not self._news.empty():
+            self._news.get()()
         if (now := self._clock()) >= self._looks_at:
             self._looks_at = now + self._heard.beat_s / 8
             self._look_after_all(now)

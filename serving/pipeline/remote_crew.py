@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool
 
-from serving.cluster.members import GREETINGS, Address, Join, Members, Stop
-from serving.cluster.port import Port
+from serving.cluster.members import GREETINGS, Join, Members, Stop
+from serving.cluster.port import Peer, Port
 from serving.config import EngineConfig
 from serving.errors import Lost, Unavailable
 from serving.execution.executor import FailedRows, LostRows, Stages, WayChanged, WorkerSeen
@@ -73,7 +73,7 @@ class _Worker:
 
     kind: str
     number: int
-    address: Address | None = None  # of the process that runs; None: it has not joined yet
+    peer: Peer | None = None  # of the process that runs; None: it has not joined yet
     refusal: str = ""  # why it may not
     met: set[str] = field(default_factory=set)  # incarnations that it has connected to
     change: int = 0  # of ways, the newest that it has made; 0: it has not said yet
@@ -250,7 +250,7 @@ class RemoteCrew(Crew):
             self._start(worker)
 
     def _send(self, name: str, message: Any) -> None:
-        if self._by_name[name].address is not None:
+        if self._by_name[name].peer is not None:
             self.members.send(name, message)
 
     def _up(self, kind: str) -> list[_Worker]:
@@ -258,7 +258,7 @@ class RemoteCrew(Crew):
 
     def _others(self, worker: _Worker) -> list[_Worker]:
         """Returns the workers of the other kind that have said where they are."""
-        return [w for w in self.workers if w.kind != worker.kind and w.address is not None]
+        return [w for w in self.workers if w.kind != worker.kind and w.peer is not None]
 
     def _start(self, worker: _Worker) -> None:
         assignment = Assignment(
@@ -284,22 +284,22 @@ class RemoteCrew(Crew):
         if not 0 <= join.index < len(self.workers):
             return
         worker = self.workers[join.index]
-        if worker.address is None and not math.isinf(worker.starts_at):
+        if worker.peer is None and not math.isinf(worker.starts_at):
             return  # a former one
         refusal = self.members.answer(join, worker.name, self._facts)
-        if worker.address is None:
+        if worker.peer is None:
             worker.refusal = refusal
             if not refusal:
-                self._meet(worker, Address(worker.name, join.address, join.incarnation))
+                self._meet(worker, Peer(worker.name, join.address, join.incarnation))
 
-    def _meet(self, worker: _Worker, address: Address) -> None:
+    def _meet(self, worker: _Worker, peer: Peer) -> None:
         """Introduces a process that has joined to all workers of the other kind, and them to it."""
-        worker.address = address
+        worker.peer = peer
         if self._way:
             self._send(worker.name, UseWay(self._way, self._change))
-        self._send(worker.name, Meet([w.address for w in self._others(worker) if w.address]))
+        self._send(worker.name, Meet([w.peer for w in self._others(worker) if w.peer]))
         for other in self._others(worker):
-            self._send(other.name, Meet([address]))
+            self._send(other.name, Meet([peer]))
 
     def _hear(self, name: str, message: Any) -> None:
         if isinstance(message, Join):
@@ -346,14 +346,14 @@ class RemoteCrew(Crew):
 
     def _look_whether_up(self, worker: _Worker) -> None:
         others = self._others(worker)
-        if worker.is_up or worker.address is None or not others:
+        if worker.is_up or worker.peer is None or not others:
             return
-        own = worker.address.incarnation
+        own = worker.peer.incarnation
         both = (
             own in other.met
             and other.change == worker.change == self._change
-            and other.address is not None
-            and other.address.incarnation in worker.met
+            and other.peer is not None
+            and other.peer.incarnation in worker.met
             for other in others
         )
         if not all(both):
@@ -376,7 +376,7 @@ class RemoteCrew(Crew):
             return
         for one in self.workers:  # as they are now: it may have heard of an end, and of no return
             if one.kind == EXPERTS:
-                news = WorkerDown if one.address is None else WorkerUp
+                news = WorkerDown if one.peer is None else WorkerUp
                 self._send(worker.name, news(EXPERTS, one.number))
         self.report(WorkerUp(ATTENTION, worker.number))
 
@@ -389,12 +389,12 @@ class RemoteCrew(Crew):
         if not self._is_serving:
             self._failures.say(f"worker {worker.name}: {reason}")
             return
-        if worker.address is not None:
+        if worker.peer is not None:
             for other in self._others(worker):
-                other.met.discard(worker.address.incarnation)
+                other.met.discard(worker.peer.incarnation)
                 self._send(other.name, WorkerDown(worker.kind, worker.number))
         self.members.forget(worker.name)
-        worker.address, worker.beat = None, None
+        worker.peer, worker.beat = None, None
         worker.met, worker.blamed, worker.change = set(), {}, 0
         worker.started_at = worker.progressed_at = math.nan
         for other in self.workers:

@@ -18,8 +18,8 @@ import numpy as np
 from jaxtyping import Int
 from pydantic import TypeAdapter
 
-from serving.cluster.members import BEAT_S, GREETINGS, Address, Alive, Heard, Stop, join
-from serving.cluster.port import STRANGER, Port
+from serving.cluster.members import BEAT_S, GREETINGS, Alive, Heard, Stop, join
+from serving.cluster.port import STRANGER, Peer, Port
 from serving.config import EngineConfig
 from serving.execution.compilations import Compilations
 from serving.execution.executor import FailedRows, LostRows, Stages
@@ -46,7 +46,7 @@ SERVER = "server"
 class Meet(NamedTuple):
     """Workers of the other kind that are there."""
 
-    peers: list[Address]
+    peers: list[Peer]
 
 
 class Met(NamedTuple):
@@ -251,10 +251,10 @@ class Loop:
             case Record():
                 self._recorder.is_on = True
             case Meet(peers):
-                for address in peers:
-                    self._port.connect(address.peer)
-                self._port.send(SERVER, Met([address.incarnation for address in peers]))
-                return {address.name for address in peers}
+                for peer in peers:
+                    self._port.connect(peer)
+                self._port.send(SERVER, Met([peer.incarnation for peer in peers]))
+                return {peer.name for peer in peers}
             case UseWay(_, change):
                 self._worker.take(message, now)
                 self._port.send(SERVER, HasWay(change))

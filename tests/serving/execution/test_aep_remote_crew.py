@@ -7,8 +7,8 @@ import jax
 import numpy as np
 import pytest
 
-from serving.cluster.members import Address, Fact, Join, Refused, Stop, Welcome
-from serving.cluster.port import STRANGER
+from serving.cluster.members import Fact, Join, Refused, Stop, Welcome
+from serving.cluster.port import STRANGER, Peer
 from serving.config import AsynchronousConfig, EngineConfig
 from serving.execution.executor import RankDown, RankUp, WayChanged
 from serving.pipeline.messages import FromExperts, HasWay, Left, UseWay, WorkerDown, WorkerUp
@@ -27,7 +27,7 @@ class FakePort:
     """A port that receives what is put into `coming`, and records what is sent in `sent`."""
 
     def __init__(self):
-        self.peer = SimpleNamespace(name="server", address="tcp://here", incarnation=bytes(16))
+        self.peer = SimpleNamespace(name="server", address="tcp://here", incarnation="00" * 16)
         self.coming, self.sent, self.forgotten, self.greeted = [], [], [], []
 
     def receive(self, timeout_s):
@@ -66,7 +66,7 @@ class Setup:
         own = AsynchronousConfig(attention=1, experts=2, workers="processes", **settings)
         config = EngineConfig(mode="aep", asynchronous=own, join_timeout_s=100.0)
         self.port, self.now, self.told = FakePort(), 0.0, []
-        self.processes, self.killed, self.addresses = {}, [], {}
+        self.processes, self.killed, self.peers = {}, [], {}
         limits = SimpleNamespace(num_ranks=1)
         self.crew = RemoteCrew(
             *(config, limits, ALONE, self, bytes(32), FACTS, 0, way),
@@ -88,13 +88,13 @@ class Setup:
     # as processes
     def listens(self, *names):
         for name in names:
-            number = len(self.addresses) + len(self.told) + len(self.port.sent)
-            self.addresses[name] = Address(name, "tcp://there", f"{number:032x}")
+            number = len(self.peers) + len(self.told) + len(self.port.sent)
+            self.peers[name] = Peer(name, "tcp://there", f"{number:032x}")
             assert self.joins(name) == Welcome(f"{number:032x}", "00" * 16)
 
     def joins(self, name, facts=FACTS, incarnation=None):
         """A process asks to join in a worker's place; returns the answer."""
-        own = incarnation or self.addresses[name].incarnation
+        own = incarnation or self.peers[name].incarnation
         facts = [Fact(*fact) for fact in facts.items()]
         self.says(STRANGER, Join(NAMES.index(name), "tcp://there", own, facts))
         return self.port.greeted.pop()
@@ -104,7 +104,7 @@ class Setup:
         self.crew.members.turn()
 
     def met(self, name, *others):
-        self.says(name, Met([self.addresses[other].incarnation for other in others]))
+        self.says(name, Met([self.peers[other].incarnation for other in others]))
 
     def says(self, name, message):
         self.port.coming.append((name, message))
@@ -469,7 +469,7 @@ def test_signs_of_life_come_though_a_process_is_busy_and_say_whether_it_gets_on(
 
 def test_a_process_says_that_it_has_a_way_behind_what_it_was_told_before():
     port, worker = FakePort(), FakeWorker()
-    met = Meet([Address("experts-1", "tcp://there", "ab" * 16)])
+    met = Meet([Peer("experts-1", "tcp://there", "ab" * 16)])
     port.coming = [("server", UseWay(4, 7)), ("server", met), ("server", Stop())]
     Loop("attention-0", port, worker, Pulse(print)).run()
     assert worker.taken == [UseWay(4, 7)]
@@ -483,7 +483,7 @@ def test_what_a_former_process_sent_is_not_taken_behind_the_news_of_its_end(news
     port, worker = FakePort(), FakeWorker()
     told = WorkerDown("experts", 1)
     if news == "meet":
-        told = Meet([Address("experts-1", "tcp://there", "ab" * 16)])
+        told = Meet([Peer("experts-1", "tcp://there", "ab" * 16)])
     port.coming = [
         ("experts-1", parts[0]),
         ("server", told),
