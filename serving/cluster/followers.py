@@ -12,24 +12,23 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
-from serving.cluster.addresses import join as joined
+from serving.cluster.addresses import join as host_and_port
 from serving.cluster.members import (
+    ASKS_EVERY_S,
     GREETINGS,
-    Address,
     Alive,
-    Fact,
     Join,
     Members,
     Refused,
     Stop,
     Welcome,
-    difference,
+    join,
 )
-from serving.cluster.port import Peer, Port, PortError
+from serving.cluster.port import Port, PortError
 from serving.cluster.secret import ClusterSecret
 from serving.errors import Lost, PeerLost, SettingsError, Unavailable
 from serving.execution.replay import CALLS
@@ -40,8 +39,6 @@ MOST_CALLS = 4096
 """That may wait for a process, which is lost if there are more. Those of a start are some hundreds,
 and collectives hold steps together.
 """
-ASKS_EVERY_S = 0.25
-"""To join."""
 
 
 class Begin(NamedTuple):
@@ -66,7 +63,7 @@ def _port_of(name: str, host: str, number: int, secret: ClusterSecret | None) ->
         name,
         MESSAGES,
         key,
-        bind=f"tcp://{joined(host, number)}",
+        bind=f"tcp://{host_and_port(host, number)}",
         most_waiting=MOST_CALLS,
         greetings=GREETINGS,
     )
@@ -106,7 +103,7 @@ class Followers:
         self.lost = Lost()
         self._facts = dict(facts)
         self._changed = threading.Condition()
-        self._joined: dict[str, Peer] = {}
+        self._joined = set[str]()
         self._ending = False
         self._shares_secret = secret is not None
         try:
@@ -126,7 +123,7 @@ class Followers:
         wanted = {self._name(index): index for index in range(1, self.num_processes)}
         with self._changed:
             self._changed.wait_for(
-                lambda: wanted.keys() <= self._joined.keys() or self.lost.reason, timeout_s
+                lambda: wanted.keys() <= self._joined or self.lost.reason, timeout_s
             )
             missing = [index for name, index in wanted.items() if name not in self._joined]
         if self.lost.reason:
@@ -174,47 +171,23 @@ class Followers:
                 self._say_lost(f"{name} failed: {reason}")
 
     def _answer(self, join: Join) -> None:
-        """Lets a process in, or says why not."""
-        try:
-            peer = Peer(self._name(join.index), join.address, bytes.fromhex(join.incarnation))
-            if self._joined.get(peer.name) != peer:  # it may have missed the answer
-                refusal, told = self._refusal(join)
-                if refusal:
-                    log.warning("a process was refused: %s", refusal)
-                    self._port.greet(join.address, Refused(join.incarnation, told))
-                    return
-                self._members.meet(peer)
-                log.info("process %d of %d joined", join.index, self.num_processes)
-                with self._changed:
-                    self._joined[peer.name] = peer
-                    self._changed.notify_all()
-            own = self._port.peer.incarnation.hex()
-            self._port.greet(join.address, Welcome(join.incarnation, own))
-        except (PortError, ValueError):
-            log.debug("a process asked to join that cannot be answered", exc_info=True)
-
-    def _refusal(self, join: Join) -> tuple[str, str]:
-        """Returns why a process may not follow, for the log and for that process; empty: it may.
-
-        Values of process 0's settings are only for who knows the secret.
+        """Lets a process in, or says why not. Values of process 0's settings are only for who knows
+        the secret.
         """
-        index = join.index
-        if not 0 < index < self.num_processes:
-            reason = (
-                f"engine.process_index is {index}; it must be above 0 and below "
+        name, refusal = self._name(join.index), ""
+        if not 0 < join.index < self.num_processes:
+            refusal = (
+                f"engine.process_index is {join.index}; it must be above 0 and below "
                 "engine.num_processes of process 0"
             )
-            return reason, reason
-        if self._name(index) in self._joined:
-            reason = (
-                f"engine.process_index is {index}, and such a process has joined already; give "
-                "each its own"
-            )
-            return reason, reason
-        name, reason = difference(self._facts, dict(join.facts), index)
-        if not name or self._shares_secret:
-            return reason, reason
-        return reason, f"{name} differs from process 0's, whose log has both values"
+        if self._members.answer(
+            join, name, self._facts, refusal=refusal, tells_values=self._shares_secret
+        ):
+            return
+        log.info("%s has joined", name)
+        with self._changed:
+            self._joined.add(name)
+            self._changed.notify_all()
 
     def _lose(self, name: str, reason: str) -> None:
         if name:
@@ -251,7 +224,6 @@ class Leader:
         self.lost = Lost()
         self._facts = dict(facts)
         self._heard: SimpleQueue[Any] = SimpleQueue()
-        self._answered: Future[None] = Future()
         self._began: Future[str] = Future()
         self._members: Members | None = None
         self._stopped = False
@@ -264,16 +236,17 @@ class Leader:
         """
         until = time.monotonic() + timeout_s
         try:
-            host, self._to = self._reach(until)
-            self._port = _port_of(f"process {self.index}", host, 0, self._secret)
-            self._members = Members(self._port, self._stops_within_s, self._hear, self._lose)
+            host, there = self._reach(until)
+            port = _port_of(f"process {self.index}", host, 0, self._secret)
+            try:
+                left_s = until - time.monotonic()
+                peer = join(port, "process 0", there, self.index, self._facts, left_s)
+            except BaseException:
+                port.close()
+                raise
+            self._members = Members(port, self._stops_within_s, self._hear, self._lose)
+            self._members.meet(peer)
             self._members.start()
-            while not self._answered.done() and (left_s := until - time.monotonic()) > 0:
-                self._members.do(self._ask)
-                wait([self._answered], min(left_s, ASKS_EVERY_S))
-            if not self._answered.done():
-                raise self._unanswered(timeout_s)
-            self._answered.result()
             return self._began.result()
         except OSError:
             raise self._unanswered(timeout_s) from None
@@ -320,16 +293,11 @@ class Leader:
                 family, there = _resolved(self.address)
                 with socket.socket(family, socket.SOCK_DGRAM) as route:
                     route.connect(there)  # sends nothing
-                    return route.getsockname()[0], f"tcp://{joined(*there[:2])}"
+                    return route.getsockname()[0], f"tcp://{host_and_port(*there[:2])}"
             except OSError:
                 if time.monotonic() + ASKS_EVERY_S > until:
                     raise
                 time.sleep(ASKS_EVERY_S)
-
-    def _ask(self) -> None:
-        own = Address.of(self._port.peer)
-        facts = [Fact(*fact) for fact in self._facts.items()]
-        self._port.greet(self._to, Join(self.index, own.address, own.incarnation, facts))
 
     def _unanswered(self, timeout_s: float) -> Unavailable:
         return Unavailable(
@@ -340,23 +308,15 @@ class Leader:
 
     def _hear(self, _: str, message: Any) -> None:
         assert self._members is not None
-        own = self._port.peer.incarnation.hex()
         match message:
-            case Welcome(to, incarnation):
-                if to == own and not self._answered.done():
-                    self._members.meet(Peer("process 0", self._to, bytes.fromhex(incarnation)))
-                    self._answered.set_result(None)
-            case Refused(to, reason):
-                if to == own and not self._answered.done():
-                    self._answered.set_exception(SettingsError(reason))
+            case Alive() | Join() | Welcome() | Refused():  # of these, it may come once more
+                pass
             case Begin(jax_coordinator):
                 self._began.set_result(jax_coordinator)
             case Stop():
                 self._stopped = True
                 self._members.tell(Alive())  # says that it came
                 self._heard.put(None)
-            case Alive():
-                pass
             case _ if self._heard.qsize() < MOST_CALLS:
                 self._heard.put(message)
             case _:
@@ -368,8 +328,7 @@ class Leader:
         reason = f"process 0 at {self.address} is gone; start all processes again" + (
             reason and f" ({reason})"
         )
-        for waits in (self._answered, self._began):
-            if not waits.done():
-                waits.set_exception(PeerLost(reason))
+        if not self._began.done():
+            self._began.set_exception(PeerLost(reason))
         self.lost.say(reason)
         self._heard.put(None)

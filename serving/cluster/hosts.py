@@ -3,10 +3,12 @@
 import hashlib
 import logging
 import socket
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 
 import jax
+from pydantic import TypeAdapter
 
 from jmoe.api import resolve
 from jmoe.checkpoint import UNITED_FILE, is_native, weights_digest
@@ -52,6 +54,7 @@ def facts(config: EngineConfig) -> dict[str, str]:
     CheckpointError, and SettingsError for files that cannot be read.
     """
     found = {}
+    config = TypeAdapter(EngineConfig).validate_python(asdict(config))  # 1 may stand for 1.0
     for name in keys(EngineConfig).keys() - OWN:
         value: object = config
         for part in name.split("."):
@@ -59,7 +62,7 @@ def facts(config: EngineConfig) -> dict[str, str]:
         found[f"engine.{name}"] = repr(value)
     found["the version of jax"] = jax.__version__
     found["the version of jaxlib"] = version("jaxlib")
-    found["the code of jmoe"] = sources()[:12]
+    found["the code of jmoe"] = sources(Path(__file__).parents[1])[:12]
     found["the model in engine.model"] = _fingerprint(resolve(config.model, config.hub_revision))
     return found
 

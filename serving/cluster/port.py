@@ -100,11 +100,11 @@ class PeerBehind(RuntimeError):
 
 
 class Peer(NamedTuple):
-    """What a port has to know of another one."""
+    """What a port has to know of another one; it may be sent in a message."""
 
     name: str
     address: str  # of ZeroMQ
-    incarnation: bytes  # of the port, not of its name: the next port of that name has another
+    incarnation: str  # of the port, in hexadecimal: the next port of that name has another
 
 
 class _Sent:
@@ -319,7 +319,7 @@ class Port:
             self._context.destroy(linger=0)
             raise PortError(f"{name} cannot listen at {bind!r}: {error}") from None
         address = self._inbox.getsockopt_string(zmq.LAST_ENDPOINT)
-        self.peer = Peer(name, address, self._incarnation)
+        self.peer = Peer(name, address, self._incarnation.hex())
         self._wakes = os.eventfd(0, os.EFD_NONBLOCK)
         self._is_open, self._lock = True, threading.Lock()  # a late `wake` must not write elsewhere
 
@@ -329,14 +329,15 @@ class Port:
         before either sends: what comes from an incarnation that a port was not told of is dropped.
         One that was forgotten is not met again, only its successor.
 
-        Raises PortError for an address that is none.
+        Raises PortError for an address that is none, ValueError for an incarnation that is none.
         """
+        incarnation = bytes.fromhex(peer.incarnation)
         self.forget(peer.name)
         socket = self._connected(peer.address, self._most)
         self._known.add(peer.name)
-        self._name_of[peer.incarnation] = peer.name
+        self._name_of[incarnation] = peer.name
         self._address_of[peer.name] = peer.address
-        self._peers[peer.name] = _Link(socket, peer.incarnation, self._incarnation)
+        self._peers[peer.name] = _Link(socket, incarnation, self._incarnation)
 
     def forget(self, name: str) -> None:
         """Drops a peer that is gone: what waits for it, what is sent to it later, and what still

@@ -154,13 +154,12 @@ def _surroundings() -> str:
 
 
 @cache
-def sources() -> str:
+def sources(*others: Path) -> str:
     """Returns a digest of the files of the model and its kernels, some of which tracing alone
-    imports.
+    imports, and of other folders.
     """
     digest = hashlib.sha256()
-    for package in (jmoe, pallas_kernels):
-        top = Path(package.__path__[0])
+    for top in (*(Path(package.__path__[0]) for package in (jmoe, pallas_kernels)), *others):
         for path in sorted(top.rglob("*")):
             if path.suffix in (".py", ".json"):
                 digest.update(path.relative_to(top).as_posix().encode() + path.read_bytes())

@@ -14,16 +14,16 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from queue import SimpleQueue
+from functools import partial
 from typing import Any
 
 import numpy as np
 from jaxtyping import Bool
 
-from serving.cluster.members import BEAT_S, Address, Alive, Stop, run_all
-from serving.cluster.port import Port
+from serving.cluster.members import GREETINGS, Join, Members, Stop
+from serving.cluster.port import Peer, Port
 from serving.config import EngineConfig
 from serving.errors import Lost, Unavailable
 from serving.execution.executor import FailedRows, LostRows, Stages, WayChanged, WorkerSeen
@@ -58,7 +58,7 @@ log = logging.getLogger(__name__)
 
 LONGEST_PAUSE_S = 30.0
 """Before a worker that keeps ending is started once more; the first time it is a second."""
-STOPS_WITHIN_S = 5.0
+STOPS_WITHIN_S = 1.0
 HANGS_AFTER = 4
 """Times `worker_timeout_s` after which a worker that is up and has got nothing done counts as gone,
 though it gives signs of life: a long stage takes less.
@@ -73,11 +73,11 @@ class _Worker:
 
     kind: str
     number: int
-    address: Address | None = None  # of the process that runs; None: it has not said yet
+    peer: Peer | None = None  # of the process that runs; None: it has not joined yet
+    refusal: str = ""  # why it may not
     met: set[str] = field(default_factory=set)  # incarnations that it has connected to
     change: int = 0  # of ways, the newest that it has made; 0: it has not said yet
     is_up: bool = False
-    heard_at: float = math.inf  # from its first word on
     starts_at: float = math.inf  # again
     num_ends: int = 0  # since it was last up
     run: int = 0  # which process of it this is; what is said of former ones comes too late
@@ -92,7 +92,7 @@ class _Worker:
 
 
 def _port_at(host: str, key: bytes) -> Port:
-    return Port(SERVER, MESSAGES, key, bind=f"tcp://{host}:0")
+    return Port(SERVER, MESSAGES, key, bind=f"tcp://{host}:0", greetings=GREETINGS)
 
 
 class RemoteCrew(Crew):
@@ -105,37 +105,46 @@ class RemoteCrew(Crew):
         hosts: Bool[np.ndarray, "layers E W"],
         starter: Starter,
         key: bytes,
+        facts: Mapping[str, str],
         max_len: int = 0,
         way: int = 0,
         make_port: Callable[[str, bytes], Port] = _port_at,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`hosts` as of AttentionWorker; `config` is what workers are started with; `key` as of
-        Port; sequences have up to `max_len` positions; `way` is the one to start with, 0 for none;
-        `make_port` listens at a host; `clock` is in seconds.
+        """Listens.
+
+        `hosts` as of AttentionWorker; `config` is what workers are started with, and `facts` what
+        they have to have alike; `key` as of Port; sequences have up to `max_len` positions; `way`
+        is the one to start with, 0 for none; `make_port` listens at a host; `clock` is in seconds.
         """
-        self._make_port, self._clock, self._key = make_port, clock, key
+        self._clock, self._key, self._facts = clock, key, facts
         own = config.asynchronous
         self.limits, self._config, self._hosts, self.max_len = limits, config, hosts, max_len
         self._way, self._change, self._is_changing = way, int(way > 0), False
         self._starter, self._join_s = starter, config.join_timeout_s
-        self._timeout_s = own.worker_timeout_s
         # Before the watchdog ends the engine.
-        before_s = (self._timeout_s + (config.watchdog_s or math.inf)) / 2
-        self._hangs_s = min(HANGS_AFTER * self._timeout_s, before_s)
+        before_s = (own.worker_timeout_s + (config.watchdog_s or math.inf)) / 2
+        self._hangs_s = min(HANGS_AFTER * own.worker_timeout_s, before_s)
         counts = {ATTENTION: own.attention, EXPERTS: own.experts}
         self.workers = [_Worker(kind, n) for kind, count in counts.items() for n in range(count)]
         self._by_name = {worker.name: worker for worker in self.workers}
-        self._news: SimpleQueue[Callable[[], object]] = SimpleQueue()  # for the crew's thread
         self._told: list[Any] = []  # before anybody listened
         self._tell: Callable[[Any], None] = self._told.append
         self._failures, self._ready = Lost(), threading.Event()
         self.retry_after_s = 0.0
         self._records = False
-        self._port: Port | None = None
         self._closing, self._is_serving = False, False
-        self._ended = threading.Event()
-        self._spoke_at = -math.inf
+        port = make_port(starter.host, key)
+        self._address = port.peer.address
+        self.members = Members(
+            port,
+            own.worker_timeout_s,
+            self._hear,
+            self._lose,
+            look=self._look_after_all,
+            may_be_silent=lambda name: not self._by_name[name].is_up,  # it loads
+            clock=clock,
+        )
 
     # ---- as an engine sees it -----------------------------------------------------------------
 
@@ -164,7 +173,8 @@ class RemoteCrew(Crew):
         """Starts all workers, and returns when they are up. Raises Unavailable if one ends, or gets
         on with nothing for too long.
         """
-        threading.Thread(target=self._run, name="jmoe-crew", daemon=True).start()
+        self.members.do(self.open)
+        self.members.start()
         shown = -1
         while not self._ready.wait(0.2):
             up = sum(worker.is_up for worker in self.workers)
@@ -184,7 +194,7 @@ class RemoteCrew(Crew):
             for told in self._told:
                 tell(told)
 
-        self._do(begin)
+        self.members.do(begin)
 
     def enter(self, units: Sequence[list[Unit]]) -> None:
         """See Crew."""
@@ -194,7 +204,7 @@ class RemoteCrew(Crew):
                 if own:
                     self._send(name_of(ATTENTION, number), Enter(own))
 
-        self._do(send)
+        self.members.do(send)
 
     def change_way(self, way: int) -> None:
         """See ChangesWay."""
@@ -205,12 +215,12 @@ class RemoteCrew(Crew):
                 self._send(worker.name, UseWay(way, self._change))
             self._look_whether_changed()
 
-        self._do(ask)
+        self.members.do(ask)
 
     def record(self) -> None:
         """See Crew."""
         self._records = True
-        self._do(lambda: [self._send(worker.name, Record()) for worker in self.workers])
+        self.members.do(lambda: [self._send(worker.name, Record()) for worker in self.workers])
 
     def seen(self) -> list[WorkerSeen]:
         """See Crew."""
@@ -228,100 +238,80 @@ class RemoteCrew(Crew):
     def close(self) -> None:
         """See Executor: the processes end."""
         self._closing = True
-        self._do(lambda: None)
-        self._ended.wait(STOPS_WITHIN_S)
+        self.members.tell(Stop())
+        self.members.close(STOPS_WITHIN_S)
         self._starter.close()
 
     # ---- the thread ---------------------------------------------------------------------------
 
-    def _do(self, call: Callable[[], object]) -> None:
-        """Runs a call in the crew's thread, in order."""
-        self._news.put(call)
-        if self._port is not None:
-            self._port.wake()
-
     def open(self) -> None:
-        """Listens, and starts all workers. Only the crew's thread calls it, as `turn`."""
-        self._port = self._make_port(self._starter.host, self._key)
+        """Starts all workers. Only the crew's thread calls it."""
         for worker in self.workers:
             self._start(worker)
 
-    def turn(self) -> None:
-        """Waits a little for messages, and acts on all that is known."""
-        assert self._port is not None
-        for sender, message in self._port.receive(BEAT_S / 4):
-            self._hear(self._by_name[sender], message)
-        run_all(self._news)
-        self._look_after_all()
-
-    def _run(self) -> None:
-        try:
-            self.open()
-            while not self._closing:
-                self.turn()
-            for worker in self.workers:
-                self._send(worker.name, Stop())
-            assert self._port is not None
-            self._port.receive(0.1)  # what is to leave leaves
-            self._port.close()
-        except BaseException as error:
-            log.debug("where it came from", exc_info=True)
-            self._failures.say(f"the crew's thread: {type(error).__name__}: {error}")
-        finally:
-            self._ended.set()
-
     def _send(self, name: str, message: Any) -> None:
-        worker = self._by_name[name]
-        if worker.address is not None:
-            assert self._port is not None
-            self._port.send(name, message)
+        if self._by_name[name].peer is not None:
+            self.members.send(name, message)
 
     def _up(self, kind: str) -> list[_Worker]:
         return [w for w in self.workers if w.kind == kind and w.is_up]
 
     def _others(self, worker: _Worker) -> list[_Worker]:
         """Returns the workers of the other kind that have said where they are."""
-        return [w for w in self.workers if w.kind != worker.kind and w.address is not None]
+        return [w for w in self.workers if w.kind != worker.kind and w.peer is not None]
 
     def _start(self, worker: _Worker) -> None:
-        assert self._port is not None
         assignment = Assignment(
             worker.kind,
             worker.number,
-            Address.of(self._port.peer),
+            self._address,
             self._config,
             self._key.hex(),
             self._starter.host,
         )
         worker.run += 1
-        run, worker.starts_at = worker.run, math.inf
+        run, worker.starts_at, worker.refusal = worker.run, math.inf, ""
         worker.started_at = worker.progressed_at = self._clock()
 
-        def announce(address: Address) -> None:
-            self._do(lambda: self._meet(worker, address) if worker.run == run else None)
+        def end(reason: str) -> None:
+            if worker.run == run:
+                self._end(worker, worker.refusal or reason)
 
-        def ended(reason: str) -> None:
-            self._do(lambda: self._end(worker, reason) if worker.run == run else None)
+        self._starter.start(assignment, lambda reason: self.members.do(partial(end, reason)))
 
-        self._starter.start(assignment, announce, ended)
+    def _answer(self, join: Join) -> None:
+        """Lets a process in that has been started, or says why not."""
+        if not 0 <= join.index < len(self.workers):
+            return
+        worker = self.workers[join.index]
+        if worker.peer is None and not math.isinf(worker.starts_at):
+            return  # a former one
+        refusal = self.members.answer(join, worker.name, self._facts)
+        if worker.peer is None:
+            worker.refusal = refusal
+            if not refusal:
+                self._meet(worker, Peer(worker.name, join.address, join.incarnation))
 
-    def _meet(self, worker: _Worker, address: Address) -> None:
-        """Introduces a listening process to all workers of the other kind, and them to it."""
-        assert self._port is not None
-        worker.address = address
-        self._port.connect(address.peer)
+    def _meet(self, worker: _Worker, peer: Peer) -> None:
+        """Introduces a process that has joined to all workers of the other kind, and them to it."""
+        worker.peer = peer
         if self._way:
             self._send(worker.name, UseWay(self._way, self._change))
-        self._send(worker.name, Meet([w.address for w in self._others(worker) if w.address]))
+        self._send(worker.name, Meet([w.peer for w in self._others(worker) if w.peer]))
         for other in self._others(worker):
-            self._send(other.name, Meet([address]))
+            self._send(other.name, Meet([peer]))
 
-    def _hear(self, worker: _Worker, message: Any) -> None:
-        worker.heard_at = self._clock()
+    def _hear(self, name: str, message: Any) -> None:
+        if isinstance(message, Join):
+            self._answer(message)
+        elif name in self._by_name:
+            self._hear_worker(self._by_name[name], message)
+
+    def _hear_worker(self, worker: _Worker, message: Any) -> None:
         match message:
             case Beat(progress=progress, unreached=unreached):
                 if worker.beat is None or progress != worker.beat.progress:
-                    worker.progressed_at = worker.heard_at
+                    worker.progressed_at = self._clock()
                     worker.blamed = {name: beats + 1 for name, beats in worker.blamed.items()}
                 worker.beat = message
                 for other in self.workers:
@@ -341,6 +331,13 @@ class RemoteCrew(Crew):
             case Left() | LostRows() | FailedRows() | Stages():
                 self.report(message)
 
+    def _lose(self, name: str, reason: str) -> None:
+        if not name:
+            self._failures.say(f"the crew's thread: {reason}")
+            return
+        self._starter.kill(name)
+        self._end(self._by_name[name], reason)
+
     def _look_whether_changed(self) -> None:
         """Reports a change of way once all processes that take messages have made it."""
         if self._is_changing and all(w.change in (0, self._change) for w in self.workers):
@@ -349,14 +346,14 @@ class RemoteCrew(Crew):
 
     def _look_whether_up(self, worker: _Worker) -> None:
         others = self._others(worker)
-        if worker.is_up or worker.address is None or math.isinf(worker.heard_at) or not others:
+        if worker.is_up or worker.peer is None or not others:
             return
-        own = worker.address.incarnation
+        own = worker.peer.incarnation
         both = (
             own in other.met
             and other.change == worker.change == self._change
-            and other.address is not None
-            and other.address.incarnation in worker.met
+            and other.peer is not None
+            and other.peer.incarnation in worker.met
             for other in others
         )
         if not all(both):
@@ -379,13 +376,12 @@ class RemoteCrew(Crew):
             return
         for one in self.workers:  # as they are now: it may have heard of an end, and of no return
             if one.kind == EXPERTS:
-                news = WorkerDown if one.address is None else WorkerUp
+                news = WorkerDown if one.peer is None else WorkerUp
                 self._send(worker.name, news(EXPERTS, one.number))
         self.report(WorkerUp(ATTENTION, worker.number))
 
     def _end(self, worker: _Worker, reason: str) -> None:
         """Drops a process that has ended, until there is another."""
-        assert self._port is not None
         if self._closing:
             return
         worker.run += 1
@@ -393,12 +389,12 @@ class RemoteCrew(Crew):
         if not self._is_serving:
             self._failures.say(f"worker {worker.name}: {reason}")
             return
-        if worker.address is not None:
+        if worker.peer is not None:
             for other in self._others(worker):
-                other.met.discard(worker.address.incarnation)
+                other.met.discard(worker.peer.incarnation)
                 self._send(other.name, WorkerDown(worker.kind, worker.number))
-        self._port.forget(worker.name)
-        worker.address, worker.beat, worker.heard_at = None, None, math.inf
+        self.members.forget(worker.name)
+        worker.peer, worker.beat = None, None
         worker.met, worker.blamed, worker.change = set(), {}, 0
         worker.started_at = worker.progressed_at = math.nan
         for other in self.workers:
@@ -413,33 +409,23 @@ class RemoteCrew(Crew):
         for one in self.workers:  # one that waited for it alone is up now
             self._look_whether_up(one)
 
-    def _look_after_all(self) -> None:
-        """Sends and checks signs of life, and starts workers that are due."""
+    def _look_after_all(self, was_held_up: bool) -> None:
+        """Ends workers that get on with nothing, and starts those that are due."""
         now = self._clock()
-        held_up_s = now - self._spoke_at
-        if held_up_s >= BEAT_S:
-            self._spoke_at = now
-            for worker in self.workers:
-                self._send(worker.name, Alive())
         for worker in self.workers:
-            if held_up_s > 2 * BEAT_S:  # who was held up is this process
+            if was_held_up:
                 worker.progressed_at += now - worker.progressed_at  # NaN stays
-                if worker.is_up:
-                    worker.heard_at = now
             if reason := self._why_gone(worker, now):
-                self._starter.kill(worker.name)
-                self._end(worker, reason)
+                self._lose(worker.name, reason)
             if now >= worker.starts_at:
                 self._start(worker)
 
     def _why_gone(self, worker: _Worker, now: float) -> str:
-        """Returns why a worker whose process may still run counts as gone; empty: it does not."""
-        limit_s, idle_s = self._timeout_s, now - worker.progressed_at
+        """Returns why a worker that gives signs of life counts as gone; empty: it does not."""
+        idle_s = now - worker.progressed_at
         if not worker.is_up:
             late = idle_s > self._join_s
             return f"it got on with nothing for {idle_s:.0f} s (engine.join_timeout_s)" * late
-        if now - worker.heard_at > limit_s:
-            return f"silent for {limit_s:g} s (engine.asynchronous.worker_timeout_s)"
         if idle_s > self._hangs_s:
             return f"it got nothing done for {idle_s:.0f} s"
         blame = [name for name, beats in worker.blamed.items() if beats >= BLAMED_AFTER]

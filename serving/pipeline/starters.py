@@ -1,18 +1,15 @@
 """Who starts the processes of workers, sees them end, and starts them again."""
 
-import json
 import os
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from typing import IO, Protocol
+from contextlib import suppress
+from typing import Protocol
 
-from serving.cluster.members import Address
 from serving.pipeline.worker_process import Assignment
 
-Announce = Callable[[Address], None]
-"""Called with where a worker listens, in any thread."""
 Ended = Callable[[str], None]
 """Called with why its process has ended, in any thread."""
 
@@ -25,7 +22,7 @@ class Starter(Protocol):
         """Address of this machine at which the workers reach the server."""
         ...
 
-    def start(self, assignment: Assignment, announce: Announce, ended: Ended) -> None:
+    def start(self, assignment: Assignment, ended: Ended) -> None:
         """Starts a worker that does not run. Returns at once."""
         ...
 
@@ -47,11 +44,9 @@ class ProcessStarter:
         self._running: dict[str, subprocess.Popen[str]] = {}
         self._lock = threading.Lock()
 
-    def start(self, assignment: Assignment, announce: Announce, ended: Ended) -> None:
+    def start(self, assignment: Assignment, ended: Ended) -> None:
         """See Starter."""
-        number = assignment.number
-        if assignment.kind != "attention":
-            number += assignment.config.asynchronous.attention
+        number = assignment.index
         given = os.environ.get("CUDA_VISIBLE_DEVICES")
         devices = [str(number)] if given is None else given.split(",")[number : number + 1]
         if not devices:
@@ -60,33 +55,14 @@ class ProcessStarter:
         process = subprocess.Popen(
             [sys.executable, "-m", "serving.startup.worker", assignment.name],  # for `ps`
             stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
+            stdout=2,  # what libraries print
             text=True,
             env={**os.environ, "CUDA_VISIBLE_DEVICES": devices[0]},
         )
         with self._lock:
             self._running[assignment.name] = process
-        args = assignment, process, announce, ended
-        threading.Thread(target=self._watch, args=args, daemon=True).start()
-
-    def _watch(
-        self,
-        assignment: Assignment,
-        process: "subprocess.Popen[str]",
-        announce: Announce,
-        ended: Ended,
-    ) -> None:
-        inbox, outbox = process.stdin, process.stdout
-        assert inbox is not None
-        assert outbox is not None
-        if _tell(inbox, assignment) and (line := outbox.readline()):
-            try:
-                announce(Address(**json.loads(line)))
-            except (ValueError, TypeError):  # not a worker that speaks
-                process.kill()
-            outbox.read()  # until it ends
-        code = process.wait()
-        ended(f"its process ended with {'signal' if code < 0 else 'status'} {abs(code)}")
+        args = assignment, process, ended
+        threading.Thread(target=_watch, args=args, daemon=True).start()
 
     def kill(self, name: str) -> None:
         """See Starter."""
@@ -104,10 +80,10 @@ class ProcessStarter:
             process.wait()
 
 
-def _tell(inbox: IO[str], assignment: Assignment) -> bool:
-    """Returns whether a process heard its assignment. Its input stays open: it ends with it."""
-    try:
+def _watch(assignment: Assignment, process: "subprocess.Popen[str]", ended: Ended) -> None:
+    inbox = process.stdin
+    assert inbox is not None
+    with suppress(OSError):  # it has ended already
         print(assignment.to_json(), file=inbox, flush=True)
-    except OSError:
-        return False
-    return True
+    code = process.wait()  # its input stays open until then: it ends with it
+    ended(f"its process ended with {'signal' if code < 0 else 'status'} {abs(code)}")

@@ -1,13 +1,14 @@
 """A worker in a process of its own: its messages and its loop (AMoE, section 4).
 
-It ends when the server says so, or when nothing comes from the server any more.
+It joins the server as a follower joins process 0 (`serving.cluster.members`), and ends when the
+server says so, or when nothing comes from it any more.
 """
 
 import json
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,8 +18,8 @@ import numpy as np
 from jaxtyping import Int
 from pydantic import TypeAdapter
 
-from serving.cluster.members import BEAT_S, Address, Alive, Stop
-from serving.cluster.port import Port
+from serving.cluster.members import BEAT_S, GREETINGS, Alive, Heard, Stop, join
+from serving.cluster.port import STRANGER, Peer, Port
 from serving.config import EngineConfig
 from serving.execution.compilations import Compilations
 from serving.execution.executor import FailedRows, LostRows, Stages
@@ -45,7 +46,7 @@ SERVER = "server"
 class Meet(NamedTuple):
     """Workers of the other kind that are there."""
 
-    peers: list[Address]
+    peers: list[Peer]
 
 
 class Met(NamedTuple):
@@ -77,7 +78,7 @@ class Assignment:
 
     kind: str
     number: int  # of its kind
-    server: Address
+    server: str  # address of its port
     config: EngineConfig
     key: str = field(repr=False)  # of all ports, in hexadecimal
     host: str = "127.0.0.1"  # address of its own machine at which others reach it
@@ -87,9 +88,14 @@ class Assignment:
         """Name of its port."""
         return name_of(self.kind, self.number)
 
+    @property
+    def index(self) -> int:
+        """Its place among all workers, attention workers first."""
+        return self.number + (self.kind == EXPERTS) * self.config.asynchronous.attention
+
     def to_json(self) -> str:
         """Returns the assignment as one line."""
-        return json.dumps(asdict(self) | {"server": self.server._asdict()})
+        return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> "Assignment":
@@ -114,14 +120,15 @@ Make = Callable[[Assignment, Callable[[int, Any], None], Progress], Worker]
 
 def work(
     assignment: Assignment,
+    facts: Mapping[str, str],
     make: Make,
-    announce: Callable[[Address], None],
     silence_s: float = math.inf,
 ) -> None:
-    """Runs a worker until the server ends it, or has been silent for `silence_s`. `announce` is
-    told where it listens.
+    """Joins with what has to be as in the server, and runs a worker until the server ends it, or
+    has been silent for `silence_s`.
 
-    Raises TimeoutError for a server that is silent, and what `make` and stages raise.
+    Raises SettingsError where the server refuses it, TimeoutError for a server that is silent, and
+    what `make` and stages raise.
     """
     other = EXPERTS if assignment.kind == ATTENTION else ATTENTION
     port = Port(
@@ -130,11 +137,12 @@ def work(
         bytes.fromhex(assignment.key),
         device=jax.local_devices()[0],
         bind=f"tcp://{assignment.host}:0",
+        greetings=GREETINGS,
     )
     pulse = None
     try:
-        port.connect(assignment.server.peer)
-        announce(Address.of(port.peer))
+        within_s = assignment.config.join_timeout_s
+        port.connect(join(port, SERVER, assignment.server, assignment.index, facts, within_s))
 
         def send(number: int, message: Any) -> None:
             port.send(name_of(other, number), message)
@@ -212,8 +220,9 @@ class Loop:
         unreached_s: float = math.inf,
     ) -> None:
         self._port, self._worker, self._pulse = port, worker, pulse
-        self._limit_s, self._unreached_s = silence_s, unreached_s
-        self._heard_at = self._look_at = time.monotonic()
+        self._unreached_s, self._look_at = unreached_s, time.monotonic()
+        self._heard = Heard(silence_s)
+        self._heard.at[SERVER] = self._look_at
         pulse.has(worker)
         self._recorder = Recorder(name, worker)
 
@@ -237,17 +246,15 @@ class Loop:
         """Handles a message; returns the peers whose former process it says has ended."""
         now = time.monotonic()
         if sender == SERVER:
-            self._heard_at = now
+            self._heard.at[SERVER] = now
         match message:
-            case Alive():
-                pass
             case Record():
                 self._recorder.is_on = True
             case Meet(peers):
-                for address in peers:
-                    self._port.connect(address.peer)
-                self._port.send(SERVER, Met([address.incarnation for address in peers]))
-                return {address.name for address in peers}
+                for peer in peers:
+                    self._port.connect(peer)
+                self._port.send(SERVER, Met([peer.incarnation for peer in peers]))
+                return {peer.name for peer in peers}
             case UseWay(_, change):
                 self._worker.take(message, now)
                 self._port.send(SERVER, HasWay(change))
@@ -255,7 +262,7 @@ class Loop:
                 self._port.forget(name_of(kind, number))
                 self._worker.take(message, now)
                 return {name_of(kind, number)}
-            case _:
+            case _ if sender != STRANGER and not isinstance(message, Alive):
                 self._worker.take(message, now)
         return set()
 
@@ -264,9 +271,7 @@ class Loop:
         now = time.monotonic()
         if now < self._look_at:
             return
-        if now - self._heard_at > self._limit_s and now - self._look_at < BEAT_S:
-            raise TimeoutError(f"nothing came from the server for {self._limit_s:g} s")
-        if now - self._look_at > BEAT_S:  # this process itself was held up
-            self._heard_at = now
-        self._look_at = now + BEAT_S
+        if self._heard.silent(now):
+            raise TimeoutError(f"nothing came from the server for {self._heard.silence_s:g} s")
+        self._look_at = now + self._heard.beat_s
         self._pulse.unreached = self._port.unreached(self._unreached_s)

@@ -143,12 +143,22 @@ def prepare_crew(
     if config.brownout.strategy == "auto" and not parts.ways:
         log.warning("brownout is off: %s has no united experts", parts.model.name)
     if starter is not None:
+        from serving.cluster.hosts import facts
         from serving.pipeline.remote_crew import RemoteCrew
 
         secret = ClusterSecret.of(config) or ClusterSecret.random()
         key = secret.derive("connections between asynchronous workers")
         way = parts.ways[0] if parts.ways else 0
-        crew = RemoteCrew(config, parts.limits, parts.hosts, starter, key, parts.sizes.max_len, way)
+        crew = RemoteCrew(
+            config,
+            parts.limits,
+            parts.hosts,
+            starter,
+            key,
+            facts(config),
+            parts.sizes.max_len,
+            way,
+        )
         crew.start(progress)
         return parts.config, parts.family, crew
     devices = worker_devices(own)

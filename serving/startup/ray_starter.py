@@ -12,14 +12,14 @@ import time
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayError
 
-from serving.cluster.members import Address
+from serving.cluster.hosts import facts
 from serving.errors import SettingsError
-from serving.pipeline.starters import Announce, Ended
+from serving.pipeline.starters import Ended
 from serving.pipeline.worker_process import Assignment, work
 from serving.startup.worker import make_worker
 
@@ -34,24 +34,18 @@ class _Actor:
     def __init__(self, assignment: str) -> None:
         own = Assignment.from_json(assignment)
         self._assignment = replace(own, host=ray.util.get_node_ip_address())
-        self._address: Future[Address] = Future()
         self._ended: Future[str] = Future()
         threading.Thread(target=self._work, daemon=True).start()
 
     def _work(self) -> None:
         reason = "the server said so"
         try:
-            silence_s = self._assignment.config.asynchronous.worker_timeout_s
-            work(self._assignment, make_worker, self._address.set_result, silence_s)
+            config = self._assignment.config
+            silence_s = config.asynchronous.worker_timeout_s
+            work(self._assignment, facts(config), make_worker, silence_s)
         except BaseException as error:
             reason = f"{type(error).__name__}: {error}"
-        if not self._address.done():
-            self._address.set_exception(RuntimeError(reason))
         self._ended.set_result(reason)
-
-    def address(self) -> Address:
-        """Waits until the worker listens, and returns its address."""
-        return self._address.result()
 
     def ended(self) -> str:
         """Waits until the worker has ended, and returns why."""
@@ -83,17 +77,16 @@ class RayStarter:
         self._actors: dict[str, Any] = {}
         self._watchers: set[threading.Thread] = set()
 
-    def start(self, assignment: Assignment, announce: Announce, ended: Ended) -> None:
+    def start(self, assignment: Assignment, ended: Ended) -> None:
         """See Starter. A worker has a GPU of its own where the cluster has any."""
         gpus = 1 if ray.cluster_resources().get("GPU") else 0
         kind: Any = ray.remote(_Actor).options(
-            num_cpus=0, num_gpus=gpus, max_concurrency=3, scheduling_strategy="SPREAD"
+            num_cpus=0, num_gpus=gpus, scheduling_strategy="SPREAD"
         )
         actor = self._actors[assignment.name] = kind.remote(assignment.to_json())
 
         def watch() -> None:
             try:
-                announce(cast(Address, ray.get(actor.address.remote())))
                 reason = str(ray.get(actor.ended.remote()))
                 ray.kill(actor)
             except RayActorError:

@@ -1,11 +1,9 @@
 """`python -m serving.startup.worker`: the process of an asynchronous worker on this machine.
 
-It reads its assignment, a line of JSON, from standard input, and writes the address at which it
-listens, also a line of JSON, to standard output. It ends when its input ends, so that no worker
-outlives the server.
+It reads its assignment, a line of JSON, from standard input, and ends when that ends, so that no
+worker outlives the server.
 """
 
-import json
 import logging
 import os
 import signal
@@ -16,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from serving.cluster.members import Address
+from serving.cluster.hosts import facts
 from serving.execution.kv_pages import claim_memory
 from serving.execution.programs import Progress, limit_cpu_threads
 from serving.pipeline.attention import AttentionWorker
@@ -96,12 +94,7 @@ def main() -> None:
     for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(name, signal.SIG_IGN)
     logs.configure()
-    said = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print goes to stderr
     assignment = Assignment.from_json(sys.stdin.readline())
-
-    def announce(address: Address) -> None:
-        print(json.dumps(address._asdict()), file=said, flush=True)
 
     def end_with_input() -> None:
         sys.stdin.read()
@@ -109,7 +102,7 @@ def main() -> None:
 
     threading.Thread(target=end_with_input, daemon=True).start()
     try:
-        work(assignment, make_worker, announce)
+        work(assignment, facts(assignment.config), make_worker)
     except Exception as error:
         log.debug("where it came from", exc_info=True)
         logs.say(f"jmoe: {assignment.name}: {type(error).__name__}: {error}", logging.ERROR)

@@ -257,7 +257,7 @@ async def test_a_follower_that_falls_silent_is_noticed_within_the_time(hosts):
 async def test_other_settings_are_refused_before_anything_is_loaded(hosts):
     with hosts(followers=("engine.page_size=32",), leaders=("engine.join_timeout_s=30",)) as it:
         assert it.processes[1].wait(60) == 2
-        assert "engine.page_size is 32 in process 1 and 16 in process 0" in it.log(1)
+        assert "engine.page_size is 32 in process 1 of 2 and 16 in process 0" in it.log(1)
         assert "loading" not in it.log(1)
         it.processes[0].send_signal(signal.SIGTERM)  # while it waits for the other one
         assert it.processes[0].wait(EXIT_S) == 0

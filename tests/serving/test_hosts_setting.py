@@ -115,6 +115,13 @@ def test_facts_are_those_that_programs_and_weights_follow_from(tmp_path):
     assert {name for name in one if one[name] != other[name]} == {"the model in engine.model"}
 
 
+def test_a_setting_is_the_same_however_its_value_is_written():
+    """A notebook's numbers are as they are given, and a worker's come from JSON."""
+    given = replace(load(), memory_fraction=1, decode_buckets=[8, 16])
+    read = replace(load(), memory_fraction=1.0, decode_buckets=(8, 16))
+    assert hosts.facts(given) == hosts.facts(read)
+
+
 def test_all_settings_are_compared_but_those_that_are_a_processes_own():
     named = {name.removeprefix("engine.") for name in hosts.facts(load())}
     assert settings.keys(EngineConfig).keys() > hosts.OWN

@@ -17,12 +17,11 @@ class Note(NamedTuple):
 
 
 def as_json(peer):
-    return json.dumps([peer.name, peer.address, peer.incarnation.hex()])
+    return json.dumps(peer)
 
 
 def from_json(text):
-    name, address, incarnation = json.loads(text)
-    return Peer(name, address, bytes.fromhex(incarnation))
+    return Peer(*json.loads(text))
 
 
 def main():

@@ -363,7 +363,7 @@ def raw():
 
 
 def head(number, to, sender, said=0, again=False):
-    return struct.pack("!16s16sQQ?", to, sender, number, said, again)
+    return struct.pack("!16s16sQQ?", bytes.fromhex(to), bytes.fromhex(sender), number, said, again)
 
 
 def note(number, to, sender):
@@ -464,7 +464,7 @@ def test_beats_come_whatever_else_is_missing(two):
 def test_a_stranger_and_who_means_another_are_not_heard(two, raw):
     one, other = two
     to, sender, socket = other.peer.incarnation, one.peer.incarnation, raw(other.peer)
-    stranger = bytes(16)
+    stranger = bytes(16).hex()
     socket.send_multipart(note(1, to, stranger))
     socket.send_multipart(note(2, stranger, sender))  # a former port of that address
     socket.send_multipart([b"", b"x"])
@@ -544,7 +544,7 @@ def test_addresses_that_are_none_are_refused(port, address):
     with pytest.raises(PortError, match=address):
         port("one", bind=address)
     with pytest.raises(PortError, match=address):
-        port("one").connect(Peer("other", address, bytes(16)))
+        port("one").connect(Peer("other", address, bytes(16).hex()))
 
 
 def test_a_dead_peer_blocks_nobody(port):
@@ -595,7 +595,7 @@ def test_wake_ends_a_wait_now_and_one_that_comes(port):
 
 def test_a_port_is_closed_twice_and_woken_afterwards(port):
     one = port("one")
-    one.connect(Peer("other", "tcp://127.0.0.1:9", bytes(16)))
+    one.connect(Peer("other", "tcp://127.0.0.1:9", bytes(16).hex()))
     one.send("other", Note(1))
     one.close()
     one.close()

@@ -7,7 +7,8 @@ import jax
 import numpy as np
 import pytest
 
-from serving.cluster.members import Address, Stop
+from serving.cluster.members import Fact, Join, Refused, Stop, Welcome
+from serving.cluster.port import STRANGER, Peer
 from serving.config import AsynchronousConfig, EngineConfig
 from serving.execution.executor import RankDown, RankUp, WayChanged
 from serving.pipeline.messages import FromExperts, HasWay, Left, UseWay, WorkerDown, WorkerUp
@@ -16,6 +17,8 @@ from serving.pipeline.remote_crew import RemoteCrew
 from serving.pipeline.worker_process import Beat, Loop, Meet, Met, Pulse
 
 ALONE = np.array([[[True, False], [False, True]]])  # each of two experts on a worker of its own
+FACTS = {"engine.page_size": "16", "the code of jmoe": "c0de"}
+NAMES = ["attention-0", "experts-0", "experts-1"]
 NONE = np.zeros((0, 0), np.int32)
 BEAT = Beat(1, np.array([2, 3]), 0.5, 0, 0, [])
 
@@ -24,8 +27,8 @@ class FakePort:
     """A port that receives what is put into `coming`, and records what is sent in `sent`."""
 
     def __init__(self):
-        self.peer = SimpleNamespace(name="server", address="tcp://here", incarnation=bytes(16))
-        self.coming, self.sent, self.forgotten = [], [], []
+        self.peer = SimpleNamespace(name="server", address="tcp://here", incarnation="00" * 16)
+        self.coming, self.sent, self.forgotten, self.greeted = [], [], [], []
 
     def receive(self, timeout_s):
         came, self.coming = self.coming, []
@@ -40,6 +43,12 @@ class FakePort:
 
     def send(self, to, message):
         self.sent.append((to, message))
+
+    def greet(self, address, message):
+        self.greeted.append(message)
+
+    def gone(self):
+        return []
 
     def wake(self):
         pass
@@ -57,18 +66,20 @@ class Setup:
         own = AsynchronousConfig(attention=1, experts=2, workers="processes", **settings)
         config = EngineConfig(mode="aep", asynchronous=own, join_timeout_s=100.0)
         self.port, self.now, self.told = FakePort(), 0.0, []
-        self.processes, self.killed, self.addresses = {}, [], {}
+        self.processes, self.killed, self.peers = {}, [], {}
         limits = SimpleNamespace(num_ranks=1)
         self.crew = RemoteCrew(
-            config, limits, ALONE, self, bytes(32), 0, way, lambda *_: self.port, lambda: self.now
+            *(config, limits, ALONE, self, bytes(32), FACTS, 0, way),
+            make_port=lambda *_: self.port,
+            clock=lambda: self.now,
         )
         self.crew.listen(self.told.append)
         self.crew.open()
 
     # as a Starter
-    def start(self, assignment, announce, ended):
+    def start(self, assignment, ended):
         assert assignment.name not in self.processes, "it runs already"
-        self.processes[assignment.name] = announce, ended
+        self.processes[assignment.name] = ended
 
     def kill(self, name):
         self.killed.append(name)
@@ -77,21 +88,27 @@ class Setup:
     # as processes
     def listens(self, *names):
         for name in names:
-            number = len(self.addresses) + len(self.told) + len(self.port.sent)
-            self.addresses[name] = Address(name, "tcp://there", f"{number:032x}")
-            self.processes[name][0](self.addresses[name])
-            self.crew.turn()
+            number = len(self.peers) + len(self.told) + len(self.port.sent)
+            self.peers[name] = Peer(name, "tcp://there", f"{number:032x}")
+            assert self.joins(name) == Welcome(f"{number:032x}", "00" * 16)
+
+    def joins(self, name, facts=FACTS, incarnation=None):
+        """A process asks to join in a worker's place; returns the answer."""
+        own = incarnation or self.peers[name].incarnation
+        facts = [Fact(*fact) for fact in facts.items()]
+        self.says(STRANGER, Join(NAMES.index(name), "tcp://there", own, facts))
+        return self.port.greeted.pop()
 
     def dies(self, name):
-        self.processes.pop(name)[1]("its process ended with signal 9")
-        self.crew.turn()
+        self.processes.pop(name)("its process ended with signal 9")
+        self.crew.members.turn()
 
     def met(self, name, *others):
-        self.says(name, Met([self.addresses[other].incarnation for other in others]))
+        self.says(name, Met([self.peers[other].incarnation for other in others]))
 
     def says(self, name, message):
         self.port.coming.append((name, message))
-        self.crew.turn()
+        self.crew.members.turn()
 
     def passes(self, seconds, *beating, hanging=(), unreached=()):
         """Lets time pass, in which workers send beats, some without progress (`hanging`); attention
@@ -103,7 +120,7 @@ class Setup:
                 beat = BEAT._replace(unreached=list(unreached) if "attention" in name else [])
                 beat = beat if name in hanging else beat._replace(progress=round(2 * self.now))
                 self.port.coming.append((name, beat))
-            self.crew.turn()
+            self.crew.members.turn()
 
     def made(self, change, *names):
         for name in names:
@@ -112,7 +129,7 @@ class Setup:
     def change(self, way):
         self.port.sent.clear()
         self.crew.change_way(way)
-        self.crew.turn()
+        self.crew.members.turn()
 
     def all_up(self, way=0):
         self.listens("attention-0", "experts-0", "experts-1")
@@ -343,7 +360,7 @@ def test_one_that_gets_on_with_loading_is_waited_for():
 def test_nobody_is_taken_for_silent_while_the_server_itself_was_held_up():
     setup = Setup(worker_timeout_s=4.0).all_up()
     setup.now += 60.0
-    setup.crew.turn()
+    setup.crew.members.turn()
     assert not setup.killed
     assert len(setup.up) == 3
 
@@ -368,6 +385,42 @@ def test_one_that_keeps_ending_is_started_less_and_less_often():
             setup.passes(0.5, "attention-0", "experts-0")
         starts.append(setup.now - began)
     assert starts == pytest.approx([1, 2, 4, 8, 16, 30, 30], abs=0.6)
+
+
+@pytest.mark.parametrize("name", FACTS)
+def test_a_process_that_is_not_alike_is_refused_by_name_and_another_may_come(name):
+    """The others go on; who was refused ends by itself, and is started again."""
+    setup = Setup().all_up()
+    setup.dies("experts-1")
+    setup.passes(1.5, "attention-0", "experts-0")
+    wanted = f"{name} is other in experts-1 and {FACTS[name]} in server; it has to be alike"
+    answer = setup.joins("experts-1", FACTS | {name: "other"}, "ab" * 16)
+    assert isinstance(answer, Refused)
+    assert answer.to == "ab" * 16
+    assert answer.reason.startswith(wanted)
+    assert setup.up == ["attention-0", "experts-0"]
+    assert not setup.sent_to("experts-1", Meet)
+    setup.dies("experts-1")
+    setup.passes(2.5, "attention-0", "experts-0")
+    setup.listens("experts-1")
+    setup.met("attention-0", "experts-1")
+    setup.met("experts-1", "attention-0")
+    assert len(setup.up) == 3
+    again = setup.joins("experts-1", FACTS, "cd" * 16)
+    assert again == Refused(
+        "cd" * 16, "experts-1 has joined already; give each process a number of its own"
+    )
+    assert len(setup.up) == 3
+
+
+def test_who_joins_in_the_place_of_a_worker_that_is_not_started_is_not_answered():
+    setup = Setup().all_up()
+    setup.dies("experts-1")
+    facts = [Fact(*fact) for fact in FACTS.items()]
+    for index in (2, 3, -1, 2**63):
+        setup.says(STRANGER, Join(index, "tcp://there", "ab" * 16, facts))
+    assert not setup.port.greeted
+    assert setup.up == ["attention-0", "experts-0"]
 
 
 def test_metrics_have_what_workers_said_last():
@@ -416,7 +469,7 @@ def test_signs_of_life_come_though_a_process_is_busy_and_say_whether_it_gets_on(
 
 def test_a_process_says_that_it_has_a_way_behind_what_it_was_told_before():
     port, worker = FakePort(), FakeWorker()
-    met = Meet([Address("experts-1", "tcp://there", "ab" * 16)])
+    met = Meet([Peer("experts-1", "tcp://there", "ab" * 16)])
     port.coming = [("server", UseWay(4, 7)), ("server", met), ("server", Stop())]
     Loop("attention-0", port, worker, Pulse(print)).run()
     assert worker.taken == [UseWay(4, 7)]
@@ -430,7 +483,7 @@ def test_what_a_former_process_sent_is_not_taken_behind_the_news_of_its_end(news
     port, worker = FakePort(), FakeWorker()
     told = WorkerDown("experts", 1)
     if news == "meet":
-        told = Meet([Address("experts-1", "tcp://there", "ab" * 16)])
+        told = Meet([Peer("experts-1", "tcp://there", "ab" * 16)])
     port.coming = [
         ("experts-1", parts[0]),
         ("server", told),

@@ -16,7 +16,7 @@ from pallas_kernels.routing import reference
 from serving.config import BrownoutConfig, EngineConfig
 from serving.engine import Engine
 from serving.execution import executables as module
-from serving.execution.executables import KEPT_S, Executables
+from serving.execution.executables import KEPT_S, Executables, sources
 from serving.request import BrownoutChange, SamplingParams
 
 pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
@@ -208,3 +208,12 @@ async def test_a_patched_run_leaves_nothing_that_an_unpatched_one_finds(tmp_path
     assert few < everything
     shutil.rmtree(tmp_path)
     assert await degraded() == few
+
+
+def test_code_differs_by_the_files_of_other_folders(tmp_path):
+    for name in ("one", "another", "one_again"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "code.py").write_text(name.removesuffix("_again"))
+    one, another, again = (sources(tmp_path / name) for name in ("one", "another", "one_again"))
+    assert one == again
+    assert len({one, another, sources()}) == 3

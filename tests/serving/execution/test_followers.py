@@ -143,7 +143,7 @@ def test_what_has_to_be_alike_is_refused_by_name_and_may_come_again():
         right = follower(leader)
         join = pool.submit(right.join, 60)
         leader.wait_for_all(60)
-        with pytest.raises(SettingsError, match="such a process has joined already"):
+        with pytest.raises(SettingsError, match="process 1 of 2 has joined already"):
             follower(leader).join(60)
         leader.begin("there:1")
         assert join.result() == "there:1"
@@ -178,7 +178,9 @@ def test_an_address_of_another_machine_is_refused():
 def test_a_follower_that_is_gone_is_named_at_once_and_calls_are_refused():
     with joined(3) as (leader, one, two):
         two._members.close(0.0)  # as if its process had died
-        assert reason(leader.lost) == "process 2 of 3 is gone; start all of them again"
+        assert reason(leader.lost) == (
+            "process 2 of 3 is gone; start all of them again (nobody listens there any more)"
+        )
         with pytest.raises(PeerLost, match="process 2 of 3"):
             leader.call(Ready())
         leader.close(stop=False)
@@ -227,7 +229,7 @@ def test_a_silent_end_is_noticed_within_the_time(silent):
             over.wait(60)
 
         quiet, notices = (leader, other) if silent == "process 0" else (other, leader)
-        notices._members._silence_s = 1.0
+        notices._members._heard.silence_s = 1.0
         quiet._members.do(hold)
         assert held.wait(60)
         began = time.monotonic()
@@ -239,7 +241,7 @@ def test_a_silent_end_is_noticed_within_the_time(silent):
 def test_who_is_held_up_itself_does_not_take_others_for_gone():
     with joined(timeout_s=1.0) as (leader, other):
         assert not leader.lost.reason
-        leader._members._silence_s = 1.0
+        leader._members._heard.silence_s = 1.0
         leader._members.do(lambda: time.sleep(2.0))
         leader.call(UseWay(4))
         assert next(other.calls()) == UseWay(4)

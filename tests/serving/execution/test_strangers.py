@@ -140,7 +140,7 @@ def test_whoever_has_the_key_and_says_nonsense_does_not_join(secret, frames):
             one.send_multipart(frames)
             with joins(leader, secret):
                 pass
-        assert leader._joined.keys() == {"process 1 of 2"}
+        assert leader._joined == {"process 1 of 2"}
 
 
 def test_a_follower_tells_its_settings_to_nobody_without_the_secret():
@@ -206,11 +206,11 @@ def test_values_are_told_only_to_who_has_the_secret(secret, caplog):
         address = f"127.0.0.1:{leader.port}"
         with pytest.raises(SettingsError, match=r"engine.page_size") as refused:
             Leader(address, 2, 1, facts, peer_timeout_s=30, secret=secret).join(60)
-        assert ("is 32 in process 1 and 16 in" in str(refused.value)) == (secret is not None)
+        assert ("is 32 in process 1 of 2 and 16 in" in str(refused.value)) == (secret is not None)
         assert ("16" in str(refused.value)) == (secret is not None)
         with pytest.raises(SettingsError, match=r"engine.process_index is 9") as refused:
             Leader(address, 2, 9, FACTS, peer_timeout_s=30, secret=secret).join(60)
         with pytest.raises(SettingsError, match=r"differ.*|is .* in process 1") as refused:
             Leader(address, 2, 1, {"a\nb" * 99: "c\n"}, peer_timeout_s=30, secret=secret).join(60)
-    assert "engine.page_size is 32 in process 1 and 16 in process 0" in caplog.text
+    assert "engine.page_size is 32 in process 1 of 2 and 16 in process 0" in caplog.text
     assert not any("\n" in record.getMessage() for record in caplog.records)
