@@ -278,6 +278,9 @@ def test_serving_points_are_measured_under_every_setting(context, shared, folder
         for name, r in records.items()
         if name.startswith("point/")
     )
+    offline = records["offline/tiny/zero"]["figures"]
+    asked = live.requests(DRY, DRY.mixes[0], DRY.transformers_requests)
+    assert offline["output_tokens"] == sum(one.max_new_tokens for one in asked)
 
 
 def test_both_legs_of_a_burst_have_the_same_arrivals_and_objectives(context, shared, folder):
@@ -297,9 +300,6 @@ def test_both_legs_of_a_burst_have_the_same_arrivals_and_objectives(context, sha
 def test_a_leg_without_its_calibration_says_so(context, server, tmp_path):
     bare = dataclasses.replace(context, kept=store.Store(tmp_path, {"sources": "2"}))
     leg = burst_part.cases(DRY)[1]
-    offline = records["offline/tiny/zero"]["figures"]
-    asked = live.requests(DRY, DRY.mixes[0], DRY.transformers_requests)
-    assert offline["output_tokens"] == sum(one.max_new_tokens for one in asked)
     with pytest.raises(RuntimeError, match="calibration/tiny is not measured"):
         server.run(burst_part._leg(bare, server, leg))
 
