@@ -74,12 +74,12 @@ from serving.request import (
     SamplingParams,
     number_of,
 )
-from serving.scheduling.batch import ScheduledStep
 from serving.scheduling.pace import Pace
 from serving.scheduling.policy import BE, LS, make_policy
 from serving.scheduling.scheduler import Scheduler
 from serving.scheduling.sequence import SequenceState
 from serving.scheduling.share import Share
+from serving.scheduling.step import ScheduledStep
 from serving.settings.composes import COMPANY, why_not
 from serving.settings.reading import check
 from serving.startup.prepare import prepare
@@ -534,27 +534,26 @@ class Engine:
         self.fetcher.advance(now)
 
     def _submit(self, step: ScheduledStep, planned_at: float, since_s: float) -> None:
-        launched_at, control = self._clock(), step.batch.control
+        launched_at, control = self._clock(), step.parts.control
         if control is None:
             rows = self.scheduler.num_decoding_beside(step)
             control = self.slo.control(step, since_s, rows, launched_at)
-        step.batch.control = control
+        step.parts.control = control
         if self.executor.in_order:  # otherwise whichever rows are in a layer together decide
             percent = step.degrade_best_effort_first(control.threshold_percent)
             control = control._replace(threshold_percent=percent)
-            for sequence, exempt in zip(step.sequences, step.plan.exempt.tolist(), strict=True):
-                sequence.note_threshold(step.plan.phase, 100 if exempt else percent)
+            for sequence, exempt in zip(step.sequences, step.exempt.tolist(), strict=True):
+                sequence.note_threshold(step.phase, 100 if exempt else percent)
             self._in_flight.append(InFlight(step, launched_at, launched_at))
         elif step.waits:  # for nothing: the tokens before have all been read
-            assert step.plan.shapes is not None
-            shapes = replace(step.plan.shapes, waits=False, allowed=self._allowed(step))
-            step.plan = replace(step.plan, shapes=shapes)
+            assert step.shapes is not None
+            step.shapes = replace(step.shapes, waits=False, allowed=self._allowed(step))
         step.control, step.way = control, self.slo.way_in_force
         for sequence in step.sequences:
             sequence.note_start(launched_at)
         self.fetcher.launched(step)
-        self.watchdog.launched += 1 if step.plan.singles is None else len(step.sequences)
-        self.executor.submit(step.plan, control)
+        self.watchdog.launched += 1 if step.singles is None else len(step.sequences)
+        self.executor.submit(step, control)
         self.accounts.step_launched(step, planned_at, self._clock())
 
     # ---- what an executor tells -------------------------------------------------------------
@@ -621,8 +620,8 @@ class Engine:
                 spans = zip(step.sequences, told.least_percent, told.most_percent, strict=True)
                 for sequence, *percents in spans:
                     for percent in percents:
-                        sequence.note_threshold(step.plan.phase, percent)
-                size = num_decoding if step.plan.phase is Phase.DECODE else 0
+                        sequence.note_threshold(step.phase, percent)
+                size = num_decoding if step.phase is Phase.DECODE else 0
                 self.pace.observe(step, entered_at, now, size)
                 self.scheduler.observe(step, entered_at, now)
                 self._accept(step, result, entered_at, entered_at, now)
@@ -650,7 +649,7 @@ class Engine:
     ) -> None:
         """Delivers a step's tokens to their requests, and its latencies to the SLO analyser."""
         latencies = Latencies()
-        q_lens = step.plan.q_lens.tolist() if step.is_last else [0] * len(step.sequences)
+        q_lens = step.q_lens.tolist() if step.is_last else [0] * len(step.sequences)
         self.accounts.step_read(step, result, started_at, now, self._visits_per_token)
         if result.prompt_logprobs is not None:
             step.share_prompt_logprobs(result.prompt_logprobs)

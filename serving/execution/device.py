@@ -25,7 +25,7 @@ from serving.execution.executables import Executables
 from serving.execution.param_sets import ParamSets
 from serving.execution.programs import Programs, Progress
 from serving.execution.ranks import NOTHING, ByRank
-from serving.plan import Limits, StepControl
+from serving.plan import Limits, Phase, StepControl, StepPlan
 
 
 class Calls(Protocol):
@@ -175,13 +175,12 @@ class Device:
         self._settle(out)
         return out
 
-    def arrays(
-        self, key: Key, step: ByRank, control: StepControl, *, first: int = 0, stop: int
-    ) -> list[np.ndarray]:
+    def arrays(self, key: Key, step: ByRank, control: StepControl) -> list[np.ndarray]:
         """Returns a program's arguments behind the state, padded to its size on each rank."""
         of_program = self.buckets.rows(key), self.buckets.deltas(key), key.size
         tokens, rows, deltas, places = step.arrays(*of_program)
-        arrays = [rows, deltas, np.array([*control, first, stop], np.int32)]
+        layers = step.plan.first_layer, step.plan.stop_layer
+        arrays = [rows, deltas, np.array([*control, *layers], np.int32)]
         if key.phase == "prefill":
             arrays.insert(0, tokens)
             if self.state.hidden is not None:
@@ -214,10 +213,11 @@ class Device:
             out = self.programs.score(nothing._replace(hidden=hidden), tokens, rows)
         else:
             control = StepControl(key.bucket_percent, 0)
-            padding = ByRank.of_arrays(self.limits, empty_rows(0))
+            phase, stop = Phase(key.phase), self.limits.num_layers
+            padding = ByRank.of(StepPlan(phase, empty_rows(0), stop_layer=stop), self.limits)
             if key.models > 1:
                 padding = padding._replace(num_ranks=key.models)
-            arrays = self.arrays(key, padding, control, stop=self.limits.num_layers)
+            arrays = self.arrays(key, padding, control)
             out = self.run(key, arrays, models=self.programs.resident[: key.models])
         jax.block_until_ready(out)
 

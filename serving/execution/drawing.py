@@ -18,7 +18,7 @@ from serving.execution.buckets import Key
 from serving.execution.device import Calls, Device
 from serving.execution.ranks import ByRank
 from serving.execution.results import Results
-from serving.plan import StepPlan, StepResult
+from serving.plan import StepResult
 
 InOrder = Callable[[Callable[[], object]], None]
 Launch = Callable[[Callable[[], Callable[[], StepResult]]], "Future[StepResult]"]
@@ -27,7 +27,6 @@ Launch = Callable[[Callable[[], Callable[[], StepResult]]], "Future[StepResult]"
 class _Undrawn(NamedTuple):
     key: Key
     step: ByRank
-    plan: StepPlan
     result: "Future[StepResult]"
 
 
@@ -44,40 +43,40 @@ class Drawing:
         self._in_order, self._launch = in_order, launch
         self._undrawn: _Undrawn | None = None
 
-    def start(self, key: Key, step: ByRank, plan: StepPlan) -> "Future[StepResult]":
-        """Starts sampling behind the last layers of a plan with shapes. Draws its tokens now unless
+    def start(self, key: Key, step: ByRank) -> "Future[StepResult]":
+        """Starts sampling behind the last layers of a step with shapes. Draws its tokens now unless
         it waits.
         """
-        assert plan.shapes is not None
-        for seat in plan.shapes.seats:
+        assert step.plan.shapes is not None
+        for seat in step.plan.shapes.seats:
             rank, slot = divmod(seat.slot, self._device.limits.slots_per_rank)
             max_len = self._device.buckets.seat.size
             told = pack_seat(slot, seat.prompt, seat.output, seat.biases, max_len)
             self._in_order(partial(self._calls.seat, rank, told))
-        if plan.shapes.waits:
-            self._undrawn = _Undrawn(key, step, plan, Future())
+        if step.plan.waits:
+            self._undrawn = _Undrawn(key, step, Future())
             return self._undrawn.result
         vocab = self._device.model.config.vocab_size
-        return self._draw(key, step, plan, everything(len(plan.rows), vocab))
+        return self._draw(key, step, everything(len(step.rank), vocab))
 
     def draw(self, allowed: Int[np.ndarray, "B W"]) -> None:
         """Draws the tokens of the step that waits."""
         undrawn, self._undrawn = self._undrawn, None
         assert undrawn is not None, "no step waits to be drawn"
-        key, step, plan, result = undrawn
-        self._draw(key, step, plan, allowed).add_done_callback(lambda read: _pass_on(read, result))
+        key, step, result = undrawn
+        self._draw(key, step, allowed).add_done_callback(lambda read: _pass_on(read, result))
 
     def _draw(
-        self, key: Key, step: ByRank, plan: StepPlan, allowed: Int[np.ndarray, "B W"]
+        self, key: Key, step: ByRank, allowed: Int[np.ndarray, "B W"]
     ) -> "Future[StepResult]":
-        assert plan.shapes is not None
+        assert step.plan.shapes is not None
         num_rows = self._device.buckets.rows(key)
         at = step.row_at(num_rows)
         shapes = np.zeros((step.num_ranks * num_rows, NUM_SHAPE_COLUMNS), np.int32)
-        shapes[at] = plan.shapes.rows
+        shapes[at] = step.plan.shapes.rows
         limited = (allowed != -1).any(axis=1)  # others are many words that say nothing
         draw = partial(self._calls.draw, shapes, at[limited], allowed[limited])
-        return self._launch(lambda: self._results.start(draw(), key, step, plan.first_layer))
+        return self._launch(lambda: self._results.start(draw(), key, step))
 
 
 def _pass_on(read: "Future[Any]", result: "Future[Any]") -> None:

@@ -18,15 +18,13 @@ class Results:
         """`moe_layers` says of each layer whether it has experts."""
         self._buckets, self._moe_layers, self._num_ranks = buckets, moe_layers, num_ranks
 
-    def start(
-        self, out: StepOutput, key: Key, step: ByRank, first_layer: int = 0
-    ) -> Callable[[], StepResult]:
+    def start(self, out: StepOutput, key: Key, step: ByRank) -> Callable[[], StepResult]:
         """Starts the copies of what the host reads; returns a function that waits for them."""
         out = out._replace(logits=None, hidden=None)
         for leaf in jax.tree.leaves(out):
             leaf.copy_to_host_async()
         row_at, token_at = step.row_at(self._buckets.rows(key)), step.token_at(key.size)
-        num_ranks = self._num_ranks
+        num_ranks, plan = self._num_ranks, step.plan
 
         def read() -> StepResult:
             read = jax.device_get(out)
@@ -35,17 +33,17 @@ class Results:
             copies = None
             if read.balance is not None:  # every rank says the same
                 ranks = (part.reshape(num_ranks, -1)[0] for part in read.balance)
-                copies = Copies(*(self._of_all(part, first_layer) for part in ranks))
+                copies = Copies(*(self._of_all(part, plan.first_layer) for part in ranks))
             return StepResult(
                 none if read.tokens is None else read.tokens[row_at].tolist(),
                 none if read.logprobs is None else read.logprobs[row_at].tolist(),
                 read.degraded[row_at].tolist(),
-                self._of_all(by_rank.sum(0), first_layer),
+                self._of_all(by_rank.sum(0), plan.first_layer),
                 None if read.prompt_logprobs is None else read.prompt_logprobs[token_at],
-                self._of_all(by_rank.sum(-1).T, first_layer) if num_ranks > 1 else None,
+                self._of_all(by_rank.sum(-1).T, plan.first_layer) if num_ranks > 1 else None,
                 copies,
-                None if read.needed is None else self._of_all(read.needed, first_layer),
-                1 - step.num_positions / (step.num_ranks * key.size),
+                None if read.needed is None else self._of_all(read.needed, plan.first_layer),
+                1 - plan.size / (step.num_ranks * key.size),
                 None if read.top_ids is None else read.top_ids[row_at],
                 None if read.top_logprobs is None else read.top_logprobs[row_at],
             )

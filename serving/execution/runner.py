@@ -230,15 +230,15 @@ class DeviceRunner(StepExecutor):
 
         A way is (first layer, layer to stop at) of each part.
         """
-        step = self._full_step(key)
+        cut = [[self._full_step(key, *layers) for layers in way] for way in ways]
         times_s: list[list[float]] = [[] for _ in ways]
         for _ in range(TIMED):
-            for way, found in zip(ways, times_s, strict=True):
+            for parts, found in zip(cut, times_s, strict=True):
                 began = time.perf_counter()
-                for first, stop in way:
-                    arrays = self.device.arrays(key, step, FULL_CONTROL, first=first, stop=stop)
+                for part in parts:
+                    arrays = self.device.arrays(key, part, FULL_CONTROL)
                     out = self._calls.run(key, arrays)
-                    self._results.start(out, key, step, first)()
+                    self._results.start(out, key, part)()
                 found.append(time.perf_counter() - began)
         return [sorted(found)[TIMED // 2] for found in times_s]
 
@@ -246,18 +246,17 @@ class DeviceRunner(StepExecutor):
         """Returns the seconds that the host takes to lay out and launch a full step, which goes on
         without it; a median.
         """
-        step, found = self._full_step(key), []
+        step, found = self._full_step(key, 0, self.limits.num_layers), []
         for _ in range(TIMED):
             began = time.perf_counter()
-            arrays = self.device.arrays(key, step, FULL_CONTROL, stop=self.limits.num_layers)
-            out = self._calls.run(key, arrays)
+            out = self._calls.run(key, self.device.arrays(key, step, FULL_CONTROL))
             found.append(time.perf_counter() - began)
-            self._results.start(out, key, step, 0)()
+            self._results.start(out, key, step)()
         return sorted(found)[TIMED // 2]
 
-    def _full_step(self, key: Key) -> ByRank:
-        """Returns the rows of a step that fills a size, of slots that own no page yet: all are in
-        the padding page.
+    def _full_step(self, key: Key, first: int, stop: int) -> ByRank:
+        """Returns these layers of a step that fills a size, of slots that own no page yet: all are
+        in the padding page.
         """
         size = min(key.size, self.buckets.rows(key), self.limits.slots_per_rank)
         q_len, prefill = max(1, key.size // size), key.phase == "prefill"
@@ -269,7 +268,10 @@ class DeviceRunner(StepExecutor):
             for at in range(size)
         ]
         tokens = np.zeros(len(rows) * q_len * prefill, np.int32)
-        return ByRank.of_arrays(self.limits, np.stack(rows), tokens=tokens)
+        plan = StepPlan(
+            Phase(key.phase), np.stack(rows), tokens=tokens, first_layer=first, stop_layer=stop
+        )
+        return ByRank.of(plan, self.limits)
 
     def launch(self, plan: StepPlan, control: StepControl) -> "Future[StepResult]":
         """See Executor."""
@@ -284,18 +286,13 @@ class DeviceRunner(StepExecutor):
         if not self._parts_by_number and plan.num_layers < self.limits.num_layers:
             layers = plan.first_layer, plan.stop_layer
             key = self.buckets.part(key, layers, self._layers_at_once)
-        arrays = self.device.arrays(
-            key, step, control, first=plan.first_layer, stop=plan.stop_layer
-        )
-
+        arrays = self.device.arrays(key, step, control)
         score = plan.is_last and plan.prompt_logprobs
         run = partial(self._calls.run, key, arrays, models=plan.models, score=score)
         if plan.shapes is not None:
             self._in_order(run)
-            return self._drawing.start(key, step, plan)
-        return self._launch(
-            lambda: self._results.start(run(sample=plan.is_last), key, step, plan.first_layer)
-        )
+            return self._drawing.start(key, step)
+        return self._launch(lambda: self._results.start(run(sample=plan.is_last), key, step))
 
     def draw(self, allowed: Int[np.ndarray, "B W"]) -> None:
         """See Executor."""

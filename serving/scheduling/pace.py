@@ -3,9 +3,9 @@
 import math
 from collections.abc import Iterable
 
-from serving.plan import Phase, StepPlan
-from serving.scheduling.batch import ScheduledStep
+from serving.plan import Phase
 from serving.scheduling.policy import Company
+from serving.scheduling.step import ScheduledStep
 from serving.scheduling.step_time import StepTimeModel
 
 SHARE, MARGIN_S = 0.8, 0.001
@@ -38,10 +38,9 @@ class Pace:
         Of rows that complete singly it learns how long they pass the layers, with `size` rows of
         their phase under way.
         """
-        plan = step.plan
-        seconds = (ended_at - started_at) / self._share(plan)
-        self.times.observe(plan.phase, size or plan.size, step.mean_threshold_percent, seconds)
-        if plan.phase is Phase.DECODE and plan.is_last:
+        seconds = (ended_at - started_at) / self._share(step)
+        self.times.observe(step.phase, size or step.size, step.mean_threshold_percent, seconds)
+        if step.phase is Phase.DECODE and step.is_last:
             self._decoded_at = ended_at
 
     def best_effort_wait_s(self, max_wait_s: float) -> float:
@@ -100,7 +99,7 @@ class Pace:
         They had their last token at `tokens_at` (NaN: no sequence has one). 0 if the step itself
         yields their tokens.
         """
-        if math.isnan(tokens_at) or (step.plan.phase is Phase.DECODE and step.is_last):
+        if math.isnan(tokens_at) or (step.phase is Phase.DECODE and step.is_last):
             return 0.0
         return max(0.0, started_at + self._expected_s(step, 0.0) - tokens_at)
 
@@ -108,11 +107,10 @@ class Pace:
         """Returns when a step that began at `started_at` is expected to end."""
         return started_at + self._expected_s(step, math.inf)
 
-    def _share(self, plan: StepPlan) -> float:
-        """Returns the share of the model's layers that a plan runs."""
-        return plan.num_layers / self._num_layers
+    def _share(self, step: ScheduledStep) -> float:
+        """Returns the share of the model's layers that a step runs."""
+        return step.num_layers / self._num_layers
 
     def _expected_s(self, step: ScheduledStep, unknown_s: float) -> float:
-        plan = step.plan
-        expected_s = self.times.expected_s(plan.phase, plan.size, step.mean_threshold_percent)
-        return unknown_s if math.isnan(expected_s) else self._share(plan) * expected_s
+        expected_s = self.times.expected_s(step.phase, step.size, step.mean_threshold_percent)
+        return unknown_s if math.isnan(expected_s) else self._share(step) * expected_s

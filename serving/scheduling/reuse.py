@@ -9,12 +9,12 @@ from itertools import islice
 
 from jmoe.packed_rows import KV_LEN
 from serving.plan import Limits, Phase
-from serving.scheduling.batch import ScheduledStep
 from serving.scheduling.exact import ExactRows
 from serving.scheduling.places import Places
 from serving.scheduling.policy import BE, LS
 from serving.scheduling.prefixes import EXACT, NOBODYS, Brownout, Kept, KnownPages, Names, Prefix
 from serving.scheduling.sequence import SequenceState
+from serving.scheduling.step import ScheduledStep
 
 
 class Reuse:
@@ -121,7 +121,7 @@ class Reuse:
         """
         if not self.is_on:
             return
-        ends = step.plan.rows[:, KV_LEN].tolist() if step.is_last else [0] * len(step.sequences)
+        ends = step.rows[:, KV_LEN].tolist() if step.is_last else [0] * len(step.sequences)
         for at, (sequence, prefix) in enumerate(zip(step.sequences, step.prefixes, strict=True)):
             if sequence.done or at in again or (not step.is_last and exact.concerns(sequence)):
                 continue

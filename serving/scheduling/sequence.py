@@ -19,7 +19,7 @@ from serving.scheduling.prefixes import Prefix
 
 if TYPE_CHECKING:
     from serving.intake.structure import Matcher
-    from serving.scheduling.batch import Batch
+    from serving.scheduling.step import ScheduledStep
 
 
 log = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ class SequenceState:
         self.degraded_visits = 0
         self.visited_tokens = 0
         self.spans: dict[Phase, ThresholdSpan] = {}
-        self.batch: "Batch | None" = None  # the step under way that contains it
+        self.step: "ScheduledStep | None" = None  # the step under way that contains it
         self.unread = False  # its last step must be read before its next one (`ExactRows`)
         self.missed = 0  # visits to substitutes in its step that is not fully read
         self.priority = request.priority  # best effort that has waited too long is promoted
@@ -130,7 +130,7 @@ class SequenceState:
         self.slot = -1
         self.pages = []
         self.prefix = self.prefix.anew()
-        self.batch = None
+        self.step = None
 
     def forget_missed(self) -> None:
         """Uncounts the degraded visits of a step whose result is discarded."""
