@@ -161,7 +161,7 @@ class StepPlan:
     @property
     def size(self) -> int:
         """The number of positions that it computes: one for each row of a decode step."""
-        return int(self.q_lens.sum())
+        return len(self.rows) if self.phase is Phase.DECODE else int(self.q_lens.sum())
 
     @property
     def models(self) -> tuple[int, ...]:

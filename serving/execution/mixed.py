@@ -20,7 +20,6 @@ from serving.config import EngineConfig
 from serving.execution.buckets import FULL_CAPACITY, Key
 from serving.execution.device import Device
 from serving.execution.ranks import ByRank
-from serving.execution.results import Results
 from serving.plan import Phase, StepControl, StepPlan
 
 log = logging.getLogger(__name__)
@@ -51,9 +50,9 @@ class MixedSteps:
     shared experts that differs much from pair to pair is not told apart.
     """
 
-    def __init__(self, device: Device, results: Results) -> None:
+    def __init__(self, device: Device) -> None:
         """`device` is warmed before anything is measured."""
-        self._device, self._results = device, results
+        self._device = device
         self.alone_s: dict[int, float] = {}  # by rows that a program has: mean of the models
         self.mixed_s: dict[tuple[int, int], float] = {}  # by models, and rows of each
 
@@ -117,7 +116,7 @@ class MixedSteps:
         began = time.perf_counter()
         arrays = self._device.arrays(key, step, StepControl(100, 0))
         out = self._device.run(key, arrays, models=models)
-        self._results.start(out, key, step)()
+        self._device.read(out, key, step)()
         return time.perf_counter() - began
 
     def _step(self, models: Sequence[int], rows: int, first: int = 0) -> ByRank:

@@ -32,7 +32,7 @@ class Entered:
 
 
 class SingleRows:
-    """The rows that have entered, by number. A sequence is in its batch until its row is taken."""
+    """The rows that have entered, by number. A sequence is in its step until its row is taken."""
 
     def __init__(self, limits: Limits, staging: StagingRegions) -> None:
         """`staging` gets back what a step has of a rank once none of its rows is left there."""

@@ -33,7 +33,7 @@ def buckets():
 @pytest.fixture
 def steps(buckets):
     device = SimpleNamespace(buckets=buckets, limits=LIMITS)
-    found = MixedSteps(cast("Any", device), cast("Any", None))
+    found = MixedSteps(cast("Any", device))
     found.alone_s = {4: 1.0, 8: 1.5, 16: 2.5}
     found.mixed_s = {(2, 4): 1.6, (2, 8): 2.6, (2, 16): 3.7, (3, 4): 3.5}
     return found
