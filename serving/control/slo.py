@@ -287,11 +287,9 @@ class SloAnalyser:
             return None
         return max(0.0, self._next_update - now)
 
-    def itl_slack_s(
-        self, before: ScheduledStep, started_at: float, prefill_tokens: int, num_decoding: int
-    ) -> float:
+    def itl_slack_s(self, before: ScheduledStep, prefill_tokens: int, num_decoding: int) -> float:
         """Returns the ITL in seconds that running requests have left for a prefill step after the
-        one that began then.
+        one `before`, which runs.
         """
         if before.phase is Phase.DECODE:
             return -math.inf  # a prefill step's turn anyway
@@ -299,7 +297,7 @@ class SloAnalyser:
             (phase, size, 100.0 if self.strategy == "zero" else self.ls.of(phase).threshold_percent)
             for phase, size in ((Phase.PREFILL, prefill_tokens), (Phase.DECODE, num_decoding))
         ]
-        ends_at = self._pace.ends_at(before, started_at)
+        ends_at = self._pace.ends_at(before)
         return self._pace.itl_slack_s(self.itl_slo_s, ends_at, steps)
 
     def _of(self, priority: Priority) -> ClassControl:

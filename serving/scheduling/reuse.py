@@ -53,6 +53,10 @@ class Reuse:
             seen.num_kept = pages.num_kept
         return seen.found
 
+    def pages_found(self, sequence: SequenceState, rank: int) -> list[int]:
+        """Returns the numbers of `found` pages."""
+        return [kept.page for kept in self.found(sequence, rank)]
+
     def most(self, sequence: SequenceState) -> int:
         """Returns the most cached positions that a waiting sequence has on any rank."""
         if not self.is_on:

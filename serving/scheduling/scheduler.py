@@ -35,7 +35,6 @@ from serving.scheduling.policy import (
 from serving.scheduling.prefixes import Brownout
 from serving.scheduling.queues import Queues, of_one_model
 from serving.scheduling.reuse import Reuse
-from serving.scheduling.room import Room
 from serving.scheduling.round_robin import RoundRobin
 from serving.scheduling.sequence import SequenceState, SequenceStatus, is_best_effort
 from serving.scheduling.share import Share
@@ -86,13 +85,6 @@ class Scheduler:
         self.policy = GuardedPolicy(policy, slow_s)
         self.places = Places(limits)
         self.reuse = Reuse(limits, self.places, accepted)
-        self._room = Room(
-            limits,
-            self.places,
-            self.reuse,
-            lambda: self.running,
-            lambda rank: self._giving_way(rank),
-        )
         self._round_robin = RoundRobin(mixes)
         self.models: set[int] | None = None  # models that may begin steps; None: all
         self.exact = ExactRows()
@@ -175,12 +167,12 @@ class Scheduler:
         if self.under_way:
             raise AssertionError(f"{len(self.under_way)} steps without rows are under way")
 
-    def observe(self, step: ScheduledStep, began_at: float, ended_at: float) -> None:
+    def observe(self, step: ScheduledStep, ended_at: float) -> None:
         """Counts a step for best effort's share, while there is best-effort work."""
         if not self._has_best_effort:
             return
         if self._in_order:
-            seconds = ended_at - began_at
+            seconds = ended_at - step.started_at
             self.share.observe(seconds, ended_at, seconds * step.has_best_effort)
         else:
             own = step.q_lens[[is_best_effort(s) for s in step.sequences]]
@@ -358,16 +350,14 @@ class Scheduler:
 
     # ---- rows that complete singly ----------------------------------------------------------
 
-    def complete(self, numbers: Sequence[int]) -> tuple[ScheduledStep, float]:
+    def complete(self, numbers: Sequence[int]) -> ScheduledStep:
         """Takes rows of one phase that left the last layer, and frees their sequences for new
-        steps.
-
-        Returns the step that they form, in this order, and when the first of them entered.
+        steps. Returns the step that they form, in this order.
         """
         rows = self.singles.take(numbers)
         step = gathered(rows, self.limits)
         self._release_done(row.sequence for row in rows)
-        return step, min(row.entered_at for row in rows)
+        return step
 
     def run_again(self, numbers: Sequence[int]) -> None:
         """Restarts rows that were lost on their way: their positions are computed again, as
@@ -441,10 +431,45 @@ class Scheduler:
         )
 
     def _admissible(self, head: SequenceState, ranks: Sequence[int] | None = None) -> bool:
-        """Returns whether there are a slot and pages, including those that best effort would give
-        up.
+        return self._rank_for(head, ranks) is not None
+
+    def _rank_for(self, head: SequenceState, ranks: Sequence[int] | None) -> int | None:
+        """Returns the rank, among `ranks` or all, with the longest cached prefix of the sequence.
+
+        Ties go to the rank with the most free pages. If no rank has room as it is, a
+        latency-sensitive sequence gets the one where best effort would give up most. None if that
+        does not make room either.
         """
-        return self._room.rank_for(head, ranks) is not None
+        own, wanted, places = head.request.priority, self._pages_for(head), self.places
+        free = places.admissible(self.running, own)
+        ranks = [rank for rank in (range(len(free)) if ranks is None else ranks) if free[rank]]
+        there = {rank: self.reuse.pages_found(head, rank) for rank in ranks}
+        found = places.rank_for(wanted, ranks, there)
+        if found is not None or own is BE:
+            # Also one that has waited too long: two of best effort would evict each other.
+            return found
+        room = {}
+        for rank in ranks:
+            giving = self._giving_way(rank)
+            if giving or places.free_slots(rank):
+                room[rank] = (
+                    places.free_pages(rank)
+                    + places.num_freed(rank, giving, there[rank])
+                    - places.num_needed(rank, wanted, there[rank])
+                )
+        fitting = [rank for rank, left in room.items() if left >= 0]
+        return max(fitting, key=lambda rank: (len(there[rank]), room[rank]), default=None)
+
+    def _has_place(self, head: SequenceState, rank: int) -> bool:
+        """Returns whether the sequence fits on a rank as things are."""
+        there = {rank: self.reuse.pages_found(head, rank)}
+        return self.places.rank_for(self._pages_for(head), (rank,), there) is not None
+
+    def _pages_for(self, head: SequenceState) -> int:
+        """Returns the pages for its context and one position more, lest it be evicted once
+        admitted.
+        """
+        return self.limits.pages_for(len(head.context) + 1)
 
     def _begin_prefill(self, order: Order, now: float) -> ScheduledStep | None:
         chunks = Chunks(self.limits, self.exact, self.staging.ranks)
@@ -493,14 +518,24 @@ class Scheduler:
         return [s for s in found if s.priority in group]
 
     def _admit(self, sequence: SequenceState, ranks: Sequence[int], now: float) -> None:
-        """Admits a sequence, and evicts best effort for a latency-sensitive one if necessary."""
-        rank = self._room.rank_for(sequence, ranks)
+        """Admits a sequence, and evicts best effort for a latency-sensitive one if necessary.
+
+        It gets pages for its whole context at once, so that no decoding sequence can take those
+        that a later chunk will need.
+        """
+        rank = self._rank_for(sequence, ranks)
         assert rank is not None  # since it is admissible
         self.queues.remove(sequence)
-        while not self._room.has_place(sequence, rank):
+        while not self._has_place(sequence, rank):
             self._preempt(self.policy.victim(self._giving_way(rank)))
         sequence.status = SequenceStatus.PREFILL
-        self._room.take(sequence, rank)
+        count, found = (
+            self.limits.pages_for(len(sequence.context)),
+            self.reuse.found(sequence, rank),
+        )
+        pages = [kept.page for kept in found]
+        sequence.slot, sequence.pages = self.places.take(rank, count, pages)
+        self.reuse.begin(sequence, found)
         self.running.append(sequence)
         if math.isnan(sequence.ready_at):
             sequence.ready_at = now

@@ -23,7 +23,6 @@ class Entered:
 
     step: ScheduledStep
     at: int
-    entered_at: float
 
     @property
     def sequence(self) -> SequenceState:
@@ -53,9 +52,10 @@ class SingleRows:
     def enter(self, step: ScheduledStep, now: float, *, all_urgent: bool) -> None:
         """Lets a step's rows enter. Those of latency-sensitive sequences are urgent, or all."""
         numbers = []
+        step.launched_at = step.started_at = now
         for at, sequence in enumerate(step.sequences):
             numbers.append(next(self._numbers))
-            self._entered[numbers[-1]] = Entered(step, at, now)
+            self._entered[numbers[-1]] = Entered(step, at)
             self._rows_left[step, self._limits.rank(sequence.slot)] += 1
             sequence.step = step
         self.num_decoding += len(numbers) * (step.phase is Phase.DECODE)
@@ -100,7 +100,8 @@ class SingleRows:
 
 def gathered(rows: Sequence[Entered], limits: Limits) -> ScheduledStep:
     """Returns the step that rows of one phase form which left the last layer together."""
-    newest = max(rows, key=lambda row: row.entered_at).step
+    newest = max((row.step for row in rows), key=lambda step: step.launched_at)
+    entered_at = min(row.step.launched_at for row in rows)
     ways = {row.step.way for row in rows}
     return ScheduledStep(
         newest.phase,
@@ -113,4 +114,6 @@ def gathered(rows: Sequence[Entered], limits: Limits) -> ScheduledStep:
         parts=newest.parts,
         prefixes=[row.step.prefixes[row.at] for row in rows],
         way=ways.pop() if len(ways) == 1 else -1,
+        launched_at=entered_at,
+        started_at=entered_at,
     )

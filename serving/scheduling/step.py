@@ -5,6 +5,7 @@ steps may be launched in parts of some layers each. Between two parts, rows may 
 ended or was evicted), and a step that has reached the same layer may join.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -58,6 +59,8 @@ class ScheduledStep(StepPlan):
     num_joined: int = 0  # rows of a parked step that joined
     control: StepControl | None = None  # brownout that these layers were launched with
     way: int = -1  # way of united experts in force; -1: several, or unknown
+    launched_at: float = math.nan  # in seconds of the engine's clock
+    started_at: float = math.nan  # when the device could begin: then, or after the previous step
 
     @property
     def has_ls(self) -> bool:

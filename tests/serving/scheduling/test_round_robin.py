@@ -61,7 +61,8 @@ class Play:
         return step is not None or before is not None
 
     def _accept(self, step, result):
-        self.scheduler.observe(step, self.now - 1.0, self.now)
+        step.started_at = self.now - 1.0
+        self.scheduler.observe(step, self.now)
         for at, one in enumerate(step.sequences):
             if step.sampled[at] and not one.done:
                 output = one.accept(result.tokens[at], 0.0, 1)

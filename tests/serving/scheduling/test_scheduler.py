@@ -1,6 +1,7 @@
 """The scheduler against a runner that counts up and remembers what every page holds."""
 
 import time
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -199,8 +200,8 @@ def company_of(times_s, num_decoding=8, ttft_slo_s=1.0, **options):
     """
     pace = Pace(**options)
     for tokens, seconds in times_s.items():
-        pace.observe(prefill_step(tokens), 0.0, seconds)
-    pace.observe(decode_step(num_decoding), 0.0, 0.01)
+        pace.observe(replace(prefill_step(tokens), started_at=0.0), seconds)
+    pace.observe(replace(decode_step(num_decoding), started_at=0.0), 0.01)
     return pace.company(ttft_slo_s, num_decoding)
 
 
