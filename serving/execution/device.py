@@ -4,7 +4,7 @@ Where a mesh spans several processes, each of them has to make the same calls in
 process 0 decides what they are and tells the others (`serving.cluster.followers`).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -14,7 +14,6 @@ from jaxtyping import Bool, Int
 
 from jmoe.family import Family
 from jmoe.packed_rows import empty_rows, pack_row
-from jmoe.parallel.replicas import Replication
 from jmoe.parallel.steps import shardings
 from jmoe.shape_rows import NUM_SHAPE_COLUMNS, everything, seat_size
 from jmoe.shaping import Shaping
@@ -22,7 +21,6 @@ from jmoe.steps import State, StepOutput
 from pallas_kernels.backend import backend
 from serving.execution.buckets import Buckets, Key
 from serving.execution.executables import Executables
-from serving.execution.param_sets import ParamSets
 from serving.execution.programs import Programs, Progress
 from serving.execution.ranks import NOTHING, ByRank
 from serving.plan import Copies, Limits, Phase, StepControl, StepPlan, StepResult
@@ -95,15 +93,12 @@ class Device:
         buckets: Buckets,
         state: State,
         shaping: Shaping,
-        params: ParamSets,
-        options: Mapping[str, str],
+        programs: Programs,
         executables: Executables,
-        *,
-        parts_by_number: bool,
-        replication: Mapping[int, Replication] | None = None,
     ) -> None:
-        """See `Programs`; `executables` are those on disk. State and
-        shaping are this object's own now."""
+        """`programs` are made for such a state, and `executables` those on disk. State and shaping
+        are this object's own now.
+        """
         self.family, self.model = family, family[0]
         self.limits, self.buckets = limits, buckets
         self.state, self.shaping = state, shaping
@@ -114,15 +109,7 @@ class Device:
         # On a CPU the collectives of two programs under way would wait for each other for ever.
         self.one_at_a_time = self.several_processes and backend() == "cpu"
         self._split, _ = shardings(mesh)
-        self.programs = Programs(
-            family,
-            buckets,
-            state,
-            params,
-            options,
-            parts_by_number=parts_by_number,
-            replication=replication,
-        )
+        self.programs = programs
 
     def compile(self, keys: Sequence[Key], progress: Progress | None = None) -> None:
         """See Calls."""

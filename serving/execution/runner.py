@@ -115,14 +115,17 @@ class DeviceRunner(StepExecutor):
         devices = None if model.home is None else list(model.home.mesh.devices.flat)
         executables = Executables.at(config.compilation_cache, devices)
         states = States(model, config, self._runs_parts)
-        how = {
-            "parts_by_number": self._parts_by_number,
-            "replication": replication_of(config.balance, model, self.buckets.prefill),
-        }
+        programs_of = partial(
+            Programs,
+            family,
+            self.buckets,
+            params=self.sets,
+            parts_by_number=self._parts_by_number,
+            replication=replication_of(config.balance, model, self.buckets.prefill),
+        )
 
         def step_bytes(limits: Limits) -> int:
-            shapes, options = states.shapes(limits), self.sets.options
-            programs = Programs(family, self.buckets, shapes, self.sets, options, **how)
+            programs = programs_of(states.shapes(limits))
             programs.close()
             return programs.step_bytes(executables)
 
@@ -131,16 +134,10 @@ class DeviceRunner(StepExecutor):
             self.limits = by_memory(config, self.limits, model, step_bytes, beside=beside)
         else:
             check_memory(model, self.limits, beside=beside)
+        state, shaping = states.make(self.limits), states.shaping(self.limits)
+        programs = programs_of(state)
         self.device = Device(
-            family,
-            self.limits,
-            self.buckets,
-            states.make(self.limits),
-            states.shaping(self.limits),
-            self.sets,
-            self.sets.options,
-            executables,
-            **how,
+            family, self.limits, self.buckets, state, shaping, programs, executables
         )
         self._followers, self._failures = followers, Lost()
         self._calls: Calls = self.device if followers is None else Led(self.device, followers)

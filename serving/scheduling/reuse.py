@@ -181,8 +181,7 @@ class Reuse:
         """Returns how many pages a lookup may return: none for a request that asks for log
         probabilities of its prompt, since every position has to be computed for them.
         """
-        wants_all = sequence.request.sampling.prompt_logprobs and not sequence.tokens
-        if wants_all or not self._shares(sequence):
+        if sequence.scores_prompt or not self._shares(sequence):
             return 0
         return (len(sequence.prompt) + len(sequence.tokens) - 1) // self._limits.page_size
 

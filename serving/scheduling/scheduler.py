@@ -186,8 +186,11 @@ class Scheduler:
 
     def num_decoding_beside(self, step: ScheduledStep) -> int:
         """Returns how many sequences wait for a further token during this step."""
-        beside = set(self.running).difference(step.sequences if step.phase is Phase.PREFILL else ())
-        return sum(s.status is SequenceStatus.DECODE for s in beside)
+        own = step.sequences if step.phase is Phase.PREFILL else ()
+        running, first = (
+            sum(s.status is SequenceStatus.DECODE for s in some) for some in (self.running, own)
+        )
+        return running - first
 
     def tokens_at(self) -> float:
         """Returns the mean time of decoding latency-sensitive sequences' last tokens, or NaN."""
@@ -219,9 +222,7 @@ class Scheduler:
         policy may spend on a prefill step out of turn, and `company` what a prompt should wait for
         (see View).
         """
-        self._has_best_effort = bool(self.queues[BE]) or any(
-            s.request.priority is BE for s in self.running
-        )
+        self._has_best_effort = bool(self.queues[BE]) or any(map(is_best_effort, self.running))
         self._promote(now)
         view = self._view(itl_slack_s, now, company)
         choice = self.policy.choose(view)

@@ -123,6 +123,11 @@ class SequenceState:
         """Whether all tokens that it may have are sampled already."""
         return self.num_sampled >= self.max_new_tokens
 
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether log-probabilities of its prompt are computed as it is prefilled."""
+        return self.request.sampling.prompt_logprobs and not self.tokens
+
     def reset_for_recompute(self) -> None:
         """Resets the computed state after an eviction took pages and slot away."""
         self.status = SequenceStatus.WAITING

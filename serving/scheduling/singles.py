@@ -59,15 +59,11 @@ class SingleRows:
             self._rows_left[step, self._limits.rank(sequence.slot)] += 1
             sequence.step = step
         self.num_decoding += len(numbers) * (step.phase is Phase.DECODE)
-        scored = step.prompt_logprobs
         step.singles = Singles(
             numbers,
             step.sampled,
             [all_urgent or s.priority is LS for s in step.sequences],
-            [
-                scored and s.request.sampling.prompt_logprobs and not s.tokens
-                for s in step.sequences
-            ],
+            [step.prompt_logprobs and s.scores_prompt for s in step.sequences],
         )
 
     def take(self, numbers: Sequence[int]) -> list[Entered]:

@@ -22,9 +22,9 @@ from serving.plan import (
     StepPlan,
     spare_latency_sensitive,
 )
-from serving.scheduling.policy import BE, LS, BatchView
+from serving.scheduling.policy import LS, BatchView
 from serving.scheduling.prefixes import Prefix
-from serving.scheduling.sequence import SequenceState
+from serving.scheduling.sequence import SequenceState, is_best_effort
 
 
 @dataclass(eq=False)
@@ -70,14 +70,12 @@ class ScheduledStep(StepPlan):
     @property
     def has_best_effort(self) -> bool:
         """Whether it contains a best-effort request, promoted or not."""
-        return any(s.request.priority is BE for s in self.sequences)
+        return any(map(is_best_effort, self.sequences))
 
     @property
     def scores_prompts(self) -> bool:
         """Whether a prompt's log-probabilities are computed."""
-        return self.phase is Phase.PREFILL and any(
-            s.request.sampling.prompt_logprobs and not s.tokens for s in self.sequences
-        )
+        return self.phase is Phase.PREFILL and any(s.scores_prompt for s in self.sequences)
 
     @property
     def exempt_share(self) -> float:
@@ -118,7 +116,7 @@ class ScheduledStep(StepPlan):
             q_len = int(row[Q_LEN])
             start = int(row[KV_LEN]) - q_len
             wanted = min(q_len, len(sequence.prompt) - 1 - start)
-            if sequence.request.sampling.prompt_logprobs and not sequence.tokens:
+            if sequence.scores_prompt:
                 sequence.prompt_logprobs[start : start + wanted] = values[at : at + wanted].tolist()
             at += q_len
 
@@ -202,23 +200,20 @@ class ScheduledStep(StepPlan):
         self.parts.joins = None
 
     def take_layers(self, num_layers: int) -> "ScheduledStep":
-        """Returns the step of the layers to launch next, of a model's `num_layers`; the last one
-        frees the sequences.
+        """Returns the step of the layers to launch next, of a model's `num_layers`: another, or
+        itself with the last one, which frees the sequences.
         """
         stop = min(self.first_layer + self.parts.at_once, num_layers)
-        is_last = stop == num_layers
-        taken = replace(
-            self,
-            stop_layer=stop,
-            is_last=is_last,
-            rows=self.rows.copy(),  # rows may be made exempt for these layers only
-            prompt_logprobs=self.scores_prompts,
-            shapes=self._shapes() if is_last else None,
-            sequences=list(self.sequences),
-            sampled=self.sampled if is_last else [False] * len(self.sampled),
-            prefixes=[s.prefix for s in self.sequences],
-        )
-        self.first_layer, self.deltas = stop, empty_deltas(0)
+        taken, is_last = self, stop == num_layers
+        if not is_last:
+            rows = self.rows.copy()  # rows may be made exempt for these layers only
+            none, own = [False] * len(rows), list(self.sequences)
+            taken = replace(self, rows=rows, sequences=own, sampled=none)
+            self.first_layer, self.deltas = stop, empty_deltas(0)
+        taken.stop_layer, taken.is_last = stop, is_last
+        taken.prompt_logprobs = self.scores_prompts
+        taken.shapes = self._shapes() if is_last else None
+        taken.prefixes = [s.prefix for s in taken.sequences]
         if is_last:
             for sequence in self.sequences:
                 sequence.step = None
