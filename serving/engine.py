@@ -19,7 +19,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -74,12 +74,12 @@ from serving.request import (
     SamplingParams,
     number_of,
 )
-from serving.scheduling.batch import ScheduledStep
 from serving.scheduling.pace import Pace
 from serving.scheduling.policy import BE, LS, make_policy
 from serving.scheduling.scheduler import Scheduler
 from serving.scheduling.sequence import SequenceState
 from serving.scheduling.share import Share
+from serving.scheduling.step import ScheduledStep
 from serving.settings.composes import COMPANY, why_not
 from serving.settings.reading import check
 from serving.startup.prepare import prepare
@@ -94,15 +94,6 @@ log = logging.getLogger(__name__)
 UNRESPONSIVE_S = 10.0
 """If the event loop takes longer (s) to react to a stuck step, it counts as stuck, too."""
 NOBODY = "no worker with attention is there"
-
-
-@dataclass
-class InFlight:
-    """A step that an executor completes whole."""
-
-    step: ScheduledStep
-    launched_at: float
-    started_at: float  # when the device could begin: at launch, or after the previous step
 
 
 class Engine:
@@ -158,7 +149,7 @@ class Engine:
         cfg = None if self.family is None else self.family.config
         self._vocab_size = cfg.vocab_size if cfg else 0
         self._visits_per_token = cfg.num_moe_layers * cfg.experts_per_token if cfg else 1
-        self._in_flight = deque[InFlight]()  # none where rows complete singly
+        self._in_flight = deque[ScheduledStep]()  # none where rows complete singly
         self._news = deque[Any]()  # what the executor told (serving.execution.executor)
         self._workers = executor if isinstance(executor, HasWorkers) else None
         self._open: set[SequenceState] = set()  # admitted and not ended
@@ -486,7 +477,7 @@ class Engine:
                 await asyncio.sleep(0)  # lets other tasks run between ticks
             return
         before = self._in_flight[-1]
-        at = before.started_at + self.pace.idle_s(before.step)
+        at = before.started_at + self.pace.idle_s(before)
         while not self._news and (timeout_s := at - self._clock()) > 0:
             self._work.clear()
             with contextlib.suppress(TimeoutError):
@@ -512,9 +503,9 @@ class Engine:
         if self._in_flight:
             before = self._in_flight[-1]
             tokens_at = self.scheduler.tokens_at()
-            since_s = self.pace.since_tokens_s(before.step, before.started_at, tokens_at)
+            since_s = self.pace.since_tokens_s(before, tokens_at)
             tokens = self.scheduler.next_prefill_tokens()
-            slack_s = self.slo.itl_slack_s(before.step, before.started_at, tokens, num_running)
+            slack_s = self.slo.itl_slack_s(before, tokens, num_running)
         step = self.scheduler.next_step(slack_s, now, company)
         if step is not None:
             self._submit(step, now, since_s)
@@ -534,27 +525,27 @@ class Engine:
         self.fetcher.advance(now)
 
     def _submit(self, step: ScheduledStep, planned_at: float, since_s: float) -> None:
-        launched_at, control = self._clock(), step.batch.control
+        launched_at, control = self._clock(), step.parts.control
         if control is None:
             rows = self.scheduler.num_decoding_beside(step)
             control = self.slo.control(step, since_s, rows, launched_at)
-        step.batch.control = control
+        step.parts.control = control
         if self.executor.in_order:  # otherwise whichever rows are in a layer together decide
             percent = step.degrade_best_effort_first(control.threshold_percent)
             control = control._replace(threshold_percent=percent)
-            for sequence, exempt in zip(step.sequences, step.plan.exempt.tolist(), strict=True):
-                sequence.note_threshold(step.plan.phase, 100 if exempt else percent)
-            self._in_flight.append(InFlight(step, launched_at, launched_at))
+            for sequence, exempt in zip(step.sequences, step.exempt.tolist(), strict=True):
+                sequence.note_threshold(step.phase, 100 if exempt else percent)
+            step.launched_at = step.started_at = launched_at
+            self._in_flight.append(step)
         elif step.waits:  # for nothing: the tokens before have all been read
-            assert step.plan.shapes is not None
-            shapes = replace(step.plan.shapes, waits=False, allowed=self._allowed(step))
-            step.plan = replace(step.plan, shapes=shapes)
+            assert step.shapes is not None
+            step.shapes = replace(step.shapes, waits=False, allowed=self._allowed(step))
         step.control, step.way = control, self.slo.way_in_force
         for sequence in step.sequences:
             sequence.note_start(launched_at)
         self.fetcher.launched(step)
-        self.watchdog.launched += 1 if step.plan.singles is None else len(step.sequences)
-        self.executor.submit(step.plan, control)
+        self.watchdog.launched += 1 if step.singles is None else len(step.sequences)
+        self.executor.submit(step, control)
         self.accounts.step_launched(step, planned_at, self._clock())
 
     # ---- what an executor tells -------------------------------------------------------------
@@ -596,14 +587,12 @@ class Engine:
             self._idle.set()
 
     def _take_step(self, result: StepResult, now: float) -> None:
-        done = self._in_flight.popleft()
+        step = self._in_flight.popleft()
         self.watchdog.ended += 1
         if self._in_flight:
             after = self._in_flight[0]
             after.started_at = max(now, after.launched_at)
-        self.pace.observe(done.step, done.started_at, now)
-        self.scheduler.observe(done.step, done.started_at, now)
-        self._accept(done.step, result, done.launched_at, done.started_at, now)
+        self._accept(step, result, now)
 
     def _take_rows(
         self, told: Completed | LostRows | FailedRows, rows: Sequence[int], now: float
@@ -616,16 +605,14 @@ class Engine:
                     self._end(sequence, self._lost(reason))
             case Completed(result=StepResult() as result) if rows:
                 num_decoding = self.scheduler.singles.num_decoding
-                step, entered_at = self.scheduler.complete(rows)
+                step = self.scheduler.complete(rows)
                 step.control = StepControl(min(told.least_percent), told.strategy)
                 spans = zip(step.sequences, told.least_percent, told.most_percent, strict=True)
                 for sequence, *percents in spans:
                     for percent in percents:
-                        sequence.note_threshold(step.plan.phase, percent)
-                size = num_decoding if step.plan.phase is Phase.DECODE else 0
-                self.pace.observe(step, entered_at, now, size)
-                self.scheduler.observe(step, entered_at, now)
-                self._accept(step, result, entered_at, entered_at, now)
+                        sequence.note_threshold(step.phase, percent)
+                size = num_decoding if step.phase is Phase.DECODE else 0
+                self._accept(step, result, now, size)
 
     def _close_rank(self, down: RankDown) -> None:
         """Ends the requests of a lost rank, whose keys and values are lost."""
@@ -640,18 +627,15 @@ class Engine:
     def _allowed(self, step: ScheduledStep) -> np.ndarray:
         return allowed_tokens(step.sequences, step.sampled, self._vocab_size, self._end)
 
-    def _accept(
-        self,
-        step: ScheduledStep,
-        result: StepResult,
-        launched_at: float,
-        started_at: float,
-        now: float,
-    ) -> None:
-        """Delivers a step's tokens to their requests, and its latencies to the SLO analyser."""
+    def _accept(self, step: ScheduledStep, result: StepResult, now: float, size: int = 0) -> None:
+        """Delivers a step's tokens to their requests, and its latencies to the SLO analyser; `size`
+        as of `Pace.observe`.
+        """
+        self.pace.observe(step, now, size)
+        self.scheduler.observe(step, now)
         latencies = Latencies()
-        q_lens = step.plan.q_lens.tolist() if step.is_last else [0] * len(step.sequences)
-        self.accounts.step_read(step, result, started_at, now, self._visits_per_token)
+        q_lens = step.q_lens.tolist() if step.is_last else [0] * len(step.sequences)
+        self.accounts.step_read(step, result, step.started_at, now, self._visits_per_token)
         if result.prompt_logprobs is not None:
             step.share_prompt_logprobs(result.prompt_logprobs)
         again = self.fetcher.accept(step, result)
@@ -679,5 +663,5 @@ class Engine:
                 self.admission.capacity[request.priority].observe(now - sequence.started_at)
                 self._retire(sequence)
         for priority in (LS, BE):
-            self.slo.observe(priority, latencies, launched_at, now)
+            self.slo.observe(priority, latencies, step.launched_at, now)
             self.accounts.tokens(priority, latencies, self.slo.objectives(priority), now)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from jmoe.packed_rows import EXEMPT, Q_LEN, SPARED
+from jmoe.packed_rows import EXEMPT, Q_LEN, SPARED, empty_deltas
 from jmoe.shape_rows import NUM_SHAPE_COLUMNS
 
 NUM_STAGING_REGIONS = 2
@@ -132,19 +132,25 @@ class Singles(NamedTuple):
     scores: list[bool]  # whether the prompt's tokens get log-probabilities
 
 
-@dataclass(frozen=True)
+def _none() -> Int[np.ndarray, "0"]:
+    return np.zeros(0, np.int32)
+
+
+@dataclass(eq=False)
 class StepPlan:
-    """The layers of one step to run: the phase, and packed arrays that describe the rows."""
+    """Layers of one step to run, as executors see them: the phase, and packed arrays that describe
+    the rows. The scheduler's know their sequences, too (`serving.scheduling.step`).
+    """
 
     phase: Phase
     rows: Int[np.ndarray, "B NUM_COLUMNS"]  # by jmoe.packed_rows
-    deltas: Int[np.ndarray, "N NUM_DELTA_COLUMNS"]
-    tokens: Int[np.ndarray, "T"]  # of a prefill step; else empty
-    prompt_logprobs: bool  # whether the prompts' tokens are scored
-    places: Int[np.ndarray, "T"] = field(default_factory=lambda: np.zeros(0, np.int32))
+    deltas: Int[np.ndarray, "N NUM_DELTA_COLUMNS"] = field(default_factory=lambda: empty_deltas(0))
+    tokens: Int[np.ndarray, "T"] = field(default_factory=_none)  # of a prefill step; else empty
+    prompt_logprobs: bool = False  # whether the prompts' tokens are scored
+    places: Int[np.ndarray, "T"] = field(default_factory=_none)
     """Hidden rows of a prefill step's tokens; otherwise empty."""
     model: int = 0  # of a family, whose weights all rows need; of a mixed step, the first row's
-    row_models: Int[np.ndarray, "B"] = field(default_factory=lambda: np.zeros(0, np.int32))
+    row_models: Int[np.ndarray, "B"] = field(default_factory=_none)
     """Each row's model in a mixed decode step; otherwise empty."""
     first_layer: int = 0
     stop_layer: int = 1
@@ -154,13 +160,25 @@ class StepPlan:
 
     @property
     def size(self) -> int:
-        """The size that selects a program: tokens of a prefill step, or rows of a decode step."""
-        return len(self.tokens) if self.phase is Phase.PREFILL else len(self.rows)
+        """The number of positions that it computes: one for each row of a decode step."""
+        return len(self.rows) if self.phase is Phase.DECODE else int(self.q_lens.sum())
 
     @property
     def models(self) -> tuple[int, ...]:
         """The numbers of the models whose weights it needs."""
-        return tuple(np.unique(self.row_models).tolist()) or (self.model,)
+        if not len(self.row_models):
+            return (self.model,)
+        return tuple(np.unique(self.row_models).tolist())
+
+    @property
+    def is_first(self) -> bool:
+        """Whether these are the step's first layers."""
+        return self.first_layer == 0
+
+    @property
+    def waits(self) -> bool:
+        """Whether sampling waits until the previous step's tokens have been read."""
+        return self.shapes is not None and self.shapes.waits
 
     @property
     def num_layers(self) -> int:

@@ -40,16 +40,15 @@ class Probe(Observer):
         """See Observer. A step is taken to have begun when the device could begin it. A step that
         comes in parts is counted with the last part.
         """
-        plan = step.plan
-        counts, rows = self.phases[plan.phase], len(plan.rows)
-        if plan.is_last:
+        counts, rows = self.phases[step.phase], len(step.rows)
+        if step.is_last:
             counts["steps"] += 1
             counts["rows"] += rows
-            counts["tokens"] += int(plan.q_lens.sum())
+            counts["tokens"] += step.size
         counts["busy_s"] += now - started_at  # type: ignore[assignment]
         counts["active_experts"] += np.count_nonzero(result.expert_rows) / len(result.expert_rows)  # type: ignore[assignment]
-        whole = plan.is_last and plan.first_layer == 0
-        if whole and plan.phase == "decode" and rows == self.engine.config.max_num_seqs:
+        whole = step.is_last and step.is_first
+        if whole and step.phase == "decode" and rows == self.engine.config.max_num_seqs:
             counts["full_steps"] += 1
             counts["full_s"] += now - started_at  # type: ignore[assignment]
 

@@ -53,8 +53,7 @@ class PassingTime(FakeRunner):
         """See Executor; the step begins when the one before it ends."""
         self._free_at = max(self._free_at, time.monotonic()) + self.duration_s
         ends_at, count = self._free_at, len(plan.rows)
-        waits = plan.shapes is not None and plan.shapes.waits
-        return self._reader.submit(lambda: self._read(ends_at, count, waits))
+        return self._reader.submit(lambda: self._read(ends_at, count, plan.waits))
 
     def _read(self, ends_at: float, count: int, waits: bool) -> StepResult:
         allowed = self._allowed.get() if waits else None

@@ -24,7 +24,7 @@ from serving.engine import Engine
 from serving.execution.buckets import Key
 from serving.execution.ranks import ByRank
 from serving.execution.runner import DeviceRunner
-from serving.plan import StepControl
+from serving.plan import Phase, StepControl, StepPlan
 
 CONTEXT, WAY = 64, 8
 ENGINE = replace(
@@ -82,13 +82,13 @@ def _program(runner: DeviceRunner, prompts: list[list[int]]) -> Any:
     state = state._replace(block_table=jnp.asarray(pages))
     for slot, prompt in enumerate(prompts):
         rows = np.stack([pack_row(slot, kv_len=CONTEXT, q_len=CONTEXT)])
-        step = ByRank.of_arrays(runner.limits, rows, tokens=np.array(prompt, np.int32))
+        plan = StepPlan(Phase.PREFILL, rows, tokens=np.array(prompt, np.int32), stop_layer=layers)
         key = Key("prefill", 256, 100)
-        args = runner.device.arrays(key, step, StepControl(100, 0), stop=layers)
+        step = ByRank.of(plan, runner.limits)
+        args = runner.device.arrays(key, step, StepControl(100, 0))
         state = runner.programs.run(key, state, *args)[0]
-    step = ByRank.of_arrays(
-        runner.limits, np.stack([pack_row(slot, kv_len=CONTEXT) for slot in range(BATCH)])
-    )
+    rows = np.stack([pack_row(slot, kv_len=CONTEXT) for slot in range(BATCH)])
+    step = ByRank.of(StepPlan(Phase.DECODE, rows, stop_layer=layers), runner.limits)
     newest = np.zeros(slots, np.int32)
     newest[:BATCH] = [prompt[-1] for prompt in prompts]
 
@@ -96,7 +96,7 @@ def _program(runner: DeviceRunner, prompts: list[list[int]]) -> Any:
         nonlocal state
         state = state._replace(last_token=jnp.array(newest))  # a copy: the state is donated
         key = Key("decode", BATCH, 40 if control[1] else 100)
-        args = runner.device.arrays(key, step, StepControl(*control), stop=layers)
+        args = runner.device.arrays(key, step, StepControl(*control))
         jax.block_until_ready(state)
         start = time.perf_counter()
         state, out = runner.programs.run(key, state, *args)

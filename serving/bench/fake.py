@@ -88,7 +88,7 @@ class FakeRunner(StepExecutor):
         result = StepResult(tokens, [-0.5] * count, degraded, zeros, prompt)
         future: Future[StepResult] = Future()
         assert not self._undrawn, "a step was launched while one waits to be drawn"
-        if plan.shapes is not None and plan.shapes.waits:
+        if plan.waits:
             self._undrawn.append((plan, result, future))
             return future
         self._schedule(plan, result, future)

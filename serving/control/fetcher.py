@@ -21,8 +21,8 @@ from jmoe.family import Family
 from jmoe.offloaded import Expert, OffloadedExperts
 from serving.execution.executor import FetchesExperts
 from serving.plan import StepResult
-from serving.scheduling.batch import ScheduledStep
 from serving.scheduling.scheduler import Scheduler
+from serving.scheduling.step import ScheduledStep
 
 PREFETCH_SHARE = 0.1
 """Of the time, what fetching experts ahead may take."""
@@ -79,11 +79,11 @@ class Fetcher:
             return set()
         assert result.needed is not None
         self._steps += 1
-        if len(step.plan.models) == 1:  # a mixed step adds up what its models visited
-            self._observe(step.plan.model, result)
+        if len(step.models) == 1:  # a mixed step adds up what its models visited
+            self._observe(step.model, result)
         exact = [at for at, s in enumerate(step.sequences) if self._exact.concerns(s)]
-        batch = step.batch
-        batch.needed = result.needed if batch.needed is None else batch.needed + result.needed
+        parts = step.parts
+        parts.needed = result.needed if parts.needed is None else parts.needed + result.needed
         if not step.is_last:
             for at in exact:
                 step.sequences[at].missed += result.degraded[at]
@@ -94,7 +94,7 @@ class Fetcher:
             step.sequences[at].unread = False
             if step.sequences[at].missed or result.degraded[at]:
                 again.add(at)
-        positions = int(step.plan.q_lens[exact].sum())
+        positions = int(step.q_lens[exact].sum())
         if not again:
             self._exact.again = [s for s in before if s not in step.sequences]
             self._grow(positions)
@@ -103,10 +103,10 @@ class Fetcher:
         rows = [step.sequences[at] for at in sorted(again)]
         for at, sequence in zip(sorted(again), rows, strict=True):
             if not sequence.done:
-                sequence.run_again(int(step.plan.q_lens[at]), step.sampled[at])
+                sequence.run_again(int(step.q_lens[at]), step.sampled[at])
         if before and not any(s in before for s in rows):
             return again  # launched before those: the slots are theirs
-        fits = self._fetch_all(self._experts(step.plan.models, batch.needed))
+        fits = self._fetch_all(self._experts(step.models, parts.needed))
         self._exact.again = rows if fits else []
         if not fits:
             self._exact.most = max(1, positions // 2)

@@ -7,8 +7,8 @@ from collections import deque
 from serving.control.controller import Load
 from serving.plan import Phase, StepResult
 from serving.request import Output, Priority
-from serving.scheduling.batch import ScheduledStep
 from serving.scheduling.sequence import SequenceState
+from serving.scheduling.step import ScheduledStep
 from serving.telemetry.observer import Observer
 
 WINDOWS_S = 1.0, 4.0
@@ -48,8 +48,8 @@ class LoadMeter(Observer):
     ) -> None:
         """See Observer."""
         if step.is_last and step.has_ls:
-            if step.plan.phase is Phase.PREFILL:
-                self._prefill_tokens.add(step.plan.size)
+            if step.phase is Phase.PREFILL:
+                self._prefill_tokens.add(step.size)
                 for sequence, ends in zip(step.sequences, step.sampled, strict=True):
                     urgent = sequence.request.priority is Priority.LATENCY_SENSITIVE
                     if ends and urgent and not sequence.tokens:

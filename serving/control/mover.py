@@ -22,7 +22,7 @@ from serving.config import BalanceConfig
 from serving.errors import NOT_OURS, SettingsError
 from serving.execution.executor import CopiesExperts, Executor
 from serving.plan import StepResult
-from serving.scheduling.batch import ScheduledStep
+from serving.scheduling.step import ScheduledStep
 from serving.telemetry.observer import Observer
 
 log = logging.getLogger(__name__)

@@ -14,11 +14,11 @@ from serving.control.window import LatencyWindow
 from serving.errors import InvalidRequest, SettingsError, shown
 from serving.plan import Phase, StepControl
 from serving.request import BrownoutChange, BrownoutState, Priority
-from serving.scheduling.batch import ScheduledStep
 from serving.scheduling.pace import Pace
 from serving.scheduling.prefixes import EXACT, NOBODYS, Brownout
 from serving.scheduling.scheduler import FEW_DECODING
 from serving.scheduling.sequence import SequenceState
+from serving.scheduling.step import ScheduledStep
 from serving.scheduling.waiting import QueuedClass
 from serving.telemetry.latencies import Latencies
 
@@ -224,25 +224,25 @@ class SloAnalyser:
         The latency-sensitive class sets the threshold of every step, since all of them hold it up;
         best effort with an objective of its own may lower that of steps which are all its own.
         """
-        plan, percent = step.plan, self.ls.of(step.plan.phase).percent
+        percent = self.ls.of(step.phase).percent
         if not step.has_ls:
-            percent = min(percent, self.best_effort.of(plan.phase).percent)
-        elif self.controls and self.ls.controller.by_step and not self.ls.of(plan.phase).in_vain:
+            percent = min(percent, self.best_effort.of(step.phase).percent)
+        elif self.controls and self.ls.controller.by_step and not self.ls.of(step.phase).in_vain:
             # A row that completes singly has the company of all that decode.
-            by_itself = plan.singles is not None and plan.phase is Phase.DECODE
+            by_itself = step.singles is not None and step.phase is Phase.DECODE
             seen = StepSeen(
                 now=now,
-                phase=plan.phase,
-                size=num_decoding if by_itself else plan.size,
+                phase=step.phase,
+                size=num_decoding if by_itself else step.size,
                 num_decoding=num_decoding,
                 since_s=since_s,
                 exempt_share=step.exempt_share,
-                percent=self.ls.of(plan.phase).threshold_percent,
+                percent=self.ls.of(step.phase).threshold_percent,
                 itl_slo_s=self.itl_slo_s,
                 times=self._pace.times,
             )
             percent = self.ls.controller.of_step(seen)
-            self.ls.of(plan.phase).note_step(percent, plan.size)
+            self.ls.of(step.phase).note_step(percent, step.size)
         return StepControl(percent, strategy_code(self.strategy))
 
     def accepted(self, sequence: SequenceState) -> Brownout:
@@ -287,19 +287,17 @@ class SloAnalyser:
             return None
         return max(0.0, self._next_update - now)
 
-    def itl_slack_s(
-        self, before: ScheduledStep, started_at: float, prefill_tokens: int, num_decoding: int
-    ) -> float:
+    def itl_slack_s(self, before: ScheduledStep, prefill_tokens: int, num_decoding: int) -> float:
         """Returns the ITL in seconds that running requests have left for a prefill step after the
-        one that began then.
+        one `before`, which runs.
         """
-        if before.plan.phase is Phase.DECODE:
+        if before.phase is Phase.DECODE:
             return -math.inf  # a prefill step's turn anyway
         steps = [
             (phase, size, 100.0 if self.strategy == "zero" else self.ls.of(phase).threshold_percent)
             for phase, size in ((Phase.PREFILL, prefill_tokens), (Phase.DECODE, num_decoding))
         ]
-        ends_at = self._pace.ends_at(before, started_at)
+        ends_at = self._pace.ends_at(before)
         return self._pace.itl_slack_s(self.itl_slo_s, ends_at, steps)
 
     def _of(self, priority: Priority) -> ClassControl:

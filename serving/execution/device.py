@@ -4,7 +4,7 @@ Where a mesh spans several processes, each of them has to make the same calls in
 process 0 decides what they are and tells the others (`serving.cluster.followers`).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -14,7 +14,6 @@ from jaxtyping import Bool, Int
 
 from jmoe.family import Family
 from jmoe.packed_rows import empty_rows, pack_row
-from jmoe.parallel.replicas import Replication
 from jmoe.parallel.steps import shardings
 from jmoe.shape_rows import NUM_SHAPE_COLUMNS, everything, seat_size
 from jmoe.shaping import Shaping
@@ -22,10 +21,9 @@ from jmoe.steps import State, StepOutput
 from pallas_kernels.backend import backend
 from serving.execution.buckets import Buckets, Key
 from serving.execution.executables import Executables
-from serving.execution.param_sets import ParamSets
 from serving.execution.programs import Programs, Progress
 from serving.execution.ranks import NOTHING, ByRank
-from serving.plan import Limits, StepControl
+from serving.plan import Copies, Limits, Phase, StepControl, StepPlan, StepResult
 
 
 class Calls(Protocol):
@@ -95,15 +93,12 @@ class Device:
         buckets: Buckets,
         state: State,
         shaping: Shaping,
-        params: ParamSets,
-        options: Mapping[str, str],
+        programs: Programs,
         executables: Executables,
-        *,
-        parts_by_number: bool,
-        replication: Mapping[int, Replication] | None = None,
     ) -> None:
-        """See `Programs`; `executables` are those on disk. State and
-        shaping are this object's own now."""
+        """`programs` are made for such a state, and `executables` those on disk. State and shaping
+        are this object's own now.
+        """
         self.family, self.model = family, family[0]
         self.limits, self.buckets = limits, buckets
         self.state, self.shaping = state, shaping
@@ -114,15 +109,7 @@ class Device:
         # On a CPU the collectives of two programs under way would wait for each other for ever.
         self.one_at_a_time = self.several_processes and backend() == "cpu"
         self._split, _ = shardings(mesh)
-        self.programs = Programs(
-            family,
-            buckets,
-            state,
-            params,
-            options,
-            parts_by_number=parts_by_number,
-            replication=replication,
-        )
+        self.programs = programs
 
     def compile(self, keys: Sequence[Key], progress: Progress | None = None) -> None:
         """See Calls."""
@@ -175,18 +162,62 @@ class Device:
         self._settle(out)
         return out
 
-    def arrays(
-        self, key: Key, step: ByRank, control: StepControl, *, first: int = 0, stop: int
-    ) -> list[np.ndarray]:
+    def arrays(self, key: Key, step: ByRank, control: StepControl) -> list[np.ndarray]:
         """Returns a program's arguments behind the state, padded to its size on each rank."""
         of_program = self.buckets.rows(key), self.buckets.deltas(key), key.size
         tokens, rows, deltas, places = step.arrays(*of_program)
-        arrays = [rows, deltas, np.array([*control, first, stop], np.int32)]
+        layers = step.plan.first_layer, step.plan.stop_layer
+        arrays = [rows, deltas, np.array([*control, *layers], np.int32)]
         if key.phase == "prefill":
             arrays.insert(0, tokens)
             if self.state.hidden is not None:
                 arrays.append(places)
         return arrays
+
+    def read(self, out: StepOutput, key: Key, step: ByRank) -> Callable[[], StepResult]:
+        """Starts the copies of what the host reads of a step; returns a function that waits for
+        them, in the step's own order and without padding.
+        """
+        out = out._replace(logits=None, hidden=None)
+        for leaf in jax.tree.leaves(out):
+            leaf.copy_to_host_async()
+        row_at, token_at = step.row_at(self.buckets.rows(key)), step.token_at(key.size)
+        num_ranks, plan = self.limits.num_ranks, step.plan
+
+        def read() -> StepResult:
+            read = jax.device_get(out)
+            none = [0] * len(row_at)
+            by_rank = read.expert_rows.reshape(num_ranks, -1, read.expert_rows.shape[-1])
+            copies = None
+            if read.balance is not None:  # every rank says the same
+                ranks = (part.reshape(num_ranks, -1)[0] for part in read.balance)
+                copies = Copies(*(self._of_all(part, plan.first_layer) for part in ranks))
+            return StepResult(
+                none if read.tokens is None else read.tokens[row_at].tolist(),
+                none if read.logprobs is None else read.logprobs[row_at].tolist(),
+                read.degraded[row_at].tolist(),
+                self._of_all(by_rank.sum(0), plan.first_layer),
+                None if read.prompt_logprobs is None else read.prompt_logprobs[token_at],
+                self._of_all(by_rank.sum(-1).T, plan.first_layer) if num_ranks > 1 else None,
+                copies,
+                None if read.needed is None else self._of_all(read.needed, plan.first_layer),
+                1 - plan.size / (step.num_ranks * key.size),
+                None if read.top_ids is None else read.top_ids[row_at],
+                None if read.top_logprobs is None else read.top_logprobs[row_at],
+            )
+
+        return read
+
+    def _of_all(self, found: np.ndarray, first_layer: int) -> np.ndarray:
+        """Returns a value for all MoE layers, though a part of a step has only its own."""
+        moe_layers = self.model.config.moe_layers
+        count = sum(moe_layers)
+        if len(found) == count:
+            return found
+        every = np.zeros((count, *found.shape[1:]), found.dtype)
+        before = sum(moe_layers[:first_layer])
+        every[before : before + len(found)] = found
+        return every
 
     def warm(self, key: Key) -> None:
         """See Calls."""
@@ -214,10 +245,11 @@ class Device:
             out = self.programs.score(nothing._replace(hidden=hidden), tokens, rows)
         else:
             control = StepControl(key.bucket_percent, 0)
-            padding = ByRank.of_arrays(self.limits, empty_rows(0))
+            phase, stop = Phase(key.phase), self.limits.num_layers
+            padding = ByRank.of(StepPlan(phase, empty_rows(0), stop_layer=stop), self.limits)
             if key.models > 1:
                 padding = padding._replace(num_ranks=key.models)
-            arrays = self.arrays(key, padding, control, stop=self.limits.num_layers)
+            arrays = self.arrays(key, padding, control)
             out = self.run(key, arrays, models=self.programs.resident[: key.models])
         jax.block_until_ready(out)
 

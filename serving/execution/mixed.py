@@ -15,13 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmoe.family import Family
-from jmoe.packed_rows import empty_deltas, pack_row
+from jmoe.packed_rows import pack_row
 from serving.config import EngineConfig
 from serving.execution.buckets import FULL_CAPACITY, Key
 from serving.execution.device import Device
 from serving.execution.ranks import ByRank
-from serving.execution.results import Results
-from serving.plan import StepControl
+from serving.plan import Phase, StepControl, StepPlan
 
 log = logging.getLogger(__name__)
 
@@ -51,9 +50,9 @@ class MixedSteps:
     shared experts that differs much from pair to pair is not told apart.
     """
 
-    def __init__(self, device: Device, results: Results) -> None:
+    def __init__(self, device: Device) -> None:
         """`device` is warmed before anything is measured."""
-        self._device, self._results = device, results
+        self._device = device
         self.alone_s: dict[int, float] = {}  # by rows that a program has: mean of the models
         self.mixed_s: dict[tuple[int, int], float] = {}  # by models, and rows of each
 
@@ -98,7 +97,7 @@ class MixedSteps:
         """
         rows = min(size, self._device.limits.num_slots // count)
         models = list(self._device.programs.resident[:count])
-        every = _step(models, rows)
+        every = self._step(models, rows)
         mixed, alone = Key("decode", size, FULL_CAPACITY, models=count), []
         own = Key("decode", size, FULL_CAPACITY)
         mixed_s: list[float] = []
@@ -106,7 +105,7 @@ class MixedSteps:
             mixed_s.append(self._run(mixed, every, models))
             alone.append(
                 [
-                    self._run(own, _step([model], rows, first=at * rows), [model])
+                    self._run(own, self._step([model], rows, first=at * rows), [model])
                     for at, model in enumerate(models)
                 ]
             )
@@ -114,11 +113,21 @@ class MixedSteps:
         return statistics.median(mixed_s), statistics.fmean(alone_s)
 
     def _run(self, key: Key, step: ByRank, models: Sequence[int]) -> float:
-        began, stop = time.perf_counter(), self._device.limits.num_layers
-        arrays = self._device.arrays(key, step, StepControl(100, 0), stop=stop)
+        began = time.perf_counter()
+        arrays = self._device.arrays(key, step, StepControl(100, 0))
         out = self._device.run(key, arrays, models=models)
-        self._results.start(out, key, step)()
+        self._device.read(out, key, step)()
         return time.perf_counter() - began
+
+    def _step(self, models: Sequence[int], rows: int, first: int = 0) -> ByRank:
+        """Returns a decode step with `rows` rows of each model, at slots from `first` on, which own
+        no page yet: all are in the padding page.
+        """
+        packed = np.stack([pack_row(first + at, kv_len=1) for at in range(rows * len(models))])
+        of_rows, limits = np.repeat(np.array(models, np.int32), rows), self._device.limits
+        layers = limits.num_layers
+        plan = StepPlan(Phase.DECODE, packed, row_models=of_rows, stop_layer=layers)
+        return ByRank.of(plan, limits)
 
     def _spread_tokens(self) -> None:
         """Gives every slot another newest token, as when requests are served."""
@@ -126,12 +135,3 @@ class MixedSteps:
         tokens = np.arange(len(state.last_token), dtype=np.int64) * STRIDE % vocab
         last_token = jnp.asarray(tokens.astype(np.int32))
         self._device.state = state._replace(last_token=last_token)
-
-
-def _step(models: Sequence[int], rows: int, first: int = 0) -> ByRank:
-    """Returns a decode step with `rows` rows of each model, at slots from `first` on, which own no
-    page yet: all are in the padding page.
-    """
-    packed = np.stack([pack_row(first + at, kv_len=1) for at in range(rows * len(models))])
-    row_models = np.repeat(np.array(models, np.int32), rows)
-    return ByRank.by_model(row_models, packed, empty_deltas(0))

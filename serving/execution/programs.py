@@ -59,13 +59,12 @@ class Programs:
         buckets: Buckets,
         state: State,
         params: ParamSets,
-        options: Mapping[str, str],
         *,
         parts_by_number: bool,
         replication: Mapping[int, Replication] | None = None,
     ) -> None:
-        """`params`, of each model, and XLA's options are those of `jmoe.steps.served`. A model that
-        is spread over a mesh has programs that run on all of it.
+        """`params` are of each model. A model that is spread over a mesh has programs that run on
+        all of it.
 
         `parts_by_number`: one program runs any part of a step, as its arguments say; else there is
         a program for each. `replication` says how prefill programs copy experts, by their tokens a
@@ -76,7 +75,7 @@ class Programs:
         self._family, self._model = family, family[0]  # programs are made by the first
         self._buckets = buckets
         self._state = jax.tree.map(_abstract, state)
-        self._params, self._options = params, dict(options)
+        self._params, self._options = params, dict(params.options)
         home = self._model.home
         self._mesh = None if home is None else home.mesh
         self._ranks = 1 if self._mesh is None else self._mesh.size

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
@@ -20,12 +20,12 @@ from jmoe.family import Family
 from jmoe.model import LOOKAHEAD
 from jmoe.offloaded import Expert
 from jmoe.packed_rows import pack_row
+from jmoe.shape_rows import NUM_SHAPE_COLUMNS, everything, pack_seat
 from pallas_kernels.backend import backend
 from serving.config import EngineConfig
 from serving.errors import Lost
 from serving.execution.buckets import FULL_CAPACITY, Buckets, Key
 from serving.execution.device import Calls, Device
-from serving.execution.drawing import Drawing
 from serving.execution.executables import Executables
 from serving.execution.executor import StepExecutor
 from serving.execution.fitting import limits_of, num_ranks_of
@@ -38,9 +38,8 @@ from serving.execution.ranks import ByRank
 from serving.execution.reader import ResultReader
 from serving.execution.replay import Led
 from serving.execution.replication import probes_of, replication_of
-from serving.execution.results import Results
 from serving.execution.states import States
-from serving.plan import Limits, Phase, StepControl, StepPlan, StepResult
+from serving.plan import Limits, Phase, Seat, StepControl, StepPlan, StepResult
 
 if TYPE_CHECKING:
     from serving.cluster.followers import Followers
@@ -65,6 +64,16 @@ def part_layers(launch_s: float, whole_s: float, num_layers: int) -> int:
     layer_s = max(whole_s - launch_s, 1e-9) / num_layers
     least = min(max(math.ceil(launch_s / (MAX_LAUNCH_SHARE * layer_s)), 1), num_layers)
     return -(-num_layers // (num_layers // least))
+
+
+class _Undrawn(NamedTuple):
+    """A step whose layers are launched: what draws its tokens is, once it is known what its
+    structured outputs may have next. So the device need not wait for the host.
+    """
+
+    key: Key
+    step: ByRank
+    result: "Future[StepResult]"
 
 
 class DeviceRunner(StepExecutor):
@@ -106,14 +115,17 @@ class DeviceRunner(StepExecutor):
         devices = None if model.home is None else list(model.home.mesh.devices.flat)
         executables = Executables.at(config.compilation_cache, devices)
         states = States(model, config, self._runs_parts)
-        how = {
-            "parts_by_number": self._parts_by_number,
-            "replication": replication_of(config.balance, model, self.buckets.prefill),
-        }
+        programs_of = partial(
+            Programs,
+            family,
+            self.buckets,
+            params=self.sets,
+            parts_by_number=self._parts_by_number,
+            replication=replication_of(config.balance, model, self.buckets.prefill),
+        )
 
         def step_bytes(limits: Limits) -> int:
-            shapes, options = states.shapes(limits), self.sets.options
-            programs = Programs(family, self.buckets, shapes, self.sets, options, **how)
+            programs = programs_of(states.shapes(limits))
             programs.close()
             return programs.step_bytes(executables)
 
@@ -122,25 +134,16 @@ class DeviceRunner(StepExecutor):
             self.limits = by_memory(config, self.limits, model, step_bytes, beside=beside)
         else:
             check_memory(model, self.limits, beside=beside)
+        state, shaping = states.make(self.limits), states.shaping(self.limits)
+        programs = programs_of(state)
         self.device = Device(
-            family,
-            self.limits,
-            self.buckets,
-            states.make(self.limits),
-            states.shaping(self.limits),
-            self.sets,
-            self.sets.options,
-            executables,
-            **how,
+            family, self.limits, self.buckets, state, shaping, programs, executables
         )
         self._followers, self._failures = followers, Lost()
         self._calls: Calls = self.device if followers is None else Led(self.device, followers)
-        self._results = Results(self.buckets, model.config.moe_layers, self.limits.num_ranks)
         self._reader = ResultReader()
-        self.mixed = MixedSteps(self.device, self._results)
-        self._drawing = Drawing(
-            self._calls, self.device, self._results, self._in_order, self._launch
-        )
+        self.mixed = MixedSteps(self.device)
+        self._undrawn: _Undrawn | None = None
         self.copy_s = 0.0
         self.implementations = self.programs.implementations()
 
@@ -230,15 +233,15 @@ class DeviceRunner(StepExecutor):
 
         A way is (first layer, layer to stop at) of each part.
         """
-        step = self._full_step(key)
+        cut = [[self._full_step(key, *layers) for layers in way] for way in ways]
         times_s: list[list[float]] = [[] for _ in ways]
         for _ in range(TIMED):
-            for way, found in zip(ways, times_s, strict=True):
+            for parts, found in zip(cut, times_s, strict=True):
                 began = time.perf_counter()
-                for first, stop in way:
-                    arrays = self.device.arrays(key, step, FULL_CONTROL, first=first, stop=stop)
+                for part in parts:
+                    arrays = self.device.arrays(key, part, FULL_CONTROL)
                     out = self._calls.run(key, arrays)
-                    self._results.start(out, key, step, first)()
+                    self.device.read(out, key, part)()
                 found.append(time.perf_counter() - began)
         return [sorted(found)[TIMED // 2] for found in times_s]
 
@@ -246,18 +249,17 @@ class DeviceRunner(StepExecutor):
         """Returns the seconds that the host takes to lay out and launch a full step, which goes on
         without it; a median.
         """
-        step, found = self._full_step(key), []
+        step, found = self._full_step(key, 0, self.limits.num_layers), []
         for _ in range(TIMED):
             began = time.perf_counter()
-            arrays = self.device.arrays(key, step, FULL_CONTROL, stop=self.limits.num_layers)
-            out = self._calls.run(key, arrays)
+            out = self._calls.run(key, self.device.arrays(key, step, FULL_CONTROL))
             found.append(time.perf_counter() - began)
-            self._results.start(out, key, step, 0)()
+            self.device.read(out, key, step)()
         return sorted(found)[TIMED // 2]
 
-    def _full_step(self, key: Key) -> ByRank:
-        """Returns the rows of a step that fills a size, of slots that own no page yet: all are in
-        the padding page.
+    def _full_step(self, key: Key, first: int, stop: int) -> ByRank:
+        """Returns these layers of a step that fills a size, of slots that own no page yet: all are
+        in the padding page.
         """
         size = min(key.size, self.buckets.rows(key), self.limits.slots_per_rank)
         q_len, prefill = max(1, key.size // size), key.phase == "prefill"
@@ -269,7 +271,10 @@ class DeviceRunner(StepExecutor):
             for at in range(size)
         ]
         tokens = np.zeros(len(rows) * q_len * prefill, np.int32)
-        return ByRank.of_arrays(self.limits, np.stack(rows), tokens=tokens)
+        plan = StepPlan(
+            Phase(key.phase), np.stack(rows), tokens=tokens, first_layer=first, stop_layer=stop
+        )
+        return ByRank.of(plan, self.limits)
 
     def launch(self, plan: StepPlan, control: StepControl) -> "Future[StepResult]":
         """See Executor."""
@@ -284,22 +289,45 @@ class DeviceRunner(StepExecutor):
         if not self._parts_by_number and plan.num_layers < self.limits.num_layers:
             layers = plan.first_layer, plan.stop_layer
             key = self.buckets.part(key, layers, self._layers_at_once)
-        arrays = self.device.arrays(
-            key, step, control, first=plan.first_layer, stop=plan.stop_layer
-        )
-
+        arrays = self.device.arrays(key, step, control)
         score = plan.is_last and plan.prompt_logprobs
         run = partial(self._calls.run, key, arrays, models=plan.models, score=score)
         if plan.shapes is not None:
             self._in_order(run)
-            return self._drawing.start(key, step, plan)
-        return self._launch(
-            lambda: self._results.start(run(sample=plan.is_last), key, step, plan.first_layer)
-        )
+            self._seat(plan.shapes.seats)
+            if not plan.waits:
+                allowed = everything(len(plan.rows), self.model.config.vocab_size)
+                return self._draw(key, step, allowed)
+            self._undrawn = _Undrawn(key, step, Future())
+            return self._undrawn.result
+        return self._launch(lambda: self.device.read(run(sample=plan.is_last), key, step))
+
+    def _seat(self, seats: Sequence[Seat]) -> None:
+        for seat in seats:
+            rank, slot = divmod(seat.slot, self.limits.slots_per_rank)
+            max_len = self.buckets.seat.size
+            told = pack_seat(slot, seat.prompt, seat.output, seat.biases, max_len)
+            self._in_order(partial(self._calls.seat, rank, told))
 
     def draw(self, allowed: Int[np.ndarray, "B W"]) -> None:
         """See Executor."""
-        self._drawing.draw(allowed)
+        undrawn, self._undrawn = self._undrawn, None
+        assert undrawn is not None, "no step waits to be drawn"
+        drawn = self._draw(undrawn.key, undrawn.step, allowed)
+        drawn.add_done_callback(lambda read: _pass_on(read, undrawn.result))
+
+    def _draw(
+        self, key: Key, step: ByRank, allowed: Int[np.ndarray, "B W"]
+    ) -> "Future[StepResult]":
+        """Draws tokens of a step whose logits are changed, from those that rows are allowed."""
+        assert step.plan.shapes is not None
+        num_rows = self.buckets.rows(key)
+        at = step.row_at(num_rows)
+        shapes = np.zeros((step.num_ranks * num_rows, NUM_SHAPE_COLUMNS), np.int32)
+        shapes[at] = step.plan.shapes.rows
+        limited = (allowed != -1).any(axis=1)  # others are many words that say nothing
+        draw = partial(self._calls.draw, shapes, at[limited], allowed[limited])
+        return self._launch(lambda: self.device.read(draw(), key, step))
 
     def _in_order(self, call: Callable[[], object]) -> None:
         """Makes a device call in the order of launches."""
@@ -402,3 +430,12 @@ class DeviceRunner(StepExecutor):
             self._reader.submit(followers.close).result(followers.stops_within_s)
         except TimeoutError:  # one of them hangs
             followers.close(stop=False)
+
+
+def _pass_on(read: "Future[Any]", result: "Future[Any]") -> None:
+    if not result.set_running_or_notify_cancel():
+        return
+    if (error := read.exception()) is not None:
+        result.set_exception(error)
+    else:
+        result.set_result(read.result())

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from serving.engine import Engine
     from serving.frontend.access import Access
     from serving.plan import StepResult
-    from serving.scheduling.batch import ScheduledStep
     from serving.scheduling.sequence import SequenceState
+    from serving.scheduling.step import ScheduledStep
 
 PHASES = ("prefill", "decode")
 SETTLED_STEPS = 1000  # after which the times of steps are known
@@ -112,9 +112,9 @@ class Metrics(Observer):
         if result.expert_rows.size:  # workers count for some time, and tell of it then
             rows = result.expert_rows.astype(np.int64)
             self.expert_rows = rows if self.expert_rows is None else self.expert_rows + rows
-        self.mesh.step_read(step.plan.phase, int(step.plan.q_lens.sum()), result)
-        if step.plan.phase == "prefill":
-            self.prefill_tokens += int(step.plan.q_lens.sum()) * step.is_last
+        self.mesh.step_read(step.phase, step.size, result)
+        if step.phase == "prefill":
+            self.prefill_tokens += step.size * step.is_last
             self._prefills.append((started_at, now))
         elif step.is_last and self._prefills:
             starts, ends = np.array(self._prefills).T

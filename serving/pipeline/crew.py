@@ -75,25 +75,26 @@ def units_of(
     plan: StepPlan, control: StepControl, limits: Limits, max_len: int
 ) -> list[list[Unit]]:
     """Splits a step's rows by the attention worker that has their sequence, numbered as on it."""
+    step = ByRank.of(plan, limits)
+    plan, found = step.plan, [list[Unit]() for _ in range(limits.num_ranks)]
     assert plan.singles is not None
     seats = {} if plan.shapes is None else {seat.slot: seat for seat in plan.shapes.seats}
-    step, found = ByRank.of(plan, limits), [list[Unit]() for _ in range(limits.num_ranks)]
-    ends = np.cumsum(step.rows[:, Q_LEN])
+    ends = np.cumsum(plan.q_lens)
     marks = zip(*plan.singles, strict=True)
     for at, (row, (number, ends_prompt, urgent, scores)) in enumerate(
-        zip(step.rows, marks, strict=True)
+        zip(plan.rows, marks, strict=True)
     ):
         slot, rank, tokens = int(row[SLOT]), int(step.rank[at]), None
         places = np.array([slot], np.int32)
         if plan.phase is Phase.PREFILL:
             own = slice(int(ends[at] - row[Q_LEN]), int(ends[at]))
-            tokens, places = step.tokens[own], step.places[own]
-        mine = (step.delta_rank == rank) & (step.deltas[:, DELTA_SLOT] == slot)
+            tokens, places = plan.tokens[own], plan.places[own]
+        mine = (step.delta_rank == rank) & (plan.deltas[:, DELTA_SLOT] == slot)
         unit = Unit(
             row.copy(),
             tokens,
             places,
-            step.deltas[mine],
+            plan.deltas[mine],
             urgent,
             ends_prompt,
             scores,

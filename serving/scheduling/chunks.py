@@ -5,10 +5,11 @@ from collections.abc import Set
 
 import numpy as np
 
+from jmoe.packed_rows import NUM_DELTA_COLUMNS
 from serving.plan import Limits, Phase
-from serving.scheduling.batch import Batch
 from serving.scheduling.exact import ExactRows
 from serving.scheduling.sequence import SequenceState, SequenceStatus
+from serving.scheduling.step import ScheduledStep
 
 
 class Chunks:
@@ -57,8 +58,8 @@ class Chunks:
         """Limits further chunks to the token bucket that the step already costs."""
         self._most = self._limits.token_bucket(max(self._tokens()))
 
-    def pack(self) -> Batch:
-        """Makes the batch, and advances its sequences as if it had run."""
+    def pack(self) -> ScheduledStep:
+        """Makes the step, and advances its sequences as if it had run."""
         pages_for = self._limits.pages_for
         rows, sampled, deltas = [], [], []
         for sequence, part in self._taken:
@@ -74,8 +75,16 @@ class Chunks:
             if ends:
                 sequence.status = SequenceStatus.DECODE
                 sequence.num_sampled += 1
-        sequences, tokens = [s for s, _ in self._taken], [part for _, part in self._taken]
-        return Batch(Phase.PREFILL, sequences, np.stack(rows), sampled, deltas, tokens)
+        sequences, tokens = zip(*self._taken, strict=True)
+        return ScheduledStep(
+            Phase.PREFILL,
+            np.stack(rows),
+            np.array(deltas, np.int32).reshape(-1, NUM_DELTA_COLUMNS),
+            np.concatenate(tokens, dtype=np.int32),
+            model=sequences[0].request.model,
+            sequences=list(sequences),
+            sampled=sampled,
+        )
 
     def _room_for(self, sequence: SequenceState) -> int:
         """Returns how many tokens the sequence may have, apart from its rank's limit."""

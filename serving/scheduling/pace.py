@@ -3,9 +3,9 @@
 import math
 from collections.abc import Iterable
 
-from serving.plan import Phase, StepPlan
-from serving.scheduling.batch import ScheduledStep
+from serving.plan import Phase
 from serving.scheduling.policy import Company
+from serving.scheduling.step import ScheduledStep
 from serving.scheduling.step_time import StepTimeModel
 
 SHARE, MARGIN_S = 0.8, 0.001
@@ -30,18 +30,15 @@ class Pace:
         self._num_layers = num_layers
         self._decoded_at = -math.inf
 
-    def observe(
-        self, step: ScheduledStep, started_at: float, ended_at: float, size: int = 0
-    ) -> None:
-        """Learns from a step that ran on the device from `started_at` to `ended_at`.
+    def observe(self, step: ScheduledStep, ended_at: float, size: int = 0) -> None:
+        """Learns from a step that ran on the device until `ended_at`.
 
         Of rows that complete singly it learns how long they pass the layers, with `size` rows of
         their phase under way.
         """
-        plan = step.plan
-        seconds = (ended_at - started_at) / self._share(plan)
-        self.times.observe(plan.phase, size or plan.size, step.mean_threshold_percent, seconds)
-        if plan.phase is Phase.DECODE and plan.is_last:
+        seconds = (ended_at - step.started_at) / self._share(step)
+        self.times.observe(step.phase, size or step.size, step.mean_threshold_percent, seconds)
+        if step.phase is Phase.DECODE and step.is_last:
             self._decoded_at = ended_at
 
     def best_effort_wait_s(self, max_wait_s: float) -> float:
@@ -94,25 +91,24 @@ class Pace:
             -math.inf if math.isnan(steps_s) else budget_s - (ends_at - self._decoded_at) - steps_s
         )
 
-    def since_tokens_s(self, step: ScheduledStep, started_at: float, tokens_at: float) -> float:
+    def since_tokens_s(self, step: ScheduledStep, tokens_at: float) -> float:
         """Returns how long (s) sequences will have waited for a token at a step's expected end.
 
         They had their last token at `tokens_at` (NaN: no sequence has one). 0 if the step itself
         yields their tokens.
         """
-        if math.isnan(tokens_at) or (step.plan.phase is Phase.DECODE and step.is_last):
+        if math.isnan(tokens_at) or (step.phase is Phase.DECODE and step.is_last):
             return 0.0
-        return max(0.0, started_at + self._expected_s(step, 0.0) - tokens_at)
+        return max(0.0, step.started_at + self._expected_s(step, 0.0) - tokens_at)
 
-    def ends_at(self, step: ScheduledStep, started_at: float) -> float:
-        """Returns when a step that began at `started_at` is expected to end."""
-        return started_at + self._expected_s(step, math.inf)
+    def ends_at(self, step: ScheduledStep) -> float:
+        """Returns when a step that was launched is expected to end."""
+        return step.started_at + self._expected_s(step, math.inf)
 
-    def _share(self, plan: StepPlan) -> float:
-        """Returns the share of the model's layers that a plan runs."""
-        return plan.num_layers / self._num_layers
+    def _share(self, step: ScheduledStep) -> float:
+        """Returns the share of the model's layers that a step runs."""
+        return step.num_layers / self._num_layers
 
     def _expected_s(self, step: ScheduledStep, unknown_s: float) -> float:
-        plan = step.plan
-        expected_s = self.times.expected_s(plan.phase, plan.size, step.mean_threshold_percent)
-        return unknown_s if math.isnan(expected_s) else self._share(plan) * expected_s
+        expected_s = self.times.expected_s(step.phase, step.size, step.mean_threshold_percent)
+        return unknown_s if math.isnan(expected_s) else self._share(step) * expected_s

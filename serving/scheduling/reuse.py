@@ -9,12 +9,12 @@ from itertools import islice
 
 from jmoe.packed_rows import KV_LEN
 from serving.plan import Limits, Phase
-from serving.scheduling.batch import ScheduledStep
 from serving.scheduling.exact import ExactRows
 from serving.scheduling.places import Places
 from serving.scheduling.policy import BE, LS
 from serving.scheduling.prefixes import EXACT, NOBODYS, Brownout, Kept, KnownPages, Names, Prefix
 from serving.scheduling.sequence import SequenceState
+from serving.scheduling.step import ScheduledStep
 
 
 class Reuse:
@@ -52,6 +52,10 @@ class Reuse:
             seen.found += pages.find(islice(names, len(seen.found), count), accepted)
             seen.num_kept = pages.num_kept
         return seen.found
+
+    def pages_found(self, sequence: SequenceState, rank: int) -> list[int]:
+        """Returns the numbers of `found` pages."""
+        return [kept.page for kept in self.found(sequence, rank)]
 
     def most(self, sequence: SequenceState) -> int:
         """Returns the most cached positions that a waiting sequence has on any rank."""
@@ -121,7 +125,7 @@ class Reuse:
         """
         if not self.is_on:
             return
-        ends = step.plan.rows[:, KV_LEN].tolist() if step.is_last else [0] * len(step.sequences)
+        ends = step.rows[:, KV_LEN].tolist() if step.is_last else [0] * len(step.sequences)
         for at, (sequence, prefix) in enumerate(zip(step.sequences, step.prefixes, strict=True)):
             if sequence.done or at in again or (not step.is_last and exact.concerns(sequence)):
                 continue
@@ -177,8 +181,7 @@ class Reuse:
         """Returns how many pages a lookup may return: none for a request that asks for log
         probabilities of its prompt, since every position has to be computed for them.
         """
-        wants_all = sequence.request.sampling.prompt_logprobs and not sequence.tokens
-        if wants_all or not self._shares(sequence):
+        if sequence.scores_prompt or not self._shares(sequence):
             return 0
         return (len(sequence.prompt) + len(sequence.tokens) - 1) // self._limits.page_size
 

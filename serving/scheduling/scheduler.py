@@ -14,10 +14,9 @@ from types import MappingProxyType
 
 import numpy as np
 
-from jmoe.packed_rows import NUM_COLUMNS
+from jmoe.packed_rows import NUM_COLUMNS, NUM_DELTA_COLUMNS
 from serving.plan import Limits, Phase
 from serving.request import Priority
-from serving.scheduling.batch import Batch, ScheduledStep
 from serving.scheduling.chunks import Chunks
 from serving.scheduling.exact import ExactRows
 from serving.scheduling.guarded import GuardedPolicy
@@ -36,12 +35,12 @@ from serving.scheduling.policy import (
 from serving.scheduling.prefixes import Brownout
 from serving.scheduling.queues import Queues, of_one_model
 from serving.scheduling.reuse import Reuse
-from serving.scheduling.room import Room
 from serving.scheduling.round_robin import RoundRobin
 from serving.scheduling.sequence import SequenceState, SequenceStatus, is_best_effort
 from serving.scheduling.share import Share
 from serving.scheduling.singles import SingleRows, gathered
 from serving.scheduling.staging import StagingRegions
+from serving.scheduling.step import ScheduledStep
 from serving.scheduling.waiting import QueuedClass
 
 FEW_DECODING = 1 / 3
@@ -86,19 +85,12 @@ class Scheduler:
         self.policy = GuardedPolicy(policy, slow_s)
         self.places = Places(limits)
         self.reuse = Reuse(limits, self.places, accepted)
-        self._room = Room(
-            limits,
-            self.places,
-            self.reuse,
-            lambda: self.running,
-            lambda rank: self._giving_way(rank),
-        )
         self._round_robin = RoundRobin(mixes)
         self.models: set[int] | None = None  # models that may begin steps; None: all
         self.exact = ExactRows()
         self.queues = Queues(self.policy)
         self.running: list[SequenceState] = []  # in PREFILL or DECODE, by admission
-        self.under_way: list[Batch] = []  # steps begun, but not launched to the last layer
+        self.under_way: list[ScheduledStep] = []  # begun, but not launched to the last layer
         self.num_parks = self.num_joins = self.num_mixed = 0
         self.num_evictions = dict.fromkeys(Priority, 0)
         self._layers_at_once = layers_at_once or (lambda phase, size: limits.num_layers)
@@ -106,7 +98,9 @@ class Scheduler:
         self.staging = StagingRegions(limits)
         self.singles = SingleRows(limits, self.staging)  # none where steps complete whole
         self._last_phase = Phase.DECODE
-        self._newest: Batch | None = None  # the batch whose layers were launched last
+        self._newest: ScheduledStep | None = (
+            None  # the one under way whose layers were launched last
+        )
         self._has_best_effort = False  # as the next step is planned
 
     # ---- requests ---------------------------------------------------------------------------
@@ -137,11 +131,11 @@ class Scheduler:
 
     def has_begun(self, model: int) -> bool:
         """Returns whether a step with this model is begun, but not launched to its last layer."""
-        return any(model in batch.models for batch in self.under_way)
+        return any(model in step.models for step in self.under_way)
 
     def _free(self) -> list[SequenceState]:
         """Returns the running sequences that may be in the next step and are in none under way."""
-        return [s for s in self.running if s.batch is None and self._may_run(s)]
+        return [s for s in self.running if s.step is None and self._may_run(s)]
 
     def _may_run(self, sequence: SequenceState) -> bool:
         return self._runs(sequence) and (not self.exact.models or self.exact.may_run(sequence))
@@ -173,17 +167,16 @@ class Scheduler:
         if self.under_way:
             raise AssertionError(f"{len(self.under_way)} steps without rows are under way")
 
-    def observe(self, step: ScheduledStep, began_at: float, ended_at: float) -> None:
+    def observe(self, step: ScheduledStep, ended_at: float) -> None:
         """Counts a step for best effort's share, while there is best-effort work."""
         if not self._has_best_effort:
             return
         if self._in_order:
-            seconds = ended_at - began_at
-            self.share.observe(seconds, ended_at, seconds * step.batch.has_best_effort)
+            seconds = ended_at - step.started_at
+            self.share.observe(seconds, ended_at, seconds * step.has_best_effort)
         else:
-            q_lens = step.plan.q_lens
-            own = q_lens[[is_best_effort(s) for s in step.sequences]]
-            self.share.observe(float(q_lens.sum()), ended_at, float(own.sum()))
+            own = step.q_lens[[is_best_effort(s) for s in step.sequences]]
+            self.share.observe(float(step.size), ended_at, float(own.sum()))
 
     def note_read(
         self, step: ScheduledStep, degraded: Sequence[int], by: Brownout, again: Set[int]
@@ -193,8 +186,11 @@ class Scheduler:
 
     def num_decoding_beside(self, step: ScheduledStep) -> int:
         """Returns how many sequences wait for a further token during this step."""
-        decoding = sum(s.status is SequenceStatus.DECODE for s in self.running)
-        return decoding - (sum(step.batch.sampled) if step.plan.phase is Phase.PREFILL else 0)
+        own = step.sequences if step.phase is Phase.PREFILL else ()
+        running, first = (
+            sum(s.status is SequenceStatus.DECODE for s in some) for some in (self.running, own)
+        )
+        return running - first
 
     def tokens_at(self) -> float:
         """Returns the mean time of decoding latency-sensitive sequences' last tokens, or NaN."""
@@ -226,23 +222,21 @@ class Scheduler:
         policy may spend on a prefill step out of turn, and `company` what a prompt should wait for
         (see View).
         """
-        self._has_best_effort = bool(self.queues[BE]) or any(
-            s.request.priority is BE for s in self.running
-        )
+        self._has_best_effort = bool(self.queues[BE]) or any(map(is_best_effort, self.running))
         self._promote(now)
         view = self._view(itl_slack_s, now, company)
         choice = self.policy.choose(view)
-        batch = self._chosen(choice, now)
-        if batch is None:  # nothing to run for this choice, so run anything
-            batch = self.under_way[0] if self.under_way else self._begin_any(choice.phase, now)
-        return None if batch is None else self._take_layers(batch, now)
+        step = self._chosen(choice, now)
+        if step is None:  # nothing to run for this choice, so run anything
+            step = self.under_way[0] if self.under_way else self._begin_any(choice.phase, now)
+        return None if step is None else self._take_layers(step, now)
 
     def _promote(self, now: float) -> None:
         """Promotes best effort that has waited too long to latency-sensitive."""
         if self._max_wait_s == math.inf or not self._has_best_effort:
             return
         for sequence in (*self.queues[BE][:1], *self.running):
-            if sequence.request.priority is BE and sequence.batch is None:
+            if sequence.request.priority is BE and sequence.step is None:
                 late = now - sequence.waiting_since > self._max_wait_s
                 sequence.priority = LS if late else BE
 
@@ -270,8 +264,8 @@ class Scheduler:
             be_decode=RequestViews(decode[BE]),
             can_prefill=MappingProxyType(can),
             under_way=tuple(
-                batch.view(index, parked=batch is not self._newest)
-                for index, batch in enumerate(self.under_way)
+                step.view(index, parked=step is not self._newest)
+                for index, step in enumerate(self.under_way)
             ),
             last_phase=self._last_phase,
             itl_slack_s=itl_slack_s,
@@ -286,60 +280,60 @@ class Scheduler:
             return {LS: sequences, BE: []}
         return {c: [s for s in sequences if s.priority is c] for c in (LS, BE)}
 
-    def _chosen(self, choice: Choice, now: float) -> Batch | None:
+    def _chosen(self, choice: Choice, now: float) -> ScheduledStep | None:
         if choice.resume is not None:
             return self.under_way[choice.resume]
         if choice.phase is Phase.PREFILL:
             return self._begin_prefill(choice.order, now)
         return self._begin_decode(choice.order, now)
 
-    def _begin_any(self, tried: Phase | None, now: float) -> Batch | None:
+    def _begin_any(self, tried: Phase | None, now: float) -> ScheduledStep | None:
         if tried is Phase.PREFILL:
             return self._begin_decode(TOGETHER, now) or self._begin_prefill(TOGETHER, now)
         return self._begin_prefill(TOGETHER, now) or self._begin_decode(TOGETHER, now)
 
-    def _take_layers(self, batch: Batch, now: float) -> ScheduledStep:
-        """Takes the batch's next layers; a parked batch that has reached the same layer joins."""
-        other, num_joined, parks = batch.joins, 0, None
+    def _take_layers(self, step: ScheduledStep, now: float) -> ScheduledStep:
+        """Takes the next layers of a step; a parked one that has reached the same layer joins."""
+        other, num_joined, parks = step.parts.joins, 0, None
         if other is not None and other not in self.under_way:
-            other = batch.joins = None
-        if other is not None and other.next_layer == batch.next_layer:
+            other = step.parts.joins = None
+        if other is not None and other.first_layer == step.first_layer:
             num_joined = len(other.rows)
-            batch.absorb(other)
+            step.absorb(other)
             self.under_way.remove(other)
             self.num_joins += 1
-            other = None
-        if self._newest is not batch and self._newest in self.under_way:
+        if self._newest is not step and self._newest in self.under_way:
             parks = self._newest
-            parks.num_parks += 1
+            parks.parts.num_parks += 1
             self.num_parks += 1
-        last = self.limits.num_layers
-        step = batch.take_layers(min(batch.next_layer + batch.at_once, last), last)
-        step.parks, step.num_joined = parks, num_joined
+        taken = step.take_layers(self.limits.num_layers)
+        taken.parks, taken.num_joined = parks, num_joined
         if not self._in_order:
-            self.under_way.remove(batch)
-            self.singles.enter(step, now, all_urgent=not self.share.may_park)
-        elif step.is_last:
-            self._end(batch)
-        self._newest, self._last_phase = batch, batch.phase
+            self.under_way.remove(step)
+            self.singles.enter(taken, now, all_urgent=not self.share.may_park)
+        elif taken.is_last:
+            self._end(step)
+        self._newest, self._last_phase = step, step.phase
+        return taken
+
+    def _begin(self, step: ScheduledStep, now: float) -> ScheduledStep:
+        self.under_way.append(step)
+        step.parts.at_once = self._at_once(step)
+        for sequence in step.sequences:
+            sequence.step = step
+        if step.has_best_effort:
+            for sequence in step.sequences:
+                sequence.waiting_since = now
         return step
 
-    def _begin(self, batch: Batch, now: float) -> Batch:
-        self.under_way.append(batch)
-        batch.at_once = self._at_once(batch)
-        if batch.has_best_effort:
-            for sequence in batch.sequences:
-                sequence.waiting_since = now
-        return batch
-
-    def _at_once(self, batch: Batch, *others: Batch) -> int:
-        """Returns how many layers of a batch to launch at once, together with `others`."""
+    def _at_once(self, step: ScheduledStep, *others: ScheduledStep) -> int:
+        """Returns how many layers of a step to launch at once, together with `others`."""
         if not (self.policy.parks and self._has_best_effort):
             return self.limits.num_layers
-        return self._layers_at_once(batch.phase, batch.size(self.limits, *others))
+        return self._layers_at_once(step.phase, step.size_with(self.limits, *others))
 
-    def _joins(self, batch: Batch, parked: Batch | None) -> Batch | None:
-        """Returns the parked batch if its rows can go on as part of `batch`, which begins.
+    def _joins(self, step: ScheduledStep, parked: ScheduledStep | None) -> ScheduledStep | None:
+        """Returns the parked step if its rows can go on as part of `step`, which begins.
 
         It reaches the layer at which the other is parked only if both are cut alike, and goes on
         from there only if what they are together is, too: where each part is a program of its own,
@@ -347,26 +341,24 @@ class Scheduler:
         """
         if parked not in self.under_way:
             return None
-        alike = batch.at_once == parked.at_once == self._at_once(batch, parked)
+        alike = step.parts.at_once == parked.parts.at_once == self._at_once(step, parked)
         return parked if alike else None
 
-    def _end(self, batch: Batch) -> None:
-        """Ends a batch: its last layers are launched, or it has no rows left."""
-        self.under_way.remove(batch)
-        self.staging.give_back(batch.release_staging())
+    def _end(self, step: ScheduledStep) -> None:
+        """Ends a step: its last layers are launched, or it has no rows left."""
+        self.under_way.remove(step)
+        self.staging.give_back(step.release_staging())
 
     # ---- rows that complete singly ----------------------------------------------------------
 
-    def complete(self, numbers: Sequence[int]) -> tuple[ScheduledStep, float]:
+    def complete(self, numbers: Sequence[int]) -> ScheduledStep:
         """Takes rows of one phase that left the last layer, and frees their sequences for new
-        steps.
-
-        Returns the step that they form, in this order, and when the first of them entered.
+        steps. Returns the step that they form, in this order.
         """
         rows = self.singles.take(numbers)
         step = gathered(rows, self.limits)
         self._release_done(row.sequence for row in rows)
-        return step, min(row.entered_at for row in rows)
+        return step
 
     def run_again(self, numbers: Sequence[int]) -> None:
         """Restarts rows that were lost on their way: their positions are computed again, as
@@ -375,7 +367,8 @@ class Scheduler:
         rows = self.singles.take(numbers)
         for row in rows:
             if not row.sequence.done:
-                row.sequence.run_again(len(row.tokens) or 1, row.step.sampled[row.at])
+                q_len = int(row.step.q_lens[row.at])
+                row.sequence.run_again(q_len, row.step.sampled[row.at])
         self._release_done(row.sequence for row in rows)
 
     def give_up(self, numbers: Sequence[int]) -> list[SequenceState]:
@@ -439,12 +432,47 @@ class Scheduler:
         )
 
     def _admissible(self, head: SequenceState, ranks: Sequence[int] | None = None) -> bool:
-        """Returns whether there are a slot and pages, including those that best effort would give
-        up.
-        """
-        return self._room.rank_for(head, ranks) is not None
+        return self._rank_for(head, ranks) is not None
 
-    def _begin_prefill(self, order: Order, now: float) -> Batch | None:
+    def _rank_for(self, head: SequenceState, ranks: Sequence[int] | None) -> int | None:
+        """Returns the rank, among `ranks` or all, with the longest cached prefix of the sequence.
+
+        Ties go to the rank with the most free pages. If no rank has room as it is, a
+        latency-sensitive sequence gets the one where best effort would give up most. None if that
+        does not make room either.
+        """
+        own, wanted, places = head.request.priority, self._pages_for(head), self.places
+        free = places.admissible(self.running, own)
+        ranks = [rank for rank in (range(len(free)) if ranks is None else ranks) if free[rank]]
+        there = {rank: self.reuse.pages_found(head, rank) for rank in ranks}
+        found = places.rank_for(wanted, ranks, there)
+        if found is not None or own is BE:
+            # Also one that has waited too long: two of best effort would evict each other.
+            return found
+        room = {}
+        for rank in ranks:
+            giving = self._giving_way(rank)
+            if giving or places.free_slots(rank):
+                room[rank] = (
+                    places.free_pages(rank)
+                    + places.num_freed(rank, giving, there[rank])
+                    - places.num_needed(rank, wanted, there[rank])
+                )
+        fitting = [rank for rank, left in room.items() if left >= 0]
+        return max(fitting, key=lambda rank: (len(there[rank]), room[rank]), default=None)
+
+    def _has_place(self, head: SequenceState, rank: int) -> bool:
+        """Returns whether the sequence fits on a rank as things are."""
+        there = {rank: self.reuse.pages_found(head, rank)}
+        return self.places.rank_for(self._pages_for(head), (rank,), there) is not None
+
+    def _pages_for(self, head: SequenceState) -> int:
+        """Returns the pages for its context and one position more, lest it be evicted once
+        admitted.
+        """
+        return self.limits.pages_for(len(head.context) + 1)
+
+    def _begin_prefill(self, order: Order, now: float) -> ScheduledStep | None:
         chunks = Chunks(self.limits, self.exact, self.staging.ranks)
         for number, group in enumerate(order):
             if number and chunks:  # later groups fill up the step at no extra cost
@@ -454,19 +482,19 @@ class Scheduler:
             self._fill_prefill(group, chunks, now)
         if not chunks:
             return None
-        batch = self._begin(chunks.pack(), now)
-        ranks = (self.limits.rank(sequence.slot) for sequence in batch.sequences)
-        batch.place(self.staging.take(ranks), self.limits)
-        parked = self._parked(Phase.PREFILL, batch.model)
-        if parked is not None and batch.has_room_for(parked, self.limits):
-            batch.joins = self._joins(batch, parked)
-        return batch
+        step = self._begin(chunks.pack(), now)
+        ranks = (self.limits.rank(sequence.slot) for sequence in step.sequences)
+        step.place(self.staging.take(ranks), self.limits)
+        parked = self._parked(Phase.PREFILL, step.model)
+        if parked is not None and step.has_room_for(parked, self.limits):
+            step.parts.joins = self._joins(step, parked)
+        return step
 
-    def _parked(self, phase: Phase, model: int | None) -> Batch | None:
+    def _parked(self, phase: Phase, model: int | None) -> ScheduledStep | None:
         if self.exact.models:
             return None  # together, their rows could need too many experts
-        own = (b for b in self.under_way if b.phase is phase and b.model == model)
-        return next((batch for batch in own if batch.next_layer), None)
+        own = (s for s in self.under_way if s.phase is phase and s.model == model)
+        return next((step for step in own if not step.is_first), None)
 
     def _fill_prefill(self, group: Sequence[Priority], chunks: Chunks, now: float) -> None:
         """Takes chunks of a group's prompts: first of those already begun, then of new ones."""
@@ -491,14 +519,24 @@ class Scheduler:
         return [s for s in found if s.priority in group]
 
     def _admit(self, sequence: SequenceState, ranks: Sequence[int], now: float) -> None:
-        """Admits a sequence, and evicts best effort for a latency-sensitive one if necessary."""
-        rank = self._room.rank_for(sequence, ranks)
+        """Admits a sequence, and evicts best effort for a latency-sensitive one if necessary.
+
+        It gets pages for its whole context at once, so that no decoding sequence can take those
+        that a later chunk will need.
+        """
+        rank = self._rank_for(sequence, ranks)
         assert rank is not None  # since it is admissible
         self.queues.remove(sequence)
-        while not self._room.has_place(sequence, rank):
+        while not self._has_place(sequence, rank):
             self._preempt(self.policy.victim(self._giving_way(rank)))
         sequence.status = SequenceStatus.PREFILL
-        self._room.take(sequence, rank)
+        count, found = (
+            self.limits.pages_for(len(sequence.context)),
+            self.reuse.found(sequence, rank),
+        )
+        pages = [kept.page for kept in found]
+        sequence.slot, sequence.pages = self.places.take(rank, count, pages)
+        self.reuse.begin(sequence, found)
         self.running.append(sequence)
         if math.isnan(sequence.ready_at):
             sequence.ready_at = now
@@ -512,11 +550,11 @@ class Scheduler:
 
     def _may_evict(self, sequence: SequenceState) -> bool:
         """Returns whether nothing writes to its pages any more once others have them."""
-        return self._in_order or sequence.batch is None
+        return self._in_order or sequence.step is None
 
     # ---- decode -----------------------------------------------------------------------------
 
-    def _begin_decode(self, order: Order, now: float) -> Batch | None:
+    def _begin_decode(self, order: Order, now: float) -> ScheduledStep | None:
         deltas: list[tuple[int, int, int]] = []
         scheduled: list[SequenceState] = []
         candidates = self._decoding(order)
@@ -525,8 +563,8 @@ class Scheduler:
         parked, limits = self._parked(Phase.DECODE, candidates[0].request.model), self.limits
         room = [limits.decode_rows // limits.num_ranks] * limits.num_ranks
         if parked is not None:
-            taken = parked.on_ranks(limits)
-            room = [n - seqs for n, (seqs, _) in zip(room, taken, strict=True)]
+            taken = parked.on_ranks(limits)[0].tolist()
+            room = [n - seqs for n, seqs in zip(room, taken, strict=True)]
         for sequence in candidates:
             rank = limits.rank(sequence.slot)
             if not room[rank] or sequence.status is not SequenceStatus.DECODE:
@@ -551,11 +589,20 @@ class Scheduler:
             sequence.num_computed += 1
             sequence.num_sampled += 1
             rows[at] = sequence.packed(1)
-        batch = Batch(Phase.DECODE, scheduled, rows, [True] * len(scheduled), deltas)
-        self._begin(batch, now)
-        self.num_mixed += len(batch.models) > 1
-        batch.joins = self._joins(batch, parked)
-        return batch
+        models = [sequence.request.model for sequence in scheduled]
+        step = ScheduledStep(
+            Phase.DECODE,
+            rows,
+            np.array(deltas, np.int32).reshape(-1, NUM_DELTA_COLUMNS),
+            model=models[0],
+            row_models=np.array(models if len(set(models)) > 1 else (), np.int32),
+            sequences=scheduled,
+            sampled=[True] * len(scheduled),
+        )
+        self._begin(step, now)
+        self.num_mixed += len(step.models) > 1
+        step.parts.joins = self._joins(step, parked)
+        return step
 
     def _decoding(self, order: Order) -> list[SequenceState]:
         """Returns sequences to decode by group: of one model, or of several if none can park."""
@@ -601,11 +648,11 @@ class Scheduler:
     def _release(self, sequence: SequenceState) -> None:
         if not self._may_evict(sequence):
             return  # it is released once its row has left
-        batch = sequence.batch
-        if batch is not None:
-            batch.drop(sequence)
-            if not batch.sequences:
-                self._end(batch)
+        step = sequence.step
+        if step is not None:
+            step.drop(sequence)
+            if not step.sequences:
+                self._end(step)
         self.running.remove(sequence)
         self.reuse.end(sequence)
         self.places.give_back(sequence.slot, sequence.pages)

@@ -19,7 +19,7 @@ from serving.scheduling.prefixes import Prefix
 
 if TYPE_CHECKING:
     from serving.intake.structure import Matcher
-    from serving.scheduling.batch import Batch
+    from serving.scheduling.step import ScheduledStep
 
 
 log = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ class SequenceState:
         self.degraded_visits = 0
         self.visited_tokens = 0
         self.spans: dict[Phase, ThresholdSpan] = {}
-        self.batch: "Batch | None" = None  # the step under way that contains it
+        self.step: "ScheduledStep | None" = None  # the step under way that contains it
         self.unread = False  # its last step must be read before its next one (`ExactRows`)
         self.missed = 0  # visits to substitutes in its step that is not fully read
         self.priority = request.priority  # best effort that has waited too long is promoted
@@ -123,6 +123,11 @@ class SequenceState:
         """Whether all tokens that it may have are sampled already."""
         return self.num_sampled >= self.max_new_tokens
 
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether log-probabilities of its prompt are computed as it is prefilled."""
+        return self.request.sampling.prompt_logprobs and not self.tokens
+
     def reset_for_recompute(self) -> None:
         """Resets the computed state after an eviction took pages and slot away."""
         self.status = SequenceStatus.WAITING
@@ -130,7 +135,7 @@ class SequenceState:
         self.slot = -1
         self.pages = []
         self.prefix = self.prefix.anew()
-        self.batch = None
+        self.step = None
 
     def forget_missed(self) -> None:
         """Uncounts the degraded visits of a step whose result is discarded."""

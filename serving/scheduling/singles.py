@@ -5,17 +5,16 @@ layer whenever it gets there, with whichever rows were batched with it.
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count
 
 import numpy as np
 
-from jmoe.packed_rows import NUM_DELTA_COLUMNS
-from serving.plan import Limits, Phase, Singles, StepPlan
-from serving.scheduling.batch import Batch, ScheduledStep, joined
+from serving.plan import Limits, Phase, Singles
 from serving.scheduling.policy import LS
 from serving.scheduling.sequence import SequenceState
 from serving.scheduling.staging import StagingRegions
+from serving.scheduling.step import ScheduledStep
 
 
 @dataclass(eq=False)
@@ -24,22 +23,15 @@ class Entered:
 
     step: ScheduledStep
     at: int
-    entered_at: float
 
     @property
     def sequence(self) -> SequenceState:
         """The sequence that it belongs to."""
         return self.step.sequences[self.at]
 
-    @property
-    def tokens(self) -> list[int]:
-        """A prefill chunk's tokens; otherwise empty."""
-        batch = self.step.batch
-        return batch.tokens[self.at] if batch.phase is Phase.PREFILL else []
-
 
 class SingleRows:
-    """The rows that have entered, by number. A sequence is in its batch until its row is taken."""
+    """The rows that have entered, by number. A sequence is in its step until its row is taken."""
 
     def __init__(self, limits: Limits, staging: StagingRegions) -> None:
         """`staging` gets back what a step has of a rank once none of its rows is left there."""
@@ -47,7 +39,7 @@ class SingleRows:
         self._entered: dict[int, Entered] = {}
         self._numbers = count()
         self.num_decoding = 0  # of the rows
-        self._rows_left = Counter[tuple[Batch, int]]()
+        self._rows_left = Counter[tuple[ScheduledStep, int]]()
 
     def __len__(self) -> int:
         """Returns the number of rows (a chunk counts as one) that have not left the last layer."""
@@ -59,36 +51,32 @@ class SingleRows:
 
     def enter(self, step: ScheduledStep, now: float, *, all_urgent: bool) -> None:
         """Lets a step's rows enter. Those of latency-sensitive sequences are urgent, or all."""
-        batch, numbers = step.batch, []
+        numbers = []
+        step.launched_at = step.started_at = now
         for at, sequence in enumerate(step.sequences):
             numbers.append(next(self._numbers))
-            self._entered[numbers[-1]] = Entered(step, at, now)
-            self._rows_left[batch, self._limits.rank(sequence.slot)] += 1
-            sequence.batch = batch
-        self.num_decoding += len(numbers) * (batch.phase is Phase.DECODE)
-        scored = step.plan.prompt_logprobs
-        singles = Singles(
+            self._entered[numbers[-1]] = Entered(step, at)
+            self._rows_left[step, self._limits.rank(sequence.slot)] += 1
+            sequence.step = step
+        self.num_decoding += len(numbers) * (step.phase is Phase.DECODE)
+        step.singles = Singles(
             numbers,
             step.sampled,
             [all_urgent or s.priority is LS for s in step.sequences],
-            [
-                scored and s.request.sampling.prompt_logprobs and not s.tokens
-                for s in step.sequences
-            ],
+            [step.prompt_logprobs and s.scores_prompt for s in step.sequences],
         )
-        step.plan = replace(step.plan, singles=singles)
 
     def take(self, numbers: Sequence[int]) -> list[Entered]:
         """Takes rows out: they have left, are lost, or are given up."""
         rows = [self._entered.pop(number) for number in numbers]
         for row in rows:
-            batch, rank = row.step.batch, self._limits.rank(row.sequence.slot)
-            self._rows_left[batch, rank] -= 1
-            if not self._rows_left[batch, rank]:
-                del self._rows_left[batch, rank]
-                self._staging.give_back(batch.release_staging(rank))
-            row.sequence.batch = None
-            self.num_decoding -= batch.phase is Phase.DECODE
+            step, rank = row.step, self._limits.rank(row.sequence.slot)
+            self._rows_left[step, rank] -= 1
+            if not self._rows_left[step, rank]:
+                del self._rows_left[step, rank]
+                self._staging.give_back(step.release_staging(rank))
+            row.sequence.step = None
+            self.num_decoding -= step.phase is Phase.DECODE
         return rows
 
     def on_rank(self, rank: int) -> list[int]:
@@ -108,22 +96,20 @@ class SingleRows:
 
 def gathered(rows: Sequence[Entered], limits: Limits) -> ScheduledStep:
     """Returns the step that rows of one phase form which left the last layer together."""
-    newest = max(rows, key=lambda row: row.entered_at).step
+    newest = max((row.step for row in rows), key=lambda step: step.launched_at)
+    entered_at = min(row.step.launched_at for row in rows)
     ways = {row.step.way for row in rows}
-    plan = StepPlan(
-        phase=newest.plan.phase,
-        rows=np.stack([row.step.plan.rows[row.at] for row in rows]),
-        deltas=np.zeros((0, NUM_DELTA_COLUMNS), np.int32),
-        tokens=joined([row.tokens for row in rows]),
-        prompt_logprobs=any(row.step.plan.prompt_logprobs for row in rows),
-        model=newest.plan.model,
-        stop_layer=limits.num_layers,
-    )
     return ScheduledStep(
-        newest.batch,
-        plan,
-        [row.sequence for row in rows],
-        [row.step.sampled[row.at] for row in rows],
-        [row.step.prefixes[row.at] for row in rows],
+        newest.phase,
+        np.stack([row.step.rows[row.at] for row in rows]),
+        prompt_logprobs=any(row.step.prompt_logprobs for row in rows),
+        model=newest.model,
+        stop_layer=limits.num_layers,
+        sequences=[row.sequence for row in rows],
+        sampled=[row.step.sampled[row.at] for row in rows],
+        parts=newest.parts,
+        prefixes=[row.step.prefixes[row.at] for row in rows],
         way=ways.pop() if len(ways) == 1 else -1,
+        launched_at=entered_at,
+        started_at=entered_at,
     )

@@ -11,8 +11,8 @@ import numpy as np
 from serving.errors import NOT_OURS, RequestFailed, ServingError
 from serving.plan import Phase, StepResult
 from serving.request import EngineStats, Output, Priority
-from serving.scheduling.batch import ScheduledStep
 from serving.scheduling.sequence import SequenceState
+from serving.scheduling.step import ScheduledStep
 from serving.telemetry.latencies import Latencies
 from serving.telemetry.observer import Observer
 
@@ -63,13 +63,13 @@ class Accounts:
         """
         counters = self.counters
         if step.is_last:
-            if step.plan.phase is Phase.PREFILL:
+            if step.phase is Phase.PREFILL:
                 counters.steps_prefill += 1
             else:
                 counters.steps_decode += 1
-            counters.expert_visits += int(step.plan.q_lens.sum()) * visits_per_token
+            counters.expert_visits += step.size * visits_per_token
         counters.degraded_visits += sum(result.degraded)
-        if step.is_first and step.plan.phase is Phase.PREFILL:
+        if step.is_first and step.phase is Phase.PREFILL:
             self._note_begun(step, started_at)
         self._tell(Observer.step_read, step, result, started_at, now)
 

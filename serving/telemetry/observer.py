@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from serving.execution.executor import Stages
     from serving.plan import StepResult
     from serving.request import Output, Priority
-    from serving.scheduling.batch import ScheduledStep
     from serving.scheduling.sequence import SequenceState
+    from serving.scheduling.step import ScheduledStep
 
 
 class Observer:

@@ -18,8 +18,8 @@ from serving.errors import SettingsError
 from serving.execution.executor import Stages
 from serving.plan import StepResult
 from serving.request import Output, Priority
-from serving.scheduling.batch import ScheduledStep
 from serving.scheduling.sequence import SequenceState
+from serving.scheduling.step import ScheduledStep
 from serving.telemetry.observer import Observer
 
 MAX_EVENTS = 100_000
@@ -47,14 +47,14 @@ class Timeline(Observer):
 
     def step_launched(self, step: ScheduledStep, began_at: float, now: float) -> None:
         """See Observer."""
-        plan, parked, happened = step.plan, step.parks, list[dict[str, Any]]()
+        parked, happened = step.parks, list[dict[str, Any]]()
         if parked is not None:
-            args = {"phase": parked.phase, "rows": len(parked.rows), "layer": parked.next_layer}
+            args = {"phase": parked.phase, "rows": len(parked.rows), "layer": parked.first_layer}
             happened.append(_instant("park", began_at, args))
         if step.num_joined:
-            args = {"phase": plan.phase, "rows": step.num_joined, "layer": plan.first_layer}
+            args = {"phase": step.phase, "rows": step.num_joined, "layer": step.first_layer}
             happened.append(_instant("join", began_at, args))
-        launch = _span(HOST, f"launch {plan.phase}", began_at, now, {"layers": _layers(step)})
+        launch = _span(HOST, f"launch {step.phase}", began_at, now, {"layers": _layers(step)})
         self._events.append([launch, *happened])
 
     def step_read(
@@ -65,19 +65,18 @@ class Timeline(Observer):
         """
         if self._workers:
             return
-        plan = step.plan
         best_effort = sum(s.request.priority is Priority.BEST_EFFORT for s in step.sequences)
         args = {
             "layers": _layers(step),
-            "rows": len(plan.rows),
+            "rows": len(step.rows),
             "best_effort_rows": best_effort,
-            "tokens": int(plan.q_lens.sum()),
-            "exempt_tokens": plan.num_exempt,
+            "tokens": step.size,
+            "exempt_tokens": step.num_exempt,
             "degraded_visits": sum(result.degraded),
         }
         if step.control is not None:
             args |= step.control._asdict()
-        self._events.append([_span(DEVICE, plan.phase, started_at, now, args)])
+        self._events.append([_span(DEVICE, step.phase, started_at, now, args)])
 
     def stages_ran(self, stages: Stages) -> None:
         """See Observer. Adds to a track for each worker, with how many rows wait before its
@@ -160,4 +159,4 @@ def _instant(name: str, at: float, args: dict[str, Any]) -> dict[str, Any]:
 
 
 def _layers(step: ScheduledStep) -> str:
-    return f"{step.plan.first_layer}-{step.plan.stop_layer - 1}"
+    return f"{step.first_layer}-{step.stop_layer - 1}"

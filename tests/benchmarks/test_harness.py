@@ -102,7 +102,7 @@ def test_pairs_are_listed_and_bad_flags_named(monkeypatch, capsys):
 
 
 def plan(rows, waits=False):
-    return SimpleNamespace(rows=[None] * rows, shapes=SimpleNamespace(waits=waits))
+    return SimpleNamespace(rows=[None] * rows, waits=waits)
 
 
 def test_steps_pass_time_one_after_another():

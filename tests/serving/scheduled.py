@@ -2,10 +2,10 @@
 
 from serving.plan import Limits, Phase
 from serving.request import Priority, Request, SamplingParams
-from serving.scheduling.batch import ScheduledStep
 from serving.scheduling.policy import Fcfs
 from serving.scheduling.scheduler import Scheduler
 from serving.scheduling.sequence import SequenceState
+from serving.scheduling.step import ScheduledStep
 
 LIMITS = Limits(256, 1024, 16, 512, 256)
 LS = Priority.LATENCY_SENSITIVE
@@ -46,7 +46,7 @@ def _steps(count: int, num_exempt: int, priority: Priority) -> list[ScheduledSte
     for phase in Phase:
         step = scheduler.next_step()
         assert step is not None
-        assert step.plan.phase is phase
+        assert step.phase is phase
         assert len(step.sequences) == count
         steps.append(step)
     return steps

@@ -5,7 +5,6 @@ import json
 import sys
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
 
 import numpy as np
 import perfetto
@@ -15,9 +14,9 @@ from counting import LIMITS
 from jmoe.packed_rows import NUM_COLUMNS
 from serving.bench.fake import FakeRunner
 from serving.cli.main import main
-from serving.plan import Phase, StepPlan, StepResult
+from serving.plan import Phase, StepResult
 from serving.request import Priority, SamplingParams
-from serving.scheduling.batch import ScheduledStep
+from serving.scheduling.step import ScheduledStep
 from serving.telemetry.timeline import Timeline
 
 LS, BE = Priority.LATENCY_SENSITIVE, Priority.BEST_EFFORT
@@ -138,7 +137,8 @@ async def test_an_id_that_is_no_text_costs_nobody_the_timeline(start, tmp_path):
 def test_touching_steps_whose_times_are_odd_do_not_overlap(tmp_path):
     """Rounded one by one, they would by a nanosecond, and the viewer would drop the second."""
     timeline, at = Timeline(), 1.0006e-6
-    step = ScheduledStep(SimpleNamespace(), plan(), [], [], [])
+    rows = np.zeros((1, NUM_COLUMNS), np.int32)
+    step = ScheduledStep(Phase.DECODE, rows, sequences=[], sampled=[])
     result = StepResult([], [], [], None, None)
     for _ in range(50):
         timeline.step_read(step, result, at, at := at + 1.0006e-6)
@@ -146,12 +146,6 @@ def test_touching_steps_whose_times_are_odd_do_not_overlap(tmp_path):
     problems, slices = perfetto.queries(tmp_path / "t.json", [perfetto.PROBLEMS, SLICES])
     assert problems == []
     assert len(slices) == 50
-
-
-def plan():
-    rows = np.zeros((1, NUM_COLUMNS), np.int32)
-    nothing = np.zeros(0, np.int32)
-    return StepPlan(Phase.DECODE, rows, nothing, nothing, prompt_logprobs=False)
 
 
 def test_a_file_that_cannot_be_written_is_known_at_the_start(tmp_path, monkeypatch, capsys):

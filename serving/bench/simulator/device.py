@@ -43,12 +43,11 @@ class SimulatedDevice(StepExecutor):
 
     def launch(self, plan: StepPlan, control: StepControl) -> "Future[StepResult]":
         """See Executor."""
-        num_tokens = int(plan.q_lens.sum())
         degraded = self._degraded_tokens(plan, control)
         seconds = self.times.expected_s(
             plan.phase,
             plan.size,
-            degraded / num_tokens,
+            degraded / plan.size,
             plan.num_layers / self.limits.num_layers,
         )
         seconds *= self._mood() / self.speed
@@ -85,7 +84,7 @@ class SimulatedDevice(StepExecutor):
     def _degraded_tokens(self, plan: StepPlan, control: StepControl) -> float:
         if not control.strategy:
             return 0.0
-        degradable = int(plan.q_lens.sum()) - plan.num_exempt
+        degradable = plan.size - plan.num_exempt
         return degradable * (1 - control.threshold_percent / 100)
 
     def _result(self, plan: StepPlan, control: StepControl) -> StepResult:

@@ -33,7 +33,7 @@ def buckets():
 @pytest.fixture
 def steps(buckets):
     device = SimpleNamespace(buckets=buckets, limits=LIMITS)
-    found = MixedSteps(cast("Any", device), cast("Any", None))
+    found = MixedSteps(cast("Any", device))
     found.alone_s = {4: 1.0, 8: 1.5, 16: 2.5}
     found.mixed_s = {(2, 4): 1.6, (2, 8): 2.6, (2, 16): 3.7, (3, 4): 3.5}
     return found
@@ -96,7 +96,7 @@ def test_rows_lie_in_a_segment_for_each_model():
     )
     assert plan.models == (1, 4)
     step = ByRank.of(plan, LIMITS)
-    assert (step.num_ranks, step.size, step.num_positions) == (2, 3, 5)
+    assert (step.num_ranks, step.size, plan.size) == (2, 3, 5)
     _, packed, deltas, _ = step.arrays(4, 4, 4)
     assert packed[:, SLOT].tolist() == [2, 0, 3, -1, 5, 7, -1, -1]
     assert step.row_at(4).tolist() == [4, 0, 5, 1, 2]
@@ -107,7 +107,8 @@ def test_every_segment_has_room_for_what_rows_are_given():
     """As many pages as rows, though all rows but one are of one model."""
     rows = np.stack([pack_row(slot, kv_len=1) for slot in range(5)])
     deltas = np.array([(slot, 0, 9 - slot) for slot in range(5)], np.int32)
-    step = ByRank.by_model(np.array([0, 0, 0, 0, 2]), rows, deltas)
+    row_models = np.array([0, 0, 0, 0, 2], np.int32)
+    step = ByRank.of(StepPlan(Phase.DECODE, rows, deltas, row_models=row_models), LIMITS)
     *_, packed, _ = step.arrays(4, 4, 4)
     given = packed[packed[:, 0] >= 0]
     assert sorted(map(tuple, given.tolist())) == sorted(map(tuple, deltas.tolist()))

@@ -162,10 +162,10 @@ async def test_rows_that_leave_a_step_in_parts_leave_it_to_the_programs_it_was_b
         leaves, stays = (
             asyncio.create_task(answer(engine, BE, prompt=PROMPT[:4])) for _ in range(2)
         )
-        while not any(batch.next_layer for batch in engine.scheduler.under_way):
+        while not any(step.first_layer for step in engine.scheduler.under_way):
             await asyncio.sleep(0)
-        (batch,) = engine.scheduler.under_way
-        assert batch.num_tokens == 8
+        (step,) = engine.scheduler.under_way
+        assert step.size == 8
         leaves.cancel()
         assert await stays == alone
         assert engine.executor.compilations_since_ready == 0

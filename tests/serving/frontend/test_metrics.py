@@ -187,7 +187,8 @@ def test_speed_is_that_of_the_first_scrape_over_that_of_now() -> None:
 
 def step(phase: str, *previous_at: float) -> SimpleNamespace:
     return SimpleNamespace(
-        plan=SimpleNamespace(phase=phase, q_lens=np.array([5, 7])),
+        phase=phase,
+        size=12,
         is_last=True,
         sequences=[SimpleNamespace(previous_at=at, done=np.isnan(at)) for at in previous_at],
     )

@@ -75,11 +75,10 @@ class Play:
     def tick(self):
         """Runs one tick; returns whether there was anything to do."""
         step = self.scheduler.next_step(now=self.now)
-        launched = step and (step, self.runner.launch(step.plan, FULL))
+        launched = step and (step, self.runner.launch(step, FULL))
         if step is not None:
-            plan = step.plan
             names = "".join(s.request.request_id for s in step.sequences)
-            self.steps.append((plan.phase.value, names, plan.first_layer, plan.stop_layer))
+            self.steps.append((step.phase.value, names, step.first_layer, step.stop_layer))
         before, self._before = self._before, launched
         if before is not None:
             self._accept(*before)
@@ -339,8 +338,8 @@ def test_best_effort_that_has_waited_too_long_counts_as_latency_sensitive():
 def ran(scheduler, now):
     """Runs the next step to the end and returns its sequences."""
     step = scheduler.next_step(now=now)
-    if step.plan.singles is not None:
-        scheduler.complete(step.plan.singles.numbers)
+    if step.singles is not None:
+        scheduler.complete(step.singles.numbers)
     for at, one in enumerate(step.sequences):
         if step.sampled[at]:
             one.accept(2, 0.0, 1)

@@ -9,7 +9,7 @@ from scheduled import LS, sequence_of
 from jmoe.packed_rows import KV_LEN, Q_LEN, SLOT, pack_row
 from serving.bench.fake import FakeRunner
 from serving.execution.ranks import ByRank
-from serving.plan import Limits, StepControl
+from serving.plan import Limits, Phase, StepControl, StepPlan
 from serving.scheduling.pages import OutOfPages
 from serving.scheduling.places import Places
 from serving.scheduling.policy import Fcfs
@@ -59,7 +59,7 @@ def test_each_rank_has_room_for_its_own_prompts():
     assert step is not None
     # Eight tokens on each rank: six of one prompt, two of the next.
     assert [LIMITS.rank(s.slot) for s in step.sequences] == [0, 1, 0, 1]
-    assert step.plan.rows[:, Q_LEN].tolist() == [6, 6, 2, 2]
+    assert step.rows[:, Q_LEN].tolist() == [6, 6, 2, 2]
 
 
 def test_who_needs_a_page_gets_it_from_its_own_rank():
@@ -75,7 +75,7 @@ def test_who_needs_a_page_gets_it_from_its_own_rank():
         placed = before if len(before) == 4 else placed
         step = scheduler.next_step()
         assert step is not None
-        result = runner.launch(step.plan, StepControl(100, 0)).result()
+        result = runner.launch(step, StepControl(100, 0)).result()
         for sequence, token in zip(step.sequences, result.tokens, strict=True):
             sequence.accept(token, 0.0, 1)
     assert placed is not None
@@ -91,7 +91,8 @@ def test_rows_and_tokens_come_back_in_order(chunks):
     hidden = LIMITS.hidden_per_rank
     ranks = np.repeat([slot // 3 for slot, _ in chunks], [q for _, q in chunks]).astype(np.int32)
     packed = np.stack(rows) if rows else np.zeros((0, 9), np.int32)
-    step = ByRank.of_arrays(LIMITS, packed, tokens=tokens, places=ranks * hidden + 3 + tokens % 8)
+    places = ranks * hidden + 3 + tokens % 8
+    step = ByRank.of(StepPlan(Phase.PREFILL, packed, tokens=tokens, places=places), LIMITS)
     assert step.size == max(np.bincount(ranks), default=0)
     spread, on_ranks, _, places = step.arrays(4, 3, 24)
     for rank in (0, 1):
@@ -108,6 +109,6 @@ def test_rows_and_tokens_come_back_in_order(chunks):
 def test_a_step_on_one_rank_is_left_as_it_is():
     limits = Limits(3, 9, 4, 8, 3)
     rows = np.stack([pack_row(slot, kv_len=5) for slot in (2, 0)])
-    step = ByRank.of_arrays(limits, rows)
+    step = ByRank.of(StepPlan(Phase.DECODE, rows), limits)
     np.testing.assert_array_equal(step.arrays(2, 1, 0)[1], rows)
     assert step.row_at(4).tolist() == [0, 1]

@@ -48,12 +48,12 @@ class Play:
         step = self.scheduler.next_step(now=self.now)
         if step is not None:
             models = tuple(sorted({s.request.model for s in step.sequences}))
-            assert models == step.plan.models
-            assert len(models) == 1 or step.plan.phase is Phase.DECODE
+            assert models == step.models
+            assert len(models) == 1 or step.phase is Phase.DECODE
             names = "".join(s.request.request_id for s in step.sequences)
-            model = models if len(models) > 1 else step.plan.model
-            self.steps.append((step.plan.phase, model, names))
-        result = step and self.runner.launch(step.plan, StepControl(100, 0)).result()
+            model = models if len(models) > 1 else step.model
+            self.steps.append((step.phase, model, names))
+        result = step and self.runner.launch(step, StepControl(100, 0)).result()
         before, self._before = self._before, step and (step, result)
         if before is not None:
             self._accept(*before)
@@ -61,7 +61,8 @@ class Play:
         return step is not None or before is not None
 
     def _accept(self, step, result):
-        self.scheduler.observe(step, self.now - 1.0, self.now)
+        step.started_at = self.now - 1.0
+        self.scheduler.observe(step, self.now)
         for at, one in enumerate(step.sequences):
             if step.sampled[at] and not one.done:
                 output = one.accept(result.tokens[at], 0.0, 1)

@@ -1,6 +1,7 @@
 """The scheduler against a runner that counts up and remembers what every page holds."""
 
 import time
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -50,7 +51,7 @@ def play(scheduler, runner, arrivals, cancel_at=(), max_steps=5000):
                     sequence.status = SequenceStatus.DONE
                     pending = [p for p in pending if p[1] is not sequence]
         planned = scheduler.next_step()
-        launched = planned and (planned, runner.launch(planned.plan, FULL))
+        launched = planned and (planned, runner.launch(planned, FULL))
         if previous is not None:
             result = previous[1].result()
             for sequence, output in accept(previous[0], result):
@@ -109,7 +110,7 @@ def test_pages_hold_the_context_that_attention_reads():
         step = scheduler.next_step()
         if step is None:
             break
-        result = runner.launch(step.plan, FULL).result()
+        result = runner.launch(step, FULL).result()
         list(accept(step, result))
         slot = sequence.slot
         assert len(sequence.pages) * LIMITS.page_size >= sequence.num_computed
@@ -126,7 +127,7 @@ def test_first_come_first_served_and_nobody_overtakes_a_long_prompt():
     while scheduler.waiting:
         step = scheduler.next_step()
         order += [s.request.request_id for s in step.sequences if s.request.request_id not in order]
-        result = runner.launch(step.plan, FULL).result()
+        result = runner.launch(step, FULL).result()
         for sequence, output in accept(step, result):
             if output.finish_reason:
                 scheduler.finish(sequence)
@@ -140,8 +141,8 @@ def test_prefill_and_decode_take_turns_under_load():
     phases = []
     for _ in range(8):
         step = scheduler.next_step()
-        phases.append(step.plan.phase)
-        list(accept(step, runner.launch(step.plan, FULL).result()))
+        phases.append(step.phase)
+        list(accept(step, runner.launch(step, FULL).result()))
     assert phases == ["prefill", "decode"] * 4
 
 
@@ -152,8 +153,8 @@ def test_a_long_prompt_is_cut_into_chunks():
     sizes = []
     while sequence.status in (SequenceStatus.WAITING, SequenceStatus.PREFILL):
         step = scheduler.next_step()
-        sizes.append(len(step.plan.tokens))
-        runner.launch(step.plan, FULL)
+        sizes.append(len(step.tokens))
+        runner.launch(step, FULL)
     assert sizes == [8, 8, 3]
 
 
@@ -186,7 +187,7 @@ def test_scheduling_a_full_batch_is_cheap():
     start = time.perf_counter()
     for _ in range(100):
         step = scheduler.next_step()
-        list(accept(step, runner.launch(step.plan, FULL).result()))
+        list(accept(step, runner.launch(step, FULL).result()))
     assert time.perf_counter() - start < 5
 
 
@@ -199,8 +200,8 @@ def company_of(times_s, num_decoding=8, ttft_slo_s=1.0, **options):
     """
     pace = Pace(**options)
     for tokens, seconds in times_s.items():
-        pace.observe(prefill_step(tokens), 0.0, seconds)
-    pace.observe(decode_step(num_decoding), 0.0, 0.01)
+        pace.observe(replace(prefill_step(tokens), started_at=0.0), seconds)
+    pace.observe(replace(decode_step(num_decoding), started_at=0.0), 0.01)
     return pace.company(ttft_slo_s, num_decoding)
 
 

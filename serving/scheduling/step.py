@@ -1,0 +1,236 @@
+"""A step as it is scheduled: what devices run of it, and the sequences that its rows belong to.
+
+All rows belong to one model, except in a mixed decode step, which is always launched whole. Other
+steps may be launched in parts of some layers each. Between two parts, rows may leave (their request
+ended or was evicted), and a step that has reached the same layer may join.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from jmoe.packed_rows import DELTA_SLOT, KV_LEN, Q_LEN, SLOT, empty_deltas
+from jmoe.shape_rows import NUM_SHAPE_COLUMNS
+from serving.plan import (
+    Limits,
+    Phase,
+    Shapes,
+    StepControl,
+    StepPlan,
+    spare_latency_sensitive,
+)
+from serving.scheduling.policy import LS, BatchView
+from serving.scheduling.prefixes import Prefix
+from serving.scheduling.sequence import SequenceState, is_best_effort
+
+
+@dataclass(eq=False)
+class Parts:
+    """What is common to the parts in which a step is launched."""
+
+    at_once: int = 0  # layers that are launched at once, of every part alike
+    num_parks: int = 0
+    control: StepControl | None = None  # of all layers, set at launch
+    joins: "ScheduledStep | None" = None  # a parked step that joins when this reaches its layer
+    staging: dict[int, list[int]] = field(default_factory=dict)  # regions of hidden rows, by rank
+    needed: Int[np.ndarray, "layers columns"] | None = None
+    """The sum of `StepResult.needed` over the parts that were read."""
+
+
+@dataclass(eq=False, kw_only=True)
+class ScheduledStep(StepPlan):
+    """A step plan and the sequences of its rows, which the lists follow. A step under way is what
+    is left of it, from `first_layer` on: `take_layers` takes those to launch, as a step of their
+    own. Rows that complete singly form one again as they leave (`singles.gathered`), with the parts
+    of the last to enter.
+    """
+
+    sequences: list[SequenceState]
+    sampled: list[bool]
+    """Whether the row's token is used; in prefill, whether the chunk ends the prompt. All False of
+    layers before the last."""
+    parts: Parts = field(default_factory=Parts)
+    prefixes: list[Prefix] = field(default_factory=list)
+    """The sequences' prefixes when these layers were planned."""
+    parks: "ScheduledStep | None" = None  # what is parked for these layers
+    num_joined: int = 0  # rows of a parked step that joined
+    control: StepControl | None = None  # brownout that these layers were launched with
+    way: int = -1  # way of united experts in force; -1: several, or unknown
+    launched_at: float = math.nan  # in seconds of the engine's clock
+    started_at: float = math.nan  # when the device could begin: then, or after the previous step
+
+    @property
+    def has_ls(self) -> bool:
+        """Whether it contains a latency-sensitive request, or a promoted one."""
+        return any(s.priority is LS for s in self.sequences)
+
+    @property
+    def has_best_effort(self) -> bool:
+        """Whether it contains a best-effort request, promoted or not."""
+        return any(map(is_best_effort, self.sequences))
+
+    @property
+    def scores_prompts(self) -> bool:
+        """Whether a prompt's log-probabilities are computed."""
+        return self.phase is Phase.PREFILL and any(s.scores_prompt for s in self.sequences)
+
+    @property
+    def exempt_share(self) -> float:
+        """The share of its positions that are exempt from brownout at launch."""
+        return self.num_exempt / self.size
+
+    @property
+    def refused_share(self) -> float:
+        """The share of its positions whose requests refuse brownout."""
+        refused = [not s.request.allow_brownout for s in self.sequences]
+        return int(self.q_lens[refused].sum()) / self.size
+
+    @property
+    def mean_threshold_percent(self) -> float:
+        """The mean threshold of its positions at launch; exempt ones count as 100."""
+        if self.control is None or not self.control.strategy:
+            return 100.0
+        return 100 - (100 - self.control.threshold_percent) * (1 - self.exempt_share)
+
+    def degrade_best_effort_first(self, threshold_percent: int) -> int:
+        """Returns the threshold to launch these layers with so that, of all their visits,
+        `threshold_percent` are kept exact, and best effort is degraded first
+        (`spare_latency_sensitive`).
+        """
+        urgent = [s.priority is LS for s in self.sequences]
+        if all(urgent):
+            return threshold_percent
+        return spare_latency_sensitive(self.rows, np.array(urgent), threshold_percent)
+
+    def share_prompt_logprobs(self, values: Float[np.ndarray, "T"]) -> None:
+        """Stores the prompt log-probabilities that the sequences' chunks yielded.
+
+        They are stored by position, since an evicted sequence computes its prompt again, and may
+        have had a chunk in flight.
+        """
+        at = 0
+        for row, sequence in zip(self.rows, self.sequences, strict=True):
+            q_len = int(row[Q_LEN])
+            start = int(row[KV_LEN]) - q_len
+            wanted = min(q_len, len(sequence.prompt) - 1 - start)
+            if sequence.scores_prompt:
+                sequence.prompt_logprobs[start : start + wanted] = values[at : at + wanted].tolist()
+            at += q_len
+
+    # ---- a step under way -------------------------------------------------------------------
+
+    def view(self, index: int, *, parked: bool) -> BatchView:
+        """Returns the step as a policy sees it."""
+        own = self.phase, self.first_layer, self.has_ls, len(self.rows), self.parts.num_parks
+        return BatchView(*own, parked, index)
+
+    def place(self, regions: Mapping[int, int], limits: Limits) -> None:
+        """Assigns hidden rows to its tokens, in one region on each rank that has its sequences."""
+        self.parts.staging = {rank: [region] for rank, region in regions.items()}
+        start = {rank: limits.staging_row(region, rank) for rank, region in regions.items()}
+        places = []
+        for sequence, q_len in zip(self.sequences, self.q_lens.tolist(), strict=True):
+            rank = limits.rank(sequence.slot)
+            places.append(np.arange(start[rank], start[rank] + q_len, dtype=np.int32))
+            start[rank] += q_len
+        self.places = np.concatenate(places)
+
+    def release_staging(self, rank: int | None = None) -> dict[int, list[int]]:
+        """Releases and returns the step's regions of one rank, or of all (None)."""
+        staging = self.parts.staging
+        return {r: staging.pop(r) for r in list(staging) if rank in (None, r)}
+
+    def on_ranks(self, limits: Limits) -> Int[np.ndarray, "2 ranks"]:
+        """Returns its numbers of sequences and positions on each rank."""
+        ranks = self.rows[:, SLOT] // limits.slots_per_rank
+        counts = (np.bincount(ranks, of_row, limits.num_ranks) for of_row in (None, self.q_lens))
+        return np.stack([*counts]).astype(np.int32)
+
+    def size_with(self, limits: Limits, *others: "ScheduledStep") -> int:
+        """Returns the size of the program that it and `others` would need together.
+
+        That is the number of positions on the fullest rank, or the largest prefill program for
+        prompt log-probabilities.
+        """
+        steps = (self, *others)
+        if limits.prefill_buckets and any(step.scores_prompts for step in steps):
+            return limits.prefill_buckets[-1]
+        return int(np.sum([step.on_ranks(limits)[1] for step in steps], axis=0).max())
+
+    def has_room_for(self, other: "ScheduledStep", limits: Limits) -> bool:
+        """Returns whether `other` can join this prefill step at no extra cost (the same token
+        bucket).
+        """
+        own, others = self.on_ranks(limits), other.on_ranks(limits)
+        most = limits.max_prefill_seqs, limits.token_bucket(int(own[1].max()))
+        return bool((own + others <= np.array(most)[:, None]).all())
+
+    def drop(self, sequence: SequenceState) -> None:
+        """Removes a sequence, since its pages may belong to another before the next layers run."""
+        at = self.sequences.index(sequence)
+        sequence.num_sampled -= self.sampled[at]
+        sequence.step = None
+        sequence.unread = False
+        sequence.forget_missed()
+        stays = np.arange(len(self.rows)) != at
+        token_stays = np.repeat(stays, self.q_lens)
+        self.tokens, self.places = (
+            part[token_stays[: len(part)]] for part in (self.tokens, self.places)
+        )
+        self.rows = self.rows[stays]
+        self.deltas = self.deltas[self.deltas[:, DELTA_SLOT] != sequence.slot]
+        del self.sequences[at], self.sampled[at]
+
+    def absorb(self, other: "ScheduledStep") -> None:
+        """Takes over the rows of a step that has reached the same layer."""
+        assert (self.phase, self.models) == (other.phase, other.models)
+        assert self.first_layer == other.first_layer
+        for sequence in other.sequences:
+            sequence.step = self
+        for name in ("rows", "tokens", "places"):
+            setattr(self, name, np.concatenate([getattr(self, name), getattr(other, name)]))
+        self.sequences += other.sequences
+        self.sampled += other.sampled
+        for rank, regions in other.release_staging().items():
+            self.parts.staging.setdefault(rank, []).extend(regions)
+        self.parts.num_parks = max(self.parts.num_parks, other.parts.num_parks)
+        self.parts.joins = None
+
+    def take_layers(self, num_layers: int) -> "ScheduledStep":
+        """Returns the step of the layers to launch next, of a model's `num_layers`: another, or
+        itself with the last one, which frees the sequences.
+        """
+        stop = min(self.first_layer + self.parts.at_once, num_layers)
+        taken, is_last = self, stop == num_layers
+        if not is_last:
+            rows = self.rows.copy()  # rows may be made exempt for these layers only
+            none, own = [False] * len(rows), list(self.sequences)
+            taken = replace(self, rows=rows, sequences=own, sampled=none)
+            self.first_layer, self.deltas = stop, empty_deltas(0)
+        taken.stop_layer, taken.is_last = stop, is_last
+        taken.prompt_logprobs = self.scores_prompts
+        taken.shapes = self._shapes() if is_last else None
+        taken.prefixes = [s.prefix for s in taken.sequences]
+        if is_last:
+            for sequence in self.sequences:
+                sequence.step = None
+        return taken
+
+    def _shapes(self) -> Shapes | None:
+        """Returns the logit changes of rows whose tokens are used; None if no row has any.
+
+        A sequence is seated when its prompt ends.
+        """
+        drawn = [s for s, used in zip(self.sequences, self.sampled, strict=True) if used]
+        if all(s.shape is None for s in drawn):
+            return None
+        rows = np.zeros((len(self.sequences), NUM_SHAPE_COLUMNS), np.int32)
+        for row, sequence, used in zip(rows, self.sequences, self.sampled, strict=True):
+            if used and sequence.shape is not None:
+                row[:] = sequence.shape
+        prefill = self.phase is Phase.PREFILL
+        seats = [s.seat() for s in drawn if prefill and s.shape is not None]
+        return Shapes(rows, seats, waits=any(s.matcher is not None for s in drawn))
