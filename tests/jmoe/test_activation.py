@@ -15,6 +15,8 @@ from jmoe.moe import compute
 from pallas_kernels.activation import SILU, ClampedSwiglu, Gelu, gated
 from pallas_kernels.backend import KERNEL, batched_only, noting, traced_for
 
+pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
+
 GOLDEN = Path(__file__).parents[1] / "golden" / "qwen2_moe"
 
 
@@ -101,6 +103,7 @@ def test_gradient_is_that_of_its_formula(activation):
     np.testing.assert_allclose(*grads, atol=1e-5)
 
 
+@pytest.mark.sized(deep=("Gelu(tanh=False)", "ClampedSwiglu(alpha=1.3, limit=0.5)"))
 @EACH
 def test_steps_and_the_whole_forward_pass_agree(activation):
     model, prompt = jmoe.load(GOLDEN, "float32"), [5, 9, 2, 40, 7]

@@ -14,6 +14,8 @@ from jmoe.attention import FULL
 from jmoe.kv_cache import KVPages
 from pallas_kernels.kv_write import split_heads
 
+pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
+
 
 @dataclass(frozen=True)
 class Ring:

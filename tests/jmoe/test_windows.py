@@ -19,6 +19,8 @@ from jmoe.model import unstack
 from jmoe.packed_rows import empty_deltas, pack_row
 from jmoe.steps import decode_step, make_state, prefill_step
 
+pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
+
 RNG = np.random.default_rng(3)
 TOKENS = RNG.integers(0, 40, (2, 40)).astype(np.int32)
 SLIDES = {"use_sliding_window": True, "sliding_window": 5}
@@ -64,7 +66,15 @@ def test_whole_sequences_see_what_numpy_sees(model):
     assert np.abs(numpy_forward.forward(full, TOKENS) - want).max() > 1e-2
 
 
-@pytest.mark.sized(deep=(*(f"{name}-64" for name in CASES), "in turn-7", "one kind-7"))
+@pytest.mark.sized(
+    deep=(
+        *(f"{name}-64" for name in CASES),
+        "in turn-7",
+        "one kind-7",
+        "mixtral-7",
+        "first layer-7",
+    )
+)
 @pytest.mark.parametrize("chunk_size", [7, 64])
 def test_chunks_and_decode_steps_over_pages_are_whole_sequences(model, chunk_size):
     prompts = [TOKENS[0].tolist(), TOKENS[1, :3].tolist()]
@@ -113,6 +123,7 @@ def steps(model, *, parts=(), weights=None):
     return np.concatenate(found)
 
 
+@pytest.mark.sized(deep=("in turn",))
 @pytest.mark.parametrize("name", ["in turn", "three kinds"])
 def test_parts_and_layers_in_arrays_of_their_own_are_the_same_steps(windowed, name):
     model = windowed(*CASES[name][:2])
