@@ -36,16 +36,20 @@ ROOM = 1.1  # capacity over arrivals, then
 DRAIN_S = 0.25, 2.0
 """A queue should be gone in the time that a first token may take, but not in less or more."""
 QUEUE_PRICE = 20.0
-RISE_PER_S = 60.0  # of thresholds: the first half of brownout saves more than the second
+RISE_PER_S = 60.0
+"""Percentage points by which thresholds rise in a second, at most: the first half of brownout saves
+more time than the second, so that steady thresholds degrade less than ones that jump."""
+SURE = 1.0  # standard deviations of step times by which the ITL objective is taken to be shorter
 
-TOO_LATE = 0.1  # of first tokens, where their P90 was expected to be in time: the model is wrong
+TOO_LATE = 0.1
+"""Share of late first tokens from which on the queue is slower than expected, where the P90 that
+was expected is in time."""
 CORRECTION, MOST_CORRECTION = 1.2, 3.0
-"""By what it takes a queue to be slower, once for every two intervals in which it is wrong; beyond
-the second Algorithm 2 decides for `DISTRUST_S`."""
+"""Factor on the expected time of the queue for every two such intervals in a row, and the largest;
+beyond it Algorithm 2 decides for `DISTRUST_S`."""
 DISTRUST_S = 10.0
 
-logger = logging.getLogger(__name__)
-SURE = 1.0  # standard deviations by which the ITL objective's time for prefill steps is cut
+log = logging.getLogger(__name__)
 
 Curve = Float[np.ndarray, "K"]
 
@@ -116,7 +120,7 @@ class Predictive:
             self._correction *= CORRECTION
         if self._correction > MOST_CORRECTION:
             self._correction, self._distrusted_until = 1.0, seen.now + DISTRUST_S
-            logger.warning(
+            log.warning(
                 "predictive: %.0f %% of first tokens come later than %.3g s, and %.3g s was "
                 "expected; algorithm2 decides for %g s",
                 100 * (late or 0.0),

@@ -287,33 +287,13 @@ ODD = mosaic._odd
 
 @pytest.mark.parametrize("odd", [ODD, lambda vectors: vectors], ids=["as it is", "control"])
 @pytest.mark.parametrize(
-    ("rows", "experts", "united", "picks"),
-    [(512, 60, 8, 4), (65, 60, 30, 4), (512, 60, 8, 2), (4096, 60, 30, 4)],
+    ("rows", "united", "picks"), [(512, 8, 4), (65, 30, 4), (512, 8, 2), (4096, 30, 4)]
 )
-def test_a_blocks_copies_go_by_whole_addresses(
-    odd, rows, experts, united, picks, monkeypatch, tmp_path
-):
+def test_a_blocks_copies_go_by_whole_addresses(odd, rows, united, picks, monkeypatch, tmp_path):
     """They ended with an illegal address on an H100. The control is what was compiled then."""
     monkeypatch.setattr(mosaic, "_odd", odd)
-    int32 = partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
-
-    def fn(logits, slots, groups, threshold, strategy, valid, exempt):
-        return routing.route(
-            logits,
-            slots=slots,
-            groups=groups,
-            threshold_percent=threshold,
-            strategy=strategy,
-            valid=valid,
-            exempt=exempt,
-            top_k=picks,
-            normalize=True,
-            block_m=BLOCK_M,
-            max_active=experts,
-        )
-
-    given = [jax.ShapeDtypeStruct((rows, experts), jnp.float32)]
-    given += [int32((experts + united,)), int32((experts,)), int32(()), int32(())]
-    given += [jax.ShapeDtypeStruct((rows,), bool)] * 2
-    kernels = sass.disassemble(monkeypatch, tmp_path, fn, *given)
+    static = Static(rows=rows, experts=60, united=united, top_k=picks, block_m=BLOCK_M)
+    case = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), ones(static))
+    fn = partial(routed, routing.route, static)
+    kernels = sass.disassemble(monkeypatch, tmp_path, fn, case)
     assert bool(sass.short_addresses(kernels["routing"])) == (odd is not ODD)
