@@ -154,7 +154,7 @@ class ByKind(NamedTuple):
 
 
 def _window(kind: AttentionKind) -> int:
-    return getattr(kind, "window", 0) if kind.shares_pages else 0
+    return (kind.shares_pages and getattr(kind, "window", None)) or 0
 
 
 def page_windows(cfg: "ModelConfig") -> tuple[int, ...]:
