@@ -180,6 +180,7 @@ class FakeRunner(StepExecutor):
                 assert waiting == (token, plan.first_layer), f"row {place} holds {waiting}"
             else:
                 context = self._contexts.setdefault(slot, [])
+                context += [-1] * (position - len(context))  # no row of a window of 1 reads them
                 context[position:] = [token]
             self._hidden[int(place)] = token, plan.stop_layer
             for group in range(len(self.limits.windows)):
