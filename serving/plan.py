@@ -78,7 +78,7 @@ class Limits:
         so that the first one runs out before them.
         """
         most, seqs = self.pages_per_rank, self.slots_per_rank
-        return most, *(min(most, self.pages_of_all(window, seqs)) for window in self.windows[1:])
+        return most, *(min(most, self._over(window, seqs)) for window in self.windows[1:])
 
     @property
     def most_positions(self) -> int:
@@ -117,9 +117,14 @@ class Limits:
         """Returns how many pages `positions` need."""
         return -(-positions // self.page_size)
 
-    def pages_of_all(self, window: int, num_seqs: int) -> int:
-        """Returns how many pages `num_seqs` sequences hold at most behind whose window pages are
-        free: what each decodes over, and what two prefill steps write.
+    def most_pages(self, length: int, num_seqs: int) -> int:
+        """Returns how many pages of the first group sequences of `length` hold at most."""
+        window, most = self.windows[0], num_seqs * self.pages_for(length)
+        return min(most, self._over(window, num_seqs)) if window else most
+
+    def _over(self, window: int, num_seqs: int) -> int:
+        """Returns how many pages sequences need of a group with a window: what each decodes over,
+        and what two prefill steps write.
         """
         written = NUM_STAGING_REGIONS * self.pages_for(self.max_prefill_tokens)
         return num_seqs * (self.pages_for(window - 1) + 2) + written
