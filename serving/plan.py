@@ -9,7 +9,6 @@ import sys
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -72,7 +71,7 @@ class Limits:
         """The number of pages of each rank."""
         return self.num_pages // self.num_ranks
 
-    @cached_property
+    @property
     def group_pages(self) -> tuple[int, ...]:
         """The number of pages of each rank, by group: of further ones, no more than all slots need,
         so that the first one runs out before them.
@@ -138,10 +137,12 @@ class Limits:
         """Returns the blocks for which a sequence that goes on at position `start` needs pages, if
         it has `end` positions; over a window, those that one prefill step reads and writes.
         """
-        first, stop = self.first_block(group, start), self.pages_for(end)
-        if window := self.windows[group]:
-            stop = min(stop, first + self.pages_for(window + self.max_prefill_tokens - 2) + 1)
-        return range(first, stop)
+        window, stop = self.windows[group], -(-end // self.page_size)
+        if not window:
+            return range(stop)
+        first = self.first_block(group, start)
+        most = self.pages_for(window + self.max_prefill_tokens - 2) + 1
+        return range(first, min(stop, first + most))
 
 
 class Seat(NamedTuple):

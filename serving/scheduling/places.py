@@ -1,6 +1,7 @@
 """Allocates slots and KV pages on the ranks to sequences."""
 
 import math
+import sys
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
 from types import MappingProxyType
@@ -102,17 +103,19 @@ class Places:
         starts with `found`, in the group with the fewest; below 0 if they do not suffice. Those of
         `giving` are evicted before.
         """
-        start, left = found.num_blocks * self._limits.page_size, []
-        for group, (pages, kept) in enumerate(zip(self._pages[rank], found.kept, strict=True)):
-            there = [one.page for one in kept]
-            wanted = len(self._limits.blocks(group, start, end))
-            wanted -= sum(not pages.is_idle(page) for page in there)
-            left.append(pages.num_free - wanted)
+        start, least = found.num_blocks * self._limits.page_size, sys.maxsize
+        for group, pages in enumerate(self._pages[rank]):
+            left = pages.num_free - len(self._limits.blocks(group, start, end))
+            if kept := found.kept[group]:
+                left += sum(not pages.is_idle(one.page) for one in kept)
             if giving:
+                there = {one.page for one in kept}
                 held = Counter(page for holder in giving for page in holder.pages[group].values())
                 freed = (pages.num_holders(p) == n and p not in there for p, n in held.items())
-                left[-1] += sum(freed)
-        return min(left)
+                left += sum(freed)
+            if left < least:
+                least = left
+        return least
 
     def rank_for(
         self,
@@ -125,43 +128,56 @@ class Places:
 
         Ties go to the rank with the most free pages. None if no rank has room.
         """
-        there = {rank: found.get(rank, self._nothing) for rank in range(self._limits.num_ranks)}
         fitting = [
             rank
-            for rank, own in there.items()
-            if rank in ranks and self._slots[rank] and self.num_left(rank, end, own) >= 0
+            for rank in range(self._limits.num_ranks)
+            if rank in ranks
+            and self._slots[rank]
+            and self.num_left(rank, end, found.get(rank, self._nothing)) >= 0
         ]
         return max(
             fitting,
-            key=lambda rank: (there[rank].num_blocks, self._pages[rank][0].num_free),
+            key=lambda rank: (
+                found.get(rank, self._nothing).num_blocks,
+                self._pages[rank][0].num_free,
+            ),
             default=None,
         )
 
-    def take(
-        self, rank: int, end: int, found: Found | None = None
-    ) -> tuple[int, list[dict[int, int]]]:
-        """Allocates a slot, and pages for a sequence of `end` positions that starts with `found`,
-        which it shares; returns them by group and block. Over a window they are as many as it will
-        have at once.
+    def take(self, rank: int, sequence: SequenceState, found: Found | None = None) -> None:
+        """Allocates a slot for a sequence that starts with `found`, which it shares, and pages for
+        its context; over a window, as many as it will have at once.
 
         Raises OutOfPages, and IndexError if there is no free slot.
         """
-        num_blocks, each = found or self._nothing
-        held, start = [], num_blocks * self._limits.page_size
-        for group, (pages, kept) in enumerate(zip(self._pages[rank], each, strict=True)):
+        end, found = len(sequence.prompt) + len(sequence.tokens), found or self._nothing
+        start, stop = found.num_blocks * self._limits.page_size, sys.maxsize
+        for group, (pages, kept) in enumerate(zip(self._pages[rank], found.kept, strict=True)):
             shared = [one.page for one in kept]
             pages.share(shared)  # first, so that allocating the others cannot evict these
             blocks = self._limits.blocks(group, start, end)
             own = pages.allocate(len(blocks) - len(shared))
-            held.append(dict(zip(blocks, [*shared, *own], strict=True)))
-        return self._slots[rank].pop(), held
+            sequence.pages.append(dict(zip(blocks, [*shared, *own], strict=True)))
+            stop = min(stop, blocks.stop)
+        sequence.slot, sequence.room = self._slots[rank].pop(), stop * self._limits.page_size
 
-    def room(self, pages: list[dict[int, int]]) -> int:
-        """Returns the positions up to which a sequence has pages in every group."""
-        return self._limits.page_size * (1 + min(next(reversed(held), -1) for held in pages))
+    def extend(self, sequence: SequenceState) -> bool:
+        """Allocates a decoding sequence's next page in each group; False if one has none free."""
+        groups = self._pages[self._limits.rank(sequence.slot)]
+        for pages in groups:
+            if not pages.num_free:
+                return False
+        block = sequence.room // self._limits.page_size
+        for pages, held in zip(groups, sequence.pages, strict=True):
+            (held[block],) = pages.allocate(1)
+        sequence.room += self._limits.page_size
+        return True
 
-    def grow(self, sequence: SequenceState, end: int) -> None:
-        """Allocates pages for further positions of a sequence of `end`, as far as there are any."""
+    def refill(self, sequence: SequenceState) -> bool:
+        """Allocates pages for a prompt's next chunk, and those that it will have over a window, as
+        far as there are any; False if they do not suffice for the chunk.
+        """
+        end, ends = len(sequence.prompt) + len(sequence.tokens), []
         for group, pages in enumerate(self._pages[self._limits.rank(sequence.slot)]):
             held, blocks = (
                 sequence.pages[group],
@@ -169,7 +185,9 @@ class Places:
             )
             new = range(next(reversed(held), blocks.start - 1) + 1, blocks.stop)[: pages.num_free]
             held.update(zip(new, pages.allocate(len(new)), strict=True))
-        sequence.room = self.room(sequence.pages)
+            ends.append(next(reversed(held), -1) + 1)
+        sequence.room = self._limits.page_size * min(ends)
+        return sequence.room >= min(end, sequence.num_computed + self._limits.max_prefill_tokens)
 
     def slide(self, sequence: SequenceState, settled: float = math.inf) -> None:
         """Frees a sequence's pages behind the windows of its next row, of its first `settled`

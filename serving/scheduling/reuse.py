@@ -55,11 +55,13 @@ class Reuse:
         if not count:
             return self.nothing
         accepted, groups = self._accepted(sequence), self._places.named(rank)
-        state = sum(pages.num_gone for pages in groups), accepted, count
+        num_gone, num_kept = groups[0].num_gone, groups[0].num_kept
+        for pages in groups[1:]:
+            num_gone, num_kept = num_gone + pages.num_gone, num_kept + pages.num_kept
+        state = num_gone, accepted, count
         seen = sequence.prefix.seen.get(rank)
         if seen is None or seen.state != state:
             seen = sequence.prefix.seen[rank] = KnownPages(state, -1, [], self.nothing)
-        num_kept = sum(pages.num_kept for pages in groups)
         if (
             seen.num_kept != num_kept
         ):  # earlier results stay valid; pages added since may extend them

@@ -542,8 +542,7 @@ class Scheduler:
             self._preempt(self.policy.victim(self._giving_way(rank)))
         sequence.status = SequenceStatus.PREFILL
         found = self.reuse.found(sequence, rank)
-        sequence.slot, sequence.pages = self.places.take(rank, len(sequence.context), found)
-        sequence.room = self.places.room(sequence.pages)
+        self.places.take(rank, sequence, found)
         self.reuse.begin(sequence, found)
         self.running.append(sequence)
         if math.isnan(sequence.ready_at):
@@ -578,13 +577,14 @@ class Scheduler:
             if not room[rank] or sequence.status is not SequenceStatus.DECODE:
                 continue  # no row is left, or it was evicted for an earlier one
             if sequence.num_computed >= sequence.room:
-                num_running, found = len(self.running), self._finds_pages(sequence)
-                if len(self.running) < num_running:
-                    stay = [s for s in scheduled if s.status is SequenceStatus.DECODE]
-                    room[rank] += len(scheduled) - len(stay)
-                    scheduled = stay
-                if not found:
-                    continue
+                if self._slides or not self.places.extend(sequence):
+                    num_running, found = len(self.running), self._finds_pages(sequence)
+                    if len(self.running) < num_running:
+                        stay = [s for s in scheduled if s.status is SequenceStatus.DECODE]
+                        room[rank] += len(scheduled) - len(stay)
+                        scheduled = stay
+                    if not found:
+                        continue
                 grown.append(sequence)
             scheduled.append(sequence)
             room[rank] -= 1
@@ -637,24 +637,22 @@ class Scheduler:
         Those behind a window are given back before, though where pages are short nobody can share
         what was not read yet.
         """
-        end, places = sequence.num_computed + 1, self.places
-        if sequence.status is SequenceStatus.PREFILL:
-            end = len(sequence.prompt) + len(sequence.tokens)
-        most = min(end, sequence.num_computed + self.limits.max_prefill_tokens)
+        decodes = sequence.status is SequenceStatus.DECODE
+        more = self.places.extend if decodes else self.places.refill
         if self._slides:
-            places.slide(sequence, self.reuse.num_settled(sequence))
-        places.grow(sequence, end)
-        if self._slides and sequence.room < most:
-            places.slide(sequence)
-            places.grow(sequence, end)
-        while sequence.num_computed >= sequence.room:
+            self.places.slide(sequence, self.reuse.num_settled(sequence))
+        found = more(sequence)
+        if self._slides and not found:
+            self.places.slide(sequence)
+            found = more(sequence)
+        while not found and sequence.num_computed >= sequence.room:
             victim = self._victim_for(sequence)
             if victim is None:
                 return False
             self._preempt(victim)
             if victim is sequence:
                 return False
-            places.grow(sequence, end)
+            found = more(sequence)
         return True
 
     def _victim_for(self, sequence: SequenceState) -> SequenceState | None:

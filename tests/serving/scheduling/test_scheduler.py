@@ -173,7 +173,7 @@ def test_the_last_to_come_gives_way_and_still_gets_every_token():
 def test_the_integrity_check_notices_a_leak():
     scheduler = Scheduler(LIMITS, Fcfs())
     scheduler.check_idle()
-    scheduler.places.take(0, 1)
+    scheduler.places.take(0, make_sequence("lost", [1], 1))
     with pytest.raises(AssertionError, match="1 pages leaked"):
         scheduler.check_idle()
 
