@@ -27,28 +27,32 @@ LIMITS = Limits(
 
 
 def test_slots_and_pages_are_numbered_through():
-    places = Places(LIMITS)
-    assert places.take(1, 2) == (3, [15, 16])
-    assert places.take(0, 1) == (0, [0])
-    assert places.page_for(3) == 17
+    places, sequences = Places(LIMITS), [sequence_of([1] * 8, 4), sequence_of([1] * 4, 4)]
+    for rank, sequence in zip((1, 0), sequences, strict=True):
+        places.take(rank, sequence)
+    first, second = sequences
+    assert (first.slot, first.pages) == (3, [{0: 15, 1: 16}])
+    assert (second.slot, second.pages) == (0, [{0: 0}])
+    assert places.extend(first)
+    assert (first.pages, first.room) == ([{0: 15, 1: 16, 2: 17}], 12)
     assert (places.num_pages, places.num_free_pages) == (30, 26)
     with pytest.raises(OutOfPages):
-        places.take(1, 13)
+        places.take(1, sequence_of([1] * 52, 4))
     with pytest.raises(AssertionError, match="leaked"):
         places.check_idle()
-    places.give_back(3, [15, 16, 17])
-    places.give_back(0, [0])
+    for sequence in sequences:
+        places.give_back(sequence)
     places.check_idle()
 
 
 def test_a_request_goes_where_most_pages_are_free():
     places = Places(LIMITS)
-    assert places.rank_for(3, (0, 1)) == 0
-    places.take(0, 1)
-    assert places.rank_for(3, (0, 1)) == 1
-    assert places.rank_for(3, (0,)) == 0
-    assert places.rank_for(15, (0, 1)) == 1
-    assert places.rank_for(16, (0, 1)) is None
+    assert places.rank_for(12, (0, 1)) == 0
+    places.take(0, sequence_of([1] * 4, 4))
+    assert places.rank_for(12, (0, 1)) == 1
+    assert places.rank_for(12, (0,)) == 0
+    assert places.rank_for(60, (0, 1)) == 1
+    assert places.rank_for(61, (0, 1)) is None
 
 
 def test_each_rank_has_room_for_its_own_prompts():
