@@ -127,11 +127,16 @@ class ModelConfig:
                 runs.append((number, layer, layer + 1, others))
         return runs
 
+    def has_sinks(self, layer: int) -> bool:
+        """Whether a layer's attention has a sink a head."""
+        return bool(getattr(self.layer_attention[layer], "sinks", False))
+
     def segments(self) -> list[tuple[bool, int, int]]:
-        """Runs of layers of one kind: (is MoE, first layer, number of layers)."""
+        """Runs of layers with the same parameters: (is MoE, first layer, number of layers)."""
         runs: list[tuple[bool, int, int]] = []
         for layer, moe in enumerate(self.moe_layers):
-            if runs and runs[-1][0] == moe:
+            alike = layer > 0 and self.has_sinks(layer) == self.has_sinks(layer - 1)
+            if runs and alike and runs[-1][0] == moe:
                 runs[-1] = (moe, runs[-1][1], runs[-1][2] + 1)
             else:
                 runs.append((moe, layer, 1))

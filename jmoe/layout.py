@@ -108,6 +108,8 @@ def layer(cfg: ModelConfig, index: int, is_moe: bool) -> Layout:
     if cfg.qk_norm:
         for key in ("q_norm", "k_norm"):
             out[key] = Parameter((f"{attn}{key}.weight",), ((size,),), ("head_dim",), "norm")
+    if cfg.has_sinks(index):
+        out["sinks"] = Parameter((attn + "sinks",), ((cfg.num_heads,),), ("heads",), "bias")
     mlp = f"{at}{naming(cfg.architecture).mlp}."
     if not is_moe:
         return out | _swiglu("", mlp, d, cfg.d_ff_dense, "f")

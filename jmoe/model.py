@@ -74,6 +74,7 @@ def project(
         q_norm=layer["q_norm"] if cfg.qk_norm else None,
         k_norm=layer["k_norm"] if cfg.qk_norm else None,
         eps=cfg.rms_norm_eps,
+        sinks=layer.get("sinks"),
     )
 
 

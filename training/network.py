@@ -20,6 +20,7 @@ from jmoe.moe import dense_mlp, gate, router, with_residual
 from jmoe.rope import rotation
 from pallas_kernels.kv_write import Projection, split_heads
 from pallas_kernels.matmul import matmul
+from pallas_kernels.online_softmax import softmax
 from training.dispatch import expert_layer
 
 Params = dict[str, Any]
@@ -85,7 +86,10 @@ class PackedAttention:
             (q.swapaxes(1, 2), k.transpose(0, 2, 3, 1), v.swapaxes(1, 2))
         )
         scores: Array = matmul(q, k)
-        out: Array = matmul(jax.nn.softmax(scores + self.mask.astype(q.dtype), axis=-1), v)
+        sinks = projection.sinks
+        if sinks is not None:
+            sinks = sinks[None, :, None]
+        out: Array = matmul(softmax(scores + self.mask.astype(q.dtype), sinks), v)
         out = out.swapaxes(1, 2)
         return out.reshape(batch * length, *out.shape[2:]), cache
 

@@ -25,6 +25,7 @@ class Projection:
     q_norm: Float[Array, "D"] | None = None
     k_norm: Float[Array, "D"] | None = None  # there are both or none
     eps: float = 0.0  # of the norms
+    sinks: Float[Array, "H"] | None = None  # for who attends with the queries
 
     @property
     def heads(self) -> int:

@@ -68,6 +68,10 @@ def _attention(cfg, layer, h, window):
     scores = np.einsum("qhd,khd->hqk", q, k) * size**-0.5
     back = np.arange(length)[:, None] - np.arange(length)[None, :]
     scores = np.where((back >= 0) & (back < window), scores, -np.inf)
+    if "sinks" in layer:  # a key without a value
+        sinks = np.broadcast_to(layer["sinks"][:, None, None], (cfg.num_heads, length, 1))
+        scores = np.concatenate([scores, sinks], axis=2)
+        v = np.concatenate([v, np.zeros_like(v[:1])])
     out = np.einsum("hqk,khd->qhd", _softmax(scores), v).reshape(length, -1)
     return out @ layer["wo"] + (layer["bo"] if cfg.o_bias else 0.0)
 
