@@ -262,7 +262,7 @@ class HFLayers:
             on_host = self._experts_on_host
             parts = [self._read(expert, on_host=on_host) for expert in experts]
             stack: Any = np.stack if on_host else _stack
-            pool = ExpertPool(*(stack([p[key] for p in parts]) for key in parts[0]))
+            pool = ExpertPool(**{key: stack([p[key] for p in parts]) for key in parts[0]})
         self._refuse_not_finite((params, pool), [own, *experts])
         return params, pool
 
@@ -347,8 +347,8 @@ def read_layers(
 
 def empty_pool(cfg: ModelConfig, num_slots: int, dtype: jnp.dtype) -> ExpertPool:
     """Returns a zeroed pool of `num_slots` experts of the model's shape."""
-    d, f = cfg.d_model, cfg.d_ff_expert
-    return ExpertPool(jnp.zeros((num_slots, d, 2 * f), dtype), jnp.zeros((num_slots, f, d), dtype))
+    shapes = layout.expert_shapes(cfg)
+    return ExpertPool(**{key: jnp.zeros((num_slots, *s), dtype) for key, s in shapes.items()})
 
 
 def load_united(
@@ -424,15 +424,16 @@ def copy_united(source: Path, to: Path) -> None:
 
 
 def _united_shapes(cfg: ModelConfig, way: int, layer: int) -> dict[str, tuple[int, ...]]:
-    count, d, f = -(-cfg.num_experts // way), cfg.d_model, cfg.d_ff_expert
-    shapes = {"gate_up": (count, d, 2 * f), "down": (count, f, d), "groups": (cfg.num_experts,)}
+    count = -(-cfg.num_experts // way)
+    shapes = {key: (count, *shape) for key, shape in layout.expert_shapes(cfg).items()}
+    shapes["groups"] = (cfg.num_experts,)
     return {f"way{way}.layers.{layer}.{key}": shape for key, shape in shapes.items()}
 
 
 def _united(
     tensors: Mapping[str, np.ndarray], way: int, cfg: ModelConfig, path: Path
 ) -> UnitedExperts:
-    stacked: dict[str, list[np.ndarray]] = {"gate_up": [], "down": [], "groups": []}
+    stacked: dict[str, list[np.ndarray]] = {"groups": []}
     for layer in range(cfg.num_moe_layers):
         shapes = _united_shapes(cfg, way, layer)
         wrong = [n for n in shapes if n not in tensors or tensors[n].shape != shapes[n]]
@@ -444,7 +445,7 @@ def _united(
             want, words = (np.integer, "integers") if key == "groups" else (jnp.floating, "floats")
             if not jnp.issubdtype(tensors[name].dtype, want):
                 raise CheckpointError(f"{path}: {name} and the others must be {words}")
-            stacked[key].append(tensors[name])
+            stacked.setdefault(key, []).append(tensors[name])
     try:
         return UnitedExperts(way, **{key: np.stack(parts) for key, parts in stacked.items()})
     except ValueError as error:
@@ -519,7 +520,7 @@ def _tree(weights: Weights) -> dict[str, Any]:
     params, pool, table = weights
     plain = {**params, "segments": list(params["segments"])}
     stored = {"slots": table.slots, "groups": table.groups}
-    return {"params": plain, "pool": pool.plain()._asdict(), "table": stored}
+    return {"params": plain, "pool": pool.plain().arrays, "table": stored}
 
 
 def _check_native(cfg: ModelConfig, params: Mapping[str, Any]) -> None:

@@ -65,6 +65,7 @@ class ModelConfig:
     layer_attention: tuple[AttentionKind, ...] = ()  # by layer; none: full attention
     router: Router | None = None  # None: softmax over all experts, the likeliest
     activation: Activation = SILU  # of routed, united and shared experts and of dense layers
+    expert_bias: bool = False  # of routed and united experts' products
 
     def __post_init__(self) -> None:
         """Raises ConfigError where fields contradict each other."""

@@ -6,6 +6,7 @@ kind it is, by which drawn weights begin. Loading (`jmoe.checkpoint`), random we
 docs/architecture.md follow it.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -129,8 +130,25 @@ def expert(cfg: ModelConfig, index: int, number: int) -> Layout:
     ExpertPool.
     """
     names = naming(cfg.architecture)
-    at = f"model.layers.{index}.{names.mlp}.experts.{number}."
-    return _swiglu("", at, cfg.d_model, cfg.d_ff_expert, "f", names.expert_names)
+    at, d, f = f"model.layers.{index}.{names.mlp}.experts.{number}.", cfg.d_model, cfg.d_ff_expert
+    out = _swiglu("", at, d, f, "f", names.expert_names)
+    if cfg.expert_bias:
+        gate, up, down = (f"{at}{name}.bias" for name in names.expert_names)
+        out["gate_up_bias"] = Parameter((gate, up), ((f,), (f,)), ("2 f",), "bias")
+        out["down_bias"] = Parameter((down,), ((d,),), ("d",), "bias")
+    return out
+
+
+def expert_shapes(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of an expert's arrays, routed or united, by the names an ExpertPool has
+    for them.
+    """
+    return {key: parameter.shape for key, parameter in expert(cfg, 0, 0).items()}
+
+
+def expert_parameters(cfg: ModelConfig) -> int:
+    """Returns the weights of one expert, routed or united."""
+    return sum(map(math.prod, expert_shapes(cfg).values()))
 
 
 def whole(cfg: ModelConfig) -> Iterator[Parameter]:

@@ -186,11 +186,17 @@ def gated_mlp(
     gate_up: Float[Array, "*n d f2"],
     down: Float[Array, "*n f d"],
     activation: Activation,
+    biases: tuple[Float[Array, "*n f2"], Float[Array, "*n d"]] | None = None,
 ) -> Float[Array, "*n T d"]:
     """Computes `act(h Wg, h Wu) Wd` with the two first matrices side by side, of one network
-    or, each on its own rows, several; in the weights' dtype.
+    or, each on its own rows, several; in the weights' dtype. `biases` are of the two products.
     """
-    return linear(gated(linear(h, gate_up), activation), down).astype(h.dtype)
+
+    def product(rows: Array, weights: Array, at: int) -> Array:
+        out = linear(rows, weights)
+        return out if biases is None else out + biases[at].astype(out.dtype)[..., None, :]
+
+    return product(gated(product(h, gate_up, 0), activation), down, 1).astype(h.dtype)
 
 
 def shared_expert(cfg: ModelConfig, layer: Params, h: Float[Array, "T d"]) -> Float[Array, "T d"]:

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from jmoe.rope import inverse_frequencies
+from pallas_kernels.activation import ClampedSwiglu
 
 
 def forward(model, tokens, served=None):
@@ -18,7 +19,7 @@ def forward(model, tokens, served=None):
     """
     cfg = model.config
     params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), dict(model.params))
-    pool = [np.asarray(leaf, np.float64) for leaf in model.pool]
+    pool = {key: np.asarray(leaf, np.float64) for key, leaf in model.pool.arrays.items()}
     slots, out = np.asarray(model.table.slots), []
     for row in np.asarray(tokens):
         x, moe_layer = params["embed"][row], 0
@@ -32,7 +33,7 @@ def forward(model, tokens, served=None):
                     x = x + _moe(cfg, layer, pool, slots[moe_layer], h, moe_layer, served)
                     moe_layer += 1
                 else:
-                    x = x + _swiglu(h, layer["gate_up"], layer["down"])
+                    x = x + _swiglu(cfg, h, layer["gate_up"], layer["down"])
         last = _norm(cfg, x[-1], params["final_norm"])
         out.append(last @ (params["embed"].T if cfg.tie_embeddings else params["lm_head"]))
     return np.stack(out)
@@ -46,9 +47,13 @@ def _silu(x):
     return x / (1 + np.exp(-x))
 
 
-def _swiglu(h, gate_up, down):
-    gate, up = np.split(h @ gate_up, 2, axis=-1)
-    return (_silu(gate) * up) @ down
+def _swiglu(cfg, h, gate_up, down, gate_up_bias=0.0, down_bias=0.0):
+    gate, up = np.split(h @ gate_up + gate_up_bias, 2, axis=-1)
+    if isinstance(cfg.activation, ClampedSwiglu):
+        limit = cfg.activation.limit
+        gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit) + 1
+        return (gate / (1 + np.exp(-cfg.activation.alpha * gate)) * up) @ down + down_bias
+    return (_silu(gate) * up) @ down + down_bias
 
 
 def _softmax(x):
@@ -93,9 +98,9 @@ def _moe(cfg, layer, pool, slots, h, moe_layer, served):
             to = expert if served is None else served(moe_layer, row, expert)
             if to < 0:
                 continue
-            gate_up, down = (weights[slots[to]] for weights in pool)
-            out[row] += likely[expert] / scale * _swiglu(h[row], gate_up, down)
+            own = {key: weights[slots[to]] for key, weights in pool.items()}
+            out[row] += likely[expert] / scale * _swiglu(cfg, h[row], **own)
     if cfg.d_ff_shared:
         opening = 1 / (1 + np.exp(-(h @ layer["shared_gate"])))[:, None]
-        out += opening * _swiglu(h, layer["shared_gate_up"], layer["shared_down"])
+        out += opening * _swiglu(cfg, h, layer["shared_gate_up"], layer["shared_down"])
     return out

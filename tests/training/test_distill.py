@@ -73,7 +73,7 @@ def test_layers_in_turn_are_the_model(tiny_dir):
     x = np.asarray(top["embed"])[data.tokens]
     for index in range(cfg.num_layers):
         params, experts = layers.layer(index)
-        rows = run_layer(cfg, params, experts, x, data, batch=3)
+        rows = run_layer(cfg, index, params, experts, x, data, batch=3)
         assert len(rows.h) == np.count_nonzero(data.items)
     model = jmoe.load(tiny_dir.path, "float32")
     h = x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + cfg.rms_norm_eps)
