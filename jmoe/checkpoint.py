@@ -274,11 +274,12 @@ class HFLayers:
         _refuse(f"{self._directory} has weights that are not finite:", filter(None, faults))
 
     def _read(self, own: Layout, *, on_host: bool = False) -> dict[str, Any]:
-        read, placed = self._files.read, np.asarray if on_host else jnp.asarray
-        return {
-            key: placed(p.assemble([read(name, self._dtype, on_host=on_host) for name in p.names]))
-            for key, p in own.items()
-        }
+        placed, found = np.asarray if on_host else jnp.asarray, {}
+        for key, p in own.items():
+            kind = jnp.dtype(jnp.float32) if p.float32 else self._dtype
+            read = partial(self._files.read, dtype=kind, on_host=on_host)
+            found[key] = placed(p.assemble(list(map(read, p.names))))
+        return found
 
 
 def load_hf(

@@ -28,6 +28,7 @@ class Parameter:
     stored: tuple[tuple[int, ...], ...]  # their shapes in the file, `[out, in]`
     axes: tuple[str, ...]  # of the parameter itself
     kind: Kind = "matrix"
+    float32: bool = False  # whatever the model's dtype is
 
     @property
     def transposed(self) -> bool:
@@ -114,7 +115,7 @@ def layer(cfg: ModelConfig, index: int, is_moe: bool) -> Layout:
     out["router"] = Parameter((mlp + "gate.weight",), ((cfg.num_experts, d),), ("d", "m"), "router")
     if cfg.router is not None and cfg.router.bias:
         name = (mlp + "gate.e_score_correction_bias",)
-        out["router_bias"] = Parameter(name, ((cfg.num_experts,),), ("m",), "bias")
+        out["router_bias"] = Parameter(name, ((cfg.num_experts,),), ("m",), "bias", float32=True)
     if cfg.d_ff_shared:
         out |= _swiglu("shared_", mlp + "shared_expert.", d, cfg.d_ff_shared, "f_s")
         gate = (mlp + "shared_expert_gate.weight",)

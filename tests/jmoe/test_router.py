@@ -7,11 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 import jmoe
 from jmoe import layout
 from jmoe.api import Model
+from jmoe.checkpoint import HFLayers
 from jmoe.config import read_config
+from jmoe.random_model import random_params
 from jmoe.router import ScoredTopK
 from serving.config import AsynchronousConfig, BrownoutConfig, EngineConfig
 from serving.engine import Engine
@@ -35,7 +38,7 @@ def by_loops(router, logits, bias, top_k, normalize):
         worth = {}
         for group in range(router.groups):
             own = sorted(wanted[group * size : (group + 1) * size])
-            worth[group] = sum(own[-2:])
+            worth[group] = sum(own[-router.best :])
         best = sorted(worth, key=lambda g: -worth[g])[: router.top_groups]
         allowed = [e for e in range(len(row)) if e // size in best]
         ids = sorted(allowed, key=lambda e: -wanted[e])[:top_k]
@@ -55,6 +58,8 @@ def by_loops(router, logits, bias, top_k, normalize):
         ScoredTopK("sigmoid", 4, 2, 1.5, bias=True),
         ScoredTopK("sigmoid", 6, 1, bias=True),
         ScoredTopK("softmax", 12, 5),
+        ScoredTopK("softmax", 4, 1, best=1),
+        ScoredTopK("sigmoid", 3, 2, bias=True, best=1),
     ],
 )
 def test_scores_are_chosen_from_as_published(router, normalize):
@@ -77,6 +82,20 @@ def test_a_layers_bias_is_a_parameter_of_its_layout():
     assert of_bias.names == ("model.layers.1.mlp.gate.e_score_correction_bias",)
     assert of_bias.shape == (cfg.num_experts,)
     assert "router_bias" not in layout.layer(replace(cfg, router=ScoredTopK()), 1, is_moe=True)
+
+
+def test_a_bias_of_float32_stays_so_in_a_model_of_less(tmp_path):
+    """In bfloat16 two experts whose bias differs by less than their scores would change places."""
+    cfg = replace(read_config(GOLDEN), router=ScoredTopK(bias=True))
+    tensors, bias = load_file(GOLDEN / "model.safetensors"), np.float32(9) + np.arange(7) / 1000
+    for layer in range(cfg.num_layers):
+        tensors[f"model.layers.{layer}.mlp.gate.e_score_correction_bias"] = bias.astype(np.float32)
+    save_file(tensors, tmp_path / "model.safetensors")
+    layer, _ = HFLayers(tmp_path, cfg, jnp.dtype("bfloat16")).layer(0)
+    assert np.asarray(layer["router_bias"]).tolist() == bias.astype(np.float32).tolist()
+    assert layer["router"].dtype == jnp.bfloat16
+    drawn = jax.eval_shape(lambda: random_params(cfg, jax.random.key(0), jnp.dtype("bfloat16")))
+    assert drawn["segments"][0]["router_bias"].dtype == np.float32
 
 
 @dataclass(frozen=True)
