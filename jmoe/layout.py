@@ -109,7 +109,8 @@ def layer(cfg: ModelConfig, index: int, is_moe: bool) -> Layout:
     if cfg.qk_norm:
         for key in ("q_norm", "k_norm"):
             out[key] = Parameter((f"{attn}{key}.weight",), ((size,),), ("head_dim",), "norm")
-    mlp = f"{at}{naming(cfg.architecture).mlp}."
+    names = naming(cfg.architecture)
+    mlp = f"{at}{names.mlp}."
     if not is_moe:
         return out | _swiglu("", mlp, d, cfg.d_ff_dense, "f")
     out["router"] = Parameter((mlp + "gate.weight",), ((cfg.num_experts, d),), ("d", "m"), "router")
@@ -117,9 +118,10 @@ def layer(cfg: ModelConfig, index: int, is_moe: bool) -> Layout:
         name = (mlp + "gate.e_score_correction_bias",)
         out["router_bias"] = Parameter(name, ((cfg.num_experts,),), ("m",), "bias", float32=True)
     if cfg.d_ff_shared:
-        out |= _swiglu("shared_", mlp + "shared_expert.", d, cfg.d_ff_shared, "f_s")
-        gate = (mlp + "shared_expert_gate.weight",)
-        out["shared_gate"] = Parameter(gate, ((1, d),), ("d",), "gate")
+        out |= _swiglu("shared_", f"{mlp}{names.shared}.", d, cfg.d_ff_shared, "f_s")
+        if cfg.shared_gate:
+            gate = (f"{mlp}{names.shared}_gate.weight",)
+            out["shared_gate"] = Parameter(gate, ((1, d),), ("d",), "gate")
     return out
 
 

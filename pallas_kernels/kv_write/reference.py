@@ -10,13 +10,15 @@ from pallas_kernels.norm import rms_norm
 def turn(
     x: Float[Array, "T N D"], cos: Float[Array, "T half"], sin: Float[Array, "T half"]
 ) -> Float[Array, "T N D"]:
-    """Rotates elements (i, i + D/2) of each head by the row's angle i, in float32; returns x's
+    """Rotates elements (i, i + half) of each head by the row's angle i, in float32; returns x's
     dtype.
     """
-    half = x.shape[-1] // 2
+    half = cos.shape[-1]
     cos, sin = cos[:, None, :], sin[:, None, :]
-    a, b = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+    a, b, rest = jnp.split(x, [half, 2 * half], axis=-1)
+    a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+    turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+    return jnp.concatenate([turned, rest], axis=-1) if rest.shape[-1] else turned
 
 
 def split_heads(projection):

@@ -1,12 +1,13 @@
 """Routers: scored ones against loops, and one from outside the package wherever experts are."""
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from router_oracle import scored
 from safetensors.numpy import load_file, save_file
 
 import jmoe
@@ -25,28 +26,10 @@ pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
 GOLDEN = Path(__file__).parents[1] / "golden" / "qwen2_moe"
 
 
-def by_loops(router, logits, bias, top_k, normalize):
-    """Chooses as DeepSeek-V3 and GLM-4.5 say, a row and an expert at a time."""
-    found = []
-    for row in logits.astype(np.float64):
-        if router.scoring == "sigmoid":
-            scores = 1 / (1 + np.exp(-row))
-        else:
-            scores = np.exp(row - row.max()) / np.exp(row - row.max()).sum()
-        wanted = scores + bias
-        size = len(row) // router.groups
-        worth = {}
-        for group in range(router.groups):
-            own = sorted(wanted[group * size : (group + 1) * size])
-            worth[group] = sum(own[-router.best :])
-        best = sorted(worth, key=lambda g: -worth[g])[: router.top_groups]
-        allowed = [e for e in range(len(row)) if e // size in best]
-        ids = sorted(allowed, key=lambda e: -wanted[e])[:top_k]
-        weights = scores[ids]
-        if normalize:
-            weights = weights / weights.sum()
-        found.append((ids, router.scale * weights))
-    return found
+def by_loops(router, row, bias, top_k, normalize):
+    fields = asdict(router) | {"normalize": normalize}
+    del fields["bias"]
+    return scored(row, bias, top_k, **fields)[:2]
 
 
 @pytest.mark.parametrize("normalize", [False, True])
@@ -70,8 +53,8 @@ def test_scores_are_chosen_from_as_published(router, normalize):
     bias = rng.normal(size=12).astype(np.float32) if router.bias else np.zeros(12, np.float32)
     layer = {"router_bias": jnp.asarray(bias)} if router.bias else {}
     weights, ids = router(cfg, layer, jnp.asarray(logits))
-    want = by_loops(router, logits, bias, 2, normalize)
-    for got_ids, got, (want_ids, want_weights) in zip(ids, weights, want, strict=True):
+    for got_ids, got, row in zip(ids, weights, logits, strict=True):
+        want_ids, want_weights = by_loops(router, row, bias, 2, normalize)
         assert got_ids.tolist() == want_ids
         np.testing.assert_allclose(got, want_weights, rtol=1e-5)
 
