@@ -126,6 +126,21 @@ def scored(fields: Fields, num_experts: int, **given: Any) -> ScoredTopK:
     return router
 
 
+def _olmoe(fields: Fields) -> dict[str, Any]:
+    bias = fields.flag("attention_bias", False)
+    return {
+        "num_experts": _num_experts(fields, *_either_count(fields)),
+        "d_ff_expert": fields.size("intermediate_size"),
+        "moe_layers": (True,) * fields.size("num_hidden_layers"),
+        "norm_topk_prob": fields.flag("norm_topk_prob", False),
+        "qkv_bias": bias,
+        "o_bias": bias,
+        "qk_norm": True,
+        "normed_whole": True,
+        "clip_qkv": fields.number("clip_qkv", 0.0),
+    }
+
+
 def _mixtral(fields: Fields) -> dict[str, Any]:
     return {
         "layer_attention": full_or_window(fields, fields.size("sliding_window", 0)),
@@ -263,6 +278,16 @@ register(
         rms_norm_eps=1e-5,
         partial_rotary=0.5,
         shared="shared_experts",
-        apart="sigmoid router, its bias and groups; heads turn in part; the prediction layer is left out",
+        apart="sigmoid router, its bias and groups; heads turn in part; prediction layer left out",
+    ),
+)
+register(
+    "olmoe",
+    Architecture(
+        "OlmoeForCausalLM",
+        _olmoe,
+        _and("attention_bias clip_qkv norm_topk_prob num_experts num_local_experts"),
+        rms_norm_eps=1e-5,
+        apart="RMSNorm of all heads together, `clip_qkv`",
     ),
 )

@@ -67,6 +67,8 @@ class ModelConfig:
     max_position: int
     eos_token_ids: tuple[int, ...] = ()
     o_bias: bool = False  # of attention's output projection
+    normed_whole: bool = False  # with `qk_norm`: all heads of q, or of k, as one
+    clip_qkv: float = 0.0  # bound of q, k and v before they turn; 0: none
     shared_gate: bool = True  # whether the shared expert has a sigmoid gate
     unused_layers: int = 0  # of the checkpoint, behind the last: they predict further tokens
     layer_attention: tuple[AttentionKind, ...] = ()  # by layer; none: full attention

@@ -107,8 +107,10 @@ def layer(cfg: ModelConfig, index: int, is_moe: bool) -> Layout:
     if cfg.o_bias:
         out["bo"] = Parameter((attn + "o_proj.bias",), ((d,),), ("d",), "bias")
     if cfg.qk_norm:
-        for key in ("q_norm", "k_norm"):
-            out[key] = Parameter((f"{attn}{key}.weight",), ((size,),), ("head_dim",), "norm")
+        axis = heads if cfg.normed_whole else "head_dim"
+        for key, whole in (("q_norm", q), ("k_norm", kv)):
+            shape = (whole if cfg.normed_whole else size,)
+            out[key] = Parameter((f"{attn}{key}.weight",), (shape,), (axis,), "norm")
     names = naming(cfg.architecture)
     mlp = f"{at}{names.mlp}."
     if not is_moe:

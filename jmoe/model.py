@@ -64,7 +64,9 @@ def embed(params: Params, tokens: Int[Array, "T"]) -> Float[Array, "T d"]:
 def project(
     cfg: ModelConfig, layer: Params, h: Float[Array, "T d"], cos_sin: Rotation
 ) -> Projection:
-    """Returns the QKV product of normed rows; bias, QK norm and RoPE are still to be applied."""
+    """Returns the QKV product of normed rows; what `Projection` has of them is still to be
+    applied.
+    """
     shape = (-1, cfg.num_heads + 2 * cfg.num_kv_heads, cfg.head_dim)
     return Projection(
         linear(h, layer["wqkv"]).reshape(shape),
@@ -74,6 +76,7 @@ def project(
         q_norm=layer["q_norm"] if cfg.qk_norm else None,
         k_norm=layer["k_norm"] if cfg.qk_norm else None,
         eps=cfg.rms_norm_eps,
+        clip=cfg.clip_qkv,
     )
 
 

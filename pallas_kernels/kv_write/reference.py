@@ -30,10 +30,17 @@ def split_heads(projection):
         rows = lax.optimization_barrier(rows) + projection.bias.astype(rows.dtype)[None]
     q, k, v = jnp.split(rows, [heads, heads + projection.kv_heads], axis=1)
     if projection.q_norm is not None:
-        q = rms_norm(q, projection.q_norm, projection.eps)
-        k = rms_norm(k, projection.k_norm, projection.eps)
+        q = _normed(q, projection.q_norm, projection.eps)
+        k = _normed(k, projection.k_norm, projection.eps)
+    if projection.clip:
+        q, k, v = (jnp.clip(x, -projection.clip, projection.clip) for x in (q, k, v))
     q, k = (turn(x, projection.cos, projection.sin) for x in (q, k))
     return q, k, v
+
+
+def _normed(x, weight, eps):
+    """Norms heads, one by one or all together: as many elements as there are weights."""
+    return rms_norm(x.reshape(len(x), -1, weight.size), weight, eps).reshape(x.shape)
 
 
 def write_kv(projection, k_pages, v_pages, *, layer, page, offset):

@@ -36,6 +36,7 @@ OTHERS = {
     "architectures": [["LlamaForCausalLM"]],
     "attention_dropout": [0.5],
     "bos_token_id": [3],
+    "clip_qkv": [0.5, 3.0],
     "decoder_sparse_step": [2, 1],
     "dtype": ["float16"],
     "eos_token_id": [5, [5, 6]],
@@ -90,6 +91,7 @@ ADDED_FOR = {
         "scoring_func": ["softmax"],
         "topk_method": ["greedy"],
     },
+    "olmoe": {"clip_qkv": [0.5], "sliding_window": [4], "qk_norm": [False]},
 }
 ADDED_ROPE = {
     "attention_factor": [1.7],

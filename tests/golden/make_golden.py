@@ -32,6 +32,7 @@ EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
 
 # Keys of the number of experts and of their width, where they are not Qwen's.
 NAMES = {
+    "olmoe": ("num_experts", "intermediate_size"),
     "mixtral": ("num_local_experts", "intermediate_size"),
     "glm4_moe": ("n_routed_experts", "moe_intermediate_size"),
 }
@@ -98,6 +99,7 @@ GLM_NORM = {"use_qk_norm": True, "attention_bias": True}
 YARN_PARTIAL = {**YARN_BETAS, "partial_rotary_factor": 0.25}
 
 qwen2, qwen3, mixtral = (partial(case, name) for name in ("qwen2_moe", "qwen3_moe", "mixtral"))
+olmoe = partial(case, "olmoe", eos_token_id=2)
 glm4 = partial(case, "glm4_moe", rope={"rope_theta": 1e4, "partial_rotary_factor": 0.5})
 CASES = {
     "qwen2_moe": qwen2([2, 32, 4, 4, 97], [7, 3, 19, 41, 29]),
@@ -157,6 +159,13 @@ CASES = {
         routed_scaling_factor=1.5,
         num_nextn_predict_layers=0,
         **TIED,
+    ),
+    "olmoe": olmoe([2, 40, 5, 5, 73], [9, 3, 11], rope=TEN_THOUSAND),
+    "olmoe_clip_gqa": olmoe(
+        [3, 36, 6, 2, 61], [7, 2, 13], hub=False, rope=FIVE_HUNDRED, clip_qkv=0.8, **NORM, **TIED
+    ),
+    "olmoe_attention_bias_linear": olmoe(
+        [2, 48, 4, 4, 67], [5, 2, 11], rope=LINEAR, bf16=True, attention_bias=True
     ),
 }
 

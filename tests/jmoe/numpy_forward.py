@@ -65,7 +65,9 @@ def _attention(cfg, layer, h, window):
     heads = qkv.reshape(length, -1, size)
     q, k, v = np.split(heads, [cfg.num_heads, cfg.num_heads + cfg.num_kv_heads], axis=1)
     if cfg.qk_norm:
-        q, k = _norm(cfg, q, layer["q_norm"]), _norm(cfg, k, layer["k_norm"])
+        q, k = _heads_norm(cfg, q, layer["q_norm"]), _heads_norm(cfg, k, layer["k_norm"])
+    if cfg.clip_qkv:
+        q, k, v = (np.clip(x, -cfg.clip_qkv, cfg.clip_qkv) for x in (q, k, v))
     q, k = _rotate(cfg, q), _rotate(cfg, k)
     k, v = (np.repeat(a, groups, axis=1) for a in (k, v))
     scores = np.einsum("qhd,khd->hqk", q, k) * size**-0.5
@@ -73,6 +75,12 @@ def _attention(cfg, layer, h, window):
     scores = np.where((back >= 0) & (back < window), scores, -np.inf)
     out = np.einsum("hqk,khd->qhd", _softmax(scores), v).reshape(length, -1)
     return out @ layer["wo"] + (layer["bo"] if cfg.o_bias else 0.0)
+
+
+def _heads_norm(cfg, x, weight):
+    if not cfg.normed_whole:
+        return _norm(cfg, x, weight)
+    return _norm(cfg, x.reshape(len(x), -1), weight).reshape(x.shape)
 
 
 def _rotate(cfg, x):

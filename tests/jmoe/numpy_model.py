@@ -68,10 +68,14 @@ class NumpyModel:
         out = np.zeros((len(rows), heads, head_dim))
         for i, (sequence, _, _) in enumerate(rows):
             keys, values = self.cache.setdefault((sequence, layer), ([], []))
-            q, k, v = (
-                self.linear(f"{at}{p}_proj", h[i]).reshape(-1, head_dim) for p in ("q", "k", "v")
-            )
-            if at + "q_norm.weight" in self.tensors:
+            q, k, v = (self.linear(f"{at}{p}_proj", h[i]) for p in ("q", "k", "v"))
+            whole = cfg["model_type"] == "olmoe"  # norms all heads together
+            if whole:
+                q, k = self.norm(q, at + "q_norm.weight"), self.norm(k, at + "k_norm.weight")
+            if clip := cfg.get("clip_qkv"):
+                q, k, v = (np.clip(x, -clip, clip) for x in (q, k, v))
+            q, k, v = (x.reshape(-1, head_dim) for x in (q, k, v))
+            if at + "q_norm.weight" in self.tensors and not whole:
                 q, k = self.norm(q, at + "q_norm.weight"), self.norm(k, at + "k_norm.weight")
             position = len(keys)
             keys.append(self.rotate(k, position))
