@@ -11,6 +11,7 @@ from typing import Any
 from jmoe.attention import AttentionKind, Paged
 from jmoe.config_fields import Fields
 from jmoe.config_keys import READ_FOR_ALL, READ_FOR_QWEN
+from jmoe.router import ScoredTopK
 
 MOST_EXPERTS = 100_000
 
@@ -31,10 +32,16 @@ class Architecture:
     """Keys of the model's arithmetic that jmoe computes in one way only, and the values for it."""
     rms_norm_eps: float = 1e-6  # where the key is absent
     rope_theta: float = 1e4  # where the key is absent
+    partial_rotary: float | None = None
+    """`partial_rotary_factor` where the key is absent; None: heads turn as a whole."""
     mlp: str = "mlp"
     """Name of a layer's MLP block in the names of tensors."""
     expert_names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     """Names of an expert's gate, up and down projections."""
+    shared: str = "shared_expert"
+    """Name of the shared experts in the MLP block."""
+    apart: str = ""
+    """What sets it apart, for docs/new-architecture.md."""
 
 
 ARCHITECTURES: dict[str, Architecture] = {}
@@ -81,6 +88,56 @@ def _qwen3(fields: Fields) -> dict[str, Any]:
         "qkv_bias": bias,
         "o_bias": bias,
         "qk_norm": True,
+    }
+
+
+def _glm4(fields: Fields) -> dict[str, Any]:
+    width, num_layers = fields.size("moe_intermediate_size"), fields.size("num_hidden_layers")
+    if (dense := fields.size("first_k_dense_replace", 1, least=0)) >= num_layers:
+        raise fields.wrong("first_k_dense_replace", f"below num_hidden_layers ({num_layers})")
+    return {
+        "num_experts": (count := fields.size("n_routed_experts", most=MOST_EXPERTS)),
+        "d_ff_expert": width,
+        "d_ff_shared": width * fields.size("n_shared_experts", 1, least=0),
+        "shared_gate": False,
+        "moe_layers": tuple(i >= dense for i in range(num_layers)),
+        "norm_topk_prob": fields.flag("norm_topk_prob", True),
+        "router": scored(fields, count, bias=True),
+        "qkv_bias": fields.flag("attention_bias", False),
+        "qk_norm": fields.flag("use_qk_norm", False),
+        "unused_layers": fields.size("num_nextn_predict_layers", 1, least=0),
+    }
+
+
+def scored(fields: Fields, num_experts: int, **given: Any) -> ScoredTopK:
+    """Returns the router of `n_group`, `topk_group` and `routed_scaling_factor`, with other fields
+    as `given`. Raises ConfigError for groups that cannot be.
+    """
+    groups = fields.size("n_group", 1)
+    top, scale = fields.size("topk_group", 1), fields.number("routed_scaling_factor", 1.0)
+    router = ScoredTopK(groups=groups, top_groups=top, scale=scale, **given)
+    if num_experts % groups or num_experts // groups < router.best:
+        wanted = f"a divisor of n_routed_experts ({num_experts}) into groups of {router.best} or"
+        raise fields.wrong("n_group", f"{wanted} more")
+    least = -(-fields.size("num_experts_per_tok") * groups // num_experts)
+    if not least <= top <= groups:
+        wanted = f"from {least}, so that they have num_experts_per_tok, to n_group ({groups})"
+        raise fields.wrong("topk_group", wanted)
+    return router
+
+
+def _olmoe(fields: Fields) -> dict[str, Any]:
+    bias = fields.flag("attention_bias", False)
+    return {
+        "num_experts": _num_experts(fields, *_either_count(fields)),
+        "d_ff_expert": fields.size("intermediate_size"),
+        "moe_layers": (True,) * fields.size("num_hidden_layers"),
+        "norm_topk_prob": fields.flag("norm_topk_prob", False),
+        "qkv_bias": bias,
+        "o_bias": bias,
+        "qk_norm": True,
+        "normed_whole": True,
+        "clip_qkv": fields.number("clip_qkv", 0.0),
     }
 
 
@@ -157,6 +214,10 @@ def full_or_window(
     return tuple(Paged(window * has_it) for has_it in slides)
 
 
+def _and(keys: str) -> frozenset[str]:
+    return READ_FOR_ALL | frozenset(keys.split())
+
+
 register(
     "qwen2_moe",
     Architecture(
@@ -164,6 +225,7 @@ register(
         _qwen2,
         READ_FOR_QWEN | {"qkv_bias", "shared_expert_intermediate_size"},
         {"attention_bias": (False,), "use_qk_norm": (False,)},
+        apart="shared expert behind a sigmoid gate, biases on q, k and v",
     ),
 )
 register(
@@ -177,6 +239,7 @@ register(
             "shared_expert_intermediate_size": (0,),
             "use_qk_norm": (True,),
         },
+        apart="RMSNorm of q and k a head",
     ),
 )
 register(
@@ -199,5 +262,32 @@ register(
         rope_theta=1e6,
         mlp="block_sparse_moe",
         expert_names=("w1", "w3", "w2"),
+        apart="tensor names; gate weights always renormalised",
+    ),
+)
+register(
+    "glm4_moe",
+    Architecture(
+        "Glm4MoeForCausalLM",
+        _glm4,
+        _and(
+            "attention_bias first_k_dense_replace moe_intermediate_size n_group n_routed_experts "
+            "n_shared_experts norm_topk_prob num_nextn_predict_layers partial_rotary_factor "
+            "routed_scaling_factor topk_group use_qk_norm"
+        ),
+        rms_norm_eps=1e-5,
+        partial_rotary=0.5,
+        shared="shared_experts",
+        apart="sigmoid router, its bias and groups; heads turn in part; prediction layer left out",
+    ),
+)
+register(
+    "olmoe",
+    Architecture(
+        "OlmoeForCausalLM",
+        _olmoe,
+        _and("attention_bias clip_qkv norm_topk_prob num_experts num_local_experts"),
+        rms_norm_eps=1e-5,
+        apart="RMSNorm of all heads together, `clip_qkv`",
     ),
 )

@@ -1,6 +1,7 @@
 """Checkpoints: Hugging Face directories as they stand, and jmoe's own format through Orbax."""
 
 import json
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
 from functools import partial
@@ -34,6 +35,8 @@ from jmoe.model_files import read_text, regular, stays_inside
 from jmoe.parallel.home import Home
 from jmoe.weights import PoolHolder, Weights
 from pallas_kernels.activation import SILU
+
+log = logging.getLogger(__name__)
 
 UNITED_FILE = "united.safetensors"
 DISTILLED_FROM = "distilled_from"
@@ -173,10 +176,23 @@ def _check(files: TensorFiles, cfg: ModelConfig, directory: Path) -> None:
                 f"{directory}: lm_head.weight is not model.embed_tokens.weight, though "
                 "tie_word_embeddings is true; with false it is read"
             )
+    behind = tuple(f"model.layers.{cfg.num_layers + i}." for i in range(cfg.unused_layers))
+    if extra := [name for name in unread if name.startswith(behind)]:
+        layers = ", ".join(f"{at}*" for at in behind)
+        log.info(
+            "%s: %d tensors are not read, %s: they predict further tokens than the next one",
+            directory,
+            len(extra),
+            layers,
+        )
     _refuse(
         f"{directory} holds tensors that a {cfg.architecture} of its config.json does not have, "
         "and that would be left out:",
-        (name for name in unread if not name.endswith(".rotary_emb.inv_freq")),
+        (
+            name
+            for name in unread
+            if not name.endswith(".rotary_emb.inv_freq") and name not in extra
+        ),
     )
 
 
@@ -274,11 +290,12 @@ class HFLayers:
         _refuse(f"{self._directory} has weights that are not finite:", filter(None, faults))
 
     def _read(self, own: Layout, *, on_host: bool = False) -> dict[str, Any]:
-        read, placed = self._files.read, np.asarray if on_host else jnp.asarray
-        return {
-            key: placed(p.assemble([read(name, self._dtype, on_host=on_host) for name in p.names]))
-            for key, p in own.items()
-        }
+        placed, found = np.asarray if on_host else jnp.asarray, {}
+        for key, p in own.items():
+            kind = jnp.dtype(jnp.float32) if p.float32 else self._dtype
+            read = partial(self._files.read, dtype=kind, on_host=on_host)
+            found[key] = placed(p.assemble(list(map(read, p.names))))
+        return found
 
 
 def load_hf(

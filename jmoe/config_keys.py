@@ -139,7 +139,8 @@ def check_keys(
     for section in map(fields.section, ROPE_SECTIONS):
         kind = rope_kind(section)
         unknown = f"rope type {kind!r} as jmoe knows it does not have this key"
-        faults |= _faults(section, ROPE_READ[kind], ROPE_ONLY, ROPE_HARMLESS, unknown, allowed)
+        own = {*ROPE_READ[kind], *(key for key in ROPE_ONLY if key in read)}
+        faults |= _faults(section, own, ROPE_ONLY, ROPE_HARMLESS, unknown, allowed)
     if faults:
         flags = " ".join(f"--allow-unknown-config {name}" for name in faults)
         raise ConfigError(

@@ -29,6 +29,7 @@ class Parameter:
     stored: tuple[tuple[int, ...], ...]  # their shapes in the file, `[out, in]`
     axes: tuple[str, ...]  # of the parameter itself
     kind: Kind = "matrix"
+    float32: bool = False  # whatever the model's dtype is
 
     @property
     def transposed(self) -> bool:
@@ -107,21 +108,25 @@ def layer(cfg: ModelConfig, index: int, is_moe: bool) -> Layout:
     if cfg.o_bias:
         out["bo"] = Parameter((attn + "o_proj.bias",), ((d,),), ("d",), "bias")
     if cfg.qk_norm:
-        for key in ("q_norm", "k_norm"):
-            out[key] = Parameter((f"{attn}{key}.weight",), ((size,),), ("head_dim",), "norm")
+        axis = heads if cfg.normed_whole else "head_dim"
+        for key, whole in (("q_norm", q), ("k_norm", kv)):
+            shape = (whole if cfg.normed_whole else size,)
+            out[key] = Parameter((f"{attn}{key}.weight",), (shape,), (axis,), "norm")
     if cfg.has_sinks(index):
         out["sinks"] = Parameter((attn + "sinks",), ((cfg.num_heads,),), ("heads",), "bias")
-    mlp = f"{at}{naming(cfg.architecture).mlp}."
+    names = naming(cfg.architecture)
+    mlp = f"{at}{names.mlp}."
     if not is_moe:
         return out | _swiglu("", mlp, d, cfg.d_ff_dense, "f")
     out["router"] = Parameter((mlp + "gate.weight",), ((cfg.num_experts, d),), ("d", "m"), "router")
     if cfg.router is not None and cfg.router.bias:
         name = (mlp + "gate.e_score_correction_bias",)
-        out["router_bias"] = Parameter(name, ((cfg.num_experts,),), ("m",), "bias")
+        out["router_bias"] = Parameter(name, ((cfg.num_experts,),), ("m",), "bias", float32=True)
     if cfg.d_ff_shared:
-        out |= _swiglu("shared_", mlp + "shared_expert.", d, cfg.d_ff_shared, "f_s")
-        gate = (mlp + "shared_expert_gate.weight",)
-        out["shared_gate"] = Parameter(gate, ((1, d),), ("d",), "gate")
+        out |= _swiglu("shared_", f"{mlp}{names.shared}.", d, cfg.d_ff_shared, "f_s")
+        if cfg.shared_gate:
+            gate = (f"{mlp}{names.shared}_gate.weight",)
+            out["shared_gate"] = Parameter(gate, ((1, d),), ("d",), "gate")
     return out
 
 

@@ -64,7 +64,9 @@ def embed(params: Params, tokens: Int[Array, "T"]) -> Float[Array, "T d"]:
 def project(
     cfg: ModelConfig, layer: Params, h: Float[Array, "T d"], cos_sin: Rotation
 ) -> Projection:
-    """Returns the QKV product of normed rows; bias, QK norm and RoPE are still to be applied."""
+    """Returns the QKV product of normed rows; what `Projection` has of them is still to be
+    applied.
+    """
     shape = (-1, cfg.num_heads + 2 * cfg.num_kv_heads, cfg.head_dim)
     return Projection(
         linear(h, layer["wqkv"]).reshape(shape),
@@ -75,6 +77,7 @@ def project(
         k_norm=layer["k_norm"] if cfg.qk_norm else None,
         eps=cfg.rms_norm_eps,
         sinks=layer.get("sinks"),
+        clip=cfg.clip_qkv,
     )
 
 

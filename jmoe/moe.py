@@ -200,10 +200,12 @@ def gated_mlp(
 
 
 def shared_expert(cfg: ModelConfig, layer: Params, h: Float[Array, "T d"]) -> Float[Array, "T d"]:
-    """Runs the expert every row visits, behind its sigmoid gate (Qwen2-MoE)."""
+    """Runs the experts every row visits as one, behind its sigmoid gate where there is one."""
+    out = gated_mlp(h, layer["shared_gate_up"], layer["shared_down"], cfg.activation)
+    if not cfg.shared_gate:
+        return out
     opening = jax.nn.sigmoid((h @ layer["shared_gate"][:, None]).astype(jnp.float32))
-    own = layer["shared_gate_up"], layer["shared_down"], cfg.activation
-    return opening.astype(h.dtype) * gated_mlp(h, *own)
+    return opening.astype(h.dtype) * out
 
 
 def moe(

@@ -181,7 +181,7 @@ def _segment(
         if parameter.kind == "norm":
             out[key] = jnp.ones(shape, kind)
         elif parameter.kind == "bias":
-            out[key] = jnp.zeros(shape, kind)
+            out[key] = jnp.zeros(shape, jnp.float32 if parameter.float32 else kind)
         elif parameter.kind == "router":
             out[key] = _router(cfg, n, dense, skew)
         else:

@@ -176,13 +176,10 @@ def num_parameters(cfg: "ModelConfig", experts_a_layer: int | None = None) -> in
     """
     from jmoe import layout
 
-    def size(own: "layout.Layout") -> int:
-        return sum(math.prod(parameter.shape) for parameter in own.values())
-
     experts = cfg.num_experts if experts_a_layer is None else experts_a_layer
-    layers = sum(n * size(layout.layer(cfg, at, is_moe)) for is_moe, at, n in cfg.segments())
-    routed = cfg.num_moe_layers * experts * expert_parameters(cfg)
-    return size(layout.top(cfg)) + layers + routed
+    parts = [layout.top(cfg), *(layout.layer(cfg, *of) for of in enumerate(cfg.moe_layers))]
+    others = sum(math.prod(one.shape) for part in parts for one in part.values())
+    return others + cfg.num_moe_layers * experts * expert_parameters(cfg)
 
 
 def expert_parameters(cfg: "ModelConfig") -> int:
@@ -213,6 +210,7 @@ def _describe(
         ("architecture", cfg.architecture),
         ("layers", f"{cfg.num_layers}, {cfg.num_moe_layers} of them MoE"),
         ("experts a layer", f"{cfg.num_experts}, {cfg.experts_per_token} a token"),
+        ("router", "softmax" if cfg.router is None else f"{cfg.router}: without the fused kernel"),
         ("positions", f"{cfg.max_position:,}"),
         ("parameters", f"{count(total)}, {count(active)} active a token"),
     ]

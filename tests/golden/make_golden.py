@@ -25,30 +25,36 @@ from transformers import AutoConfig, AutoModelForCausalLM, logging
 ROOT = Path(__file__).resolve().parent
 LENGTH, NEW_TOKENS = 19, 12
 MIN_ROUTER_GAP, MIN_LOGIT_GAP, MIN_DISTINCT, MIN_ROPE_EFFECT = 0.005, 0.02, 5, 0.05
+# Sigmoids saturate, and groups can tie: so wide a gap between their scores is never seen.
+MIN_SCORE_GAP = {"glm4_moe": 0.0005}
 EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
+
+
+# Keys of the number of experts and of their width, where they are not Qwen's.
+NAMES = {
+    "olmoe": ("num_experts", "intermediate_size"),
+    "mixtral": ("num_local_experts", "intermediate_size"),
+    "glm4_moe": ("n_routed_experts", "moe_intermediate_size"),
+}
 
 
 def case(model_type, sizes, experts, *, rope=None, hub=True, bf16=False, shard=None, **config):
     """Describe one case.
 
     ``sizes`` is layers, hidden size, heads, key-value heads and vocabulary; ``experts`` is count,
-    top-k, expert width and, but for Mixtral, dense width and (Qwen2) shared width. ``hub`` picks
-    the spelling of the checkpoints on the hub over the newest one; ``shard`` is a shard size.
+    top-k, expert width and, where there are any, dense width and (Qwen2) shared width. ``hub``
+    picks the spelling of the checkpoints on the hub over the newest one; ``shard`` is a shard size.
     """
     layers, hidden, heads, kv_heads, vocab = sizes
     count, top_k, width, *others = experts
     config |= {"num_hidden_layers": layers, "hidden_size": hidden, "vocab_size": vocab}
     config |= {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
-    if model_type == "mixtral":
-        config |= {"num_local_experts": count, "intermediate_size": width}
-    else:
-        config |= {
-            "num_experts": count,
-            "moe_intermediate_size": width,
-            "max_window_layers": layers,
-        }
-        names = ("intermediate_size", "shared_expert_intermediate_size")
-        config |= dict(zip(names, others, strict=False))
+    of_count, of_width = NAMES.get(model_type, ("num_experts", "moe_intermediate_size"))
+    config |= {of_count: count, of_width: width}
+    if model_type in ("qwen2_moe", "qwen3_moe"):
+        config |= {"max_window_layers": layers}
+    names = ("intermediate_size", "shared_expert_intermediate_size")
+    config |= dict(zip(names, others, strict=False))
     rope = {"rope_type": "default", "rope_theta": 1e6} | (rope or {})
     trained, factor = rope.get("original_max_position_embeddings", 128), rope.get("factor", 1)
     config |= {
@@ -89,7 +95,12 @@ YARN_MSCALE |= {"mscale_all_dim": 0.6, "truncate": False, "original_max_position
 TIED, NORM = {"tie_word_embeddings": True}, {"norm_topk_prob": True}
 SPARSE_STEP, MLP_ONLY = {"decoder_sparse_step": 2}, {"mlp_only_layers": [0]}
 
+GLM_NORM = {"use_qk_norm": True, "attention_bias": True}
+YARN_PARTIAL = {**YARN_BETAS, "partial_rotary_factor": 0.25}
+
 qwen2, qwen3, mixtral = (partial(case, name) for name in ("qwen2_moe", "qwen3_moe", "mixtral"))
+olmoe = partial(case, "olmoe", eos_token_id=2)
+glm4 = partial(case, "glm4_moe", rope={"rope_theta": 1e4, "partial_rotary_factor": 0.5})
 CASES = {
     "qwen2_moe": qwen2([2, 32, 4, 4, 97], [7, 3, 19, 41, 29]),
     "qwen2_moe_norm_topk": qwen2(
@@ -118,6 +129,44 @@ CASES = {
     "mixtral_top1_head_dim": mixtral(
         [3, 30, 5, 5, 69], [3, 1, 23], rope=TEN_THOUSAND, hub=False, bf16=True, head_dim=8
     ),
+    "glm4_moe": glm4(
+        [3, 30, 6, 3, 71],
+        [9, 3, 11, 25],
+        head_dim=12,
+        n_group=3,
+        topk_group=2,
+        routed_scaling_factor=2.5,
+        **GLM_NORM,
+    ),
+    "glm4_moe_air": glm4(
+        [3, 28, 5, 1, 67],
+        [7, 2, 13, 23],
+        hub=False,
+        head_dim=8,
+        attention_bias=True,
+        first_k_dense_replace=2,
+        n_shared_experts=2,
+    ),
+    "glm4_moe_yarn_tied": glm4(
+        [2, 36, 3, 3, 59],
+        [5, 3, 9],
+        rope=YARN_PARTIAL,
+        head_dim=24,
+        first_k_dense_replace=0,
+        intermediate_size=21,
+        norm_topk_prob=False,
+        use_qk_norm=True,
+        routed_scaling_factor=1.5,
+        num_nextn_predict_layers=0,
+        **TIED,
+    ),
+    "olmoe": olmoe([2, 40, 5, 5, 73], [9, 3, 11], rope=TEN_THOUSAND),
+    "olmoe_clip_gqa": olmoe(
+        [3, 36, 6, 2, 61], [7, 2, 13], hub=False, rope=FIVE_HUNDRED, clip_qkv=0.8, **NORM, **TIED
+    ),
+    "olmoe_attention_bias_linear": olmoe(
+        [2, 48, 4, 4, 67], [5, 2, 11], rope=LINEAR, bf16=True, attention_bias=True
+    ),
 }
 
 
@@ -131,7 +180,8 @@ def build(spec, seed):
     config = AutoConfig.for_model(spec["model_type"], **json.loads(json.dumps(spec["config"])))
     model = AutoModelForCausalLM.from_config(config, **EAGER).float().eval()
     generator = torch.Generator().manual_seed(seed)
-    for name, parameter in model.named_parameters():
+    biases = ((n, b) for n, b in model.named_buffers() if n.endswith("e_score_correction_bias"))
+    for name, parameter in (*model.named_parameters(), *biases):
         noise = torch.randn(parameter.shape, generator=generator)
         if "norm" in name:
             value = 1 + 0.2 * noise
@@ -158,6 +208,25 @@ def gap(values, k):
     return float((top[:, k - 1] - top[:, k]).min())
 
 
+def choice_gap(model, logits):
+    """Return how far the routers' choices are from a tie."""
+    config = model.config
+    if config.model_type != "glm4_moe":
+        return gap(logits, config.num_experts_per_tok)
+    at = [layer.mlp.gate for layer in model.model.layers if hasattr(layer.mlp, "gate")]
+    gaps = []
+    for gate, own in zip(at, logits, strict=True):
+        scores = own.sigmoid() + gate.e_score_correction_bias
+        groups = scores.unflatten(-1, (config.n_group, -1))
+        worth = groups.topk(2).values.sum(-1)
+        if config.topk_group < config.n_group:
+            gaps.append(gap(worth, config.topk_group))
+        least = worth.topk(config.topk_group).values[..., -1:]
+        allowed = groups.masked_fill((worth < least)[..., None], -torch.inf).flatten(-2)
+        gaps.append(gap(allowed, config.num_experts_per_tok))
+    return min(gaps)
+
+
 def make_golden(model, seed):
     """Return the arrays to store, and how far routing and greedy choices are from a tie."""
     vocab = model.config.vocab_size
@@ -168,7 +237,7 @@ def make_golden(model, seed):
         sequence = np.concatenate([sequence, last.argmax(-1, keepdim=True).int().numpy()], axis=1)
     final = forward(model, sequence, output_router_logits=True)
     gaps = (
-        min(gap(x, model.config.num_experts_per_tok) for x in final.router_logits),
+        choice_gap(model, torch.stack(final.router_logits)),
         gap(final.logits[:, LENGTH - 1 : -1], 1),
     )
     logits = forward(model, tokens).logits.numpy()
@@ -177,7 +246,9 @@ def make_golden(model, seed):
 
 def rope_effect(spec, model, golden):
     """Return how much the logits change when the case's RoPE scaling is taken out."""
-    rope = {"rope_type": "default", "rope_theta": spec["config"]["rope_parameters"]["rope_theta"]}
+    of = spec["config"]["rope_parameters"]
+    kept = {key: of[key] for key in ("rope_theta", "partial_rotary_factor") if key in of}
+    rope = {"rope_type": "default", **kept}
     plain = build(spec | {"config": spec["config"] | {"rope_parameters": rope}}, 0)
     plain.load_state_dict(model.state_dict())
     return float(np.abs(forward(plain, golden["tokens"]).logits.numpy() - golden["logits"]).max())
@@ -188,6 +259,8 @@ def spell_like_hub(path):
     config = json.loads(path.read_text())
     rope = config.pop("rope_parameters")
     config["rope_theta"] = rope.pop("rope_theta")
+    if "partial_rotary_factor" in rope:
+        config["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
     if "type" in rope:  # the oldest spelling names the kind of scaling `type`
         rope.pop("rope_type")
     config["rope_scaling"] = None if rope.get("rope_type") == "default" else rope
@@ -231,11 +304,12 @@ def check(directory):
 def make(name):
     """Make one case with the first seed far from ties; return its row of the table."""
     spec, directory = CASES[name], ROOT / name
+    least = MIN_SCORE_GAP.get(spec["model_type"], MIN_ROUTER_GAP)
     for seed in range(1000):
         model = build(spec, seed)
         golden, (router_gap, logit_gap) = make_golden(model, seed)
         varied = min(len(set(row)) for row in golden["greedy"].tolist()) >= MIN_DISTINCT
-        if varied and router_gap >= MIN_ROUTER_GAP and logit_gap >= MIN_LOGIT_GAP:
+        if varied and router_gap >= least and logit_gap >= MIN_LOGIT_GAP:
             break
     else:
         raise RuntimeError(f"no seed gives {name} varied tokens away from ties")

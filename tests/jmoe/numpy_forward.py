@@ -4,8 +4,11 @@ A program a configuration takes seconds to compile; here hundreds are compared. 
 pool and the RoPE frequencies are jmoe's. test_golden.py holds `jmoe.forward` to transformers.
 """
 
+from dataclasses import asdict
+
 import jax
 import numpy as np
+from router_oracle import scored
 
 from jmoe.rope import inverse_frequencies
 from pallas_kernels.activation import ClampedSwiglu
@@ -67,7 +70,9 @@ def _attention(cfg, layer, h, window):
     heads = qkv.reshape(length, -1, size)
     q, k, v = np.split(heads, [cfg.num_heads, cfg.num_heads + cfg.num_kv_heads], axis=1)
     if cfg.qk_norm:
-        q, k = _norm(cfg, q, layer["q_norm"]), _norm(cfg, k, layer["k_norm"])
+        q, k = _heads_norm(cfg, q, layer["q_norm"]), _heads_norm(cfg, k, layer["k_norm"])
+    if cfg.clip_qkv:
+        q, k, v = (np.clip(x, -cfg.clip_qkv, cfg.clip_qkv) for x in (q, k, v))
     q, k = _rotate(cfg, q), _rotate(cfg, k)
     k, v = (np.repeat(a, groups, axis=1) for a in (k, v))
     scores = np.einsum("qhd,khd->hqk", q, k) * size**-0.5
@@ -81,26 +86,40 @@ def _attention(cfg, layer, h, window):
     return out @ layer["wo"] + (layer["bo"] if cfg.o_bias else 0.0)
 
 
+def _heads_norm(cfg, x, weight):
+    if not cfg.normed_whole:
+        return _norm(cfg, x, weight)
+    return _norm(cfg, x.reshape(len(x), -1), weight).reshape(x.shape)
+
+
 def _rotate(cfg, x):
     angle = np.arange(len(x))[:, None, None] * inverse_frequencies(cfg.rope, cfg.head_dim)
     cos, sin = (f(angle) * cfg.rope.attention_factor for f in (np.cos, np.sin))
-    a, b = np.split(x, 2, axis=-1)
-    return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+    half = angle.shape[-1]
+    a, b, rest = np.split(x, [half, 2 * half], axis=-1)
+    return np.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1)
 
 
 def _moe(cfg, layer, pool, slots, h, moe_layer, served):
-    chances = _softmax(h @ layer["router"])
     out = np.zeros_like(h)
-    for row, likely in enumerate(chances):  # by position
-        chosen = np.argsort(-likely, kind="stable")[: cfg.experts_per_token]
-        scale = likely[chosen].sum() if cfg.norm_topk_prob else 1.0
-        for expert in chosen:
+    for row, logits in enumerate(h @ layer["router"]):  # by position
+        for expert, weight in zip(*_chosen(cfg, layer, logits), strict=True):
             to = expert if served is None else served(moe_layer, row, expert)
             if to < 0:
                 continue
             own = {key: weights[slots[to]] for key, weights in pool.items()}
-            out[row] += likely[expert] / scale * _swiglu(cfg, h[row], **own)
+            out[row] += weight * _swiglu(cfg, h[row], **own)
     if cfg.d_ff_shared:
-        opening = 1 / (1 + np.exp(-(h @ layer["shared_gate"])))[:, None]
-        out += opening * _swiglu(cfg, h, layer["shared_gate_up"], layer["shared_down"])
+        opening = 1 / (1 + np.exp(-(h @ layer["shared_gate"]))) if cfg.shared_gate else np.ones(1)
+        out += opening[:, None] * _swiglu(cfg, h, layer["shared_gate_up"], layer["shared_down"])
     return out
+
+
+def _chosen(cfg, layer, logits):
+    if cfg.router is not None:
+        fields = asdict(cfg.router) | {"normalize": cfg.norm_topk_prob}
+        fields["bias"] = layer["router_bias"] if cfg.router.bias else 0.0
+        return scored(logits, top_k=cfg.experts_per_token, **fields)[:2]
+    likely = _softmax(logits)
+    chosen = np.argsort(-likely, kind="stable")[: cfg.experts_per_token]
+    return chosen, likely[chosen] / (likely[chosen].sum() if cfg.norm_topk_prob else 1.0)

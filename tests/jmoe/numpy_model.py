@@ -7,16 +7,12 @@ import json
 
 import numpy as np
 import plan_oracle
+from router_oracle import scored, softmax
 from safetensors.numpy import load_file
 
 
 def silu(x):
     return x / (1 + np.exp(-x))
-
-
-def softmax(x):
-    e = np.exp(x - x.max())
-    return e / e.sum()
 
 
 class NumpyModel:
@@ -72,10 +68,14 @@ class NumpyModel:
         out = np.zeros((len(rows), heads, head_dim))
         for i, (sequence, _, _) in enumerate(rows):
             keys, values = self.cache.setdefault((sequence, layer), ([], []))
-            q, k, v = (
-                self.linear(f"{at}{p}_proj", h[i]).reshape(-1, head_dim) for p in ("q", "k", "v")
-            )
-            if at + "q_norm.weight" in self.tensors:
+            q, k, v = (self.linear(f"{at}{p}_proj", h[i]) for p in ("q", "k", "v"))
+            whole = cfg["model_type"] == "olmoe"  # norms all heads together
+            if whole:
+                q, k = self.norm(q, at + "q_norm.weight"), self.norm(k, at + "k_norm.weight")
+            if clip := cfg.get("clip_qkv"):
+                q, k, v = (np.clip(x, -clip, clip) for x in (q, k, v))
+            q, k, v = (x.reshape(-1, head_dim) for x in (q, k, v))
+            if at + "q_norm.weight" in self.tensors and not whole:
                 q, k = self.norm(q, at + "q_norm.weight"), self.norm(k, at + "k_norm.weight")
             position = len(keys)
             keys.append(self.rotate(k, position))
@@ -88,25 +88,22 @@ class NumpyModel:
         return self.linear(at + "o_proj", out.reshape(len(rows), -1))
 
     def rotate(self, x, position):
-        half = x.shape[1] // 2
+        turned = int(x.shape[1] * self.config.get("partial_rotary_factor", 1.0))
+        half = turned // 2
         theta = self.config.get("rope_theta") or self.config["rope_parameters"]["rope_theta"]
-        out = np.empty_like(x)
+        out = x.copy()
         for i in range(half):
-            angle = position * theta ** (-2 * i / x.shape[1])
+            angle = position * theta ** (-2 * i / turned)
             a, b, cos, sin = x[:, i], x[:, i + half], np.cos(angle), np.sin(angle)
             out[:, i], out[:, i + half] = a * cos - b * sin, b * cos + a * sin
         return out
 
     def moe(self, layer, moe_layer, h, rows, strategy, threshold, way):
         cfg, at = self.config, f"model.layers.{layer}.mlp."
-        m, top_k = cfg["num_experts"], cfg["num_experts_per_tok"]
-        ids, weights = [], []
-        for logits in self.linear(at + "gate", h):
-            order = sorted(range(m), key=lambda e: (-logits[e], e))
-            self.gap = min(self.gap, logits[order[top_k - 1]] - logits[order[top_k]])
-            chosen = softmax(logits)[order[:top_k]]
-            ids.append(order[:top_k])
-            weights.append(chosen / chosen.sum() if cfg.get("norm_topk_prob") else chosen)
+        logits = self.linear(at + "gate", h)
+        m = logits.shape[1]
+        ids, weights, gaps = zip(*(self.chosen(at, row) for row in logits), strict=True)
+        self.gap = min(self.gap, *gaps)
         key = f"way{way}.layers.{moe_layer}."
         groups = self.united[key + "groups"].tolist() if way else [-1] * m
         exempt = [refuses for _, _, refuses in rows]
@@ -124,4 +121,27 @@ class NumpyModel:
         if at + "shared_expert_gate.weight" in self.tensors:
             opening = 1 / (1 + np.exp(-self.linear(at + "shared_expert_gate", h)))
             out += opening * self.mlp(at + "shared_expert.", h)
+        if cfg.get("n_shared_experts"):
+            out += self.mlp(at + "shared_experts.", h)
         return out, np.array(degraded).sum(-1)
+
+    def chosen(self, at, logits):
+        """Returns a row's experts, their weights, and how close the call was."""
+        cfg = self.config
+        top_k, normalize = cfg["num_experts_per_tok"], cfg.get("norm_topk_prob")
+        if cfg["model_type"] == "glm4_moe":
+            return scored(
+                logits,
+                self.tensors[at + "gate.e_score_correction_bias"],
+                top_k,
+                scoring="sigmoid",
+                groups=cfg["n_group"],
+                top_groups=cfg["topk_group"],
+                best=2,
+                scale=cfg["routed_scaling_factor"],
+                normalize=normalize,
+            )
+        order = sorted(range(len(logits)), key=lambda e: (-logits[e], e))
+        chosen = softmax(logits)[order[:top_k]]
+        gap = logits[order[top_k - 1]] - logits[order[top_k]]
+        return order[:top_k], chosen / chosen.sum() if normalize else chosen, gap

@@ -10,7 +10,7 @@ from jmoe import layout
 from jmoe.config import read_config
 from jmoe.random_model import random_params
 
-CASES = ["qwen2_moe", "qwen2_moe_mlp_only_tied", "qwen3_moe_attention_bias", "mixtral"]
+CASES = ["qwen2_moe", "qwen2_moe_mlp_only_tied", "qwen3_moe_attention_bias", "mixtral", "glm4_moe"]
 
 
 @pytest.fixture(params=CASES)
