@@ -5,13 +5,14 @@ An architecture whose arithmetic `jmoe.model` has already is one entry here, or 
 """
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from jmoe.attention import AttentionKind, Paged
+from jmoe.attention import Paged
 from jmoe.config_fields import Fields
-from jmoe.config_keys import READ_FOR_ALL, READ_FOR_QWEN
+from jmoe.config_keys import READ_FOR_ALL, READ_FOR_QWEN, ROPE_SECTIONS
 from jmoe.router import ScoredTopK
+from pallas_kernels.activation import ClampedSwiglu
 
 MOST_EXPERTS = 100_000
 
@@ -38,6 +39,14 @@ class Architecture:
     """Name of a layer's MLP block in the names of tensors."""
     expert_names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     """Names of an expert's gate, up and down projections."""
+    joined_experts: tuple[str, str] | None = None
+    """Names of all experts' gates and ups, and downs, where a layer has one tensor of each."""
+    interleaved: bool = False
+    """Whether experts are joined as in gpt-oss: `[in, out]`, gate and up in turn, with biases."""
+    router: str = "gate"
+    """Name of the router in the MLP block."""
+    quantized: Collection[str] = ()
+    """Values of `quant_method` that are read: weights are dequantized as they are loaded."""
     shared: str = "shared_expert"
     """Name of the shared experts in the MLP block."""
     apart: str = ""
@@ -71,7 +80,11 @@ def _qwen(fields: Fields) -> dict[str, Any]:
 def _qwen2(fields: Fields) -> dict[str, Any]:
     return {
         **_qwen(fields),
-        "layer_attention": full_or_window(fields, _qwen_window(fields), by_layer=True),
+        "layer_attention": full_or_window(
+            fields,
+            _qwen_window(fields),
+            alternate=fields.size("max_window_layers", 28, least=0),
+        ),
         # transformers reads the newer spelling for the others only.
         "num_experts": _num_experts(fields, "num_experts", "num_local_experts"),
         "d_ff_shared": fields.size("shared_expert_intermediate_size", least=0),
@@ -141,6 +154,32 @@ def _olmoe(fields: Fields) -> dict[str, Any]:
     }
 
 
+def _gpt_oss(fields: Fields) -> dict[str, Any]:
+    if not any(fields.given(key) for key in ROPE_SECTIONS):
+        wanted = "an object, or there are rope_parameters: gpt_oss without them has YaRN of its own"
+        raise fields.wrong("rope_scaling", wanted)
+    if "sliding_window" in fields.values and fields.given("sliding_window") is None:
+        raise fields.wrong("sliding_window", "1 or more")
+    count, bias = fields.size("num_hidden_layers"), fields.flag("attention_bias", True)
+    kinds = full_or_window(fields, fields.size("sliding_window", 128), alternate=count)
+    return {
+        "layer_attention": tuple(replace(kind, sinks=True) for kind in kinds),
+        "head_dim": fields.size("head_dim", 64),
+        "num_experts": _num_experts(fields, *_either_count(fields)),
+        "d_ff_expert": fields.size("intermediate_size"),
+        "moe_layers": (True,) * count,
+        "norm_topk_prob": True,  # as a softmax over the chosen logits is
+        "qkv_bias": bias,
+        "o_bias": bias,
+        "logits_bias": True,
+        "expert_bias": True,
+        "activation": ClampedSwiglu(
+            fields.number("swiglu_alpha", 1.702), fields.number("swiglu_limit", 7.0)
+        ),
+        "mxfp4": fields.given("quantization_config") is not None,
+    }
+
+
 def _mixtral(fields: Fields) -> dict[str, Any]:
     return {
         "layer_attention": full_or_window(fields, fields.size("sliding_window", 0)),
@@ -190,17 +229,16 @@ def _qwen_window(fields: Fields) -> int:
 
 
 def full_or_window(
-    fields: Fields, window: int = 0, *, by_layer: bool = False
-) -> tuple[AttentionKind, ...]:
-    """Returns each layer's attention, as transformers makes it of `layer_types`. `by_layer`:
-    without these, every other layer below `max_window_layers` has the window; else all have it.
+    fields: Fields, window: int = 0, *, alternate: int | None = None
+) -> tuple[Paged, ...]:
+    """Returns each layer's attention, as transformers makes it of `layer_types`. `alternate`:
+    without these, every other layer below that one has the window; else all have it.
 
     Raises ConfigError for other kinds, and for those that transformers would not heed.
     """
     count = fields.size("num_hidden_layers")
-    if by_layer:
-        most = fields.size("max_window_layers", 28, least=0)
-        slides = [at % 2 == 0 and at < most for at in range(count)]
+    if alternate is not None:
+        slides = [at % 2 == 0 and at < alternate for at in range(count)]
         served = {"full_attention", *(["sliding_attention"] if window else [])}
     else:
         slides, served = [True] * count, {"sliding_attention" if window else "full_attention"}
@@ -289,5 +327,22 @@ register(
         _and("attention_bias clip_qkv norm_topk_prob num_experts num_local_experts"),
         rms_norm_eps=1e-5,
         apart="RMSNorm of all heads together, `clip_qkv`",
+    ),
+)
+register(
+    "gpt_oss",
+    Architecture(
+        "GptOssForCausalLM",
+        _gpt_oss,
+        _and(
+            "attention_bias num_experts num_local_experts quantization_config "
+            "swiglu_alpha swiglu_limit"
+        ),
+        rms_norm_eps=1e-5,
+        rope_theta=150000.0,
+        router="router",
+        interleaved=True,
+        quantized=("mxfp4",),
+        apart="windows in turn, sinks, biases everywhere, clamped SwiGLU; MXFP4 is dequantized",
     ),
 )

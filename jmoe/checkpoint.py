@@ -98,16 +98,24 @@ class TensorFiles:
         """Returns how a tensor's elements are stored, as safetensors names it."""
         return self._open[name].get_slice(name).get_dtype()
 
-    def raw(self, name: str) -> np.ndarray:
-        """Returns one tensor in host memory, as it is stored."""
-        return self._open[name].get_tensor(name)
+    def raw(self, name: str, part: tuple[int, int] | None = None) -> np.ndarray:
+        """Returns one tensor in host memory, as it is stored; or a part (`Parameter.part`)."""
+        file = self._open[name]
+        return file.get_tensor(name) if part is None else file.get_slice(name)[part[0]]
 
-    def read(self, name: str, dtype: jnp.dtype, *, on_host: bool = False) -> jax.Array | np.ndarray:
+    def read(
+        self,
+        name: str,
+        part: tuple[int, int] | None,
+        dtype: jnp.dtype,
+        *,
+        on_host: bool = False,
+    ) -> jax.Array | np.ndarray:
         """Returns one tensor in `dtype`, where it will be assembled: on the device, or in a CPU's
         memory, where every shape of an operation would be a program to compile; `on_host` is there
         always.
         """
-        raw = self.raw(name)
+        raw = self.raw(name, part)
         if jax.default_backend() != "cpu" and not on_host:
             return jnp.asarray(raw).astype(dtype)
         with np.errstate(over="ignore"):  # to infinity, which is looked for later
@@ -201,15 +209,19 @@ def _unlike(files: TensorFiles, cfg: ModelConfig, read: set[str]) -> Iterator[st
     `read`.
     """
     for parameter in layout.whole(cfg):
-        read.update(parameter.names)
-        for name, shape in zip(parameter.names, parameter.stored, strict=True):
+        for name, shape in zip(parameter.names, parameter.in_file, strict=True):
+            if name in read:  # it has the parts of several
+                continue
+            read.add(name)
             found = files.shape(name)
             if found is None:
                 yield f"{name} is missing"
             elif found != shape:
                 yield f"{name} is {list(found)}, expected {list(shape)}"
-            elif files.kind(name) not in FLOATS:
-                yield f"{name} is {files.kind(name)}; jmoe reads {', '.join(FLOATS)}"
+            elif files.kind(name) not in (
+                kinds := ("U8",) if parameter.kind == "mxfp4" else FLOATS
+            ):
+                yield f"{name} is {files.kind(name)}; jmoe reads {', '.join(kinds)}"
 
 
 def _equal(files: TensorFiles, one: str, other: str) -> bool:
@@ -285,16 +297,30 @@ class HFLayers:
     def _refuse_not_finite(self, read: Any, layouts: Iterable[Layout]) -> None:
         if not self._check_weights or seem_finite(read):
             return
-        names = (name for own in layouts for parameter in own.values() for name in parameter.names)
-        faults = (fault(name, self._files.raw(name), self._dtype) for name in names)
-        _refuse(f"{self._directory} has weights that are not finite:", filter(None, faults))
+        faults = (
+            self._fault(name, parameter)
+            for own in layouts
+            for parameter in own.values()
+            for name in parameter.names
+        )
+        found = dict.fromkeys(filter(None, faults))  # once for a tensor that several parts are of
+        _refuse(f"{self._directory} has weights that are not finite:", found)
+
+    def _fault(self, name: str, parameter: layout.Parameter) -> str | None:
+        raw = self._files.raw(name, parameter.part)
+        if parameter.kind != "mxfp4":
+            return fault(name, raw, self._dtype)
+        if name == parameter.names[-1] and (raw == layout.MXFP4_NAN).any():
+            return f"{name} holds scales that are NaN"
+        return None
 
     def _read(self, own: Layout, *, on_host: bool = False) -> dict[str, Any]:
         placed, found = np.asarray if on_host else jnp.asarray, {}
         for key, p in own.items():
             kind = jnp.dtype(jnp.float32) if p.float32 else self._dtype
-            read = partial(self._files.read, dtype=kind, on_host=on_host)
-            found[key] = placed(p.assemble(list(map(read, p.names))))
+            stored = jnp.dtype(jnp.uint8) if p.kind == "mxfp4" else kind
+            read = partial(self._files.read, part=p.part, dtype=stored, on_host=on_host)
+            found[key] = placed(p.assemble(list(map(read, p.names))).astype(kind))
         return found
 
 

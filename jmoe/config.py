@@ -75,6 +75,8 @@ class ModelConfig:
     router: Router | None = None  # None: softmax over all experts, the likeliest
     activation: Activation = SILU  # of routed, united and shared experts and of dense layers
     expert_bias: bool = False  # of routed and united experts' products
+    logits_bias: bool = False  # of the router's logits
+    mxfp4: bool = False  # the checkpoint has experts' matrices in four bits
 
     def __post_init__(self) -> None:
         """Raises ConfigError where fields contradict each other."""
@@ -209,7 +211,9 @@ def from_hf(
     fields = Fields(config, file)
     family = _family(fields)
     architecture = ARCHITECTURES[family]
-    check_keys(fields, architecture.read, architecture.only, allow_unknown_config)
+    check_keys(
+        fields, architecture.read, architecture.only, allow_unknown_config, architecture.quantized
+    )
     num_layers = fields.size("num_hidden_layers", most=MOST_LAYERS)
     num_heads = fields.size("num_attention_heads")
     vocab_size = fields.size("vocab_size")
@@ -228,7 +232,7 @@ def from_hf(
             num_layers=num_layers,
             num_heads=num_heads,
             num_kv_heads=fields.size("num_key_value_heads", num_heads),
-            head_dim=_head_dim(fields, num_heads),
+            head_dim=own.pop("head_dim", None) or _head_dim(fields, num_heads),
             experts_per_token=fields.size("num_experts_per_tok"),
             d_ff_dense=0
             if all(own["moe_layers"])

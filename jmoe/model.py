@@ -460,7 +460,8 @@ def _first(segment: Any) -> Params:
 
 def _router_of(layer: Params) -> Params:
     """Returns what `jmoe.moe.router` and `gate` read."""
-    return {name: layer[name] for name in ("mlp_norm", "router", "router_bias") if name in layer}
+    names = "mlp_norm", "router", "router_bias", "logits_bias"
+    return {name: layer[name] for name in names if name in layer}
 
 
 def _layer(xs: Any, at: Any) -> Any:
@@ -520,4 +521,7 @@ def with_wide_router(segment: Any) -> Any:
     missing = -router.shape[-1] % 8
     if not missing or backend() == "cpu":
         return segment
-    return {**segment, "router": jnp.pad(router, ((0, 0), (0, 0), (0, missing)))}
+    wide = {"router": jnp.pad(router, ((0, 0), (0, 0), (0, missing)))}
+    if "logits_bias" in segment:
+        wide["logits_bias"] = jnp.pad(segment["logits_bias"], ((0, 0), (0, missing)))
+    return segment | wide

@@ -123,7 +123,10 @@ def router(
 ) -> tuple[Float[Array, "T d"], Float[Array, "T m"]]:
     """Returns normed rows and their router's logits (float32)."""
     h = rms_norm(x, layer["mlp_norm"], cfg.rms_norm_eps)
-    return h, linear(h, layer["router"], jnp.float32)
+    logits = linear(h, layer["router"], jnp.float32)
+    if cfg.logits_bias:
+        logits = logits + layer["logits_bias"].astype(jnp.float32)[None]
+    return h, logits
 
 
 def gate(

@@ -20,7 +20,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, logging
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, Mxfp4Config, logging
 
 ROOT = Path(__file__).resolve().parent
 LENGTH, NEW_TOKENS = 19, 12
@@ -35,15 +36,28 @@ NAMES = {
     "olmoe": ("num_experts", "intermediate_size"),
     "mixtral": ("num_local_experts", "intermediate_size"),
     "glm4_moe": ("n_routed_experts", "moe_intermediate_size"),
+    "gpt_oss": ("num_local_experts", "intermediate_size"),
 }
 
 
-def case(model_type, sizes, experts, *, rope=None, hub=True, bf16=False, shard=None, **config):
+def case(
+    model_type,
+    sizes,
+    experts,
+    *,
+    rope=None,
+    hub=True,
+    bf16=False,
+    shard=None,
+    mxfp4=False,
+    **config,
+):
     """Describe one case.
 
     ``sizes`` is layers, hidden size, heads, key-value heads and vocabulary; ``experts`` is count,
     top-k, expert width and, where there are any, dense width and (Qwen2) shared width. ``hub``
-    picks the spelling of the checkpoints on the hub over the newest one; ``shard`` is a shard size.
+    picks the spelling of the checkpoints on the hub over the newest one; ``shard`` is a shard size;
+    ``mxfp4`` has experts in four bits.
     """
     layers, hidden, heads, kv_heads, vocab = sizes
     count, top_k, width, *others = experts
@@ -62,7 +76,8 @@ def case(model_type, sizes, experts, *, rope=None, hub=True, bf16=False, shard=N
         "max_position_embeddings": int(trained * factor),
         "rope_parameters": rope,
     }
-    return {"model_type": model_type, "config": config, "hub": hub, "bf16": bf16, "shard": shard}
+    spec = {"model_type": model_type, "config": config, "hub": hub, "bf16": bf16, "shard": shard}
+    return spec | {"mxfp4": mxfp4}
 
 
 TEN_THOUSAND, FIVE_HUNDRED = {"rope_theta": 1e4}, {"rope_theta": 500.0}
@@ -92,6 +107,14 @@ YARN_MSCALE = {
     "mscale": 1.3,
 }
 YARN_MSCALE |= {"mscale_all_dim": 0.6, "truncate": False, "original_max_position_embeddings": 48}
+YARN_EXACT = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "rope_theta": 150.0,
+    "beta_fast": 8.0,
+    "truncate": False,
+}
+YARN_EXACT |= {"original_max_position_embeddings": 32}
 TIED, NORM = {"tie_word_embeddings": True}, {"norm_topk_prob": True}
 SPARSE_STEP, MLP_ONLY = {"decoder_sparse_step": 2}, {"mlp_only_layers": [0]}
 
@@ -100,6 +123,7 @@ YARN_PARTIAL = {**YARN_BETAS, "partial_rotary_factor": 0.25}
 
 qwen2, qwen3, mixtral = (partial(case, name) for name in ("qwen2_moe", "qwen3_moe", "mixtral"))
 olmoe = partial(case, "olmoe", eos_token_id=2)
+gpt_oss = partial(case, "gpt_oss", rope=YARN_EXACT, sliding_window=5, eos_token_id=2)
 glm4 = partial(case, "glm4_moe", rope={"rope_theta": 1e4, "partial_rotary_factor": 0.5})
 CASES = {
     "qwen2_moe": qwen2([2, 32, 4, 4, 97], [7, 3, 19, 41, 29]),
@@ -167,6 +191,22 @@ CASES = {
     "olmoe_attention_bias_linear": olmoe(
         [2, 48, 4, 4, 67], [5, 2, 11], rope=LINEAR, bf16=True, attention_bias=True
     ),
+    "gpt_oss": gpt_oss([2, 36, 6, 3, 79], [7, 3, 11], head_dim=10),
+    "gpt_oss_types_tied": gpt_oss(
+        [3, 28, 5, 1, 73],
+        [5, 2, 13],
+        rope=TEN_THOUSAND,
+        hub=False,
+        bf16=True,
+        head_dim=8,
+        layer_types=["full_attention", "sliding_attention", "sliding_attention"],
+        sliding_window=3,
+        swiglu_alpha=1.3,
+        swiglu_limit=0.9,
+        attention_bias=False,
+        **TIED,
+    ),
+    "gpt_oss_mxfp4": gpt_oss([2, 96, 3, 3, 61], [3, 2, 32], head_dim=12, bf16=True, mxfp4=True),
 }
 
 
@@ -185,15 +225,43 @@ def build(spec, seed):
         noise = torch.randn(parameter.shape, generator=generator)
         if "norm" in name:
             value = 1 + 0.2 * noise
+        elif name.endswith("sinks"):
+            value = 2 * noise
         elif name.endswith("bias"):
             value = 0.3 * noise
+        elif spec["mxfp4"] and "experts" in name:
+            value = dequantized(*packed(name, parameter.shape, seed))
         elif "embed_tokens" in name:
             value = 0.4 * noise
         else:
-            gain = 2.5 if name.endswith(".gate.weight") or "lm_head" in name else 1.5
-            value = gain / parameter.shape[-1] ** 0.5 * noise
+            routes = name.endswith((".gate.weight", ".router.weight"))
+            gain = 2.5 if routes or "lm_head" in name else 1.5
+            fan_in = parameter.shape[
+                -2 if "experts" in name and spec["model_type"] == "gpt_oss" else -1
+            ]
+            value = gain / fan_in**0.5 * noise
         parameter.copy_(value.bfloat16().float() if spec["bf16"] else value)
     return model
+
+
+def packed(name, shape, seed):
+    """Draw an expert matrix [m, in, out] in MXFP4: blocks [m, out, in / 32, 16] and scales [m, out,
+    in / 32], both uint8.
+    """
+    rng = np.random.default_rng([seed, *name.encode()])
+    experts, k, columns = shape
+    blocks = rng.integers(0, 256, (experts, columns, k // 32, 16), dtype=np.uint8)
+    return blocks, rng.integers(121, 124, (experts, columns, k // 32), dtype=np.uint8)
+
+
+def dequantized(blocks, scales):
+    """Return the float32 matrix of blocks and scales, by the format's definition (OCP MX 1.0)."""
+    codes = np.stack([blocks & 15, blocks >> 4], axis=-1).reshape(*blocks.shape[:-1], 32)
+    sign, exponent, mantissa = codes >> 3, (codes >> 1) & 3, codes & 1
+    size = np.where(exponent, (1 + 0.5 * mantissa) * 2.0 ** (exponent - 1.0), 0.5 * mantissa)
+    values = np.where(sign, -size, size) * 2.0 ** (scales[..., None] - 127.0)
+    values = values.reshape(*blocks.shape[:2], -1).swapaxes(1, 2)
+    return torch.from_numpy(values.astype(np.float32))
 
 
 @torch.no_grad()
@@ -266,17 +334,48 @@ def spell_like_hub(path):
     config["rope_scaling"] = None if rope.get("rope_type") == "default" else rope
     config["torch_dtype"] = config.pop("dtype")
     for name in ("layer_types", "qkv_bias"):
-        config.pop(name, None)
+        if config["model_type"] != "gpt_oss":
+            config.pop(name, None)
     if config.get("head_dim", 0) is None:
         del config["head_dim"]
-    if config["model_type"] != "mixtral" and "num_local_experts" in config:
+    if config["model_type"] not in ("mixtral", "gpt_oss") and "num_local_experts" in config:
         config["num_experts"] = config.pop("num_local_experts")
     if config.get("sliding_window") == 0:  # the hub keeps a size there, switched off
         config["sliding_window"] = config["max_position_embeddings"]
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
-def save(spec, model, golden, directory):
+def pack(directory, model, seed):
+    """Replace the experts' matrices of a saved case by what they were dequantized from."""
+    path, found = directory / "model.safetensors", {}
+    for name, tensor in load_file(path).items():
+        if "experts" in name and not name.endswith("bias"):
+            drawn = packed(name, tensor.shape, seed)
+            torch.testing.assert_close(dequantized(*drawn), tensor.float(), rtol=0, atol=0)
+            for kind, part in zip(("blocks", "scales"), drawn, strict=True):
+                found[f"{name}_{kind}"] = torch.from_numpy(part)
+        else:
+            found[name] = tensor
+    save_file(found, path, metadata={"format": "pt"})
+    config = json.loads((directory / "config.json").read_text())
+    skipped = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens"]
+    config["quantization_config"] = {
+        "modules_to_not_convert": [*skipped, "lm_head"],
+        "quant_method": "mxfp4",
+    }
+    (directory / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def options(directory):
+    """Return how a saved case is loaded: in float32, with eager attention and experts."""
+    config = json.loads((directory / "config.json").read_text())
+    own = {"dtype": torch.float32, "output_loading_info": True, **EAGER}
+    if "quantization_config" in config:
+        own["quantization_config"] = Mxfp4Config(dequantize=True)
+    return own
+
+
+def save(spec, model, golden, directory, seed):
     """Write the checkpoint and its golden arrays."""
     shutil.rmtree(directory, ignore_errors=True)
     model.to(torch.bfloat16 if spec["bf16"] else torch.float32)
@@ -284,14 +383,15 @@ def save(spec, model, golden, directory):
     (directory / "generation_config.json").unlink()
     if spec["hub"]:
         spell_like_hub(directory / "config.json")
+    if spec["mxfp4"]:
+        pack(directory, model, seed)
     np.savez(directory / "golden.npz", **golden)
 
 
 def check(directory):
     """Load a saved case and assert that it gives the logits and the tokens stored beside it."""
-    model, info = AutoModelForCausalLM.from_pretrained(
-        directory, dtype=torch.float32, output_loading_info=True, **EAGER
-    )
+    model, info = AutoModelForCausalLM.from_pretrained(directory, **options(directory))
+    model = model.float()  # MXFP4 is dequantized to bfloat16, which holds it
     assert not any(info.values()), info
     golden = np.load(directory / "golden.npz")
     logits = forward(model.eval(), golden["tokens"]).logits.numpy()
@@ -317,7 +417,7 @@ def make(name):
     effect = rope_effect(spec, model, golden) if scaled else None
     assert effect is None or effect > MIN_ROPE_EFFECT, (name, effect)
     parameters = sum(x.numel() for x in model.parameters())
-    save(spec, model, golden, directory)
+    save(spec, model, golden, directory, seed)
     check(directory)
     size = sum(x.stat().st_size for x in directory.iterdir()) / 1000
     spelling, dtype = "hub" if spec["hub"] else "newest", "bf16" if spec["bf16"] else "f32"

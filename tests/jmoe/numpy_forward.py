@@ -102,7 +102,8 @@ def _rotate(cfg, x):
 
 def _moe(cfg, layer, pool, slots, h, moe_layer, served):
     out = np.zeros_like(h)
-    for row, logits in enumerate(h @ layer["router"]):  # by position
+    all_logits = h @ layer["router"] + (layer["logits_bias"] if cfg.logits_bias else 0.0)
+    for row, logits in enumerate(all_logits):  # by position
         for expert, weight in zip(*_chosen(cfg, layer, logits), strict=True):
             to = expert if served is None else served(moe_layer, row, expert)
             if to < 0:

@@ -38,7 +38,7 @@ class NumpyModel:
             at = f"model.layers.{layer}."
             x = x + self.attention(layer, self.norm(x, at + "input_layernorm.weight"), rows)
             h = self.norm(x, at + "post_attention_layernorm.weight")
-            if f"{at}mlp.gate.weight" in self.tensors:
+            if self.is_gpt_oss or f"{at}mlp.gate.weight" in self.tensors:
                 out, moved = self.moe(layer, moe_layer, h, rows, strategy, threshold, way)
                 degraded, moe_layer = degraded + moved, moe_layer + 1
             else:
@@ -83,9 +83,19 @@ class NumpyModel:
             q = self.rotate(q, position)
             for head in range(heads):
                 g = head // (heads // kv_heads)
-                p = softmax(np.array([q[head] @ key[g] for key in keys]) * head_dim**-0.5)
-                out[i, head] = sum(w * value[g] for w, value in zip(p, values, strict=True))
+                first = max(0, position + 1 - self.window(layer))
+                seen = list(zip(keys, values, strict=True))[first:]
+                scores = [q[head] @ key[g] * head_dim**-0.5 for key, _ in seen]
+                if at + "sinks" in self.tensors:
+                    scores.append(self.tensors[at + "sinks"][head])
+                p = softmax(np.array(scores))
+                out[i, head] = sum(w * value[g] for w, (_, value) in zip(p, seen, strict=False))
         return self.linear(at + "o_proj", out.reshape(len(rows), -1))
+
+    def window(self, layer):
+        types = self.config.get("layer_types")
+        slides = types is not None and types[layer] == "sliding_attention"
+        return self.config["sliding_window"] if slides else 10**9
 
     def rotate(self, x, position):
         turned = int(x.shape[1] * self.config.get("partial_rotary_factor", 1.0))
@@ -100,7 +110,7 @@ class NumpyModel:
 
     def moe(self, layer, moe_layer, h, rows, strategy, threshold, way):
         cfg, at = self.config, f"model.layers.{layer}.mlp."
-        logits = self.linear(at + "gate", h)
+        logits = self.linear(at + ("router" if self.is_gpt_oss else "gate"), h)
         m = logits.shape[1]
         ids, weights, gaps = zip(*(self.chosen(at, row) for row in logits), strict=True)
         self.gap = min(self.gap, *gaps)
@@ -114,8 +124,9 @@ class NumpyModel:
         for i, visits in enumerate(planned):
             for weight, e in zip(weights[i], visits, strict=True):
                 if e >= m:
-                    gate, up = np.split(h[i] @ self.united[key + "gate_up"][e - m], 2)
-                    out[i] += weight * ((silu(gate) * up) @ self.united[key + "down"][e - m])
+                    out[i] += weight * self.united_expert(key, e - m, h[i])
+                elif e >= 0 and self.is_gpt_oss:
+                    out[i] += weight * self.joined_expert(f"{at}experts.", e, h[i])
                 elif e >= 0:
                     out[i] += weight * self.mlp(f"{at}experts.{e}.", h[i])
         if at + "shared_expert_gate.weight" in self.tensors:
@@ -125,10 +136,36 @@ class NumpyModel:
             out += self.mlp(at + "shared_experts.", h)
         return out, np.array(degraded).sum(-1)
 
+    def united_expert(self, key, e, h):
+        own = {k: self.united[key + k][e] for k in ("gate_up", "down")}
+        if not self.is_gpt_oss:
+            gate, up = np.split(h @ own["gate_up"], 2)
+            return (silu(gate) * up) @ own["down"]
+        gate, up = np.split(h @ own["gate_up"] + self.united[key + "gate_up_bias"][e], 2)
+        return self.clamped(gate, up) @ own["down"] + self.united[key + "down_bias"][e]
+
+    def joined_expert(self, at, e, h):
+        gate_up, up_bias, down, down_bias = (
+            self.tensors[at + name][e]
+            for name in ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
+        )
+        hidden = h @ gate_up + up_bias
+        return self.clamped(hidden[::2], hidden[1::2]) @ down + down_bias
+
+    def clamped(self, gate, up):
+        limit, alpha = self.config["swiglu_limit"], self.config["swiglu_alpha"]
+        gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
+        return (up + 1) * gate / (1 + np.exp(-alpha * gate))
+
+    @property
+    def is_gpt_oss(self):
+        return self.config["model_type"] == "gpt_oss"
+
     def chosen(self, at, logits):
         """Returns a row's experts, their weights, and how close the call was."""
         cfg = self.config
-        top_k, normalize = cfg["num_experts_per_tok"], cfg.get("norm_topk_prob")
+        top_k = cfg["num_experts_per_tok"]
+        normalize = cfg.get("norm_topk_prob") or self.is_gpt_oss
         if cfg["model_type"] == "glm4_moe":
             return scored(
                 logits,

@@ -31,8 +31,14 @@ CARDS = {
     "GLM-4.5": (355, 32, 131072),
     "GLM-4.5-Air": (106, 12, 131072),
     "OLMoE-1B-7B-0924": (6.9, 1.3, 4096),
+    "gpt-oss-20b": (20.9, 3.6, 131072),
+    "gpt-oss-120b": (116.8, 5.1, 131072),
 }
-KV_BYTES = {"GLM-4.5-Air": 188416, "Qwen3-30B-A3B": 98304}  # of a position, in bfloat16
+KV_BYTES = {  # of a position, in bfloat16
+    "GLM-4.5-Air": 188_416,
+    "Qwen3-30B-A3B": 98_304,
+    "gpt-oss-120b": 73_728,
+}
 
 
 def test_every_file_has_a_card():
@@ -46,9 +52,9 @@ def test_a_released_model_is_read(name):
     assert num_parameters(cfg) / 1e9 == pytest.approx(total, rel=0.01)
     # Cards round active parameters, and some leave embeddings out.
     found, embed = num_parameters(cfg, cfg.experts_per_token), cfg.vocab_size * cfg.d_model
-    counts = [(found - part) / 1e9 for part in (0, (2 - cfg.tie_embeddings) * embed)]
+    counts = [(found - part) / 1e9 for part in (0, embed, (2 - cfg.tie_embeddings) * embed)]
     assert any(one == pytest.approx(active, rel=0.03) for one in counts)
     assert cfg.max_position == positions
-    assert cfg.rope.kind == "default"
+    assert cfg.rope.kind == ("yarn" if cfg.architecture == "gpt_oss" else "default")
     if name in KV_BYTES:
         assert kv_bytes_per_token(cfg, "bfloat16") == KV_BYTES[name]

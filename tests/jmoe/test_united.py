@@ -1,7 +1,8 @@
 """United experts: jmoe under brownout against the model in float64 loops, and what must not move.
 
-Four architectures: with shared experts, with a dense layer before the MoE one (united experts
-count MoE layers), without shared experts, and with scored groups; seven or nine experts.
+Five architectures: with shared experts, with a dense layer before the MoE one (united experts
+count MoE layers), without shared experts, with scored groups, and with biases; five
+to nine experts.
 """
 
 import jax
@@ -13,7 +14,7 @@ from numpy_model import NumpyModel
 import jmoe
 from jmoe.brownout import Brownout
 
-DEEP = ["qwen2_moe_mlp_only_tied", "glm4_moe", "olmoe"]
+DEEP = ["qwen2_moe_mlp_only_tied", "glm4_moe", "olmoe", "gpt_oss_types_tied"]
 CASES = ["qwen2_moe", *(pytest.param(name, marks=pytest.mark.deep) for name in DEEP), "qwen3_moe"]
 TOKENS = np.random.default_rng(0).integers(0, 70, (3, 8))
 
