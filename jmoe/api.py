@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jmoe import checkpoint, display
+from jmoe import checkpoint, display, layout
 from jmoe.brownout import Brownout, Control
 from jmoe.config import ModelConfig, read_config
 from jmoe.experts import ExpertTable, Pool, UnitedExperts, num_united_slots
@@ -136,7 +136,7 @@ class Model:
     def num_parameters(self) -> int:
         """Elements of the model itself; united experts are not counted."""
         cfg = self.config
-        routed = cfg.num_moe_layers * cfg.num_experts * 3 * cfg.d_model * cfg.d_ff_expert
+        routed = cfg.num_moe_layers * cfg.num_experts * layout.expert_parameters(cfg)
         return routed + sum(leaf.size for leaf in jax.tree.leaves(self.params))
 
     def with_weights(self, **changed: Any) -> "Model":

@@ -5,12 +5,14 @@ An architecture whose arithmetic `jmoe.model` has already is one entry here, or 
 """
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from jmoe.attention import AttentionKind, Paged
+from jmoe.attention import Paged
 from jmoe.config_fields import Fields
-from jmoe.config_keys import READ_FOR_ALL, READ_FOR_QWEN
+from jmoe.config_keys import READ_FOR_ALL, READ_FOR_QWEN, ROPE_SECTIONS
+from jmoe.router import ScoredTopK
+from pallas_kernels.activation import ClampedSwiglu
 
 MOST_EXPERTS = 100_000
 
@@ -31,10 +33,24 @@ class Architecture:
     """Keys of the model's arithmetic that jmoe computes in one way only, and the values for it."""
     rms_norm_eps: float = 1e-6  # where the key is absent
     rope_theta: float = 1e4  # where the key is absent
+    partial_rotary: float | None = None
+    """`partial_rotary_factor` where the key is absent; None: heads turn as a whole."""
     mlp: str = "mlp"
     """Name of a layer's MLP block in the names of tensors."""
     expert_names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     """Names of an expert's gate, up and down projections."""
+    joined_experts: tuple[str, str] | None = None
+    """Names of all experts' gates and ups, and downs, where a layer has one tensor of each."""
+    interleaved: bool = False
+    """Whether experts are joined as in gpt-oss: `[in, out]`, gate and up in turn, with biases."""
+    router: str = "gate"
+    """Name of the router in the MLP block."""
+    quantized: Collection[str] = ()
+    """Values of `quant_method` that are read: weights are dequantized as they are loaded."""
+    shared: str = "shared_expert"
+    """Name of the shared experts in the MLP block."""
+    apart: str = ""
+    """What sets it apart, for docs/new-architecture.md."""
 
 
 ARCHITECTURES: dict[str, Architecture] = {}
@@ -64,7 +80,11 @@ def _qwen(fields: Fields) -> dict[str, Any]:
 def _qwen2(fields: Fields) -> dict[str, Any]:
     return {
         **_qwen(fields),
-        "layer_attention": full_or_window(fields, _qwen_window(fields), by_layer=True),
+        "layer_attention": full_or_window(
+            fields,
+            _qwen_window(fields),
+            alternate=fields.size("max_window_layers", 28, least=0),
+        ),
         # transformers reads the newer spelling for the others only.
         "num_experts": _num_experts(fields, "num_experts", "num_local_experts"),
         "d_ff_shared": fields.size("shared_expert_intermediate_size", least=0),
@@ -81,6 +101,82 @@ def _qwen3(fields: Fields) -> dict[str, Any]:
         "qkv_bias": bias,
         "o_bias": bias,
         "qk_norm": True,
+    }
+
+
+def _glm4(fields: Fields) -> dict[str, Any]:
+    width, num_layers = fields.size("moe_intermediate_size"), fields.size("num_hidden_layers")
+    if (dense := fields.size("first_k_dense_replace", 1, least=0)) >= num_layers:
+        raise fields.wrong("first_k_dense_replace", f"below num_hidden_layers ({num_layers})")
+    return {
+        "num_experts": (count := fields.size("n_routed_experts", most=MOST_EXPERTS)),
+        "d_ff_expert": width,
+        "d_ff_shared": width * fields.size("n_shared_experts", 1, least=0),
+        "shared_gate": False,
+        "moe_layers": tuple(i >= dense for i in range(num_layers)),
+        "norm_topk_prob": fields.flag("norm_topk_prob", True),
+        "router": scored(fields, count, bias=True),
+        "qkv_bias": fields.flag("attention_bias", False),
+        "qk_norm": fields.flag("use_qk_norm", False),
+        "unused_layers": fields.size("num_nextn_predict_layers", 1, least=0),
+    }
+
+
+def scored(fields: Fields, num_experts: int, **given: Any) -> ScoredTopK:
+    """Returns the router of `n_group`, `topk_group` and `routed_scaling_factor`, with other fields
+    as `given`. Raises ConfigError for groups that cannot be.
+    """
+    groups = fields.size("n_group", 1)
+    top, scale = fields.size("topk_group", 1), fields.number("routed_scaling_factor", 1.0)
+    router = ScoredTopK(groups=groups, top_groups=top, scale=scale, **given)
+    if num_experts % groups or num_experts // groups < router.best:
+        wanted = f"a divisor of n_routed_experts ({num_experts}) into groups of {router.best} or"
+        raise fields.wrong("n_group", f"{wanted} more")
+    least = -(-fields.size("num_experts_per_tok") * groups // num_experts)
+    if not least <= top <= groups:
+        wanted = f"from {least}, so that they have num_experts_per_tok, to n_group ({groups})"
+        raise fields.wrong("topk_group", wanted)
+    return router
+
+
+def _olmoe(fields: Fields) -> dict[str, Any]:
+    bias = fields.flag("attention_bias", False)
+    return {
+        "num_experts": _num_experts(fields, *_either_count(fields)),
+        "d_ff_expert": fields.size("intermediate_size"),
+        "moe_layers": (True,) * fields.size("num_hidden_layers"),
+        "norm_topk_prob": fields.flag("norm_topk_prob", False),
+        "qkv_bias": bias,
+        "o_bias": bias,
+        "qk_norm": True,
+        "normed_whole": True,
+        "clip_qkv": fields.number("clip_qkv", 0.0),
+    }
+
+
+def _gpt_oss(fields: Fields) -> dict[str, Any]:
+    if not any(fields.given(key) for key in ROPE_SECTIONS):
+        wanted = "an object, or there are rope_parameters: gpt_oss without them has YaRN of its own"
+        raise fields.wrong("rope_scaling", wanted)
+    if "sliding_window" in fields.values and fields.given("sliding_window") is None:
+        raise fields.wrong("sliding_window", "1 or more")
+    count, bias = fields.size("num_hidden_layers"), fields.flag("attention_bias", True)
+    kinds = full_or_window(fields, fields.size("sliding_window", 128), alternate=count)
+    return {
+        "layer_attention": tuple(replace(kind, sinks=True) for kind in kinds),
+        "head_dim": fields.size("head_dim", 64),
+        "num_experts": _num_experts(fields, *_either_count(fields)),
+        "d_ff_expert": fields.size("intermediate_size"),
+        "moe_layers": (True,) * count,
+        "norm_topk_prob": True,  # as a softmax over the chosen logits is
+        "qkv_bias": bias,
+        "o_bias": bias,
+        "logits_bias": True,
+        "expert_bias": True,
+        "activation": ClampedSwiglu(
+            fields.number("swiglu_alpha", 1.702), fields.number("swiglu_limit", 7.0)
+        ),
+        "mxfp4": fields.given("quantization_config") is not None,
     }
 
 
@@ -133,17 +229,16 @@ def _qwen_window(fields: Fields) -> int:
 
 
 def full_or_window(
-    fields: Fields, window: int = 0, *, by_layer: bool = False
-) -> tuple[AttentionKind, ...]:
-    """Returns each layer's attention, as transformers makes it of `layer_types`. `by_layer`:
-    without these, every other layer below `max_window_layers` has the window; else all have it.
+    fields: Fields, window: int = 0, *, alternate: int | None = None
+) -> tuple[Paged, ...]:
+    """Returns each layer's attention, as transformers makes it of `layer_types`. `alternate`:
+    without these, every other layer below that one has the window; else all have it.
 
     Raises ConfigError for other kinds, and for those that transformers would not heed.
     """
     count = fields.size("num_hidden_layers")
-    if by_layer:
-        most = fields.size("max_window_layers", 28, least=0)
-        slides = [at % 2 == 0 and at < most for at in range(count)]
+    if alternate is not None:
+        slides = [at % 2 == 0 and at < alternate for at in range(count)]
         served = {"full_attention", *(["sliding_attention"] if window else [])}
     else:
         slides, served = [True] * count, {"sliding_attention" if window else "full_attention"}
@@ -157,6 +252,10 @@ def full_or_window(
     return tuple(Paged(window * has_it) for has_it in slides)
 
 
+def _and(keys: str) -> frozenset[str]:
+    return READ_FOR_ALL | frozenset(keys.split())
+
+
 register(
     "qwen2_moe",
     Architecture(
@@ -164,6 +263,7 @@ register(
         _qwen2,
         READ_FOR_QWEN | {"qkv_bias", "shared_expert_intermediate_size"},
         {"attention_bias": (False,), "use_qk_norm": (False,)},
+        apart="shared expert behind a sigmoid gate, biases on q, k and v",
     ),
 )
 register(
@@ -177,6 +277,7 @@ register(
             "shared_expert_intermediate_size": (0,),
             "use_qk_norm": (True,),
         },
+        apart="RMSNorm of q and k a head",
     ),
 )
 register(
@@ -199,5 +300,49 @@ register(
         rope_theta=1e6,
         mlp="block_sparse_moe",
         expert_names=("w1", "w3", "w2"),
+        apart="tensor names; gate weights always renormalised",
+    ),
+)
+register(
+    "glm4_moe",
+    Architecture(
+        "Glm4MoeForCausalLM",
+        _glm4,
+        _and(
+            "attention_bias first_k_dense_replace moe_intermediate_size n_group n_routed_experts "
+            "n_shared_experts norm_topk_prob num_nextn_predict_layers partial_rotary_factor "
+            "routed_scaling_factor topk_group use_qk_norm"
+        ),
+        rms_norm_eps=1e-5,
+        partial_rotary=0.5,
+        shared="shared_experts",
+        apart="sigmoid router, its bias and groups; heads turn in part; prediction layer left out",
+    ),
+)
+register(
+    "olmoe",
+    Architecture(
+        "OlmoeForCausalLM",
+        _olmoe,
+        _and("attention_bias clip_qkv norm_topk_prob num_experts num_local_experts"),
+        rms_norm_eps=1e-5,
+        apart="RMSNorm of all heads together, `clip_qkv`",
+    ),
+)
+register(
+    "gpt_oss",
+    Architecture(
+        "GptOssForCausalLM",
+        _gpt_oss,
+        _and(
+            "attention_bias num_experts num_local_experts quantization_config "
+            "swiglu_alpha swiglu_limit"
+        ),
+        rms_norm_eps=1e-5,
+        rope_theta=150000.0,
+        router="router",
+        interleaved=True,
+        quantized=("mxfp4",),
+        apart="windows in turn, sinks, biases everywhere, clamped SwiGLU; MXFP4 is dequantized",
     ),
 )

@@ -7,7 +7,7 @@ kind of your own needs no change here: name it in a config, or give its data to
 `jmoe.model.run_layers`.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jmoe.kv_cache import CacheSizes, KVPages, make_pages
 from pallas_kernels.kv_write import Projection, split_heads, write_kv
+from pallas_kernels.online_softmax import softmax
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paged_attention import plan as plan_decode
 from pallas_kernels.paged_attention.schedule import Schedule
@@ -91,6 +92,7 @@ class Paged:
     """Causal attention over KV pages: full, or over a sliding window."""
 
     window: int = 0  # positions that a row sees, its own included; 0: all
+    sinks: bool = False  # whether layers have `sinks`: a score a head that has no value
 
     @property
     def shares_pages(self) -> bool:
@@ -109,7 +111,8 @@ class Paged:
     def step(self, cfg: "ModelConfig", cache: KVPages, rows: StepRows) -> Attention:
         """See AttentionKind. A window that no position can exceed is none."""
         table, heads = rows.block_table, cfg.num_heads
-        kind = self if self.window < table.shape[1] * cache.page_size else FULL
+        reached = table.shape[1] * cache.page_size
+        kind = self if self.window < reached else replace(self, window=0)
         written = Written.at(cache, table, rows.slot, rows.position, rows.valid)
         lengths = {"kv_len": rows.kv_len, "kind": kind}
         own = kind._in_sight(table[rows.slots], cache, rows)
@@ -271,7 +274,7 @@ class DecodeAttention(NamedTuple):
     ) -> tuple[Float[Array, "B H D"], KVPages]:
         """See Attention."""
         q, pages = self.write(projection, layer, cache)
-        return self.read(q, layer, pages), pages
+        return self.read(q, layer, pages, projection.sinks), pages
 
     def write(
         self, projection: Projection, layer: Int[Array, ""], cache: KVPages
@@ -281,9 +284,15 @@ class DecodeAttention(NamedTuple):
         return q, KVPages(*new)
 
     def read(
-        self, q: Float[Array, "B H D"], layer: Int[Array, ""], cache: KVPages
+        self,
+        q: Float[Array, "B H D"],
+        layer: Int[Array, ""],
+        cache: KVPages,
+        sinks: Float[Array, "*B H"] | None = None,
     ) -> Float[Array, "B H D"]:
-        """Returns what the heads read of a cache that the rows are written to."""
+        """Returns what the heads read of a cache that the rows are written to. `sinks` are the
+        layer's, or each row's own.
+        """
         return paged_attention(
             q,
             cache.k,
@@ -293,6 +302,7 @@ class DecodeAttention(NamedTuple):
             kv_len=self.kv_len,
             scale=q.shape[-1] ** -0.5,
             window=self.kind.window,
+            sinks=sinks,
             todo=self.plan,
         )
 
@@ -342,6 +352,7 @@ class PrefillAttention(NamedTuple):
                 kv_len=self.kv_len,
                 scale=q.shape[-1] ** -0.5,
                 window=self.kind.window,
+                sinks=projection.sinks,
                 todo=self.work,
             ),
             pages,
@@ -373,6 +384,9 @@ class CausalAttention:
         seen = jnp.tril(jnp.ones((self.length, self.length), bool))
         if self.window:
             seen = jnp.triu(seen, 1 - self.window)
-        p = jax.nn.softmax(jnp.where(seen[None, None, None], s, -jnp.inf), axis=-1)
+        sinks = projection.sinks
+        if sinks is not None:
+            sinks = sinks.reshape(1, kv_heads, heads // kv_heads, 1)
+        p = softmax(jnp.where(seen[None, None, None], s, -jnp.inf), sinks)
         out = jnp.einsum("bghqk,bkgd->bqghd", p.astype(v.dtype), vb)
         return out.reshape(q.shape), cache

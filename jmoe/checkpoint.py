@@ -1,6 +1,7 @@
 """Checkpoints: Hugging Face directories as they stand, and jmoe's own format through Orbax."""
 
 import json
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
 from functools import partial
@@ -34,6 +35,8 @@ from jmoe.model_files import read_text, regular, stays_inside
 from jmoe.parallel.home import Home
 from jmoe.weights import PoolHolder, Weights
 from pallas_kernels.activation import SILU
+
+log = logging.getLogger(__name__)
 
 UNITED_FILE = "united.safetensors"
 DISTILLED_FROM = "distilled_from"
@@ -95,16 +98,24 @@ class TensorFiles:
         """Returns how a tensor's elements are stored, as safetensors names it."""
         return self._open[name].get_slice(name).get_dtype()
 
-    def raw(self, name: str) -> np.ndarray:
-        """Returns one tensor in host memory, as it is stored."""
-        return self._open[name].get_tensor(name)
+    def raw(self, name: str, part: tuple[int, int] | None = None) -> np.ndarray:
+        """Returns one tensor in host memory, as it is stored; or a part (`Parameter.part`)."""
+        file = self._open[name]
+        return file.get_tensor(name) if part is None else file.get_slice(name)[part[0]]
 
-    def read(self, name: str, dtype: jnp.dtype, *, on_host: bool = False) -> jax.Array | np.ndarray:
+    def read(
+        self,
+        name: str,
+        part: tuple[int, int] | None,
+        dtype: jnp.dtype,
+        *,
+        on_host: bool = False,
+    ) -> jax.Array | np.ndarray:
         """Returns one tensor in `dtype`, where it will be assembled: on the device, or in a CPU's
         memory, where every shape of an operation would be a program to compile; `on_host` is there
         always.
         """
-        raw = self.raw(name)
+        raw = self.raw(name, part)
         if jax.default_backend() != "cpu" and not on_host:
             return jnp.asarray(raw).astype(dtype)
         with np.errstate(over="ignore"):  # to infinity, which is looked for later
@@ -173,10 +184,23 @@ def _check(files: TensorFiles, cfg: ModelConfig, directory: Path) -> None:
                 f"{directory}: lm_head.weight is not model.embed_tokens.weight, though "
                 "tie_word_embeddings is true; with false it is read"
             )
+    behind = tuple(f"model.layers.{cfg.num_layers + i}." for i in range(cfg.unused_layers))
+    if extra := [name for name in unread if name.startswith(behind)]:
+        layers = ", ".join(f"{at}*" for at in behind)
+        log.info(
+            "%s: %d tensors are not read, %s: they predict further tokens than the next one",
+            directory,
+            len(extra),
+            layers,
+        )
     _refuse(
         f"{directory} holds tensors that a {cfg.architecture} of its config.json does not have, "
         "and that would be left out:",
-        (name for name in unread if not name.endswith(".rotary_emb.inv_freq")),
+        (
+            name
+            for name in unread
+            if not name.endswith(".rotary_emb.inv_freq") and name not in extra
+        ),
     )
 
 
@@ -185,15 +209,19 @@ def _unlike(files: TensorFiles, cfg: ModelConfig, read: set[str]) -> Iterator[st
     `read`.
     """
     for parameter in layout.whole(cfg):
-        read.update(parameter.names)
-        for name, shape in zip(parameter.names, parameter.stored, strict=True):
+        for name, shape in zip(parameter.names, parameter.in_file, strict=True):
+            if name in read:  # it has the parts of several
+                continue
+            read.add(name)
             found = files.shape(name)
             if found is None:
                 yield f"{name} is missing"
             elif found != shape:
                 yield f"{name} is {list(found)}, expected {list(shape)}"
-            elif files.kind(name) not in FLOATS:
-                yield f"{name} is {files.kind(name)}; jmoe reads {', '.join(FLOATS)}"
+            elif files.kind(name) not in (
+                kinds := ("U8",) if parameter.kind == "mxfp4" else FLOATS
+            ):
+                yield f"{name} is {files.kind(name)}; jmoe reads {', '.join(kinds)}"
 
 
 def _equal(files: TensorFiles, one: str, other: str) -> bool:
@@ -262,23 +290,38 @@ class HFLayers:
             on_host = self._experts_on_host
             parts = [self._read(expert, on_host=on_host) for expert in experts]
             stack: Any = np.stack if on_host else _stack
-            pool = ExpertPool(*(stack([p[key] for p in parts]) for key in parts[0]))
+            pool = ExpertPool(**{key: stack([p[key] for p in parts]) for key in parts[0]})
         self._refuse_not_finite((params, pool), [own, *experts])
         return params, pool
 
     def _refuse_not_finite(self, read: Any, layouts: Iterable[Layout]) -> None:
         if not self._check_weights or seem_finite(read):
             return
-        names = (name for own in layouts for parameter in own.values() for name in parameter.names)
-        faults = (fault(name, self._files.raw(name), self._dtype) for name in names)
-        _refuse(f"{self._directory} has weights that are not finite:", filter(None, faults))
+        faults = (
+            self._fault(name, parameter)
+            for own in layouts
+            for parameter in own.values()
+            for name in parameter.names
+        )
+        found = dict.fromkeys(filter(None, faults))  # once for a tensor that several parts are of
+        _refuse(f"{self._directory} has weights that are not finite:", found)
+
+    def _fault(self, name: str, parameter: layout.Parameter) -> str | None:
+        raw = self._files.raw(name, parameter.part)
+        if parameter.kind != "mxfp4":
+            return fault(name, raw, self._dtype)
+        if name == parameter.names[-1] and (raw == layout.MXFP4_NAN).any():
+            return f"{name} holds scales that are NaN"
+        return None
 
     def _read(self, own: Layout, *, on_host: bool = False) -> dict[str, Any]:
-        read, placed = self._files.read, np.asarray if on_host else jnp.asarray
-        return {
-            key: placed(p.assemble([read(name, self._dtype, on_host=on_host) for name in p.names]))
-            for key, p in own.items()
-        }
+        placed, found = np.asarray if on_host else jnp.asarray, {}
+        for key, p in own.items():
+            kind = jnp.dtype(jnp.float32) if p.float32 else self._dtype
+            stored = jnp.dtype(jnp.uint8) if p.kind == "mxfp4" else kind
+            read = partial(self._files.read, part=p.part, dtype=stored, on_host=on_host)
+            found[key] = placed(p.assemble(list(map(read, p.names))).astype(kind))
+        return found
 
 
 def load_hf(
@@ -347,8 +390,8 @@ def read_layers(
 
 def empty_pool(cfg: ModelConfig, num_slots: int, dtype: jnp.dtype) -> ExpertPool:
     """Returns a zeroed pool of `num_slots` experts of the model's shape."""
-    d, f = cfg.d_model, cfg.d_ff_expert
-    return ExpertPool(jnp.zeros((num_slots, d, 2 * f), dtype), jnp.zeros((num_slots, f, d), dtype))
+    shapes = layout.expert_shapes(cfg)
+    return ExpertPool(**{key: jnp.zeros((num_slots, *s), dtype) for key, s in shapes.items()})
 
 
 def load_united(
@@ -424,15 +467,16 @@ def copy_united(source: Path, to: Path) -> None:
 
 
 def _united_shapes(cfg: ModelConfig, way: int, layer: int) -> dict[str, tuple[int, ...]]:
-    count, d, f = -(-cfg.num_experts // way), cfg.d_model, cfg.d_ff_expert
-    shapes = {"gate_up": (count, d, 2 * f), "down": (count, f, d), "groups": (cfg.num_experts,)}
+    count = -(-cfg.num_experts // way)
+    shapes = {key: (count, *shape) for key, shape in layout.expert_shapes(cfg).items()}
+    shapes["groups"] = (cfg.num_experts,)
     return {f"way{way}.layers.{layer}.{key}": shape for key, shape in shapes.items()}
 
 
 def _united(
     tensors: Mapping[str, np.ndarray], way: int, cfg: ModelConfig, path: Path
 ) -> UnitedExperts:
-    stacked: dict[str, list[np.ndarray]] = {"gate_up": [], "down": [], "groups": []}
+    stacked: dict[str, list[np.ndarray]] = {"groups": []}
     for layer in range(cfg.num_moe_layers):
         shapes = _united_shapes(cfg, way, layer)
         wrong = [n for n in shapes if n not in tensors or tensors[n].shape != shapes[n]]
@@ -444,7 +488,7 @@ def _united(
             want, words = (np.integer, "integers") if key == "groups" else (jnp.floating, "floats")
             if not jnp.issubdtype(tensors[name].dtype, want):
                 raise CheckpointError(f"{path}: {name} and the others must be {words}")
-            stacked[key].append(tensors[name])
+            stacked.setdefault(key, []).append(tensors[name])
     try:
         return UnitedExperts(way, **{key: np.stack(parts) for key, parts in stacked.items()})
     except ValueError as error:
@@ -519,7 +563,7 @@ def _tree(weights: Weights) -> dict[str, Any]:
     params, pool, table = weights
     plain = {**params, "segments": list(params["segments"])}
     stored = {"slots": table.slots, "groups": table.groups}
-    return {"params": plain, "pool": pool.plain()._asdict(), "table": stored}
+    return {"params": plain, "pool": pool.plain().arrays, "table": stored}
 
 
 def _check_native(cfg: ModelConfig, params: Mapping[str, Any]) -> None:

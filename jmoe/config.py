@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from jmoe.architectures import ARCHITECTURES, full_or_window
+from jmoe.architectures import ARCHITECTURES, Architecture, full_or_window
 from jmoe.attention import FULL, AttentionKind
 from jmoe.config_fields import ConfigError as ConfigError
 from jmoe.config_fields import Fields, shown
@@ -34,6 +34,11 @@ class RopeConfig:
     beta_slow: float = 1.0  # yarn
     attention_factor: float = 1.0  # yarn: scales cos and sin
     truncate: bool = True  # yarn: round the correction range to whole dimensions
+    partial: float = 1.0  # of a head's elements, the first ones turn
+
+    def turned(self, head_dim: int) -> int:
+        """Returns how many elements of a head turn."""
+        return int(head_dim * self.partial)
 
 
 @dataclass(frozen=True, repr=False)
@@ -50,7 +55,7 @@ class ModelConfig:
     num_experts: int
     experts_per_token: int
     d_ff_expert: int
-    d_ff_shared: int  # 0: no shared expert
+    d_ff_shared: int  # of all shared experts together; 0: there are none
     d_ff_dense: int  # of dense layers; 0 where there are none
     moe_layers: tuple[bool, ...]  # by layer: MoE or dense
     norm_topk_prob: bool
@@ -62,9 +67,16 @@ class ModelConfig:
     max_position: int
     eos_token_ids: tuple[int, ...] = ()
     o_bias: bool = False  # of attention's output projection
+    normed_whole: bool = False  # with `qk_norm`: all heads of q, or of k, as one
+    clip_qkv: float = 0.0  # bound of q, k and v before they turn; 0: none
+    shared_gate: bool = True  # whether the shared expert has a sigmoid gate
+    unused_layers: int = 0  # of the checkpoint, behind the last: they predict further tokens
     layer_attention: tuple[AttentionKind, ...] = ()  # by layer; none: full attention
     router: Router | None = None  # None: softmax over all experts, the likeliest
     activation: Activation = SILU  # of routed, united and shared experts and of dense layers
+    expert_bias: bool = False  # of routed and united experts' products
+    logits_bias: bool = False  # of the router's logits
+    mxfp4: bool = False  # the checkpoint has experts' matrices in four bits
 
     def __post_init__(self) -> None:
         """Raises ConfigError where fields contradict each other."""
@@ -83,6 +95,9 @@ class ModelConfig:
             f"between 1 and the number of experts ({self.num_experts})",
         )
         _require(self.head_dim % 2 == 0, "head_dim", self.head_dim, "even")
+        turned, key = self.rope.turned(self.head_dim), "partial_rotary_factor"
+        wanted = f"such that of head_dim ({self.head_dim}) an even part is turned"
+        _require(turned % 2 == 0 < turned <= self.head_dim, key, self.rope.partial, wanted)
         for key in ("moe_layers", "layer_attention"):
             count = len(getattr(self, key))
             wanted = f"one entry a layer ({self.num_layers})"
@@ -127,11 +142,16 @@ class ModelConfig:
                 runs.append((number, layer, layer + 1, others))
         return runs
 
+    def has_sinks(self, layer: int) -> bool:
+        """Whether a layer's attention has a sink a head."""
+        return bool(getattr(self.layer_attention[layer], "sinks", False))
+
     def segments(self) -> list[tuple[bool, int, int]]:
-        """Runs of layers of one kind: (is MoE, first layer, number of layers)."""
+        """Runs of layers with the same parameters: (is MoE, first layer, number of layers)."""
         runs: list[tuple[bool, int, int]] = []
         for layer, moe in enumerate(self.moe_layers):
-            if runs and runs[-1][0] == moe:
+            alike = layer > 0 and self.has_sinks(layer) == self.has_sinks(layer - 1)
+            if runs and alike and runs[-1][0] == moe:
                 runs[-1] = (moe, runs[-1][1], runs[-1][2] + 1)
             else:
                 runs.append((moe, layer, 1))
@@ -191,7 +211,9 @@ def from_hf(
     fields = Fields(config, file)
     family = _family(fields)
     architecture = ARCHITECTURES[family]
-    check_keys(fields, architecture.read, architecture.only, allow_unknown_config)
+    check_keys(
+        fields, architecture.read, architecture.only, allow_unknown_config, architecture.quantized
+    )
     num_layers = fields.size("num_hidden_layers", most=MOST_LAYERS)
     num_heads = fields.size("num_attention_heads")
     vocab_size = fields.size("vocab_size")
@@ -210,14 +232,14 @@ def from_hf(
             num_layers=num_layers,
             num_heads=num_heads,
             num_kv_heads=fields.size("num_key_value_heads", num_heads),
-            head_dim=_head_dim(fields, num_heads),
+            head_dim=own.pop("head_dim", None) or _head_dim(fields, num_heads),
             experts_per_token=fields.size("num_experts_per_tok"),
             d_ff_dense=0
             if all(own["moe_layers"])
             else d_ff_dense or fields.size("intermediate_size"),
             tie_embeddings=fields.flag("tie_word_embeddings", False),
             rms_norm_eps=fields.number("rms_norm_eps", architecture.rms_norm_eps),
-            rope=_rope(fields, architecture.rope_theta, max_position),
+            rope=_rope(fields, architecture, max_position),
             max_position=max_position,
             eos_token_ids=fields.token_ids("eos_token_id", vocab_size),
             **{"d_ff_shared": 0, "qkv_bias": False, "qk_norm": False, **attention, **own},
@@ -249,19 +271,25 @@ def _head_dim(fields: Fields, num_heads: int) -> int:
     return d_model // num_heads
 
 
-def _rope(fields: Fields, theta: float, max_position: int) -> RopeConfig:
+def _rope(fields: Fields, architecture: Architecture, max_position: int) -> RopeConfig:
     """Reads both spellings: `rope_theta` with `rope_scaling`, and the newer `rope_parameters`."""
     sections = [fields.section(key) for key in ROPE_SECTIONS]
-    theta = fields.number("rope_theta", theta)
+    theta = fields.number("rope_theta", architecture.rope_theta)
+    partial, key = architecture.partial_rotary or 1.0, "partial_rotary_factor"
+    if architecture.partial_rotary:
+        partial = fields.number(key, partial)
     original = fields.size("original_max_position_embeddings", 0)
     ropes = [
-        _scaled(section, section.number("rope_theta", theta), original, max_position)
+        replace(
+            _scaled(section, section.number("rope_theta", theta), original, max_position),
+            partial=section.number(key, partial) if architecture.partial_rotary else partial,
+        )
         for section in sections
         if section.values
     ]
     if len(ropes) == 2 and ropes[0] != ropes[1]:
         raise fields.wrong("rope_scaling", "absent, or say the same as rope_parameters")
-    return ropes[0] if ropes else RopeConfig(theta=theta)
+    return ropes[0] if ropes else RopeConfig(theta=theta, partial=partial)
 
 
 def _scaled(fields: Fields, theta: float, original: int, max_position: int) -> RopeConfig:

@@ -77,8 +77,9 @@ HARMLESS: Mapping[str, str] = {
     **_because(
         "bookkeeping",
         """
-        _commit_hash _name_or_path auto_map custom_pipelines dtype finetuning_task id2label
-        is_decoder label2id name_or_path num_labels problem_type task_specific_params
+        _commit_hash _name_or_path auto_map custom_pipelines dtype experts_per_token
+        finetuning_task id2label initial_context_length is_decoder label2id name_or_path num_labels
+        problem_type task_specific_params
         tokenizer_class tokenizer_model_max_length tokenizer_padding_side torch_dtype
         transformers.js_config transformers_version unsloth_fixed unsloth_version
         """,
@@ -121,6 +122,7 @@ def check_keys(
     read: Collection[str],
     only: Mapping[str, tuple[Any, ...]],
     allowed: Collection[str],
+    quantized: Collection[str] = (),
 ) -> None:
     """Checks the keys of `config.json`, also those of `rope_scaling` and `rope_parameters`.
 
@@ -128,7 +130,9 @@ def check_keys(
     """
     allowed = (allowed,) if isinstance(allowed, str) else allowed
     for key in QUANTIZED:
-        if fields.given(key) is not None and key not in allowed:
+        if fields.given(key) is None or key in allowed:
+            continue
+        if key not in read or fields.section(key).given("quant_method") not in quantized:
             raise ConfigError(
                 f"{fields.file}: {key} is {shown(fields.given(key))}; jmoe does not load quantized "
                 "weights; give the checkpoint from which this one was quantized, with weights in "
@@ -139,7 +143,8 @@ def check_keys(
     for section in map(fields.section, ROPE_SECTIONS):
         kind = rope_kind(section)
         unknown = f"rope type {kind!r} as jmoe knows it does not have this key"
-        faults |= _faults(section, ROPE_READ[kind], ROPE_ONLY, ROPE_HARMLESS, unknown, allowed)
+        own = {*ROPE_READ[kind], *(key for key in ROPE_ONLY if key in read)}
+        faults |= _faults(section, own, ROPE_ONLY, ROPE_HARMLESS, unknown, allowed)
     if faults:
         flags = " ".join(f"--allow-unknown-config {name}" for name in faults)
         raise ConfigError(

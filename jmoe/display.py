@@ -15,8 +15,14 @@ def array(value: Any) -> str:
 
 
 def arrays(value: Any) -> str:
-    """Returns one line for a NamedTuple of arrays: its fields with their dtypes and shapes."""
-    named = zip(value._fields, value, strict=True)
+    """Returns one line for a NamedTuple of arrays: its fields with their dtypes and shapes, but for
+    optional ones that it has not.
+    """
+    named = [
+        (name, one)
+        for name, one in zip(value._fields, value, strict=True)
+        if one is not None or name not in value._field_defaults
+    ]
     return f"{type(value).__name__}({', '.join(f'{name}: {array(one)}' for name, one in named)})"
 
 

@@ -91,6 +91,8 @@ class Pool(ABC):
 class _Plain(NamedTuple):
     gate_up: Float[Array, "slots d f2"]  # columns [:f] gate, [f:] up
     down: Float[Array, "slots f d"]
+    gate_up_bias: Float[Array, "slots f2"] | None = None
+    down_bias: Float[Array, "slots d"] | None = None  # there are both or none
 
 
 class ExpertPool(Pool, _Plain):
@@ -105,11 +107,19 @@ class ExpertPool(Pool, _Plain):
         self, h: Float[Array, "T d"], work: Dispatch, activation: Activation
     ) -> Float[Array, "T d"]:
         """See Pool."""
-        return grouped_gemm.moe_mlp(h, self.gate_up, self.down, work, activation)
+        biases = None
+        if self.gate_up_bias is not None and self.down_bias is not None:
+            biases = self.gate_up_bias, self.down_bias
+        return grouped_gemm.moe_mlp(h, self.gate_up, self.down, work, activation, biases)
 
     def row_tiles(self, num_rows: int, top_k: int, num_experts: int) -> RowTiles | None:
         """See Pool."""
         return grouped_gemm.row_tiles(num_rows, top_k, num_experts, self.down)
+
+    @property
+    def arrays(self) -> dict[str, Any]:
+        """The pool's arrays by name, without biases that there are not."""
+        return {key: leaf for key, leaf in self._asdict().items() if leaf is not None}
 
     def plain(self) -> "ExpertPool":
         """See Pool."""
@@ -150,6 +160,8 @@ class UnitedExperts:
     gate_up: np.ndarray  # [L, U, d, 2 f]
     down: np.ndarray  # [L, U, f, d]
     groups: np.ndarray  # int32 [L, m]
+    gate_up_bias: np.ndarray | None = None  # [L, U, 2 f]
+    down_bias: np.ndarray | None = None  # [L, U, d]
 
     def __post_init__(self) -> None:
         """Raises ValueError where groups name a united expert that is not there."""
@@ -167,11 +179,16 @@ class UnitedExperts:
     @property
     def num_bytes(self) -> int:
         """Bytes of the weights in host memory."""
-        return self.gate_up.nbytes + self.down.nbytes
+        return sum(leaf.nbytes for leaf in self.experts.arrays.values())
+
+    @property
+    def experts(self) -> ExpertPool:
+        """All of them, in host memory: arrays begin with layers."""
+        return ExpertPool._make((self.gate_up, self.down, self.gate_up_bias, self.down_bias))
 
     def layer(self, layer: int) -> ExpertPool:
         """Returns the united experts of one MoE layer, in host memory."""
-        return ExpertPool._make((self.gate_up[layer], self.down[layer]))
+        return jax.tree.map(lambda leaf: leaf[layer], self.experts)
 
 
 def groups_by_index(num_experts: int, way: int) -> np.ndarray:

@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Int
 from safetensors import SafetensorError, safe_open
 
-from jmoe import checkpoint, display
+from jmoe import checkpoint, display, layout
 from jmoe.api import Model, check_dtype, check_tokenizer, choose_ways, resolve
 from jmoe.checkpoint import CheckpointError, HFLayers
 from jmoe.config import ConfigError, ModelConfig, read_config
@@ -369,13 +369,13 @@ def _write_merged(reader: _Reader, sharing: Sharing, dtype: jnp.dtype, check_wei
     cfg, held = reader.cfg, reader.held
     if sharing.directory is None:
         raise SharingError("the map has merged experts, and no directory that holds them")
-    path, (d, f) = sharing.directory / WEIGHTS_FILE, (cfg.d_model, cfg.d_ff_expert)
+    path, shapes = sharing.directory / WEIGHTS_FILE, layout.expert_shapes(cfg)
     try:
         with safe_open(regular(path), framework="numpy") as file:
             for at in np.flatnonzero(reader.held_experts[:, 0] == MERGED):
                 (_, layer, expert), slot = reader.held_experts[at], reader.homes.slot[at]
-                found = []
-                for key, shape in (("gate_up", (d, 2 * f)), ("down", (f, d))):
+                found = {}
+                for key, shape in shapes.items():
                     name = f"layers.{layer}.experts.{expert}.{key}"
                     tensor = file.get_tensor(name).astype(dtype)
                     if tensor.shape != shape:
@@ -384,8 +384,8 @@ def _write_merged(reader: _Reader, sharing: Sharing, dtype: jnp.dtype, check_wei
                         )
                     if check_weights and not seem_finite(tensor):
                         raise CheckpointError(f"{path}: {name} has weights that are not finite")
-                    found.append(jnp.asarray(tensor[None]))
-                experts = ExpertPool(*found)
+                    found[key] = jnp.asarray(tensor[None])
+                experts = ExpertPool(**found)
                 held.pool = write_slots(held.pool, jnp.asarray([slot], jnp.int32), experts)
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} is not readable: {error}") from None

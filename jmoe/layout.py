@@ -6,6 +6,7 @@ kind it is, by which drawn weights begin. Loading (`jmoe.checkpoint`), random we
 docs/architecture.md follow it.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -16,8 +17,18 @@ import numpy as np
 from jmoe.architectures import naming
 from jmoe.config import ModelConfig
 
-Kind = Literal["matrix", "embedding", "router", "norm", "bias", "gate"]
-"""What a parameter is; who draws weights chooses by it how each one begins."""
+Kind = Literal["matrix", "laid out", "mxfp4", "embedding", "router", "norm", "bias", "gate"]
+"""What a parameter is; who draws weights chooses by it how each one begins. A matrix that is laid
+out lies in the file as in memory; one of MXFP4 in four bits, in groups with a scale.
+"""
+
+MXFP4_GROUP = 32
+"""Elements of a row that share a scale (OCP Microscaling Formats 1.0)."""
+MXFP4_NAN = 255
+"""The scale that is no number."""
+_E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+_PAIRS = np.stack(np.meshgrid(*2 * [np.concatenate([_E2M1, -_E2M1])]), axis=-1).reshape(256, 2)
+"""The two elements of a byte, the lower four bits first."""
 
 
 @dataclass(frozen=True)
@@ -25,9 +36,12 @@ class Parameter:
     """One parameter of a model, of a layer, or of an expert."""
 
     names: tuple[str, ...]  # Hugging Face tensors, joined along the output axis
-    stored: tuple[tuple[int, ...], ...]  # their shapes in the file, `[out, in]`
+    stored: tuple[tuple[int, ...], ...]  # their shapes in the file, `[out, in]`, without `part`
     axes: tuple[str, ...]  # of the parameter itself
     kind: Kind = "matrix"
+    float32: bool = False  # whatever the model's dtype is
+    part: tuple[int, int] | None = None  # its place along a first axis of the file, of how many
+    in_turn: bool = False  # the file's columns are those of the two halves in turn
 
     @property
     def transposed(self) -> bool:
@@ -39,12 +53,27 @@ class Parameter:
         """Shape of the parameter, without a layer axis."""
         if self.transposed:
             return self.stored[0][1], sum(shape[0] for shape in self.stored)
+        if self.kind == "mxfp4":
+            columns, groups, _ = self.stored[0]
+            return groups * MXFP4_GROUP, columns
         if self.kind == "gate":  # the file has a matrix of one row
             return self.stored[0][1:]
         return sum(shape[0] for shape in self.stored), *self.stored[0][1:]
 
+    @property
+    def in_file(self) -> tuple[tuple[int, ...], ...]:
+        """Shapes of the tensors in the file."""
+        lead = () if self.part is None else self.part[1:]
+        return tuple((*lead, *shape) for shape in self.stored)
+
     def assemble(self, tensors: Sequence[Any]) -> Any:
-        """Returns the parameter of its tensors; where those are NumPy's, it is too."""
+        """Returns the parameter of its tensors; where those are NumPy's, it is too. Of MXFP4 they
+        are as in the file, and it is float32.
+        """
+        if self.kind == "mxfp4":
+            tensors = [_dequantized(*tensors).T]
+        if self.in_turn:
+            return _halves(*tensors)
         if self.transposed:
             tensors = [tensor.T for tensor in tensors]
         if self.kind == "gate":
@@ -58,6 +87,13 @@ class Parameter:
         """Returns tensors by name, as the file has them: the inverse of `assemble`."""
         if self.kind == "gate":
             return {self.names[0]: parameter[None]}
+        if self.kind == "mxfp4":
+            raise ValueError(f"{self.names[0]} is not written: jmoe does not quantize to MXFP4")
+        if self.in_turn:
+            on_host = isinstance(parameter, np.ndarray)
+            halves = (np if on_host else jnp).split(parameter, 2, axis=-1)
+            turns = (np if on_host else jnp).stack(halves, axis=-1)
+            return {self.names[0]: turns.reshape(parameter.shape)}
         axis = -1 if self.transposed else 0
         ends = np.cumsum([shape[0] for shape in self.stored])[:-1].tolist()
         on_host = isinstance(parameter, np.ndarray)
@@ -66,6 +102,24 @@ class Parameter:
             name: part.T if self.transposed else part
             for name, part in zip(self.names, parts, strict=True)
         }
+
+
+def _halves(x: Any) -> Any:
+    """Returns the even columns, then the odd ones."""
+    on_host = isinstance(x, np.ndarray)
+    return (np if on_host else jnp).concatenate([x[..., ::2], x[..., 1::2]], axis=-1)
+
+
+def _dequantized(blocks: Any, scales: Any) -> Any:
+    """Returns float32 [rows, k] of MXFP4: uint8 blocks [rows, groups, 16] of two elements a byte,
+    and the groups' exponents [rows, groups], uint8, 127 too high.
+    """
+    on_host = isinstance(blocks, np.ndarray)
+    xp: Any = np if on_host else jnp
+    pairs = xp.asarray(_PAIRS)[blocks]
+    with np.errstate(over="ignore", invalid="ignore"):  # of NaN, which is looked for later
+        scale = xp.ldexp(xp.ones(scales.shape, xp.float32), scales.astype(xp.int32) - 127)
+        return (pairs * scale[..., None, None]).reshape(blocks.shape[0], -1)
 
 
 Layout = dict[str, Parameter]
@@ -106,19 +160,29 @@ def layer(cfg: ModelConfig, index: int, is_moe: bool) -> Layout:
     if cfg.o_bias:
         out["bo"] = Parameter((attn + "o_proj.bias",), ((d,),), ("d",), "bias")
     if cfg.qk_norm:
-        for key in ("q_norm", "k_norm"):
-            out[key] = Parameter((f"{attn}{key}.weight",), ((size,),), ("head_dim",), "norm")
-    mlp = f"{at}{naming(cfg.architecture).mlp}."
+        axis = heads if cfg.normed_whole else "head_dim"
+        for key, whole in (("q_norm", q), ("k_norm", kv)):
+            shape = (whole if cfg.normed_whole else size,)
+            out[key] = Parameter((f"{attn}{key}.weight",), (shape,), (axis,), "norm")
+    if cfg.has_sinks(index):
+        out["sinks"] = Parameter((attn + "sinks",), ((cfg.num_heads,),), ("heads",), "bias")
+    names = naming(cfg.architecture)
+    mlp = f"{at}{names.mlp}."
     if not is_moe:
         return out | _swiglu("", mlp, d, cfg.d_ff_dense, "f")
-    out["router"] = Parameter((mlp + "gate.weight",), ((cfg.num_experts, d),), ("d", "m"), "router")
+    gate = (f"{mlp}{names.router}.weight",)
+    out["router"] = Parameter(gate, ((cfg.num_experts, d),), ("d", "m"), "router")
+    if cfg.logits_bias:
+        name = (f"{mlp}{names.router}.bias",)
+        out["logits_bias"] = Parameter(name, ((cfg.num_experts,),), ("m",), "bias")
     if cfg.router is not None and cfg.router.bias:
         name = (mlp + "gate.e_score_correction_bias",)
-        out["router_bias"] = Parameter(name, ((cfg.num_experts,),), ("m",), "bias")
+        out["router_bias"] = Parameter(name, ((cfg.num_experts,),), ("m",), "bias", float32=True)
     if cfg.d_ff_shared:
-        out |= _swiglu("shared_", mlp + "shared_expert.", d, cfg.d_ff_shared, "f_s")
-        gate = (mlp + "shared_expert_gate.weight",)
-        out["shared_gate"] = Parameter(gate, ((1, d),), ("d",), "gate")
+        out |= _swiglu("shared_", f"{mlp}{names.shared}.", d, cfg.d_ff_shared, "f_s")
+        if cfg.shared_gate:
+            gate = (f"{mlp}{names.shared}_gate.weight",)
+            out["shared_gate"] = Parameter(gate, ((1, d),), ("d",), "gate")
     return out
 
 
@@ -126,9 +190,61 @@ def expert(cfg: ModelConfig, index: int, number: int) -> Layout:
     """Describes the parameters of one routed expert of layer `index`; the keys are those of an
     ExpertPool.
     """
-    names = naming(cfg.architecture)
-    at = f"model.layers.{index}.{names.mlp}.experts.{number}."
-    return _swiglu("", at, cfg.d_model, cfg.d_ff_expert, "f", names.expert_names)
+    names, d, f = naming(cfg.architecture), cfg.d_model, cfg.d_ff_expert
+    at, part = f"model.layers.{index}.{names.mlp}.", (number, cfg.num_experts)
+    if names.interleaved:
+        return _interleaved(cfg, at, part)
+    if names.joined_experts is None:
+        at = f"{at}experts.{number}."
+        out = _swiglu("", at, d, f, "f", names.expert_names)
+        if cfg.expert_bias:
+            gate, up, down = (f"{at}{name}.bias" for name in names.expert_names)
+            out["gate_up_bias"] = Parameter((gate, up), ((f,), (f,)), ("2 f",), "bias")
+            out["down_bias"] = Parameter((down,), ((d,),), ("d",), "bias")
+        return out
+    gate_up, down = (f"{at}{name}.weight" for name in names.joined_experts)
+    return {
+        "gate_up": Parameter((gate_up,), ((2 * f, d),), ("d", "2 f"), part=part),
+        "down": Parameter((down,), ((d, f),), ("f", "d"), part=part),
+    }
+
+
+def _interleaved(cfg: ModelConfig, at: str, part: tuple[int, int]) -> Layout:
+    """Describes an expert of tensors whose columns are gate and up in turn, with biases
+    (gpt-oss).
+    """
+    d, f = cfg.d_model, cfg.d_ff_expert
+    at += "experts."
+
+    def matrix(name: str, k: int, columns: int, axes: tuple[str, str]) -> Parameter:
+        own, turns = at + name, name == "gate_up_proj"
+        if not cfg.mxfp4:
+            return Parameter((own,), ((k, columns),), axes, "laid out", part=part, in_turn=turns)
+        stored = (columns, k // MXFP4_GROUP, MXFP4_GROUP // 2), (columns, k // MXFP4_GROUP)
+        names = f"{own}_blocks", f"{own}_scales"
+        return Parameter(names, stored, axes, "mxfp4", part=part, in_turn=turns)
+
+    biases = (at + "gate_up_proj_bias",), (at + "down_proj_bias",)
+    return {
+        "gate_up": matrix("gate_up_proj", d, 2 * f, ("d", "2 f")),
+        "down": matrix("down_proj", f, d, ("f", "d")),
+        "gate_up_bias": Parameter(
+            biases[0], ((2 * f,),), ("2 f",), "bias", part=part, in_turn=True
+        ),
+        "down_bias": Parameter(biases[1], ((d,),), ("d",), "bias", part=part),
+    }
+
+
+def expert_shapes(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of an expert's arrays, routed or united, by the names an ExpertPool has
+    for them.
+    """
+    return {key: parameter.shape for key, parameter in expert(cfg, 0, 0).items()}
+
+
+def expert_parameters(cfg: ModelConfig) -> int:
+    """Returns the weights of one expert, routed or united."""
+    return sum(map(math.prod, expert_shapes(cfg).values()))
 
 
 def whole(cfg: ModelConfig) -> Iterator[Parameter]:

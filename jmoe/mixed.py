@@ -158,16 +158,19 @@ def mixed_attend(
     `attention` is of all rows. All write before any reads: between two writes to the cache a read
     would have XLA copy it.
     """
-    queries, size = [], xs[0].shape[0]
+    queries, sinks, size = [], [], xs[0].shape[0]
     for number, (layer, x, turn) in enumerate(zip(layers, xs, turns, strict=True)):
         rows = slice(number * size, (number + 1) * size)
         written = jax.tree.map(itemgetter(rows), attention.written)
         h = rms_norm(x, layer["attn_norm"], cfg.rms_norm_eps)
-        q, cache = attention._replace(written=written).write(
-            project(cfg, layer, h, turn), index, cache
-        )
+        projection = project(cfg, layer, h, turn)
+        q, cache = attention._replace(written=written).write(projection, index, cache)
         queries.append(q)
-    outs = jnp.split(attention.read(jnp.concatenate(queries), index, cache), len(xs))
+        if (own := projection.sinks) is not None:
+            sinks.append(jnp.broadcast_to(own, (size, *own.shape)))
+    of_rows = jnp.concatenate(sinks) if sinks else None
+    out = attention.read(jnp.concatenate(queries), index, cache, of_rows)
+    outs = jnp.split(out, len(xs))
     return tuple(map(attended, [cfg] * len(xs), layers, xs, outs)), cache
 
 

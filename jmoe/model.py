@@ -64,7 +64,9 @@ def embed(params: Params, tokens: Int[Array, "T"]) -> Float[Array, "T d"]:
 def project(
     cfg: ModelConfig, layer: Params, h: Float[Array, "T d"], cos_sin: Rotation
 ) -> Projection:
-    """Returns the QKV product of normed rows; bias, QK norm and RoPE are still to be applied."""
+    """Returns the QKV product of normed rows; what `Projection` has of them is still to be
+    applied.
+    """
     shape = (-1, cfg.num_heads + 2 * cfg.num_kv_heads, cfg.head_dim)
     return Projection(
         linear(h, layer["wqkv"]).reshape(shape),
@@ -74,6 +76,8 @@ def project(
         q_norm=layer["q_norm"] if cfg.qk_norm else None,
         k_norm=layer["k_norm"] if cfg.qk_norm else None,
         eps=cfg.rms_norm_eps,
+        sinks=layer.get("sinks"),
+        clip=cfg.clip_qkv,
     )
 
 
@@ -456,7 +460,8 @@ def _first(segment: Any) -> Params:
 
 def _router_of(layer: Params) -> Params:
     """Returns what `jmoe.moe.router` and `gate` read."""
-    return {name: layer[name] for name in ("mlp_norm", "router", "router_bias") if name in layer}
+    names = "mlp_norm", "router", "router_bias", "logits_bias"
+    return {name: layer[name] for name in names if name in layer}
 
 
 def _layer(xs: Any, at: Any) -> Any:
@@ -516,4 +521,7 @@ def with_wide_router(segment: Any) -> Any:
     missing = -router.shape[-1] % 8
     if not missing or backend() == "cpu":
         return segment
-    return {**segment, "router": jnp.pad(router, ((0, 0), (0, 0), (0, missing)))}
+    wide = {"router": jnp.pad(router, ((0, 0), (0, 0), (0, missing)))}
+    if "logits_bias" in segment:
+        wide["logits_bias"] = jnp.pad(segment["logits_bias"], ((0, 0), (0, missing)))
+    return segment | wide

@@ -123,7 +123,10 @@ def router(
 ) -> tuple[Float[Array, "T d"], Float[Array, "T m"]]:
     """Returns normed rows and their router's logits (float32)."""
     h = rms_norm(x, layer["mlp_norm"], cfg.rms_norm_eps)
-    return h, linear(h, layer["router"], jnp.float32)
+    logits = linear(h, layer["router"], jnp.float32)
+    if cfg.logits_bias:
+        logits = logits + layer["logits_bias"].astype(jnp.float32)[None]
+    return h, logits
 
 
 def gate(
@@ -186,18 +189,26 @@ def gated_mlp(
     gate_up: Float[Array, "*n d f2"],
     down: Float[Array, "*n f d"],
     activation: Activation,
+    biases: tuple[Float[Array, "*n f2"], Float[Array, "*n d"]] | None = None,
 ) -> Float[Array, "*n T d"]:
     """Computes `act(h Wg, h Wu) Wd` with the two first matrices side by side, of one network
-    or, each on its own rows, several; in the weights' dtype.
+    or, each on its own rows, several; in the weights' dtype. `biases` are of the two products.
     """
-    return linear(gated(linear(h, gate_up), activation), down).astype(h.dtype)
+
+    def product(rows: Array, weights: Array, at: int) -> Array:
+        out = linear(rows, weights)
+        return out if biases is None else out + biases[at].astype(out.dtype)[..., None, :]
+
+    return product(gated(product(h, gate_up, 0), activation), down, 1).astype(h.dtype)
 
 
 def shared_expert(cfg: ModelConfig, layer: Params, h: Float[Array, "T d"]) -> Float[Array, "T d"]:
-    """Runs the expert every row visits, behind its sigmoid gate (Qwen2-MoE)."""
+    """Runs the experts every row visits as one, behind its sigmoid gate where there is one."""
+    out = gated_mlp(h, layer["shared_gate_up"], layer["shared_down"], cfg.activation)
+    if not cfg.shared_gate:
+        return out
     opening = jax.nn.sigmoid((h @ layer["shared_gate"][:, None]).astype(jnp.float32))
-    own = layer["shared_gate_up"], layer["shared_down"], cfg.activation
-    return opening.astype(h.dtype) * gated_mlp(h, *own)
+    return opening.astype(h.dtype) * out
 
 
 def moe(

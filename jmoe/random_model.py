@@ -60,7 +60,7 @@ def random_model(
     layers, m = cfg.num_moe_layers, cfg.num_experts
     groups = {way: groups_by_index(m, way) for way in ways}
     united = {way: _host_arrays(cfg, int(groups[way].max()) + 1, kind) for way in ways}
-    num_united = max((len(gate_up[0]) for gate_up, _ in united.values()), default=0)
+    num_united = max((host["down"].shape[1] for host in united.values()), default=0)
     table = make_table(layers, m, num_united)
     slots = np.asarray(table.slots)
     pool = empty_pool(cfg, slots.size, kind)
@@ -68,12 +68,11 @@ def random_model(
         experts = _layer_experts(cfg, layer_key, kind)
         pool = write_slots(pool, jnp.asarray(slots[layer, :m]), experts)
         for way, host in united.items():
-            for into, weights in zip(host, experts, strict=True):
-                into[layer] = np.asarray(
-                    _means(weights, jnp.asarray(groups[way]), len(into[layer]))
-                )
+            for key, weights in experts.arrays.items():
+                means = _means(weights, jnp.asarray(groups[way]), host[key].shape[1])
+                host[key][layer] = np.asarray(means)
     ways_made = {
-        way: UnitedExperts(way, *host, np.tile(groups[way], (layers, 1)))
+        way: UnitedExperts(way, groups=np.tile(groups[way], (layers, 1)), **host)
         for way, host in united.items()
     }
     name = f"random-{cfg.architecture}"
@@ -182,7 +181,7 @@ def _segment(
         if parameter.kind == "norm":
             out[key] = jnp.ones(shape, kind)
         elif parameter.kind == "bias":
-            out[key] = jnp.zeros(shape, kind)
+            out[key] = jnp.zeros(shape, jnp.float32 if parameter.float32 else kind)
         elif parameter.kind == "router":
             out[key] = _router(cfg, n, dense, skew)
         else:
@@ -192,23 +191,25 @@ def _segment(
 
 @partial(jax.jit, static_argnums=(0, 2))
 def _layer_experts(cfg: ModelConfig, key: jax.Array, kind: Any) -> ExpertPool:
-    dense = partial(_dense, iter(jax.random.split(key, 2)), kind)
-    m, d, f = cfg.num_experts, cfg.d_model, cfg.d_ff_expert
-    return ExpertPool(dense(m, d, 2 * f), dense(m, f, d))
+    dense, found = partial(_dense, iter(jax.random.split(key, 2)), kind), {}
+    for name, shape in layout.expert_shapes(cfg).items():
+        shape = cfg.num_experts, *shape
+        found[name] = jnp.zeros(shape, kind) if len(shape) == 2 else dense(*shape)
+    return ExpertPool(**found)
 
 
 @partial(jax.jit, static_argnums=2)
 def _means(
-    weights: Float[Array, "m a b"], groups: Int[Array, "m"], count: int
-) -> Float[Array, "count a b"]:
+    weights: Float[Array, "m *s"], groups: Int[Array, "m"], count: int
+) -> Float[Array, "count *s"]:
     share = jax.nn.one_hot(groups, count, axis=0, dtype=jnp.float32)
     share = share / jnp.sum(share, axis=1, keepdims=True)
-    return jnp.einsum("gm,mab->gab", share.astype(weights.dtype), weights)
+    return jnp.einsum("gm,m...->g...", share.astype(weights.dtype), weights)
 
 
-def _host_arrays(cfg: ModelConfig, count: int, kind: Any) -> tuple[np.ndarray, np.ndarray]:
-    shape, d, f = (cfg.num_moe_layers, count), cfg.d_model, cfg.d_ff_expert
-    return np.empty((*shape, d, 2 * f), kind), np.empty((*shape, f, d), kind)
+def _host_arrays(cfg: ModelConfig, count: int, kind: Any) -> dict[str, np.ndarray]:
+    lead = cfg.num_moe_layers, count
+    return {k: np.empty((*lead, *shape), kind) for k, shape in layout.expert_shapes(cfg).items()}
 
 
 def weight_bytes(cfg: ModelConfig, dtype: Any) -> tuple[int, int]:
@@ -222,4 +223,4 @@ def weight_bytes(cfg: ModelConfig, dtype: Any) -> tuple[int, int]:
     shapes = jax.eval_shape(lambda: random_params(cfg, jax.random.key(0), jnp.dtype(dtype)))
     read = dict(shapes) if cfg.tie_embeddings else {k: v for k, v in shapes.items() if k != "embed"}
     others = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(read)) * size
-    return 3 * cfg.d_model * cfg.d_ff_expert * size, others
+    return layout.expert_parameters(cfg) * size, others

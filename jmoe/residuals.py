@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 
 from jmoe.checkpoint import CheckpointError
 from jmoe.config import ModelConfig
-from jmoe.experts import ExpertPool, Pool
+from jmoe.experts import Pool
 from jmoe.finite import seem_finite
 from jmoe.model_files import regular
 from jmoe.offloaded import Expert
@@ -55,8 +55,9 @@ def add_residual(
         return leaf.astype(jnp.float32) + difference[None]
 
     up_left, up_right, down_left, down_right = residuals
-    gate_up, down = pool.read(base[None]).plain()
-    own = ExpertPool(whole(gate_up, up_left, up_right), whole(down, down_left, down_right))
+    held = pool.read(base[None]).plain()
+    gate_up, down = whole(held.gate_up, up_left, up_right), whole(held.down, down_left, down_right)
+    own = held._replace(gate_up=gate_up, down=down)
     return pool.with_experts(slot[None], own)
 
 

@@ -10,7 +10,8 @@ from jmoe.config import RopeConfig
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
-    """Returns float32 [head_dim / 2]: radians a position, scaled as the rope kind says."""
+    """Returns float32 [half of what turns]: radians a position, scaled as the rope kind says."""
+    head_dim = rope.turned(head_dim)
     exponent = np.arange(0, head_dim, 2, dtype=np.float32) / head_dim
     freq = 1.0 / (rope.theta**exponent)
     if rope.kind == "linear":

@@ -37,15 +37,16 @@ class Router(Protocol):
 
 @dataclass(frozen=True)
 class ScoredTopK:
-    """The K experts of the highest scores, of the best groups (DeepSeek-V3, 2024, section 2.1.2;
-    GLM-4.5). A layer's bias has a say in the choice and none in the weights.
+    """The K experts of the highest scores, of the best groups (DeepSeek-V2 and V3, GLM-4.5). A
+    layer's bias has a say in the choice and none in the weights.
     """
 
     scoring: Literal["softmax", "sigmoid"] = "sigmoid"
     groups: int = 1  # of experts that follow each other, of one size
-    top_groups: int = 1  # from which experts are chosen: those with the best two together
+    top_groups: int = 1  # from which experts are chosen
     scale: float = 1.0  # of the weights, after they are normalized (`ModelConfig.norm_topk_prob`)
     bias: bool = False
+    best: int = 2  # experts whose scores add up to their group's: 1 of DeepSeek-V2, 2 of V3
 
     def __call__(
         self, cfg: "ModelConfig", layer: Mapping[str, Array], logits: Float[Array, "T m"]
@@ -64,8 +65,8 @@ class ScoredTopK:
 
     def _in_best_groups(self, scores: Float[Array, "T m"]) -> Array:
         by_group = scores.reshape(len(scores), self.groups, -1)
-        best_two = jnp.sum(jax.lax.top_k(by_group, min(2, by_group.shape[2]))[0], axis=2)
-        _, best = jax.lax.top_k(best_two, self.top_groups)
+        worth = jnp.sum(jax.lax.top_k(by_group, min(self.best, by_group.shape[2]))[0], axis=2)
+        _, best = jax.lax.top_k(worth, self.top_groups)
         groups = jnp.arange(self.groups, dtype=best.dtype)
         is_best = jnp.any(best[:, :, None] == groups[None, None], axis=1)
         return jnp.repeat(is_best, by_group.shape[2], axis=1)

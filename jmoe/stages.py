@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from jmoe.attention import ByKind
 from jmoe.brownout import Control, strategy_code
 from jmoe.config import ModelConfig
 from jmoe.experts import Pool
-from jmoe.kv_cache import KVPages
 from jmoe.model import Rotation, StepData, attend
 from jmoe.moe import RoutedRows, compute, dense_mlp, gate, planned, router, shared_expert
 from jmoe.rope import rotation
@@ -66,28 +66,35 @@ def attend_stage(
     index: Int[Array, ""],
     waiting: WaitingRows,
     parts: Float[Array, "T K d"],
-    pages: KVPages,
+    pages: Any,
     step: StepData,
     reachable: Bool[Array, "E"] | None = None,
-) -> tuple[WaitingRows, StageVisits | None, KVPages]:
+    kind: int | None = None,
+) -> tuple[WaitingRows, StageVisits | None, Any]:
     """Runs from behind the experts of one layer to before those of the next one.
 
     Args:
         cfg: the model's.
-        layer: parameters of layer `index` alone, as an unstacked segment has them.
+        layer: parameters of the layer alone, as an unstacked segment has them.
         groups: of this MoE layer, as in ExpertTable; None: the layer is dense.
-        index: traced, so that layers of one kind are one program.
+        index: of the layer among those of its kind; traced, so that these are one program.
         waiting: rows as the layer before left them; of the first layer, what `entering` makes.
         parts: what the experts of the layer before made of each visit.
         pages: keys and values, written for these rows.
         step: of these rows, whichever those are: brownout's plan is made of what this batch visits.
         reachable: logical experts that somebody has, routed ones and then united; None: all.
+        kind: number of the layer's kind of attention (static); None: all layers have one.
 
     Returns the rows, what they visit (None of a dense layer, whose MLP has run), and pages.
     """
     x = merge(waiting, parts)
     cos_sin: Rotation = rotation(step.rows.positions, cfg.rope, cfg.head_dim)
-    x, pages = attend(cfg, layer, x, cos_sin, step.attention, index, pages)
+    if kind is None:
+        x, pages = attend(cfg, layer, x, cos_sin, step.attention, index, pages)
+    else:
+        own, each = step.attention.each[kind], [*pages.each]
+        x, each[kind] = attend(cfg, layer, x, cos_sin, own, index, each[kind])
+        pages = ByKind(tuple(each))
     if groups is None:
         return WaitingRows(dense_mlp(cfg, layer, x), jnp.zeros_like(waiting.weights)), None, pages
     h, logits = router(cfg, layer, x)

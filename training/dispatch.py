@@ -6,6 +6,7 @@ is several times slower on a CPU. Visits past an expert's capacity are dropped a
 """
 
 import functools
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
@@ -14,6 +15,13 @@ from jaxtyping import Array, Float, Int
 
 from jmoe.moe import gated_mlp
 from pallas_kernels.activation import SILU, Activation
+
+
+def biases_of(experts: Mapping[str, Array]) -> tuple[Array, Array] | None:
+    """Returns experts' biases, where their arrays have any."""
+    if "down_bias" not in experts:
+        return None
+    return experts["gate_up_bias"], experts["down_bias"]
 
 
 class BufferPlan(NamedTuple):
@@ -119,6 +127,7 @@ def expert_layer(
     down: Float[Array, "m f d"],
     capacity: int,
     activation: Activation = SILU,
+    biases: tuple[Array, Array] | None = None,
 ) -> tuple[Float[Array, "T d"], Int[Array, ""]]:
     """Computes the routed experts of one layer, `sum_k weights[t, k] * E_ids[t, k](h[t])`, and the
     visits dropped.
@@ -131,7 +140,8 @@ def expert_layer(
         down: down projections.
         capacity: buffer rows per expert; visits past it contribute nothing.
         activation: the experts'.
+        biases: of gate and up, and of down.
     """
     plan = plan_dispatch(ids, gate_up.shape[0], capacity)
-    outputs = gated_mlp(scatter_rows(h, plan), gate_up, down, activation)
+    outputs = gated_mlp(scatter_rows(h, plan), gate_up, down, activation, biases)
     return combine_rows(outputs, weights, plan), plan.dropped

@@ -20,10 +20,13 @@ from jmoe.moe import dense_mlp, gate, router, with_residual
 from jmoe.rope import rotation
 from pallas_kernels.kv_write import Projection, split_heads
 from pallas_kernels.matmul import matmul
-from training.dispatch import expert_layer
+from pallas_kernels.online_softmax import softmax
+from training.dispatch import biases_of, expert_layer
 
 Params = dict[str, Any]
-"""`docs/architecture.md`'s pytree, plus `experts`: `gate_up [L, m, d, 2f]`, `down [L, m, f, d]`."""
+"""The pytree of docs/architecture.md, plus `experts`: `gate_up [L, m, d, 2f]`, `down [L, m, f, d]`,
+and their biases if any.
+"""
 
 
 def init_params(cfg: ModelConfig, seed: int) -> Params:
@@ -54,6 +57,11 @@ def init_params(cfg: ModelConfig, seed: int) -> Params:
         "experts": {
             "gate_up": normal(n, cfg.num_experts, d, 2 * f, fan_in=d),
             "down": normal(n, cfg.num_experts, f, d, fan_in=f, scale=routed_scale),
+            **{
+                key: jnp.zeros((n, cfg.num_experts, *shape))
+                for key, shape in layout.expert_shapes(cfg).items()
+                if len(shape) == 1
+            },
         },
     }
 
@@ -61,14 +69,18 @@ def init_params(cfg: ModelConfig, seed: int) -> Params:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class PackedAttention:
-    """Causal attention inside each packed item. An `Attention` without a cache."""
+    """Causal attention inside each packed item, over a window where there is one. An `Attention`
+    without a cache.
+    """
 
     mask: Float[Array, "B 1 S S"]  # 0 where a row may attend, -1e9 elsewhere
 
     @classmethod
-    def of(cls, items: Int[Array, "B S"]) -> "PackedAttention":
-        """Makes it of the number of each token's item in its row."""
+    def of(cls, items: Int[Array, "B S"], window: int = 0) -> "PackedAttention":
+        """Makes it of the number of each token's item in its row; `window` is as of `Paged`."""
         causal = jnp.tril(jnp.ones((1, items.shape[1], items.shape[1]), bool))
+        if window:
+            causal = jnp.triu(causal, 1 - window)
         seen = (items[:, :, None] == items[:, None, :]) & causal
         return cls(jnp.where(seen, 0.0, -1e9)[:, None])
 
@@ -85,9 +97,17 @@ class PackedAttention:
             (q.swapaxes(1, 2), k.transpose(0, 2, 3, 1), v.swapaxes(1, 2))
         )
         scores: Array = matmul(q, k)
-        out: Array = matmul(jax.nn.softmax(scores + self.mask.astype(q.dtype), axis=-1), v)
+        sinks = projection.sinks
+        if sinks is not None:
+            sinks = sinks[None, :, None]
+        out: Array = matmul(softmax(scores + self.mask.astype(q.dtype), sinks), v)
         out = out.swapaxes(1, 2)
         return out.reshape(batch * length, *out.shape[2:]), cache
+
+
+def window_of(cfg: ModelConfig, index: int) -> int:
+    """Returns the positions that a layer's rows see, as of `Paged`; 0: all."""
+    return getattr(cfg.layer_attention[index], "window", 0)
 
 
 def routing_losses(
@@ -185,7 +205,7 @@ def forward(
         capacity: visits an expert takes a batch; see `training.dispatch`.
         dtype: of the products.
     """
-    attention, valid = PackedAttention.of(items), (items > 0).reshape(-1).astype(jnp.float32)
+    valid = (items > 0).reshape(-1).astype(jnp.float32)
     x, at, stats = embed(params, tokens.reshape(-1)), positions.reshape(-1), []
     for i in range(cfg.num_layers):
         layer, experts = jax.tree.map(
@@ -194,10 +214,10 @@ def forward(
         low = jax.tree.map(lambda leaf: leaf.astype(dtype), experts)
 
         def routed(h: Array, weights: Array, ids: Array, low: Params = low) -> tuple[Array, Array]:
-            return expert_layer(
-                h, weights, ids, low["gate_up"], low["down"], capacity, cfg.activation
-            )
+            given = low["gate_up"], low["down"], capacity, cfg.activation, biases_of(low)
+            return expert_layer(h, weights, ids, *given)
 
+        attention = PackedAttention.of(items, window_of(cfg, i))
         x, out = layer_forward(cfg, layer, x, at, attention, routed, dtype=dtype)
         assert out is not None
         stats.append({**routing_losses(out.logits, out.ids, valid), "dropped": out.aux})

@@ -80,7 +80,7 @@ def _capture(sizes: Sizes, name: str) -> tuple[ModelConfig, ExpertPool, LayerRow
     embedded = np.asarray(model.params["embed"], np.float32)[tokens]
     for _ in range(2):  # the second time nothing is compiled
         began = time.monotonic()
-        rows = run_layer(cfg, layer, experts, embedded.copy(), batch)
+        rows = run_layer(cfg, 0, layer, experts, embedded.copy(), batch)
         seconds = time.monotonic() - began
     assert rows is not None
     return cfg, experts, rows, seconds

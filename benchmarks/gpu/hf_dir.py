@@ -79,7 +79,7 @@ def _split(own: layout.Layout, params: Mapping[str, Any]) -> Tensors:
 
 @jax.jit
 def _layer(pool: Pool, slots: jax.Array) -> tuple[jax.Array, jax.Array]:
-    gate_up, down = (weights.swapaxes(1, 2) for weights in pool.read(slots).plain())
+    gate_up, down = (weights.swapaxes(1, 2) for weights in pool.read(slots).plain().arrays.values())
     return gate_up, down  # [m, 2 f, d], [m, d, f]
 
 

@@ -42,13 +42,14 @@ def block_rows(num_visits: int, num_experts: int) -> int:
     return rows
 
 
-def moe_mlp(x, gate_up, down, plan, activation: Activation = SILU):
+def moe_mlp(x, gate_up, down, plan, activation: Activation = SILU, biases=None):
     """See `op.moe_mlp`."""
     num_blocks = plan.block_slot.shape[0]
     block_m = plan.row_token.shape[0] // num_blocks
     row_token = plan.row_token.reshape(num_blocks, block_m)
     if block_m <= BLOCK_M:
-        return _combine(_summed(x, gate_up, down, row_token, plan.block_slot, activation), plan, 0)
+        weights = gate_up, down, biases or (None, None)
+        return _combine(_summed(x, weights, row_token, plan.block_slot, activation), plan, 0)
     pieces = -(-num_blocks // max(1, PIECE_BYTES // _block_bytes(x, down, block_m)))
     step = -(-num_blocks // pieces)
     out, slots = jnp.zeros(x.shape, jnp.float32), plan.block_slot
@@ -56,7 +57,8 @@ def moe_mlp(x, gate_up, down, plan, activation: Activation = SILU):
         # One piece after another, or they would all be in memory at once.
         out, slots = lax.optimization_barrier((out, slots))
         piece = slice(start, start + step)
-        y = _multiplied(x, gate_up, down, row_token[piece], slots[piece], activation)
+        weights = gate_up, down, biases or (None, None)
+        y = _multiplied(x, weights, row_token[piece], slots[piece], activation)
         out += _combine(y, plan, start * block_m)
     return out
 
@@ -74,23 +76,31 @@ def _weights(weights: Weights, slots: Int[Array, "N"], dtype) -> Float[Array, "N
     return jax.vmap(lambda slot: slot_weights(weights, slot, dtype))(slots)
 
 
-def _multiplied(x, gate_up, down, row_token, slots, activation) -> Float[Array, "rows d"]:
+def _biased(h: Float[Array, "N m columns"], bias, slots) -> Float[Array, "N m columns"]:
+    return h if bias is None else h + bias[slots].astype(jnp.float32)[:, None]
+
+
+def _multiplied(x, weights, row_token, slots, activation) -> Float[Array, "rows d"]:
     """Returns the rows of blocks after both products, as batched products."""
+    gate_up, down, (up_bias, down_bias) = weights
     h = jnp.take(x, row_token, axis=0, mode="clip")  # what becomes of a gap row goes nowhere
     w = _weights(gate_up, slots, x.dtype)
     h = jnp.einsum("nmd,ndf->nmf", h, w, preferred_element_type=jnp.float32)
-    h = gated(h, activation).astype(x.dtype)
+    h = gated(_biased(h, up_bias, slots), activation).astype(x.dtype)
     w = _weights(down, slots, x.dtype)
     y = jnp.einsum("nmf,nfd->nmd", h, w, preferred_element_type=jnp.float32)
+    y = _biased(y, down_bias, slots)
     return y.reshape(-1, y.shape[-1])
 
 
-def _summed(x, gate_up, down, row_token, slots, activation) -> Float[Array, "rows d"]:
+def _summed(x, weights, row_token, slots, activation) -> Float[Array, "rows d"]:
     """Returns what `_multiplied` does, as sums instead of batched products."""
+    gate_up, down, (up_bias, down_bias) = weights
     h = _sums(jnp.take(x, row_token, axis=0, mode="clip"), gate_up, slots)
     # Computed before the sums: XLA would do it anew for every column of `down`.
-    h = lax.optimization_barrier(gated(h, activation).astype(x.dtype))
-    y = lax.optimization_barrier(_sums(h, down, slots))
+    h = gated(_biased(h, up_bias, slots), activation)
+    h = lax.optimization_barrier(h.astype(x.dtype))
+    y = _biased(lax.optimization_barrier(_sums(h, down, slots)), down_bias, slots)
     return y.reshape(-1, y.shape[-1])
 
 

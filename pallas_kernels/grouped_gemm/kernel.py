@@ -22,7 +22,8 @@ they become bfloat16 on the way.
 - A model's columns need not be multiples of a pair's. The last pair then begins within the one
   before, multiplies those columns again and stores only its own.
 
-Results are staged in shared memory and stored by TMA: the whole width, or eight rows at a time
+A bias is added to an item's accumulators, before gate and up are joined. Results are staged in
+shared memory and stored by TMA: the whole width, or eight rows at a time
 where an expert ends inside it, as its segment ends at a multiple of eight.
 """
 
@@ -67,6 +68,7 @@ class Gemm(NamedTuple):
         weights: Weights,
         work: Int[Array, "M 6"],
         out_dtype: Any,
+        bias: Float[Array, "slots columns"] | None = None,
         then: tuple["Gemm", Weights] | None = None,
     ) -> Float[Array, "rows n"]:
         """Computes the product; rows are bfloat16. Result rows that no tile of `work` holds are
@@ -84,6 +86,9 @@ class Gemm(NamedTuple):
             block = block[::-1]
             operands = [rows, weights.values, weights.scales]
         num_own = len(operands)
+        if bias is not None:
+            operands.append(bias.astype(jnp.float32))
+        num_given = len(operands)
         if then is not None and tile.cluster == 1:
             after, weights = then
             operands.append(weights.values if isinstance(weights, QuantizedWeights) else weights)
@@ -94,8 +99,10 @@ class Gemm(NamedTuple):
         def body(tiles, *refs):
             scales = refs[2:num_own] or (None,)
             block = _Block(self, columns, tiles, *refs[:2], *scales, *refs[num_operands:])
+            if bias is not None:
+                block = block._replace(bias=refs[num_own])
             if after is not None:
-                block = block._replace(then=(after, weight_sizes(weights)[1], refs[num_own]))
+                block = block._replace(then=(after, weight_sizes(weights)[1], refs[num_given]))
             block.run()
 
         return plgpu.kernel(
@@ -161,6 +168,7 @@ class _Block(NamedTuple):
     empty: Any  # barrier a stage: see `Gemm.empty_barrier`
     ahead: Any  # barrier: the first consumer has its lead in this item
     then: tuple[Gemm, int, Any] | None = None  # the next product, its columns and its weights
+    bias: Any = None  # [slots, columns], float32
 
     def run(self) -> None:
         gemm = self.call.gemm
@@ -309,7 +317,7 @@ class _Block(NamedTuple):
                 pl.when(follows)(lambda: plgpu.barrier_wait(self.ahead))
 
             def compute(width: int) -> None:
-                results = self.products(i, item, width)
+                results = self.biased(item, self.products(i, item, width))
                 join = self.call.join
                 for part, result in enumerate(results if join is None else [join(*results)]):
                     self.store(item, part, result)
@@ -344,6 +352,19 @@ class _Block(NamedTuple):
 
         acc = plgpu.WGMMAAccumulatorRef((LANES, width), jnp.float32)
         return pl.run_scoped(accumulate, *[acc] * gemm.parts)
+
+    def biased(self, item: _Item, results: Sequence[Any]) -> Sequence[Any]:
+        """Returns an item's products with the bias of their columns, where there is one."""
+        if self.bias is None:
+            return results
+        own, layout = lax.axis_index("wg") * LANES, plgpu.Layout.WGMMA.reduce(1)
+        columns = [self.first_column(item, part) + own for part in range(len(results))]
+        places = [(item.slot, pl.ds(pl.multiple_of(column, LANES), LANES)) for column in columns]
+        biases = [plgpu.load(self.bias, at, layout=layout, optimized=False) for at in places]
+        return [
+            result + lax.broadcast_in_dim(bias, result.shape, [0])
+            for result, bias in zip(results, biases, strict=True)
+        ]
 
     @property
     def in_flight(self) -> int:

@@ -4,13 +4,16 @@ Two calls of one kernel (`kernel.py`): `gate_up` with SwiGLU in its epilogue, th
 gathered before the first and combined after the second by XLA: Hopper's TMA gathers nothing.
 """
 
+from collections.abc import Callable
+from functools import partial
+
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from pallas_kernels.activation import SILU, Activation
+from pallas_kernels.activation import SILU, Activation, ClampedSwiglu, Silu
 from pallas_kernels.grouped_gemm.kernel import CHUNK, Gemm
-from pallas_kernels.grouped_gemm.op import tile_for
+from pallas_kernels.grouped_gemm.op import Biases, tile_for
 from pallas_kernels.grouped_gemm.quantized import BLOCK, QuantizedWeights, Weights, weight_sizes
 from pallas_kernels.grouped_gemm.tiles import LANES, Tile
 from pallas_kernels.routing import RowTiles, map_tiles
@@ -23,7 +26,7 @@ NUM_BLOCKS = 132
 def supports(
     x: Array, gate_up: Weights, down: Weights, plan: Dispatch, activation: Activation = SILU
 ) -> bool:
-    """Returns whether the kernels take these shapes and dtypes, and the activation: SILU alone.
+    """Returns whether the kernels take these shapes and dtypes, and the activation (`JOINS`).
 
     Rows are bfloat16; d and f multiples of 64 in a pool of bfloat16, of 128 in a quantized one.
     """
@@ -35,7 +38,7 @@ def supports(
     )
     alike = isinstance(gate_up, QuantizedWeights) == isinstance(down, QuantizedWeights)
     return (
-        activation == SILU
+        type(activation) in JOINS
         and bf16
         and alike
         and d % unit == 0
@@ -49,6 +52,8 @@ def moe_mlp(
     gate_up: Float[Array, "slots d f2"] | QuantizedWeights,
     down: Float[Array, "slots f d"] | QuantizedWeights,
     plan: Dispatch,
+    activation: Activation = SILU,
+    biases: Biases | None = None,
     *,
     tile: Tile | None = None,
     num_blocks: int = NUM_BLOCKS,
@@ -62,9 +67,10 @@ def moe_mlp(
     row_token = jnp.pad(plan.row_token, (0, tile.block_t), constant_values=x.shape[0])
     rows = jnp.take(x, row_token, axis=0, mode="clip")
     second = Gemm(tile, tile.down, None, num_blocks)
-    first = Gemm(tile, tile.gate_up, swiglu, num_blocks)
-    h = first(rows, gate_up, work, x.dtype, then=(second, down))
-    y = second(h, down, work, tile.visit_dtype)
+    first = Gemm(tile, tile.gate_up, partial(JOINS[type(activation)], activation), num_blocks)
+    of_gate_up, of_down = biases or (None, None)
+    h = first(rows, gate_up, work, x.dtype, of_gate_up, then=(second, down))
+    y = second(h, down, work, tile.visit_dtype, of_down)
     return combine(y, plan)
 
 
@@ -80,9 +86,25 @@ def combine(y: Float[Array, "rows d"], plan: Dispatch) -> Float[Array, "T d"]:
     return out
 
 
-def swiglu(gate: Float[Array, "m n"], up: Float[Array, "m n"]) -> Float[Array, "m n"]:
+def swiglu(
+    activation: Silu, gate: Float[Array, "m n"], up: Float[Array, "m n"]
+) -> Float[Array, "m n"]:
     """Computes `silu(gate) * up`. The square of rsqrt is a reciprocal at a fraction of a division's
     cost.
     """
     root = lax.rsqrt(1.0 + jnp.exp(-gate))
     return gate * (root * root) * up
+
+
+def clamped_swiglu(
+    activation: ClampedSwiglu, gate: Float[Array, "m n"], up: Float[Array, "m n"]
+) -> Float[Array, "m n"]:
+    """Computes the activation as `swiglu` does."""
+    gate = jnp.minimum(gate, activation.limit)
+    up = jnp.maximum(jnp.minimum(up, activation.limit), -activation.limit)
+    root = lax.rsqrt(1.0 + jnp.exp(-activation.alpha * gate))
+    return gate * (root * root) * (up + 1.0)
+
+
+JOINS: dict[type, Callable] = {Silu: swiglu, ClampedSwiglu: clamped_swiglu}
+"""How the first product's epilogue joins gate and up, by the activation's type."""

@@ -11,7 +11,10 @@ from pallas_kernels.grouped_gemm.tiles import BLOCK_M, Tile, choose
 from pallas_kernels.routing.op import Dispatch
 from pallas_kernels.routing.tile_map import RowTiles
 
-__all__ = ["BLOCK_M", "block_rows", "moe_mlp", "row_tiles", "tile_for"]
+__all__ = ["BLOCK_M", "Biases", "block_rows", "moe_mlp", "row_tiles", "tile_for"]
+
+Biases = tuple[Float[Array, "slots f2"], Float[Array, "slots d"]]
+"""Of experts' `gate_up` and `down`."""
 
 
 def tile_for(num_rows: int, top_k: int, num_experts: int, down: Weights) -> Tile:
@@ -45,8 +48,10 @@ def moe_mlp(
     down: Float[Array, "slots f d"] | QuantizedWeights,
     plan: Dispatch,
     activation: Activation = SILU,
+    biases: Biases | None = None,
 ) -> Float[Array, "T d"]:
-    """Computes the routed experts of one layer: `sum_k weight * act(x Wg, x Wu) Wd` in float32.
+    """Computes the routed experts of one layer: `sum_k weight * act(x Wg, x Wu) Wd` in float32,
+    each product with its bias where there are `biases`.
 
     `gate_up` is [slots, d, 2f], gate columns first, and `down` [slots, f, d]; or both are
     `QuantizedWeights` of these. The whole pool is passed and only the slots in `plan` are read, so
@@ -58,7 +63,7 @@ def moe_mlp(
 
         if mosaic.supports(x, gate_up, down, plan, activation):
             note("grouped GEMM", kernel=True)
-            return mosaic.moe_mlp(x, gate_up, down, plan)
+            return mosaic.moe_mlp(x, gate_up, down, plan, activation, biases)
     note("grouped GEMM")
     op = few_launches if batched() else reference
-    return op.moe_mlp(x, gate_up, down, plan, activation)
+    return op.moe_mlp(x, gate_up, down, plan, activation, biases)

@@ -12,24 +12,31 @@ from pallas_kernels.backend import backend
 from pallas_kernels.grouped_gemm.quantized import slot_weights
 
 
-def moe_mlp(x, gate_up, down, plan, activation: Activation = SILU):
+def moe_mlp(x, gate_up, down, plan, activation: Activation = SILU, biases=None):
     """See `op.moe_mlp`."""
     num_rows, num_blocks = plan.row_token.shape[0], plan.block_slot.shape[0]
     block_m = num_rows // num_blocks
     rows = jnp.take(x, plan.row_token, axis=0, mode="fill", fill_value=0)
 
-    def one_block(block, out, up_weights, down_weights):
+    def expert(slot):
+        weights = (slot_weights(w, slot, x.dtype) for w in (gate_up, down))
+        return *weights, *((None, None) if biases is None else (bias[slot] for bias in biases))
+
+    def product(h, weights, bias):
+        h = jnp.dot(h, weights, preferred_element_type=jnp.float32)
+        return h if bias is None else h + bias.astype(jnp.float32)[None]
+
+    def one_block(block, out, up_weights, down_weights, up_bias, down_bias):
         start = block * block_m
         h = lax.dynamic_slice_in_dim(rows, start, block_m)
-        h = jnp.dot(h, up_weights, preferred_element_type=jnp.float32)
-        h = gated(h, activation).astype(x.dtype)
-        h = jnp.dot(h, down_weights, preferred_element_type=jnp.float32)
+        h = gated(product(h, up_weights, up_bias), activation).astype(x.dtype)
+        h = product(h, down_weights, down_bias)
         return lax.dynamic_update_slice_in_dim(out, h, start, 0)
 
     def one_expert(state):
         block, out = state
         slot = plan.block_slot[block]
-        up_weights, down_weights = (slot_weights(w, slot, x.dtype) for w in (gate_up, down))
+        own = expert(slot)
 
         def same_expert(state):
             block, _ = state
@@ -38,7 +45,7 @@ def moe_mlp(x, gate_up, down, plan, activation: Activation = SILU):
 
         def step(state):
             block, out = state
-            return block + 1, one_block(block, out, up_weights, down_weights)
+            return block + 1, one_block(block, out, *own)
 
         return lax.while_loop(same_expert, step, (block, out))
 
@@ -49,8 +56,7 @@ def moe_mlp(x, gate_up, down, plan, activation: Activation = SILU):
     else:  # a traced trip count would make the host wait for a GPU in every iteration
 
         def any_block(block, out):
-            slot = plan.block_slot[block]
-            return one_block(block, out, *(slot_weights(w, slot, x.dtype) for w in (gate_up, down)))
+            return one_block(block, out, *expert(plan.block_slot[block]))
 
         out = lax.fori_loop(0, num_blocks, any_block, out)
     visits = jnp.take(out, plan.visit_row, axis=0, mode="fill", fill_value=0)

@@ -35,12 +35,17 @@ F32, BF16 = jnp.float32, jnp.bfloat16
 
 
 def supports(projection: Projection, k_pages: Array, v_pages: Array) -> bool:
-    """Returns whether the kernel takes these: bfloat16, heads of 64, 128 or 256, float32 angles."""
+    """Returns whether the kernel takes these: bfloat16, heads of 64, 128 or 256 that turn as a
+    whole and are normed each, float32 angles, no bound.
+    """
     num_rows, _, head_dim = projection.rows.shape
     heads, kv_heads = projection.heads, projection.kv_heads
     vectors = (projection.bias, projection.q_norm, projection.k_norm)
     narrow = [projection.rows, k_pages, v_pages, *(v for v in vectors if v is not None)]
     if any(a.dtype != BF16 for a in narrow) or projection.cos.dtype != F32:
+        return False
+    normed = projection.q_norm is None or projection.q_norm.size == head_dim
+    if projection.cos.shape[1] != head_dim // 2 or not normed or projection.clip:
         return False
     if head_dim not in (64, 128, 256) or num_rows == 0 or max(heads, kv_heads) > 256:
         return False

@@ -13,18 +13,21 @@ class Projection:
     """A layer's product with its QKV weights, and what is still to be applied to it.
 
     In this order, each result rounded to the rows' dtype: the bias, where there is one; RMS norm of
-    each query and key head, where there are norm weights; rotation of query and key heads, halves
-    against each other, computed in float32.
+    each query and key head, or of all together, where there are norm weights; the bound, where
+    there is one; rotation of the first `2 half` elements of query and key heads, halves against
+    each other, computed in float32.
     """
 
     rows: Float[Array, "T N D"]  # H query heads, then G key heads, then G value heads
     kv_heads: int
-    cos: Float[Array, "T half"]  # float32, of each row's angles; half = D / 2
+    cos: Float[Array, "T half"]  # float32, of each row's angles
     sin: Float[Array, "T half"]
     bias: Float[Array, "N D"] | None = None
-    q_norm: Float[Array, "D"] | None = None
-    k_norm: Float[Array, "D"] | None = None  # there are both or none
+    q_norm: Float[Array, "Nq"] | None = None  # of D elements, or of as many as all heads have
+    k_norm: Float[Array, "Nk"] | None = None  # there are both or none
     eps: float = 0.0  # of the norms
+    sinks: Float[Array, "H"] | None = None  # for who attends with the queries
+    clip: float = 0.0  # bound of queries, keys and values; 0: none
 
     @property
     def heads(self) -> int:

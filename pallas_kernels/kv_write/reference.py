@@ -10,13 +10,15 @@ from pallas_kernels.norm import rms_norm
 def turn(
     x: Float[Array, "T N D"], cos: Float[Array, "T half"], sin: Float[Array, "T half"]
 ) -> Float[Array, "T N D"]:
-    """Rotates elements (i, i + D/2) of each head by the row's angle i, in float32; returns x's
+    """Rotates elements (i, i + half) of each head by the row's angle i, in float32; returns x's
     dtype.
     """
-    half = x.shape[-1] // 2
+    half = cos.shape[-1]
     cos, sin = cos[:, None, :], sin[:, None, :]
-    a, b = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+    a, b, rest = jnp.split(x, [half, 2 * half], axis=-1)
+    a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+    turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+    return jnp.concatenate([turned, rest], axis=-1) if rest.shape[-1] else turned
 
 
 def split_heads(projection):
@@ -28,10 +30,17 @@ def split_heads(projection):
         rows = lax.optimization_barrier(rows) + projection.bias.astype(rows.dtype)[None]
     q, k, v = jnp.split(rows, [heads, heads + projection.kv_heads], axis=1)
     if projection.q_norm is not None:
-        q = rms_norm(q, projection.q_norm, projection.eps)
-        k = rms_norm(k, projection.k_norm, projection.eps)
+        q = _normed(q, projection.q_norm, projection.eps)
+        k = _normed(k, projection.k_norm, projection.eps)
+    if projection.clip:
+        q, k, v = (jnp.clip(x, -projection.clip, projection.clip) for x in (q, k, v))
     q, k = (turn(x, projection.cos, projection.sin) for x in (q, k))
     return q, k, v
+
+
+def _normed(x, weight, eps):
+    """Norms heads, one by one or all together: as many elements as there are weights."""
+    return rms_norm(x.reshape(len(x), -1, weight.size), weight, eps).reshape(x.shape)
 
 
 def write_kv(projection, k_pages, v_pages, *, layer, page, offset):

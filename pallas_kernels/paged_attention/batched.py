@@ -6,16 +6,19 @@ sequence's end reads its first page again; what is computed follows the table's 
 pieces whose scores, weights and copies take `PIECE_BYTES` at most, but where one row takes more.
 """
 
-import jax
 import jax.numpy as jnp
 from jax import lax
+
+from pallas_kernels.online_softmax import softmax
 
 PIECE_BYTES = 2**31
 DEAD = -1e30
 """Score of a place past a sequence's end: finite, so that a row of nothing else has weights."""
 
 
-def paged_attention(q, k_pages, v_pages, *, layer, block_table, kv_len, scale, window=0):
+def paged_attention(
+    q, k_pages, v_pages, *, layer, block_table, kv_len, scale, window=0, sinks=None
+):
     """See `op.paged_attention`."""
     batch, heads, head_dim = q.shape
     kv_heads, page_size = k_pages.shape[2:4]
@@ -28,11 +31,13 @@ def paged_attention(q, k_pages, v_pages, *, layer, block_table, kv_len, scale, w
             q, outs[-1] = lax.optimization_barrier((q, outs[-1]))
         rows = slice(start, start + step)
         given = {"layer": layer, "block_table": block_table[rows], "kv_len": kv_len[rows]}
-        outs.append(_attend(q[rows], k_pages, v_pages, scale=scale, window=window, **given))
+        own = sinks[rows] if sinks is not None and sinks.ndim == 2 else sinks
+        given |= {"scale": scale, "window": window, "sinks": own}
+        outs.append(_attend(q[rows], k_pages, v_pages, **given))
     return outs[0] if pieces == 1 else jnp.concatenate(outs)
 
 
-def _attend(q, k_pages, v_pages, *, layer, block_table, kv_len, scale, window):
+def _attend(q, k_pages, v_pages, *, layer, block_table, kv_len, scale, window, sinks):
     """Computes one piece's rows."""
     batch, heads, head_dim = q.shape
     kv_heads, page_size = k_pages.shape[2:4]
@@ -54,7 +59,9 @@ def _attend(q, k_pages, v_pages, *, layer, block_table, kv_len, scale, window):
     scores = jnp.sum(qg * read(k_pages), axis=-1)
     # Each computed before what reads it: XLA would do it anew for every element of a value.
     scores = jnp.where(live, lax.optimization_barrier(scores), DEAD)
-    weights = lax.optimization_barrier(jax.nn.softmax(scores, axis=-1))
+    if sinks is not None:
+        sinks = sinks.reshape(-1, kv_heads, group)
+    weights = lax.optimization_barrier(softmax(scores, sinks))
     # A weight of zero would not do: what another sequence left there may be infinite.
     values = jnp.where(live[..., None], read(v_pages), 0)
     out = jnp.sum(weights[..., None] * values, axis=3)

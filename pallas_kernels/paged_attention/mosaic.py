@@ -28,6 +28,8 @@ once from memory.
   wgmma takes them from.
 - What lies past the end of a sequence in its last tile may be infinite or NaN. Scores of such keys
   are masked; such values are overwritten by zeros in shared memory.
+- A sink is taken in where a segment begins, as the score of a key without a value: by the one piece
+  that has its first tile, so that the merge has nothing to do with it.
 - What no layer changes is made once a step (`op.plan`): where each run starts, and what is cut. A
   block reads its line and asks for its first tile. Groups of up to eight are padded inside.
 """
@@ -82,6 +84,7 @@ def paged_attention(
     block_table: Int[Array, "B M"],
     kv_len: Int[Array, "B"],
     scale: float,
+    sinks: Float[Array, "*B H"] | None = None,
     todo: Schedule | None = None,
     tile: Tile | None = None,
     num_blocks: int | None = None,
@@ -97,7 +100,12 @@ def paged_attention(
     grouped = q.reshape(batch, sizes.kv_heads, sizes.group, head_dim)
     if sizes.group > 8:  # up to eight rows, TMA adds the zeros; of more it takes whole eights
         grouped = jnp.pad(grouped, ((0, 0), (0, 0), (0, sizes.columns - sizes.group), (0, 0)))
-    out, pieces, log_sums = attend(sizes, scale)(
+    own = []
+    if sinks is not None:
+        grouped_sinks = sinks.astype(jnp.float32).reshape(-1, sizes.group)
+        padding = (0, 1), (0, sizes.columns - sizes.group)
+        own = [jnp.pad(grouped_sinks * math.log2(math.e), padding, constant_values=NONE)]
+    out, pieces, log_sums = attend(sizes, scale, sinks is not None)(
         kv_len.astype(jnp.int32),
         block_table.astype(jnp.int32),
         layer.astype(jnp.int32).reshape(1),
@@ -106,6 +114,7 @@ def paged_attention(
         grouped,
         k_pages,
         v_pages,
+        *own,
     )
     out, pieces = (a.reshape(len(a), -1, sizes.line) for a in (out, pieces))
     out = merge(sizes, out, todo, pieces, log_sums)
@@ -135,16 +144,18 @@ class _Refs(NamedTuple):
     q_full: Any
     k_full: Any
     v_full: Any
+    sinks: Any = None  # base-2 ones [kv_heads or segments, columns], then a row of NONE
 
 
-def attend(sizes: Sizes, scale: float):
+def attend(sizes: Sizes, scale: float, has_sinks: bool = False):
     """Runs the kernel: returns results [segments, rows, D] of the segments that are whole, pieces
     [slots, rows, D] of those that are cut, and their base-2 log-sum-exps [slots, columns].
     """
     tile, columns, head_dim = sizes.tile, sizes.columns, sizes.head_dim
 
     def attend_pieces(*refs):
-        refs = _Refs(*refs)
+        given = 8 + has_sinks  # `sinks` are the last of what the kernel is called with
+        refs = _Refs(*refs[:8], *refs[given:], *refs[8:given])
         refs = refs._replace(layer=refs.layer[0])
         block = lax.axis_index("block")
         start, stop, *row = (refs.runs[block, field] for field in range(refs.runs.shape[1]))
@@ -219,7 +230,7 @@ def _attend_piece(sizes: Sizes, refs: _Refs, scale: float, run: Run, at: At, ahe
     """
     tile, columns = sizes.tile, sizes.columns
     length = refs.kv_len[at.row]
-    _, offset, tiles = run.segment(at)
+    kv_head, offset, tiles = run.segment(at)
     count = lax.min(tiles - offset, run.stop - at.tile)
     after = run.step(at, count)
     plgpu.barrier_wait(refs.q_full)
@@ -252,11 +263,16 @@ def _attend_piece(sizes: Sizes, refs: _Refs, scale: float, run: Run, at: At, ahe
         pl.when(more)(lambda: _copy_parts(refs.v, parts, v_smem, v_full))
         return run.step(ahead, 1), new_top, norm, acc
 
-    start = (
-        splat(NONE, (columns,), plgpu.Layout.WGMMA.reduce(0)),
-        splat(0.0, (tile.tokens, columns), plgpu.Layout.WGMMA),
-        splat(0.0, (sizes.head_dim, columns), plgpu.Layout.WGMMA),
-    )
+    top = splat(NONE, (columns,), plgpu.Layout.WGMMA.reduce(0))
+    norm = splat(0.0, (tile.tokens, columns), plgpu.Layout.WGMMA)
+    if refs.sinks is not None:
+        last = refs.sinks.shape[0] - 1
+        own = kv_head if last == sizes.kv_heads else at.row * sizes.kv_heads + kv_head
+        row = jnp.where(offset == 0, own, last)
+        layout = plgpu.Layout.WGMMA.reduce(0)
+        top = plgpu.load(refs.sinks, (row,), layout=layout, optimized=False)
+        norm = jnp.where(_iota(norm.shape) == jnp.where(offset == 0, 0, -1), 1.0, norm)
+    start = top, norm, splat(0.0, (sizes.head_dim, columns), plgpu.Layout.WGMMA)
     ahead, *sums = lax.fori_loop(0, count, one_tile, (ahead, *start))
     return after, ahead, sums
 

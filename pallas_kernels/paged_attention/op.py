@@ -37,6 +37,7 @@ def paged_attention(
     kv_len: Int[Array, "B"],
     scale: float,
     window: int = 0,
+    sinks: Float[Array, "*B H"] | None = None,
     todo: Schedule | None = None,
 ) -> Float[Array, "B H D"]:
     """Attends with one new row a sequence over its pages of `layer`.
@@ -44,11 +45,13 @@ def paged_attention(
     Position p of sequence b lives in page `block_table[b, p // S]` at offset `p % S`; positions
     `[0, kv_len[b])` are attended to, or the last `window` of them; 0: all. H is a multiple of the G
     kv heads. A row with kv_len 0 (padding) yields zeros. Softmax and accumulation are float32; the
-    result has q's dtype.
+    result has q's dtype. `sinks` are scores, one a query head, or a row and query
+    head, that take weight and have no value.
 
     `todo` is `plan` of the same lengths, made here where it is not given.
     """
     rows = {"layer": layer, "block_table": block_table, "kv_len": kv_len, "scale": scale}
+    rows["sinks"] = sinks
     if window:  # no kernel knows it
         note("window attention")
         op = few_launches if batched() else reference

@@ -10,7 +10,9 @@ TOKENS_PER_STEP = 64
 """KV rows gathered an iteration: enough to amortise the loop, few enough to skip empty pages."""
 
 
-def paged_attention(q, k_pages, v_pages, *, layer, block_table, kv_len, scale, window=0):
+def paged_attention(
+    q, k_pages, v_pages, *, layer, block_table, kv_len, scale, window=0, sinks=None
+):
     """See `op.paged_attention`."""
     batch, heads, head_dim = q.shape
     kv_heads, page_size = k_pages.shape[2:4]
@@ -41,7 +43,9 @@ def paged_attention(q, k_pages, v_pages, *, layer, block_table, kv_len, scale, w
 
         return online_softmax.update(state, jnp.where(live, s, -jnp.inf), weigh)
 
-    state = online_softmax.start((batch, kv_heads, heads // kv_heads), head_dim)
+    if sinks is not None:
+        sinks = sinks.reshape(-1, kv_heads, heads // kv_heads)
+    state = online_softmax.start((batch, kv_heads, heads // kv_heads), head_dim, sinks)
     longest, first = -(-jnp.max(kv_len) // chunk), 0
     if window and backend() == "cpu":
         least = jnp.min(jnp.where(kv_len > 0, kv_len, jnp.max(kv_len)))

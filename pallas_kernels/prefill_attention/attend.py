@@ -135,9 +135,18 @@ class _Attention:
         """
         s = self.scores(0, lambda: 0, masked=True)
         top = jnp.max(s, axis=1) * self.factor
-        p = jnp.exp2(s * self.factor - _across(top, s.shape))
+        if self.refs.sinks is None:
+            p = jnp.exp2(s * self.factor - _across(top, s.shape))
+            norm = jnp.sum(p, axis=1)
+        else:  # a score more, of a key without a value
+            at = lax.div(self.at.head, self.tile.pack)
+            layout = plgpu.Layout.WGMMA.reduce(1)
+            sinks = plgpu.load(self.refs.sinks, (at,), layout=layout, optimized=False)
+            top = jnp.maximum(top, sinks)
+            p = jnp.exp2(s * self.factor - _across(top, s.shape))
+            norm = jnp.sum(p, axis=1) + jnp.exp2(sinks - top)
         self.wait_for_values(0)
-        return top, jnp.sum(p, axis=1), self.narrow(p)
+        return top, norm, self.narrow(p)
 
     def next(self, acc, step, state, *, masked: bool):
         """Weighs the values of the step before, and meanwhile finds the weights of this one."""

@@ -5,9 +5,10 @@ scores are a product, softmax is float32. Tiles run in pieces whose copies, scor
 `PIECE_BYTES` at most, but where one tile takes more. A piece computes over the table's whole width.
 """
 
-import jax
 import jax.numpy as jnp
 from jax import lax
+
+from pallas_kernels.online_softmax import softmax
 
 PIECE_BYTES = 2**31
 DEAD = -1e30
@@ -16,12 +17,16 @@ LEAST_TILE, LARGEST_TILE = 64, 256
 """Query rows of a tile. Keys are copied once a tile, and a chunk's last one may be nearly empty."""
 
 
-def prefill_attention(q, k_pages, v_pages, *, layer, block_table, q_start, kv_len, scale, window=0):
+def prefill_attention(
+    q, k_pages, v_pages, *, layer, block_table, q_start, kv_len, scale, window=0, sinks=None
+):
     """See `op.prefill_attention`."""
     num_rows, heads, head_dim = q.shape
     kv_heads, page_size = k_pages.shape[2:4]
     num_chunks, num_pages = block_table.shape
     group, keys = heads // kv_heads, num_pages * page_size
+    if sinks is not None:
+        sinks = sinks.reshape(1, kv_heads, group, 1)
     tile = LEAST_TILE
     while tile < LARGEST_TILE and tile * num_chunks < num_rows:
         tile *= 2
@@ -70,11 +75,7 @@ def prefill_attention(q, k_pages, v_pages, *, layer, block_table, q_start, kv_le
         if window:
             live &= position[None, None, :] >= seen[:, :, None] - window
         s = jnp.where(live[:, None, None], s, DEAD)
-        weights = (
-            jax.nn.softmax(s, axis=-1)
-            .astype(v_pages.dtype)
-            .reshape(n, kv_heads, group * tile, keys)
-        )
+        weights = softmax(s, sinks).astype(v_pages.dtype).reshape(n, kv_heads, group * tile, keys)
         # A weight of zero would not do: what another sequence left there may be infinite.
         written = position[None, :] < kv_len[own][:, None]
         if window:  # nobody sees what is before the first row's

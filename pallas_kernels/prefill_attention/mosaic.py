@@ -27,6 +27,7 @@ values are zeroed in shared memory before the last product, for 0 * inf is NaN. 
 sequence does not own is never read.
 """
 
+import math
 from collections.abc import Callable
 
 import jax
@@ -39,7 +40,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.prefill_attention import work
 from pallas_kernels.prefill_attention.attend import attend
 from pallas_kernels.prefill_attention.parts import Item, Refs, Shape, for_each_item, scratch, zero
-from pallas_kernels.prefill_attention.tiles import WARPGROUPS, Tile, choose
+from pallas_kernels.prefill_attention.tiles import LANES, WARPGROUPS, Tile, choose
 
 NUM_BLOCKS = 132
 """Multiprocessors of an H100 or H200: one persistent block each."""
@@ -69,6 +70,7 @@ def prefill_attention(
     q_start: Int[Array, "N1"],
     kv_len: Int[Array, "N"],
     scale: float,
+    sinks: Float[Array, "H"] | None = None,
     todo: work.Work | None = None,
     tile: Tile | None = None,
     num_blocks: int = NUM_BLOCKS,
@@ -89,7 +91,11 @@ def prefill_attention(
     if todo is None:
         sizes = {"block_rows": tile.block_rows, "block_kv": tile.block_kv}
         todo = work.plan(q_start, kv_len, q.shape[0], **sizes)
-    out = _call(shape, q)(
+    own = []
+    if sinks is not None:  # of the rows of a warpgroup, for each set of packed heads
+        rows = jnp.repeat(sinks.astype(jnp.float32) * math.log2(math.e), tile.rows)
+        own = [rows.reshape(shape.packs, LANES)]
+    out = _call(shape, q, sinks is not None)(
         todo.tiles,
         todo.count,
         layer.astype(jnp.int32)[None],
@@ -97,13 +103,16 @@ def prefill_attention(
         q,
         k_pages,
         v_pages,
+        *own,
     )
     return out[:num_rows]
 
 
-def _call(shape: Shape, q: Array) -> Callable[..., Array]:
+def _call(shape: Shape, q: Array, has_sinks: bool) -> Callable[..., Array]:
     def body(*arrays, **buffers):
-        refs = Refs(*arrays, **buffers)
+        sinks = arrays[-2] if has_sinks else None  # the last that is given; then the result
+        own = (*arrays[:-2], arrays[-1]) if has_sinks else arrays
+        refs = Refs(*own, **buffers)._replace(sinks=sinks)
         warpgroup = lax.axis_index("wg")
 
         def load():

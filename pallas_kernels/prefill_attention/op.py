@@ -43,6 +43,7 @@ def prefill_attention(
     kv_len: Int[Array, "N"],
     scale: float,
     window: int = 0,
+    sinks: Float[Array, "H"] | None = None,
     todo: work.Work | None = None,
 ) -> Float[Array, "T H D"]:
     """Attends causally with N chunks of rows, packed one after another, over their pages.
@@ -51,7 +52,8 @@ def prefill_attention(
     positions, these rows' own keys included: row i of the chunk sits at position
     `kv_len[n] - chunk_len + i` and sees positions up to its own, or the last `window` of those; 0:
     all. Chunks may be empty. Rows past `q_start[N]` yield zeros. Softmax and accumulation are
-    float32; the result has q's dtype.
+    float32; the result has q's dtype. `sinks` are scores, one a query head, that take weight and
+    have no value.
 
     `todo` is `plan` of the same chunks, made here where it is not given.
     """
@@ -61,6 +63,7 @@ def prefill_attention(
         "q_start": q_start,
         "kv_len": kv_len,
         "scale": scale,
+        "sinks": sinks,
     }
     if window:  # no kernel knows it
         note("window attention")

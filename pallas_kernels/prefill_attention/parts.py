@@ -70,6 +70,7 @@ class Refs(NamedTuple):
     clean: Any  # both warpgroups have cleaned their part of the last values
     p_smem: Any = None  # weights and results of a warpgroup, while interpreted
     acc_smem: Any = None
+    sinks: Any = None  # base-2 ones [packs, 64], of each row of a warpgroup; None: there are none
 
 
 def scratch(shape: Shape, dtype) -> dict[str, Any]:

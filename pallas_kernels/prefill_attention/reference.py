@@ -12,7 +12,9 @@ TOKENS_PER_STEP = 128
 """KV rows gathered an iteration."""
 
 
-def prefill_attention(q, k_pages, v_pages, *, layer, block_table, q_start, kv_len, scale, window=0):
+def prefill_attention(
+    q, k_pages, v_pages, *, layer, block_table, q_start, kv_len, scale, window=0, sinks=None
+):
     """See `op.prefill_attention`."""
     num_rows, heads, head_dim = q.shape
     kv_heads, page_size = k_pages.shape[2:4]
@@ -23,6 +25,8 @@ def prefill_attention(q, k_pages, v_pages, *, layer, block_table, q_start, kv_le
     table = jnp.pad(block_table, ((0, 0), (0, num_steps * pages - max_pages)))
     padded = jnp.pad(q, ((0, TILE), (0, 0), (0, 0)))
     group = heads // kv_heads
+    if sinks is not None:
+        sinks = sinks.reshape(kv_heads, group, 1)
 
     def attend(qt, n, seen):
         """Attends with a tile of rows [G, group, TILE, D] of chunk n; row t sees positions [0,
@@ -55,7 +59,7 @@ def prefill_attention(q, k_pages, v_pages, *, layer, block_table, q_start, kv_le
             return online_softmax.update(state, jnp.where(live, s, -jnp.inf), weigh)
 
         steps = trip_count(-(-jnp.max(seen) // step), num_steps)
-        state = online_softmax.start((kv_heads, group, TILE), head_dim)
+        state = online_softmax.start((kv_heads, group, TILE), head_dim, sinks)
         first = begin // step if backend() == "cpu" else 0
         return online_softmax.finish(lax.fori_loop(first, steps, one_step, state))
 

@@ -174,21 +174,19 @@ def num_parameters(cfg: "ModelConfig", experts_a_layer: int | None = None) -> in
     """Returns the weights of a model with all its experts, or with so many a MoE layer (K: active
     ones).
     """
+    from jmoe import layout
+
     experts = cfg.num_experts if experts_a_layer is None else experts_a_layer
-    d, heads = cfg.d_model, (cfg.num_heads + 2 * cfg.num_kv_heads) * cfg.head_dim
-    attention = d * heads + cfg.num_heads * cfg.head_dim * d + 2 * d
-    attention += heads * cfg.qkv_bias + d * cfg.o_bias + 2 * cfg.head_dim * cfg.qk_norm
-    shared = 3 * d * cfg.d_ff_shared + d if cfg.d_ff_shared else 0
-    moe = d * cfg.num_experts + experts * expert_parameters(cfg) + shared
-    dense = 3 * d * cfg.d_ff_dense
-    embeddings = cfg.vocab_size * d * (1 if cfg.tie_embeddings else 2)
-    layers = cfg.num_layers * attention + cfg.num_moe_layers * moe
-    return embeddings + layers + (cfg.num_layers - cfg.num_moe_layers) * dense + d
+    parts = [layout.top(cfg), *(layout.layer(cfg, *of) for of in enumerate(cfg.moe_layers))]
+    others = sum(math.prod(one.shape) for part in parts for one in part.values())
+    return others + cfg.num_moe_layers * experts * expert_parameters(cfg)
 
 
 def expert_parameters(cfg: "ModelConfig") -> int:
-    """Returns the weights of one routed expert."""
-    return 3 * cfg.d_model * cfg.d_ff_expert
+    """Returns the weights of one expert, routed or united."""
+    from jmoe import layout
+
+    return layout.expert_parameters(cfg)
 
 
 def kv_bytes_per_token(cfg: "ModelConfig", dtype: str, past: int = 0) -> int:
@@ -220,6 +218,7 @@ def _describe(
         ("architecture", cfg.architecture),
         ("layers", f"{cfg.num_layers}, {cfg.num_moe_layers} of them MoE"),
         ("experts a layer", f"{cfg.num_experts}, {cfg.experts_per_token} a token"),
+        ("router", "softmax" if cfg.router is None else f"{cfg.router}: without the fused kernel"),
         ("positions", f"{cfg.max_position:,}"),
         ("parameters", f"{count(total)}, {count(active)} active a token"),
     ]

@@ -187,6 +187,7 @@ def _attend(
     control: Int[Array, "controls"],
     places: Int[Array, "T"],
     index: Int[Array, ""],
+    kind: int | None,
 ) -> tuple[Store, State, StageVisits | None]:
     """Runs an attention stage; `embedding` is given to the first layer alone."""
     state = with_deltas(state, deltas)
@@ -202,7 +203,7 @@ def _attend(
         at = jnp.minimum(places, len(store.x) - 1)
         waiting, parts = WaitingRows(store.x[at], store.weights[at]), store.parts[at]
     waiting, visits, pages = attend_stage(
-        cfg, layer, groups, index, waiting, parts, state.pages, step, reachable
+        cfg, layer, groups, index, waiting, parts, state.pages, step, reachable, kind
     )
     store = store._replace(
         x=store.x.at[places].set(waiting.x, mode="drop"),
@@ -250,7 +251,7 @@ class _Programs(NamedTuple):
 def _programs_of(cfg: ModelConfig) -> _Programs:
     """Returns programs for all workers, compiled at their first call with arrays of new shapes."""
     return _Programs(
-        jax.jit(partial(_attend, cfg), donate_argnums=(4, 5)),
+        jax.jit(partial(_attend, cfg), static_argnames="kind", donate_argnums=(4, 5)),
         jax.jit(partial(_leave, cfg), donate_argnums=2),
         jax.jit(partial(_score, cfg)),
         jax.jit(sample_step, static_argnames="truncate", donate_argnums=0),
@@ -307,10 +308,11 @@ class AttentionPrograms:
         """
         self._params, self._state, self.device = params, state, device
         self._programs = _programs_of(cfg)
-        self._layers = [
-            (layer, jax.device_put(jnp.int32(at), device))
-            for at, (layer, _) in enumerate(layers_of(cfg, params))
-        ]
+        self._layers, kinds = [], cfg.attention_kinds
+        for at, (layer, _) in enumerate(layers_of(cfg, params)):
+            own = cfg.layer_attention[at]
+            index = jax.device_put(jnp.int32(cfg.layer_attention[:at].count(own)), device)
+            self._layers.append((layer, index, kinds.index(own) if len(kinds) > 1 else None))
         self._is_moe, self._groups_of = cfg.moe_layers, groups_of
         self._groups = self._of_layers(np.asarray(groups, np.int32))
         self._reachable: list[Array | None] = []
@@ -336,7 +338,7 @@ class AttentionPrograms:
         places: Int[np.ndarray, "T"],
     ) -> Attended:
         """See AttentionDevice."""
-        params, index = self._layers[layer]
+        params, index, kind = self._layers[layer]
         self._store, self._state, visits = self._programs.attend(
             params,
             self._groups[layer],
@@ -350,6 +352,7 @@ class AttentionPrograms:
             np.array(control, np.int32),
             places,
             index,
+            kind=kind,
         )
         if visits is None:
             return Attended(None, None, None, None)

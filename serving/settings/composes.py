@@ -24,7 +24,6 @@ MODES: dict[str, Callable[[EngineConfig, int], bool]] = {
 """Whether settings ask for a mode; `count` is the number of models, 0 where that is not known."""
 
 COMPANY = "SetBrownout prefill_company"
-KINDS = "layers of several attention kinds"
 
 _ONE = "workers serve one model; several need engine.mode steps"
 
@@ -44,7 +43,6 @@ COMPOSES: dict[tuple[str, str], str] = {
     (AEP, COMPANY): "no prompt waits for another's step",
     (AEP, "engine.threshold_buckets_percent"): "stages have capacity for every threshold",
     (AEP, "engine.enforce_eager"): "stages are always compiled",
-    (AEP, KINDS): "stages of all layers are one program, over one cache",
     (SEVERAL, "engine.mesh"): "a family is served on one device",
     (ALL_THERE, "engine.model_stay_s"): "no model takes another's place (engine.resident_sets)",
     (ONE_THERE, "engine.mixed_models"): "models of one step have to be on the device together",

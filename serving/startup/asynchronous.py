@@ -30,7 +30,7 @@ from serving.pipeline.local import LocalWorkers, Sizes
 from serving.pipeline.local_crew import LocalCrew
 from serving.plan import Limits
 from serving.scheduling.layers.picker import LayerPicker, Waiting, make_picker
-from serving.settings.composes import AEP, COMPOSES, KINDS
+from serving.settings.composes import AEP, COMPOSES
 from serving.startup.loading import load_models
 
 if TYPE_CHECKING:
@@ -104,11 +104,6 @@ def crew_of(config: EngineConfig, model: Model | Family | None, progress: Progre
             f"{COMPOSES[AEP, 'engine.models']}"
         )
     loaded = family[0]
-    if (count := len(loaded.config.attention_kinds)) > 1:
-        raise SettingsError(
-            f"engine.mode is 'aep', and {loaded.name} has {count} attention kinds: "
-            f"{COMPOSES[AEP, KINDS]}; serve it with engine.mode steps"
-        )
     ways = allowed_ways(config.brownout, family)
     starting_strategy(config.brownout.strategy, ways[0] if ways else 0)
     if ways:

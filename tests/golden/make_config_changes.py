@@ -24,7 +24,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from make_golden import CASES, EAGER, ROOT, forward
+from make_golden import CASES, ROOT, forward, options
 from transformers import AutoModelForCausalLM
 from transformers import logging as hf_logging
 
@@ -36,6 +36,7 @@ OTHERS = {
     "architectures": [["LlamaForCausalLM"]],
     "attention_dropout": [0.5],
     "bos_token_id": [3],
+    "clip_qkv": [0.5, 3.0],
     "decoder_sparse_step": [2, 1],
     "dtype": ["float16"],
     "eos_token_id": [5, [5, 6]],
@@ -43,10 +44,14 @@ OTHERS = {
     "hidden_act": ["gelu", "relu"],
     "layer_types": [["sliding_attention", "full_attention"]],
     "mlp_only_layers": [[1], [], [7]],
+    "modules_to_not_convert": [["lm_head"]],
     "model_type": ["qwen2_moe", "qwen3_moe", "mixtral", "llama"],
     "num_key_value_heads": [1, 2, 4],
     "original_max_position_embeddings": [24],
     "pad_token_id": [7],
+    "partial_rotary_factor": [0.25, 0.75, 1.0],
+    "quant_method": ["fp8"],
+    "quantization_config": [{"quant_method": "fp8"}],
     "rms_norm_eps": [1e-2],
     "rope_parameters": [{"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}],
     "rope_scaling": [{"rope_type": "linear", "factor": 2.0}, {"type": "dynamic", "factor": 2.0}],
@@ -81,6 +86,22 @@ ADDED = {
     "temperature": [0.5],
     "use_qk_norm": [True, False],
     "use_sliding_window": [True],
+}
+ADDED_FOR = {
+    "glm4_moe": {
+        "e_score_correction_bias": [False],
+        "num_mtp_layers": [0],
+        "scoring_func": ["softmax"],
+        "topk_method": ["greedy"],
+    },
+    "gpt_oss": {
+        "experts_per_token": [4],
+        "initial_context_length": [4096],
+        "num_experts": [4],
+        "swiglu_alpha": [1.1],
+        "swiglu_limit": [0.7],
+    },
+    "olmoe": {"clip_qkv": [0.5], "sliding_window": [4], "qk_norm": [False]},
 }
 ADDED_ROPE = {
     "attention_factor": [1.7],
@@ -119,8 +140,9 @@ def changes(config):
             absent = (k for k in ADDED_ROPE if k not in value)
             yield from (([key, k], other) for k in absent for other in ADDED_ROPE[k])
         yield from (([key], other) for other in (OTHERS.get(key) or others(key, value)))
-    absent = (key for key in ADDED if key not in config)
-    yield from (([key], other) for key in absent for other in ADDED[key])
+    added = ADDED | ADDED_FOR.get(config["model_type"], {})
+    absent = (key for key in added if key not in config)
+    yield from (([key], other) for key in absent for other in added[key])
 
 
 def changed(config, path, value):
@@ -139,9 +161,8 @@ def changed(config, path, value):
 def last_logits(directory, tokens):
     """Return float32 [2, V], or None where transformers does not load all the model needs."""
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=torch.float32, output_loading_info=True, **EAGER
-        )
+        model, info = AutoModelForCausalLM.from_pretrained(directory, **options(directory))
+        model = model.float()
         if info["missing_keys"] or info["mismatched_keys"] or info["error_msgs"]:
             return None
         logits = forward(model.eval(), tokens).logits[:, -1].numpy()

@@ -20,35 +20,55 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, logging
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, Mxfp4Config, logging
 
 ROOT = Path(__file__).resolve().parent
 LENGTH, NEW_TOKENS = 19, 12
 MIN_ROUTER_GAP, MIN_LOGIT_GAP, MIN_DISTINCT, MIN_ROPE_EFFECT = 0.005, 0.02, 5, 0.05
+# Sigmoids saturate, and groups can tie: so wide a gap between their scores is never seen.
+MIN_SCORE_GAP = {"glm4_moe": 0.0005}
 EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
 
 
-def case(model_type, sizes, experts, *, rope=None, hub=True, bf16=False, shard=None, **config):
+# Keys of the number of experts and of their width, where they are not Qwen's.
+NAMES = {
+    "olmoe": ("num_experts", "intermediate_size"),
+    "mixtral": ("num_local_experts", "intermediate_size"),
+    "glm4_moe": ("n_routed_experts", "moe_intermediate_size"),
+    "gpt_oss": ("num_local_experts", "intermediate_size"),
+}
+
+
+def case(
+    model_type,
+    sizes,
+    experts,
+    *,
+    rope=None,
+    hub=True,
+    bf16=False,
+    shard=None,
+    mxfp4=False,
+    **config,
+):
     """Describe one case.
 
     ``sizes`` is layers, hidden size, heads, key-value heads and vocabulary; ``experts`` is count,
-    top-k, expert width and, but for Mixtral, dense width and (Qwen2) shared width. ``hub`` picks
-    the spelling of the checkpoints on the hub over the newest one; ``shard`` is a shard size.
+    top-k, expert width and, where there are any, dense width and (Qwen2) shared width. ``hub``
+    picks the spelling of the checkpoints on the hub over the newest one; ``shard`` is a shard size;
+    ``mxfp4`` has experts in four bits.
     """
     layers, hidden, heads, kv_heads, vocab = sizes
     count, top_k, width, *others = experts
     config |= {"num_hidden_layers": layers, "hidden_size": hidden, "vocab_size": vocab}
     config |= {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
-    if model_type == "mixtral":
-        config |= {"num_local_experts": count, "intermediate_size": width}
-    else:
-        config |= {
-            "num_experts": count,
-            "moe_intermediate_size": width,
-            "max_window_layers": layers,
-        }
-        names = ("intermediate_size", "shared_expert_intermediate_size")
-        config |= dict(zip(names, others, strict=False))
+    of_count, of_width = NAMES.get(model_type, ("num_experts", "moe_intermediate_size"))
+    config |= {of_count: count, of_width: width}
+    if model_type in ("qwen2_moe", "qwen3_moe"):
+        config |= {"max_window_layers": layers}
+    names = ("intermediate_size", "shared_expert_intermediate_size")
+    config |= dict(zip(names, others, strict=False))
     rope = {"rope_type": "default", "rope_theta": 1e6} | (rope or {})
     trained, factor = rope.get("original_max_position_embeddings", 128), rope.get("factor", 1)
     config |= {
@@ -56,7 +76,8 @@ def case(model_type, sizes, experts, *, rope=None, hub=True, bf16=False, shard=N
         "max_position_embeddings": int(trained * factor),
         "rope_parameters": rope,
     }
-    return {"model_type": model_type, "config": config, "hub": hub, "bf16": bf16, "shard": shard}
+    spec = {"model_type": model_type, "config": config, "hub": hub, "bf16": bf16, "shard": shard}
+    return spec | {"mxfp4": mxfp4}
 
 
 TEN_THOUSAND, FIVE_HUNDRED = {"rope_theta": 1e4}, {"rope_theta": 500.0}
@@ -86,10 +107,24 @@ YARN_MSCALE = {
     "mscale": 1.3,
 }
 YARN_MSCALE |= {"mscale_all_dim": 0.6, "truncate": False, "original_max_position_embeddings": 48}
+YARN_EXACT = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "rope_theta": 150.0,
+    "beta_fast": 8.0,
+    "truncate": False,
+}
+YARN_EXACT |= {"original_max_position_embeddings": 32}
 TIED, NORM = {"tie_word_embeddings": True}, {"norm_topk_prob": True}
 SPARSE_STEP, MLP_ONLY = {"decoder_sparse_step": 2}, {"mlp_only_layers": [0]}
 
+GLM_NORM = {"use_qk_norm": True, "attention_bias": True}
+YARN_PARTIAL = {**YARN_BETAS, "partial_rotary_factor": 0.25}
+
 qwen2, qwen3, mixtral = (partial(case, name) for name in ("qwen2_moe", "qwen3_moe", "mixtral"))
+olmoe = partial(case, "olmoe", eos_token_id=2)
+gpt_oss = partial(case, "gpt_oss", rope=YARN_EXACT, sliding_window=5, eos_token_id=2)
+glm4 = partial(case, "glm4_moe", rope={"rope_theta": 1e4, "partial_rotary_factor": 0.5})
 CASES = {
     "qwen2_moe": qwen2([2, 32, 4, 4, 97], [7, 3, 19, 41, 29]),
     "qwen2_moe_norm_topk": qwen2(
@@ -118,6 +153,60 @@ CASES = {
     "mixtral_top1_head_dim": mixtral(
         [3, 30, 5, 5, 69], [3, 1, 23], rope=TEN_THOUSAND, hub=False, bf16=True, head_dim=8
     ),
+    "glm4_moe": glm4(
+        [3, 30, 6, 3, 71],
+        [9, 3, 11, 25],
+        head_dim=12,
+        n_group=3,
+        topk_group=2,
+        routed_scaling_factor=2.5,
+        **GLM_NORM,
+    ),
+    "glm4_moe_air": glm4(
+        [3, 28, 5, 1, 67],
+        [7, 2, 13, 23],
+        hub=False,
+        head_dim=8,
+        attention_bias=True,
+        first_k_dense_replace=2,
+        n_shared_experts=2,
+    ),
+    "glm4_moe_yarn_tied": glm4(
+        [2, 36, 3, 3, 59],
+        [5, 3, 9],
+        rope=YARN_PARTIAL,
+        head_dim=24,
+        first_k_dense_replace=0,
+        intermediate_size=21,
+        norm_topk_prob=False,
+        use_qk_norm=True,
+        routed_scaling_factor=1.5,
+        num_nextn_predict_layers=0,
+        **TIED,
+    ),
+    "olmoe": olmoe([2, 40, 5, 5, 73], [9, 3, 11], rope=TEN_THOUSAND),
+    "olmoe_clip_gqa": olmoe(
+        [3, 36, 6, 2, 61], [7, 2, 13], hub=False, rope=FIVE_HUNDRED, clip_qkv=0.8, **NORM, **TIED
+    ),
+    "olmoe_attention_bias_linear": olmoe(
+        [2, 48, 4, 4, 67], [5, 2, 11], rope=LINEAR, bf16=True, attention_bias=True
+    ),
+    "gpt_oss": gpt_oss([2, 36, 6, 3, 79], [7, 3, 11], head_dim=10),
+    "gpt_oss_types_tied": gpt_oss(
+        [3, 28, 5, 1, 73],
+        [5, 2, 13],
+        rope=TEN_THOUSAND,
+        hub=False,
+        bf16=True,
+        head_dim=8,
+        layer_types=["full_attention", "sliding_attention", "sliding_attention"],
+        sliding_window=3,
+        swiglu_alpha=1.3,
+        swiglu_limit=0.9,
+        attention_bias=False,
+        **TIED,
+    ),
+    "gpt_oss_mxfp4": gpt_oss([2, 96, 3, 3, 61], [3, 2, 32], head_dim=12, bf16=True, mxfp4=True),
 }
 
 
@@ -131,19 +220,48 @@ def build(spec, seed):
     config = AutoConfig.for_model(spec["model_type"], **json.loads(json.dumps(spec["config"])))
     model = AutoModelForCausalLM.from_config(config, **EAGER).float().eval()
     generator = torch.Generator().manual_seed(seed)
-    for name, parameter in model.named_parameters():
+    biases = ((n, b) for n, b in model.named_buffers() if n.endswith("e_score_correction_bias"))
+    for name, parameter in (*model.named_parameters(), *biases):
         noise = torch.randn(parameter.shape, generator=generator)
         if "norm" in name:
             value = 1 + 0.2 * noise
+        elif name.endswith("sinks"):
+            value = 2 * noise
         elif name.endswith("bias"):
             value = 0.3 * noise
+        elif spec["mxfp4"] and "experts" in name:
+            value = dequantized(*packed(name, parameter.shape, seed))
         elif "embed_tokens" in name:
             value = 0.4 * noise
         else:
-            gain = 2.5 if name.endswith(".gate.weight") or "lm_head" in name else 1.5
-            value = gain / parameter.shape[-1] ** 0.5 * noise
+            routes = name.endswith((".gate.weight", ".router.weight"))
+            gain = 2.5 if routes or "lm_head" in name else 1.5
+            fan_in = parameter.shape[
+                -2 if "experts" in name and spec["model_type"] == "gpt_oss" else -1
+            ]
+            value = gain / fan_in**0.5 * noise
         parameter.copy_(value.bfloat16().float() if spec["bf16"] else value)
     return model
+
+
+def packed(name, shape, seed):
+    """Draw an expert matrix [m, in, out] in MXFP4: blocks [m, out, in / 32, 16] and scales [m, out,
+    in / 32], both uint8.
+    """
+    rng = np.random.default_rng([seed, *name.encode()])
+    experts, k, columns = shape
+    blocks = rng.integers(0, 256, (experts, columns, k // 32, 16), dtype=np.uint8)
+    return blocks, rng.integers(121, 124, (experts, columns, k // 32), dtype=np.uint8)
+
+
+def dequantized(blocks, scales):
+    """Return the float32 matrix of blocks and scales, by the format's definition (OCP MX 1.0)."""
+    codes = np.stack([blocks & 15, blocks >> 4], axis=-1).reshape(*blocks.shape[:-1], 32)
+    sign, exponent, mantissa = codes >> 3, (codes >> 1) & 3, codes & 1
+    size = np.where(exponent, (1 + 0.5 * mantissa) * 2.0 ** (exponent - 1.0), 0.5 * mantissa)
+    values = np.where(sign, -size, size) * 2.0 ** (scales[..., None] - 127.0)
+    values = values.reshape(*blocks.shape[:2], -1).swapaxes(1, 2)
+    return torch.from_numpy(values.astype(np.float32))
 
 
 @torch.no_grad()
@@ -158,6 +276,25 @@ def gap(values, k):
     return float((top[:, k - 1] - top[:, k]).min())
 
 
+def choice_gap(model, logits):
+    """Return how far the routers' choices are from a tie."""
+    config = model.config
+    if config.model_type != "glm4_moe":
+        return gap(logits, config.num_experts_per_tok)
+    at = [layer.mlp.gate for layer in model.model.layers if hasattr(layer.mlp, "gate")]
+    gaps = []
+    for gate, own in zip(at, logits, strict=True):
+        scores = own.sigmoid() + gate.e_score_correction_bias
+        groups = scores.unflatten(-1, (config.n_group, -1))
+        worth = groups.topk(2).values.sum(-1)
+        if config.topk_group < config.n_group:
+            gaps.append(gap(worth, config.topk_group))
+        least = worth.topk(config.topk_group).values[..., -1:]
+        allowed = groups.masked_fill((worth < least)[..., None], -torch.inf).flatten(-2)
+        gaps.append(gap(allowed, config.num_experts_per_tok))
+    return min(gaps)
+
+
 def make_golden(model, seed):
     """Return the arrays to store, and how far routing and greedy choices are from a tie."""
     vocab = model.config.vocab_size
@@ -168,7 +305,7 @@ def make_golden(model, seed):
         sequence = np.concatenate([sequence, last.argmax(-1, keepdim=True).int().numpy()], axis=1)
     final = forward(model, sequence, output_router_logits=True)
     gaps = (
-        min(gap(x, model.config.num_experts_per_tok) for x in final.router_logits),
+        choice_gap(model, torch.stack(final.router_logits)),
         gap(final.logits[:, LENGTH - 1 : -1], 1),
     )
     logits = forward(model, tokens).logits.numpy()
@@ -177,7 +314,9 @@ def make_golden(model, seed):
 
 def rope_effect(spec, model, golden):
     """Return how much the logits change when the case's RoPE scaling is taken out."""
-    rope = {"rope_type": "default", "rope_theta": spec["config"]["rope_parameters"]["rope_theta"]}
+    of = spec["config"]["rope_parameters"]
+    kept = {key: of[key] for key in ("rope_theta", "partial_rotary_factor") if key in of}
+    rope = {"rope_type": "default", **kept}
     plain = build(spec | {"config": spec["config"] | {"rope_parameters": rope}}, 0)
     plain.load_state_dict(model.state_dict())
     return float(np.abs(forward(plain, golden["tokens"]).logits.numpy() - golden["logits"]).max())
@@ -188,22 +327,55 @@ def spell_like_hub(path):
     config = json.loads(path.read_text())
     rope = config.pop("rope_parameters")
     config["rope_theta"] = rope.pop("rope_theta")
+    if "partial_rotary_factor" in rope:
+        config["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
     if "type" in rope:  # the oldest spelling names the kind of scaling `type`
         rope.pop("rope_type")
     config["rope_scaling"] = None if rope.get("rope_type") == "default" else rope
     config["torch_dtype"] = config.pop("dtype")
     for name in ("layer_types", "qkv_bias"):
-        config.pop(name, None)
+        if config["model_type"] != "gpt_oss":
+            config.pop(name, None)
     if config.get("head_dim", 0) is None:
         del config["head_dim"]
-    if config["model_type"] != "mixtral" and "num_local_experts" in config:
+    if config["model_type"] not in ("mixtral", "gpt_oss") and "num_local_experts" in config:
         config["num_experts"] = config.pop("num_local_experts")
     if config.get("sliding_window") == 0:  # the hub keeps a size there, switched off
         config["sliding_window"] = config["max_position_embeddings"]
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
-def save(spec, model, golden, directory):
+def pack(directory, model, seed):
+    """Replace the experts' matrices of a saved case by what they were dequantized from."""
+    path, found = directory / "model.safetensors", {}
+    for name, tensor in load_file(path).items():
+        if "experts" in name and not name.endswith("bias"):
+            drawn = packed(name, tensor.shape, seed)
+            torch.testing.assert_close(dequantized(*drawn), tensor.float(), rtol=0, atol=0)
+            for kind, part in zip(("blocks", "scales"), drawn, strict=True):
+                found[f"{name}_{kind}"] = torch.from_numpy(part)
+        else:
+            found[name] = tensor
+    save_file(found, path, metadata={"format": "pt"})
+    config = json.loads((directory / "config.json").read_text())
+    skipped = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens"]
+    config["quantization_config"] = {
+        "modules_to_not_convert": [*skipped, "lm_head"],
+        "quant_method": "mxfp4",
+    }
+    (directory / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def options(directory):
+    """Return how a saved case is loaded: in float32, with eager attention and experts."""
+    config = json.loads((directory / "config.json").read_text())
+    own = {"dtype": torch.float32, "output_loading_info": True, **EAGER}
+    if "quantization_config" in config:
+        own["quantization_config"] = Mxfp4Config(dequantize=True)
+    return own
+
+
+def save(spec, model, golden, directory, seed):
     """Write the checkpoint and its golden arrays."""
     shutil.rmtree(directory, ignore_errors=True)
     model.to(torch.bfloat16 if spec["bf16"] else torch.float32)
@@ -211,14 +383,15 @@ def save(spec, model, golden, directory):
     (directory / "generation_config.json").unlink()
     if spec["hub"]:
         spell_like_hub(directory / "config.json")
+    if spec["mxfp4"]:
+        pack(directory, model, seed)
     np.savez(directory / "golden.npz", **golden)
 
 
 def check(directory):
     """Load a saved case and assert that it gives the logits and the tokens stored beside it."""
-    model, info = AutoModelForCausalLM.from_pretrained(
-        directory, dtype=torch.float32, output_loading_info=True, **EAGER
-    )
+    model, info = AutoModelForCausalLM.from_pretrained(directory, **options(directory))
+    model = model.float()  # MXFP4 is dequantized to bfloat16, which holds it
     assert not any(info.values()), info
     golden = np.load(directory / "golden.npz")
     logits = forward(model.eval(), golden["tokens"]).logits.numpy()
@@ -231,11 +404,12 @@ def check(directory):
 def make(name):
     """Make one case with the first seed far from ties; return its row of the table."""
     spec, directory = CASES[name], ROOT / name
+    least = MIN_SCORE_GAP.get(spec["model_type"], MIN_ROUTER_GAP)
     for seed in range(1000):
         model = build(spec, seed)
         golden, (router_gap, logit_gap) = make_golden(model, seed)
         varied = min(len(set(row)) for row in golden["greedy"].tolist()) >= MIN_DISTINCT
-        if varied and router_gap >= MIN_ROUTER_GAP and logit_gap >= MIN_LOGIT_GAP:
+        if varied and router_gap >= least and logit_gap >= MIN_LOGIT_GAP:
             break
     else:
         raise RuntimeError(f"no seed gives {name} varied tokens away from ties")
@@ -243,7 +417,7 @@ def make(name):
     effect = rope_effect(spec, model, golden) if scaled else None
     assert effect is None or effect > MIN_ROPE_EFFECT, (name, effect)
     parameters = sum(x.numel() for x in model.parameters())
-    save(spec, model, golden, directory)
+    save(spec, model, golden, directory, seed)
     check(directory)
     size = sum(x.stat().st_size for x in directory.iterdir()) / 1000
     spelling, dtype = "hub" if spec["hub"] else "newest", "bf16" if spec["bf16"] else "f32"

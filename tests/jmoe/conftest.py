@@ -10,6 +10,7 @@ import pytest
 from safetensors.numpy import save_file
 
 import jmoe
+from jmoe import layout
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 WAYS = (2, 3)
@@ -19,7 +20,7 @@ def add_united(directory, ways=WAYS, seed=0):
     """Writes random united experts: groups by index for the first way, mixed for the others."""
     cfg = jmoe.config.read_config(directory)
     rng = np.random.default_rng(seed)
-    d, f, m = cfg.d_model, cfg.d_ff_expert, cfg.num_experts
+    m, scales = cfg.num_experts, {"gate_up": cfg.d_model**-0.5, "down": cfg.d_ff_expert**-0.5}
     tensors = {}
     for way in ways:
         count = -(-m // way)
@@ -28,8 +29,8 @@ def add_united(directory, ways=WAYS, seed=0):
             if way != ways[0]:
                 groups = rng.permutation(groups)
             at = f"way{way}.layers.{layer}."
-            tensors[at + "gate_up"] = rng.normal(size=(count, d, 2 * f)) * d**-0.5
-            tensors[at + "down"] = rng.normal(size=(count, f, d)) * f**-0.5
+            for key, shape in layout.expert_shapes(cfg).items():
+                tensors[at + key] = rng.normal(size=(count, *shape)) * scales.get(key, 0.3)
             tensors[at + "groups"] = groups
     kind = {"groups": np.int32}
     tensors = {k: v.astype(kind.get(k.split(".")[-1], np.float32)) for k, v in tensors.items()}

@@ -4,10 +4,14 @@ A program a configuration takes seconds to compile; here hundreds are compared. 
 pool and the RoPE frequencies are jmoe's. test_golden.py holds `jmoe.forward` to transformers.
 """
 
+from dataclasses import asdict
+
 import jax
 import numpy as np
+from router_oracle import scored
 
 from jmoe.rope import inverse_frequencies
+from pallas_kernels.activation import ClampedSwiglu
 
 
 def forward(model, tokens, served=None):
@@ -18,7 +22,7 @@ def forward(model, tokens, served=None):
     """
     cfg = model.config
     params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), dict(model.params))
-    pool = [np.asarray(leaf, np.float64) for leaf in model.pool]
+    pool = {key: np.asarray(leaf, np.float64) for key, leaf in model.pool.arrays.items()}
     slots, out = np.asarray(model.table.slots), []
     for row in np.asarray(tokens):
         x, moe_layer = params["embed"][row], 0
@@ -32,7 +36,7 @@ def forward(model, tokens, served=None):
                     x = x + _moe(cfg, layer, pool, slots[moe_layer], h, moe_layer, served)
                     moe_layer += 1
                 else:
-                    x = x + _swiglu(h, layer["gate_up"], layer["down"])
+                    x = x + _swiglu(cfg, h, layer["gate_up"], layer["down"])
         last = _norm(cfg, x[-1], params["final_norm"])
         out.append(last @ (params["embed"].T if cfg.tie_embeddings else params["lm_head"]))
     return np.stack(out)
@@ -46,9 +50,13 @@ def _silu(x):
     return x / (1 + np.exp(-x))
 
 
-def _swiglu(h, gate_up, down):
-    gate, up = np.split(h @ gate_up, 2, axis=-1)
-    return (_silu(gate) * up) @ down
+def _swiglu(cfg, h, gate_up, down, gate_up_bias=0.0, down_bias=0.0):
+    gate, up = np.split(h @ gate_up + gate_up_bias, 2, axis=-1)
+    if isinstance(cfg.activation, ClampedSwiglu):
+        limit = cfg.activation.limit
+        gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit) + 1
+        return (gate / (1 + np.exp(-cfg.activation.alpha * gate)) * up) @ down + down_bias
+    return (_silu(gate) * up) @ down + down_bias
 
 
 def _softmax(x):
@@ -62,36 +70,57 @@ def _attention(cfg, layer, h, window):
     heads = qkv.reshape(length, -1, size)
     q, k, v = np.split(heads, [cfg.num_heads, cfg.num_heads + cfg.num_kv_heads], axis=1)
     if cfg.qk_norm:
-        q, k = _norm(cfg, q, layer["q_norm"]), _norm(cfg, k, layer["k_norm"])
+        q, k = _heads_norm(cfg, q, layer["q_norm"]), _heads_norm(cfg, k, layer["k_norm"])
+    if cfg.clip_qkv:
+        q, k, v = (np.clip(x, -cfg.clip_qkv, cfg.clip_qkv) for x in (q, k, v))
     q, k = _rotate(cfg, q), _rotate(cfg, k)
     k, v = (np.repeat(a, groups, axis=1) for a in (k, v))
     scores = np.einsum("qhd,khd->hqk", q, k) * size**-0.5
     back = np.arange(length)[:, None] - np.arange(length)[None, :]
     scores = np.where((back >= 0) & (back < window), scores, -np.inf)
+    if "sinks" in layer:  # a key without a value
+        sinks = np.broadcast_to(layer["sinks"][:, None, None], (cfg.num_heads, length, 1))
+        scores = np.concatenate([scores, sinks], axis=2)
+        v = np.concatenate([v, np.zeros_like(v[:1])])
     out = np.einsum("hqk,khd->qhd", _softmax(scores), v).reshape(length, -1)
     return out @ layer["wo"] + (layer["bo"] if cfg.o_bias else 0.0)
+
+
+def _heads_norm(cfg, x, weight):
+    if not cfg.normed_whole:
+        return _norm(cfg, x, weight)
+    return _norm(cfg, x.reshape(len(x), -1), weight).reshape(x.shape)
 
 
 def _rotate(cfg, x):
     angle = np.arange(len(x))[:, None, None] * inverse_frequencies(cfg.rope, cfg.head_dim)
     cos, sin = (f(angle) * cfg.rope.attention_factor for f in (np.cos, np.sin))
-    a, b = np.split(x, 2, axis=-1)
-    return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+    half = angle.shape[-1]
+    a, b, rest = np.split(x, [half, 2 * half], axis=-1)
+    return np.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1)
 
 
 def _moe(cfg, layer, pool, slots, h, moe_layer, served):
-    chances = _softmax(h @ layer["router"])
     out = np.zeros_like(h)
-    for row, likely in enumerate(chances):  # by position
-        chosen = np.argsort(-likely, kind="stable")[: cfg.experts_per_token]
-        scale = likely[chosen].sum() if cfg.norm_topk_prob else 1.0
-        for expert in chosen:
+    all_logits = h @ layer["router"] + (layer["logits_bias"] if cfg.logits_bias else 0.0)
+    for row, logits in enumerate(all_logits):  # by position
+        for expert, weight in zip(*_chosen(cfg, layer, logits), strict=True):
             to = expert if served is None else served(moe_layer, row, expert)
             if to < 0:
                 continue
-            gate_up, down = (weights[slots[to]] for weights in pool)
-            out[row] += likely[expert] / scale * _swiglu(h[row], gate_up, down)
+            own = {key: weights[slots[to]] for key, weights in pool.items()}
+            out[row] += weight * _swiglu(cfg, h[row], **own)
     if cfg.d_ff_shared:
-        opening = 1 / (1 + np.exp(-(h @ layer["shared_gate"])))[:, None]
-        out += opening * _swiglu(h, layer["shared_gate_up"], layer["shared_down"])
+        opening = 1 / (1 + np.exp(-(h @ layer["shared_gate"]))) if cfg.shared_gate else np.ones(1)
+        out += opening[:, None] * _swiglu(cfg, h, layer["shared_gate_up"], layer["shared_down"])
     return out
+
+
+def _chosen(cfg, layer, logits):
+    if cfg.router is not None:
+        fields = asdict(cfg.router) | {"normalize": cfg.norm_topk_prob}
+        fields["bias"] = layer["router_bias"] if cfg.router.bias else 0.0
+        return scored(logits, top_k=cfg.experts_per_token, **fields)[:2]
+    likely = _softmax(logits)
+    chosen = np.argsort(-likely, kind="stable")[: cfg.experts_per_token]
+    return chosen, likely[chosen] / (likely[chosen].sum() if cfg.norm_topk_prob else 1.0)

@@ -7,16 +7,12 @@ import json
 
 import numpy as np
 import plan_oracle
+from router_oracle import scored, softmax
 from safetensors.numpy import load_file
 
 
 def silu(x):
     return x / (1 + np.exp(-x))
-
-
-def softmax(x):
-    e = np.exp(x - x.max())
-    return e / e.sum()
 
 
 class NumpyModel:
@@ -42,7 +38,7 @@ class NumpyModel:
             at = f"model.layers.{layer}."
             x = x + self.attention(layer, self.norm(x, at + "input_layernorm.weight"), rows)
             h = self.norm(x, at + "post_attention_layernorm.weight")
-            if f"{at}mlp.gate.weight" in self.tensors:
+            if self.is_gpt_oss or f"{at}mlp.gate.weight" in self.tensors:
                 out, moved = self.moe(layer, moe_layer, h, rows, strategy, threshold, way)
                 degraded, moe_layer = degraded + moved, moe_layer + 1
             else:
@@ -72,10 +68,14 @@ class NumpyModel:
         out = np.zeros((len(rows), heads, head_dim))
         for i, (sequence, _, _) in enumerate(rows):
             keys, values = self.cache.setdefault((sequence, layer), ([], []))
-            q, k, v = (
-                self.linear(f"{at}{p}_proj", h[i]).reshape(-1, head_dim) for p in ("q", "k", "v")
-            )
-            if at + "q_norm.weight" in self.tensors:
+            q, k, v = (self.linear(f"{at}{p}_proj", h[i]) for p in ("q", "k", "v"))
+            whole = cfg["model_type"] == "olmoe"  # norms all heads together
+            if whole:
+                q, k = self.norm(q, at + "q_norm.weight"), self.norm(k, at + "k_norm.weight")
+            if clip := cfg.get("clip_qkv"):
+                q, k, v = (np.clip(x, -clip, clip) for x in (q, k, v))
+            q, k, v = (x.reshape(-1, head_dim) for x in (q, k, v))
+            if at + "q_norm.weight" in self.tensors and not whole:
                 q, k = self.norm(q, at + "q_norm.weight"), self.norm(k, at + "k_norm.weight")
             position = len(keys)
             keys.append(self.rotate(k, position))
@@ -83,30 +83,37 @@ class NumpyModel:
             q = self.rotate(q, position)
             for head in range(heads):
                 g = head // (heads // kv_heads)
-                p = softmax(np.array([q[head] @ key[g] for key in keys]) * head_dim**-0.5)
-                out[i, head] = sum(w * value[g] for w, value in zip(p, values, strict=True))
+                first = max(0, position + 1 - self.window(layer))
+                seen = list(zip(keys, values, strict=True))[first:]
+                scores = [q[head] @ key[g] * head_dim**-0.5 for key, _ in seen]
+                if at + "sinks" in self.tensors:
+                    scores.append(self.tensors[at + "sinks"][head])
+                p = softmax(np.array(scores))
+                out[i, head] = sum(w * value[g] for w, (_, value) in zip(p, seen, strict=False))
         return self.linear(at + "o_proj", out.reshape(len(rows), -1))
 
+    def window(self, layer):
+        types = self.config.get("layer_types")
+        slides = types is not None and types[layer] == "sliding_attention"
+        return self.config["sliding_window"] if slides else 10**9
+
     def rotate(self, x, position):
-        half = x.shape[1] // 2
+        turned = int(x.shape[1] * self.config.get("partial_rotary_factor", 1.0))
+        half = turned // 2
         theta = self.config.get("rope_theta") or self.config["rope_parameters"]["rope_theta"]
-        out = np.empty_like(x)
+        out = x.copy()
         for i in range(half):
-            angle = position * theta ** (-2 * i / x.shape[1])
+            angle = position * theta ** (-2 * i / turned)
             a, b, cos, sin = x[:, i], x[:, i + half], np.cos(angle), np.sin(angle)
             out[:, i], out[:, i + half] = a * cos - b * sin, b * cos + a * sin
         return out
 
     def moe(self, layer, moe_layer, h, rows, strategy, threshold, way):
         cfg, at = self.config, f"model.layers.{layer}.mlp."
-        m, top_k = cfg["num_experts"], cfg["num_experts_per_tok"]
-        ids, weights = [], []
-        for logits in self.linear(at + "gate", h):
-            order = sorted(range(m), key=lambda e: (-logits[e], e))
-            self.gap = min(self.gap, logits[order[top_k - 1]] - logits[order[top_k]])
-            chosen = softmax(logits)[order[:top_k]]
-            ids.append(order[:top_k])
-            weights.append(chosen / chosen.sum() if cfg.get("norm_topk_prob") else chosen)
+        logits = self.linear(at + ("router" if self.is_gpt_oss else "gate"), h)
+        m = logits.shape[1]
+        ids, weights, gaps = zip(*(self.chosen(at, row) for row in logits), strict=True)
+        self.gap = min(self.gap, *gaps)
         key = f"way{way}.layers.{moe_layer}."
         groups = self.united[key + "groups"].tolist() if way else [-1] * m
         exempt = [refuses for _, _, refuses in rows]
@@ -117,11 +124,61 @@ class NumpyModel:
         for i, visits in enumerate(planned):
             for weight, e in zip(weights[i], visits, strict=True):
                 if e >= m:
-                    gate, up = np.split(h[i] @ self.united[key + "gate_up"][e - m], 2)
-                    out[i] += weight * ((silu(gate) * up) @ self.united[key + "down"][e - m])
+                    out[i] += weight * self.united_expert(key, e - m, h[i])
+                elif e >= 0 and self.is_gpt_oss:
+                    out[i] += weight * self.joined_expert(f"{at}experts.", e, h[i])
                 elif e >= 0:
                     out[i] += weight * self.mlp(f"{at}experts.{e}.", h[i])
         if at + "shared_expert_gate.weight" in self.tensors:
             opening = 1 / (1 + np.exp(-self.linear(at + "shared_expert_gate", h)))
             out += opening * self.mlp(at + "shared_expert.", h)
+        if cfg.get("n_shared_experts"):
+            out += self.mlp(at + "shared_experts.", h)
         return out, np.array(degraded).sum(-1)
+
+    def united_expert(self, key, e, h):
+        own = {k: self.united[key + k][e] for k in ("gate_up", "down")}
+        if not self.is_gpt_oss:
+            gate, up = np.split(h @ own["gate_up"], 2)
+            return (silu(gate) * up) @ own["down"]
+        gate, up = np.split(h @ own["gate_up"] + self.united[key + "gate_up_bias"][e], 2)
+        return self.clamped(gate, up) @ own["down"] + self.united[key + "down_bias"][e]
+
+    def joined_expert(self, at, e, h):
+        gate_up, up_bias, down, down_bias = (
+            self.tensors[at + name][e]
+            for name in ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
+        )
+        hidden = h @ gate_up + up_bias
+        return self.clamped(hidden[::2], hidden[1::2]) @ down + down_bias
+
+    def clamped(self, gate, up):
+        limit, alpha = self.config["swiglu_limit"], self.config["swiglu_alpha"]
+        gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
+        return (up + 1) * gate / (1 + np.exp(-alpha * gate))
+
+    @property
+    def is_gpt_oss(self):
+        return self.config["model_type"] == "gpt_oss"
+
+    def chosen(self, at, logits):
+        """Returns a row's experts, their weights, and how close the call was."""
+        cfg = self.config
+        top_k = cfg["num_experts_per_tok"]
+        normalize = cfg.get("norm_topk_prob") or self.is_gpt_oss
+        if cfg["model_type"] == "glm4_moe":
+            return scored(
+                logits,
+                self.tensors[at + "gate.e_score_correction_bias"],
+                top_k,
+                scoring="sigmoid",
+                groups=cfg["n_group"],
+                top_groups=cfg["topk_group"],
+                best=2,
+                scale=cfg["routed_scaling_factor"],
+                normalize=normalize,
+            )
+        order = sorted(range(len(logits)), key=lambda e: (-logits[e], e))
+        chosen = softmax(logits)[order[:top_k]]
+        gap = logits[order[top_k - 1]] - logits[order[top_k]]
+        return order[:top_k], chosen / chosen.sum() if normalize else chosen, gap

@@ -7,13 +7,19 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpy_forward
 import pytest
 
 import jmoe
+from jmoe import layout
+from jmoe.checkpoint import load_native, load_united, save_native, weights_digest
 from jmoe.config import ConfigError, from_hf, read_config
+from jmoe.experts import ExpertPool
 from jmoe.moe import compute
+from jmoe.weights import ResidentWeights
 from pallas_kernels.activation import SILU, ClampedSwiglu, Gelu, gated
 from pallas_kernels.backend import KERNEL, batched_only, noting, traced_for
+from training.distill.run import write_united
 
 pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
 
@@ -115,14 +121,61 @@ def test_steps_and_the_whole_forward_pass_agree(activation):
     assert (np.abs(logits[:5] - plain[0]).max() > 1e-3) == (activation != SILU)
 
 
-def test_the_mosaic_kernels_are_chosen_for_silu_alone():
+def biased(model):
+    """Returns the model with biases of its experts, united ones too, drawn at random."""
+    cfg, rng = replace(model.config, expert_bias=True), np.random.default_rng(2)
+
+    def drawn(lead):
+        shapes = {k: s for k, s in layout.expert_shapes(cfg).items() if k.endswith("bias")}
+        return {key: rng.normal(size=(*lead, *s)).astype(np.float32) for key, s in shapes.items()}
+
+    united = {
+        way: replace(own, **drawn(own.gate_up.shape[:2])) for way, own in model.united.items()
+    }
+    pool = jax.tree.map(jnp.copy, model.pool)  # loading a way donates it
+    pool = pool._replace(**jax.tree.map(jnp.asarray, drawn((pool.num_slots,))))
+    resident = ResidentWeights(model.weights._replace(pool=pool), united)
+    return replace(model, config=cfg, resident=resident)
+
+
+def test_experts_with_biases_are_those_of_numpy(united_models):
+    model = biased(united_models("qwen3_moe"))
+    model.config = replace(model.config, activation=ClampedSwiglu(1.3, 0.5))
+    tokens = np.random.default_rng(4).integers(0, 40, (2, 9))
+    got = jmoe.forward(model, tokens)[:, -1]
+    np.testing.assert_allclose(got, numpy_forward.forward(model, tokens), atol=2e-4)
+    plain = replace(model, config=replace(model.config, expert_bias=False))
+    without = plain.with_weights(pool=ExpertPool(*model.pool[:2]))
+    assert np.abs(numpy_forward.forward(without, tokens) - got).max() > 1e-2
+
+
+def test_united_biases_are_loaded_with_their_experts(united_models, tmp_path):
+    """Into slots, and back from both formats of files."""
+    model = biased(united_models("qwen3_moe"))
+    united = model.united_of(3)
+    model.use_way(3)
+    slots = np.asarray(model.table.slots)[:, model.config.num_experts :]
+    held = model.pool.read(slots[:, : united.down.shape[1]])
+    jax.tree.map(np.testing.assert_array_equal, held, united.experts)
+    elements = sum(leaf[0].size for leaf in model.pool.arrays.values())
+    assert model.pool.slot_bytes == 4 * elements == 4 * layout.expert_parameters(model.config)
+    save_native(tmp_path, model.config, model.weights)
+    _, back = load_native(tmp_path, jnp.dtype("float32"))
+    jax.tree.map(np.testing.assert_array_equal, back.pool, model.pool)
+    own = {way: {**one.experts.arrays, "groups": one.groups} for way, one in model.united.items()}
+    write_united(tmp_path, own, weights_digest(tmp_path))
+    found = load_united(tmp_path, model.config)
+    jax.tree.map(np.testing.assert_array_equal, found[3].experts, united.experts)
+
+
+def test_the_mosaic_kernels_are_chosen_for_the_activations_that_they_know():
     sizes = {"rows": 16, "d": 128, "f": 128}
     bf16 = jnp.bfloat16
     pool = jmoe.experts.ExpertPool(
         jnp.zeros((4, sizes["d"], 2 * sizes["f"]), bf16), jnp.zeros((4, sizes["f"], 128), bf16)
     )
     h, ids = jnp.zeros((16, 128), bf16), jnp.zeros((16, 1), jnp.int32)
-    for activation, is_kernel in ((SILU, True), (Gelu(), False), (ClampedSwiglu(), False)):
+    for activation, is_kernel in ((SILU, True), (Gelu(), False), (ClampedSwiglu(), True)):
         given = {"max_active": 4, "activation": activation}
 
         def run(h, ids, given=given):

@@ -181,6 +181,19 @@ def test_finite_weights_whose_sums_overflow_are_taken(copy):
     jmoe.load(directory, dtype="float32")
 
 
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("down_proj_scales", "holds scales that are NaN"),
+        ("gate_up_proj_bias", "holds NaN or infinity"),
+    ],
+)
+def test_experts_of_one_tensor_are_refused_by_its_name(copy, name, words):
+    directory, name = copy("gpt_oss_mxfp4"), LAYER + "mlp.experts." + name
+    change_tensors(directory, spoil(name, value=255 if "scales" in name else np.nan))
+    assert refused(directory).splitlines()[1:] == [f"  {name} {words}"]
+
+
 def test_layers_are_checked_when_they_are_read(copy):
     directory = copy(CASE)
     change_tensors(directory, spoil(ALL_KINDS[-1]))

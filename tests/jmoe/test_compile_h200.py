@@ -232,9 +232,9 @@ def test_the_control_that_slices_its_layer_from_the_pool_is_caught(mesh, sliced)
             slots = jnp.arange(num_slots, dtype=jnp.int32)
             first = layer * num_slots
             if sliced:
-                own = [lax.dynamic_slice_in_dim(w, first, num_slots) for w in pool]
+                own = [lax.dynamic_slice_in_dim(w, first, num_slots) for w in pool.arrays.values()]
             else:
-                own, slots = pool, first + slots
+                own, slots = pool.arrays.values(), first + slots
             weights = jnp.ones(ids.shape, jnp.float32)
             work = routing.dispatch(ids, weights, slots, block_m=8, max_active=cfg.num_experts)
             return x + grouped_gemm.moe_mlp(x, *own, work).astype(x.dtype), None

@@ -19,7 +19,7 @@ from jmoe.config import read_config
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 CASES = sorted(path.parent.name for path in GOLDEN.glob("*/golden.npz"))
-QUICK = {"qwen2_moe", "mixtral", "qwen3_moe_mixed_yarn"}  # one of each family
+QUICK = {"qwen2_moe", "mixtral", "qwen3_moe_mixed_yarn"}
 SIZED = [pytest.param(name, marks=() if name in QUICK else pytest.mark.deep) for name in CASES]
 ABSENT = "<absent>"
 TOLERANCE = 2e-4
@@ -104,10 +104,12 @@ def test_a_changed_key_does_what_it_does_in_transformers_or_is_refused(case, tmp
 def extra_tensor_names(config):
     layer = "model.layers.0."
     block = "block_sparse_moe." if config["model_type"] == "mixtral" else "mlp."
-    yield layer + block + "gate.e_score_correction_bias"
+    if config["model_type"] != "glm4_moe":
+        yield layer + block + "gate.e_score_correction_bias"
     yield layer + block + "experts.0.gate_proj.bias"
-    yield f"model.layers.{config['num_hidden_layers']}.input_layernorm.weight"
-    if not config.get("attention_bias"):
+    behind = config["num_hidden_layers"] + config.get("num_nextn_predict_layers", 0)
+    yield f"model.layers.{behind}.input_layernorm.weight"
+    if not config.get("attention_bias") or config["model_type"] == "glm4_moe":
         yield layer + "self_attn.o_proj.bias"
     yield "mtp.fc.weight"
 
@@ -131,6 +133,14 @@ def add_tensors(copy):
         return directory
 
     return add
+
+
+def test_the_layer_that_predicts_further_is_named_and_left_out(add_tensors, caplog):
+    names = ["model.layers.3.eh_proj.weight", "model.layers.3.mlp.experts.0.up_proj.weight"]
+    caplog.set_level("INFO")
+    directory = add_tensors("glm4_moe", dict.fromkeys(names, np.ones(3, np.float32)))
+    jmoe.load(directory, dtype="float32")
+    assert "2 tensors are not read, model.layers.3.*: they predict" in caplog.text
 
 
 def test_inverse_frequencies_of_old_checkpoints_are_no_harm(add_tensors):

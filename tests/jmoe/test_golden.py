@@ -14,6 +14,8 @@ from pallas_kernels.grouped_gemm import batched
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 CASES = sorted(path.parent.name for path in GOLDEN.glob("*/golden.npz"))
+FIRST = ("qwen", "mixtral")
+QUICK = {"glm4_moe", "olmoe_clip_gqa", *(name for name in CASES if name.startswith(FIRST))}
 # Fed eight tokens at a time instead of whole: dense layers between, all kinds of grouping.
 CHUNKED = {"qwen2_moe_mlp_only_tied", "qwen3_moe_mixed_yarn", "mixtral_top1_head_dim"}
 
@@ -33,6 +35,7 @@ def test_every_case_is_there():
     assert set(CASES) >= CHUNKED
 
 
+@pytest.mark.sized(deep=[name for name in CASES if name not in QUICK])
 def test_forward_equals_transformers(case):
     _, model, golden = case
     logits = np.asarray(jmoe.forward(model, golden["tokens"]))

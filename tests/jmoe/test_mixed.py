@@ -181,11 +181,16 @@ def test_rows_are_those_of_each_model_alone(family, case, shared, numbers, count
 
 @pytest.mark.deep
 def test_layers_of_several_attention_kinds_are_those_of_each_model_alone(family):
-    kinds = (Paged(4), FULL, Paged(3), FULL)
-    models = [
-        replace(model, config=replace(model.config, layer_attention=kinds))
-        for model in family("qwen3_moe_mixed_yarn")[:2]
-    ]
+    kinds = (Paged(4, sinks=True), FULL, Paged(3), Paged(sinks=True))
+    models = []
+    for number, model in enumerate(family("qwen3_moe_mixed_yarn")[:2]):
+        model = replace(model, config=replace(model.config, layer_attention=kinds))
+        segments = list(model.params["segments"])  # a layer each
+        for layer in (0, 3):
+            sinks = np.random.default_rng([number, layer]).normal(size=(1, model.config.num_heads))
+            segments[layer] = segments[layer] | {"sinks": jnp.asarray(2 * sinks, jnp.float32)}
+        params = {**model.params, "segments": tuple(segments)}
+        models.append(model.with_weights(params=params))
     counts = 4, 2
     full = run_mixed(family("qwen3_moe_mixed_yarn")[:2], rows_of(counts))[1]
     state, out = run_mixed(models, rows_of(counts))

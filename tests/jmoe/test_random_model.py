@@ -92,7 +92,7 @@ def test_weight_bytes_count_what_a_step_reads(tied):
     cfg = config(tie_word_embeddings=tied)
     expert, others = weight_bytes(cfg, "bfloat16")
     pool = jax.eval_shape(lambda: empty_pool(cfg, 14, jnp.dtype("bfloat16")))
-    assert expert * 14 == sum(2 * leaf.size for leaf in pool)
+    assert expert * 14 == sum(2 * leaf.size for leaf in pool.arrays.values())
     # By hand: norms, QKV with biases, output, router, shared expert and its gate; then the head.
     layer = 2 * 32 + 3 * 32 * 32 + 3 * 32 + 32 * 32 + 32 * 7 + 3 * 32 * 24 + 32
     assert others == 2 * (64 * 32 + 32 + 2 * layer)

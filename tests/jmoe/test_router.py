@@ -1,17 +1,21 @@
 """Routers: scored ones against loops, and one from outside the package wherever experts are."""
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from router_oracle import scored
+from safetensors.numpy import load_file, save_file
 
 import jmoe
 from jmoe import layout
 from jmoe.api import Model
+from jmoe.checkpoint import HFLayers
 from jmoe.config import read_config
+from jmoe.random_model import random_params
 from jmoe.router import ScoredTopK
 from serving.config import AsynchronousConfig, BrownoutConfig, EngineConfig
 from serving.engine import Engine
@@ -22,28 +26,10 @@ pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
 GOLDEN = Path(__file__).parents[1] / "golden" / "qwen2_moe"
 
 
-def by_loops(router, logits, bias, top_k, normalize):
-    """Chooses as DeepSeek-V3 and GLM-4.5 say, a row and an expert at a time."""
-    found = []
-    for row in logits.astype(np.float64):
-        if router.scoring == "sigmoid":
-            scores = 1 / (1 + np.exp(-row))
-        else:
-            scores = np.exp(row - row.max()) / np.exp(row - row.max()).sum()
-        wanted = scores + bias
-        size = len(row) // router.groups
-        worth = {}
-        for group in range(router.groups):
-            own = sorted(wanted[group * size : (group + 1) * size])
-            worth[group] = sum(own[-2:])
-        best = sorted(worth, key=lambda g: -worth[g])[: router.top_groups]
-        allowed = [e for e in range(len(row)) if e // size in best]
-        ids = sorted(allowed, key=lambda e: -wanted[e])[:top_k]
-        weights = scores[ids]
-        if normalize:
-            weights = weights / weights.sum()
-        found.append((ids, router.scale * weights))
-    return found
+def by_loops(router, row, bias, top_k, normalize):
+    fields = asdict(router) | {"normalize": normalize}
+    del fields["bias"]
+    return scored(row, bias, top_k, **fields)[:2]
 
 
 @pytest.mark.parametrize("normalize", [False, True])
@@ -55,6 +41,8 @@ def by_loops(router, logits, bias, top_k, normalize):
         ScoredTopK("sigmoid", 4, 2, 1.5, bias=True),
         ScoredTopK("sigmoid", 6, 1, bias=True),
         ScoredTopK("softmax", 12, 5),
+        ScoredTopK("softmax", 4, 1, best=1),
+        ScoredTopK("sigmoid", 3, 2, bias=True, best=1),
     ],
 )
 def test_scores_are_chosen_from_as_published(router, normalize):
@@ -65,8 +53,8 @@ def test_scores_are_chosen_from_as_published(router, normalize):
     bias = rng.normal(size=12).astype(np.float32) if router.bias else np.zeros(12, np.float32)
     layer = {"router_bias": jnp.asarray(bias)} if router.bias else {}
     weights, ids = router(cfg, layer, jnp.asarray(logits))
-    want = by_loops(router, logits, bias, 2, normalize)
-    for got_ids, got, (want_ids, want_weights) in zip(ids, weights, want, strict=True):
+    for got_ids, got, row in zip(ids, weights, logits, strict=True):
+        want_ids, want_weights = by_loops(router, row, bias, 2, normalize)
         assert got_ids.tolist() == want_ids
         np.testing.assert_allclose(got, want_weights, rtol=1e-5)
 
@@ -77,6 +65,20 @@ def test_a_layers_bias_is_a_parameter_of_its_layout():
     assert of_bias.names == ("model.layers.1.mlp.gate.e_score_correction_bias",)
     assert of_bias.shape == (cfg.num_experts,)
     assert "router_bias" not in layout.layer(replace(cfg, router=ScoredTopK()), 1, is_moe=True)
+
+
+def test_a_bias_of_float32_stays_so_in_a_model_of_less(tmp_path):
+    """In bfloat16 two experts whose bias differs by less than their scores would change places."""
+    cfg = replace(read_config(GOLDEN), router=ScoredTopK(bias=True))
+    tensors, bias = load_file(GOLDEN / "model.safetensors"), np.float32(9) + np.arange(7) / 1000
+    for layer in range(cfg.num_layers):
+        tensors[f"model.layers.{layer}.mlp.gate.e_score_correction_bias"] = bias.astype(np.float32)
+    save_file(tensors, tmp_path / "model.safetensors")
+    layer, _ = HFLayers(tmp_path, cfg, jnp.dtype("bfloat16")).layer(0)
+    assert np.asarray(layer["router_bias"]).tolist() == bias.astype(np.float32).tolist()
+    assert layer["router"].dtype == jnp.bfloat16
+    drawn = jax.eval_shape(lambda: random_params(cfg, jax.random.key(0), jnp.dtype("bfloat16")))
+    assert drawn["segments"][0]["router_bias"].dtype == np.float32
 
 
 @dataclass(frozen=True)

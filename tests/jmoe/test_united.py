@@ -1,7 +1,8 @@
 """United experts: jmoe under brownout against the model in float64 loops, and what must not move.
 
-Three architectures: with shared experts, with a dense layer before the MoE one (united experts
-count MoE layers), and without shared experts; seven or nine experts, which no way divides.
+Five architectures: with shared experts, with a dense layer before the MoE one (united experts
+count MoE layers), without shared experts, with scored groups, and with biases; five
+to nine experts.
 """
 
 import jax
@@ -13,7 +14,8 @@ from numpy_model import NumpyModel
 import jmoe
 from jmoe.brownout import Brownout
 
-CASES = ["qwen2_moe", pytest.param("qwen2_moe_mlp_only_tied", marks=pytest.mark.deep), "qwen3_moe"]
+DEEP = ["qwen2_moe_mlp_only_tied", "glm4_moe", "olmoe", "gpt_oss_types_tied"]
+CASES = ["qwen2_moe", *(pytest.param(name, marks=pytest.mark.deep) for name in DEEP), "qwen3_moe"]
 TOKENS = np.random.default_rng(0).integers(0, 70, (3, 8))
 
 

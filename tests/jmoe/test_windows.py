@@ -38,9 +38,20 @@ def windowed(copy, edit_config):
         model = jmoe.load(directory, dtype="float32")
         if not attention:
             return model
-        return replace(model, config=replace(model.config, layer_attention=attention))
+        model = replace(model, config=replace(model.config, layer_attention=attention))
+        return with_sinks(model)
 
     return load
+
+
+def with_sinks(model):
+    """Returns the model with drawn sinks, of both signs, where its layers have any."""
+    cfg, segments = model.config, []
+    for (_, first, count), segment in zip(cfg.segments(), model.params["segments"], strict=True):
+        sinks = 3 * np.random.default_rng(first).normal(size=(count, cfg.num_heads))
+        more = {"sinks": jnp.asarray(sinks, jnp.float32)} if cfg.has_sinks(first) else {}
+        segments.append(segment | more)
+    return model.with_weights(params={**model.params, "segments": tuple(segments)})
 
 
 CASES = {
@@ -49,6 +60,7 @@ CASES = {
     "first layer": ("qwen2_moe", (), QWEN2),
     "in turn": (QWEN3, (Paged(4), FULL, Paged(4), FULL), {}),
     "three kinds": (QWEN3, (FULL, Paged(3), Paged(3), Paged(9)), {}),
+    "sinks": (QWEN3, (Paged(4, True), Paged(0, True), Paged(4), Paged(0, True)), {}),
 }
 
 
@@ -70,6 +82,7 @@ def test_whole_sequences_see_what_numpy_sees(model):
     deep=(
         *(f"{name}-64" for name in CASES),
         "in turn-7",
+        "three kinds-7",
         "one kind-7",
         "mixtral-7",
         "first layer-7",

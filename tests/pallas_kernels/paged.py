@@ -40,9 +40,9 @@ def make(rng, lengths, shape, dtype=np.float32):
     return draw[0], draw[1]
 
 
-def attend(q, k, v, scale):
+def attend(q, k, v, scale, sinks=None):
     """Attends with one query row [H, D] to keys and values [len, G, D], in float64; zeros without a
-    key.
+    key. A head's sink is a score without a value.
     """
     heads, head_dim = q.shape
     if len(k) == 0:
@@ -52,6 +52,7 @@ def attend(q, k, v, scale):
     for h in range(heads):
         g = h // (heads // k.shape[1])
         s = (k[:, g] @ q[h]) * scale
-        p = np.exp(s - s.max())
-        out.append(p @ v[:, g] / p.sum())
+        scores = s if sinks is None else [*s, np.float64(sinks[h])]
+        p = np.exp(scores - np.max(scores))
+        out.append(p[: len(s)] @ v[:, g] / p.sum())
     return np.stack(out)

@@ -74,7 +74,18 @@ IMPLEMENTATIONS["sm90"] = IMPLEMENTATIONS["mosaic"]._replace(
 )
 
 
-def check(impl, chunks, shape=None, page_size=None, *, padding=3, unused=0.0, dtype=None, window=0):
+def check(
+    impl,
+    chunks,
+    shape=None,
+    page_size=None,
+    *,
+    padding=3,
+    unused=0.0,
+    dtype=None,
+    window=0,
+    sinks=None,
+):
     """Checks an implementation. `chunks`: (cached positions, new rows) of each sequence."""
     shape, page_size = shape or impl.grouped, page_size or impl.page_sizes[-2]
     dtype = dtype or impl.dtype
@@ -88,6 +99,9 @@ def check(impl, chunks, shape=None, page_size=None, *, padding=3, unused=0.0, dt
     q_start = np.concatenate([[0], np.cumsum([new for _, new in chunks])]).astype(np.int32)
     num_rows = int(q_start[-1])
     windowed = {"window": window} if window else {}
+    if sinks is not None:
+        sinks = np.resize(sinks, shape.heads).astype(np.float32)
+        windowed["sinks"] = jnp.asarray(sinks)
     if window:  # what is before the first row's has been freed
         begins = [max(0, cached + 1 - window) for cached, _ in chunks]
         table = paged.slid(table, begins, page_size)
@@ -116,7 +130,7 @@ def check(impl, chunks, shape=None, page_size=None, *, padding=3, unused=0.0, dt
         for i in range(new):
             seen = cached + i + 1
             own = slice(max(0, seen - window) if window else 0, seen)
-            row = paged.attend(q[q_start[n] + i], keys[n][own], values[n][own], scale)
+            row = paged.attend(q[q_start[n] + i], keys[n][own], values[n][own], scale, sinks)
             want.append(row[None])
     atol = 1e-5 if dtype == np.float32 else 0.03
     want = np.concatenate(want)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import grouped_gemm, routing
+from pallas_kernels.activation import SILU, ClampedSwiglu
 from pallas_kernels.backend import batched_only
 from pallas_kernels.grouped_gemm import mosaic
 from pallas_kernels.grouped_gemm.tiles import GemmTile, Tile
@@ -44,7 +45,7 @@ TILE = Tile(
 HALF = 8 * float(jnp.finfo(jnp.bfloat16).eps)
 
 
-@jax.jit
+@partial(jax.jit, static_argnums=4)
 def batched(*args):
     """Runs the batched form, as on a GPU without the kernels: sums at block heights up to 8,
     products above.
@@ -53,13 +54,31 @@ def batched(*args):
         return grouped_gemm.moe_mlp(*args)
 
 
+def kernels(run):
+    """Returns the kernels as `run` runs them."""
+
+    def moe_mlp(x, gate_up, down, plan, activation=SILU, biases=None):
+        def tiled(*arrays):
+            *given, biases = arrays
+            return mosaic.moe_mlp(*given, activation, biases, tile=TILE, num_blocks=2)
+
+        return run(tiled, x, gate_up, down, plan, biases)
+
+    return moe_mlp
+
+
 IMPLEMENTATIONS = {
     "public": Implementation(
-        jax.jit(grouped_gemm.moe_mlp), TINY, TINY[2], (1, 8, 16, 32), np.float32, 2e-5
+        jax.jit(grouped_gemm.moe_mlp, static_argnums=4),
+        TINY,
+        TINY[2],
+        (1, 8, 16, 32),
+        np.float32,
+        2e-5,
     ),
     "batched": Implementation(batched, TINY, TINY[2], (1, 8, 16, 32), np.float32, 2e-5),
     "mosaic": Implementation(
-        partial(interpreter.run, partial(mosaic.moe_mlp, tile=TILE, num_blocks=2)),
+        kernels(interpreter.run),
         (WIDE,),
         GROUPED,
         (16,),
@@ -67,9 +86,7 @@ IMPLEMENTATIONS = {
         HALF,
     ),
 }
-IMPLEMENTATIONS["sm90"] = IMPLEMENTATIONS["mosaic"]._replace(
-    moe_mlp=partial(interpreter.emulate, partial(mosaic.moe_mlp, tile=TILE, num_blocks=2))
-)
+IMPLEMENTATIONS["sm90"] = IMPLEMENTATIONS["mosaic"]._replace(moe_mlp=kernels(interpreter.emulate))
 implementations = pytest.mark.parametrize("impl", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS)
 dispatch = jax.jit(routing.dispatch, static_argnames=("block_m", "max_active"))
 
@@ -94,13 +111,24 @@ def make(rng, impl, shape, num_rows):
     return *(jnp.asarray(a.astype(impl.dtype)) for a in (x, gate_up, down)), slots
 
 
-def by_hand(x, gate_up, down, slots, ids, weights):
+def silu(gate, up):
+    return gate / (1 + np.exp(-gate)) * up
+
+
+def clamped(gate, up):
+    gate, up = np.minimum(gate, 1.5), np.clip(up, -1.5, 1.5)
+    return gate / (1 + np.exp(-1.702 * gate)) * (up + 1)
+
+
+def by_hand(x, gate_up, down, slots, ids, weights, act=silu, biases=None):
     x, gate_up, down = (np.asarray(a, np.float64) for a in (x, gate_up, down))
+    of_up, of_down = biases or (np.zeros(gate_up.shape[::2]), np.zeros(down.shape[::2]))
     out = np.zeros_like(x)
     for (t, k), e in np.ndenumerate(ids):
         if e >= 0:
-            gate, up = np.split(x[t] @ gate_up[slots[e]], 2)
-            out[t] += weights[t, k] * ((gate / (1 + np.exp(-gate)) * up) @ down[slots[e]])
+            gate, up = np.split(x[t] @ gate_up[slots[e]] + of_up[slots[e]], 2)
+            own = act(gate, up) @ down[slots[e]] + of_down[slots[e]]
+            out[t] += weights[t, k] * own
     return out
 
 
@@ -187,6 +215,27 @@ def test_slots_that_nobody_visits_are_not_read(impl):
     got = impl.moe_mlp(x, gate_up.at[unused].set(jnp.nan), down.at[unused].set(jnp.nan), work)
     want = by_hand(x, gate_up, down, slots, ids, weights)
     np.testing.assert_allclose(got, want, rtol=0, atol=impl.atol)
+
+
+@pytest.mark.parametrize(
+    ("activation", "act"),
+    [(SILU, silu), (ClampedSwiglu(limit=1.5), clamped)],
+    ids=["silu", "clamped"],
+)
+@implementations
+def test_biases_are_added_before_the_activation_and_to_the_result(impl, activation, act):
+    """Of an expert's slot, once a visit; not to a row whose visits were dropped."""
+    rng = np.random.default_rng(12)
+    x, gate_up, down, slots = make(rng, impl, impl.grouped, 23)
+    biases = [rng.normal(size=w.shape[::2]).astype(impl.dtype) for w in (gate_up, down)]
+    ids = choose(rng, impl.grouped, 23)
+    ids[[0, 7]] = -1
+    weights = rng.random(ids.shape).astype(np.float32)
+    work = plan_of(ids, weights, slots)
+    got = impl.moe_mlp(x, gate_up, down, work, activation, tuple(map(jnp.asarray, biases)))
+    exact = [np.asarray(bias, np.float64) for bias in biases]
+    want = by_hand(x, gate_up, down, slots, ids, weights, act, exact)
+    np.testing.assert_allclose(got, want, rtol=0, atol=2 * impl.atol)
 
 
 @implementations

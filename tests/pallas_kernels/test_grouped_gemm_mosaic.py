@@ -14,10 +14,11 @@ import pytest
 from jax import lax
 
 from pallas_kernels import grouped_gemm, routing
+from pallas_kernels.activation import ClampedSwiglu
 from pallas_kernels.grouped_gemm import mosaic, tiles
 from pallas_kernels.grouped_gemm.tiles import GemmTile, Tile
 from pallas_kernels.routing import tile_map
-from pallas_kernels.shapes import MIXTRAL_8X7B, MODELS, QWEN3_30B_A3B, QWEN15_MOE_A27B
+from pallas_kernels.shapes import MIXTRAL_8X7B, MODELS, QWEN3_30B_A3B, QWEN15_MOE_A27B, Shape
 
 pytestmark = pytest.mark.deep
 
@@ -186,6 +187,25 @@ def step(shape, num_rows):
     types = [((num_rows, d), BF16), ((m + 2, d, 2 * f), BF16), ((m + 2, f, d), BF16)]
     types += [(visits, jnp.int32), (visits, F32), ((m,), jnp.int32)]
     return layer, [jax.ShapeDtypeStruct(*t) for t in types]
+
+
+GPT_OSS = Shape("gpt-oss", 2880, 2880, 32, 4, 64, 8, 64)
+
+
+@pytest.mark.parametrize("num_rows", [8, 128, 4096])
+def test_biases_and_a_clamped_activation_cost_no_spill(capfd, monkeypatch, num_rows):
+    """Of sizes that are no multiple of 128."""
+    _, args = step(GPT_OSS, num_rows)
+    d, f, m = GPT_OSS.d_model, GPT_OSS.d_ff, GPT_OSS.num_experts
+
+    def layer(x, gate_up, down, ids, weights, slots, *biases):
+        work = routing.dispatch(ids, weights, slots, block_m=8, max_active=m)
+        return grouped_gemm.moe_mlp(x, gate_up, down, work, ClampedSwiglu(), biases)
+
+    biases = [jax.ShapeDtypeStruct((m + 2, n), BF16) for n in (2 * f, d)]
+    _, kernels = interpreter.compile_kernels(capfd, monkeypatch, layer, *args, *biases)
+    assert len(kernels) == 2
+    assert [kernel.spill_bytes for kernel in kernels] == [0, 0]
 
 
 # With the scan below, every kind of tile that `tiles.choose` has.

@@ -101,14 +101,19 @@ def by_hand(projection):
     out, slack = [], []
     for part, norm in zip(turned, (projection.q_norm, projection.k_norm), strict=True):
         if norm is not None:
+            shape, part = part.shape, part.reshape(len(part), -1, norm.size)
             root = np.sqrt(np.mean(part * part, axis=-1, keepdims=True) + EPS)
-            part = rounded(rounded(part / root) * np.asarray(norm, np.float64))
-        half = part.shape[-1] // 2
-        z = part[..., :half] + 1j * part[..., half:]
+            part = rounded(rounded(part / root) * np.asarray(norm, np.float64)).reshape(shape)
+        if projection.clip:
+            part = np.clip(part, -projection.clip, projection.clip)
+        half = projection.cos.shape[-1]
+        z, rest = part[..., :half] + 1j * part[..., half : 2 * half], part[..., 2 * half :]
         angle = np.asarray(projection.cos, np.float64) + 1j * np.asarray(projection.sin, np.float64)
         z = z * angle[:, None]
-        out.append(np.concatenate([z.real, z.imag], axis=-1))
-        slack.append(np.tile(np.abs(z), 2))
+        out.append(np.concatenate([z.real, z.imag, rest], axis=-1))
+        slack.append(np.concatenate([np.abs(z), np.abs(z), np.abs(rest)], axis=-1))
+    if projection.clip:
+        v = np.clip(v, -projection.clip, projection.clip)
     return [*out, v], [*slack, np.abs(v)]
 
 
@@ -133,11 +138,11 @@ def check(op, projection, page, offset, *, page_size=16, num_pages=5, poison=np.
     old = [jnp.asarray(pages, dtype) for pages in old]
 
     def run(projection, k_pages, v_pages, layer, page, offset):
-        projection = Projection(**projection, kv_heads=kv_heads, eps=EPS)
+        projection = Projection(**projection, **fixed)
         return op.op(projection, k_pages, v_pages, layer=layer, page=page, offset=offset)
 
-    kv_heads, arrays = projection.kv_heads, dict(vars(projection))
-    del arrays["kv_heads"], arrays["eps"]
+    arrays = dict(vars(projection))
+    fixed = {name: arrays.pop(name) for name in ("kv_heads", "eps", "clip")}
     places = (jnp.asarray(a, jnp.int32) for a in (page, offset))
     with op.context():
         queries, *new = jax.block_until_ready(jax.jit(run)(arrays, *old, jnp.int32(LAYER), *places))
@@ -161,6 +166,23 @@ def test_rows_are_finished_and_written_where_the_table_says(op, of, norms):
     rng = np.random.default_rng(of.heads)
     projection = draw(rng, of, 4, op.dtype, bias=not norms, norms=norms)
     check(op, projection, page=[2, 0, 2, 3], offset=[15, 0, 7, 9])
+
+
+@pytest.mark.parametrize("op", [IMPLEMENTATIONS["public"], IMPLEMENTATIONS["public bf16"]])
+def test_heads_turn_in_part_are_normed_together_and_bounded(op):
+    """The kernel takes none of these."""
+    of, rng = op.shapes[1], np.random.default_rng(3)
+    projection = draw(rng, of, 4, op.dtype, bias=True, norms=True)
+    whole = {
+        f"{name}_norm": jnp.asarray(rng.normal(size=heads * of.head_dim), op.dtype)
+        for name, heads in (("q", of.heads), ("k", of.kv_heads))
+    }
+    third = {name: getattr(projection, name)[:, : of.head_dim // 6] for name in ("cos", "sin")}
+    pages = jnp.zeros((1, 1, of.kv_heads, 1, of.head_dim), BF16)
+    for change in (whole, third, {"clip": 0.75}):
+        changed = replace(projection, **change)
+        assert not kernel.supports(changed, pages, pages)
+        check(op, changed, page=[2, 0, 2, 3], offset=[15, 0, 7, 9])
 
 
 @implementations

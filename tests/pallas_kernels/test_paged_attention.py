@@ -1,6 +1,7 @@
 """Contract of paged decode attention, against dense float64."""
 
 import functools
+import itertools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -85,6 +86,8 @@ def check(
     extra_pages=2,
     dtype=None,
     atol=None,
+    sinks=None,
+    own_sinks=False,
     **windowed,
 ):
     shape, dtype, atol = shape or op.grouped, dtype or op.dtype, atol or op.atol
@@ -99,6 +102,13 @@ def check(
         table = paged.slid(table, [max(0, n - window) for n in lengths], page_size)
         keys, values = ([a[-window:] for a in each] for each in (keys, values))
 
+    of_rows = [None] * len(lengths)
+    if sinks is not None:
+        of_rows = np.resize(sinks, (len(lengths), shape.heads)).astype(np.float32)
+        sinks = of_rows if own_sinks else of_rows[0]
+        of_rows = np.broadcast_to(sinks, of_rows.shape)
+        windowed["sinks"] = jnp.asarray(sinks)
+
     def run(q, k_pages, v_pages, layer, table, kv_len):
         attend = functools.partial(op.op, layer=layer, block_table=table, kv_len=kv_len, **windowed)
         return attend(q, k_pages, v_pages, scale=scale)
@@ -108,7 +118,8 @@ def check(
         got = jax.jit(run)(q, k_pages, v_pages, jnp.int32(paged.LAYER), table, kv_len)
         jax.block_until_ready(got)
     assert got.dtype == q.dtype
-    want = [paged.attend(*row, scale) for row in zip(q, keys, values, strict=True)]
+    each = zip(q, keys, values, [scale] * len(q), of_rows, strict=True)
+    want = list(itertools.starmap(paged.attend, each))
     np.testing.assert_allclose(got.astype(jnp.float32), np.stack(want), rtol=0, atol=atol)
     return np.asarray(got)
 
@@ -160,6 +171,23 @@ def test_what_unused_rows_hold_does_not_matter(op, unused):
 def test_a_window_is_all_that_is_read(name, window):
     lengths = [5, 0, 64, 300, 1, window, window + 1]
     check(IMPLEMENTATIONS[name], lengths, 16, window=window, unused=np.nan)
+
+
+@implementations
+def test_a_sink_takes_weight_once_however_a_sequence_is_cut(op):
+    """One a head, of both signs, larger and smaller than all scores; a row of no key has none."""
+    check(op, [5, 0, 64, 300, 1], 16, sinks=[-3.0, 1.5, 0.0, 40.0, -60.0], unused=np.nan)
+
+
+@implementations
+def test_rows_may_have_sinks_of_their_own(op):
+    """Rows of several models in one step."""
+    check(op, [5, 0, 130, 1], 16, sinks=[-3.0, 1.5, 0.0, 4.0, -6.0], own_sinks=True)
+
+
+@pytest.mark.parametrize("name", ["public", "batched"])
+def test_a_sink_beside_a_window(name):
+    check(IMPLEMENTATIONS[name], [5, 0, 64, 70, 1], 16, window=5, sinks=[-3.0, 1.5, 40.0])
 
 
 @implementations

@@ -191,9 +191,10 @@ def abstract(of, batch, context, page_size, *, layers=48, num_pages=4000):
     return q, kv, kv, *ints
 
 
-def over_layers(q, k_pages, v_pages, table, kv_len):
+def over_layers(q, k_pages, v_pages, table, kv_len, sinks=None):
     def one(q, layer):
         common = {"layer": layer, "block_table": table, "kv_len": kv_len, "scale": 0.1}
+        common["sinks"] = sinks
         return q + paged_attention(q, k_pages, v_pages, **common), None
 
     return lax.scan(one, q, jnp.arange(k_pages.shape[0]))[0]
@@ -210,13 +211,13 @@ def test_blocks_and_stages(columns, head_dim, fit):
     assert tiles.occupancy(columns, head_dim, tile) == fit
 
 
-def compile_and_fit(monkeypatch, folder, args, blocks, stages):
+def compile_and_fit(monkeypatch, folder, args, blocks, stages, sinks=()):
     """Compiles, and checks that nothing is spilled and that all blocks fit the multiprocessors."""
     pytest.importorskip("jax_plugins.xla_cuda13", reason="needs the extra: jmoe[aot]")
     for what in ("PTXAS", "MLIR_PASSES"):
         monkeypatch.setenv(f"MOSAIC_GPU_DUMP_{what}", "1")
     monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(folder))
-    compiled = compile_for(h200_mesh(), over_layers, *args)
+    compiled = compile_for(h200_mesh(), over_layers, *args, *sinks)
     passes, report = (
         "".join(path.read_text(errors="replace") for path in folder.glob(f"*.{suffix}"))
         for suffix in ("mlir-passes.log", "ptxas")
@@ -281,6 +282,15 @@ def test_compiles_without_spills_or_copies(monkeypatch, tmp_path, of, batch, con
 def test_other_shapes_compile_without_spills(monkeypatch, tmp_path, of, page_size, blocks, stages):
     args = abstract(of, 8, 4096, page_size)
     compile_and_fit(monkeypatch, tmp_path, args, blocks, stages)
+
+
+@pytest.mark.parametrize(
+    ("of", "blocks", "stages"), [(shape(64, 8, 64), 3, 2), (shape(96, 8, 128), 2, 3)], ids=str
+)
+def test_sinks_cost_no_block_and_no_spill(monkeypatch, tmp_path, of, blocks, stages):
+    """Of gpt-oss, and of a group of more than eight."""
+    sinks = (jax.ShapeDtypeStruct((of.heads,), BF16),)
+    compile_and_fit(monkeypatch, tmp_path, abstract(of, 64, 4096, 64), blocks, stages, sinks)
 
 
 def test_the_first_keys_are_asked_for_at_once(monkeypatch, tmp_path):

@@ -79,6 +79,19 @@ def test_a_window_is_all_that_is_read(name, window):
     check(IMPLEMENTATIONS[name], chunks, page_size=16, window=window, unused=np.nan)
 
 
+@implementations
+def test_a_sink_takes_weight_once_however_many_steps_a_row_sees(impl):
+    """One a head, of both signs, larger and smaller than all scores."""
+    chunks = [(0, 5), (6, 0), (130, 9), (63, 2)]
+    check(impl, chunks, page_size=16, sinks=[-3.0, 1.5, 40.0, -60.0], unused=np.nan)
+
+
+@pytest.mark.parametrize("name", ["public", "batched"])
+def test_a_sink_beside_a_window(name):
+    chunks = [(0, 5), (40, 33)]
+    check(IMPLEMENTATIONS[name], chunks, page_size=16, window=7, sinks=[-3.0, 1.5, 40.0])
+
+
 @in_jax
 def test_bfloat16_cache(impl):
     check(impl, [(0, 33), (17, 5)], page_size=16, dtype=jnp.bfloat16)

@@ -124,7 +124,7 @@ def arguments(shape, num_tokens, page_size=64, num_chunks=32, layers=24, pages=8
     )
 
 
-def attention(q, k_pages, v_pages, layer, block_table, q_start, kv_len, todo=None):
+def attention(q, k_pages, v_pages, layer, block_table, q_start, kv_len, sinks=None, todo=None):
     assert mosaic.supports(q, k_pages, v_pages, 0.1)
     return prefill_attention(
         q,
@@ -135,6 +135,7 @@ def attention(q, k_pages, v_pages, layer, block_table, q_start, kv_len, todo=Non
         q_start=q_start,
         kv_len=kv_len,
         scale=q.shape[2] ** -0.5,
+        sinks=sinks,
         todo=todo,
     )
 
@@ -153,6 +154,16 @@ def test_compiled_for_an_h200(capfd, monkeypatch, shape, num_tokens):
     )
     assert [kernel.spill_bytes for kernel in kernels] == [0]
     # Nothing but the plan: neither rows nor pages are copied.
+    assert compiled.memory_analysis().temp_size_in_bytes < 2**20
+
+
+@pytest.mark.parametrize("shape", [wide(64, 8), wide(32, 4, 128), wide(16, 4, 256)])
+def test_sinks_cost_no_spill(capfd, monkeypatch, shape):
+    sinks = jax.ShapeDtypeStruct((shape.heads,), jnp.bfloat16)
+    compiled, kernels = interpreter.compile_kernels(
+        capfd, monkeypatch, attention, *arguments(shape, 4096), sinks
+    )
+    assert [kernel.spill_bytes for kernel in kernels] == [0]
     assert compiled.memory_analysis().temp_size_in_bytes < 2**20
 
 

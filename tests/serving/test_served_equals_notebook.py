@@ -48,7 +48,7 @@ from training.consolidate.run import ConsolidateConfig, consolidate
 pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
 
 ROOM = {"reserved_ls_seqs": 4, "num_pages": 48}  # for eight sequences: nobody is evicted
-ONE = Path(__file__).parents[1] / "golden" / "qwen3_moe_mixed_yarn"
+ONE = GOLDEN.with_name("qwen3_moe_mixed_yarn")
 
 
 # ---- modes --------------------------------------------------------------------------------------
@@ -74,7 +74,9 @@ class Made:
 
     def __call__(self, name: str) -> Mode:
         if name not in self.modes:
-            self.modes[name] = getattr(self, name.replace(" ", "_"))()
+            kind, _, case = name.partition(" of ")
+            given = [GOLDEN.with_name(case)] if case else []
+            self.modes[name] = getattr(self, kind.replace(" ", "_"))(*given)
         return self.modes[name]
 
     def of(self, models, directories=None, **given) -> Mode:
@@ -85,20 +87,24 @@ class Made:
 
         return Mode(settings, models)
 
-    def one(self) -> Mode:
+    def one(self, golden: Path = ONE) -> Mode:
         # Where prefixes are reused, other buckets change bits.
-        models = {"": jmoe.load(ONE, "float32")}
-        return self.of(models, model=str(ONE), prefix_reuse="off", **ROOM)
+        models = {"": jmoe.load(golden, "float32")}
+        return self.of(models, model=str(golden), prefix_reuse="off", **ROOM)
 
     def bundled(self) -> Mode:
         model = jmoe.load("bundled", "float32")
         return Mode(config, {"": model}, model)
 
-    def family(self) -> Mode:
-        for seed, path in enumerate(self.directories.values()):
-            add_united(variant(GOLDEN, path, seed), seed=seed)
-        models = {name: jmoe.load(path, "float32") for name, path in self.directories.items()}
-        return self.of(models, self.directories)
+    def family(self, golden: Path = GOLDEN) -> Mode:
+        own = {
+            name: path.with_name(f"{golden.name}-{name}") for name, path in self.directories.items()
+        }
+        directories = self.directories if golden == GOLDEN else own
+        for seed, path in enumerate(directories.values()):
+            add_united(variant(golden, path, seed), seed=seed)
+        models = {name: jmoe.load(path, "float32") for name, path in directories.items()}
+        return self.of(models, directories)
 
     def host_experts(self) -> Mode:
         """Makes a mode in which two thirds of the experts have no slot; siblings' serve until they
@@ -156,8 +162,9 @@ class Made:
         given = {"mode": "aep", "asynchronous": crew, "compilation_cache": ""}
         return Mode(partial(config, **given), {"": model}, model)
 
-    def aep(self) -> Mode:
-        return self.of({"": jmoe.load(GOLDEN, "float32")}, **AEP, compilation_cache="")
+    def aep(self, golden: Path = GOLDEN) -> Mode:
+        given = {**AEP, "model": str(golden), "compilation_cache": ""}
+        return self.of({"": jmoe.load(golden, "float32")}, **given)
 
 
 @pytest.fixture(scope="module")
@@ -512,6 +519,15 @@ async def many_at_once(run):
     run.judge(asked, await run.together(asked))
 
 
+async def begin_alike(run):
+    """Plays requests whose prompts begin alike, in so few pages that some are evicted."""
+    drawn = requests(random.Random(5), 16, below=20)
+    asked = [one._replace(prompt=[*range(7, 16), *one.prompt]) for one in drawn]
+    run.judge(asked, await run.together(asked))
+    assert run.engine.stats().reused_tokens > 0
+    assert sum(run.engine.scheduler.num_evictions.values()) > 0
+
+
 class Row(NamedTuple):
     """A mode, the play, and changed settings."""
 
@@ -589,6 +605,18 @@ ROWS = {
     ),
 }
 
+ARCHITECTURES = ("glm4_moe", "olmoe_clip_gqa", "gpt_oss")  # goldens of what others do not have
+FEW_PAGES = {"num_pages": 14, "reserved_ls_seqs": 1, "prefix_reuse": "on"}
+for golden in ARCHITECTURES:
+    ROWS |= {
+        f"{golden}: parts": Row(f"one of {golden}", parts, RESTLESS),
+        f"{golden}: prefixes, evictions": Row(f"one of {golden}", begin_alike, FEW_PAGES),
+        f"{golden}: family": Row(
+            f"family of {golden}", alternating(sets=False), {**RESTLESS, **ROOM}
+        ),
+        f"{golden}: workers": Row(f"aep of {golden}", many_at_once),
+    }
+
 
 def cases():
     for name, row in ROWS.items():
@@ -644,7 +672,14 @@ def test_served_is_what_the_notebook_writes_mesh():
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize(("name", "ways"), [("family", (2, 3)), ("workers", (2, 4, 8, 2))])
+@pytest.mark.parametrize(
+    ("name", "ways"),
+    [
+        ("family", (2, 3)),
+        ("workers", (2, 4, 8, 2)),
+        *((f"family of {golden}", (2, 3)) for golden in ARCHITECTURES),
+    ],
+)
 async def test_under_brownout_each_has_its_own_united_experts(made, name, ways):
     mode = made(name)
     sampling = SamplingParams(max_new_tokens=6, ignore_eos=True, logprobs=True)

@@ -11,14 +11,13 @@ from notebook import Asked, answer
 
 import jmoe
 from jmoe.attention import FULL, Paged
-from serving.config import AsynchronousConfig, EngineConfig
+from serving.config import EngineConfig
 from serving.engine import Engine
 from serving.errors import SettingsError
 from serving.execution.fitting import fit_to_model
 from serving.plan import Limits
 from serving.request import SamplingParams
 from serving.scheduling.places import Places
-from serving.startup.asynchronous import crew_of
 
 pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
 
@@ -39,10 +38,15 @@ def model():
     return replace(model, config=replace(model.config, layer_attention=(FULL, Paged(6))))
 
 
-async def test_answers_with_and_without_a_shared_prefix_are_the_whole_model_s(model):
+@pytest.mark.parametrize("mode", ["steps", pytest.param("aep", marks=pytest.mark.deep)])
+async def test_answers_with_and_without_a_shared_prefix_are_the_whole_model_s(model, mode):
     prompt = np.random.default_rng(1).integers(0, 40, 30).tolist()
     asked = Asked(prompt, SamplingParams(max_new_tokens=8, ignore_eos=True))
-    engine = await Engine.start(SIZES, model=model)
+    config = replace(SIZES, mode=mode)
+    if mode == "aep":
+        crew = AsynchronousConfig(attention=1, experts=1)
+        config = replace(config, asynchronous=crew, threshold_buckets_percent=())
+    engine = await Engine.start(config, model=model)
     try:
         first, again = [await answer(engine, asked) for _ in range(2)]
     finally:
@@ -133,12 +137,6 @@ async def test_tokens_are_bit_for_bit_those_where_nothing_is_given_back(mix, mon
     assert [(one.tokens, one.logprobs) for one in few] == [
         (one.tokens, one.logprobs) for one in ample
     ]
-
-
-def test_workers_refuse_several_kinds(model):
-    config = replace(SIZES, mode="aep", asynchronous=AsynchronousConfig(attention=1, experts=1))
-    with pytest.raises(SettingsError, match="qwen3_moe has 2 attention kinds: stages of all"):
-        crew_of(config, model, lambda *_: None)
 
 
 class WithoutPages(Paged):

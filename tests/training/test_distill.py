@@ -16,7 +16,7 @@ import jmoe
 from jmoe.brownout import plan
 from jmoe.layers import Layers
 from jmoe.tokenizer import Tokenizer
-from training.distill import DistillError
+from training.distill import DistillError, refine
 from training.distill.data import pack_files, read_texts
 from training.distill.expert import outputs_on_all
 from training.distill.fit import fit_layer, membership
@@ -29,8 +29,11 @@ from training.distill.objectives import (
     equation_4_error,
     mean_answers,
 )
+from training.distill.parallel import WHOLE, data_mesh
 from training.distill.start import make_start
 from training.distill.stream import LayerRows, each_visit, first_rows, run_layer
+from training.network import logits_of
+from training.packing import Batch
 
 
 def normal(seed, *shape):
@@ -73,7 +76,7 @@ def test_layers_in_turn_are_the_model(tiny_dir):
     x = np.asarray(top["embed"])[data.tokens]
     for index in range(cfg.num_layers):
         params, experts = layers.layer(index)
-        rows = run_layer(cfg, params, experts, x, data, batch=3)
+        rows = run_layer(cfg, index, params, experts, x, data, batch=3)
         assert len(rows.h) == np.count_nonzero(data.items)
     model = jmoe.load(tiny_dir.path, "float32")
     h = x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + cfg.rms_norm_eps)
@@ -83,6 +86,73 @@ def test_layers_in_turn_are_the_model(tiny_dir):
         own = data.items[row] == number
         want = jmoe.forward(model, data.tokens[row][own][None])[0]
         np.testing.assert_allclose(got[row][own], want, atol=1e-4)
+
+
+@pytest.fixture
+def gpt_oss(request):
+    """Returns a checkpoint with windows, sinks, biases everywhere and an activation of its own; and
+    its golden tokens, packed, and logits.
+    """
+    directory = request.config.rootpath / "tests" / "golden" / "gpt_oss"
+    golden = np.load(directory / "golden.npz")
+    tokens = golden["tokens"]
+    positions = np.tile(np.arange(tokens.shape[1], dtype=np.int32), (2, 1))
+    ones = np.ones(tokens.shape, np.int32)
+    data = Batch(tokens, tokens, positions, ones, ones.astype(np.float32), ones, [])
+    return directory, data, golden["logits"]
+
+
+@pytest.mark.deep
+def test_layers_of_gpt_oss_in_turn_are_the_model(gpt_oss):
+    directory, data, logits = gpt_oss
+    layers = Layers(directory)
+    cfg, top = layers.cfg, layers.top()
+    x = np.asarray(top["embed"])[data.tokens]
+    for index in range(cfg.num_layers):
+        params, experts = layers.layer(index)
+        rows = run_layer(cfg, index, params, experts, x, data, batch=2)
+    got = logits_of(cfg, top, jnp.asarray(x).reshape(-1, cfg.d_model), jnp.float32)
+    np.testing.assert_allclose(got.reshape(logits.shape), logits, atol=1e-4)
+    # The last layer's experts, each the whole of its group, answer as captured.
+    members = {key: np.asarray(leaf) for key, leaf in experts.arrays.items()}
+    groups = np.arange(cfg.num_experts, dtype=np.int32)
+    h = jnp.asarray(rows.h)
+    target = mean_answers(members, jnp.asarray(membership(groups)), h, "float32", cfg.activation)
+    for row, picks in enumerate(rows.ids):
+        np.testing.assert_allclose(target[picks, row], rows.outputs[row], atol=1e-4)
+    assert equation_4_error(members, h, target, cfg.activation)[0].max() < 1e-6
+    assert equation_4_error(members, h, target)[0].min() > 1e-2  # as SiLU would be
+
+
+@pytest.mark.deep
+def test_end_to_end_gpt_oss_is_the_model_and_its_twins_are_united_without_loss(gpt_oss):
+    """Experts in pairs of equals; a united expert that is its pair costs nothing."""
+    directory, data, want = gpt_oss
+    model = jmoe.load(directory, "float32")
+    cfg, config = (
+        model.config,
+        dataclasses.replace(QUICK, dtype="float32", batch=38, decode_batch=19),
+    )
+    slots = np.asarray(model.table.slots)[:, : cfg.num_experts]
+    groups = np.tile(np.arange(cfg.num_experts, dtype=np.int32) // 2, (cfg.num_layers, 1))
+
+    def run(model, united):
+        def share(frozen, united, arrays):
+            return refine._logits(cfg, frozen, united, arrays, jax.random.key(0), config)
+
+        arrays = data.tokens, data.positions, data.items, data.weights
+        specs = refine.FROZEN_SPECS, WHOLE, WHOLE
+        mapped = jax.shard_map(
+            share, mesh=data_mesh(), in_specs=specs, out_specs=WHOLE, check_vma=False
+        )
+        return np.asarray(jax.jit(mapped)(refine.freeze(model, groups), united, arrays))
+
+    np.testing.assert_allclose(run(model, None), want, atol=1e-4)
+    twins = model.with_weights(pool=model.pool.read(slots[:, np.arange(7) // 2 * 2].reshape(-1)))
+    united = twins.pool.read(slots[:, ::2]).arrays
+    np.testing.assert_allclose(run(twins, united), run(twins, None), atol=1e-4)
+    other = {key: leaf + 0.1 * key.endswith("bias") for key, leaf in united.items()}
+    assert np.abs(run(twins, other) - run(twins, None)).max() > 1e-2
 
 
 def test_both_formats_give_the_same_layers(tiny_dir, tmp_path):

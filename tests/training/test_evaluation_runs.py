@@ -174,7 +174,7 @@ def error_by_hand(model, x, brownout):
     two steps.
     """
     layer = {key: leaf[0] for key, leaf in model.params["segments"][0].items()}
-    gate_up, down = (np.asarray(a, np.float64) for a in model.pool)
+    gate_up, down = (np.asarray(a, np.float64) for a in model.pool.arrays.values())
     slots, size = np.asarray(model.table.slots[0]), down.shape[1]
     wrong = scale = 0.0
     for step in x:

@@ -2,7 +2,7 @@
 differentiated by jax alone.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ import pytest
 
 from jmoe.config import ModelConfig, from_hf
 from jmoe.router import ScoredTopK
+from tests.jmoe.router_oracle import scored
 from training.geometry import HF_CONFIG
 from training.network import forward, init_params
 from training.packing import training_batch
@@ -43,6 +44,19 @@ QWEN3 = {
     "attention_bias": True,
     "tie_word_embeddings": True,
 }
+GLM4 = {
+    **QWEN3,
+    "architectures": ["Glm4MoeForCausalLM"],
+    "model_type": "glm4_moe",
+    "n_routed_experts": 6,
+    "n_group": 3,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.5,
+    "first_k_dense_replace": 0,
+    "use_qk_norm": True,
+    "partial_rotary_factor": 0.67,
+}
+del GLM4["num_experts"]
 MIXTRAL = {
     **COMMON,
     "architectures": ["MixtralForCausalLM"],
@@ -71,6 +85,7 @@ def configs() -> dict[str, ModelConfig]:
         "qwen2": qwen2,
         "qwen3": from_hf({**SIZES, **QWEN3}),
         "mixtral": from_hf({**SIZES, **MIXTRAL}),
+        "glm4": from_hf({**SIZES, **GLM4}),
         "own router": replace(qwen2, router=Leaning()),
         "scored": replace(qwen2, router=ScoredTopK(scale=2.5)),
     }
@@ -85,12 +100,12 @@ def network(x, gate_up, down):
     return (gate / (1 + jnp.exp(-gate)) * up) @ down
 
 
-def turned(x, position, theta):
-    half = len(x) // 2
-    angle = position * theta ** (-jnp.arange(half) / half)
-    a, b = x[:half], x[half:]
+def turned(x, position, rope):
+    half = int(len(x) * rope.partial) // 2
+    angle = position * rope.theta ** (-jnp.arange(half) / half)
+    a, b, rest = x[:half], x[half : 2 * half], x[2 * half :]
     return jnp.concatenate(
-        [a * jnp.cos(angle) - b * jnp.sin(angle), b * jnp.cos(angle) + a * jnp.sin(angle)]
+        [a * jnp.cos(angle) - b * jnp.sin(angle), b * jnp.cos(angle) + a * jnp.sin(angle), rest]
     )
 
 
@@ -105,7 +120,7 @@ def attention(cfg, layer, rows):
             own = list(found[first : first + count])
             if cfg.qk_norm:
                 own = [norm(head, layer[f"{name}_norm"], cfg.rms_norm_eps) for head in own]
-            out.append([turned(head, position, cfg.rope.theta) for head in own])
+            out.append([turned(head, position, cfg.rope) for head in own])
         v.append(found[heads + kv :])
     outs = []
     for i in range(len(rows)):
@@ -129,13 +144,18 @@ def picked(cfg, layer, logits):
     elif cfg.router is not None:
         keys = 1 / (1 + jnp.exp(-logits))
         weights = cfg.router.scale * keys
+        bias = layer["router_bias"] if cfg.router.bias else 0.0
+        fields = {**asdict(cfg.router), "bias": jax.lax.stop_gradient(bias), "normalize": False}
+        ids = scored(jax.lax.stop_gradient(logits), top_k=cfg.experts_per_token, **fields)[0]
     else:
         keys = weights = softmax
-    ids = np.argsort(-np.asarray(jax.lax.stop_gradient(keys)))[: cfg.experts_per_token]
+    if not isinstance(cfg.router, ScoredTopK):
+        ids = np.argsort(-np.asarray(jax.lax.stop_gradient(keys)))[: cfg.experts_per_token]
     weights = [weights[e] for e in ids]
     if cfg.norm_topk_prob:
-        weights = [weight / sum(weights) for weight in weights]
-    return list(zip(weights, ids.tolist(), strict=True)), softmax
+        scale = cfg.router.scale if isinstance(cfg.router, ScoredTopK) else 1.0
+        weights = [scale * weight / sum(weights) for weight in weights]
+    return list(zip(weights, map(int, ids), strict=True)), softmax
 
 
 def naive_loss(params, arrays, config):
@@ -160,7 +180,9 @@ def naive_loss(params, arrays, config):
                 x = x + weight * network(h, experts["gate_up"][expert], experts["down"][expert])
                 visits[expert] += 1
             if cfg.d_ff_shared:
-                opening = 1 / (1 + jnp.exp(-(h @ layer["shared_gate"])))
+                opening = 1.0
+                if cfg.shared_gate:
+                    opening = 1 / (1 + jnp.exp(-(h @ layer["shared_gate"])))
                 x = x + opening * network(h, layer["shared_gate_up"], layer["shared_down"])
             rows[at] = x
             mean = mean + softmax / len(rows)
@@ -189,7 +211,7 @@ def case(cfg):
     return params, (tokens, targets, positions, items, weights)
 
 
-@pytest.mark.sized(deep=("qwen3", "own router"))
+@pytest.mark.sized(deep=("qwen3", "own router", "glm4"))
 @pytest.mark.parametrize("name", configs())
 def test_loss_and_gradients_are_those_of_a_naive_model(name, monkeypatch):
     cfg = configs()[name]
@@ -202,6 +224,8 @@ def test_loss_and_gradients_are_those_of_a_naive_model(name, monkeypatch):
     )(params)
     want = jax.value_and_grad(lambda p: naive_loss(p, arrays, config))(params)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-3, atol=2e-5), got, want)
+    if cfg.router is not None and name != "own router":  # a bias that only chooses has none
+        got[1]["segments"][0].pop("router_bias", None)
     smallest = jax.tree.map(lambda leaf: float(jnp.abs(leaf).max()), got[1])
     assert min(jax.tree.leaves(smallest)) > 1e-4 or name == "scored"
 

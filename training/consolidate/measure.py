@@ -4,9 +4,9 @@ there.
 One MoE layer of every model is in memory at a time.
 """
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from jmoe.experts import ExpertPool
 from jmoe.layers import Layers
+from pallas_kernels.activation import Activation
 from training.distill.stream import LayerRows, each_visit, run_layer
 from training.packing import Batch
 
@@ -65,7 +66,7 @@ def differences(
         for number, model in enumerate(models):
             layer, experts = model.layer(index)
             if data is not None:
-                found = run_layer(cfg, layer, experts, streams[number], data[number])
+                found = run_layer(cfg, index, layer, experts, streams[number], data[number])
                 captured.append(found)
             layers.append(layer)
             pools.append(experts)
@@ -75,7 +76,7 @@ def differences(
         costs = None
         if data is not None:
             ends = [s[rows.items > 0] for s, rows in zip(streams, data, strict=True)]
-            costs = _costs(captured, ends, pools)
+            costs = _costs(captured, ends, pools, cfg.activation)
         yield LayerDifferences(tuple(pools), _distances(pools), costs)
 
 
@@ -91,13 +92,18 @@ def _distances(pools: Sequence[ExpertPool]) -> Float[np.ndarray, "N N m"]:
 @jax.jit
 def _distance(one: ExpertPool, other: ExpertPool) -> Float[Array, " m"]:
     def squared(a: Array, b: Array) -> Array:
-        return jnp.sum((a.astype(jnp.float32) - b.astype(jnp.float32)) ** 2, axis=(1, 2))
+        error = (a.astype(jnp.float32) - b.astype(jnp.float32)) ** 2
+        return jnp.sum(error.reshape(error.shape[0], -1), axis=1)
 
-    return jnp.sqrt(squared(one.gate_up, other.gate_up) + squared(one.down, other.down))
+    parts = jax.tree.leaves(jax.tree.map(squared, one, other))
+    return jnp.sqrt(functools.reduce(jnp.add, parts))
 
 
 def _costs(
-    captured: Sequence[LayerRows], ends: Sequence[np.ndarray], pools: Sequence[ExpertPool]
+    captured: Sequence[LayerRows],
+    ends: Sequence[np.ndarray],
+    pools: Sequence[ExpertPool],
+    activation: Activation,
 ) -> Float[np.ndarray, "N N m"]:
     count, experts = len(pools), pools[0].num_slots
     found = np.zeros((count, count, experts), np.float64)
@@ -110,7 +116,8 @@ def _costs(
             ]
             for j, pool in enumerate(pools):
                 if j != i:
-                    found[i, j] += np.asarray(_visited_errors(*part, pool, num_experts=experts))
+                    errors = _visited_errors(*part, pool, experts, activation)
+                    found[i, j] += np.asarray(errors)
         found[i] /= len(rows.h)
     return found.astype(np.float32)
 
@@ -120,7 +127,7 @@ def _filled(rows: np.ndarray) -> Array:
     return jnp.asarray(np.pad(rows, [(0, ROWS - len(rows))] + [(0, 0)] * (rows.ndim - 1)))
 
 
-@partial(jax.jit, static_argnames="num_experts")
+@functools.partial(jax.jit, static_argnames=("num_experts", "activation"))
 def _visited_errors(
     h: Float[Array, "T d"],
     ids: Int[Array, "T K"],
@@ -128,7 +135,8 @@ def _visited_errors(
     outputs: Float[Array, "T K d"],
     pool: ExpertPool,
     num_experts: int,
+    activation: Activation,
 ) -> Float[Array, " m"]:
-    other = each_visit(h, ids, pool).astype(jnp.float32)
+    other = each_visit(h, ids, pool, activation).astype(jnp.float32)
     error = jnp.sum((outputs.astype(jnp.float32) - other) ** 2, axis=-1) * weights**2
     return jnp.zeros(num_experts, jnp.float32).at[ids.reshape(-1)].add(error.reshape(-1))

@@ -26,7 +26,7 @@ def mean_experts(layer: int, pools: Sequence[ExpertPool], experts: Sequence[int]
     `layer`; in bfloat16.
     """
     found: Tensors = {}
-    for key in ExpertPool._fields:
+    for key in pools[0].arrays:
         leaves = [np.asarray(getattr(pool, key)) for pool in pools]
         for expert in experts:
             mean = np.mean([leaf[expert].astype(np.float32) for leaf in leaves], axis=0)

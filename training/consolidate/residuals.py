@@ -61,7 +61,7 @@ def layer_residuals(
     that serve them. `merged` has the tensors of merged experts.
     """
     found: Tensors = {}
-    for key in ExpertPool._fields:
+    for key in pools[0].arrays:
         leaves = [np.asarray(getattr(pool, key)) for pool in pools]
         for model, expert in np.argwhere(owners != np.arange(len(pools))[:, None]).tolist():
             owner, own = owners[model, expert], leaves[model][expert]

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from jaxtyping import Float
 
+from jmoe import layout
 from jmoe.checkpoint import weights_digest
 from jmoe.config import ModelConfig
 from jmoe.family import check_family
@@ -177,7 +178,7 @@ def _slots(
     if config.share is not None:
         return slots_of_share(config.share, count, positions)
     assert config.budget is not None
-    expert_bytes = 3 * cfg.d_model * cfg.d_ff_expert * 2  # as served, in 16 bits
+    expert_bytes = 2 * layout.expert_parameters(cfg)  # as served, in 16 bits
     slots = slots_of_budget(config.budget, count, positions, expert_bytes)
     if slots >= count * positions:
         say(
@@ -252,6 +253,11 @@ def choose(config: ConsolidateConfig, measured: Measured, slots: int) -> np.ndar
 
 def _check_rank(config: ConsolidateConfig, cfg: ModelConfig) -> None:
     most = min(cfg.d_model, cfg.d_ff_expert)
+    if config.residual_rank and cfg.expert_bias:
+        raise ValueError(
+            f"residual_rank is {config.residual_rank}; differences of experts with biases are not "
+            "kept: set it to 0"
+        )
     if config.residual_rank > most:
         raise ValueError(
             f"residual_rank is {config.residual_rank}; it must be at most {most}, the smaller side "

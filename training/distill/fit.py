@@ -12,6 +12,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.activation import SILU, Activation
 from training.distill.config import DistillConfig
 from training.distill.expert import Stacked
 from training.distill.objectives import CapturedRows, brownout_error, equation_4_error, mean_answers
@@ -45,7 +46,12 @@ class Problem(NamedTuple):
 
 
 def _local_error(
-    params: Stacked, problem: Problem, index: Int[Array, "r"], key: Array, config: DistillConfig
+    params: Stacked,
+    problem: Problem,
+    index: Int[Array, "r"],
+    key: Array,
+    config: DistillConfig,
+    activation: Activation,
 ) -> tuple[Array, Array]:
     """Returns error and scale sums of one device's rows; equation 4 has one of each a group."""
     rows = jax.tree.map(lambda leaf: leaf[index], problem.rows)
@@ -58,17 +64,23 @@ def _local_error(
             key,
             objective=config.objective,
             decode_batch=config.decode_batch,
+            activation=activation,
         )
         return error[None], scale[None]
-    target = mean_answers(problem.members, problem.average, rows.h, config.dtype)
-    return equation_4_error(params, rows.h.astype(config.dtype), target)
+    target = mean_answers(problem.members, problem.average, rows.h, config.dtype, activation)
+    return equation_4_error(params, rows.h.astype(config.dtype), target, activation)
 
 
 def _share(
-    params: Stacked, problem: Problem, index: Int[Array, "r"], key: Array, config: DistillConfig
+    params: Stacked,
+    problem: Problem,
+    index: Int[Array, "r"],
+    key: Array,
+    config: DistillConfig,
+    activation: Activation,
 ) -> Array:
     """Returns one device's part of the relative error, mean over groups."""
-    error, scale = _local_error(params, problem, index, key, config)
+    error, scale = _local_error(params, problem, index, key, config, activation)
     # Over all devices, so that the parts add up; it says nothing of the parameters.
     return jnp.mean(error / jnp.maximum(over_devices(scale), 1e-12))
 
@@ -86,7 +98,7 @@ def _optimizer(config: DistillConfig, d_model: int) -> optax.GradientTransformat
     return adam(config.rate(d_model), config.steps)
 
 
-@partial(jax.jit, static_argnames=("config", "mesh", "count"), donate_argnums=(0, 1))
+@partial(jax.jit, static_argnames=("config", "activation", "mesh", "count"), donate_argnums=(0, 1))
 def _steps(
     params: Stacked,
     state: Any,
@@ -94,6 +106,7 @@ def _steps(
     first: Int[Array, ""],
     key: Array,
     config: DistillConfig,
+    activation: Activation,
     mesh: Mesh,
     count: int,
 ) -> tuple[Stacked, Any, Array]:
@@ -105,7 +118,7 @@ def _steps(
         params, state = carry
         pick, plan = jax.random.split(jax.random.fold_in(key, number))
         index = jax.random.randint(pick, (config.batch,), 0, num_rows)
-        share = partial(_share, config=config)
+        share = partial(_share, config=config, activation=activation)
         loss, grads = loss_and_grads(share, mesh, params, problem, index, plan)
         updates, state = optimizer.update(grads, state, params)
         return (optax.apply_updates(params, updates), state), loss
@@ -115,16 +128,22 @@ def _steps(
     return params, state, jnp.mean(losses)
 
 
-@partial(jax.jit, static_argnames=("config", "mesh"))
+@partial(jax.jit, static_argnames=("config", "activation", "mesh"))
 def _measure(
-    params: Stacked, held_out: Problem, key: Array, config: DistillConfig, mesh: Mesh
+    params: Stacked,
+    held_out: Problem,
+    key: Array,
+    config: DistillConfig,
+    activation: Activation,
+    mesh: Mesh,
 ) -> Float[Array, ""]:
     """Returns relative error on the held-out rows, always under the same S2 sets."""
     num_rows = held_out.rows.h.shape[0]
     block = config.decode_batch * mesh.devices.size
     size = -(-num_rows // block) * block
     index = jnp.arange(size, dtype=jnp.int32) % num_rows
-    return loss_and_grads(partial(_share, config=config), mesh, params, held_out, index, key)[0]
+    share = partial(_share, config=config, activation=activation)
+    return loss_and_grads(share, mesh, params, held_out, index, key)[0]
 
 
 class Fit(NamedTuple):
@@ -144,6 +163,7 @@ def fit_layer(
     key: Array,
     config: DistillConfig,
     note: Note = lambda done, total, text: None,
+    activation: Activation = SILU,
 ) -> Fit:
     """Trains one layer's united experts from `start`; keeps the best on held-out rows.
 
@@ -153,14 +173,19 @@ def fit_layer(
     training, held_out = _split(rows, members, groups, config, mesh)
     params, state = _begin(start, config, mesh)
     measure = partial(
-        _measure, held_out=held_out, key=jax.random.fold_in(key, HELD_OUT), config=config, mesh=mesh
+        _measure,
+        held_out=held_out,
+        key=jax.random.fold_in(key, HELD_OUT),
+        config=config,
+        activation=activation,
+        mesh=mesh,
     )
     before = best_error = _finite(float(measure(params)), 0, config)
     best, since, done = jax.tree.map(np.array, params), 0, 0  # a copy: the steps donate
     while done < config.steps:
         count = min(config.eval_every, config.steps - done)
         params, state, loss = _steps(
-            params, state, training, jnp.int32(done), key, config, mesh, count
+            params, state, training, jnp.int32(done), key, config, activation, mesh, count
         )
         done += count
         _finite(float(loss), done, config)
@@ -182,6 +207,7 @@ def time_step(
     rows: LayerRows,
     key: Array,
     config: DistillConfig,
+    activation: Activation = SILU,
 ) -> float:
     """Returns the seconds of one optimizer step of `fit_layer`, over two that compile nothing."""
     mesh = data_mesh()
@@ -191,7 +217,7 @@ def time_step(
     for first in (0, 2):
         began = time.perf_counter()
         params, state, _ = jax.block_until_ready(
-            _steps(params, state, training, jnp.int32(first), key, config, mesh, 2)
+            _steps(params, state, training, jnp.int32(first), key, config, activation, mesh, 2)
         )
     return (time.perf_counter() - began) / 2
 

@@ -340,10 +340,10 @@ def measure(plan: RunPlan, tell: Callable[[str], None] = lambda what: None) -> T
     experts = model.pool.read(slots).plain()
     for _ in range(2):  # the second time nothing is compiled
         began = time.perf_counter()
-        rows = run_layer(cfg, layer, experts, embedded.copy(), data, batch=CAPTURE_ROWS)
+        rows = run_layer(cfg, 0, layer, experts, embedded.copy(), data, batch=CAPTURE_ROWS)
     capture = time.perf_counter() - began
     assert rows is not None
-    members = {key: np.asarray(leaf) for key, leaf in experts._asdict().items()}
+    members = {key: np.asarray(leaf) for key, leaf in experts.arrays.items()}
     visits = np.bincount(rows.ids.reshape(-1), minlength=cfg.num_experts)
     steps = {}
     for way in plan.ways:
@@ -351,7 +351,8 @@ def measure(plan: RunPlan, tell: Callable[[str], None] = lambda what: None) -> T
         groups = groups_by_index(cfg.num_experts, way)
         start = make_start("most_used", members, groups, visits)
         key = jax.random.key(config.seed)
-        steps[way] = fit.time_step(start, experts._asdict(), groups, rows, key, config)
+        given = start, experts.arrays, groups, rows, key, config
+        steps[way] = fit.time_step(*given, cfg.activation)
     del model, layer, experts, members, rows
     if not config.refine_steps:
         return Timing(capture, steps, 0.0, 0.0)
@@ -382,7 +383,7 @@ def _end_to_end_step(cfg: ModelConfig, config: DistillConfig, way: int) -> float
     groups = groups_by_index(cfg.num_experts, way)
     firsts = [int(np.flatnonzero(groups == g)[0]) for g in range(groups.max() + 1)]
     slots = model.table.slots[:, : cfg.num_experts]
-    routed = model.pool.read(slots).plain()._asdict()
+    routed = model.pool.read(slots).plain().arrays
     united = {key: np.asarray(leaf[:, np.asarray(firsts)]) for key, leaf in routed.items()}
     at = refine.begin(united, config, cfg.d_model)
     frozen = refine.freeze(model, np.tile(groups, (cfg.num_layers, 1)))

@@ -11,7 +11,7 @@ of them for a while.
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -26,13 +26,13 @@ from jmoe.api import Model
 from jmoe.config import ModelConfig
 from jmoe.model import embed
 from pallas_kernels.backend import backend
-from training.dispatch import combine_rows, expert_layer
+from training.dispatch import biases_of, combine_rows, expert_layer
 from training.distill.config import DistillConfig
 from training.distill.expert import Stacked
 from training.distill.fit import HELD_OUT, DistillError, Note, adam
 from training.distill.objectives import degraded_to, united_dispatch, united_rows
 from training.distill.parallel import WHOLE, data_mesh, gathered, loss_and_grads, over_devices
-from training.network import PackedAttention, layer_forward, logits_of
+from training.network import PackedAttention, layer_forward, logits_of, window_of
 from training.packing import Batch
 
 _CAPACITY = 4.0  # rows of a routed expert's buffer over the even share, teacher and student alike
@@ -49,6 +49,7 @@ class Frozen(NamedTuple):
     down: Float[Array, "slots f d"]
     slots: Int[Array, "L m"]
     groups: Int[Array, "L m"]
+    biases: tuple[Array, Array] | None = None  # of the pool
 
 
 _AXIS = {"gate_up": 2, "down": 3}
@@ -63,7 +64,11 @@ UNITED_SPECS = {
     for name, axis in _AXIS.items()
 }
 _POOL_SPECS = PartitionSpec(None, "data", None), PartitionSpec(None, None, "data")
-FROZEN_SPECS = Frozen(*cast(Any, (WHOLE, *_POOL_SPECS, WHOLE, WHOLE)))
+FROZEN_SPECS = Frozen(*cast(Any, (WHOLE, *_POOL_SPECS, WHOLE, WHOLE, WHOLE)))
+
+
+def _specs(united: Iterable[str]) -> dict[str, PartitionSpec]:
+    return {name: UNITED_SPECS.get(name, WHOLE) for name in united}
 
 
 class _MoELayer(NamedTuple):
@@ -90,27 +95,34 @@ def _logits(
     capacity = min(tokens.size, max(8, int(_CAPACITY * share) // 8 * 8))
     order = jax.random.permutation(key, tokens.size)  # a decode step holds rows of many sequences
     back = jnp.argsort(order)
-    attention, at = PackedAttention.of(items), positions.reshape(-1)
+    at = positions.reshape(-1)
+    windows = sorted({window_of(cfg, index) for index in range(cfg.num_layers)})
+    each = [PackedAttention.of(items, window) for window in windows]
+    masks = jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
 
     def one_layer(x: Array, scanned: Any) -> tuple[Array, None]:
-        layer, number, own = scanned  # own: a _MoELayer, or None
+        layer, number, kind, own = scanned  # own: a _MoELayer, or None
+        attention = jax.tree.map(lambda leaf: leaf[kind], masks)
 
         def routed(h: Array, weights: Array, ids: Array) -> tuple[Array, None]:
             gate_up = gathered(frozen.gate_up[own.slots].astype(dtype), _AXIS["gate_up"] - 1)
             down = gathered(frozen.down[own.slots].astype(dtype), _AXIS["down"] - 1)
+            biases: Any = frozen.biases
+            if biases is not None:
+                biases = tuple(bias[own.slots].astype(dtype) for bias in biases)
+            run = partial(expert_layer, activation=cfg.activation, biases=biases)
             if own.united is None:
-                return expert_layer(h, weights, ids, gate_up, down, capacity)[0], None
+                return run(h, weights, ids, gate_up, down, capacity)[0], None
             layer_key = jax.random.fold_in(key, number)
             substitute = degraded_to(ids[order], own.groups, layer_key, config.decode_batch)[back]
             exact = jnp.where(substitute < 0, ids, -1)
-            out = expert_layer(h, weights, exact, gate_up, down, capacity)[0]
-            united = {
-                name: gathered(leaf.astype(dtype), _AXIS[name] - 1)
-                for name, leaf in own.united.items()
-            }
+            out = run(h, weights, exact, gate_up, down, capacity)[0]
+            united = {name: leaf.astype(dtype) for name, leaf in own.united.items()}
+            united |= {name: gathered(united[name], axis - 1) for name, axis in _AXIS.items()}
             plan = united_dispatch(substitute, united["down"].shape[0])
             weights = jnp.where(substitute < 0, 0.0, weights)
-            return out + combine_rows(united_rows(united, h, plan), weights, plan), None
+            answers = united_rows(united, h, plan, cfg.activation)
+            return out + combine_rows(answers, weights, plan), None
 
         return layer_forward(cfg, layer, x, at, attention, routed, dtype=dtype)[0], None
 
@@ -118,12 +130,15 @@ def _logits(
     # On a GPU gradients keep what enters a layer, and compute the rest of it again: the copy of a
     # layer's experts alone would be the whole model once more. A CPU has room, and is slow.
     body, moe_layer = one_layer if backend() == "cpu" else jax.checkpoint(one_layer), 0
-    for (is_moe, _, count), segment in zip(cfg.segments(), frozen.params["segments"], strict=True):
+    for (is_moe, first, count), segment in zip(
+        cfg.segments(), frozen.params["segments"], strict=True
+    ):
         own = slice(moe_layer, moe_layer + (count if is_moe else 0))
         experts = _MoELayer(frozen.slots, frozen.groups, united)
         experts = jax.tree.map(lambda leaf, own=own: leaf[own], experts) if is_moe else None
         numbers = jnp.arange(own.start, own.start + count, dtype=jnp.int32)
-        x, _ = jax.lax.scan(body, x, (segment, numbers, experts))
+        kinds = [windows.index(window_of(cfg, first + i)) for i in range(count)]
+        x, _ = jax.lax.scan(body, x, (segment, numbers, jnp.asarray(kinds, jnp.int32), experts))
         moe_layer = own.stop
     return logits_of(cfg, frozen.params, x, dtype).reshape(*tokens.shape, -1)
 
@@ -155,7 +170,7 @@ def _loss_and_grads(
         frozen,
         arrays,
         key,
-        params_specs=UNITED_SPECS,
+        params_specs=_specs(united),
         fixed_specs=FROZEN_SPECS,
     )
 
@@ -208,7 +223,7 @@ def begin(united: dict[str, np.ndarray], config: DistillConfig, d_model: int) ->
     mesh = data_mesh()
     params = jax.device_put(
         {name: np.asarray(leaf, np.float32) for name, leaf in united.items()},
-        {name: NamedSharding(mesh, spec) for name, spec in UNITED_SPECS.items()},
+        {name: NamedSharding(mesh, spec) for name, spec in _specs(united).items()},
     )
     init = _optimizer(config, d_model).init
     places = _placed(jax.eval_shape(init, params), mesh)
@@ -220,7 +235,7 @@ def _placed(tree: Any, mesh: Mesh) -> Any:
 
     def place(path: Any, _: Any) -> NamedSharding:
         names = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]
-        return NamedSharding(mesh, UNITED_SPECS[names[-1]] if names else WHOLE)
+        return NamedSharding(mesh, UNITED_SPECS.get(names[-1], WHOLE) if names else WHOLE)
 
     return jax.tree_util.tree_map_with_path(place, tree)
 
@@ -231,7 +246,10 @@ def freeze(model: Model, groups: Int[np.ndarray, "L m"]) -> Frozen:
     """
     mesh = data_mesh()
     slots = model.table.slots[:, : model.config.num_experts]
-    frozen = Frozen(model.params, *model.pool.plain(), slots, jnp.asarray(groups, jnp.int32))
+    pool = model.pool.plain()
+    biases = biases_of(pool.arrays)
+    rest = slots, jnp.asarray(groups, jnp.int32), biases
+    frozen = Frozen(model.params, pool.gate_up, pool.down, *rest)
     return jax.device_put(frozen, jax.tree.map(partial(NamedSharding, mesh), FROZEN_SPECS))
 
 

@@ -22,7 +22,6 @@ from jmoe.digests import file_digests
 from jmoe.experts import ExpertPool
 from jmoe.layers import Layers
 from jmoe.model_files import regular
-from pallas_kernels.activation import SILU
 from training.distill.config import DistillConfig
 from training.distill.data import digest
 from training.distill.expert import outputs_on_all
@@ -126,10 +125,6 @@ def distill(
         allow_unknown_config=allow_unknown_config,
     )
     cfg = layers.cfg
-    if cfg.activation != SILU:
-        raise DistillError(
-            f"activation is {cfg.activation}; jmoe distill trains experts of {SILU} alone"
-        )
     out.mkdir(parents=True, exist_ok=True)
     store = Store(out, fingerprint, end_to_end, model_dir)
     results = _all_layers(layers, own, packed, store, config, progress)
@@ -170,7 +165,9 @@ def _results(
 
 
 United = dict[str, np.ndarray]
-"""`gate_up [L, U, d, 2f]`, `down [L, U, f, d]` and `groups [L, m]` of one way."""
+"""`gate_up [L, U, d, 2f]`, `down [L, U, f, d]` and `groups [L, m]` of one way; and biases, where
+experts have any.
+"""
 
 
 def _all_layers(
@@ -204,6 +201,7 @@ def _all_layers(
         name = f"layer {index}"
         rows = run_layer(
             cfg,
+            index,
             params,
             experts,
             x,
@@ -214,7 +212,7 @@ def _all_layers(
             assert experts is not None
             for way in ways:
                 if (way, at) not in found:
-                    fit, groups = _fit(way, at, rows, experts, config, progress)
+                    fit, groups = _fit(cfg, way, at, rows, experts, config, progress)
                     store.save_layer(way, at, fit, groups)
                     found[way, at] = _result(way, at, fit)
         store.save_stream(index + 1, x)
@@ -231,6 +229,7 @@ def _embedded(layers: Layers, data: Batch) -> np.ndarray:
 
 
 def _fit(
+    cfg: ModelConfig,
     way: int,
     at: int,
     rows: LayerRows,
@@ -238,12 +237,13 @@ def _fit(
     config: DistillConfig,
     progress: Progress,
 ) -> tuple[Fit, np.ndarray]:
-    members = {key: np.asarray(leaf) for key, leaf in experts._asdict().items()}
+    members = {key: np.asarray(leaf) for key, leaf in experts.arrays.items()}
     visits = np.bincount(rows.ids.reshape(-1), minlength=len(members["down"]))
     answers = np.zeros((len(visits), 0, 0), np.float32)
     if config.grouping == "similarity":
         probe = jnp.asarray(rows.h[:: max(1, len(rows.h) // _PROBE)], jnp.float32)
-        answers = np.asarray(outputs_on_all({k: jnp.asarray(v) for k, v in members.items()}, probe))
+        asked = {k: jnp.asarray(v) for k, v in members.items()}
+        answers = np.asarray(outputs_on_all(asked, probe, cfg.activation))
     groups = make_groups(config.grouping, way, rows, answers)
     with _room_for(f"way {way}, layer {at}", f"lower rows ({config.rows} now)"):
         fit = fit_layer(
@@ -254,6 +254,7 @@ def _fit(
             _key(config, way, at),
             config,
             lambda done, total, text: progress(f"way {way}, layer {at}", done, total, text),
+            cfg.activation,
         )
     return fit, groups
 
@@ -280,7 +281,7 @@ def _stacked(store: Store, way: int, num_layers: int) -> United:
     """Returns a way's finished layers, stacked, in float32."""
     own = [store.layer(way, at) for at in range(num_layers)]
     kept = [one for one in own if one is not None]
-    united = {key: np.stack([fit.params[key] for fit, _ in kept]) for key in ("gate_up", "down")}
+    united = {key: np.stack([fit.params[key] for fit, _ in kept]) for key in kept[0][0].params}
     return united | {"groups": np.stack([groups for _, groups in kept])}
 
 
@@ -293,11 +294,11 @@ def _united(store: Store, way: int, num_layers: int, refined: bool) -> United:
 
 def narrow(united: United) -> United:
     """Returns united experts as they are stored: bfloat16 weights, int32 groups; on the host."""
-    kinds = {"gate_up": jnp.bfloat16, "down": jnp.bfloat16, "groups": jnp.int32}
-    return {
-        key: np.stack([np.asarray(jnp.asarray(leaf, kinds[key])) for leaf in stacked])
-        for key, stacked in united.items()
-    }
+
+    def kept(key: str, leaf: np.ndarray) -> np.ndarray:
+        return np.asarray(jnp.asarray(leaf, jnp.int32 if key == "groups" else jnp.bfloat16))
+
+    return {k: np.stack([kept(k, leaf) for leaf in stacked]) for k, stacked in united.items()}
 
 
 def _refine(
@@ -313,7 +314,7 @@ def _refine(
     if (done := store.refined(way)) is not None:
         return RefineResult(way, *done[1:])
     united = _stacked(store, way, cfg.num_moe_layers)
-    weights = {key: united[key] for key in ("gate_up", "down")}
+    weights = {key: leaf for key, leaf in united.items() if key != "groups"}
     advice = f"lower refine_rows ({config.refine_rows} now), leave this stage out (refine_steps 0)"
     with _room_for(f"way {way}, end to end,", advice):
         frozen = freeze(load_model(), united["groups"])

@@ -13,6 +13,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from jmoe import layout
 from jmoe.config import ModelConfig
 from jmoe.random_model import random_params
 from training.distill.config import DistillConfig
@@ -44,7 +45,7 @@ class Span:
 
 def expert_parameters(cfg: ModelConfig) -> int:
     """Returns the parameters of one expert, routed or united."""
-    return 3 * cfg.d_model * cfg.d_ff_expert
+    return layout.expert_parameters(cfg)
 
 
 def united_a_layer(cfg: ModelConfig, way: int) -> int:

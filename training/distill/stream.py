@@ -17,7 +17,7 @@ from jmoe.config import ModelConfig
 from jmoe.experts import ExpertPool
 from pallas_kernels import routing
 from pallas_kernels.activation import SILU, Activation
-from training.network import PackedAttention, layer_forward
+from training.network import PackedAttention, layer_forward, window_of
 from training.packing import Batch
 
 
@@ -50,9 +50,10 @@ def each_visit(
     return experts.mlp(jnp.repeat(h, top_k, axis=0), work, activation).reshape(num_rows, top_k, -1)
 
 
-@partial(jax.jit, static_argnums=0)
+@partial(jax.jit, static_argnums=(0, 1))
 def _advance(
     cfg: ModelConfig,
+    window: int,
     layer: Any,
     experts: ExpertPool | None,
     x: Float[Array, "B S d"],
@@ -64,7 +65,7 @@ def _advance(
         outputs = each_visit(h, ids, experts, cfg.activation)
         return jnp.einsum("tk,tkd->td", weights, outputs), (h, ids, weights, outputs)
 
-    rows, attention = x.reshape(-1, cfg.d_model), PackedAttention.of(items)
+    rows, attention = x.reshape(-1, cfg.d_model), PackedAttention.of(items, window)
     at, dtype = positions.reshape(-1), layer["wo"].dtype
     rows, routing_of = layer_forward(cfg, layer, rows, at, attention, routed, dtype=dtype)
     return rows.reshape(x.shape), () if routing_of is None else routing_of.aux
@@ -80,6 +81,7 @@ def first_rows(data: Batch, num_tokens: int) -> Batch:
 
 def run_layer(
     cfg: ModelConfig,
+    index: int,
     layer: Any,
     experts: ExpertPool | None,
     x: Float[np.ndarray, "R S d"],
@@ -88,7 +90,7 @@ def run_layer(
     batch: int = 16,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> LayerRows | None:
-    """Takes the residual stream `x` through one layer, in place; returns an MoE layer's rows.
+    """Takes the residual stream `x` through layer `index`, in place; returns an MoE layer's rows.
 
     `batch` packed rows go at a time; the last batch is filled up, so that one program serves all.
     """
@@ -98,7 +100,8 @@ def run_layer(
         stop = min(start + batch, num_rows)
         rows = np.minimum(np.arange(start, start + batch), num_rows - 1)
         arrays = (x[rows], data.positions[rows], data.items[rows])
-        new, captured = _advance(cfg, layer, experts, *map(jnp.asarray, arrays))
+        own = cfg, window_of(cfg, index), layer, experts
+        new, captured = _advance(*own, *map(jnp.asarray, arrays))
         x[start:stop] = np.asarray(new)[: stop - start]
         if captured:
             tokens = np.flatnonzero(data.items[start:stop])  # the filling comes last

@@ -27,7 +27,7 @@ class Members:
     def experts(self) -> dict[str, Float[np.ndarray, "N L m a b"]]:
         """Float32 weights of all models' routed experts."""
         found = {}
-        for key in ExpertPool._fields:
+        for key in self.models[0].pool.plain().arrays:
             leaves = []
             for model in self.models:
                 slots = np.asarray(model.table.slots)[:, : model.config.num_experts]

@@ -70,7 +70,7 @@ def read_params(directory: str | Path) -> Params:
     """
     model = jmoe.load(directory, "float32", ways=())
     slots = model.table.slots[:, : model.config.num_experts]
-    return {**model.params, "experts": model.pool.read(slots).plain()._asdict()}
+    return {**model.params, "experts": model.pool.read(slots).plain().arrays}
 
 
 def tune(

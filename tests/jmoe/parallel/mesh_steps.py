@@ -367,10 +367,11 @@ def test_copies_level_the_load():
     assert (copied < 2).all()
 
 
-def test_forward_over_a_mesh():
+@pytest.mark.parametrize("name", ["qwen2_moe", "glm4_moe"])
+def test_forward_over_a_mesh(name):
     """Of a batch that does not divide into the devices, loaded straight onto them."""
-    whole = jmoe.load(GOLDEN / "qwen2_moe", dtype="float32")
-    spread = jmoe.load(GOLDEN / "qwen2_moe", dtype="float32", mesh=make_mesh(4))
+    whole = jmoe.load(GOLDEN / name, dtype="float32")
+    spread = jmoe.load(GOLDEN / name, dtype="float32", mesh=make_mesh(4))
     tokens = np.random.default_rng(0).integers(0, whole.config.vocab_size, (5, 7))
     setting = jmoe.Brownout("full", 40)
     want, stats = jmoe.forward(

@@ -253,7 +253,8 @@ def test_the_control_that_joins_copies_and_pool_is_caught(mesh, joined):
 
     def one_device(pool, copies, h, ids):
         if joined:
-            pool = ExpertPool(*map(jnp.concatenate, zip(pool, copies, strict=True)))
+            both = zip(*(one.arrays.values() for one in (pool, copies)), strict=True)
+            pool = ExpertPool(*map(jnp.concatenate, both))
         slots = jnp.arange(CONFIG.num_experts, dtype=jnp.int32)
         weights = jnp.ones(ids.shape, jnp.float32)
         work = routing.dispatch(ids, weights, slots, block_m=8, max_active=16)
