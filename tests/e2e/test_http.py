@@ -38,7 +38,7 @@ def test_a_default_start_warns_of_nothing(addresses, log_path):
     assert ready
     lines = starting.splitlines()
     assert sum(" INFO " in line for line in lines) >= 5
-    expected = r"\d{4}-\d\d-\d\d [\d:,]+ INFO |(loading|compiling): \d+ of \d+ after "
+    expected = r"\d{4}-\d\d-\d\d [\d:,]+ INFO |(loading|compiling|warming): \d+ of \d+ after "
     assert not [line for line in lines if not re.match(expected, line)]
 
 
