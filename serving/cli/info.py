@@ -191,7 +191,8 @@ def expert_parameters(cfg: "ModelConfig") -> int:
 
 def kv_bytes_per_token(cfg: "ModelConfig", dtype: str) -> int:
     """Returns the bytes of keys and values of one position, over all layers."""
-    return 2 * cfg.num_layers * cfg.num_kv_heads * cfg.head_dim * _BYTES[dtype]
+    kinds: Any = cfg.layer_attention
+    return sum(kind.elements(cfg) for kind in kinds) * _BYTES[dtype]
 
 
 def _describe(
