@@ -4,13 +4,14 @@ An architecture whose arithmetic `jmoe.model` has already is one entry here, or 
 `register` from outside (docs/new-architecture.md).
 """
 
+import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from jmoe.attention import Paged
+from jmoe.attention import Latent, Paged
 from jmoe.config_fields import Fields
-from jmoe.config_keys import READ_FOR_ALL, READ_FOR_QWEN, ROPE_SECTIONS
+from jmoe.config_keys import READ_FOR_ALL, READ_FOR_QWEN, ROPE_SECTIONS, rope_kind
 from jmoe.router import ScoredTopK
 from pallas_kernels.activation import ClampedSwiglu
 
@@ -104,30 +105,109 @@ def _qwen3(fields: Fields) -> dict[str, Any]:
     }
 
 
-def _glm4(fields: Fields) -> dict[str, Any]:
+def _shared(fields: Fields, dense: int, shared: int) -> dict[str, Any]:
+    """Reads layers whose first few are dense, and experts that every row visits; `dense` and
+    `shared` are how many where the keys are absent.
+    """
     width, num_layers = fields.size("moe_intermediate_size"), fields.size("num_hidden_layers")
-    if (dense := fields.size("first_k_dense_replace", 1, least=0)) >= num_layers:
+    if (dense := fields.size("first_k_dense_replace", dense, least=0)) >= num_layers:
         raise fields.wrong("first_k_dense_replace", f"below num_hidden_layers ({num_layers})")
     return {
-        "num_experts": (count := fields.size("n_routed_experts", most=MOST_EXPERTS)),
+        "num_experts": fields.size("n_routed_experts", most=MOST_EXPERTS),
         "d_ff_expert": width,
-        "d_ff_shared": width * fields.size("n_shared_experts", 1, least=0),
+        "d_ff_shared": width * fields.size("n_shared_experts", shared, least=0),
         "shared_gate": False,
         "moe_layers": tuple(i >= dense for i in range(num_layers)),
+    }
+
+
+def _glm4(fields: Fields) -> dict[str, Any]:
+    own = _shared(fields, 1, 1)
+    return {
+        **own,
         "norm_topk_prob": fields.flag("norm_topk_prob", True),
-        "router": scored(fields, count, bias=True),
+        "router": scored(fields, own["num_experts"], bias=True),
         "qkv_bias": fields.flag("attention_bias", False),
         "qk_norm": fields.flag("use_qk_norm", False),
         "unused_layers": fields.size("num_nextn_predict_layers", 1, least=0),
     }
 
 
-def scored(fields: Fields, num_experts: int, **given: Any) -> ScoredTopK:
-    """Returns the router of `n_group`, `topk_group` and `routed_scaling_factor`, with other fields
-    as `given`. Raises ConfigError for groups that cannot be.
+def _deepseek2(fields: Fields) -> dict[str, Any]:
+    own, greedy = _shared(fields, 0, 2), "greedy"
+    if (method := fields.given("topk_method") or greedy) not in (greedy, "group_limited_greedy"):
+        raise fields.wrong("topk_method", "'greedy' or 'group_limited_greedy'")
+    router, groups = None, ("n_group", "topk_group")
+    if method != greedy and not all(map(fields.given, groups)):
+        raise fields.wrong(
+            "topk_method", f"'greedy' where not both {' and '.join(groups)} are given"
+        )
+    if method != greedy:
+        router = scored(fields, own["num_experts"], scoring="softmax", best=1)
+    elif (scale := fields.number("routed_scaling_factor", 1.0)) != 1:
+        router = ScoredTopK("softmax", scale=scale)
+    return {**own, **_latent(fields), "norm_topk_prob": False, "router": router}
+
+
+def _deepseek3(fields: Fields) -> dict[str, Any]:
+    own = _shared(fields, 3, 1)
+    return {
+        **own,
+        **_latent(fields, interleaved=fields.flag("rope_interleave", True)),
+        "norm_topk_prob": fields.flag("norm_topk_prob", True),
+        "router": scored(fields, own["num_experts"], (8, 4, 2.5), bias=True),
+        "unused_layers": fields.size("num_nextn_predict_layers", 1, least=0),
+    }
+
+
+def _latent(fields: Fields, **given: Any) -> dict[str, Any]:
+    """Reads latent attention."""
+    heads = fields.size("num_attention_heads")
+    if fields.size("num_key_value_heads", heads) != heads:
+        raise fields.wrong("num_key_value_heads", f"the same as num_attention_heads ({heads})")
+    full_or_window(fields)  # which knows no other layer_types
+    rope = fields.size("qk_rope_head_dim", 64)
+    if rope % 2:
+        raise fields.wrong("qk_rope_head_dim", "even")
+    if fields.size("head_dim", rope) != rope:
+        raise fields.wrong("head_dim", f"absent, or qk_rope_head_dim ({rope})")
+    scale, all_dims = 1.0, "mscale_all_dim"
+    for section in map(fields.section, ROPE_SECTIONS):
+        if section.given(all_dims) and rope_kind(section) == "yarn":
+            factor = section.number("factor")
+            weight = 0.1 * section.number(all_dims) * math.log(factor) if factor > 1 else 0.0
+            scale = (weight + 1.0) ** 2
+    kind = Latent(
+        kv_rank=fields.size("kv_lora_rank", 512),
+        q_rank=_q_rank(fields),
+        nope=fields.size("qk_nope_head_dim", 128),
+        rope=rope,
+        value=fields.size("v_head_dim", 128),
+        score_scale=scale,
+        **given,
+    )
+    kinds = (kind,) * fields.size("num_hidden_layers")
+    return {"layer_attention": kinds, "head_dim": kind.rope}
+
+
+def _q_rank(fields: Fields) -> int:
+    """Returns the rank of the queries' latent; null is none, and an absent key has a default."""
+    if "q_lora_rank" in fields.values and fields.given("q_lora_rank") is None:
+        return 0
+    return fields.size("q_lora_rank", 1536)
+
+
+def scored(
+    fields: Fields,
+    num_experts: int,
+    absent: tuple[int, int, float] = (1, 1, 1.0),
+    **given: Any,
+) -> ScoredTopK:
+    """Returns the router of `n_group`, `topk_group` and `routed_scaling_factor`, which are `absent`
+    where they are, with other fields as `given`. Raises ConfigError for groups that cannot be.
     """
-    groups = fields.size("n_group", 1)
-    top, scale = fields.size("topk_group", 1), fields.number("routed_scaling_factor", 1.0)
+    groups, top = fields.size("n_group", absent[0]), fields.size("topk_group", absent[1])
+    scale = fields.number("routed_scaling_factor", absent[2])
     router = ScoredTopK(groups=groups, top_groups=top, scale=scale, **given)
     if num_experts % groups or num_experts // groups < router.best:
         wanted = f"a divisor of n_routed_experts ({num_experts}) into groups of {router.best} or"
@@ -344,5 +424,33 @@ register(
         interleaved=True,
         quantized=("mxfp4",),
         apart="windows in turn, sinks, biases everywhere, clamped SwiGLU; MXFP4 is dequantized",
+    ),
+)
+_DEEPSEEK = (
+    "aux_loss_alpha ep_size first_k_dense_replace kv_lora_rank moe_intermediate_size n_group "
+    "n_routed_experts n_shared_experts q_lora_rank qk_head_dim qk_nope_head_dim qk_rope_head_dim "
+    "routed_scaling_factor seq_aux topk_group topk_method v_head_dim"
+)
+_LATENT = {"attention_bias": (False,), "moe_layer_freq": (1,)}
+register(
+    "deepseek_v2",
+    Architecture(
+        "DeepseekV2ForCausalLM",
+        _deepseek2,
+        _and(_DEEPSEEK),
+        {**_LATENT, "norm_topk_prob": (False,), "scoring_func": ("softmax",)},
+        shared="shared_experts",
+        apart="latent attention, shared experts without a gate, groups of experts",
+    ),
+)
+register(
+    "deepseek_v3",
+    Architecture(
+        "DeepseekV3ForCausalLM",
+        _deepseek3,
+        _and(f"{_DEEPSEEK} norm_topk_prob num_nextn_predict_layers rope_interleave"),
+        {**_LATENT, "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
+        shared="shared_experts",
+        apart="as V2, with a sigmoid router; prediction layer left out; not in FP8",
     ),
 )

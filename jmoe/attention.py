@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jmoe.kv_cache import CacheSizes, KVPages, make_pages
-from pallas_kernels.kv_write import Projection, split_heads, write_kv
+from jmoe.kv_cache import CacheSizes, KVPages, LatentPages, Pages, make_pages
+from pallas_kernels.kv_write import Heads, Projection, split_heads, write_kv
 from pallas_kernels.online_softmax import softmax
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paged_attention import plan as plan_decode
@@ -33,7 +33,7 @@ class Attention(Protocol):
     """What `run_layers` calls in each layer; a pytree, so that a step under way is a value."""
 
     def __call__(
-        self, projection: Projection, layer: Int[Array, ""], cache: Any
+        self, projection: Projection | Heads, layer: Int[Array, ""], cache: Any
     ) -> tuple[Float[Array, "T H D"], Any]:
         """Returns what the heads of each row read, and the cache with this layer's keys and
         values.
@@ -104,11 +104,11 @@ class Paged:
         if self.window < 0:
             raise ValueError(f"window is {self.window}; it must be at least 1, or 0 for none")
 
-    def cache(self, cfg: "ModelConfig", num_layers: int, sizes: CacheSizes) -> KVPages:
+    def cache(self, cfg: "ModelConfig", num_layers: int, sizes: CacheSizes) -> Pages:
         """See AttentionKind."""
         return make_pages(cfg, num_layers, sizes)
 
-    def step(self, cfg: "ModelConfig", cache: KVPages, rows: StepRows) -> Attention:
+    def step(self, cfg: "ModelConfig", cache: Pages, rows: StepRows) -> Attention:
         """See AttentionKind. A window that no position can exceed is none."""
         table, heads = rows.block_table, cfg.num_heads
         reached = table.shape[1] * cache.page_size
@@ -123,7 +123,7 @@ class Paged:
         )
 
     def _in_sight(
-        self, table: Int[Array, "N M"], pages: KVPages, rows: StepRows
+        self, table: Int[Array, "N M"], pages: Pages, rows: StepRows
     ) -> Int[Array, "N M"]:
         """Returns the pages of each sequence, with the padding page in place of those behind the
         window of its first row: others may own them by now.
@@ -141,6 +141,40 @@ class Paged:
 
 
 FULL = Paged()
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class Latent(Paged):
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434). Of a position it keeps one
+    latent of `kv_rank` elements for all heads' keys and values, and `rope` elements that turn.
+
+    Queries are taken to the latents (the projection of keys is absorbed), which are then one key
+    head for all, and their own values; `jmoe.model.attended` makes heads of what is read of them.
+    """
+
+    kv_rank: int = 0
+    q_rank: int = 0  # of the queries' own latent; 0: they have none
+    nope: int = 0  # elements of a query head that do not turn
+    rope: int = 0  # elements that do
+    value: int = 0  # elements of a value head
+    score_scale: float = 1.0  # beside the root of a query head's size
+    interleaved: bool = True  # elements turn in pairs of neighbours; else halves against each other
+
+    @property
+    def scale(self) -> float:
+        """What scores are multiplied by."""
+        return self.score_scale * (self.nope + self.rope) ** -0.5
+
+    @property
+    def width(self) -> int:
+        """Elements that are kept of a position."""
+        return self.kv_rank + self.rope
+
+    def cache(self, cfg: "ModelConfig", num_layers: int, sizes: CacheSizes) -> LatentPages:
+        """See AttentionKind."""
+        shape = num_layers, sizes.num_pages + 1, 1, sizes.page_size, self.width
+        return LatentPages(jnp.zeros(shape, sizes.dtype))
 
 
 class ByKind(NamedTuple):
@@ -234,7 +268,7 @@ class Written(NamedTuple):
     @classmethod
     def at(
         cls,
-        pages: KVPages,
+        pages: Pages,
         block_table: Int[Array, "S M"],
         slot: Int[Array, "T"],
         position: Int[Array, "T"],
@@ -243,6 +277,17 @@ class Written(NamedTuple):
         """Makes it for rows at `position` of sequence slots whose pages `block_table` lists."""
         page = block_table[slot, position // pages.page_size]
         return cls(jnp.where(valid, page, pages.padding_page), position % pages.page_size)
+
+    def write(
+        self, projection: Projection | Heads, layer: Int[Array, ""], cache: Pages
+    ) -> tuple[Float[Array, "T H D"], Pages]:
+        """Returns query heads, and the cache with the rows' keys and values."""
+        if isinstance(projection, Projection):
+            q, *new = write_kv(projection, *cache, layer=layer, **self._asdict())
+            return q, KVPages(*new)
+        q, rows, _ = split_heads(projection)
+        at = cache.k.at[layer, self.page, :, self.offset]
+        return q, LatentPages(at.set(rows.astype(cache.k.dtype), mode="promise_in_bounds"))
 
 
 class DecodeAttention(NamedTuple):
@@ -258,7 +303,7 @@ class DecodeAttention(NamedTuple):
     def of(
         cls,
         written: Written,
-        pages: KVPages,
+        pages: Pages,
         block_table: Int[Array, "B M"],
         *,
         num_heads: int,
@@ -270,24 +315,23 @@ class DecodeAttention(NamedTuple):
         return cls(written, block_table, kv_len, plan, kind)
 
     def __call__(
-        self, projection: Projection, layer: Int[Array, ""], cache: KVPages
-    ) -> tuple[Float[Array, "B H D"], KVPages]:
+        self, projection: Projection | Heads, layer: Int[Array, ""], cache: Pages
+    ) -> tuple[Float[Array, "B H D"], Pages]:
         """See Attention."""
         q, pages = self.write(projection, layer, cache)
         return self.read(q, layer, pages, projection.sinks), pages
 
     def write(
-        self, projection: Projection, layer: Int[Array, ""], cache: KVPages
-    ) -> tuple[Float[Array, "B H D"], KVPages]:
+        self, projection: Projection | Heads, layer: Int[Array, ""], cache: Pages
+    ) -> tuple[Float[Array, "B H D"], Pages]:
         """Returns query heads, and the cache with the rows' keys and values."""
-        q, *new = write_kv(projection, *cache, layer=layer, **self.written._asdict())
-        return q, KVPages(*new)
+        return self.written.write(projection, layer, cache)
 
     def read(
         self,
         q: Float[Array, "B H D"],
         layer: Int[Array, ""],
-        cache: KVPages,
+        cache: Pages,
         sinks: Float[Array, "*B H"] | None = None,
     ) -> Float[Array, "B H D"]:
         """Returns what the heads read of a cache that the rows are written to. `sinks` are the
@@ -321,7 +365,7 @@ class PrefillAttention(NamedTuple):
     def of(
         cls,
         written: Written,
-        pages: KVPages,
+        pages: Pages,
         block_table: Int[Array, "N M"],
         *,
         num_heads: int,
@@ -336,11 +380,10 @@ class PrefillAttention(NamedTuple):
         return cls(written, block_table, q_start, kv_len, work, kind)
 
     def __call__(
-        self, projection: Projection, layer: Int[Array, ""], cache: KVPages
-    ) -> tuple[Float[Array, "T H D"], KVPages]:
+        self, projection: Projection | Heads, layer: Int[Array, ""], cache: Pages
+    ) -> tuple[Float[Array, "T H D"], Pages]:
         """See Attention."""
-        q, *new = write_kv(projection, *cache, layer=layer, **self.written._asdict())
-        pages = KVPages(*new)
+        q, pages = self.written.write(projection, layer, cache)
         return (
             prefill_attention(
                 q,
@@ -371,7 +414,7 @@ class CausalAttention:
     window: int = field(default=0, metadata={"static": True})  # as of `Paged`
 
     def __call__(
-        self, projection: Projection, layer: Int[Array, ""], cache: Any
+        self, projection: Projection | Heads, layer: Int[Array, ""], cache: Any
     ) -> tuple[Float[Array, "T H D"], Any]:
         """See Attention."""
         q, k, v = split_heads(projection)

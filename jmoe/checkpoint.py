@@ -515,7 +515,7 @@ def save_native(
     directory = directory.absolute()
     if (directory / "jmoe.json").exists():
         raise FileExistsError(f"{directory} already holds a model; choose another directory")
-    if others := [kind for kind in cfg.attention_kinds if not isinstance(kind, Paged)]:
+    if others := [kind for kind in cfg.attention_kinds if type(kind) is not Paged]:
         raise ValueError(f"layer_attention has {others[0]}; jmoe.json can name jmoe's own kinds")
     stored = asdict(cfg)
     del stored["activation"]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jmoe.architectures import ARCHITECTURES, Architecture, full_or_window
-from jmoe.attention import FULL, AttentionKind
+from jmoe.attention import FULL, AttentionKind, Latent
 from jmoe.config_fields import ConfigError as ConfigError
 from jmoe.config_fields import Fields, shown
 from jmoe.config_keys import ROPE_SECTIONS, check_keys, rope_kind
@@ -142,6 +142,11 @@ class ModelConfig:
                 runs.append((number, layer, layer + 1, others))
         return runs
 
+    def _parameters(self, layer: int) -> tuple[bool, ...]:
+        """What decides which parameters a layer has."""
+        kind = self.layer_attention[layer]
+        return self.moe_layers[layer], self.has_sinks(layer), isinstance(kind, Latent)
+
     def has_sinks(self, layer: int) -> bool:
         """Whether a layer's attention has a sink a head."""
         return bool(getattr(self.layer_attention[layer], "sinks", False))
@@ -150,8 +155,7 @@ class ModelConfig:
         """Runs of layers with the same parameters: (is MoE, first layer, number of layers)."""
         runs: list[tuple[bool, int, int]] = []
         for layer, moe in enumerate(self.moe_layers):
-            alike = layer > 0 and self.has_sinks(layer) == self.has_sinks(layer - 1)
-            if runs and alike and runs[-1][0] == moe:
+            if runs and self._parameters(layer) == self._parameters(layer - 1):
                 runs[-1] = (moe, runs[-1][1], runs[-1][2] + 1)
             else:
                 runs.append((moe, layer, 1))

@@ -40,6 +40,35 @@ class KVPages(NamedTuple):
         return self.k.shape[3]
 
 
+class LatentPages(NamedTuple):
+    """Latents of L layers, of which keys and values are made: as KVPages with one head for both."""
+
+    latent: Float[Array, "L P 1 S D"]
+
+    @property
+    def k(self) -> Float[Array, "L P 1 S D"]:
+        """What queries are compared with."""
+        return self.latent
+
+    @property
+    def v(self) -> Float[Array, "L P 1 S D"]:
+        """What is summed by weight."""
+        return self.latent
+
+    @property
+    def padding_page(self) -> int:
+        """The page that takes padding rows."""
+        return self.latent.shape[1] - 1
+
+    @property
+    def page_size(self) -> int:
+        """Positions a page."""
+        return self.latent.shape[3]
+
+
+Pages = KVPages | LatentPages
+
+
 def make_pages(cfg: "ModelConfig", num_layers: int, sizes: CacheSizes) -> KVPages:
     """Returns zeroed pages of some layers, and the padding page."""
     shape = num_layers, sizes.num_pages + 1, cfg.num_kv_heads, sizes.page_size, cfg.head_dim

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmoe.architectures import naming
+from jmoe.attention import Latent
 from jmoe.config import ModelConfig
 
 Kind = Literal["matrix", "laid out", "mxfp4", "embedding", "router", "norm", "bias", "gate"]
@@ -142,28 +143,13 @@ def top(cfg: ModelConfig) -> Layout:
 
 def layer(cfg: ModelConfig, index: int, is_moe: bool) -> Layout:
     """Describes the parameters of one layer, experts left out."""
-    at, d, size = f"model.layers.{index}.", cfg.d_model, cfg.head_dim
-    q, kv = cfg.num_heads * size, cfg.num_kv_heads * size
-    attn, heads = at + "self_attn.", "q k v heads"
-    qkv = tuple(f"{attn}{p}_proj." for p in "qkv")
+    at, d = f"model.layers.{index}.", cfg.d_model
+    attn, kind = at + "self_attn.", cfg.layer_attention[index]
     out = {
         "attn_norm": Parameter((at + "input_layernorm.weight",), ((d,),), ("d",), "norm"),
         "mlp_norm": Parameter((at + "post_attention_layernorm.weight",), ((d,),), ("d",), "norm"),
-        "wqkv": Parameter(
-            tuple(p + "weight" for p in qkv), ((q, d), (kv, d), (kv, d)), ("d", heads)
-        ),
-        "wo": Parameter((attn + "o_proj.weight",), ((d, q),), ("heads", "d")),
     }
-    if cfg.qkv_bias:
-        names = tuple(p + "bias" for p in qkv)
-        out["bqkv"] = Parameter(names, ((q,), (kv,), (kv,)), (heads,), "bias")
-    if cfg.o_bias:
-        out["bo"] = Parameter((attn + "o_proj.bias",), ((d,),), ("d",), "bias")
-    if cfg.qk_norm:
-        axis = heads if cfg.normed_whole else "head_dim"
-        for key, whole in (("q_norm", q), ("k_norm", kv)):
-            shape = (whole if cfg.normed_whole else size,)
-            out[key] = Parameter((f"{attn}{key}.weight",), (shape,), (axis,), "norm")
+    out |= _latent(cfg, kind, attn) if isinstance(kind, Latent) else _heads(cfg, attn)
     if cfg.has_sinks(index):
         out["sinks"] = Parameter((attn + "sinks",), ((cfg.num_heads,),), ("heads",), "bias")
     names = naming(cfg.architecture)
@@ -184,6 +170,55 @@ def layer(cfg: ModelConfig, index: int, is_moe: bool) -> Layout:
             gate = (f"{mlp}{names.shared}_gate.weight",)
             out["shared_gate"] = Parameter(gate, ((1, d),), ("d",), "gate")
     return out
+
+
+def _heads(cfg: ModelConfig, attn: str) -> Layout:
+    d, size, heads = cfg.d_model, cfg.head_dim, "q k v heads"
+    q, kv = cfg.num_heads * size, cfg.num_kv_heads * size
+    qkv = tuple(f"{attn}{p}_proj." for p in "qkv")
+    weights, biases = (tuple(p + kind for p in qkv) for kind in ("weight", "bias"))
+    out = {
+        "wqkv": Parameter(weights, ((q, d), (kv, d), (kv, d)), ("d", heads)),
+        "wo": Parameter((attn + "o_proj.weight",), ((d, q),), ("heads", "d")),
+    }
+    if cfg.qkv_bias:
+        out["bqkv"] = Parameter(biases, ((q,), (kv,), (kv,)), (heads,), "bias")
+    if cfg.o_bias:
+        out["bo"] = Parameter((attn + "o_proj.bias",), ((d,),), ("d",), "bias")
+    if cfg.qk_norm:
+        axis = heads if cfg.normed_whole else "head_dim"
+        for key, whole in (("q_norm", q), ("k_norm", kv)):
+            shape = (whole if cfg.normed_whole else size,)
+            out[key] = Parameter((f"{attn}{key}.weight",), (shape,), (axis,), "norm")
+    return out
+
+
+def _latent(cfg: ModelConfig, kind: Latent, attn: str) -> Layout:
+    d, rank, q_rank = cfg.d_model, kind.kv_rank, kind.q_rank
+    q, kv, out = (
+        cfg.num_heads * size for size in (kind.nope + kind.rope, kind.nope + kind.value, kind.value)
+    )
+
+    def matrix(name: str, columns: int, k: int, axes: tuple[str, str]) -> Parameter:
+        return Parameter((f"{attn}{name}.weight",), ((columns, k),), axes)
+
+    def norm(name: str, size: int, axis: str) -> Parameter:
+        return Parameter((f"{attn}{name}.weight",), ((size,),), (axis,), "norm")
+
+    queries = {"wq": matrix("q_proj", q, d, ("d", "q heads"))}
+    if q_rank:
+        queries = {
+            "wq_a": matrix("q_a_proj", q_rank, d, ("d", "q_rank")),
+            "q_a_norm": norm("q_a_layernorm", q_rank, "q_rank"),
+            "wq": matrix("q_b_proj", q, q_rank, ("q_rank", "q heads")),
+        }
+    return {
+        **queries,
+        "wkv_a": matrix("kv_a_proj_with_mqa", rank + kind.rope, d, ("d", "rank + rope")),
+        "kv_a_norm": norm("kv_a_layernorm", rank, "rank"),
+        "wkv_b": matrix("kv_b_proj", kv, rank, ("rank", "k v heads")),
+        "wo": matrix("o_proj", d, out, ("heads", "d")),
+    }
 
 
 def expert(cfg: ModelConfig, index: int, number: int) -> Layout:

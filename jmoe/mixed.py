@@ -23,7 +23,7 @@ from jmoe.attention import DecodeAttention
 from jmoe.brownout import Control
 from jmoe.config import ModelConfig
 from jmoe.experts import ABSENT, ExpertTable, Pool
-from jmoe.kv_cache import KVPages
+from jmoe.kv_cache import Pages
 from jmoe.model import Halves, Rotation, attended, embed, head, project, run_layers
 from jmoe.moe import (
     COUNTS,
@@ -150,8 +150,8 @@ def mixed_attend(
     turns: Sequence[Rotation],
     attention: DecodeAttention,
     index: Int[Array, ""],
-    cache: KVPages,
-) -> tuple[Segments, KVPages]:
+    cache: Pages,
+) -> tuple[Segments, Pages]:
     """Runs attention of layer `index` for all segments, with its residual; returns the cache
     afterwards, too.
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jmoe.attention import Attention, ByKind
+from jmoe.attention import Attention, ByKind, Latent
 from jmoe.brownout import Control
 from jmoe.config import ModelConfig
 from jmoe.experts import ExpertTable, uncut
@@ -37,12 +37,15 @@ from jmoe.parallel.replicas import Copying, Replicas, Replication
 from jmoe.rope import rotation
 from jmoe.weights import Params, Weights
 from pallas_kernels.backend import backend
-from pallas_kernels.kv_write import Projection
+from pallas_kernels.kv_write import Heads, Projection, turn
 from pallas_kernels.matmul import matmul_transposed
 from pallas_kernels.norm import rms_norm
 
 LOOKAHEAD = "lookahead"
 """Where probes are among the parameters, if a server has them (`jmoe.parallel.probe`)."""
+
+LATENT_EPS = 1e-6
+"""Of the norms of latents, whatever a config says of the others."""
 
 Rotation = tuple[Float[Array, "T half"], Float[Array, "T half"]]
 """Cosines and sines of a step's rows, by `rope.rotation`."""
@@ -63,10 +66,12 @@ def embed(params: Params, tokens: Int[Array, "T"]) -> Float[Array, "T d"]:
 
 def project(
     cfg: ModelConfig, layer: Params, h: Float[Array, "T d"], cos_sin: Rotation
-) -> Projection:
+) -> Projection | Heads:
     """Returns the QKV product of normed rows; what `Projection` has of them is still to be
-    applied.
+    applied. Of latent attention, queries and latents as they are.
     """
+    if "wkv_a" in layer:
+        return _latents(cfg, layer, h, cos_sin)
     shape = (-1, cfg.num_heads + 2 * cfg.num_kv_heads, cfg.head_dim)
     return Projection(
         linear(h, layer["wqkv"]).reshape(shape),
@@ -79,6 +84,41 @@ def project(
         sinks=layer.get("sinks"),
         clip=cfg.clip_qkv,
     )
+
+
+def latent_of(cfg: ModelConfig) -> Latent:
+    """Returns the kind of layers with latent attention."""
+    return next(kind for kind in cfg.attention_kinds if isinstance(kind, Latent))
+
+
+def _latents(cfg: ModelConfig, layer: Params, h: Float[Array, "T d"], cos_sin: Rotation) -> Heads:
+    kind = latent_of(cfg)
+    q = h
+    if kind.q_rank:
+        q = rms_norm(linear(h, layer["wq_a"]), layer["q_a_norm"], LATENT_EPS)
+    q = linear(q, layer["wq"]).reshape(h.shape[0], cfg.num_heads, -1)
+    q, q_turned = jnp.split(q, [kind.nope], axis=2)
+    latent, k_turned = jnp.split(linear(h, layer["wkv_a"]), [kind.kv_rank], axis=1)
+    latent = rms_norm(latent, layer["kv_a_norm"], LATENT_EPS)[:, None]
+    pairs = (q_turned, k_turned[:, None])
+    if kind.interleaved:
+        pairs = (jnp.concatenate([x[..., ::2], x[..., 1::2]], axis=-1) for x in pairs)
+    q_turned, k_turned = (turn(x, *cos_sin) for x in pairs)
+    keys, _ = _of_latents(cfg, layer)
+    q = jnp.concatenate([jnp.einsum("thn,rhn->thr", q, keys), q_turned], axis=2)
+    # Attention scales by the root of the width that it sees.
+    q = (q.astype(jnp.float32) * (kind.scale * kind.width**0.5)).astype(q.dtype)
+    k = jnp.concatenate([latent, k_turned], axis=2)
+    return Heads(q, k, k, layer.get("sinks"))
+
+
+def _of_latents(
+    cfg: ModelConfig, layer: Params
+) -> tuple[Float[Array, "r H nope"], Float[Array, "r H value"]]:
+    """Returns what makes each head's keys, and its values, of latents."""
+    weights = layer["wkv_b"].reshape(-1, cfg.num_heads, layer["wkv_b"].shape[1] // cfg.num_heads)
+    keys, values = jnp.split(weights, [latent_of(cfg).nope], axis=2)
+    return keys, values
 
 
 def attend(
@@ -100,6 +140,9 @@ def attended(
     cfg: ModelConfig, layer: Params, x: Float[Array, "T d"], out: Float[Array, "T H D"]
 ) -> Float[Array, "T d"]:
     """Adds to the rows what their heads have read."""
+    if "wkv_b" in layer:
+        _, values = _of_latents(cfg, layer)
+        out = jnp.einsum("thr,rhv->thv", out[..., : values.shape[0]].astype(values.dtype), values)
     x = x + linear(out.reshape(x.shape[0], -1), layer["wo"]).astype(x.dtype)
     return x + layer["bo"][None] if cfg.o_bias else x
 

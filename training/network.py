@@ -18,7 +18,7 @@ from jmoe.config import ModelConfig
 from jmoe.model import attend, embed, head
 from jmoe.moe import dense_mlp, gate, router, with_residual
 from jmoe.rope import rotation
-from pallas_kernels.kv_write import Projection, split_heads
+from pallas_kernels.kv_write import Heads, Projection, split_heads
 from pallas_kernels.matmul import matmul
 from pallas_kernels.online_softmax import softmax
 from training.dispatch import biases_of, expert_layer
@@ -85,7 +85,7 @@ class PackedAttention:
         return cls(jnp.where(seen, 0.0, -1e9)[:, None])
 
     def __call__(
-        self, projection: Projection, layer: Int[Array, ""], cache: Any
+        self, projection: Projection | Heads, layer: Int[Array, ""], cache: Any
     ) -> tuple[Float[Array, "T H D"], Any]:
         """See Attention."""
         q, k, v = split_heads(projection)

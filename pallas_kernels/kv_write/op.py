@@ -35,10 +35,22 @@ class Projection:
         return self.rows.shape[1] - 2 * self.kv_heads
 
 
+@dataclass(frozen=True)
+class Heads:
+    """Queries, keys and values as attention takes them, where nothing is left to be applied."""
+
+    q: Float[Array, "T H D"]
+    k: Float[Array, "T G D"]
+    v: Float[Array, "T G D"]
+    sinks: Float[Array, "H"] | None = None
+
+
 def split_heads(
-    projection: Projection,
+    projection: Projection | Heads,
 ) -> tuple[Float[Array, "T H D"], Float[Array, "T G D"], Float[Array, "T G D"]]:
     """Returns queries, keys and values as attention takes them."""
+    if isinstance(projection, Heads):
+        return projection.q, projection.k, projection.v
     return reference.split_heads(projection)
 
 

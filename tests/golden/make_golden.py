@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parent
 LENGTH, NEW_TOKENS = 19, 12
 MIN_ROUTER_GAP, MIN_LOGIT_GAP, MIN_DISTINCT, MIN_ROPE_EFFECT = 0.005, 0.02, 5, 0.05
 # Sigmoids saturate, and groups can tie: so wide a gap between their scores is never seen.
-MIN_SCORE_GAP = {"glm4_moe": 0.0005}
+MIN_SCORE_GAP = dict.fromkeys(("glm4_moe", "deepseek_v2", "deepseek_v3"), 0.0005)
 EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
 
 
@@ -37,6 +37,8 @@ NAMES = {
     "mixtral": ("num_local_experts", "intermediate_size"),
     "glm4_moe": ("n_routed_experts", "moe_intermediate_size"),
     "gpt_oss": ("num_local_experts", "intermediate_size"),
+    "deepseek_v2": ("n_routed_experts", "moe_intermediate_size"),
+    "deepseek_v3": ("n_routed_experts", "moe_intermediate_size"),
 }
 
 
@@ -115,6 +117,15 @@ YARN_EXACT = {
     "truncate": False,
 }
 YARN_EXACT |= {"original_max_position_embeddings": 32}
+YARN_SCORES = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "rope_theta": 50.0,
+    "beta_fast": 8.0,
+    "mscale": 1.0,
+}
+YARN_SCORES |= {"mscale_all_dim": 0.707, "original_max_position_embeddings": 32}
+LATENT = {"kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 7}
 TIED, NORM = {"tie_word_embeddings": True}, {"norm_topk_prob": True}
 SPARSE_STEP, MLP_ONLY = {"decoder_sparse_step": 2}, {"mlp_only_layers": [0]}
 
@@ -123,6 +134,9 @@ YARN_PARTIAL = {**YARN_BETAS, "partial_rotary_factor": 0.25}
 
 qwen2, qwen3, mixtral = (partial(case, name) for name in ("qwen2_moe", "qwen3_moe", "mixtral"))
 olmoe = partial(case, "olmoe", eos_token_id=2)
+deepseek2, deepseek3 = (
+    partial(case, name, eos_token_id=2, **LATENT) for name in ("deepseek_v2", "deepseek_v3")
+)
 gpt_oss = partial(case, "gpt_oss", rope=YARN_EXACT, sliding_window=5, eos_token_id=2)
 glm4 = partial(case, "glm4_moe", rope={"rope_theta": 1e4, "partial_rotary_factor": 0.5})
 CASES = {
@@ -206,6 +220,69 @@ CASES = {
         attention_bias=False,
         **TIED,
     ),
+    "deepseek_v2": deepseek2(
+        [3, 30, 5, 5, 71],
+        [7, 3, 11, 25],
+        rope=YARN_SCORES,
+        q_lora_rank=None,
+        first_k_dense_replace=1,
+        n_shared_experts=2,
+    ),
+    "deepseek_v2_groups_tied": deepseek2(
+        [2, 36, 3, 3, 73],
+        [9, 3, 9, 21],
+        hub=False,
+        rope=TEN_THOUSAND,
+        q_lora_rank=10,
+        first_k_dense_replace=1,
+        topk_method="group_limited_greedy",
+        n_group=3,
+        topk_group=2,
+        routed_scaling_factor=1.7,
+        **TIED,
+    ),
+    "deepseek_v2_scaled": deepseek2(
+        [2, 40, 4, 4, 61],
+        [5, 2, 13],
+        bf16=True,
+        q_lora_rank=8,
+        n_shared_experts=1,
+        routed_scaling_factor=2.0,
+    ),
+    "deepseek_v3": deepseek3(
+        [3, 30, 6, 6, 73],
+        [8, 3, 11, 25],
+        rope=YARN_SCORES,
+        q_lora_rank=10,
+        n_group=4,
+        topk_group=2,
+        first_k_dense_replace=1,
+    ),
+    "deepseek_v3_halves": deepseek3(
+        [3, 35, 5, 5, 67],
+        [6, 2, 9, 23],
+        hub=False,
+        rope=TEN_THOUSAND,
+        q_lora_rank=None,
+        n_group=1,
+        topk_group=1,
+        first_k_dense_replace=2,
+        rope_interleave=False,
+        norm_topk_prob=False,
+        routed_scaling_factor=1.3,
+    ),
+    "deepseek_v3_tied": deepseek3(
+        [2, 36, 3, 3, 61],
+        [9, 3, 9],
+        bf16=True,
+        q_lora_rank=14,
+        n_group=3,
+        topk_group=2,
+        first_k_dense_replace=0,
+        n_shared_experts=2,
+        num_nextn_predict_layers=0,
+        **TIED,
+    ),
     "gpt_oss_mxfp4": gpt_oss([2, 96, 3, 3, 61], [3, 2, 32], head_dim=12, bf16=True, mxfp4=True),
 }
 
@@ -279,7 +356,14 @@ def gap(values, k):
 def choice_gap(model, logits):
     """Return how far the routers' choices are from a tie."""
     config = model.config
-    if config.model_type != "glm4_moe":
+    if config.model_type == "deepseek_v2" and config.topk_method != "greedy":
+        scores = logits.softmax(-1).flatten(0, -2)
+        groups = scores.unflatten(-1, (config.n_group, -1))
+        worth = groups.max(-1).values
+        least = worth.topk(config.topk_group).values[..., -1:]
+        allowed = groups.masked_fill((worth < least)[..., None], 0.0).flatten(-2)
+        return min(gap(worth, config.topk_group), gap(allowed, config.num_experts_per_tok))
+    if config.model_type not in ("glm4_moe", "deepseek_v3"):
         return gap(logits, config.num_experts_per_tok)
     at = [layer.mlp.gate for layer in model.model.layers if hasattr(layer.mlp, "gate")]
     gaps = []

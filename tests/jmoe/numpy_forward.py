@@ -4,12 +4,13 @@ A program a configuration takes seconds to compile; here hundreds are compared. 
 pool and the RoPE frequencies are jmoe's. test_golden.py holds `jmoe.forward` to transformers.
 """
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import jax
 import numpy as np
 from router_oracle import scored
 
+from jmoe.attention import Latent
 from jmoe.rope import inverse_frequencies
 from pallas_kernels.activation import ClampedSwiglu
 
@@ -29,8 +30,11 @@ def forward(model, tokens, served=None):
         for (is_moe, start, count), segment in zip(cfg.segments(), params["segments"], strict=True):
             for i in range(count):
                 layer = {key: leaf[i] for key, leaf in segment.items()}
-                window = cfg.layer_attention[start + i].window or len(row)
-                x = x + _attention(cfg, layer, _norm(cfg, x, layer["attn_norm"]), window)
+                kind, h = cfg.layer_attention[start + i], _norm(cfg, x, layer["attn_norm"])
+                if isinstance(kind, Latent):
+                    x = x + _latent(cfg, layer, h, kind)
+                else:
+                    x = x + _attention(cfg, layer, h, kind.window or len(row))
                 h = _norm(cfg, x, layer["mlp_norm"])
                 if is_moe:
                     x = x + _moe(cfg, layer, pool, slots[moe_layer], h, moe_layer, served)
@@ -90,6 +94,31 @@ def _heads_norm(cfg, x, weight):
     if not cfg.normed_whole:
         return _norm(cfg, x, weight)
     return _norm(cfg, x.reshape(len(x), -1), weight).reshape(x.shape)
+
+
+def _latent(cfg, layer, h, kind):
+    """Expands every position's latent into keys and values of all heads."""
+    length, heads = len(h), cfg.num_heads
+    q = h @ layer["wq_a"] if kind.q_rank else h
+    if kind.q_rank:
+        q = _norm(replace(cfg, rms_norm_eps=1e-6), q, layer["q_a_norm"])
+    q = (q @ layer["wq"]).reshape(length, heads, -1)
+    compressed = h @ layer["wkv_a"]
+    latent, k_turned = compressed[:, : kind.kv_rank], compressed[:, None, kind.kv_rank :]
+    latent = _norm(replace(cfg, rms_norm_eps=1e-6), latent, layer["kv_a_norm"])
+    made = (latent @ layer["wkv_b"]).reshape(length, heads, -1)
+    k, v = made[..., : kind.nope], made[..., kind.nope :]
+
+    def turned(x):
+        if kind.interleaved:
+            x = np.concatenate([x[..., ::2], x[..., 1::2]], axis=-1)
+        return _rotate(cfg, x)
+
+    q = np.concatenate([q[..., : kind.nope], turned(q[..., kind.nope :])], axis=-1)
+    k = np.concatenate([k, np.repeat(turned(k_turned), heads, axis=1)], axis=-1)
+    scores = np.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5 * kind.score_scale
+    scores = np.where(np.tril(np.ones((length, length), bool)), scores, -np.inf)
+    return np.einsum("hqk,khd->qhd", _softmax(scores), v).reshape(length, -1) @ layer["wo"]
 
 
 def _rotate(cfg, x):

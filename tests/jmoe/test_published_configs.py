@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from jmoe.config import from_hf
+from jmoe.config import ConfigError, from_hf
 from serving.cli.info import kv_bytes_per_token, num_parameters
 
 PUBLISHED = Path(__file__).parents[1] / "published_configs"
@@ -31,10 +31,15 @@ CARDS = {
     "GLM-4.5": (355, 32, 131072),
     "GLM-4.5-Air": (106, 12, 131072),
     "OLMoE-1B-7B-0924": (6.9, 1.3, 4096),
+    "DeepSeek-V2": (236, 21, 163840),
+    "DeepSeek-V2-Lite": (15.7, 2.4, 163840),
+    "DeepSeek-V3-bf16": (671, 37, 163840),
     "gpt-oss-20b": (20.9, 3.6, 131072),
     "gpt-oss-120b": (116.8, 5.1, 131072),
 }
 KV_BYTES = {  # of a position, in bfloat16
+    "DeepSeek-V2-Lite": 31_104,
+    "DeepSeek-V3-bf16": 70_272,
     "GLM-4.5-Air": 188_416,
     "Qwen3-30B-A3B": 98_304,
     "gpt-oss-120b": 73_728,
@@ -43,6 +48,14 @@ KV_BYTES = {  # of a position, in bfloat16
 
 def test_every_file_has_a_card():
     assert {path.stem for path in PUBLISHED.glob("*.json")} == CARDS.keys()
+
+
+def test_eight_bit_deepseek_v3_is_refused_by_name():
+    """As its own checkpoint is: that in bfloat16 is made of it."""
+    config = json.loads((PUBLISHED / "DeepSeek-V3-bf16.json").read_text())
+    fp8 = {"fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
+    with pytest.raises(ConfigError, match=r"quantization_config is .*'fp8'"):
+        from_hf(config | {"quantization_config": fp8})
 
 
 @pytest.mark.parametrize("name", CARDS)
@@ -55,6 +68,7 @@ def test_a_released_model_is_read(name):
     counts = [(found - part) / 1e9 for part in (0, embed, (2 - cfg.tie_embeddings) * embed)]
     assert any(one == pytest.approx(active, rel=0.03) for one in counts)
     assert cfg.max_position == positions
-    assert cfg.rope.kind == ("yarn" if cfg.architecture == "gpt_oss" else "default")
+    scaled = name.startswith(("DeepSeek", "gpt-oss"))
+    assert cfg.rope.kind == ("yarn" if scaled else "default")
     if name in KV_BYTES:
         assert kv_bytes_per_token(cfg, "bfloat16") == KV_BYTES[name]

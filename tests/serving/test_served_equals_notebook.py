@@ -605,7 +605,12 @@ ROWS = {
     ),
 }
 
-ARCHITECTURES = ("glm4_moe", "olmoe_clip_gqa", "gpt_oss")  # goldens of what others do not have
+ARCHITECTURES = (
+    "glm4_moe",
+    "olmoe_clip_gqa",
+    "gpt_oss",
+    "deepseek_v3",
+)  # goldens of what others do not have
 FEW_PAGES = {"num_pages": 14, "reserved_ls_seqs": 1, "prefix_reuse": "on"}
 for golden in ARCHITECTURES:
     ROWS |= {
