@@ -117,6 +117,20 @@ async def test_over_few_pages_everyone_gets_the_whole_model_s_tokens(mix):
 
 
 @pytest.mark.deep
+@pytest.mark.parametrize("mix", ["a window"], indirect=True)
+async def test_workers_give_back_pages_too(mix):
+    model, config = mix
+    own = AsynchronousConfig(attention=1, experts=1)
+    config = replace(config, mode="aep", asynchronous=own, threshold_buckets_percent=())
+    asked = requests()
+    answers, stats = await served(model, config, asked)
+    for one, got in zip([asked[0], *asked[2:]], answers, strict=True):
+        logits = jmoe.forward(model, [one.prompt + got.tokens[:-1]])[0, len(one.prompt) - 1 :]
+        assert got.tokens == np.argmax(logits, axis=-1).tolist()
+    assert not stats.evictions
+
+
+@pytest.mark.deep
 async def test_tokens_are_bit_for_bit_those_where_nothing_is_given_back(mix, monkeypatch):
     model, config = mix
     alone = [requests()[at] for at in (0, 4)]

@@ -1,5 +1,7 @@
 """Sequences over several ranks; whole traces of them are in test_priorities.py."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -116,3 +118,13 @@ def test_a_step_on_one_rank_is_left_as_it_is():
     step = ByRank.of(StepPlan(Phase.DECODE, rows), limits)
     np.testing.assert_array_equal(step.arrays(2, 1, 0)[1], rows)
     assert step.row_at(4).tolist() == [0, 1]
+
+
+def test_each_group_s_pages_are_numbered_anew_on_each_rank():
+    limits = replace(LIMITS, num_pages=100, windows=(0, 3))
+    assert limits.group_pages == (50, 3 * 3 + 2 * 2)
+    deltas = np.array([[0, 6, 49], [0, 7, 12], [4, 8, 50], [4, 9, 13]], np.int32)
+    rows = np.stack([pack_row(slot, kv_len=20) for slot in (0, 4)])
+    step = ByRank.of(StepPlan(Phase.DECODE, rows, deltas), limits)
+    assert step.delta_rank.tolist() == [0, 0, 1, 1]
+    assert step.plan.deltas.tolist() == [[0, 6, 49], [0, 7, 12], [1, 8, 0], [1, 9, 0]]
