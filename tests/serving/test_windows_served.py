@@ -11,7 +11,7 @@ from notebook import Asked, answer
 
 import jmoe
 from jmoe.attention import FULL, Paged
-from serving.config import EngineConfig
+from serving.config import AsynchronousConfig, EngineConfig
 from serving.engine import Engine
 from serving.errors import SettingsError
 from serving.execution.fitting import fit_to_model
