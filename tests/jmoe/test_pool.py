@@ -13,11 +13,9 @@ from jmoe.brownout import Control
 from jmoe.experts import ExpertPool, Pool, write_slots
 from jmoe.model import StepData, embed, layers_of, run_layers
 from jmoe.moe import RoutedRows, route
-from jmoe.packed_rows import pack_row
 from jmoe.parallel.home import Home, make_mesh
 from jmoe.parallel.placement import contiguous
 from jmoe.residuals import Residuals, add_residual
-from jmoe.stepper import Stepper
 from jmoe.weights import ResidentWeights
 from pallas_kernels import routing
 from pallas_kernels.activation import SILU
@@ -108,25 +106,16 @@ def test_its_op_equals_the_plain_pools_on_the_same_weights(model):
     np.testing.assert_allclose(model.pool.mlp(h, work, SILU), want, **SAME)
 
 
-def test_forward_generate_and_steps_run_over_it(model):
-    plain = dequantized(model)
-    brownout = jmoe.Brownout("full", 40)
-    for setting in (None, brownout):
-        got, want = (jmoe.forward(m, TOKENS, setting) for m in (model, plain))
-        np.testing.assert_allclose(got, want, **SAME)
+def test_forward_and_generate_run_over_it(model):
+    plain, brownout = dequantized(model), jmoe.Brownout("full", 40)
+    got, want = (jmoe.forward(m, TOKENS) for m in (model, plain))
+    np.testing.assert_allclose(got, want, **SAME)
     prompts = TOKENS.tolist()
-    got, want = (jmoe.generate(m, prompts, 6, page_size=4) for m in (model, plain))
+    got, want = (jmoe.generate(m, prompts, 6, brownout, page_size=4) for m in (model, plain))
     assert got.tokens == want.tokens
     np.testing.assert_allclose(got.logprobs, want.logprobs, **SAME)
-    steppers = [Stepper(m, brownout, num_slots=2, max_len=13, page_size=4) for m in (model, plain)]
-    prompt, one = (
-        np.stack([pack_row(i, kv_len=kv, q_len=q) for i in (0, 1)]) for kv, q in ((7, 7), (8, 1))
-    )
-    for stepper in steppers:
-        stepper.prefill(np.pad(TOKENS.reshape(-1), (0, 2)), prompt)
-    got, want = (stepper.decode(one) for stepper in steppers)
-    np.testing.assert_allclose(got.logits, want.logits, **SAME)
-    assert int(got.degraded.sum()) == int(want.degraded.sum())
+    assert got.degraded_visits == want.degraded_visits
+    assert sum(got.degraded_visits) > 0
 
 
 def test_logits_are_off_by_what_the_scales_say(exact, model):

@@ -136,7 +136,7 @@ def steps(model, *, parts=(), weights=None):
     return np.concatenate(found)
 
 
-@pytest.mark.sized(deep=("in turn",))
+@pytest.mark.deep
 @pytest.mark.parametrize("name", ["in turn", "three kinds"])
 def test_parts_and_layers_in_arrays_of_their_own_are_the_same_steps(windowed, name):
     model = windowed(*CASES[name][:2])
