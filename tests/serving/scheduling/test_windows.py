@@ -80,7 +80,7 @@ class Play:
                     assert named.pages.num_holders(page) == holders.count(page)
 
 
-GROUPS = [(6,), (1,), (9,), (0, 6), (9, 2), (0, 5, 3), (4,), (0, 4), (0, 100)]
+GROUPS = [(6,), (1,), (9,), (0, 6), (9, 2), (0, 5, 3), (4,), (0, 4), (0, 0), (0, 100)]
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
