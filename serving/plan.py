@@ -77,7 +77,8 @@ class Limits:
         so that the first one runs out before them.
         """
         most, seqs = self.pages_per_rank, self.slots_per_rank
-        return most, *(min(most, self._over(window, seqs)) for window in self.windows[1:])
+        needed = (self._over(window, seqs) if window else most for window in self.windows[1:])
+        return most, *(min(most, count) for count in needed)
 
     @property
     def most_positions(self) -> int:

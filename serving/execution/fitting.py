@@ -21,7 +21,7 @@ def limits_of(
     windows: tuple[int, ...] = (0,),
 ) -> Limits:
     """Returns the sizes of a configuration; `num_pages` 0 means enough for `max_num_seqs` at full
-    length. `windows` are those of `page_windows`.
+    length. `windows` are those of `page_windows`; one that no sequence exceeds is none.
 
     Ranks get equal parts of sequences, slots and pages, rounded up.
     """
@@ -38,7 +38,7 @@ def limits_of(
         max_prefill_tokens=config.max_prefill_tokens,
         max_prefill_seqs=min(config.max_prefill_seqs, seqs),
         num_ranks=num_ranks,
-        windows=windows,
+        windows=tuple(window * (window < config.max_model_len) for window in windows),
     )
     pages = -(-config.num_pages // num_ranks) or limits.most_pages(config.max_model_len, seqs)
     return replace(limits, num_pages=num_ranks * pages)

@@ -31,7 +31,7 @@ class Places:
             for rank in range(limits.num_ranks)
         ]
         self._pages = [[named.pages for named in groups] for groups in self._named]
-        self._nothing = Found(0, [[] for _ in limits.windows])
+        self.nothing = Found(0, [[] for _ in limits.windows])
 
     @property
     def num_pages(self) -> int:
@@ -133,12 +133,12 @@ class Places:
             for rank in range(self._limits.num_ranks)
             if rank in ranks
             and self._slots[rank]
-            and self.num_left(rank, end, found.get(rank, self._nothing)) >= 0
+            and self.num_left(rank, end, found.get(rank, self.nothing)) >= 0
         ]
         return max(
             fitting,
             key=lambda rank: (
-                found.get(rank, self._nothing).num_blocks,
+                found.get(rank, self.nothing).num_blocks,
                 self._pages[rank][0].num_free,
             ),
             default=None,
@@ -150,7 +150,7 @@ class Places:
 
         Raises OutOfPages, and IndexError if there is no free slot.
         """
-        end, found = len(sequence.prompt) + len(sequence.tokens), found or self._nothing
+        end, found = len(sequence.prompt) + len(sequence.tokens), found or self.nothing
         start, stop = found.num_blocks * self._limits.page_size, sys.maxsize
         for group, (pages, kept) in enumerate(zip(self._pages[rank], found.kept, strict=True)):
             shared = [one.page for one in kept]
@@ -179,10 +179,8 @@ class Places:
         """
         end, ends = len(sequence.prompt) + len(sequence.tokens), []
         for group, pages in enumerate(self._pages[self._limits.rank(sequence.slot)]):
-            held, blocks = (
-                sequence.pages[group],
-                self._limits.blocks(group, sequence.num_computed, end),
-            )
+            held = sequence.pages[group]
+            blocks = self._limits.blocks(group, sequence.num_computed, end)
             new = range(next(reversed(held), blocks.start - 1) + 1, blocks.stop)[: pages.num_free]
             held.update(zip(new, pages.allocate(len(new)), strict=True))
             ends.append(next(reversed(held), -1) + 1)

@@ -103,7 +103,7 @@ class KnownPages:
 
     state: tuple[object, ...]
     num_kept: int
-    whole: list[Kept]  # of groups without a window, as far as there are any
+    whole: list[Kept]  # of the first group, where it has no window
     found: Found
 
 

@@ -19,7 +19,6 @@ from serving.scheduling.prefixes import (
     NOBODYS,
     Brownout,
     Found,
-    Kept,
     KnownPages,
     Names,
     Prefix,
@@ -43,7 +42,6 @@ class Reuse:
         """
         self.is_on = accepted is not None
         self.num_reused = 0  # positions taken from the cache instead of computed
-        self.nothing = Found(0, [[] for _ in limits.windows])
         self._limits, self._places = limits, places
         self._accepted = accepted or (lambda sequence: EXACT)
         # By rank and name: who will fill a page by prefill; removed once its results are read.
@@ -53,7 +51,7 @@ class Reuse:
         """Returns the cached pages of a rank with which a waiting sequence would start."""
         count = self._num_wanted(sequence)
         if not count:
-            return self.nothing
+            return self._places.nothing
         accepted, groups = self._accepted(sequence), self._places.named(rank)
         num_gone, num_kept = groups[0].num_gone, groups[0].num_kept
         for pages in groups[1:]:
@@ -61,7 +59,7 @@ class Reuse:
         state = num_gone, accepted, count
         seen = sequence.prefix.seen.get(rank)
         if seen is None or seen.state != state:
-            seen = sequence.prefix.seen[rank] = KnownPages(state, -1, [], self.nothing)
+            seen = sequence.prefix.seen[rank] = KnownPages(state, -1, [], self._places.nothing)
         if (
             seen.num_kept != num_kept
         ):  # earlier results stay valid; pages added since may extend them
@@ -70,26 +68,19 @@ class Reuse:
                 seen.whole += groups[0].find(islice(names, len(seen.whole), count), accepted)
                 count = len(seen.whole)
             seen.found = Found(count, [seen.whole])
-            if any(self._limits.windows):
-                seen.found = self._found_within(names[:count], groups, accepted, seen.whole)
+            if self._limits.windows != (0,):
+                seen.found = self._found_within(names[:count], groups, accepted)
             seen.num_kept = num_kept
         return seen.found
 
     def _found_within(
-        self,
-        names: Sequence[bytes],
-        groups: Sequence[PrefixPages],
-        accepted: Brownout,
-        whole: list[Kept],
+        self, names: Sequence[bytes], groups: Sequence[PrefixPages], accepted: Brownout
     ) -> Found:
         """Returns the pages of the longest prefix of `names` behind which a row has all that it
-        reads, in each group with a window; `whole` are those of the group without.
+        reads, in each group.
         """
         windows, size = self._limits.windows, self._limits.page_size
-        each = [
-            [pages.get(name, accepted) for name in names] if window else [*whole]
-            for window, pages in zip(windows, groups, strict=True)
-        ]
+        each = [[pages.get(name, accepted) for name in names] for pages in groups]
         gaps, most, firsts = [0] * len(windows), 0, [0] * len(windows)
         for count, there in enumerate(zip(*each, strict=False), 1):
             gaps = [gap if kept else count for gap, kept in zip(gaps, there, strict=True)]

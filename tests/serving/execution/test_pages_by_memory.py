@@ -257,3 +257,6 @@ def test_memory_is_claimed_unless_the_environment_says_how_much(monkeypatch):
 def test_on_a_cpu_pages_are_what_full_sequences_need():
     assert not kv_pages.goes_by_memory(TINY)
     assert runner.limits_of(TINY).num_pages == 4 * 8
+    windowed = runner.limits_of(TINY, windows=(64, 10))
+    assert (windowed.windows, windowed.num_pages) == ((0, 10), 4 * 8)  # none has more than 64
+    assert runner.limits_of(TINY, windows=(9,)).num_pages == 4 * (1 + 2) + 2 * 2

@@ -80,11 +80,10 @@ class Play:
                     assert named.pages.num_holders(page) == holders.count(page)
 
 
-GROUPS = [(6,), (1,), (9,), (0, 6), (9, 2), (0, 5, 3), (4,), (0, 4), (0, 100)]
+GROUPS = [(6,), (1,), (9,), (0, 6), (9, 2), (0, 5, 3), (4,), (0, 4), (0, 0), (0, 100)]
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
-@given(
+TRACES = st.tuples(
     st.sampled_from(GROUPS),
     st.lists(
         st.tuples(
@@ -97,11 +96,26 @@ GROUPS = [(6,), (1,), (9,), (0, 6), (9, 2), (0, 5, 3), (4,), (0, 4), (0, 100)]
         min_size=1,
         max_size=12,
     ),
-    st.integers(15, 40),
-    st.booleans(),
-    st.integers(1, 2),
+    st.integers(15, 40),  # pages of a rank
+    st.booleans(),  # whether prefixes are reused
+    st.integers(1, 2),  # ranks
 )
-def test_whatever_slides_everyone_gets_their_tokens(windows, requests, pages, reuses, ranks):
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(TRACES)
+def test_whatever_slides_everyone_gets_their_tokens(trace):
+    check_trace(*trace)
+
+
+@pytest.mark.deep
+@settings(max_examples=1000, deadline=None, database=None)
+@given(TRACES)
+def test_many_more_traces(trace):
+    check_trace(*trace)
+
+
+def check_trace(windows, requests, pages, reuses, ranks):
     limits = replace(
         LIMITS, num_pages=ranks * pages, num_slots=ranks * 4, windows=windows, num_ranks=ranks
     )
