@@ -43,6 +43,7 @@ def test_names_and_shapes_are_those_of_the_file(case):
     assert want == found
 
 
+@pytest.mark.sized(deep=("gpt_oss-jax.numpy", "deepseek_v3-jax.numpy"))
 @pytest.mark.parametrize("where", [np, jnp])
 def test_splitting_is_the_inverse_of_assembling(case, where):
     _, cfg = case
