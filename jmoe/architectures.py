@@ -38,6 +38,10 @@ class Architecture:
     """Name of a layer's MLP block in the names of tensors."""
     expert_names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     """Names of an expert's gate, up and down projections."""
+    joined_experts: tuple[str, str] | None = None
+    """Names of all experts' gates and ups, and downs, where a layer has one tensor of each."""
+    router: str = "gate"
+    """Name of the router in the MLP block."""
     shared: str = "shared_expert"
     """Name of the shared experts in the MLP block."""
     apart: str = ""
@@ -138,6 +142,20 @@ def _olmoe(fields: Fields) -> dict[str, Any]:
         "qk_norm": True,
         "normed_whole": True,
         "clip_qkv": fields.number("clip_qkv", 0.0),
+    }
+
+
+def _granite(fields: Fields) -> dict[str, Any]:
+    bias = fields.flag("attention_bias", False)
+    scales = ("attention_multiplier", "embedding_multiplier", "logits_scaling")
+    return {
+        "num_experts": fields.size("num_local_experts", most=MOST_EXPERTS),
+        "d_ff_expert": fields.size("intermediate_size"),
+        "moe_layers": (True,) * fields.size("num_hidden_layers"),
+        "norm_topk_prob": True,
+        "qkv_bias": bias,
+        "o_bias": bias,
+        **{key: fields.number(key, 1.0) for key in (*scales, "residual_multiplier")},
     }
 
 
@@ -289,5 +307,20 @@ register(
         _and("attention_bias clip_qkv norm_topk_prob num_experts num_local_experts"),
         rms_norm_eps=1e-5,
         apart="RMSNorm of all heads together, `clip_qkv`",
+    ),
+)
+register(
+    "granitemoe",
+    Architecture(
+        "GraniteMoeForCausalLM",
+        _granite,
+        _and(
+            "attention_bias attention_multiplier embedding_multiplier logits_scaling "
+            "num_local_experts residual_multiplier"
+        ),
+        mlp="block_sparse_moe",
+        router="router.layer",
+        joined_experts=("input_linear", "output_linear"),
+        apart="multipliers of embeddings, scores, residuals and logits; joined experts",
     ),
 )

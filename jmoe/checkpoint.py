@@ -98,16 +98,24 @@ class TensorFiles:
         """Returns how a tensor's elements are stored, as safetensors names it."""
         return self._open[name].get_slice(name).get_dtype()
 
-    def raw(self, name: str) -> np.ndarray:
-        """Returns one tensor in host memory, as it is stored."""
-        return self._open[name].get_tensor(name)
+    def raw(self, name: str, part: tuple[int, int] | None = None) -> np.ndarray:
+        """Returns one tensor in host memory, as it is stored; or a part (`Parameter.part`)."""
+        file = self._open[name]
+        return file.get_tensor(name) if part is None else file.get_slice(name)[part[0]]
 
-    def read(self, name: str, dtype: jnp.dtype, *, on_host: bool = False) -> jax.Array | np.ndarray:
+    def read(
+        self,
+        name: str,
+        part: tuple[int, int] | None,
+        dtype: jnp.dtype,
+        *,
+        on_host: bool = False,
+    ) -> jax.Array | np.ndarray:
         """Returns one tensor in `dtype`, where it will be assembled: on the device, or in a CPU's
         memory, where every shape of an operation would be a program to compile; `on_host` is there
         always.
         """
-        raw = self.raw(name)
+        raw = self.raw(name, part)
         if jax.default_backend() != "cpu" and not on_host:
             return jnp.asarray(raw).astype(dtype)
         with np.errstate(over="ignore"):  # to infinity, which is looked for later
@@ -201,8 +209,10 @@ def _unlike(files: TensorFiles, cfg: ModelConfig, read: set[str]) -> Iterator[st
     `read`.
     """
     for parameter in layout.whole(cfg):
-        read.update(parameter.names)
-        for name, shape in zip(parameter.names, parameter.stored, strict=True):
+        for name, shape in zip(parameter.names, parameter.in_file, strict=True):
+            if name in read:  # it has the parts of several
+                continue
+            read.add(name)
             found = files.shape(name)
             if found is None:
                 yield f"{name} is missing"
@@ -293,7 +303,7 @@ class HFLayers:
         placed, found = np.asarray if on_host else jnp.asarray, {}
         for key, p in own.items():
             kind = jnp.dtype(jnp.float32) if p.float32 else self._dtype
-            read = partial(self._files.read, dtype=kind, on_host=on_host)
+            read = partial(self._files.read, part=p.part, dtype=kind, on_host=on_host)
             found[key] = placed(p.assemble(list(map(read, p.names))))
         return found
 

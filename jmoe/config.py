@@ -32,7 +32,7 @@ class RopeConfig:
     high_freq_factor: float = 4.0  # llama3
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
-    attention_factor: float = 1.0  # yarn: scales cos and sin
+    attention_factor: float = 1.0  # scales cos and sin
     truncate: bool = True  # yarn: round the correction range to whole dimensions
     partial: float = 1.0  # of a head's elements, the first ones turn
 
@@ -70,6 +70,9 @@ class ModelConfig:
     normed_whole: bool = False  # with `qk_norm`: all heads of q, or of k, as one
     clip_qkv: float = 0.0  # bound of q, k and v before they turn; 0: none
     shared_gate: bool = True  # whether the shared expert has a sigmoid gate
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0  # of what each half layer adds
+    logits_scaling: float = 1.0  # what logits are divided by
     unused_layers: int = 0  # of the checkpoint, behind the last: they predict further tokens
     layer_attention: tuple[AttentionKind, ...] = ()  # by layer; none: full attention
     router: Router | None = None  # None: softmax over all experts, the likeliest
@@ -214,6 +217,11 @@ def from_hf(
     attention = {} if "layer_attention" in own else {"layer_attention": full_or_window(fields)}
     if "activation" not in own and fields.given("hidden_act") not in (None, "silu"):
         raise fields.wrong("hidden_act", "'silu'")
+    head_dim, rope = _head_dim(fields, num_heads), _rope(fields, architecture, max_position)
+    if (scale := own.pop("attention_multiplier", None)) is not None:
+        # In place of head_dim ** -0.5, by what turns q and k: no kernel has to know it.
+        factor = rope.attention_factor * math.sqrt(scale * math.sqrt(head_dim))
+        rope = replace(rope, attention_factor=factor)
     try:
         return ModelConfig(
             architecture=family,
@@ -222,14 +230,14 @@ def from_hf(
             num_layers=num_layers,
             num_heads=num_heads,
             num_kv_heads=fields.size("num_key_value_heads", num_heads),
-            head_dim=_head_dim(fields, num_heads),
+            head_dim=head_dim,
             experts_per_token=fields.size("num_experts_per_tok"),
             d_ff_dense=0
             if all(own["moe_layers"])
             else d_ff_dense or fields.size("intermediate_size"),
             tie_embeddings=fields.flag("tie_word_embeddings", False),
             rms_norm_eps=fields.number("rms_norm_eps", architecture.rms_norm_eps),
-            rope=_rope(fields, architecture, max_position),
+            rope=rope,
             max_position=max_position,
             eos_token_ids=fields.token_ids("eos_token_id", vocab_size),
             **{"d_ff_shared": 0, "qkv_bias": False, "qk_norm": False, **attention, **own},

@@ -25,10 +25,11 @@ class Parameter:
     """One parameter of a model, of a layer, or of an expert."""
 
     names: tuple[str, ...]  # Hugging Face tensors, joined along the output axis
-    stored: tuple[tuple[int, ...], ...]  # their shapes in the file, `[out, in]`
+    stored: tuple[tuple[int, ...], ...]  # their shapes in the file, `[out, in]`, without `part`
     axes: tuple[str, ...]  # of the parameter itself
     kind: Kind = "matrix"
     float32: bool = False  # whatever the model's dtype is
+    part: tuple[int, int] | None = None  # its place along a first axis of the file, of how many
 
     @property
     def transposed(self) -> bool:
@@ -43,6 +44,12 @@ class Parameter:
         if self.kind == "gate":  # the file has a matrix of one row
             return self.stored[0][1:]
         return sum(shape[0] for shape in self.stored), *self.stored[0][1:]
+
+    @property
+    def in_file(self) -> tuple[tuple[int, ...], ...]:
+        """Shapes of the tensors in the file."""
+        lead = () if self.part is None else self.part[1:]
+        return tuple((*lead, *shape) for shape in self.stored)
 
     def assemble(self, tensors: Sequence[Any]) -> Any:
         """Returns the parameter of its tensors; where those are NumPy's, it is too."""
@@ -115,7 +122,8 @@ def layer(cfg: ModelConfig, index: int, is_moe: bool) -> Layout:
     mlp = f"{at}{names.mlp}."
     if not is_moe:
         return out | _swiglu("", mlp, d, cfg.d_ff_dense, "f")
-    out["router"] = Parameter((mlp + "gate.weight",), ((cfg.num_experts, d),), ("d", "m"), "router")
+    gate = (f"{mlp}{names.router}.weight",)
+    out["router"] = Parameter(gate, ((cfg.num_experts, d),), ("d", "m"), "router")
     if cfg.router is not None and cfg.router.bias:
         name = (mlp + "gate.e_score_correction_bias",)
         out["router_bias"] = Parameter(name, ((cfg.num_experts,),), ("m",), "bias", float32=True)
@@ -131,9 +139,15 @@ def expert(cfg: ModelConfig, index: int, number: int) -> Layout:
     """Describes the parameters of one routed expert of layer `index`; the keys are those of an
     ExpertPool.
     """
-    names = naming(cfg.architecture)
-    at = f"model.layers.{index}.{names.mlp}.experts.{number}."
-    return _swiglu("", at, cfg.d_model, cfg.d_ff_expert, "f", names.expert_names)
+    names, d, f = naming(cfg.architecture), cfg.d_model, cfg.d_ff_expert
+    at, part = f"model.layers.{index}.{names.mlp}.", (number, cfg.num_experts)
+    if names.joined_experts is None:
+        return _swiglu("", f"{at}experts.{number}.", d, f, "f", names.expert_names)
+    gate_up, down = (f"{at}{name}.weight" for name in names.joined_experts)
+    return {
+        "gate_up": Parameter((gate_up,), ((2 * f, d),), ("d", "2 f"), part=part),
+        "down": Parameter((down,), ((d, f),), ("f", "d"), part=part),
+    }
 
 
 def whole(cfg: ModelConfig) -> Iterator[Parameter]:

@@ -225,7 +225,7 @@ def mixed_decode_step(
     state = with_deltas(state, deltas)
     slot, step = decode_data(cfg, state, rows, control)
     tokens = jnp.split(state.last_token[slot], count)
-    xs = tuple(map(embed, weights.params, tokens))
+    xs = tuple(map(embed, [cfg] * count, weights.params, tokens))
     halves = Halves(partial(mixed_rotation, count=count), mixed_attend, mixed_moe, mixed_dense)
     xs, pages, stats = run_layers(
         cfg, weights.joined(), xs, state.pages, step, max_active=max_active, of_sets=halves

@@ -30,6 +30,7 @@ from jmoe.moe import (
     dense_mlp,
     linear,
     moe,
+    residual,
 )
 from jmoe.parallel.experts import gathered
 from jmoe.parallel.probe import Probe
@@ -56,9 +57,10 @@ class StepData(NamedTuple):
     control: Control
 
 
-def embed(params: Params, tokens: Int[Array, "T"]) -> Float[Array, "T d"]:
-    """Returns the rows of the embedding matrix."""
-    return params["embed"][tokens]
+def embed(cfg: ModelConfig, params: Params, tokens: Int[Array, "T"]) -> Float[Array, "T d"]:
+    """Returns the rows of the embedding matrix, as the first layer takes them."""
+    rows = params["embed"][tokens]
+    return rows if cfg.embedding_multiplier == 1 else rows * cfg.embedding_multiplier
 
 
 def project(
@@ -99,16 +101,21 @@ def attended(
     cfg: ModelConfig, layer: Params, x: Float[Array, "T d"], out: Float[Array, "T H D"]
 ) -> Float[Array, "T d"]:
     """Adds to the rows what their heads have read."""
-    x = x + linear(out.reshape(x.shape[0], -1), layer["wo"]).astype(x.dtype)
-    return x + layer["bo"][None] if cfg.o_bias else x
+    out = linear(out.reshape(x.shape[0], -1), layer["wo"]).astype(x.dtype)
+    return residual(cfg, x, out + layer["bo"][None] if cfg.o_bias else out)
 
 
 def head(cfg: ModelConfig, params: Params, x: Float[Array, "T d"]) -> Float[Array, "T V"]:
     """Applies the final norm and the output projection; float32 logits."""
     h = rms_norm(x, params["final_norm"], cfg.rms_norm_eps)
     if cfg.tie_embeddings:
-        return matmul_transposed(h.astype(params["embed"].dtype), params["embed"], jnp.float32)
-    return linear(h, params["lm_head"], jnp.float32)
+        h = h.astype(params["embed"].dtype)
+        logits: Array = matmul_transposed(h, params["embed"], jnp.float32)
+    else:
+        logits = linear(h, params["lm_head"], jnp.float32)
+    if cfg.logits_scaling == 1:
+        return logits
+    return lax.optimization_barrier(logits / cfg.logits_scaling)  # the same bits for all readers
 
 
 class Halves(NamedTuple):

@@ -284,10 +284,15 @@ def _needed(
 
 def with_residual(cfg: ModelConfig, layer: Params, x: Array, h: Array, out: Array) -> Array:
     """Returns routed and shared experts with the residual."""
-    return x + (out + shared_expert(cfg, layer, h) if cfg.d_ff_shared else out)
+    return residual(cfg, x, out + shared_expert(cfg, layer, h) if cfg.d_ff_shared else out)
+
+
+def residual(cfg: ModelConfig, x: Array, out: Array) -> Array:
+    """Adds to the rows what half a layer has made of them."""
+    return x + (out if cfg.residual_multiplier == 1 else out * cfg.residual_multiplier)
 
 
 def dense_mlp(cfg: ModelConfig, layer: Params, x: Float[Array, "T d"]) -> Float[Array, "T d"]:
     """Runs the MLP of a layer without experts, with the residual."""
     h = rms_norm(x, layer["mlp_norm"], cfg.rms_norm_eps)
-    return x + gated_mlp(h, layer["gate_up"], layer["down"], cfg.activation)
+    return residual(cfg, x, gated_mlp(h, layer["gate_up"], layer["down"], cfg.activation))

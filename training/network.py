@@ -186,7 +186,7 @@ def forward(
         dtype: of the products.
     """
     attention, valid = PackedAttention.of(items), (items > 0).reshape(-1).astype(jnp.float32)
-    x, at, stats = embed(params, tokens.reshape(-1)), positions.reshape(-1), []
+    x, at, stats = embed(cfg, params, tokens.reshape(-1)), positions.reshape(-1), []
     for i in range(cfg.num_layers):
         layer, experts = jax.tree.map(
             lambda leaf, i=i: leaf[i], (params["segments"][0], params["experts"])

@@ -32,6 +32,7 @@ EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
 
 # Keys of the number of experts and of their width, where they are not Qwen's.
 NAMES = {
+    "granitemoe": ("num_local_experts", "intermediate_size"),
     "olmoe": ("num_experts", "intermediate_size"),
     "mixtral": ("num_local_experts", "intermediate_size"),
     "glm4_moe": ("n_routed_experts", "moe_intermediate_size"),
@@ -99,6 +100,9 @@ GLM_NORM = {"use_qk_norm": True, "attention_bias": True}
 YARN_PARTIAL = {**YARN_BETAS, "partial_rotary_factor": 0.25}
 
 qwen2, qwen3, mixtral = (partial(case, name) for name in ("qwen2_moe", "qwen3_moe", "mixtral"))
+granite = partial(
+    case, "granitemoe", embedding_multiplier=0.7, attention_multiplier=0.2, logits_scaling=1.7
+)
 olmoe = partial(case, "olmoe", eos_token_id=2)
 glm4 = partial(case, "glm4_moe", rope={"rope_theta": 1e4, "partial_rotary_factor": 0.5})
 CASES = {
@@ -167,6 +171,20 @@ CASES = {
     "olmoe_attention_bias_linear": olmoe(
         [2, 48, 4, 4, 67], [5, 2, 11], rope=LINEAR, bf16=True, attention_bias=True
     ),
+    "granitemoe": granite(
+        [2, 42, 7, 1, 83], [7, 3, 11], rope=TEN_THOUSAND, residual_multiplier=1.3, **TIED
+    ),
+    "granitemoe_attention_bias": granite(
+        [3, 36, 6, 3, 61],
+        [5, 2, 13],
+        hub=False,
+        bf16=True,
+        attention_bias=True,
+        residual_multiplier=0.8,
+    ),
+    "granitemoe_yarn": granite(
+        [2, 40, 4, 2, 71], [9, 4, 7], rope=YARN_BETAS, residual_multiplier=0.6
+    ),
 }
 
 
@@ -190,7 +208,11 @@ def build(spec, seed):
         elif "embed_tokens" in name:
             value = 0.4 * noise
         else:
-            gain = 2.5 if name.endswith(".gate.weight") or "lm_head" in name else 1.5
+            gain = (
+                2.5
+                if name.endswith((".gate.weight", ".router.weight")) or "lm_head" in name
+                else 1.5
+            )
             value = gain / parameter.shape[-1] ** 0.5 * noise
         parameter.copy_(value.bfloat16().float() if spec["bf16"] else value)
     return model
@@ -269,7 +291,7 @@ def spell_like_hub(path):
         config.pop(name, None)
     if config.get("head_dim", 0) is None:
         del config["head_dim"]
-    if config["model_type"] != "mixtral" and "num_local_experts" in config:
+    if config["model_type"].startswith("qwen") and "num_local_experts" in config:
         config["num_experts"] = config.pop("num_local_experts")
     if config.get("sliding_window") == 0:  # the hub keeps a size there, switched off
         config["sliding_window"] = config["max_position_embeddings"]

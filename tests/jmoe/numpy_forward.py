@@ -24,20 +24,22 @@ def forward(model, tokens, served=None):
     pool = [np.asarray(leaf, np.float64) for leaf in model.pool]
     slots, out = np.asarray(model.table.slots), []
     for row in np.asarray(tokens):
-        x, moe_layer = params["embed"][row], 0
+        x, moe_layer, scale = params["embed"][row], 0, cfg.residual_multiplier
+        x = x * cfg.embedding_multiplier
         for (is_moe, start, count), segment in zip(cfg.segments(), params["segments"], strict=True):
             for i in range(count):
                 layer = {key: leaf[i] for key, leaf in segment.items()}
                 window = cfg.layer_attention[start + i].window or len(row)
-                x = x + _attention(cfg, layer, _norm(cfg, x, layer["attn_norm"]), window)
+                x = x + scale * _attention(cfg, layer, _norm(cfg, x, layer["attn_norm"]), window)
                 h = _norm(cfg, x, layer["mlp_norm"])
                 if is_moe:
-                    x = x + _moe(cfg, layer, pool, slots[moe_layer], h, moe_layer, served)
+                    x = x + scale * _moe(cfg, layer, pool, slots[moe_layer], h, moe_layer, served)
                     moe_layer += 1
                 else:
-                    x = x + _swiglu(h, layer["gate_up"], layer["down"])
+                    x = x + scale * _swiglu(h, layer["gate_up"], layer["down"])
         last = _norm(cfg, x[-1], params["final_norm"])
-        out.append(last @ (params["embed"].T if cfg.tie_embeddings else params["lm_head"]))
+        logits = last @ (params["embed"].T if cfg.tie_embeddings else params["lm_head"])
+        out.append(logits / cfg.logits_scaling)
     return np.stack(out)
 
 

@@ -15,6 +15,21 @@ def silu(x):
     return x / (1 + np.exp(-x))
 
 
+def apart(name, tensor):
+    """Yields Qwen's names of a tensor and its parts: of Granite, one has those of all experts."""
+    at, _, what = name.partition(".block_sparse_moe.")
+    at += ".mlp."
+    if what == "input_linear.weight":
+        for number, (gate, up) in enumerate(np.split(own, 2) for own in tensor):
+            yield f"{at}experts.{number}.gate_proj.weight", gate
+            yield f"{at}experts.{number}.up_proj.weight", up
+    elif what == "output_linear.weight":
+        for number, down in enumerate(tensor):
+            yield f"{at}experts.{number}.down_proj.weight", down
+    else:
+        yield at + "gate.weight" if what == "router.layer.weight" else name, tensor
+
+
 class NumpyModel:
     """Default RoPE only. `gap` is the closest call any router made, `degraded` counts by row."""
 
@@ -22,7 +37,8 @@ class NumpyModel:
         self.config = json.loads((directory / "config.json").read_text())
         self.tensors, self.united = {}, {}
         for path in sorted(directory.glob("model*.safetensors")):
-            self.tensors |= {k: v.astype(np.float64) for k, v in load_file(path).items()}
+            for name, tensor in load_file(path).items():
+                self.tensors |= dict(apart(name, tensor.astype(np.float64)))
         if (directory / "united.safetensors").exists():
             self.united = load_file(directory / "united.safetensors")
         self.cache, self.gap = {}, np.inf
@@ -33,20 +49,22 @@ class NumpyModel:
         """
         cfg = self.config
         x = self.tensors["model.embed_tokens.weight"][[token for _, token, _ in rows]]
+        x, scale = x * cfg.get("embedding_multiplier", 1), cfg.get("residual_multiplier", 1)
         degraded, moe_layer = np.zeros(len(rows), int), 0
         for layer in range(cfg["num_hidden_layers"]):
             at = f"model.layers.{layer}."
-            x = x + self.attention(layer, self.norm(x, at + "input_layernorm.weight"), rows)
+            x = x + scale * self.attention(layer, self.norm(x, at + "input_layernorm.weight"), rows)
             h = self.norm(x, at + "post_attention_layernorm.weight")
             if f"{at}mlp.gate.weight" in self.tensors:
                 out, moved = self.moe(layer, moe_layer, h, rows, strategy, threshold, way)
                 degraded, moe_layer = degraded + moved, moe_layer + 1
             else:
                 out = self.mlp(at + "mlp.", h)
-            x = x + out
+            x = x + scale * out
         tied = "lm_head.weight" not in self.tensors
         name = "model.embed_tokens.weight" if tied else "lm_head.weight"
-        return self.norm(x, "model.norm.weight") @ self.tensors[name].T, degraded
+        logits = self.norm(x, "model.norm.weight") @ self.tensors[name].T
+        return logits / cfg.get("logits_scaling", 1), degraded
 
     def norm(self, x, name):
         eps = self.config["rms_norm_eps"]
@@ -65,6 +83,7 @@ class NumpyModel:
         cfg, at = self.config, f"model.layers.{layer}.self_attn."
         heads, kv_heads = cfg["num_attention_heads"], cfg["num_key_value_heads"]
         head_dim = cfg.get("head_dim") or cfg["hidden_size"] // heads
+        of_scores = cfg.get("attention_multiplier", head_dim**-0.5)
         out = np.zeros((len(rows), heads, head_dim))
         for i, (sequence, _, _) in enumerate(rows):
             keys, values = self.cache.setdefault((sequence, layer), ([], []))
@@ -83,7 +102,7 @@ class NumpyModel:
             q = self.rotate(q, position)
             for head in range(heads):
                 g = head // (heads // kv_heads)
-                p = softmax(np.array([q[head] @ key[g] for key in keys]) * head_dim**-0.5)
+                p = softmax(np.array([q[head] @ key[g] for key in keys]) * of_scores)
                 out[i, head] = sum(w * value[g] for w, value in zip(p, values, strict=True))
         return self.linear(at + "o_proj", out.reshape(len(rows), -1))
 
@@ -128,7 +147,8 @@ class NumpyModel:
     def chosen(self, at, logits):
         """Returns a row's experts, their weights, and how close the call was."""
         cfg = self.config
-        top_k, normalize = cfg["num_experts_per_tok"], cfg.get("norm_topk_prob")
+        top_k = cfg["num_experts_per_tok"]
+        normalize = cfg.get("norm_topk_prob") or cfg["model_type"] == "granitemoe"
         if cfg["model_type"] == "glm4_moe":
             return scored(
                 logits,

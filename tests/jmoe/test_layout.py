@@ -10,7 +10,14 @@ from jmoe import layout
 from jmoe.config import read_config
 from jmoe.random_model import random_params
 
-CASES = ["qwen2_moe", "qwen2_moe_mlp_only_tied", "qwen3_moe_attention_bias", "mixtral", "glm4_moe"]
+CASES = [
+    "qwen2_moe",
+    "qwen2_moe_mlp_only_tied",
+    "qwen3_moe_attention_bias",
+    "mixtral",
+    "glm4_moe",
+    "granitemoe",
+]
 
 
 @pytest.fixture(params=CASES)
@@ -35,7 +42,7 @@ def test_names_and_shapes_are_those_of_the_file(case):
     want = {
         name: shape
         for parameter in layout.whole(cfg)
-        for name, shape in zip(parameter.names, parameter.stored, strict=True)
+        for name, shape in zip(parameter.names, parameter.in_file, strict=True)
     }
     if cfg.tie_embeddings:
         found.pop("lm_head.weight", None)

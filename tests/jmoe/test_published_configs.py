@@ -30,6 +30,7 @@ CARDS = {
     "Mixtral-8x22B-Instruct-v0.1": (141, 39, 65536),
     "GLM-4.5": (355, 32, 131072),
     "GLM-4.5-Air": (106, 12, 131072),
+    "granite-3.0-3b-a800m-base": (3.3, 0.88, 4096),
     "OLMoE-1B-7B-0924": (6.9, 1.3, 4096),
 }
 KV_BYTES = {"GLM-4.5-Air": 188416, "Qwen3-30B-A3B": 98304}  # of a position, in bfloat16
