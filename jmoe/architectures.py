@@ -11,7 +11,7 @@ from typing import Any
 from jmoe.attention import AttentionKind, Paged
 from jmoe.config_fields import Fields
 from jmoe.config_keys import READ_FOR_ALL, READ_FOR_QWEN
-from jmoe.router import ScoredTopK
+from jmoe.router import ScoredTopK, SparseMixer
 
 MOST_EXPERTS = 100_000
 
@@ -21,7 +21,7 @@ class Architecture:
     """One `model_type` of Hugging Face."""
 
     class_name: str
-    """The one entry of `architectures` that is accepted with it."""
+    """The one entry of `architectures` that is accepted with it, but for `older_class`."""
     translate: Callable[[Fields], dict[str, Any]]
     """Fields of ModelConfig beyond those that `jmoe.config.from_hf` reads for all: `num_experts`,
     `d_ff_expert` and `moe_layers` at least. Raises ConfigError.
@@ -40,6 +40,8 @@ class Architecture:
     """Names of an expert's gate, up and down projections."""
     joined_experts: tuple[str, str] | None = None
     """Names of all experts' gates and ups, and downs, where a layer has one tensor of each."""
+    older_class: str = ""
+    rope_kinds: Collection[str] = ("default", "linear", "llama3", "yarn")
     router: str = "gate"
     """Name of the router in the MLP block."""
     shared: str = "shared_expert"
@@ -156,6 +158,24 @@ def _granite(fields: Fields) -> dict[str, Any]:
         "qkv_bias": bias,
         "o_bias": bias,
         **{key: fields.number(key, 1.0) for key in (*scales, "residual_multiplier")},
+    }
+
+
+def _phi(fields: Fields) -> dict[str, Any]:
+    bias = fields.flag("attention_bias", False)
+    if fields.size("num_experts_per_tok") != 2:
+        raise fields.wrong("num_experts_per_tok", "2")
+    return {
+        "layer_attention": full_or_window(fields, fields.size("sliding_window", 0)),
+        "num_experts": fields.size("num_local_experts", most=MOST_EXPERTS),
+        "d_ff_expert": fields.size("intermediate_size"),
+        "moe_layers": (True,) * fields.size("num_hidden_layers"),
+        "norm_topk_prob": False,
+        "router": SparseMixer(fields.number("router_jitter_noise", 0.01)),
+        "qkv_bias": bias,
+        "o_bias": bias,
+        "head_bias": fields.flag("lm_head_bias", False),
+        "layer_norm": True,
     }
 
 
@@ -322,5 +342,20 @@ register(
         router="router.layer",
         joined_experts=("input_linear", "output_linear"),
         apart="multipliers of embeddings, scores, residuals and logits; joined experts",
+    ),
+)
+register(
+    "phimoe",
+    Architecture(
+        "PhimoeForCausalLM",
+        _phi,
+        _and("attention_bias lm_head_bias num_local_experts router_jitter_noise"),
+        rms_norm_eps=1e-5,
+        rope_theta=1e6,
+        rope_kinds=("default", "longrope"),
+        older_class="PhiMoEForCausalLM",
+        mlp="block_sparse_moe",
+        expert_names=("w1", "w3", "w2"),
+        apart="sparsemixer, LayerNorm, biases; LongRoPE up to where it begins to stretch",
     ),
 )

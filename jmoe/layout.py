@@ -83,14 +83,16 @@ Layout = dict[str, Parameter]
 def top(cfg: ModelConfig) -> Layout:
     """Describes the parameters outside the layers."""
     d, vocab = cfg.d_model, cfg.vocab_size
-    out = {
+    out: Layout = {
         "embed": Parameter(
             ("model.embed_tokens.weight",), ((vocab, d),), ("vocab", "d"), "embedding"
         ),
-        "final_norm": Parameter(("model.norm.weight",), ((d,),), ("d",), "norm"),
+        **_norm(cfg, "final_norm", "model.norm"),
     }
     if not cfg.tie_embeddings:
         out["lm_head"] = Parameter(("lm_head.weight",), ((vocab, d),), ("d", "vocab"))
+    if cfg.head_bias:
+        out["head_bias"] = Parameter(("lm_head.bias",), ((vocab,),), ("vocab",), "bias")
     return out
 
 
@@ -100,9 +102,9 @@ def layer(cfg: ModelConfig, index: int, is_moe: bool) -> Layout:
     q, kv = cfg.num_heads * size, cfg.num_kv_heads * size
     attn, heads = at + "self_attn.", "q k v heads"
     qkv = tuple(f"{attn}{p}_proj." for p in "qkv")
-    out = {
-        "attn_norm": Parameter((at + "input_layernorm.weight",), ((d,),), ("d",), "norm"),
-        "mlp_norm": Parameter((at + "post_attention_layernorm.weight",), ((d,),), ("d",), "norm"),
+    out: Layout = {
+        **_norm(cfg, "attn_norm", at + "input_layernorm"),
+        **_norm(cfg, "mlp_norm", at + "post_attention_layernorm"),
         "wqkv": Parameter(
             tuple(p + "weight" for p in qkv), ((q, d), (kv, d), (kv, d)), ("d", heads)
         ),
@@ -168,6 +170,13 @@ def split(layout: Layout, params: Mapping[str, Any]) -> dict[str, Any]:
     for key, parameter in layout.items():
         tensors |= parameter.split(params[key])
     return tensors
+
+
+def _norm(cfg: ModelConfig, key: str, at: str) -> Layout:
+    own = {key: Parameter((f"{at}.weight",), ((cfg.d_model,),), ("d",), "norm")}
+    if cfg.layer_norm:
+        own[f"{key}_bias"] = Parameter((f"{at}.bias",), ((cfg.d_model,),), ("d",), "bias")
+    return own
 
 
 def _swiglu(

@@ -30,6 +30,7 @@ from jmoe.moe import (
     dense_mlp,
     linear,
     moe,
+    normed,
     residual,
 )
 from jmoe.parallel.experts import gathered
@@ -40,7 +41,6 @@ from jmoe.weights import Params, Weights
 from pallas_kernels.backend import backend
 from pallas_kernels.kv_write import Projection
 from pallas_kernels.matmul import matmul_transposed
-from pallas_kernels.norm import rms_norm
 
 LOOKAHEAD = "lookahead"
 """Where probes are among the parameters, if a server has them (`jmoe.parallel.probe`)."""
@@ -92,7 +92,7 @@ def attend(
     cache: Any,
 ) -> tuple[Float[Array, "T d"], Any]:
     """Runs attention of layer `index` with its residual; returns the cache, too."""
-    h = rms_norm(x, layer["attn_norm"], cfg.rms_norm_eps)
+    h = normed(cfg, layer, "attn_norm", x)
     out, cache = attention(project(cfg, layer, h, cos_sin), index, cache)
     return attended(cfg, layer, x, out), cache
 
@@ -107,12 +107,14 @@ def attended(
 
 def head(cfg: ModelConfig, params: Params, x: Float[Array, "T d"]) -> Float[Array, "T V"]:
     """Applies the final norm and the output projection; float32 logits."""
-    h = rms_norm(x, params["final_norm"], cfg.rms_norm_eps)
+    h = normed(cfg, params, "final_norm", x)
     if cfg.tie_embeddings:
         h = h.astype(params["embed"].dtype)
         logits: Array = matmul_transposed(h, params["embed"], jnp.float32)
     else:
         logits = linear(h, params["lm_head"], jnp.float32)
+    if cfg.head_bias:
+        logits = logits + params["head_bias"].astype(jnp.float32)[None]
     if cfg.logits_scaling == 1:
         return logits
     return lax.optimization_barrier(logits / cfg.logits_scaling)  # the same bits for all readers
@@ -466,7 +468,8 @@ def _first(segment: Any) -> Params:
 
 def _router_of(layer: Params) -> Params:
     """Returns what `jmoe.moe.router` and `gate` read."""
-    return {name: layer[name] for name in ("mlp_norm", "router", "router_bias") if name in layer}
+    names = ("mlp_norm", "mlp_norm_bias", "router", "router_bias")
+    return {name: layer[name] for name in names if name in layer}
 
 
 def _layer(xs: Any, at: Any) -> Any:

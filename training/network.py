@@ -159,8 +159,9 @@ def logits_of(
 ) -> Float[Array, "T V"]:
     """Returns `jmoe.model.head` of float32 rows, its product in `dtype`."""
     key = "embed" if cfg.tie_embeddings else "lm_head"
-    norm = params["final_norm"].astype(jnp.float32)
-    return head(cfg, {key: params[key].astype(dtype), "final_norm": norm}, x)
+    others = [one for one in layout.top(cfg) if one not in ("embed", "lm_head")]
+    own = {one: params[one].astype(jnp.float32) for one in others}
+    return head(cfg, {key: params[key].astype(dtype), **own}, x)
 
 
 def forward(

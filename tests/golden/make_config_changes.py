@@ -42,6 +42,8 @@ OTHERS = {
     "eos_token_id": [5, [5, 6]],
     "head_dim": [8, 16],
     "hidden_act": ["gelu", "relu"],
+    "long_factor": [[1.0, 3.0, 5.0, 9.0], [1.0]],
+    "short_factor": [[1.0, 1.1, 1.5, 2.0], [1.0]],
     "layer_types": [["sliding_attention", "full_attention"]],
     "mlp_only_layers": [[1], [], [7]],
     "model_type": ["qwen2_moe", "qwen3_moe", "mixtral", "llama"],
@@ -65,6 +67,8 @@ ADDED = {
     "chunk_size_feed_forward": [2],
     "head_dim": [8],
     "is_decoder": [True],
+    "long_factor": [[1.0, 3.0, 5.0, 9.0], [1.0]],
+    "short_factor": [[1.0, 1.1, 1.5, 2.0], [1.0]],
     "layer_types": [["sliding_attention", "full_attention"]],
     "logits_scaling": [2.0],
     "mlp_bias": [True],
@@ -91,6 +95,7 @@ ADDED_FOR = {
         "scoring_func": ["softmax"],
         "topk_method": ["greedy"],
     },
+    "phimoe": {"sliding_window": [4], "lm_head_bias": [True], "input_jitter_noise": [0.3]},
     "olmoe": {"clip_qkv": [0.5], "sliding_window": [4], "qk_norm": [False]},
 }
 ADDED_ROPE = {

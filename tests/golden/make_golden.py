@@ -26,12 +26,13 @@ ROOT = Path(__file__).resolve().parent
 LENGTH, NEW_TOKENS = 19, 12
 MIN_ROUTER_GAP, MIN_LOGIT_GAP, MIN_DISTINCT, MIN_ROPE_EFFECT = 0.005, 0.02, 5, 0.05
 # Sigmoids saturate, and groups can tie: so wide a gap between their scores is never seen.
-MIN_SCORE_GAP = {"glm4_moe": 0.0005}
+MIN_SCORE_GAP = {"glm4_moe": 0.0005, "phimoe": 0.0005}
 EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
 
 
 # Keys of the number of experts and of their width, where they are not Qwen's.
 NAMES = {
+    "phimoe": ("num_local_experts", "intermediate_size"),
     "granitemoe": ("num_local_experts", "intermediate_size"),
     "olmoe": ("num_experts", "intermediate_size"),
     "mixtral": ("num_local_experts", "intermediate_size"),
@@ -100,6 +101,17 @@ GLM_NORM = {"use_qk_norm": True, "attention_bias": True}
 YARN_PARTIAL = {**YARN_BETAS, "partial_rotary_factor": 0.25}
 
 qwen2, qwen3, mixtral = (partial(case, name) for name in ("qwen2_moe", "qwen3_moe", "mixtral"))
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 100.0,
+    "original_max_position_embeddings": 48,
+    "short_factor": [1.0, 1.2, 1.7, 2.5],
+    "long_factor": [1.0, 2.0, 4.0, 8.0],
+    "short_mscale": 1.2,
+    "long_mscale": 1.3,
+}
+PHI_BIASES = {"attention_bias": True, "lm_head_bias": True}
+phi = partial(case, "phimoe", eos_token_id=2, router_jitter_noise=0.3)
 granite = partial(
     case, "granitemoe", embedding_multiplier=0.7, attention_multiplier=0.2, logits_scaling=1.7
 )
@@ -171,6 +183,18 @@ CASES = {
     "olmoe_attention_bias_linear": olmoe(
         [2, 48, 4, 4, 67], [5, 2, 11], rope=LINEAR, bf16=True, attention_bias=True
     ),
+    "phimoe": phi([2, 32, 4, 2, 73], [5, 2, 23], rope=LONGROPE, hub=False, **PHI_BIASES),
+    "phimoe_window_tied": phi(
+        [2, 36, 3, 3, 71],
+        [7, 2, 11],
+        rope=TEN_THOUSAND,
+        sliding_window=9,
+        lm_head_bias=True,
+        **TIED,
+    ),
+    "phimoe_attention_bias": phi(
+        [3, 40, 5, 1, 61], [9, 2, 15], hub=False, bf16=True, attention_bias=True
+    ),
     "granitemoe": granite(
         [2, 42, 7, 1, 83], [7, 3, 11], rope=TEN_THOUSAND, residual_multiplier=1.3, **TIED
     ),
@@ -201,7 +225,7 @@ def build(spec, seed):
     biases = ((n, b) for n, b in model.named_buffers() if n.endswith("e_score_correction_bias"))
     for name, parameter in (*model.named_parameters(), *biases):
         noise = torch.randn(parameter.shape, generator=generator)
-        if "norm" in name:
+        if "norm" in name and not name.endswith("bias"):
             value = 1 + 0.2 * noise
         elif name.endswith("bias"):
             value = 0.3 * noise
@@ -233,6 +257,15 @@ def gap(values, k):
 def choice_gap(model, logits):
     """Return how far the routers' choices are from a tie."""
     config = model.config
+    if config.model_type == "phimoe":
+        gaps, left = [], logits
+        for _ in range(2):
+            most, chosen = left.max(-1, keepdim=True)
+            far = (most - logits) / logits.abs().clamp(min=most)
+            far = far.masked_fill(left.isinf(), torch.inf)
+            gaps += [gap(left, 1), float((far - 2 * config.router_jitter_noise).abs().min())]
+            left = left.scatter(-1, chosen, -torch.inf)
+        return min(gaps)
     if config.model_type != "glm4_moe":
         return gap(logits, config.num_experts_per_tok)
     at = [layer.mlp.gate for layer in model.model.layers if hasattr(layer.mlp, "gate")]

@@ -8,9 +8,10 @@ from dataclasses import asdict
 
 import jax
 import numpy as np
-from router_oracle import scored
+from router_oracle import scored, sparsemixer
 
 from jmoe.rope import inverse_frequencies
+from jmoe.router import SparseMixer
 
 
 def forward(model, tokens, served=None):
@@ -30,21 +31,30 @@ def forward(model, tokens, served=None):
             for i in range(count):
                 layer = {key: leaf[i] for key, leaf in segment.items()}
                 window = cfg.layer_attention[start + i].window or len(row)
-                x = x + scale * _attention(cfg, layer, _norm(cfg, x, layer["attn_norm"]), window)
-                h = _norm(cfg, x, layer["mlp_norm"])
+                h = _layer_norm(cfg, layer, "attn_norm", x)
+                x = x + scale * _attention(cfg, layer, h, window)
+                h = _layer_norm(cfg, layer, "mlp_norm", x)
                 if is_moe:
                     x = x + scale * _moe(cfg, layer, pool, slots[moe_layer], h, moe_layer, served)
                     moe_layer += 1
                 else:
                     x = x + scale * _swiglu(h, layer["gate_up"], layer["down"])
-        last = _norm(cfg, x[-1], params["final_norm"])
+        last = _layer_norm(cfg, params, "final_norm", x[-1])
         logits = last @ (params["embed"].T if cfg.tie_embeddings else params["lm_head"])
-        out.append(logits / cfg.logits_scaling)
+        out.append(logits / cfg.logits_scaling + (params["head_bias"] if cfg.head_bias else 0.0))
     return np.stack(out)
 
 
 def _norm(cfg, x, weight):
     return x / np.sqrt((x * x).mean(-1, keepdims=True) + cfg.rms_norm_eps) * weight
+
+
+def _layer_norm(cfg, params, key, x):
+    if not cfg.layer_norm:
+        return _norm(cfg, x, params[key])
+    x = x - x.mean(-1, keepdims=True)
+    x = x / np.sqrt(x.var(-1, keepdims=True) + cfg.rms_norm_eps)
+    return x * params[key] + params[f"{key}_bias"]
 
 
 def _silu(x):
@@ -109,6 +119,8 @@ def _moe(cfg, layer, pool, slots, h, moe_layer, served):
 
 
 def _chosen(cfg, layer, logits):
+    if isinstance(cfg.router, SparseMixer):
+        return sparsemixer(logits, cfg.router.jitter)[:2]
     if cfg.router is not None:
         fields = asdict(cfg.router) | {"normalize": cfg.norm_topk_prob}
         fields["bias"] = layer["router_bias"] if cfg.router.bias else 0.0

@@ -7,7 +7,7 @@ import json
 
 import numpy as np
 import plan_oracle
-from router_oracle import scored, softmax
+from router_oracle import scored, softmax, sparsemixer
 from safetensors.numpy import load_file
 
 
@@ -16,7 +16,7 @@ def silu(x):
 
 
 def apart(name, tensor):
-    """Yields Qwen's names of a tensor and its parts: of Granite, one has those of all experts."""
+    """Yields Qwen's names of a tensor, or of its parts: of Granite, one has all experts'."""
     at, _, what = name.partition(".block_sparse_moe.")
     at += ".mlp."
     if what == "input_linear.weight":
@@ -26,8 +26,13 @@ def apart(name, tensor):
     elif what == "output_linear.weight":
         for number, down in enumerate(tensor):
             yield f"{at}experts.{number}.down_proj.weight", down
+    elif what:
+        renamed = {"router.layer": "gate", "w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+        for theirs, ours in renamed.items():
+            what = what.replace(f"{theirs}.weight", f"{ours}.weight")
+        yield at + what, tensor
     else:
-        yield at + "gate.weight" if what == "router.layer.weight" else name, tensor
+        yield name, tensor
 
 
 class NumpyModel:
@@ -64,10 +69,17 @@ class NumpyModel:
         tied = "lm_head.weight" not in self.tensors
         name = "model.embed_tokens.weight" if tied else "lm_head.weight"
         logits = self.norm(x, "model.norm.weight") @ self.tensors[name].T
+        logits = logits + self.tensors.get("lm_head.bias", 0.0)
         return logits / cfg.get("logits_scaling", 1), degraded
 
     def norm(self, x, name):
         eps = self.config["rms_norm_eps"]
+        if (bias := name.replace(".weight", ".bias")) in self.tensors:
+            x = x - x.mean(-1, keepdims=True)
+            return (
+                x / np.sqrt(x.var(-1, keepdims=True) + eps) * self.tensors[name]
+                + self.tensors[bias]
+            )
         return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * self.tensors[name]
 
     def linear(self, name, x):
@@ -149,6 +161,8 @@ class NumpyModel:
         cfg = self.config
         top_k = cfg["num_experts_per_tok"]
         normalize = cfg.get("norm_topk_prob") or cfg["model_type"] == "granitemoe"
+        if cfg["model_type"] == "phimoe":
+            return sparsemixer(logits, cfg["router_jitter_noise"])
         if cfg["model_type"] == "glm4_moe":
             return scored(
                 logits,

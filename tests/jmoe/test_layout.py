@@ -17,6 +17,7 @@ CASES = [
     "mixtral",
     "glm4_moe",
     "granitemoe",
+    "phimoe",
 ]
 
 

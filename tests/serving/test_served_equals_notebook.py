@@ -605,11 +605,12 @@ ROWS = {
     ),
 }
 
-ARCHITECTURES = (
+ARCHITECTURES = (  # goldens of what others do not have
     "glm4_moe",
     "olmoe_clip_gqa",
     "granitemoe_attention_bias",
-)  # goldens of what others do not have
+    "phimoe_attention_bias",
+)
 FEW_PAGES = {"num_pages": 14, "reserved_ls_seqs": 1, "prefix_reuse": "on"}
 for golden in ARCHITECTURES:
     ROWS |= {
