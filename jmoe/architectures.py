@@ -53,6 +53,15 @@ class Architecture:
 ARCHITECTURES: dict[str, Architecture] = {}
 """By `model_type`."""
 
+LACKING = {
+    **dict.fromkeys(
+        ("granitemoehybrid", "jamba", "minimax", "qwen3_next"),
+        "whose recurrent state is no paged cache",
+    ),
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), "which has no experts"),
+}
+"""By `model_type`, why some are not served."""
+
 
 def register(model_type: str, architecture: Architecture) -> None:
     """Makes checkpoints of `model_type` loadable. Raises ValueError for a name that is taken."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from jmoe.architectures import ARCHITECTURES, Architecture, full_or_window
+from jmoe.architectures import ARCHITECTURES, LACKING, Architecture, full_or_window
 from jmoe.attention import FULL, AttentionKind
 from jmoe.config_fields import ConfigError as ConfigError
 from jmoe.config_fields import Fields, shown
@@ -263,7 +263,11 @@ def _family(fields: Fields) -> str:
     kind = fields.given("model_type")
     served = ", ".join(sorted(ARCHITECTURES))
     if not isinstance(kind, str) or kind not in ARCHITECTURES:
-        raise ConfigError(f"{fields.file}: model_type is {shown(kind)}; jmoe serves {served}")
+        lacks = f", {LACKING[kind]}" if isinstance(kind, str) and kind in LACKING else ""
+        raise ConfigError(
+            f"{fields.file}: model_type is {shown(kind)}{lacks}; jmoe serves {served}; "
+            "docs/new-architecture.md says how to add one"
+        )
     classes = fields.given("architectures")
     wanted = ARCHITECTURES[kind].class_name
     if classes is not None and classes not in ([wanted], [ARCHITECTURES[kind].older_class]):
@@ -311,7 +315,8 @@ def _original(fields: Fields, max_position: int) -> int:
 def _scaled(fields: Fields, theta: float, original: int, max_position: int) -> RopeConfig:
     kind = rope_kind(fields, ROPE_READ)
     if kind == "longrope":
-        fields.numbers("long_factor"), fields.number("long_mscale")  # both have to be there
+        fields.numbers("long_factor")  # not used, but it has to be there
+        fields.number("long_mscale")
         factors, scale = fields.numbers("short_factor"), fields.number("short_mscale")
         return RopeConfig(theta, kind, attention_factor=scale, short_factor=factors)
     if kind == "default":
