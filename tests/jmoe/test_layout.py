@@ -10,8 +10,17 @@ from jmoe import layout
 from jmoe.config import read_config
 from jmoe.random_model import random_params
 
-CASES = ["qwen2_moe", "qwen2_moe_mlp_only_tied", "qwen3_moe_attention_bias", "mixtral", "glm4_moe"]
-CASES += ["gpt_oss", "deepseek_v3"]
+CASES = [
+    "qwen2_moe",
+    "qwen2_moe_mlp_only_tied",
+    "qwen3_moe_attention_bias",
+    "mixtral",
+    "glm4_moe",
+    "granitemoe",
+    "phimoe",
+    "gpt_oss",
+    "deepseek_v3",
+]
 
 
 @pytest.fixture(params=CASES)
