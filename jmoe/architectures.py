@@ -11,8 +11,8 @@ from typing import Any
 
 from jmoe.attention import Latent, Paged
 from jmoe.config_fields import Fields
-from jmoe.config_keys import READ_FOR_ALL, READ_FOR_QWEN, ROPE_SECTIONS, rope_kind
-from jmoe.router import ScoredTopK
+from jmoe.config_keys import READ_FOR_ALL, READ_FOR_QWEN, ROPE_READ, ROPE_SECTIONS, rope_kind
+from jmoe.router import ScoredTopK, SparseMixer
 from pallas_kernels.activation import ClampedSwiglu
 
 MOST_EXPERTS = 100_000
@@ -23,7 +23,7 @@ class Architecture:
     """One `model_type` of Hugging Face."""
 
     class_name: str
-    """The one entry of `architectures` that is accepted with it."""
+    """The one entry of `architectures` that is accepted with it, but for `older_class`."""
     translate: Callable[[Fields], dict[str, Any]]
     """Fields of ModelConfig beyond those that `jmoe.config.from_hf` reads for all: `num_experts`,
     `d_ff_expert` and `moe_layers` at least. Raises ConfigError.
@@ -44,10 +44,12 @@ class Architecture:
     """Names of all experts' gates and ups, and downs, where a layer has one tensor of each."""
     interleaved: bool = False
     """Whether experts are joined as in gpt-oss: `[in, out]`, gate and up in turn, with biases."""
-    router: str = "gate"
-    """Name of the router in the MLP block."""
     quantized: Collection[str] = ()
     """Values of `quant_method` that are read: weights are dequantized as they are loaded."""
+    older_class: str = ""
+    rope_kinds: Collection[str] = ("default", "linear", "llama3", "yarn")
+    router: str = "gate"
+    """Name of the router in the MLP block."""
     shared: str = "shared_expert"
     """Name of the shared experts in the MLP block."""
     apart: str = ""
@@ -56,6 +58,15 @@ class Architecture:
 
 ARCHITECTURES: dict[str, Architecture] = {}
 """By `model_type`."""
+
+LACKING = {
+    **dict.fromkeys(
+        ("granitemoehybrid", "jamba", "minimax", "qwen3_next"),
+        "whose recurrent state is no paged cache",
+    ),
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), "which has no experts"),
+}
+"""By `model_type`, why some are not served."""
 
 
 def register(model_type: str, architecture: Architecture) -> None:
@@ -173,7 +184,7 @@ def _latent(fields: Fields, **given: Any) -> dict[str, Any]:
         raise fields.wrong("head_dim", f"absent, or qk_rope_head_dim ({rope})")
     scale, all_dims = 1.0, "mscale_all_dim"
     for section in map(fields.section, ROPE_SECTIONS):
-        if section.given(all_dims) and rope_kind(section) == "yarn":
+        if section.given(all_dims) and rope_kind(section, ROPE_READ) == "yarn":
             factor = section.number("factor")
             weight = 0.1 * section.number(all_dims) * math.log(factor) if factor > 1 else 0.0
             scale = (weight + 1.0) ** 2
@@ -257,6 +268,38 @@ def _gpt_oss(fields: Fields) -> dict[str, Any]:
             fields.number("swiglu_alpha", 1.702), fields.number("swiglu_limit", 7.0)
         ),
         "mxfp4": fields.given("quantization_config") is not None,
+    }
+
+
+def _granite(fields: Fields) -> dict[str, Any]:
+    bias = fields.flag("attention_bias", False)
+    scales = ("attention_multiplier", "embedding_multiplier", "logits_scaling")
+    return {
+        "num_experts": fields.size("num_local_experts", most=MOST_EXPERTS),
+        "d_ff_expert": fields.size("intermediate_size"),
+        "moe_layers": (True,) * fields.size("num_hidden_layers"),
+        "norm_topk_prob": True,
+        "qkv_bias": bias,
+        "o_bias": bias,
+        **{key: fields.number(key, 1.0) for key in (*scales, "residual_multiplier")},
+    }
+
+
+def _phi(fields: Fields) -> dict[str, Any]:
+    bias = fields.flag("attention_bias", False)
+    if fields.size("num_experts_per_tok") != 2:
+        raise fields.wrong("num_experts_per_tok", "2")
+    return {
+        "layer_attention": full_or_window(fields, fields.size("sliding_window", 0)),
+        "num_experts": fields.size("num_local_experts", most=MOST_EXPERTS),
+        "d_ff_expert": fields.size("intermediate_size"),
+        "moe_layers": (True,) * fields.size("num_hidden_layers"),
+        "norm_topk_prob": False,
+        "router": SparseMixer(fields.number("router_jitter_noise", 0.01)),
+        "qkv_bias": bias,
+        "o_bias": bias,
+        "head_bias": fields.flag("lm_head_bias", False),
+        "layer_norm": True,
     }
 
 
@@ -452,5 +495,35 @@ register(
         {**_LATENT, "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
         shared="shared_experts",
         apart="as V2, with a sigmoid router; prediction layer left out; not in FP8",
+    ),
+)
+register(
+    "granitemoe",
+    Architecture(
+        "GraniteMoeForCausalLM",
+        _granite,
+        _and(
+            "attention_bias attention_multiplier embedding_multiplier logits_scaling "
+            "num_local_experts residual_multiplier"
+        ),
+        mlp="block_sparse_moe",
+        router="router.layer",
+        joined_experts=("input_linear", "output_linear"),
+        apart="multipliers of embeddings, scores, residuals and logits; joined experts",
+    ),
+)
+register(
+    "phimoe",
+    Architecture(
+        "PhimoeForCausalLM",
+        _phi,
+        _and("attention_bias lm_head_bias num_local_experts router_jitter_noise"),
+        rms_norm_eps=1e-5,
+        rope_theta=1e6,
+        rope_kinds=("default", "longrope"),
+        older_class="PhiMoEForCausalLM",
+        mlp="block_sparse_moe",
+        expert_names=("w1", "w3", "w2"),
+        apart="sparsemixer, LayerNorm, biases; LongRoPE up to where it begins to stretch",
     ),
 )

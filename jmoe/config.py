@@ -8,21 +8,22 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from jmoe.architectures import ARCHITECTURES, Architecture, full_or_window
+from jmoe.architectures import ARCHITECTURES, LACKING, Architecture, full_or_window
 from jmoe.attention import FULL, AttentionKind, Latent
 from jmoe.config_fields import ConfigError as ConfigError
 from jmoe.config_fields import Fields, shown
-from jmoe.config_keys import ROPE_SECTIONS, check_keys, rope_kind
+from jmoe.config_keys import ROPE_READ, ROPE_SECTIONS, check_keys, rope_kind
 from jmoe.model_files import read_text
 from jmoe.router import Router
 from pallas_kernels.activation import SILU, Activation
 
 MOST_LAYERS = 10_000
+ORIGINAL = "original_max_position_embeddings"
 
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary position embedding. `kind` is `default`, `linear`, `llama3` or `yarn`."""
+    """Rotary position embedding. `kind` is `default`, `linear`, `llama3`, `yarn` or `longrope`."""
 
     theta: float = 10000.0
     kind: str = "default"
@@ -32,8 +33,9 @@ class RopeConfig:
     high_freq_factor: float = 4.0  # llama3
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
-    attention_factor: float = 1.0  # yarn: scales cos and sin
+    attention_factor: float = 1.0  # scales cos and sin
     truncate: bool = True  # yarn: round the correction range to whole dimensions
+    short_factor: tuple[float, ...] = ()  # longrope: what each frequency is divided by
     partial: float = 1.0  # of a head's elements, the first ones turn
 
     def turned(self, head_dim: int) -> int:
@@ -70,6 +72,11 @@ class ModelConfig:
     normed_whole: bool = False  # with `qk_norm`: all heads of q, or of k, as one
     clip_qkv: float = 0.0  # bound of q, k and v before they turn; 0: none
     shared_gate: bool = True  # whether the shared expert has a sigmoid gate
+    layer_norm: bool = False  # LayerNorm with a bias in place of RMSNorm
+    head_bias: bool = False  # of the output projection
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0  # of what each half layer adds
+    logits_scaling: float = 1.0  # what logits are divided by
     unused_layers: int = 0  # of the checkpoint, behind the last: they predict further tokens
     layer_attention: tuple[AttentionKind, ...] = ()  # by layer; none: full attention
     router: Router | None = None  # None: softmax over all experts, the likeliest
@@ -215,9 +222,7 @@ def from_hf(
     fields = Fields(config, file)
     family = _family(fields)
     architecture = ARCHITECTURES[family]
-    check_keys(
-        fields, architecture.read, architecture.only, allow_unknown_config, architecture.quantized
-    )
+    check_keys(fields, architecture, allow_unknown_config)
     num_layers = fields.size("num_hidden_layers", most=MOST_LAYERS)
     num_heads = fields.size("num_attention_heads")
     vocab_size = fields.size("vocab_size")
@@ -228,6 +233,20 @@ def from_hf(
     attention = {} if "layer_attention" in own else {"layer_attention": full_or_window(fields)}
     if "activation" not in own and fields.given("hidden_act") not in (None, "silu"):
         raise fields.wrong("hidden_act", "'silu'")
+    head_dim = own.pop("head_dim", None) or _head_dim(fields, num_heads)
+    rope = _rope(fields, architecture, max_position)
+    if rope.kind == "longrope":
+        if len(rope.short_factor) != head_dim // 2:
+            wanted = f"as many numbers as half of head_dim ({head_dim // 2})"
+            raise ConfigError(
+                f"{file}: short_factor has {len(rope.short_factor)}; it must be {wanted}"
+            )
+        # Behind it the long factors turn all keys anew, also those in the cache.
+        max_position = min(max_position, _original(fields, max_position))
+    if (scale := own.pop("attention_multiplier", None)) is not None:
+        # In place of head_dim ** -0.5, by what turns q and k: no kernel has to know it.
+        factor = rope.attention_factor * math.sqrt(scale * math.sqrt(head_dim))
+        rope = replace(rope, attention_factor=factor)
     try:
         return ModelConfig(
             architecture=family,
@@ -236,14 +255,14 @@ def from_hf(
             num_layers=num_layers,
             num_heads=num_heads,
             num_kv_heads=fields.size("num_key_value_heads", num_heads),
-            head_dim=own.pop("head_dim", None) or _head_dim(fields, num_heads),
+            head_dim=head_dim,
             experts_per_token=fields.size("num_experts_per_tok"),
             d_ff_dense=0
             if all(own["moe_layers"])
             else d_ff_dense or fields.size("intermediate_size"),
             tie_embeddings=fields.flag("tie_word_embeddings", False),
             rms_norm_eps=fields.number("rms_norm_eps", architecture.rms_norm_eps),
-            rope=_rope(fields, architecture, max_position),
+            rope=rope,
             max_position=max_position,
             eos_token_ids=fields.token_ids("eos_token_id", vocab_size),
             **{"d_ff_shared": 0, "qkv_bias": False, "qk_norm": False, **attention, **own},
@@ -257,10 +276,14 @@ def _family(fields: Fields) -> str:
     kind = fields.given("model_type")
     served = ", ".join(sorted(ARCHITECTURES))
     if not isinstance(kind, str) or kind not in ARCHITECTURES:
-        raise ConfigError(f"{fields.file}: model_type is {shown(kind)}; jmoe serves {served}")
+        lacks = f", {LACKING[kind]}" if isinstance(kind, str) and kind in LACKING else ""
+        raise ConfigError(
+            f"{fields.file}: model_type is {shown(kind)}{lacks}; jmoe serves {served}; "
+            "docs/new-architecture.md says how to add one"
+        )
     classes = fields.given("architectures")
     wanted = ARCHITECTURES[kind].class_name
-    if classes is not None and classes != [wanted]:
+    if classes is not None and classes not in ([wanted], [ARCHITECTURES[kind].older_class]):
         raise fields.wrong("architectures", f"['{wanted}'] where model_type is {kind}")
     return kind
 
@@ -282,7 +305,7 @@ def _rope(fields: Fields, architecture: Architecture, max_position: int) -> Rope
     partial, key = architecture.partial_rotary or 1.0, "partial_rotary_factor"
     if architecture.partial_rotary:
         partial = fields.number(key, partial)
-    original = fields.size("original_max_position_embeddings", 0)
+    original = fields.size(ORIGINAL, 0)
     ropes = [
         replace(
             _scaled(section, section.number("rope_theta", theta), original, max_position),
@@ -296,14 +319,25 @@ def _rope(fields: Fields, architecture: Architecture, max_position: int) -> Rope
     return ropes[0] if ropes else RopeConfig(theta=theta, partial=partial)
 
 
+def _original(fields: Fields, max_position: int) -> int:
+    """Returns the positions that a model was trained on before its RoPE was scaled."""
+    places = [fields, *map(fields.section, ROPE_SECTIONS)]
+    return next((one.size(ORIGINAL) for one in places if one.given(ORIGINAL)), max_position)
+
+
 def _scaled(fields: Fields, theta: float, original: int, max_position: int) -> RopeConfig:
-    kind = rope_kind(fields)
+    kind = rope_kind(fields, ROPE_READ)
+    if kind == "longrope":
+        fields.numbers("long_factor")  # not used, but it has to be there
+        fields.number("long_mscale")
+        factors, scale = fields.numbers("short_factor"), fields.number("short_mscale")
+        return RopeConfig(theta, kind, attention_factor=scale, short_factor=factors)
     if kind == "default":
         return RopeConfig(theta=theta)
     factor = fields.number("factor")
     if kind == "linear":
         return RopeConfig(theta=theta, kind=kind, factor=factor)
-    original = original or fields.size("original_max_position_embeddings", max_position)
+    original = original or fields.size(ORIGINAL, max_position)
     if kind == "llama3":
         low, high = fields.number("low_freq_factor"), fields.number("high_freq_factor")
         if high <= low:

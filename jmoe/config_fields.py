@@ -85,6 +85,14 @@ class Fields:
             raise self.wrong(key, "a list of integers")
         return tuple(value)
 
+    def numbers(self, key: str) -> tuple[float, ...]:
+        """Returns a list of finite numbers above 0; the key must be there."""
+        value = self.values[self.first(key)]
+        if not isinstance(value, list | tuple):
+            raise self.wrong(key, "a list of numbers")
+        each = Fields(dict(zip(map(str, range(len(value))), value, strict=True)), self.file, key)
+        return tuple(each.number(at) for at in each.values)
+
     def token_ids(self, key: str, vocab_size: int) -> tuple[int, ...]:
         """Returns a token id, a list of them, or nothing."""
         value = self.values.get(key)

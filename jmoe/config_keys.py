@@ -5,7 +5,7 @@ against transformers 5.23: what its three model classes and `PreTrainedConfig` d
 """
 
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jmoe.config_fields import ConfigError, Fields, shown
 
@@ -13,6 +13,9 @@ from jmoe.config_fields import ConfigError, Fields, shown
 def _because(why: str, keys: str) -> dict[str, str]:
     return dict.fromkeys(keys.split(), why)
 
+
+if TYPE_CHECKING:
+    from jmoe.architectures import Architecture
 
 READ_FOR_ALL = frozenset(
     _because(
@@ -55,8 +58,8 @@ HARMLESS: Mapping[str, str] = {
         "training only",
         """
         attention_dropout classifier_dropout embd_pdrop gradient_checkpointing hidden_dropout
-        initializer_range loss_type neftune_noise_alpha resid_pdrop router_aux_loss_coef
-        router_jitter_noise
+        initializer_range input_jitter_noise loss_type neftune_noise_alpha resid_pdrop
+        router_aux_loss_coef router_jitter_noise
         """,
     ),
     **_because(
@@ -101,6 +104,9 @@ ROPE_READ: Mapping[str, Collection[str]] = {
     "default": _ROPE,
     "linear": _ROPE | {"factor"},
     "llama3": _ROPE | {"factor", "high_freq_factor", "low_freq_factor", _ORIGINAL},
+    "longrope": _ROPE
+    | {"attention_factor", "factor", "long_factor", "long_mscale", "short_factor", "short_mscale"}
+    | {_ORIGINAL},
     "yarn": _ROPE
     | {"factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"}
     | {"truncate", _ORIGINAL},
@@ -117,22 +123,18 @@ QUANTIZED = ("compression_config", "quantization", "quantization_config")
 write them."""
 
 
-def check_keys(
-    fields: Fields,
-    read: Collection[str],
-    only: Mapping[str, tuple[Any, ...]],
-    allowed: Collection[str],
-    quantized: Collection[str] = (),
-) -> None:
+def check_keys(fields: Fields, architecture: "Architecture", allowed: Collection[str]) -> None:
     """Checks the keys of `config.json`, also those of `rope_scaling` and `rope_parameters`.
 
     Raises ConfigError that names every key that jmoe would ignore though it may matter.
     """
     allowed = (allowed,) if isinstance(allowed, str) else allowed
+    read, only = architecture.read, architecture.only
     for key in QUANTIZED:
         if fields.given(key) is None or key in allowed:
             continue
-        if key not in read or fields.section(key).given("quant_method") not in quantized:
+        method = fields.section(key).given("quant_method")
+        if key not in read or method not in architecture.quantized:
             raise ConfigError(
                 f"{fields.file}: {key} is {shown(fields.given(key))}; jmoe does not load quantized "
                 "weights; give the checkpoint from which this one was quantized, with weights in "
@@ -141,7 +143,7 @@ def check_keys(
     unknown = "jmoe does not know this key"
     faults = _faults(fields, read, {**ONLY_IN_ALL, **only}, HARMLESS, unknown, allowed)
     for section in map(fields.section, ROPE_SECTIONS):
-        kind = rope_kind(section)
+        kind = rope_kind(section, architecture.rope_kinds)
         unknown = f"rope type {kind!r} as jmoe knows it does not have this key"
         own = {*ROPE_READ[kind], *(key for key in ROPE_ONLY if key in read)}
         faults |= _faults(section, own, ROPE_ONLY, ROPE_HARMLESS, unknown, allowed)
@@ -153,16 +155,16 @@ def check_keys(
         )
 
 
-def rope_kind(section: Fields) -> str:
-    """Returns the rope type of `rope_scaling` or `rope_parameters`.
+def rope_kind(section: Fields, served: Collection[str]) -> str:
+    """Returns the rope type of `rope_scaling` or `rope_parameters`, one of `served`.
 
     Raises ConfigError for one that jmoe does not serve.
     """
     kind = section.given("rope_type") or section.given("type") or "default"
-    if not isinstance(kind, str) or kind not in ROPE_READ:
-        served = ", ".join(ROPE_READ)
+    if not isinstance(kind, str) or kind not in served:
+        kinds = ", ".join(served)
         raise ConfigError(
-            f"{section.file}: rope type is {shown(kind)} in {section.where}; jmoe serves {served}"
+            f"{section.file}: rope type is {shown(kind)} in {section.where}; jmoe serves {kinds}"
         )
     return kind
 

@@ -216,7 +216,7 @@ def _forward_rows(
         jnp.repeat(valid, length),
         jnp.repeat(exempt, length),
     )
-    x = embed(weights.params, tokens.reshape(-1))
+    x = embed(cfg, weights.params, tokens.reshape(-1))
     step = StepData(rows, causal_attention(cfg, batch, length), control)
     x, _, stats = run_layers(cfg, weights, x, None, step, max_active=cfg.num_experts, wanted=wanted)
     assert stats is not None

@@ -130,14 +130,16 @@ Layout = dict[str, Parameter]
 def top(cfg: ModelConfig) -> Layout:
     """Describes the parameters outside the layers."""
     d, vocab = cfg.d_model, cfg.vocab_size
-    out = {
+    out: Layout = {
         "embed": Parameter(
             ("model.embed_tokens.weight",), ((vocab, d),), ("vocab", "d"), "embedding"
         ),
-        "final_norm": Parameter(("model.norm.weight",), ((d,),), ("d",), "norm"),
+        **_norm(cfg, "final_norm", "model.norm"),
     }
     if not cfg.tie_embeddings:
         out["lm_head"] = Parameter(("lm_head.weight",), ((vocab, d),), ("d", "vocab"))
+    if cfg.head_bias:
+        out["head_bias"] = Parameter(("lm_head.bias",), ((vocab,),), ("vocab",), "bias")
     return out
 
 
@@ -145,9 +147,9 @@ def layer(cfg: ModelConfig, index: int, is_moe: bool) -> Layout:
     """Describes the parameters of one layer, experts left out."""
     at, d = f"model.layers.{index}.", cfg.d_model
     attn, kind = at + "self_attn.", cfg.layer_attention[index]
-    out = {
-        "attn_norm": Parameter((at + "input_layernorm.weight",), ((d,),), ("d",), "norm"),
-        "mlp_norm": Parameter((at + "post_attention_layernorm.weight",), ((d,),), ("d",), "norm"),
+    out: Layout = {
+        **_norm(cfg, "attn_norm", at + "input_layernorm"),
+        **_norm(cfg, "mlp_norm", at + "post_attention_layernorm"),
     }
     out |= _latent(cfg, kind, attn) if isinstance(kind, Latent) else _heads(cfg, attn)
     if cfg.has_sinks(index):
@@ -300,6 +302,13 @@ def split(layout: Layout, params: Mapping[str, Any]) -> dict[str, Any]:
     for key, parameter in layout.items():
         tensors |= parameter.split(params[key])
     return tensors
+
+
+def _norm(cfg: ModelConfig, key: str, at: str) -> Layout:
+    own = {key: Parameter((f"{at}.weight",), ((cfg.d_model,),), ("d",), "norm")}
+    if cfg.layer_norm:
+        own[f"{key}_bias"] = Parameter((f"{at}.bias",), ((cfg.d_model,),), ("d",), "bias")
+    return own
 
 
 def _swiglu(

@@ -34,6 +34,7 @@ from jmoe.moe import (
     Wanted,
     alone,
     dense_mlp,
+    normed,
     router,
     with_residual,
 )
@@ -42,7 +43,6 @@ from jmoe.rope import rotation
 from jmoe.sampling import greedy
 from jmoe.steps import State, StepOutput, decode_data, remember, with_deltas
 from jmoe.weights import Params, Weights
-from pallas_kernels.norm import rms_norm
 
 Segments = tuple[Float[Array, "B d"], ...]
 """Rows of each of the step's models."""
@@ -162,7 +162,7 @@ def mixed_attend(
     for number, (layer, x, turn) in enumerate(zip(layers, xs, turns, strict=True)):
         rows = slice(number * size, (number + 1) * size)
         written = jax.tree.map(itemgetter(rows), attention.written)
-        h = rms_norm(x, layer["attn_norm"], cfg.rms_norm_eps)
+        h = normed(cfg, layer, "attn_norm", x)
         projection = project(cfg, layer, h, turn)
         q, cache = attention._replace(written=written).write(projection, index, cache)
         queries.append(q)
@@ -228,7 +228,7 @@ def mixed_decode_step(
     state = with_deltas(state, deltas)
     slot, step = decode_data(cfg, state, rows, control)
     tokens = jnp.split(state.last_token[slot], count)
-    xs = tuple(map(embed, weights.params, tokens))
+    xs = tuple(map(embed, [cfg] * count, weights.params, tokens))
     halves = Halves(partial(mixed_rotation, count=count), mixed_attend, mixed_moe, mixed_dense)
     xs, pages, stats = run_layers(
         cfg, weights.joined(), xs, state.pages, step, max_active=max_active, of_sets=halves

@@ -30,6 +30,8 @@ from jmoe.moe import (
     dense_mlp,
     linear,
     moe,
+    normed,
+    residual,
 )
 from jmoe.parallel.experts import gathered
 from jmoe.parallel.probe import Probe
@@ -59,9 +61,10 @@ class StepData(NamedTuple):
     control: Control
 
 
-def embed(params: Params, tokens: Int[Array, "T"]) -> Float[Array, "T d"]:
-    """Returns the rows of the embedding matrix."""
-    return params["embed"][tokens]
+def embed(cfg: ModelConfig, params: Params, tokens: Int[Array, "T"]) -> Float[Array, "T d"]:
+    """Returns the rows of the embedding matrix, as the first layer takes them."""
+    rows = params["embed"][tokens]
+    return rows if cfg.embedding_multiplier == 1 else rows * cfg.embedding_multiplier
 
 
 def project(
@@ -131,7 +134,7 @@ def attend(
     cache: Any,
 ) -> tuple[Float[Array, "T d"], Any]:
     """Runs attention of layer `index` with its residual; returns the cache, too."""
-    h = rms_norm(x, layer["attn_norm"], cfg.rms_norm_eps)
+    h = normed(cfg, layer, "attn_norm", x)
     out, cache = attention(project(cfg, layer, h, cos_sin), index, cache)
     return attended(cfg, layer, x, out), cache
 
@@ -143,16 +146,23 @@ def attended(
     if "wkv_b" in layer:
         _, values = _of_latents(cfg, layer)
         out = jnp.einsum("thr,rhv->thv", out[..., : values.shape[0]].astype(values.dtype), values)
-    x = x + linear(out.reshape(x.shape[0], -1), layer["wo"]).astype(x.dtype)
-    return x + layer["bo"][None] if cfg.o_bias else x
+    out = linear(out.reshape(x.shape[0], -1), layer["wo"]).astype(x.dtype)
+    return residual(cfg, x, out + layer["bo"][None] if cfg.o_bias else out)
 
 
 def head(cfg: ModelConfig, params: Params, x: Float[Array, "T d"]) -> Float[Array, "T V"]:
     """Applies the final norm and the output projection; float32 logits."""
-    h = rms_norm(x, params["final_norm"], cfg.rms_norm_eps)
+    h = normed(cfg, params, "final_norm", x)
     if cfg.tie_embeddings:
-        return matmul_transposed(h.astype(params["embed"].dtype), params["embed"], jnp.float32)
-    return linear(h, params["lm_head"], jnp.float32)
+        h = h.astype(params["embed"].dtype)
+        logits: Array = matmul_transposed(h, params["embed"], jnp.float32)
+    else:
+        logits = linear(h, params["lm_head"], jnp.float32)
+    if cfg.head_bias:
+        logits = logits + params["head_bias"].astype(jnp.float32)[None]
+    if cfg.logits_scaling == 1:
+        return logits
+    return lax.optimization_barrier(logits / cfg.logits_scaling)  # the same bits for all readers
 
 
 class Halves(NamedTuple):
@@ -503,7 +513,7 @@ def _first(segment: Any) -> Params:
 
 def _router_of(layer: Params) -> Params:
     """Returns what `jmoe.moe.router` and `gate` read."""
-    names = "mlp_norm", "router", "router_bias", "logits_bias"
+    names = "mlp_norm", "mlp_norm_bias", "router", "router_bias", "logits_bias"
     return {name: layer[name] for name in names if name in layer}
 
 

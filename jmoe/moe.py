@@ -21,7 +21,7 @@ from jmoe.weights import Params
 from pallas_kernels import routing
 from pallas_kernels.activation import Activation, gated
 from pallas_kernels.matmul import matmul
-from pallas_kernels.norm import rms_norm
+from pallas_kernels.norm import layer_norm, rms_norm
 
 
 class RoutedRows(NamedTuple):
@@ -122,11 +122,18 @@ def router(
     cfg: ModelConfig, layer: Params, x: Float[Array, "T d"]
 ) -> tuple[Float[Array, "T d"], Float[Array, "T m"]]:
     """Returns normed rows and their router's logits (float32)."""
-    h = rms_norm(x, layer["mlp_norm"], cfg.rms_norm_eps)
+    h = normed(cfg, layer, "mlp_norm", x)
     logits = linear(h, layer["router"], jnp.float32)
     if cfg.logits_bias:
         logits = logits + layer["logits_bias"].astype(jnp.float32)[None]
     return h, logits
+
+
+def normed(cfg: ModelConfig, params: Params, key: str, x: Float[Array, "T d"]) -> Array:
+    """Returns the norm of rows by the parameters of that key."""
+    if cfg.layer_norm:
+        return layer_norm(x, params[key], params[f"{key}_bias"], cfg.rms_norm_eps)
+    return rms_norm(x, params[key], cfg.rms_norm_eps)
 
 
 def gate(
@@ -293,10 +300,15 @@ def _needed(
 
 def with_residual(cfg: ModelConfig, layer: Params, x: Array, h: Array, out: Array) -> Array:
     """Returns routed and shared experts with the residual."""
-    return x + (out + shared_expert(cfg, layer, h) if cfg.d_ff_shared else out)
+    return residual(cfg, x, out + shared_expert(cfg, layer, h) if cfg.d_ff_shared else out)
+
+
+def residual(cfg: ModelConfig, x: Array, out: Array) -> Array:
+    """Adds to the rows what half a layer has made of them."""
+    return x + (out if cfg.residual_multiplier == 1 else out * cfg.residual_multiplier)
 
 
 def dense_mlp(cfg: ModelConfig, layer: Params, x: Float[Array, "T d"]) -> Float[Array, "T d"]:
     """Runs the MLP of a layer without experts, with the residual."""
-    h = rms_norm(x, layer["mlp_norm"], cfg.rms_norm_eps)
-    return x + gated_mlp(h, layer["gate_up"], layer["down"], cfg.activation)
+    h = normed(cfg, layer, "mlp_norm", x)
+    return residual(cfg, x, gated_mlp(h, layer["gate_up"], layer["down"], cfg.activation))

@@ -119,11 +119,14 @@ def random_params(
     dense = partial(_dense, iter(jax.random.split(key, 2 + 8 * len(cfg.segments()))), dtype)
     params: dict[str, Any] = {
         "embed": dense(cfg.vocab_size, cfg.d_model),
-        "final_norm": jnp.ones(cfg.d_model, dtype),
         "segments": tuple(
             _segment(cfg, first, moe, n, dense, dtype, skew) for moe, first, n in cfg.segments()
         ),
     }
+    for name, parameter in layout.top(cfg).items():
+        if parameter.kind in ("norm", "bias"):
+            drawn = jnp.ones if parameter.kind == "norm" else jnp.zeros
+            params[name] = drawn(parameter.shape, dtype)
     if not cfg.tie_embeddings:
         params["lm_head"] = dense(cfg.d_model, cfg.vocab_size)
     return params

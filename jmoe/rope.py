@@ -18,6 +18,8 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
         freq = freq / rope.factor
     elif rope.kind == "llama3":
         freq = _llama3(rope, freq)
+    elif rope.kind == "longrope":
+        freq = freq / np.asarray(rope.short_factor, np.float32)
     elif rope.kind == "yarn":
         freq = _yarn(rope, freq, head_dim)
     return freq.astype(np.float32)

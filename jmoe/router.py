@@ -70,3 +70,35 @@ class ScoredTopK:
         groups = jnp.arange(self.groups, dtype=best.dtype)
         is_best = jnp.any(best[:, :, None] == groups[None, None], axis=1)
         return jnp.repeat(is_best, by_group.shape[2], axis=1)
+
+
+@dataclass(frozen=True)
+class SparseMixer:
+    """The likeliest expert, and the likeliest but for it (Phi-3.5-MoE; arXiv 2409.12136). Each
+    weighs what a softmax gives it over the experts that are near it.
+    """
+
+    jitter: float  # half of how far below an expert others are near, of the larger of both
+
+    @property
+    def bias(self) -> bool:
+        """See Router."""
+        return False
+
+    def __call__(
+        self, cfg: "ModelConfig", layer: Mapping[str, Array], logits: Float[Array, "T m"]
+    ) -> tuple[Float[Array, "T K"], Int[Array, "T K"]]:
+        """See Router."""
+        scores = left = logits.astype(jnp.float32)
+        weights, ids = [], []
+        for _ in range(cfg.experts_per_token):
+            most, chosen = (each[:, 0] for each in jax.lax.top_k(left, 1))
+            far = most[:, None] - scores > 2 * self.jitter * jnp.maximum(
+                jnp.abs(scores), most[:, None]
+            )
+            near = jax.nn.softmax(jnp.where(far, -jnp.inf, left), axis=1)
+            weights.append(jnp.take_along_axis(near, chosen[:, None], axis=1)[:, 0])
+            ids.append(chosen.astype(jnp.int32))
+            numbers = jnp.arange(left.shape[1], dtype=jnp.int32)
+            left = jnp.where(numbers[None] == ids[-1][:, None], -jnp.inf, left)
+        return jnp.stack(weights, axis=1), jnp.stack(ids, axis=1)

@@ -17,7 +17,16 @@ from jmoe.brownout import Control, strategy_code
 from jmoe.config import ModelConfig
 from jmoe.experts import Pool
 from jmoe.model import Rotation, StepData, attend
-from jmoe.moe import RoutedRows, compute, dense_mlp, gate, planned, router, shared_expert
+from jmoe.moe import (
+    RoutedRows,
+    compute,
+    dense_mlp,
+    gate,
+    planned,
+    residual,
+    router,
+    shared_expert,
+)
 from jmoe.rope import rotation
 from jmoe.weights import Params
 from pallas_kernels.activation import Activation
@@ -29,7 +38,7 @@ class WaitingRows(NamedTuple):
     """Rows whose experts compute; of a dense layer, nothing is waited for."""
 
     x: Float[Array, "T d"]  # with the layer's attention and shared expert
-    weights: Float[Array, "T K"]  # of each visit, float32; 0 where there is none
+    weights: Float[Array, "T K"]  # of each visit, float32, with the residual's multiplier; 0: none
 
 
 class StageVisits(NamedTuple):
@@ -100,8 +109,8 @@ def attend_stage(
     h, logits = router(cfg, layer, x)
     weights, visits = _asked(cfg, layer, h, logits, groups, step.rows, step.control, reachable)
     if cfg.d_ff_shared:
-        x = x + shared_expert(cfg, layer, h)
-    return WaitingRows(x, weights), visits, pages
+        x = residual(cfg, x, shared_expert(cfg, layer, h))
+    return WaitingRows(x, weights * cfg.residual_multiplier), visits, pages
 
 
 def _asked(

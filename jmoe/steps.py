@@ -297,7 +297,7 @@ class _Part(NamedTuple):
     ) -> Float[Array, "T d"]:
         """Returns the rows before the layers: embeddings, or the rows that wait."""
         if self.layers is not None and not self.layers.start:
-            return embed(self.weights.params, tokens())
+            return embed(self.cfg, self.weights.params, tokens())
         hidden = self.state.hidden
         assert hidden is not None
         if self.layers is not None:
@@ -305,7 +305,7 @@ class _Part(NamedTuple):
         given = tokens()
         return lax.cond(
             self.control[FIRST_LAYER] == 0,
-            lambda: embed(self.weights.params, given),
+            lambda: embed(self.cfg, self.weights.params, given),
             lambda: hidden.at[places].get(),
         )
 

@@ -1,4 +1,4 @@
-"""Root-mean-square norm, of layers and of query and key heads."""
+"""Norms of layers, and of query and key heads."""
 
 import jax.numpy as jnp
 from jax import lax
@@ -10,3 +10,13 @@ def rms_norm(x: Float[Array, "*rows d"], weight: Float[Array, "d"], eps: float) 
     h = x.astype(jnp.float32)
     h = h * lax.rsqrt(jnp.mean(h * h, axis=-1, keepdims=True) + eps)
     return h.astype(x.dtype) * weight.astype(x.dtype).reshape((1,) * (x.ndim - 1) + (-1,))
+
+
+def layer_norm(
+    x: Float[Array, "T d"], weight: Float[Array, "d"], bias: Float[Array, "d"], eps: float
+) -> Array:
+    """Returns rows of mean 0 and variance 1, with weight and bias, all in float32 until the end."""
+    h = x.astype(jnp.float32)
+    h = h - jnp.mean(h, axis=-1, keepdims=True)
+    h = h * lax.rsqrt(jnp.mean(h * h, axis=-1, keepdims=True) + eps)
+    return (h * weight.astype(jnp.float32)[None] + bias.astype(jnp.float32)[None]).astype(x.dtype)

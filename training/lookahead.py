@@ -48,7 +48,7 @@ def routing_of(cfg: ModelConfig, weights: Weights, tokens: Int[Array, "B T"]) ->
     """
     batch, length = tokens.shape
     positions, out = jnp.tile(jnp.arange(length, dtype=jnp.int32), batch), []
-    x = embed(weights.params, tokens.reshape(-1))
+    x = embed(cfg, weights.params, tokens.reshape(-1))
     for (layer, is_moe), kind in zip(
         layers_of(cfg, weights.params), cfg.layer_attention, strict=True
     ):

@@ -179,8 +179,9 @@ def logits_of(
 ) -> Float[Array, "T V"]:
     """Returns `jmoe.model.head` of float32 rows, its product in `dtype`."""
     key = "embed" if cfg.tie_embeddings else "lm_head"
-    norm = params["final_norm"].astype(jnp.float32)
-    return head(cfg, {key: params[key].astype(dtype), "final_norm": norm}, x)
+    others = [one for one in layout.top(cfg) if one not in ("embed", "lm_head")]
+    own = {one: params[one].astype(jnp.float32) for one in others}
+    return head(cfg, {key: params[key].astype(dtype), **own}, x)
 
 
 def forward(
@@ -206,7 +207,7 @@ def forward(
         dtype: of the products.
     """
     valid = (items > 0).reshape(-1).astype(jnp.float32)
-    x, at, stats = embed(params, tokens.reshape(-1)), positions.reshape(-1), []
+    x, at, stats = embed(cfg, params, tokens.reshape(-1)), positions.reshape(-1), []
     for i in range(cfg.num_layers):
         layer, experts = jax.tree.map(
             lambda leaf, i=i: leaf[i], (params["segments"][0], params["experts"])

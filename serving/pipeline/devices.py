@@ -198,7 +198,7 @@ def _attend(
         _, _, step = prefill_data(cfg, state, len(tokens), rows, control)
         given = tokens
     if embedding is not None:
-        waiting, parts = entering(embed(embedding, given), store.weights.shape[1])
+        waiting, parts = entering(embed(cfg, embedding, given), store.weights.shape[1])
     else:
         at = jnp.minimum(places, len(store.x) - 1)
         waiting, parts = WaitingRows(store.x[at], store.weights[at]), store.parts[at]

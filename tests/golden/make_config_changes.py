@@ -42,6 +42,8 @@ OTHERS = {
     "eos_token_id": [5, [5, 6]],
     "head_dim": [8, 16],
     "hidden_act": ["gelu", "relu"],
+    "long_factor": [[1.0, 3.0, 5.0, 9.0], [1.0]],
+    "short_factor": [[1.0, 1.1, 1.5, 2.0], [1.0]],
     "layer_types": [["sliding_attention", "full_attention"]],
     "mlp_only_layers": [[1], [], [7]],
     "modules_to_not_convert": [["lm_head"]],
@@ -72,6 +74,8 @@ ADDED = {
     "chunk_size_feed_forward": [2],
     "head_dim": [8],
     "is_decoder": [True],
+    "long_factor": [[1.0, 3.0, 5.0, 9.0], [1.0]],
+    "short_factor": [[1.0, 1.1, 1.5, 2.0], [1.0]],
     "layer_types": [["sliding_attention", "full_attention"]],
     "logits_scaling": [2.0],
     "mlp_bias": [True],
@@ -122,6 +126,7 @@ ADDED_FOR = {
         "swiglu_alpha": [1.1],
         "swiglu_limit": [0.7],
     },
+    "phimoe": {"sliding_window": [4], "lm_head_bias": [True], "input_jitter_noise": [0.3]},
     "olmoe": {"clip_qkv": [0.5], "sliding_window": [4], "qk_norm": [False]},
 }
 ADDED_ROPE = {

@@ -27,12 +27,14 @@ ROOT = Path(__file__).resolve().parent
 LENGTH, NEW_TOKENS = 19, 12
 MIN_ROUTER_GAP, MIN_LOGIT_GAP, MIN_DISTINCT, MIN_ROPE_EFFECT = 0.005, 0.02, 5, 0.05
 # Sigmoids saturate, and groups can tie: so wide a gap between their scores is never seen.
-MIN_SCORE_GAP = dict.fromkeys(("glm4_moe", "deepseek_v2", "deepseek_v3"), 0.0005)
+MIN_SCORE_GAP = dict.fromkeys(("glm4_moe", "phimoe", "deepseek_v2", "deepseek_v3"), 0.0005)
 EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
 
 
 # Keys of the number of experts and of their width, where they are not Qwen's.
 NAMES = {
+    "phimoe": ("num_local_experts", "intermediate_size"),
+    "granitemoe": ("num_local_experts", "intermediate_size"),
     "olmoe": ("num_experts", "intermediate_size"),
     "mixtral": ("num_local_experts", "intermediate_size"),
     "glm4_moe": ("n_routed_experts", "moe_intermediate_size"),
@@ -133,6 +135,20 @@ GLM_NORM = {"use_qk_norm": True, "attention_bias": True}
 YARN_PARTIAL = {**YARN_BETAS, "partial_rotary_factor": 0.25}
 
 qwen2, qwen3, mixtral = (partial(case, name) for name in ("qwen2_moe", "qwen3_moe", "mixtral"))
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 100.0,
+    "original_max_position_embeddings": 48,
+    "short_factor": [1.0, 1.2, 1.7, 2.5],
+    "long_factor": [1.0, 2.0, 4.0, 8.0],
+    "short_mscale": 1.2,
+    "long_mscale": 1.3,
+}
+PHI_BIASES = {"attention_bias": True, "lm_head_bias": True}
+phi = partial(case, "phimoe", eos_token_id=2, router_jitter_noise=0.3)
+granite = partial(
+    case, "granitemoe", embedding_multiplier=0.7, attention_multiplier=0.2, logits_scaling=1.7
+)
 olmoe = partial(case, "olmoe", eos_token_id=2)
 deepseek2, deepseek3 = (
     partial(case, name, eos_token_id=2, **LATENT) for name in ("deepseek_v2", "deepseek_v3")
@@ -284,6 +300,32 @@ CASES = {
         **TIED,
     ),
     "gpt_oss_mxfp4": gpt_oss([2, 96, 3, 3, 61], [3, 2, 32], head_dim=12, bf16=True, mxfp4=True),
+    "phimoe": phi([2, 32, 4, 2, 73], [5, 2, 23], rope=LONGROPE, hub=False, **PHI_BIASES),
+    "phimoe_window_tied": phi(
+        [2, 36, 3, 3, 71],
+        [7, 2, 11],
+        rope=TEN_THOUSAND,
+        sliding_window=9,
+        lm_head_bias=True,
+        **TIED,
+    ),
+    "phimoe_attention_bias": phi(
+        [3, 40, 5, 1, 61], [9, 2, 15], hub=False, bf16=True, attention_bias=True
+    ),
+    "granitemoe": granite(
+        [2, 42, 7, 1, 83], [7, 3, 11], rope=TEN_THOUSAND, residual_multiplier=1.3, **TIED
+    ),
+    "granitemoe_attention_bias": granite(
+        [3, 36, 6, 3, 61],
+        [5, 2, 13],
+        hub=False,
+        bf16=True,
+        attention_bias=True,
+        residual_multiplier=0.8,
+    ),
+    "granitemoe_yarn": granite(
+        [2, 40, 4, 2, 71], [9, 4, 7], rope=YARN_BETAS, residual_multiplier=0.6
+    ),
 }
 
 
@@ -300,7 +342,7 @@ def build(spec, seed):
     biases = ((n, b) for n, b in model.named_buffers() if n.endswith("e_score_correction_bias"))
     for name, parameter in (*model.named_parameters(), *biases):
         noise = torch.randn(parameter.shape, generator=generator)
-        if "norm" in name:
+        if "norm" in name and not name.endswith("bias"):
             value = 1 + 0.2 * noise
         elif name.endswith("sinks"):
             value = 2 * noise
@@ -356,6 +398,15 @@ def gap(values, k):
 def choice_gap(model, logits):
     """Return how far the routers' choices are from a tie."""
     config = model.config
+    if config.model_type == "phimoe":
+        gaps, left = [], logits
+        for _ in range(2):
+            most, chosen = left.max(-1, keepdim=True)
+            far = (most - logits) / logits.abs().clamp(min=most)
+            far = far.masked_fill(left.isinf(), torch.inf)
+            gaps += [gap(left, 1), float((far - 2 * config.router_jitter_noise).abs().min())]
+            left = left.scatter(-1, chosen, -torch.inf)
+        return min(gaps)
     if config.model_type == "deepseek_v2" and config.topk_method != "greedy":
         scores = logits.softmax(-1).flatten(0, -2)
         groups = scores.unflatten(-1, (config.n_group, -1))
@@ -422,7 +473,7 @@ def spell_like_hub(path):
             config.pop(name, None)
     if config.get("head_dim", 0) is None:
         del config["head_dim"]
-    if config["model_type"] not in ("mixtral", "gpt_oss") and "num_local_experts" in config:
+    if config["model_type"].startswith("qwen") and "num_local_experts" in config:
         config["num_experts"] = config.pop("num_local_experts")
     if config.get("sliding_window") == 0:  # the hub keeps a size there, switched off
         config["sliding_window"] = config["max_position_embeddings"]

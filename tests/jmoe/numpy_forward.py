@@ -8,10 +8,11 @@ from dataclasses import asdict, replace
 
 import jax
 import numpy as np
-from router_oracle import scored
+from router_oracle import scored, sparsemixer
 
 from jmoe.attention import Latent
 from jmoe.rope import inverse_frequencies
+from jmoe.router import SparseMixer
 from pallas_kernels.activation import ClampedSwiglu
 
 
@@ -26,28 +27,38 @@ def forward(model, tokens, served=None):
     pool = {key: np.asarray(leaf, np.float64) for key, leaf in model.pool.arrays.items()}
     slots, out = np.asarray(model.table.slots), []
     for row in np.asarray(tokens):
-        x, moe_layer = params["embed"][row], 0
+        x, moe_layer, scale = params["embed"][row], 0, cfg.residual_multiplier
+        x = x * cfg.embedding_multiplier
         for (is_moe, start, count), segment in zip(cfg.segments(), params["segments"], strict=True):
             for i in range(count):
                 layer = {key: leaf[i] for key, leaf in segment.items()}
-                kind, h = cfg.layer_attention[start + i], _norm(cfg, x, layer["attn_norm"])
+                kind, h = cfg.layer_attention[start + i], _layer_norm(cfg, layer, "attn_norm", x)
                 if isinstance(kind, Latent):
-                    x = x + _latent(cfg, layer, h, kind)
+                    x = x + scale * _latent(cfg, layer, h, kind)
                 else:
-                    x = x + _attention(cfg, layer, h, kind.window or len(row))
-                h = _norm(cfg, x, layer["mlp_norm"])
+                    x = x + scale * _attention(cfg, layer, h, kind.window or len(row))
+                h = _layer_norm(cfg, layer, "mlp_norm", x)
                 if is_moe:
-                    x = x + _moe(cfg, layer, pool, slots[moe_layer], h, moe_layer, served)
+                    x = x + scale * _moe(cfg, layer, pool, slots[moe_layer], h, moe_layer, served)
                     moe_layer += 1
                 else:
-                    x = x + _swiglu(cfg, h, layer["gate_up"], layer["down"])
-        last = _norm(cfg, x[-1], params["final_norm"])
-        out.append(last @ (params["embed"].T if cfg.tie_embeddings else params["lm_head"]))
+                    x = x + scale * _swiglu(cfg, h, layer["gate_up"], layer["down"])
+        last = _layer_norm(cfg, params, "final_norm", x[-1])
+        logits = last @ (params["embed"].T if cfg.tie_embeddings else params["lm_head"])
+        out.append(logits / cfg.logits_scaling + (params["head_bias"] if cfg.head_bias else 0.0))
     return np.stack(out)
 
 
 def _norm(cfg, x, weight):
     return x / np.sqrt((x * x).mean(-1, keepdims=True) + cfg.rms_norm_eps) * weight
+
+
+def _layer_norm(cfg, params, key, x):
+    if not cfg.layer_norm:
+        return _norm(cfg, x, params[key])
+    x = x - x.mean(-1, keepdims=True)
+    x = x / np.sqrt(x.var(-1, keepdims=True) + cfg.rms_norm_eps)
+    return x * params[key] + params[f"{key}_bias"]
 
 
 def _silu(x):
@@ -146,6 +157,8 @@ def _moe(cfg, layer, pool, slots, h, moe_layer, served):
 
 
 def _chosen(cfg, layer, logits):
+    if isinstance(cfg.router, SparseMixer):
+        return sparsemixer(logits, cfg.router.jitter)[:2]
     if cfg.router is not None:
         fields = asdict(cfg.router) | {"normalize": cfg.norm_topk_prob}
         fields["bias"] = layer["router_bias"] if cfg.router.bias else 0.0

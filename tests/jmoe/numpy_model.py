@@ -7,12 +7,32 @@ import json
 
 import numpy as np
 import plan_oracle
-from router_oracle import scored, softmax
+from router_oracle import scored, softmax, sparsemixer
 from safetensors.numpy import load_file
 
 
 def silu(x):
     return x / (1 + np.exp(-x))
+
+
+def apart(name, tensor):
+    """Yields Qwen's names of a tensor, or of its parts: of Granite, one has all experts'."""
+    at, _, what = name.partition(".block_sparse_moe.")
+    at += ".mlp."
+    if what == "input_linear.weight":
+        for number, (gate, up) in enumerate(np.split(own, 2) for own in tensor):
+            yield f"{at}experts.{number}.gate_proj.weight", gate
+            yield f"{at}experts.{number}.up_proj.weight", up
+    elif what == "output_linear.weight":
+        for number, down in enumerate(tensor):
+            yield f"{at}experts.{number}.down_proj.weight", down
+    elif what:
+        renamed = {"router.layer": "gate", "w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+        for theirs, ours in renamed.items():
+            what = what.replace(f"{theirs}.weight", f"{ours}.weight")
+        yield at + what, tensor
+    else:
+        yield name, tensor
 
 
 class NumpyModel:
@@ -22,7 +42,8 @@ class NumpyModel:
         self.config = json.loads((directory / "config.json").read_text())
         self.tensors, self.united = {}, {}
         for path in sorted(directory.glob("model*.safetensors")):
-            self.tensors |= {k: v.astype(np.float64) for k, v in load_file(path).items()}
+            for name, tensor in load_file(path).items():
+                self.tensors |= dict(apart(name, tensor.astype(np.float64)))
         if (directory / "united.safetensors").exists():
             self.united = load_file(directory / "united.safetensors")
         self.cache, self.gap = {}, np.inf
@@ -33,23 +54,32 @@ class NumpyModel:
         """
         cfg = self.config
         x = self.tensors["model.embed_tokens.weight"][[token for _, token, _ in rows]]
+        x, scale = x * cfg.get("embedding_multiplier", 1), cfg.get("residual_multiplier", 1)
         degraded, moe_layer = np.zeros(len(rows), int), 0
         for layer in range(cfg["num_hidden_layers"]):
             at = f"model.layers.{layer}."
-            x = x + self.attention(layer, self.norm(x, at + "input_layernorm.weight"), rows)
+            x = x + scale * self.attention(layer, self.norm(x, at + "input_layernorm.weight"), rows)
             h = self.norm(x, at + "post_attention_layernorm.weight")
             if self.is_gpt_oss or f"{at}mlp.gate.weight" in self.tensors:
                 out, moved = self.moe(layer, moe_layer, h, rows, strategy, threshold, way)
                 degraded, moe_layer = degraded + moved, moe_layer + 1
             else:
                 out = self.mlp(at + "mlp.", h)
-            x = x + out
+            x = x + scale * out
         tied = "lm_head.weight" not in self.tensors
         name = "model.embed_tokens.weight" if tied else "lm_head.weight"
-        return self.norm(x, "model.norm.weight") @ self.tensors[name].T, degraded
+        logits = self.norm(x, "model.norm.weight") @ self.tensors[name].T
+        logits = logits + self.tensors.get("lm_head.bias", 0.0)
+        return logits / cfg.get("logits_scaling", 1), degraded
 
     def norm(self, x, name):
         eps = self.config["rms_norm_eps"]
+        if (bias := name.replace(".weight", ".bias")) in self.tensors:
+            x = x - x.mean(-1, keepdims=True)
+            return (
+                x / np.sqrt(x.var(-1, keepdims=True) + eps) * self.tensors[name]
+                + self.tensors[bias]
+            )
         return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * self.tensors[name]
 
     def linear(self, name, x):
@@ -65,6 +95,7 @@ class NumpyModel:
         cfg, at = self.config, f"model.layers.{layer}.self_attn."
         heads, kv_heads = cfg["num_attention_heads"], cfg["num_key_value_heads"]
         head_dim = cfg.get("head_dim") or cfg["hidden_size"] // heads
+        of_scores = cfg.get("attention_multiplier", head_dim**-0.5)
         out = np.zeros((len(rows), heads, head_dim))
         for i, (sequence, _, _) in enumerate(rows):
             keys, values = self.cache.setdefault((sequence, layer), ([], []))
@@ -85,7 +116,7 @@ class NumpyModel:
                 g = head // (heads // kv_heads)
                 first = max(0, position + 1 - self.window(layer))
                 seen = list(zip(keys, values, strict=True))[first:]
-                scores = [q[head] @ key[g] * head_dim**-0.5 for key, _ in seen]
+                scores = [q[head] @ key[g] * of_scores for key, _ in seen]
                 if at + "sinks" in self.tensors:
                     scores.append(self.tensors[at + "sinks"][head])
                 p = softmax(np.array(scores))
@@ -165,7 +196,10 @@ class NumpyModel:
         """Returns a row's experts, their weights, and how close the call was."""
         cfg = self.config
         top_k = cfg["num_experts_per_tok"]
-        normalize = cfg.get("norm_topk_prob") or self.is_gpt_oss
+        always = cfg["model_type"] in ("granitemoe", "gpt_oss")
+        normalize = cfg.get("norm_topk_prob") or always
+        if cfg["model_type"] == "phimoe":
+            return sparsemixer(logits, cfg["router_jitter_noise"])
         if cfg["model_type"] == "glm4_moe":
             return scored(
                 logits,

@@ -27,3 +27,24 @@ def scored(logits, bias, top_k, *, scoring, groups, top_groups, best, scale, nor
         gaps.append(worth[by_worth[top_groups - 1]] - worth[by_worth[top_groups]])
     weights = scores[ids]
     return ids, scale * (weights / weights.sum() if normalize else weights), min(gaps, default=1.0)
+
+
+def sparsemixer(logits, jitter):
+    """Returns the same of Phi-3.5-MoE's two experts."""
+    logits, left, ids, weights, gaps = (
+        np.asarray(logits, np.float64),
+        {*range(len(logits))},
+        [],
+        [],
+        [],
+    )
+    for _ in range(2):
+        first, second = sorted(left, key=lambda e: -logits[e])[:2]
+        most = logits[first]
+        off = {e: (most - logits[e]) / max(abs(logits[e]), most) - 2 * jitter for e in left}
+        near = [logits[e] for e in left if off[e] <= 0]
+        ids.append(first)
+        weights.append(np.exp(most) / np.exp(near).sum())
+        gaps += [most - logits[second], *map(abs, off.values())]
+        left.remove(first)
+    return ids, np.array(weights), min(gaps)

@@ -88,7 +88,17 @@ def test_an_unreadable_index_is_named(copy, content):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"model_type": "llama"}, "model_type is 'llama'; jmoe serves mixtral, qwen2_moe, qwen3"),
+        ({"model_type": "llama"}, "model_type is 'llama', which has no experts; jmoe serves "),
+        (
+            {"model_type": "qwen3_next"},
+            "'qwen3_next', whose recurrent state is no paged cache; jmoe",
+        ),
+        ({"model_type": "dbrx"}, "qwen3_moe; docs/new-architecture.md says how to add one"),
+        (
+            {"a": 1, "b": [2], "rope_scaling": {"rope_type": "linear", "factor": 2.0, "c": 3}},
+            "a is 1; jmoe does not know this key; b is [2]; jmoe does not know this key; "
+            "rope_scaling.c is 3; rope type 'linear' as jmoe knows it does not have this key",
+        ),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"num_hidden_layers": None}, "config.json lacks num_hidden_layers"),
         ({"num_experts_per_tok": 9}, "num_experts_per_tok is 9; it must be between 1 and"),

@@ -52,7 +52,7 @@ def step_of(attention, tokens=TOKENS, percent=50):
 def run(model, halves=None, x=None, weights=None, attention=None):
     """Returns the rows after some half layers, and the stats."""
     cfg, weights = model.config, weights or model.weights
-    x = embed(weights.params, jnp.asarray(TOKENS).reshape(-1)) if x is None else x
+    x = embed(model.config, weights.params, jnp.asarray(TOKENS).reshape(-1)) if x is None else x
     step = step_of(attention or CausalAttention(*TOKENS.shape))
     x, cache, stats = run_layers(
         cfg, weights, x, None, step, halves=halves, max_active=cfg.num_experts
@@ -102,7 +102,7 @@ def test_halves_that_are_not_there_are_refused(model, halves):
 
 def test_hidden_rows_of_a_part_are_refused(model):
     step = step_of(CausalAttention(*TOKENS.shape))
-    x = embed(model.params, jnp.asarray(TOKENS).reshape(-1))
+    x = embed(model.config, model.params, jnp.asarray(TOKENS).reshape(-1))
     with pytest.raises(ValueError, match="hidden rows are of the whole model"):
         run_layers(
             model.config,
@@ -119,7 +119,7 @@ def test_hidden_rows_of_a_part_are_refused(model):
 @pytest.mark.deep
 def test_the_fused_stage_has_the_bits_of_the_stages_it_is_made_of(model):
     cfg = model.config
-    x = embed(model.params, jnp.asarray(TOKENS).reshape(-1))
+    x = embed(model.config, model.params, jnp.asarray(TOKENS).reshape(-1))
     step = step_of(CausalAttention(*TOKENS.shape))
     index = 0
     for layer, is_moe in layers_of(cfg, model.params):

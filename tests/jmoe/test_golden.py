@@ -15,9 +15,11 @@ from pallas_kernels.grouped_gemm import batched
 GOLDEN = Path(__file__).parents[1] / "golden"
 CASES = sorted(path.parent.name for path in GOLDEN.glob("*/golden.npz"))
 FIRST = ("qwen", "mixtral")
-QUICK = {"glm4_moe", "olmoe_clip_gqa", *(name for name in CASES if name.startswith(FIRST))}
+QUICK = {name for name in CASES if name.startswith(FIRST)}
+QUICK |= {"glm4_moe", "olmoe_clip_gqa", "granitemoe", "phimoe", "gpt_oss", "deepseek_v3"}
 # Fed eight tokens at a time instead of whole: dense layers between, all kinds of grouping.
 CHUNKED = {"qwen2_moe_mlp_only_tied", "qwen3_moe_mixed_yarn", "mixtral_top1_head_dim"}
+CHUNKED |= {"gpt_oss_types_tied", "deepseek_v3_tied"}
 
 
 pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
@@ -43,7 +45,8 @@ def test_forward_equals_transformers(case):
     assert np.abs(logits - golden["logits"]).max() < 1e-4
 
 
-@pytest.mark.parametrize("name", ["qwen2_moe", "qwen3_moe"])
+@pytest.mark.sized(deep=("gpt_oss", "deepseek_v3"))
+@pytest.mark.parametrize("name", ["qwen2_moe", "qwen3_moe", "gpt_oss", "deepseek_v3"])
 def test_batched_forms_equal_transformers_greedy(name):
     """What a GPU without the Mosaic kernels runs, forced here: prompts by products and by sums."""
     golden, out = np.load(GOLDEN / name / "golden.npz"), None

@@ -10,8 +10,17 @@ from jmoe import layout
 from jmoe.config import read_config
 from jmoe.random_model import random_params
 
-CASES = ["qwen2_moe", "qwen2_moe_mlp_only_tied", "qwen3_moe_attention_bias", "mixtral", "glm4_moe"]
-CASES += ["gpt_oss", "deepseek_v3"]
+CASES = [
+    "qwen2_moe",
+    "qwen2_moe_mlp_only_tied",
+    "qwen3_moe_attention_bias",
+    "mixtral",
+    "glm4_moe",
+    "granitemoe",
+    "phimoe",
+    "gpt_oss",
+    "deepseek_v3",
+]
 
 
 @pytest.fixture(params=CASES)
@@ -43,6 +52,7 @@ def test_names_and_shapes_are_those_of_the_file(case):
     assert want == found
 
 
+@pytest.mark.sized(deep=("gpt_oss-jax.numpy", "deepseek_v3-jax.numpy"))
 @pytest.mark.parametrize("where", [np, jnp])
 def test_splitting_is_the_inverse_of_assembling(case, where):
     _, cfg = case

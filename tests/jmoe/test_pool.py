@@ -134,7 +134,7 @@ def test_logits_are_off_by_what_the_scales_say(exact, model):
 
     rows = RoutedRows(jnp.tile(jnp.arange(7), 2), jnp.ones(14, bool), jnp.zeros(14, bool))
     step = StepData(rows, CausalAttention(*TOKENS.shape), Control.of(None))
-    x = embed(params, jnp.asarray(TOKENS).reshape(-1))
+    x = embed(cfg, params, jnp.asarray(TOKENS).reshape(-1))
     before_experts = range(2 * cfg.num_layers - 1)
     x, _, _ = run_layers(
         cfg, want_model.weights, x, None, step, halves=before_experts, max_active=7

@@ -30,6 +30,8 @@ CARDS = {
     "Mixtral-8x22B-Instruct-v0.1": (141, 39, 65536),
     "GLM-4.5": (355, 32, 131072),
     "GLM-4.5-Air": (106, 12, 131072),
+    "granite-3.0-3b-a800m-base": (3.3, 0.88, 4096),
+    "Phi-3.5-MoE-instruct": (41.9, 6.6, 4096),  # of 131,072: LongRoPE's short factors
     "OLMoE-1B-7B-0924": (6.9, 1.3, 4096),
     "DeepSeek-V2": (236, 21, 163840),
     "DeepSeek-V2-Lite": (15.7, 2.4, 163840),
@@ -68,7 +70,7 @@ def test_a_released_model_is_read(name):
     counts = [(found - part) / 1e9 for part in (0, embed, (2 - cfg.tie_embeddings) * embed)]
     assert any(one == pytest.approx(active, rel=0.03) for one in counts)
     assert cfg.max_position == positions
-    scaled = name.startswith(("DeepSeek", "gpt-oss"))
-    assert cfg.rope.kind == ("yarn" if scaled else "default")
+    kinds = {"deepseek_v2": "yarn", "deepseek_v3": "yarn", "gpt_oss": "yarn", "phimoe": "longrope"}
+    assert cfg.rope.kind == kinds.get(cfg.architecture, "default")
     if name in KV_BYTES:
         assert kv_bytes_per_token(cfg, "bfloat16") == KV_BYTES[name]

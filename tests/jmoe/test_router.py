@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from router_oracle import scored
+from router_oracle import scored, sparsemixer
 from safetensors.numpy import load_file, save_file
 
 import jmoe
@@ -16,7 +16,7 @@ from jmoe.api import Model
 from jmoe.checkpoint import HFLayers
 from jmoe.config import read_config
 from jmoe.random_model import random_params
-from jmoe.router import ScoredTopK
+from jmoe.router import ScoredTopK, SparseMixer
 from serving.config import AsynchronousConfig, BrownoutConfig, EngineConfig
 from serving.engine import Engine
 from serving.request import SamplingParams
@@ -57,6 +57,17 @@ def test_scores_are_chosen_from_as_published(router, normalize):
         want_ids, want_weights = by_loops(router, row, bias, 2, normalize)
         assert got_ids.tolist() == want_ids
         np.testing.assert_allclose(got, want_weights, rtol=1e-5)
+
+
+@pytest.mark.parametrize("jitter", [0.01, 0.3])
+def test_the_second_expert_is_the_likeliest_but_for_the_first(jitter):
+    cfg = replace(read_config(GOLDEN), num_experts=12, experts_per_token=2)
+    logits = np.random.default_rng(4).normal(size=(200, 12)).astype(np.float32) - 0.5
+    weights, ids = SparseMixer(jitter)(cfg, {}, jnp.asarray(logits))
+    for got_ids, got, row in zip(ids, weights, logits, strict=True):
+        want_ids, want, _ = sparsemixer(row, jitter)
+        assert got_ids.tolist() == want_ids
+        np.testing.assert_allclose(got, want, rtol=1e-5)
 
 
 def test_a_layers_bias_is_a_parameter_of_its_layout():

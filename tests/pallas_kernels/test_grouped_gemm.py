@@ -217,6 +217,7 @@ def test_slots_that_nobody_visits_are_not_read(impl):
     np.testing.assert_allclose(got, want, rtol=0, atol=impl.atol)
 
 
+@pytest.mark.sized(deep=("public-silu", "batched-silu"))
 @pytest.mark.parametrize(
     ("activation", "act"),
     [(SILU, silu), (ClampedSwiglu(limit=1.5), clamped)],

@@ -185,6 +185,7 @@ def test_rows_may_have_sinks_of_their_own(op):
     check(op, [5, 0, 130, 1], 16, sinks=[-3.0, 1.5, 0.0, 4.0, -6.0], own_sinks=True)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("name", ["public", "batched"])
 def test_a_sink_beside_a_window(name):
     check(IMPLEMENTATIONS[name], [5, 0, 64, 70, 1], 16, window=5, sinks=[-3.0, 1.5, 40.0])

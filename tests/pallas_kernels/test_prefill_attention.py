@@ -86,6 +86,7 @@ def test_a_sink_takes_weight_once_however_many_steps_a_row_sees(impl):
     check(impl, chunks, page_size=16, sinks=[-3.0, 1.5, 40.0, -60.0], unused=np.nan)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("name", ["public", "batched"])
 def test_a_sink_beside_a_window(name):
     chunks = [(0, 5), (40, 33)]

@@ -8,6 +8,7 @@ from safetensors.numpy import load_file
 
 from jmoe.family import load_family
 from jmoe.sharing import MERGED, WEIGHTS_FILE
+from tests.variants import variant
 from training.consolidate.run import ALL, ConsolidateConfig, consolidate
 
 pytestmark = pytest.mark.deep
@@ -50,6 +51,24 @@ def test_all_that_can_be_shared_is_and_the_worst_model_loses_less_than_by_the_pa
         assert done.losses is not None
         losses[rule] = max(done.losses.values())
     assert losses["functional"] < losses["paper"]
+
+
+def test_biases_are_merged_with_their_experts(tmp_path, request):
+    golden = request.config.rootpath / "tests" / "golden" / "gpt_oss"
+    paths = {name: variant(golden, tmp_path / name, seed) for seed, name in enumerate(NAMES)}
+    out = tmp_path / "family.json"
+    consolidate(paths, out, ConsolidateConfig(rule="average", share=100))
+    loaded = load_family(paths, out, "float32")
+    assert (loaded.sharing.owners == MERGED).all()
+    files = [load_file(path / "model.safetensors") for path in paths.values()]
+    held = loaded[0].pool.read(np.asarray(loaded[0].table.slots)[1])
+    for key, got in (("gate_up_proj_bias", held.gate_up_bias), ("down_proj_bias", held.down_bias)):
+        want = np.mean([tensors[f"model.layers.1.mlp.experts.{key}"] for tensors in files], axis=0)
+        if key == "gate_up_proj_bias":  # in the file gate and up are in turn
+            want = np.concatenate([want[:, ::2], want[:, 1::2]], axis=1)
+        np.testing.assert_allclose(got, want, atol=0.01)  # kept in bfloat16
+    with pytest.raises(ValueError, match="residual_rank is 2; differences of experts with biases"):
+        consolidate(paths, out, ConsolidateConfig(share=50, residual_rank=2, rule="random"))
 
 
 def test_merged_experts_are_means(family, tmp_path):

@@ -63,7 +63,7 @@ def test_a_layer_fits_one_gpu_many_times_over(name, way, limit_gib):
         from_hf(yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())),
         h200_mesh(1, "data"),
     )
-    step = partial(_steps, config=CONFIG, mesh=mesh, count=1)
+    step = partial(_steps, config=CONFIG, activation=cfg.activation, mesh=mesh, count=1)
     args = abstract_step(cfg, way)
     memory = compile_for(mesh, step, *args, donate_argnums=(0, 1)).memory_analysis()
     total = memory.argument_size_in_bytes + memory.temp_size_in_bytes

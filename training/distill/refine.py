@@ -126,7 +126,7 @@ def _logits(
 
         return layer_forward(cfg, layer, x, at, attention, routed, dtype=dtype)[0], None
 
-    x = embed(frozen.params, tokens.reshape(-1)).astype(jnp.float32)
+    x = embed(cfg, frozen.params, tokens.reshape(-1)).astype(jnp.float32)
     # On a GPU gradients keep what enters a layer, and compute the rest of it again: the copy of a
     # layer's experts alone would be the whole model once more. A CPU has room, and is slow.
     body, moe_layer = one_layer if backend() == "cpu" else jax.checkpoint(one_layer), 0

@@ -122,7 +122,7 @@ def _moe_inputs(
     valid = position < jnp.repeat(lengths, length)
     rows = RoutedRows(position, valid, jnp.zeros(batch * length, bool))
     step = StepData(rows, causal_attention(cfg, batch, length), Control.of(None))
-    x, at, found = embed(weights.params, tokens.reshape(-1)), 0, []
+    x, at, found = embed(cfg, weights.params, tokens.reshape(-1)), 0, []
     for layer, is_moe in enumerate(cfg.moe_layers):
         if is_moe:
             halves = range(at, 2 * layer + 1)

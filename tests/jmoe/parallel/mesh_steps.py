@@ -380,7 +380,7 @@ def test_copies_level_the_load():
     assert (copied < 2).all()
 
 
-@pytest.mark.parametrize("name", ["qwen2_moe", "glm4_moe"])
+@pytest.mark.parametrize("name", ["qwen2_moe", "glm4_moe", "granitemoe", "phimoe"])
 def test_forward_over_a_mesh(name):
     """Of a batch that does not divide into the devices, loaded straight onto them."""
     whole = jmoe.load(GOLDEN / name, dtype="float32")

@@ -5,10 +5,8 @@ import pytest
 from tests.on_devices import run_on_devices
 
 STEPS = Path(__file__).with_name("mesh_steps.py")
-SHORT = (
-    "copied_while and ranges and 30-partial or cannot or no_device or windows or oss or deepseek"
-    " or forward_over"
-)
+SHORT = "copied_while and ranges and 30-partial or cannot or no_device or windows or forward_over"
+SHORT += " or oss or deepseek"
 
 
 @pytest.mark.deep
