@@ -4,6 +4,7 @@ import dataclasses
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +31,8 @@ from training.distill.objectives import (
     mean_answers,
 )
 from training.distill.start import make_start
-from training.distill.stream import LayerRows, each_visit, first_rows, run_layer
+from training.distill.stream import LayerRows, before_layers, each_visit, first_rows, run_layer
+from training.packing import Batch
 
 
 def normal(seed, *shape):
@@ -83,6 +85,21 @@ def test_layers_in_turn_are_the_model(tiny_dir):
         own = data.items[row] == number
         want = jmoe.forward(model, data.tokens[row][own][None])[0]
         np.testing.assert_allclose(got[row][own], want, atol=1e-4)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("case", ["glm4_moe", "olmoe_clip_gqa", "granitemoe", "phimoe"])
+def test_layers_in_turn_are_the_model_of_every_architecture(case):
+    directory = Path(__file__).parents[1] / "golden" / case
+    layers, model = Layers(directory), jmoe.load(directory, "float32")
+    tokens = np.load(directory / "golden.npz")["tokens"]
+    ones, positions = np.ones_like(tokens), np.tile(np.arange(19, dtype=np.int32), (2, 1))
+    data = Batch(tokens, tokens, positions, ones, ones.astype(np.float32), ones, [["a"], ["b"]])
+    x = before_layers(layers.cfg, layers.top(), data)
+    for index in range(layers.cfg.num_layers):
+        run_layer(layers.cfg, *layers.layer(index), x, data, batch=2)
+    _, stats = jmoe.forward(model, tokens, return_stats=True, return_hidden=True)
+    np.testing.assert_allclose(x, stats.hidden_states[-1], atol=1e-4)
 
 
 def test_both_formats_give_the_same_layers(tiny_dir, tmp_path):
