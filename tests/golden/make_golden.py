@@ -8,8 +8,7 @@ by hand in an environment of its own (Python 3.11):
 
 Every case becomes ``tests/golden/<case>/``: ``config.json``, the safetensors weights, and
 ``golden.npz`` with ``tokens`` int32 [2, L], ``logits`` float32 [2, L, V] and ``greedy`` int32
-[2, 12]. Each saved directory is loaded back and must give the same logits. The table printed at
-the end is the one in README.md.
+[2, 12]. Each saved directory is loaded back and must give the same logits.
 """
 
 import json

@@ -4,6 +4,7 @@ import dataclasses
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +32,7 @@ from training.distill.objectives import (
 )
 from training.distill.parallel import WHOLE, data_mesh
 from training.distill.start import make_start
-from training.distill.stream import LayerRows, each_visit, first_rows, run_layer
+from training.distill.stream import LayerRows, before_layers, each_visit, first_rows, run_layer
 from training.network import logits_of
 from training.packing import Batch
 
@@ -159,6 +160,21 @@ def test_end_to_end_gpt_oss_is_the_model_and_its_twins_are_united_without_loss(g
     np.testing.assert_allclose(run(twins, united), run(twins, None), atol=1e-4)
     other = {key: leaf + 0.1 * key.endswith("bias") for key, leaf in united.items()}
     assert np.abs(run(twins, other) - run(twins, None)).max() > 1e-2
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("case", ["glm4_moe", "olmoe_clip_gqa", "granitemoe", "phimoe"])
+def test_layers_in_turn_are_the_model_of_every_architecture(case):
+    directory = Path(__file__).parents[1] / "golden" / case
+    layers, model = Layers(directory), jmoe.load(directory, "float32")
+    tokens = np.load(directory / "golden.npz")["tokens"]
+    ones, positions = np.ones_like(tokens), np.tile(np.arange(19, dtype=np.int32), (2, 1))
+    data = Batch(tokens, tokens, positions, ones, ones.astype(np.float32), ones, [["a"], ["b"]])
+    x = before_layers(layers.cfg, layers.top(), data)
+    for index in range(layers.cfg.num_layers):
+        run_layer(layers.cfg, *layers.layer(index), x, data, batch=2)
+    _, stats = jmoe.forward(model, tokens, return_stats=True, return_hidden=True)
+    np.testing.assert_allclose(x, stats.hidden_states[-1], atol=1e-4)
 
 
 def test_both_formats_give_the_same_layers(tiny_dir, tmp_path):

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 from jmoe.experts import ExpertPool
 from jmoe.layers import Layers
 from pallas_kernels.activation import Activation
-from training.distill.stream import LayerRows, each_visit, run_layer
+from training.distill.stream import LayerRows, before_layers, each_visit, run_layer
 from training.packing import Batch
 
 ROWS = 2048
@@ -59,8 +59,7 @@ def differences(
     cfg = models[0].cfg
     streams: list[np.ndarray] = []
     for model, rows in zip(models, data or (), strict=False):
-        embed = np.asarray(model.top()["embed"].astype(jnp.float32))
-        streams.append(embed[rows.tokens])
+        streams.append(before_layers(cfg, model.top(), rows))
     for index, is_moe in enumerate(cfg.moe_layers):
         layers, pools, captured = [], [], []
         for number, model in enumerate(models):

@@ -34,7 +34,7 @@ from training.distill.report import REPORT_FILES, LayerResult, RefineResult, wri
 from training.distill.sizes import SAVE_EVERY
 from training.distill.start import make_start
 from training.distill.store import Store, check_began, finished
-from training.distill.stream import LayerRows, first_rows, run_layer
+from training.distill.stream import LayerRows, before_layers, first_rows, run_layer
 from training.packing import Batch
 
 Progress = Callable[[str, int, int, str], None]
@@ -193,7 +193,10 @@ def _all_layers(
     ]
     in_order = range(0)
     if needed:
-        first, x = store.load_stream(needed[0]) or (0, _embedded(layers, data))
+        first, x = store.load_stream(needed[0]) or (
+            0,
+            before_layers(layers.cfg, layers.top(), data),
+        )
         in_order = range(first, needed[-1] + 1)
     for index in in_order:
         at = sum(cfg.moe_layers[:index])
@@ -221,11 +224,6 @@ def _all_layers(
 
 def _result(way: int, at: int, fit: Fit) -> LayerResult:
     return LayerResult(way, at, fit.error_before, fit.error_after, fit.steps)
-
-
-def _embedded(layers: Layers, data: Batch) -> np.ndarray:
-    embed = np.asarray(layers.top()["embed"], np.float32)
-    return embed[data.tokens]
 
 
 def _fit(

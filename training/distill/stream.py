@@ -79,6 +79,12 @@ def first_rows(data: Batch, num_tokens: int) -> Batch:
     return data.rows(slice(0, int(np.searchsorted(filled, num_tokens)) + 1))
 
 
+def before_layers(cfg: ModelConfig, top: Any, data: Batch) -> Float[np.ndarray, "R S d"]:
+    """Returns the residual stream before the first layer, float32; `top` has the embeddings."""
+    rows = np.asarray(top["embed"], np.float32)[data.tokens]
+    return rows * np.float32(cfg.embedding_multiplier)
+
+
 def run_layer(
     cfg: ModelConfig,
     index: int,
