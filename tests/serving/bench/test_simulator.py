@@ -6,11 +6,23 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks.simulator import burst
-from serving.bench.results import Sample, Slo
+from serving.bench.calibrate import Calibration, FullBatch
+from serving.bench.controllers import (
+    ALL_BROWNOUT,
+    CONDITIONS,
+    SHAPES,
+    Case,
+    Condition,
+    ControllersConfig,
+    calibrated,
+    figures,
+    play,
+    samples_of,
+    spread,
+)
+from serving.bench.results import Record, Run, Sample, Slo
 from serving.bench.simulator.server import Machine, simulate
-from serving.bench.simulator.step_times import Recorded, StepTimes, read_timeline
-from serving.bench.variants import ALL, VARIANTS, server_settings
+from serving.bench.simulator.step_times import Recorded, StepTimes, read_steps
 from serving.bench.workload import Arrival
 from serving.config import BrownoutConfig, EngineConfig
 
@@ -74,13 +86,25 @@ def test_a_timeline_is_read(tmp_path):
               for tid, name in ((1, "launch"), (2, "prefill"), (2, "decode"))]  # fmt: skip
     path = tmp_path / "t.json"
     path.write_text(json.dumps({"traceEvents": [{"ph": "M", "tid": 2}, *events]}))
-    assert read_timeline(path, LAYERS, PICKS) == [
+    assert read_steps(path, LAYERS, PICKS) == [
         Recorded("prefill", 40, 0.5, 0.5, 0.005),
         Recorded("decode", 3, 0.5, 0.5, 0.005),
     ]
     path.write_text("[]")
-    with pytest.raises(ValueError, match="not a timeline"):
-        read_timeline(path, LAYERS, PICKS)
+    with pytest.raises(ValueError, match="neither a timeline"):
+        read_steps(path, LAYERS, PICKS)
+
+
+def test_a_table_of_steps_is_read(tmp_path):
+    path = tmp_path / "steps.csv"
+    path.write_text("phase,size,degraded,seconds\nprefill,40,0.5,0.005\ndecode,3,0,0.004\n")
+    assert read_steps(path, LAYERS, PICKS) == [
+        Recorded("prefill", 40, 0.5, 1.0, 0.005),
+        Recorded("decode", 3, 0.0, 1.0, 0.004),
+    ]
+    path.write_text("phase,size\nprefill,40\n")
+    with pytest.raises(ValueError, match="nor a table of steps: 'degraded'"):
+        read_steps(path, LAYERS, PICKS)
 
 
 def test_one_request_takes_its_steps():
@@ -90,8 +114,9 @@ def test_one_request_takes_its_steps():
     assert record.ttft_s == pytest.approx(prefill + 0.5, rel=1e-3)
     assert record.itls_s == pytest.approx([decode] * 2, rel=1e-3)
     assert done.busy_s == pytest.approx(prefill + 2 * decode, rel=1e-3)
-    slow = simulate(machine(speed=0.5), CONFIG, [Arrival((7,) * 20, 3)])
-    assert slow.busy_s == pytest.approx(2 * done.busy_s, rel=1e-3)
+    halved = machine(speeds=((0.0, 1.0), (1.0, 0.5)))
+    asked = [Arrival((7,) * 20, 3), Arrival((8,) * 20, 3, at_s=1.0)]
+    assert simulate(halved, CONFIG, asked).busy_s == pytest.approx(3 * done.busy_s, rel=1e-3)
 
 
 def test_brownout_is_what_the_threshold_says():
@@ -123,48 +148,113 @@ def test_refusals_are_records():
     assert codes.count("OK") > 16
 
 
-def test_a_folder_without_a_run_is_named(tmp_path):
-    with pytest.raises(ValueError, match="jmoe demo --out"):
-        burst.read_live(tmp_path)
+CALIBRATION = Calibration(0.01, FullBatch(0.03, 0.035, 40.0), FullBatch(0.02, 0.025, 56.0))
+"""Of `machine()` with answers of 12 tokens; its objectives are 60 and 29.6 ms."""
+
+
+def case(**condition):
+    samples = [Arrival((number,) * 20, 12) for number in range(8)]
+    config = ControllersConfig(duration_s=12.0)
+    return Case(Condition(**condition), machine(), samples, (), CALIBRATION, config)
 
 
 @pytest.mark.deep
 def test_prediction_keeps_more_tokens_in_time_with_fewer_degraded_visits():
     """The demo's shape on made-up steps, calibrated as the demo is."""
-    samples = tuple(Arrival((7,) * 20, 12) for _ in range(8))
-    live = burst.Live({"calibration": {"unloaded_ttft_s": 0.01}}, machine(), samples)
-    known = burst.calibrated(live)
+    known = calibrated(machine(), case().samples, ControllersConfig())
     assert known.full.capacity_per_s > known.zero.capacity_per_s
     assert known.full.itl_p90_s < known.slo.itl_s < known.zero.itl_p90_s
-    pieces = [(3.6, 25.0), (8.4, known.zero.capacity_per_s)]
-    zero, alone, company, predictive = (
-        burst.play(live, known.slo, pieces, server_settings(VARIANTS[name]), 0) for name in ALL
+    burst = case(load=0.8)._replace(calibration=known)
+    alone, predictive, most = (
+        play(burst, name, 0) for name in ("algorithm2", "predictive", ALL_BROWNOUT)
     )
-    assert zero["degraded"] == 0
-    assert zero["late_other"] > 50
+    assert most["degraded"] == 100
+    assert predictive["degraded"] < 90
     for late in ("late_first", "late_other"):
-        assert company[late] < zero[late] / 3
-        assert predictive[late] < 0.7 * min(alone[late], company[late])
-    assert predictive["degraded"] < 0.95 * alone["degraded"]
+        assert most[late] <= predictive[late] < alone[late]
 
 
 @pytest.mark.sized(deep=("300.0",))
 @pytest.mark.parametrize("seconds", [60.0, 300.0])
 def test_a_steady_load_that_needs_no_brownout_gets_none(seconds):
-    live = burst.Live({}, machine(), tuple(Arrival((7,) * 20, 12) for _ in range(8)))
-    slo, pieces = Slo(0.1, 0.030), [(1.0, 5.0), (seconds, 5.0)]
-    found = burst.play(live, slo, pieces, server_settings(VARIANTS["predictive"]), 0)
+    calm = case(shape="steady", load=0.1)
+    calm = calm._replace(config=replace(calm.config, duration_s=seconds))
+    found = play(calm, "predictive", 0)
     assert found["degraded"] == 0
-    assert max(found["late_first"], found["late_other"]) < 1
+    assert found["spread"] == 0
+    assert max(found["late_first"], found["late_other"]) < 2
 
 
-def test_recovery_by_hand():
-    def sample(at_s, percent):
-        return Sample(at_s, 100, percent, None, None, None, None, 0, 0, 0, 0)
+def test_spread_by_hand():
+    def sample(at_s, prefill, decode):
+        return Sample(at_s, prefill, decode, None, None, None, None, 0, 0, 0, 0)
 
-    samples = [sample(5, 10), sample(10.5, 40), sample(12, 99), sample(14, 100), sample(21, 50)]
-    assert burst.recovered_s(samples, [(10.0, 50.0), (10.0, 25.0)]) == 2
-    assert burst.recovered_s(samples[:1], [(10.0, 50.0), (10.0, 25.0)]) == 0
+    steady = [sample(at, 60, 60) for at in range(3)]
+    assert spread(steady) == 0
+    # Prefill spans 10 points in the first second, none in the others; decode 40, 40 and none.
+    moving = [sample(0, 60, 100), sample(1, 70, 60), sample(2, 70, 100)]
+    assert spread(moving) == pytest.approx((40 + 40 + 0) / 3)
+
+
+def test_who_is_refused_counts_as_late():
+    answered = Record("f", 2.0, token_s=[2.05, 2.06, 2.16], expert_visits=30, degraded_visits=3)
+    refused = Record("f", 3.0, code="RESOURCE_EXHAUSTED")
+    early = Record("f", 0.5, token_s=[9.0])
+    found = figures(Run([early, answered, refused], [], 9.0, 0.0), Slo(0.1, 0.02), 1.0, 9.0)
+    assert found == {
+        "late_first": 50,
+        "late_other": 50,
+        "degraded": 10,
+        "spread": 0,
+        "refused": 50,
+    }
+
+
+@pytest.mark.parametrize(
+    ("shape", "first", "most", "mean"),
+    [
+        ("steady", 1, 1, 1),
+        ("step", 0.5, 1, 0.3 * 0.5 + 0.7),
+        ("ramps", 0.5, 1, 0.3 * 0.5 + 0.7 * 0.775),
+        ("comes and goes", 0.5, 1, 0.3 * 0.5 + 0.7 * 0.75),
+        ("ends", 0.5, 1, 0.3 * 0.5 + 0.7 * 0.75),
+        ("diurnal", None, 1, 0.6),
+        ("square", 0.5, 1.5, 1),
+        ("thin", 1, 1, 0.3 + 0.7 * 0.02),
+        ("mmpp", None, 1.2, 0.8),
+    ],
+)
+def test_shapes_have_the_rates_that_they_should(shape, first, most, mean):
+    t = np.arange(0.0, 600.0, 0.25)
+    x = (t / 600 - 0.3) / 0.7
+    shares = np.asarray(SHAPES[shape](t, x, 0.25, np.random.default_rng(0)))
+    assert first is None or shares[1 if shape == "square" else 0] in (first, most)
+    assert shares.max() == pytest.approx(most)
+    assert shares.mean() == pytest.approx(mean, abs=0.06)
+
+
+@pytest.mark.parametrize("name", CONDITIONS)
+def test_conditions_have_their_mix_and_their_load(name):
+    mix = CONDITIONS[name].mix
+    samples = samples_of(mix)
+    prompts = [len(sample.prompt) for sample in samples]
+    new = [sample.max_new_tokens for sample in samples]
+    assert max(p + n for p, n in zip(prompts, new, strict=True)) <= 256
+    least, most = {
+        "prompts": (100, 3),
+        "giant prompts": (25, 17),
+        "decode only": (1, 60),
+        "heavy tails": (18, 30),
+    }.get(mix, (5, 60))
+    assert np.mean(prompts) > least
+    assert np.mean(new) < most
+    own = case()._replace(condition=CONDITIONS[name], samples=samples)
+    own = own._replace(config=replace(own.config, duration_s=100.0))
+    arrivals, again = own.arrivals(3), own.arrivals(3)
+    assert arrivals == again != own.arrivals(4)
+    if CONDITIONS[name].shape == "steady":
+        expected = 100 * CONDITIONS[name].load * CALIBRATION.full.capacity_per_s
+        assert len(arrivals) == pytest.approx(expected, rel=0.1)
 
 
 def test_a_share_of_the_requests_allows_no_brownout():
@@ -174,11 +264,3 @@ def test_a_share_of_the_requests_allows_no_brownout():
     done = simulate(machine(), config, asked, exempt_share=0.25)
     exempt = [record for record in done.run.records if not record.degraded_visits]
     assert 30 < len(exempt) < 70
-
-
-@pytest.mark.parametrize("condition", burst.CONDITIONS.values(), ids=str)
-def test_bursts_last_as_long_as_they_should(condition):
-    pieces = burst.pieces_of(condition.shape, 75.0, 60.0)
-    assert sum(seconds for seconds, _ in pieces) == pytest.approx(75, abs=5)
-    assert pieces[0] == (22.5, 30.0)
-    assert max(rate for _, rate in pieces) == {"steady": 30, "triples": 90}.get(condition.shape, 60)
