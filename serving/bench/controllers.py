@@ -60,6 +60,7 @@ CHANGE_AT = 0.3
 count."""
 THIN_S = 10.0
 """After a burst, traffic that is thin counts from here on."""
+MOST_TTFT = 10.0
 NUM_SAMPLES = 512
 
 Times = Float[np.ndarray, "N"]
@@ -177,6 +178,14 @@ class Case(NamedTuple):
     calibration: Calibration
     config: ControllersConfig
 
+    @property
+    def slo(self) -> Slo:
+        """The calibration's, with a TTFT of at most `MOST_TTFT` unloaded ones: where prompts are
+        the load, those of a full batch queue.
+        """
+        slo = self.calibration.slo
+        return replace(slo, ttft_s=min(slo.ttft_s, MOST_TTFT * self.calibration.unloaded_ttft_s))
+
     def arrivals(self, seed: int) -> list[Arrival]:
         """Returns the requests; a trace from a file has its own order and its own gaps."""
         per_s = self.condition.load * self.calibration.full.capacity_per_s
@@ -232,7 +241,7 @@ def cases(machine: Machine, config: ControllersConfig) -> Iterator[tuple[str, Ca
 
 def play(case: Case, controller: str, seed: int) -> dict[str, float]:
     """Plays a case under a controller, and returns its figures."""
-    condition, config, slo = case.condition, case.config, case.calibration.slo
+    condition, config, slo = case.condition, case.config, case.slo
     arrivals = case.arrivals(seed)
     ends_s = arrivals[-1].at_s if case.times_s else config.duration_s
     change_s = CHANGE_AT * ends_s
@@ -305,7 +314,7 @@ def run_controllers(config: ControllersConfig, console: Console | None = None) -
     # Not forked: jax has threads.
     with ProcessPoolExecutor(config.processes or None, mp_context=get_context("spawn")) as pool:
         for name, case in cases(machine, config):
-            began, slo = time.monotonic(), case.calibration.slo
+            began, slo = time.monotonic(), case.slo
             found: dict[str, Any] = {}
             for controller in (*config.controllers, ALL_BROWNOUT):
                 seeds = range(config.first_seed, config.first_seed + config.seeds)

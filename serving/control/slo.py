@@ -2,6 +2,7 @@
 
 import logging
 import math
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -27,6 +28,8 @@ log = logging.getLogger(__name__)
 REST_S = 10.0
 """After the last late token, thresholds are back at the ceiling within this time, if the load is
 light."""
+SHOWN_S = 1.0
+"""Of steps over which thresholds of their own are shown as a mean."""
 CONFIRMED = 3
 """So many decisions in a row have to find brownout in vain before it stops."""
 LEAST_SAVING = 0.03
@@ -46,7 +49,9 @@ class PhaseControl:
         self.predicted_p90_s = math.nan  # by the controller's last decision
         self._min_samples = salc.min_samples
         self._applied = (0.0, 0)  # percent by rows, and rows, of steps since the last update
-        self._applied_percent = math.nan  # their mean, of the interval before
+        self._intervals: deque[tuple[float, int]] = deque(
+            maxlen=max(1, math.ceil(SHOWN_S / salc.interval_s))
+        )  # the same, of those before
         self.in_vain = ""  # why brownout cannot keep the objective; empty: it may
         self.least_s = math.nan  # the shortest objective that it could keep, if this one is shorter
         self._num_in_vain = 0
@@ -77,8 +82,9 @@ class PhaseControl:
 
     def stop(self) -> None:
         """Stops the controller: nothing is expected any more, and every step has the threshold."""
-        self.predicted_p90_s = self._applied_percent = math.nan
+        self.predicted_p90_s = math.nan
         self._applied = (0.0, 0)
+        self._intervals.clear()
 
     def note_step(self, percent: float, rows: int) -> None:
         """Records that a step was launched under a threshold of its own."""
@@ -88,10 +94,12 @@ class PhaseControl:
     @property
     def shown_percent(self) -> float:
         """What an operator reads: the mean of steps with thresholds of their own, where there were
-        any in the last interval; else the threshold.
+        any in the last second, or the last interval if that is longer; else the threshold.
         """
-        applied = self._applied_percent
-        return self.threshold_percent if math.isnan(applied) else applied
+        count = sum(count for _, count in self._intervals)
+        return (
+            sum(total for total, _ in self._intervals) / count if count else self.threshold_percent
+        )
 
     def seen(
         self, now: float, slo_s: float, waiting_age_s: float, *, by_step: bool = False
@@ -102,8 +110,8 @@ class PhaseControl:
         Latency that is still growing counts too: `waiting_age_s`, the age of the oldest request
         that waits for its first token, is a lower bound of what it will report.
         """
-        (total, count), self._applied = self._applied, (0.0, 0)
-        self._applied_percent = total / count if count else math.nan
+        self._intervals.append(self._applied)
+        self._applied = (0.0, 0)
         p90_s = self.window.p90(now, self.changed_at, self._min_samples)
         shown_s = self.window.p90(now, -math.inf, self._min_samples) if by_step else p90_s
         self.p90_s = self.p90_s if shown_s is None else shown_s
