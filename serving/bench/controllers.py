@@ -335,7 +335,7 @@ def run_controllers(config: ControllersConfig, console: Console | None = None) -
             )
             for controller, of in found.items():
                 print(line_of(f"  {Path(controller).name}"[:21], of), flush=True)
-    (config.out / "controllers.json").write_text(json.dumps(result, indent=1) + "\n")
+            (config.out / "controllers.json").write_text(json.dumps(result, indent=1) + "\n")
     _draw(result, config.out / "controllers.png")
     print(f"picture: {config.out / 'controllers.png'}")
     return result
