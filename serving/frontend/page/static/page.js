@@ -86,6 +86,7 @@ function tiles(s) {
       `${count(s.kv_pages_used)} of ${count(s.kv_pages_total)}`,
       "",
     ],
+    ["Machine speed", share(s.machine_speed), "of what it was at first", ""],
   ];
   const root = byId("tiles");
   if (!root.children.length) {
