@@ -57,6 +57,11 @@ class LoadMeter(Observer):
                         self._prompt_tokens.add(len(sequence.prompt) - sequence.cached_tokens)
             self._exempt_share.add(step.refused_share)
 
+    @property
+    def prompt_tokens(self) -> float:
+        """Mean tokens of a prompt that had to be computed; 0 before any."""
+        return self._prompt_tokens.value
+
     def load(self, now: float, **known: object) -> Load:
         """Returns the load now; `known` are the fields that the caller counts."""
         self._forget(now)

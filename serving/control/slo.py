@@ -30,6 +30,8 @@ REST_S = 10.0
 light."""
 SHOWN_S = 1.0
 """Of steps over which thresholds of their own are shown as a mean."""
+SPENT = 5.0
+"""Points above the floor from which on brownout counts as exhausted."""
 CONFIRMED = 3
 """So many decisions in a row have to find brownout in vain before it stops."""
 LEAST_SAVING = 0.03
@@ -200,6 +202,7 @@ class SloAnalyser:
         self.way_changes = False  # some layers have the next one already
         self.salc_enabled = brownout.salc
         self.ttft_slo_s, self.itl_slo_s = brownout.ttft_slo_s, brownout.itl_slo_s
+        self.is_own_objective = False  # somebody set the one of first tokens while serving
         self.config, self._slow_s = salc, slow_s
         self.load = LoadMeter()
         self._pace = pace or Pace()
@@ -482,6 +485,7 @@ class SloAnalyser:
                 raise InvalidRequest(str(error)) from None
         steps_differ = change.strategy not in (None, self.strategy)
         self.strategy = change.strategy or self.strategy
+        self.is_own_objective = self.is_own_objective or change.ttft_slo_s is not None
         self.ttft_slo_s = change.ttft_slo_s or self.ttft_slo_s
         self.itl_slo_s = change.itl_slo_s or self.itl_slo_s
         self.ls.controller = controller
@@ -513,9 +517,23 @@ class SloAnalyser:
         for of_class in (self.ls, self.best_effort):
             of_class.prefill.changed_at = of_class.decode.changed_at = now
 
-    def state(self) -> BrownoutState:
+    def prompts_s(self, num_prompts: int) -> float:
+        """Returns what so many prompts take at least, in full steps under all brownout; 0 while
+        nothing is known of prefill.
+        """
+        times, percent = self._pace.times, self.config.floor_percent if self.controls else 100.0
+        if not (num_prompts and times.knows(Phase.PREFILL)):
+            return 0.0
+        largest = times.largest(Phase.PREFILL)
+        steps = num_prompts * self.load.prompt_tokens / largest
+        return steps * times.expected_s(Phase.PREFILL, largest, percent)
+
+    def state(self, refused_per_s: float = 0.0) -> BrownoutState:
         """Returns settings and latencies as an operator reads them."""
         prefill, decode = self.ls.prefill, self.ls.decode
+        least = min(prefill.shown_percent, decode.shown_percent)
+        spent = "brownout is exhausted, " if least <= self.config.floor_percent + SPENT else ""
+        overloaded = f"overloaded: {spent}refusing {refused_per_s:.3g}/s" if refused_per_s else ""
         return BrownoutState(
             strategy=self.strategy,
             way=self.way,
@@ -529,7 +547,7 @@ class SloAnalyser:
             itl_p90_s=decode.p90_s,
             controller=self.ls.controller.name,
             prefill_company=self._pace.waits,
-            objective_state="; ".join(filter(None, (prefill.in_vain, decode.in_vain))),
+            objective_state="; ".join(filter(None, (overloaded, prefill.in_vain, decode.in_vain))),
             least_ttft_s=prefill.least_s,
             least_itl_s=decode.least_s,
             predicted_ttft_p90_s=prefill.predicted_p90_s,

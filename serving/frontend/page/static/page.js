@@ -47,7 +47,8 @@ function status({ status: word, failure, brownout, uptime_s: up }) {
   byId("status").textContent = word;
   byId("status").dataset.status = word;
   byId("facts").textContent = up === null ? "" : `up ${duration(up)} · version ${about.version}`;
-  const vain = brownout?.objective_state ? `In vain: ${brownout.objective_state}.` : "";
+  const state = brownout?.objective_state ?? "";
+  const vain = state && (state.startsWith("overloaded") ? `${state}.` : `In vain: ${state}.`);
   const text = failure ? `The engine failed: ${failure}.` : (SAYS[word] ?? vain);
   if (byId("banner").textContent !== text) byId("banner").textContent = text;
   byId("banner").hidden = !text;
