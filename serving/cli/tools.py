@@ -5,7 +5,6 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -375,9 +374,6 @@ def controllers(
         list[str] | None, typer.Option("--set", help="KEY=VALUE of a setting; repeated.")
     ] = None,
     processes: Annotated[int, typer.Option(help="Processes. 0: one a processor.")] = 0,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Play one condition for a moment.")
-    ] = False,
     out: Annotated[Path, typer.Option(help="Folder for the results.")] = Path("out"),
 ) -> None:
     """Compares controllers over load traces, in a simulator.
@@ -401,8 +397,6 @@ def controllers(
         processes=processes,
         out=out,
     )
-    if dry_run:
-        config = replace(config, conditions=("step",), seeds=1, duration_s=3.0, traces=())
     try:
         run_controllers(config)
     except LaunchError as error:

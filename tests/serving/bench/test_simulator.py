@@ -17,6 +17,7 @@ from serving.bench.controllers import (
     calibrated,
     figures,
     play,
+    run_controllers,
     samples_of,
     spread,
 )
@@ -264,3 +265,32 @@ def test_a_share_of_the_requests_allows_no_brownout():
     done = simulate(machine(), config, asked, exempt_share=0.25)
     exempt = [record for record in done.run.records if not record.degraded_visits]
     assert 30 < len(exempt) < 70
+
+
+@pytest.mark.deep
+def test_the_command_compares_on_a_table_of_steps_and_on_a_trace(tmp_path, capsys):
+    table, trace = tmp_path / "steps.csv", tmp_path / "trace.csv"
+    rows = (f"{one.phase},{one.size},{one.degraded},{seconds(*one[:3], 1)}"
+            for one in recorded(np.random.default_rng(0)))  # fmt: skip
+    table.write_text("\n".join(["phase,size,degraded,seconds", *rows]))
+    lines = (f"{at / 10},{20 + at},5" for at in range(60))
+    trace.write_text("\n".join(["Timestamp,Request tokens,Response tokens", *lines]))
+    result = run_controllers(
+        ControllersConfig(
+            conditions=("decode only",),
+            controllers=("predictive",),
+            seeds=2,
+            duration_s=2.0,
+            times=table,
+            traces=(trace,),
+            processes=1,
+            out=tmp_path / "out",
+        )
+    )
+    assert json.loads((tmp_path / "out" / "controllers.json").read_text()) == result
+    assert list(result["conditions"]) == ["decode only", "trace.csv"]
+    for of in result["conditions"].values():
+        assert of["figures"][ALL_BROWNOUT]["degraded"]["median"] == 100
+        assert of["figures"]["predictive"]["degraded"]["median"] < 100
+    assert (tmp_path / "out" / "controllers.png").stat().st_size > 10_000
+    assert capsys.readouterr().out.count("predictive") == 2
