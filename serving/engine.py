@@ -273,13 +273,13 @@ class Engine:
             raise Unavailable(
                 f"the engine is {self.status}{why}; try another replica or come back later"
             )
-        own, objective_s, prompts_s = self.config.admission, math.inf, 0.0
+        own, objective_s, prompts_s, steps_s = self.config.admission, math.inf, 0.0, 0.0
         if own == "objective" or (own == "auto" and self.slo.is_own_objective):
             objective_s = self.slo.objectives(priority)[0]
             if priority is LS:
-                prompts_s = self.slo.prompts_s(len(self.scheduler.queues[LS]))
+                prompts_s, steps_s = self.slo.first_token_s(len(self.scheduler.queues[LS]))
         try:
-            self.admission.check_queue(priority, self.scheduler, objective_s, prompts_s)
+            self.admission.check_queue(priority, self.scheduler, objective_s, prompts_s, steps_s)
         except Overloaded:
             self.accounts.counters.requests_rejected += 1
             self._refused_at.append(self._clock())

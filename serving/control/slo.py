@@ -517,16 +517,16 @@ class SloAnalyser:
         for of_class in (self.ls, self.best_effort):
             of_class.prefill.changed_at = of_class.decode.changed_at = now
 
-    def prompts_s(self, num_prompts: int) -> float:
-        """Returns what so many prompts take at least, in full steps under all brownout; 0 while
-        nothing is known of prefill.
+    def first_token_s(self, num_prompts: int) -> tuple[float, float]:
+        """Returns what so many prompts take at least, in full steps under all brownout, and what
+        the decode step and the prefill step before a first token take; 0 while nothing is known.
         """
         times, percent = self._pace.times, self.config.floor_percent if self.controls else 100.0
-        if not (num_prompts and times.knows(Phase.PREFILL)):
-            return 0.0
-        largest = times.largest(Phase.PREFILL)
-        steps = num_prompts * self.load.prompt_tokens / largest
-        return steps * times.expected_s(Phase.PREFILL, largest, percent)
+        if not all(map(times.knows, Phase)):
+            return 0.0, 0.0
+        full_s, decode_s = (times.expected_s(of, times.largest(of), percent) for of in Phase)
+        steps = num_prompts * self.load.prompt_tokens / times.largest(Phase.PREFILL)
+        return steps * full_s, full_s + decode_s
 
     def state(self, refused_per_s: float = 0.0) -> BrownoutState:
         """Returns settings and latencies as an operator reads them."""

@@ -158,10 +158,11 @@ class Admission:
         scheduler: "Scheduler",
         ttft_slo_s: float = math.inf,
         prompts_s: float = 0.0,
+        steps_s: float = 0.0,
     ) -> None:
         """Raises Overloaded if the queue of a class is full, or if so many requests wait that
         another one would get its first token later than `ttft_slo_s`. `prompts_s` is what the
-        prompts that wait take at least.
+        prompts that wait take at least, and `steps_s` what one takes that waits no more.
         """
         most, best_effort = self._config.max_queue_len, priority is Priority.BEST_EFFORT
         waiting = len(scheduler.queues[priority]) + self.num_tokenizing[priority]
@@ -170,8 +171,9 @@ class Admission:
         queued, own = waiting - scheduler.num_free_slots(priority), self.capacity[priority]
         if queued < most:
             slots_s = own.drain_s(queued + 1, 0.0) if queued >= 0 else 0.0
-            late_s = max(slots_s, prompts_s) - ttft_slo_s
-            if late_s > 0:
+            waits_s = max(slots_s, prompts_s)
+            late_s = waits_s + steps_s - ttft_slo_s
+            if waits_s > 0 and late_s > 0:
                 raise Overloaded(
                     f"{waiting} requests wait already: a first token would come {late_s:.2g} s "
                     f"later than the objective of {ttft_slo_s:g} s allows; try again later",
