@@ -415,10 +415,11 @@ class EngineConfig:
         NOT_NEGATIVE,
     )
     admission: str = setting(
-        "queue",
+        "auto",
         "queue: requests wait. objective: a latency-sensitive request whose first token would "
-        "come later than ttft_slo_s is refused, and told when to retry.",
-        one_of("queue", "objective"),
+        "come later than ttft_slo_s is refused, and told when to retry. auto: objective where "
+        "ttft_slo_s is not the default, or is set while serving; else queue.",
+        one_of("auto", "queue", "objective"),
     )
     page_size: int = setting(64, "Tokens in a KV page.", POSITIVE, "Capacity")
     num_pages: int = setting(

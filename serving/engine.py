@@ -91,6 +91,9 @@ from serving.telemetry.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 
+REFUSING_S = 5.0
+"""Over which refusals are told in the state of brownout."""
+
 UNRESPONSIVE_S = 10.0
 """If the event loop takes longer (s) to react to a stuck step, it counts as stuck, too."""
 NOBODY = "no worker with attention is there"
@@ -146,6 +149,7 @@ class Engine:
         self.watchdog = Watchdog(config.watchdog_s, partial(self._fail_from_thread, stuck))
         self.on_unresponsive: Callable[[str], None] = log.critical
         self._clock = clock
+        self._refused_at: deque[float] = deque(maxlen=100_000)
         cfg = None if self.family is None else self.family.config
         self._vocab_size = cfg.vocab_size if cfg else 0
         self._visits_per_token = cfg.num_moe_layers * cfg.experts_per_token if cfg else 1
@@ -269,11 +273,16 @@ class Engine:
             raise Unavailable(
                 f"the engine is {self.status}{why}; try another replica or come back later"
             )
-        try:
+        own, objective_s, prompts_s, steps_s = self.config.admission, math.inf, 0.0, 0.0
+        if own == "objective" or (own == "auto" and self.slo.is_own_objective):
             objective_s = self.slo.objectives(priority)[0]
-            self.admission.check_queue(priority, self.scheduler, objective_s)
+            if priority is LS:
+                prompts_s, steps_s = self.slo.first_token_s(len(self.scheduler.queues[LS]))
+        try:
+            self.admission.check_queue(priority, self.scheduler, objective_s, prompts_s, steps_s)
         except Overloaded:
             self.accounts.counters.requests_rejected += 1
+            self._refused_at.append(self._clock())
             raise
 
     async def generate(
@@ -380,8 +389,11 @@ class Engine:
     # ---- operators --------------------------------------------------------------------------
 
     def get_brownout(self) -> BrownoutState:
-        """Returns the brownout settings in force."""
-        return self.slo.state()
+        """Returns the brownout settings in force, and whether requests were refused lately."""
+        since = self._clock() - REFUSING_S
+        while self._refused_at and self._refused_at[0] < since:
+            self._refused_at.popleft()
+        return self.slo.state(len(self._refused_at) / REFUSING_S)
 
     async def set_brownout(self, change: BrownoutChange) -> BrownoutState:
         """Changes brownout settings; another way is loaded while serving goes on (ExpertsLoader).

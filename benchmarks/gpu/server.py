@@ -82,7 +82,9 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], dest="pairs")
     args = parser.parse_args()
     sizes = DRY if args.dry_run else Sizes()
-    config = settings.load("default", {"port": 0, **overrides({}, args.pairs)})
+    config = settings.load(
+        "default", {"port": 0, "engine.admission": "queue", **overrides({}, args.pairs)}
+    )
 
     def progress(what: str, done: int, total: int) -> None:
         print(f"{what}: {done} of {total}", file=sys.stderr, flush=True)

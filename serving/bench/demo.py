@@ -141,9 +141,15 @@ def _live(config: DemoConfig, tasks: Sequence[Arrival], console: Console) -> dic
 
 
 def _simulated(config: DemoConfig, tasks: Sequence[Arrival], console: Console) -> dict[str, Any]:
-    """Times a server's steps, and plays the demo on a simulated device that takes as long for
-    them.
-    """
+    """Plays the demo on a simulated device that takes as long for steps as a server did."""
+    machine, known = timed_machine(config, tasks, console)
+    return known | simulate_demo(config, tasks, machine, console)
+
+
+def timed_machine(
+    config: DemoConfig, tasks: Sequence[Arrival], console: Console
+) -> "tuple[Machine, dict[str, Any]]":
+    """Times a server's steps; returns a machine that takes as long, and facts of the server."""
     timeline = config.out / "timeline.json"
     timeline.unlink(missing_ok=True)  # one of before is not what is timed now
 
@@ -163,7 +169,7 @@ def _simulated(config: DemoConfig, tasks: Sequence[Arrival], console: Console) -
     num_steps, others = len(machine.times.moods), known["others_while_timed"] or 0.0
     busy = f" (other programs took {others:.0%} of the processors)" if others > OTHERS else ""
     console.print(f"simulated from here on, by the times of {num_steps} steps{busy}")
-    return known | simulate_demo(config, tasks, machine, console)
+    return machine, known
 
 
 def simulate_demo(

@@ -61,7 +61,7 @@ WAYS = {
 SETTINGS = (
     "engine.prefill_buckets=32,128 engine.threshold_buckets_percent=100 engine.part_layers=1000 "
     "engine.brownout.strategy=zero engine.brownout.way=0 engine.brownout.salc=false "
-    "max_concurrent_calls=100000 status_interval_s=0"
+    "engine.admission=queue max_concurrent_calls=100000 status_interval_s=0"
 )
 
 

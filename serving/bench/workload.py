@@ -3,7 +3,9 @@
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from csv import DictReader
 from dataclasses import dataclass, replace
+from datetime import datetime
 from itertools import cycle, islice
 from pathlib import Path
 from statistics import NormalDist
@@ -217,6 +219,45 @@ def load_tasks(path: Path) -> list[Arrival]:
     if not samples:
         raise WorkloadError(f"{path} holds no tasks")
     return samples
+
+
+TRACES = {
+    ("TIMESTAMP", "ContextTokens", "GeneratedTokens"): "azure",
+    ("Timestamp", "Request tokens", "Response tokens"): "burstgpt",
+    ("timestamp", "input_length", "output_length"): "mooncake",
+}
+"""Columns of time and lengths, by which the published traces are known."""
+
+
+def load_trace(path: Path, *, max_total_tokens: int = 2048) -> list[Arrival]:
+    """Reads times and lengths of a trace: a CSV file of Azure or BurstGPT, or JSON lines of
+    Mooncake. The first request is at 0 s, tokens are made up, and what is longer than
+    `max_total_tokens` is cut.
+    """
+    lines = _read(path).splitlines()
+    try:
+        rows = [json.loads(line) for line in lines] if lines[0][0] == "{" else [*DictReader(lines)]
+        columns = next(known for known in TRACES if set(known) <= set(rows[0]))
+        found = [tuple(row[column] for column in columns) for row in rows]
+        times_s = [_seconds(at, TRACES[columns]) for at, _, _ in found]
+        lengths = [(max(1, int(context)), max(1, int(new))) for _, context, new in found]
+    except (LookupError, StopIteration, ValueError, TypeError) as error:
+        known = ", ".join(TRACES.values())
+        raise WorkloadError(f"{path} is no trace of {known}: {error!r}") from None
+    rng, samples = np.random.default_rng(0), []
+    for at_s, (context, new) in sorted(zip(times_s, lengths, strict=True)):
+        new = min(new, max_total_tokens - 1)
+        ids = tuple(rng.integers(3, 1 << 20, min(context, max_total_tokens - new)).tolist())
+        samples.append(
+            Arrival(ids, new, None, path.stem, ignore_eos=True, at_s=at_s - min(times_s))
+        )
+    return samples
+
+
+def _seconds(at: Any, kind: str) -> float:
+    if kind == "azure":
+        return datetime.fromisoformat(at).timestamp()
+    return float(at) / (1000 if kind == "mooncake" else 1)
 
 
 def _read(path: Path) -> str:

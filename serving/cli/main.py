@@ -185,7 +185,7 @@ def serve(
 
     given = {key: flags[name] for name, key in flag_keys().items() if flags[name] != []}
     given |= models_flag([*(models or []), *(model or [])])
-    loaded = settings.load(config, overrides(given, set_ or []), os.environ)
+    loaded = settings.settled(settings.load(config, overrides(given, set_ or []), os.environ))
     verbose = verbose or logging.getLogger("serving").level == logging.DEBUG
     logs.configure(loaded.log_format, verbose=verbose)
     if loaded.log_format == "json":

@@ -1,4 +1,4 @@
-"""`jmoe bench serve, priority, balance, family`, `jmoe demo`: flags for functions elsewhere."""
+"""`jmoe bench serve, priority, balance, family, controllers`, `jmoe demo`: flags for functions."""
 
 import math
 import os
@@ -340,6 +340,66 @@ def family(
     try:
         run_family(FamilyConfig(**flags))
     except (CalibrationError, LaunchError) as error:
+        print(f"jmoe: {error}", file=sys.stderr)
+        raise typer.Exit(1) from None
+
+
+@bench.command()
+def controllers(
+    conditions: Annotated[
+        str, typer.Option(help="Names of conditions, separated by commas. Default: all.")
+    ] = "",
+    controllers: Annotated[
+        str, typer.Option(help="Controllers, by name or module:Class, separated by commas.")
+    ] = "algorithm2,predictive",
+    seeds: Annotated[int, typer.Option(help="Number of seeds of each condition.")] = 20,
+    first_seed: Annotated[int, typer.Option(help="The first of them.")] = 1000,
+    duration_s: Annotated[float, typer.Option(help="Seconds of arrivals.")] = 30.0,
+    load: Annotated[
+        float | None,
+        typer.Option(help="Share of the capacity with all brownout. Default: the condition's."),
+    ] = None,
+    model: Annotated[
+        str, typer.Option(help="Model whose steps are measured on this machine, in 30 s.")
+    ] = "bundled",
+    times: Annotated[
+        Path | None,
+        typer.Option(help="Step times instead: a file of `jmoe serve --timeline`, or a CSV table."),
+    ] = None,
+    trace: Annotated[
+        list[Path] | None,
+        typer.Option(help="Trace of Azure, BurstGPT or Mooncake to play, too; repeated."),
+    ] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", help="KEY=VALUE of a setting; repeated.")
+    ] = None,
+    processes: Annotated[int, typer.Option(help="Processes. 0: one a processor.")] = 0,
+    out: Annotated[Path, typer.Option(help="Folder for the results.")] = Path("out"),
+) -> None:
+    """Compares controllers over load traces, in a simulator.
+
+    On this machine's step times or a file's, with figures for each condition (docs/controllers.md).
+    """
+    from serving.bench.controllers import CONDITIONS, ControllersConfig, run_controllers
+    from serving.bench.launch import LaunchError
+
+    config = ControllersConfig(
+        conditions=tuple(conditions.split(",")) if conditions else tuple(CONDITIONS),
+        controllers=tuple(controllers.split(",")),
+        seeds=seeds,
+        first_seed=first_seed,
+        duration_s=duration_s,
+        load=load,
+        model=model,
+        times=times,
+        traces=tuple(trace or ()),
+        settings=tuple(set_ or ()),
+        processes=processes,
+        out=out,
+    )
+    try:
+        run_controllers(config)
+    except LaunchError as error:
         print(f"jmoe: {error}", file=sys.stderr)
         raise typer.Exit(1) from None
 

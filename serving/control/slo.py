@@ -2,6 +2,7 @@
 
 import logging
 import math
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -27,6 +28,10 @@ log = logging.getLogger(__name__)
 REST_S = 10.0
 """After the last late token, thresholds are back at the ceiling within this time, if the load is
 light."""
+SHOWN_S = 1.0
+"""Of steps over which thresholds of their own are shown as a mean."""
+SPENT = 5.0
+"""Points above the floor from which on brownout counts as exhausted."""
 CONFIRMED = 3
 """So many decisions in a row have to find brownout in vain before it stops."""
 LEAST_SAVING = 0.03
@@ -46,7 +51,9 @@ class PhaseControl:
         self.predicted_p90_s = math.nan  # by the controller's last decision
         self._min_samples = salc.min_samples
         self._applied = (0.0, 0)  # percent by rows, and rows, of steps since the last update
-        self._applied_percent = math.nan  # their mean, of the interval before
+        self._intervals: deque[tuple[float, int]] = deque(
+            maxlen=max(1, math.ceil(SHOWN_S / salc.interval_s))
+        )  # the same, of those before
         self.in_vain = ""  # why brownout cannot keep the objective; empty: it may
         self.least_s = math.nan  # the shortest objective that it could keep, if this one is shorter
         self._num_in_vain = 0
@@ -77,8 +84,9 @@ class PhaseControl:
 
     def stop(self) -> None:
         """Stops the controller: nothing is expected any more, and every step has the threshold."""
-        self.predicted_p90_s = self._applied_percent = math.nan
+        self.predicted_p90_s = math.nan
         self._applied = (0.0, 0)
+        self._intervals.clear()
 
     def note_step(self, percent: float, rows: int) -> None:
         """Records that a step was launched under a threshold of its own."""
@@ -88,10 +96,12 @@ class PhaseControl:
     @property
     def shown_percent(self) -> float:
         """What an operator reads: the mean of steps with thresholds of their own, where there were
-        any in the last interval; else the threshold.
+        any in the last second, or the last interval if that is longer; else the threshold.
         """
-        applied = self._applied_percent
-        return self.threshold_percent if math.isnan(applied) else applied
+        count = sum(count for _, count in self._intervals)
+        return (
+            sum(total for total, _ in self._intervals) / count if count else self.threshold_percent
+        )
 
     def seen(
         self, now: float, slo_s: float, waiting_age_s: float, *, by_step: bool = False
@@ -102,8 +112,8 @@ class PhaseControl:
         Latency that is still growing counts too: `waiting_age_s`, the age of the oldest request
         that waits for its first token, is a lower bound of what it will report.
         """
-        (total, count), self._applied = self._applied, (0.0, 0)
-        self._applied_percent = total / count if count else math.nan
+        self._intervals.append(self._applied)
+        self._applied = (0.0, 0)
         p90_s = self.window.p90(now, self.changed_at, self._min_samples)
         shown_s = self.window.p90(now, -math.inf, self._min_samples) if by_step else p90_s
         self.p90_s = self.p90_s if shown_s is None else shown_s
@@ -192,6 +202,7 @@ class SloAnalyser:
         self.way_changes = False  # some layers have the next one already
         self.salc_enabled = brownout.salc
         self.ttft_slo_s, self.itl_slo_s = brownout.ttft_slo_s, brownout.itl_slo_s
+        self.is_own_objective = False  # somebody set the one of first tokens while serving
         self.config, self._slow_s = salc, slow_s
         self.load = LoadMeter()
         self._pace = pace or Pace()
@@ -474,6 +485,7 @@ class SloAnalyser:
                 raise InvalidRequest(str(error)) from None
         steps_differ = change.strategy not in (None, self.strategy)
         self.strategy = change.strategy or self.strategy
+        self.is_own_objective = self.is_own_objective or change.ttft_slo_s is not None
         self.ttft_slo_s = change.ttft_slo_s or self.ttft_slo_s
         self.itl_slo_s = change.itl_slo_s or self.itl_slo_s
         self.ls.controller = controller
@@ -505,9 +517,23 @@ class SloAnalyser:
         for of_class in (self.ls, self.best_effort):
             of_class.prefill.changed_at = of_class.decode.changed_at = now
 
-    def state(self) -> BrownoutState:
+    def first_token_s(self, num_prompts: int) -> tuple[float, float]:
+        """Returns what so many prompts take at least, in full steps under all brownout, and what
+        the decode step and the prefill step before a first token take; 0 while nothing is known.
+        """
+        times, percent = self._pace.times, self.config.floor_percent if self.controls else 100.0
+        if not all(map(times.knows, Phase)):
+            return 0.0, 0.0
+        full_s, decode_s = (times.expected_s(of, times.largest(of), percent) for of in Phase)
+        steps = num_prompts * self.load.prompt_tokens / times.largest(Phase.PREFILL)
+        return steps * full_s, full_s + decode_s
+
+    def state(self, refused_per_s: float = 0.0) -> BrownoutState:
         """Returns settings and latencies as an operator reads them."""
         prefill, decode = self.ls.prefill, self.ls.decode
+        least = min(prefill.shown_percent, decode.shown_percent)
+        spent = "brownout is exhausted, " if least <= self.config.floor_percent + SPENT else ""
+        overloaded = f"overloaded: {spent}refusing {refused_per_s:.3g}/s" if refused_per_s else ""
         return BrownoutState(
             strategy=self.strategy,
             way=self.way,
@@ -521,7 +547,7 @@ class SloAnalyser:
             itl_p90_s=decode.p90_s,
             controller=self.ls.controller.name,
             prefill_company=self._pace.waits,
-            objective_state="; ".join(filter(None, (prefill.in_vain, decode.in_vain))),
+            objective_state="; ".join(filter(None, (overloaded, prefill.in_vain, decode.in_vain))),
             least_ttft_s=prefill.least_s,
             least_itl_s=decode.least_s,
             predicted_ttft_p90_s=prefill.predicted_p90_s,

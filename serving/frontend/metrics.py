@@ -7,7 +7,7 @@ not in TYPE and HELP lines. Nothing here imports jax.
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
-from math import isnan
+from math import isnan, nan
 from threading import Lock
 from typing import TYPE_CHECKING
 
@@ -103,6 +103,16 @@ class Metrics(Observer):
         self._reference_step_s = 0.0  # of a full decode step, as soon as steps are known
         self.access: Access | None = None  # keys to report metrics of, and to check at a scrape
         self.registry.register(self)
+
+    def speed(self, engine: "Engine") -> float:
+        """Returns the speed of the machine over that of the first time that anybody asked after a
+        thousand steps; NaN until then.
+        """
+        if engine.pace.times.num_observed < SETTLED_STEPS:
+            return nan
+        step_s = engine.stats().full_decode_step_s
+        self._reference_step_s = self._reference_step_s or step_s
+        return self._reference_step_s / step_s
 
     def step_read(
         self, step: "ScheduledStep", result: "StepResult", started_at: float, now: float
@@ -210,14 +220,10 @@ class Metrics(Observer):
         ended: dict[str, float] = {**self.finished, "abort": 0, "error": 0}
         if self.engine is not None:
             yield from _engine_families(self.engine)
-            stats = self.engine.stats()
-            if self.engine.pace.times.num_observed >= SETTLED_STEPS:
-                self._reference_step_s = self._reference_step_s or stats.full_decode_step_s
-                yield gauge(
-                    "step_time_speed",
-                    "Speed of the machine: 1 is that of its first scrape after a thousand steps",
-                    self._reference_step_s / stats.full_decode_step_s,
-                )
+            stats, speed = self.engine.stats(), self.speed(self.engine)
+            if not isnan(speed):
+                about = "Speed of the machine: 1 is what it was when a thousand steps were known"
+                yield gauge("step_time_speed", about, speed)
             ended |= {"abort": stats.requests_aborted, "error": stats.requests_failed}
         yield family(
             CounterMetricFamily,

@@ -22,6 +22,9 @@ log = logging.getLogger(__name__)
 
 LS = Priority.LATENCY_SENSITIVE  # the class whose latencies and SLO violations are counted
 
+NEWS_OF_SPEED = 0.1
+"""The status line has the machine's speed where that has changed by more than this share."""
+
 _STATE_FIELDS = tuple(field.name for field in fields(BrownoutChange))
 
 
@@ -50,6 +53,7 @@ class Snapshot:
     way: int
     prefill_threshold_percent: float
     decode_threshold_percent: float
+    speed: float  # of the machine; 0: not known yet
 
     @classmethod
     def of(cls, engine: "Engine", metrics: Metrics, at_s: float) -> "Snapshot":
@@ -75,6 +79,7 @@ class Snapshot:
             way=brownout.way,
             prefill_threshold_percent=brownout.prefill_threshold_percent,
             decode_threshold_percent=brownout.decode_threshold_percent,
+            speed=0.0 if math.isnan(speed := metrics.speed(engine)) else speed,
         )
 
     def is_news(self, last: "Snapshot") -> bool:
@@ -123,10 +128,11 @@ def _log_status(last: Snapshot, now: Snapshot) -> None:
         "prefill_late_share": share("late_first_tokens", "first_tokens"),
         "decode_late_share": share("late_further_tokens", "further_tokens"),
         "degraded_share": share("degraded_visits", "visits"),
+        "machine_speed": now.speed or math.nan,
     }
     log.info(
         "%d running, %d waiting; prompt %.1f tokens/s, output %.1f tokens/s; KV cache %.1f%%; "
-        "threshold prefill %.0f%%, decode %.0f%%; late prefill %s, decode %s; degraded %s",
+        "threshold prefill %.0f%%, decode %.0f%%; late prefill %s, decode %s; degraded %s%s",
         now.running,
         now.waiting,
         found["prompt_tokens_per_s"],
@@ -137,6 +143,7 @@ def _log_status(last: Snapshot, now: Snapshot) -> None:
         _percent(found["prefill_late_share"]),
         _percent(found["decode_late_share"]),
         _percent(found["degraded_share"]),
+        f"; machine speed {now.speed:.2f}" if abs((now.speed or 1) - 1) > NEWS_OF_SPEED else "",
         extra={"event": "status", **found},
     )
 

@@ -153,12 +153,16 @@ class Admission:
             return await self._structures[request.model].matcher(structure)
 
     def check_queue(
-        self, priority: Priority, scheduler: "Scheduler", ttft_slo_s: float = math.inf
+        self,
+        priority: Priority,
+        scheduler: "Scheduler",
+        ttft_slo_s: float = math.inf,
+        prompts_s: float = 0.0,
+        steps_s: float = 0.0,
     ) -> None:
-        """Raises Overloaded if the queue of a class is full.
-
-        With `admission: objective`, it also raises if so many requests wait that another one would
-        get its first token later than `ttft_slo_s`.
+        """Raises Overloaded if the queue of a class is full, or if so many requests wait that
+        another one would get its first token later than `ttft_slo_s`. `prompts_s` is what the
+        prompts that wait take at least, and `steps_s` what one takes that waits no more.
         """
         most, best_effort = self._config.max_queue_len, priority is Priority.BEST_EFFORT
         waiting = len(scheduler.queues[priority]) + self.num_tokenizing[priority]
@@ -166,8 +170,10 @@ class Admission:
             most = self._config.max_best_effort_queue_len or most
         queued, own = waiting - scheduler.num_free_slots(priority), self.capacity[priority]
         if queued < most:
-            late_s = own.drain_s(queued + 1, 0.0) - ttft_slo_s
-            if self._config.admission == "objective" and late_s > 0 and queued >= 0:
+            slots_s = own.drain_s(queued + 1, 0.0) if queued >= 0 else 0.0
+            waits_s = max(slots_s, prompts_s)
+            late_s = waits_s + steps_s - ttft_slo_s
+            if waits_s > 0 and late_s > 0:
                 raise Overloaded(
                     f"{waiting} requests wait already: a first token would come {late_s:.2g} s "
                     f"later than the objective of {ttft_slo_s:g} s allows; try again later",

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from serving.config import EngineConfig, ServerConfig, described, keys
+from serving.config import BrownoutConfig, EngineConfig, ServerConfig, described, keys
 from serving.errors import SettingsError
 from serving.settings.composes import refused_settings
 
@@ -152,6 +152,16 @@ def load(
     for key, value in (overrides or {}).items():
         config = _put(config, key.split("."), _parse(key, value, "override"))
     check(config)
+    return config
+
+
+def settled(config: ServerConfig) -> ServerConfig:
+    """Returns settings to serve by: with `engine.admission: auto`, whoever set a TTFT objective
+    other than the default wants what cannot keep it refused.
+    """
+    engine = config.engine
+    if engine.admission == "auto" and engine.brownout.ttft_slo_s != BrownoutConfig().ttft_slo_s:
+        return _put(config, ["engine", "admission"], "objective")
     return config
 
 

@@ -25,6 +25,7 @@ COVERED = {
     "benchmarks.kernels": "tests/benchmarks/test_kernel_benchmark_run.py",
     "benchmarks.kernels.roofline": "tests/benchmarks/test_roofline.py",
     "jmoe bench balance": "tests/serving/bench/test_balance_bench.py",
+    "jmoe bench controllers": "tests/serving/bench/test_simulator.py",
     "jmoe bench family": "tests/serving/bench/test_family_bench.py",
     "jmoe bench priority": "tests/serving/bench/test_priority.py",
     "jmoe bench serve": "tests/serving/bench/test_bench.py",

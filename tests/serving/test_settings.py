@@ -26,7 +26,7 @@ from serving.settings.composes import (
     ONE_THERE,
     SEVERAL,
 )
-from serving.settings.reading import CONFIGS, check, load, read_yaml, variable
+from serving.settings.reading import CONFIGS, check, load, read_yaml, settled, variable
 
 sizes = st.integers(1, 10**6)
 seconds = st.floats(1e-3, 1e6)
@@ -318,3 +318,29 @@ def test_every_default_is_in_its_range() -> None:
     for key, setting in described().items():
         assert setting.help.endswith("."), key
         assert setting.range is None or setting.range.holds(flat(ServerConfig())[key]), key
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "environment", "admission"),
+    [
+        ("", {}, {}, "auto"),
+        ("engine: {brownout: {itl_slo_s: 0.1}}", {}, {}, "auto"),
+        ("engine: {brownout: {ttft_slo_s: 0.3}}", {}, {}, "objective"),
+        ("engine: {admission: queue, brownout: {ttft_slo_s: 0.3}}", {}, {}, "queue"),
+        ("", {"engine.brownout.ttft_slo_s": 0.3}, {}, "objective"),
+        ("", {}, {"JMOE_ENGINE__BROWNOUT__TTFT_SLO_S": "0.3"}, "objective"),
+    ],
+)
+def test_who_sets_an_objective_has_late_requests_refused(
+    text, overrides, environment, admission, tmp_path
+):
+    path = tmp_path / "own.yaml"
+    path.write_text(text or "{}")
+    found = settled(load(path, overrides, environment))
+    assert found.engine.admission == admission
+
+
+def test_presets_objectives_are_nobodys():
+    assert settled(load("default")).engine.admission == "auto"
+    demo = load("demo", {"engine.brownout.ttft_slo_s": 0.3})
+    assert settled(demo).engine.admission == "queue"

@@ -1,7 +1,8 @@
 """A runner whose steps only pass simulated time."""
 
 import asyncio
-from collections.abc import Callable, Mapping
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,7 +30,8 @@ class SimulatedDevice(StepExecutor):
     limits: Limits
     times: StepTimes
     visits_per_layer: int = 1
-    speed: float = 1.0  # of the machine, over the recorded one's
+    speeds: Sequence[tuple[float, float]] = ((0.0, 1.0),)
+    """From when on (s) the machine is how fast, over the recorded one."""
     noise: float = 1.0  # how far moods lie from 1, over the recorded ones
     seed: int = 0
     compilations_since_ready: int = 0
@@ -50,9 +52,11 @@ class SimulatedDevice(StepExecutor):
             degraded / plan.size,
             plan.num_layers / self.limits.num_layers,
         )
-        seconds *= self._mood() / self.speed
         loop = asyncio.get_running_loop()
-        self._busy_until = max(self._busy_until, loop.time()) + seconds
+        starts_at = max(self._busy_until, loop.time())
+        now = bisect_right(self.speeds, starts_at, key=lambda piece: piece[0]) - 1
+        seconds *= self._mood() / self.speeds[now][1]
+        self._busy_until = starts_at + seconds
         self.busy_s += seconds
         future: Future[StepResult] = Future()
         loop.call_at(self._busy_until, _finish, future, self._result(plan, control))

@@ -23,7 +23,7 @@ from serving.bench.loadgen import play
 from serving.bench.results import Run
 from serving.bench.simulated_time import SimulatedLoop
 from serving.bench.simulator.device import SimulatedDevice, simulated_model
-from serving.bench.simulator.step_times import StepTimes, read_timeline
+from serving.bench.simulator.step_times import StepTimes, read_steps
 from serving.bench.workload import Arrival
 from serving.config import EngineConfig
 from serving.engine import Engine
@@ -43,7 +43,8 @@ class Machine:
     num_layers: int
     visits_per_layer: int
     overhead_s: float = 0.0  # from client to engine and back, of a first token
-    speed: float = 1.0
+    speeds: Sequence[tuple[float, float]] = ((0.0, 1.0),)
+    """From when on (s) it is how fast, over the recorded one."""
     noise: float = 1.0
 
 
@@ -64,7 +65,7 @@ class SimulatedServer:
             limits,
             machine.times,
             machine.visits_per_layer,
-            machine.speed,
+            machine.speeds,
             machine.noise,
             seed,
         )
@@ -170,20 +171,22 @@ def simulate(
     """
 
     async def play_all(server: SimulatedServer) -> Simulated:
-        run = await play(server, arrivals, time_limit_s=math.inf)
+        run = await play(
+            server, arrivals, time_limit_s=math.inf, sample_every_s=config.salc.interval_s
+        )
         return Simulated(run, server.device.busy_s)
 
     return run_simulated(machine, config, play_all, seed, exempt_share)
 
 
 def recorded_machine(timeline: Path, config: EngineConfig, *, steady: bool = False) -> Machine:
-    """Returns the machine that the timeline of a server of the bundled model shows, which was
-    started with `config`. `steady`: as `StepTimes.fit` has it.
+    """Returns the machine that the timeline of a server shows, which was started with `config`, or
+    a table of its steps. `steady`: as `StepTimes.fit` has it.
 
-    Raises ValueError for a file that is no timeline.
+    Raises ValueError for a file that is neither.
     """
-    cfg = read_config(resolve("bundled"))
-    steps = read_timeline(timeline, cfg.num_layers, cfg.experts_per_token)
+    cfg = read_config(resolve(config.model))
+    steps = read_steps(timeline, cfg.num_layers, cfg.experts_per_token)
     buckets = {"prefill": config.prefill_buckets, "decode": config.decode_buckets}
     times = StepTimes.fit(steps, buckets, steady=steady)
     return Machine(times, cfg.num_layers, cfg.experts_per_token)

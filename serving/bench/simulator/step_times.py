@@ -1,5 +1,6 @@
-"""Step times, learnt from the timeline of a live server."""
+"""Step times, learnt from the timeline of a live server or from a table."""
 
+import csv
 import json
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
@@ -39,15 +40,30 @@ class Recorded(NamedTuple):
     seconds: float
 
 
-def read_timeline(path: Path, num_layers: int, visits_per_layer: int) -> list[Recorded]:
-    """Returns the launches of a timeline, in order; `visits_per_layer` is experts a token.
+def read_steps(path: Path, num_layers: int, visits_per_layer: int) -> list[Recorded]:
+    """Returns the launches of a timeline, in order, or the whole steps of a table in CSV with the
+    columns phase, size, degraded and seconds; `visits_per_layer` is experts a token.
 
-    Raises ValueError for a file that is none.
+    Raises ValueError for a file that is neither.
     """
     try:
-        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+        text = path.read_text(encoding="utf-8")
+        if path.suffix == ".csv":
+            return [
+                Recorded(
+                    row["phase"],
+                    int(row["size"]),
+                    float(row["degraded"]),
+                    1.0,
+                    float(row["seconds"]),
+                )
+                for row in csv.DictReader(text.splitlines())
+            ]
+        events = json.loads(text)["traceEvents"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is not a timeline of `jmoe serve --timeline`: {error}") from None
+        raise ValueError(
+            f"{path} is neither a timeline of `jmoe serve --timeline` nor a table of steps: {error}"
+        ) from None
     return [
         _recorded(event, num_layers, visits_per_layer)
         for event in events

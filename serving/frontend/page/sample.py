@@ -55,6 +55,7 @@ class Sample:
     degraded_share: float = math.nan  # of this second's expert visits
     kv_pages_used: int = 0
     kv_pages_total: int = 0
+    machine_speed: float = math.nan  # over that of the server's first thousand steps
 
 
 class Counted(NamedTuple):
@@ -136,6 +137,7 @@ class Sampler:
             decode_threshold_percent=state.decode_threshold_percent,
             kv_pages_used=stats.kv_pages_used,
             kv_pages_total=stats.kv_pages_total,
+            machine_speed=server.metrics.speed(engine),
             **_latencies(engine, state, counted.at_s),
             **rates,
         )

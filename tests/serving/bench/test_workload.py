@@ -18,6 +18,7 @@ from serving.bench.workload import (
     load_alpaca,
     load_sharegpt,
     load_tasks,
+    load_trace,
     piecewise_poisson_times,
     poisson_times,
     ramp_rates,
@@ -240,3 +241,32 @@ def test_schedule_repeats_samples_and_shuffle_keeps_them():
         schedule([], [1.0])
     with pytest.raises(WorkloadError):
         shuffled([], seed=0)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+        "2023-11-16 18:17:03.9799600,40,5\n2023-11-16 18:17:05.4799600,4000,500\n",
+        "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
+        "5,ChatGPT,40,5,45,Conversation log\n6.5,GPT-4,4000,500,4500,API log\n",
+        '{"timestamp": 27482, "input_length": 40, "output_length": 5, "hash_ids": [0]}\n'
+        '{"timestamp": 28982, "input_length": 4000, "output_length": 500, "hash_ids": []}\n',
+    ],
+    ids=["azure", "burstgpt", "mooncake"],
+)
+def test_published_traces_are_read(text, tmp_path):
+    path = tmp_path / "trace"
+    path.write_text(text)
+    first, second = load_trace(path, max_total_tokens=1000)
+    assert (first.at_s, second.at_s) == (0, pytest.approx(1.5))
+    assert (len(first.prompt), first.max_new_tokens) == (40, 5)
+    assert (len(second.prompt), second.max_new_tokens) == (500, 500)  # cut to 1000 in all
+
+
+@pytest.mark.parametrize("text", ["", "a,b\n1,2\n", '{"timestamp": 1}\n', "{\n"])
+def test_a_file_that_is_no_trace_is_named(text, tmp_path):
+    path = tmp_path / "trace"
+    path.write_text(text)
+    with pytest.raises(WorkloadError, match="is no trace of azure, burstgpt, mooncake"):
+        load_trace(path)

@@ -584,7 +584,9 @@ async def test_a_live_page_of_a_fake_engine_alone() -> None:
         failure=None,
         model_names=["counter"],
         config=ServerConfig(),
-        metrics=SimpleNamespace(prefill_tokens=0, generation_tokens=0, expert_rows=None),
+        metrics=SimpleNamespace(
+            prefill_tokens=0, generation_tokens=0, expert_rows=None, speed=lambda engine: np.nan
+        ),
     )
     live = Live(face)
     live.tick()

@@ -71,6 +71,19 @@ async def test_the_status_line_is_about_the_last_interval(status, caplog) -> Non
 
 
 @pytest.mark.simulated_time
+async def test_the_status_line_says_how_fast_the_machine_is(status, caplog) -> None:
+    engine, _ = status
+    said = []
+    for step_s in (0.010, 0.020):
+        engine.pace.times.num_observed = 1000
+        engine.counters = {"num_running": 1, "full_decode_step_s": step_s}
+        await asyncio.sleep(INTERVAL_S)
+        said.append(events(caplog, "status")[-1])
+    assert [record.machine_speed for record in said] == [1.0, 0.5]
+    assert said[-1].getMessage().endswith("; machine speed 0.50")
+
+
+@pytest.mark.simulated_time
 async def test_a_change_is_told_once_without_work(status, caplog) -> None:
     engine, _ = status
     await engine.set_brownout(BrownoutChange(decode_threshold_percent=40))

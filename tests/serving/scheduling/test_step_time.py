@@ -110,6 +110,22 @@ def test_a_machine_that_slows_down_is_followed_whatever_steps_come():
     assert model.expected_s(Phase.DECODE, 16, 100) == pytest.approx(2 * true_s(16, 100), rel=0.1)
 
 
+@pytest.mark.parametrize("factor", [0.5, 2.0])
+def test_a_machine_whose_speed_changes_twofold_is_followed_within_two_seconds(factor):
+    """Decode steps of 4, 16 and 64 rows without and with brownout, with noise of a fifth."""
+    model, passed_s, number = taught(), 0.0, 0
+    kinds = [(size, percent) for size in (4, 16, 64) for percent in (0, 100)]
+    rng = np.random.default_rng(0)
+    while passed_s < 2.0:
+        kind = kinds[number % len(kinds)]
+        seconds = factor * true_s(*kind) * rng.lognormal(0, 0.2)
+        model.observe(Phase.DECODE, *kind, seconds)
+        passed_s, number = passed_s + seconds, number + 1
+    for kind in kinds:
+        found_s = model.expected_s(Phase.DECODE, *kind)
+        assert found_s == pytest.approx(factor * true_s(*kind), rel=0.15)
+
+
 def test_a_step_that_stood_still_teaches_little():
     model = taught()
     before = model.expected_s(Phase.DECODE, 16, 100)

@@ -47,7 +47,8 @@ function status({ status: word, failure, brownout, uptime_s: up }) {
   byId("status").textContent = word;
   byId("status").dataset.status = word;
   byId("facts").textContent = up === null ? "" : `up ${duration(up)} · version ${about.version}`;
-  const vain = brownout?.objective_state ? `In vain: ${brownout.objective_state}.` : "";
+  const state = brownout?.objective_state ?? "";
+  const vain = state && (state.startsWith("overloaded") ? `${state}.` : `In vain: ${state}.`);
   const text = failure ? `The engine failed: ${failure}.` : (SAYS[word] ?? vain);
   if (byId("banner").textContent !== text) byId("banner").textContent = text;
   byId("banner").hidden = !text;
@@ -86,6 +87,7 @@ function tiles(s) {
       `${count(s.kv_pages_used)} of ${count(s.kv_pages_total)}`,
       "",
     ],
+    ["Machine speed", share(s.machine_speed), "of what it was at first", ""],
   ];
   const root = byId("tiles");
   if (!root.children.length) {

@@ -1,1 +1,0 @@
-"""`jmoe demo` over many seeds in the simulator of `serving.bench`."""
