@@ -44,7 +44,7 @@ class Attention(Protocol):
 class StepRows(NamedTuple):
     """A step's T rows, of N sequences: what kinds make their data of."""
 
-    block_table: Int[Array, "S M"]  # page of each block of each sequence slot
+    block_table: Int[Array, "S M"]  # page of each block of each sequence slot, of the kind's group
     slot: Int[Array, "T"]  # of each row's sequence
     position: Int[Array, "T"]
     valid: Bool[Array, "T"]  # False: padding
@@ -56,7 +56,11 @@ class StepRows(NamedTuple):
 
 @runtime_checkable
 class AttentionKind(Protocol):
-    """How some layers attend, and what they keep. It is part of a config: frozen and hashable."""
+    """How some layers attend, and what they keep. It is part of a config: frozen and hashable.
+
+    Where a row reads few positions back in pages, an attribute `window` says how many, its own
+    included (`page_windows`).
+    """
 
     @property
     def shares_pages(self) -> bool:
@@ -104,10 +108,6 @@ class Paged:
         """See AttentionKind."""
         return make_pages(cfg, num_layers, sizes)
 
-    def elements(self, cfg: "ModelConfig") -> int:
-        """Returns how many elements a layer keeps of a position."""
-        return 2 * cfg.num_kv_heads * cfg.head_dim
-
     def step(self, cfg: "ModelConfig", cache: Pages, rows: StepRows) -> Attention:
         """See AttentionKind. A window that no position can exceed is none."""
         table, heads = rows.block_table, cfg.num_heads
@@ -115,11 +115,25 @@ class Paged:
         kind = self if self.window < reached else replace(self, window=0)
         written = Written.at(cache, table, rows.slot, rows.position, rows.valid)
         lengths = {"kv_len": rows.kv_len, "kind": kind}
+        own = kind._in_sight(table[rows.slots], cache, rows)
         if rows.q_start is None:
-            return DecodeAttention.of(written, cache, table[rows.slots], num_heads=heads, **lengths)
+            return DecodeAttention.of(written, cache, own, num_heads=heads, **lengths)
         return PrefillAttention.of(
-            written, cache, table[rows.slots], num_heads=heads, q_start=rows.q_start, **lengths
+            written, cache, own, num_heads=heads, q_start=rows.q_start, **lengths
         )
+
+    def _in_sight(
+        self, table: Int[Array, "N M"], pages: Pages, rows: StepRows
+    ) -> Int[Array, "N M"]:
+        """Returns the pages of each sequence, with the padding page in place of those behind the
+        window of its first row: others may own them by now.
+        """
+        if not self.window:
+            return table
+        q_len = 1 if rows.q_start is None else rows.q_start[1:] - rows.q_start[:-1]
+        first = jnp.maximum(rows.kv_len - q_len - self.window + 1, 0) // pages.page_size
+        blocks = jnp.arange(table.shape[1], dtype=jnp.int32)
+        return jnp.where(blocks[None] < first[:, None], pages.padding_page, table)
 
     def causal(self, batch: int, length: int) -> "CausalAttention":
         """See AttentionKind."""
@@ -162,10 +176,6 @@ class Latent(Paged):
         shape = num_layers, sizes.num_pages + 1, 1, sizes.page_size, self.width
         return LatentPages(jnp.zeros(shape, sizes.dtype))
 
-    def elements(self, cfg: "ModelConfig") -> int:
-        """Returns how many elements a layer keeps of a position."""
-        return self.width
-
 
 class ByKind(NamedTuple):
     """A step's data, or a cache, of layers of several kinds: one for each of
@@ -180,19 +190,54 @@ class ByKind(NamedTuple):
         return each[0] if len(each) == 1 else cls(each)
 
 
-def make_cache(cfg: "ModelConfig", sizes: CacheSizes) -> Any:
-    """Returns the empty cache of all layers, `ByKind` where there are several."""
-    layers = cfg.layer_attention
+def _window(kind: AttentionKind) -> int:
+    return (kind.shares_pages and getattr(kind, "window", None)) or 0
+
+
+def page_windows(cfg: "ModelConfig") -> tuple[int, ...]:
+    """Returns the window of each group of layers whose pages live equally long, the longest first.
+
+    A group has pages of its own and a block table; those behind its window are free for others.
+    0: a sequence's pages live as long as it does.
+    """
+    windows = {_window(kind) for kind in cfg.attention_kinds}
+    return tuple(sorted(windows, key=lambda window: (window > 0, -window)))
+
+
+def make_cache(
+    cfg: "ModelConfig", sizes: CacheSizes, num_pages: tuple[int, ...] | None = None
+) -> Any:
+    """Returns the empty cache of all layers, `ByKind` where there are several kinds. `num_pages`
+    are those of each group of `page_windows`; None: as many in all.
+    """
+    layers, windows = cfg.layer_attention, page_windows(cfg)
+    each = num_pages or (sizes.num_pages,) * len(windows)
     return ByKind.of(
-        tuple(kind.cache(cfg, layers.count(kind), sizes) for kind in cfg.attention_kinds)
+        tuple(
+            kind.cache(
+                cfg,
+                layers.count(kind),
+                sizes._replace(num_pages=each[windows.index(_window(kind))]),
+            )
+            for kind in cfg.attention_kinds
+        )
     )
 
 
 def step_attention(cfg: "ModelConfig", cache: Any, rows: StepRows) -> Any:
-    """Returns what all layers need of a step over that cache, `ByKind` where there are several."""
+    """Returns what all layers need of a step over that cache, `ByKind` where there are several.
+
+    Of several groups the block table has a column each for block 0, then for block 1, and so on.
+    """
     each = cache.each if isinstance(cache, ByKind) else (cache,)
-    kinds = zip(cfg.attention_kinds, each, strict=True)
-    return ByKind.of(tuple(kind.step(cfg, own, rows) for kind, own in kinds))
+    windows, found = page_windows(cfg), list[Any]()
+    for kind, own in zip(cfg.attention_kinds, each, strict=True):
+        if len(windows) > 1:
+            table = rows.block_table[:, windows.index(_window(kind)) :: len(windows)]
+            found.append(kind.step(cfg, own, rows._replace(block_table=table)))
+        else:
+            found.append(kind.step(cfg, own, rows))
+    return ByKind.of(tuple(found))
 
 
 def causal_attention(cfg: "ModelConfig", batch: int, length: int) -> Any:
@@ -200,15 +245,18 @@ def causal_attention(cfg: "ModelConfig", batch: int, length: int) -> Any:
     return ByKind.of(tuple(kind.causal(batch, length) for kind in cfg.attention_kinds))
 
 
-def page_bytes(cfg: "ModelConfig", page_size: int, dtype: jnp.dtype) -> int:
-    """Returns the bytes of one page, what all layers keep of it."""
+def page_bytes(cfg: "ModelConfig", page_size: int, dtype: jnp.dtype) -> tuple[int, ...]:
+    """Returns the bytes of one page of each group of `page_windows`, what its layers keep of it."""
 
-    def size(num_pages: int) -> int:
-        sizes = CacheSizes(num_pages, page_size, 1, 1, dtype)
-        leaves = jax.tree.leaves(jax.eval_shape(lambda: make_cache(cfg, sizes)))
+    def size(*num_pages: int) -> int:
+        sizes = CacheSizes(1, page_size, 1, 1, dtype)
+        leaves = jax.tree.leaves(jax.eval_shape(lambda: make_cache(cfg, sizes, num_pages)))
         return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
-    return size(2) - size(1)
+    groups = range(len(page_windows(cfg)))
+    return tuple(
+        size(*(1 + (at == group) for at in groups)) - size(*(1 for _ in groups)) for group in groups
+    )
 
 
 class Written(NamedTuple):

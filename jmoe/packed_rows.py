@@ -12,7 +12,8 @@ from jaxtyping import Int
 SLOT, KV_LEN, Q_LEN, EXEMPT, SEED, TOP_K, TEMPERATURE, TOP_P, NEXT_TOKEN = range(9)
 # The control of a step: brownout, and which layers run (a step may run in parts).
 THRESHOLD_PERCENT, STRATEGY, FIRST_LAYER, STOP_LAYER = range(4)
-# A delta of the block table: where, and which page. A slot of -1 is no delta.
+# A delta of the block table: where, and which page. A slot of -1 is no delta. Of block b of group g
+# of n groups of layers, the block is n b + g.
 DELTA_SLOT, DELTA_BLOCK, DELTA_PAGE = range(3)
 NUM_COLUMNS, NUM_DELTA_COLUMNS, NUM_CONTROL = 9, 3, 4
 # What EXEMPT says of a row beside 0, degradable: in this step it is not degraded, or never may be.

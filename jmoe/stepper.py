@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Int
 
 from jmoe.api import Model
+from jmoe.attention import page_windows
 from jmoe.brownout import Brownout
 from jmoe.packed_rows import empty_deltas, sampling_mode
 from jmoe.steps import (
@@ -62,6 +63,7 @@ class Stepper:
             dtype=model.dtype,
         )
         pages = np.arange(num_slots * blocks, dtype=np.int32).reshape(num_slots, blocks)
+        pages = np.repeat(pages, len(page_windows(model.config)), axis=1)  # alike in each group
         self._state = state._replace(block_table=jnp.asarray(pages))
 
     def prefill(self, tokens: Int[np.ndarray, " T"], rows: Int[np.ndarray, "R c"]) -> StepOutput:

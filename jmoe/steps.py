@@ -3,7 +3,7 @@
 A step reads weights and updates a `State` that its caller donates. Everything a
 step needs from the host travels in a few small int32 arrays, so that a call has few
 arguments; floats ride in them as bits. Letters as in `jmoe.model`; S sequence slots, M pages a
-sequence.
+sequence, of all groups of layers (`jmoe.attention.step_attention`).
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jmoe.attention import StepRows, make_cache, step_attention
+from jmoe.attention import StepRows, make_cache, page_windows, step_attention
 from jmoe.brownout import Control
 from jmoe.config import ModelConfig
 from jmoe.kv_cache import CacheSizes
@@ -117,18 +117,23 @@ def make_state(
     cfg: ModelConfig,
     *,
     num_slots: int,
-    num_pages: int,
+    num_pages: int | tuple[int, ...],
     page_size: int,
     max_blocks: int,
     dtype: Any,
     num_hidden: int = 0,
 ) -> State:
     """Returns an empty state: zeroed pages and tokens, and block tables that list the padding page,
-    where rows of slots that own nothing may meet; `num_hidden` 0: steps run whole.
+    where rows of slots that own nothing may meet. `num_pages` of each group of layers, or of all
+    alike; `num_hidden` 0: steps run whole.
     """
+    if isinstance(num_pages, int):
+        num_pages = (num_pages,) * len(page_windows(cfg))
+    sizes = CacheSizes(num_pages[0], page_size, num_slots, max_blocks, dtype)
+    padding = jnp.tile(jnp.array(num_pages, jnp.int32), max_blocks)
     return State(
-        make_cache(cfg, CacheSizes(num_pages, page_size, num_slots, max_blocks, dtype)),
-        jnp.full((num_slots, max_blocks), num_pages, jnp.int32),
+        make_cache(cfg, sizes, num_pages),
+        jnp.broadcast_to(padding, (num_slots, *padding.shape)),
         jnp.zeros(num_slots, jnp.int32),
         jnp.zeros((num_hidden, cfg.d_model), dtype) if num_hidden else None,
     )

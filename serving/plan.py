@@ -5,6 +5,7 @@ an executor may be in another process.
 """
 
 import enum
+import sys
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -51,6 +52,9 @@ class Limits:
     num_layers: int = 1  # of the model; a step can be split between any two
     prefill_buckets: tuple[int, ...] = ()  # tokens per rank that programs are compiled for
     num_ranks: int = 1
+    windows: tuple[int, ...] = (0,)
+    """Positions that a row reads, its own included, of each group of layers whose pages live
+    equally long, the longest first; 0: all. `num_pages` are the first group's."""
 
     @property
     def decode_rows(self) -> int:
@@ -66,6 +70,21 @@ class Limits:
     def pages_per_rank(self) -> int:
         """The number of pages of each rank."""
         return self.num_pages // self.num_ranks
+
+    @property
+    def group_pages(self) -> tuple[int, ...]:
+        """The number of pages of each rank, by group: of further ones, no more than all slots need,
+        so that the first one runs out before them.
+        """
+        most, seqs = self.pages_per_rank, self.slots_per_rank
+        needed = (self._over(window, seqs) if window else most for window in self.windows[1:])
+        return most, *(min(most, count) for count in needed)
+
+    @property
+    def most_positions(self) -> int:
+        """The positions that a sequence may have; no limit where pages behind windows suffice."""
+        held = len(self.blocks(0, 0, sys.maxsize))
+        return sys.maxsize if held <= self.pages_per_rank else self.pages_per_rank * self.page_size
 
     @property
     def hidden_per_rank(self) -> int:
@@ -97,6 +116,34 @@ class Limits:
     def pages_for(self, positions: int) -> int:
         """Returns how many pages `positions` need."""
         return -(-positions // self.page_size)
+
+    def most_pages(self, length: int, num_seqs: int) -> int:
+        """Returns how many pages of the first group sequences of `length` hold at most."""
+        window, most = self.windows[0], num_seqs * self.pages_for(length)
+        return min(most, self._over(window, num_seqs)) if window else most
+
+    def _over(self, window: int, num_seqs: int) -> int:
+        """Returns how many pages sequences need of a group with a window: what each decodes over,
+        and what two prefill steps write.
+        """
+        written = NUM_STAGING_REGIONS * self.pages_for(self.max_prefill_tokens)
+        return num_seqs * (self.pages_for(window - 1) + 2) + written
+
+    def first_block(self, group: int, position: int) -> int:
+        """Returns the first block of a sequence that its row at `position` reads."""
+        window = self.windows[group]
+        return max(0, position - window + 1) // self.page_size if window else 0
+
+    def blocks(self, group: int, start: int, end: int) -> range:
+        """Returns the blocks for which a sequence that goes on at position `start` needs pages, if
+        it has `end` positions; over a window, those that one prefill step reads and writes.
+        """
+        window, stop = self.windows[group], -(-end // self.page_size)
+        if not window:
+            return range(stop)
+        first = self.first_block(group, start)
+        most = self.pages_for(window + self.max_prefill_tokens - 2) + 1
+        return range(first, min(stop, first + most))
 
 
 class Seat(NamedTuple):

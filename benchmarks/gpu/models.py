@@ -59,7 +59,7 @@ def decode_bytes(
     read = {
         "experts": active_experts * cfg.num_moe_layers * expert,
         "other_weights": float(others),
-        "kv": float(batch * context * page_bytes(cfg, 1, jnp.dtype(dtype))),
+        "kv": float(batch * context * sum(page_bytes(cfg, 1, jnp.dtype(dtype)))),
     }
     return {**read, "total": sum(read.values())}
 

@@ -22,10 +22,10 @@ from serving.plan import Limits, Phase, StepControl, StepPlan, StepResult
 class FakeRunner(StepExecutor):
     """A runner whose tokens count up.
 
-    It checks that every position it writes lies on a page it was given, and that the rows of a step
-    that runs in parts are in the same place and at the right layer. With `step_s`, whole steps take
-    that long by the running event loop's clock, one after another, and parts take their share;
-    without, steps are done when they are launched.
+    It checks that every position it writes lies on a page it was given, that pages hold what rows
+    read, and that the rows of a step that runs in parts are in the same place and at the right
+    layer. With `step_s`, whole steps take that long by the running event loop's clock, one after
+    another, and parts take their share; without, steps are done when they are launched.
     """
 
     limits: Limits
@@ -45,7 +45,8 @@ class FakeRunner(StepExecutor):
     _hidden: dict[int, tuple[int, int]] = field(default_factory=dict)  # token, layers done
     _undrawn: list[tuple[StepPlan, StepResult, Future[StepResult]]] = field(default_factory=list)
     _busy_until: float = 0.0
-    _written: dict[tuple[int, int], list[int]] = field(default_factory=dict)  # by layer and page
+    _written: dict[tuple[int, int, int], list[int]] = field(default_factory=dict)
+    """By group, layer and page."""
 
     def launch(self, plan: StepPlan, control: StepControl) -> Future[StepResult]:
         """See serving.execution.executor."""
@@ -56,12 +57,12 @@ class FakeRunner(StepExecutor):
         assert 0 <= plan.first_layer < plan.stop_layer <= self.limits.num_layers
         assert plan.is_last == (plan.stop_layer == self.limits.num_layers)
         self._check_ranks(plan)
-        new_slots = set()  # whose sequence begins
+        first_block: dict[int, int] = {}  # of those that each slot was given
         for delta in plan.deltas:
-            key = (int(delta[DELTA_SLOT]), int(delta[DELTA_BLOCK]))
-            self._table[key] = int(delta[DELTA_PAGE])
-            if not key[1]:
-                new_slots.add(key[0])
+            slot, block = int(delta[DELTA_SLOT]), int(delta[DELTA_BLOCK])
+            self._table[slot, block] = int(delta[DELTA_PAGE])
+            block //= len(self.limits.windows)
+            first_block[slot] = min(block, first_block.get(slot, block))
         tokens, degraded, at = [], [], 0
         for row, model in zip(plan.rows, row_models, strict=True):
             slot, kv_len, q_len = int(row[SLOT]), int(row[KV_LEN]), int(row[Q_LEN])
@@ -71,9 +72,11 @@ class FakeRunner(StepExecutor):
             else:
                 new, places = [self._last[slot]], [self.limits.hidden_row(slot)]
             start = kv_len - q_len
-            adopted = start > 0 and slot in new_slots  # pages that another sequence has written
+            # Pages that another sequence has written; what no window reads may be anything.
+            adopted = first_block.get(slot, start) * self.limits.page_size < start
             if adopted:
-                self._contexts[slot] = self.history(slot, start)
+                known = self.history(slot, start)
+                self._contexts[slot] = [-1] * (start - len(known)) + known
             self._run(plan, slot, start, new, places)
             token, count = self.computed(plan, control, row, model, new, adopted)
             tokens.append(token)
@@ -126,7 +129,8 @@ class FakeRunner(StepExecutor):
         limits = self.limits
         rank = plan.rows[:, SLOT] // limits.slots_per_rank
         delta_rank = plan.deltas[:, DELTA_SLOT] // limits.slots_per_rank
-        assert (plan.deltas[:, DELTA_PAGE] // limits.pages_per_rank == delta_rank).all()
+        pages = np.array(limits.group_pages)[plan.deltas[:, DELTA_BLOCK] % len(limits.windows)]
+        assert (plan.deltas[:, DELTA_PAGE] // pages == delta_rank).all()
         if plan.phase is Phase.DECODE:
             assert np.bincount(rank).max() <= limits.decode_rows // limits.num_ranks
             return
@@ -176,27 +180,40 @@ class FakeRunner(StepExecutor):
                 assert waiting == (token, plan.first_layer), f"row {place} holds {waiting}"
             else:
                 context = self._contexts.setdefault(slot, [])
+                context += [-1] * (position - len(context))  # no row of a window of 1 reads them
                 context[position:] = [token]
             self._hidden[int(place)] = token, plan.stop_layer
-            page = self._table[slot, position // size]
-            for layer in range(plan.first_layer, plan.stop_layer):
-                self._written.setdefault((layer, page), [-1] * size)[position % size] = token
+            for group in range(len(self.limits.windows)):
+                page = self._page(slot, group, position)
+                for layer in range(plan.first_layer, plan.stop_layer):
+                    own = self._written.setdefault((group, layer, page), [-1] * size)
+                    own[position % size] = token
         if plan.is_last and self.checks_context:
             end = start + len(tokens)
-            assert self.history(slot, end) == self._contexts[slot][:end], "another wrote its pages"
+            known = self.history(slot, end, start)
+            own = self._contexts[slot][end - len(known) : end]
+            assert own == known, "another wrote its pages"
 
-    def history(self, slot: int, length: int) -> list[int]:
+    def _page(self, slot: int, group: int, position: int) -> int:
+        block = position // self.limits.page_size
+        return self._table[slot, block * len(self.limits.windows) + group]
+
+    def history(self, slot: int, length: int, start: int | None = None) -> list[int]:
         """Returns the tokens at positions `[0, length)` of a slot, as its pages hold them in every
-        layer.
+        layer; where all have a window, only those that rows from position `start` on read (None:
+        `length`).
         """
-        size = self.limits.page_size
-        pages = [(self._table[slot, p // size], p % size) for p in range(length)]
-        layers = [
-            [self._written[layer, page][at] for page, at in pages]
-            for layer in range(self.limits.num_layers)
-        ]
-        assert all(layer == layers[0] for layer in layers)
-        return layers[0]
+        size, found = self.limits.page_size, list[list[int]]()
+        for group, window in enumerate(self.limits.windows):
+            first = max(0, (length if start is None else start) - window + 1) if window else 0
+            places = [(self._page(slot, group, p), p % size) for p in range(first, length)]
+            found += [
+                [self._written[group, layer, page][at] for page, at in places]
+                for layer in range(self.limits.num_layers)
+            ]
+        longest = max(found, key=len)
+        assert all(own == longest[len(longest) - len(own) :] for own in found)
+        return longest
 
     def load_way(self, way: int, layer: int) -> None:
         """See serving.execution.executor. There is nothing to load."""

@@ -189,10 +189,16 @@ def expert_parameters(cfg: "ModelConfig") -> int:
     return layout.expert_parameters(cfg)
 
 
-def kv_bytes_per_token(cfg: "ModelConfig", dtype: str) -> int:
-    """Returns the bytes of keys and values of one position, over all layers."""
-    kinds: Any = cfg.layer_attention
-    return sum(kind.elements(cfg) for kind in kinds) * _BYTES[dtype]
+def kv_bytes_per_token(cfg: "ModelConfig", dtype: str, past: int = 0) -> int:
+    """Returns the bytes of what layers keep of one position; of one behind `past` others, those of
+    layers without a window that ends before.
+    """
+    import jax.numpy as jnp
+
+    from jmoe.attention import page_bytes, page_windows
+
+    groups = zip(page_windows(cfg), page_bytes(cfg, 1, jnp.dtype(dtype)), strict=True)
+    return sum(size for window, size in groups if not window or window > past)
 
 
 def _describe(
@@ -204,6 +210,7 @@ def _describe(
     """Describes what a model needs, over a mesh as well, and which united experts its directory
     has.
     """
+    from jmoe.attention import page_windows
     from jmoe.display import count, size
 
     total, active = num_parameters(cfg), num_parameters(cfg, cfg.experts_per_token)
@@ -217,7 +224,10 @@ def _describe(
     ]
     for dtype in ("bfloat16", "float32"):
         rows.append((f"weights in {dtype}", size(total * _BYTES[dtype])))
-        rows.append((f"KV cache in {dtype}", f"{kv_bytes_per_token(cfg, dtype):,} bytes a token"))
+        kv = f"{kv_bytes_per_token(cfg, dtype):,} bytes a token"
+        for window in filter(None, reversed(page_windows(cfg))):
+            kv += f", {kv_bytes_per_token(cfg, dtype, window):,} past {window:,}"
+        rows.append((f"KV cache in {dtype}", kv))
     there = {} if directory is None else united_bytes(directory)
 
     def a_layer(way: int) -> str:

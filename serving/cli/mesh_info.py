@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Collection
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from serving.cli.info import Section, expert_parameters, kv_bytes_per_token, num_parameters
@@ -70,6 +71,7 @@ def _room(
     cfg: "ModelConfig", num_devices: int, device_gb: float, weights: int
 ) -> list[tuple[str, str]]:
     """Describes what a device has left for KV pages beside its weights and the largest step."""
+    from jmoe.attention import page_windows
     from jmoe.display import size
     from jmoe.parallel.cost import gathered_buffer_bytes
 
@@ -80,6 +82,13 @@ def _room(
     tokens = left // kv_bytes_per_token(cfg, DTYPE)
     if left > 0:
         kv = f"{size(left)}, {tokens:,} tokens; {num_devices * tokens:,} on all devices"
+        if any(windows := page_windows(cfg)):
+            ends = [0, *(min(w or cfg.max_position, cfg.max_position) for w in reversed(windows))]
+            long = sum(
+                (end - begin) * kv_bytes_per_token(cfg, DTYPE, begin)
+                for begin, end in pairwise(ends)
+            )
+            kv += f"; {left // long:,} sequences of {cfg.max_position:,} on each"
     else:
         advice = "more devices, or larger ones" if left + rows <= 0 else "a smaller step"
         kv = f"nothing: {size(-left)} are missing; take {advice}"

@@ -108,7 +108,7 @@ class Buckets:
         self.prefill = config.prefill_buckets
         self.thresholds = config.threshold_buckets_percent
         self.chunks = limits.max_prefill_seqs
-        self._page_size = limits.page_size
+        self._page_size, self._groups = limits.page_size, len(limits.windows)
         self._max_model_len = config.max_model_len
         self._max_blocks = limits.pages_for(config.max_model_len)
         self._reuses = config.reuses_prefixes
@@ -203,9 +203,10 @@ class Buckets:
 
     def deltas(self, key: Key) -> int:
         """Returns how many block-table deltas a step can have: a page a row, and those its tokens
-        fill; of prompts that begin with others' pages, all of these, too.
+        fill; of prompts that begin with others' pages, all of these, too; in each group of layers.
         """
         if key.phase == "decode":
-            return key.size
+            return self._groups * key.size
         filled = key.size // self._page_size + self.chunks
-        return max(filled, self.chunks * self._max_blocks) if self._reuses else filled
+        most = max(filled, self.chunks * self._max_blocks) if self._reuses else filled
+        return self._groups * most

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from jmoe.api import Model
+from jmoe.attention import page_windows
 from jmoe.config import ModelConfig
 from serving.config import EngineConfig
 from serving.errors import SettingsError
@@ -13,27 +14,34 @@ DEFAULT_MODEL_LEN = 2048
 """Positions of a sequence where the settings leave them open and the model has as many."""
 
 
-def limits_of(config: EngineConfig, num_layers: int = 1, num_ranks: int = 1) -> Limits:
+def limits_of(
+    config: EngineConfig,
+    num_layers: int = 1,
+    num_ranks: int = 1,
+    windows: tuple[int, ...] = (0,),
+) -> Limits:
     """Returns the sizes of a configuration; `num_pages` 0 means enough for `max_num_seqs` at full
-    length.
+    length. `windows` are those of `page_windows`; one that no sequence exceeds is none.
 
     Ranks get equal parts of sequences, slots and pages, rounded up.
     """
-    blocks = -(-config.max_model_len // config.page_size)
     seqs = -(-config.max_num_seqs // num_ranks)
     reserved = -(-config.reserved_ls_seqs // num_ranks)
     reserved = max(1, seqs // 8) if config.reserved_ls_seqs < 0 else reserved
-    return Limits(
+    limits = Limits(
         num_slots=num_ranks * (seqs + reserved),
         max_decode_seqs=num_ranks * seqs,
         num_layers=num_layers,
         prefill_buckets=with_default_buckets(config).prefill_buckets,
-        num_pages=num_ranks * (-(-config.num_pages // num_ranks) or blocks * seqs),
+        num_pages=0,
         page_size=config.page_size,
         max_prefill_tokens=config.max_prefill_tokens,
         max_prefill_seqs=min(config.max_prefill_seqs, seqs),
         num_ranks=num_ranks,
+        windows=tuple(window * (window < config.max_model_len) for window in windows),
     )
+    pages = -(-config.num_pages // num_ranks) or limits.most_pages(config.max_model_len, seqs)
+    return replace(limits, num_pages=num_ranks * pages)
 
 
 def num_ranks_of(model: Model) -> int:
@@ -60,7 +68,7 @@ def fit_to_model(config: EngineConfig, model: Model, num_ranks: int = 0) -> Engi
 def served_len(config: EngineConfig, cfg: ModelConfig, name: str, num_ranks: int = 1) -> int:
     """Returns `max_model_len` as the model called `name` is served with it.
 
-    Raises SettingsError for more positions than the model has.
+    Raises SettingsError for more positions than the model has, or than its KV pages hold.
     """
     length, most = config.max_model_len, cfg.max_position
     if length > most:
@@ -68,7 +76,20 @@ def served_len(config: EngineConfig, cfg: ModelConfig, name: str, num_ranks: int
             f"engine.max_model_len is {length}; {name} has {most} positions; "
             f"pass --max-model-len {most} or less, or leave it out"
         )
-    if not length:
-        pages = -(-config.num_pages // num_ranks)
-        length = min(most, DEFAULT_MODEL_LEN, pages * config.page_size or most)
-    return length
+    if not config.num_pages:
+        return length or min(most, DEFAULT_MODEL_LEN)
+    held = Limits(
+        num_slots=num_ranks,
+        num_pages=num_ranks * -(-config.num_pages // num_ranks),
+        page_size=config.page_size,
+        max_prefill_tokens=config.max_prefill_tokens,
+        max_prefill_seqs=1,
+        num_ranks=num_ranks,
+        windows=page_windows(cfg),
+    ).most_positions
+    if length > held:
+        raise SettingsError(
+            f"engine.num_pages is {config.num_pages}; it must be 0, or enough for one sequence of "
+            f"max_model_len {length}: they hold {held} positions of {name}"
+        )
+    return length or min(most, DEFAULT_MODEL_LEN, held)

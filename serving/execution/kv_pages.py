@@ -3,13 +3,16 @@
 XLA takes `engine.memory_fraction` of a GPU when the process first touches it (`claim_memory`), and
 everything lies in that: weights, what programs work in, pages. With `engine.num_pages` 0 there are
 as many pages as every slot can fill, or fewer where memory is short. More would never be used: a
-page belongs to a sequence that has a slot.
+page belongs to a sequence that has a slot. Pages are counted of the group of layers that keeps most
+(`Limits.windows`); those of others follow.
 """
 
 import logging
 import os
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +22,7 @@ from jmoe.api import Model
 from jmoe.attention import page_bytes
 from serving.config import EngineConfig
 from serving.errors import SettingsError
-from serving.execution.memory import GIB, SHARE
+from serving.execution.memory import GIB, SHARE, kv_bytes_of
 from serving.plan import Limits
 
 log = logging.getLogger(__name__)
@@ -80,8 +83,8 @@ def by_memory(
 
     Raises SettingsError where one sequence of `max_model_len` does not fit.
     """
-    blocks = limits.pages_for(config.max_model_len)
-    most = blocks * limits.slots_per_rank
+    blocks = len(limits.blocks(0, 0, config.max_model_len))
+    most = limits.most_pages(config.max_model_len, limits.slots_per_rank)
     limits = replace(limits, num_pages=most * limits.num_ranks)
     mesh = None if model.home is None else model.home.mesh
     devices = jax.local_devices()[:1] if mesh is None else list(mesh.local_devices)
@@ -95,26 +98,29 @@ def by_memory(
         )
     else:
         steps = STEPS_UNDER_WAY * step_bytes(limits) + beside
-        size = page_bytes(model.config, limits.page_size, model.dtype)
+        sizes = page_bytes(model.config, limits.page_size, model.dtype)
+        kv_bytes = partial(kv_bytes_of, limits, sizes)
         memory = min(known, key=lambda one: one.limit - one.in_use)
-        fitting = pages_that_fit(memory, steps, size, most)
+        fitting = pages_that_fit(memory, steps, kv_bytes, most)
         if mesh is not None and mesh.is_multi_process:
             fitting = _smallest(fitting)  # before one of them may refuse: all have to ask
-        _check(config, memory, steps, size, fitting, blocks)
-        _log(memory, steps, size, fitting, limits.page_size, most)
+        _check(config, memory, steps, sum(sizes), fitting, blocks)
+        _log(memory, steps, kv_bytes(fitting) - sum(sizes), fitting, limits.page_size, most)
         return replace(limits, num_pages=fitting * limits.num_ranks)
     if mesh is not None and mesh.is_multi_process:
         fitting = _smallest(fitting)
     return replace(limits, num_pages=fitting * limits.num_ranks)
 
 
-def pages_that_fit(memory: DeviceMemory, steps: int, page: int, most: int) -> int:
-    """Returns how many pages of `page` bytes a device has room for beside what is there and `steps`
-    bytes; one more takes padding rows. Not more than `most`; fewer are rounded down to a round
+def pages_that_fit(
+    memory: DeviceMemory, steps: int, kv_bytes: Callable[[int], int], most: int
+) -> int:
+    """Returns how many pages a device has room for beside what is there and `steps` bytes, if
+    `kv_bytes` says what so many take. Not more than `most`; fewer are rounded down to a round
     number.
     """
     left = memory.limit - memory.in_use - steps
-    fitting = max(0, int(SHARE * left) // page - 1)
+    fitting = bisect_right(range(1, most + 1), int(SHARE * left), key=kv_bytes)
     if fitting >= most:
         return most
     return fitting & -(1 << max(0, fitting.bit_length() - SIGNIFICANT_BITS))
@@ -135,14 +141,14 @@ def _check(
 
 
 def _log(
-    memory: DeviceMemory, steps: int, page: int, pages: int, page_size: int, most: int
+    memory: DeviceMemory, steps: int, kv_bytes: int, pages: int, page_size: int, most: int
 ) -> None:
-    left = memory.limit - memory.in_use - steps - (pages + 1) * page
+    left = memory.limit - memory.in_use - steps - kv_bytes
     facts = {
         "memory_bytes": memory.limit,
         "in_use_bytes": memory.in_use,
         "step_bytes": steps,
-        "kv_bytes": pages * page,
+        "kv_bytes": kv_bytes,
         "kv_pages": pages,
         "kv_pages_of_all_slots": most,
     }
@@ -154,7 +160,7 @@ def _log(
         steps / GIB,
         pages,
         page_size,
-        pages * page / GIB,
+        kv_bytes / GIB,
         most,
         left / GIB,
         extra={"event": "memory", **facts},

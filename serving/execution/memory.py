@@ -1,5 +1,9 @@
 """Whether the KV pages fit, told before they are allocated."""
 
+from bisect import bisect_right
+from dataclasses import replace
+from functools import partial
+
 import jax
 
 from jmoe.api import Model
@@ -24,10 +28,10 @@ def check_memory(model: Model, limits: Limits, *, beside: int = 0) -> None:
     well; CPU devices share the host's memory.
     """
     free, ranks = free_bytes(), limits.num_ranks
-    size = page_bytes(model.config, limits.page_size, model.dtype)
     if free is not None and jax.local_devices()[0].platform != "cpu":
         free *= ranks
-    wanted = size * (limits.num_pages + ranks)  # and on each the one that takes padding rows
+    kv_bytes = partial(kv_bytes_of, limits, page_bytes(model.config, limits.page_size, model.dtype))
+    wanted = ranks * kv_bytes(limits.pages_per_rank)
     if free is None:
         return
     room = int(SHARE * free) - ranks * beside
@@ -38,8 +42,8 @@ def check_memory(model: Model, limits: Limits, *, beside: int = 0) -> None:
             f"engine.max_num_seqs is {limits.num_slots}: what is kept of each to draw its tokens "
             f"takes {ranks * beside / GIB:.4g} GiB and {free / GIB:.4g} GiB are free; lower it"
         )
-    fitting = max(0, room // size - ranks)
-    if fitting:
+    fewer = range(1, limits.pages_per_rank)
+    if fitting := ranks * bisect_right(fewer, room // ranks, key=kv_bytes):
         advice = f"set engine.num_pages to {fitting} or less, or lower max_num_seqs, max_model_len"
     else:
         advice = "lower engine.page_size"
@@ -47,6 +51,14 @@ def check_memory(model: Model, limits: Limits, *, beside: int = 0) -> None:
         f"engine.num_pages is {limits.num_pages}: with engine.page_size {limits.page_size} the KV "
         f"pages take {wanted / GIB:.4g} GiB and {free / GIB:.4g} GiB are free; {advice}"
     )
+
+
+def kv_bytes_of(limits: Limits, sizes: tuple[int, ...], num_pages: int) -> int:
+    """Returns the bytes of a rank's pages where its first group has `num_pages`, with those that
+    take padding rows; `sizes` of a page are those of `page_bytes`.
+    """
+    groups = replace(limits, num_pages=limits.num_ranks * num_pages).group_pages
+    return sum(size * (count + 1) for size, count in zip(sizes, groups, strict=True))
 
 
 def check_balance(

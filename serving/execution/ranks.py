@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Int
 
-from jmoe.packed_rows import DELTA_PAGE, DELTA_SLOT, SLOT, empty_deltas, empty_rows
+from jmoe.packed_rows import DELTA_BLOCK, DELTA_PAGE, DELTA_SLOT, SLOT, empty_deltas, empty_rows
 from serving.plan import Limits, StepPlan
 
 NOTHING = np.zeros(0, np.int32)
@@ -41,7 +41,8 @@ class ByRank(NamedTuple):
         rows, deltas = rows.copy(), deltas.copy()
         rank, rows[:, SLOT] = np.divmod(rows[:, SLOT], limits.slots_per_rank)
         delta_rank, deltas[:, DELTA_SLOT] = np.divmod(deltas[:, DELTA_SLOT], limits.slots_per_rank)
-        deltas[:, DELTA_PAGE] %= limits.pages_per_rank
+        group = deltas[:, DELTA_BLOCK] % len(limits.windows)
+        deltas[:, DELTA_PAGE] %= np.array(limits.group_pages, np.int32)[group]
         token_rank = np.repeat(rank, plan.q_lens) if len(plan.tokens) else NOTHING
         places = plan.places % limits.hidden_per_rank
         own = replace(plan, rows=rows, deltas=deltas, places=places)

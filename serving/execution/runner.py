@@ -16,6 +16,7 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from jmoe.api import Model
+from jmoe.attention import page_windows
 from jmoe.family import Family
 from jmoe.model import LOOKAHEAD
 from jmoe.offloaded import Expert
@@ -94,7 +95,8 @@ class DeviceRunner(StepExecutor):
         """
         self.family = family = Family.of(models)
         self.model = model = family[0]
-        self.limits = limits_of(config, model.config.num_layers, num_ranks_of(model))
+        cfg, num_ranks = model.config, num_ranks_of(model)
+        self.limits = limits_of(config, cfg.num_layers, num_ranks, page_windows(cfg))
         each = [one.params for one in family]
         if (probes := probes_of(config.balance, model)) is not None:  # on a mesh, which has one
             each = [{**model.params, LOOKAHEAD: probes}]

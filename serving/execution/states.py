@@ -48,7 +48,7 @@ class States(NamedTuple):
             make_state,
             self.model.config,
             num_slots=limits.slots_per_rank,
-            num_pages=limits.pages_per_rank,
+            num_pages=limits.group_pages,
             page_size=limits.page_size,
             max_blocks=limits.pages_for(self.config.max_model_len),
             dtype=self.model.dtype,

@@ -8,6 +8,7 @@ import logging
 import math
 import time
 from dataclasses import asdict, dataclass, fields, replace
+from operator import mul
 from typing import TYPE_CHECKING, Any
 
 from serving.errors import shown
@@ -309,18 +310,20 @@ def _facts(engine: "Engine") -> dict[str, Any]:
     model, runner, config, family = engine.model, engine.executor, engine.config, engine.family
     assert model is not None
     assert family is not None
-    kv_pages, device = engine.stats().kv_pages_total, jax.devices()[0]
+    limits, device = engine.scheduler.limits, jax.devices()[0]
+    page_sizes = page_bytes(model.config, config.page_size, model.dtype)
+    kv_bytes = sum(map(mul, limits.group_pages, page_sizes))
     return {
         "path": str(model.path),
         "architecture": model.config.architecture,
         "num_parameters": model.num_parameters,
         "dtype": str(model.dtype),
         "device": device.device_kind,
-        "num_devices": engine.scheduler.limits.num_ranks + config.asynchronous.experts,
+        "num_devices": limits.num_ranks + config.asynchronous.experts,
         "platform": device.platform,
         "weight_bytes": family.weight_bytes,
-        "kv_bytes": kv_pages * page_bytes(model.config, config.page_size, model.dtype),
-        "kv_pages": kv_pages,
+        "kv_bytes": limits.num_ranks * kv_bytes,
+        "kv_pages": limits.num_pages,
         "page_size": config.page_size,
         "max_num_seqs": config.max_num_seqs,
         "max_model_len": config.max_model_len,

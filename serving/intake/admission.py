@@ -240,8 +240,8 @@ class Admission:
         """Returns the request with `max_new_tokens` set: as many as fit, if it names none."""
         if request.sampling.max_new_tokens is not None:
             return request
-        held = self._limits.pages_per_rank * self._limits.page_size
-        left = max(1, min(self._config.max_model_len, held) - len(tokens))
+        most = min(self._config.max_model_len, self._limits.most_positions)
+        left = max(1, most - len(tokens))
         return replace(request, sampling=replace(request.sampling, max_new_tokens=left))
 
     def check_fit(self, request: Request, tokens: list[int]) -> None:
@@ -259,11 +259,11 @@ class Admission:
             raise InvalidRequest(
                 f"token {shown(wrong)} is outside the vocabulary of {vocab}", "prompt"
             )
-        if limits.pages_for(total) > limits.pages_per_rank:
+        if total > limits.most_positions:
             raise TooLong(
                 f"{total} positions need {limits.pages_for(total)} KV pages; "
                 f"this server has {limits.pages_per_rank}",
-                _longer(len(tokens), limits.pages_per_rank * limits.page_size),
+                _longer(len(tokens), limits.most_positions),
             )
 
     async def close(self) -> None:

@@ -48,6 +48,7 @@ class Chunks:
         """Takes the next chunk of a prompt, as long as its rank has room for."""
         rank, start = self._limits.rank(sequence.slot), sequence.num_computed
         room = min(self._most - self._tokens()[rank], self._room_for(sequence))
+        room = min(room, sequence.room - start)
         self._taken.append((sequence, sequence.context[start : start + room]))
 
     def drop_evicted(self) -> None:
@@ -66,9 +67,7 @@ class Chunks:
             # If a sequence runs again, its last pages may not be in the device's block table yet.
             mapped = min(sequence.prefix.num_mapped, pages_for(sequence.num_computed))
             sequence.num_computed += len(part)
-            reached = pages_for(sequence.num_computed)
-            deltas += [(sequence.slot, b, sequence.pages[b]) for b in range(mapped, reached)]
-            sequence.prefix.num_mapped = reached
+            deltas += sequence.mapped(mapped, pages_for(sequence.num_computed))
             ends = sequence.num_computed == len(sequence.context)
             rows.append(sequence.packed(len(part)).copy())
             sampled.append(ends)

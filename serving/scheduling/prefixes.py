@@ -59,6 +59,13 @@ class Kept(NamedTuple):
     brownout: Brownout
 
 
+class Found(NamedTuple):
+    """The cached pages with which a sequence would start."""
+
+    num_blocks: int  # that need not be computed
+    kept: Sequence[list[Kept]]  # by group: of the last of them, as far back as the next row reads
+
+
 class Names:
     """Names (block hashes) of a sequence's full pages, computed on demand."""
 
@@ -96,7 +103,8 @@ class KnownPages:
 
     state: tuple[object, ...]
     num_kept: int
-    found: list[Kept]
+    whole: list[Kept]  # of the first group, where it has no window
+    found: Found
 
 
 @dataclass
@@ -129,12 +137,17 @@ class PrefixPages:
         self._by_name: dict[bytes, Kept] = {}
         self._names: dict[int, bytes] = {}
 
+    def get(self, name: bytes, accepted: Brownout) -> Kept | None:
+        """Returns the page of a name if one is cached whose brownout is within `accepted`."""
+        kept = self._by_name.get(name)
+        return kept if kept is not None and kept.brownout.is_within(accepted) else None
+
     def find(self, names: Iterable[bytes], accepted: Brownout) -> list[Kept]:
         """Returns the pages of the longest cached prefix whose brownout is within `accepted`."""
         found = []
         for name in names:
-            kept = self._by_name.get(name)
-            if kept is None or not kept.brownout.is_within(accepted):
+            kept = self.get(name, accepted)
+            if kept is None:
                 break
             found.append(kept)
         return found

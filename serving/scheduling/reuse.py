@@ -1,18 +1,29 @@
 """Prefix reuse: prefill starts after the part of a prompt whose KV pages are cached.
 
 Only full pages are shared, and never the last position of a context, which must be computed to
-produce a token. So no sequence writes to a page that another one reads, and no page is copied.
+produce a token. So no sequence writes to a page that another one reads, and no page is copied. Of
+layers with a window, those pages have to be there that the first new row reads.
 """
 
+import math
 from collections.abc import Callable, Container, Sequence
-from itertools import islice
+from itertools import chain, islice
 
 from jmoe.packed_rows import KV_LEN
 from serving.plan import Limits, Phase
 from serving.scheduling.exact import ExactRows
 from serving.scheduling.places import Places
 from serving.scheduling.policy import BE, LS
-from serving.scheduling.prefixes import EXACT, NOBODYS, Brownout, Kept, KnownPages, Names, Prefix
+from serving.scheduling.prefixes import (
+    EXACT,
+    NOBODYS,
+    Brownout,
+    Found,
+    KnownPages,
+    Names,
+    Prefix,
+    PrefixPages,
+)
 from serving.scheduling.sequence import SequenceState
 from serving.scheduling.step import ScheduledStep
 
@@ -36,33 +47,56 @@ class Reuse:
         # By rank and name: who will fill a page by prefill; removed once its results are read.
         self._coming: list[dict[bytes, SequenceState]] = [{} for _ in range(limits.num_ranks)]
 
-    def found(self, sequence: SequenceState, rank: int) -> list[Kept]:
+    def found(self, sequence: SequenceState, rank: int) -> Found:
         """Returns the cached pages of a rank with which a waiting sequence would start."""
         count = self._num_wanted(sequence)
         if not count:
-            return []
-        accepted, pages = self._accepted(sequence), self._places.named(rank)
-        state, seen = (pages.num_gone, accepted, count), sequence.prefix.seen.get(rank)
+            return self._places.nothing
+        accepted, groups = self._accepted(sequence), self._places.named(rank)
+        num_gone, num_kept = groups[0].num_gone, groups[0].num_kept
+        for pages in groups[1:]:
+            num_gone, num_kept = num_gone + pages.num_gone, num_kept + pages.num_kept
+        state = num_gone, accepted, count
+        seen = sequence.prefix.seen.get(rank)
         if seen is None or seen.state != state:
-            seen = sequence.prefix.seen[rank] = KnownPages(state, -1, [])
+            seen = sequence.prefix.seen[rank] = KnownPages(state, -1, [], self._places.nothing)
         if (
-            seen.num_kept != pages.num_kept
+            seen.num_kept != num_kept
         ):  # earlier results stay valid; pages added since may extend them
             names = self._names(sequence).upto(count, lambda: sequence.context)
-            seen.found += pages.find(islice(names, len(seen.found), count), accepted)
-            seen.num_kept = pages.num_kept
+            if not self._limits.windows[0]:
+                seen.whole += groups[0].find(islice(names, len(seen.whole), count), accepted)
+                count = len(seen.whole)
+            seen.found = Found(count, [seen.whole])
+            if self._limits.windows != (0,):
+                seen.found = self._found_within(names[:count], groups, accepted)
+            seen.num_kept = num_kept
         return seen.found
 
-    def pages_found(self, sequence: SequenceState, rank: int) -> list[int]:
-        """Returns the numbers of `found` pages."""
-        return [kept.page for kept in self.found(sequence, rank)]
+    def _found_within(
+        self, names: Sequence[bytes], groups: Sequence[PrefixPages], accepted: Brownout
+    ) -> Found:
+        """Returns the pages of the longest prefix of `names` behind which a row has all that it
+        reads, in each group.
+        """
+        windows, size = self._limits.windows, self._limits.page_size
+        each = [[pages.get(name, accepted) for name in names] for pages in groups]
+        gaps, most, firsts = [0] * len(windows), 0, [0] * len(windows)
+        for count, there in enumerate(zip(*each, strict=False), 1):
+            gaps = [gap if kept else count for gap, kept in zip(gaps, there, strict=True)]
+            reads = [self._limits.first_block(at, count * size) for at in range(len(windows))]
+            if all(gap <= first for gap, first in zip(gaps, reads, strict=True)):
+                most, firsts = count, reads
+        kept = [own[first:most] for own, first in zip(each, firsts, strict=True)]
+        return Found(most, [[one for one in own if one is not None] for own in kept])
 
     def most(self, sequence: SequenceState) -> int:
         """Returns the most cached positions that a waiting sequence has on any rank."""
         if not self.is_on:
             return 0
         ranks = range(self._limits.num_ranks)
-        return self._limits.page_size * max(len(self.found(sequence, rank)) for rank in ranks)
+        most = max(self.found(sequence, rank).num_blocks for rank in ranks)
+        return self._limits.page_size * most
 
     def awaits(self, sequence: SequenceState, rank: int) -> bool:
         """Returns whether a waiting sequence should start only when a running one of that rank has
@@ -74,7 +108,7 @@ class Reuse:
         """
         coming = self._coming[rank]
         count = self._num_wanted(sequence) if coming else 0
-        num_found = len(self.found(sequence, rank)) if count else 0
+        num_found = self.found(sequence, rank).num_blocks if count else 0
         if num_found >= count:
             return False
         names = self._names(sequence).upto(count, lambda: sequence.context)
@@ -90,21 +124,21 @@ class Reuse:
             prefix.awaits = owner.prefix, num_found
         return True
 
-    def begin(self, sequence: SequenceState, found: Sequence[Kept]) -> None:
+    def begin(self, sequence: SequenceState, found: Found) -> None:
         """Records that a sequence was admitted with `found` as its first pages."""
         prefix = sequence.prefix
         if self._shares(sequence):
             count = len(sequence.context) // self._limits.page_size
-            prefix.coming = range(len(found), count)
+            prefix.coming = range(found.num_blocks, count)
             coming = self._coming[self._limits.rank(sequence.slot)]
             for name in self._coming_names(sequence):
                 coming.setdefault(name, sequence)
-        prefix.num_named = len(found)
-        for kept in found:
+        prefix.num_named = found.num_blocks
+        for kept in chain(*found.kept):
             prefix.brownout = prefix.brownout.and_then(kept.brownout)
         if prefix.brownout != EXACT:
             sequence.note_threshold(Phase.PREFILL, prefix.brownout.percent)
-        sequence.num_computed = len(found) * self._limits.page_size
+        sequence.num_computed = found.num_blocks * self._limits.page_size
         if not prefix.num_admitted:
             sequence.cached_tokens = sequence.num_computed
             self.num_reused += sequence.num_computed
@@ -147,10 +181,18 @@ class Reuse:
         if sequence.prefix is not prefix or sequence.slot < 0:
             return  # its pages were taken away meanwhile
         names = self._names(sequence).upto(count, lambda: sequence.context)
-        pages = self._places.named(self._limits.rank(sequence.slot))
-        for block in range(prefix.num_named, count):
-            pages.keep(names[block], sequence.pages[block], prefix.brownout)
+        groups = self._places.named(self._limits.rank(sequence.slot))
+        for pages, held in zip(groups, sequence.pages, strict=True):
+            for block in range(prefix.num_named, count):
+                if block in held:  # not behind a window, where they were short
+                    pages.keep(names[block], held[block], prefix.brownout)
         prefix.num_named = count
+
+    def num_settled(self, sequence: SequenceState) -> float:
+        """Returns how many of a running sequence's first blocks are cached, or never will be."""
+        if not self._shares(sequence) or sequence.prefix.brownout == NOBODYS:
+            return math.inf
+        return sequence.prefix.num_named
 
     def end(self, sequence: SequenceState) -> None:
         """Records that a running sequence loses its slot: its pages are no longer awaited."""

@@ -1,11 +1,12 @@
 """The scheduler: queues, slots and pages, and the layers to launch next.
 
-A sequence in PREFILL or DECODE holds `pages`, which cover positions `[0, len(pages) * page_size)`;
-it may share the first of them with other sequences (`reuse`). All other pages are free. A finished
-sequence's pages are free at once where launches run in order on the device: a launch in flight that
-still writes to them runs before any launch of a new owner; and a finished sequence is removed from
-its step, so that later layers do not write. Where rows complete singly (`singles`), a sequence
-keeps slot and pages until its row has left, and is not evicted before.
+A sequence in PREFILL or DECODE holds `pages`, which cover positions `[0, room)`, but for those
+behind a window; it may share the first of them with other sequences (`reuse`). All other pages are
+free. A finished sequence's pages, and those that a window leaves, are free at once where launches
+run in order on the device: a launch in flight that still uses them runs before any launch of a new
+owner; and a finished sequence is removed from its step, so that later layers do not write. Where
+rows complete singly (`singles`), a sequence keeps slot and pages until its row has left, and is not
+evicted before.
 """
 
 import math
@@ -84,6 +85,7 @@ class Scheduler:
         self.limits, self.share = limits, share or Share(0.0)
         self.policy = GuardedPolicy(policy, slow_s)
         self.places = Places(limits)
+        self._slides = any(limits.windows)
         self.reuse = Reuse(limits, self.places, accepted)
         self._round_robin = RoundRobin(mixes)
         self.models: set[int] | None = None  # models that may begin steps; None: all
@@ -181,8 +183,14 @@ class Scheduler:
     def note_read(
         self, step: ScheduledStep, degraded: Sequence[int], by: Brownout, again: Set[int]
     ) -> None:
-        """Notes that the results of a step's layers were read; see `Reuse.read`."""
+        """Notes that the results of a step's layers were read; see `Reuse.read`. What is behind
+        windows now is free.
+        """
         self.reuse.read(step, degraded, by, again, self.exact)
+        if self._slides:
+            for at, sequence in enumerate(step.sequences):
+                if sequence.pages and sequence.step is None and at not in again:
+                    self.places.slide(sequence, self.reuse.num_settled(sequence))
 
     def num_decoding_beside(self, step: ScheduledStep) -> int:
         """Returns how many sequences wait for a further token during this step."""
@@ -441,11 +449,11 @@ class Scheduler:
         latency-sensitive sequence gets the one where best effort would give up most. None if that
         does not make room either.
         """
-        own, wanted, places = head.request.priority, self._pages_for(head), self.places
+        own, end, places = head.request.priority, self._end_of(head), self.places
         free = places.admissible(self.running, own)
         ranks = [rank for rank in (range(len(free)) if ranks is None else ranks) if free[rank]]
-        there = {rank: self.reuse.pages_found(head, rank) for rank in ranks}
-        found = places.rank_for(wanted, ranks, there)
+        there = {rank: self.reuse.found(head, rank) for rank in ranks}
+        found = places.rank_for(end, ranks, there)
         if found is not None or own is BE:
             # Also one that has waited too long: two of best effort would evict each other.
             return found
@@ -453,24 +461,20 @@ class Scheduler:
         for rank in ranks:
             giving = self._giving_way(rank)
             if giving or places.free_slots(rank):
-                room[rank] = (
-                    places.free_pages(rank)
-                    + places.num_freed(rank, giving, there[rank])
-                    - places.num_needed(rank, wanted, there[rank])
-                )
+                room[rank] = places.num_left(rank, end, there[rank], giving)
         fitting = [rank for rank, left in room.items() if left >= 0]
-        return max(fitting, key=lambda rank: (len(there[rank]), room[rank]), default=None)
+        return max(fitting, key=lambda rank: (there[rank].num_blocks, room[rank]), default=None)
 
     def _has_place(self, head: SequenceState, rank: int) -> bool:
         """Returns whether the sequence fits on a rank as things are."""
-        there = {rank: self.reuse.pages_found(head, rank)}
-        return self.places.rank_for(self._pages_for(head), (rank,), there) is not None
+        there = {rank: self.reuse.found(head, rank)}
+        return self.places.rank_for(self._end_of(head), (rank,), there) is not None
 
-    def _pages_for(self, head: SequenceState) -> int:
-        """Returns the pages for its context and one position more, lest it be evicted once
-        admitted.
+    def _end_of(self, head: SequenceState) -> int:
+        """Returns how many positions it needs pages for: its context and one more, lest it be
+        evicted once admitted.
         """
-        return self.limits.pages_for(len(head.context) + 1)
+        return len(head.context) + 1
 
     def _begin_prefill(self, order: Order, now: float) -> ScheduledStep | None:
         chunks = Chunks(self.limits, self.exact, self.staging.ranks)
@@ -499,9 +503,16 @@ class Scheduler:
     def _fill_prefill(self, group: Sequence[Priority], chunks: Chunks, now: float) -> None:
         """Takes chunks of a group's prompts: first of those already begun, then of new ones."""
         for sequence in self._candidates(group, SequenceStatus.PREFILL):
+            if sequence.status is not SequenceStatus.PREFILL:
+                continue  # it was evicted for an earlier one
             others = chunks.model not in (None, sequence.request.model)
             on_rank = self.limits.rank(sequence.slot) in chunks.ranks()
             if not others and on_rank and chunks.may_take(sequence):
+                if self._slides:
+                    found = self._finds_pages(sequence)
+                    chunks.drop_evicted()
+                    if not found:
+                        continue
                 chunks.take(sequence)
         while ranks := chunks.ranks():
             sequence = self._next_admissible(group, ranks, chunks.model)
@@ -521,8 +532,8 @@ class Scheduler:
     def _admit(self, sequence: SequenceState, ranks: Sequence[int], now: float) -> None:
         """Admits a sequence, and evicts best effort for a latency-sensitive one if necessary.
 
-        It gets pages for its whole context at once, so that no decoding sequence can take those
-        that a later chunk will need.
+        It gets pages for its whole context at once, or over a window as many as it will have at
+        once, so that no decoding sequence can take those that a later chunk will need.
         """
         rank = self._rank_for(sequence, ranks)
         assert rank is not None  # since it is admissible
@@ -530,12 +541,8 @@ class Scheduler:
         while not self._has_place(sequence, rank):
             self._preempt(self.policy.victim(self._giving_way(rank)))
         sequence.status = SequenceStatus.PREFILL
-        count, found = (
-            self.limits.pages_for(len(sequence.context)),
-            self.reuse.found(sequence, rank),
-        )
-        pages = [kept.page for kept in found]
-        sequence.slot, sequence.pages = self.places.take(rank, count, pages)
+        found = self.reuse.found(sequence, rank)
+        self.places.take(rank, sequence, found)
         self.reuse.begin(sequence, found)
         self.running.append(sequence)
         if math.isnan(sequence.ready_at):
@@ -555,8 +562,8 @@ class Scheduler:
     # ---- decode -----------------------------------------------------------------------------
 
     def _begin_decode(self, order: Order, now: float) -> ScheduledStep | None:
-        deltas: list[tuple[int, int, int]] = []
         scheduled: list[SequenceState] = []
+        grown: list[SequenceState] = []  # that have a further page
         candidates = self._decoding(order)
         if not candidates:
             return None
@@ -569,19 +576,18 @@ class Scheduler:
             rank = limits.rank(sequence.slot)
             if not room[rank] or sequence.status is not SequenceStatus.DECODE:
                 continue  # no row is left, or it was evicted for an earlier one
-            while not self._extend_if_free(sequence, deltas):
-                victim = self._victim_for(sequence)
-                if victim is None:
-                    break  # it waits for pages
-                room[rank] += victim in scheduled
-                scheduled = [s for s in scheduled if s is not victim]
-                deltas = [delta for delta in deltas if delta[0] != victim.slot]
-                self._preempt(victim)
-                if victim is sequence:
-                    break
-            else:
-                scheduled.append(sequence)
-                room[rank] -= 1
+            if sequence.num_computed >= sequence.room:
+                if self._slides or not self.places.extend(sequence):
+                    num_running, found = len(self.running), self._finds_pages(sequence)
+                    if len(self.running) < num_running:
+                        stay = [s for s in scheduled if s.status is SequenceStatus.DECODE]
+                        room[rank] += len(scheduled) - len(stay)
+                        scheduled = stay
+                    if not found:
+                        continue
+                grown.append(sequence)
+            scheduled.append(sequence)
+            room[rank] -= 1
         if not scheduled:
             return None
         rows = np.empty((len(scheduled), NUM_COLUMNS), np.int32)
@@ -590,6 +596,14 @@ class Scheduler:
             sequence.num_sampled += 1
             rows[at] = sequence.packed(1)
         models = [sequence.request.model for sequence in scheduled]
+        deltas = [
+            delta
+            for sequence in grown
+            if sequence.status is SequenceStatus.DECODE
+            for delta in sequence.mapped(
+                sequence.prefix.num_mapped, sequence.room // limits.page_size
+            )
+        ]
         step = ScheduledStep(
             Phase.DECODE,
             rows,
@@ -614,18 +628,32 @@ class Scheduler:
         rows = self._round_robin.take(groups, for_all=not self.share.may_park, alone=alone)
         return self.exact.limited(rows) if self.exact.models else rows
 
-    def _extend_if_free(self, sequence: SequenceState, deltas: list[tuple[int, int, int]]) -> bool:
-        """Allocates a page for the next position if it needs one; False if none is free."""
-        if sequence.num_computed >= len(sequence.pages) * self.limits.page_size:
-            page = self.places.page_for(sequence.slot)
-            if page is None:
-                return False
-            deltas.append((sequence.slot, len(sequence.pages), page))
-            sequence.pages.append(page)
-            sequence.prefix.num_mapped = len(sequence.pages)
-        return True
-
     # ---- who gives way ----------------------------------------------------------------------
+
+    def _finds_pages(self, sequence: SequenceState) -> bool:
+        """Allocates pages for a running sequence's next positions, and evicts for the first of them
+        if necessary; False if it waits for pages, or was evicted itself.
+
+        Those behind a window are given back before, though where pages are short nobody can share
+        what was not read yet.
+        """
+        decodes = sequence.status is SequenceStatus.DECODE
+        more = self.places.extend if decodes else self.places.refill
+        if self._slides:
+            self.places.slide(sequence, self.reuse.num_settled(sequence))
+        found = more(sequence)
+        if self._slides and not found:
+            self.places.slide(sequence)
+            found = more(sequence)
+        while not found and sequence.num_computed >= sequence.room:
+            victim = self._victim_for(sequence)
+            if victim is None:
+                return False
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+            found = more(sequence)
+        return True
 
     def _victim_for(self, sequence: SequenceState) -> SequenceState | None:
         """Returns the sequence to evict so that a running one gets a page; None: nobody can be yet.
@@ -655,5 +683,4 @@ class Scheduler:
                 self._end(step)
         self.running.remove(sequence)
         self.reuse.end(sequence)
-        self.places.give_back(sequence.slot, sequence.pages)
-        sequence.pages = []
+        self.places.give_back(sequence)

@@ -65,7 +65,8 @@ class SequenceState:
         self.num_sampled = 0
         self.num_computed = 0
         self.slot = -1
-        self.pages: list[int] = []
+        self.pages: list[dict[int, int]] = []  # by group of layers and block; ascending
+        self.room = 0  # positions up to which it has pages
         self.prefix = Prefix()
         self.cached_tokens = 0  # context tokens found in the prefix cache at first admission
         self.row = pack_row(
@@ -133,7 +134,7 @@ class SequenceState:
         self.status = SequenceStatus.WAITING
         self.num_computed = 0
         self.slot = -1
-        self.pages = []
+        self.pages, self.room = [], 0
         self.prefix = self.prefix.anew()
         self.step = None
 
@@ -236,6 +237,18 @@ class SequenceState:
         """Returns what the device must know before it samples a token in this slot."""
         biases = self.request.sampling.logit_bias
         return Seat(self.slot, self.prompt, tuple(self.tokens), biases)
+
+    def mapped(self, start: int, stop: int) -> list[tuple[int, int, int]]:
+        """Returns deltas of the block table for its blocks `[start, stop)`, up to which the device
+        knows its pages then.
+        """
+        self.prefix.num_mapped, count = stop, len(self.pages)
+        return [
+            (self.slot, block * count + group, held[block])
+            for group, held in enumerate(self.pages)
+            for block in range(start, stop)
+            if block in held
+        ]
 
     def packed(self, q_len: int) -> np.ndarray:
         """Returns the sequence's row for a step that computes its positions up to

@@ -413,11 +413,6 @@ def _check_together(config: ServerConfig, require: Any) -> None:
         "engine.balance.load_file",
         "empty unless engine.balance.spare_slots is 1 or more",
     )
-    require(
-        not engine.num_pages or engine.num_pages * engine.page_size >= engine.max_model_len,
-        "engine.num_pages",
-        f"0, or enough for one sequence of max_model_len {engine.max_model_len}",
-    )
     devices = engine.asynchronous.attention or mesh_devices(engine.mesh)
     seqs_per_device = -(-engine.max_num_seqs // devices)
     for name, buckets, most in (

@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Bool
 
 from jmoe.api import Model, resolve
+from jmoe.attention import page_windows
 from jmoe.config import read_config
 from jmoe.family import Family
 from jmoe.parallel.asynchronous import Deployment, advise
@@ -110,7 +111,8 @@ def crew_of(config: EngineConfig, model: Model | Family | None, progress: Progre
     fitting = fit_to_model(config, loaded, own.attention)
     # What has no effect here is off, wherever the settings in force are shown.
     fitting = replace(fitting, threshold_buckets_percent=(), prefill_company=False)
-    limits = limits_of(fitting, loaded.config.num_layers, own.attention)
+    cfg = loaded.config
+    limits = limits_of(fitting, cfg.num_layers, own.attention, page_windows(cfg))
     hosts = np.asarray(placement_of(own, loaded).hosts)
     return CrewParts(fitting, family, limits, sizes_of(fitting, limits), hosts, ways)
 

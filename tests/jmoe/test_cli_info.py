@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from jmoe.attention import Paged
 from jmoe.checkpoint import CheckpointError
 from serving.cli import info as cli_info
 from serving.cli import main as cli
@@ -59,6 +61,25 @@ def test_a_geometry_has_no_ways_at_all(capsys, monkeypatch):
     assert "that are there" not in text
     assert "What united experts would take" in text
     assert "131,072 bytes a token" in text
+
+
+def test_a_token_takes_less_past_a_window(capsys, monkeypatch, tmp_path):
+    name = Path(__file__).parents[2] / "configs/models/mixtral-8x7b.yaml"
+    path = tmp_path / "windowed.yaml"
+    path.write_text(re.sub("sliding_window: .*", "sliding_window: 4096", name.read_text()))
+    text = shown(capsys, monkeypatch, "--model-config", str(path))
+    assert "131,072 bytes a token, 0 past 4,096\n" in text
+    cfg = cli_info.load_model_config(path)
+    for layers, want in (((0, 8, 64) * 2, (6, 6, 4, 2, 2)), ((8, 8, 2), (3, 2, 0, 0, 0))):
+        cfg = replace(
+            cfg,
+            num_layers=len(layers),
+            moe_layers=(True,) * len(layers),
+            layer_attention=tuple(map(Paged, layers)),
+        )
+        of_a_layer = 2 * 8 * 128 * 2
+        found = [cli_info.kv_bytes_per_token(cfg, "bfloat16", past) for past in (0, 7, 8, 64, 99)]
+        assert found == [count * of_a_layer for count in want]
 
 
 @pytest.mark.parametrize("content", [b"no safetensors", None])

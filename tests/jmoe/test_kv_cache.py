@@ -17,4 +17,4 @@ def test_page_bytes_are_those_of_the_arrays(cfg):
     dtype = jnp.dtype(jnp.bfloat16)
     one, two = (make_cache(cfg, CacheSizes(n, 16, 1, 1, dtype)) for n in (1, 2))
     more = sum(a.nbytes for a in two) - sum(a.nbytes for a in one)
-    assert page_bytes(cfg, 16, dtype) == more
+    assert page_bytes(cfg, 16, dtype) == (more,)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jmoe.attention import FULL, Paged
+from jmoe.attention import FULL, Paged, page_windows
 from jmoe.brownout import Control, strategy_code
 from jmoe.experts import ABSENT, FETCHED, ExpertTable
 from jmoe.family import load_family
@@ -78,6 +78,7 @@ def random_state(cfg):
         return jnp.asarray(rng.standard_normal(leaf.shape), jnp.float32)
 
     table = np.arange(SLOTS * BLOCKS, dtype=np.int32).reshape(SLOTS, BLOCKS)
+    table = np.repeat(table, len(page_windows(cfg)), axis=1)
     return state._replace(
         pages=jax.tree.map(noise, state.pages),
         block_table=jnp.asarray(table),

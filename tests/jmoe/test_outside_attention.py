@@ -10,7 +10,7 @@ import numpy_forward
 import pytest
 
 import jmoe
-from jmoe.attention import FULL
+from jmoe.attention import FULL, page_windows
 from jmoe.kv_cache import KVPages
 from pallas_kernels.kv_write import split_heads
 
@@ -79,6 +79,7 @@ class RingRows(NamedTuple):
 def test_a_ring_beside_full_attention_is_a_window(root_dir, chunk_size):
     model = jmoe.load(root_dir / "tests/golden/qwen3_moe_mixed_yarn", dtype="float32")
     kinds = Ring(5), FULL, Ring(5), FULL
+    assert page_windows(replace(model.config, layer_attention=kinds)) == (0,)  # it has no pages
     model = replace(model, config=replace(model.config, layer_attention=kinds))
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, 40, count).tolist() for count in (21, 4)]

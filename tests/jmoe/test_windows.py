@@ -13,7 +13,7 @@ import numpy_forward
 import pytest
 
 import jmoe
-from jmoe.attention import FULL, ByKind, Paged
+from jmoe.attention import FULL, ByKind, Paged, page_bytes, page_windows
 from jmoe.config import read_config
 from jmoe.model import unstack
 from jmoe.packed_rows import empty_deltas, pack_row
@@ -119,7 +119,7 @@ def steps(model, *, parts=(), weights=None):
         num_hidden=64 if parts else 0,
     )
     table = jnp.arange(2 * blocks, dtype=jnp.int32)[::-1].reshape(2, blocks)
-    state = state._replace(block_table=table)
+    state = state._replace(block_table=jnp.repeat(table, len(page_windows(cfg)), axis=1))
     prompt = jnp.asarray(TOKENS[0])
     rows = jnp.asarray(np.stack([pack_row(1, kv_len=40, q_len=40)]))
     deltas, found = jnp.asarray(empty_deltas(1)), []
@@ -148,12 +148,55 @@ def test_parts_and_layers_in_arrays_of_their_own_are_the_same_steps(windowed, na
     np.testing.assert_allclose(steps(model, weights=apart), want, atol=2e-5)
 
 
-def test_each_kind_has_a_cache_of_its_own_layers(windowed):
+def test_each_kind_has_a_cache_of_its_own_layers_and_each_window_pages_of_its_own(windowed):
     model = windowed(*CASES["three kinds"][:2])
-    sizes = {"num_slots": 1, "num_pages": 3, "page_size": 4, "max_blocks": 3}
-    cache = make_state(model.config, **sizes, dtype=jnp.float32).pages
-    assert isinstance(cache, ByKind)
-    assert [pages.k.shape[0] for pages in cache.each] == [1, 2, 1]
+    assert page_windows(model.config) == (0, 9, 3)
+    sizes = {"num_slots": 1, "num_pages": (7, 5, 3), "page_size": 4, "max_blocks": 2}
+    state = make_state(model.config, **sizes, dtype=jnp.float32)
+    assert isinstance(state.pages, ByKind)
+    assert [pages.k.shape[:2] for pages in state.pages.each] == [(1, 8), (2, 4), (1, 6)]
+    assert state.block_table.tolist() == [[7, 5, 3, 7, 5, 3]]  # where nobody owns anything
+    of_a_layer = page_bytes(replace(model.config, layer_attention=()), 4, jnp.dtype(jnp.float32))
+    each = page_bytes(model.config, 4, jnp.dtype(jnp.float32))
+    assert [4 * size for size in each] == [of_a_layer[0], of_a_layer[0], 2 * of_a_layer[0]]
+
+
+@pytest.mark.sized(deep=("in turn", "one kind"))
+@pytest.mark.parametrize("name", ["one kind", "in turn", "three kinds"])
+def test_pages_behind_the_window_may_be_anybody_s(windowed, name):
+    """The table of a window's layers names a page full of NaN where no further row reads."""
+    case, attention, keys = CASES[name]
+    model = windowed(case, attention, **keys)
+    cfg, page, blocks = model.config, 4, 12
+    windows = page_windows(cfg)
+
+    def logits(*, poisoned):
+        num_pages = blocks + 1
+        sizes = {"num_slots": 1, "num_pages": num_pages, "page_size": page, "max_blocks": blocks}
+        state = make_state(cfg, **sizes, dtype=jnp.float32)
+        pages = jax.tree.map(lambda leaf: leaf.at[:, blocks].set(jnp.nan), state.pages)
+        own, found = np.tile(np.arange(blocks)[::-1, None], (1, len(windows))), []
+        for start, stop in ((0, 18), (18, 31), (31, 32), (32, 33), (33, 34)):
+            for group, window in enumerate(windows):
+                if poisoned and window:
+                    own[: max(0, start - window + 1) // page, group] = blocks
+            table = jnp.asarray(own.reshape(1, -1), jnp.int32)
+            state = state._replace(pages=pages, block_table=table)
+            rows = jnp.asarray(pack_row(0, kv_len=stop, q_len=stop - start)[None])
+            args = (rows, jnp.asarray(empty_deltas(1)), jnp.asarray([100, 0], jnp.int32))
+            if stop - start > 1:
+                tokens = jnp.asarray(np.resize(TOKENS[0, start:stop], 18))
+                args = (tokens, *args)
+            step = PROGRAMS[stop - start == 1]
+            state, out = step(cfg, model.weights, state, *args, max_active=cfg.num_experts)
+            pages = state.pages
+            found.append(out.logits)
+        return np.concatenate(found), (own == blocks).sum(axis=0)
+
+    (want, _), (got, num_poisoned) = logits(poisoned=False), logits(poisoned=True)
+    np.testing.assert_array_equal(got, want)
+    assert np.isfinite(got).all()
+    assert [count > 4 for count in num_poisoned] == [window > 0 for window in windows]
 
 
 def kinds(copy, edit_config, case, **keys):

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 from counting import collect, model_with
 
+from jmoe.attention import Paged
 from serving.bench.fake import FakeRunner
 from serving.config import BrownoutConfig, EngineConfig
 from serving.control.experts_loader import ExpertsLoader
@@ -299,6 +300,9 @@ async def test_a_burst_fills_free_slots_before_it_is_refused(start):
     assert (len(refused), len(results) - len(refused)) == (2, 5)
 
 
+EIGHT = {"num_pages": 8, "page_size": 64, "max_prefill_tokens": 256}
+
+
 @pytest.mark.parametrize(
     ("settings", "positions", "served"),
     [
@@ -308,10 +312,18 @@ async def test_a_burst_fills_free_slots_before_it_is_refused(start):
         ({"max_model_len": 100}, 128, 100),
         ({"max_model_len": 2048}, 128, "is 2048; small has 128 positions; pass --max-model-len"),
         ({"max_model_len": 32_768}, 32_768, 32_768),
+        (EIGHT | {"max_model_len": 2048}, 2048, "enough for one sequence of max_model_len 2048"),
+        (EIGHT | {"max_model_len": 2048, "window": 100}, 4096, 2048),
+        (EIGHT | {"window": 100}, 4096, 2048),
+        (EIGHT | {"window": 400}, 4096, 512),  # eight pages hold no window and a chunk
     ],
 )
-def test_no_more_positions_are_served_than_the_model_has(settings, positions, served, caplog):
-    sizes = SimpleNamespace(max_position=positions, attention_kinds=())
+def test_no_more_positions_are_served_than_the_model_and_its_pages_have(
+    settings, positions, served, caplog
+):
+    window = settings.get("window", 0)
+    settings = {key: value for key, value in settings.items() if key != "window"}
+    sizes = SimpleNamespace(max_position=positions, attention_kinds=(Paged(window),))
     model = SimpleNamespace(name="small", home=None, config=sizes)
     if isinstance(served, str):
         with pytest.raises(SettingsError, match=served):

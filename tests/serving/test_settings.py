@@ -190,8 +190,6 @@ def test_values_that_contradict_each_other() -> None:
         load(None, {"engine.brownout.ways": "2,4", "engine.brownout.way": "8"})
     with pytest.raises(SettingsError, match="at most ceiling_percent 40"):
         load(None, {"engine.salc.floor_percent": "50", "engine.salc.ceiling_percent": "40"})
-    with pytest.raises(SettingsError, match="enough for one sequence of max_model_len 2048"):
-        load(None, {"engine.num_pages": "8", "engine.max_model_len": "2048"})
     with pytest.raises(SettingsError, match="max_num_seqs is 0"):
         check(ServerConfig(engine=replace(EngineConfig(), max_num_seqs=0)))
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jmoe
-from jmoe.attention import FULL, Paged
+from jmoe.attention import FULL, Paged, page_windows
 from jmoe.brownout import strategy_code
 from jmoe.experts import ExpertPool
 from jmoe.model import LOOKAHEAD, layers_of, unstack
@@ -84,7 +84,7 @@ def many_devices(name, count, phase, replication=None):
 
 
 def state_of(model, num_slots):
-    """Slot s owns pages `[s BLOCKS, (s + 1) BLOCKS)`."""
+    """Slot s owns pages `[s BLOCKS, (s + 1) BLOCKS)` of each group."""
     state = make_state(
         model.config,
         num_slots=num_slots,
@@ -94,7 +94,7 @@ def state_of(model, num_slots):
         dtype=model.dtype,
     )
     pages = jnp.arange(num_slots * BLOCKS, dtype=jnp.int32).reshape(num_slots, BLOCKS)
-    return state._replace(block_table=pages)
+    return state._replace(block_table=jnp.repeat(pages, len(page_windows(model.config)), axis=1))
 
 
 def prompts_of(model, count, seed=0):

@@ -2,11 +2,13 @@
 
 import re
 import sys
+from dataclasses import replace
 
 import jax
 import pytest
 
 from jmoe.api import load
+from jmoe.attention import FULL, Paged
 from jmoe.parallel.home import make_mesh
 from serving.cli import main as cli
 from serving.cli.info import load_model_config, num_parameters
@@ -70,6 +72,18 @@ def test_a_model_that_does_not_fit_is_told_what_is_missing():
     assert re.fullmatch(r"nothing: [\d.]+ GiB are missing; take more devices, or larger ones", text)
     text = dict(parallel_section(cfg, 2000, 80.0)[1])["left for KV of 80 GB"]
     assert text.endswith("take a smaller step")
+
+
+def test_windows_let_more_long_sequences_fit():
+    cfg = load_model_config("qwen3-235b-a22b")
+    windowed = replace(cfg, layer_attention=(Paged(128), FULL) * 47)
+    whole, text = (
+        dict(parallel_section(one, 8)[1])["left for KV of 141 GB"] for one in (cfg, windowed)
+    )
+    assert text.startswith(f"{whole}; ")
+    left = 2 * 94 * 4 * 128 * 2 * int(whole.split()[2].replace(",", ""))
+    each = 2 * 47 * 4 * 128 * 2 * (128 + cfg.max_position)
+    assert text.endswith(f"; {left // each:,} sequences of {cfg.max_position:,} on each")
 
 
 def test_the_section_follows_what_is_shown_without_a_mesh(monkeypatch, capsys):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from jaxlib.xla_client import generate_pjrt_gpu_plugin_options
 
 import jmoe
-from jmoe.attention import page_bytes
+from jmoe.attention import FULL, Paged, page_bytes
 from jmoe.parallel.steps import abstract_states, make_states
 from jmoe.steps import make_state
 from serving.config import EngineConfig
@@ -29,6 +29,11 @@ GIB = 2**30
 def limits(**change):
     sizes = {"num_slots": 6, "num_pages": 0, "page_size": 4} | change
     return Limits(**sizes, max_prefill_tokens=16, max_prefill_seqs=4)
+
+
+def pages_of(size):
+    """Returns what says the bytes of pages of `size` bytes each, and the padding page."""
+    return lambda count: (count + 1) * size
 
 
 def devices(monkeypatch, *memories):
@@ -73,6 +78,21 @@ def test_no_more_pages_than_every_slot_can_fill(model, monkeypatch):
     assert by_memory(CONFIG, limits(), model, lambda _: 0).num_pages == 6 * 16
 
 
+def test_a_window_takes_few_pages_and_leaves_the_rest_to_other_layers(model, monkeypatch):
+    """By hand: six sequences decode over a page of the window's layer, an edge and one that is not
+    back yet, and two prefill steps write 4 pages each. Those and a padding page take 512 bytes
+    each, and what they leave of 47,500 are 31 pages and a padding page of the two other layers.
+    """
+    windowed = SimpleNamespace(**vars(model))
+    windowed.config = replace(model.config, layer_attention=(Paged(4), FULL, FULL))
+    devices(monkeypatch, DeviceMemory(50_000, 0))
+    found = by_memory(CONFIG, limits(windows=(0, 4)), windowed, lambda _: 0)
+    assert found.group_pages == ((47_500 - 27 * 512) // 1024 - 1, 6 * (1 + 2) + 2 * 4) == (31, 26)
+    windowed.config = replace(model.config, layer_attention=(Paged(4),) * 3)
+    long = replace(CONFIG, max_model_len=6400)
+    assert by_memory(long, limits(windows=(4,)), windowed, lambda _: 0).group_pages == (26,)
+
+
 def test_what_is_still_to_be_taken_is_left(model, monkeypatch):
     devices(monkeypatch, DeviceMemory(120_000, 0))
     found = by_memory(CONFIG, limits(), model, lambda _: 5_000, beside=60_000)
@@ -98,7 +118,7 @@ def test_the_fullest_device_of_a_mesh_counts(model, monkeypatch):
     devices(monkeypatch, roomy, tight, roomy)
     spread = replace(limits(num_slots=18), num_ranks=3)
     found = by_memory(CONFIG, spread, on_mesh(model, 3), lambda _: 0)
-    assert found.pages_per_rank == pages_that_fit(tight, 0, 1536, 96) == 42
+    assert found.pages_per_rank == pages_that_fit(tight, 0, pages_of(1536), 96) == 42
     assert found.num_pages == 3 * 42
 
 
@@ -132,7 +152,7 @@ def test_a_device_that_says_nothing_gets_what_every_slot_can_fill(model, monkeyp
     st.integers(1, 2**20),
 )
 def test_pages_fit_and_few_are_left(limit, in_use, steps, page, most):
-    pages = pages_that_fit(DeviceMemory(limit, in_use), steps, page, most)
+    pages = pages_that_fit(DeviceMemory(limit, in_use), steps, pages_of(page), most)
     room = 0.95 * (limit - in_use - steps)
     assert 0 <= pages <= most
     assert pages == 0 or (pages + 1) * page <= room
@@ -144,7 +164,7 @@ def test_pages_are_the_same_where_a_little_more_is_in_use():
     """Weights of a 30B model on an H200; what other buffers there are differs by a few MiB."""
     page, base = 6_291_456, 61 * GIB
     found = {
-        pages_that_fit(DeviceMemory(126 * GIB, base + extra * 2**20), GIB, page, 2**20)
+        pages_that_fit(DeviceMemory(126 * GIB, base + extra * 2**20), GIB, pages_of(page), 2**20)
         for extra in range(0, 64)
     }
     assert len(found) <= 2
@@ -168,7 +188,7 @@ TINY = EngineConfig(
 def test_a_runner_takes_what_its_programs_leave(monkeypatch, compiled_in_a_hurry, tmp_path):
     """What steps need is more than the largest logits, and is remembered by the disk."""
     loaded = jmoe.load("bundled", "float32")
-    size = page_bytes(loaded.config, 8, loaded.dtype)
+    (size,) = page_bytes(loaded.config, 8, loaded.dtype)
     monkeypatch.setattr(runner, "goes_by_memory", lambda _: True)
     told = []
 
@@ -237,3 +257,6 @@ def test_memory_is_claimed_unless_the_environment_says_how_much(monkeypatch):
 def test_on_a_cpu_pages_are_what_full_sequences_need():
     assert not kv_pages.goes_by_memory(TINY)
     assert runner.limits_of(TINY).num_pages == 4 * 8
+    windowed = runner.limits_of(TINY, windows=(64, 10))
+    assert (windowed.windows, windowed.num_pages) == ((0, 10), 4 * 8)  # none has more than 64
+    assert runner.limits_of(TINY, windows=(9,)).num_pages == 4 * (1 + 2) + 2 * 2

@@ -26,6 +26,7 @@ from serving.scheduling.policy import (
     RequestView,
     make_policy,
 )
+from serving.scheduling.prefixes import EXACT
 from serving.scheduling.scheduler import Scheduler
 from serving.scheduling.sequence import SequenceState, SequenceStatus
 from serving.scheduling.share import Share
@@ -87,6 +88,7 @@ class Play:
 
     def _accept(self, step, result):
         result = result.result()
+        self.scheduler.note_read(step, result.degraded, EXACT, set())
         for at, one in enumerate(step.sequences):
             if step.sampled[at] and not one.done:
                 output = one.accept(result.tokens[at], 0.0, 1)
@@ -606,6 +608,7 @@ def random_trace(seed, make):
         num_layers=num_layers,
         prefill_buckets=rng.choice(((), (tokens,), (4, tokens))),
         num_ranks=num_ranks,
+        windows=((0,), (0,), (5,), (0, 6), (9, 2))[seed % 5],
     )
     play = Play(
         make(rng),

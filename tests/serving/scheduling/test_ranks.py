@@ -1,5 +1,7 @@
 """Sequences over several ranks; whole traces of them are in test_priorities.py."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -27,28 +29,32 @@ LIMITS = Limits(
 
 
 def test_slots_and_pages_are_numbered_through():
-    places = Places(LIMITS)
-    assert places.take(1, 2) == (3, [15, 16])
-    assert places.take(0, 1) == (0, [0])
-    assert places.page_for(3) == 17
+    places, sequences = Places(LIMITS), [sequence_of([1] * 8, 4), sequence_of([1] * 4, 4)]
+    for rank, sequence in zip((1, 0), sequences, strict=True):
+        places.take(rank, sequence)
+    first, second = sequences
+    assert (first.slot, first.pages) == (3, [{0: 15, 1: 16}])
+    assert (second.slot, second.pages) == (0, [{0: 0}])
+    assert places.extend(first)
+    assert (first.pages, first.room) == ([{0: 15, 1: 16, 2: 17}], 12)
     assert (places.num_pages, places.num_free_pages) == (30, 26)
     with pytest.raises(OutOfPages):
-        places.take(1, 13)
+        places.take(1, sequence_of([1] * 52, 4))
     with pytest.raises(AssertionError, match="leaked"):
         places.check_idle()
-    places.give_back(3, [15, 16, 17])
-    places.give_back(0, [0])
+    for sequence in sequences:
+        places.give_back(sequence)
     places.check_idle()
 
 
 def test_a_request_goes_where_most_pages_are_free():
     places = Places(LIMITS)
-    assert places.rank_for(3, (0, 1)) == 0
-    places.take(0, 1)
-    assert places.rank_for(3, (0, 1)) == 1
-    assert places.rank_for(3, (0,)) == 0
-    assert places.rank_for(15, (0, 1)) == 1
-    assert places.rank_for(16, (0, 1)) is None
+    assert places.rank_for(12, (0, 1)) == 0
+    places.take(0, sequence_of([1] * 4, 4))
+    assert places.rank_for(12, (0, 1)) == 1
+    assert places.rank_for(12, (0,)) == 0
+    assert places.rank_for(60, (0, 1)) == 1
+    assert places.rank_for(61, (0, 1)) is None
 
 
 def test_each_rank_has_room_for_its_own_prompts():
@@ -112,3 +118,13 @@ def test_a_step_on_one_rank_is_left_as_it_is():
     step = ByRank.of(StepPlan(Phase.DECODE, rows), limits)
     np.testing.assert_array_equal(step.arrays(2, 1, 0)[1], rows)
     assert step.row_at(4).tolist() == [0, 1]
+
+
+def test_each_group_s_pages_are_numbered_anew_on_each_rank():
+    limits = replace(LIMITS, num_pages=100, windows=(0, 3))
+    assert limits.group_pages == (50, 3 * 3 + 2 * 2)
+    deltas = np.array([[0, 6, 49], [0, 7, 12], [4, 8, 50], [4, 9, 13]], np.int32)
+    rows = np.stack([pack_row(slot, kv_len=20) for slot in (0, 4)])
+    step = ByRank.of(StepPlan(Phase.DECODE, rows, deltas), limits)
+    assert step.delta_rank.tolist() == [0, 0, 1, 1]
+    assert step.plan.deltas.tolist() == [[0, 6, 49], [0, 7, 12], [1, 8, 0], [1, 9, 0]]
