@@ -580,7 +580,8 @@ def _check_native(cfg: ModelConfig, params: Mapping[str, Any]) -> None:
 
 def _config_from_json(raw: dict[str, Any]) -> ModelConfig:
     """Raises TypeError, KeyError or ValueError for what `save_native` would not write."""
-    raw = {**raw, "rope": RopeConfig(**raw["rope"])}
+    rope = {**raw["rope"], "short_factor": tuple(raw["rope"].get("short_factor", ()))}
+    raw = {**raw, "rope": RopeConfig(**rope)}
     for key in ("moe_layers", "eos_token_ids"):
         raw[key] = tuple(raw[key])
     raw["layer_attention"] = tuple(Paged(**kind) for kind in raw.get("layer_attention", ()))
