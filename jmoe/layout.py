@@ -2,8 +2,7 @@
 
 For each parameter: the Hugging Face tensors it is made of, its shape, what its axes mean, and what
 kind it is, by which drawn weights begin. Loading (`jmoe.checkpoint`), random weights
-(`jmoe.random_model`), training and export (`training.network`, `training.export`) and the table in
-docs/architecture.md follow it.
+(`jmoe.random_model`), training and export (`training.network`, `training.export`) follow it.
 """
 
 import math

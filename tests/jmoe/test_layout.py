@@ -78,18 +78,3 @@ def test_random_weights_have_its_shapes(case):
         assert {k: a.shape for k, a in segment.items()} == {
             key: (count, *p.shape) for key, p in layout.layer(cfg, first, is_moe).items()
         }
-
-
-def test_the_documented_table_is_it(request):
-    golden = request.config.rootpath / "tests" / "golden"
-    rows = set()
-    for name in CASES:
-        cfg = read_config(golden / name)
-        for own, lead in [(layout.top(cfg), "")] + [
-            (layout.layer(cfg, index, is_moe), "n, ") for index, is_moe in enumerate(cfg.moe_layers)
-        ]:
-            rows |= {(key, f"[{lead}{', '.join(p.axes)}]") for key, p in own.items()}
-    text = (request.config.rootpath / "docs" / "architecture.md").read_text(encoding="utf-8")
-    table = text.split("Weights are stored `[in, out]`")[1].split("\n\n")[1]
-    written = [line.split(" | ") for line in table.splitlines()[2:]]
-    assert {(key.strip("| `"), shape.strip("| `")) for key, shape, *_ in written} == rows
