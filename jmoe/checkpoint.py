@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from jmoe import layout
-from jmoe.attention import Paged
+from jmoe.attention import Latent, Paged
 from jmoe.config import ModelConfig, RopeConfig
 from jmoe.digests import file_digests
 from jmoe.experts import (
@@ -33,8 +33,9 @@ from jmoe.finite import fault, seem_finite
 from jmoe.layout import Layout
 from jmoe.model_files import read_text, regular, stays_inside
 from jmoe.parallel.home import Home
+from jmoe.router import ScoredTopK, SparseMixer
 from jmoe.weights import PoolHolder, Weights
-from pallas_kernels.activation import SILU
+from pallas_kernels.activation import ClampedSwiglu, Gelu, Silu
 
 log = logging.getLogger(__name__)
 
@@ -501,28 +502,39 @@ def save_native(
     weights: Weights,
 ) -> None:
     """Writes jmoe's own format: `jmoe.json` and an Orbax tree. Raises FileExistsError; ValueError
-    for a configuration that it has no room for.
+    for a router, an activation or an attention that is not jmoe's own.
     """
-    for name, default in (("router", None), ("activation", SILU)):
-        if (value := getattr(cfg, name)) != default:
-            raise ValueError(
-                f"{name} is {value!r}; jmoe's own format has {default!r} alone, so keep the "
-                "weights in Hugging Face's"
-            )
+    stored = asdict(cfg) | {
+        "router": cfg.router and _named("router", cfg.router),
+        "activation": _named("activation", cfg.activation),
+        "layer_attention": [_named("layer_attention", kind) for kind in cfg.layer_attention],
+    }
     need("train", "orbax")
     import orbax.checkpoint as ocp
 
     directory = directory.absolute()
     if (directory / "jmoe.json").exists():
         raise FileExistsError(f"{directory} already holds a model; choose another directory")
-    if others := [kind for kind in cfg.attention_kinds if type(kind) is not Paged]:
-        raise ValueError(f"layer_attention has {others[0]}; jmoe.json can name jmoe's own kinds")
-    stored = asdict(cfg)
-    del stored["activation"]
     directory.mkdir(parents=True, exist_ok=True)
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(directory / "state", _tree(weights))
     (directory / "jmoe.json").write_text(json.dumps(stored, indent=1), encoding="utf-8")
+
+
+_NAMED: dict[str, type] = {
+    kind.__name__: kind
+    for kind in (ScoredTopK, SparseMixer, Silu, Gelu, ClampedSwiglu, Paged, Latent)
+}
+"""What `jmoe.json` can name of a configuration."""
+
+
+def _named(field: str, value: Any) -> dict[str, Any]:
+    if _NAMED.get(kind := type(value).__name__) is not type(value):
+        raise ValueError(
+            f"{field} is {value!r}; jmoe's own format can name jmoe's own kinds "
+            f"({', '.join(sorted(_NAMED))}), so keep the weights in Hugging Face's"
+        )
+    return {"kind": kind, **asdict(value)}
 
 
 def is_native(directory: Path) -> bool:
@@ -547,10 +559,19 @@ def load_native(
     except Exception as error:  # whatever Orbax raises for a damaged tree
         raise CheckpointError(f"{directory} is not readable: {error}") from error
 
-    def cast(a: Any) -> jax.Array:
-        return jnp.asarray(a, dtype if jnp.issubdtype(a.dtype, jnp.floating) else a.dtype)
+    wide = {
+        key
+        for is_moe, start, _ in cfg.segments()
+        for key, parameter in layout.layer(cfg, start, is_moe).items()
+        if parameter.float32
+    }
 
-    params, pool, table = jax.tree.map(cast, stored)
+    def cast(at: Any, a: Any) -> jax.Array:
+        kept = not jnp.issubdtype(a.dtype, jnp.floating)
+        kept = kept or getattr(at[-1], "key", None) in wide
+        return jnp.asarray(a, a.dtype if kept else dtype)
+
+    params, pool, table = jax.tree_util.tree_map_with_path(cast, stored)
     if check_weights and not seem_finite((params, pool)):
         leaves = jax.tree_util.tree_leaves_with_path({"params": stored[0], "pool": stored[1]})
         faults = (fault(jax.tree_util.keystr(at), leaf, dtype) for at, leaf in leaves)
@@ -584,11 +605,23 @@ def _config_from_json(raw: dict[str, Any]) -> ModelConfig:
     raw = {**raw, "rope": RopeConfig(**rope)}
     for key in ("moe_layers", "eos_token_ids"):
         raw[key] = tuple(raw[key])
-    raw["layer_attention"] = tuple(Paged(**kind) for kind in raw.get("layer_attention", ()))
+
+    def kind_of(stored: dict[str, Any], default: str = "") -> Any:
+        return _NAMED[stored.get("kind", default)](
+            **{key: value for key, value in stored.items() if key != "kind"}
+        )
+
+    # Files of before these had names have plain attention, and nothing of the others.
+    raw["layer_attention"] = tuple(
+        kind_of(kind, "Paged") for kind in raw.get("layer_attention", ())
+    )
+    raw["router"] = raw.get("router") and kind_of(raw["router"])
+    raw["activation"] = kind_of(raw.get("activation") or {"kind": "Silu"})
     if raw.pop("sliding_window", 0):  # as files once said it, for all layers
         raise ValueError("jmoe.json has a sliding_window; convert the model once more")
     cfg = ModelConfig(**raw)
-    for one in (cfg, cfg.rope):
+    own = (cfg.router, cfg.activation, *cfg.attention_kinds)
+    for one in (cfg, cfg.rope, *(one for one in own if one is not None)):
         for field in fields(one):
             value, kind = getattr(one, field.name), str(field.type)
             plain = {"int": int, "float": (int, float), "bool": bool, "str": str}.get(

@@ -306,6 +306,21 @@ def test_a_saved_model_loads_in_another_precision(saved):
     assert back.table.slots.dtype == np.int32
 
 
+NAMED = ["glm4_moe", "phimoe_window_tied", "gpt_oss", "deepseek_v2"]
+
+
+@pytest.mark.sized(deep=NAMED[1:])
+@pytest.mark.parametrize("case", NAMED)
+def test_routers_activations_and_attentions_come_back_by_name(case, copy, tmp_path):
+    model = jmoe.load(copy(case), "bfloat16")
+    jmoe.save(model, tmp_path / "saved")
+    back = jmoe.load(tmp_path / "saved", "bfloat16")
+    assert back.config == model.config
+    jax.tree.map(np.testing.assert_array_equal, back.weights, model.weights)
+    kinds = [jax.tree.map(lambda leaf: str(leaf.dtype), dict(one.params)) for one in (back, model)]
+    assert kinds[0] == kinds[1]  # a router's bias stays float32
+
+
 def test_save_does_not_overwrite(saved):
     model, directory = saved
     with pytest.raises(FileExistsError, match="already holds a model"):
