@@ -61,7 +61,8 @@ if TYPE_CHECKING:
     from serving.bench.simulator.server import Machine
 
 MOVED = 0.12
-"""A pair does not count if the machine's speed moved by more than this share within it."""
+"""A pair does not count if the machine's speed moved by more than this share within it, and by more
+than chance moves what is seen of it."""
 OTHERS = 0.15
 """Nor if other programs took more than this share of the processors."""
 LOOK_S = 1.0
@@ -261,9 +262,10 @@ async def _play(
         )
         seen = [_slowness(run, step_s) for run in pair["runs"].values()]
         moved = max(abs(one / slowness - 1) for one in seen)
+        chance = max(_chance(run, step_s) for run in pair["runs"].values())
         late_s = max(run["latest_send_ms"] for run in pair["runs"].values()) / 1e3
         why_not = [
-            f"the machine's speed moved by {moved:.0%}" if moved > MOVED else "",
+            f"the machine's speed moved by {moved:.0%}" if moved > MOVED + chance else "",
             f"other programs took {pair['others']:.0%} of the processors"
             if (pair["others"] or 0) > OTHERS
             else "",
@@ -420,6 +422,17 @@ def _slowness(run: dict[str, Any], step_s: float) -> float:
     """
     seen = [seconds for seconds in run["samples"]["full_decode_step_s"] if seconds]
     return max(1.0, float(np.median(seen)) / step_s) if seen and step_s > 0 else 1.0
+
+
+def _chance(run: dict[str, Any], step_s: float) -> float:
+    """Returns twice the standard error of `_slowness`, from what it moves by between samples: where
+    steps are noisy, their mean is.
+    """
+    seen = [seconds for seconds in run["samples"]["full_decode_step_s"] if seconds]
+    if len(seen) < 3 or not step_s > 0:
+        return 0.0
+    typical = float(np.median(np.abs(np.diff(seen)))) / step_s
+    return 2 * 1.05 * typical / math.sqrt(len(seen))  # 1.05: of normal samples, to their deviation
 
 
 def _brief(runs: dict[str, Any]) -> dict[str, Any]:

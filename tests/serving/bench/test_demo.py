@@ -189,6 +189,14 @@ def test_slowness_is_what_the_server_expects_of_a_step_over_its_calibration():
     assert demo._slowness(step_times(0.01), 0.0) == 1.0
 
 
+def test_what_chance_moves_is_told_from_a_machine_that_changed():
+    changed = step_times(*[0.01] * 4, *[0.015] * 5)
+    assert demo._chance(changed, 0.01) == 0
+    noisy = step_times(*[0.01, 0.012] * 4, 0.01)
+    assert demo._chance(noisy, 0.01) == pytest.approx(2 * 1.05 * 0.2 / 3)
+    assert demo._chance(step_times(0.01, None, 0.02), 0.01) == 0  # too few to tell
+
+
 async def test_a_variant_is_the_servers_own_state_but_for_what_it_names():
     server = scripted_server.Scripted()
     client, own = scripted_server.Direct(server), pb.BrownoutState()
