@@ -111,6 +111,7 @@ def test_gradient_is_that_of_its_formula(activation):
 
 @pytest.mark.sized(
     deep=(
+        "Silu()",
         "Gelu(tanh=True)",
         "Gelu(tanh=False)",
         "Squared()",

@@ -11,6 +11,8 @@ from jmoe.packed_rows import empty_rows, pack_row, sampling_mode
 from jmoe.sampling import Sampling, sample
 from jmoe.steps import sample_step
 
+pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
+
 VOCAB = 50
 _sample = jax.jit(sample)
 _sample_whole = jax.jit(partial(sample, truncate=False))

@@ -84,7 +84,7 @@ def test_whole_sequences_see_what_numpy_sees(model):
         "in turn-7",
         "three kinds-7",
         "one kind-7",
-        "mixtral-7",
+        "sinks-7",
         "first layer-7",
     )
 )

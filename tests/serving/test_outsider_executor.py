@@ -15,6 +15,8 @@ from serving.execution.executor import Completed
 from serving.plan import Limits, Phase, StepResult
 from serving.request import BrownoutChange, SamplingParams
 
+pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
+
 GOLDEN = Path(__file__).parents[1] / "golden" / "qwen2_moe"
 
 

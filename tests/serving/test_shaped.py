@@ -24,6 +24,8 @@ from serving.execution.fitting import limits_of
 from serving.intake import structure
 from serving.request import SamplingParams, Structure, StructureKind
 
+pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
+
 
 @pytest.fixture(scope="module")
 def model():

@@ -38,7 +38,8 @@ def model():
     return replace(model, config=replace(model.config, layer_attention=(FULL, Paged(6))))
 
 
-@pytest.mark.parametrize("mode", ["steps", pytest.param("aep", marks=pytest.mark.deep)])
+@pytest.mark.deep
+@pytest.mark.parametrize("mode", ["steps", "aep"])
 async def test_answers_with_and_without_a_shared_prefix_are_the_whole_model_s(model, mode):
     prompt = np.random.default_rng(1).integers(0, 40, 30).tolist()
     asked = Asked(prompt, SamplingParams(max_new_tokens=8, ignore_eos=True))

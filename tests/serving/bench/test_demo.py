@@ -126,6 +126,7 @@ def test_pairs_go_to_and_fro_and_what_others_disturb_is_played_again(tmp_path, m
     assert [pair["others"] for pair in result["pairs"]] == [0.02, 0.1]
 
 
+@pytest.mark.deep
 def test_a_machine_that_stays_busy_gets_one_pair_that_does_not_count(tmp_path, monkeypatch):
     fake_watch(monkeypatch, others=0.3)
     console = quiet()
@@ -138,6 +139,7 @@ def test_a_machine_that_stays_busy_gets_one_pair_that_does_not_count(tmp_path, m
     assert "0 of 1 pairs count" in result["verdict"]
 
 
+@pytest.mark.deep
 def test_a_pair_that_does_not_count_is_made_up_for(tmp_path, monkeypatch):
     fake_watch(monkeypatch)
     monkeypatch.setattr(demo, "_slowness", lambda run, step_s, seen=iter(SEEN): next(seen))

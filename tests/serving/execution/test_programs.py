@@ -147,6 +147,7 @@ def parts_of(engine):
     return {(f"{key.phase} {key.size}", key.layers[1] - key.layers[0]) for key in keys}
 
 
+@pytest.mark.deep
 async def test_rows_that_leave_a_step_in_parts_leave_it_to_the_programs_it_was_begun_with(
     as_on_a_gpu, monkeypatch
 ):
