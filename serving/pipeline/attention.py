@@ -63,6 +63,7 @@ class AttentionWorker:
         prefill_buckets: Sequence[int] = (32, 128, 512),
         max_blocks: int = 0,
         max_len: int = 0,
+        num_groups: int = 1,
     ) -> None:
         """Takes over a device's sequences.
 
@@ -81,6 +82,7 @@ class AttentionWorker:
             prefill_buckets: tokens of a stage, likewise; a chunk longer than the last is refused.
             max_blocks: pages that a sequence may begin with, others having filled them.
             max_len: positions of a sequence whose logits are changed.
+            num_groups: of layers, each with pages of its own.
 
         Raises ValueError where an expert has no host.
         """
@@ -101,7 +103,7 @@ class AttentionWorker:
         """Visits that have yet to come, by a unit's first place and expert worker."""
         self._told: list[LostRows | FailedRows] = []
         self._buckets = {DECODE: list(decode_buckets), PREFILL: list(prefill_buckets)}
-        self._max_blocks, self._max_len = max_blocks, max_len
+        self._max_blocks, self._max_len, self._num_groups = max_blocks, max_len, num_groups
         self._expert_rows = np.zeros(hosts.shape[:2], np.int32)
         self.stages = self._told_at = 0
         self.newest = 0, 0  # layer and rows of the newest stage
@@ -280,9 +282,10 @@ class AttentionWorker:
 
     def _num_deltas(self, group: int, size: int) -> int:
         """Returns the most changes of the block table that a stage of some size has: a row needs
-        one new page at most, and prompts may begin with others' pages.
+        one new page at most, and prompts may begin with others' pages, in each group of layers.
         """
-        return size if group == DECODE else size + MOST_CHUNKS * self._max_blocks
+        begun = 0 if group == DECODE else MOST_CHUNKS * self._max_blocks
+        return (size + begun) * self._num_groups
 
     def _end_unserved(
         self,

@@ -36,6 +36,7 @@ class Sizes:
     page_size: int
     max_blocks: int
     num_rows: int  # on their way at a time, of all its units
+    num_groups: int = 1  # of layers, each with so many pages of its own
     decode_buckets: tuple[int, ...] = (8, 32, 128)
     prefill_buckets: tuple[int, ...] = (32, 128, 512)
 
@@ -187,6 +188,7 @@ class LocalWorkers:
             picker,
             max_blocks=sizes.max_blocks,
             max_len=sizes.max_len,
+            num_groups=sizes.num_groups,
             decode_buckets=sizes.decode_buckets,
             prefill_buckets=sizes.prefill_buckets,
             max_visits=sizes.max_visits(model.config.experts_per_token),

@@ -250,6 +250,7 @@ def sizes_of(config: EngineConfig, limits: Limits) -> Sizes:
         page_size=limits.page_size,
         max_blocks=limits.pages_for(config.max_model_len),
         num_rows=limits.hidden_per_rank,
+        num_groups=len(limits.windows),
         decode_buckets=config.decode_buckets,
         prefill_buckets=config.prefill_buckets,
     )

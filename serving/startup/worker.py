@@ -70,6 +70,7 @@ def _worker_of(
             picker,
             max_blocks=sizes.max_blocks,
             max_len=sizes.max_len,
+            num_groups=sizes.num_groups,
             decode_buckets=sizes.decode_buckets,
             prefill_buckets=sizes.prefill_buckets,
         )

@@ -29,6 +29,7 @@ SIZES = EngineConfig(
     max_prefill_tokens=16,
     threshold_buckets_percent=(100,),
     mode="steps",
+    compilation_cache="",
 )
 
 

@@ -172,7 +172,7 @@ def test_layers_in_turn_are_the_model_of_every_architecture(case):
     data = Batch(tokens, tokens, positions, ones, ones.astype(np.float32), ones, [["a"], ["b"]])
     x = before_layers(layers.cfg, layers.top(), data)
     for index in range(layers.cfg.num_layers):
-        run_layer(layers.cfg, *layers.layer(index), x, data, batch=2)
+        run_layer(layers.cfg, index, *layers.layer(index), x, data, batch=2)
     _, stats = jmoe.forward(model, tokens, return_stats=True, return_hidden=True)
     np.testing.assert_allclose(x, stats.hidden_states[-1], atol=1e-4)
 
