@@ -620,7 +620,7 @@ def _config_from_json(raw: dict[str, Any]) -> ModelConfig:
     if raw.pop("sliding_window", 0):  # as files once said it, for all layers
         raise ValueError("jmoe.json has a sliding_window; convert the model once more")
     cfg = ModelConfig(**raw)
-    own = (cfg.router, cfg.activation, *cfg.attention_kinds)
+    own: list[Any] = [cfg.router, cfg.activation, *cfg.attention_kinds]
     for one in (cfg, cfg.rope, *(one for one in own if one is not None)):
         for field in fields(one):
             value, kind = getattr(one, field.name), str(field.type)
