@@ -11,11 +11,10 @@ from serving.scheduling.sequence import SequenceState
 from serving.scheduling.step import ScheduledStep
 from serving.telemetry.observer import Observer
 
-WINDOWS_S = 1.0, 16.0
+WINDOWS_S = 1.0, 4.0
 """Short enough to see a burst, and long enough to count arrivals by."""
-SIGNIFICANT = 3.0
-"""Standard deviations of a Poisson count by which a window has to differ from the one before it to
-be believed."""
+SIGNIFICANT = 2.0
+"""Standard deviations of a Poisson count by which the short window has to differ to be believed."""
 WEIGHT = 0.05  # of the newest step or request in a mean
 
 
@@ -57,18 +56,11 @@ class LoadMeter(Observer):
                         self._prompt_tokens.add(len(sequence.prompt) - sequence.cached_tokens)
             self._exempt_share.add(step.refused_share)
 
-    @property
-    def prompt_tokens(self) -> float:
-        """Mean tokens of a prompt that had to be computed; 0 before any."""
-        return self._prompt_tokens.value
-
     def load(self, now: float, **known: object) -> Load:
         """Returns the load now; `known` are the fields that the caller counts."""
         self._forget(now)
-        per_s, steady_s = self._rate(now)
         return Load(
-            arrivals_per_s=per_s,
-            steady_s=steady_s,
+            arrivals_per_s=self._rate(now),
             prompt_tokens=self._prompt_tokens.value,
             new_tokens=self._new_tokens.value,
             prefill_tokens=self._prefill_tokens.value,
@@ -76,18 +68,19 @@ class LoadMeter(Observer):
             **known,  # type: ignore[arg-type]
         )
 
-    def _rate(self, now: float) -> tuple[float, float]:
-        """Returns arrivals a second, and the seconds that they are counted over: as many as came at
-        one rate. A window is doubled while the time before it had as many, but for chance.
-        """
-        length_s, arrivals = WINDOWS_S[0], list(self._arrivals)
-        count = len(arrivals) - bisect_right(arrivals, now - length_s)
-        while 2 * length_s <= min(WINDOWS_S[1], now - self._first_at):
-            before = len(arrivals) - bisect_right(arrivals, now - 2 * length_s) - count
-            if abs(count - before) > SIGNIFICANT * math.sqrt(count + before):
-                break
-            count, length_s = count + before, 2 * length_s
-        return count / length_s, length_s
+    @property
+    def prompt_tokens(self) -> float:
+        """Mean tokens of a prompt that had to be computed; 0 before any."""
+        return self._prompt_tokens.value
+
+    def _rate(self, now: float) -> float:
+        short_s, long_s = WINDOWS_S[0], min(WINDOWS_S[1], now - self._first_at)
+        newest = len(self._arrivals) - bisect_right(self._arrivals, now - short_s)
+        if long_s >= 2 * short_s:
+            expected = (len(self._arrivals) - newest) / (long_s - short_s) * short_s
+            if abs(newest - expected) <= SIGNIFICANT * math.sqrt(max(expected, newest)):
+                return len(self._arrivals) / long_s
+        return newest / short_s
 
     def _forget(self, now: float) -> None:
         while self._arrivals and self._arrivals[0] <= now - WINDOWS_S[-1]:

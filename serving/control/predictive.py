@@ -4,7 +4,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Collection
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float
@@ -21,30 +21,24 @@ GRID_PERCENT = np.linspace(100, 0, 21)
 TARGET = 0.04
 """Late tokens that it lets pass. A P90 objective allows 0.1; what nobody foresees comes on top."""
 NEEDED = 0.06  # late without brownout: with fewer there is none
-MIN_SAMPLES, MAX_ERROR = 30, 0.5  # below and above: it knows too little
+MIN_SAMPLES, MAX_ERROR = 30, 0.25  # below and above: it knows too little
 FEW_ROWS = 3  # in a batch so small brownout saves no time
 DEAR_PERCENT = 30.0
 """What a threshold gives up below that costs twice: answers suffer most there."""
 
-PRICES = 0.5, 20.0
-PRICE_GAIN = 0.05
+PRICES = 0.5, 50.0
+PRICE_GAIN = 0.1
 WINDOWS_S = 1.0, 5.0
 """Of the gaps that it goes by. Brownout has to help in both: a second alone is often a bad one."""
 
-ROOM, ROOMS = 0.88, (0.5, 1.1)
-"""Share of the time that work may take, at first and at the ends; it moves until `FIRST_TARGET` of
-the first tokens are late."""
-ROOM_PER_S = 0.12, 0.06
-"""By how much it moves a second for all of them late, and back for none."""
-FIRST_TARGET = 0.06
-DRAIN_S = 0.2
-"""A queue should be gone in that time: faster, and thresholds follow every chance arrival."""
+NEARLY_FULL = 0.7  # of all slots: with more of them taken a queue is near
+ROOM = 1.1  # capacity over arrivals, then
+DRAIN_S = 0.25, 2.0
+"""A queue should be gone in the time that a first token may take, but not in less or more."""
 QUEUE_PRICE = 20.0
-CHANGE_PRICE = 0.1
-"""Of moving a threshold, over that of as many points of brownout."""
-MOVE_PERCENT, FALL_PER_S, RISE_PER_S = 60.0, 60.0, 30.0
-"""Thresholds move by so many points in the time over which the load has been what it is, or at
-least so many in a second."""
+RISE_PER_S = 60.0
+"""Percentage points by which thresholds rise in a second, at most: the first half of brownout saves
+more time than the second, so that steady thresholds degrade less than ones that jump."""
 SURE = 1.0  # standard deviations of step times by which the ITL objective is taken to be shorter
 
 TOO_LATE = 0.1
@@ -84,13 +78,12 @@ class Predictive:
     """
 
     def __init__(self, config: SalcConfig) -> None:
-        self._config, self._fallback = config, Algorithm2(config)
+        self._fallback = Algorithm2(config)
         self._knows = self._helps = False
         self._price = 2.0
         self._gaps: deque[Gap] = deque()
-        self._percents, self._decided_at = np.full(2, 100.0), -math.inf  # decided last, and when
-        self._room, self._load = ROOM, cast("Load | None", None)
-        self._expected: deque[tuple[float, float]] = deque()  # when, and which TTFT
+        self._percents, self._decided_at = np.zeros(2), -math.inf  # decided last, and when
+        self._ttft_s = math.nan  # expected then
         self._correction, self._wrong_for, self._distrusted_until = 1.0, 0, -math.inf
 
     # ---- by interval ------------------------------------------------------------------------
@@ -100,62 +93,26 @@ class Predictive:
         self._correct(seen)
         self._knows = _knows_enough(seen) and seen.now >= self._distrusted_until
         if not self._knows:
-            self._decided_at, self._load = -math.inf, None
-            self._expected.clear()
+            self._decided_at, self._ttft_s = -math.inf, math.nan
             return self._fallback.decide(seen)
         while self._gaps and self._gaps[0].at < seen.now - WINDOWS_S[-1]:
             self._gaps.popleft()
         newest = [gap for gap in self._gaps if gap.at >= seen.now - WINDOWS_S[0]]
         self._set_price(seen.decode, min(map(_late_unhelped, (newest, self._gaps))))
-        passed_s = max(seen.now - self._decided_at, 0.0)
-        if passed_s == math.inf:
-            passed_s, percents = self._config.interval_s, (seen.prefill, seen.decode)
-            self._percents = np.array([phase.threshold_percent for phase in percents])
-        self._make_room(seen.prefill.late_share, passed_s)
-        load = self._between(seen.load)
         prefill, decode, ttft_s = _least_for_queue(
-            queue_of(load, seen.times, seen.decode.slo_s),
-            load,
-            seen.prefill.slo_s,
-            self._correction,
-            self._room,
-            self._percents,
+            seen.load, seen.times, seen.prefill.slo_s, seen.decode.slo_s, self._correction
         )
-        self._expected.append((seen.now, ttft_s))
-        new_per_s = MOVE_PERCENT / max(seen.load.steady_s, 0.1)
-        fall, rise = (passed_s * max(new_per_s, per_s) for per_s in (FALL_PER_S, RISE_PER_S))
-        wanted = np.array([prefill, decode])
-        self._percents = np.clip(wanted, self._percents - fall, self._percents + rise)
+        self._ttft_s = ttft_s
+        most = self._percents + RISE_PER_S * max(seen.now - self._decided_at, 0.0)
+        self._percents = np.minimum([prefill, decode], most)
         self._decided_at = seen.now
         prefill, decode = self._percents.tolist()
         return Decision(prefill, decode, ttft_s, _expected_p90_s(newest, seen.times.spread))
 
-    def _between(self, load: Load) -> Load:
-        """Returns the load with the mean of what is there now and was there at the last decision,
-        so that arrivals that come and go with decisions move nothing.
-        """
-        before, self._load = self._load or load, load
-        counts = ("num_running", "num_waiting", "num_prefilling")
-        return load._replace(
-            **{name: (getattr(load, name) + getattr(before, name)) / 2 for name in counts}
-        )
-
-    def _make_room(self, late: float | None, passed_s: float) -> None:
-        """Moves the share of the time that work may take, while that makes a difference."""
-        if late is None:
-            return
-        off = FIRST_TARGET - late
-        gain = ROOM_PER_S[off > 0] * passed_s * off
-        if (gain > 0 and self._percents.min() < 100) or (gain < 0 and self._percents.max() > 0):
-            self._room = min(max(self._room + gain, ROOMS[0]), ROOMS[1])
-
     def _correct(self, seen: Seen) -> None:
         """Compares the first tokens that came with what was expected of them."""
         late, slo_s = seen.prefill.late_share, seen.prefill.slo_s
-        while self._expected and self._expected[0][0] < seen.now - 2 * self._config.window_s:
-            self._expected.popleft()
-        most_s = max((ttft_s for _, ttft_s in self._expected), default=math.inf)
-        wrong = late is not None and late > TOO_LATE and most_s <= slo_s
+        wrong = late is not None and late > TOO_LATE and self._ttft_s <= slo_s
         self._wrong_for = self._wrong_for + 1 if wrong else 0
         if not wrong:
             self._correction = max(1.0, 0.95 * self._correction)
@@ -168,7 +125,7 @@ class Predictive:
                 "expected; algorithm2 decides for %g s",
                 100 * (late or 0.0),
                 slo_s,
-                most_s,
+                self._ttft_s,
                 DISTRUST_S,
             )
 
@@ -300,32 +257,26 @@ def queue_of(load: Load, times: StepTimeModel, itl_slo_s: float) -> Queue:
 
 
 def _least_for_queue(
-    queue: Queue,
-    load: Load,
-    ttft_slo_s: float,
-    correction: float,
-    room: float,
-    before: Float[np.ndarray, "2"],
+    load: Load, times: StepTimeModel, ttft_slo_s: float, itl_slo_s: float, correction: float
 ) -> tuple[float, float, float]:
-    """Returns the cheapest thresholds of prefill and decode under which work takes the share `room`
-    of the time, what waits too long already included, and the P90 TTFT that is expected then.
-    `correction` is how much slower than expected the queue has been, `before` the thresholds now.
+    """Returns the cheapest thresholds of prefill and decode under which requests are served as fast
+    as they arrive and those that wait get their first tokens in time, and the P90 TTFT that is
+    expected then. `correction` is how much slower than expected the queue has been.
     """
-    shares = np.array([load.prompt_tokens, load.new_tokens])
-    shares /= shares.sum()
-    prefill, decode = (
-        share * (PRICE_OF_GRID + CHANGE_PRICE * np.abs(GRID_PERCENT - percent) / 100)
-        for share, percent in zip(shares, before, strict=True)
-    )
+    queue = queue_of(load, times, itl_slo_s)
+    there = load.num_running + load.num_waiting
+    cost = load.prompt_tokens * PRICE_OF_GRID[:, None] + load.new_tokens * PRICE_OF_GRID[None, :]
+    cost /= load.prompt_tokens + load.new_tokens
     used = correction * load.arrivals_per_s / queue.capacity_per_s
-    first_s = correction * (queue.wait_s + queue.step_s + queue.slot_s)
-    late_s = np.maximum(first_s - ttft_slo_s / 2, 0)
-    over = used + late_s / max(DRAIN_S, ttft_slo_s) - room
-    cost = prefill[:, None] + decode[None, :] + QUEUE_PRICE * np.maximum(over, 0)
+    first_s = correction * (queue.wait_s + queue.step_s)
+    if max(there / load.max_running, used[0, 0]) > NEARLY_FULL or first_s[0, 0] > ttft_slo_s / 2:
+        late_s = np.maximum(queue.slot_s, first_s - ttft_slo_s / 2)
+        drain_s = min(max(ttft_slo_s, DRAIN_S[0]), DRAIN_S[1])
+        cost += QUEUE_PRICE * np.maximum(0, ROOM * used + np.maximum(late_s, 0) / drain_s - 1)
     at = np.unravel_index(np.argmin(cost), cost.shape)
     company_s = 0.0
     if load.company is not None:
         tokens_per_s = max(load.arrivals_per_s * load.prompt_tokens, 1e-9)
         company_s = min(load.company.wait_s, load.company.tokens / tokens_per_s)
-    ttft_s = company_s + first_s[at]
+    ttft_s = company_s + first_s[at] + correction * queue.slot_s[at]
     return float(GRID_PERCENT[at[0]]), float(GRID_PERCENT[at[1]]), float(ttft_s)

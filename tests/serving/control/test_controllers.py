@@ -188,8 +188,8 @@ def test_with_a_full_batch_slots_come_free_as_fast_as_requests_arrive():
     assert capacity_per_s(decision, load) >= 60
     assert decision.prefill_percent == 100
     # Not more than it takes.
-    less = decision._replace(decode_percent=decision.decode_percent + 20)
-    assert capacity_per_s(less, load) <= 60 / ROOM
+    less = decision._replace(decode_percent=decision.decode_percent + 10)
+    assert capacity_per_s(less, load) <= 60 * ROOM + 1e-9
 
 
 def test_a_queue_takes_more_and_is_expected_to_be_waited_for():
@@ -197,7 +197,7 @@ def test_a_queue_takes_more_and_is_expected_to_be_waited_for():
     before, queued = (
         Predictive(CONFIG).decide(seen(load._replace(num_waiting=waiting))) for waiting in (0, 8)
     )
-    assert sum(queued[:2]) < sum(before[:2])
+    assert queued.decode_percent < before.decode_percent
     assert queued.ttft_p90_s >= 8 / capacity_per_s(queued, load)
 
 
@@ -220,7 +220,7 @@ def test_where_prompts_are_the_load_prefill_is_browned_though_slots_are_free():
     calm = PROMPTS._replace(arrivals_per_s=20.0)
     assert Predictive(CONFIG).decide(seen(calm))[:2] == (100, 100)
     one = PROMPTS._replace(new_tokens=1.0)
-    assert prefill <= Predictive(CONFIG).decide(seen(one)).prefill_percent < 100
+    assert prefill < Predictive(CONFIG).decide(seen(one)).prefill_percent < 100
     assert decode <= 100
 
 
@@ -243,36 +243,13 @@ def test_prefill_alone_needs_no_decode_step_to_be_known():
     assert Predictive(CONFIG).decide(seen(load, times)).prefill_percent < 100
 
 
-@pytest.mark.parametrize(("steady_s", "per_s"), [(1.0, 60.0), (16.0, 30.0)])
-def test_thresholds_rise_more_slowly_under_a_load_that_is_old(steady_s, per_s):
+def test_thresholds_rise_by_sixty_points_a_second():
     controller = Predictive(CONFIG)
     controller.decide(seen(PROMPTS._replace(num_waiting=30)))
-    assert controller.decide(seen(PROMPTS._replace(num_waiting=30), now=2.0))[:2] == (0, 0)
-    calm = LOAD._replace(steady_s=steady_s)
-    found = [controller.decide(seen(calm, now=2 + 0.25 * n)).prefill_percent for n in range(1, 16)]
+    found = [controller.decide(seen(now=0.25 * n)).prefill_percent for n in range(1, 9)]
     assert found == sorted(found)
-    assert found[3] == pytest.approx(0.75 * per_s)  # not at once: it looks at two decisions
+    assert found[0] == pytest.approx(15.0)
     assert found[-1] == 100
-
-
-def test_arrivals_that_come_and_go_with_decisions_move_nothing():
-    """Every other decision finds 16 waiting: as 8 at each."""
-    controller, steady = Predictive(CONFIG), PROMPTS._replace(arrivals_per_s=20.0)
-    odd, even = (steady._replace(num_waiting=waiting) for waiting in (16, 0))
-    found = [controller.decide(seen(odd if n % 2 else even, now=0.25 * n)) for n in range(20)]
-    assert np.ptp([decision.prefill_percent for decision in found[8:]]) <= 5
-    assert np.ptp([decision.ttft_p90_s for decision in found[8:]]) < 0.01
-
-
-def test_work_gets_less_room_while_first_tokens_are_late():
-    """By 0.12 a second for all that are late beyond six in a hundred; and none by chance."""
-    early, late = (
-        [controller.decide(seen(PROMPTS._replace(arrivals_per_s=40.0), now=0.25 * n,
-                                late_first=share)).prefill_percent for n in range(8)]
-        for controller, share in ((Predictive(CONFIG), 0.06), (Predictive(CONFIG), 0.56))
-    )  # fmt: skip
-    assert early[0] == early[-1] == late[0]
-    assert late[-1] < early[-1]
 
 
 def test_where_first_tokens_come_later_than_expected_queues_count_as_slower(caplog):
@@ -318,7 +295,7 @@ def test_algorithm_2_decides_while_it_knows_too_little(change):
 
 def test_algorithm_2_decides_while_it_errs():
     times = taught()
-    times.error = 0.6
+    times.error = 0.3
     late = seen(times=times, p90_s=1.0)
     assert Predictive(CONFIG).decide(late) == Decision(80, 80)
 
