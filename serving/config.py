@@ -417,8 +417,9 @@ class EngineConfig:
     admission: str = setting(
         "auto",
         "queue: requests wait. objective: a latency-sensitive request whose first token would "
-        "come later than ttft_slo_s is refused, and told when to retry. auto: objective where "
-        "ttft_slo_s is not the default, or is set while serving; else queue.",
+        "come later than ttft_slo_s is refused, and told when to retry. auto: objective if "
+        "`jmoe serve` is given a ttft_slo_s other than the default, or SetBrownout sets one; "
+        "else queue.",
         one_of("auto", "queue", "objective"),
     )
     page_size: int = setting(64, "Tokens in a KV page.", POSITIVE, "Capacity")

@@ -273,8 +273,9 @@ class Engine:
             raise Unavailable(
                 f"the engine is {self.status}{why}; try another replica or come back later"
             )
-        own, objective_s, prompts_s, steps_s = self.config.admission, math.inf, 0.0, 0.0
-        if own == "objective" or (own == "auto" and self.slo.is_own_objective):
+        admission, objective_s = self.config.admission, math.inf
+        prompts_s = steps_s = 0.0
+        if admission == "objective" or (admission == "auto" and self.slo.is_own_objective):
             objective_s = self.slo.objectives(priority)[0]
             if priority is LS:
                 prompts_s, steps_s = self.slo.first_token_s(len(self.scheduler.queues[LS]))

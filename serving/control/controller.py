@@ -28,12 +28,11 @@ class PhaseSeen(NamedTuple):
 class Load(NamedTuple):
     """The load of the engine and the make-up of its steps; means are recent ones."""
 
-    num_running: float = 0  # latency-sensitive requests that have a slot
-    num_waiting: float = 0  # and that have none
-    num_prefilling: float = 0  # that have a slot and no first token yet
+    num_running: int = 0  # latency-sensitive requests that have a slot
+    num_waiting: int = 0  # and that have none
+    num_prefilling: int = 0  # that have a slot and no first token yet
     max_running: int = 1
     arrivals_per_s: float = 0.0
-    steady_s: float = 1.0  # over which they came at that rate, as far as can be told from chance
     prompt_tokens: float = 0.0  # of a request; mean
     new_tokens: float = 0.0  # of a request that finished; mean
     prefill_tokens: float = 0.0  # of a prefill step; mean

@@ -32,7 +32,7 @@ class Sizes:
     """Sizes of each attention worker."""
 
     num_slots: int
-    num_pages: int
+    num_pages: int | tuple[int, ...]  # of each group of layers, or of all alike
     page_size: int
     max_blocks: int
     num_rows: int  # on their way at a time, of all its units

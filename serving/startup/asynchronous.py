@@ -246,7 +246,7 @@ def sizes_of(config: EngineConfig, limits: Limits) -> Sizes:
     """Returns the sizes of an attention worker, which has a row per token of steps under way."""
     return Sizes(
         num_slots=limits.slots_per_rank,
-        num_pages=limits.pages_per_rank,
+        num_pages=limits.group_pages,
         page_size=limits.page_size,
         max_blocks=limits.pages_for(config.max_model_len),
         num_rows=limits.hidden_per_rank,
