@@ -36,9 +36,9 @@ class Sizes:
     page_size: int
     max_blocks: int
     num_rows: int  # on their way at a time, of all its units
-    num_groups: int = 1  # of layers, each with so many pages of its own
     decode_buckets: tuple[int, ...] = (8, 32, 128)
     prefill_buckets: tuple[int, ...] = (32, 128, 512)
+    num_groups: int = 1  # of layers, each with pages of its own
 
     @property
     def max_len(self) -> int:

@@ -8,12 +8,12 @@ from dataclasses import asdict, replace
 
 import jax
 import numpy as np
-from router_oracle import scored, sparsemixer
 
 from jmoe.attention import Latent
 from jmoe.rope import inverse_frequencies
 from jmoe.router import SparseMixer
 from pallas_kernels.activation import ClampedSwiglu
+from tests.jmoe.router_oracle import scored, sparsemixer
 
 
 def forward(model, tokens, served=None):

@@ -7,8 +7,9 @@ import json
 
 import numpy as np
 import plan_oracle
-from router_oracle import scored, softmax, sparsemixer
 from safetensors.numpy import load_file
+
+from tests.jmoe.router_oracle import scored, softmax, sparsemixer
 
 
 def silu(x):

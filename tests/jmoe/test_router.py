@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from router_oracle import scored, sparsemixer
 from safetensors.numpy import load_file, save_file
 
 import jmoe
@@ -20,6 +19,7 @@ from jmoe.router import ScoredTopK, SparseMixer
 from serving.config import AsynchronousConfig, BrownoutConfig, EngineConfig
 from serving.engine import Engine
 from serving.request import SamplingParams
+from tests.jmoe.router_oracle import scored, sparsemixer
 
 pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
 
