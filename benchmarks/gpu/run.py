@@ -72,6 +72,12 @@ def parse(argv: Sequence[str], about: str) -> argparse.Namespace:
     parser = command.parser("python -m benchmarks.gpu", about)
     command.add_choices(parser, "--parts", PARTS)
     parser.add_argument("--retry", action="store_true", help="also what failed before")
+    parser.add_argument(
+        "--burst-s",
+        type=float,
+        default=Sizes.burst_s,
+        help="length of a leg of `burst`; %(default)s",
+    )
     parser.add_argument("--report", action="store_true", help="tables of what is there")
     return parser.parse_args(argv)
 
@@ -79,7 +85,7 @@ def parse(argv: Sequence[str], about: str) -> argparse.Namespace:
 def main(argv: Sequence[str], about: str = "") -> int:
     """Runs the command; returns the exit status."""
     args = parse(argv, about)
-    sizes = DRY if args.dry_run else Sizes()
+    sizes = DRY if args.dry_run else Sizes(burst_s=args.burst_s)
     if args.report:
         from benchmarks.gpu import report
 
@@ -160,6 +166,7 @@ def _some(
             break
         words = [sys.executable, "-m", "benchmarks.gpu", "--parts", part, "--out", str(args.out)]
         words += ["--match", match, "--limit-s", f"{clock.left_s:.1f}"]
+        words += ["--burst-s", str(args.burst_s)]
         words += ["--commit", args.commit] if args.commit else []
         words += [f"--{f}" for f in ("retry", "again") if getattr(args, f)]
         words += ["--dry-run"] if sizes.dry else []
@@ -313,7 +320,7 @@ def run_part(args: argparse.Namespace, sizes: Sizes, device: str, clock: command
     scratch = store.ROOT / "out" / ("gpu-dry-scratch" if sizes.dry else "gpu-scratch")
     scratch.mkdir(parents=True, exist_ok=True)
     cache = store.ROOT / "out" / "gpu-xla-cache"
-    context = Context(sizes, kept, scratch, cache, about["commit"])
+    context = Context(sizes, kept, scratch, cache, about["commit"], wanted=wanted)
     failed = 0
     try:
         with module(part).session(context) as run_case:

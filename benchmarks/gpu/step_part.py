@@ -12,10 +12,11 @@ steps that are timed.
 import gc
 import statistics
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +40,8 @@ DEPENDS = (
     "benchmarks/gpu/step_part.py",
     "benchmarks/kernels/timing.py",
 )
-START_S = 60.0
+START_S = 120.0
+COMPILERS = 8
 TARGET, TARGET_BATCH = 1.15, 64  # span over floor, at this batch and more
 GAIN_TARGET = 0.9  # of what brownout saves by the byte floors
 BUCKET_PERCENT = 40  # the threshold bucket that serves the three settings
@@ -82,6 +84,7 @@ def session(context: Context) -> Iterator[RunCase]:
     """Makes one model and one cache for all cases, and yields what runs a case."""
     ruler, ceilings = rulers(context)
     steps = _Steps(context.sizes, ruler, ceilings)
+    steps.compile_all(context.wanted)
 
     def run(case: Case) -> dict[str, Any]:
         record = steps.run(case)
@@ -133,22 +136,21 @@ class _Steps:
         self._eager = served(self.model.params, eager=True)
         self.state = random_state(sizes, self.model)
         self._tables = block_tables(sizes)
-        self._compiled: dict[tuple[Any, ...], Any] = {}
+        self._compiled: dict[_Key, Any] = {}
 
     def run(self, case: Case) -> dict[str, Any]:
         """Times the step of a case and returns its record."""
-        setting = Setting(case.about["way"], case.about["threshold_percent"])
-        if setting.way:
-            self.model.use_way(setting.way)
+        if case.about["way"]:
+            self.model.use_way(case.about["way"])
         try:
-            return self._measure(case, setting)
+            return self._measure(case)
         except Exception:
             self.state = random_state(self.sizes, self.model)  # the other was donated
             raise
 
-    def _measure(self, case: Case, setting: Setting) -> dict[str, Any]:
+    def _measure(self, case: Case) -> dict[str, Any]:
         decode = case.about["phase"] == "decode"
-        program = self._decode(case, setting) if decode else self._prefill(case, setting)
+        program = self._program(case)
         timing = (self.ruler if case.about.get("eager") else self._clock).measure(program)
         active, calls = np.asarray(program.carry[1]), program.calls
         self.state = program.carry[0]
@@ -207,37 +209,80 @@ class _Steps:
 
     # -- programs -----------------------------------------------------------------------------
 
-    def _decode(self, case: Case, setting: Setting) -> "StepProgram":
-        batch, context = case.about["batch"], case.about["context"]
-        arrays = decode_rows(range(batch), context)[:-1]
-        return self._program("decode", batch, setting, arrays, case.about["eager"])
+    def compile_all(self, cases: Sequence[Case]) -> None:
+        """Compiles the cases' programs, several at a time as a server does. A program that cannot
+        be compiled is left to its case.
+        """
+        lowered = {}
+        for case in cases:
+            key, arguments = _key(case), self._arguments(case)
+            if key not in lowered:
+                lowered[key] = self._lowered(case, *arguments)
+        with ThreadPoolExecutor(COMPILERS) as pool:
+            options = {key: self._served(key)[1] or None for key in lowered}
+            found = {
+                key: pool.submit(program.compile, compiler_options=options[key])
+                for key, program in lowered.items()
+            }
+        for key, program in found.items():
+            if program.exception() is None:
+                self._compiled[key] = program.result()
 
-    def _prefill(self, case: Case, setting: Setting) -> "StepProgram":
+    def _program(self, case: Case) -> "StepProgram":
+        key, (carry, held, rows) = _key(case), self._arguments(case)
+        if key not in self._compiled:
+            program = self._lowered(case, carry, held, rows)
+            options = self._served(key)[1] or None
+            self._compiled[key] = program.compile(compiler_options=options)
+        return StepProgram(self._compiled[key], carry, held, rows)
+
+    def _lowered(self, case: Case, carry: Any, held: Any, rows: Any) -> Any:
+        key, cfg = _key(case), self.model.config
+        m = cfg.num_experts
+        max_active = max_active_experts(key.bucket_percent, m, self.model.num_united_slots, m)
+        step: Any = decode_step if key.phase == "decode" else prefill_step
+        call = counted(partial(step, cfg, max_active=max_active))
+        return jax.jit(call, donate_argnums=0).lower(carry, *held, *rows)
+
+    def _served(self, key: "_Key") -> tuple[Any, dict[str, str]]:
+        return self._eager if key.eager else self._graph
+
+    def _arguments(self, case: Case) -> tuple[Any, Any, tuple[jax.Array, ...]]:
+        """Returns what a case's program is called with: carry, weights, rows."""
+        model, key = self.model, _key(case)
+        arrays = self._decode_rows(case) if key.phase == "decode" else self._prefill_rows(case)
+        strategy = STRATEGIES["partial" if case.about["way"] else "zero"]
+        control = jnp.asarray([case.about["threshold_percent"], strategy], jnp.int32)
+        held = (model.weights._replace(params=self._served(key)[0]),)
+        state = self.state._replace(block_table=jnp.asarray(self._tables[key.phase]))
+        width = model.config.num_experts + model.num_united_slots
+        carry = (state, jnp.zeros((model.config.num_moe_layers, width), jnp.int32))
+        return carry, held, (*arrays, control)
+
+    def _decode_rows(self, case: Case) -> tuple[jax.Array, ...]:
+        return decode_rows(range(case.about["batch"]), case.about["context"])[:-1]
+
+    def _prefill_rows(self, case: Case) -> tuple[jax.Array, ...]:
         tokens, chunks = case.about["tokens"], _chunks(self.sizes, case.about["tokens"])
         drawn = np.random.default_rng(tokens).integers(self.model.config.vocab_size, size=tokens)
         rows = np.stack([pack_row(i, kv_len=c, q_len=n) for i, (n, c) in enumerate(chunks)])
-        arrays = tuple(map(jnp.asarray, (drawn.astype(np.int32), rows, empty_deltas(1))))
-        return self._program("prefill", tokens, setting, arrays, False)
+        return tuple(map(jnp.asarray, (drawn.astype(np.int32), rows, empty_deltas(1))))
 
-    def _program(
-        self, phase: str, size: int, setting: Setting, arrays: tuple[jax.Array, ...], eager: bool
-    ) -> "StepProgram":
-        model, cfg = self.model, self.model.config
-        bucket = BUCKET_PERCENT if setting.way else 100
-        m = cfg.num_experts
-        max_active = max_active_experts(bucket, m, model.num_united_slots, m)
-        strategy = STRATEGIES["partial" if setting.way else "zero"]
-        control = jnp.asarray([setting.threshold_percent, strategy], jnp.int32)
-        params, options = self._eager if eager else self._graph
-        held, rows = (model.weights._replace(params=params),), (*arrays, control)
-        state = self.state._replace(block_table=jnp.asarray(self._tables[phase]))
-        carry = (state, jnp.zeros((cfg.num_moe_layers, m + model.num_united_slots), jnp.int32))
-        key = phase, size, bucket, eager
-        if key not in self._compiled:
-            step: Any = decode_step if phase == "decode" else prefill_step
-            call = counted(partial(step, cfg, max_active=max_active))
-            self._compiled[key] = compiled(call, carry, *held, *rows, options=options)
-        return StepProgram(self._compiled[key], carry, held, rows)
+
+class _Key(NamedTuple):
+    """What tells step programs apart."""
+
+    phase: str
+    size: int  # rows of a decode step, tokens of a prefill step
+    bucket_percent: int
+    eager: bool
+
+
+def _key(case: Case) -> _Key:
+    about = case.about
+    size = about["batch"] if about["phase"] == "decode" else about["tokens"]
+    bucket = BUCKET_PERCENT if about["way"] else 100
+    return _Key(about["phase"], size, bucket, about.get("eager", False))
 
 
 def decode_rows(slots: Sequence[int], context: int) -> tuple[jax.Array, ...]:

@@ -76,6 +76,7 @@ from pallas_kernels.routing.parts import (
     by_expert,
     scratch,
     smem_bytes,
+    whole_fours,
 )
 from pallas_kernels.routing.tile_map import COUNT, END, HEAD, ROW, SIZE, SLOT, RowTiles, TileMap
 
@@ -148,9 +149,11 @@ def route(
 
 
 def _in_a_row(row: Array | TableRow) -> tuple[Array, Array]:
-    """Returns the flat table of all layers, and the layer."""
+    """Returns the flat table of all layers, each padded to whole 16 bytes, and the layer."""
     if isinstance(row, TableRow):
-        return row.table.reshape(-1), jnp.asarray(row.layer, I32).reshape(1)
+        length = row.table.shape[-1]
+        table = jnp.pad(row.table, ((0, 0), (0, whole_fours(length) - length)))
+        return table.reshape(-1), jnp.asarray(row.layer, I32).reshape(1)
     return row, jnp.zeros(1, I32)
 
 
@@ -251,15 +254,17 @@ def _route(at: Block) -> None:
 
 
 def _load(at: Block) -> None:
-    """Starts the copies of what the block reads. A layer's row may start anywhere in its table;
-    what is read past its end is not used.
+    """Starts the copies of what the block reads. What is read past a row's end is not used.
+
+    TMA takes no copy that starts off a multiple of 16 bytes: it is an illegal instruction. So the
+    rows of a table are padded (`_in_a_row`).
     """
     given, smem, sizes = at.given, at.smem, at.sizes
     _load_logits(at)
     groups = pl.ds(given.groups_layer[0] * sizes.experts, sizes.padded)
     plgpu.copy_gmem_to_smem(given.groups.at[groups], smem.groups, smem.full)
     for first, count in sizes.slot_boxes:
-        slots = pl.ds(given.slots_layer[0] * sizes.logical + first, count)
+        slots = pl.ds(given.slots_layer[0] * whole_fours(sizes.logical) + first, count)
         into = smem.slots.at[pl.ds(first, count)]
         plgpu.copy_gmem_to_smem(given.slots.at[slots], into, smem.full)
 

@@ -46,6 +46,11 @@ PINNED = 1 << 30
 GAP = 256  # sorted rows that are marked as gaps by one copy
 
 
+def whole_fours(count: int) -> int:
+    """Returns the next multiple of four: TMA takes rows of whole 16 bytes."""
+    return -(-count // 4) * 4
+
+
 class Sizes(NamedTuple):
     """Static sizes of one call."""
 
@@ -72,8 +77,8 @@ class Sizes(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Columns of what holds a value for each pick: TMA takes rows of whole 16 bytes."""
-        return -(-self.picks // 4) * 4
+        """Columns of what holds a value for each pick."""
+        return whole_fours(self.picks)
 
     @property
     def padded(self) -> int:

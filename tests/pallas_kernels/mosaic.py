@@ -55,6 +55,10 @@ def interpreted() -> Iterator[None]:
     try:
         with (
             mock.patch.object(gpu_callbacks, "GPURaceDetectionState", Record),
+            mock.patch.object(
+                gpu_callbacks, "AsyncCopyGmemToSmemTask", aligned(_FROM_MEMORY, "src")
+            ),
+            mock.patch.object(gpu_callbacks, "AsyncCopySmemToGmemTask", aligned(_TO_MEMORY, "dst")),
             plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)),
         ):
             yield
@@ -62,6 +66,29 @@ def interpreted() -> Iterator[None]:
         assert not any(record.races_found for record in records)
     finally:
         interpreter.reset_gpu_interpret_mode_state()
+
+
+_FROM_MEMORY, _TO_MEMORY = (
+    gpu_callbacks.AsyncCopyGmemToSmemTask,
+    gpu_callbacks.AsyncCopySmemToGmemTask,
+)
+
+
+def aligned(task, side):
+    """Returns what makes such a copy, and fails where it starts off a multiple of 16 bytes in a row
+    of device memory: an illegal instruction to a Hopper GPU, which jax's interpreter lets pass.
+    """
+
+    def make(**fields):
+        key, access = fields[f"{side}_allocation_key"], fields[f"{side}_access"]
+        memory = gpu_callbacks._get_shared_memory()
+        item = memory.buffer_shape_and_dtype(key).dtype.itemsize
+        first = access.range[-1]
+        start = (first.start if isinstance(first, slice) else first) * item
+        assert start % 16 == 0, f"a copy starts at {start} bytes of a row: TMA takes whole sixteens"
+        return task(**fields)
+
+    return make
 
 
 def run(fn, *args):

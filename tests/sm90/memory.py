@@ -95,7 +95,11 @@ class Box:
     def __init__(self, tensor: TensorMap, coordinates: Sequence[int], shared: int) -> None:
         if shared % 128:
             raise ValueError(f"a box at {shared} in shared memory: it takes a multiple of 128")
-        starts = coordinates[::-1]
+        starts, item = coordinates[::-1], tensor.item_bytes
+        if starts[-1] * item % 16:
+            raise ValueError(
+                f"a box at {starts[-1] * item} bytes of a row: it takes whole sixteens"
+            )
         indices = np.indices(tensor.box, sparse=True)
         inside, at = np.ones(tensor.box, bool), np.zeros(tensor.box, np.int64)
         for index, start, size, stride in zip(
@@ -103,7 +107,6 @@ class Box:
         ):
             inside &= (index + start >= 0) & (index + start < size)
             at += (index + start) * stride
-        item = tensor.item_bytes
         self.buffer, self.inside = tensor.buffer, inside.reshape(-1)
         self.bytes = self.inside.size * item
         self.size = int(self.inside.sum()) * item  # of it, inside of the tensor
