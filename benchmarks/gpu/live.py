@@ -124,6 +124,7 @@ def live(
         "--stats",
         str(stats),
         *(["--dry-run"] if sizes.dry else []),
+        *(word for pair in context.changes for word in ("--size", pair)),
         *flags(overrides),
     ]
     started: dict[str, float] = {}

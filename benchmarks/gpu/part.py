@@ -44,6 +44,7 @@ class Context:
     cache: Path  # XLA's compiled programs
     commit: str = "unknown"
     facts: dict[str, Any] = field(default_factory=dict)  # of the session, for all of its records
+    changes: Sequence[str] = ()  # of the full sizes, as the command line has them
     wanted: Sequence["Case"] = ()  # that this call may run
 
     def record(self, part: str, name: str) -> dict[str, Any] | None:

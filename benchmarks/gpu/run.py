@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from benchmarks.gpu.part import WEIGHTS, Case, Context, Part, RunCase, plant
-from benchmarks.gpu.sizes import DRY, Sizes
+from benchmarks.gpu.sizes import DRY, SIZE_HELP, Sizes, changed
 from benchmarks.harness import command, store
 
 PARTS = (
@@ -72,12 +72,7 @@ def parse(argv: Sequence[str], about: str) -> argparse.Namespace:
     parser = command.parser("python -m benchmarks.gpu", about)
     command.add_choices(parser, "--parts", PARTS)
     parser.add_argument("--retry", action="store_true", help="also what failed before")
-    parser.add_argument(
-        "--burst-s",
-        type=float,
-        default=Sizes.burst_s,
-        help="length of a leg of `burst`; %(default)s",
-    )
+    parser.add_argument("--size", action="append", default=[], help=SIZE_HELP)
     parser.add_argument("--report", action="store_true", help="tables of what is there")
     return parser.parse_args(argv)
 
@@ -85,7 +80,11 @@ def parse(argv: Sequence[str], about: str) -> argparse.Namespace:
 def main(argv: Sequence[str], about: str = "") -> int:
     """Runs the command; returns the exit status."""
     args = parse(argv, about)
-    sizes = DRY if args.dry_run else Sizes(burst_s=args.burst_s)
+    try:
+        sizes = changed(DRY if args.dry_run else Sizes(), args.size)
+    except ValueError as error:
+        print(f"--size: {error}", file=sys.stderr)
+        return 2
     if args.report:
         from benchmarks.gpu import report
 
@@ -166,7 +165,7 @@ def _some(
             break
         words = [sys.executable, "-m", "benchmarks.gpu", "--parts", part, "--out", str(args.out)]
         words += ["--match", match, "--limit-s", f"{clock.left_s:.1f}"]
-        words += ["--burst-s", str(args.burst_s)]
+        words += [word for pair in args.size for word in ("--size", pair)]
         words += ["--commit", args.commit] if args.commit else []
         words += [f"--{f}" for f in ("retry", "again") if getattr(args, f)]
         words += ["--dry-run"] if sizes.dry else []
@@ -284,7 +283,9 @@ def _child(
 
 
 def _store(args: argparse.Namespace, part: str) -> store.Store:
-    return store.Store(args.out, {"sources": store.sources(module(part).DEPENDS)})
+    return store.Store(
+        args.out, {"sources": store.sources(module(part).DEPENDS), "sizes": args.size}
+    )
 
 
 def todo(args: argparse.Namespace, kept: store.Store, part: str, sizes: Sizes) -> list[Case]:
@@ -320,7 +321,8 @@ def run_part(args: argparse.Namespace, sizes: Sizes, device: str, clock: command
     scratch = store.ROOT / "out" / ("gpu-dry-scratch" if sizes.dry else "gpu-scratch")
     scratch.mkdir(parents=True, exist_ok=True)
     cache = store.ROOT / "out" / "gpu-xla-cache"
-    context = Context(sizes, kept, scratch, cache, about["commit"], wanted=wanted)
+    of_call = {"changes": args.size, "wanted": wanted}
+    context = Context(sizes, kept, scratch, cache, about["commit"], **of_call)
     failed = 0
     try:
         with module(part).session(context) as run_case:

@@ -1,7 +1,8 @@
 """jmoe's server with random weights made on the device, and a probe in it.
 
-`python -m benchmarks.gpu.server --stats FILE [--dry-run] [--set KEY=VALUE ...]`. All else is the
-server that `jmoe serve` starts. SIGUSR1 makes it write its probe's counters to FILE.
+`python -m benchmarks.gpu.server --stats FILE [--dry-run] [--size KEY=VALUE] [--set KEY=VALUE ...]`.
+All else is the server that `jmoe serve` starts. SIGUSR1 makes it write its probe's counters to
+FILE.
 """
 
 import argparse
@@ -18,7 +19,7 @@ from typing import Any
 import numpy as np
 import uvloop
 
-from benchmarks.gpu.sizes import DRY, Sizes
+from benchmarks.gpu.sizes import DRY, SIZE_HELP, Sizes, changed
 from serving.cli.options import overrides
 from serving.frontend import server
 from serving.request import Priority
@@ -80,8 +81,9 @@ def main() -> None:
     parser.add_argument("--stats", type=Path, required=True)
     parser.add_argument("--dry-run", action="store_true")
     parser.add_argument("--set", action="append", default=[], dest="pairs")
+    parser.add_argument("--size", action="append", default=[], help=SIZE_HELP)
     args = parser.parse_args()
-    sizes = DRY if args.dry_run else Sizes()
+    sizes = changed(DRY if args.dry_run else Sizes(), args.size)
     config = settings.load(
         "default", {"port": 0, "engine.admission": "queue", **overrides({}, args.pairs)}
     )

@@ -1,6 +1,7 @@
 """Sizes of everything: the real ones, and tiny ones that let a CPU run the same code."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import yaml
@@ -119,6 +120,33 @@ DRY = Sizes(
     transformers_requests=4,
     distill=(("tiny", 4),),
 )
+
+SIZE_HELP = "KEY=VALUE, a size of benchmarks/gpu/sizes.py, such as burst_s=60 or ways=8"
+
+
+def changed(sizes: Sizes, pairs: Sequence[str]) -> Sizes:
+    """Returns the sizes with some of them changed, each as KEY=VALUE; several values have commas.
+
+    Raises ValueError for a key that is no number or row of numbers, or a value that is none.
+    """
+    for key, _, text in (pair.partition("=") for pair in pairs):
+        old = getattr(sizes, key, None)
+        kind = type(old[0] if isinstance(old, tuple) and old else old)
+        if kind not in (int, float):
+            numbers = [k for k, v in vars(Sizes()).items() if _is_number(v)]
+            raise ValueError(f"{key!r} is none of {', '.join(numbers)}")
+        try:
+            values = tuple(map(kind, text.split(",")))
+        except ValueError:
+            raise ValueError(f"{key} is {text!r}: no {kind.__name__}s with commas") from None
+        sizes = replace(sizes, **{key: values if isinstance(old, tuple) else values[0]})
+    return sizes
+
+
+def _is_number(value: Any) -> bool:
+    first = value[0] if isinstance(value, tuple) else value
+    return type(first) in (int, float)
+
 
 _TINY = {
     "model_type": "qwen2_moe",

@@ -105,7 +105,7 @@ class Store:
         record = self.records(file).get(name)
         if record is None or ("failed" in record and not failed):
             return False
-        return all(record[key] == value for key, value in self.revision.items())
+        return all(record.get(key) == value for key, value in self.revision.items())
 
     def put(self, file: str, record: dict[str, Any]) -> None:
         """Adds a record or replaces that of its case."""
