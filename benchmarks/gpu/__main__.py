@@ -8,12 +8,9 @@ it piece by piece. `--parts tests,layers` chooses parts, `--match` cases; `--lis
 measures nothing. Exit status: 0; 1 if something failed or was wrong; 2 without a GPU.
 """
 
-import os
 import sys
 
-if __name__ == "__main__":
-    # JAX would take three quarters of the memory for itself, and PyTorch wants some.
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    from benchmarks.gpu.run import main
+from benchmarks.gpu.run import main
 
+if __name__ == "__main__":
     sys.exit(main(sys.argv[1:], __doc__ or ""))

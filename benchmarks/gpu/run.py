@@ -53,6 +53,10 @@ OWNS_MEMORY = ("step", "family", "mesh", "distill")
 once, as a server does. XLA's own choice, three quarters, is too little for `step` on 80 GB."""
 MEMORY = {"XLA_PYTHON_CLIENT_PREALLOCATE": "true", "XLA_CLIENT_MEM_FRACTION": "0.92"}
 
+SHARE_MEMORY = ("kernels", "layers")
+"""Parts that have PyTorch beside jax, which would take three quarters of the memory at once. A part
+that starts a server must not do so: the server would inherit it, and leave its memory in pieces."""
+
 LOST = 3
 """Exit status of a part whose device gives nothing but errors any more: a new process goes on."""
 SLACK_S = 90.0
@@ -110,6 +114,8 @@ def main(argv: Sequence[str], about: str = "") -> int:
     args.out = args.out or (dry if args.dry_run else store.device_folder(device))
     clock = command.Clock(args.limit_s)
     if len(args.parts) == 1:
+        if args.parts[0] in SHARE_MEMORY:
+            os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
         return run_part(args, sizes, device, clock)
     return run_parts(args, sizes, clock)
 

@@ -111,7 +111,9 @@ def main() -> None:
 def _make(config: Any, sizes: Sizes) -> Any:
     print("importing: jax", file=sys.stderr, flush=True)
     from benchmarks.gpu import models
+    from serving.execution.kv_pages import claim_memory
 
+    claim_memory(config.engine.memory_fraction)  # before the weights are drawn
     print("drawing: weights", file=sys.stderr, flush=True)
     return models.make(sizes, ways=sizes.ways)
 

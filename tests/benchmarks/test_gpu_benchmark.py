@@ -89,6 +89,22 @@ def test_other_sources_are_measured_again(command, monkeypatch):
     assert fake.ran == ["a", "b", "c"] * 2
 
 
+def test_sizes_are_changed_by_name_and_kept_apart(command, tmp_path, capsys):
+    fake = FakePart()
+    command(fake, "--parts", "step")
+    assert command(fake, "--parts", "step", "--size", "burst_s=2", "--size", "ways=4,2") == 0
+    assert fake.ran == ["a", "b", "c"] * 2
+    assert stored(tmp_path)["a"]["sizes"] == ["burst_s=2", "ways=4,2"]
+    found = sizes.changed(FULL, ["burst_s=2", "ways=4,2"])
+    assert (found.burst_s, found.ways, found.batch) == (2.0, (4, 2), 64)
+    for wrong, named in (
+        ("burst_s=x", "burst_s is 'x'"),
+        ("model=tiny", "'model' is none of seed"),
+    ):
+        assert command(fake, "--parts", "step", "--size", wrong) == 2
+        assert named in capsys.readouterr().err
+
+
 def test_a_failed_case_harms_no_other_and_is_only_tried_again_if_asked(command, tmp_path):
     fake = FakePart(a=RuntimeError("no memory"), b={"failed": "wrong results", "figures": {}})
     assert command(fake, "--parts", "step") == 1
@@ -213,7 +229,7 @@ def test_a_lost_device_ends_a_process_and_a_new_one_goes_on(command, monkeypatch
 
 def test_a_case_that_hangs_or_ends_the_process_costs_itself_alone(command, monkeypatch, tmp_path):
     fake, ended, limits = FakePart(), iter([-6, run.LOST, 0]), []
-    revision = {"sources": store.sources(fake.DEPENDS)}
+    revision = {"sources": store.sources(fake.DEPENDS), "sizes": []}
     kept = store.Store(tmp_path, revision)
 
     def child(words, limit_s, env, most_s):

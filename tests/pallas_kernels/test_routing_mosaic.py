@@ -255,7 +255,8 @@ def mesh():
 
 
 def test_launches(mesh):
-    """The kernel, and what reads its results; none for the tile map or a layer's row of a table.
+    """The kernel, and what reads its results; none for the tile map or a layer's row of a table,
+    but the one that pads all layers' rows, once a step.
 
     All that `route` returns takes more: what is degraded, S1 as booleans, a layer's slots, and
     slots of blocks, two.
@@ -276,8 +277,8 @@ def test_launches(mesh):
         exe = compile_for(mesh, fn, *arguments(shape, num_rows))
         return sum(count_launches(exe.as_text()).values())
 
-    assert count(needed) <= 3
-    assert count(route(shape)) <= 6
+    assert count(needed) <= 4
+    assert count(route(shape)) <= 7
     with references_only():
         assert 15 <= count(route(shape)) <= 27
 
