@@ -97,6 +97,15 @@ def test_flags_of_jmoe_bench_are_its_own(command):
 
 
 @pytest.mark.deep
+@pytest.mark.sized(
+    exhaustive=(
+        "python -m benchmarks.demo_series --runs 5",
+        "python -m benchmarks.pairs preemption",
+        "python -m benchmarks.pairs prefix_reuse",
+        "python -m benchmarks.pairs secured",
+        "python -m benchmarks.pairs structured",
+    )
+)
 @pytest.mark.parametrize("command", DRY)
 def test_the_command_runs_dry(command, tmp_path):
     program, *args = shlex.split(command)

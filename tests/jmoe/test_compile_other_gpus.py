@@ -31,6 +31,12 @@ UNITED = {"qwen1.5-moe-a2.7b": 30, "qwen3-30b-a3b": 32, "mixtral-8x7b": 2}
 PIECES = 2**31  # of the batched grouped GEMM and attention
 
 
+def all_but(*kept):
+    """Returns marks for the cases that are not among a few: they are compiled in turn."""
+    cases = {f"{gpu}-{rest}" for gpu in OTHER_GPUS for rest in (c.partition("-")[2] for c in kept)}
+    return pytest.mark.sized(exhaustive=sorted(cases - set(kept)))
+
+
 @pytest.fixture(params=OTHER_GPUS)
 def mesh(request):
     pytest.importorskip("jax_plugins.xla_cuda13", reason="compiling for a GPU needs jmoe[aot]")
@@ -90,6 +96,12 @@ def check(mesh, name, phase, rows, most, temporary):
     return hlo
 
 
+@all_but(
+    "sm_80-qwen1.5-moe-a2.7b-8-26",
+    "sm_80-qwen1.5-moe-a2.7b-104-33",
+    "sm_89-qwen3-30b-a3b-8-33",
+    "sm_100-mixtral-8x7b-8-23",
+)
 @pytest.mark.parametrize(
     ("name", "rows", "most"),
     [
@@ -104,6 +116,11 @@ def test_a_decode_step_is_one_graph_and_copies_neither_experts_nor_pages(mesh, n
     assert large_results(hlo, 128 * 2**20) == []
 
 
+@all_but(
+    "sm_80-qwen1.5-moe-a2.7b-513-60",
+    "sm_89-qwen3-30b-a3b-512-60",
+    "sm_100-qwen1.5-moe-a2.7b-4096-61",
+)
 @pytest.mark.parametrize(
     ("name", "rows", "most"),
     [("qwen1.5-moe-a2.7b", 513, 60), ("qwen1.5-moe-a2.7b", 4096, 61), ("qwen3-30b-a3b", 512, 60)],
