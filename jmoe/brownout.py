@@ -17,13 +17,19 @@ from jmoe.numbers import integer
 from pallas_kernels import routing
 
 Strategy = Literal["zero", "partial", "full"]
+Keep = Literal["visits", "weight"]
+"""Which experts stay exact, of as many: those with most visits (the paper's), or with most gate
+weight."""
 
 
-def strategy_code(strategy: str) -> int:
+def strategy_code(strategy: str, keep: str = "visits") -> int:
     """Returns the traced code of a strategy's name. Raises ValueError for an unknown one."""
     if strategy not in routing.STRATEGIES:
         raise ValueError(f"strategy is {strategy!r}; it must be one of zero, partial, full")
-    return routing.STRATEGIES[strategy]
+    if keep not in ("visits", "weight"):
+        raise ValueError(f"keep is {keep!r}; it must be one of visits, weight")
+    code = routing.STRATEGIES[strategy]
+    return code + routing.BY_WEIGHT if code and keep == "weight" else code
 
 
 def check_threshold(threshold_percent: int | float, name: str = "threshold") -> None:
@@ -37,18 +43,20 @@ class Brownout:
     """A brownout setting: strategy, threshold in percent of visits, way of united experts.
 
     At 100 % nothing is degraded; at 0 % everything that may be is. `way` None keeps the way that
-    is loaded.
+    is loaded. `keep` says which experts stay exact: of as many as the threshold keeps by visits,
+    those that most visits go to, or those of most gate weight.
     """
 
     strategy: Strategy = "partial"
     threshold_percent: int = 100
     way: int | None = None
+    keep: Keep = "visits"
 
     def __post_init__(self) -> None:
         """Raises ValueError for an unknown strategy, a threshold out of range or not whole, and a
         way that is no integer.
         """
-        strategy_code(self.strategy)
+        strategy_code(self.strategy, self.keep)
         threshold = integer("threshold_percent", self.threshold_percent)
         check_threshold(threshold)
         object.__setattr__(self, "threshold_percent", threshold)
@@ -66,7 +74,8 @@ class Control(NamedTuple):
     def of(cls, brownout: Brownout | None) -> "Control":
         """Makes the control of a setting; None is zero brownout."""
         setting = brownout or Brownout("zero")
-        return cls(jnp.int32(setting.threshold_percent), jnp.int32(strategy_code(setting.strategy)))
+        code = strategy_code(setting.strategy, setting.keep)
+        return cls(jnp.int32(setting.threshold_percent), jnp.int32(code))
 
 
 class Plan(routing.Plan):
@@ -91,6 +100,8 @@ def plan(
     way: int | None = None,
     groups: ArrayLike | Sequence[int] | None = None,
     strategy: Strategy = "partial",
+    keep: Keep = "visits",
+    weights: ArrayLike | Sequence[Any] | None = None,
     valid: ArrayLike | Sequence[Any] | None = None,
     exempt: ArrayLike | Sequence[Any] | None = None,
 ) -> Plan:
@@ -106,6 +117,8 @@ def plan(
         way: experts a group, consecutive by id; give either this or `groups`.
         groups: int [m], the united expert of each routed one.
         strategy: `zero`, `partial` or `full`.
+        keep: `visits`, or `weight`, which needs `weights`.
+        weights: float, as `ids`: the router's gate weights, before any scaling.
         valid: bool [T]; rows that are not are padding: never counted, planned as -1.
         exempt: bool [T]; rows that refuse brownout. The experts they visit are in S1.
 
@@ -119,25 +132,39 @@ def plan(
     if choices.ndim not in (2, 3) or not np.issubdtype(choices.dtype, np.integer):
         raise ValueError(f"ids must be integers [T, K]; got {choices.dtype} {choices.shape}")
     rows, flat = choices.shape[:-1], choices.reshape(-1, choices.shape[-1])
-    keep = _rows("valid", valid, rows, default=True)
-    seen = flat[keep]
+    counted = _rows("valid", valid, rows, default=True)
+    seen = flat[counted]
     if seen.size and (seen.min() < 0 or seen.max() >= num_experts):
         raise ValueError(
             f"ids span {seen.min()} to {seen.max()}; experts are 0 to {num_experts - 1}"
         )
-    setting = Brownout(strategy, threshold_percent, way)
+    setting = Brownout(strategy, threshold_percent, way, keep)
     expert_ids, degraded, s1 = _plan(
-        jnp.asarray(np.where(keep[:, None], flat, 0), jnp.int32),
+        jnp.asarray(np.where(counted[:, None], flat, 0), jnp.int32),
+        _weights(weights, choices.shape, keep),
         groups=jnp.asarray(_groups(num_experts, setting.way, groups, strategy), jnp.int32),
         threshold_percent=jnp.int32(setting.threshold_percent),
-        strategy=jnp.int32(strategy_code(strategy)),
-        valid=jnp.asarray(keep),
+        strategy=jnp.int32(strategy_code(strategy, keep)),
+        valid=jnp.asarray(counted),
         exempt=jnp.asarray(_rows("exempt", exempt, rows, default=False)),
     )
     return Plan(expert_ids.reshape(choices.shape), degraded.reshape(choices.shape), s1)
 
 
 _plan = jax.jit(routing.brownout_plan)
+
+
+def _weights(
+    weights: ArrayLike | Sequence[Any] | None, shape: tuple[int, ...], keep: str
+) -> Array | None:
+    if weights is None:
+        if keep == "weight":
+            raise ValueError("keep is 'weight', and needs the gate weights: give weights")
+        return None
+    array = np.asarray(weights)
+    if array.shape != shape or not np.issubdtype(array.dtype, np.floating):
+        raise ValueError(f"weights must be floats {shape}, as ids; got {array.dtype} {array.shape}")
+    return jnp.asarray(array.reshape(-1, shape[-1]), jnp.float32)
 
 
 def _groups(

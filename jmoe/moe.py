@@ -147,15 +147,23 @@ def gate(
 
 
 def planned(
+    cfg: ModelConfig,
     ids: Int[Array, "N K"],
+    weights: Float[Array, "N K"] | None,
     groups: Int[Array, "m"],
     valid: Bool[Array, "N"],
     exempt: Bool[Array, "N"],
     control: Control,
 ) -> routing.Plan:
-    """Returns the brownout plan of rows whose routers chose `ids`."""
+    """Returns the brownout plan of rows whose routers chose `ids`, by these gate weights (None: by
+    visits, whatever the strategy says).
+    """
+    scale = getattr(cfg.router, "scale", 1.0)
+    if weights is not None and scale != 1:
+        weights = weights / scale
     return routing.brownout_plan(
         ids,
+        weights,
         groups=groups,
         threshold_percent=control.threshold_percent,
         strategy=control.strategy,
@@ -276,7 +284,7 @@ def alone(
     else:
         weights, ids = gate(cfg, logits, layer)
         groups, slots = routing.row_of(table.groups), routing.row_of(table.slots)
-        plan = planned(ids, groups, rows.valid, rows.exempt, control)
+        plan = planned(cfg, ids, weights, groups, rows.valid, rows.exempt, control)
         given: dict[str, Any] = {"max_active": max_active, "activation": cfg.activation}
         out, expert_rows = compute(pool, h, weights, plan.expert_ids, slots, **given)
     degraded, needed = plan.degraded, None

@@ -29,6 +29,7 @@ from jmoe.moe import (
 )
 from jmoe.rope import rotation
 from jmoe.weights import Params
+from pallas_kernels import routing
 from pallas_kernels.activation import Activation
 
 FULL, PARTIAL = strategy_code("full"), strategy_code("partial")
@@ -124,7 +125,7 @@ def _asked(
     reachable: Bool[Array, "E"] | None,
 ) -> tuple[Float[Array, "T K"], StageVisits]:
     weights, ids = gate(cfg, logits, layer)
-    plan = planned(ids, groups, rows.valid, rows.exempt, control)
+    plan = planned(cfg, ids, weights, groups, rows.valid, rows.exempt, control)
     expert_ids, unserved = plan.expert_ids, jnp.zeros_like(plan.degraded)
     if reachable is not None:
         expert_ids, unserved = _reached(ids, expert_ids, groups, reachable, rows, control)
@@ -153,12 +154,13 @@ def _reached(
     def there(expert: Int[Array, "T K"]) -> Bool[Array, "T K"]:
         return (expert >= 0) & reachable[jnp.maximum(expert, 0)]
 
+    base = control.strategy & (routing.BY_WEIGHT - 1)
     gone = (chosen >= 0) & ~there(chosen)
     united = jnp.where(groups[ids] >= 0, groups.shape[0] + groups[ids], -1)
     may = jnp.ones_like(gone) if rows.exact is None else ~rows.exact[:, None]
     back = gone & there(ids)
-    stands_in = gone & ~back & may & (control.strategy == PARTIAL) & there(united)
-    dropped = gone & ~back & may & (control.strategy == FULL)
+    stands_in = gone & ~back & may & (base == PARTIAL) & there(united)
+    dropped = gone & ~back & may & (base == FULL)
     unserved = gone & ~back & ~stands_in & ~dropped
     found = jnp.where(back, ids, jnp.where(stands_in, united, chosen))
     return jnp.where(dropped | unserved, -1, found), unserved

@@ -328,6 +328,7 @@ class BrownoutChange:
     itl_slo_s: float | None = None
     controller: str | None = None
     prefill_company: bool | None = None
+    keep: str | None = None
 
 
 @dataclass(frozen=True)
@@ -348,6 +349,7 @@ class BrownoutState:
     itl_p90_s: float
     controller: str
     prefill_company: bool
+    keep: str  # which experts stay exact: visits or weight
     predicted_ttft_p90_s: float
     predicted_itl_p90_s: float
     objective_state: str = ""  # why brownout is in vain; empty: it is not

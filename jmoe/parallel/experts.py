@@ -112,7 +112,9 @@ def gathered(
     num_rows = asked.h.shape[0]
     weights, ids = gate(cfg, asked.logits, asked.layer)
     rows = gather_rows(asked.h, weights, ids, asked.rows.valid, asked.rows.exempt)
-    plan = planned(rows.ids, table.groups, rows.valid, rows.exempt, asked.control)
+    plan = planned(
+        cfg, rows.ids, rows.weights, table.groups, rows.valid, rows.exempt, asked.control
+    )
     device = lax.axis_index(AXIS)
     own = hosts_in_turn(plan.expert_ids, table.hosts) == device
     visits, slots = jnp.where(own, plan.expert_ids, -1), jnp.maximum(table.slots, 0)

@@ -181,15 +181,17 @@ class Copying(NamedTuple):
         rows, sent_h = lax.optimization_barrier((rows, h))
         all_h = lax.all_gather(sent_h, AXIS, tiled=True)
 
-        def counted(ids: Array, groups: Array) -> tuple[routing.Plan, Int[Array, "D E"]]:
+        def counted(
+            ids: Array, weights: Array | None, groups: Array
+        ) -> tuple[routing.Plan, Int[Array, "D E"]]:
             """Returns the brownout plan of all rows, and the visits that it leaves by device and
             expert.
             """
-            plan = planned(ids, groups, rows.valid, rows.exempt, asked.control)
+            plan = planned(cfg, ids, weights, groups, rows.valid, rows.exempt, asked.control)
             made, size = plan.expert_ids >= 0, {"num_experts": num_experts, "num_devices": devices}
             return plan, count_visits(plan.expert_ids, made, **size)
 
-        plan, counts = counted(rows.ids, table.groups)
+        plan, counts = counted(rows.ids, rows.weights, table.groups)
         hosts = table.hosts if replicas is None else table.hosts | replicas.held
         shares = shard_visits(counts, hosts, home=home_of(table.hosts))
         device = device_of_visits(plan.expert_ids, plan.expert_ids >= 0, shares, hosts)
@@ -201,7 +203,7 @@ class Copying(NamedTuple):
 
         outgoing = None
         if rows.next_ids is not None and self.next_table is not None:
-            expected = counted(rows.next_ids, self.next_table.groups)[1]
+            expected = counted(rows.next_ids, None, self.next_table.groups)[1]
             outgoing = _choose(pool, self.next_table, expected, self.replication)
         where = _Held(pool, table.slots, replicas, room_of(cfg, pool, max_active), cfg.activation)
         # What a transfer is to be hidden by is tied to its end, and the next one's beginning to

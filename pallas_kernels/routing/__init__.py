@@ -1,6 +1,7 @@
 """Routing: gate, brownout plan, and the dispatch of rows to blocks of one expert each."""
 
 from pallas_kernels.routing.op import (
+    BY_WEIGHT,
     FULL,
     PARTIAL,
     STRATEGIES,
@@ -22,6 +23,7 @@ from pallas_kernels.routing.op import (
 from pallas_kernels.routing.tile_map import RowTiles
 
 __all__ = [
+    "BY_WEIGHT",
     "FULL",
     "PARTIAL",
     "STRATEGIES",

@@ -50,16 +50,20 @@ def route(
     visits = jnp.sum(jnp.where(rank < top_k, of_row[:, None], 0), axis=0, dtype=jnp.int32)
     count, pinned = visits & (HALF - 1), visits >= HALF
     total = top_k * jnp.sum(degradable, dtype=jnp.int32)  # the same in every layer
-    s1, target = reference.targets(count, pinned, total, groups, threshold_percent, strategy)
-
     own = jnp.arange(num_experts, dtype=jnp.int32)
     pick = jnp.arange(top_k, dtype=jnp.int32)
     hit = rank[:, None, :] == pick[None, :, None]
+    fields = [jnp.broadcast_to(own, rank.shape), keys, sum_of_exp]
+    ids, top, sum_of_exp = _sums([jnp.where(hit, f[:, None, :], 0) for f in fields], 2)
+    weights = _weights(top, sum_of_exp, normalize, scoring)
+    mine = jnp.where(degradable[:, None], reference.share_of(weights), 0)
+    shares = jnp.sum(jnp.where(hit, mine[:, :, None], 0), axis=(0, 1), dtype=jnp.int32)
+    s1, target = reference.targets(
+        count, shares, pinned, total, groups, threshold_percent, strategy
+    )
     served = jnp.where(degradable[:, None], target[None, :], own[None, :])
     served = jnp.where(valid[:, None], served, -1)
-    fields = [jnp.broadcast_to(own, rank.shape), served, keys, sum_of_exp]
-    ids, expert_ids, top, sum_of_exp = _sums([jnp.where(hit, f[:, None, :], 0) for f in fields], 2)
-    weights = _weights(top, sum_of_exp, normalize, scoring)
+    expert_ids = jnp.sum(jnp.where(hit, served[:, None, :], 0), axis=2, dtype=jnp.int32)
     plan = expert_ids, valid[:, None] & (expert_ids != ids), s1
     sizes = {"block_m": block_m, "num_blocks": num_blocks}
     if expert_ids.size > MOST_COMPARED:

@@ -200,7 +200,8 @@ def _call(sizes: Sizes):
     )
     written = [shape for shape in results if shape is not None]
     apart = _odd(sizes.padded // ROWS), _odd(sizes.chunks)
-    exchanged = [i32(blocks, apart[0] * ROWS), i32(blocks, apart[1], ROWS)]
+    per_expert, per_logical = i32(blocks, apart[0] * ROWS), i32(blocks, apart[1], ROWS)
+    exchanged = [per_expert, per_logical, per_expert]
 
     def routing(*refs, **scratch):
         given, refs = refs[: len(Given._fields)], refs[len(Given._fields) :]
@@ -240,6 +241,14 @@ def _route(at: Block) -> None:
     used = pl.ds(0, sizes.experts)
     _exchange(at, 0, smem.visits, smem.all_visits)
     visits, _ = _sums(at, smem.visits, smem.all_visits, lambda ref: by_expert(ref.at[used]))
+
+    @pl.when(at.by_weight)
+    def _():
+        _exchange(at, 2, smem.shares, smem.all_shares)
+        if sizes.blocks > 1:
+            shares, _ = _sums(at, smem.shares, smem.all_shares, lambda ref: by_expert(ref.at[used]))
+            smem.shares[used] = shares
+
     stages.plan(at, visits)
     served: list[tuple[list, Callable]] = []
     at.each_turn(lambda at: served.append(_serve(at)))
@@ -346,7 +355,8 @@ def _prepare(at: Block) -> None:
     """
     smem, sizes = at.smem, at.sizes
     if sizes.turns > 1:  # sums over turns begin at nothing
-        smem.visits[...] = plgpu.layout_cast(jnp.zeros((sizes.padded,), I32), BY_EXPERT)
+        nothing = plgpu.layout_cast(jnp.zeros((sizes.padded,), I32), BY_EXPERT)
+        smem.visits[...], smem.shares[...] = nothing, nothing
         zeros = plgpu.layout_cast(jnp.full((ROWS,), 0, I32), BY_ROW)
         for chunk in range(sizes.chunks):
             smem.rows[chunk] = zeros

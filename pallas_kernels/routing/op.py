@@ -13,6 +13,7 @@ from pallas_kernels.routing.tile_map import RowTiles, TileMap
 Scoring = Literal["softmax", "sigmoid"]
 ZERO, FULL, PARTIAL = 0, 1, 2
 STRATEGIES = {"zero": ZERO, "full": FULL, "partial": PARTIAL}
+BY_WEIGHT = reference.BY_WEIGHT
 
 
 class Plan(NamedTuple):
@@ -60,6 +61,7 @@ def gate(
 
 def brownout_plan(
     ids: Int[Array, "T K"],
+    weights: Float[Array, "T K"] | None = None,
     *,
     groups: Int[Array, "m"],
     threshold_percent: Int[Array, ""],
@@ -69,6 +71,10 @@ def brownout_plan(
 ) -> Plan:
     """BrownoutServe's Algorithm 1 for one layer, made exact (docs/architecture.md, Brownout).
 
+    A strategy's code plus `BY_WEIGHT` keeps as many experts as Algorithm 1 does, but those whose
+    degradable visits have most gate `weights` together (in units of 2^-15; of the router, before
+    any scaling): as much is computed, and less is lost. It needs weights.
+
     `groups[e]` is the united expert of e's group, or -1 where none is loaded (the original then
     serves). Threshold and strategy are traced: another setting is not another program. All
     arithmetic is int32, so T * K must stay below 2**31 / 100.
@@ -76,6 +82,7 @@ def brownout_plan(
     return Plan(
         *reference.brownout_plan(
             ids,
+            weights,
             groups=groups,
             threshold_percent=threshold_percent,
             strategy=strategy,
@@ -219,6 +226,7 @@ def route(
     weights, ids = gate(logits, top_k=top_k, normalize=normalize, scoring=scoring)
     plan = brownout_plan(
         ids,
+        weights,
         groups=groups,
         threshold_percent=threshold_percent,
         strategy=strategy,

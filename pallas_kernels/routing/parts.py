@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.layouts import BY_SINGLE_COLUMN, I32, ROWS, SINGLE_COLUMNS
+from pallas_kernels.routing.reference import BY_WEIGHT
 from pallas_kernels.routing.tile_map import RowTiles, max_tiles
 
 MAX_BLOCKS = 8
@@ -144,6 +145,7 @@ class Smem(NamedTuple):
     visit_row: Any
     weights: Any
     visits: Any  # of each expert by the block's rows
+    shares: Any  # likewise, their gate weights, where experts are kept by weight
     key: Any  # its place in the order, larger first
     s1: Any
     left: Any  # its group, if it is visited and not in S1
@@ -157,7 +159,8 @@ class Smem(NamedTuple):
     ones: Any
     full: Any  # barrier of the tables
     loaded: Any  # of a turn's logits
-    all_visits: Any = None  # of every block, as the next
+    all_visits: Any = None  # of every block, as the next two
+    all_shares: Any = None
     all_rows: Any = None
     first: Any = None  # sorted row of the turn's first visit to each logical expert
     turn_rows: Any = None  # of a turn, as `rows` is of the block
@@ -175,6 +178,11 @@ class Block(NamedTuple):
     shared: Any  # in memory: what blocks exchange
     smem: Smem
     turn: Any = 0
+
+    @property
+    def by_weight(self):
+        """Whether experts are kept by weight, not by visits."""
+        return self.given.strategy[0] >= BY_WEIGHT
 
     @property
     def first_row(self):
@@ -229,20 +237,24 @@ def scratch(sizes: Sizes) -> dict[str, Any]:
         "full": plgpu.Barrier(num_arrivals=1 + len(sizes.slot_boxes)),
         "loaded": plgpu.Barrier(),
         **{name: i32(visits) for name in ("ids", "expert_ids", "visit_row")},
-        **{name: i32(vector) for name in ("groups", "visits", "key", "s1", "left", "target")},
+        **{
+            name: i32(vector)
+            for name in ("groups", "visits", "shares", "key", "s1", "left", "target")
+        },
         **{name: i32(places) for name in ("rows", "start", "tile")},
     }
     if sizes.blocks > 1:
         scratch |= {
             "all_visits": i32((sizes.blocks, *vector)),
+            "all_shares": i32((sizes.blocks, *vector)),
             "all_rows": i32((sizes.blocks, *places)),
             "first": i32(places),
-            "exchanged": plgpu.Barrier(num_barriers=2),
+            "exchanged": plgpu.Barrier(num_barriers=3),
         }
         if sizes.turns > 1:
             scratch["turn_rows"] = i32(places)
         if sizes.interpreted:
-            scratch["met"] = plgpu.ClusterBarrier(collective_axes=("block",), num_barriers=2)
+            scratch["met"] = plgpu.ClusterBarrier(collective_axes=("block",), num_barriers=3)
     return scratch
 
 

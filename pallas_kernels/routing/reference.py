@@ -11,6 +11,9 @@ from jax import lax
 LOWEST = float(jnp.finfo(jnp.float32).min)
 """What a logit that is NaN or -inf counts as when experts are chosen."""
 
+BY_WEIGHT = 4
+"""Added to a strategy's code: of as many experts, those of most gate weight are kept."""
+
 TINY = float(jnp.finfo(jnp.float32).tiny)
 """Least sum that weights are divided by: sigmoids underflow."""
 
@@ -32,27 +35,40 @@ def gate(logits, *, top_k, normalize, scoring):
     return weights, ids.astype(jnp.int32)
 
 
-def brownout_plan(ids, *, groups, threshold_percent, strategy, valid, exempt):
+def brownout_plan(ids, weights, *, groups, threshold_percent, strategy, valid, exempt):
     """See `op.brownout_plan`. Returns (expert_ids, degraded, s1)."""
     num_experts = groups.shape[0]
     degradable = valid & ~exempt
     chosen = ids[:, :, None] == jnp.arange(num_experts, dtype=jnp.int32)[None, None, :]
-    count = _count(chosen & degradable[:, None, None])
+    counted = chosen & degradable[:, None, None]
+    count = _count(counted)
+    shares = None if weights is None else share_of(weights)
+    if shares is not None:
+        shares = jnp.sum(jnp.where(counted, shares[:, :, None], 0), axis=(0, 1), dtype=jnp.int32)
     pinned = jnp.any(chosen & (valid & exempt)[:, None, None], axis=(0, 1))
     total = ids.shape[1] * jnp.sum(degradable, dtype=jnp.int32)
-    s1, target = targets(count, pinned, total, groups, threshold_percent, strategy)
+    s1, target = targets(count, shares, pinned, total, groups, threshold_percent, strategy)
     expert_ids = jnp.where(degradable[:, None], target[ids], ids)
     expert_ids = jnp.where(valid[:, None], expert_ids, -1)
     return expert_ids, valid[:, None] & (expert_ids != ids), s1
 
 
-def targets(count, pinned, total, groups, threshold_percent, strategy):
+def share_of(weights):
+    """Returns gate weights in units of 2^-15, as int32: their sums are the same in any order."""
+    return (weights * (1 << 15) + 0.5).astype(jnp.int32)
+
+
+def targets(count, shares, pinned, total, groups, threshold_percent, strategy):
     """Returns S1, and the logical expert that serves each expert's degradable visits (-1: none).
 
-    `count` are these visits, `total` their number; `pinned` experts are in S1 whatever it is.
+    `count` are these visits, `total` their number, `shares` their gate weights; `pinned` experts
+    are in S1 whatever it is.
     """
     num_experts = groups.shape[0]
     s1 = pinned | _covering(count, total, pinned, threshold_percent)
+    if shares is not None:
+        s1 = jnp.where(strategy >= BY_WEIGHT, _weightiest(count, shares, pinned, s1), s1)
+    strategy = strategy & (BY_WEIGHT - 1)
     s2_visited = ~s1 & (count > 0)
     together = groups[:, None] == groups[None, :]
     members = _count((together & s2_visited[None, :])[:, None].swapaxes(0, 2))
@@ -61,6 +77,25 @@ def targets(count, pinned, total, groups, threshold_percent, strategy):
     partial = jnp.where(substitute, num_experts + groups, own)
     full = jnp.where(s1, own, -1)
     return s1, jnp.where(strategy == 0, own, jnp.where(strategy == 1, full, partial))
+
+
+def _weightiest(count, shares, pinned, s1):
+    """Returns as many experts as `s1` has: the pinned ones, then the visited ones of most weight,
+    ties by lower id.
+    """
+    shares = jnp.where(count > 0, shares, -1)
+    place = jnp.sum(_ahead(shares, pinned), axis=1, dtype=jnp.int32)
+    return pinned | ((count > 0) & (place < jnp.sum(s1, dtype=jnp.int32)))
+
+
+def _ahead(values, pinned):
+    """Returns [e, other]: whether the other expert comes before e, as pinned or by more, ties by
+    lower id.
+    """
+    index = jnp.arange(values.shape[0], dtype=jnp.int32)
+    more = values[None, :] > values[:, None]
+    tie = (values[None, :] == values[:, None]) & (index[None, :] < index[:, None])
+    return pinned[None, :] | more | tie
 
 
 def _count(mask):
@@ -74,10 +109,7 @@ def _covering(count, total, pinned, threshold_percent):
 
     An expert joins while the visits of those before it, the pinned ones included, fall short.
     """
-    index = jnp.arange(count.shape[0], dtype=jnp.int32)
-    more = count[None, :] > count[:, None]
-    tie = (count[None, :] == count[:, None]) & (index[None, :] < index[:, None])
-    ahead = pinned[None, :] | more | tie
+    ahead = _ahead(count, pinned)
     before = jnp.sum(jnp.where(ahead, count[None, :], 0), axis=1, dtype=jnp.int32)
     return 100 * before < threshold_percent * total
 

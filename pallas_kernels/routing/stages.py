@@ -34,7 +34,7 @@ from pallas_kernels.routing.parts import (
     by_row_and_expert,
     product,
 )
-from pallas_kernels.routing.reference import LOWEST, TINY
+from pallas_kernels.routing.reference import BY_WEIGHT, LOWEST, TINY
 
 MAX_TOGETHER, MAX_TOGETHER_IN_TURNS, FEW = 128, 64, 32
 """Routed experts that sums over rows are made of at once, in a block of one turn and of several;
@@ -114,6 +114,30 @@ def gate(at: Block) -> None:
         smem.visits[part.slice] = visits
     _weigh(at, scale)
 
+    @pl.when(at.by_weight)
+    def _():
+        _share_out(at, kind)
+
+
+def _share_out(at: Block, kind) -> None:
+    """Sums the gate weights of each expert's visits that may be degraded, in shared memory. See
+    `reference.share_of`.
+    """
+    sizes, smem = at.sizes, at.smem
+    for part in _parts(sizes):
+
+        def add(k, found, part=part):
+            weights, picked = by_row(smem.weights.at[:, k]), by_row(smem.ids.at[:, k])
+            share = (weights * (1 << 15) + 0.5).astype(I32)
+            share = across(jnp.where(kind == DEGRADABLE, share, 0), found.shape)
+            return found + jnp.where(part.hits(picked), share, 0)
+
+        none = plgpu.layout_cast(jnp.full((ROWS, part.count), 0, I32), EXPERTS)
+        shares = jnp.sum(lax.fori_loop(0, sizes.picks, add, none), axis=0)
+        if sizes.turns > 1:
+            shares += by_expert(smem.shares.at[part.slice])
+        smem.shares[part.slice] = shares
+
 
 def _weigh(at: Block, scale) -> None:
     """Makes weights of the picks' logits, in shared memory; `scale` is softmax's sum."""
@@ -146,9 +170,13 @@ def plan(at: Block, visits) -> None:
         before = _of_all(jnp.add, [_visits_ahead(at, part, mine) for part in _parts(sizes)])
         smem.s1[own] = jnp.where((mine >= PINNED) | (100 * before < needed), 1, 0)
 
+    @pl.when(at.by_weight)
+    def _():
+        _keep_by_weight(at)
+
     for part in _parts(sizes):
         smem.left[part.slice] = _left(at, part)
-    strategy = jnp.full((ROWS,), at.given.strategy[0])
+    strategy = jnp.full((ROWS,), at.given.strategy[0] & (BY_WEIGHT - 1))
 
     @pl.loop(0, sizes.padded, step=ROWS)
     def _(first):
@@ -159,6 +187,31 @@ def plan(at: Block, visits) -> None:
         partial = jnp.where(~in_s1 & (group >= 0) & (members > 1), sizes.experts + group, expert)
         full = jnp.where(in_s1, expert, -1)
         smem.target[own] = jnp.where(strategy == 0, expert, jnp.where(strategy == 1, full, partial))
+
+
+def _keep_by_weight(at: Block) -> None:
+    """Puts as many experts into S1 as are in it, by weight. See `reference._weightiest`."""
+    sizes, smem = at.sizes, at.smem
+    room = jnp.sum(by_expert(smem.s1.at[pl.ds(0, sizes.experts)]))
+
+    @pl.loop(0, sizes.padded, step=ROWS)
+    def _(first):
+        own = pl.ds(pl.multiple_of(first, ROWS), ROWS)
+        key, share = by_row(smem.key.at[own]), by_row(smem.shares.at[own])
+        expert = first + iota((ROWS,), 0, BY_ROW)
+        place = _of_all(jnp.add, [_ahead(at, part, share, expert) for part in _parts(sizes)])
+        kept = (key >= PINNED) | ((_count_of(key) > 0) & (place < room))
+        smem.s1[own] = jnp.where(kept, 1, 0)
+
+
+def _ahead(at: Block, part: _Part, mine, expert):
+    """Returns how many of `part` come before visited experts of these ids and shares."""
+    shape = (ROWS, part.count)
+    key, share = by_expert(at.smem.key.at[part.slice]), by_expert(at.smem.shares.at[part.slice])
+    other = jnp.where(_count_of(key) > 0, share + 1, 0)  # comparisons are unsigned: no -1
+    other = down(jnp.where(key >= PINNED, PINNED, other), shape)
+    mine, before = across(mine + 1, shape), part.columns + part.first < across(expert, shape)
+    return jnp.sum(jnp.where((other > mine) | ((other == mine) & before), 1, 0), axis=1)
 
 
 def _visits_ahead(at: Block, part: _Part, mine):

@@ -30,6 +30,9 @@ def evaluate(
     strategies: Annotated[
         str, typer.Option(help="Strategies, separated by commas: partial, full.")
     ] = "partial,full",
+    keep: Annotated[
+        str, typer.Option(help="Which experts stay exact: visits, weight, or both with a comma.")
+    ] = "visits",
     only: Annotated[
         str | None,
         typer.Option(help="Settings (WAY:PERCENT) instead of the grid, such as 2:0,4:20,full:40."),
@@ -61,10 +64,13 @@ def evaluate(
     from training.evaluation.tables import loss
 
     if only is not None:
-        settings = parse_only(only)
+        settings = parse_only(only, keep.split(","))
     else:
         settings = grid(
-            integers("ways", ways), integers("thresholds", thresholds), strategies.split(",")
+            integers("ways", ways),
+            integers("thresholds", thresholds),
+            strategies.split(","),
+            keep.split(","),
         )
     config = EvaluateConfig(
         model=model,

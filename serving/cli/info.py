@@ -398,10 +398,12 @@ def _brownout_in_words(state: Any) -> Section:
         seen = "no samples" if math.isnan(p90_s) else f"P90 {1e3 * p90_s:,.4g} ms"
         return f"{seen}, SLO {1e3 * slo_s:,.4g} ms"
 
+    strategy = [state.strategy, *([f"way {state.way}"] if state.way else [])]
+    strategy += [f"experts kept by {state.keep}"] if state.strategy != "zero" else []
     who = f"set by controller {state.controller}" if state.salc_enabled else "fixed"
     prefill, decode = state.prefill_threshold_percent, state.decode_threshold_percent
     rows = [
-        ("strategy", f"{state.strategy}, way {state.way}" if state.way else state.strategy),
+        ("strategy", ", ".join(strategy)),
         ("visits kept exact", f"prefill {prefill:.1f} %, decode {decode:.1f} %, {who}"),
         ("time to first token", latency(state.ttft_p90_s, state.ttft_slo_s)),
         ("inter-token latency", latency(state.itl_p90_s, state.itl_slo_s)),

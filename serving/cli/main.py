@@ -279,6 +279,10 @@ def generate(
         int, typer.Option(help="Percentage of expert visits kept exact. 100: no brownout.")
     ] = 100,
     strategy: Strategy = None,
+    keep: Annotated[
+        Literal["visits", "weight"],
+        typer.Option(help="Which experts stay exact, of as many: by visits or by gate weight."),
+    ] = "visits",
     way: Way = None,
     allow_unknown_config: AllowUnknownConfig = None,
 ) -> None:
@@ -290,7 +294,7 @@ def generate(
     brownout = None
     if brownout_threshold != 100 or strategy is not None or way is not None:
         kind: Any = strategy or "partial"
-        brownout = jmoe.Brownout(kind, brownout_threshold, way)
+        brownout = jmoe.Brownout(kind, brownout_threshold, way, keep)
     with progress_bar() as progress:
         loaded = jmoe.load(
             model,

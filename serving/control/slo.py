@@ -198,6 +198,7 @@ class SloAnalyser:
         made.
         """
         self.strategy = starting_strategy(brownout.strategy, way)
+        self.keep = brownout.keep
         self.way = way
         self.way_changes = False  # some layers have the next one already
         self.salc_enabled = brownout.salc
@@ -254,7 +255,7 @@ class SloAnalyser:
             )
             percent = self.ls.controller.of_step(seen)
             self.ls.of(step.phase).note_step(percent, step.size)
-        return StepControl(percent, strategy_code(self.strategy))
+        return StepControl(percent, self.code)
 
     def accepted(self, sequence: SequenceState) -> Brownout:
         """Returns the brownout under which a request's prompt would be computed if it were now."""
@@ -264,7 +265,7 @@ class SloAnalyser:
         percent = self.ls.prefill.percent
         if sequence.priority is Priority.BEST_EFFORT:
             percent = min(percent, self.best_effort.prefill.percent)
-        return Brownout(percent, (strategy_code(self.strategy), self.way))
+        return Brownout(percent, (self.code, self.way))
 
     def suffered(self, step: ScheduledStep) -> Brownout:
         """Returns the brownout of those of a step's rows that were degraded. Without a threshold it
@@ -276,6 +277,11 @@ class SloAnalyser:
         if control.threshold_percent == 100:
             return NOBODYS
         return Brownout(control.threshold_percent, (control.strategy, step.way))
+
+    @property
+    def code(self) -> int:
+        """The traced code of the strategy, and of which experts it keeps."""
+        return strategy_code(self.strategy, self.keep)
 
     @property
     def way_in_force(self) -> int:
@@ -435,8 +441,7 @@ class SloAnalyser:
     def check(self, change: BrownoutChange) -> None:
         """Raises InvalidRequest for a value out of range; nothing is changed."""
         try:
-            if change.strategy is not None:
-                strategy_code(change.strategy)
+            strategy_code(change.strategy or self.strategy, change.keep or self.keep)
             for phase in ("prefill", "decode"):
                 percent = getattr(change, f"{phase}_threshold_percent")
                 if percent is not None:
@@ -485,6 +490,7 @@ class SloAnalyser:
                 raise InvalidRequest(str(error)) from None
         steps_differ = change.strategy not in (None, self.strategy)
         self.strategy = change.strategy or self.strategy
+        self.keep = change.keep or self.keep
         self.is_own_objective = self.is_own_objective or change.ttft_slo_s is not None
         self.ttft_slo_s = change.ttft_slo_s or self.ttft_slo_s
         self.itl_slo_s = change.itl_slo_s or self.itl_slo_s
@@ -547,6 +553,7 @@ class SloAnalyser:
             itl_p90_s=decode.p90_s,
             controller=self.ls.controller.name,
             prefill_company=self._pace.waits,
+            keep=self.keep,
             objective_state="; ".join(filter(None, (overloaded, prefill.in_vain, decode.in_vain))),
             least_ttft_s=prefill.least_s,
             least_itl_s=decode.least_s,

@@ -359,9 +359,10 @@ def loadable_ways(engine: "Engine") -> tuple[int, ...]:
 def _log_brownout(engine: "Engine") -> None:
     state, ways = engine.get_brownout(), loadable_ways(engine)
     log.info(
-        "brownout %s, way %d (ways %s); thresholds prefill %g%%, decode %g%%; SALC %s; "
+        "brownout %s by %s, way %d (ways %s); thresholds prefill %g%%, decode %g%%; SALC %s; "
         "SLO TTFT %g s, ITL %g s",
         state.strategy,
+        state.keep,
         state.way,
         ", ".join(map(str, ways)) or "none",
         state.prefill_threshold_percent,

@@ -1,8 +1,12 @@
 """The brownout plan in plain loops, written from the rules and not from the code it judges."""
 
+import numpy as np
 
-def plan(ids, groups, threshold, strategy, valid, exempt):
-    """Returns the expert id of each visit (-1: dropped or padding), whether it is degraded, and
+
+def plan(ids, groups, threshold, strategy, valid, exempt, weights=None):
+    """With `weights`, as many experts are kept, but those of most weight in units of 2^-15.
+
+    Returns the expert id of each visit (-1: dropped or padding), whether it is degraded, and
     S1.
     """
     num_experts = len(groups)
@@ -19,6 +23,15 @@ def plan(ids, groups, threshold, strategy, valid, exempt):
         if 100 * sum(count[e] for e in s1) >= threshold * total:
             break
         s1.add(expert)
+    if weights is not None and strategy != "zero":
+        shares = [0] * num_experts
+        for row, given, is_valid, is_exempt in zip(ids, weights, valid, exempt, strict=True):
+            for expert, weight in zip(row, given, strict=True):
+                if is_valid and not is_exempt:
+                    shares[expert] += int(np.float32(weight) * np.float32(32768) + np.float32(0.5))
+        visited = [e for e in range(num_experts) if count[e] and e not in pinned]
+        visited.sort(key=lambda e: (-shares[e], e))
+        s1 = pinned | set(visited[: len(s1) - len(pinned)])
     visited_s2 = [e for e in range(num_experts) if e not in s1 and count[e] > 0]
 
     def served_by(expert):

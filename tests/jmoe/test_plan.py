@@ -37,6 +37,8 @@ def generate(rng, num_rows, top_k, m, *, exempt=True):
     few, half = rng.choice([0.0, 0.2, 0.9], (n, 1)), rng.choice([0.0, 0.0, 0.3], (n, 1))
     return {
         "ids": ids.astype(np.int32),
+        # Whole 2^-6, so that sums tie, and a half of 2^-15, which is rounded up.
+        "weights": rng.choice([1 / 64, 3 / 64, 0.5 - 2**-16, 0.25], ids.shape).astype(np.float32),
         "groups": groups.astype(np.int32),
         "threshold_percent": rng.integers(0, 101, n, np.int32),
         "strategy": np.zeros(n, np.int32),
@@ -54,18 +56,20 @@ def without_groups_missing(cases):
     return {**cases, "groups": np.maximum(cases["groups"], 0)}
 
 
+@pytest.mark.parametrize("keep", ["visits", "weight"])
 @pytest.mark.parametrize("strategy", ["zero", "full", "partial"])
-def test_plan_equals_brute_force(strategy):
+def test_plan_equals_brute_force(strategy, keep):
     rng = np.random.default_rng(len(strategy))
     for shape in SHAPES * -(-CASES_PER_STRATEGY // (BATCH * len(SHAPES))):
         cases = generate(rng, *shape)
-        cases["strategy"][:] = routing.STRATEGIES[strategy]
+        cases["strategy"][:] = brownout.strategy_code(strategy, keep)
         got = run(cases)
-        keys = ("ids", "groups", "threshold_percent", "valid", "exempt")
-        for i, (ids, groups, threshold, valid, exempt) in enumerate(
+        keys = ("ids", "groups", "threshold_percent", "valid", "exempt", "weights")
+        for i, (ids, groups, threshold, valid, exempt, weights) in enumerate(
             zip(*(cases[key].tolist() for key in keys), strict=True)
         ):
-            want = plan_oracle.plan(ids, groups, threshold, strategy, valid, exempt)
+            by = weights if keep == "weight" else None
+            want = plan_oracle.plan(ids, groups, threshold, strategy, valid, exempt, by)
             have = (
                 got.expert_ids[i].tolist(),
                 got.degraded[i].tolist(),
@@ -74,8 +78,9 @@ def test_plan_equals_brute_force(strategy):
             assert have == want, {key: cases[key][i] for key in keys}
 
 
+@pytest.mark.parametrize("keep", ["visits", "weight"])
 @pytest.mark.parametrize("strategy", ["zero", "full", "partial"])
-def test_public_plan_equals_brute_force(strategy):
+def test_public_plan_equals_brute_force(strategy, keep):
     rng = np.random.default_rng(1)
     cases = generate(rng, 12, 3, 13)
     for i in range(60):
@@ -88,13 +93,16 @@ def test_public_plan_equals_brute_force(strategy):
             num_experts=13,
             threshold_percent=threshold,
             strategy=strategy,
+            keep=keep,
+            weights=case["weights"],
             valid=case["valid"],
             exempt=case["exempt"],
             **given,
         )
         groups = [e // way for e in range(13)] if i % 2 else case["groups"].tolist()
         rows = case["valid"].tolist(), case["exempt"].tolist()
-        want, degraded, s1 = plan_oracle.plan(ids.tolist(), groups, threshold, strategy, *rows)
+        by = case["weights"].tolist() if keep == "weight" else None
+        want, degraded, s1 = plan_oracle.plan(ids.tolist(), groups, threshold, strategy, *rows, by)
         assert got.expert_ids.tolist() == want
         assert got.degraded.tolist() == degraded
         assert set(np.flatnonzero(got.s1).tolist()) == s1
@@ -279,7 +287,7 @@ def test_integers_of_any_library_are_taken(kind, without_type_checks):
     assert found.expert_ids.tolist() == wanted.expert_ids.tolist()
     setting = brownout.Brownout("partial", kind(50), kind(2))
     assert setting == brownout.Brownout("partial", 50, 2)
-    assert repr(setting).endswith("threshold_percent=50, way=2)")
+    assert repr(setting).endswith("threshold_percent=50, way=2, keep='visits')")
 
 
 def test_no_rows_and_only_padding():

@@ -115,6 +115,7 @@ def route_by_parts(case, static):
         )
         plan = routing.brownout_plan(
             ids,
+            weights,
             groups=case.groups,
             threshold_percent=case.threshold_percent,
             strategy=case.strategy,

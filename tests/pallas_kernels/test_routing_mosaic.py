@@ -94,6 +94,32 @@ def test_more_than_128_routed_experts():
     check_route("mosaic", static, [draw(1, static, routing.PARTIAL)])
 
 
+KEEPING = [routing.PARTIAL + routing.BY_WEIGHT, routing.FULL + routing.BY_WEIGHT]
+
+
+def test_experts_kept_by_weight():
+    """One block, with ties of shares, exempt rows and rows of padding among the cases."""
+    static = Static()
+    cases = [draw(seed, static, KEEPING[seed % 2]) for seed in (1, 2, 3, 5, 6)]
+    check_route("mosaic", static, [*cases, ones(static, strategy=np.int32(KEEPING[0]))])
+
+
+@pytest.mark.parametrize(
+    "static",
+    [
+        Static(rows=132, tiles=MORE),
+        Static(rows=580, tiles=MORE),
+        Static(rows=9, experts=256, united=64, top_k=16, tiles=ONE),
+        Static(normalize=False, scoring="sigmoid"),
+    ],
+    ids=["three blocks", "turns", "256 experts", "sigmoid"],
+)
+def test_experts_kept_by_weight_emulated(static):
+    mine = np.arange(static.experts) % static.rows == np.arange(static.rows)[:, None]
+    alike = ones(static, logits=mine.astype(np.float32), strategy=np.int32(KEEPING[0]))
+    check_route("sm90", static, [draw(5, static, KEEPING[0]), draw(6, static, KEEPING[1]), alike])
+
+
 def test_rows_of_tables():
     """A layer's groups and slots where they are in the tables of all layers, the last row's too."""
     static = Static(rows=5, experts=12, united=3, tiles=MORE)

@@ -92,12 +92,15 @@ def grid(
     ways: Sequence[int] = WAYS,
     thresholds: Sequence[int] = THRESHOLDS,
     strategies: Sequence[str] = STRATEGIES,
+    keeps: Sequence[str] = ("visits",),
 ) -> list[Brownout]:
-    """Returns every threshold of partial brownout by each way, then of full brownout.
+    """Returns every threshold of partial brownout by each way, then of full brownout; all that for
+    each of `keeps`.
 
     Raises ValueError for a list that is empty or repeats itself, or a value out of range.
     """
-    for name, values in (("ways", ways), ("thresholds", thresholds), ("strategies", strategies)):
+    lists = {"ways": ways, "thresholds": thresholds, "strategies": strategies, "keep": keeps}
+    for name, values in lists.items():
         if not values or len(set(values)) < len(values):
             raise ValueError(f"{name} are {list(values)}; give at least one, each once")
     for strategy in strategies:
@@ -107,17 +110,20 @@ def grid(
             )
     kinds = [("partial", way) for way in ways if "partial" in strategies]
     kinds += [("full", None)] if "full" in strategies else []
-    return [_setting(kind, t, way) for kind, way in kinds for t in thresholds]
+    return [
+        _setting(kind, t, way, keep) for keep in keeps for kind, way in kinds for t in thresholds
+    ]
 
 
-def _setting(strategy: Any, threshold: int, way: int | None) -> Brownout:
+def _setting(strategy: Any, threshold: int, way: int | None, keep: Any) -> Brownout:
     if way is not None and way < 2:
         raise ValueError(f"way is {way}; a united expert stands for at least 2")
-    return Brownout(strategy, threshold, way)
+    return Brownout(strategy, threshold, way, keep)
 
 
-def parse_only(text: str) -> list[Brownout]:
-    """Returns settings such as `2:0,4:20,full:40`: way (or `full`) and threshold in percent.
+def parse_only(text: str, keeps: Sequence[str] = ("visits",)) -> list[Brownout]:
+    """Returns settings such as `2:0,4:20,full:40`, way (or `full`) and threshold in percent, for
+    each of `keeps`.
 
     Raises ValueError naming the part that is no such pair, out of range, or given twice.
     """
@@ -127,10 +133,11 @@ def parse_only(text: str) -> list[Brownout]:
         if not threshold.isdecimal() or not (kind == "full" or kind.isdecimal()):
             raise ValueError(f"{part!r} of {text!r} is not WAY:PERCENT or full:PERCENT")
         way = None if kind == "full" else int(kind)
-        setting = _setting("full" if way is None else "partial", int(threshold), way)
-        if setting in found:
+        strategy = "full" if way is None else "partial"
+        settings = [_setting(strategy, int(threshold), way, keep) for keep in keeps]
+        if settings[0] in found:
             raise ValueError(f"{part!r} is twice in {text!r}")
-        found.append(setting)
+        found += settings
     return found
 
 
@@ -143,5 +150,6 @@ def integers(name: str, text: str) -> list[int]:
 
 
 def kind_of(setting: Brownout) -> str:
-    """Returns the name of a setting's column: `full`, `zero`, or `way 4`."""
-    return f"way {setting.way}" if setting.strategy == "partial" else setting.strategy
+    """Returns the name of a setting's column: `full`, `zero`, `way 4`, or `way 4 by weight`."""
+    name = f"way {setting.way}" if setting.strategy == "partial" else setting.strategy
+    return name if setting.keep == "visits" else f"{name} by {setting.keep}"

@@ -184,7 +184,7 @@ def _routed(
     def step(x: Float[Array, "B d"]) -> Float[Array, "B d"]:
         h, weights, ids = route(cfg, layer, x)
         all_rows = jnp.ones(x.shape[0], bool)
-        plan = planned(ids, groups, all_rows, ~all_rows, control)
+        plan = planned(cfg, ids, weights, groups, all_rows, ~all_rows, control)
         given: dict[str, Any] = {"max_active": cfg.num_experts, "activation": cfg.activation}
         return compute(pool, h, weights, plan.expert_ids, slots, **given)[0]
 

@@ -192,6 +192,7 @@ class _Work:
             self.error.of(setting),
             {name: perplexity(self.model, t, setting, advance) for name, t in self.texts.items()},
             round(time.monotonic() - began, 2),
+            setting.keep,
         )
 
 

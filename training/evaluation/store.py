@@ -29,12 +29,14 @@ class Result:
     output_error: list[float]  # by MoE layer
     perplexity: dict[str, float] = field(default_factory=dict)  # by text file
     seconds: float = 0.0
+    keep: str = "visits"
 
     @property
     def setting(self) -> Brownout:
         """The setting that was run."""
         strategy: Any = self.strategy
-        return Brownout(strategy, self.threshold_percent, self.way)
+        keep: Any = self.keep
+        return Brownout(strategy, self.threshold_percent, self.way, keep)
 
 
 class Store:

@@ -105,6 +105,7 @@ def _csv_row(score: Score) -> dict[str, Any]:
     row: dict[str, Any] = {
         "strategy": setting.strategy,
         "way": setting.way or "",
+        "keep": setting.keep,
         "threshold_percent": setting.threshold_percent,
         "items": len(result.right),
         "accuracy_percent": _digits(100 * score.accuracy),

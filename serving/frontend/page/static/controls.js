@@ -2,6 +2,7 @@
 
 const FIELDS = [
   "strategy",
+  "keep",
   "way",
   "salc_enabled",
   "controller",
@@ -20,7 +21,7 @@ function shown(name, value) {
 
 function meant(name, text) {
   if (name === "salc_enabled") return text === "true";
-  if (name === "strategy" || name === "controller") return text;
+  if (["strategy", "keep", "controller"].includes(name)) return text;
   if (text.trim() === "" || !Number.isFinite(Number(text))) return null;
   return MS.has(name) ? Number(text) / 1000 : Number(text);
 }
