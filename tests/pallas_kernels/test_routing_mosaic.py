@@ -109,7 +109,7 @@ def test_experts_kept_by_weight():
     [
         Static(rows=132, tiles=MORE),
         Static(rows=580, tiles=MORE),
-        Static(rows=9, experts=256, united=64, top_k=16, tiles=ONE),
+        Static(rows=9, experts=256, united=128, top_k=16, tiles=ONE),
         Static(normalize=False, scoring="sigmoid"),
     ],
     ids=["three blocks", "turns", "256 experts", "sigmoid"],
