@@ -349,12 +349,12 @@ class BrownoutState:
     itl_p90_s: float
     controller: str
     prefill_company: bool
-    keep: str  # which experts stay exact: visits or weight
     predicted_ttft_p90_s: float
     predicted_itl_p90_s: float
     objective_state: str = ""  # why brownout is in vain; empty: it is not
     least_ttft_s: float = math.nan  # the shortest objective that can be kept, where this one cannot
     least_itl_s: float = math.nan
+    keep: str = "visits"  # which experts stay exact: visits or weight
 
 
 @dataclass(frozen=True)
