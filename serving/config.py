@@ -77,13 +77,6 @@ class BrownoutConfig:
         one_of("auto", "zero", "partial", "full"),
         "Brownout",
     )
-    keep: str = setting(
-        "visits",
-        "Which experts stay exact, of as many: those with most visits (the paper's), or of most "
-        "gate weight, which loses less.",
-        one_of("visits", "weight"),
-        "Brownout",
-    )
     way: int = setting(
         0,
         "Routed experts that a united expert stands in for. 0: the largest that the model has.",
@@ -136,6 +129,13 @@ class BrownoutConfig:
         0.0,
         "Objective for best effort's P90 inter-token latency. 0: none.",
         NOT_NEGATIVE,
+    )
+    keep: str = setting(
+        "visits",
+        "Which experts stay exact, of as many: those with most visits (the paper's), or of most "
+        "gate weight, which loses less.",
+        one_of("visits", "weight"),
+        "Brownout",
     )
 
 

@@ -647,6 +647,26 @@ def judge(mode, judged) -> None:
 
 
 @pytest.mark.deep
+async def test_experts_kept_by_weight_are_those_of_the_notebook(made):
+    """Each request alone, so that a step's rows are the notebook's."""
+    mode, sampling = made("bundled"), SamplingParams(max_new_tokens=12, ignore_eos=True)
+    (model,) = mode.models.values()
+    prompts = [[3 + (7 * i + j * j) % 400 for j in range(12)] for i in range(6)]
+    written = []
+    for keep in ("visits", "weight"):
+        want = [
+            jmoe.generate(model, [p], 12, jmoe.Brownout("partial", 40, 8, keep), stop_token_ids=())
+            for p in prompts
+        ]
+        brownout = BrownoutConfig("partial", 8, (), 40, 40, salc=False, keep=keep)
+        async with running(mode, brownout=brownout, prefix_reuse="off") as run:
+            got = [await answer(run.engine, Asked(prompt, sampling)) for prompt in prompts]
+        assert [one.tokens for one in got] == [one.tokens[0] for one in want]
+        written.append([one.tokens for one in got])
+    assert written[0] != written[1]
+
+
+@pytest.mark.deep
 @pytest.mark.parametrize("row", cases())
 async def test_served_is_what_the_notebook_writes(made, row):
     mode = made(row.mode)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from scheduled import decode_step, prefill_step, sequence_of
 
+from jmoe.brownout import strategy_code
 from serving.config import BrownoutConfig, SalcConfig
 from serving.control.algorithm2 import Algorithm2
 from serving.control.controller import Decision, Load, PhaseSeen, Seen, StepSeen
@@ -406,6 +407,18 @@ def test_callers_choose_among_the_known_ones_and_that_of_the_settings():
     # What a caller names is never imported.
     with pytest.raises(InvalidRequest, match=r"controller is .os:system.; it must be one of"):
         slo.check(BrownoutChange(controller="os:system"))
+
+
+def test_experts_are_kept_by_weight_as_soon_as_a_caller_says_so():
+    slo = SloAnalyser(BrownoutConfig(), SalcConfig(), way=8)
+    assert (slo.state().keep, slo.code) == ("visits", strategy_code("partial"))
+    with pytest.raises(InvalidRequest, match="keep is 'size'; it must be one of visits, weight"):
+        slo.check(BrownoutChange(keep="size"))
+    slo.check(change := BrownoutChange(keep="weight"))
+    slo.apply(change, 0.0)
+    assert (slo.state().keep, slo.code) == ("weight", strategy_code("partial", "weight"))
+    slo.apply(BrownoutChange(strategy="zero"), 0.0)
+    assert slo.code == 0
 
 
 def test_the_example_of_the_page_works(request):

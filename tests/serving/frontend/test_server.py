@@ -204,6 +204,7 @@ async def test_admin_reads_and_sets() -> None:
         state = await s.admin.SetBrownout(change)
         assert s.engine.changes == BrownoutChange(controller="algorithm2", prefill_company=False)
         assert (state.controller, state.prefill_company) == ("algorithm2", False)
+        assert (await s.admin.SetBrownout(pb.SetBrownoutRequest(keep="weight"))).keep == "weight"
         await s.admin.SetBrownout(pb.SetBrownoutRequest(way=2, decode_threshold_percent=0))
         assert s.engine.changes == BrownoutChange(way=2, decode_threshold_percent=0)
         error = await failure(s.admin.SetBrownout(pb.SetBrownoutRequest(way=3)))
