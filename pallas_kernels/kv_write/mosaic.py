@@ -10,20 +10,25 @@ and the way back. In prefill it is moving every row once in and once out.
 - Rows come and go by TMA: one copy each for the query, key and value heads, and a page takes a
   row's heads, a page's length apart, as one box. TMA takes a coordinate for each dimension, so that
   no flat index is computed, however large the cache.
-- A thread has the same elements of both halves of a head, so nothing is exchanged to rotate, and
-  changes them where they lie. A head of 128 elements is a warp's: its norm is a sum over lanes.
-- Values without a bias are never looked at: they go from one copy into the next.
+- A head is cut into pieces as wide as half of what turns. A thread has the same elements of every
+  piece, so nothing is exchanged to rotate, and changes them where they lie. A head's norm is a sum
+  over the lanes of a warp; that of all heads is taken first, over all warps.
+- Values without a bias or a bound are never looked at: they go from one copy into the next.
 - Rows whose page is the last, nobody's, write no page.
 
 Lane semantics: the layout is named here, and rows of a page start anywhere.
 """
 
+from collections.abc import Iterator
+from functools import reduce
+from operator import add
 from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
@@ -35,8 +40,8 @@ F32, BF16 = jnp.float32, jnp.bfloat16
 
 
 def supports(projection: Projection, k_pages: Array, v_pages: Array) -> bool:
-    """Returns whether the kernel takes these: bfloat16, heads of 64, 128 or 256 that turn as a
-    whole and are normed each, float32 angles, no bound.
+    """Returns whether the kernel takes these: bfloat16, heads of 64, 128 or 256 of which a power of
+    two turns, 32 elements at least, float32 angles.
     """
     num_rows, _, head_dim = projection.rows.shape
     heads, kv_heads = projection.heads, projection.kv_heads
@@ -44,12 +49,16 @@ def supports(projection: Projection, k_pages: Array, v_pages: Array) -> bool:
     narrow = [projection.rows, k_pages, v_pages, *(v for v in vectors if v is not None)]
     if any(a.dtype != BF16 for a in narrow) or projection.cos.dtype != F32:
         return False
-    normed = projection.q_norm is None or projection.q_norm.size == head_dim
-    if projection.cos.shape[1] != head_dim // 2 or not normed or projection.clip:
+    half = projection.cos.shape[1]
+    if head_dim not in (64, 128, 256) or half not in (16, 32, 64, 128) or 2 * half > head_dim:
         return False
-    if head_dim not in (64, 128, 256) or num_rows == 0 or max(heads, kv_heads) > 256:
+    if num_rows == 0 or max(heads, kv_heads) > 256:
         return False
-    room = Layout(head_dim)
+    room = Layout(head_dim, half)
+    for norm, count in ((projection.q_norm, heads), (projection.k_norm, kv_heads)):
+        # What lies in a unit past the last head is no zero, which a sum over all heads would need.
+        if norm is not None and norm.size != head_dim and count % room.unit:
+            return False
     return 2 * head_dim * (room.padded(heads) + 2 * room.padded(kv_heads)) <= _SMEM
 
 
@@ -65,7 +74,7 @@ def write_kv(
     """See `op.write_kv`; `supports` says for what."""
     rows, heads, kv_heads = projection.rows, projection.heads, projection.kv_heads
     num_rows, _, head_dim = rows.shape
-    room = Layout(head_dim)
+    room = Layout(head_dim, projection.cos.shape[1])
     operands = {
         "layer": layer.astype(jnp.int32).reshape(1),
         "page": page.astype(jnp.int32),
@@ -80,7 +89,9 @@ def write_kv(
         ragged = heads % room.unit or kv_heads % room.unit  # then heads past the last are read
         operands["bias"] = jnp.pad(projection.bias, ((0, room.unit if ragged else 0), (0, 0)))
     if projection.q_norm is not None:
-        operands |= {"q_norm": projection.q_norm, "k_norm": projection.k_norm}
+        for name in ("q_norm", "k_norm"):
+            norm = getattr(projection, name)
+            operands[name] = norm if norm.size == head_dim else norm.reshape(-1, head_dim)
 
     def body(*refs, **scratch):
         *given, queries = refs
@@ -107,13 +118,14 @@ def write_kv(
 
 
 class Layout:
-    """How a half of some heads, [heads, D/2], lies in a warpgroup's registers.
+    """How a piece of some heads, [heads, half], lies in a warpgroup's registers.
 
-    A thread has two neighbouring elements, or four of 256; a warp's lanes one head, or two of 64.
+    A thread has two neighbouring elements, or four of 128; a warp's lanes one head, or more of
+    less than 64.
     """
 
-    def __init__(self, head_dim: int) -> None:
-        self.half = half = head_dim // 2
+    def __init__(self, head_dim: int, half: int) -> None:
+        self.head_dim, self.half = head_dim, half
         vector = max(2, half // 32)
         in_warp = 32 * vector // half
         self.unit = 4 * in_warp  # heads come in multiples of it
@@ -130,24 +142,24 @@ class Layout:
         return -(-heads // self.unit) * self.unit
 
     def spread(self, vector, heads: int, axis: int):
-        """Returns a vector over heads (axis 0) or over elements (1) as an array [heads, D/2]."""
+        """Returns a vector over heads (axis 0) or over elements (1) as an array [heads, half]."""
         spread = lax.broadcast_in_dim(vector, (heads, self.half), (axis,))
         return plgpu.layout_cast(spread, self.of_heads)
 
     def load(self, ref, first: int, heads: int) -> list:
-        """Loads both halves of some heads of `ref` [.., D], as float32."""
+        """Loads the pieces of some heads of `ref` [.., D], as float32."""
         at = pl.ds(first, heads)
-        parts = [ref.at[at, half] for half in self.halves]
+        parts = [ref.at[at, piece] for piece in self.pieces]
         return [plgpu.load(p, layout=self.of_heads, optimized=False).astype(F32) for p in parts]
 
     def load_vector(self, ref):
-        """Returns a vector [D/2] in device memory."""
+        """Returns a vector [half] in device memory."""
         return plgpu.load(ref, layout=self.of_heads.reduce(0), optimized=False)
 
     @property
-    def halves(self) -> tuple:
-        """Slices of the halves of a head."""
-        return pl.ds(0, self.half), pl.ds(self.half, self.half)
+    def pieces(self) -> list:
+        """Slices of a head: the first two turn, against each other."""
+        return [pl.ds(start, self.half) for start in range(0, self.head_dim, self.half)]
 
 
 class _Row(NamedTuple):
@@ -189,7 +201,7 @@ class _Row(NamedTuple):
         plgpu.barrier_wait(self.full)
         for smem, first, count, norm in parts:
             is_value = smem is self.v_smem
-            if not is_value or self.bias is not None:
+            if not is_value or self.bias is not None or self.projection.clip:
                 self.finish(smem, first, count, norm, None if is_value else angles)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(self.q_smem.at[pl.ds(0, heads)], self.queries.at[self.index])
@@ -202,33 +214,61 @@ class _Row(NamedTuple):
         plgpu.wait_smem_to_gmem(0)
 
     def finish(self, smem, first: int, count: int, norm, angles) -> None:
-        """Applies bias, norm and rotation to some heads in place."""
+        """Applies bias, norm, bound and rotation to some heads in place."""
         room = self.room
-        for start in range(0, room.padded(count), _CHUNK):
-            heads = min(_CHUNK, room.padded(count) - start)
-            x = room.load(smem, start, heads)
-            if self.bias is not None:
-                bias = room.load(self.bias, first + start, heads)
-                x = [_rounded(a + b) for a, b in zip(x, bias, strict=True)]
+        of_all = norm is not None and len(norm.shape) == 2
+        root = self.root_of_all(smem, first, count) if of_all else None
+        for start, heads in self.chunks(count):
+            x = self.biased(smem, first, start, heads)
             if norm is not None:
-                x = self.normed(x, norm, heads)
+                x = self.normed(x, norm, start, heads, root)
+            if self.projection.clip:
+                bound = float(np.asarray(self.projection.clip, BF16))
+                x = [jnp.minimum(jnp.maximum(part, -bound), bound) for part in x]
             if angles is not None:
-                (a, b), (cos, sin) = x, (room.spread(angle, heads, 1) for angle in angles)
-                x = [a * cos - b * sin, b * cos + a * sin]
-            for half, values in zip(room.halves, x, strict=True):
-                smem[pl.ds(start, heads), half] = values.astype(BF16)
+                (a, b, *rest), (cos, sin) = x, (room.spread(angle, heads, 1) for angle in angles)
+                x = [a * cos - b * sin, b * cos + a * sin, *rest]
+            for piece, values in zip(room.pieces, x, strict=True):
+                smem[pl.ds(start, heads), piece] = values.astype(BF16)
 
-    def normed(self, x: list, norm, heads: int) -> list:
-        """Returns the RMS norm of heads whose halves are `x`."""
+    def chunks(self, count: int) -> Iterator[tuple[int, int]]:
+        """Yields the first of some heads that are in registers together, and how many they are."""
+        padded = self.room.padded(count)
+        yield from ((start, min(_CHUNK, padded - start)) for start in range(0, padded, _CHUNK))
+
+    def biased(self, smem, first: int, start: int, heads: int) -> list:
+        """Loads some heads with their bias."""
+        x = self.room.load(smem, start, heads)
+        if self.bias is None:
+            return x
+        bias = self.room.load(self.bias, first + start, heads)
+        return [_rounded(a + b) for a, b in zip(x, bias, strict=True)]
+
+    def root_of_all(self, smem, first: int, count: int):
+        """Returns what the RMS norm of all `count` heads together scales them by."""
+        each = (self.biased(smem, first, *chunk) for chunk in self.chunks(count))
+        squares = sum(jnp.sum(_squares(x), axis=0) for x in each)
+        return lax.rsqrt(squares / (count * self.room.head_dim) + self.projection.eps)
+
+    def normed(self, x: list, norm, start: int, heads: int, root=None) -> list:
+        """Returns the RMS norm of heads whose pieces are `x`; `root` is that of all together."""
         room = self.room
-        squares = jnp.sum(x[0] * x[0] + x[1] * x[1], axis=1)
-        root = lax.rsqrt(squares / (2 * room.half) + self.projection.eps)
-        scale = room.spread(root, heads, 0)
-        weights = [room.load_vector(norm.at[half]).astype(F32) for half in room.halves]
+        if root is None:
+            root = lax.rsqrt(_squares(x) / room.head_dim + self.projection.eps)
+            scale = room.spread(root, heads, 0)
+            weights = [room.load_vector(norm.at[piece]).astype(F32) for piece in room.pieces]
+            weights = [room.spread(weight, heads, 1) for weight in weights]
+        else:
+            scale, weights = root, room.load(norm, start, heads)
         return [
-            _rounded(_rounded(part * scale) * room.spread(weight, heads, 1))
+            _rounded(_rounded(part * scale) * weight)
             for part, weight in zip(x, weights, strict=True)
         ]
+
+
+def _squares(x: list):
+    """Returns the sum of each head's squares."""
+    return jnp.sum(reduce(add, [part * part for part in x]), axis=1)
 
 
 def _rounded(x):

@@ -3,9 +3,16 @@
 import json
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
 
+from jmoe.attention import CacheSizes, Latent, make_pages
 from jmoe.config import ConfigError, from_hf
+from jmoe.model import project
+from jmoe.random_model import random_params
+from jmoe.rope import rotation
+from pallas_kernels.kv_write import mosaic
 from serving.cli.info import kv_bytes_per_token, num_parameters
 
 PUBLISHED = Path(__file__).parents[1] / "published_configs"
@@ -74,3 +81,25 @@ def test_a_released_model_is_read(name):
     assert cfg.rope.kind == kinds.get(cfg.architecture, "default")
     if name in KV_BYTES:
         assert kv_bytes_per_token(cfg, "bfloat16") == KV_BYTES[name]
+
+
+@pytest.mark.parametrize("name", CARDS)
+def test_a_kernel_writes_keys_and_values_of_all_but_latent_attention(name):
+    cfg, dtype = (
+        from_hf(json.loads((PUBLISHED / f"{name}.json").read_text())),
+        jnp.dtype("bfloat16"),
+    )
+    if any(isinstance(kind, Latent) for kind in cfg.attention_kinds):
+        return
+    taken = []
+
+    def ask():
+        params = random_params(cfg, jax.random.key(0), dtype)
+        layer = {name: weight[0] for name, weight in params["segments"][0].items()}
+        angles = rotation(jnp.zeros(8, jnp.int32), cfg.rope, cfg.head_dim)
+        projection = project(cfg, layer, jnp.zeros((8, cfg.d_model), dtype), angles)
+        pages = make_pages(cfg, 1, CacheSizes(1, 16, 1, 1, dtype))
+        taken.append(mosaic.supports(projection, *pages))
+
+    jax.eval_shape(ask)
+    assert taken == [True]

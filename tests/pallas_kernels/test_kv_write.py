@@ -96,6 +96,7 @@ def by_hand(projection):
     x = np.asarray(projection.rows, np.float64)
     if projection.bias is not None:
         x = rounded(x + np.asarray(projection.bias, np.float64))
+    bound = rounded(np.asarray(projection.clip))
     cut = [projection.heads, projection.heads + projection.kv_heads]
     *turned, v = np.split(x, cut, axis=1)
     out, slack = [], []
@@ -105,7 +106,7 @@ def by_hand(projection):
             root = np.sqrt(np.mean(part * part, axis=-1, keepdims=True) + EPS)
             part = rounded(rounded(part / root) * np.asarray(norm, np.float64)).reshape(shape)
         if projection.clip:
-            part = np.clip(part, -projection.clip, projection.clip)
+            part = np.clip(part, -bound, bound)
         half = projection.cos.shape[-1]
         z, rest = part[..., :half] + 1j * part[..., half : 2 * half], part[..., 2 * half :]
         angle = np.asarray(projection.cos, np.float64) + 1j * np.asarray(projection.sin, np.float64)
@@ -113,7 +114,7 @@ def by_hand(projection):
         out.append(np.concatenate([z.real, z.imag, rest], axis=-1))
         slack.append(np.concatenate([np.abs(z), np.abs(z), np.abs(rest)], axis=-1))
     if projection.clip:
-        v = np.clip(v, -projection.clip, projection.clip)
+        v = np.clip(v, -bound, bound)
     return [*out, v], [*slack, np.abs(v)]
 
 
@@ -168,21 +169,40 @@ def test_rows_are_finished_and_written_where_the_table_says(op, of, norms):
     check(op, projection, page=[2, 0, 2, 3], offset=[15, 0, 7, 9])
 
 
-@pytest.mark.parametrize("op", [IMPLEMENTATIONS["public"], IMPLEMENTATIONS["public bf16"]])
-def test_heads_turn_in_part_are_normed_together_and_bounded(op):
-    """The kernel takes none of these."""
-    of, rng = op.shapes[1], np.random.default_rng(3)
+@pytest.mark.parametrize(
+    ("name", "of", "changes"),
+    [
+        pytest.param(name, of, changes, id=f"{name}-{of.name}-{changes}")
+        for names, of, each in (
+            ("public", TINY[1], ("turn", "norm", "clip")),
+            ("public bf16", shape(6, 2, 64), ("turn", "norm", "clip")),
+            ("mosaic sm90", shape(32, 16, 64), ("turn norm clip",)),
+            # Units that are not full, a model's heads, and several heads a warp.
+            ("mosaic sm90", shape(17, 1, 128), ("turn", "turn clip")),
+            ("mosaic sm90", shape(16, 16, 128), ("norm", "norm clip")),
+            ("mosaic sm90", shape(24, 8, 64), ("norm", "clip")),
+            ("mosaic sm90", shape(48, 8, 128), ("turn norm clip",)),
+            ("mosaic sm90", shape(8, 8, 256), ("turn", "turn norm clip")),
+        )
+        for name in ([names] if names in IMPLEMENTATIONS else names.split())
+        for changes in each
+    ],
+)
+def test_heads_turn_in_part_are_normed_together_and_bounded(name, of, changes):
+    op, rng = IMPLEMENTATIONS[name], np.random.default_rng(3)
     projection = draw(rng, of, 4, op.dtype, bias=True, norms=True)
-    whole = {
-        f"{name}_norm": jnp.asarray(rng.normal(size=heads * of.head_dim), op.dtype)
-        for name, heads in (("q", of.heads), ("k", of.kv_heads))
-    }
-    third = {name: getattr(projection, name)[:, : of.head_dim // 6] for name in ("cos", "sin")}
-    pages = jnp.zeros((1, 1, of.kv_heads, 1, of.head_dim), BF16)
-    for change in (whole, third, {"clip": 0.75}):
-        changed = replace(projection, **change)
-        assert not kernel.supports(changed, pages, pages)
-        check(op, changed, page=[2, 0, 2, 3], offset=[15, 0, 7, 9])
+    if "turn" in changes:
+        half = {name: getattr(projection, name)[:, : of.head_dim // 4] for name in ("cos", "sin")}
+        projection = replace(projection, **half)
+    if "norm" in changes:
+        whole = {
+            f"{name}_norm": jnp.asarray(rng.normal(size=heads * of.head_dim), op.dtype)
+            for name, heads in (("q", of.heads), ("k", of.kv_heads))
+        }
+        projection = replace(projection, **whole)
+    if "clip" in changes:
+        projection = replace(projection, clip=0.73)  # no bfloat16
+    check(op, projection, page=[2, 0, 2, 3], offset=[15, 0, 7, 9])
 
 
 @implementations

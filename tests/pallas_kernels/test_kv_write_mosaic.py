@@ -13,7 +13,14 @@ from pallas_kernels.compile_for import compile_for, h200_mesh
 from pallas_kernels.kv_write import Projection, split_heads, write_kv
 from pallas_kernels.kv_write import mosaic as kernel
 from pallas_kernels.launches import count_launches
-from pallas_kernels.shapes import MODELS, QWEN3_30B_A3B, QWEN15_MOE_A27B, Shape
+from pallas_kernels.shapes import (
+    GLM_45_AIR,
+    MODELS,
+    OLMOE_1B_7B,
+    QWEN3_30B_A3B,
+    QWEN15_MOE_A27B,
+    Shape,
+)
 
 pytestmark = pytest.mark.deep
 
@@ -29,9 +36,11 @@ def shape(heads, kv_heads, head_dim):
     return Shape(f"{heads}:{kv_heads} of {head_dim}", 1, 1, 1, 1, heads, kv_heads, head_dim)
 
 
-def abstract(of, num_rows, *, bias=False, norms=False, num_pages=6000):
-    """Returns the shapes of pages of more than 2**31 elements, and of a projection."""
-    heads, half = of.heads + 2 * of.kv_heads, of.head_dim // 2
+def abstract(of, num_rows, *, bias=False, norms=False, whole=False, half=None, num_pages=6000):
+    """Returns the shapes of pages of more than 2**31 elements, and of a projection. `whole`: norms
+    are of all heads; `half`: of what turns.
+    """
+    heads, half = of.heads + 2 * of.kv_heads, half or of.head_dim // 2
     pages = sds(LAYERS, num_pages, of.kv_heads, 64, of.head_dim)
     arrays = {
         "rows": sds(num_rows, heads, of.head_dim),
@@ -41,13 +50,15 @@ def abstract(of, num_rows, *, bias=False, norms=False, num_pages=6000):
     if bias:
         arrays["bias"] = sds(heads, of.head_dim)
     if norms:
-        arrays |= {"q_norm": sds(of.head_dim), "k_norm": sds(of.head_dim)}
+        each = (of.heads, of.kv_heads) if whole else (1, 1)
+        sizes = (sds(n * of.head_dim) for n in each)
+        arrays |= dict(zip(("q_norm", "k_norm"), sizes, strict=True))
     ints = [sds(num_rows, dtype=jnp.int32)] * 2
     return arrays, pages, pages, sds(dtype=jnp.int32), *ints
 
 
-def once(of, arrays, k_pages, v_pages, layer, page, offset):
-    projection = Projection(**arrays, kv_heads=of.kv_heads, eps=1e-6)
+def once(of, arrays, k_pages, v_pages, layer, page, offset, clip=0.0):
+    projection = Projection(**arrays, kv_heads=of.kv_heads, eps=1e-6, clip=clip)
     return write_kv(projection, k_pages, v_pages, layer=layer, page=page, offset=offset)
 
 
@@ -87,6 +98,33 @@ def test_other_shapes_compile_without_spills(capfd, monkeypatch, of):
     assert "mosaic_gpu" in compiled.as_text()
 
 
+IN_PART = {"bias": True, "half": 32}
+TOGETHER = {"norms": True, "whole": True}
+
+
+@pytest.mark.parametrize(
+    ("of", "form"),
+    [
+        pytest.param(GLM_45_AIR, IN_PART, id="GLM-4.5-Air"),
+        pytest.param(GLM_45_AIR, IN_PART | {"norms": True}, id="GLM-4.5"),
+        pytest.param(OLMOE_1B_7B, TOGETHER, id="OLMoE"),
+        pytest.param(shape(48, 8, 128), TOGETHER | IN_PART, id="all at once"),
+        pytest.param(shape(16, 16, 64), IN_PART | {"norms": True, "half": 16}, id="32 of 64"),
+        pytest.param(shape(16, 16, 256), TOGETHER | IN_PART | {"half": 16}, id="32 of 256"),
+    ],
+)
+def test_heads_that_turn_in_part_or_are_normed_together_take_one_launch(
+    capfd, monkeypatch, of, form
+):
+    args, clip = abstract(of, 64, num_pages=600, **form), 8.0 * ("whole" in form)
+    compiled, kernels = mosaic.compile_kernels(
+        capfd, monkeypatch, partial(once, of, clip=clip), *args, donate_argnums=(1, 2)
+    )
+    assert [k.spill_bytes for k in kernels] == [0]
+    assert kernels[0].registers <= (48 if of.head_dim < 256 else 80)
+    assert sum(count_launches(compiled.as_text()).values()) == 1
+
+
 @pytest.mark.parametrize(("of", "least"), [(QWEN15_MOE_A27B, 3), (QWEN3_30B_A3B, 4)])
 def test_one_launch_in_place_of_several(of, least):
     pytest.importorskip("jax_plugins.xla_cuda13")
@@ -120,6 +158,12 @@ def test_what_the_kernel_does_not_take():
     assert taken(of)
     assert not taken(of, num_rows=0)
     assert not taken(of, cos=sds(2, 64))
+    turned = {half: [sds(2, half, dtype=F32)] * 2 for half in (64, 48, 32, 8)}
+    turned = {half: taken(of, cos=cos, sin=sin) for half, (cos, sin) in turned.items()}
+    assert turned == {64: True, 48: False, 32: True, 8: False}
+    for heads in (8, 6):  # all together in units of four
+        norms = {"q_norm": sds(heads * 128), "k_norm": sds(4 * 128)}
+        assert taken(shape(heads, 4, 128), **norms) == (heads == 8)
     assert not taken(of, rows=sds(2, 40, 128, dtype=F32))
     assert not taken(of, bias=sds(40, 128, dtype=F32))
     assert not taken(of, pages_dtype=jnp.float16)
