@@ -115,6 +115,12 @@ class Device:
         """See Calls."""
         self.programs.compile_all(keys, self._executables, progress)
 
+    def compile_late(self, size: int) -> None:
+        """Compiles a late size of decode steps in this thread, while another makes calls."""
+        keys = self.buckets.late_keys(size)
+        self.programs.compile_all(keys, self._executables, late=True)
+        self.buckets.add_late(size)
+
     def run(
         self,
         key: Key,
