@@ -453,6 +453,12 @@ class EngineConfig:
     decode_buckets: tuple[int, ...] = setting(
         (), "Batch sizes compiled for. Empty: by device.", ASCENDING
     )
+    late_decode_buckets: tuple[int, ...] = setting(
+        (),
+        "Batch sizes compiled once the server is ready, on an idle core; until then a larger one "
+        "runs. Empty: by device, where decode_buckets are.",
+        ASCENDING,
+    )
     prefill_buckets: tuple[int, ...] = setting(
         (), "Token counts compiled for. Empty: by device.", ASCENDING
     )

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, NamedTuple
 
 from serving.errors import InvalidRequest, NotFound, TooLong, shown
 
@@ -284,8 +284,7 @@ class ThresholdSpan:
     max_percent: int
 
 
-@dataclass(frozen=True)
-class Usage:
+class Usage(NamedTuple):
     """A request's usage so far. Visits are (token, MoE layer, pick) triples."""
 
     prompt_tokens: int
@@ -295,8 +294,7 @@ class Usage:
     cached_tokens: int = 0  # prompt tokens found in the prefix cache
 
 
-@dataclass(frozen=True)
-class Output:
+class Output(NamedTuple):
     """Tokens released since the last output of a request."""
 
     request_id: str

@@ -68,22 +68,33 @@ def with_default_buckets(config: EngineConfig, num_ranks: int = 1) -> EngineConf
     Over a mesh a size is each rank's.
 
     On a GPU powers of two and four capacities; a decode step's rows are multiples of `GPU_ROWS`. On
-    a CPU, where a program takes four seconds of a core to compile, few: sizes above 16 rows are
-    four times apart, and a step at full capacity takes no longer than one at less, as its loop runs
-    over the experts that are visited.
+    a CPU, where a program takes four seconds of a core to compile, few: sizes are four times apart,
+    and a step at full capacity takes no longer than one at less, as its loop runs over the experts
+    that are visited. Sizes between them come late, but for a mesh or asynchronous workers, which
+    have 8 rows at the start.
     """
     on_cpu = backend() == "cpu"
     most = -(-config.max_num_seqs // num_ranks)
     least, whole = (4, most) if on_cpu else (GPU_ROWS, -(-most // GPU_ROWS) * GPU_ROWS)
-    decode = sizes_up_to(whole, least, lambda n: 4 if on_cpu and n >= 16 else 2)
+    has_late = on_cpu and num_ranks == 1 and config.mode != "aep"
+    fine = 16 if on_cpu and not has_late else 0
+    decode = sizes_up_to(whole, least, lambda n: 4 if on_cpu and n >= fine else 2)
+    late = () if config.decode_buckets or not has_late else _between(decode)
     prefill = sizes_up_to(config.max_prefill_tokens, 32, lambda n: 4 if on_cpu else 2)
     thresholds = (FULL_CAPACITY,) if on_cpu else (20, 40, 70, FULL_CAPACITY)
     return replace(
         config,
         decode_buckets=_up_to(config.decode_buckets or decode, most),
+        late_decode_buckets=config.late_decode_buckets or late,
         prefill_buckets=_up_to(config.prefill_buckets or prefill, config.max_prefill_tokens),
         threshold_buckets_percent=config.threshold_buckets_percent or thresholds,
     )
+
+
+def _between(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns powers of two, and three quarters of the largest size, that are not among `sizes`."""
+    found = {*sizes_up_to(sizes[-1], 1, lambda n: 2), 3 * sizes[-1] // 4}
+    return tuple(sorted(found - {0, *sizes}))
 
 
 def _up_to(sizes: tuple[int, ...], most: int) -> tuple[int, ...]:
@@ -105,6 +116,8 @@ class Buckets:
         config = with_default_buckets(config, limits.num_ranks)
         self.mixed = range(2, num_models + 1)
         self.decode = config.decode_buckets
+        self.late = tuple(n for n in config.late_decode_buckets if n < self.decode[-1])
+        self._decode = self.decode  # and those late ones that are there
         self.prefill = config.prefill_buckets
         self.thresholds = config.threshold_buckets_percent
         self.chunks = limits.max_prefill_seqs
@@ -130,6 +143,15 @@ class Buckets:
         rows = sorted({*self.decode, self.chunks, *mixed})
         keys += [Key(phase, n, FULL_CAPACITY) for phase in sampling_phases() for n in rows]
         return [*keys, self.seat]
+
+    def late_keys(self, size: int) -> list[Key]:
+        """Returns the programs that a late size takes."""
+        draws = [Key(phase, size, FULL_CAPACITY) for phase in sampling_phases()]
+        return draws + [Key("decode", size, percent) for percent in self.thresholds]
+
+    def add_late(self, size: int) -> None:
+        """Has steps of one model choose a late size, whose programs are there now."""
+        self._decode = tuple(sorted({*self._decode, size}))
 
     def mixed_keys(self) -> list[Key]:
         """Returns the keys of mixed decode steps."""
@@ -187,13 +209,17 @@ class Buckets:
 
         With `prompt_logprobs` it is the largest prefill program, the one that `score` follows.
         """
-        sizes = self.decode if phase == "decode" else self.prefill
-        fits = sizes[-1] if prompt_logprobs else self.bucket(phase, size)
+        if prompt_logprobs:
+            fits = self.prefill[-1]
+        elif phase == "decode" and models == 1:
+            fits = self._decode[bisect_left(self._decode, size)]
+        else:
+            fits = self.bucket(phase, size)
         percent = self.thresholds[bisect_left(self.thresholds, threshold_percent)]
         return Key(phase, fits, percent, models=models)
 
     def bucket(self, phase: str, size: int) -> int:
-        """Returns the smallest size of a phase's programs that holds `size`."""
+        """Returns the smallest size of a phase's programs at the start that holds `size`."""
         sizes = self.decode if phase == "decode" else self.prefill
         return sizes[bisect_left(sizes, size)]
 

@@ -94,12 +94,12 @@ class Executor(Protocol):
 
     @property
     def compilations_since_ready(self) -> int:
-        """Compilations since the executor was ready; each one is a fault."""
+        """Compilations since the executor was ready that a step waited for; each one is a fault."""
         ...
 
     @property
     def num_programs(self) -> int:
-        """Programs that were compiled before it was ready."""
+        """Programs that are compiled by now."""
         ...
 
     def listen(self, tell: Callable[[Any], None]) -> None:

@@ -1,9 +1,13 @@
 """Step programs: compiled ahead of time, keyed by (phase, token bucket, threshold bucket)."""
 
+import ctypes
 import os
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
+from threading import get_native_id
 from typing import Any
 
 import jax
@@ -35,11 +39,13 @@ from pallas_kernels.backend import backend, noting
 from pallas_kernels.routing import max_active_experts
 from serving.execution import traced_code
 from serving.execution.buckets import FULL_CAPACITY, Buckets, Key, sampling_phases
-from serving.execution.compilations import Compilations
+from serving.execution.compilations import Compilations, no_step_waits
 from serving.execution.executables import Executables
 from serving.execution.param_sets import ParamSets
 
 MAX_COMPILERS = 8  # at a time; each takes up to a gigabyte of host memory
+LATE_SWITCH_S = 0.0002
+"""After which a thread that traces a late program gives way to the event loop."""
 Progress = Callable[[str, int, int], None]
 """`(what, done, total)`."""
 
@@ -92,13 +98,20 @@ class Programs:
 
     @property
     def compilations_since_ready(self) -> int:
-        """Compilations since the programs were ready; each one is a fault."""
+        """Compilations since the programs were ready that a step waits for; each one is a fault."""
         return self._compilations.since_ready
 
     def compile_all(
-        self, keys: Sequence[Key], executables: Executables, progress: Progress | None = None
+        self,
+        keys: Sequence[Key],
+        executables: Executables,
+        progress: Progress | None = None,
+        *,
+        late: bool = False,
     ) -> None:
-        """Compiles programs, several at a time; what the disk has is read from there."""
+        """Compiles programs, several at a time; what the disk has is read from there. `late` ones
+        while others serve: one at a time, by a thread that takes the cores' idle time alone.
+        """
         before = len(self._compiled)
         code = _traced_code(self._model.config)
 
@@ -107,13 +120,18 @@ class Programs:
                 progress("compiling", len(self._compiled) - before, len(keys))
 
         def compiled(key: Key, cache_key: str, lowered: jax.stages.Lowered) -> None:
-            found = lowered.compile(compiler_options=self._options or None)
+            with no_step_waits() if late else nullcontext():
+                found = lowered.compile(compiler_options=self._options or None)
             executables.save(key.name, cache_key, found)
             self._compiled[key] = found
 
         tell()
         # XLA's compiler lets other threads run; tracing and lowering do not, and stay in this one.
-        with ThreadPoolExecutor(min(MAX_COMPILERS, os.cpu_count() or 1)) as pool:
+        workers = 1 if late else min(MAX_COMPILERS, os.cpu_count() or 1)
+        with (
+            _giving_way() if late else nullcontext(),
+            ThreadPoolExecutor(workers, initializer=_be_nice if late else None) as pool,
+        ):
             jobs = []
             try:
                 for key in keys:
@@ -131,6 +149,7 @@ class Programs:
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise
+        _trim()
 
     def step_bytes(self, executables: Executables) -> int:
         """Returns the device memory that a step needs beside its arguments, by XLA's reckoning of
@@ -352,6 +371,31 @@ class Programs:
                 self._options,
             )
         )
+
+
+@contextmanager
+def _giving_way() -> Iterator[None]:
+    """Lets other threads take the interpreter soon, and counts no compilation of this one."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(min(before, LATE_SWITCH_S))
+    try:
+        with no_step_waits():
+            yield
+    finally:
+        sys.setswitchinterval(before)
+
+
+def _be_nice() -> None:
+    """Gives this thread what the machine's cores have left, on Linux, where that goes by thread."""
+    if sys.platform == "linux":
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, get_native_id(), 19)
+
+
+def _trim() -> None:
+    """Gives back the memory that compiling has freed, where the C library can (glibc)."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _traced_code(cfg: ModelConfig) -> str:

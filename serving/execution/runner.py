@@ -5,6 +5,7 @@ It touches the device through `serving.execution.device` alone.
 
 import logging
 import math
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -53,6 +54,8 @@ GPU_LAUNCH_S = 17e-6
 """What one launch more costs a GPU at least: a graph's start, and kernels that are in every part.
 Reckoned, not measured; what it costs the host is measured."""
 FULL_CONTROL = StepControl(100, 0)
+LATE_AFTER_S = 2.0
+"""What is compiled late lets the rest of the start go first."""
 
 
 def part_layers(launch_s: float, whole_s: float, num_layers: int) -> int:
@@ -146,6 +149,7 @@ class DeviceRunner(StepExecutor):
         self._reader = ResultReader()
         self.mixed = MixedSteps(self.device)
         self._undrawn: _Undrawn | None = None
+        self._closing = threading.Event()
         self.copy_s = 0.0
         self.implementations = self.programs.implementations()
 
@@ -156,7 +160,7 @@ class DeviceRunner(StepExecutor):
 
     @property
     def compilations_since_ready(self) -> int:
-        """Compilations after `start`; each one is a fault."""
+        """Compilations after `start` that a step waited for; each one is a fault."""
         return self.programs.compilations_since_ready
 
     @property
@@ -165,7 +169,9 @@ class DeviceRunner(StepExecutor):
         return len(self.programs.compiled())
 
     def start(self, way: int, ways: Sequence[int], progress: Progress | None = None) -> None:
-        """Compiles every program, runs each once on padding, and loads `way` (0: none)."""
+        """Compiles every program, runs each once on padding, and loads `way` (0: none). Late
+        programs are compiled by a thread from then on.
+        """
         self._prepare(self.buckets.keys(), progress)
         for other in [w for w in ways if w != way] + [way] * bool(way):
             self._calls.use_way(other)  # every way once: switching compiles nothing later
@@ -180,6 +186,20 @@ class DeviceRunner(StepExecutor):
         if self._runs_parts and not self._parts_by_number:
             self._prepare(self.buckets.parts(self._layers_at_once), progress)
         self._calls.ready()
+        if self.buckets.late:
+            threading.Thread(target=self._compile_late, name="jmoe-late").start()
+
+    def _compile_late(self) -> None:
+        wait_s = LATE_AFTER_S
+        for size in reversed(self.buckets.late):
+            if self._closing.wait(wait_s):
+                return
+            wait_s = 0.0
+            try:
+                self.device.compile_late(size)
+            except Exception as error:  # whatever XLA raises: a larger program serves
+                why = f"{type(error).__name__}: {error}".splitlines()[0]
+                log.warning("no program for decode steps of %d rows, which run more: %s", size, why)
 
     def _prepare(self, keys: Sequence[Key], progress: Progress | None) -> None:
         """Compiles programs, and runs each once on padding."""
@@ -415,6 +435,7 @@ class DeviceRunner(StepExecutor):
         """Stops counting compilations, and reading. Other processes end, too, once they have run
         what they were told.
         """
+        self._closing.set()
         self.programs.close()
         self.sets.close()
         if self._followers is not None:

@@ -257,7 +257,9 @@ def _engine_families(engine: "Engine") -> Iterator[Metric]:
     yield counter("prefix_pages_evicted", about, stats.kept_pages_evicted)
     yield counter("expert_visits", "(token, layer, pick) visits", stats.expert_visits)
     yield counter("degraded_visits", "Visits rerouted or dropped", stats.degraded_visits)
-    yield counter("recompilations", "Programs compiled when ready", stats.compilations_since_ready)
+    yield counter(
+        "recompilations", "Compilations that a step waited for", stats.compilations_since_ready
+    )
     yield counter("requests_rejected", "Requests refused for load", stats.requests_rejected)
     yield family(
         GaugeMetricFamily,

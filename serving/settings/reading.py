@@ -431,6 +431,11 @@ def _check_together(config: ServerConfig, require: Any) -> None:
     ):
         require(not buckets or buckets[-1] >= most, name, f"empty, or reach {most}")
     require(
+        not engine.late_decode_buckets or (devices == 1 and engine.mode != "aep"),
+        "engine.late_decode_buckets",
+        "empty unless the model is on one device, without asynchronous workers",
+    )
+    require(
         engine.threshold_buckets_percent[-1:] in ((), (100,)),
         "engine.threshold_buckets_percent",
         "empty, or a list that ends with 100, which serves requests that refuse brownout",

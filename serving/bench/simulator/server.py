@@ -187,7 +187,8 @@ def recorded_machine(timeline: Path, config: EngineConfig, *, steady: bool = Fal
     """
     cfg = read_config(resolve(config.model))
     steps = read_steps(timeline, cfg.num_layers, cfg.experts_per_token)
-    buckets = {"prefill": config.prefill_buckets, "decode": config.decode_buckets}
+    decode = tuple(sorted({*config.decode_buckets, *config.late_decode_buckets}))
+    buckets = {"prefill": config.prefill_buckets, "decode": decode}
     times = StepTimes.fit(steps, buckets, steady=steady)
     return Machine(times, cfg.num_layers, cfg.experts_per_token)
 

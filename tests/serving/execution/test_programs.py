@@ -1,7 +1,9 @@
 """Layers as a Hopper GPU's server has them, on a CPU: one after another rather than scanned."""
 
 import asyncio
+import logging
 import math
+import threading
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +20,7 @@ from serving.engine import Engine
 from serving.execution import param_sets, runner
 from serving.execution.buckets import Buckets, Key, with_default_buckets
 from serving.execution.fitting import limits_of
+from serving.execution.programs import Programs
 from serving.plan import StepControl
 from serving.request import Priority, SamplingParams
 
@@ -241,12 +244,111 @@ def buckets(**sizes):
 
 
 def test_a_cpu_gets_few_programs_and_a_gpu_fine_steps():
-    assert buckets() == ((4, 8, 16, 64), (32, 128, 512), (100,))
+    assert buckets() == ((4, 16, 64), (32, 128, 512), (100,))
+    assert buckets(mode="aep")[0] == (4, 8, 16, 64)
     assert buckets(max_num_seqs=3, max_prefill_tokens=40) == ((3,), (32, 40), (100,))
     with traced_for("cuda"):
         assert buckets() == ((8, 16, 32, 64), (32, 64, 128, 256, 512), (20, 40, 70, 100))
         assert buckets(max_num_seqs=3)[0] == (8,)  # cuBLAS takes whole eights of rows
         assert buckets(max_num_seqs=100)[0] == (8, 16, 32, 64, 104)
+
+
+def test_a_cpu_gets_the_sizes_between_late_unless_sizes_are_set():
+    def late(num_ranks=1, **sizes):
+        return with_default_buckets(EngineConfig(**sizes), num_ranks).late_decode_buckets
+
+    assert late() == (1, 2, 8, 32, 48)
+    assert late(max_num_seqs=1) == ()
+    assert late(max_num_seqs=3) == (1, 2)
+    assert late(decode_buckets=(64,)) == late(mode="aep") == late(num_ranks=2) == ()
+    assert late(decode_buckets=(64,), late_decode_buckets=(24,)) == (24,)
+    with traced_for("cuda"):
+        assert late() == ()
+
+
+def test_a_step_runs_a_late_size_once_its_programs_are_there():
+    of = Buckets(EngineConfig(), limits_of(EngineConfig()))
+    assert of.late == (1, 2, 8, 32, 48)
+    at_start = set(of.keys())
+
+    def sizes():
+        keys = [of.choose("decode", n, 100, prompt_logprobs=False) for n in range(1, 65)]
+        return [key.size for key in keys]
+
+    before = sizes()
+    assert set(before) == {4, 16, 64}
+    for size in (32, 1):
+        assert not at_start.intersection(of.late_keys(size))
+        of.add_late(size)
+    assert sizes() == [1, 4, 4, 4, *[16] * 12, *[32] * 16, *[64] * 32]
+    assert set(of.keys()) == at_start
+    mixed = of.choose("decode", 20, 100, prompt_logprobs=False, models=2)
+    assert mixed.size == 64  # whose sizes are those of the start
+
+
+@pytest.fixture
+def held(monkeypatch):
+    """Holds up late programs' compilation; returns the event that lets them go, and the sizes of
+    decode steps that run.
+    """
+    released, ran = threading.Event(), []
+    compile_all, run = Programs.compile_all, Programs.run
+
+    def held_up(self, keys, executables, progress=None, *, late=False):
+        if late:
+            assert released.wait(60)
+            if keys[-1].size == 2:
+                raise RuntimeError("out of registers\nhere is why")
+        compile_all(self, keys, executables, progress, late=late)
+
+    def noted(self, key, *args, **given):
+        if key.phase == "decode":
+            ran.append(key.size)
+        return run(self, key, *args, **given)
+
+    monkeypatch.setattr(runner, "LATE_AFTER_S", 0.0)
+    monkeypatch.setattr(Programs, "compile_all", held_up)
+    monkeypatch.setattr(Programs, "run", noted)
+    return released, ran
+
+
+async def test_no_step_waits_for_a_late_program_or_fails_for_want_of_one(held, caplog):
+    """Of two late sizes one is never there: compiling it fails."""
+    released, ran = held
+    async with serving(max_num_seqs=3, decode_buckets=(3,), late_decode_buckets=(1, 2)) as engine:
+        ran.clear()
+        (late,) = [t for t in threading.enumerate() if t.name == "jmoe-late"]
+        before = await answer(engine)  # while the first of them is being compiled
+        assert late.is_alive()
+        assert set(ran) == {3}
+        ran.clear()
+        with caplog.at_level(logging.WARNING):
+            released.set()
+            await asyncio.to_thread(late.join)
+        (line,) = [record.getMessage() for record in caplog.records]
+        assert line == (
+            "no program for decode steps of 2 rows, which run more: RuntimeError: out of registers"
+        )
+        assert await answer(engine) == before
+        assert set(ran) == {1}
+        ran.clear()
+        assert await asyncio.gather(answer(engine), answer(engine)) == [before] * 2
+        assert 3 in ran
+        assert 2 not in ran
+        assert engine.executor.compilations_since_ready == 0
+        sampled = SamplingParams(max_new_tokens=3, ignore_eos=True, temperature=1.0)
+        assert len([out async for out in engine.generate(PROMPT, sampled)]) == 3
+        assert engine.executor.compilations_since_ready == 0
+
+
+@pytest.mark.deep
+async def test_a_server_that_stops_compiles_no_more(held):
+    released, _ = held
+    async with serving(max_num_seqs=3, decode_buckets=(3,), late_decode_buckets=(1, 2)) as engine:
+        (late,) = [t for t in threading.enumerate() if t.name == "jmoe-late"]
+    released.set()
+    await asyncio.to_thread(late.join)
+    assert {key.size for key in engine.executor.programs.compiled() if key.phase == "decode"} == {3}
 
 
 def test_buckets_that_are_set_are_kept_but_for_those_that_no_step_reaches():
