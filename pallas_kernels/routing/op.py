@@ -3,7 +3,7 @@
 from typing import Literal, NamedTuple
 
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from pallas_kernels.backend import batched, hopper, note
 from pallas_kernels.routing import batched as few_launches
@@ -13,6 +13,14 @@ from pallas_kernels.routing.tile_map import RowTiles, TileMap
 Scoring = Literal["softmax", "sigmoid"]
 ZERO, FULL, PARTIAL = 0, 1, 2
 STRATEGIES = {"zero": ZERO, "full": FULL, "partial": PARTIAL}
+
+
+class Grouping(NamedTuple):
+    """Groups of experts that follow each other, of one size: picks are of the best groups."""
+
+    count: int
+    top: int  # groups that are picked from
+    best: int  # experts whose scores add up to their group's
 
 
 class Plan(NamedTuple):
@@ -28,7 +36,7 @@ class TableRow(NamedTuple):
     copy, and a launch of its own.
     """
 
-    table: Int[Array, "layers n"]
+    table: Shaped[Array, "layers n"]
     layer: Int[Array, ""] | np.int32
 
 
@@ -47,15 +55,32 @@ class Dispatch(NamedTuple):
 
 
 def gate(
-    logits: Float[Array, "T m"], *, top_k: int, normalize: bool, scoring: Scoring = "softmax"
+    logits: Float[Array, "T m"],
+    *,
+    top_k: int,
+    normalize: bool,
+    scoring: Scoring = "softmax",
+    bias: Float[Array, "m"] | None = None,
+    grouping: Grouping | None = None,
+    scale: float = 1.0,
 ) -> tuple[Float[Array, "T {top_k}"], Int[Array, "T {top_k}"]]:
     """Returns the `top_k` largest logits of each row, and their scores; ties go to the lower id.
 
     Scores are softmax over all m experts or each logit's sigmoid, in float32. Returns gate weights
-    (the scores, divided by their sum where `normalize`) and expert ids (int32), by falling score.
-    A logit that is NaN counts as the lowest there is.
+    (the scores, divided by their sum where `normalize`, times `scale`) and expert ids (int32), by
+    falling score. A logit that is NaN counts as the lowest there is. With a `bias`, experts and
+    groups are chosen by score plus bias, with groups of which several experts count by score, as
+    float32 rounds them.
     """
-    return reference.gate(logits, top_k=top_k, normalize=normalize, scoring=scoring)
+    return reference.gate(
+        logits,
+        top_k=top_k,
+        normalize=normalize,
+        scoring=scoring,
+        bias=bias,
+        grouping=grouping,
+        scale=scale,
+    )
 
 
 def brownout_plan(
@@ -144,7 +169,7 @@ def row_length(row: Array | TableRow) -> int:
     return (row.table if isinstance(row, TableRow) else row).shape[-1]
 
 
-def row_of(row: Int[Array, "n"] | TableRow) -> Int[Array, "n"]:
+def row_of(row: Shaped[Array, "n"] | TableRow) -> Shaped[Array, "n"]:
     """Returns a layer's row, sliced out of its table where it still lies in one."""
     return row.table[row.layer] if isinstance(row, TableRow) else row
 
@@ -155,6 +180,9 @@ def route(
     top_k: int,
     normalize: bool,
     scoring: Scoring = "softmax",
+    bias: Float[Array, "m"] | TableRow | None = None,
+    grouping: Grouping | None = None,
+    scale: float = 1.0,
     groups: Int[Array, "m"] | TableRow,
     slots: Int[Array, "E"] | TableRow,
     threshold_percent: Int[Array, ""],
@@ -176,7 +204,7 @@ def route(
     if hopper():
         from pallas_kernels.routing import mosaic  # Pallas is not imported where it is unused
 
-        if mosaic.supports(logits, groups, slots, top_k, block_m):
+        if mosaic.supports(logits, groups, slots, top_k, block_m, bias, grouping):
             note("routing", kernel=True)
             num_visits = logits.shape[0] * top_k
             return mosaic.route(
@@ -184,6 +212,9 @@ def route(
                 top_k=top_k,
                 normalize=normalize,
                 scoring=scoring,
+                bias=bias,
+                grouping=grouping,
+                scale=scale,
                 groups=groups,
                 slots=slots,
                 threshold_percent=threshold_percent,
@@ -196,12 +227,16 @@ def route(
             )
     note("routing")
     groups, slots = row_of(groups), row_of(slots)
+    bias = None if bias is None else row_of(bias)
     if batched():
         ids, plan, work = few_launches.route(
             logits,
             top_k=top_k,
             normalize=normalize,
             scoring=scoring,
+            bias=bias,
+            grouping=grouping,
+            scale=scale,
             groups=groups,
             slots=slots,
             threshold_percent=threshold_percent,
@@ -216,7 +251,15 @@ def route(
             work = work._replace(tile_map=TileMap(map_tiles(work, tiles), tiles))
         return ids, plan, work
     logits = logits[:, : groups.shape[0]]
-    weights, ids = gate(logits, top_k=top_k, normalize=normalize, scoring=scoring)
+    weights, ids = gate(
+        logits,
+        top_k=top_k,
+        normalize=normalize,
+        scoring=scoring,
+        bias=bias,
+        grouping=grouping,
+        scale=scale,
+    )
     plan = brownout_plan(
         ids,
         groups=groups,

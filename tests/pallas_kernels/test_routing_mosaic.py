@@ -122,6 +122,29 @@ def test_rows_of_tables():
             check_tiles(got, want[2])
 
 
+V3 = routing.Grouping(3, 2, 2)
+
+
+def test_a_layers_row_of_a_table_of_biases():
+    static = Static(rows=5, scoring="sigmoid", bias=True, grouping=V3, tiles=MORE)
+    case = draw(2, static, routing.PARTIAL)
+    table = np.random.default_rng(0).normal(size=(3, static.experts)).astype(np.float32)
+    table[2] = case.bias
+    bias = routing.TableRow(jnp.asarray(table), jnp.int32(2))
+    with interpreter.interpreted():
+        op = jax.jit(partial(routed, kernel_of(static), static))
+        ids, _, got = jax.block_until_ready(op(case._replace(bias=bias)))
+    want = compiled("public", static)(jax.tree.map(jnp.asarray, case))
+    np.testing.assert_array_equal(ids, want[0])
+    np.testing.assert_allclose(got.visit_weight, want[2].visit_weight, rtol=1e-6)
+
+
+def test_biased_blocks_that_take_their_rows_in_turns_emulated():
+    """The logits of picks are read again before those of the next turn are loaded."""
+    static = Static(rows=580, scoring="sigmoid", bias=True, grouping=V3, scale=2.5, tiles=MORE)
+    check_route("sm90", static, [draw(5, static, routing.PARTIAL)])
+
+
 def blocks_of_a_cluster():
     """Runs a step of three blocks, the last not full; `test_steps_of_several_blocks` runs it in a
     process.
@@ -171,13 +194,17 @@ def test_steps_of_several_blocks():
         {"experts": 256, "united": 257},
         {"top_k": 17},
         {"block_m": 2},
+        {"experts": 128, "top_k": 9, "bias": True},
+        {"grouping": routing.Grouping(6, 3, 1)},
+        {"experts": 36, "grouping": routing.Grouping(9, 3, 1)},
     ],
     ids=str,
 )
 def test_what_the_kernel_does_not_take(changes):
-    case, static = draw(0, Static(**changes), 0), Static(**changes)
-    arrays = (jnp.asarray(a) for a in (case.logits, case.groups, case.slots))
-    assert not mosaic.supports(*arrays, static.top_k, static.block_m)
+    static = Static(**changes)
+    case = jax.tree.map(jnp.asarray, draw(0, static, 0))
+    given = case.logits, case.groups, case.slots, static.top_k, static.block_m
+    assert not mosaic.supports(*given, case.bias, static.grouping)
 
 
 LAYERS = 24
@@ -198,12 +225,14 @@ def arguments(shape, num_rows):
     )
 
 
-def route(shape):
-    def route(logits, groups, slots, threshold_percent, strategy, valid, exempt):
+def route(shape, **of_gate):
+    def route(logits, groups, slots, threshold_percent, strategy, valid, exempt, bias=None):
         return routing.route(
             logits,
             top_k=shape.top_k,
             normalize=shape is not QWEN15_MOE_A27B,
+            bias=bias,
+            **of_gate,
             groups=groups,
             slots=slots,
             threshold_percent=threshold_percent,
@@ -231,6 +260,36 @@ def test_compiled_for_an_h200(capfd, monkeypatch, shape, num_rows):
     )
     assert len(kernels) == 1
     assert kernels[0].spill_bytes == 0
+    assert compiled.memory_analysis().temp_size_in_bytes < 2**20
+
+
+def scored(name, num_experts, top_k, biased=True, scoring="sigmoid", grouping=None):
+    shape = replace(LARGEST, name=name, num_experts=num_experts, top_k=top_k)
+    return shape, biased, {"scoring": scoring, "grouping": grouping, "scale": 2.5}
+
+
+GLM = scored("GLM-4.5-Air", 128, 8)
+LARGEST_SCORED = scored("DeepSeek-V3", 256, 8, grouping=routing.Grouping(8, 4, 2))
+SCORED = [
+    (GLM, 64),
+    (GLM, 2048),
+    (scored("GLM-4.5", 160, 8), 512),
+    (scored("DeepSeek-V2", 160, 6, False, "softmax", routing.Grouping(8, 3, 1)), 512),
+    (LARGEST_SCORED, 64),
+    (LARGEST_SCORED, 512),
+    (scored("softmax", 256, 8, True, "softmax", routing.Grouping(8, 4, 2)), 512),
+    (scored("two groups", 256, 8, grouping=routing.Grouping(2, 1, 2)), 512),
+]
+
+
+@pytest.mark.parametrize(("model", "num_rows"), SCORED, ids=lambda x: x[0].name if isinstance(x, tuple) else x)
+def test_scored_compiled_for_an_h200(capfd, monkeypatch, model, num_rows):
+    shape, biased, of_gate = model
+    bias = [jax.ShapeDtypeStruct((shape.num_experts,), jnp.float32)] * biased
+    compiled, kernels = interpreter.compile_kernels(
+        capfd, monkeypatch, route(shape, **of_gate), *arguments(shape, num_rows), *bias
+    )
+    assert [kernel.spill_bytes for kernel in kernels] == [0]
     assert compiled.memory_analysis().temp_size_in_bytes < 2**20
 
 
