@@ -282,7 +282,9 @@ SCORED = [
 ]
 
 
-@pytest.mark.parametrize(("model", "num_rows"), SCORED, ids=lambda x: x[0].name if isinstance(x, tuple) else x)
+@pytest.mark.parametrize(
+    ("model", "num_rows"), SCORED, ids=lambda x: x[0].name if isinstance(x, tuple) else x
+)
 def test_scored_compiled_for_an_h200(capfd, monkeypatch, model, num_rows):
     shape, biased, of_gate = model
     bias = [jax.ShapeDtypeStruct((shape.num_experts,), jnp.float32)] * biased
