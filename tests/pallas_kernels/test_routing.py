@@ -267,7 +267,6 @@ SCORED = {
 }
 
 
-@pytest.mark.sized(deep=("mosaic-glm", "mosaic-v2", "mosaic-softmax", "mosaic-unbiased", "sm90"))
 @pytest.mark.parametrize("static", SCORED.values(), ids=SCORED)
 @pytest.mark.parametrize("name", CONTEXTS)
 def test_route_of_biased_and_grouped_scores_is_its_parts(name, static):
