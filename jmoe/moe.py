@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jmoe.brownout import Control
 from jmoe.config import ModelConfig
 from jmoe.experts import ABSENT, ExpertTable, Pool
+from jmoe.router import fused
 from jmoe.weights import Params
 from pallas_kernels import routing
 from pallas_kernels.activation import Activation, gated
@@ -158,12 +159,10 @@ def planned(
     """Returns the brownout plan of rows whose routers chose `ids`, by these gate weights (None: by
     visits, whatever the strategy says).
     """
-    scale = getattr(cfg.router, "scale", 1.0)
-    if weights is not None and scale != 1:
-        weights = weights / scale
     return routing.brownout_plan(
         ids,
         weights,
+        scale=getattr(cfg.router, "scale", 1.0),
         groups=groups,
         threshold_percent=control.threshold_percent,
         strategy=control.strategy,
@@ -257,13 +256,13 @@ def alone(
     cfg: ModelConfig, pool: Pool, table: ExpertTable, asked: Asked, max_active: int
 ) -> Answered:
     """Serves rows by this device's experts. An Exchange. Gate, plan and dispatch are one op, unless
-    the config has a router of its own.
+    that does not know the config's router.
 
     Where experts are offloaded (see ExpertTable), a visit that a substitute serves counts as
     degraded.
     """
     layer, _, h, logits, rows, control = asked
-    if cfg.router is None:
+    if (options := fused(cfg, layer)) is not None:
         top_k = cfg.experts_per_token
         num_experts = routing.row_length(table.slots)
         ids, plan, work = routing.route(
@@ -272,13 +271,12 @@ def alone(
             strategy=control.strategy,
             block_m=pool.block_rows(logits.shape[0] * top_k, max_active),
             max_active=max_active,
-            top_k=top_k,
-            normalize=cfg.norm_topk_prob,
             groups=table.groups,
             slots=table.slots,
             valid=rows.valid,
             exempt=rows.exempt,
             tiles=pool.row_tiles(logits.shape[0], top_k, num_experts),
+            **options,
         )
         out, expert_rows = pool.mlp(h, work, cfg.activation).astype(h.dtype), work.expert_rows
     else:

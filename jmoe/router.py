@@ -1,16 +1,19 @@
 """How a layer's router chooses experts: a value that a config names (`ModelConfig.router`).
 
-Without one, it is softmax over all experts and the K likeliest, which one kernel fuses with the
-brownout plan and the dispatch. Any other is a `Router`, wherever experts are.
+Without one, it is softmax over all experts and the K likeliest. That and `ScoredTopK` are what one
+kernel fuses with the brownout plan and the dispatch (`fused`). Any other is a `Router`, wherever
+experts are.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
+
+from pallas_kernels import routing
 
 if TYPE_CHECKING:
     from jmoe.config import ModelConfig
@@ -35,6 +38,19 @@ class Router(Protocol):
         ...
 
 
+def fused(cfg: "ModelConfig", layer: Mapping[str, Array]) -> dict[str, Any] | None:
+    """Returns what `routing.gate` and `routing.route` are told of a config's router; None for one
+    that they do not know.
+    """
+    if cfg.router is None:
+        return _options(cfg)
+    return cfg.router.options(cfg, layer) if isinstance(cfg.router, ScoredTopK) else None
+
+
+def _options(cfg: "ModelConfig") -> dict[str, Any]:
+    return {"top_k": cfg.experts_per_token, "normalize": cfg.norm_topk_prob}
+
+
 @dataclass(frozen=True)
 class ScoredTopK:
     """The K experts of the highest scores, of the best groups (DeepSeek-V2 and V3, GLM-4.5). A
@@ -52,24 +68,18 @@ class ScoredTopK:
         self, cfg: "ModelConfig", layer: Mapping[str, Array], logits: Float[Array, "T m"]
     ) -> tuple[Float[Array, "T K"], Int[Array, "T K"]]:
         """See Router."""
-        scored = jax.nn.softmax if self.scoring == "softmax" else jax.nn.sigmoid
-        scores = scored(logits.astype(jnp.float32))
-        chosen_by = scores + layer["router_bias"][None] if "router_bias" in layer else scores
-        if self.top_groups < self.groups:
-            chosen_by = jnp.where(self._in_best_groups(chosen_by), chosen_by, -jnp.inf)
-        _, ids = jax.lax.top_k(chosen_by, cfg.experts_per_token)
-        weights = jnp.take_along_axis(scores, ids, axis=1)
-        if cfg.norm_topk_prob:
-            weights = weights / (jnp.sum(weights, axis=1, keepdims=True) + 1e-20)
-        return self.scale * weights, ids.astype(jnp.int32)
+        return routing.gate(logits, **self.options(cfg, layer))
 
-    def _in_best_groups(self, scores: Float[Array, "T m"]) -> Array:
-        by_group = scores.reshape(len(scores), self.groups, -1)
-        worth = jnp.sum(jax.lax.top_k(by_group, min(self.best, by_group.shape[2]))[0], axis=2)
-        _, best = jax.lax.top_k(worth, self.top_groups)
-        groups = jnp.arange(self.groups, dtype=best.dtype)
-        is_best = jnp.any(best[:, :, None] == groups[None, None], axis=1)
-        return jnp.repeat(is_best, by_group.shape[2], axis=1)
+    def options(self, cfg: "ModelConfig", layer: Mapping[str, Array]) -> dict[str, Any]:
+        """Returns what `routing.gate` and `routing.route` are told of it."""
+        best = min(self.best, cfg.num_experts // self.groups)
+        grouping = routing.Grouping(self.groups, self.top_groups, best)
+        return _options(cfg) | {
+            "scoring": self.scoring,
+            "bias": layer.get("router_bias"),
+            "grouping": grouping if self.top_groups < self.groups else None,
+            "scale": self.scale,
+        }
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,8 @@ the visits ahead of it and the blocks of earlier experts. Comparisons grow with 
 visits, so from `MOST_COMPARED` on the dispatch is the reference's, which sorts.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -26,6 +28,9 @@ def route(
     top_k,
     normalize,
     scoring,
+    bias,
+    grouping,
+    scale,
     groups,
     slots,
     threshold_percent,
@@ -42,8 +47,8 @@ def route(
     if logits.shape[0] * HALF > jnp.iinfo(jnp.int32).max:
         raise ValueError(f"{logits.shape[0]} rows are more than one step's routing can count")
     logits = logits[:, :num_experts].astype(jnp.float32)
-    keys = jnp.where(logits >= reference.LOWEST, logits, reference.LOWEST)
-    rank, sum_of_exp = _ranks(keys, logits)
+    keys = reference.no_less(logits)
+    rank, sum_of_exp = _ranks(reference.choice(keys, scoring, bias, grouping), keys, logits)
     degradable = valid & ~exempt
     # Degradable rows in the lower half of a number, exempt ones above: one sum instead of two.
     of_row = jnp.where(valid, jnp.where(exempt, HALF, 1), 0)
@@ -56,7 +61,8 @@ def route(
     fields = [jnp.broadcast_to(own, rank.shape), keys, sum_of_exp]
     ids, top, sum_of_exp = _sums([jnp.where(hit, f[:, None, :], 0) for f in fields], 2)
     weights = _weights(top, sum_of_exp, normalize, scoring)
-    mine = jnp.where(degradable[:, None], reference.share_of(weights), 0)
+    weights = weights if scale == 1 else scale * weights
+    mine = jnp.where(degradable[:, None], reference.share_of(weights, scale), 0)
     shares = jnp.sum(jnp.where(hit, mine[:, :, None], 0), axis=(0, 1), dtype=jnp.int32)
     s1, target = reference.targets(
         count, shares, pinned, total, groups, threshold_percent, strategy
@@ -79,21 +85,19 @@ def _sums(arrays, axis):
     )
 
 
-def _ranks(keys, logits):
+def _ranks(chosen_by, keys, logits):
     """Returns, for every expert in its row, the experts ahead of it and the sum of exp(logit - its
     own key).
     """
     index = jnp.arange(keys.shape[1], dtype=jnp.int32)
-    own, other = keys[:, :, None], keys[:, None, :]
+    own, other = chosen_by[:, :, None], chosen_by[:, None, :]
     tie = (other == own) & (index[None, :] < index[:, None])[None]
     ahead = ((other > own) | tie).astype(jnp.int32)
-    return _sums([ahead, jnp.exp(logits[:, None, :] - own)], 2)
+    return _sums([ahead, jnp.exp(logits[:, None, :] - keys[:, :, None])], 2)
 
 
 def _weights(top, sum_of_exp, normalize, scoring):
-    """Returns the gate weights of picks by falling score, summed column by column, so that XLA
-    fuses it.
-    """
+    """Returns the gate weights of picks, summed column by column, so that XLA fuses it."""
     picks = range(top.shape[1])
     if scoring == "sigmoid":
         weights = jax.nn.sigmoid(top)
@@ -101,8 +105,8 @@ def _weights(top, sum_of_exp, normalize, scoring):
             return weights
         total = sum(weights[:, k : k + 1] for k in picks)
         return weights / jnp.maximum(total, reference.TINY)
-    if normalize:  # the first is the largest
-        weights = jnp.exp(top - top[:, :1])
+    if normalize:
+        weights = jnp.exp(top - functools.reduce(jnp.maximum, [top[:, k : k + 1] for k in picks]))
         return weights / sum(weights[:, k : k + 1] for k in picks)
     return 1 / sum_of_exp
 

@@ -9,7 +9,9 @@ shared memory, and what is one-hot is made again when visits are placed.
 
 - Gate: logits stay in registers, a row in four lanes. `top_k` rounds of row maximum, then the
   lowest id among those that equal it. What was picked becomes -inf, below any logit, and so marks
-  the picks for the count of visits.
+  the picks for the count of visits. With a bias, scores take the logits' place, and a warp reads
+  the picks' logits again, one by one; groups of experts are apart in registers, and in one that is
+  not among a row's best each logit becomes the lowest there is.
 - Plan: experts that come before one in the order (count, then id, pinned ones first) are those
   with a larger key, for keys are distinct; all pairs are compared in registers. Sums are int32.
 - Lookups by expert id are sums over a row of which one term is not zero: there is no gather here.
@@ -51,7 +53,7 @@ from pallas_kernels.layouts import (
     iota,
 )
 from pallas_kernels.routing import stages
-from pallas_kernels.routing.op import Dispatch, Plan, TableRow, row_length, row_of
+from pallas_kernels.routing.op import Dispatch, Grouping, Plan, TableRow, row_length, row_of
 from pallas_kernels.routing.parts import (
     BY_EXPERT,
     DEGRADABLE,
@@ -61,6 +63,7 @@ from pallas_kernels.routing.parts import (
     FEW_TURNS,
     GAP,
     MANY_EXPERTS,
+    MAX_GROUPS,
     MAX_LOGICAL,
     MAX_PICKS,
     MAX_ROUTED,
@@ -82,17 +85,29 @@ from pallas_kernels.routing.tile_map import COUNT, END, HEAD, ROW, SIZE, SLOT, R
 
 
 def supports(
-    logits: Array, groups: Array | TableRow, slots: Array | TableRow, top_k: int, block_m: int
+    logits: Array,
+    groups: Array | TableRow,
+    slots: Array | TableRow,
+    top_k: int,
+    block_m: int,
+    bias: Array | TableRow | None = None,
+    grouping: Grouping | None = None,
 ) -> bool:
     """Returns whether the kernel takes these: float32 logits; up to 4,096 rows of 64 routed
     experts, 2,048 of 128, 512 of 256, in fours; 512 logical experts; 8 picks, up to 512 rows of 128
-    experts or more 16; as far as what a block keeps fits in shared memory.
+    experts or more 16; up to 8 groups of a multiple of four experts; as far as what a block keeps
+    fits in shared memory.
     """
     num_rows, columns = logits.shape
     num_experts, num_logical = row_length(groups), row_length(slots)
     sizes = Sizes(num_rows, top_k, num_experts, num_logical, block_m, 0, True, "", None, False)
+    sizes = sizes._replace(biased=bias is not None)
+    plain = bias is None and grouping is None
     return (
         logits.dtype == jnp.float32
+        and (bias is None or _dtype(bias) == jnp.float32)
+        and (grouping is None or num_experts % (4 * grouping.count) == 0)
+        and (grouping is None or grouping.count <= MAX_GROUPS)
         and num_rows > 0
         and sizes.turns <= (MAX_TURNS if num_experts <= FEW_EXPERTS else FEW_TURNS)
         and smem_bytes(sizes) <= MAX_SMEM
@@ -101,9 +116,13 @@ def supports(
         and num_experts <= min(num_logical, MAX_ROUTED)
         and (sizes.turns == 1 or (num_experts <= MAX_ROUTED_IN_TURNS and top_k <= FEW_PICKS))
         and num_logical <= MAX_LOGICAL
-        and top_k <= (MAX_PICKS if num_experts >= MANY_EXPERTS else FEW_PICKS)
+        and top_k <= (MAX_PICKS if plain and num_experts >= MANY_EXPERTS else FEW_PICKS)
         and block_m % 4 == 0
     )
+
+
+def _dtype(row: Array | TableRow) -> jnp.dtype:
+    return (row.table if isinstance(row, TableRow) else row).dtype
 
 
 def route(
@@ -112,6 +131,9 @@ def route(
     top_k: int,
     normalize: bool,
     scoring: str,
+    bias: Float[Array, "m"] | TableRow | None = None,
+    grouping: Grouping | None = None,
+    scale: float = 1.0,
     groups: Int[Array, "m"] | TableRow,
     slots: Int[Array, "E"] | TableRow,
     threshold_percent: Int[Array, ""],
@@ -139,10 +161,14 @@ def route(
         scoring,
         tiles,
         interpreted,
+        bias is not None,
+        grouping,
+        scale,
     )
     scalars = threshold_percent.reshape(1), strategy.reshape(1)
     tables = (*_in_a_row(groups), *_in_a_row(slots))
-    out = _call(sizes)(logits, *tables, valid, exempt, *scalars)
+    more = () if bias is None else _in_a_row(bias)
+    out = _call(sizes)(logits, *tables, valid, exempt, *scalars, *more)
     ids, expert_ids = out.ids[:, :top_k], out.expert_ids[:, :top_k]
     plan = Plan(expert_ids, valid[:, None] & (expert_ids != ids), out.s1 != 0)
     return ids, plan, _dispatch(sizes, out, row_of(slots))
@@ -204,7 +230,8 @@ def _call(sizes: Sizes):
     exchanged = [per_expert, per_logical, per_expert]
 
     def routing(*refs, **scratch):
-        given, refs = refs[: len(Given._fields)], refs[len(Given._fields) :]
+        num_given = len(refs) - len(written) - (len(exchanged) if blocks > 1 else 0)
+        given, refs = refs[:num_given], refs[num_given:]
         out, shared = refs[: len(written)], refs[len(written) :]
         block = lax.axis_index("block")
         at = Block(sizes, block, Given(*given), Out(*out), shared, Smem(**scratch))
@@ -234,6 +261,8 @@ def _route(at: Block) -> None:
     smem, sizes = at.smem, at.sizes
     _load(at)
     _prepare(at)
+    if sizes.biased:
+        plgpu.barrier_wait(smem.bias_loaded)
     at.each_turn(_pick)
     plgpu.wait_smem_to_gmem(1 if sizes.turns == 1 else 0)  # gaps are marked; picks are on their way
     _meet(at, "arrive.release")
@@ -270,6 +299,9 @@ def _load(at: Block) -> None:
     """
     given, smem, sizes = at.given, at.smem, at.sizes
     _load_logits(at)
+    if sizes.biased:
+        bias = pl.ds(given.bias_layer[0] * sizes.experts, sizes.padded)
+        plgpu.copy_gmem_to_smem(given.bias.at[bias], smem.bias, smem.bias_loaded)
     groups = pl.ds(given.groups_layer[0] * sizes.experts, sizes.padded)
     plgpu.copy_gmem_to_smem(given.groups.at[groups], smem.groups, smem.full)
     for first, count in sizes.slot_boxes:

@@ -3,7 +3,7 @@
 from typing import Literal, NamedTuple
 
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from pallas_kernels.backend import batched, hopper, note
 from pallas_kernels.routing import batched as few_launches
@@ -14,6 +14,14 @@ Scoring = Literal["softmax", "sigmoid"]
 ZERO, FULL, PARTIAL = 0, 1, 2
 STRATEGIES = {"zero": ZERO, "full": FULL, "partial": PARTIAL}
 BY_WEIGHT = reference.BY_WEIGHT
+
+
+class Grouping(NamedTuple):
+    """Groups of experts that follow each other, of one size: picks are of the best groups."""
+
+    count: int
+    top: int  # groups that are picked from
+    best: int  # experts whose scores add up to their group's
 
 
 class Plan(NamedTuple):
@@ -29,7 +37,7 @@ class TableRow(NamedTuple):
     copy, and a launch of its own.
     """
 
-    table: Int[Array, "layers n"]
+    table: Shaped[Array, "layers n"]
     layer: Int[Array, ""] | np.int32
 
 
@@ -48,21 +56,39 @@ class Dispatch(NamedTuple):
 
 
 def gate(
-    logits: Float[Array, "T m"], *, top_k: int, normalize: bool, scoring: Scoring = "softmax"
+    logits: Float[Array, "T m"],
+    *,
+    top_k: int,
+    normalize: bool,
+    scoring: Scoring = "softmax",
+    bias: Float[Array, "m"] | None = None,
+    grouping: Grouping | None = None,
+    scale: float = 1.0,
 ) -> tuple[Float[Array, "T {top_k}"], Int[Array, "T {top_k}"]]:
     """Returns the `top_k` largest logits of each row, and their scores; ties go to the lower id.
 
     Scores are softmax over all m experts or each logit's sigmoid, in float32. Returns gate weights
-    (the scores, divided by their sum where `normalize`) and expert ids (int32), by falling score.
-    A logit that is NaN counts as the lowest there is.
+    (the scores, divided by their sum where `normalize`, times `scale`) and expert ids (int32), by
+    falling score. A logit that is NaN counts as the lowest there is. With a `bias`, experts and
+    groups are chosen by score plus bias, with groups of which several experts count by score, as
+    float32 rounds them.
     """
-    return reference.gate(logits, top_k=top_k, normalize=normalize, scoring=scoring)
+    return reference.gate(
+        logits,
+        top_k=top_k,
+        normalize=normalize,
+        scoring=scoring,
+        bias=bias,
+        grouping=grouping,
+        scale=scale,
+    )
 
 
 def brownout_plan(
     ids: Int[Array, "T K"],
     weights: Float[Array, "T K"] | None = None,
     *,
+    scale: float = 1.0,
     groups: Int[Array, "m"],
     threshold_percent: Int[Array, ""],
     strategy: Int[Array, ""],
@@ -72,8 +98,8 @@ def brownout_plan(
     """BrownoutServe's Algorithm 1 for one layer, made exact (docs/architecture.md, Brownout).
 
     A strategy's code plus `BY_WEIGHT` keeps as many experts as Algorithm 1 does, but those whose
-    degradable visits have most gate `weights` together (in units of 2^-15; of the router, before
-    any scaling): as much is computed, and less is lost. It needs weights.
+    degradable visits have most gate `weights` together (in units of 2^-15, before `scale`): as much
+    is computed, and less is lost. It needs weights.
 
     `groups[e]` is the united expert of e's group, or -1 where none is loaded (the original then
     serves). Threshold and strategy are traced: another setting is not another program. All
@@ -83,6 +109,7 @@ def brownout_plan(
         *reference.brownout_plan(
             ids,
             weights,
+            scale=scale,
             groups=groups,
             threshold_percent=threshold_percent,
             strategy=strategy,
@@ -151,7 +178,7 @@ def row_length(row: Array | TableRow) -> int:
     return (row.table if isinstance(row, TableRow) else row).shape[-1]
 
 
-def row_of(row: Int[Array, "n"] | TableRow) -> Int[Array, "n"]:
+def row_of(row: Shaped[Array, "n"] | TableRow) -> Shaped[Array, "n"]:
     """Returns a layer's row, sliced out of its table where it still lies in one."""
     return row.table[row.layer] if isinstance(row, TableRow) else row
 
@@ -162,6 +189,9 @@ def route(
     top_k: int,
     normalize: bool,
     scoring: Scoring = "softmax",
+    bias: Float[Array, "m"] | TableRow | None = None,
+    grouping: Grouping | None = None,
+    scale: float = 1.0,
     groups: Int[Array, "m"] | TableRow,
     slots: Int[Array, "E"] | TableRow,
     threshold_percent: Int[Array, ""],
@@ -183,7 +213,7 @@ def route(
     if hopper():
         from pallas_kernels.routing import mosaic  # Pallas is not imported where it is unused
 
-        if mosaic.supports(logits, groups, slots, top_k, block_m):
+        if mosaic.supports(logits, groups, slots, top_k, block_m, bias, grouping):
             note("routing", kernel=True)
             num_visits = logits.shape[0] * top_k
             return mosaic.route(
@@ -191,6 +221,9 @@ def route(
                 top_k=top_k,
                 normalize=normalize,
                 scoring=scoring,
+                bias=bias,
+                grouping=grouping,
+                scale=scale,
                 groups=groups,
                 slots=slots,
                 threshold_percent=threshold_percent,
@@ -203,12 +236,16 @@ def route(
             )
     note("routing")
     groups, slots = row_of(groups), row_of(slots)
+    bias = None if bias is None else row_of(bias)
     if batched():
         ids, plan, work = few_launches.route(
             logits,
             top_k=top_k,
             normalize=normalize,
             scoring=scoring,
+            bias=bias,
+            grouping=grouping,
+            scale=scale,
             groups=groups,
             slots=slots,
             threshold_percent=threshold_percent,
@@ -223,10 +260,19 @@ def route(
             work = work._replace(tile_map=TileMap(map_tiles(work, tiles), tiles))
         return ids, plan, work
     logits = logits[:, : groups.shape[0]]
-    weights, ids = gate(logits, top_k=top_k, normalize=normalize, scoring=scoring)
+    weights, ids = gate(
+        logits,
+        top_k=top_k,
+        normalize=normalize,
+        scoring=scoring,
+        bias=bias,
+        grouping=grouping,
+        scale=scale,
+    )
     plan = brownout_plan(
         ids,
         weights,
+        scale=scale,
         groups=groups,
         threshold_percent=threshold_percent,
         strategy=strategy,

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.layouts import BY_SINGLE_COLUMN, I32, ROWS, SINGLE_COLUMNS
-from pallas_kernels.routing.reference import BY_WEIGHT
+from pallas_kernels.routing.op import Grouping
+from pallas_kernels.routing.reference import BY_WEIGHT, by_score
 from pallas_kernels.routing.tile_map import RowTiles, max_tiles
 
 MAX_BLOCKS = 8
@@ -35,6 +36,9 @@ MAX_PICKS = 16
 
 FEW_PICKS, MANY_EXPERTS = 8, 128
 """More picks of fewer experts spill up to 72 bytes; no model is known to have them."""
+
+MAX_GROUPS = 8
+"""Groups of experts, of each of which a row's logits are looked at apart."""
 
 MAX_BOX = 256
 """Elements of a TMA box along one axis."""
@@ -65,6 +69,14 @@ class Sizes(NamedTuple):
     scoring: str
     tiles: RowTiles | None  # to be mapped
     interpreted: bool
+    biased: bool = False
+    grouping: Grouping | None = None
+    scale: float = 1.0
+
+    @property
+    def by_score(self) -> bool:
+        """Whether experts are chosen by score, not by logit."""
+        return by_score(self.biased, self.grouping)
 
     @property
     def turns(self) -> int:
@@ -116,6 +128,8 @@ class Given(NamedTuple):
     exempt: Any
     threshold: Any
     strategy: Any
+    bias: Any = None
+    bias_layer: Any = None
 
 
 class Out(NamedTuple):
@@ -166,6 +180,8 @@ class Smem(NamedTuple):
     turn_rows: Any = None  # of a turn, as `rows` is of the block
     exchanged: Any = None  # barriers
     met: Any = None
+    bias: Any = None
+    bias_loaded: Any = None  # barrier
 
 
 class Block(NamedTuple):
@@ -243,6 +259,9 @@ def scratch(sizes: Sizes) -> dict[str, Any]:
         },
         **{name: i32(places) for name in ("rows", "start", "tile")},
     }
+    if sizes.biased:
+        scratch["bias"] = plgpu.SMEM(vector, jnp.float32)
+        scratch["bias_loaded"] = plgpu.Barrier()
     if sizes.blocks > 1:
         scratch |= {
             "all_visits": i32((sizes.blocks, *vector)),

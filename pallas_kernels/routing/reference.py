@@ -18,13 +18,18 @@ TINY = float(jnp.finfo(jnp.float32).tiny)
 """Least sum that weights are divided by: sigmoids underflow."""
 
 
-def gate(logits, *, top_k, normalize, scoring):
+def gate(logits, *, top_k, normalize, scoring, bias=None, grouping=None, scale=1.0):
     """See `op.gate`."""
     logits = logits.astype(jnp.float32)
-    keys = jnp.where(logits >= LOWEST, logits, LOWEST)
+    keys = no_less(logits)
     # top_k would put 0.0 above -0.0. Added, so that a logit of zero has its gradient.
     keys = keys + lax.stop_gradient(jnp.where(keys == 0, 0.0, keys) - keys)
-    top, ids = lax.top_k(keys, top_k)
+    if bias is None and grouping is None:
+        top, ids = lax.top_k(keys, top_k)
+    else:
+        chosen_by = lax.stop_gradient(choice(keys, scoring, bias, grouping))
+        _, ids = lax.top_k(jnp.where(chosen_by == 0, 0.0, chosen_by), top_k)
+        top = jnp.take_along_axis(keys, ids, axis=1)
     # Not `top[:, :1]`: a slice of its results keeps XLA from seeing top_k in them, and it sorts.
     highest = lax.stop_gradient(jnp.max(keys, axis=-1, keepdims=True))
     weights = jax.nn.sigmoid(top) if scoring == "sigmoid" else jnp.exp(top - highest)
@@ -32,17 +37,54 @@ def gate(logits, *, top_k, normalize, scoring):
         weights = weights / jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), TINY)
     elif scoring == "softmax":
         weights = weights / jnp.sum(jnp.exp(logits - highest), axis=-1, keepdims=True)
-    return weights, ids.astype(jnp.int32)
+    return weights if scale == 1 else scale * weights, ids.astype(jnp.int32)
 
 
-def brownout_plan(ids, weights, *, groups, threshold_percent, strategy, valid, exempt):
+def no_less(keys):
+    """Returns keys by which experts are chosen: the lowest there is for NaN and -inf."""
+    return jnp.where(keys >= LOWEST, keys, LOWEST)
+
+
+def by_score(biased, grouping):
+    """Returns whether experts are chosen by score: logits would order them otherwise."""
+    return biased or (grouping is not None and grouping.best > 1)
+
+
+def choice(keys, scoring, bias, grouping):
+    """Returns what experts are chosen by, of logits that are no less than `LOWEST`."""
+    if by_score(bias is not None, grouping):
+        keys = jax.nn.sigmoid(keys) if scoring == "sigmoid" else jax.nn.softmax(keys, axis=1)
+    if bias is not None:
+        keys = no_less(keys + bias.astype(jnp.float32)[None])
+    return keys if grouping is None else jnp.where(_in_best(keys, grouping), keys, LOWEST)
+
+
+def _in_best(keys, grouping):
+    """Returns whether each expert is in one of its row's best groups. Compares, and so fuses."""
+    num_rows, num_experts = keys.shape
+    left = keys.reshape(num_rows, grouping.count, -1)
+    worth = jnp.zeros((num_rows, grouping.count), jnp.float32)
+    own = jnp.arange(left.shape[2], dtype=jnp.int32)[None, None]
+    for _ in range(grouping.best):
+        most = jnp.max(left, axis=2, keepdims=True)
+        worth += most[:, :, 0]
+        first = jnp.min(jnp.where(left == most, own, left.shape[2]), axis=2, keepdims=True)
+        left = jnp.where(own == first, -jnp.inf, left)
+    group = jnp.arange(grouping.count, dtype=jnp.int32)
+    own, other = worth[:, :, None], worth[:, None, :]
+    ahead = (other > own) | (other == own) & (group[None, :] < group[:, None])[None]
+    is_best = jnp.sum(ahead, axis=2, dtype=jnp.int32) < grouping.top
+    return jnp.repeat(is_best, num_experts // grouping.count, axis=1)
+
+
+def brownout_plan(ids, weights, *, scale, groups, threshold_percent, strategy, valid, exempt):
     """See `op.brownout_plan`. Returns (expert_ids, degraded, s1)."""
     num_experts = groups.shape[0]
     degradable = valid & ~exempt
     chosen = ids[:, :, None] == jnp.arange(num_experts, dtype=jnp.int32)[None, None, :]
     counted = chosen & degradable[:, None, None]
     count = _count(counted)
-    shares = None if weights is None else share_of(weights)
+    shares = None if weights is None else share_of(weights, scale)
     if shares is not None:
         shares = jnp.sum(jnp.where(counted, shares[:, :, None], 0), axis=(0, 1), dtype=jnp.int32)
     pinned = jnp.any(chosen & (valid & exempt)[:, None, None], axis=(0, 1))
@@ -53,9 +95,11 @@ def brownout_plan(ids, weights, *, groups, threshold_percent, strategy, valid, e
     return expert_ids, valid[:, None] & (expert_ids != ids), s1
 
 
-def share_of(weights):
-    """Returns gate weights in units of 2^-15, as int32: their sums are the same in any order."""
-    return (weights * (1 << 15) + 0.5).astype(jnp.int32)
+def share_of(weights, scale):
+    """Returns gate weights, before they were scaled, in units of 2^-15, as int32: in any order,
+    their sums are the same.
+    """
+    return (weights * ((1 << 15) / scale) + 0.5).astype(jnp.int32)
 
 
 def targets(count, shares, pinned, total, groups, threshold_percent, strategy):

@@ -20,6 +20,7 @@ from pallas_kernels.layouts import (
     down,
     iota,
 )
+from pallas_kernels.routing.op import Grouping
 from pallas_kernels.routing.parts import (
     BY_EXPERT,
     DEGRADABLE,
@@ -34,7 +35,7 @@ from pallas_kernels.routing.parts import (
     by_row_and_expert,
     product,
 )
-from pallas_kernels.routing.reference import BY_WEIGHT, LOWEST, TINY
+from pallas_kernels.routing.reference import BY_WEIGHT, LOWEST, TINY, no_less
 
 MAX_TOGETHER, MAX_TOGETHER_IN_TURNS, FEW = 128, 64, 32
 """Routed experts that sums over rows are made of at once, in a block of one turn and of several;
@@ -67,10 +68,11 @@ class _Part(NamedTuple):
         return pl.ds(self.first, self.count)
 
 
-def _parts(sizes: Sizes) -> list[_Part]:
+def _parts(sizes: Sizes, size: int = 0) -> list[_Part]:
+    """Returns parts of a size, or of one with which registers suffice."""
     count = sizes.experts
     most = MAX_TOGETHER if sizes.turns == 1 else MAX_TOGETHER_IN_TURNS
-    together = count if count <= most else FEW
+    together = size or (count if count <= most else FEW)
     return [_Part(first, min(together, count - first)) for first in range(0, count, together)]
 
 
@@ -80,15 +82,22 @@ def _of_all(operation: Callable, parts: list) -> Any:
 
 def gate(at: Block) -> None:
     """Computes picks, their weights, and the visits of each expert, all in shared memory."""
-    sizes, smem = at.sizes, at.smem
-    parts = _parts(sizes)
+    sizes, smem, grouping = at.sizes, at.smem, at.sizes.grouping
+    parts = _parts(sizes, sizes.experts // grouping.count if grouping else 0)
     logits = [by_row_and_expert(smem.logits.at[:, part.slice]) for part in parts]
-    xs = tuple(jnp.where(x >= LOWEST, x, LOWEST) for x in logits)
-    scale = None
-    if sizes.scoring == "softmax" and not sizes.normalize:
+    xs = tuple(map(no_less, logits))
+    top = scale = None
+    if sizes.scoring == "softmax" and (sizes.by_score or not sizes.normalize):
         top = _of_all(jnp.maximum, [jnp.max(x, axis=1) for x in xs])
-        sums = [jnp.sum(jnp.exp(x - across(top, x.shape)), axis=1) for x in logits]
-        scale = _of_all(jnp.add, sums)
+        if not sizes.by_score:
+            scale = _sum_of_exp(logits, top)
+    if sizes.by_score:
+        xs = _scores(xs, top)
+    if sizes.biased:
+        bias = [by_expert(smem.bias.at[part.slice]) for part in parts]
+        xs = tuple(no_less(x + down(b, x.shape)) for x, b in zip(xs, bias, strict=True))
+    if grouping:
+        xs = _of_best_groups(grouping, parts, xs)
 
     def pick(k, xs):
         top = _of_all(jnp.maximum, [jnp.max(x, axis=1) for x in xs])
@@ -112,7 +121,12 @@ def gate(at: Block) -> None:
         if sizes.turns > 1:
             visits += by_expert(smem.visits.at[part.slice])
         smem.visits[part.slice] = visits
-    _weigh(at, scale)
+    if sizes.by_score:
+        if top is not None and not sizes.normalize:
+            again = [by_row_and_expert(smem.logits.at[:, part.slice]) for part in parts]
+            scale = _sum_of_exp(again, top)
+        _read_picked(at)
+    _weigh(at, top if sizes.by_score else None, scale)
 
     @pl.when(at.by_weight)
     def _():
@@ -128,7 +142,7 @@ def _share_out(at: Block, kind) -> None:
 
         def add(k, found, part=part):
             weights, picked = by_row(smem.weights.at[:, k]), by_row(smem.ids.at[:, k])
-            share = (weights * (1 << 15) + 0.5).astype(I32)
+            share = (weights * ((1 << 15) / sizes.scale) + 0.5).astype(I32)
             share = across(jnp.where(kind == DEGRADABLE, share, 0), found.shape)
             return found + jnp.where(part.hits(picked), share, 0)
 
@@ -139,18 +153,78 @@ def _share_out(at: Block, kind) -> None:
         smem.shares[part.slice] = shares
 
 
-def _weigh(at: Block, scale) -> None:
-    """Makes weights of the picks' logits, in shared memory; `scale` is softmax's sum."""
+def _sum_of_exp(logits, top):
+    """Returns each row's sum of exp(logit - top)."""
+    return _of_all(jnp.add, [jnp.sum(jnp.exp(x - across(top, x.shape)), axis=1) for x in logits])
+
+
+def _scores(xs, top):
+    """Returns scores of logits: of softmax, if there is a row's `top`, else of sigmoid."""
+    if top is None:
+        return tuple(1.0 / (1.0 + jnp.exp(-x)) for x in xs)
+    total = _sum_of_exp(xs, top)
+    return tuple(jnp.exp(x - across(top, x.shape)) / across(total, x.shape) for x in xs)
+
+
+def _of_best_groups(grouping: Grouping, parts: list[_Part], xs):
+    """Returns `xs`, the lowest there is in groups that are not among a row's best. Each part is a
+    group.
+    """
+    worth = []
+    for part, left in zip(parts, xs, strict=True):
+        of_group = 0.0
+        for i in range(grouping.best):
+            most = jnp.max(left, axis=1)
+            of_group += most
+            if i + 1 < grouping.best:
+                best = jnp.where(left == across(most, left.shape), part.columns, part.count)
+                first = across(jnp.min(best, axis=1), left.shape)
+                left = jnp.where(part.columns == first, -jnp.inf, left)
+        worth.append(of_group)
+    kept = []
+    for g, (own, x) in enumerate(zip(worth, xs, strict=True)):
+        others = [other >= own if j < g else other > own for j, other in enumerate(worth) if j != g]
+        ahead = functools.reduce(jnp.add, [jnp.where(is_ahead, 1, 0) for is_ahead in others])
+        most = jnp.where(ahead < grouping.top, jnp.inf, LOWEST)
+        kept.append(jnp.minimum(x, across(most, x.shape)))
+    return tuple(kept)
+
+
+def _read_picked(at: Block) -> None:
+    """Stores the logits of what was picked by other keys as weights. A warp reads sixteen at a
+    time.
+    """
+    smem = at.smem
+
+    def one_warp(warp):
+        @pl.loop(0, at.sizes.picks)
+        def _(k):
+            rows = [warp * 16 + i for i in range(16)]
+            picked = [smem.ids[row, k] for row in rows]
+            found = [smem.logits[row, expert] for row, expert in zip(rows, picked, strict=True)]
+            for row, logit in zip(rows, found, strict=True):
+                smem.weights[row, k] = no_less(logit)
+
+    plgpu.warp_map(one_warp)
+    plgpu.commit_smem()
+
+
+def _weigh(at: Block, largest, scale) -> None:
+    """Makes weights of the picks' logits, in shared memory. `largest` is a row's largest logit,
+    None where the first pick's is it; `scale` is softmax's sum.
+    """
     sizes = at.sizes
     tops = [by_row(at.smem.weights.at[:, k]) for k in range(sizes.picks)]
     if sizes.scoring == "sigmoid":
         weights = [1.0 / (1.0 + jnp.exp(-top)) for top in tops]
     else:
-        weights = [jnp.exp(top - tops[0]) for top in tops]
+        largest = tops[0] if largest is None else largest
+        weights = [jnp.exp(top - largest) for top in tops]
     if sizes.normalize:
         scale = jnp.maximum(functools.reduce(jnp.add, weights), TINY)
     for k, weight in enumerate(weights):
-        at.smem.weights[:, k] = weight if scale is None else weight / scale
+        weight = weight if scale is None else weight / scale
+        at.smem.weights[:, k] = weight if sizes.scale == 1 else sizes.scale * weight
 
 
 def plan(at: Block, visits) -> None:

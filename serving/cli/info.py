@@ -212,13 +212,15 @@ def _describe(
     """
     from jmoe.attention import page_windows
     from jmoe.display import count, size
+    from jmoe.router import fused
 
     total, active = num_parameters(cfg), num_parameters(cfg, cfg.experts_per_token)
+    unfused = ": without the fused kernel" if fused(cfg, {}) is None else ""
     rows = [
         ("architecture", cfg.architecture),
         ("layers", f"{cfg.num_layers}, {cfg.num_moe_layers} of them MoE"),
         ("experts a layer", f"{cfg.num_experts}, {cfg.experts_per_token} a token"),
-        ("router", "softmax" if cfg.router is None else f"{cfg.router}: without the fused kernel"),
+        ("router", "softmax" if cfg.router is None else f"{cfg.router}{unfused}"),
         ("positions", f"{cfg.max_position:,}"),
         ("parameters", f"{count(total)}, {count(active)} active a token"),
     ]

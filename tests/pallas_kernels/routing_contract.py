@@ -24,6 +24,7 @@ class Case(NamedTuple):
     strategy: np.ndarray
     valid: np.ndarray
     exempt: np.ndarray
+    bias: np.ndarray | None = None
 
 
 class Static(NamedTuple):
@@ -38,9 +39,16 @@ class Static(NamedTuple):
     block_m: int = 8
     padding: int = 0  # columns of logits that are no experts
     tiles: routing.RowTiles | None = None
+    bias: bool = False
+    grouping: routing.Grouping | None = None
+    scale: float = 1.0
+
+    def of_gate(self):
+        keys = ("top_k", "normalize", "scoring", "grouping", "scale")
+        return {key: getattr(self, key) for key in keys}
 
     def options(self):
-        keys = ("top_k", "normalize", "scoring", "block_m", "tiles")
+        keys = (*self.of_gate(), "block_m", "tiles")
         return {key: getattr(self, key) for key in keys} | {"max_active": self.experts}
 
 
@@ -53,6 +61,9 @@ def draw(seed, static, strategy):
     logits = rng.normal(size=(rows, m)) + rng.choice([0, 1, 4]) * rng.normal(size=m)
     if seed % 3 == 0:
         logits = np.round(logits * rng.choice([0.0, 0.5, 2.0]))  # -0.0 among them
+    by_score = static.bias or (static.grouping and static.grouping.best > 1)
+    if by_score:  # where what should not be a tie is none by rounding either
+        logits = np.clip(np.abs(logits) if seed % 3 == 0 else logits, -8, 8)
     if seed % 4 == 3:
         logits[rng.random(logits.shape) < 0.1] = rng.choice([np.nan, -np.inf])
         logits[rng.integers(rows)] = np.nan
@@ -61,7 +72,7 @@ def draw(seed, static, strategy):
     groups = rng.integers(0, max(static.united, 1), m)
     groups = np.where(rng.random(m) < rng.choice([0, 0, 0.3, 1]), -1, groups)
     groups = groups if static.united else np.full(m, -1)
-    return Case(
+    case = Case(
         logits.astype(np.float32),
         groups.astype(np.int32),
         rng.permutation(2 * (m + static.united))[: m + static.united].astype(np.int32),
@@ -70,6 +81,10 @@ def draw(seed, static, strategy):
         rng.random(rows) >= rng.choice([0, 0, 0.2, 0.9, 1], p=[0.3, 0.3, 0.2, 0.15, 0.05]),
         rng.random(rows) < rng.choice([0, 0, 0.3]),
     )
+    if not static.bias:
+        return case
+    bias = rng.integers(0, 2, m) * 4 if seed % 3 == 0 else rng.normal(size=m)
+    return case._replace(bias=bias.astype(np.float32))
 
 
 @cache
@@ -97,7 +112,8 @@ def kernel_of(static, name="mosaic"):
     blocks = routing.max_blocks(static.rows * static.top_k, static.experts, static.block_m)
 
     def op(logits, *, max_active, groups, slots, **rest):
-        assert mosaic.supports(logits, groups, slots, static.top_k, static.block_m)
+        gated = static.top_k, static.block_m, rest["bias"], static.grouping
+        assert mosaic.supports(logits, groups, slots, *gated)
         more = {"groups": groups, "slots": slots, "num_blocks": blocks, "interpreted": interpreted}
         return mosaic.route(logits, **more, **rest)
 
@@ -108,14 +124,12 @@ def route_by_parts(case, static):
     """Routes a case by the three public ops."""
     with references_only():
         weights, ids = routing.gate(
-            case.logits[:, : static.experts],
-            top_k=static.top_k,
-            normalize=static.normalize,
-            scoring=static.scoring,
+            case.logits[:, : static.experts], bias=case.bias, **static.of_gate()
         )
         plan = routing.brownout_plan(
             ids,
             weights,
+            scale=static.scale,
             groups=case.groups,
             threshold_percent=case.threshold_percent,
             strategy=case.strategy,

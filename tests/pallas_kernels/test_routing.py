@@ -106,6 +106,23 @@ def test_gate_has_the_gradient_of_its_scores(normalize, scoring):
     np.testing.assert_allclose(jax.grad(weights)(logits), jax.grad(by_hand)(logits), atol=1e-7)
 
 
+def test_gate_gives_ties_of_scores_and_of_groups_to_the_lower_id():
+    """A bias outweighs scores without being one; a NaN is the lowest there is in its group, too."""
+    gate = partial(routing.gate, top_k=2, normalize=False, scoring="sigmoid")
+    logits, bias = jnp.asarray([[1.0, 0.0, -1.0, 0.0, 1.0, 2.0]]), jnp.asarray([0.0, 1, 0, 1, 0, 0])
+    weights, ids = gate(logits, bias=bias, scale=2.0)
+    assert ids.tolist() == [[1, 3]]
+    np.testing.assert_allclose(weights, [[1, 1]])
+    _, ids = gate(logits, bias=bias, grouping=routing.Grouping(3, 1, 1))
+    assert ids.tolist() == [[1, 0]]
+    _, ids = gate(jnp.zeros((1, 6)), grouping=routing.Grouping(3, 1, 2))
+    assert ids.tolist() == [[0, 1]]
+    logits = jnp.asarray([[jnp.nan, 1.5, 1.0, 1.0, 0.0, 0.0]])
+    for best, want in ((1, [1, 0]), (2, [2, 3])):
+        _, ids = gate(logits, grouping=routing.Grouping(3, 1, best))
+        assert ids.tolist() == [want]
+
+
 T, K, E = 10, 3, 7  # one shape for all generated cases: one compilation a block height
 
 
@@ -239,3 +256,19 @@ def test_route_is_its_parts(name, strategy, static):
         "sm90": [strategy + 8],
     }
     check_route(name, static, [draw(seed, static, strategy) for seed in seeds[name]])
+
+
+SCORED = {
+    "glm": Static(scoring="sigmoid", bias=True, scale=2.5, padding=4, tiles=ONE),
+    "v2": Static(normalize=False, grouping=routing.Grouping(3, 2, 1), scale=16.0, block_m=4),
+    "v3": Static(scoring="sigmoid", bias=True, grouping=routing.Grouping(3, 2, 2), tiles=MORE),
+    "softmax": Static(normalize=False, bias=True, grouping=routing.Grouping(3, 1, 1)),
+    "unbiased": Static(grouping=routing.Grouping(3, 2, 2), top_k=3),
+}
+
+
+@pytest.mark.parametrize("static", SCORED.values(), ids=SCORED)
+@pytest.mark.parametrize("name", CONTEXTS)
+def test_route_of_biased_and_grouped_scores_is_its_parts(name, static):
+    seeds = {"public": range(9), "batched": range(18), "mosaic": range(6), "sm90": [3, 7]}
+    check_route(name, static, [draw(seed, static, seed % 3) for seed in seeds[name]])
