@@ -52,24 +52,24 @@ def route(
     degradable = valid & ~exempt
     # Degradable rows in the lower half of a number, exempt ones above: one sum instead of two.
     of_row = jnp.where(valid, jnp.where(exempt, HALF, 1), 0)
-    visits = jnp.sum(jnp.where(rank < top_k, of_row[:, None], 0), axis=0, dtype=jnp.int32)
+    picked = rank < top_k
+    share = reference.share_of(_scores(keys, sum_of_exp, picked, normalize, scoring), 1.0)
+    counted = of_row[:, None], jnp.where(degradable[:, None], share, 0)
+    visits, shares = _sums([jnp.where(picked, values, 0) for values in counted], 0)
     count, pinned = visits & (HALF - 1), visits >= HALF
     total = top_k * jnp.sum(degradable, dtype=jnp.int32)  # the same in every layer
     own = jnp.arange(num_experts, dtype=jnp.int32)
     pick = jnp.arange(top_k, dtype=jnp.int32)
     hit = rank[:, None, :] == pick[None, :, None]
-    fields = [jnp.broadcast_to(own, rank.shape), keys, sum_of_exp]
-    ids, top, sum_of_exp = _sums([jnp.where(hit, f[:, None, :], 0) for f in fields], 2)
-    weights = _weights(top, sum_of_exp, normalize, scoring)
-    weights = weights if scale == 1 else scale * weights
-    mine = jnp.where(degradable[:, None], reference.share_of(weights, scale), 0)
-    shares = jnp.sum(jnp.where(hit, mine[:, :, None], 0), axis=(0, 1), dtype=jnp.int32)
     s1, target = reference.targets(
         count, shares, pinned, total, groups, threshold_percent, strategy
     )
     served = jnp.where(degradable[:, None], target[None, :], own[None, :])
     served = jnp.where(valid[:, None], served, -1)
-    expert_ids = jnp.sum(jnp.where(hit, served[:, None, :], 0), axis=2, dtype=jnp.int32)
+    fields = [jnp.broadcast_to(own, rank.shape), served, keys, sum_of_exp]
+    ids, expert_ids, top, sum_of_exp = _sums([jnp.where(hit, f[:, None, :], 0) for f in fields], 2)
+    weights = _weights(top, sum_of_exp, normalize, scoring)
+    weights = weights if scale == 1 else scale * weights
     plan = expert_ids, valid[:, None] & (expert_ids != ids), s1
     sizes = {"block_m": block_m, "num_blocks": num_blocks}
     if expert_ids.size > MOST_COMPARED:
@@ -94,6 +94,18 @@ def _ranks(chosen_by, keys, logits):
     tie = (other == own) & (index[None, :] < index[:, None])[None]
     ahead = ((other > own) | tie).astype(jnp.int32)
     return _sums([ahead, jnp.exp(logits[:, None, :] - keys[:, :, None])], 2)
+
+
+def _scores(keys, sum_of_exp, picked, normalize, scoring):
+    """Returns the gate weight that each expert has in its row, if it is picked, before scaling."""
+    if scoring == "softmax" and not normalize:
+        return 1 / sum_of_exp
+    highest = jnp.max(keys, axis=1, keepdims=True)
+    scores = jax.nn.sigmoid(keys) if scoring == "sigmoid" else jnp.exp(keys - highest)
+    if not normalize:
+        return scores
+    total = jnp.sum(jnp.where(picked, scores, 0), axis=1, keepdims=True)
+    return scores / jnp.maximum(total, reference.TINY)
 
 
 def _weights(top, sum_of_exp, normalize, scoring):
