@@ -401,7 +401,7 @@ def _brownout_in_words(state: Any) -> Section:
         return f"{seen}, SLO {1e3 * slo_s:,.4g} ms"
 
     strategy = [state.strategy, *([f"way {state.way}"] if state.way else [])]
-    strategy += [f"experts kept by {state.keep}"] if state.strategy != "zero" else []
+    strategy += [f"experts kept by {state.keep}"] if state.keep else []
     who = f"set by controller {state.controller}" if state.salc_enabled else "fixed"
     prefill, decode = state.prefill_threshold_percent, state.decode_threshold_percent
     rows = [

@@ -58,7 +58,7 @@ def test_no_loss_is_told_where_nothing_was_right(monkeypatch, capsys) -> None:
 def test_flags_are_the_fields_of_the_configuration() -> None:
     flags = {parameter.name for parameter in get_command(cli.app).commands["evaluate"].params}
     fields = {field.name for field in dataclasses.fields(EvaluateConfig)}
-    assert flags == fields | {"ways", "thresholds", "strategies", "only"}
+    assert flags == fields | {"ways", "thresholds", "strategies", "keep", "only"}
 
 
 def test_flags_reach_the_run(calls, monkeypatch) -> None:
@@ -66,7 +66,9 @@ def test_flags_reach_the_run(calls, monkeypatch) -> None:
     more = "--text a.txt --text b.txt --chunk 32 --seed 3 --out o --dtype float32 --model m"
     assert run(monkeypatch, *flags.split(), *more.split()) == 0
     assert run(monkeypatch, "--data", "d.jsonl", "--only", "2:0,full:40") == 0
-    (config, settings), (_, single) = calls
+    assert run(monkeypatch, "--data", "d", "--only", "2:0", "--keep", "visits,weight") == 0
+    (config, settings), (_, single), (_, both) = calls
+    assert both == [Brownout("partial", 0, 2), Brownout("partial", 0, 2, "weight")]
     assert settings == [Brownout("partial", 30, 4), Brownout("partial", 0, 4)]
     assert (config.data, config.num, config.batch, config.chunk) == (Path("d.jsonl"), 7, 8, 32)
     assert (config.text, config.out) == ((Path("a.txt"), Path("b.txt")), Path("o"))
