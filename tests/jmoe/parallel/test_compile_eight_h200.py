@@ -188,8 +188,8 @@ def check_memory(program):
     assert " conditional(" not in program.hlo
 
 
-@pytest.mark.sized(exhaustive=("prefill-177",))
-@pytest.mark.parametrize(("phase", "launches"), [("decode", 155), ("prefill", 177)])
+@pytest.mark.sized(exhaustive=("prefill-183",))
+@pytest.mark.parametrize(("phase", "launches"), [("decode", 155), ("prefill", 183)])
 def test_a_step_copies_nothing_and_exchanges_rows_once_each_way(mesh, phase, launches):
     """As many layers as where experts are copied, whose kernels are these in part."""
     program = compile_step(mesh, phase, 3)
