@@ -141,7 +141,7 @@ def plan(
     setting = Brownout(strategy, threshold_percent, way, keep)
     expert_ids, degraded, s1 = _plan(
         jnp.asarray(np.where(counted[:, None], flat, 0), jnp.int32),
-        _weights(weights, choices.shape, keep),
+        _weights(weights, choices.shape, keep, counted),
         groups=jnp.asarray(_groups(num_experts, setting.way, groups, strategy), jnp.int32),
         threshold_percent=jnp.int32(setting.threshold_percent),
         strategy=jnp.int32(strategy_code(strategy, keep)),
@@ -155,8 +155,14 @@ _plan = jax.jit(routing.brownout_plan)
 
 
 def _weights(
-    weights: ArrayLike | Sequence[Any] | None, shape: tuple[int, ...], keep: str
+    weights: ArrayLike | Sequence[Any] | None,
+    shape: tuple[int, ...],
+    keep: str,
+    counted: np.ndarray,
 ) -> Array | None:
+    """Returns the weights of all rows, flat. Raises ValueError for another shape, and for one of a
+    row that counts that is less than 0 or not finite.
+    """
     if weights is None:
         if keep == "weight":
             raise ValueError("keep is 'weight', and needs the gate weights: give weights")
@@ -164,7 +170,11 @@ def _weights(
     array = np.asarray(weights)
     if array.shape != shape or not np.issubdtype(array.dtype, np.floating):
         raise ValueError(f"weights must be floats {shape}, as ids; got {array.dtype} {array.shape}")
-    return jnp.asarray(array.reshape(-1, shape[-1]), jnp.float32)
+    flat = array.reshape(-1, shape[-1])
+    wrong = counted[:, None] & ~((flat >= 0) & np.isfinite(flat))
+    if wrong.any():
+        raise ValueError(f"weights have {flat[wrong][0]}; they must be finite, and 0 or more")
+    return jnp.asarray(flat, jnp.float32)
 
 
 def _groups(

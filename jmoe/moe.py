@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jmoe.brownout import Control
 from jmoe.config import ModelConfig
 from jmoe.experts import ABSENT, ExpertTable, Pool
-from jmoe.router import fused
+from jmoe.router import ScoredTopK, fused
 from jmoe.weights import Params
 from pallas_kernels import routing
 from pallas_kernels.activation import Activation, gated
@@ -162,7 +162,7 @@ def planned(
     return routing.brownout_plan(
         ids,
         weights,
-        scale=getattr(cfg.router, "scale", 1.0),
+        scale=cfg.router.scale if isinstance(cfg.router, ScoredTopK) else 1.0,
         groups=groups,
         threshold_percent=control.threshold_percent,
         strategy=control.strategy,

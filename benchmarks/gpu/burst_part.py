@@ -36,8 +36,7 @@ def cases(sizes: Sizes) -> list[Case]:
     for mix in sizes.mixes:
         about = {"mix": mix._asdict()}
         found.append(Case(f"calibration/{mix.name}", 6 * sizes.calibration_s + 25, about))
-        played = {**about, "burst_s": sizes.burst_s}
-        found += [Case(f"{leg}/{mix.name}", leg_s, {**played, "leg": leg}) for leg in LEGS]
+        found += [Case(f"{leg}/{mix.name}", leg_s, {**about, "leg": leg}) for leg in LEGS]
     return found
 
 

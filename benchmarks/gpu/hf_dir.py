@@ -17,7 +17,7 @@ import numpy as np
 from safetensors.flax import save_file
 
 from benchmarks.gpu import models
-from benchmarks.gpu.sizes import DRY, Sizes, hf_config
+from benchmarks.gpu.sizes import DRY, SIZE_HELP, Sizes, changed, hf_config
 from jmoe import layout
 from jmoe.api import Model
 from jmoe.architectures import ARCHITECTURES
@@ -111,8 +111,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--dry-run", action="store_true")
+    parser.add_argument("--size", action="append", default=[], help=SIZE_HELP)
     args = parser.parse_args()
-    sizes = DRY if args.dry_run else Sizes()
+    sizes = changed(DRY if args.dry_run else Sizes(), args.size)
     write(args.directory, hf_config(sizes.model), models.make(sizes, ways=(max(sizes.ways),)))
 
 

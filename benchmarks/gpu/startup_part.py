@@ -83,10 +83,12 @@ def checkpoint(context: Context) -> Path:
     Raises RuntimeError where it cannot be written.
     """
     sizes = context.sizes
-    directory = context.scratch / f"{sizes.model}-seed{sizes.seed}-skew{sizes.skew:g}"
+    name = f"{sizes.model}-seed{sizes.seed}-skew{sizes.skew:g}-way{max(sizes.ways)}"
+    directory = context.scratch / name
     if not (directory / "config.json").exists():
         command = [sys.executable, "-m", "benchmarks.gpu.hf_dir", str(directory)]
         command += ["--dry-run"] if sizes.dry else []
+        command += [word for pair in context.changes for word in ("--size", pair)]
         done = subprocess.run(command, cwd=store.ROOT, stderr=subprocess.PIPE, text=True)
         if done.returncode:
             raise RuntimeError(f"the checkpoint cannot be written: {done.stderr[-400:]}")

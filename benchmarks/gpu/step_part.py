@@ -13,7 +13,7 @@ import gc
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -215,9 +215,10 @@ class _Steps:
         """
         lowered = {}
         for case in cases:
-            key, arguments = _key(case), self._arguments(case)
-            if key not in lowered:
-                lowered[key] = self._lowered(case, *arguments)
+            key = _key(case)
+            with suppress(Exception):
+                if key not in lowered:
+                    lowered[key] = self._lowered(case, *self._arguments(case))
         with ThreadPoolExecutor(COMPILERS) as pool:
             options = {key: self._served(key)[1] or None for key in lowered}
             found = {

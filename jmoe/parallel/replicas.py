@@ -203,6 +203,7 @@ class Copying(NamedTuple):
 
         outgoing = None
         if rows.next_ids is not None and self.next_table is not None:
+            # By visits, whatever is kept: a guess is not worth sending weights for.
             expected = counted(rows.next_ids, None, self.next_table.groups)[1]
             outgoing = _choose(pool, self.next_table, expected, self.replication)
         where = _Held(pool, table.slots, replicas, room_of(cfg, pool, max_active), cfg.activation)

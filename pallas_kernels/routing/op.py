@@ -1,6 +1,6 @@
 """Public routing ops. Letters: T rows, K picks a row, m routed experts, E logical experts."""
 
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Shaped
@@ -210,76 +210,40 @@ def route(
     router chose, the plan and the dispatch. On Hopper, steps of up to 4,096 rows (of
     more than 64 experts 2,048, of more than 128 512) take one kernel.
     """
+    gating: dict[str, Any] = {
+        "top_k": top_k,
+        "normalize": normalize,
+        "scoring": scoring,
+        "bias": bias,
+        "grouping": grouping,
+        "scale": scale,
+    }
+    planning: dict[str, Any] = {
+        "threshold_percent": threshold_percent,
+        "strategy": strategy,
+        "valid": valid,
+        "exempt": exempt,
+    }
+    num_blocks = max_blocks(logits.shape[0] * top_k, max_active, block_m)
+    sizes = {"block_m": block_m, "num_blocks": num_blocks}
     if hopper():
         from pallas_kernels.routing import mosaic  # Pallas is not imported where it is unused
 
         if mosaic.supports(logits, groups, slots, top_k, block_m, bias, grouping):
             note("routing", kernel=True)
-            num_visits = logits.shape[0] * top_k
-            return mosaic.route(
-                logits,
-                top_k=top_k,
-                normalize=normalize,
-                scoring=scoring,
-                bias=bias,
-                grouping=grouping,
-                scale=scale,
-                groups=groups,
-                slots=slots,
-                threshold_percent=threshold_percent,
-                strategy=strategy,
-                valid=valid,
-                exempt=exempt,
-                block_m=block_m,
-                num_blocks=max_blocks(num_visits, max_active, block_m),
-                tiles=tiles,
-            )
+            tables = {"groups": groups, "slots": slots}
+            return mosaic.route(logits, **gating, **tables, **planning, **sizes, tiles=tiles)
     note("routing")
     groups, slots = row_of(groups), row_of(slots)
-    bias = None if bias is None else row_of(bias)
+    gating["bias"] = None if bias is None else row_of(bias)
     if batched():
-        ids, plan, work = few_launches.route(
-            logits,
-            top_k=top_k,
-            normalize=normalize,
-            scoring=scoring,
-            bias=bias,
-            grouping=grouping,
-            scale=scale,
-            groups=groups,
-            slots=slots,
-            threshold_percent=threshold_percent,
-            strategy=strategy,
-            valid=valid,
-            exempt=exempt,
-            block_m=block_m,
-            num_blocks=max_blocks(logits.shape[0] * top_k, max_active, block_m),
-        )
+        tables = {"groups": groups, "slots": slots}
+        ids, plan, work = few_launches.route(logits, **gating, **tables, **planning, **sizes)
         plan, work = Plan(*plan), Dispatch(*work)
-        if tiles is not None:
-            work = work._replace(tile_map=TileMap(map_tiles(work, tiles), tiles))
-        return ids, plan, work
-    logits = logits[:, : groups.shape[0]]
-    weights, ids = gate(
-        logits,
-        top_k=top_k,
-        normalize=normalize,
-        scoring=scoring,
-        bias=bias,
-        grouping=grouping,
-        scale=scale,
-    )
-    plan = brownout_plan(
-        ids,
-        weights,
-        scale=scale,
-        groups=groups,
-        threshold_percent=threshold_percent,
-        strategy=strategy,
-        valid=valid,
-        exempt=exempt,
-    )
-    work = dispatch(plan.expert_ids, weights, slots, block_m=block_m, max_active=max_active)
+    else:
+        weights, ids = gate(logits[:, : groups.shape[0]], **gating)
+        plan = brownout_plan(ids, weights, scale=scale, groups=groups, **planning)
+        work = dispatch(plan.expert_ids, weights, slots, block_m=block_m, max_active=max_active)
     if tiles is not None:
         work = work._replace(tile_map=TileMap(map_tiles(work, tiles), tiles))
     return ids, plan, work

@@ -97,9 +97,11 @@ def brownout_plan(ids, weights, *, scale, groups, threshold_percent, strategy, v
 
 def share_of(weights, scale):
     """Returns gate weights, before they were scaled, in units of 2^-15, as int32: in any order,
-    their sums are the same.
+    their sums are the same. A router's own weights may be anything: what no sum of a step's rows
+    can hold counts as the most that can, and less than nothing as nothing.
     """
-    return (weights * ((1 << 15) / scale) + 0.5).astype(jnp.int32)
+    units, most = weights * ((1 << 15) / scale) + 0.5, (1 << 30) // weights.shape[0]
+    return jnp.where(units > 0, jnp.minimum(units, most), 0).astype(jnp.int32)
 
 
 def targets(count, shares, pinned, total, groups, threshold_percent, strategy):

@@ -116,7 +116,9 @@ class Buckets:
         config = with_default_buckets(config, limits.num_ranks)
         self.mixed = range(2, num_models + 1)
         self.decode = config.decode_buckets
-        self.late = tuple(n for n in config.late_decode_buckets if n < self.decode[-1])
+        self.late = tuple(
+            n for n in config.late_decode_buckets if n < self.decode[-1] and n not in self.decode
+        )
         self._decode = self.decode  # and those late ones that are there
         self.prefill = config.prefill_buckets
         self.thresholds = config.threshold_buckets_percent

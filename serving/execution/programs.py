@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
-from threading import get_native_id
+from threading import Lock, get_native_id
 from typing import Any
 
 import jax
@@ -46,6 +46,8 @@ from serving.execution.param_sets import ParamSets
 MAX_COMPILERS = 8  # at a time; each takes up to a gigabyte of host memory
 LATE_SWITCH_S = 0.0002
 """After which a thread that traces a late program gives way to the event loop."""
+_giving_way_alone = Lock()
+"""Engines of one process compile late programs in turn: the interval is the process's."""
 Progress = Callable[[str, int, int], None]
 """`(what, done, total)`."""
 
@@ -376,13 +378,14 @@ class Programs:
 @contextmanager
 def _giving_way() -> Iterator[None]:
     """Lets other threads take the interpreter soon, and counts no compilation of this one."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(min(before, LATE_SWITCH_S))
-    try:
-        with no_step_waits():
-            yield
-    finally:
-        sys.setswitchinterval(before)
+    with _giving_way_alone:
+        before = sys.getswitchinterval()
+        sys.setswitchinterval(min(before, LATE_SWITCH_S))
+        try:
+            with no_step_waits():
+                yield
+        finally:
+            sys.setswitchinterval(before)
 
 
 def _be_nice() -> None:

@@ -435,6 +435,12 @@ def _check_together(config: ServerConfig, require: Any) -> None:
         "engine.late_decode_buckets",
         "empty unless the model is on one device, without asynchronous workers",
     )
+    largest = max(engine.decode_buckets, default=engine.max_num_seqs)
+    require(
+        all(n < largest for n in engine.late_decode_buckets),
+        "engine.late_decode_buckets",
+        f"sizes below {largest}, the largest, which every step can run",
+    )
     require(
         engine.threshold_buckets_percent[-1:] in ((), (100,)),
         "engine.threshold_buckets_percent",

@@ -296,3 +296,16 @@ def test_no_rows_and_only_padding():
     padding = brownout.plan([[7, 7]], num_experts=4, threshold_percent=0, way=2, valid=[False])
     assert padding.expert_ids.tolist() == [[-1, -1]]
     assert not padding.degraded.any()
+
+
+def test_weights_that_no_router_gives_are_refused_or_hold():
+    """Beyond what an int32 sum of units holds, too: the heaviest of 40 rows is still kept."""
+    ids = np.tile([[0, 1]], (40, 1))
+    given = {"num_experts": 4, "threshold_percent": 50, "way": 2, "keep": "weight"}
+    heavy = np.tile([[1.0, 1e9]], (40, 1))
+    assert np.flatnonzero(brownout.plan(ids, weights=heavy, **given).s1).tolist() == [1]
+    for wrong in (np.nan, np.inf, -0.5):
+        with pytest.raises(ValueError, match=r"weights have .*; they must be finite"):
+            brownout.plan(ids, weights=np.full((40, 2), wrong), **given)
+    with pytest.raises(ValueError, match="give weights"):
+        brownout.plan(ids, **given)

@@ -258,6 +258,13 @@ def test_route_is_its_parts(name, strategy, static):
     check_route(name, static, [draw(seed, static, strategy) for seed in seeds[name]])
 
 
+@pytest.mark.parametrize("static", STATICS, ids=lambda static: f"{static.scoring}-{static.rows}")
+@pytest.mark.parametrize("name", ["public", "batched"])
+def test_route_that_keeps_by_weight_is_its_parts(name, static):
+    codes = [code + routing.BY_WEIGHT for code in (routing.FULL, routing.PARTIAL)]
+    check_route(name, static, [draw(seed, static, codes[seed % 2]) for seed in range(24)])
+
+
 SCORED = {
     "glm": Static(scoring="sigmoid", bias=True, scale=2.5, padding=4, tiles=ONE),
     "v2": Static(normalize=False, grouping=routing.Grouping(3, 2, 1), scale=16.0, block_m=4),

@@ -1,5 +1,6 @@
 """The emulator of kernels' PTX finds what is wrong with one."""
 
+import contextlib
 import re
 from functools import partial
 
@@ -17,7 +18,7 @@ from pallas_kernels.grouped_gemm.tiles import GemmTile, Tile
 pytest.importorskip("jax_plugins.xla_cuda13", reason="needs the extra: jmoe[aot]")
 
 import sm90
-from sm90 import host, machine, program, ptxas
+from sm90 import host, machine, memory, program, ptxas
 from sm90.execute import Code
 from sm90.host import TensorMap
 from sm90.machine import Fault, Policy
@@ -257,3 +258,11 @@ def test_what_another_block_wrote_is_not_to_be_touched():
         np.testing.assert_array_equal(*multicast(Policy(when)))
         with pytest.raises(Fault, match="another block wrote"):
             met(Policy(when))
+
+
+@pytest.mark.parametrize(("start", "takes"), [(4, True), (2, False)])
+def test_a_box_begins_at_whole_sixteens_of_bytes_in_a_row(start, takes):
+    """An H100 calls any other an illegal instruction."""
+    tensor = TensorMap(0, 0, 4, sizes=(100,), strides=(1,), swizzle=16, box=(64,))
+    with contextlib.nullcontext() if takes else pytest.raises(ValueError, match="whole sixteens"):
+        memory.Box(tensor, (start,), 0)
