@@ -225,13 +225,13 @@ def route(
         "exempt": exempt,
     }
     num_blocks = max_blocks(logits.shape[0] * top_k, max_active, block_m)
-    sizes = {"block_m": block_m, "num_blocks": num_blocks}
+    sizes: dict[str, Any] = {"block_m": block_m, "num_blocks": num_blocks}
     if hopper():
         from pallas_kernels.routing import mosaic  # Pallas is not imported where it is unused
 
         if mosaic.supports(logits, groups, slots, top_k, block_m, bias, grouping):
             note("routing", kernel=True)
-            tables = {"groups": groups, "slots": slots}
+            tables: dict[str, Any] = {"groups": groups, "slots": slots}
             return mosaic.route(logits, **gating, **tables, **planning, **sizes, tiles=tiles)
     note("routing")
     groups, slots = row_of(groups), row_of(slots)
