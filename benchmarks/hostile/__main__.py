@@ -70,8 +70,10 @@ async def _server(
         async with running_server(command, log, 600) as (address, pid):
             over_http = re.search(r"jmoe http on http://(\S+)", log.read_text())
             yield address, pid, over_http[1] if over_http else ""
-        faults = log.read_text(errors="replace").count("Traceback (most recent call last)")
-        lines.append(must_be("tracebacks in the server's log", 0, faults))
+        _, *faults = log.read_text(errors="replace").split("Traceback (most recent call last)")
+        lines.append(must_be("tracebacks in the server's log", 0, len(faults)))
+        for fault in faults[:3]:
+            print("in the server's log:", fault[:4000], flush=True)
 
 
 async def _main(args: argparse.Namespace) -> bool:

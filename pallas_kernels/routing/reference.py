@@ -84,8 +84,9 @@ def brownout_plan(ids, weights, *, scale, groups, threshold_percent, strategy, v
     chosen = ids[:, :, None] == jnp.arange(num_experts, dtype=jnp.int32)[None, None, :]
     counted = chosen & degradable[:, None, None]
     count = _count(counted)
-    shares = None if weights is None else share_of(weights, scale)
-    if shares is not None:
+    shares = None
+    if weights is not None:  # of a user's own router they may be anything: as much as sums hold
+        shares = share_of(jnp.clip(weights, 0, scale * (1 << 15) / ids.shape[0]), scale)
         shares = jnp.sum(jnp.where(counted, shares[:, :, None], 0), axis=(0, 1), dtype=jnp.int32)
     pinned = jnp.any(chosen & (valid & exempt)[:, None, None], axis=(0, 1))
     total = ids.shape[1] * jnp.sum(degradable, dtype=jnp.int32)
@@ -97,11 +98,9 @@ def brownout_plan(ids, weights, *, scale, groups, threshold_percent, strategy, v
 
 def share_of(weights, scale):
     """Returns gate weights, before they were scaled, in units of 2^-15, as int32: in any order,
-    their sums are the same. A router's own weights may be anything: what no sum of a step's rows
-    can hold counts as the most that can, and less than nothing as nothing.
+    their sums are the same. Scores are at most 1: int32 holds the sums of 65,535 rows.
     """
-    units, most = weights * ((1 << 15) / scale) + 0.5, (1 << 30) // weights.shape[0]
-    return jnp.where(units > 0, jnp.minimum(units, most), 0).astype(jnp.int32)
+    return (weights * ((1 << 15) / scale) + 0.5).astype(jnp.int32)
 
 
 def targets(count, shares, pinned, total, groups, threshold_percent, strategy):
