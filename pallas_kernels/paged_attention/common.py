@@ -33,6 +33,7 @@ class Sizes(NamedTuple):
     tile: Tile
     stages: int  # tiles a block has room for; those it is not at work on are in flight
     num_blocks: int
+    window: int = 0  # positions that a row sees; 0: all
 
     @property
     def segments(self) -> int:
@@ -56,10 +57,21 @@ class Sizes(NamedTuple):
         """
         return max(self.head_dim, 128)
 
+    @property
+    def copy_rows(self) -> int:
+        """Keys that a copy brings: a page, or as much of one as a tile takes. A power of two."""
+        return min(self.page_size, self.tile.tokens)
+
+    def begin(self, kv_len: Any) -> Any:
+        """Returns where a sequence of this length is read from: where the copy starts that brings
+        the first position in the window.
+        """
+        return jnp.maximum(kv_len - self.window, 0) & -self.copy_rows if self.window else 0
+
     def plan(self, kv_len: Int[Array, "B"]) -> schedule.Schedule:
         """Returns the schedule of sequences of these lengths."""
         return schedule.plan(
-            kv_len,
+            kv_len - self.begin(kv_len),
             kv_heads=self.kv_heads,
             tokens=self.tile.tokens,
             num_blocks=self.num_blocks,
@@ -67,7 +79,9 @@ class Sizes(NamedTuple):
         )
 
 
-def sizes_of(q: Any, k_pages: Any, tile: Tile | None, num_blocks: int | None) -> Sizes | None:
+def sizes_of(
+    q: Any, k_pages: Any, tile: Tile | None, num_blocks: int | None, window: int = 0
+) -> Sizes | None:
     """Returns the sizes of a call with these arguments; None if there is no tile, or no room for
     it.
     """
@@ -92,6 +106,7 @@ def sizes_of(q: Any, k_pages: Any, tile: Tile | None, num_blocks: int | None) ->
         tile=tile,
         stages=stages,
         num_blocks=num_blocks or NUM_SMS * blocks_per_sm,
+        window=window,
     )
 
 

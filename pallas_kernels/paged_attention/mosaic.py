@@ -28,6 +28,9 @@ once from memory.
   wgmma takes them from.
 - What lies past the end of a sequence in its last tile may be infinite or NaN. Scores of such keys
   are masked; such values are overwritten by zeros in shared memory.
+- Over a window a sequence is what is in it, from the first page on that has a part there: the plan
+  counts no tile before it, no block reads a page's id or a page. What that first page has before
+  the window is the sequence's own, and so finite: scores of such keys are masked.
 - A sink is taken in where a segment begins, as the score of a key without a value: by the one piece
   that has its first tile, so that the merge has nothing to do with it.
 - What no layer changes is made once a step (`op.plan`): where each run starts, and what is cut. A
@@ -66,11 +69,11 @@ def supports(q: Any, k_pages: Any, v_pages: Any) -> bool:
     return sizes_of(q, k_pages, None, None) is not None
 
 
-def plan(q: Any, k_pages: Any, kv_len: Int[Array, "B"]) -> Schedule:
+def plan(q: Any, k_pages: Any, kv_len: Int[Array, "B"], window: int = 0) -> Schedule:
     """Returns what `paged_attention` takes as `todo`, for the tile and the blocks it chooses by
     itself. Of `q` and `k_pages` only sizes count; `supports` says of which.
     """
-    sizes = sizes_of(q, k_pages, None, None)
+    sizes = sizes_of(q, k_pages, None, None, window)
     assert sizes is not None, "not supported: ask `supports`"
     return sizes.plan(kv_len)
 
@@ -84,6 +87,7 @@ def paged_attention(
     block_table: Int[Array, "B M"],
     kv_len: Int[Array, "B"],
     scale: float,
+    window: int = 0,
     sinks: Float[Array, "*B H"] | None = None,
     todo: Schedule | None = None,
     tile: Tile | None = None,
@@ -94,7 +98,7 @@ def paged_attention(
     `todo` is for the tile and the blocks that are chosen: give no others with it.
     """
     batch, heads, head_dim = q.shape
-    sizes = sizes_of(q, k_pages, tile, num_blocks)
+    sizes = sizes_of(q, k_pages, tile, num_blocks, window)
     assert sizes is not None, "not supported: ask `supports`"
     todo = todo or sizes.plan(kv_len)
     grouped = q.reshape(batch, sizes.kv_heads, sizes.group, head_dim)
@@ -164,7 +168,7 @@ def attend(sizes: Sizes, scale: float, has_sinks: bool = False):
         plgpu.wait_smem_to_gmem(0)
 
     smem = functools.partial(plgpu.SMEM, dtype=jnp.bfloat16)  # tiled and swizzled for wgmma
-    copies = tile.tokens // min(tile.tokens, sizes.page_size)
+    copies = tile.tokens // sizes.copy_rows
     full = plgpu.Barrier(num_arrivals=copies, num_barriers=sizes.stages)
     shape = columns, head_dim
     return plgpu.kernel(
@@ -230,6 +234,7 @@ def _attend_piece(sizes: Sizes, refs: _Refs, scale: float, run: Run, at: At, ahe
     """
     tile, columns = sizes.tile, sizes.columns
     length = refs.kv_len[at.row]
+    length = length - sizes.begin(length)  # of what is read
     kv_head, offset, tiles = run.segment(at)
     count = lax.min(tiles - offset, run.stop - at.tile)
     after = run.step(at, count)
@@ -249,7 +254,10 @@ def _attend_piece(sizes: Sizes, refs: _Refs, scale: float, run: Run, at: At, ahe
         pl.when(more)(lambda: _copy_parts(refs.k, parts, k_smem, k_full))
         more_pieces = (i == count - 1) & (after.tile < run.stop)
         pl.when(more_pieces)(lambda: _copy_queries(sizes, refs, run, after))
-        s = jnp.where(_iota(s.shape) < valid, s * scale, -jnp.inf)
+        live = _iota(s.shape) < valid
+        if sizes.window:
+            live &= _iota(s.shape) >= valid - sizes.window
+        s = jnp.where(live, s * scale, -jnp.inf)
         new_top = jnp.maximum(top, jnp.max(s, axis=0))
         keep = jnp.exp2(top - new_top)
         p = jnp.exp2(s - _to_rows(new_top, s.shape))
@@ -322,12 +330,13 @@ def _locate(sizes: Sizes, refs: _Refs, run: Run, at: At) -> list[_Part]:
 
     The table's ids past the end of the sequence are nobody's: in their place the tile's first page
     is taken again. They are read all the same, so as not to wait for the length before the ids.
+    Over a window that is waited for: ids before its first page are not read.
     """
-    page_size, tokens = sizes.page_size, sizes.tile.tokens
-    size = min(tokens, page_size)
+    page_size, tokens, size = sizes.page_size, sizes.tile.tokens, sizes.copy_rows
     kv_head, offset, _ = run.segment(at)
     length = refs.kv_len[at.row]
-    starts = [offset * tokens + row for row in range(0, tokens, size)]
+    begin = sizes.begin(length)
+    starts = [begin + offset * tokens + row for row in range(0, tokens, size)]
     last_column = refs.table.shape[1] - 1
     columns = [lax.min(lax.div(start, page_size), last_column) for start in starts]
     pages = [refs.table[at.row, column] for column in columns]

@@ -12,19 +12,18 @@ from pallas_kernels.paged_attention.schedule import Schedule
 
 
 def plan(heads: int, pages: Any, *, kv_len: Int[Array, "B"], window: int = 0) -> Schedule | None:
-    """Returns how the kernel shares out a step's keys among its blocks; None where it does not run,
-    as over a window.
+    """Returns how the kernel shares out a step's keys among its blocks; None where it does not run.
 
     `heads` query heads; of `pages` [L, P, G, S, D] only sizes and dtype count. It depends on no
     layer, and XLA does not take it out of a scan over layers by itself: a caller makes it before
     the scan.
     """
-    if window or not hopper():
+    if not hopper():
         return None
     from pallas_kernels.paged_attention import mosaic  # Pallas is not imported where unused
 
     q = jax.ShapeDtypeStruct((kv_len.shape[0], heads, pages.shape[4]), pages.dtype)
-    return mosaic.plan(q, pages, kv_len) if mosaic.supports(q, pages, pages) else None
+    return mosaic.plan(q, pages, kv_len, window) if mosaic.supports(q, pages, pages) else None
 
 
 def paged_attention(
@@ -51,11 +50,7 @@ def paged_attention(
     `todo` is `plan` of the same lengths, made here where it is not given.
     """
     rows = {"layer": layer, "block_table": block_table, "kv_len": kv_len, "scale": scale}
-    rows["sinks"] = sinks
-    if window:  # no kernel knows it
-        note("window attention")
-        op = few_launches if batched() else reference
-        return op.paged_attention(q, k_pages, v_pages, window=window, **rows)
+    rows |= {"window": window, "sinks": sinks}
     if hopper():
         from pallas_kernels.paged_attention import mosaic  # Pallas is not imported where unused
 

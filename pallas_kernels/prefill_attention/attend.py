@@ -42,6 +42,10 @@ def attend(shape: Shape, refs: Refs, warpgroup) -> None:
         plgpu.barrier_wait(refs.turn.at[0])
 
 
+NONE = -1e30
+"""The largest score of a row that has seen no key: finite, so that it can be subtracted."""
+
+
 class _Attention:
     """Attention of a warpgroup's rows over one item's keys."""
 
@@ -74,11 +78,19 @@ class _Attention:
         state = self.first()
 
         def rest(acc):
-            # Steps below `whole` hold no key that a row of this warpgroup may not see.
+            # Steps below `whole` hold no key that is too late for a row of this warpgroup, those
+            # from `first` on none that is too early.
             first_row = lax.max(self.row, at.lo)
             whole = lax.div(first_row + at.offset + 1, self.tile.block_kv)
             whole = lax.min(lax.max(whole, 1), at.blocks)
-            now = lax.fori_loop(1, whole, lambda i, s: self.next(acc, i, s, masked=False), state)
+            first, now = 1, state
+            if self.shape.window:
+                early = lax.min(self.row + self.tile.rows, at.hi) + at.offset - self.shape.window
+                first = lax.div(early + (self.tile.block_kv - 1), self.tile.block_kv)
+                first = lax.min(lax.max(first, 1), at.blocks)
+                whole = lax.max(whole, first)
+                now = lax.fori_loop(1, first, lambda i, s: self.next(acc, i, s, masked=True), now)
+            now = lax.fori_loop(first, whole, lambda i, s: self.next(acc, i, s, masked=False), now)
             now = lax.fori_loop(
                 whole, at.blocks, lambda i, s: self.next(acc, i, s, masked=True), now
             )
@@ -127,7 +139,10 @@ class _Attention:
         )
         # `column <= last`, written so that a thread's columns differ by constants alone. As sums
         # with the lane they would be computed once and held in 32 registers through every loop.
-        return jnp.where((column & -8) <= last - (column & 7), s, -jnp.inf)
+        seen = (column & -8) <= last - (column & 7)
+        if self.shape.window:
+            seen &= (column & -8) > last - (column & 7) - self.shape.window
+        return jnp.where(seen, s, -jnp.inf)
 
     def first(self):
         """Returns the state (largest score, sum of weights, weights of the step) after the first
@@ -135,6 +150,8 @@ class _Attention:
         """
         s = self.scores(0, lambda: 0, masked=True)
         top = jnp.max(s, axis=1) * self.factor
+        if self.shape.window:  # a row may see none of the first step's keys
+            top = jnp.maximum(top, NONE)
         if self.refs.sinks is None:
             p = jnp.exp2(s * self.factor - _across(top, s.shape))
             norm = jnp.sum(p, axis=1)

@@ -19,7 +19,9 @@ on an H200, if none of that shows; the kernel aims at 620 on one prompt of 16k t
   not own its first rows (`work.plan`). So rows need not be copied to aligned places and back, whose
   bytes would take 15 % of the floor of 4k tokens. What a tile owns is stored whole, or from
   unswizzled shared memory in powers of two rows where a chunk begins or ends inside it.
-- Steps past the diagonal are left out, steps below it have no mask: that is another loop.
+- Steps past the diagonal or before a window are left out, steps between the two have no mask: that
+  is another loop. A tile over a window begins with its own first page and counts positions from
+  there, so that no page before it is read, nor its id.
 - Persistent blocks, tiles dealt out longest first, back and forth: no counter, no atomics.
 
 What lies behind the last position may be infinite or NaN. Scores of such keys are replaced. Their
@@ -29,6 +31,7 @@ sequence does not own is never read.
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -50,14 +53,39 @@ _REGISTERS = {"load": 24, "multiply": 240}
 """A thread. Together no more than a launch gives: 3 x 168."""
 
 
-def supports(q: Array, k_pages: Array, v_pages: Array, scale: float) -> bool:
-    """Returns whether the kernel takes these shapes and dtypes."""
+def supports(q: Array, k_pages: Array, v_pages: Array, scale: float, window: int = 0) -> bool:
+    """Returns whether the kernel takes these shapes and dtypes; over a window, heads of 64."""
     bf16 = all(a.dtype == jnp.bfloat16 for a in (q, k_pages, v_pages))
     kv_heads, page_size, head_dim = k_pages.shape[2:]
     sizes = head_dim in (64, 128, 256) and page_size in (16, 32, 64, 128)
-    sizes = sizes and (head_dim, page_size) != (256, 32)  # registers would spill
+    sizes = sizes and (head_dim, page_size) != (256, 32)  # registers would spill,
+    sizes = sizes and (not window or head_dim == 64)  # here, too
     # The largest score is found before scaling.
     return bf16 and sizes and q.shape[1] % kv_heads == 0 and scale > 0
+
+
+def plan(
+    num_rows: int,
+    heads: int,
+    pages: Any,
+    *,
+    q_start: Int[Array, "N1"],
+    kv_len: Int[Array, "N"],
+    window: int = 0,
+    tile: Tile | None = None,
+) -> work.Work:
+    """Returns what `prefill_attention` takes as `todo`; see `op.plan`."""
+    kv_heads, page_size, head_dim = pages.shape[2:]
+    tile = tile or choose(heads // kv_heads, head_dim)
+    return work.plan(
+        q_start,
+        kv_len,
+        work.aligned(num_rows),
+        block_rows=tile.block_rows,
+        block_kv=tile.block_kv,
+        window=window,
+        align=min(page_size, tile.block_kv),
+    )
 
 
 def prefill_attention(
@@ -70,6 +98,7 @@ def prefill_attention(
     q_start: Int[Array, "N1"],
     kv_len: Int[Array, "N"],
     scale: float,
+    window: int = 0,
     sinks: Float[Array, "H"] | None = None,
     todo: work.Work | None = None,
     tile: Tile | None = None,
@@ -86,11 +115,13 @@ def prefill_attention(
     num_rows, heads, head_dim = q.shape
     kv_heads, page_size = k_pages.shape[2:4]
     tile = tile or choose(heads // kv_heads, head_dim)
-    shape = Shape(heads, kv_heads, head_dim, page_size, tile, num_blocks, scale, interpreted)
+    shape = Shape(
+        heads, kv_heads, head_dim, page_size, tile, num_blocks, scale, interpreted, window
+    )
     q = jnp.pad(q, ((0, work.aligned(num_rows) - num_rows), (0, 0), (0, 0)))
     if todo is None:
-        sizes = {"block_rows": tile.block_rows, "block_kv": tile.block_kv}
-        todo = work.plan(q_start, kv_len, q.shape[0], **sizes)
+        rows = {"q_start": q_start, "kv_len": kv_len, "window": window}
+        todo = plan(num_rows, heads, k_pages, tile=tile, **rows)
     own = []
     if sinks is not None:  # of the rows of a warpgroup, for each set of packed heads
         rows = jnp.repeat(sinks.astype(jnp.float32) * math.log2(math.e), tile.rows)
@@ -158,6 +189,7 @@ def _load(shape: Shape, refs: Refs) -> None:
                 start = pl.multiple_of(i * rows, work.ALIGN)
                 # Past the last position any page of the sequence's own will do.
                 position = lax.min(step * tile.block_kv + start, last)
+                position = position + at.base
                 page = refs.table[at.chunk, lax.div(position, shape.page_size)]
                 offset = 0
                 if rows < shape.page_size:

@@ -7,7 +7,6 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.backend import batched, hopper, note
 from pallas_kernels.prefill_attention import batched as few_launches
 from pallas_kernels.prefill_attention import reference, work
-from pallas_kernels.prefill_attention.tiles import choose
 
 
 def plan(
@@ -19,17 +18,17 @@ def plan(
     kv_len: Int[Array, "N"],
     window: int = 0,
 ) -> work.Work | None:
-    """Returns what the kernel has to know of a step's chunks; None where it does not run, as over a
-    window.
+    """Returns what the kernel has to know of a step's chunks; None where it does not run.
 
     `heads` query heads; of `pages` [L, P, G, S, D] only the sizes count. It depends on no layer,
     and XLA does not take it out of a scan over layers by itself: a caller makes it before the scan.
     """
-    if window or not hopper():
+    if not hopper():
         return None
-    tile = choose(heads // pages.shape[2], pages.shape[4])
-    sizes = {"block_rows": tile.block_rows, "block_kv": tile.block_kv}
-    return work.plan(q_start, kv_len, work.aligned(num_rows), **sizes)
+    from pallas_kernels.prefill_attention import mosaic  # Pallas is not imported where unused
+
+    chunks = {"q_start": q_start, "kv_len": kv_len, "window": window}
+    return mosaic.plan(num_rows, heads, pages, **chunks)
 
 
 def prefill_attention(
@@ -63,16 +62,13 @@ def prefill_attention(
         "q_start": q_start,
         "kv_len": kv_len,
         "scale": scale,
+        "window": window,
         "sinks": sinks,
     }
-    if window:  # no kernel knows it
-        note("window attention")
-        op = few_launches if batched() else reference
-        return op.prefill_attention(q, k_pages, v_pages, window=window, **chunks)
     if hopper():
         from pallas_kernels.prefill_attention import mosaic  # Pallas is not imported where unused
 
-        if mosaic.supports(q, k_pages, v_pages, scale):
+        if mosaic.supports(q, k_pages, v_pages, scale, window):
             note("attention", kernel=True)
             return mosaic.prefill_attention(q, k_pages, v_pages, todo=todo, **chunks)
     note("attention")

@@ -25,6 +25,7 @@ class Shape:
     num_blocks: int
     scale: float
     interpreted: bool
+    window: int = 0  # positions that a row sees; 0: all
 
     @property
     def packs(self) -> int:
@@ -110,6 +111,7 @@ class Item(NamedTuple):
     chunk: Any
     kv_len: Any
     head: Any  # first query head
+    base: Any = 0
 
 
 def for_each_item(shape: Shape, refs: Refs, run: Callable[[Item, Any], None]) -> None:
@@ -131,7 +133,8 @@ def for_each_item(shape: Shape, refs: Refs, run: Callable[[Item, Any], None]) ->
         at = i * blocks + place(i)
         tile = lax.div(at, shape.packs)
         fields = [refs.tiles[tile, field] for field in range(work.KV_LEN + 1)]
-        item = Item(*fields, head=lax.rem(at, shape.packs) * shape.tile.pack)
+        head = lax.rem(at, shape.packs) * shape.tile.pack
+        item = Item(*fields, head=head, base=refs.tiles[tile, work.BASE] if shape.window else 0)
         run(item._replace(row=pl.multiple_of(item.row, work.ALIGN)), steps)
         return steps + item.blocks
 

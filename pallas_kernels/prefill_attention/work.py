@@ -12,9 +12,10 @@ from jaxtyping import Array, Int
 ALIGN = 8
 """TMA reads query rows in tiles of 8: a tile starts at such a row, in the chunk before its own."""
 
-ROW, LO, HI, OFFSET, BLOCKS, CHUNK, KV_LEN = range(7)
+ROW, LO, HI, OFFSET, BLOCKS, CHUNK, KV_LEN, BASE = range(8)
 """Fields of a tile: its first row; the rows [LO, HI) it owns; a row's position is row + OFFSET;
-steps over keys; the sequence, and how many positions its pages hold."""
+steps over keys; the sequence, and how many positions its pages hold. Over a window, where the tile
+begins to read: positions are counted from there."""
 
 
 def aligned(num_rows: int) -> int:
@@ -25,7 +26,7 @@ def aligned(num_rows: int) -> int:
 class Work(NamedTuple):
     """Tiles in the order they are to be taken; those from `count` on are not to be read."""
 
-    tiles: Int[Array, "tiles 7"]
+    tiles: Int[Array, "tiles 7"] | Int[Array, "tiles 8"]  # a window's have BASE
     count: Int[Array, "1"]
 
 
@@ -36,10 +37,13 @@ def plan(
     *,
     block_rows: int,
     block_kv: int,
+    window: int = 0,
+    align: int = 1,
 ) -> Work:
     """Cuts `num_rows` rows into tiles of `block_rows`, none of them with rows of two chunks.
 
-    Rows past the last chunk are a chunk of their own that has no keys (BLOCKS = 0).
+    A tile over a `window` reads from its first row's on, rounded down to a multiple of `align`, a
+    power of two. Rows past the last chunk are a chunk of their own that has no keys (BLOCKS = 0).
     """
     num_chunks = kv_len.shape[0]
     start = q_start.astype(jnp.int32)
@@ -55,12 +59,16 @@ def plan(
     row = first[chunk] + (index - (tiles_end - tiles)[chunk]) * block_rows
     lo = jnp.maximum(row, start[chunk])
     hi = jnp.minimum(row + block_rows, end[chunk])
-    offset = kv_len[chunk] - end[chunk]
+    length = kv_len[chunk]
+    offset, bases = length - end[chunk], []
+    if window:
+        bases = [jnp.maximum(lo + offset + 1 - window, 0) & -align]
+        offset, length = offset - bases[0], length - bases[0]
     blocks = jnp.where(chunk < num_chunks, (hi - 1 + offset) // block_kv + 1, 0)
 
     # A tile's time follows its steps. Dealt out longest first, all thread blocks end together.
     order = jnp.argsort(jnp.where(index < tiles_end[-1], -blocks, 1))
-    fields = jnp.stack([row, lo, hi, offset, blocks, chunk, kv_len[chunk]], axis=1)
+    fields = jnp.stack([row, lo, hi, offset, blocks, chunk, length, *bases], axis=1)
     return Work(fields[order], tiles_end[-1:])
 
 

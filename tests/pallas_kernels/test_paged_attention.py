@@ -166,11 +166,10 @@ def test_what_unused_rows_hold_does_not_matter(op, unused):
     check(op, [5, 0, 64, 67, 1], 16, unused=unused)
 
 
-@pytest.mark.parametrize("name", ["public", "batched"])
-@pytest.mark.parametrize("window", [1, 5, 64, 70, 1000])
-def test_a_window_is_all_that_is_read(name, window):
+@pytest.mark.parametrize(("op", "window"), each(lambda op: (70, 1, 5, 64, 1000)))
+def test_a_window_is_all_that_is_read(op, window):
     lengths = [5, 0, 64, 300, 1, window, window + 1]
-    check(IMPLEMENTATIONS[name], lengths, 16, window=window, unused=np.nan)
+    check(op, lengths, 16, window=window, unused=np.nan)
 
 
 @implementations
@@ -186,9 +185,11 @@ def test_rows_may_have_sinks_of_their_own(op):
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("name", ["public", "batched"])
-def test_a_sink_beside_a_window(name):
-    check(IMPLEMENTATIONS[name], [5, 0, 64, 70, 1], 16, window=5, sinks=[-3.0, 1.5, 40.0])
+@implementations
+def test_a_sink_beside_a_window(op):
+    """It is taken in with the first tile in the window."""
+    lengths, sinks = [5, 0, 64, 270, 1], [-3.0, 1.5, 40.0]
+    check(op, lengths, op.page_sizes[-1], window=90, sinks=sinks, unused=np.nan)
 
 
 @implementations

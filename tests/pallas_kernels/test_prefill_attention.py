@@ -61,6 +61,13 @@ def test_a_page_size_at_which_the_kernel_would_spill_registers_is_not_taken(page
     assert mosaic.supports(q, pages, pages, 1.0) == taken
 
 
+@pytest.mark.parametrize(("head_dim", "taken"), [(64, True), (128, False), (256, False)])
+def test_a_window_at_which_the_kernel_would_spill_registers_is_not_taken(head_dim, taken):
+    q, pages = (jnp.zeros(s, jnp.bfloat16) for s in ((8, 2, head_dim), (1, 4, 1, 64, head_dim)))
+    assert mosaic.supports(q, pages, pages, 1.0)
+    assert mosaic.supports(q, pages, pages, 1.0, window=5) == taken
+
+
 @in_jax
 def test_no_padding(impl):
     check(impl, [(0, 33), (1, 30)], padding=0)
@@ -72,11 +79,11 @@ def test_what_unused_rows_hold_does_not_matter(impl, unused):
     check(impl, [(0, 5), (6, 0), (60, 4), (63, 2)], unused=unused)
 
 
-@pytest.mark.parametrize("name", ["public", "batched"])
-@pytest.mark.parametrize("window", [1, 7, 33, 64, 1000])
-def test_a_window_is_all_that_is_read(name, window):
+@implementations
+@pytest.mark.parametrize("window", [33, 1, 7, 64, 1000])
+def test_a_window_is_all_that_is_read(impl, window):
     chunks = [(0, 5), (6, 0), (300, 70), (63, 2), (0, 65), (window, 1)]
-    check(IMPLEMENTATIONS[name], chunks, page_size=16, window=window, unused=np.nan)
+    check(impl, chunks, page_size=16, window=window, unused=np.nan)
 
 
 @implementations
@@ -87,10 +94,11 @@ def test_a_sink_takes_weight_once_however_many_steps_a_row_sees(impl):
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("name", ["public", "batched"])
-def test_a_sink_beside_a_window(name):
-    chunks = [(0, 5), (40, 33)]
-    check(IMPLEMENTATIONS[name], chunks, page_size=16, window=7, sinks=[-3.0, 1.5, 40.0])
+@implementations
+def test_a_sink_beside_a_window(impl):
+    """Rows see nothing of the first step over keys, but have a sink."""
+    chunks = [(0, 5), (190, 73)]
+    check(impl, chunks, page_size=64, window=7, sinks=[-3.0, 1.5, 40.0], unused=np.nan)
 
 
 @in_jax
