@@ -147,6 +147,8 @@ class ExpertTable(NamedTuple):
     """Where some routed experts lie in host memory: 0 for one that is on the device for good,
     `FETCHED` for one that is there now, `ABSENT` for one whose slot is its substitute's.
     """
+    levels: Int[Array, "layers codes percents"] | None = None
+    """Thresholds by strategy code and level (`jmoe.levels`); None: the level itself."""
 
     def __repr__(self) -> str:
         return display.arrays(self)

@@ -270,6 +270,7 @@ def run_between(
         jnp.zeros(weights.table.slots.shape, jnp.int32),
         balance=None if replication is None else Balance(by_layer, by_layer),
         needed=None if weights.table.offloaded is None else jnp.zeros_like(weights.table.offloaded),
+        wrong=None if cfg.strategy is None else by_layer,
     )
     state, moe_start = (x, cache, run.no_replicas(), stats), 0
     for (is_moe, start, count), layers in zip(

@@ -98,6 +98,12 @@ class ResidentWeights:
         if layer == table.groups.shape[0] - 1:
             self.way = way
 
+    def set_levels(self, levels: np.ndarray | None) -> None:
+        """Gives programs thresholds by layer (`jmoe.levels.by_code`), or takes them back."""
+        params, pool, table = self.weights
+        levels = None if levels is None else jnp.asarray(levels)
+        self.weights = Weights(params, pool, table._replace(levels=levels))
+
     def point(self, changes: Sequence[tuple[int, int, int, int]]) -> None:
         """Points routed experts to other slots of the pool; nothing is copied.
 

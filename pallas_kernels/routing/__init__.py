@@ -3,6 +3,7 @@
 from pallas_kernels.routing.op import (
     BY_WEIGHT,
     FULL,
+    OWN,
     PARTIAL,
     STRATEGIES,
     ZERO,
@@ -26,6 +27,7 @@ from pallas_kernels.routing.tile_map import RowTiles
 __all__ = [
     "BY_WEIGHT",
     "FULL",
+    "OWN",
     "PARTIAL",
     "STRATEGIES",
     "ZERO",

@@ -12,6 +12,8 @@ from pallas_kernels.routing.tile_map import RowTiles, TileMap
 
 Scoring = Literal["softmax", "sigmoid"]
 ZERO, FULL, PARTIAL = 0, 1, 2
+OWN = 3
+"""Of a user's own strategy, which replaces the plan that is partial brownout's for this code."""
 STRATEGIES = {"zero": ZERO, "full": FULL, "partial": PARTIAL}
 BY_WEIGHT = reference.BY_WEIGHT
 

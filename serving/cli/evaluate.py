@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from serving.cli.options import AllowUnknownConfig
+from serving.settings.plugins import own_strategy
 from serving.telemetry.progress import progress_bar
 
 
@@ -28,7 +29,8 @@ def evaluate(
         str, typer.Option(help="Thresholds in percent, separated by commas.")
     ] = "100,90,80,70,60,50,40,30,20,10,0",
     strategies: Annotated[
-        str, typer.Option(help="Strategies, separated by commas: partial, full.")
+        str,
+        typer.Option(help="Strategies, with commas: partial, full, module:Class or file.py:Class."),
     ] = "partial,full",
     keep: Annotated[
         str, typer.Option(help="Which experts stay exact: visits, weight, or both with a comma.")
@@ -69,7 +71,7 @@ def evaluate(
         settings = grid(
             integers("ways", ways),
             integers("thresholds", thresholds),
-            strategies.split(","),
+            [own_strategy(name) or name for name in strategies.split(",")],
             keep.split(","),
         )
     config = EvaluateConfig(

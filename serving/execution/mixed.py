@@ -33,11 +33,14 @@ STRIDE = 7919
 
 def mixed_models(config: EngineConfig, family: Family) -> int:
     """Returns how many models a decode step may have rows of: no more than can have weights on the
-    device, and one where a router of their own would choose among all models' experts.
+    device, and one where a router or a strategy of their own would choose among all models'
+    experts.
     """
-    if family.config.router is not None:
+    cfg = family.config
+    if cfg.router is not None or cfg.strategy is not None:
         if len(family) > 1 < config.mixed_models:
-            log.info("no decode step has rows of several models: they have routers of their own")
+            kind = "routers" if cfg.strategy is None else "a strategy"
+            log.info("no decode step has rows of several models: they have %s of their own", kind)
         return 1
     resident = config.resident_sets or len(family)
     return max(1, min(config.mixed_models, len(family), resident))

@@ -4,12 +4,14 @@ warms up.
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import jax
 
 from jmoe.api import BUNDLED, Model, name_of, resolve
+from jmoe.brownout import Own
 from jmoe.checkpoint import TensorFiles, is_native, united_ways
 from jmoe.config import read_config
 from jmoe.family import Family
@@ -32,6 +34,7 @@ from serving.execution.programs import Progress, limit_cpu_threads
 from serving.execution.runner import DeviceRunner
 from serving.scheduling.policy import make_policy
 from serving.settings.composes import COMPOSES, SEVERAL
+from serving.settings.plugins import own_strategy
 from serving.settings.reading import check_composes, named_models
 from serving.startup.asynchronous import make_layer_picker, prepare_crew, with_mode
 from serving.startup.loading import check_chat_templates, load_models, make_mesh_of
@@ -54,6 +57,7 @@ def check_start(config: EngineConfig) -> None:
     """
     make_policy(config.policy)
     make_controller(config.salc)
+    own_strategy(config.brownout.strategy)
     read_load(config.balance)
     ClusterSecret.of(config)
     if config.family and not Path(config.family).is_file():
@@ -166,6 +170,8 @@ def build(
     if loaded.home is not None:
         home = loaded.home
         check_balance(loaded.config, home.mesh.size, config.balance, spare=home.spare)
+    if (strategy := own_strategy(config.brownout.strategy)) is not None:
+        family = _with_strategy(family, Own(strategy, guarded=True))
     ways = allowed_ways(config.brownout, family)
     starting_strategy(config.brownout.strategy, ways[0] if ways else 0)
     if config.brownout.strategy == "auto" and not ways and config.process_index <= 0:
@@ -177,6 +183,14 @@ def build(
     if config.process_index <= 0:
         log_implementations(runner.implementations)
     return fitting, family, runner, ways
+
+
+def _with_strategy(family: Family, own: Own) -> Family:
+    """Returns the same models, whose programs are made with a user's own strategy."""
+    cfg = family.config
+    own.probe(cfg.num_experts, cfg.experts_per_token)
+    models = [replace(one, config=replace(one.config, strategy=own)) for one in family]
+    return replace(family, models=tuple(models))
 
 
 def log_implementations(taken: Mapping[str, str]) -> None:

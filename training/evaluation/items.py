@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jmoe.brownout import Brownout
+from jmoe.brownout import Brownout, OwnStrategy
 from training.tasks import Task, tasks
 
 WAYS = (2, 4, 8)
@@ -91,11 +91,11 @@ def choose(data: Path | None, num: int | None, generate: int | None, seed: int) 
 def grid(
     ways: Sequence[int] = WAYS,
     thresholds: Sequence[int] = THRESHOLDS,
-    strategies: Sequence[str] = STRATEGIES,
+    strategies: Sequence[str | OwnStrategy] = STRATEGIES,
     keeps: Sequence[str] = ("visits",),
 ) -> list[Brownout]:
     """Returns every threshold of partial brownout by each way, then of full brownout; all that for
-    each of `keeps`.
+    each of `keeps`. Then, by each way, those of users' own strategies.
 
     Raises ValueError for a list that is empty or repeats itself, or a value out of range.
     """
@@ -103,15 +103,20 @@ def grid(
     for name, values in lists.items():
         if not values or len(set(values)) < len(values):
             raise ValueError(f"{name} are {list(values)}; give at least one, each once")
+    own = [strategy for strategy in strategies if callable(strategy)]
     for strategy in strategies:
-        if strategy not in STRATEGIES:
+        if strategy not in STRATEGIES and not callable(strategy):
             raise ValueError(
-                f"strategy is {strategy!r}; give partial or full (zero brownout is always run)"
+                f"strategy is {strategy!r}; give partial, full or module:Class (zero brownout is "
+                "always run)"
             )
     kinds = [("partial", way) for way in ways if "partial" in strategies]
     kinds += [("full", None)] if "full" in strategies else []
-    return [
+    found = [
         _setting(kind, t, way, keep) for keep in keeps for kind, way in kinds for t in thresholds
+    ]
+    return found + [
+        _setting(kind, t, way, "visits") for kind in own for way in ways for t in thresholds
     ]
 
 
@@ -150,6 +155,9 @@ def integers(name: str, text: str) -> list[int]:
 
 
 def kind_of(setting: Brownout) -> str:
-    """Returns the name of a setting's column: `full`, `zero`, `way 4`, or `way 4 by weight`."""
-    name = f"way {setting.way}" if setting.strategy == "partial" else setting.strategy
+    """Returns the name of a setting's column: `full`, `zero`, `way 4`, `way 4 by weight`, or
+    `module:Class way 4`.
+    """
+    name = setting.name if setting.way is None else f"way {setting.way}"
+    name = name if setting.own is None else f"{setting.name} {name}"
     return name if setting.keep == "visits" else f"{name} by {setting.keep}"

@@ -65,7 +65,7 @@ def evaluate(
     _check_ways(model, settings)
     work = _Work(model, items, config)
     inputs = work.inputs()
-    store = Store(config.out, inputs)
+    store = Store(config.out, inputs, settings)
     todo = [s for s in dict.fromkeys([ZERO, *settings]) if s == ZERO or s.threshold_percent < 100]
     todo = [setting for setting in todo if setting not in store.results]
     done, total = 0, len(todo) * work.units
