@@ -223,6 +223,7 @@ def run_layers(
     """
     part = _checked(cfg, halves, wanted)
     cos_sin = of_sets.rotation(cfg, step.rows.positions)
+    weights = _leveled(weights, step)
     run = _Run(cfg, weights, step, cos_sin, max_active, wanted, replication, of_sets)
     state = x, cache, run.no_replicas(), jnp.int32(part.start // 2)
     stats, hidden, moe_start = [], [], 0
@@ -263,6 +264,7 @@ def run_between(
     outside the part, stats are 0.
     """
     cos_sin = _rotation(cfg, step.rows.positions)
+    weights = _leveled(weights, step)
     run = _Run(cfg, weights, step, cos_sin, max_active, COUNTS, replication)
     by_layer = jnp.zeros(cfg.num_moe_layers, jnp.int32)
     stats = LayerStats(
@@ -283,6 +285,14 @@ def run_between(
         moe_start += count * is_moe
     x, cache, _, stats = state
     return x, cache, stats
+
+
+def _leveled(weights: Weights, step: StepData) -> Weights:
+    """Returns weights whose table has the thresholds of this step, where there are levels."""
+    if not isinstance(table := weights.table, ExpertTable):  # of a mixed step
+        return weights
+    percent, strategy = step.control
+    return weights._replace(table=table.at_level(strategy, percent))
 
 
 class _Span(NamedTuple):

@@ -258,23 +258,21 @@ def alone(
     cfg: ModelConfig, pool: Pool, table: ExpertTable, asked: Asked, max_active: int
 ) -> Answered:
     """Serves rows by this device's experts. An Exchange. Gate, plan and dispatch are one op, unless
-    that does not know the config's router, or its strategy. Where the table has levels, the control
-    names one of them.
+    that does not know the config's router, or its strategy. Where the table has levels, its
+    threshold is the layer's.
 
     Where experts are offloaded (see ExpertTable), a visit that a substitute serves counts as
     degraded.
     """
     layer, _, h, logits, rows, control = asked
     wrong = None
-    if table.levels is not None:
-        threshold = table.levels[control.strategy, control.threshold_percent]
-        control = control._replace(threshold_percent=threshold)
+    threshold = control.threshold_percent if table.levels is None else table.levels
     if cfg.strategy is None and (options := fused(cfg, layer)) is not None:
         top_k = cfg.experts_per_token
         num_experts = routing.row_length(table.slots)
         ids, plan, work = routing.route(
             logits,
-            threshold_percent=control.threshold_percent,
+            threshold_percent=threshold,
             strategy=control.strategy,
             block_m=pool.block_rows(logits.shape[0] * top_k, max_active),
             max_active=max_active,
@@ -289,6 +287,7 @@ def alone(
     else:
         weights, ids = gate(cfg, logits, layer)
         groups, slots = routing.row_of(table.groups), routing.row_of(table.slots)
+        control = control._replace(threshold_percent=routing.threshold_of(threshold))
         flags = rows.valid, rows.exempt
         plan = planned(cfg, ids, weights, groups, *flags, control)
         if (own := cfg.strategy) is not None:

@@ -142,6 +142,13 @@ class BrownoutConfig:
         one_of("visits", "weight"),
         "Brownout",
     )
+    levels: bool = setting(
+        False,
+        "Thresholds are levels of the model's levels.json (evaluation.md): each MoE layer has its "
+        "own, of as many active experts together.",
+        None,
+        "Brownout",
+    )
 
 
 @dataclass(frozen=True)

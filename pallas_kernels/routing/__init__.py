@@ -21,6 +21,7 @@ from pallas_kernels.routing.op import (
     route,
     row_length,
     row_of,
+    threshold_of,
 )
 from pallas_kernels.routing.tile_map import RowTiles
 
@@ -46,4 +47,5 @@ __all__ = [
     "route",
     "row_length",
     "row_of",
+    "threshold_of",
 ]

@@ -286,6 +286,9 @@ def generate(
         Literal["visits", "weight"],
         typer.Option(help="Which experts stay exact, of as many: by visits or by gate weight."),
     ] = "visits",
+    levels: Annotated[
+        bool, typer.Option(help="The threshold is a level of the model's levels.json, by layer.")
+    ] = False,
     way: Way = None,
     allow_unknown_config: AllowUnknownConfig = None,
 ) -> None:
@@ -297,7 +300,7 @@ def generate(
     brownout = None
     if brownout_threshold != 100 or strategy is not None or way is not None:
         kind: Any = own_strategy(strategy or "") or strategy or "partial"
-        brownout = jmoe.Brownout(kind, brownout_threshold, way, keep)
+        brownout = jmoe.Brownout(kind, brownout_threshold, way, keep, levels)
     with progress_bar() as progress:
         loaded = jmoe.load(
             model,

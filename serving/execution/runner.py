@@ -389,6 +389,10 @@ class DeviceRunner(StepExecutor):
         if control.strategy == 0:
             return FULL_CAPACITY
         percent, num_experts = control.threshold_percent, len(plan.models) * cfg.num_experts
+        percent = max(
+            self.family[model].resident.largest_threshold(control.strategy, percent)
+            for model in plan.models
+        )
         if (own := cfg.strategy) is not None and control.strategy == OWN:
             num_united = self.model.num_united_slots
             most = own.most_active(percent, num_experts, num_united)

@@ -174,6 +174,7 @@ def test_a_bound_is_asked_of_it_and_none_means_all():
 
 
 @pytest.mark.deep
+@pytest.mark.sized(exhaustive=("generate",))
 @pytest.mark.parametrize("name", ["forward", "generate"])
 def test_models_serve_what_it_plans(name, united_models):
     model = united_models("qwen2_moe")

@@ -121,7 +121,9 @@ def test_its_bound_chooses_the_capacity(most, exempt, percent):
 
     own = Own(LowestGate() if most is None else Bounded(), guarded=True)
     cfg = SimpleNamespace(num_experts=60, experts_per_token=4, strategy=own)
-    runner = SimpleNamespace(model=SimpleNamespace(config=cfg, num_united_slots=8))
+    resident = SimpleNamespace(largest_threshold=lambda strategy, level: level)
+    model = SimpleNamespace(config=cfg, num_united_slots=8, resident=resident)
+    runner = SimpleNamespace(model=model, family=[model])
     plan = SimpleNamespace(models=(0,), num_exempt=exempt)
 
     def capacity(strategy):

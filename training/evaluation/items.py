@@ -4,6 +4,7 @@ import itertools
 import json
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,13 @@ def _setting(strategy: Any, threshold: int, way: int | None, keep: Any) -> Brown
     return Brownout(strategy, threshold, way, keep)
 
 
+def with_levels(settings: Sequence[Brownout]) -> list[Brownout]:
+    """Returns the same settings with thresholds that are levels. Raises ValueError for one that has
+    none, such as full brownout.
+    """
+    return [replace(setting, levels=True) for setting in settings]
+
+
 def parse_only(text: str, keeps: Sequence[str] = ("visits",)) -> list[Brownout]:
     """Returns settings such as `2:0,4:20,full:40`, way (or `full`) and threshold in percent, for
     each of `keeps`.
@@ -160,4 +168,5 @@ def kind_of(setting: Brownout) -> str:
     """
     name = setting.name if setting.way is None else f"way {setting.way}"
     name = name if setting.own is None else f"{setting.name} {name}"
-    return name if setting.keep == "visits" else f"{name} by {setting.keep}"
+    name = name if setting.keep == "visits" else f"{name} by {setting.keep}"
+    return f"{name} in levels" if setting.levels else name

@@ -146,8 +146,9 @@ class OutputError:
     def _outputs(self, brownout: Brownout | None) -> list[Float[Array, "N B d"]]:
         model, control = self.model, self.model.prepare(brownout)
         cfg = model.config_under(brownout)
+        table = model.table.at_level(control.strategy, control.threshold_percent)
         return [
-            _routed(cfg, layer, model.pool, jax.tree.map(itemgetter(i), model.table), x, control)
+            _routed(cfg, layer, model.pool, jax.tree.map(itemgetter(i), table), x, control)
             for i, (layer, x) in enumerate(zip(self.layers, self.inputs, strict=True))
         ]
 

@@ -31,13 +31,14 @@ class Result:
     perplexity: dict[str, float] = field(default_factory=dict)  # by text file
     seconds: float = 0.0
     keep: str = "visits"
+    levels: bool = False
 
     @property
     def setting(self) -> Brownout:
         """The setting that was run."""
         strategy: Any = self.strategy
         keep: Any = self.keep
-        return Brownout(strategy, self.threshold_percent, self.way, keep)
+        return Brownout(strategy, self.threshold_percent, self.way, keep, self.levels)
 
 
 class Store:

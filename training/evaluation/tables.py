@@ -106,6 +106,7 @@ def _csv_row(score: Score) -> dict[str, Any]:
         "strategy": setting.name,
         "way": setting.way or "",
         "keep": setting.keep,
+        "levels": setting.levels,
         "threshold_percent": setting.threshold_percent,
         "items": len(result.right),
         "accuracy_percent": _digits(100 * score.accuracy),
