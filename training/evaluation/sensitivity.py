@@ -159,7 +159,7 @@ def evaluate_levels(
     work = Work(model, items, config)
     found: dict[int, list[Compared]] = {}
     tables, parts = [], [f"# Levels of {model.name}, kept by {keep}\n"]
-    done, total = 0, len(ways) * (NOTCH * model.config.num_moe_layers + 66)
+    done, total = 0, len(ways) * (NOTCH * model.config.num_moe_layers + 60)
 
     def advance(units: int) -> None:
         nonlocal done
@@ -180,9 +180,9 @@ def evaluate_levels(
             for one in compare(phase, scored, tables[-1], advance)
         ]
         parts.append(_table(found[way]))
-    config.out.mkdir(parents=True, exist_ok=True)
-    write(config.out / FILE, tables, digest_of(model.path))
-    (config.out / "sensitivity.md").write_text("\n".join(parts), encoding="utf-8")
+        config.out.mkdir(parents=True, exist_ok=True)  # what is done is there
+        write(config.out / FILE, tables, digest_of(model.path))
+        (config.out / "sensitivity.md").write_text("\n".join(parts), encoding="utf-8")
     return found
 
 
@@ -192,14 +192,14 @@ def compare(
     """Returns ratios at equal saving, with 95 % intervals (bootstrap over items)."""
     run = scored.decode if phase == "decode" else scored.prefill
     levels = by_code([table], len(table.rows[0]))
-    curves = {}
+    exact, curves = run(None), {}
     for kind, keep, given in (
         ("visits", "visits", None),
         (table.keep, table.keep, None),
         ("levels", table.keep, levels),
     ):
-        costs = []
-        for threshold in range(100, -1, -NOTCH):
+        costs = [exact]
+        for threshold in range(100 - NOTCH, -1, -NOTCH):
             costs.append(run(Brownout("partial", threshold, table.way, keep), given))
             advance(1)
         curves[kind] = costs
