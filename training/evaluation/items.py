@@ -108,8 +108,8 @@ def grid(
     for strategy in strategies:
         if strategy not in STRATEGIES and not callable(strategy):
             raise ValueError(
-                f"strategy is {strategy!r}; give partial, full or module:Class (zero brownout is "
-                "always run)"
+                f"strategy is {strategy!r}; give partial or full (zero brownout is always run), or "
+                "module:Class of your own"
             )
     kinds = [("partial", way) for way in ways if "partial" in strategies]
     kinds += [("full", None)] if "full" in strategies else []
