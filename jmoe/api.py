@@ -192,6 +192,8 @@ class Model:
                 if not self.united:
                     raise ValueError(f"partial brownout needs united experts; {self.name} has none")
                 self.use_way(max(self.united))
+        if self.resident.has_levels:
+            raise ValueError(f"an engine serves {self.name} by levels; load it once more for this")
         keep = brownout.keep if brownout is not None and brownout.levels else None
         self.resident.set_levels(None if keep is None else self._levels(keep))
         return Control.of(brownout)

@@ -110,19 +110,23 @@ class ResidentWeights:
         self._levels = by_way
         self.set_levels(by_way[self.way or max(by_way)])
 
+    @property
+    def has_levels(self) -> bool:
+        """Whether it has levels for good, which what runs it was compiled for."""
+        return bool(self._levels)
+
     def largest_threshold(self, strategy: int, level: int) -> int:
         """Returns the largest threshold of any layer at a level, by the strategy's code; of all
         ways while they change.
         """
-        way = self.way
-        found = self._levels.values() if way not in self._levels else [self._levels[way]]
+        found = [own for of, own in self._levels.items() if self.way in (None, of)]
         return max((int(each[:, strategy, level].max()) for each in found), default=level)
 
     def set_levels(self, levels: np.ndarray | None) -> None:
         """Gives programs thresholds by layer (`jmoe.levels.by_code`), or takes them back."""
         params, pool, table = self.weights
-        levels = None if levels is None else jnp.asarray(levels)
-        self.weights = Weights(params, pool, table._replace(levels=levels))
+        held = None if levels is None else jnp.asarray(levels)
+        self.weights = Weights(params, pool, table._replace(levels=held))
 
     def point(self, changes: Sequence[tuple[int, int, int, int]]) -> None:
         """Points routed experts to other slots of the pool; nothing is copied.

@@ -98,6 +98,8 @@ def test_levels_follow_the_way_that_is_loaded(united_dirs):
     model.load_way_layer(2, 0)
     assert held.largest_threshold(code, LEVEL) == 85
     assert (model.table.levels == jnp.stack([by_way[2][0], by_way[3][1]])).all()
+    with pytest.raises(ValueError, match="an engine serves qwen2_moe by levels; load it once more"):
+        model.prepare(None)
 
 
 def test_a_table_of_something_else_is_named(united_dirs, tmp_path):

@@ -83,8 +83,9 @@ class Divergence:
         first = self._run(self._prefill, self._exact[0])
         self._stepper.use(None)
         others = self._run(self._decode, self._exact[1])
-        both = (a + b for a, b in zip(first[:2], others[:2], strict=True))
-        return Cost(*both, first.active)
+        return Cost(
+            first.divergence + others.divergence, first.rooted + others.rooted, first.active
+        )
 
     def _use(self, setting: Brownout | None, levels: np.ndarray | None) -> None:
         self._stepper.use(setting)
@@ -112,7 +113,7 @@ class Divergence:
             np.add.at(sums.T, step.items[counts], np.asarray(by_row, np.float64)[counts])
             if step.is_full or not any_full:
                 active.append(np.asarray(by_layer))
-        return Cost(*sums, np.mean(active, axis=0))
+        return Cost(sums[0], sums[1], np.mean(active, axis=0))
 
 
 @jax.jit

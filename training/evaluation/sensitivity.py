@@ -193,11 +193,12 @@ def compare(
     run = scored.decode if phase == "decode" else scored.prefill
     levels = by_code([table], len(table.rows[0]))
     exact, curves = run(None), {}
-    for kind, keep, given in (
+    kinds: list[tuple[str, Any, np.ndarray | None]] = [
         ("visits", "visits", None),
         (table.keep, table.keep, None),
         ("levels", table.keep, levels),
-    ):
+    ]
+    for kind, keep, given in kinds:
         costs = [exact]
         for threshold in range(100 - NOTCH, -1, -NOTCH):
             costs.append(run(Brownout("partial", threshold, table.way, keep), given))
