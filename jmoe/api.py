@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jmoe import checkpoint, display, layout
+from jmoe import checkpoint, display, layout, levels
 from jmoe.brownout import Brownout, Control
 from jmoe.config import ModelConfig, read_config
 from jmoe.experts import ExpertTable, Pool, UnitedExperts, num_united_slots
@@ -169,18 +169,49 @@ class Model:
         """
         return self.resident.united_of(way)
 
+    def config_under(self, brownout: Brownout | None) -> ModelConfig:
+        """Returns the configuration that programs under a setting are made with: with a user's own
+        strategy, it is another. Raises ValueError for one over a mesh.
+        """
+        own = None if brownout is None else brownout.own
+        if own is not None and self.home is not None:
+            raise ValueError(
+                f"{self.name} is spread over a mesh, where devices agree on plans of zero, partial "
+                f"and full brownout alone; load it without one for {own.name}"
+            )
+        return self.config if own is None else replace(self.config, strategy=own)
+
     def prepare(self, brownout: Brownout | None) -> Control:
         """Loads what a setting needs and returns it as a program takes it. Raises ValueError."""
         if not isinstance(brownout, Brownout | None):
             raise ValueError(f"brownout is {brownout!r}; give None or jmoe.Brownout(strategy, ...)")
-        if brownout is not None and brownout.strategy == "partial":
+        if brownout is not None and brownout.strategy not in ("zero", "full"):
             if brownout.way is not None:
                 self.use_way(brownout.way)
-            elif self.way is None:
+            elif self.way is None and brownout.own is None:
                 if not self.united:
                     raise ValueError(f"partial brownout needs united experts; {self.name} has none")
                 self.use_way(max(self.united))
+        if self.resident.has_levels:
+            raise ValueError(f"an engine serves {self.name} by levels; load it once more for this")
+        keep = brownout.keep if brownout is not None and brownout.levels else None
+        self.resident.set_levels(None if keep is None else self._levels(keep))
         return Control.of(brownout)
+
+    def _levels(self, keep: str) -> np.ndarray:
+        """Returns thresholds by layer of the way that is loaded. Raises ValueError as `levels.read`
+        does, for a way without a table, and over a mesh.
+        """
+        if self.home is not None:
+            raise ValueError(f"{self.name} is spread over a mesh, which knows no levels")
+        layers = self.config.num_moe_layers
+        tables = levels.read(self.path, layers, levels.digest_of(self.path))
+        if (table := tables.get((self.way or 0, keep))) is None:
+            have = ", ".join(f"way {way} by {by}" for way, by in tables)
+            raise ValueError(
+                f"{self.path / levels.FILE} has levels of {have}, not of way {self.way} by {keep}"
+            )
+        return levels.by_code([table], layers)
 
 
 def resolve(path: str | Path, revision: str = "", *, weights: bool = True) -> Path:

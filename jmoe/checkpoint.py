@@ -509,6 +509,7 @@ def save_native(
         "activation": _named("activation", cfg.activation),
         "layer_attention": [_named("layer_attention", kind) for kind in cfg.layer_attention],
     }
+    del stored["strategy"]  # of programs, not of the model
     need("train", "orbax")
     import orbax.checkpoint as ocp
 

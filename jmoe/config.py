@@ -10,6 +10,7 @@ from typing import Any
 
 from jmoe.architectures import ARCHITECTURES, LACKING, Architecture, full_or_window
 from jmoe.attention import FULL, AttentionKind, Latent
+from jmoe.brownout import Own
 from jmoe.config_fields import ConfigError as ConfigError
 from jmoe.config_fields import Fields, shown
 from jmoe.config_keys import ROPE_READ, ROPE_SECTIONS, check_keys, rope_kind
@@ -84,6 +85,7 @@ class ModelConfig:
     expert_bias: bool = False  # of routed and united experts' products
     logits_bias: bool = False  # of the router's logits
     mxfp4: bool = False  # the checkpoint has experts' matrices in four bits
+    strategy: Own | None = None  # of brownout, a user's own, that programs are made with
 
     def __post_init__(self) -> None:
         """Raises ConfigError where fields contradict each other."""

@@ -147,6 +147,16 @@ class ExpertTable(NamedTuple):
     """Where some routed experts lie in host memory: 0 for one that is on the device for good,
     `FETCHED` for one that is there now, `ABSENT` for one whose slot is its substitute's.
     """
+    levels: Int[Array, "layers codes percents"] | None = None
+    """Thresholds by strategy code and level (`jmoe.levels`); None: the level itself. Those of one
+    step are [layers, 1] (`at_level`).
+    """
+
+    def at_level(self, strategy: Int[Array, ""], level: Int[Array, ""]) -> "ExpertTable":
+        """Returns the table with the thresholds of one step, where it has levels."""
+        if self.levels is None:
+            return self
+        return self._replace(levels=self.levels[:, strategy, level][:, None])
 
     def __repr__(self) -> str:
         return display.arrays(self)
@@ -216,11 +226,13 @@ def make_table(num_layers: int, num_experts: int, num_united_slots: int) -> Expe
 
 
 def uncut(row: Any, table: Any, layer: int) -> Any:
-    """Returns `row`, cut out of the tables of `table`, but for slots and groups: the routing kernel
-    reads them in the table, and cut out they would be a launch in every layer.
+    """Returns `row`, cut out of the tables of `table`, but for slots, groups and levels: the
+    routing kernel reads them in the table, and cut out they would be a launch in every layer.
     """
     at = np.int32(layer)
-    return row._replace(slots=TableRow(table.slots, at), groups=TableRow(table.groups, at))
+    row = row._replace(slots=TableRow(table.slots, at), groups=TableRow(table.groups, at))
+    levels = getattr(table, "levels", None)  # a mixed step's table has none
+    return row if levels is None else row._replace(levels=TableRow(levels, at))
 
 
 @partial(jax.jit, donate_argnums=0)

@@ -98,7 +98,8 @@ def forward(
         return_hidden: put hidden states by layer into the stats; needs `return_stats`.
 
     Returns float32 [batch, length, vocab], or that and the stats. Raises ValueError for tokens that
-    are no such array, outside the vocabulary, or more than the model has positions.
+    are no such array, outside the vocabulary, or more than the model has positions, and for a
+    user's own strategy that fails.
     """
     if return_hidden and not return_stats:
         raise ValueError("return_hidden is True; it needs return_stats=True")
@@ -114,8 +115,9 @@ def forward(
         array, refuses, valid = (
             np.pad(a, missing + [(0, 0)] * (a.ndim - 1)) for a in (array, refuses, valid)
         )
+    cfg = model.config_under(brownout)
     logits, stats = _forward(
-        model.config,
+        cfg,
         wanted,
         mesh,
         model.weights,
@@ -124,6 +126,8 @@ def forward(
         jnp.asarray(valid),
         control,
     )
+    if cfg.strategy is not None:
+        cfg.strategy.check(stats.wrong)
     if not return_stats:
         return logits[: valid.sum()]
     return logits[: valid.sum()], _by_token(stats, int(valid.sum()), length)

@@ -223,6 +223,7 @@ def run_layers(
     """
     part = _checked(cfg, halves, wanted)
     cos_sin = of_sets.rotation(cfg, step.rows.positions)
+    weights = _leveled(weights, step)
     run = _Run(cfg, weights, step, cos_sin, max_active, wanted, replication, of_sets)
     state = x, cache, run.no_replicas(), jnp.int32(part.start // 2)
     stats, hidden, moe_start = [], [], 0
@@ -263,6 +264,7 @@ def run_between(
     outside the part, stats are 0.
     """
     cos_sin = _rotation(cfg, step.rows.positions)
+    weights = _leveled(weights, step)
     run = _Run(cfg, weights, step, cos_sin, max_active, COUNTS, replication)
     by_layer = jnp.zeros(cfg.num_moe_layers, jnp.int32)
     stats = LayerStats(
@@ -270,6 +272,7 @@ def run_between(
         jnp.zeros(weights.table.slots.shape, jnp.int32),
         balance=None if replication is None else Balance(by_layer, by_layer),
         needed=None if weights.table.offloaded is None else jnp.zeros_like(weights.table.offloaded),
+        wrong=None if cfg.strategy is None else by_layer,
     )
     state, moe_start = (x, cache, run.no_replicas(), stats), 0
     for (is_moe, start, count), layers in zip(
@@ -282,6 +285,14 @@ def run_between(
         moe_start += count * is_moe
     x, cache, _, stats = state
     return x, cache, stats
+
+
+def _leveled(weights: Weights, step: StepData) -> Weights:
+    """Returns weights whose table has the thresholds of this step, where there are levels."""
+    if not isinstance(table := weights.table, ExpertTable):  # of a mixed step
+        return weights
+    percent, strategy = step.control
+    return weights._replace(table=table.at_level(strategy, percent))
 
 
 class _Span(NamedTuple):

@@ -62,6 +62,8 @@ class LayerStats(NamedTuple):
     balance: Balance | None = None  # where experts are copied while the step runs
     needed: Int[Array, "m"] | None = None
     """Visits of exact rows to experts that are not on the device for good, where there are any."""
+    wrong: Int[Array, ""] | None = None
+    """What was wrong with the plan of a user's own strategy (`jmoe.brownout.Own.instead`)."""
 
 
 class Wanted(NamedTuple):
@@ -256,18 +258,21 @@ def alone(
     cfg: ModelConfig, pool: Pool, table: ExpertTable, asked: Asked, max_active: int
 ) -> Answered:
     """Serves rows by this device's experts. An Exchange. Gate, plan and dispatch are one op, unless
-    that does not know the config's router.
+    that does not know the config's router, or its strategy. Where the table has levels, its
+    threshold is the layer's.
 
     Where experts are offloaded (see ExpertTable), a visit that a substitute serves counts as
     degraded.
     """
     layer, _, h, logits, rows, control = asked
-    if (options := fused(cfg, layer)) is not None:
+    wrong = None
+    threshold = control.threshold_percent if table.levels is None else table.levels
+    if cfg.strategy is None and (options := fused(cfg, layer)) is not None:
         top_k = cfg.experts_per_token
         num_experts = routing.row_length(table.slots)
         ids, plan, work = routing.route(
             logits,
-            threshold_percent=control.threshold_percent,
+            threshold_percent=threshold,
             strategy=control.strategy,
             block_m=pool.block_rows(logits.shape[0] * top_k, max_active),
             max_active=max_active,
@@ -282,15 +287,22 @@ def alone(
     else:
         weights, ids = gate(cfg, logits, layer)
         groups, slots = routing.row_of(table.groups), routing.row_of(table.slots)
-        plan = planned(cfg, ids, weights, groups, rows.valid, rows.exempt, control)
-        given: dict[str, Any] = {"max_active": max_active, "activation": cfg.activation}
-        out, expert_rows = compute(pool, h, weights, plan.expert_ids, slots, **given)
+        control = control._replace(threshold_percent=routing.threshold_of(threshold))
+        flags = rows.valid, rows.exempt
+        plan = planned(cfg, ids, weights, groups, *flags, control)
+        if (own := cfg.strategy) is not None:
+            # It may send visits of one expert both there and to the united one.
+            max_active = len(slots) if max_active >= len(groups) else max_active
+            given = ids, weights, groups, *flags, control, max_active
+            plan, wrong = own.instead(plan, *given)
+        sizes: dict[str, Any] = {"max_active": max_active, "activation": cfg.activation}
+        out, expert_rows = compute(pool, h, weights, plan.expert_ids, slots, **sizes)
     degraded, needed = plan.degraded, None
     if (offloaded := table.offloaded) is not None:
         substituted = (offloaded[ids] == ABSENT) & (plan.expert_ids == ids)
         degraded, needed = degraded | substituted, _needed(ids, offloaded, rows)
     by_row = jnp.sum(degraded, axis=-1, dtype=jnp.int32)
-    return Answered(out, ids, LayerStats(by_row, expert_rows, needed=needed))
+    return Answered(out, ids, LayerStats(by_row, expert_rows, needed=needed, wrong=wrong))
 
 
 def _needed(

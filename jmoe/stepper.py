@@ -32,7 +32,8 @@ class Stepper:
         max_len: positions of the longest.
         page_size: positions a KV page.
 
-    Raises ValueError for a way the model does not have, and for a model that is spread over a mesh.
+    Raises ValueError for a way the model does not have, and for a model that is spread over a mesh;
+    its steps do where a user's own strategy fails.
     """
 
     def __init__(
@@ -50,9 +51,8 @@ class Stepper:
                 "one; load it without a mesh, or use serving.Engine"
             )
         blocks = -(-max_len // page_size)
-        control = model.prepare(brownout)
         self.model = model
-        self._control = jnp.stack([control.threshold_percent, control.strategy])
+        self.use(brownout)
         self._no_deltas = jnp.asarray(empty_deltas(1))
         state = make_state(
             model.config,
@@ -65,6 +65,12 @@ class Stepper:
         pages = np.arange(num_slots * blocks, dtype=np.int32).reshape(num_slots, blocks)
         pages = np.repeat(pages, len(page_windows(model.config)), axis=1)  # alike in each group
         self._state = state._replace(block_table=jnp.asarray(pages))
+
+    def use(self, brownout: Brownout | None) -> None:
+        """Runs further steps under another setting. Raises ValueError as when this is made."""
+        control = self.model.prepare(brownout)
+        self._control = jnp.stack([control.threshold_percent, control.strategy])
+        self._config = self.model.config_under(brownout)
 
     def prefill(self, tokens: Int[np.ndarray, " T"], rows: Int[np.ndarray, "R c"]) -> StepOutput:
         """Runs one `prefill_step`: a row a chunk, as `jmoe.steps.pack_row` packs it."""
@@ -86,7 +92,7 @@ class Stepper:
     def _call(self, step: Callable[..., tuple], *arrays: np.ndarray) -> StepOutput:
         model = self.model
         self._state, out = step(
-            model.config,
+            self._config,
             model.weights,
             self._state,
             *map(jnp.asarray, arrays),
@@ -94,6 +100,8 @@ class Stepper:
             self._control,
             max_active=model.config.num_experts,
         )
+        if self._config.strategy is not None:
+            self._config.strategy.check(out.wrong)
         return out
 
 

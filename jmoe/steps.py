@@ -111,6 +111,7 @@ class StepOutput(NamedTuple):
     needed: Int[Array, "layers m"] | None = None  # as in LayerStats
     top_ids: Int[Array, "B TOP"] | None = None  # by `draw_step`, where rows are shaped
     top_logprobs: Float[Array, "B TOP"] | None = None
+    wrong: Int[Array, "layers"] | None = None  # as in LayerStats
 
 
 def make_state(
@@ -324,7 +325,10 @@ class _Part(NamedTuple):
             by_row, by_expert = (jnp.zeros((0, n), jnp.int32) for n in (x.shape[0], num_experts))
             offloaded = weights.table.offloaded
             stats = LayerStats(
-                by_row, by_expert, needed=None if offloaded is None else offloaded[:0]
+                by_row,
+                by_expert,
+                needed=None if offloaded is None else offloaded[:0],
+                wrong=None if cfg.strategy is None else jnp.zeros(0, jnp.int32),
             )
         return x, pages, stats
 
@@ -345,7 +349,13 @@ class _Part(NamedTuple):
             return *greedy(logits), logits
 
         out = StepOutput(
-            None, None, degraded, stats.expert_rows, balance=stats.balance, needed=stats.needed
+            None,
+            None,
+            degraded,
+            stats.expert_rows,
+            balance=stats.balance,
+            needed=stats.needed,
+            wrong=stats.wrong,
         )
         slot = rows[:, SLOT]
         if self.layers is None:

@@ -67,6 +67,7 @@ class ResidentWeights:
         self.weights = weights
         self.united = dict(united)
         self.way: int | None = None
+        self._levels: Mapping[int, np.ndarray] = {}
         self._name = name
 
     @property
@@ -95,8 +96,37 @@ class ResidentWeights:
         self.way = None
         write = None if self.home is None else self.home.write
         self.weights = Weights(params, *load_layer(pool, table, united, layer, write))
+        if self._levels:
+            levels = np.array(table.levels)
+            levels[layer] = self._levels[way][layer]
+            self.set_levels(levels)
         if layer == table.groups.shape[0] - 1:
             self.way = way
+
+    def use_levels(self, by_way: Mapping[int, np.ndarray]) -> None:
+        """Gives programs thresholds by layer of whichever way is loaded from now on; `by_way` has
+        all (`jmoe.levels.by_code`).
+        """
+        self._levels = by_way
+        self.set_levels(by_way[self.way or max(by_way)])
+
+    @property
+    def has_levels(self) -> bool:
+        """Whether it has levels for good, which what runs it was compiled for."""
+        return bool(self._levels)
+
+    def largest_threshold(self, strategy: int, level: int) -> int:
+        """Returns the largest threshold of any layer at a level, by the strategy's code; of all
+        ways while they change.
+        """
+        found = [own for of, own in self._levels.items() if self.way in (None, of)]
+        return max((int(each[:, strategy, level].max()) for each in found), default=level)
+
+    def set_levels(self, levels: np.ndarray | None) -> None:
+        """Gives programs thresholds by layer (`jmoe.levels.by_code`), or takes them back."""
+        params, pool, table = self.weights
+        held = None if levels is None else jnp.asarray(levels)
+        self.weights = Weights(params, pool, table._replace(levels=held))
 
     def point(self, changes: Sequence[tuple[int, int, int, int]]) -> None:
         """Points routed experts to other slots of the pool; nothing is copied.

@@ -73,9 +73,14 @@ class BrownoutConfig:
     strategy: str = setting(
         "auto",
         "What happens to degraded visits: partial sends them to united experts, full drops "
-        "them, zero degrades none. auto: partial if the model has united experts, else zero.",
-        one_of("auto", "zero", "partial", "full"),
+        "them, zero degrades none. auto: partial if the model has united experts, else zero. Or "
+        "your own (notebook.md).",
+        Range(
+            "one of auto, zero, partial, full, module:Class, file.py:Class",
+            lambda value: value in ("auto", "zero", "partial", "full") or ":" in value,
+        ),
         "Brownout",
+        metavar="auto|zero|partial|full|module:Class",
     )
     way: int = setting(
         0,
@@ -135,6 +140,13 @@ class BrownoutConfig:
         "Which experts stay exact, of as many: those with most visits (the paper's), or of most "
         "gate weight, which loses less.",
         one_of("visits", "weight"),
+        "Brownout",
+    )
+    levels: bool = setting(
+        False,
+        "Thresholds are levels of the model's levels.json (evaluation.md): each MoE layer has its "
+        "own, of as many active experts together.",
+        None,
         "Brownout",
     )
 

@@ -18,7 +18,7 @@ from jmoe.weights import Weights
 WHOLE, SPLIT = P(), P(AXIS)
 """All of it on every device; split along the first axis."""
 
-WEIGHTS = Weights._make((WHOLE, SPLIT, ExpertTable._make((SPLIT, WHOLE, WHOLE, None))))
+WEIGHTS = Weights._make((WHOLE, SPLIT, ExpertTable._make((SPLIT, WHOLE, WHOLE, None, None))))
 """How weights lie: a prefix of their pytree."""
 
 

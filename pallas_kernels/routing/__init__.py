@@ -3,6 +3,7 @@
 from pallas_kernels.routing.op import (
     BY_WEIGHT,
     FULL,
+    OWN,
     PARTIAL,
     STRATEGIES,
     ZERO,
@@ -20,12 +21,14 @@ from pallas_kernels.routing.op import (
     route,
     row_length,
     row_of,
+    threshold_of,
 )
 from pallas_kernels.routing.tile_map import RowTiles
 
 __all__ = [
     "BY_WEIGHT",
     "FULL",
+    "OWN",
     "PARTIAL",
     "STRATEGIES",
     "ZERO",
@@ -44,4 +47,5 @@ __all__ = [
     "route",
     "row_length",
     "row_of",
+    "threshold_of",
 ]

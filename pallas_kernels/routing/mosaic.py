@@ -136,7 +136,7 @@ def route(
     scale: float = 1.0,
     groups: Int[Array, "m"] | TableRow,
     slots: Int[Array, "E"] | TableRow,
-    threshold_percent: Int[Array, ""],
+    threshold_percent: Int[Array, ""] | Int[Array, "1"] | TableRow,
     strategy: Int[Array, ""],
     valid: Bool[Array, "T"],
     exempt: Bool[Array, "T"],
@@ -164,8 +164,11 @@ def route(
         bias is not None,
         grouping,
         scale,
+        isinstance(threshold_percent, TableRow),
     )
-    scalars = threshold_percent.reshape(1), strategy.reshape(1)
+    threshold = threshold_percent
+    threshold = threshold.table if isinstance(threshold, TableRow) else threshold
+    scalars = threshold.reshape(-1), strategy.reshape(1)
     tables = (*_in_a_row(groups), *_in_a_row(slots))
     more = () if bias is None else _in_a_row(bias)
     out = _call(sizes)(logits, *tables, valid, exempt, *scalars, *more)

@@ -12,6 +12,8 @@ from pallas_kernels.routing.tile_map import RowTiles, TileMap
 
 Scoring = Literal["softmax", "sigmoid"]
 ZERO, FULL, PARTIAL = 0, 1, 2
+OWN = 3
+"""Of a user's own strategy, which replaces the plan that is partial brownout's for this code."""
 STRATEGIES = {"zero": ZERO, "full": FULL, "partial": PARTIAL}
 BY_WEIGHT = reference.BY_WEIGHT
 
@@ -183,6 +185,11 @@ def row_of(row: Shaped[Array, "n"] | TableRow) -> Shaped[Array, "n"]:
     return row.table[row.layer] if isinstance(row, TableRow) else row
 
 
+def threshold_of(row: Int[Array, ""] | Int[Array, "1"] | TableRow) -> Int[Array, ""]:
+    """Returns a layer's threshold, which may be a row of one, as `row_of`."""
+    return row.reshape(()) if not isinstance(row, TableRow) else row_of(row)[0]
+
+
 def route(
     logits: Float[Array, "T columns"],
     *,
@@ -194,7 +201,7 @@ def route(
     scale: float = 1.0,
     groups: Int[Array, "m"] | TableRow,
     slots: Int[Array, "E"] | TableRow,
-    threshold_percent: Int[Array, ""],
+    threshold_percent: Int[Array, ""] | Int[Array, "1"] | TableRow,
     strategy: Int[Array, ""],
     valid: Bool[Array, "T"],
     exempt: Bool[Array, "T"],
@@ -205,7 +212,8 @@ def route(
     """Computes a layer's whole routing: `gate`, `brownout_plan` of its picks, and `dispatch` of the
     plan.
 
-    Logits past the m experts that `groups` has are padding, and are not looked at. With `tiles`,
+    Logits past the m experts that `groups` has are padding, and are not looked at. A threshold in a
+    table is that of its layer, the same as that of `groups`. With `tiles`,
     of a multiple of `block_m` rows, the dispatch has a map of them. Returns the experts that the
     router chose, the plan and the dispatch. On Hopper, steps of up to 4,096 rows (of
     more than 64 experts 2,048, of more than 128 512) take one kernel.
@@ -235,6 +243,7 @@ def route(
             return mosaic.route(logits, **gating, **tables, **planning, **sizes, tiles=tiles)
     note("routing")
     groups, slots = row_of(groups), row_of(slots)
+    planning["threshold_percent"] = threshold_of(threshold_percent)
     gating["bias"] = None if bias is None else row_of(bias)
     if batched():
         tables = {"groups": groups, "slots": slots}

@@ -72,6 +72,7 @@ class Sizes(NamedTuple):
     biased: bool = False
     grouping: Grouping | None = None
     scale: float = 1.0
+    by_layer: bool = False  # there is a threshold for each layer
 
     @property
     def by_score(self) -> bool:

@@ -235,7 +235,8 @@ def plan(at: Block, visits) -> None:
     # An expert's visits are at most the rows there are: products with 100 and 512 fit.
     place = count * 512 + (511 - iota((sizes.experts,), 0, BY_EXPERT))
     smem.key[used] = jnp.where(visits >= EXEMPT_VISIT, PINNED, 0) + place
-    needed = at.given.threshold[0] * jnp.sum(count)
+    layer = at.given.groups_layer[0] if sizes.by_layer else 0
+    needed = at.given.threshold[layer] * jnp.sum(count)
 
     @pl.loop(0, sizes.padded, step=ROWS)
     def _(first):

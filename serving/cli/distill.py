@@ -2,6 +2,7 @@
 
 import dataclasses
 import shlex
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -82,6 +83,13 @@ def distill(
     dtype: Annotated[
         str, typer.Option(help="Data type of matrix products: bfloat16 or float32.")
     ] = "bfloat16",
+    levels_items: Annotated[
+        int,
+        typer.Option(
+            help="Then search thresholds by layer (levels.json) on so many tasks of the first "
+            "--data, and score as many others: some 160 passes over them a way. 0: do not."
+        ),
+    ] = 0,
     hub_revision: HubRevision = "",
     seed: Annotated[int, typer.Option(help="Seed of rows and of their order.")] = 0,
     allow_unknown_config: AllowUnknownConfig = None,
@@ -132,9 +140,13 @@ def distill(
     if not data or out is None:
         missing = "--out" if data else "--data"
         raise ValueError(f"{missing} is missing; only --dry-run does without it")
+    if levels_items < 0:
+        raise ValueError(f"--levels-items is {levels_items}; it must be 0 or more")
     directory = resolve(model, hub_revision)
-    _run(directory, numbers, data, out, config, allowed)
-    print(_serve_command(directory, out, allowed))
+    made = _run(directory, numbers, data, out, config, allowed)
+    if levels_items:
+        _search_levels(directory, made, data[0], out, levels_items, dtype, allowed)
+    print(_serve_command(directory, out, allowed, with_levels=levels_items > 0))
 
 
 def _numbers(ways: str) -> list[int]:
@@ -174,15 +186,50 @@ def _plan(
         raise ValueError(prepared.refusal)
 
 
-def _serve_command(model: Path, out: Path, allowed: Sequence[str]) -> str:
+def _search_levels(
+    model: Path,
+    ways: Sequence[int],
+    data: Path,
+    out: Path,
+    count: int,
+    dtype: str,
+    allowed: Sequence[str],
+) -> None:
+    """Writes `levels.json` and `sensitivity.md` of the model with the united experts in `out`."""
+    from jmoe.checkpoint import UNITED_FILE
+    from training.evaluation.run import EvaluateConfig
+    from training.evaluation.sensitivity import evaluate_levels
+
+    with tempfile.TemporaryDirectory() as folder, progress_bar() as progress:
+        both = Path(folder) / model.name
+        both.mkdir()
+        files = {path.name: path for path in (*model.iterdir(), out / UNITED_FILE)}
+        for name, path in files.items():
+            (both / name).symlink_to(path.resolve())
+        config = EvaluateConfig(
+            model=str(both),
+            dtype=dtype,
+            data=data,
+            num=2 * count,
+            out=out,
+            allow_unknown_config=tuple(allowed),
+        )
+        evaluate_levels(config, ways, "weight", count, progress)
+
+
+def _serve_command(
+    model: Path, out: Path, allowed: Sequence[str], *, with_levels: bool = False
+) -> str:
     """Returns the shell command that serves the model with the united experts in `out`."""
     from jmoe.checkpoint import UNITED_FILE
+    from jmoe.levels import FILE
 
     unknown = (word for key in allowed for word in ("--allow-unknown-config", key))
     serve = shlex.join(["jmoe", "serve", str(model), *unknown])
     if out.resolve() == model.resolve():
         return serve
-    return f"{shlex.join(['cp', str(out / UNITED_FILE), str(model)])} && {serve}"
+    files = [str(out / name) for name in (UNITED_FILE, *([FILE] if with_levels else []))]
+    return f"{shlex.join(['cp', *files, str(model)])} && {serve}"
 
 
 def _run(
@@ -192,7 +239,8 @@ def _run(
     out: Path,
     config: "DistillConfig",
     allowed: Sequence[str],
-) -> None:
+) -> list[int]:
+    """Returns the ways that there are now."""
     from training.distill import DistillError
     from training.distill import distill as run
 
@@ -204,7 +252,8 @@ def _run(
             layers, refined = run(model, ways, data, out, config, progress, allowed, say)
     except DistillError as error:
         raise ValueError(str(error)) from error
-    for way in ways or sorted({result.way for result in layers}):
+    made = ways or sorted({result.way for result in layers})
+    for way in made:
         own = [result for result in layers if result.way == way]
         before = sum(result.error_before for result in own) / len(own)
         after = sum(result.error_after for result in own) / len(own)
@@ -212,3 +261,4 @@ def _run(
     for result in refined:
         print(f"way {result.way}: divergence {result.before:.4f}, refined {result.after:.4f}")
     print(f"report: {out / 'distill.md'}")
+    return made

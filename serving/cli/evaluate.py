@@ -1,12 +1,18 @@
 """`jmoe evaluate`: flags for `training.evaluation`."""
 
+import shlex
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from serving.cli.options import AllowUnknownConfig
+from serving.settings.plugins import own_strategy
 from serving.telemetry.progress import progress_bar
+
+if TYPE_CHECKING:
+    from training.evaluation.run import EvaluateConfig
 
 
 def evaluate(
@@ -28,11 +34,24 @@ def evaluate(
         str, typer.Option(help="Thresholds in percent, separated by commas.")
     ] = "100,90,80,70,60,50,40,30,20,10,0",
     strategies: Annotated[
-        str, typer.Option(help="Strategies, separated by commas: partial, full.")
+        str,
+        typer.Option(help="Strategies, with commas: partial, full, module:Class or file.py:Class."),
     ] = "partial,full",
     keep: Annotated[
         str, typer.Option(help="Which experts stay exact: visits, weight, or both with a comma.")
     ] = "visits",
+    levels: Annotated[
+        bool, typer.Option(help="Thresholds are levels of the model's levels.json, by layer.")
+    ] = False,
+    sensitivity: Annotated[
+        bool,
+        typer.Option(
+            help="Search the levels of each way instead, and compare them with the paper's plan."
+        ),
+    ] = False,
+    search_items: Annotated[
+        int, typer.Option(help="With --sensitivity: items to search on; the others are scored.")
+    ] = 256,
     only: Annotated[
         str | None,
         typer.Option(help="Settings (WAY:PERCENT) instead of the grid, such as 2:0,4:20,full:40."),
@@ -58,7 +77,7 @@ def evaluate(
 
     Output error as well, by strategy, way and threshold (docs/evaluation.md).
     """
-    from training.evaluation.items import grid, integers, parse_only
+    from training.evaluation.items import grid, integers, parse_only, with_levels
     from training.evaluation.run import EvaluateConfig, label
     from training.evaluation.run import evaluate as run
     from training.evaluation.tables import loss
@@ -69,9 +88,10 @@ def evaluate(
         settings = grid(
             integers("ways", ways),
             integers("thresholds", thresholds),
-            strategies.split(","),
+            [own_strategy(name) or name for name in strategies.split(",")],
             keep.split(","),
         )
+    settings = with_levels(settings) if levels else settings
     config = EvaluateConfig(
         model=model,
         dtype=dtype,
@@ -87,6 +107,9 @@ def evaluate(
         out=out,
         allow_unknown_config=tuple(allow_unknown_config or ()),
     )
+    if sensitivity:
+        _sensitivity(config, integers("ways", ways), keep, search_items)
+        return
     with progress_bar() as progress:
         found = run(config, settings, progress)
     print(f"zero brownout: {100 * found[0].accuracy:.2f} % right")
@@ -95,3 +118,22 @@ def evaluate(
             f"{label(score.setting)}: {100 * score.accuracy:.2f} % right, loss {loss(score, ' %')}"
         )
     print(f"tables and picture in {out}")
+
+
+def _sensitivity(
+    config: "EvaluateConfig", ways: Sequence[int], keep: str, search_items: int
+) -> None:
+    from jmoe.api import resolve
+    from jmoe.levels import FILE
+    from training.evaluation.sensitivity import evaluate_levels
+
+    with progress_bar() as progress:
+        found = evaluate_levels(config, ways, keep, search_items, progress)
+    for way, ratios in found.items():
+        for one in ratios:
+            print(
+                f"way {way}, {one.phase}, saving {one.saving_percent} %, {one.choice}: divergence "
+                f"{one.ratio:.2f} ({one.low:.2f} to {one.high:.2f}) of the paper's plan"
+            )
+    print(f"tables: {config.out / 'sensitivity.md'}; to have them served:")
+    print(shlex.join(["cp", str(config.out / FILE), str(resolve(config.model))]))

@@ -32,6 +32,7 @@ from serving.cli.options import (
 )
 from serving.cli.tools import bench, demo
 from serving.errors import ServingError, Unavailable
+from serving.settings.plugins import own_strategy
 from serving.telemetry import logs
 from serving.telemetry.progress import progress_bar
 
@@ -53,10 +54,12 @@ app.command()(evaluate)
 app.command()(info)
 
 Strategy = Annotated[
-    Literal["zero", "partial", "full"] | None,
+    str | None,
     typer.Option(
         help="What happens to degraded expert visits: partial sends them to united "
-        "experts, full drops them, zero degrades none. Default: partial."
+        "experts, full drops them, zero degrades none; or your own module:Class (notebook.md). "
+        "Default: partial.",
+        metavar="zero|partial|full|module:Class",
     ),
 ]
 Way = Annotated[
@@ -283,6 +286,9 @@ def generate(
         Literal["visits", "weight"],
         typer.Option(help="Which experts stay exact, of as many: by visits or by gate weight."),
     ] = "visits",
+    levels: Annotated[
+        bool, typer.Option(help="The threshold is a level of the model's levels.json, by layer.")
+    ] = False,
     way: Way = None,
     allow_unknown_config: AllowUnknownConfig = None,
 ) -> None:
@@ -293,8 +299,8 @@ def generate(
     given: list[Any] = [_token_ids(prompt) for prompt in prompts] if tokens else prompts
     brownout = None
     if brownout_threshold != 100 or strategy is not None or way is not None:
-        kind: Any = strategy or "partial"
-        brownout = jmoe.Brownout(kind, brownout_threshold, way, keep)
+        kind: Any = own_strategy(strategy or "") or strategy or "partial"
+        brownout = jmoe.Brownout(kind, brownout_threshold, way, keep, levels)
     with progress_bar() as progress:
         loaded = jmoe.load(
             model,

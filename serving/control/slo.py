@@ -198,6 +198,7 @@ class SloAnalyser:
         made.
         """
         self.strategy = starting_strategy(brownout.strategy, way)
+        self._configured = brownout.strategy  # a user's own is part of every program
         self.keep = brownout.keep
         self.way = way
         self.way_changes = False  # some layers have the next one already
@@ -441,7 +442,13 @@ class SloAnalyser:
     def check(self, change: BrownoutChange) -> None:
         """Raises InvalidRequest for a value out of range; nothing is changed."""
         try:
-            strategy_code(change.strategy or self.strategy, change.keep or self.keep)
+            strategy = change.strategy or self.strategy
+            if ":" in strategy and strategy != self._configured:  # as with controllers
+                raise ValueError(
+                    f"strategy is {shown(strategy)}; it must be zero, partial, full, or that of "
+                    f"the settings, {self._configured}"
+                )
+            strategy_code(strategy, change.keep or self.keep)
             for phase in ("prefill", "decode"):
                 percent = getattr(change, f"{phase}_threshold_percent")
                 if percent is not None:

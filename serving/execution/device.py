@@ -195,6 +195,8 @@ class Device:
             read = jax.tree.map(np.asarray, out)  # `device_get` takes ten times as long on a CPU
             none = [0] * len(row_at)
             by_rank = read.expert_rows.reshape(num_ranks, -1, read.expert_rows.shape[-1])
+            if (own := self.model.config.strategy) is not None:
+                own.check(read.wrong)
             copies = None
             if read.balance is not None:  # every rank says the same
                 ranks = (part.reshape(num_ranks, -1)[0] for part in read.balance)

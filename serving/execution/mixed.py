@@ -33,11 +33,19 @@ STRIDE = 7919
 
 def mixed_models(config: EngineConfig, family: Family) -> int:
     """Returns how many models a decode step may have rows of: no more than can have weights on the
-    device, and one where a router of their own would choose among all models' experts.
+    device, and one where a router or a strategy of their own would choose among all models'
+    experts, or each model has levels of its own.
     """
-    if family.config.router is not None:
+    cfg = family.config
+    own = {
+        "routers": cfg.router is not None,
+        "a strategy": cfg.strategy is not None,
+        "levels": config.brownout.levels,
+    }
+    if any(own.values()):
         if len(family) > 1 < config.mixed_models:
-            log.info("no decode step has rows of several models: they have routers of their own")
+            kinds = " and ".join(kind for kind, holds in own.items() if holds)
+            log.info("no decode step has rows of several models: they have %s of their own", kinds)
         return 1
     resident = config.resident_sets or len(family)
     return max(1, min(config.mixed_models, len(family), resident))

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from threading import Lock, get_native_id
+from types import FunctionType
 from typing import Any
 
 import jax
@@ -402,10 +403,12 @@ def _trim() -> None:
 
 
 def _traced_code(cfg: ModelConfig) -> str:
+    own = None if cfg.strategy is None else cfg.strategy.strategy
     return traced_code.digest(
         (
             *map(type, cfg.attention_kinds),
             type(cfg.router),
+            own if isinstance(own, FunctionType) else type(own),
             decode_step,
             mixed_decode_step,
             prefill_step,

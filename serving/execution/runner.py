@@ -24,6 +24,7 @@ from jmoe.offloaded import Expert
 from jmoe.packed_rows import pack_row
 from jmoe.shape_rows import NUM_SHAPE_COLUMNS, everything, pack_seat
 from pallas_kernels.backend import backend
+from pallas_kernels.routing import OWN
 from serving.config import EngineConfig
 from serving.errors import Lost
 from serving.execution.buckets import FULL_CAPACITY, Buckets, Key
@@ -387,9 +388,20 @@ class DeviceRunner(StepExecutor):
         cfg = self.model.config
         if control.strategy == 0:
             return FULL_CAPACITY
-        num_experts = len(plan.models) * cfg.num_experts
+        percent, num_experts = control.threshold_percent, len(plan.models) * cfg.num_experts
+        percent = max(
+            self.family[model].resident.largest_threshold(control.strategy, percent)
+            for model in plan.models
+        )
+        if (own := cfg.strategy) is not None and control.strategy == OWN:
+            num_united = self.model.num_united_slots
+            most = own.most_active(percent, num_experts, num_united)
+            if most >= num_experts:
+                return FULL_CAPACITY
+            # The paper's plan, too, which serves where this one fails.
+            percent = max(percent, math.ceil(100 * (most - num_united) / num_experts))
         pinned = 100 * plan.num_exempt * cfg.experts_per_token
-        return min(FULL_CAPACITY, control.threshold_percent + math.ceil(pinned / num_experts))
+        return min(FULL_CAPACITY, percent + math.ceil(pinned / num_experts))
 
     def layers_at_once(self, phase: Phase, size: int) -> int:
         """See Executor; measured at the start, or as the settings say."""

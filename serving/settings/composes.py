@@ -11,12 +11,14 @@ from typing import Any
 from serving.config import EngineConfig, ServerConfig
 
 AEP = "asynchronous workers (mode aep)"
+MESH = "experts over a mesh"
 SEVERAL = "several models"
 ALL_THERE = "every model on the device"
 ONE_THERE = "one model on the device at a time"
 
 MODES: dict[str, Callable[[EngineConfig, int], bool]] = {
     AEP: lambda engine, count: engine.mode == "aep" or engine.asynchronous.attention > 0,
+    MESH: lambda engine, count: bool(engine.mesh),
     SEVERAL: lambda engine, count: bool(engine.models) or count > 1,
     ALL_THERE: lambda engine, count: count > 0 and not 0 < engine.resident_sets < count,
     ONE_THERE: lambda engine, count: 1 in (count, engine.resident_sets),
@@ -24,6 +26,8 @@ MODES: dict[str, Callable[[EngineConfig, int], bool]] = {
 """Whether settings ask for a mode; `count` is the number of models, 0 where that is not known."""
 
 COMPANY = "SetBrownout prefill_company"
+
+OWN_STRATEGY = "engine.brownout.strategy"
 
 _ONE = "workers serve one model; several need engine.mode steps"
 
@@ -43,6 +47,10 @@ COMPOSES: dict[tuple[str, str], str] = {
     (AEP, COMPANY): "no prompt waits for another's step",
     (AEP, "engine.threshold_buckets_percent"): "stages have capacity for every threshold",
     (AEP, "engine.enforce_eager"): "stages are always compiled",
+    (AEP, OWN_STRATEGY): "workers answer with visits, and cannot say that a plan is out of range",
+    (AEP, "engine.brownout.levels"): "a row's threshold is the same in every layer",
+    (MESH, OWN_STRATEGY): "devices agree on integers alone, and floats may differ in the last bit",
+    (MESH, "engine.brownout.levels"): "devices make plans with one threshold a step",
     (SEVERAL, "engine.mesh"): "a family is served on one device",
     (ALL_THERE, "engine.model_stay_s"): "no model takes another's place (engine.resident_sets)",
     (ONE_THERE, "engine.mixed_models"): "models of one step have to be on the device together",
@@ -54,6 +62,7 @@ SetBrownout, or what a model has.
 _DEFAULTS = ServerConfig()
 _ASKS: dict[str, Callable[[Any], bool]] = {
     "engine.mixed_models": lambda count: count > _DEFAULTS.engine.mixed_models,
+    OWN_STRATEGY: lambda name: ":" in name,
 }
 """Whether a value asks for the feature, where more values than the default do not."""
 

@@ -1,5 +1,6 @@
 """Parts of the engine that a user can write: chosen by name in the settings."""
 
+import hashlib
 import importlib
 import importlib.util
 import logging
@@ -59,12 +60,21 @@ def _imported(module: str) -> Any:
             sys.path.append(os.getcwd())  # last: a file there hides no installed module
         return importlib.import_module(module)
     path = os.path.abspath(module)
-    spec = importlib.util.spec_from_file_location(f"jmoe_part_{abs(hash(path))}", path)
+    # The same in every process: compiled programs are kept by it.
+    name = f"{os.path.basename(path)[:-3]}_{hashlib.sha256(path.encode()).hexdigest()[:12]}"
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None  # of a name that ends with .py
     assert spec.loader is not None
     found = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(found)
     return found
+
+
+def own_strategy(name: str) -> Any:
+    """Makes a strategy of brownout of `module:Class` (`jmoe.brownout.OwnStrategy`); returns None
+    for a name without a colon. Raises ValueError as `make`.
+    """
+    return make("strategy", name, {}, ["__call__"]) if ":" in name else None
 
 
 class Guard:

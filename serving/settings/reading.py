@@ -447,6 +447,12 @@ def _check_together(config: ServerConfig, require: Any) -> None:
         "empty, or a list that ends with 100, which serves requests that refuse brownout",
     )
     require(
+        not brownout.levels or brownout.strategy in ("auto", "partial"),
+        "engine.brownout.levels",
+        f"false unless engine.brownout.strategy is partial or auto, and that is "
+        f"{brownout.strategy!r}",
+    )
+    require(
         not brownout.ways or not brownout.way or brownout.way in brownout.ways,
         "engine.brownout.way",
         f"0 or one of ways {list(brownout.ways)}",

@@ -3,16 +3,19 @@ warms up.
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import jax
 
 from jmoe.api import BUNDLED, Model, name_of, resolve
+from jmoe.brownout import Own
 from jmoe.checkpoint import TensorFiles, is_native, united_ways
 from jmoe.config import read_config
 from jmoe.family import Family
+from jmoe.levels import FILE, by_code, digest_of, read
 from jmoe.offloaded import check_spare
 from jmoe.parallel.cost import exchange_bytes
 from jmoe.tokenizer import read_settings
@@ -32,6 +35,7 @@ from serving.execution.programs import Progress, limit_cpu_threads
 from serving.execution.runner import DeviceRunner
 from serving.scheduling.policy import make_policy
 from serving.settings.composes import COMPOSES, SEVERAL
+from serving.settings.plugins import own_strategy
 from serving.settings.reading import check_composes, named_models
 from serving.startup.asynchronous import make_layer_picker, prepare_crew, with_mode
 from serving.startup.loading import check_chat_templates, load_models, make_mesh_of
@@ -54,6 +58,7 @@ def check_start(config: EngineConfig) -> None:
     """
     make_policy(config.policy)
     make_controller(config.salc)
+    own_strategy(config.brownout.strategy)
     read_load(config.balance)
     ClusterSecret.of(config)
     if config.family and not Path(config.family).is_file():
@@ -166,8 +171,13 @@ def build(
     if loaded.home is not None:
         home = loaded.home
         check_balance(loaded.config, home.mesh.size, config.balance, spare=home.spare)
+    if (strategy := own_strategy(config.brownout.strategy)) is not None:
+        family = _with_strategy(family, Own(strategy, guarded=True))
     ways = allowed_ways(config.brownout, family)
     starting_strategy(config.brownout.strategy, ways[0] if ways else 0)
+    if config.brownout.levels:
+        for one in family:
+            _use_levels(one, config.brownout.keep, ways)
     if config.brownout.strategy == "auto" and not ways and config.process_index <= 0:
         log.warning("brownout is off: %s has no united experts", loaded.name)
     fitting = fit_to_model(config, loaded)
@@ -177,6 +187,31 @@ def build(
     if config.process_index <= 0:
         log_implementations(runner.implementations)
     return fitting, family, runner, ways
+
+
+def _with_strategy(family: Family, own: Own) -> Family:
+    """Returns the same models, whose programs are made with a user's own strategy."""
+    cfg = family.config
+    own.probe(cfg.num_experts, cfg.experts_per_token)
+    models = [replace(one, config=replace(one.config, strategy=own)) for one in family]
+    return replace(family, models=tuple(models))
+
+
+def _use_levels(model: Model, keep: str, ways: Sequence[int]) -> None:
+    """Gives programs the levels of a model's file, of all ways. Raises ValueError as `levels.read`,
+    and where the way that is served first has none.
+    """
+    layers, directory = model.config.num_moe_layers, model.path
+    tables = read(directory, layers, digest_of(directory))
+    if not ways or (ways[0], keep) not in tables:
+        have = ", ".join(f"way {way} by {by}" for way, by in tables)
+        raise ValueError(
+            f"engine.brownout.levels is true, and {directory / FILE} has levels of {have}, not of "
+            f"way {ways[0] if ways else 0} by {keep}"
+        )
+    model.resident.use_levels(
+        {way: by_code([t for t in tables.values() if t.way == way], layers) for way in model.united}
+    )
 
 
 def log_implementations(taken: Mapping[str, str]) -> None:

@@ -97,11 +97,12 @@ def int32(*shape):
     return jax.ShapeDtypeStruct(shape, jnp.int32)
 
 
-def abstract_model(case):
+def abstract_model(case, levels=False):
     cfg = case.config
     params = jax.eval_shape(lambda: random_params(cfg, jax.random.key(0), BF16))
     pool = jax.eval_shape(lambda: empty_pool(cfg, cfg.num_layers * case.num_slots, BF16))
     table = jax.eval_shape(lambda: make_table(cfg.num_layers, cfg.num_experts, case.united))
+    table = table._replace(levels=int32(cfg.num_layers, 8, 101) if levels else None)
     return Weights(params, pool, table)
 
 
@@ -130,8 +131,8 @@ class Program(NamedTuple):
         return self.hlo.count('custom_call_target="mosaic_gpu')
 
 
-def compile_step(mesh, case, step, *rows, eager=False, num_hidden=0, **options):
-    weights = abstract_model(case)
+def compile_step(mesh, case, step, *rows, eager=False, num_hidden=0, levels=False, **options):
+    weights = abstract_model(case, levels)
     with traced_for("cuda"):
         _, own = served({"segments": ()}, eager=eager)
         params = jax.eval_shape(lambda params: served(params, eager=eager)[0], weights.params)

@@ -99,6 +99,16 @@ def test_a_prefill_step_is_one_graph_and_copies_neither_experts_nor_pages(mesh, 
     assert sum(count_launches(program.hlo).values()) == case.launches[1]
 
 
+@pytest.mark.exhaustive
+def test_thresholds_by_layer_are_one_launch_of_a_whole_step(mesh):
+    case = QWEN15._replace(depth=2)
+    without, levels = (compile_decode(mesh, case, levels=each) for each in (False, True))
+    check_one_graph(levels)
+    assert levels.mosaic_kernels == without.mosaic_kernels
+    counts = [sum(count_launches(program.hlo).values()) for program in (without, levels)]
+    assert counts[1] <= counts[0] + 1
+
+
 def test_a_prefill_of_1024_rows_launches_as_little_as_one_of_512(mesh):
     counts = []
     for num_rows in (512, 1024):

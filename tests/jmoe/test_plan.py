@@ -287,7 +287,7 @@ def test_integers_of_any_library_are_taken(kind, without_type_checks):
     assert found.expert_ids.tolist() == wanted.expert_ids.tolist()
     setting = brownout.Brownout("partial", kind(50), kind(2))
     assert setting == brownout.Brownout("partial", 50, 2)
-    assert repr(setting).endswith("threshold_percent=50, way=2, keep='visits')")
+    assert repr(setting).endswith("threshold_percent=50, way=2, keep='visits', levels=False)")
 
 
 def test_no_rows_and_only_padding():

@@ -125,9 +125,11 @@ def test_experts_kept_by_weight_emulated(static):
 
 
 def test_rows_of_tables():
-    """A layer's groups and slots where they are in the tables of all layers, the last row's too."""
+    """A layer's groups, slots and threshold where they are in the tables of all layers, the last
+    row's too.
+    """
     static = Static(rows=5, experts=12, united=3, tiles=MORE)
-    case = draw(2, static, routing.PARTIAL)
+    case = draw(2, static, routing.PARTIAL)._replace(threshold_percent=np.int32(50))
     want = compiled("public", static)(jax.tree.map(jnp.asarray, case))
     ops = {
         context: jax.jit(partial(routed, op, static))
@@ -139,11 +141,11 @@ def test_rows_of_tables():
     for layer in (0, 2):
         others = np.random.default_rng(layer)
         tables = []
-        for row in (case.groups, case.slots):
+        for row in (case.groups, case.slots, case.threshold_percent.reshape(1)):
             table = others.integers(0, 9, (3, len(row))).astype(np.int32)
             table[layer] = row
             tables.append(routing.TableRow(jnp.asarray(table), jnp.int32(layer)))
-        given = case._replace(groups=tables[0], slots=tables[1])
+        given = case._replace(groups=tables[0], slots=tables[1], threshold_percent=tables[2])
         for context, op in ops.items():
             with context():
                 _, _, got = jax.block_until_ready(op(given))

@@ -23,6 +23,7 @@ from serving.settings.composes import (
     AEP,
     ALL_THERE,
     COMPOSES,
+    MESH,
     ONE_THERE,
     SEVERAL,
 )
@@ -202,6 +203,7 @@ def test_unknown_preset_lists_those_there_are() -> None:
 
 MODE_SETTINGS = {
     AEP: {"engine.asynchronous.attention": 1, "engine.asynchronous.experts": 1},
+    MESH: {"engine.mesh": "ep=2"},
     SEVERAL: {"engine.models": ("a=x", "b=y")},
     ALL_THERE: {"engine.models": ("a=x", "b=y")},
     ONE_THERE: {"engine.models": ("a=x", "b=y"), "engine.resident_sets": 1},
@@ -215,6 +217,8 @@ ASKING = {
     "engine.threshold_buckets_percent": (50, 100),
     "engine.enforce_eager": True,
     "engine.mixed_models": 3,
+    "engine.brownout.strategy": "module:Class",
+    "engine.brownout.levels": True,
     "engine.model_stay_s": 1.0,
     "engine.brownout.best_effort_ttft_slo_s": 1.0,
     "engine.brownout.best_effort_itl_slo_s": 1.0,

@@ -5,6 +5,7 @@ import re
 import shlex
 import shutil
 import subprocess
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import yaml
 from distilled import CONFIGS, QUICK
 from safetensors.numpy import load_file, save_file
 
+from jmoe import levels
 from jmoe.config import from_hf
 from serving.cli import main as cli
 from training.distill import distill
@@ -205,7 +207,9 @@ def test_little_data_is_warned_of(tiny_dir, tmp_path):
 
 @pytest.mark.parametrize("beside", [True, False])
 def test_the_last_line_of_a_run_serves_its_result(tiny_dir, tmp_path, monkeypatch, capsys, beside):
-    """A shell runs it: `jmoe` is this command line, whose settings name the model."""
+    """A shell runs it: `jmoe` is this command line, whose settings name the model. Levels that were
+    searched are of the model as it is then.
+    """
     model, served = tmp_path / "a model", []
     shutil.copytree(tiny_dir.path, model)
     out = model if beside else tmp_path / "out"
@@ -218,15 +222,24 @@ def test_the_last_line_of_a_run_serves_its_result(tiny_dir, tmp_path, monkeypatc
     async def serve(config, *_):
         served.append(config.engine)
 
+    def search(config, ways, keep, searched, progress):
+        assert (config.data, config.num, searched) == (Path("d"), 10, 5)
+        digest = levels.digest_of(Path(config.model))
+        levels.write(config.out / levels.FILE, [levels.Levels(2, keep, rows)], digest)
+
+    rows = tuple((level,) * 2 for level in range(101))
     monkeypatch.setattr("training.distill.distill", finish)
+    monkeypatch.setattr("training.evaluation.sensitivity.evaluate_levels", search)
     monkeypatch.setattr("serving.frontend.server.serve", serve)
     flags = ["--model", model, "--data", "d", "--out", out, "--allow-unknown-config", "auto_map"]
+    flags += ["--levels-items", "5"]
     last = command_line(monkeypatch, capsys, "distill", *flags).splitlines()[-1]
     *copies, line = last.split(" && ")
     assert len(copies) == (not beside)
     for copy in copies:
         subprocess.run(copy, shell=True, check=True)
     assert load_file(model / "united.safetensors").keys() == {"made"}
+    assert levels.read(model, 2, levels.digest_of(model))[2, "weight"].rows == rows
     command_line(monkeypatch, capsys, *shlex.split(line)[1:])
     assert served[0].model == str(model)
     assert served[0].allow_unknown_config == ("auto_map",)

@@ -1,6 +1,7 @@
 """Items, settings, the store, losses and tables of `jmoe evaluate`; figures by hand."""
 
 import csv
+import inspect
 import io
 import json
 import math
@@ -9,7 +10,7 @@ import struct
 import numpy as np
 import pytest
 
-from jmoe.brownout import Brownout
+from jmoe.brownout import Brownout, LowestGate
 from training.evaluation.items import ZERO, choose, grid, integers, parse_only, read_tasks
 from training.evaluation.picture import draw
 from training.evaluation.store import Result, Store, digest, model_digest
@@ -159,6 +160,15 @@ def test_store_gives_back_what_was_added(tmp_path):
     again = Store(tmp_path / "new", inputs).results
     assert list(again) == [Brownout("partial", 40, 8), ZERO]
     assert again[first.setting] == first
+
+
+def test_results_of_a_users_own_strategy_are_read_while_its_code_is_the_same(tmp_path, monkeypatch):
+    setting = Brownout(LowestGate(), 40, 2)
+    Store(tmp_path, {}, [setting]).add(result(setting, [True, False]))
+    assert list(Store(tmp_path, {}, [setting]).results) == [setting]
+    assert list(Store(tmp_path, {}).results) == []  # of one that is not asked for
+    monkeypatch.setattr(inspect, "getsource", lambda kind: "other code")
+    assert list(Store(tmp_path, {}, [setting]).results) == []
 
 
 def test_a_line_that_was_cut_off_runs_again(tmp_path):

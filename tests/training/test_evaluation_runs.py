@@ -250,9 +250,9 @@ def test_a_run_goes_on_where_it_ended(config, monkeypatch):
     for name in ("evaluate.csv", "evaluate.md", "evaluate.png"):
         assert (config.out / name).stat().st_size
 
-    real = run_module._Work.run
+    real = run_module.Work.run
     monkeypatch.setattr(
-        run_module._Work, "run", lambda self, s, a: (ran.append(s), real(self, s, a))[1]
+        run_module.Work, "run", lambda self, s, a: (ran.append(s), real(self, s, a))[1]
     )
     again = evaluate(config, [PARTIAL])
     assert ran == []

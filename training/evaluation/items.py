@@ -4,10 +4,11 @@ import itertools
 import json
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from jmoe.brownout import Brownout
+from jmoe.brownout import Brownout, OwnStrategy
 from training.tasks import Task, tasks
 
 WAYS = (2, 4, 8)
@@ -91,11 +92,11 @@ def choose(data: Path | None, num: int | None, generate: int | None, seed: int) 
 def grid(
     ways: Sequence[int] = WAYS,
     thresholds: Sequence[int] = THRESHOLDS,
-    strategies: Sequence[str] = STRATEGIES,
+    strategies: Sequence[str | OwnStrategy] = STRATEGIES,
     keeps: Sequence[str] = ("visits",),
 ) -> list[Brownout]:
     """Returns every threshold of partial brownout by each way, then of full brownout; all that for
-    each of `keeps`.
+    each of `keeps`. Then, by each way, those of users' own strategies.
 
     Raises ValueError for a list that is empty or repeats itself, or a value out of range.
     """
@@ -103,15 +104,20 @@ def grid(
     for name, values in lists.items():
         if not values or len(set(values)) < len(values):
             raise ValueError(f"{name} are {list(values)}; give at least one, each once")
+    own = [strategy for strategy in strategies if callable(strategy)]
     for strategy in strategies:
-        if strategy not in STRATEGIES:
+        if strategy not in STRATEGIES and not callable(strategy):
             raise ValueError(
-                f"strategy is {strategy!r}; give partial or full (zero brownout is always run)"
+                f"strategy is {strategy!r}; give partial or full (zero brownout is always run), or "
+                "module:Class of your own"
             )
     kinds = [("partial", way) for way in ways if "partial" in strategies]
     kinds += [("full", None)] if "full" in strategies else []
-    return [
+    found = [
         _setting(kind, t, way, keep) for keep in keeps for kind, way in kinds for t in thresholds
+    ]
+    return found + [
+        _setting(kind, t, way, "visits") for kind in own for way in ways for t in thresholds
     ]
 
 
@@ -119,6 +125,13 @@ def _setting(strategy: Any, threshold: int, way: int | None, keep: Any) -> Brown
     if way is not None and way < 2:
         raise ValueError(f"way is {way}; a united expert stands for at least 2")
     return Brownout(strategy, threshold, way, keep)
+
+
+def with_levels(settings: Sequence[Brownout]) -> list[Brownout]:
+    """Returns the same settings with thresholds that are levels. Raises ValueError for one that has
+    none, such as full brownout.
+    """
+    return [replace(setting, levels=True) for setting in settings]
 
 
 def parse_only(text: str, keeps: Sequence[str] = ("visits",)) -> list[Brownout]:
@@ -150,6 +163,10 @@ def integers(name: str, text: str) -> list[int]:
 
 
 def kind_of(setting: Brownout) -> str:
-    """Returns the name of a setting's column: `full`, `zero`, `way 4`, or `way 4 by weight`."""
-    name = f"way {setting.way}" if setting.strategy == "partial" else setting.strategy
-    return name if setting.keep == "visits" else f"{name} by {setting.keep}"
+    """Returns the name of a setting's column: `full`, `zero`, `way 4`, `way 4 by weight`, or
+    `module:Class way 4`.
+    """
+    name = setting.name if setting.way is None else f"way {setting.way}"
+    name = name if setting.own is None else f"{setting.name} {name}"
+    name = name if setting.keep == "visits" else f"{name} by {setting.keep}"
+    return f"{name} in levels" if setting.levels else name

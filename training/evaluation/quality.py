@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from operator import itemgetter
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +14,10 @@ from jmoe.api import Model
 from jmoe.attention import causal_attention
 from jmoe.brownout import Brownout, Control
 from jmoe.config import ModelConfig
-from jmoe.experts import Pool
+from jmoe.experts import ExpertTable, Pool
 from jmoe.forward import forward
 from jmoe.model import StepData, embed, layers_of, run_layers
-from jmoe.moe import RoutedRows, compute, planned, route
+from jmoe.moe import Asked, RoutedRows, alone, router
 from jmoe.sampling import token_logprobs
 from jmoe.weights import Params, Weights
 
@@ -145,9 +145,10 @@ class OutputError:
 
     def _outputs(self, brownout: Brownout | None) -> list[Float[Array, "N B d"]]:
         model, control = self.model, self.model.prepare(brownout)
-        slots, groups = model.table.slots, model.table.groups
+        cfg = model.config_under(brownout)
+        table = model.table.at_level(control.strategy, control.threshold_percent)
         return [
-            _routed(model.config, layer, model.pool, slots[i], groups[i], x, control)
+            _routed(cfg, layer, model.pool, jax.tree.map(itemgetter(i), table), x, control)
             for i, (layer, x) in enumerate(zip(self.layers, self.inputs, strict=True))
         ]
 
@@ -172,20 +173,18 @@ def _routed(
     cfg: ModelConfig,
     layer: Params,
     pool: Pool,
-    slots: Int[Array, "E"],
-    groups: Int[Array, "m"],
+    table: ExpertTable,
     x: Float[Array, "N B d"],
     control: Control,
 ) -> Float[Array, "N B d"]:
     """Returns what a layer's routed experts add to each row; each of the N steps has a plan of its
-    own.
+    own. `table` is this layer's row.
     """
 
     def step(x: Float[Array, "B d"]) -> Float[Array, "B d"]:
-        h, weights, ids = route(cfg, layer, x)
         all_rows = jnp.ones(x.shape[0], bool)
-        plan = planned(cfg, ids, weights, groups, all_rows, ~all_rows, control)
-        given: dict[str, Any] = {"max_active": cfg.num_experts, "activation": cfg.activation}
-        return compute(pool, h, weights, plan.expert_ids, slots, **given)[0]
+        rows = RoutedRows(jnp.zeros(x.shape[0], jnp.int32), all_rows, ~all_rows)
+        asked = Asked(layer, x, *router(cfg, layer, x), rows, control)
+        return alone(cfg, pool, table, asked, cfg.num_experts).out
 
     return jax.lax.map(step, x)

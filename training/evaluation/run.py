@@ -11,6 +11,7 @@ from jmoe.api import Model, load, resolve
 from jmoe.brownout import Brownout
 from training.evaluation import items as sources
 from training.evaluation.answers import answer
+from training.evaluation.divergence import Divergence
 from training.evaluation.items import ZERO, kind_of
 from training.evaluation.picture import draw
 from training.evaluation.quality import OutputError, perplexity, sample_inputs, windows
@@ -62,10 +63,10 @@ def evaluate(
     """
     items = sources.choose(config.data, config.num, config.generate_tasks, config.seed)
     model = load(config.model, config.dtype, allow_unknown_config=config.allow_unknown_config)
-    _check_ways(model, settings)
-    work = _Work(model, items, config)
+    check_ways(model, settings)
+    work = Work(model, items, config)
     inputs = work.inputs()
-    store = Store(config.out, inputs)
+    store = Store(config.out, inputs, settings)
     todo = [s for s in dict.fromkeys([ZERO, *settings]) if s == ZERO or s.threshold_percent < 100]
     todo = [setting for setting in todo if setting not in store.results]
     done, total = 0, len(todo) * work.units
@@ -86,7 +87,8 @@ def evaluate(
     return found
 
 
-def _check_ways(model: Model, settings: Sequence[Brownout]) -> None:
+def check_ways(model: Model, settings: Sequence[Brownout]) -> None:
+    """Raises ValueError for a way that the model does not have."""
     wanted = {setting.way for setting in settings if setting.way is not None}
     lacking = sorted(wanted - set(model.united))
     if lacking:
@@ -97,7 +99,7 @@ def _check_ways(model: Model, settings: Sequence[Brownout]) -> None:
         )
 
 
-class _Work:
+class Work:
     """What every setting is run on, tokenized once."""
 
     def __init__(self, model: Model, items: Sequence[Task], config: EvaluateConfig) -> None:
@@ -110,9 +112,9 @@ class _Work:
         encode = model.tokenizer.encode
         self.model, self.items, self.config = model, items, config
         self.prompts = [encode(item.prompt) for item in items]
-        answers = [encode(item.answer) for item in items]
-        self.limits = [len(tokens) + 1 for tokens in answers]  # and its end token
-        whole = [p + a for p, a in zip(self.prompts, answers, strict=True)]
+        self.answers = [encode(item.answer) for item in items]
+        self.limits = [len(tokens) + 1 for tokens in self.answers]  # and its end token
+        whole = [p + a for p, a in zip(self.prompts, self.answers, strict=True)]
         longest = max(whole, key=len)
         room = model.config.max_position
         if len(longest) + 1 > room:
@@ -145,6 +147,11 @@ class _Work:
         sequences = self.whole[: max(64, config.error_steps * config.batch // 8)]
         inputs = sample_inputs(self.model, sequences, config.error_steps, config.batch, config.seed)
         return OutputError(self.model, inputs)
+
+    def divergence(self, items: slice) -> Divergence:
+        """Returns what measures settings on some of the items."""
+        chunks = self.prompts[items], self.answers[items]
+        return Divergence(self.model, *chunks, batch=self.config.batch, chunk=self.config.chunk)
 
     def inputs(self) -> dict[str, Any]:
         """Returns what a folder's results belong to, by content and not by path."""
@@ -193,6 +200,7 @@ class _Work:
             {name: perplexity(self.model, t, setting, advance) for name, t in self.texts.items()},
             round(time.monotonic() - began, 2),
             setting.keep,
+            setting.levels,
         )
 
 

@@ -1,16 +1,17 @@
 """The folder of an evaluation: its inputs, and one line of results a setting, appended."""
 
 import hashlib
+import inspect
 import json
 import os
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jmoe.brownout import Brownout
+from jmoe.brownout import Brownout, OwnStrategy
 from jmoe.checkpoint import UNITED_FILE, weights_digest
 from jmoe.digests import file_digests
 
@@ -21,7 +22,7 @@ INPUTS, RESULTS = "inputs.json", "results.jsonl"
 class Result:
     """The scores of one setting."""
 
-    strategy: str
+    strategy: str | OwnStrategy
     way: int | None
     threshold_percent: int
     right: list[bool]  # by item
@@ -30,21 +31,27 @@ class Result:
     perplexity: dict[str, float] = field(default_factory=dict)  # by text file
     seconds: float = 0.0
     keep: str = "visits"
+    levels: bool = False
 
     @property
     def setting(self) -> Brownout:
         """The setting that was run."""
         strategy: Any = self.strategy
         keep: Any = self.keep
-        return Brownout(strategy, self.threshold_percent, self.way, keep)
+        return Brownout(strategy, self.threshold_percent, self.way, keep, self.levels)
 
 
 class Store:
     """Results by setting, in a folder that belongs to one set of inputs."""
 
-    def __init__(self, folder: Path, inputs: dict[str, Any]) -> None:
-        """Opens or makes the folder. Raises ValueError where it belongs to other inputs."""
+    def __init__(
+        self, folder: Path, inputs: dict[str, Any], settings: Iterable[Brownout] = ()
+    ) -> None:
+        """Opens or makes the folder; of users' own strategies, results of those in `settings` are
+        read. Raises ValueError where it belongs to other inputs.
+        """
         self.folder = folder
+        self._own = {_name(each.strategy): each.strategy for each in settings if each.own}
         self.results: dict[Brownout, Result] = {}
         wanted = json.loads(json.dumps(inputs))
         known = folder / INPUTS
@@ -75,6 +82,9 @@ class Store:
                 row = json.loads(line)
                 bits = np.unpackbits(np.frombuffer(bytes.fromhex(row["right"]), np.uint8))
                 row["right"] = bits[: row.pop("num")].astype(bool).tolist()
+                row["strategy"] = self._own.get(row["strategy"], row["strategy"])
+                if isinstance(row["strategy"], str) and ":" in row["strategy"]:
+                    continue  # of one that is not asked for, or has changed since
                 result = Result(**row)
             except (ValueError, KeyError, TypeError) as error:
                 raise ValueError(
@@ -87,12 +97,21 @@ class Store:
     def add(self, result: Result) -> None:
         """Adds a result; it is on the disk before this returns."""
         packed = np.packbits(np.array(result.right, bool)).tobytes().hex()
-        row = {**asdict(result), "right": packed, "num": len(result.right)}
+        row = {**vars(result), "right": packed, "num": len(result.right)}
+        row["strategy"] = _name(result.strategy)
         with (self.folder / RESULTS).open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
             file.flush()
             os.fsync(file.fileno())
         self.results[result.setting] = result
+
+
+def _name(strategy: str | OwnStrategy) -> str:
+    """Returns the name of a strategy, with a digest of the code of a user's own."""
+    if (own := Brownout(strategy).own) is None:  # type: ignore[arg-type]
+        return str(strategy)
+    named = strategy if inspect.isfunction(strategy) else type(strategy)
+    return f"{own.name}@{digest([inspect.getsource(named), repr(own)])}"
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -103,9 +103,10 @@ def write_csv(found: Sequence[Score]) -> str:
 def _csv_row(score: Score) -> dict[str, Any]:
     result, setting = score.result, score.setting
     row: dict[str, Any] = {
-        "strategy": setting.strategy,
+        "strategy": setting.name,
         "way": setting.way or "",
         "keep": setting.keep,
+        "levels": setting.levels,
         "threshold_percent": setting.threshold_percent,
         "items": len(result.right),
         "accuracy_percent": _digits(100 * score.accuracy),

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from typer.main import get_command
 
-from jmoe.brownout import Brownout
+from jmoe.brownout import Brownout, LowestGate
 from serving.cli import main as cli
 from training.evaluation import run as run_module
 from training.evaluation.items import STRATEGIES, THRESHOLDS, WAYS, grid
@@ -58,7 +58,11 @@ def test_no_loss_is_told_where_nothing_was_right(monkeypatch, capsys) -> None:
 def test_flags_are_the_fields_of_the_configuration() -> None:
     flags = {parameter.name for parameter in get_command(cli.app).commands["evaluate"].params}
     fields = {field.name for field in dataclasses.fields(EvaluateConfig)}
-    assert flags == fields | {"ways", "thresholds", "strategies", "keep", "only"}
+    assert flags == fields | {"ways", "thresholds", "strategies", "keep", "only"} | {
+        "levels",
+        "sensitivity",
+        "search_items",
+    }
 
 
 def test_flags_reach_the_run(calls, monkeypatch) -> None:
@@ -67,7 +71,13 @@ def test_flags_reach_the_run(calls, monkeypatch) -> None:
     assert run(monkeypatch, *flags.split(), *more.split()) == 0
     assert run(monkeypatch, "--data", "d.jsonl", "--only", "2:0,full:40") == 0
     assert run(monkeypatch, "--data", "d", "--only", "2:0", "--keep", "visits,weight") == 0
-    (config, settings), (_, single), (_, both) = calls
+    own = "--generate-tasks 9 --strategies jmoe.brownout:LowestGate --ways 2,4 --thresholds 40"
+    assert run(monkeypatch, *own.split()) == 0
+    levels = "--generate-tasks 9 --strategies partial --ways 2 --thresholds 40 --levels"
+    assert run(monkeypatch, *levels.split()) == 0
+    (config, settings), (_, single), (_, both), (_, lowest), (_, by_layer) = calls
+    assert lowest == [Brownout(LowestGate(), 40, 2), Brownout(LowestGate(), 40, 4)]
+    assert by_layer == [Brownout("partial", 40, 2, levels=True)]
     assert both == [Brownout("partial", 0, 2), Brownout("partial", 0, 2, "weight")]
     assert settings == [Brownout("partial", 30, 4), Brownout("partial", 0, 4)]
     assert (config.data, config.num, config.batch, config.chunk) == (Path("d.jsonl"), 7, 8, 32)
@@ -84,6 +94,9 @@ def test_flags_reach_the_run(calls, monkeypatch) -> None:
         (["--generate-tasks", "9", "--ways", "2;4"], "--ways is '2;4'"),
         (["--generate-tasks", "9", "--thresholds", "110"], "threshold is 110 %"),
         (["--generate-tasks", "9", "--strategies", "most"], "strategy is 'most'"),
+        (["--generate-tasks", "9", "--strategies", "no:X"], "strategy 'no:X' cannot be made"),
+        (["--generate-tasks", "9", "--levels"], "levels are of partial brownout, and strategy is"),
+        (["--generate-tasks", "9", "--sensitivity"], "--search-items is 256; it must be less than"),
         (["--generate-tasks", "9", "--only", "2:x"], "'2:x' of '2:x' is not WAY:PERCENT"),
         (["--generate-tasks", "9", "--batch", "0"], "batch is 0; it must be at least 1"),
         (["--generate-tasks", "9", "--ways", "3"], "bundled has united experts for: 2, 4, 8"),

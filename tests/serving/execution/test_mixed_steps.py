@@ -10,7 +10,7 @@ import pytest
 from jmoe.family import Family
 from jmoe.packed_rows import SLOT, empty_deltas, pack_row
 from jmoe.router import ScoredTopK
-from serving.config import EngineConfig
+from serving.config import BrownoutConfig, EngineConfig
 from serving.execution.buckets import Buckets, Key
 from serving.execution.mixed import MixedSteps, mixed_models
 from serving.execution.ranks import ByRank
@@ -64,11 +64,14 @@ def test_a_mixed_step_pays_where_it_takes_less_than_its_models_steps(steps, coun
 )
 def test_how_many_models_a_step_may_have(wanted, models, resident, found):
     config = EngineConfig(mixed_models=wanted, resident_sets=resident)
-    family = MagicMock(spec=Family, config=MagicMock(router=None))
+    family = MagicMock(spec=Family, config=MagicMock(router=None, strategy=None))
     family.__len__.return_value = models
     assert mixed_models(config, family) == found
-    family.config.router = ScoredTopK()  # would choose among all models' experts
-    assert mixed_models(config, family) == 1
+    by_layer = EngineConfig(mixed_models=wanted, brownout=BrownoutConfig(levels=True))
+    assert mixed_models(by_layer, family) == 1
+    for kind in ("router", "strategy"):  # would choose among all models' experts
+        family.config = MagicMock(**{"router": None, "strategy": None} | {kind: ScoredTopK()})
+        assert mixed_models(config, family) == 1
 
 
 def test_there_is_a_program_for_each_number_of_models_and_rows(buckets):

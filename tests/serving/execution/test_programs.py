@@ -391,9 +391,11 @@ def test_what_is_served_where():
 def test_an_exempt_row_costs_the_experts_it_pins_and_no_more():
     """Of m experts it may visit K beside those of the threshold."""
     plan = SimpleNamespace(num_exempt=0, models=(0,))
-    holder = SimpleNamespace(
-        model=SimpleNamespace(config=SimpleNamespace(experts_per_token=3, num_experts=60))
+    cfg = SimpleNamespace(experts_per_token=3, num_experts=60, strategy=None)
+    model = SimpleNamespace(
+        config=cfg, resident=SimpleNamespace(largest_threshold=lambda strategy, level: level)
     )
+    holder = SimpleNamespace(model=model, family=[model] * 3)
 
     def percent(num_exempt, threshold, strategy=2):
         plan.num_exempt = num_exempt
