@@ -11,6 +11,11 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Threads of an interpreted kernel wait for one another on threads of XLA's pool. With one for each
 # of two cores, two that wait leave none for what they wait for. Six run at a time: two blocks.
 os.environ.setdefault("PJRT_NPROC", "8")
+# XLA makes a compiler of MLIR anew for each fusion on a CPU. The emitters it had before take 0.6 of
+# the time, and tests spend most of theirs compiling.
+os.environ.setdefault(
+    "XLA_FLAGS", "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
+)
 
 import jax
 import pytest

@@ -1,9 +1,11 @@
 """A server's metrics over HTTP, as samples by name and labels. No jax."""
 
 import asyncio
+import contextlib
 import socket
 import urllib.request
 from collections.abc import Mapping
+from random import SystemRandom
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -16,10 +18,14 @@ TIMEOUT_S = 30.0
 
 
 def free_port() -> int:
-    """Returns a port that was free a moment ago: the server does not print which one it chose."""
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return taken.getsockname()[1]
+    """Returns a port that was free a moment ago, below those that Linux gives to whoever asks for
+    any: a server does not print which one it chose for its metrics.
+    """
+    while True:
+        port = SystemRandom().randrange(15_000, 32_000)
+        with socket.socket() as taken, contextlib.suppress(OSError):
+            taken.bind(("127.0.0.1", port))
+            return port
 
 
 async def scrape(port: int) -> Samples:

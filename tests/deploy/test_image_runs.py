@@ -4,7 +4,6 @@ import asyncio
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ import pytest
 from dockerfile import command, instructions
 from typer.testing import CliRunner
 
+from serving.bench.scrape import free_port
 from serving.cli.main import app
 from serving.client import Client
 from serving.client.connection import Connection
@@ -28,11 +28,6 @@ SMALL = {
     "engine.max_prefill_tokens": 32,
     "engine.max_prefill_seqs": 2,
 }
-
-
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return taken.getsockname()[1]
 
 
 def health(port):

@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,12 +18,6 @@ FEW_PROGRAMS = (
     "engine.max_num_seqs=32",
     "engine.max_queue_len=64",
 )
-
-
-def free_port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 @contextmanager

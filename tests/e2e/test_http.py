@@ -11,10 +11,11 @@ import openai
 import pydantic
 import pytest
 
+from serving.bench.scrape import free_port
 from serving.client import Client
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 
-from .conftest import free_port, serving
+from .conftest import serving
 
 PROMPTS = ["add 47 + 38 and 12 + 9 then say it", "what is 1+2", "é"]
 

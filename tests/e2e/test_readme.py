@@ -15,9 +15,10 @@ from pathlib import Path
 import pytest
 
 from jmoe.api import resolve
+from serving.bench.scrape import free_port
 from tests.variants import variant
 
-from .conftest import FEW_PROGRAMS, free_port, serving
+from .conftest import FEW_PROGRAMS, serving
 
 pytestmark = pytest.mark.deep
 

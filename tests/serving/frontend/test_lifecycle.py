@@ -11,6 +11,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from scripted_server import start as start_scripted
 from served import CODE, SERVICES, Setup, failure, process, request, serving, until
 
+from serving.bench.scrape import free_port
 from serving.client import Client
 from serving.config import EngineConfig, ServerConfig
 from serving.errors import SettingsError
@@ -103,11 +104,6 @@ async def test_ipv6_needs_no_brackets(host: str) -> None:
 
 
 # ---- probes ----------------------------------------------------------------------------------
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return taken.getsockname()[1]
 
 
 async def test_probes_answer_from_before_the_model_is_loaded_until_the_end() -> None:

@@ -12,6 +12,7 @@ import uvloop
 from certificates import Authority, Pair, client_context, openssl
 from served import CODE, Setup, failure, until
 
+from serving.bench.scrape import free_port
 from serving.client import Client
 from serving.client.connection import Connection
 from serving.config import ServerConfig
@@ -83,12 +84,6 @@ async def encrypted(deployed: Deployed, **fields):
             "metrics": metrics_port,
         }
         yield await setup.ready()
-
-
-def free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return taken.getsockname()[1]
 
 
 def shake(port: int, context: "Caller", name: str | None = "localhost", session=None):

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import gzip
 import logging
-import socket
 import subprocess
 import sys
 import threading
@@ -23,6 +22,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 from opentelemetry.semconv.attributes import error_attributes, service_attributes
 from served import collect, failure, request, until
 
+from serving.bench.scrape import free_port
 from serving.config import ServerConfig
 from serving.errors import InvalidRequest, Overloaded, RequestFailed, SettingsError
 from serving.frontend import tracing
@@ -279,11 +279,6 @@ async def test_who_sends_is_named(collector, monkeypatch):
         for resource in message.resource_spans
     ]
     assert names == ["jmoe", "mine"]
-
-
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return taken.getsockname()[1]
 
 
 async def test_a_collector_that_is_gone_costs_nothing_but_spans(caplog):
