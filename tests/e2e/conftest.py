@@ -37,6 +37,7 @@ def serving(*settings, preset="demo", log_path=None, start_timeout_s=240, cpu_de
             env={
                 **os.environ,
                 "JAX_PLATFORMS": "cpu",
+                "XLA_FLAGS": "",  # compiled as a user's is, not in a test's hurry
                 "JAX_NUM_CPU_DEVICES": str(cpu_devices),
             },
         )
