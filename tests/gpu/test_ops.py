@@ -3,14 +3,21 @@
 The benchmark's problems and judges: fresh inputs, poisoned results, the same bits twice.
 """
 
+import functools
 import secrets
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from benchmarks.kernels import judge, problems
 from benchmarks.kernels.cases import OPS, Sizes, all_cases
 from benchmarks.kernels.inputs import Pools
 from benchmarks.kernels.timing import JaxProgram
+from pallas_kernels.backend import KERNEL, noting, references_only
+from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.prefill_attention import prefill_attention
 
 SIZES = Sizes(
     decode_tokens=(1, 64),
@@ -40,3 +47,53 @@ def test_an_op_equals_its_reference(case, pools):
     assert program.has_mosaic or (case.op == "routing" and case.tokens > 512)
     seen = judge.check(program, problem.error, problem.tolerance)
     assert seen.passed, seen
+
+
+WINDOWED = {  # query and kv heads, head size, window, sinks
+    "gpt-oss": (64, 8, 64, 128, True),
+    "Mixtral-8x7B": (32, 8, 128, 4096, False),
+    "Gemma-like": (16, 8, 256, 1024, False),
+}
+LENGTHS = (1, 127, 128, 129, 700, 1024, 4500, 0)  # of sequences; the last is padding
+
+
+@pytest.mark.parametrize("phase", ["decode", "prefill"])
+@pytest.mark.parametrize("model", WINDOWED)
+def test_attention_over_a_window_equals_float32(model, phase):
+    """Pages wholly before a window are NaN: they have been freed and are another's."""
+    heads, groups, size, window, with_sinks = WINDOWED[model]
+    page, lengths = 64, np.array(LENGTHS, np.int32)
+    chunks = np.minimum(lengths, 1 if phase == "decode" else 200)
+    rng = np.random.default_rng(secrets.randbits(31))
+    per = int(-(-lengths.max() // page))
+    table = rng.permutation(len(lengths) * per).reshape(len(lengths), per).astype(np.int32)
+    keys, values = rng.standard_normal((2, 1, table.size, groups, page, size), np.float32)
+    first = np.maximum(lengths - chunks - window + 1, 0) // page
+    for row, num in zip(table, first, strict=True):
+        keys[:, row[:num]] = values[:, row[:num]] = np.nan
+    rows = int(chunks.sum()) if phase == "prefill" else len(lengths)
+    q = rng.standard_normal((rows + 7 * (phase == "prefill"), heads, size), np.float32)
+    sinks = jnp.asarray(rng.standard_normal(heads), jnp.float32) if with_sinks else None
+    starts = np.concatenate([[0], np.cumsum(chunks)]).astype(np.int32)
+    more = {"q_start": jnp.asarray(starts)} if phase == "prefill" else {}
+    op = prefill_attention if phase == "prefill" else paged_attention
+    about = {
+        "layer": jnp.int32(0),
+        "block_table": jnp.asarray(table),
+        "kv_len": jnp.asarray(lengths),
+        "sinks": sinks,
+        **more,
+    }
+    attend = functools.partial(op, scale=size**-0.5, window=window)
+    arrays = [jnp.asarray(a, jnp.bfloat16) for a in (q, keys, values)]
+    with noting() as noted:
+        out = jax.jit(attend)(*arrays, **about)
+    kernel = phase == "decode" or size == 64  # at others prefill over windows is XLA's
+    assert (noted["attention"] == KERNEL) == kernel
+    with references_only(), jax.default_matmul_precision("highest"):
+        want = jax.jit(lambda *a, **k: attend(*a, **k))(
+            *(a.astype("float32") for a in arrays), **about
+        )
+    out, want = (np.asarray(a, np.float32) for a in (out, want))
+    assert np.isfinite(out).all()
+    assert np.abs(out - want).max() < 0.02 * np.abs(want).max()
