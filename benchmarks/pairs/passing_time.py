@@ -18,7 +18,7 @@ from serving.bench.fake import FakeRunner
 from serving.config import BrownoutConfig, EngineConfig, ServerConfig
 from serving.engine import Engine
 from serving.execution.fitting import limits_of
-from serving.execution.reader import ResultReader
+from serving.execution.in_order import InOrder
 from serving.frontend import server
 from serving.plan import Limits, StepControl, StepPlan, StepResult
 
@@ -48,7 +48,7 @@ class PassingTime(FakeRunner):
         self.duration_s, self.tokens = duration_s, tokens
         self._free_at = 0.0
         self._allowed: Queue[np.ndarray] = Queue()
-        self._reader = ResultReader()
+        self._reader = InOrder("jmoe-read")
 
     def launch(self, plan: StepPlan, control: StepControl) -> "Future[StepResult]":
         """See Executor; the step begins when the one before it ends."""

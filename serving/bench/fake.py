@@ -38,6 +38,7 @@ class FakeRunner(StepExecutor):
     mixed_models: int = 0  # whose rows a decode step may have; less than 2: one model's
     compilations_since_ready: int = 0
     num_programs: int = 0
+    launch_s: float = 0.0  # from a launch until a device that waits could begin
     launches: list[tuple[Phase, int, StepControl]] = field(default_factory=list)
     _last: dict[int, int] = field(default_factory=dict)
     _table: dict[tuple[int, int], int] = field(default_factory=dict)
@@ -119,7 +120,7 @@ class FakeRunner(StepExecutor):
             return
         loop = asyncio.get_running_loop()
         share = plan.num_layers / self.limits.num_layers
-        self._busy_until = max(self._busy_until, loop.time()) + whole_s * share
+        self._busy_until = max(self._busy_until, loop.time() + self.launch_s) + whole_s * share
         loop.call_at(self._busy_until, self._finish, future, result)
 
     def _check_ranks(self, plan: StepPlan) -> None:

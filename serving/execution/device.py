@@ -111,6 +111,13 @@ class Device:
         self._split, _ = shardings(mesh)
         self.programs = programs
 
+    @property
+    def calls_block(self) -> bool:
+        """Whether a call keeps its thread for long: on a GPU the host updates a graph and starts it
+        meanwhile, 3 ms for 24 layers on an H100's (benchmarks/h200/LOG.md).
+        """
+        return backend() != "cpu"
+
     def compile(self, keys: Sequence[Key], progress: Progress | None = None) -> None:
         """See Calls."""
         self.programs.compile_all(keys, self._executables, progress)

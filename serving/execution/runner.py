@@ -5,6 +5,7 @@ It touches the device through `serving.execution.device` alone.
 
 import logging
 import math
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -32,13 +33,13 @@ from serving.execution.device import Calls, Device
 from serving.execution.executables import Executables
 from serving.execution.executor import StepExecutor
 from serving.execution.fitting import limits_of, num_ranks_of
+from serving.execution.in_order import InOrder
 from serving.execution.kv_pages import by_memory, goes_by_memory
 from serving.execution.memory import check_memory
 from serving.execution.mixed import MixedSteps, mixed_models
 from serving.execution.param_sets import ParamSets
 from serving.execution.programs import Programs, Progress
 from serving.execution.ranks import ByRank
-from serving.execution.reader import ResultReader
 from serving.execution.replay import Led
 from serving.execution.replication import probes_of, replication_of
 from serving.execution.states import States
@@ -55,6 +56,8 @@ GPU_LAUNCH_S = 17e-6
 """What one launch more costs a GPU at least: a graph's start, and kernels that are in every part.
 Reckoned, not measured; what it costs the host is measured."""
 FULL_CONTROL = StepControl(100, 0)
+SWITCH_S = 0.0005
+"""How soon (s) the thread that launches steps may take the interpreter from the event loop's."""
 LATE_AFTER_S = 2.0
 """What is compiled late lets the rest of the start go first."""
 
@@ -147,7 +150,8 @@ class DeviceRunner(StepExecutor):
         )
         self._followers, self._failures = followers, Lost()
         self._calls: Calls = self.device if followers is None else Led(self.device, followers)
-        self._reader = ResultReader()
+        self._reader = InOrder("jmoe-read")
+        self._launcher = InOrder("jmoe-launch") if self.device.calls_block else None
         self.mixed = MixedSteps(self.device)
         self._undrawn: _Undrawn | None = None
         self._closing = threading.Event()
@@ -187,6 +191,8 @@ class DeviceRunner(StepExecutor):
         if self._runs_parts and not self._parts_by_number:
             self._prepare(self.buckets.parts(self._layers_at_once), progress)
         self._calls.ready()
+        if self._launcher is not None:
+            sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_S))
         if self.buckets.late:
             threading.Thread(target=self._compile_late, name="jmoe-late").start()
 
@@ -353,17 +359,27 @@ class DeviceRunner(StepExecutor):
         return self._launch(lambda: self.device.read(draw(), key, step))
 
     def _in_order(self, call: Callable[[], object]) -> None:
-        """Makes a device call in the order of launches."""
+        """Makes a device call in the order of launches; returns when it is made, except where steps
+        run one at a time.
+        """
         if self.device.one_at_a_time:
             self._submit(call)
+        elif self._launcher is not None:
+            self._launcher.submit(call).result()
         else:
             call()
 
     def _launch(self, start: Callable[[], Callable[[], StepResult]]) -> "Future[StepResult]":
-        """Makes device calls as `_in_order` does, and has what they return read behind them."""
+        """Makes device calls in order, and has what they return read behind them.
+
+        A call that blocks is made in a thread of its own, so that the tick goes on.
+        """
         if self.device.one_at_a_time:
             return self._submit(lambda: start()())
-        return self._submit(start())
+        if self._launcher is None:
+            return self._submit(start())
+        launched = self._launcher.submit(start)
+        return self._submit(lambda: launched.result()())
 
     def _submit[T](self, call: Callable[[], T]) -> "Future[T]":
         """Runs a call in the reader's thread, in order. A fault that comes of a lost process says
@@ -437,11 +453,12 @@ class DeviceRunner(StepExecutor):
 
     def replace_set(self, victim: int, model: int) -> "Future[None]":
         """See Executor."""
+        self._in_order(lambda: None)  # steps of the victim have read its weights
         return self.sets.replace(victim, model)
 
     def fetch_experts(self, experts: Mapping[Expert, int]) -> None:
         """See Executor."""
-        self.family.fetch(experts)
+        self._in_order(partial(self.family.fetch, experts))
 
     def close(self) -> None:
         """Stops counting compilations, and reading. Other processes end, too, once they have run
@@ -452,6 +469,8 @@ class DeviceRunner(StepExecutor):
         self.sets.close()
         if self._followers is not None:
             self._end(self._followers)
+        if self._launcher is not None:
+            self._launcher.close()
         self._reader.close()
 
     def _end(self, followers: "Followers") -> None:

@@ -1,6 +1,7 @@
 """Predicts step times, so that each step is planned as late as possible without an idle device."""
 
 import math
+import statistics
 from collections.abc import Iterable
 
 from serving.plan import Phase
@@ -9,7 +10,45 @@ from serving.scheduling.step import ScheduledStep
 from serving.scheduling.step_time import StepTimeModel
 
 SHARE, MARGIN_S = 0.8, 0.001
+TRY_EVERY, TRIES = 4, 16  # of how many steps one tries more lead, and tries until it is judged
+TRY_S, TRY_SHARE = 0.00025, 0.25  # how much more is tried, at least, and of what there is
+LEAST_GAIN, DECAY = 0.005, 0.97
 WAIT = 0.8  # share of a TTFT objective's slack that waiting may use
+
+
+class Lead:
+    """Learns how much earlier than predicted steps must be planned so that the device never waits.
+
+    How long a launch takes to arrive at a device cannot be read: a call returns before its graph is
+    updated and started. So every fourth step tries a little more lead. Where those steps take less
+    time than the others, the device had waited for the others, and the lead is kept; otherwise it
+    shrinks slowly.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._num_planned = 0
+        self._took: tuple[list[float], list[float]] = ([], [])  # over expected: usual, tried
+
+    @property
+    def tried_s(self) -> float:
+        """The lead (s) of steps that try more of it."""
+        return self.seconds + max(TRY_S, TRY_SHARE * self.seconds)
+
+    def tries(self) -> bool:
+        """Returns whether the next step is to try more lead."""
+        self._num_planned += 1
+        return self._num_planned % TRY_EVERY == 0
+
+    def observe(self, tried: bool, ratio: float) -> None:
+        """Learns from a step that took `ratio` of what was expected."""
+        self._took[tried].append(min(max(ratio, 0.5), 1.5))
+        if len(self._took[True]) < TRIES or len(self._took[False]) < TRIES:
+            return
+        gain = statistics.fmean(self._took[False]) - statistics.fmean(self._took[True])
+        noise = math.sqrt(sum(statistics.variance(took) / len(took) for took in self._took))
+        tried_s, self._took = self.tried_s, ([], [])
+        self.seconds = tried_s if gain > LEAST_GAIN + 2 * noise else DECAY * self.seconds
 
 
 class Pace:
@@ -29,6 +68,11 @@ class Pace:
         self.waits = waits
         self._num_layers = num_layers
         self._decoded_at = -math.inf
+        self._lead = Lead()
+        self._behind: tuple[ScheduledStep | None, bool] = None, False
+        self._before: tuple[bool, float] = False, -math.inf
+        """Behind which step the next is planned, and of the last that ended, its end: each with
+        whether the step behind it tries more lead."""
 
     def observe(self, step: ScheduledStep, ended_at: float, size: int = 0) -> None:
         """Learns from a step that ran on the device until `ended_at`.
@@ -37,9 +81,19 @@ class Pace:
         their phase under way.
         """
         seconds = (ended_at - step.started_at) / self._share(step)
+        if not size:
+            self._observe_lead(step, ended_at)
         self.times.observe(step.phase, size or step.size, step.mean_threshold_percent, seconds)
         if step.phase is Phase.DECODE and step.is_last:
             self._decoded_at = ended_at
+
+    def _observe_lead(self, step: ScheduledStep, ended_at: float) -> None:
+        """Learns from a step that was planned behind another, which ended when it could begin."""
+        (tried, before_at), expected_s = self._before, self._expected_s(step, math.nan)
+        behind, trying = self._behind
+        self._before = behind is step and trying, ended_at
+        if step.launched_at - before_at < expected_s / 2:  # else there was nothing to run
+            self._lead.observe(tried, (ended_at - before_at) / expected_s)
 
     def best_effort_wait_s(self, max_wait_s: float) -> float:
         """Returns the longest time (s) that a running best-effort request should wait for a token.
@@ -69,10 +123,14 @@ class Pace:
     def idle_s(self, step: ScheduledStep) -> float:
         """Returns how long (s) after a step's start the next one must be planned; 0 if unknown.
 
-        The mean prediction error is subtracted, since a step may be faster than expected.
+        The mean prediction error is subtracted, since a step may be faster than expected, and the
+        lead that was learnt.
         """
+        if self._behind[0] is not step:
+            self._behind = step, self._lead.tries()
+        lead_s = self._lead.tried_s if self._behind[1] else self._lead.seconds
         share = SHARE * max(0.0, 1 - self.times.error)
-        return max(0.0, share * self._expected_s(step, 0.0) - MARGIN_S)
+        return max(0.0, share * self._expected_s(step, 0.0) - MARGIN_S - lead_s)
 
     def itl_slack_s(
         self, budget_s: float, ends_at: float, steps: Iterable[tuple[Phase, int, float]]

@@ -43,7 +43,7 @@ def counting_engine(
     step_s=0.0, limits=LIMITS, runner=FakeRunner, observer=(), model=None, **config
 ):
     """Returns a ticking engine on the running loop's clock."""
-    config = EngineConfig(max_model_len=200, watchdog_s=0, **config)
+    config = EngineConfig(**{"max_model_len": 200, "watchdog_s": 0, **config})
     clock = asyncio.get_running_loop().time
     engine = Engine(config, runner(limits, step_s=step_s), model, observer, clock)
     engine.run()

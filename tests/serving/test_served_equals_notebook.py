@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import random
 import threading
+import time
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -32,6 +33,7 @@ from serving.client import Client
 from serving.config import AsynchronousConfig, BrownoutConfig, ServerConfig
 from serving.engine import Engine
 from serving.errors import NotFound
+from serving.execution.device import Device
 from serving.frontend.metrics import Metrics
 from serving.frontend.server import Server
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
@@ -672,6 +674,30 @@ async def test_served_is_what_the_notebook_writes(made, row):
     mode = made(row.mode)
     async with running(mode, **row.changes) as run:
         await row.play(run)
+    judge(mode, run.judged)
+
+
+BLOCKING = ("one: structures", "one: shaped, room", "host experts: sets that come and go")
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("name", BLOCKING)
+async def test_steps_launched_by_a_thread_are_those_of_the_notebook(made, monkeypatch, name):
+    """As on a GPU, where a call takes its thread for a while: here 2 ms more."""
+    run_step, row, threads = Device.run, ROWS[name], set()
+
+    def slow(*args, **options):
+        threads.add(threading.current_thread().name)
+        time.sleep(0.002)
+        return run_step(*args, **options)
+
+    monkeypatch.setattr(Device, "calls_block", True)
+    monkeypatch.setattr(Device, "run", slow)
+    mode = made(row.mode)
+    async with running(mode, **row.changes) as run:
+        threads.clear()  # of the start
+        await row.play(run)
+    assert threads == {"jmoe-launch"}
     judge(mode, run.judged)
 
 

@@ -72,7 +72,7 @@ async def test_others_go_on_meanwhile(family):
     await asyncio.sleep(5 * STEP_S)
     began = now()
     cold = await ask(engine, 2, 1)
-    assert cold - began == pytest.approx(SET_S, abs=3 * STEP_S)
+    assert SET_S <= cold - began <= SET_S + 4 * STEP_S
     assert await busy == pytest.approx(101 * STEP_S, abs=5 * STEP_S)  # it lost nothing
 
 

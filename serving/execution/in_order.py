@@ -1,4 +1,4 @@
-"""Reads what the device computes, in a thread of its own."""
+"""Runs jobs one after another, in a thread of its own."""
 
 import threading
 from collections.abc import Callable
@@ -7,33 +7,34 @@ from queue import SimpleQueue
 from typing import Any
 
 
-class ResultReader:
-    """Waits for results in the order they were asked for.
+class InOrder:
+    """Runs jobs in the order they were given: reads what the device computes, or launches steps.
 
     Its thread is a daemon: one that waits for a device that hangs keeps no process alive, as a
     `ThreadPoolExecutor`'s would.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
+        """`name` is the thread's."""
         self._jobs: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
-        threading.Thread(target=self._run, name="jmoe-read", daemon=True).start()
+        threading.Thread(target=self._run, name=name, daemon=True).start()
 
-    def submit[T](self, read: Callable[[], T]) -> "Future[T]":
-        """Returns a future of what `read` returns or raises."""
+    def submit[T](self, job: Callable[[], T]) -> "Future[T]":
+        """Returns a future of what `job` returns or raises."""
         future: Future[T] = Future()
-        self._jobs.put((future, read))
+        self._jobs.put((future, job))
         return future
 
     def close(self) -> None:
-        """Ends the thread once it has read what was asked for."""
+        """Ends the thread once it has run what it was given."""
         self._jobs.put(None)
 
     def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            future, read = job
+        while (given := self._jobs.get()) is not None:
+            future, job = given
             if not future.set_running_or_notify_cancel():
                 continue
             try:
-                future.set_result(read())
+                future.set_result(job())
             except BaseException as error:  # whatever it is, it belongs to who asked
                 future.set_exception(error)
