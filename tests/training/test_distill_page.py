@@ -1,4 +1,4 @@
-"""docs/distilling-a-model.md, carried out: its commands on a tiny model."""
+"""docs/distillation.md, carried out: its commands on a tiny model."""
 
 import asyncio
 import re
@@ -15,7 +15,7 @@ from serving.client import Client
 
 pytestmark = pytest.mark.exhaustive
 
-PAGE = Path(__file__).parents[2] / "docs" / "distilling-a-model.md"
+PAGE = Path(__file__).parents[2] / "docs" / "distillation.md"
 
 SMALL = {
     "distill": "--rows 512 --steps 2 --batch 128 --decode-batch 32 --eval-every 1 --length 64 "
