@@ -4,9 +4,8 @@ A step is the engine's own (`jmoe.steps`), compiled as the engine compiles it, c
 donated state with no host in between; rows and results are in other arrays from step to step, as
 an engine's are, since a CUDA graph is updated where arrays have moved. `span_us`, from one step to
 the next, gaps between kernels included, is what an engine can reach and what ratios are made of.
-Eager steps have `kernels_us` as well, the sum of the kernels' own durations: XLA warns of reading
-kernel times while CUDA graphs run. Experts that had rows are counted on the device in the very
-steps that are timed.
+`kernels_us` is the sum of the kernels' own durations, read in steps of their own. Experts that had
+rows are counted on the device in the very steps that are timed.
 """
 
 import gc
@@ -130,7 +129,6 @@ class _Steps:
 
     def __init__(self, sizes: Sizes, ruler: Ruler, ceilings: Ceilings) -> None:
         self.sizes, self.ruler, self.ceilings = sizes, ruler, ceilings
-        self._clock = Ruler(ruler.warm_s, ruler.timed_s)  # reads no kernel times
         self.model = models.make(sizes, ways=sizes.ways)
         self._graph = served(self.model.params)
         self._eager = served(self.model.params, eager=True)
@@ -151,7 +149,7 @@ class _Steps:
     def _measure(self, case: Case) -> dict[str, Any]:
         decode = case.about["phase"] == "decode"
         program = self._program(case)
-        timing = (self.ruler if case.about.get("eager") else self._clock).measure(program)
+        timing = self.ruler.measure(program)
         active, calls = np.asarray(program.carry[1]), program.calls
         self.state = program.carry[0]
         per_layer = active.sum(axis=1) / calls

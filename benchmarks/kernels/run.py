@@ -83,7 +83,7 @@ def _run(args: argparse.Namespace, sizes: Sizes, cases: list[Case]) -> int:
     ceilings = measure_ceilings(ruler, *((1 << 16, 32) if args.dry_run else ()))
     print(
         f"copy {ceilings.copy_tb_s:.3f} TB/s, product {ceilings.product_tflop_s:.1f} TFLOP/s; "
-        + ("times by CUPTI" if ruler.cupti else f"times by difference: {ruler.why_not}")
+        + ("times by CUPTI" if ruler.reads_kernels else f"times by difference: {ruler.why_not}")
     )
     bench = Bench(sizes, ruler, ceilings, about, args.libraries)
     records = []

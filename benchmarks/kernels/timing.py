@@ -2,10 +2,8 @@
 
 Two rulers, and both go into a record:
 
-- `us`, by CUPTI: the durations of the kernels of one call, summed. The device's own clock; gaps
-  between kernels, and what the host does, are not in it. JAX keeps the means to read it in its
-  CUDA plugin (its own kernels are tuned with it). It counts PyTorch's kernels as well, so ours and
-  a library's are read off one ruler.
+- `us`, by CUPTI: the durations of the kernels of one call, summed, as `jax.profiler` reads them.
+  The device's own clock; gaps between kernels, and what the host does, are not in it.
 - `span_us`, by difference: the time of 3n calls in a row less that of n, over 2n. It holds gaps
   and, where the device is faster than the host, the host: an upper bound. For JAX by the host's
   clock around asynchronous calls; for PyTorch by CUDA events around replays of a CUDA graph.
@@ -20,6 +18,8 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -124,7 +124,7 @@ class Ruler:
     def __init__(self, warm_s: float = 0.06, timed_s: float = 0.03) -> None:
         """`warm_s` of running before anything is timed: an idle GPU has its clocks down."""
         self.warm_s, self.timed_s = warm_s, timed_s
-        self.cupti: Any = None
+        self.reads_kernels = False
         self.why_not = "no GPU"
 
     def calibrate(self, program: Program) -> None:
@@ -132,15 +132,12 @@ class Ruler:
 
         Clocks that fall under load between one and the other account for less.
         """
-        self.cupti = cupti_extension()
-        if self.cupti is None:
-            self.why_not = "jax's CUDA plugin has no CUPTI reader"
-            return
+        self.reads_kernels = True
         timing = self.measure(program)
         if timing.method != "cupti":
-            self.cupti = None
+            self.reads_kernels = False
         elif abs(timing.us / timing.span_us - 1) > 0.1:
-            self.cupti = None
+            self.reads_kernels = False
             self.why_not = f"CUPTI says {timing.us:.1f} us, the difference {timing.span_us:.1f}"
 
     def measure(self, program: Program) -> Timing:
@@ -167,16 +164,18 @@ class Ruler:
 
     def _kernels(self, program: Program, calls: int) -> list[list[tuple[str, float]]] | None:
         """Returns (name, us) of each kernel of each call; None where CUPTI saw nothing of use."""
-        if self.cupti is None:
+        if not self.reads_kernels:
             return None
-        try:
-            self.cupti._cupti_init()
+
+        def run() -> None:
             for i in range(calls):
                 out = program(i)
             program.wait(out)
-            seen = self.cupti._cupti_get_timings(True)
+
+        try:
+            seen = kernels_of(run)
         except Exception as error:  # whatever it is, the other ruler remains
-            self.cupti, self.why_not = None, f"{type(error).__name__}: {error}"
+            self.reads_kernels, self.why_not = False, f"{type(error).__name__}: {error}"
             return None
         self.why_not = "CUPTI saw no kernels, or other ones in every call"
         return split([(name[:80], ms) for name, ms in seen], calls)
@@ -210,14 +209,22 @@ def split(seen: Sequence[tuple[str, float]], calls: int) -> list[list[tuple[str,
     return cut if all(call == names[0] for call in names) else None
 
 
-def cupti_extension() -> Any:
-    """Returns JAX's CUPTI reader, which is not public; jax's version is pinned."""
-    try:
-        from jax._src.lib import mosaic_gpu
-    except ImportError:
-        return None
-    extension = getattr(mosaic_gpu, "_mosaic_gpu_ext", None)
-    return extension if hasattr(extension, "_cupti_init") else None
+def kernels_of(run: Callable[[], None]) -> list[tuple[str, float]]:
+    """Returns (name, ms) of what ran on the GPU's streams while `run` did, in order."""
+    with TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            run()
+        (path,) = Path(folder).rglob("*.xplane.pb")
+        planes = jax.profiler.ProfileData.from_file(str(path)).planes
+        events = [
+            (event.start_ns, event.name, 1e-6 * event.duration_ns)
+            for plane in planes
+            if plane.name.startswith("/device:GPU")
+            for line in plane.lines
+            if (line.name or "").startswith("Stream")
+            for event in line.events
+        ]
+    return [(name, ms) for _, name, ms in sorted(events)]
 
 
 class Ceilings(NamedTuple):

@@ -5,6 +5,7 @@ import json
 import math
 from dataclasses import dataclass, replace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -248,10 +249,11 @@ def test_kernel_durations_are_cut_into_calls():
 class FakeCupti:
     """Two kernels a call, of 1 us and of 3 us plus a hundredth a call."""
 
-    def _cupti_init(self):
-        self.calls = 0
+    calls = 0
 
-    def _cupti_get_timings(self, finalize):
+    def kernels_of(self, run):
+        self.calls = 0
+        run()
         pairs = ([("a", 1e-3), ("b", 3e-3 + 1e-5 * n)] for n in range(self.calls))
         return list(itertools.chain(*pairs))
 
@@ -272,11 +274,11 @@ class FakeProgram:
         return self._span_us
 
 
-def test_a_time_is_the_median_over_rounds_of_all_sets():
-    ruler = timing.Ruler(0.0, 0.0)
-    ruler.cupti = FakeCupti()
-    ruler.cupti.calls = 0
-    got = ruler.measure(FakeProgram(ruler.cupti, 5.0))
+def test_a_time_is_the_median_over_rounds_of_all_sets(monkeypatch):
+    ruler, cupti = timing.Ruler(0.0, 0.0), FakeCupti()
+    monkeypatch.setattr(timing, "kernels_of", cupti.kernels_of)
+    ruler.reads_kernels = True
+    got = ruler.measure(FakeProgram(cupti, 5.0))
     # Rounds of two calls: means of calls 0, 1; 2, 3; ... 8, 9. The third round is the median.
     assert (got.method, got.launches, got.rounds, got.sets) == ("cupti", 2, 5, 2)
     assert got.us == pytest.approx(4.045)
@@ -288,14 +290,19 @@ def test_a_time_is_the_median_over_rounds_of_all_sets():
 @pytest.mark.parametrize(("span_us", "trusted"), [(4.1, True), (8.0, False)])
 def test_cupti_is_used_where_both_rulers_agree(monkeypatch, span_us, trusted):
     cupti = FakeCupti()
-    cupti.calls = 0
-    monkeypatch.setattr(timing, "cupti_extension", lambda: cupti)
+    monkeypatch.setattr(timing, "kernels_of", cupti.kernels_of)
     ruler = timing.Ruler(0.0, 0.0)
     ruler.calibrate(FakeProgram(cupti, span_us))
-    assert (ruler.cupti is not None) == trusted
+    assert ruler.reads_kernels == trusted
     if not trusted:
         got = ruler.measure(FakeProgram(cupti, span_us))
         assert (got.method, got.us, got.launches) == ("difference", span_us, None)
+
+
+def test_kernels_are_those_of_a_gpus_streams():
+    """A CPU has none, and the trace is read."""
+    x = jnp.ones(8)
+    assert timing.kernels_of(lambda: jax.block_until_ready(x + 1)) == []
 
 
 def test_a_difference_leaves_out_what_every_run_pays(monkeypatch):
