@@ -223,7 +223,7 @@ class Engine:
         """Aborts the remaining requests and ends the tick. May be called again."""
         if self.status != "failed":
             self.status = "stopped"
-        self._fail_all(Aborted("the engine stopped"))
+        self._fail_all(partial(Aborted, "the engine stopped"))
         if self._loop_task is not None:
             self._loop_task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -241,7 +241,7 @@ class Engine:
         self.status, self.failure = "failed", reason
         self._in_flight.clear()
         self.scheduler.abandon()  # nothing will leave any more
-        self._fail_all(Unavailable(f"the engine failed: {reason}"))
+        self._fail_all(partial(Unavailable, f"the engine failed: {reason}"))
         self._failed.set()
         if self._loop_task is not None and asyncio.current_task() is not self._loop_task:
             self._loop_task.cancel()
@@ -382,10 +382,13 @@ class Engine:
         if self.scheduler.idle:
             self._idle.set()
 
-    def _fail_all(self, error: ServingError) -> None:
-        self.loader.abandon(error)
+    def _fail_all(self, error: Callable[[], ServingError]) -> None:
+        """Ends all requests, each with an error of its own: one that is raised in many tasks at a
+        time holds on to the generators of all of them, which are then closed while they run.
+        """
+        self.loader.abandon(error())
         for sequence in list(self._open):
-            self._end(sequence, error)
+            self._end(sequence, error())
 
     # ---- operators --------------------------------------------------------------------------
 

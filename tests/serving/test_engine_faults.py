@@ -135,9 +135,11 @@ async def test_whatever_ends_the_tick_ends_every_request_with_a_reason(start, er
     died = asyncio.create_task(engine.died())
     await asyncio.sleep(0.1)
     engine.executor.broken = True
-    for result in await asyncio.gather(*tasks, return_exceptions=True):
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    for result in results:
         assert isinstance(result, Unavailable)
         assert type(error).__name__ in str(result)
+    assert len({id(result) for result in results}) == 6  # a traceback is one caller's
     assert type(error).__name__ in await died
     assert engine.status == "failed"
     with pytest.raises(Unavailable, match=type(error).__name__):  # who comes later hears it, too
