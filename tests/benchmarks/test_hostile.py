@@ -141,7 +141,8 @@ def test_fuzzed_requests_are_of_all_kinds():
     assert len(messages) / 3 < fine < parsed < len(messages)
 
 
-@pytest.mark.parametrize("name", ["kserve", pytest.param("http", marks=pytest.mark.deep)])
+@pytest.mark.deep
+@pytest.mark.parametrize("name", ["kserve", "http"])
 async def test_two_thousand_fuzzed_messages_break_nothing(name, tmp_path):
     out = tmp_path / "hostile.json"
     sizes = ["--requests", "0", "--fuzz", "2000", "--seed", "11", "--step-ms", "0.2"]

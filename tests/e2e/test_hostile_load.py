@@ -193,7 +193,7 @@ async def test_served_tokens_are_those_of_the_notebook(server, model):
     await check_exact_answers(address, model)
 
 
-@pytest.mark.sized(deep=("aep=2+6",), exhaustive=("ep=8",))
+@pytest.mark.sized(deep=("one", "aep=2+6"), exhaustive=("ep=8",))
 async def test_a_way_can_be_switched_under_load(server, model):
     _, address = server
     texts = prompts(model)[:16]

@@ -35,6 +35,13 @@ SMALL = {
 ALL = {"KV write", "attention", "grouped GEMM", "routing"}
 
 
+@pytest.mark.sized(
+    deep=(
+        "rocm-16-bfloat16-without_kernel1",
+        "cuda-256-bfloat16-without_kernel3",
+        "cuda-8-bfloat16-without_kernel4",
+    )
+)
 @pytest.mark.parametrize(
     ("platform", "page_size", "dtype", "without_kernel"),
     [

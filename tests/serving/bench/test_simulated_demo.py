@@ -103,6 +103,7 @@ def test_noise_of_steps_is_no_change_of_the_machines_speed():
     assert [pair["why_not"] for pair in result["pairs"]] == ["", ""]
 
 
+@pytest.mark.sized(deep=("off",))
 @pytest.mark.parametrize("plant", PLANTS)
 def test_a_server_that_saves_nothing_never_holds(plant, monkeypatch):
     launch = planted(SimulatedDevice.launch, plant, PICKS)

@@ -66,6 +66,7 @@ def thresholds(engine):
     return state.prefill_threshold_percent, state.decode_threshold_percent
 
 
+@pytest.mark.sized(deep=("algorithm2-0.5", "algorithm2-2.4", "algorithm2-5", "predictive-0"))
 @pytest.mark.parametrize(
     ("controller", "rate_per_s"),
     [
@@ -119,6 +120,7 @@ async def test_where_the_window_has_its_samples_the_papers_step_governs(serve):
     assert not engine.get_brownout().objective_state
 
 
+@pytest.mark.sized(deep=("0.0005-8", "0.0085-None"))
 @pytest.mark.parametrize(
     ("itl_slo_s", "least_ms"), [(0.0005, 8), (0.0075, 8), (0.0085, None), (0.019, None)]
 )

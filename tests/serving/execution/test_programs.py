@@ -211,6 +211,7 @@ def test_parts_are_as_short_as_a_launch_is_cheap(launch_s, whole_s, layers, foun
     assert runner.part_layers(launch_s, whole_s, layers) == found
 
 
+@pytest.mark.deep
 async def test_steps_that_are_timed_write_no_two_rows_to_one_place(monkeypatch):
     """But in the padding page; a GPU's kernel may leave there half of each."""
     write_kv, written = attention.write_kv, []
