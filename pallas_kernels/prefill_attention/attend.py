@@ -132,11 +132,18 @@ class _Attention:
         return self.refs.q_smem.at[mine]
 
     def mask(self, s, step):
-        row = plgpu.broadcasted_iota(jnp.int32, s.shape, 0, layout=plgpu.Layout.WGMMA)
+        shape, layout = s.shape, plgpu.Layout.WGMMA
+        if self.shape.window:
+            # A number a row: of as many as there are scores the differences from columns would be
+            # held in 64 registers through every loop.
+            shape, layout = shape[:1], layout.reduce(1)
+        row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout)
         column = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=plgpu.Layout.WGMMA)
         last = (row & (self.tile.rows - 1)) + (
             self.row + self.at.offset - step * self.tile.block_kv
         )
+        if self.shape.window:
+            last = _across(last, s.shape)
         # `column <= last`, written so that a thread's columns differ by constants alone. As sums
         # with the lane they would be computed once and held in 32 registers through every loop.
         seen = (column & -8) <= last - (column & 7)

@@ -53,13 +53,12 @@ _REGISTERS = {"load": 24, "multiply": 240}
 """A thread. Together no more than a launch gives: 3 x 168."""
 
 
-def supports(q: Array, k_pages: Array, v_pages: Array, scale: float, window: int = 0) -> bool:
-    """Returns whether the kernel takes these shapes and dtypes; over a window, heads of 64."""
+def supports(q: Array, k_pages: Array, v_pages: Array, scale: float) -> bool:
+    """Returns whether the kernel takes these shapes and dtypes."""
     bf16 = all(a.dtype == jnp.bfloat16 for a in (q, k_pages, v_pages))
     kv_heads, page_size, head_dim = k_pages.shape[2:]
     sizes = head_dim in (64, 128, 256) and page_size in (16, 32, 64, 128)
-    sizes = sizes and (head_dim, page_size) != (256, 32)  # registers would spill,
-    sizes = sizes and (not window or head_dim == 64)  # here, too
+    sizes = sizes and (head_dim, page_size) != (256, 32)  # registers would spill
     # The largest score is found before scaling.
     return bf16 and sizes and q.shape[1] % kv_heads == 0 and scale > 0
 
@@ -76,7 +75,7 @@ def plan(
 ) -> work.Work:
     """Returns what `prefill_attention` takes as `todo`; see `op.plan`."""
     kv_heads, page_size, head_dim = pages.shape[2:]
-    tile = tile or choose(heads // kv_heads, head_dim)
+    tile = tile or choose(heads // kv_heads, head_dim, window)
     return work.plan(
         q_start,
         kv_len,
@@ -114,7 +113,7 @@ def prefill_attention(
     """
     num_rows, heads, head_dim = q.shape
     kv_heads, page_size = k_pages.shape[2:4]
-    tile = tile or choose(heads // kv_heads, head_dim)
+    tile = tile or choose(heads // kv_heads, head_dim, window)
     shape = Shape(
         heads, kv_heads, head_dim, page_size, tile, num_blocks, scale, interpreted, window
     )

@@ -68,7 +68,7 @@ def prefill_attention(
     if hopper():
         from pallas_kernels.prefill_attention import mosaic  # Pallas is not imported where unused
 
-        if mosaic.supports(q, k_pages, v_pages, scale, window):
+        if mosaic.supports(q, k_pages, v_pages, scale):
             note("attention", kernel=True)
             return mosaic.prefill_attention(q, k_pages, v_pages, todo=todo, **chunks)
     note("attention")

@@ -38,18 +38,19 @@ class Tile:
         return WARPGROUPS * self.rows
 
 
-def choose(group: int, head_dim: int) -> Tile:
-    """Returns the tile for `group` query heads a kv head.
+def choose(group: int, head_dim: int, window: int = 0) -> Tile:
+    """Returns the tile for `group` query heads a kv head, over a window or (0) all positions.
 
     With head size 256 the result alone takes 128 registers a thread, and a step of 128 keys would
-    neither leave registers for two of its products at once nor fit into shared memory twice.
+    neither leave registers for two of its products at once nor fit into shared memory twice. Over a
+    window eight heads side by side would spill there, too.
 
     Values get more stages than keys because a warpgroup keeps them longer: keys until it has their
     scores, values of the step before until it has this step's weights, too.
     """
     pack = math.gcd(group, 8)
     if head_dim > 128:
-        return Tile(64, key_stages=2, value_stages=2, pack=pack)
+        return Tile(64, key_stages=2, value_stages=2, pack=min(pack, 4) if window else pack)
     if head_dim > 64:
         return Tile(128, key_stages=2, value_stages=3, pack=pack)
     return Tile(128, key_stages=3, value_stages=4, pack=pack)

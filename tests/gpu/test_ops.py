@@ -88,8 +88,7 @@ def test_attention_over_a_window_equals_float32(model, phase):
     arrays = [jnp.asarray(a, jnp.bfloat16) for a in (q, keys, values)]
     with noting() as noted:
         out = jax.jit(attend)(*arrays, **about)
-    kernel = phase == "decode" or size == 64  # at others prefill over windows is XLA's
-    assert (noted["attention"] == KERNEL) == kernel
+    assert noted["attention"] == KERNEL
     with references_only(), jax.default_matmul_precision("highest"):
         want = jax.jit(lambda *a, **k: attend(*a, **k))(
             *(a.astype("float32") for a in arrays), **about

@@ -1,6 +1,8 @@
 """Step programs of published models, compiled for an H200 that is not there."""
 
+import json
 import tempfile
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,6 +13,7 @@ import pytest
 import yaml
 from sm90 import ptxas, sass
 
+from jmoe.attention import page_windows
 from jmoe.checkpoint import empty_pool
 from jmoe.config import ModelConfig, from_hf
 from jmoe.experts import make_table
@@ -41,13 +44,20 @@ class Case(NamedTuple):
     united: int
     launches: tuple[int, int, int]
     depth: int | None = None  # layers; None: all
+    changes: Mapping[str, Any] | None = None  # of its configuration
+    max_blocks: int = MAX_BLOCKS
 
     @property
     def config(self) -> ModelConfig:
         """Its geometry, as Hugging Face has it."""
-        path = Path(__file__).parents[2] / "configs" / "models" / f"{self.name}.yaml"
+        root = Path(__file__).parents[2]
+        if (published := root / "tests" / "published_configs" / f"{self.name}.json").exists():
+            fields = json.loads(published.read_text())
+        else:
+            path = root / "configs" / "models" / f"{self.name}.yaml"
+            fields = yaml.safe_load(path.read_text())
         depth = {} if self.depth is None else {"num_hidden_layers": self.depth}
-        return from_hf(yaml.safe_load(path.read_text()) | depth)
+        return from_hf(fields | depth | dict(self.changes or {}))
 
     @property
     def num_slots(self) -> int:
@@ -110,7 +120,7 @@ def abstract_state(case, num_hidden=0):
     sizes = {"num_slots": BATCH, "num_pages": PAGES, "page_size": PAGE_SIZE}
     return jax.eval_shape(
         lambda: make_state(
-            case.config, max_blocks=MAX_BLOCKS, dtype=BF16, num_hidden=num_hidden, **sizes
+            case.config, max_blocks=case.max_blocks, dtype=BF16, num_hidden=num_hidden, **sizes
         )
     )
 
@@ -132,6 +142,8 @@ class Program(NamedTuple):
 
 
 def compile_step(mesh, case, step, *rows, eager=False, num_hidden=0, levels=False, **options):
+    # A window that no sequence outgrows would not be compiled.
+    assert max(page_windows(case.config)) < case.max_blocks * PAGE_SIZE
     weights = abstract_model(case, levels)
     with traced_for("cuda"):
         _, own = served({"segments": ()}, eager=eager)

@@ -21,6 +21,7 @@ from compiled_steps import (
     QWEN3,
     QWEN15,
     TEMPORARY,
+    Case,
     _kernels_are_assembled_well,
     abstract_model,
     bf16,
@@ -52,8 +53,16 @@ __all__ = ["_kernels_are_assembled_well", "equal_kernels_are_compiled_once", "me
 # Every layer is compiled anew: one model at full depth, and others with six layers.
 SHORT_QWEN3 = QWEN3._replace(depth=6, launches=(100, 95, 20))
 SHORT_MIXTRAL = MIXTRAL._replace(depth=6, launches=(101, 96, 21))
+# A window in all layers, as once published; and in each other layer, with sinks and biases.
+WINDOWED_MIXTRAL = MIXTRAL._replace(
+    depth=2, launches=(50, 49, 0), changes={"sliding_window": 4096}, max_blocks=128
+)
+LAYERS = {"layer_types": ["sliding_attention", "full_attention"]}
+GPT_OSS = Case("gpt-oss-20b", 4, (60, 56, 0), depth=2, changes=LAYERS)
 unrolled = pytest.mark.parametrize(
-    "case", [QWEN15, SHORT_QWEN3, SHORT_MIXTRAL], ids=lambda case: case.name
+    "case",
+    [QWEN15, SHORT_QWEN3, SHORT_MIXTRAL, WINDOWED_MIXTRAL, GPT_OSS],
+    ids=lambda case: case.name + "-window" * bool(case.changes),
 )
 # A scan's body is one layer: by six of them, too, or by as many as nearly fill the memory.
 scanned = pytest.mark.parametrize(
@@ -72,7 +81,7 @@ def check_one_graph(program):
     assert alone == ["000: kCommandBuffer"]
 
 
-@pytest.mark.sized(exhaustive=("qwen3-30b-a3b", "mixtral-8x7b"))
+@pytest.mark.sized(exhaustive=("qwen3-30b-a3b", "mixtral-8x7b", "mixtral-8x7b-window"))
 @unrolled
 def test_a_decode_step_is_one_graph_and_copies_neither_experts_nor_pages(mesh, case):
     program = compile_decode(mesh, case)
@@ -87,7 +96,7 @@ def test_a_decode_step_is_one_graph_and_copies_neither_experts_nor_pages(mesh, c
     assert sum(count_launches(program.hlo).values()) == case.launches[0]
 
 
-@pytest.mark.sized(exhaustive=("qwen1.5-moe-a2.7b", "qwen3-30b-a3b"))
+@pytest.mark.sized(exhaustive=("qwen1.5-moe-a2.7b", "qwen3-30b-a3b", "gpt-oss-20b-window"))
 @unrolled
 def test_a_prefill_step_is_one_graph_and_copies_neither_experts_nor_pages(mesh, case):
     rows = int32(512), int32(8, 9), int32(8, 3), int32(2)

@@ -191,10 +191,10 @@ def abstract(of, batch, context, page_size, *, layers=48, num_pages=4000):
     return q, kv, kv, *ints
 
 
-def over_layers(q, k_pages, v_pages, table, kv_len, sinks=None):
+def over_layers(q, k_pages, v_pages, table, kv_len, sinks=None, window=0):
     def one(q, layer):
         common = {"layer": layer, "block_table": table, "kv_len": kv_len, "scale": 0.1}
-        common["sinks"] = sinks
+        common |= {"sinks": sinks, "window": window}
         return q + paged_attention(q, k_pages, v_pages, **common), None
 
     return lax.scan(one, q, jnp.arange(k_pages.shape[0]))[0]
@@ -211,13 +211,14 @@ def test_blocks_and_stages(columns, head_dim, fit):
     assert tiles.occupancy(columns, head_dim, tile) == fit
 
 
-def compile_and_fit(monkeypatch, folder, args, blocks, stages, sinks=()):
+def compile_and_fit(monkeypatch, folder, args, blocks, stages, sinks=(), window=0):
     """Compiles, and checks that nothing is spilled and that all blocks fit the multiprocessors."""
     pytest.importorskip("jax_plugins.xla_cuda13", reason="needs the extra: jmoe[aot]")
     for what in ("PTXAS", "MLIR_PASSES"):
         monkeypatch.setenv(f"MOSAIC_GPU_DUMP_{what}", "1")
     monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(folder))
-    compiled = compile_for(h200_mesh(), over_layers, *args, *sinks)
+    attend = functools.partial(over_layers, window=window)
+    compiled = compile_for(h200_mesh(), attend, *args, *sinks)
     passes, report = (
         "".join(path.read_text(errors="replace") for path in folder.glob(f"*.{suffix}"))
         for suffix in ("mlir-passes.log", "ptxas")
@@ -291,6 +292,17 @@ def test_sinks_cost_no_block_and_no_spill(monkeypatch, tmp_path, of, blocks, sta
     """Of gpt-oss, and of a group of more than eight."""
     sinks = (jax.ShapeDtypeStruct((of.heads,), BF16),)
     compile_and_fit(monkeypatch, tmp_path, abstract(of, 64, 4096, 64), blocks, stages, sinks)
+
+
+@pytest.mark.parametrize(
+    ("of", "window", "has_sinks"),
+    [(shape(32, 8, 128), 4096, False), (shape(64, 8, 64), 128, True)],  # Mixtral-8x7B, gpt-oss
+    ids=str,
+)
+def test_a_window_costs_no_block_and_no_spill(monkeypatch, tmp_path, of, window, has_sinks):
+    sinks = [jax.ShapeDtypeStruct((of.heads,), BF16)] * has_sinks
+    args = abstract(of, 64, 8192, 64)
+    compile_and_fit(monkeypatch, tmp_path, args, 3, 2, sinks, window)
 
 
 def test_the_first_keys_are_asked_for_at_once(monkeypatch, tmp_path):

@@ -61,13 +61,6 @@ def test_a_page_size_at_which_the_kernel_would_spill_registers_is_not_taken(page
     assert mosaic.supports(q, pages, pages, 1.0) == taken
 
 
-@pytest.mark.parametrize(("head_dim", "taken"), [(64, True), (128, False), (256, False)])
-def test_a_window_at_which_the_kernel_would_spill_registers_is_not_taken(head_dim, taken):
-    q, pages = (jnp.zeros(s, jnp.bfloat16) for s in ((8, 2, head_dim), (1, 4, 1, 64, head_dim)))
-    assert mosaic.supports(q, pages, pages, 1.0)
-    assert mosaic.supports(q, pages, pages, 1.0, window=5) == taken
-
-
 @in_jax
 def test_no_padding(impl):
     check(impl, [(0, 33), (1, 30)], padding=0)

@@ -67,6 +67,22 @@ def test_tiles_and_more_and_fewer_blocks_than_items(tile, num_blocks):
     )
 
 
+@pytest.mark.parametrize(
+    ("window", "head_dim"), [(64, 128), (1, 128), (7, 128), (1000, 128), (100, 256)]
+)
+def test_windows_of_wider_heads(window, head_dim):
+    """Pages before a window have been freed and are NaN."""
+    chunks = [(0, 5), (6, 0), (300, 70), (63, 2), (window, 1)]
+    check(kernel(), chunks, wide(2, 1, head_dim), 16, window=window, unused=np.nan)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_an_emulated_window_of_wider_heads(head_dim):
+    chunks = [(0, 5), (200, 20), (63, 2)]
+    check(IMPLEMENTATIONS["sm90"], chunks, wide(2, 1, head_dim), 16, window=64, unused=np.nan)
+
+
 def plan(lengths, cached, num_rows, block_rows=16, block_kv=64):
     q_start = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     kv_len = np.add(lengths, cached).astype(np.int32)
@@ -124,7 +140,9 @@ def arguments(shape, num_tokens, page_size=64, num_chunks=32, layers=24, pages=8
     )
 
 
-def attention(q, k_pages, v_pages, layer, block_table, q_start, kv_len, sinks=None, todo=None):
+def attention(
+    q, k_pages, v_pages, layer, block_table, q_start, kv_len, sinks=None, todo=None, window=0
+):
     assert mosaic.supports(q, k_pages, v_pages, 0.1)
     return prefill_attention(
         q,
@@ -135,6 +153,7 @@ def attention(q, k_pages, v_pages, layer, block_table, q_start, kv_len, sinks=No
         q_start=q_start,
         kv_len=kv_len,
         scale=q.shape[2] ** -0.5,
+        window=window,
         sinks=sinks,
         todo=todo,
     )
@@ -167,11 +186,42 @@ def test_sinks_cost_no_spill(capfd, monkeypatch, shape):
     assert compiled.memory_analysis().temp_size_in_bytes < 2**20
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_weights_are_found_while_the_values_before_are_weighed(monkeypatch, tmp_path, head_dim):
-    """Of a step with a mask and of one without, in the order of the machine code."""
+@pytest.mark.parametrize(
+    ("shape", "window", "page_size", "has_sinks"),
+    [
+        (wide(64, 8), 128, 64, True),  # gpt-oss
+        (wide(32, 8, 128), 4096, 64, False),  # Mixtral-8x7B
+        (wide(28, 4, 128), 32768, 16, False),  # Qwen2-MoE
+        (wide(64, 8, 128), 128, 128, True),
+        (wide(16, 16, 128), 1000, 32, True),
+        (wide(16, 8, 256), 1024, 64, False),
+        (wide(64, 8, 256), 1024, 16, True),
+    ],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_a_window_costs_no_spill(capfd, monkeypatch, shape, window, page_size, has_sinks):
+    sinks = [jax.ShapeDtypeStruct((shape.heads,), jnp.bfloat16)] * has_sinks
+    compiled, kernels = interpreter.compile_kernels(
+        capfd,
+        monkeypatch,
+        partial(attention, window=window),
+        *arguments(shape, 4096, page_size),
+        *sinks,
+    )
+    assert [kernel.spill_bytes for kernel in kernels] == [0]
+    assert compiled.memory_analysis().temp_size_in_bytes < 2**20
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "window"), [(64, 0), (128, 0), (256, 0), (128, 4096)], ids=str
+)
+def test_weights_are_found_while_the_values_before_are_weighed(
+    monkeypatch, tmp_path, head_dim, window
+):
+    """Of steps with a mask and without, in the order of the machine code."""
     shape = wide(8, 2, head_dim)
-    kernels = sass.disassemble(monkeypatch, tmp_path, attention, *arguments(shape, 2048))
+    attend = partial(attention, window=window)
+    kernels = sass.disassemble(monkeypatch, tmp_path, attend, *arguments(shape, 2048))
     under, is_weighing = [], False  # exponentials between the waits for scores and for values
     for instruction in kernels["prefill_attention"]:
         if instruction.opcode == "WARPGROUP.DEPBAR.LE":
@@ -180,7 +230,8 @@ def test_weights_are_found_while_the_values_before_are_weighed(monkeypatch, tmp_
         elif instruction.opcode == "MUFU.EX2" and is_weighing:
             under[-1] += 1
     # A thread has 64 x block_kv / 128 weights, and two rows whose sums it scales.
-    assert under == 2 * [tiles.choose(4, head_dim).block_kv // 2 + 2]
+    loops = 3 if window else 2
+    assert under == loops * [tiles.choose(4, head_dim).block_kv // 2 + 2]
 
 
 @pytest.mark.parametrize("planned", [True, False])
