@@ -19,8 +19,8 @@ WAIT = 0.8  # share of a TTFT objective's slack that waiting may use
 class Lead:
     """Learns how much earlier than predicted steps must be planned so that the device never waits.
 
-    How long a launch takes to arrive at a device cannot be read: a call returns before its graph is
-    updated and started. So every fourth step tries a little more lead. Where those steps take less
+    From its plan to the device's start a step passes the tick, the thread that launches and the
+    driver, which no one clock reads. So every fourth step tries a little more lead. Where those steps take less
     time than the others, the device had waited for the others, and the lead is kept; otherwise it
     shrinks slowly.
     """
