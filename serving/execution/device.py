@@ -114,7 +114,7 @@ class Device:
     @property
     def calls_block(self) -> bool:
         """Whether a call keeps its thread for long: on a GPU the host updates a graph and starts it
-        meanwhile, 3 ms for 24 layers on an H100's under a profiler (benchmarks/h200/LOG.md).
+        meanwhile, 3 ms for 24 layers on an H100's, profiled (benchmarks/h200/LOG.md).
         """
         return backend() != "cpu"
 
