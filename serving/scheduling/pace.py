@@ -20,9 +20,9 @@ class Lead:
     """Learns how much earlier than predicted steps must be planned so that the device never waits.
 
     From its plan to the device's start a step passes the tick, the thread that launches and the
-    driver, which no one clock reads. So every fourth step tries a little more lead. Where those steps take less
-    time than the others, the device had waited for the others, and the lead is kept; otherwise it
-    shrinks slowly.
+    driver, which no one clock reads. So every fourth step tries a little more lead. Where those
+    steps take less time than the others, the device had waited for the others, and the lead is
+    kept; otherwise it shrinks slowly.
     """
 
     def __init__(self) -> None:
