@@ -2,6 +2,7 @@
 
 import math
 import statistics
+from collections import deque
 from collections.abc import Iterable
 
 from serving.plan import Phase
@@ -28,7 +29,7 @@ class Lead:
     def __init__(self) -> None:
         self.seconds = 0.0
         self._num_planned = 0
-        self._took: tuple[list[float], list[float]] = ([], [])  # over expected: usual, tried
+        self._took = self._nothing()  # over expected: usual steps, and those that tried
 
     @property
     def tried_s(self) -> float:
@@ -40,6 +41,11 @@ class Lead:
         self._num_planned += 1
         return self._num_planned % TRY_EVERY == 0
 
+    @staticmethod
+    def _nothing() -> tuple[deque[float], deque[float]]:
+        most = TRY_EVERY * TRIES  # where no step tries, the others are still bounded
+        return deque(maxlen=most), deque(maxlen=most)
+
     def observe(self, tried: bool, ratio: float) -> None:
         """Learns from a step that took `ratio` of what was expected."""
         self._took[tried].append(min(max(ratio, 0.5), 1.5))
@@ -47,7 +53,7 @@ class Lead:
             return
         gain = statistics.fmean(self._took[False]) - statistics.fmean(self._took[True])
         noise = math.sqrt(sum(statistics.variance(took) / len(took) for took in self._took))
-        tried_s, self._took = self.tried_s, ([], [])
+        tried_s, self._took = self.tried_s, self._nothing()
         self.seconds = tried_s if gain > LEAST_GAIN + 2 * noise else DECAY * self.seconds
 
 
