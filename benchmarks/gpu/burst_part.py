@@ -1,8 +1,8 @@
-"""The paper's figures 11 to 13: a burst of 250 s without and with brownout.
+"""The paper's figures 11 to 13: a burst of 250 s without brownout, and under each controller.
 
 Objectives and capacity are calibrated as the demo does it (`serving.bench.calibrate`); every
-leg is a case of its own, so that a burst of four legs can be played in several calls. The SLOs of
-both legs are those of the stored calibration.
+leg is a case of its own, so that they can be played in several calls. The SLOs of all are those
+of the stored calibration.
 """
 
 from collections.abc import Iterator
@@ -26,11 +26,11 @@ DRAIN_S = 12.0  # after the last arrival; what is not answered by then has faile
 STEADY_LOAD, BURST_LOAD, BURST_AT = 0.55, 1.1, 0.3
 """Shares of the capacity without brownout, and of the time before the burst."""
 TARGET = 0.05  # late tokens, each phase, in the burst
-LEGS = ("brownout", "zero")
+LEGS = ("predictive", "algorithm2", "zero")
 
 
 def cases(sizes: Sizes) -> list[Case]:
-    """Returns each mix's calibration and then its legs, the one with brownout first."""
+    """Returns each mix's calibration and then its legs, those with brownout first."""
     leg_s = sizes.burst_s + DRAIN_S + 5
     found = []
     for mix in sizes.mixes:
@@ -69,7 +69,7 @@ async def _calibration(context: Context, server: Live, case: Case) -> dict[str, 
 
 
 async def _leg(context: Context, server: Live, case: Case) -> dict[str, Any]:
-    """Plays one leg of the burst; both legs have the same arrivals."""
+    """Plays one leg of the burst; all legs have the same arrivals."""
     sizes, mix = context.sizes, Mix(**case.about["mix"])
     calibration = context.needed("burst", f"calibration/{mix.name}")
     slo, capacity = Slo(**calibration["slo"]), calibration["figures"]["capacity_per_s"]

@@ -38,7 +38,7 @@ def settings(sizes: Sizes, cache: Path) -> dict[str, Any]:
     """Returns overrides of the default preset: the paper's batch and length, and few programs."""
     batch, tokens = sizes.batch, min(512, sizes.max_model_len)
     buckets = (batch,) if sizes.dry else (batch // 8, batch // 2, batch)
-    prefill = (tokens,) if sizes.dry else (tokens // 8, tokens)
+    prefill = (tokens,) if sizes.dry else (tokens // 8, tokens // 2, tokens)
     thresholds = (100,) if sizes.dry else (40, 100)
     return {
         "engine.dtype": sizes.dtype,

@@ -44,7 +44,7 @@ FIRST = (
     ("step", "zero/"),
     ("serve", "capacity/sharegpt"),
     ("burst", "calibration/sharegpt"),
-    ("burst", "brownout/sharegpt"),
+    ("burst", "predictive/sharegpt"),
 )
 """Parts, and what of a case's name, that come before all else: they fit half an hour of a GPU."""
 

@@ -152,6 +152,7 @@ class DeviceRunner(StepExecutor):
         self._calls: Calls = self.device if followers is None else Led(self.device, followers)
         self._reader = InOrder("jmoe-read")
         self._launcher = InOrder("jmoe-launch") if self.device.calls_block else None
+        self._switched_s: float | None = None  # the interpreter's interval before `start`
         self.mixed = MixedSteps(self.device)
         self._undrawn: _Undrawn | None = None
         self._closing = threading.Event()
@@ -192,7 +193,8 @@ class DeviceRunner(StepExecutor):
             self._prepare(self.buckets.parts(self._layers_at_once), progress)
         self._calls.ready()
         if self._launcher is not None:
-            sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_S))
+            self._switched_s = sys.getswitchinterval()
+            sys.setswitchinterval(min(self._switched_s, SWITCH_S))
         if self.buckets.late:
             threading.Thread(target=self._compile_late, name="jmoe-late").start()
 
@@ -471,17 +473,20 @@ class DeviceRunner(StepExecutor):
             self._end(self._followers)
         if self._launcher is not None:
             self._launcher.close()
+            if self._switched_s is not None:
+                sys.setswitchinterval(self._switched_s)
         self._reader.close()
 
     def _end(self, followers: "Followers") -> None:
         if followers.lost.reason or self._failures.reason:
             followers.close(stop=False)
             return
-        if not self.device.one_at_a_time:
+        calling = self._reader if self.device.one_at_a_time else self._launcher
+        if calling is None:
             followers.close()
             return
         try:  # behind the steps that wait
-            self._reader.submit(followers.close).result(followers.stops_within_s)
+            calling.submit(followers.close).result(followers.stops_within_s)
         except TimeoutError:  # one of them hangs
             followers.close(stop=False)
 
