@@ -460,12 +460,14 @@ class Engine:
         """Plans a step if there is room, else takes what completed. Returns False if there is no
         work.
         """
-        await self._until_due()
+        waited = await self._until_due()
         while self._news and not self.executor.in_order:
             self._take(self._news.popleft())  # first of all: a rank may be gone
         now = self._clock()
         self._advance_controllers(now)
         step = self._plan(now)
+        if step is not None and not waited:
+            await self._let_others_run()
         if step is None or not self._has_room:
             comes = self._in_flight or self.scheduler.singles or self.loader.is_waiting
             if step is None and not (comes or self._news):
@@ -486,19 +488,32 @@ class Engine:
     def _has_room(self) -> bool:
         return len(self._in_flight) < STEPS_AT_ONCE
 
-    async def _until_due(self) -> None:
-        """Waits until the next step must be planned, or something has completed."""
+    async def _until_due(self) -> bool:
+        """Waits until the next step must be planned, or something has completed; returns whether
+        other tasks have run.
+
+        They write the tokens of the step before, which may take longer than there is time: then the
+        next step goes first.
+        """
         if not self._in_flight:
             if not self.executor.in_order:
                 await asyncio.sleep(0)  # lets other tasks run between ticks
-            return
+            return not self.executor.in_order
         before = self._in_flight[-1]
         at = before.started_at + self.pace.idle_s(before)
+        if at - self._clock() <= self.pace.others_s:
+            return False
+        await self._let_others_run()
         while not self._news and (timeout_s := at - self._clock()) > 0:
             self._work.clear()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._work.wait(), timeout_s)
-        await asyncio.sleep(0)  # lets other tasks run between any two launches
+        return True
+
+    async def _let_others_run(self) -> None:
+        began = self._clock()
+        await asyncio.sleep(0)
+        self.pace.observe_others(self._clock() - began)
 
     async def _until_news(self) -> None:
         """Waits until something has completed; where there is room, at most until the next
@@ -605,6 +620,7 @@ class Engine:
     def _take_step(self, result: StepResult, now: float) -> None:
         step = self._in_flight.popleft()
         self.watchdog.ended += 1
+        self.pace.observe_launch(result.called_at - step.launched_at)
         if self._in_flight:
             after = self._in_flight[0]
             after.started_at = max(now, after.launched_at)

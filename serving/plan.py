@@ -5,6 +5,7 @@ an executor may be in another process.
 """
 
 import enum
+import math
 import sys
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -296,6 +297,9 @@ class StepResult:
     padded_share: float = 0.0  # share of padding in the rows that devices computed
     top_ids: Int[np.ndarray, "B TOP"] | None = None  # likeliest tokens, where rows are shaped
     top_logprobs: Float[np.ndarray, "B TOP"] | None = None
+    called_at: float = math.nan
+    """When the call that launched the step returned, where a thread of its own makes such calls
+    (monotonic seconds)."""
 
     def top(self, row: int, count: int) -> tuple[tuple[int, float], ...]:
         """Returns the `count` likeliest tokens of a row, with their log-probabilities."""

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -380,8 +381,13 @@ class DeviceRunner(StepExecutor):
             return self._submit(lambda: start()())
         if self._launcher is None:
             return self._submit(start())
-        launched = self._launcher.submit(start)
-        return self._submit(lambda: launched.result()())
+        launched = self._launcher.submit(lambda: (start(), time.monotonic()))
+
+        def read() -> StepResult:
+            read, called_at = launched.result()
+            return replace(read(), called_at=called_at)
+
+        return self._submit(read)
 
     def _submit[T](self, call: Callable[[], T]) -> "Future[T]":
         """Runs a call in the reader's thread, in order. A fault that comes of a lost process says

@@ -14,6 +14,7 @@ SHARE, MARGIN_S = 0.8, 0.001
 TRY_EVERY, TRIES = 4, 16  # of how many steps one tries more lead, and tries until it is judged
 TRY_S, TRY_SHARE = 0.00025, 0.25  # how much more is tried, at least, and of what there is
 LEAST_GAIN, DECAY = 0.005, 0.97
+WEIGHT = 0.1  # of the newest launch, and of the newest time of other tasks, in their means
 WAIT = 0.8  # share of a TTFT objective's slack that waiting may use
 
 
@@ -74,6 +75,8 @@ class Pace:
         self.waits = waits
         self._num_layers = num_layers
         self._decoded_at = -math.inf
+        self.launch_s = self.others_s = 0.0
+        """Recent means: of a launch in a thread of its own, and of other tasks after a step."""
         self._lead = Lead()
         self._behind: tuple[ScheduledStep | None, bool] = None, False
         self._before: tuple[bool, float] = False, -math.inf
@@ -100,6 +103,19 @@ class Pace:
         self._before = behind is step and trying, ended_at
         if step.launched_at - before_at < expected_s / 2:  # else there was nothing to run
             self._lead.observe(tried, (ended_at - before_at) / expected_s)
+
+    def observe_launch(self, seconds: float) -> None:
+        """Learns what a launch takes, from the tick that submits a step until the device has it;
+        NaN: nobody knows, as it is made in the tick.
+        """
+        if not math.isnan(seconds):
+            self.launch_s += WEIGHT * (seconds - self.launch_s)
+
+    def observe_others(self, seconds: float) -> None:
+        """Learns for how long other tasks keep the event loop after a step, such as those that
+        write its tokens.
+        """
+        self.others_s += WEIGHT * (seconds - self.others_s)
 
     def best_effort_wait_s(self, max_wait_s: float) -> float:
         """Returns the longest time (s) that a running best-effort request should wait for a token.
@@ -129,14 +145,14 @@ class Pace:
     def idle_s(self, step: ScheduledStep) -> float:
         """Returns how long (s) after a step's start the next one must be planned; 0 if unknown.
 
-        The mean prediction error is subtracted, since a step may be faster than expected, and the
-        lead that was learnt.
+        The mean prediction error is subtracted, since a step may be faster than expected, what a
+        launch takes, and the lead that was learnt.
         """
         if self._behind[0] is not step:
             self._behind = step, self._lead.tries()
         lead_s = self._lead.tried_s if self._behind[1] else self._lead.seconds
         share = SHARE * max(0.0, 1 - self.times.error)
-        return max(0.0, share * self._expected_s(step, 0.0) - MARGIN_S - lead_s)
+        return max(0.0, share * self._expected_s(step, 0.0) - MARGIN_S - self.launch_s - lead_s)
 
     def itl_slack_s(
         self, budget_s: float, ends_at: float, steps: Iterable[tuple[Phase, int, float]]

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -9,6 +10,7 @@ from counting import collect
 
 from serving.bench.fake import FakeRunner
 from serving.plan import Limits
+from serving.request import SamplingParams
 from serving.scheduling.pace import Lead
 
 LIMITS = Limits(16, 4000, 4, 64, 512)
@@ -29,6 +31,34 @@ async def test_a_device_that_steps_come_to_late_is_kept_busy(start, launch_s):
     at, launched = clock(), len(engine.executor.launches)
     await asyncio.gather(*streams)
     assert (clock() - at) / (len(engine.executor.launches) - launched) < 1.02 * STEP_S
+
+
+class TimesLaunches(FakeRunner):
+    """A device whose launches are made, and timed, by a thread of its own."""
+
+    def _schedule(self, plan, result, future):
+        called_at = asyncio.get_running_loop().time() + self.launch_s
+        super()._schedule(plan, replace(result, called_at=called_at), future)
+
+
+@pytest.mark.simulated_time
+@pytest.mark.parametrize(("launch_s", "write_s"), [(0.004, 0.0), (0.003, 0.0014)])
+async def test_what_launches_and_other_tasks_take_is_known_at_once(start, launch_s, write_s):
+    """Each of four streams keeps the event loop for `write_s` with every token: where that leaves
+    no time for a launch, the launch goes first.
+    """
+    runner = partial(TimesLaunches, checks_context=False, launch_s=launch_s)
+    engine = start(STEP_S, LIMITS, runner=runner, prefix_reuse="off", max_model_len=4000)
+    loop, ended_at = asyncio.get_running_loop(), []
+
+    async def read():
+        async for _ in engine.generate([1], SamplingParams(max_new_tokens=150)):
+            loop.now += write_s
+            ended_at.append(loop.time())
+
+    await asyncio.gather(*(read() for _ in range(4)))
+    steps = ended_at[::4]
+    assert (steps[-10] - steps[-90]) / 80 < 1.02 * STEP_S
 
 
 def lead_after(num_steps, late_s, noise, seed=0):
