@@ -1,6 +1,7 @@
 """Predicts step times, so that each step is planned as late as possible without an idle device."""
 
 import math
+import random
 import statistics
 from collections import deque
 from collections.abc import Iterable
@@ -11,7 +12,7 @@ from serving.scheduling.step import ScheduledStep
 from serving.scheduling.step_time import StepTimeModel
 
 SHARE, MARGIN_S = 0.8, 0.001
-TRY_EVERY, TRIES = 4, 16  # of how many steps one tries more lead, and tries until it is judged
+TRY_EVERY, TRIES = 4, 8  # of how many pairs one tries more lead, and tries until it is judged
 TRY_S, TRY_SHARE = 0.00025, 0.25  # how much more is tried, at least, and of what there is
 LEAST_GAIN, DECAY = 0.005, 0.97
 WEIGHT = 0.1  # of the newest launch, and of the newest time of other tasks, in their means
@@ -22,15 +23,17 @@ class Lead:
     """Learns how much earlier than predicted steps must be planned so that the device never waits.
 
     From its plan to the device's start a step passes the tick, the thread that launches and the
-    driver, which no one clock reads. So every fourth step tries a little more lead. Where those
-    steps take less time than the others, the device had waited for the others, and the lead is
-    kept; otherwise it shrinks slowly.
+    driver, which no one clock reads. So of every four pairs of steps one, drawn at random, tries a
+    little more lead. Where those take less time than the others, the device had waited for the
+    others, and the lead is kept; otherwise it shrinks slowly. Pairs, since what one step is late
+    the next often makes up for.
     """
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        self._num_planned = 0
-        self._took = self._nothing()  # over expected: usual steps, and those that tried
+        self._draw, self._num_planned, self._trying = random.Random(0), 0, False
+        self._first: tuple[bool, float] | None = None  # of a pair, as `observe` has it
+        self._took = self._nothing()  # over expected: usual pairs, and those that tried
 
     @property
     def tried_s(self) -> float:
@@ -39,8 +42,10 @@ class Lead:
 
     def tries(self) -> bool:
         """Returns whether the next step is to try more lead."""
+        if self._num_planned % 2 == 0:
+            self._trying = self._draw.random() < 1 / TRY_EVERY
         self._num_planned += 1
-        return self._num_planned % TRY_EVERY == 0
+        return self._trying
 
     @staticmethod
     def _nothing() -> tuple[deque[float], deque[float]]:
@@ -49,7 +54,12 @@ class Lead:
 
     def observe(self, tried: bool, ratio: float) -> None:
         """Learns from a step that took `ratio` of what was expected."""
-        self._took[tried].append(min(max(ratio, 0.5), 1.5))
+        ratio, first = min(max(ratio, 0.5), 1.5), self._first
+        if first is None or first[0] != tried:
+            self._first = tried, ratio
+            return
+        self._first = None
+        self._took[tried].append((first[1] + ratio) / 2)
         if len(self._took[True]) < TRIES or len(self._took[False]) < TRIES:
             return
         gain = statistics.fmean(self._took[False]) - statistics.fmean(self._took[True])
@@ -101,6 +111,8 @@ class Pace:
         (tried, before_at), expected_s = self._before, self._expected_s(step, math.nan)
         behind, trying = self._behind
         self._before = behind is step and trying, ended_at
+        if behind is step:
+            self._behind = None, False  # of a server at rest nothing stays
         if step.launched_at - before_at < expected_s / 2:  # else there was nothing to run
             self._lead.observe(tried, (ended_at - before_at) / expected_s)
 

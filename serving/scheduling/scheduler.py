@@ -321,7 +321,8 @@ class Scheduler:
             self.singles.enter(taken, now, all_urgent=not self.share.may_park)
         elif taken.is_last:
             self._end(step)
-        self._newest, self._last_phase = step, step.phase
+        self._newest = step if step in self.under_way else None
+        self._last_phase = step.phase
         return taken
 
     def _begin(self, step: ScheduledStep, now: float) -> ScheduledStep:

@@ -1,6 +1,7 @@
 """When steps are planned: late, but never so late that the device waits for the host."""
 
 import asyncio
+import gc
 import random
 from dataclasses import replace
 from functools import partial
@@ -12,6 +13,7 @@ from serving.bench.fake import FakeRunner
 from serving.plan import Limits
 from serving.request import SamplingParams
 from serving.scheduling.pace import Lead
+from serving.scheduling.step import ScheduledStep
 
 LIMITS = Limits(16, 4000, 4, 64, 512)
 STEP_S = 0.007
@@ -83,3 +85,21 @@ def test_the_lead_is_what_a_launch_takes_and_little_more(noise):
 def test_where_nothing_is_late_requests_may_come_late_too(noise, seed):
     """A step that is planned early takes in fewer of those that come meanwhile."""
     assert lead_after(8000, 0.0, noise, seed) < 0.05 * STEP_S
+
+
+@pytest.mark.parametrize("rhythm", [(1.5, 0.5), (1.2, 1.2, 0.6), (1.17, 1.17, 1.17, 0.5)])
+def test_a_rhythm_of_steps_is_no_reason_to_plan_earlier(rhythm):
+    lead = Lead()
+    for _ in range(2000):
+        for ratio in rhythm:
+            lead.observe(lead.tries(), ratio)
+    assert lead.seconds < 0.05 * STEP_S
+
+
+@pytest.mark.simulated_time
+async def test_no_step_is_kept_by_an_engine_at_rest(start):
+    engine = start(STEP_S, LIMITS)
+    await asyncio.gather(*(collect(engine, [1, 2], 6) for _ in range(3)))
+    await asyncio.sleep(1)
+    gc.collect()
+    assert not [found for found in gc.get_objects() if type(found) is ScheduledStep]
