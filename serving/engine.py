@@ -620,7 +620,8 @@ class Engine:
     def _take_step(self, result: StepResult, now: float) -> None:
         step = self._in_flight.popleft()
         self.watchdog.ended += 1
-        self.pace.observe_launch(result.called_at - step.launched_at)
+        if not step.waits:  # one that does is drawn behind the step before
+            self.pace.observe_launch(result.called_at - step.launched_at)
         if self._in_flight:
             after = self._in_flight[0]
             after.started_at = max(now, after.launched_at)

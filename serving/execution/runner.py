@@ -82,6 +82,7 @@ class _Undrawn(NamedTuple):
 
     key: Key
     step: ByRank
+    begun: "Future[Any]"  # its layers, in order
     result: "Future[StepResult]"
 
 
@@ -325,33 +326,33 @@ class DeviceRunner(StepExecutor):
         score = plan.is_last and plan.prompt_logprobs
         run = partial(self._calls.run, key, arrays, models=plan.models, score=score)
         if plan.shapes is not None:
-            self._in_order(run)
-            self._seat(plan.shapes.seats)
+            seats = [self._seating(seat) for seat in plan.shapes.seats]
+            begun = self._call(lambda: [call() for call in (run, *seats)])
             if not plan.waits:
                 allowed = everything(len(plan.rows), self.model.config.vocab_size)
-                return self._draw(key, step, allowed)
-            self._undrawn = _Undrawn(key, step, Future())
+                return self._draw(key, step, begun, allowed)
+            self._undrawn = _Undrawn(key, step, begun, Future())
             return self._undrawn.result
         return self._launch(lambda: self.device.read(run(sample=plan.is_last), key, step))
 
-    def _seat(self, seats: Sequence[Seat]) -> None:
-        for seat in seats:
-            rank, slot = divmod(seat.slot, self.limits.slots_per_rank)
-            max_len = self.buckets.seat.size
-            told = pack_seat(slot, seat.prompt, seat.output, seat.biases, max_len)
-            self._in_order(partial(self._calls.seat, rank, told))
+    def _seating(self, seat: Seat) -> Callable[[], None]:
+        rank, slot = divmod(seat.slot, self.limits.slots_per_rank)
+        told = pack_seat(slot, seat.prompt, seat.output, seat.biases, self.buckets.seat.size)
+        return partial(self._calls.seat, rank, told)
 
     def draw(self, allowed: Int[np.ndarray, "B W"]) -> None:
         """See Executor."""
         undrawn, self._undrawn = self._undrawn, None
         assert undrawn is not None, "no step waits to be drawn"
-        drawn = self._draw(undrawn.key, undrawn.step, allowed)
+        drawn = self._draw(undrawn.key, undrawn.step, undrawn.begun, allowed)
         drawn.add_done_callback(lambda read: _pass_on(read, undrawn.result))
 
     def _draw(
-        self, key: Key, step: ByRank, allowed: Int[np.ndarray, "B W"]
+        self, key: Key, step: ByRank, begun: "Future[Any]", allowed: Int[np.ndarray, "B W"]
     ) -> "Future[StepResult]":
-        """Draws tokens of a step whose logits are changed, from those that rows are allowed."""
+        """Draws tokens of a step whose logits are changed, from those that rows are allowed. What
+        went wrong as it was `begun` is what goes wrong here.
+        """
         assert step.plan.shapes is not None
         num_rows = self.buckets.rows(key)
         at = step.row_at(num_rows)
@@ -359,18 +360,30 @@ class DeviceRunner(StepExecutor):
         shapes[at] = step.plan.shapes.rows
         limited = (allowed != -1).any(axis=1)  # others are many words that say nothing
         draw = partial(self._calls.draw, shapes, at[limited], allowed[limited])
-        return self._launch(lambda: self.device.read(draw(), key, step))
+
+        def start() -> Callable[[], StepResult]:
+            begun.result()
+            return self.device.read(draw(), key, step)
+
+        return self._launch(start)
 
     def _in_order(self, call: Callable[[], object]) -> None:
         """Makes a device call in the order of launches; returns when it is made, except where steps
         run one at a time.
         """
+        made = self._call(call)
+        if not self.device.one_at_a_time:
+            made.result()
+
+    def _call(self, call: Callable[[], object]) -> "Future[Any]":
+        """Makes a device call in the order of launches; returns what tells when it is made."""
         if self.device.one_at_a_time:
-            self._submit(call)
-        elif self._launcher is not None:
-            self._launcher.submit(call).result()
-        else:
-            call()
+            return self._submit(call)
+        if self._launcher is not None:
+            return self._launcher.submit(call)
+        made: Future[Any] = Future()
+        made.set_result(call())
+        return made
 
     def _launch(self, start: Callable[[], Callable[[], StepResult]]) -> "Future[StepResult]":
         """Makes device calls in order, and has what they return read behind them.
