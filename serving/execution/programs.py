@@ -4,7 +4,7 @@ import ctypes
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from threading import Lock, get_native_id
@@ -162,16 +162,24 @@ class Programs:
         code = _traced_code(self._model.config)
         by_size = sorted(self._buckets.keys(), key=lambda k: (k.models, k.size, k.bucket_percent))
         largest, needed = {key.phase: key for key in by_size}, list[int]()
-        for key in largest.values():
-            cache_key = self._cache_key(key, code)
-            found = executables.recall(key.name, cache_key)
-            if found is None:
-                compiled = self._lower(key).compile(compiler_options=self._options or None)
-                found = _bytes_beside_arguments(compiled)
-                executables.save(key.name, cache_key, compiled)
-                executables.remember(key.name, cache_key, found)
-            needed.append(found)
-        return max(needed)
+        jobs: list[Future[int]] = []
+
+        def compiled(name: str, cache_key: str, lowered: jax.stages.Lowered) -> int:
+            compiled = lowered.compile(compiler_options=self._options or None)
+            found = _bytes_beside_arguments(compiled)
+            executables.save(name, cache_key, compiled)
+            executables.remember(name, cache_key, found)
+            return found
+
+        with ThreadPoolExecutor(len(largest)) as pool:  # as `compile_all` does
+            for key in largest.values():
+                cache_key = self._cache_key(key, code)
+                found = executables.recall(key.name, cache_key)
+                if found is not None:
+                    needed.append(found)
+                else:
+                    jobs.append(pool.submit(compiled, key.name, cache_key, self._lower(key)))
+        return max(needed + [job.result() for job in jobs])
 
     def mark_ready(self) -> None:
         """Begins to count every compilation as one too many."""
