@@ -36,6 +36,9 @@ CONFIRMED = 3
 """So many decisions in a row have to find brownout in vain before it stops."""
 LEAST_SAVING = 0.03
 """Share of a step's time that all of the brownout has to save."""
+TRY_AGAIN_S = 30.0
+"""After which brownout that saves nothing is tried again, since a host may have hidden what it
+saves; and every time after twice as long."""
 MANY_ROWS = 8
 """In smaller steps, brownout saves next to nothing anyway."""
 
@@ -57,17 +60,33 @@ class PhaseControl:
         self.in_vain = ""  # why brownout cannot keep the objective; empty: it may
         self.least_s = math.nan  # the shortest objective that it could keep, if this one is shorter
         self._num_in_vain = 0
+        self._try_again_s, self._try_again_at = TRY_AGAIN_S, math.inf
 
-    def judge(self, in_vain: str, least_s: float) -> None:
-        """Notes what a decision found: why brownout is in vain, or nothing."""
+    def tries_again(self, now: float) -> bool:
+        """Returns whether brownout that saved nothing is to be tried again from now on."""
+        if now < self._try_again_at:
+            return False
+        log.info("once more: %s", self.in_vain)
+        self.in_vain, self._num_in_vain = "", 0
+        self._try_again_s, self._try_again_at = 2 * self._try_again_s, math.inf
+        return True
+
+    def judge(self, in_vain: str, least_s: float, now: float) -> None:
+        """Notes what a decision found: why brownout is in vain, or nothing. Without `least_s` it
+        saves nothing.
+        """
         self._num_in_vain = self._num_in_vain + 1 if in_vain else 0
         before = self.in_vain
         if not in_vain:
             self.in_vain, self.least_s = "", math.nan
+            self._try_again_s, self._try_again_at = TRY_AGAIN_S, math.inf
         elif self.in_vain or self._num_in_vain >= CONFIRMED:
             self.in_vain, self.least_s = in_vain, least_s
         if self.in_vain and not before:
-            log.warning("%s", self.in_vain)
+            first = self._try_again_s == TRY_AGAIN_S
+            log.log(logging.WARNING if first else logging.INFO, "%s", self.in_vain)
+            if math.isnan(least_s):
+                self._try_again_at = now + self._try_again_s
         elif before and not self.in_vain:
             log.info("no more: %s", before)
 
@@ -370,7 +389,7 @@ class SloAnalyser:
             if is_full or of_class.oldest_s > ttft_slo_s or math.isnan(of.strained_at):
                 of.strained_at = now
             if priority is Priority.LATENCY_SENSITIVE:
-                self._judge(load)
+                self._judge(load, now)
             released = self._released(of, seen, of_class.slots_taken)
             of.take(decision._replace(**released), seen)
 
@@ -408,9 +427,10 @@ class SloAnalyser:
         steps_s = prefill_s + decode_s * (2 if phase is Phase.PREFILL else 1)
         return steps_s <= slo_s * self.config.warning_factor
 
-    def _judge(self, load: Load) -> None:
+    def _judge(self, load: Load, now: float) -> None:
         """Judges, by what steps are known to take, whether brownout can keep the objectives of
-        latency-sensitive requests, and whether it saves time at all.
+        latency-sensitive requests, and whether it saves time at all. What it takes where it saved
+        nothing is forgotten from time to time, since only a step with brownout could teach better.
         """
         times, floor, ceiling = (
             self._pace.times,
@@ -421,6 +441,8 @@ class SloAnalyser:
             (Phase.PREFILL, "TTFT", self.ttft_slo_s, load.prompt_tokens, "a prompt alone"),
             (Phase.DECODE, "ITL", self.itl_slo_s, load.num_running, "the present batch"),
         ):
+            if self.ls.of(phase).tries_again(now):
+                times.forget_brownout(phase)
             if not (size and times.has_seen(phase, floor) and times.has_seen(phase, ceiling)):
                 continue
             largest, in_vain = times.largest(phase), ""
@@ -437,7 +459,7 @@ class SloAnalyser:
                     f"brownout saves nothing in {phase} steps: under all of it they take "
                     f"{100 * floor_s / ceiling_s:.0f} % of their time"
                 )
-            self.ls.of(phase).judge(in_vain, least_s)
+            self.ls.of(phase).judge(in_vain, least_s, now)
 
     def check(self, change: BrownoutChange) -> None:
         """Raises InvalidRequest for a value out of range; nothing is changed."""

@@ -78,10 +78,12 @@ class StepTimeModel:
             self.mood **= 0.99  # lasting changes move into the table
         table.learn(size, threshold_percent, error)
 
-    def forget_brownout(self) -> None:
-        """Forgets times with brownout, since the strategy or the way has changed."""
-        for table in self._tables.values():
-            table.forget_brownout()
+    def forget_brownout(self, *phases: Phase) -> None:
+        """Forgets times with brownout, of all phases if none is named: of another strategy or way,
+        or found out long ago.
+        """
+        for phase in phases or Phase:
+            self._tables[phase].forget_brownout()
 
     def expected_s(self, phase: Phase, size: float, threshold_percent: float = 100.0) -> float:
         """Returns the expected time (s) of a whole step; NaN before the first step of its phase."""

@@ -4,6 +4,7 @@ The engine is a whole one, with predictable step times.
 """
 
 import asyncio
+import logging
 from functools import partial
 
 import pytest
@@ -11,6 +12,7 @@ from counting import collect
 
 from serving.bench.fake import FakeRunner
 from serving.config import BrownoutConfig, SalcConfig
+from serving.control import slo
 from serving.plan import Limits, Phase
 from serving.request import BrownoutChange
 
@@ -172,3 +174,37 @@ async def test_brownout_that_saves_nothing_stops(serve):
     assert "saves nothing in prefill steps" in state
     assert thresholds(engine) == (100, 100)
     await asking
+
+
+@pytest.fixture
+async def useless(serve, monkeypatch):
+    """An engine that has found that brownout saves nothing, and the load that goes on."""
+    monkeypatch.setattr(slo, "TRY_AGAIN_S", 2.0)
+    engine = serve(floor=1.0, interval_s=0.1, window_s=0.3, shrink_ratio=0.5)
+    await ask(engine, 5, 2)
+    asking = asyncio.create_task(ask(engine, 60, 18, max_new=20))
+    while engine.get_brownout().objective_state.count("saves nothing") < len(Phase):
+        await asyncio.sleep(0.1)
+    yield engine
+    await asking
+
+
+async def test_brownout_that_saved_nothing_is_tried_again(useless):
+    """A device that waited for the host did not show what brownout saves; now it does."""
+    await asyncio.sleep(0.2)
+    useless.executor.floor = 0.4
+    assert thresholds(useless) == (100, 100)
+    await asyncio.sleep(6.0)
+    assert min(thresholds(useless)) < 90
+    assert "saves nothing" not in useless.get_brownout().objective_state
+
+
+async def test_brownout_that_goes_on_saving_nothing_is_tried_ever_more_rarely(useless, caplog):
+    caplog.set_level(logging.INFO)
+    launches, before = useless.executor.launches, len(useless.executor.launches)
+    await asyncio.sleep(15.0)
+    said = [r.levelname for r in caplog.records if "saves nothing in decode" in r.getMessage()]
+    assert len(said) > 2 and set(said) == {"INFO"}  # a warning was the first
+    degraded = [control.threshold_percent < 100 for _, _, control in launches[before:]]
+    first, second = degraded[: len(degraded) // 2], degraded[len(degraded) // 2 :]
+    assert sum(first) > 2 * sum(second)
