@@ -548,7 +548,7 @@ class SloAnalyser:
             self._learnt = kind
             self._pace.times.forget_brownout()
             for phase in Phase:
-                self.ls.of(phase).judge("", math.nan)
+                self.ls.of(phase).judge("", math.nan, now)
         for of_class in (self.ls, self.best_effort):
             of_class.prefill.changed_at = of_class.decode.changed_at = now
 
