@@ -79,11 +79,18 @@ def pytest_addoption(parser):
     )
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Keeps collections of garbage from looking at what is imported and at tests, which stay."""
+    gc.disable()
+    collected = yield
+    gc.freeze()
+    gc.enable()
+    return collected
+
+
 @pytest.hookimpl(tryfirst=True)  # before xdist is told of the order
 def pytest_collection_finish(session):
-    # What imports and tests are made of stays: each full collection would look at all of it.
-    gc.freeze()
-    gc.set_threshold(10_000, 20, 20)
     if (number := session.config.getoption("--rota")) and session.items:
         session.items[:] = [i for i in session.items if not i.nodeid.startswith(TOO_LONG)]
         first = number // 3600 * 97 % len(session.items)  # seconds; another place every hour
