@@ -11,8 +11,9 @@ demo: $(VENV)/.base
 	$(BIN)/jmoe demo
 
 # Bytecode is kept, whatever the environment says: two workers and dozens of servers would each
-# compile every module anew, for 10 seconds a worker.
-KEPT := PYTHONDONTWRITEBYTECODE= JAX_PLATFORMS=cpu
+# compile every module anew, for 10 seconds a worker. Threads of NumPy's BLAS wait in loops, and would
+# take the processor from the other worker.
+KEPT := PYTHONDONTWRITEBYTECODE= JAX_PLATFORMS=cpu OPENBLAS_NUM_THREADS=1
 PYTEST := $(KEPT) $(BIN)/python -m pytest -n 2 --dist loadfile --durations=20
 
 # A minute: contracts of imports, settings, scheduler, controllers, the engine over a fake device, and
