@@ -14,7 +14,8 @@ demo: $(VENV)/.base
 # compile every module anew, for 10 seconds a worker. Threads of NumPy's BLAS wait in loops, and would
 # take the processor from the other worker.
 KEPT := PYTHONDONTWRITEBYTECODE= JAX_PLATFORMS=cpu OPENBLAS_NUM_THREADS=1
-PYTEST := $(KEPT) $(BIN)/python -m pytest -n 2 --dist loadfile --durations=20
+# Files in their own order: in that of their numbers of tests, slow ones with one test would come last.
+PYTEST := $(KEPT) $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=20
 
 # A minute: contracts of imports, settings, scheduler, controllers, the engine over a fake device, and
 # one golden model.

@@ -139,4 +139,3 @@ def test_links_modules_and_flags_of_the_pages_exist(page):
             command = command.commands[words.pop(0)]
         given = {word.partition("=")[0] for word in words if word.startswith("--")}
         assert given <= flags(command), line
-
