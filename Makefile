@@ -11,9 +11,11 @@ demo: $(VENV)/.base
 	$(BIN)/jmoe demo
 
 # Bytecode is kept, whatever the environment says: two workers and dozens of servers would each
-# compile every module anew, for 10 seconds a worker.
-KEPT := PYTHONDONTWRITEBYTECODE= JAX_PLATFORMS=cpu
-PYTEST := $(KEPT) $(BIN)/python -m pytest -n 2 --dist loadfile --durations=20
+# compile every module anew, for 10 seconds a worker. Threads of NumPy's BLAS wait in loops, and would
+# take the processor from the other worker.
+KEPT := PYTHONDONTWRITEBYTECODE= JAX_PLATFORMS=cpu OPENBLAS_NUM_THREADS=1
+# Files in their own order: in that of their numbers of tests, slow ones with one test would come last.
+PYTEST := $(KEPT) $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=20
 
 # A minute: contracts of imports, settings, scheduler, controllers, the engine over a fake device, and
 # one golden model.

@@ -79,6 +79,16 @@ def pytest_addoption(parser):
     )
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Keeps collections of garbage from looking at what is imported and at tests, which stay."""
+    gc.disable()
+    collected = yield
+    gc.freeze()
+    gc.enable()
+    return collected
+
+
 @pytest.hookimpl(tryfirst=True)  # before xdist is told of the order
 def pytest_collection_finish(session):
     if (number := session.config.getoption("--rota")) and session.items:

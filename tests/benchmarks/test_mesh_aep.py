@@ -1,6 +1,7 @@
 """Asynchronous expert parallelism, simulated: what is conserved, and what a hand can reckon."""
 
 import importlib.util
+import sys
 from collections import defaultdict, namedtuple
 from contextlib import contextmanager
 
@@ -20,14 +21,18 @@ from serving.scheduling.layers.rules import Defragging, FirstLayerFirst, MostTok
 
 @pytest.fixture(scope="module")
 def aep():
-    """`asynchronous`, with loops in plain Python: they take half a minute to compile."""
-    if compiled.AVAILABLE:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("numba.config.DISABLE_JIT", True)
-            from benchmarks.mesh import asynchronous
-    else:
-        from benchmarks.mesh import asynchronous
-    return asynchronous
+    """`asynchronous`, with loops in plain Python: they take half a minute to compile. Whoever
+    imported it before has compiled ones.
+    """
+    with pytest.MonkeyPatch.context() as loaded_anew:
+        for name in ("core", "asynchronous"):
+            loaded_anew.delitem(sys.modules, f"benchmarks.mesh.{name}", raising=False)
+            loaded_anew.delattr(f"benchmarks.mesh.{name}", raising=False)
+        with pytest.MonkeyPatch.context() as plain:
+            if compiled.AVAILABLE:
+                plain.setattr("numba.config.DISABLE_JIT", True)
+            asynchronous = importlib.import_module("benchmarks.mesh.asynchronous")
+        yield asynchronous
 
 
 Stage = namedtuple("Stage", "chosen_s device_s end_s worker layer rows")

@@ -8,6 +8,8 @@ from jmoe.config import RopeConfig
 from jmoe.rope import inverse_frequencies, rotation
 from pallas_kernels.kv_write import turn
 
+pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
+
 
 def rotate(x, positions, rope):
     return turn(x, *rotation(positions, rope, x.shape[-1]))

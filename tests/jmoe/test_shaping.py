@@ -18,6 +18,8 @@ from jmoe.shape_rows import (
 )
 from jmoe.shaping import draw, make_shaping, seat
 
+pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
+
 VOCAB, SLOTS, MAX_LEN = 70, 5, 12
 GREEDY = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "seed": 0}
 

@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 import pytest
 from families import AEP, GOLDEN, NAMES, settings_of
@@ -199,6 +200,8 @@ async def running(mode: Mode, *, ready=lambda: None, **changes):
     metrics = Metrics()
     given = {} if mode.model is None else {"model": mode.model}
     settings = mode.settings(**changes)
+    # Thousands of steps of the bundled model take half as long where they are optimized.
+    jax.config.update("jax_disable_most_optimizations", mode.model is None)
     engine = await Engine.start(settings, observer=metrics, progress=lambda *_: None, **given)
     ready()
     try:
@@ -257,7 +260,7 @@ async def parts(run):
 
 async def many_more(run):
     """Plays the same in steps of two layers, with as many requests as asked for."""
-    count = num_traces(30)
+    count = num_traces(16)
     await rounds(run, count, seed=2)
     assert run.engine.scheduler.num_parks > count
     assert count < 100 or run.engine.scheduler.num_joins > 10  # too seldom to count on in fewer

@@ -27,6 +27,9 @@ from serving.request import SamplingParams, Structure, StructureKind
 pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
 
 
+FEW_PROGRAMS = {"decode_buckets": (8,), "prefill_buckets": (32,), "policy": "fcfs"}
+
+
 @pytest.fixture(scope="module")
 def model():
     return jmoe.load("bundled", "float32")
@@ -42,10 +45,10 @@ UNREADABLE = [
 
 
 async def test_what_cannot_be_read_is_refused_alone(model) -> None:
-    engine = await Engine.start(config(), model=model)
+    engine = await Engine.start(config(**FEW_PROGRAMS), model=model)
     try:
         for kind, text, said in UNREADABLE:
-            other = asyncio.create_task(texts(engine, PROMPTS[0], max_new_tokens=20))
+            other = asyncio.create_task(texts(engine, PROMPTS[0], max_new_tokens=8))
             wanted = Structure(StructureKind(kind), text)
             with pytest.raises(InvalidRequest, match=re.escape(said)):
                 await texts(engine, PROMPTS[1], structure=wanted)
@@ -71,7 +74,7 @@ async def test_a_structure_that_holds_up_all_others_is_ended(model, monkeypatch)
 
 async def test_a_structure_takes_no_step_in_vain(model) -> None:
     """It ends with the token that completes it, and not with one more that says so."""
-    engine = await Engine.start(config(), model=model)
+    engine = await Engine.start(config(**FEW_PROGRAMS), model=model)
     try:
         closed = Structure(StructureKind.REGEX, "yes|no")
         text, outputs, reason = await texts(engine, "say it", structure=closed)

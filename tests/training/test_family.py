@@ -17,7 +17,7 @@ from training.consolidate.residuals import low_rank
 from training.consolidate.rules import owners_random
 from training.family.differences import read_differences, write_differences
 from training.family.quality import rank_correlation
-from training.family.score import BATCH, STEP, Items, encode_items, right_items
+from training.family.score import Items, encode_items, right_items
 from training.family.shared import Members
 from training.family.skills import SKILLS, skill_tasks
 from training.family.tune import TuneConfig, read_params, tune, tuning_batch, unite
@@ -195,7 +195,7 @@ def members(tiny_family):
 def test_right_is_what_greedy_decoding_gives(members):
     model = members.models[0]
     prompts = [[5, 9, 200, 31], [77, 8], [300, 4, 4, 9, 7], [81]] * 2
-    tokens, answer = np.zeros((BATCH, STEP), np.int32), np.zeros((BATCH, STEP), bool)
+    tokens, answer = np.zeros((8, 12), np.int32), np.zeros((8, 12), bool)
     for row, prompt in enumerate(prompts):
         tokens[row, : len(prompt)] = prompt
         answer[row, len(prompt) : len(prompt) + 5] = True
@@ -206,7 +206,6 @@ def test_right_is_what_greedy_decoding_gives(members):
             tokens[row, at] = logits[row, at - 1].argmax()
     for row in range(4, 8):
         tokens[row, len(prompts[row]) + row % 4] ^= 1  # one token is another
-    tokens, answer = tokens[:8, :12], answer[:8, :12]
     right = right_items(model, Items(tokens, answer, ("f",) * 8))
     assert right.tolist() == [True] * 4 + [False] * 4
 

@@ -17,6 +17,11 @@ from training.lookahead import fit_probes, main, routing_of
 TASKS = resolve("bundled") / "tasks.jsonl"
 
 
+@pytest.fixture(scope="module", autouse=True)
+def quick():
+    """Compiles with all optimization: programs run over thousands of rows."""
+
+
 @pytest.fixture(scope="module")
 def model():
     return jmoe.load("bundled", "float32", ways=[])

@@ -10,6 +10,8 @@ import jmoe
 from jmoe.config import read_config
 from jmoe.parallel.probe import PROBE_FILE, Probe, Sums, fit_probe, load_probes, save_probes
 
+pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
+
 GOLDEN = Path(__file__).parents[2] / "golden"
 
 

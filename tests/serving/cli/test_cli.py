@@ -450,7 +450,7 @@ def test_serve_for_real(monkeypatch, capsys, tmp_path) -> None:
         text=True,
         # Without a GPU, jax must not look for one; gRPC's C core writes to stderr.
         env={**os.environ, "JAX_PLATFORMS": "cpu" if cli.has_nvidia_gpu() else ""}
-        | {"GRPC_VERBOSITY": "DEBUG", "GRPC_TRACE": "tcp"},
+        | {"GRPC_VERBOSITY": "DEBUG", "GRPC_TRACE": "tcp", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"},
     )
     try:
         assert child.stdout.readline().startswith("jmoe admin on 127.0.0.1:"), child.stderr.read()

@@ -81,7 +81,7 @@ async def test_ten_seconds_after_the_last_late_token_nothing_is_degraded(
     serve, rate_per_s, controller
 ):
     engine = serve(controller=controller)
-    await ask(engine, 110, 8, max_new=20)
+    await ask(engine, 110, 6, max_new=20)
     assert min(thresholds(engine)) < 60
     clock, late_at = asyncio.get_running_loop().time, engine.slo.ls.strained_at
     asking = asyncio.create_task(ask(engine, rate_per_s, 20))
@@ -98,7 +98,7 @@ async def test_ten_seconds_after_the_last_late_token_nothing_is_degraded(
 
 async def test_an_idle_engine_is_left_alone_once_it_is_at_rest(serve):
     engine = serve()
-    await ask(engine, 110, 8, max_new=20)
+    await ask(engine, 110, 6, max_new=20)
     await asyncio.sleep(30)
     assert thresholds(engine) == (100, 100)
     loop = asyncio.get_running_loop()
@@ -131,11 +131,11 @@ async def test_an_objective_that_no_threshold_can_keep_is_a_state_not_a_reason(
 ):
     """A decode step takes 20 ms without brownout, and 8 ms under all of it."""
     engine = serve(itl_slo_s=itl_slo_s, ttft_slo_s=10.0)
-    streams = [asyncio.create_task(collect(engine, [1], 190)) for _ in range(8)]
+    streams = [asyncio.create_task(collect(engine, [1], 190)) for _ in range(3)]
     for _ in range(25):
         await asyncio.sleep(2)
         if all(stream.done() for stream in streams):
-            streams = [asyncio.create_task(collect(engine, [1], 190)) for _ in range(8)]
+            streams = [asyncio.create_task(collect(engine, [1], 190)) for _ in range(3)]
     state = engine.get_brownout()
     if least_ms is None:
         assert state.objective_state == ""
@@ -154,7 +154,7 @@ async def test_an_objective_that_no_threshold_can_keep_is_a_state_not_a_reason(
 async def test_a_queue_that_brownout_shortens_is_no_reason_to_stop(serve):
     """60 requests/s are more than the 40 that can be served without brownout."""
     engine = serve(itl_slo_s=0.03)
-    await ask(engine, 60, 20, max_new=20)
+    await ask(engine, 60, 12, max_new=20)
     state = engine.get_brownout()
     assert state.objective_state == ""
     assert min(thresholds(engine)) < 70

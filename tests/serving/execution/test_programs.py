@@ -14,6 +14,7 @@ import pytest
 
 from jmoe import attention, steps
 from jmoe.model import unstack
+from jmoe.packed_rows import KV_LEN, Q_LEN, SLOT
 from pallas_kernels.backend import traced_for
 from serving.config import BrownoutConfig, EngineConfig
 from serving.engine import Engine
@@ -209,6 +210,25 @@ def test_a_part_has_a_program_for_whatever_a_step_that_began_it_still_holds(firs
 )
 def test_parts_are_as_short_as_a_launch_is_cheap(launch_s, whole_s, layers, found):
     assert runner.part_layers(launch_s, whole_s, layers) == found
+
+
+@pytest.mark.parametrize("sizes", [(2, 8), (3, 4), (5, 32)])
+def test_steps_that_are_timed_fill_their_size_and_give_no_slot_a_page_or_two_rows(sizes):
+    """What they write: in the next test."""
+    decode, prefill = sizes
+    settings = config(max_num_seqs=decode, decode_buckets=(decode,), prefill_buckets=(prefill,))
+    limits = limits_of(settings, num_layers=4)
+    timed = SimpleNamespace(limits=limits, buckets=Buckets(settings, limits))
+    keys = [key for key in set(timed.buckets.keys()) if key.phase in ("decode", "prefill")]
+    assert {key.size for key in keys} == {*sizes}
+    for key in keys:
+        plan = runner.DeviceRunner._full_step(timed, key, 1, 3).plan
+        slots, lengths = plan.rows[:, SLOT].tolist(), plan.rows[:, Q_LEN]
+        assert len(set(slots)) == len(slots)
+        assert max(slots) < limits.num_slots
+        assert key.size - len(slots) < lengths.sum() <= key.size
+        assert (plan.rows[:, KV_LEN] >= lengths).all()
+        assert len(plan.deltas) == 0
 
 
 @pytest.mark.deep

@@ -3,14 +3,18 @@
 import asyncio
 import logging
 import random
+from collections import Counter
 
 import fuzzing
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
+from openai_served import serving_http
 from served import CODE, collect, serving
 
+from benchmarks.hostile.attempts import learn
+from benchmarks.hostile.run import PROTOCOLS
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 
 REFUSALS = {
@@ -67,3 +71,26 @@ async def test_broken_messages_are_refused_and_the_server_lives_on(
         assert await s.health() == "SERVING"
     assert s.engine.running == 0
     assert len(caplog.text) < 5_000  # some lines, not one for each
+
+
+@pytest.mark.parametrize(
+    ("protocol", "seen"),
+    [
+        ("http", ("right: 200", "wrong values: 400", "noise: 400")),
+        ("kserve", ("ModelInfer: OK", "ModelInfer: INVALID_ARGUMENT", "ModelStreamInfer: OK")),
+    ],
+)
+async def test_some_of_what_attacks_a_server_is_answered(protocol: str, seen) -> None:
+    """Of two thousand in tests/benchmarks/test_hostile.py."""
+    (fuzz,), rng, codes = PROTOCOLS[protocol].fuzz, random.Random(11), Counter()
+    async with serving_http() as s:
+        facts = await learn(s.server.address, s.address)
+        async with fuzz.connect(facts) as send:
+            for _ in range(100):
+                for kind, code, problem in await send(fuzz.draw(rng, facts.model)):
+                    assert not problem
+                    codes[f"{kind}: {code}"] += 1
+        assert await s.health() == "SERVING"
+        assert len(await collect(s.counting(3))) == 3
+    assert s.engine.running == 0
+    assert not Counter(seen) - codes
