@@ -135,18 +135,23 @@ class ControllersConfig:
     first_seed: int = 1000
     duration_s: float = 30.0  # of arrivals
     load: float | None = None  # in place of each condition's
-    mix: tuple[float, float, float] | None = None  # as `Lengths`, in place of each condition's
     model: str = "bundled"  # whose steps are measured, where there is no file
     times: Path | None = None  # of steps: a timeline, or a table
     traces: tuple[Path, ...] = ()  # played as further conditions
     settings: tuple[str, ...] = ()  # KEY=VALUE over those of the preset
     processes: int = 0  # 0: as many as there are processors
     out: Path = Path("out")
+    mix: tuple[float, float, float] | None = None  # as `Lengths`, in place of each condition's
 
     def __post_init__(self) -> None:
         for name in self.conditions:
             if name not in CONDITIONS:
                 raise ValueError(f"condition {name!r} is none of {', '.join(CONDITIONS)}")
+        if self.mix and not (min(self.mix[:2]) >= 1 and self.mix[2] >= 0):
+            raise ValueError(
+                f"mix is {self.mix}; it must be two means of 1 token or more and a spread of 0 or "
+                "more"
+            )
         if self.seeds < 1 or not self.duration_s > 0:
             raise ValueError("seeds and duration_s must be above 0")
 
