@@ -141,23 +141,32 @@ class ControllersConfig:
     settings: tuple[str, ...] = ()  # KEY=VALUE over those of the preset
     processes: int = 0  # 0: as many as there are processors
     out: Path = Path("out")
+    mix: tuple[float, float, float] | None = None  # as `Lengths`, in place of each condition's
 
     def __post_init__(self) -> None:
         for name in self.conditions:
             if name not in CONDITIONS:
                 raise ValueError(f"condition {name!r} is none of {', '.join(CONDITIONS)}")
+        if self.mix and not (min(self.mix[:2]) >= 1 and self.mix[2] >= 0):
+            raise ValueError(
+                f"mix is {self.mix}; it must be two means of 1 token or more and a spread of 0 or "
+                "more"
+            )
         if self.seeds < 1 or not self.duration_s > 0:
             raise ValueError("seeds and duration_s must be above 0")
 
 
-def samples_of(mix: str) -> list[Arrival]:
-    """Returns requests of a mix, all at 0 s; token ids are random, so that no prefix is shared."""
+def samples_of(mix: str, config: "ControllersConfig | None" = None) -> list[Arrival]:
+    """Returns requests of a mix, or of the lengths that `config` has instead, all at 0 s; token ids
+    are random, so that no prefix is shared.
+    """
+    if config is not None and config.mix:
+        return _random(Lengths(*config.mix), _engine(config).max_model_len)
     if mix == "tasks":
         return shuffled(as_tokens(load_tasks(BUNDLED_TASKS)), 0, NUM_SAMPLES)
     if mix == "giant prompts":
         small, giant = (
-            synthetic(lengths, NUM_SAMPLES, seed=0, vocab_size=1 << 20, max_total_tokens=256)
-            for lengths in (Lengths(16, 16, 0.5), Lengths(200, 8, 0.0))
+            _random(lengths) for lengths in (Lengths(16, 16, 0.5), Lengths(200, 8, 0.0))
         )
         return [(giant if number % 16 == 15 else small)[number] for number in range(NUM_SAMPLES)]
     lengths = {
@@ -165,7 +174,13 @@ def samples_of(mix: str) -> list[Arrival]:
         "decode only": Lengths(2, 48, 0.4),
         "heavy tails": Lengths(24, 20, 1.3),
     }
-    return synthetic(lengths[mix], NUM_SAMPLES, seed=0, vocab_size=1 << 20, max_total_tokens=256)
+    return _random(lengths[mix])
+
+
+def _random(lengths: Lengths, max_total_tokens: int = 256) -> list[Arrival]:
+    return synthetic(
+        lengths, NUM_SAMPLES, seed=0, vocab_size=1 << 20, max_total_tokens=max_total_tokens
+    )
 
 
 class Case(NamedTuple):
@@ -224,8 +239,10 @@ def cases(machine: Machine, config: ControllersConfig) -> Iterator[tuple[str, Ca
         condition = CONDITIONS[name]
         if config.load is not None:
             condition = condition._replace(load=config.load)
+        if config.mix:
+            condition = condition._replace(mix=",".join(f"{of:g}" for of in config.mix))
         if condition.mix not in known:
-            samples = samples_of(condition.mix)
+            samples = samples_of(condition.mix, config)
             known[condition.mix] = samples, calibrated(machine, samples, config)
         samples, calibration = known[condition.mix]
         yield name, Case(condition, machine, samples, (), calibration, config)

@@ -370,6 +370,13 @@ def controllers(
         list[Path] | None,
         typer.Option(help="Trace of Azure, BurstGPT or Mooncake to play, too; repeated."),
     ] = None,
+    mix: Annotated[
+        str,
+        typer.Option(
+            help="Mean tokens of prompts and answers and the spread of their logarithm, such as "
+            "161,338,1. Default: the condition's."
+        ),
+    ] = "",
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="KEY=VALUE of a setting; repeated.")
     ] = None,
@@ -391,6 +398,7 @@ def controllers(
         duration_s=duration_s,
         load=load,
         model=model,
+        mix=_mix(mix) if mix else None,
         times=times,
         traces=tuple(trace or ()),
         settings=tuple(set_ or ()),
@@ -402,6 +410,14 @@ def controllers(
     except LaunchError as error:
         print(f"jmoe: {error}", file=sys.stderr)
         raise typer.Exit(1) from None
+
+
+def _mix(text: str) -> tuple[float, float, float]:
+    try:
+        prompt, answer, spread = map(float, text.split(","))
+    except ValueError:
+        raise ValueError(f"--mix is {text!r}; it must be three numbers with commas") from None
+    return prompt, answer, spread
 
 
 def _loads(text: str) -> tuple[float, ...]:

@@ -62,6 +62,7 @@ class StepSeen(NamedTuple):
     percent: float  # the threshold decided for its phase
     itl_slo_s: float
     times: StepTimeModel
+    load: Load = Load()  # counts are now's, the rest is that of the last decision
 
 
 class Decision(NamedTuple):

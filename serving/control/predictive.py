@@ -1,6 +1,5 @@
 """A controller that predicts what brownout gains, and uses the least that keeps both objectives."""
 
-import logging
 import math
 from collections import deque
 from collections.abc import Collection
@@ -18,38 +17,33 @@ from serving.scheduling.step_time import StepTimeModel
 
 GRID_PERCENT = np.linspace(100, 0, 21)
 """Thresholds to choose from; of two that are as good, the first."""
-TARGET = 0.04
+TARGET = 0.045
 """Late tokens that it lets pass. A P90 objective allows 0.1; what nobody foresees comes on top."""
-NEEDED = 0.06  # late without brownout: with fewer there is none
-MIN_SAMPLES, MAX_ERROR = 30, 0.25  # below and above: it knows too little
+NEEDED = 0.07  # late without brownout: with fewer there is none
+MIN_SAMPLES, MAX_ERROR = 30, 0.5  # below and above: it knows too little
 FEW_ROWS = 3  # in a batch so small brownout saves no time
 DEAR_PERCENT = 30.0
 """What a threshold gives up below that costs twice: answers suffer most there."""
 
-PRICES = 0.5, 50.0
+PRICES = 0.5, 16.0
+"""Where late tokens are chance, such as on a noisy machine, dear brownout keeps hardly more of them
+in time."""
 PRICE_GAIN = 0.1
 WINDOWS_S = 1.0, 5.0
 """Of the gaps that it goes by. Brownout has to help in both: a second alone is often a bad one."""
 
-NEARLY_FULL = 0.7  # of all slots: with more of them taken a queue is near
-ROOM = 1.1  # capacity over arrivals, then
-DRAIN_S = 0.25, 2.0
-"""A queue should be gone in the time that a first token may take, but not in less or more."""
-QUEUE_PRICE = 20.0
-RISE_PER_S = 60.0
-"""Percentage points by which thresholds rise in a second, at most: the first half of brownout saves
-more time than the second, so that steady thresholds degrade less than ones that jump."""
+SLOTS = 0.8
+"""Share of the slots beyond which requests count as a queue: it is there soon."""
+AHEAD = 2.0
+"""Times that a prompt ahead counts: no slots that fill announce a queue of prompts."""
+PRESSURE = 0.4, 1.2
+"""Waits, in what the TTFT objective leaves for them, at which brownout begins and is all there
+is."""
+PROMPT, SETTLE_S = 0.5, 2.0
+"""Share of brownout that follows the queue at once; the rest follows its mean over that time, so
+that thresholds move less."""
+SHARES = np.linspace(0, 1, 41)  # of all brownout, by its price
 SURE = 1.0  # standard deviations of step times by which the ITL objective is taken to be shorter
-
-TOO_LATE = 0.1
-"""Share of late first tokens from which on the queue is slower than expected, where the P90 that
-was expected is in time."""
-CORRECTION, MOST_CORRECTION = 1.2, 3.0
-"""Factor on the expected time of the queue for every two such intervals in a row, and the largest;
-beyond it Algorithm 2 decides for `DISTRUST_S`."""
-DISTRUST_S = 10.0
-
-log = logging.getLogger(__name__)
 
 Curve = Float[np.ndarray, "K"]
 
@@ -70,64 +64,46 @@ class Predictive:
     decode step that ends it is launched: so gaps are kept step by step (`of_step`), each with as
     much brownout as makes up for the time already lost, and none where nothing is lost or
     everything is. The price of a late token, in degraded ones, moves until `TARGET` of them are
-    late. First tokens come late where requests queue for a slot: thresholds of whole intervals
-    (`decide`) are the cheapest under which slots come free as fast as requests arrive.
+    late. First tokens come late where requests queue: every step gets brownout by how long the
+    queue is as it begins and was lately, so that no rate of arrivals has to be guessed.
 
-    Where first tokens come later than was expected it takes queues to be slower. While it knows too
-    little, or errs too much, Algorithm 2 decides.
+    While it knows too little, or errs too much, Algorithm 2 decides.
     """
 
     def __init__(self, config: SalcConfig) -> None:
         self._fallback = Algorithm2(config)
-        self._knows = self._helps = False
+        self._helps = False
         self._price = 2.0
         self._gaps: deque[Gap] = deque()
-        self._percents, self._decided_at = np.zeros(2), -math.inf  # decided last, and when
-        self._ttft_s = math.nan  # expected then
-        self._correction, self._wrong_for, self._distrusted_until = 1.0, 0, -math.inf
+        self._mean, self._mean_at = 0.0, 0.0  # share of brownout that queues called for
+        self._queue: Queue | None = None  # None: it knows too little
 
     # ---- by interval ------------------------------------------------------------------------
 
     def decide(self, seen: Seen) -> Decision:
         """See Controller."""
-        self._correct(seen)
-        self._knows = _knows_enough(seen) and seen.now >= self._distrusted_until
-        if not self._knows:
-            self._decided_at, self._ttft_s = -math.inf, math.nan
+        self._queue = None
+        if not _knows_enough(seen):
             return self._fallback.decide(seen)
         while self._gaps and self._gaps[0].at < seen.now - WINDOWS_S[-1]:
             self._gaps.popleft()
         newest = [gap for gap in self._gaps if gap.at >= seen.now - WINDOWS_S[0]]
         self._set_price(seen.decode, min(map(_late_unhelped, (newest, self._gaps))))
-        prefill, decode, ttft_s = _least_for_queue(
-            seen.load, seen.times, seen.prefill.slo_s, seen.decode.slo_s, self._correction
-        )
-        self._ttft_s = ttft_s
-        most = self._percents + RISE_PER_S * max(seen.now - self._decided_at, 0.0)
-        self._percents = np.minimum([prefill, decode], most)
-        self._decided_at = seen.now
-        prefill, decode = self._percents.tolist()
+        load = seen.load
+        self._queue = queue = queue_of(load, seen.times, seen.prefill.slo_s, seen.decode.slo_s)
+        at = self._for_queue(queue, load, seen.now)
+        prefill, decode = GRID_PERCENT[list(at)].tolist()
+        ttft_s = queue.step_s[at] + queue.wait_s(load, at) + _company_s(load)
         return Decision(prefill, decode, ttft_s, _expected_p90_s(newest, seen.times.spread))
 
-    def _correct(self, seen: Seen) -> None:
-        """Compares the first tokens that came with what was expected of them."""
-        late, slo_s = seen.prefill.late_share, seen.prefill.slo_s
-        wrong = late is not None and late > TOO_LATE and self._ttft_s <= slo_s
-        self._wrong_for = self._wrong_for + 1 if wrong else 0
-        if not wrong:
-            self._correction = max(1.0, 0.95 * self._correction)
-        elif self._wrong_for % 2 == 0:
-            self._correction *= CORRECTION
-        if self._correction > MOST_CORRECTION:
-            self._correction, self._distrusted_until = 1.0, seen.now + DISTRUST_S
-            log.warning(
-                "predictive: %.0f %% of first tokens come later than %.3g s, and %.3g s was "
-                "expected; algorithm2 decides for %g s",
-                100 * (late or 0.0),
-                slo_s,
-                self._ttft_s,
-                DISTRUST_S,
-            )
+    def _for_queue(self, queue: "Queue", load: Load, now: float) -> tuple[int, int]:
+        """Returns where in the grid the thresholds are that the queue calls for."""
+        share = queue.called_for(load)
+        gain = 1 - math.exp(-max(now - self._mean_at, 0.0) / SETTLE_S)
+        self._mean += gain * (min(share, 1.0) - self._mean)
+        self._mean_at = now
+        share = min(PROMPT * share + (1 - PROMPT) * self._mean, 1.0)
+        return queue.fastest[int(share * (len(SHARES) - 1))]  # what a queue left behind ends
 
     def _set_price(self, decode: PhaseSeen, unhelped: float) -> None:
         late = decode.late_share or 0.0
@@ -141,14 +117,17 @@ class Predictive:
 
     def of_step(self, step: StepSeen) -> float:
         """See Controller."""
-        if not self._knows:
+        if self._queue is None:
             return step.percent
-        return self._of_prefill(step) if step.phase is Phase.PREFILL else self._of_decode(step)
+        at = self._for_queue(self._queue, step.load, step.now)
+        prefill, decode = GRID_PERCENT[list(at)].tolist()
+        if step.phase is Phase.PREFILL:
+            return self._of_prefill(step, prefill)
+        return self._of_decode(step, decode)
 
-    def _of_decode(self, step: StepSeen) -> float:
+    def _of_decode(self, step: StepSeen, percent: float) -> float:
         gap_s = step.since_s + _curve(step.times, step.phase, step.size, step.exempt_share)
         late = _late(gap_s, step.itl_slo_s, step.times.spread)
-        percent = step.percent
         if self._helps and step.size > FEW_ROWS:
             cost = self._price * late + PRICE_OF_GRID
             percent = min(percent, float(GRID_PERCENT[np.argmin(cost)]))
@@ -156,20 +135,18 @@ class Predictive:
         self._gaps.append(Gap(step.now, step.size, expected_s, float(late[0])))
         return percent
 
-    def _of_prefill(self, step: StepSeen) -> float:
+    def _of_prefill(self, step: StepSeen, percent: float) -> float:
         """Decides a prefill step together with the decode step that follows, which may make up for
         the rest.
         """
         rows = step.num_decoding
         if not self._helps or rows <= FEW_ROWS:
-            return step.percent
+            return percent
         prefill_s = _curve(step.times, Phase.PREFILL, step.size, step.exempt_share)[:, None]
         decode_s = _curve(step.times, Phase.DECODE, rows, step.exempt_share)[None, :]
         late = _late(step.since_s + prefill_s + decode_s, step.itl_slo_s, step.times.spread)
         of_decode = (rows * (self._price * late + PRICE_OF_GRID[None, :])).min(1)
-        return min(
-            step.percent, float(GRID_PERCENT[np.argmin(of_decode + step.size * PRICE_OF_GRID)])
-        )
+        return min(percent, float(GRID_PERCENT[np.argmin(of_decode + step.size * PRICE_OF_GRID)]))
 
 
 PRICE_OF_GRID = (100 - GRID_PERCENT) / 100 + np.maximum(DEAR_PERCENT - GRID_PERCENT, 0) / 100
@@ -217,15 +194,34 @@ def _late(seconds: np.ndarray, slo_s: float, spread: float) -> np.ndarray:
 
 
 class Queue(NamedTuple):
-    """What a pair of thresholds of the grid, of prefill and decode, makes of the load."""
+    """What brownout makes of the load, by thresholds of the grid, of prefill and of decode."""
 
-    capacity_per_s: Float[np.ndarray, "K K"]  # requests that it serves
-    slot_s: Float[np.ndarray, "K K"]  # until a request that arrives now has a slot
-    wait_s: Float[np.ndarray, "K K"]  # then, until the prompts ahead of it are computed
+    request_s: Float[np.ndarray, "K K"]  # from one request to the next, at capacity
+    per_step: float  # prompts of a prefill step
+    prompt_s: Float[np.ndarray, "K K"]  # that each of them has of the time
     step_s: Float[np.ndarray, "K K"]  # of a prefill step and the decode step that follows
+    fastest: list[tuple[int, int]]  # where `request_s` is least, by `SHARES` of all brownout
+    room_s: float  # that the TTFT objective leaves beside `step_s` without brownout
+
+    def wait_s(
+        self, load: Load, at: tuple[int, int] = (0, 0), slots: float = 1.0, ahead: float = 1.0
+    ) -> float:
+        """Returns what a request that arrives now waits for under thresholds `at`: for one of that
+        share of the slots, and for the prompts that are ahead of the next step's, each counted
+        `ahead` times.
+        """
+        prompts = ahead * max(load.num_waiting + load.num_prefilling - self.per_step, 0.0)
+        beyond = max(load.num_running + load.num_waiting - slots * load.max_running, 0.0)
+        return float(prompts * self.prompt_s[at] + beyond * self.request_s[at])
+
+    def called_for(self, load: Load) -> float:
+        """Returns which share of all brownout a queue calls for; more than 1 where it is long."""
+        begins, ends = PRESSURE
+        pressure = self.wait_s(load, slots=SLOTS, ahead=AHEAD) / self.room_s
+        return max(0.0, (pressure - begins) / (ends - begins))
 
 
-def queue_of(load: Load, times: StepTimeModel, itl_slo_s: float) -> Queue:
+def queue_of(load: Load, times: StepTimeModel, ttft_slo_s: float, itl_slo_s: float) -> Queue:
     """Returns what each pair of thresholds makes of the load.
 
     When there is more to do than time, prefill steps are full, or have the prompts of the slots
@@ -250,33 +246,21 @@ def queue_of(load: Load, times: StepTimeModel, itl_slo_s: float) -> Queue:
         decode_s = _curve(times, Phase.DECODE, rows, load.exempt_share)
     request_s = (prefill_s / per_step)[:, None] + (further / rows * decode_s)[None, :]
     step_s = prefill_s[:, None] + decode_s[None, :]
-    ahead = (load.num_waiting + load.num_prefilling) / per_step
-    wait_s = ahead * (prefill_s[:, None] + decode_s[None, :] / in_a_row)
-    beyond = max(0, load.num_running + load.num_waiting - load.max_running)
-    return Queue(1 / request_s, beyond * request_s, wait_s, step_s)
+    prompt_s = (prefill_s[:, None] + decode_s[None, :] / in_a_row) / per_step
+    price = load.prompt_tokens * PRICE_OF_GRID[:, None] + load.new_tokens * PRICE_OF_GRID[None, :]
+    share = price / price[-1, -1]
+    fastest = []
+    for most in SHARES:  # of pairs that are as fast, the cheapest
+        within = np.where(share <= most + 1e-9, request_s * (1 + 1e-6 * share), np.inf)
+        prefill, decode = np.unravel_index(np.argmin(within), within.shape)
+        fastest.append((int(prefill), int(decode)))
+    room_s = max(ttft_slo_s - float(step_s[0, 0]), ttft_slo_s / 4)
+    return Queue(request_s, per_step, prompt_s, step_s, fastest, room_s)
 
 
-def _least_for_queue(
-    load: Load, times: StepTimeModel, ttft_slo_s: float, itl_slo_s: float, correction: float
-) -> tuple[float, float, float]:
-    """Returns the cheapest thresholds of prefill and decode under which requests are served as fast
-    as they arrive and those that wait get their first tokens in time, and the P90 TTFT that is
-    expected then. `correction` is how much slower than expected the queue has been.
-    """
-    queue = queue_of(load, times, itl_slo_s)
-    there = load.num_running + load.num_waiting
-    cost = load.prompt_tokens * PRICE_OF_GRID[:, None] + load.new_tokens * PRICE_OF_GRID[None, :]
-    cost /= load.prompt_tokens + load.new_tokens
-    used = correction * load.arrivals_per_s / queue.capacity_per_s
-    first_s = correction * (queue.wait_s + queue.step_s)
-    if max(there / load.max_running, used[0, 0]) > NEARLY_FULL or first_s[0, 0] > ttft_slo_s / 2:
-        late_s = np.maximum(queue.slot_s, first_s - ttft_slo_s / 2)
-        drain_s = min(max(ttft_slo_s, DRAIN_S[0]), DRAIN_S[1])
-        cost += QUEUE_PRICE * np.maximum(0, ROOM * used + np.maximum(late_s, 0) / drain_s - 1)
-    at = np.unravel_index(np.argmin(cost), cost.shape)
-    company_s = 0.0
-    if load.company is not None:
-        tokens_per_s = max(load.arrivals_per_s * load.prompt_tokens, 1e-9)
-        company_s = min(load.company.wait_s, load.company.tokens / tokens_per_s)
-    ttft_s = company_s + first_s[at] + correction * queue.slot_s[at]
-    return float(GRID_PERCENT[at[0]]), float(GRID_PERCENT[at[1]]), float(ttft_s)
+def _company_s(load: Load) -> float:
+    """Returns how long a prompt waits for company."""
+    if load.company is None:
+        return 0.0
+    tokens_per_s = max(load.arrivals_per_s * load.prompt_tokens, 1e-9)
+    return min(load.company.wait_s, load.company.tokens / tokens_per_s)

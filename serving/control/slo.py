@@ -236,6 +236,7 @@ class SloAnalyser:
             for slo_s in (brownout.best_effort_ttft_slo_s, brownout.best_effort_itl_slo_s)
         )
         self._next_update = -math.inf
+        self._load = Load()  # of latency-sensitive requests; counts are now's
         self._learnt = self.strategy, self.way  # of what kind of brownout step times are
 
     def objectives(self, priority: Priority) -> tuple[float, float]:
@@ -272,6 +273,7 @@ class SloAnalyser:
                 percent=self.ls.of(step.phase).threshold_percent,
                 itl_slo_s=self.itl_slo_s,
                 times=self._pace.times,
+                load=self._load,
             )
             percent = self.ls.controller.of_step(seen)
             self.ls.of(step.phase).note_step(percent, step.size)
@@ -361,6 +363,12 @@ class SloAnalyser:
         self, now: float, waiting: Mapping[Priority, QueuedClass], max_running: int = 1
     ) -> None:
         """Lets every controller with an objective decide, once an interval."""
+        urgent = waiting[Priority.LATENCY_SENSITIVE]
+        self._load = self._load._replace(
+            num_running=urgent.num_running,
+            num_waiting=urgent.num_queued,
+            num_prefilling=urgent.num_prefilling,
+        )
         if now < self._next_update:
             return
         self._next_update = now + self.config.interval_s
@@ -389,6 +397,7 @@ class SloAnalyser:
             if is_full or of_class.oldest_s > ttft_slo_s or math.isnan(of.strained_at):
                 of.strained_at = now
             if priority is Priority.LATENCY_SENSITIVE:
+                self._load = load
                 self._judge(load, now)
             released = self._released(of, seen, of_class.slots_taken)
             of.take(decision._replace(**released), seen)

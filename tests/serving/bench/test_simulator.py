@@ -258,6 +258,32 @@ def test_conditions_have_their_mix_and_their_load(name):
         assert len(arrivals) == pytest.approx(expected, rel=0.1)
 
 
+def test_lengths_may_be_ones_own():
+    config = ControllersConfig(mix=(40.0, 90.0, 0.3), settings=("engine.max_model_len=1024",))
+    samples = samples_of("tasks", config)
+    assert np.mean([len(sample.prompt) for sample in samples]) == pytest.approx(40, rel=0.1)
+    assert np.mean([sample.max_new_tokens for sample in samples]) == pytest.approx(90, rel=0.1)
+    with pytest.raises(ValueError, match=r"mix is .0, 9, 1.; it must be two means of 1 token"):
+        ControllersConfig(mix=(0, 9, 1))
+
+
+def test_the_table_of_an_h100_has_what_was_measured(request):
+    """docs/controllers.md has the command."""
+    path = request.config.rootpath / "benchmarks/h100-80gb-hbm3/steps.csv"
+    times = StepTimes.fit(
+        read_steps(path, LAYERS, PICKS), {"prefill": (64, 512), "decode": (8, 32, 64)}
+    )
+    steps = json.loads(path.with_name("step.json").read_text())
+    for name, degraded in (("zero", 0.0), ("way8-t40", 0.6)):
+        for rows in (8, 32, 64):
+            (us,) = (one["timing"]["us"] for one in steps
+                     if one["case"]["name"] == f"decode/{name}/b{rows}")  # fmt: skip
+            assert times.expected_s("decode", rows, degraded, 1) == pytest.approx(
+                us / 1e6, rel=0.03
+            )
+    assert times.expected_s("prefill", 204, 0.0, 1) == pytest.approx(0.012, rel=0.05)
+
+
 def test_a_share_of_the_requests_allows_no_brownout():
     brownout = BrownoutConfig("partial", way=8, decode_threshold_percent=0, salc=False)
     config = replace(CONFIG, brownout=brownout)
