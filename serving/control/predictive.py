@@ -1,5 +1,6 @@
 """A controller that predicts what brownout gains, and uses the least that keeps both objectives."""
 
+import logging
 import math
 from collections import deque
 from collections.abc import Collection
@@ -45,6 +46,16 @@ that thresholds move less."""
 SHARES = np.linspace(0, 1, 41)  # of all brownout, by its price
 SURE = 1.0  # standard deviations of step times by which the ITL objective is taken to be shorter
 
+TOO_LATE = 0.1
+"""Share of late first tokens from which on the queue is slower than expected, where the P90 that
+was expected is in time."""
+CORRECTION, MOST_CORRECTION = 1.2, 3.0
+"""Factor on the expected time of the queue for every two such intervals in a row, and the largest;
+beyond it Algorithm 2 decides for `DISTRUST_S`."""
+DISTRUST_S = 10.0
+
+log = logging.getLogger(__name__)
+
 Curve = Float[np.ndarray, "K"]
 
 
@@ -67,7 +78,8 @@ class Predictive:
     late. First tokens come late where requests queue: every step gets brownout by how long the
     queue is as it begins and was lately, so that no rate of arrivals has to be guessed.
 
-    While it knows too little, or errs too much, Algorithm 2 decides.
+    Where first tokens come later than was expected it takes queues to be slower. While it knows too
+    little, or errs too much, Algorithm 2 decides.
     """
 
     def __init__(self, config: SalcConfig) -> None:
@@ -77,13 +89,16 @@ class Predictive:
         self._gaps: deque[Gap] = deque()
         self._mean, self._mean_at = 0.0, 0.0  # share of brownout that queues called for
         self._queue: Queue | None = None  # None: it knows too little
+        self._ttft_s = math.nan  # expected at the last decision
+        self._correction, self._wrong_for, self._distrusted_until = 1.0, 0, -math.inf
 
     # ---- by interval ------------------------------------------------------------------------
 
     def decide(self, seen: Seen) -> Decision:
         """See Controller."""
-        self._queue = None
-        if not _knows_enough(seen):
+        self._correct(seen)
+        self._queue, self._ttft_s = None, math.nan
+        if not _knows_enough(seen) or seen.now < self._distrusted_until:
             return self._fallback.decide(seen)
         while self._gaps and self._gaps[0].at < seen.now - WINDOWS_S[-1]:
             self._gaps.popleft()
@@ -93,12 +108,34 @@ class Predictive:
         self._queue = queue = queue_of(load, seen.times, seen.prefill.slo_s, seen.decode.slo_s)
         at = self._for_queue(queue, load, seen.now)
         prefill, decode = GRID_PERCENT[list(at)].tolist()
-        ttft_s = queue.step_s[at] + queue.wait_s(load, at) + _company_s(load)
-        return Decision(prefill, decode, ttft_s, _expected_p90_s(newest, seen.times.spread))
+        wait_s = self._correction * queue.wait_s(load, at)
+        self._ttft_s = float(queue.step_s[at]) + wait_s + _company_s(load)
+        itl_s = _expected_p90_s(newest, seen.times.spread)
+        return Decision(prefill, decode, self._ttft_s, itl_s)
+
+    def _correct(self, seen: Seen) -> None:
+        """Compares the first tokens that came with what was expected of them."""
+        late, slo_s = seen.prefill.late_share, seen.prefill.slo_s
+        wrong = late is not None and late > TOO_LATE and self._ttft_s <= slo_s
+        self._wrong_for = self._wrong_for + 1 if wrong else 0
+        if not wrong:
+            self._correction = max(1.0, 0.95 * self._correction)
+        elif self._wrong_for % 2 == 0:
+            self._correction *= CORRECTION
+        if self._correction > MOST_CORRECTION:
+            self._correction, self._distrusted_until = 1.0, seen.now + DISTRUST_S
+            log.warning(
+                "predictive: %.0f %% of first tokens come later than %.3g s, and %.3g s was "
+                "expected; algorithm2 decides for %g s",
+                100 * (late or 0.0),
+                slo_s,
+                self._ttft_s,
+                DISTRUST_S,
+            )
 
     def _for_queue(self, queue: "Queue", load: Load, now: float) -> tuple[int, int]:
         """Returns where in the grid the thresholds are that the queue calls for."""
-        share = queue.called_for(load)
+        share = queue.called_for(load, self._correction)
         gain = 1 - math.exp(-max(now - self._mean_at, 0.0) / SETTLE_S)
         self._mean += gain * (min(share, 1.0) - self._mean)
         self._mean_at = now
@@ -214,10 +251,12 @@ class Queue(NamedTuple):
         beyond = max(load.num_running + load.num_waiting - slots * load.max_running, 0.0)
         return float(prompts * self.prompt_s[at] + beyond * self.request_s[at])
 
-    def called_for(self, load: Load) -> float:
-        """Returns which share of all brownout a queue calls for; more than 1 where it is long."""
+    def called_for(self, load: Load, slower: float = 1.0) -> float:
+        """Returns which share of all brownout a queue calls for that is so many times as slow as
+        expected; more than 1 where it is long.
+        """
         begins, ends = PRESSURE
-        pressure = self.wait_s(load, slots=SLOTS, ahead=AHEAD) / self.room_s
+        pressure = slower * self.wait_s(load, slots=SLOTS, ahead=AHEAD) / self.room_s
         return max(0.0, (pressure - begins) / (ends - begins))
 
 

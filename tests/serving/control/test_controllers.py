@@ -262,6 +262,29 @@ def test_half_of_the_brownout_follows_the_mean_of_the_queue():
     assert fades[0] < fades[-1] == 100
 
 
+def test_where_first_tokens_come_later_than_expected_queues_count_as_slower(caplog):
+    """By a fifth every other interval; beyond three times as slow, Algorithm 2 decides for 10 s."""
+    controller, steady = Predictive(CONFIG), PROMPTS._replace(num_waiting=2)
+    assert controller.decide(seen(steady)).prefill_percent == 100
+    late = [
+        controller.decide(seen(steady, now=0.25 * n, late_first=0.5)).prefill_percent
+        for n in range(1, 14)
+    ]
+    assert late[0] == 100
+    assert late[-1] < 60
+    assert late == sorted(late, reverse=True)
+    assert not caplog.records
+    mended = [controller.decide(seen(steady, now=4 + 0.25 * n)).prefill_percent for n in range(60)]
+    assert mended[-1] == 100
+    for n in range(60):
+        controller.decide(seen(steady, now=20 + 0.25 * n, late_first=0.5))
+        if caplog.records:
+            break
+    assert "50 % of first tokens come later than 0.1 s" in caplog.text
+    assert math.isnan(controller.decide(seen(steady, now=30.0)).ttft_p90_s)
+    assert not math.isnan(controller.decide(seen(steady, now=60.0)).ttft_p90_s)
+
+
 # -- when it knows too little --------------------------------------------------------------------
 
 
