@@ -20,9 +20,16 @@ class TextStream:
     byte as U+FFFD. What was released stays, and the stream goes on with the bytes that are new.
     """
 
-    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
-        """`decode` gives the text of a list of token ids."""
+    def __init__(
+        self,
+        decode: Callable[[Sequence[int]], str],
+        decode_one: Callable[[int], str] | None = None,
+    ) -> None:
+        """`decode` gives the text of a list of token ids, and `decode_one`, if given, that of one
+        alone, which it may remember.
+        """
         self._decode = decode
+        self._decode_one = decode_one or (lambda token: decode([token]))
         self._tokens: list[int] = []  # those released last, then the pending ones
         self._num_released = 0  # of `_tokens`
 
@@ -46,8 +53,7 @@ class TextStream:
         return text
 
     def _pending_text(self) -> str:
-        released = self._decode(self._tokens[: self._num_released])
-        text = self._decode(self._tokens)
-        if text.startswith(released):
-            return text[len(released) :]
-        return self._decode(self._tokens[self._num_released :])
+        count, tokens = self._num_released, self._tokens
+        released = self._decode_one(tokens[0]) if count == 1 else self._decode(tokens[:count])
+        text = self._decode(tokens)
+        return text[len(released) :] if text.startswith(released) else self._decode(tokens[count:])

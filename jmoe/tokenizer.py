@@ -1,8 +1,8 @@
 """Tokenizer files of a Hugging Face directory, through the `tokenizers` library."""
 
 import json
-from collections.abc import Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 SPECIAL_TOKENS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 """Tokens that chat templates get from `tokenizer_config.json`, as `bos_token` and so on."""
+_REMEMBERED_TOKENS = 1 << 14
 _FROM_THE_SERVER = frozenset({"messages", "add_generation_prompt", "bos_token", "eos_token"})
 
 
@@ -85,7 +86,11 @@ class Tokenizer:
 
     def stream(self) -> TextStream:
         """Returns a decoder for tokens that come one by one."""
-        return TextStream(self.decode)
+        return TextStream(self.decode, self._decode_one)
+
+    @cached_property
+    def _decode_one(self) -> Callable[[int], str]:
+        return lru_cache(_REMEMBERED_TOKENS)(lambda token: self.decode([token]))
 
     def chat(
         self,

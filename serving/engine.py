@@ -160,6 +160,7 @@ class Engine:
         self._idle = asyncio.Event()
         self._failed = asyncio.Event()
         self._started_at = clock()
+        self._decides_at = -math.inf
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loop_task: asyncio.Task[None] | None = None
         executor.listen(self._note)
@@ -324,9 +325,7 @@ class Engine:
         sequence = await self._admit(request)
         try:
             while True:
-                output = await sequence.outputs.get()
-                if isinstance(output, Exception):
-                    raise output
+                output = await sequence.next_output()
                 yield output
                 if output.finish_reason is not None:
                     return
@@ -370,7 +369,7 @@ class Engine:
         """Ends a request with an error that its caller gets."""
         if not sequence.done:
             self.accounts.request_ended(sequence, error)
-            sequence.outputs.put_nowait(error)
+            sequence.deliver(error)
             self._retire(sequence)
 
     def _retire(self, sequence: SequenceState) -> None:
@@ -543,8 +542,10 @@ class Engine:
         return step
 
     def _decide(self, now: float) -> None:
-        waiting = {c: self.scheduler.waits(c, now) for c in (LS, BE)}
-        self.slo.maybe_update(now, waiting, self.scheduler.limits.decode_rows)
+        if now >= self._decides_at:
+            self._decides_at = now + self.slo.config.interval_s
+            waiting = {c: self.scheduler.waits(c, now) for c in (LS, BE)}
+            self.slo.maybe_update(now, waiting, self.scheduler.limits.decode_rows)
 
     def _advance_controllers(self, now: float) -> None:
         self._decide(now)
@@ -572,7 +573,7 @@ class Engine:
             assert step.shapes is not None
             step.shapes = replace(step.shapes, waits=False, allowed=self._allowed(step))
         step.control, step.way = control, self.slo.way_in_force
-        for sequence in step.sequences:
+        for sequence in step.sequences if step.phase is Phase.PREFILL else ():
             sequence.note_start(launched_at)
         self.fetcher.launched(step)
         self.watchdog.launched += 1 if step.singles is None else len(step.sequences)
@@ -690,7 +691,7 @@ class Engine:
             except ServingError as error:
                 self._end(sequence, error)
                 continue
-            sequence.outputs.put_nowait(output)
+            sequence.deliver(output)
             if output.finish_reason is not None:
                 self.accounts.request_finished(sequence, output, now)
                 self.admission.capacity[request.priority].observe(now - sequence.started_at)

@@ -9,6 +9,8 @@ import math
 from collections.abc import Callable, Container, Sequence
 from itertools import chain, islice
 
+import numpy as np
+
 from jmoe.packed_rows import KV_LEN
 from serving.plan import Limits, Phase
 from serving.scheduling.exact import ExactRows
@@ -159,22 +161,24 @@ class Reuse:
         """
         if not self.is_on:
             return
-        ends = step.rows[:, KV_LEN].tolist() if step.is_last else [0] * len(step.sequences)
+        ends = step.rows[:, KV_LEN] if step.is_last else np.zeros(len(step.sequences), np.int32)
+        full = (ends // self._limits.page_size).tolist()
         for at, (sequence, prefix) in enumerate(zip(step.sequences, step.prefixes, strict=True)):
+            if full[at] <= prefix.num_named and not degraded[at] and not prefix.coming:
+                continue  # no further page is full
             if sequence.done or at in again or (not step.is_last and exact.concerns(sequence)):
                 continue
             suffered = NOBODYS if sequence.request.model in exact.models else by
-            self.computed(sequence, prefix, ends[at], suffered if degraded[at] else EXACT)
+            self.computed(sequence, prefix, full[at], suffered if degraded[at] else EXACT)
 
-    def computed(self, sequence: SequenceState, prefix: Prefix, end: int, by: Brownout) -> None:
-        """Caches the pages that are full once positions up to `end` are written.
+    def computed(self, sequence: SequenceState, prefix: Prefix, count: int, by: Brownout) -> None:
+        """Caches the first `count` pages, which are full now.
 
         `by` is the brownout of the positions just written, and `prefix` the sequence's record when
         they were launched.
         """
         prefix.brownout = prefix.brownout.and_then(by)
-        count = end // self._limits.page_size
-        if sequence.prefix is prefix and count > prefix.coming.start:
+        if sequence.prefix is prefix and prefix.coming and count > prefix.coming.start:
             self._came(sequence, count)
         if count <= prefix.num_named or prefix.brownout == NOBODYS or not self._shares(sequence):
             return

@@ -31,15 +31,17 @@ class RoundRobin:
         Models with rows in the first nonempty group take turns; with `for_all`, all models do. With
         `alone`, only one model is chosen; otherwise as many together as pay.
         """
-        rows = Counter(s.request.model for group in groups for s in group)
-        if len(rows) < 2:  # nothing to choose, as with one model
-            return [sequence for group in groups for sequence in group]
+        sequences = [sequence for group in groups for sequence in group]
+        asked = [sequence.request.model for sequence in sequences]
+        if len(set(asked)) < 2:  # nothing to choose, as with one model
+            return sequences
+        rows = Counter(asked)
         first = next(group for group in groups if group)
         models = rows.keys() if for_all else {s.request.model for s in first}
         line = sorted(models, key=lambda model: (self._last.get(model, 0), model))
         chosen = line[:1] if alone else self._together(line, rows)
         self._last |= {model: next(self._steps) for model in chosen}
-        return [s for group in groups for s in group if s.request.model in chosen]
+        return [s for s in sequences if s.request.model in chosen]
 
     def _together(self, line: Sequence[int], rows: Counter[int]) -> Sequence[int]:
         """Returns as many models from the front of the line as pay in one step."""

@@ -15,7 +15,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from jmoe.packed_rows import NUM_COLUMNS, NUM_DELTA_COLUMNS
+from jmoe.packed_rows import KV_LEN, NUM_COLUMNS, NUM_DELTA_COLUMNS, Q_LEN, SLOT
 from serving.plan import Limits, Phase
 from serving.request import Priority
 from serving.scheduling.chunks import Chunks
@@ -137,7 +137,10 @@ class Scheduler:
 
     def _free(self) -> list[SequenceState]:
         """Returns the running sequences that may be in the next step and are in none under way."""
-        return [s for s in self.running if s.step is None and self._may_run(s)]
+        free = [s for s in self.running if s.step is None]
+        if self.models is None and not self.exact.models:
+            return free
+        return [s for s in free if self._may_run(s)]
 
     def _may_run(self, sequence: SequenceState) -> bool:
         return self._runs(sequence) and (not self.exact.models or self.exact.may_run(sequence))
@@ -230,7 +233,8 @@ class Scheduler:
         policy may spend on a prefill step out of turn, and `company` what a prompt should wait for
         (see View).
         """
-        self._has_best_effort = bool(self.queues[BE]) or any(map(is_best_effort, self.running))
+        running = (s.request.priority is BE for s in self.running)
+        self._has_best_effort = bool(self.queues[BE]) or any(running)
         self._promote(now)
         view = self._view(itl_slack_s, now, company)
         choice = self.policy.choose(view)
@@ -251,7 +255,7 @@ class Scheduler:
     def _view(self, itl_slack_s: float, now: float, company: Company | None) -> View:
         free = self._free()
         prefilling = [s for s in free if s.status is SequenceStatus.PREFILL]
-        decoding = [s for s in free if s.status is SequenceStatus.DECODE and not s.exhausted]
+        decoding = self._to_decode(free)
         prefill, decode = self._by_class(prefilling), self._by_class(decoding)
         can = {
             c: bool(self.staging.ranks)
@@ -330,7 +334,7 @@ class Scheduler:
         step.parts.at_once = self._at_once(step)
         for sequence in step.sequences:
             sequence.step = step
-        if step.has_best_effort:
+        if self._has_best_effort and step.has_best_effort:
             for sequence in step.sequences:
                 sequence.waiting_since = now
         return step
@@ -530,6 +534,11 @@ class Scheduler:
             return found if LS in group else []
         return [s for s in found if s.priority in group]
 
+    @staticmethod
+    def _to_decode(sequences: list[SequenceState]) -> list[SequenceState]:
+        decode = SequenceStatus.DECODE
+        return [s for s in sequences if s.status is decode and s.num_sampled < s.max_new_tokens]
+
     def _admit(self, sequence: SequenceState, ranks: Sequence[int], now: float) -> None:
         """Admits a sequence, and evicts best effort for a latency-sensitive one if necessary.
 
@@ -570,11 +579,12 @@ class Scheduler:
             return None
         parked, limits = self._parked(Phase.DECODE, candidates[0].request.model), self.limits
         room = [limits.decode_rows // limits.num_ranks] * limits.num_ranks
+        per_rank = limits.slots_per_rank
         if parked is not None:
             taken = parked.on_ranks(limits)[0].tolist()
             room = [n - seqs for n, seqs in zip(room, taken, strict=True)]
         for sequence in candidates:
-            rank = limits.rank(sequence.slot)
+            rank = sequence.slot // per_rank
             if not room[rank] or sequence.status is not SequenceStatus.DECODE:
                 continue  # no row is left, or it was evicted for an earlier one
             if sequence.num_computed >= sequence.room:
@@ -591,11 +601,13 @@ class Scheduler:
             room[rank] -= 1
         if not scheduled:
             return None
-        rows = np.empty((len(scheduled), NUM_COLUMNS), np.int32)
-        for at, sequence in enumerate(scheduled):
+        for sequence in scheduled:
             sequence.num_computed += 1
             sequence.num_sampled += 1
-            rows[at] = sequence.packed(1)
+        rows = np.concatenate([sequence.row for sequence in scheduled]).reshape(-1, NUM_COLUMNS)
+        rows[:, SLOT] = [sequence.slot for sequence in scheduled]
+        rows[:, KV_LEN] = [sequence.num_computed for sequence in scheduled]
+        rows[:, Q_LEN] = 1
         models = [sequence.request.model for sequence in scheduled]
         deltas = [
             delta
@@ -622,8 +634,7 @@ class Scheduler:
     def _decoding(self, order: Order) -> list[SequenceState]:
         """Returns sequences to decode by group: of one model, or of several if none can park."""
         groups = [
-            [s for s in self._candidates(group, SequenceStatus.DECODE) if not s.exhausted]
-            for group in order
+            self._to_decode(self._candidates(group, SequenceStatus.DECODE)) for group in order
         ]
         alone = bool(self.under_way) or (self.policy.parks and self._has_best_effort)
         rows = self._round_robin.take(groups, for_all=not self.share.may_park, alone=alone)

@@ -4,6 +4,7 @@ import asyncio
 import enum
 import logging
 import math
+from collections import deque
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -101,7 +102,8 @@ class SequenceState:
         self.waiting_since = arrived_at  # when its last step began, or it arrived
         self.ready_at = math.nan  # when a slot and pages for its first step were available
         self.prompt_logprobs: list[float] = []
-        self.outputs: asyncio.Queue[Output | Exception] = asyncio.Queue()
+        self._outputs = deque[Output | Exception]()  # that its caller has not taken yet
+        self._taker: asyncio.Future[None] | None = None  # the caller waits on it for another
         self.deadline: asyncio.TimerHandle | None = None
 
     @property
@@ -166,6 +168,22 @@ class SequenceState:
                 min(span.min_percent, percent), max(span.max_percent, percent)
             )
 
+    def deliver(self, output: Output | Exception) -> None:
+        """Hands an output, or the error that ends the request, to the caller of `next_output`."""
+        self._outputs.append(output)
+        if self._taker is not None and not self._taker.done():
+            self._taker.set_result(None)
+
+    async def next_output(self) -> Output:
+        """Returns the next output; raises the error instead where that is next."""
+        while not self._outputs:
+            self._taker = asyncio.get_running_loop().create_future()
+            await self._taker
+        output = self._outputs.popleft()
+        if isinstance(output, Exception):
+            raise output
+        return output
+
     def accept_checked(
         self,
         token: int,
@@ -203,34 +221,30 @@ class SequenceState:
 
         `top` has the likeliest tokens in its place, as many as were asked for.
         """
-        sampling = self.request.sampling
+        request, spans = self.request, self.spans
+        sampling = request.sampling
         self.tokens.append(token)
+        count = len(self.tokens)
         ended = token in self.stop_token_ids
         text, stopped = ("", False) if ended else self.detokenizer.push(token)
         complete = self.matcher is not None and not ended and self.matcher.take(token)
         reason = "stop" if ended or stopped or complete else None
-        if reason is None and len(self.tokens) >= self.max_new_tokens:
+        if reason is None and count >= self.max_new_tokens:
             reason = "length"
         if reason is not None and not stopped:
             text += self.detokenizer.finish()
-        first = len(self.tokens) == 1
-        return Output(
-            request_id=self.request.request_id,
-            text=text,
-            token_ids=(token,),
-            logprobs=(logprob,) if sampling.logprobs else (),
-            usage=Usage(
-                len(self.prompt),
-                len(self.tokens),
-                self.visited_tokens * visits_per_token,
-                self.degraded_visits,
-                self.cached_tokens,
-            ),
-            finish_reason=reason,
-            prompt_logprobs=tuple(self.prompt_logprobs) if first else (),
-            prefill_threshold=self.spans.get(Phase.PREFILL),
-            decode_threshold=self.spans.get(Phase.DECODE),
-            top_logprobs=(top,) if sampling.top_logprobs else (),
+        visits = self.visited_tokens * visits_per_token
+        return Output(  # by place, which takes half the time that names take
+            request.request_id,
+            text,
+            (token,),
+            (logprob,) if sampling.logprobs else (),
+            Usage(len(self.prompt), count, visits, self.degraded_visits, self.cached_tokens),
+            reason,
+            tuple(self.prompt_logprobs) if count == 1 else (),
+            spans.get(Phase.PREFILL),
+            spans.get(Phase.DECODE),
+            (top,) if sampling.top_logprobs else (),
         )
 
     def seat(self) -> Seat:

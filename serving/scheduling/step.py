@@ -86,7 +86,7 @@ class ScheduledStep(StepPlan):
     def refused_share(self) -> float:
         """The share of its positions whose requests refuse brownout."""
         refused = [not s.request.allow_brownout for s in self.sequences]
-        return int(self.q_lens[refused].sum()) / self.size
+        return int(self.q_lens[refused].sum()) / self.size if any(refused) else 0.0
 
     @property
     def mean_threshold_percent(self) -> float:
@@ -224,6 +224,8 @@ class ScheduledStep(StepPlan):
 
         A sequence is seated when its prompt ends.
         """
+        if all(s.shape is None for s in self.sequences):
+            return None
         drawn = [s for s, used in zip(self.sequences, self.sampled, strict=True) if used]
         if all(s.shape is None for s in drawn):
             return None
