@@ -160,7 +160,6 @@ class Engine:
         self._idle = asyncio.Event()
         self._failed = asyncio.Event()
         self._started_at = clock()
-        self._decides_at = -math.inf
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loop_task: asyncio.Task[None] | None = None
         executor.listen(self._note)
@@ -542,10 +541,8 @@ class Engine:
         return step
 
     def _decide(self, now: float) -> None:
-        if now >= self._decides_at:
-            self._decides_at = now + self.slo.config.interval_s
-            waiting = {c: self.scheduler.waits(c, now) for c in (LS, BE)}
-            self.slo.maybe_update(now, waiting, self.scheduler.limits.decode_rows)
+        waiting = {c: self.scheduler.waits(c, now) for c in (LS, BE)}
+        self.slo.maybe_update(now, waiting, self.scheduler.limits.decode_rows)
 
     def _advance_controllers(self, now: float) -> None:
         self._decide(now)
