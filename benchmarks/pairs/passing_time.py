@@ -30,7 +30,7 @@ CONFIG = EngineConfig(
     max_num_seqs=BATCH,
     decode_buckets=(4, 8, 16, BATCH),  # with none that is compiled late, while others are timed
     max_model_len=256,
-    prefill_company=False,  # any prompt takes as long as many, so that they would wait for ever more
+    prefill_company=False,  # one prompt takes as long as many, and would wait for many
     brownout=BrownoutConfig(strategy="zero", way=0),
 )
 
