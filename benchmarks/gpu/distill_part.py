@@ -100,12 +100,12 @@ def _fit(
     config = _config(sizes)
     groups = groups_by_index(cfg.num_experts, way)
     visits = np.bincount(rows.ids.reshape(-1), minlength=cfg.num_experts)
-    members = {key: np.asarray(leaf) for key, leaf in experts._asdict().items()}
+    members = {key: np.asarray(leaf) for key, leaf in experts.arrays.items()}
     start = make_start(config.start, members, groups, visits)
     told: list[tuple[int, float]] = []
     fit = fit_layer(
         start,
-        experts._asdict(),
+        experts.arrays,
         groups,
         rows,
         jax.random.key(sizes.seed),

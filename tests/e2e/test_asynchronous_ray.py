@@ -29,6 +29,7 @@ SETTINGS = (
     "engine.decode_buckets=8",
     "engine.prefill_buckets=128",
     "engine.salc.controller=algorithm2",
+    "drain_timeout_s=120",  # for 200 tokens on a busy machine
 )
 PROMPT, NEW_TOKENS = [5, 9, 40, 3], 12
 
