@@ -66,7 +66,7 @@ class PhaseControl:
         """Returns whether brownout that saved nothing is to be tried again from now on."""
         if now < self._try_again_at:
             return False
-        log.info("once more: %s", self.in_vain)
+        log.info("brownout is tried again; until now %s", self.in_vain)
         self.in_vain, self._num_in_vain = "", 0
         self._try_again_s, self._try_again_at = 2 * self._try_again_s, math.inf
         return True
@@ -82,11 +82,11 @@ class PhaseControl:
             self._try_again_s, self._try_again_at = TRY_AGAIN_S, math.inf
         elif self.in_vain or self._num_in_vain >= CONFIRMED:
             self.in_vain, self.least_s = in_vain, least_s
+            if math.isnan(least_s):
+                self._try_again_at = min(self._try_again_at, now + self._try_again_s)
         if self.in_vain and not before:
             first = self._try_again_s == TRY_AGAIN_S
             log.log(logging.WARNING if first else logging.INFO, "%s", self.in_vain)
-            if math.isnan(least_s):
-                self._try_again_at = now + self._try_again_s
         elif before and not self.in_vain:
             log.info("no more: %s", before)
 

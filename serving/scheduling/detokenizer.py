@@ -51,21 +51,20 @@ class Detokenizer:
         The stop string is left out of the text. The one completed first counts; if several are
         completed at once, the longest.
         """
-        text = "" if self._stream is None else self._stream.push(token)
-        return self._take(text) if self._stop else (text, False)
+        return ("", False) if self._stream is None else self._take(self._stream.push(token))
 
     def finish(self) -> str:
         """Returns the text that was held back, when no token follows."""
         if self._stream is None:
             return ""
-        text = self._stream.finish()
-        if self._stop:
-            text, stopped = self._take(text)
-            if not stopped:
-                text, self._held = text + self._held, ""
+        text, stopped = self._take(self._stream.finish())
+        if not stopped:
+            text, self._held = text + self._held, ""
         return text
 
     def _take(self, piece: str) -> tuple[str, bool]:
+        if not self._stop:
+            return piece, False
         before = self._held + piece
         for end, character in enumerate(piece, len(self._held) + 1):
             # Push the character to all stop strings, even after one is complete.

@@ -233,8 +233,7 @@ class Scheduler:
         policy may spend on a prefill step out of turn, and `company` what a prompt should wait for
         (see View).
         """
-        running = (s.request.priority is BE for s in self.running)
-        self._has_best_effort = bool(self.queues[BE]) or any(running)
+        self._has_best_effort = bool(self.queues[BE]) or any(map(is_best_effort, self.running))
         self._promote(now)
         view = self._view(itl_slack_s, now, company)
         choice = self.policy.choose(view)
@@ -536,8 +535,7 @@ class Scheduler:
 
     @staticmethod
     def _to_decode(sequences: list[SequenceState]) -> list[SequenceState]:
-        decode = SequenceStatus.DECODE
-        return [s for s in sequences if s.status is decode and s.num_sampled < s.max_new_tokens]
+        return [s for s in sequences if s.status is SequenceStatus.DECODE and not s.exhausted]
 
     def _admit(self, sequence: SequenceState, ranks: Sequence[int], now: float) -> None:
         """Admits a sequence, and evicts best effort for a latency-sensitive one if necessary.
@@ -579,12 +577,11 @@ class Scheduler:
             return None
         parked, limits = self._parked(Phase.DECODE, candidates[0].request.model), self.limits
         room = [limits.decode_rows // limits.num_ranks] * limits.num_ranks
-        per_rank = limits.slots_per_rank
         if parked is not None:
             taken = parked.on_ranks(limits)[0].tolist()
             room = [n - seqs for n, seqs in zip(room, taken, strict=True)]
         for sequence in candidates:
-            rank = sequence.slot // per_rank
+            rank = limits.rank(sequence.slot)
             if not room[rank] or sequence.status is not SequenceStatus.DECODE:
                 continue  # no row is left, or it was evicted for an earlier one
             if sequence.num_computed >= sequence.room:

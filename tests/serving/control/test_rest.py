@@ -5,6 +5,7 @@ The engine is a whole one, with predictable step times.
 
 import asyncio
 import logging
+import math
 from functools import partial
 
 import pytest
@@ -209,3 +210,13 @@ async def test_brownout_that_goes_on_saving_nothing_is_tried_ever_more_rarely(us
     degraded = [control.threshold_percent < 100 for _, _, control in launches[before:]]
     first, second = degraded[: len(degraded) // 2], degraded[len(degraded) // 2 :]
     assert sum(first) > 2 * sum(second)
+
+
+async def test_what_saves_nothing_after_another_reason_is_tried_again_too():
+    control = slo.PhaseControl(SalcConfig(), 100.0)
+    for _ in range(slo.CONFIRMED):
+        control.judge("the objective cannot be kept", 0.02, 0.0)
+    assert not control.tries_again(1e6)
+    control.judge("brownout saves nothing", math.nan, 1e6)
+    assert not control.tries_again(1e6 + slo.TRY_AGAIN_S - 1)
+    assert control.tries_again(1e6 + slo.TRY_AGAIN_S)
