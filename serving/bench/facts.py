@@ -5,6 +5,8 @@ import contextlib
 import importlib.metadata
 import os
 import platform
+import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,10 @@ from serving.telemetry.version import commit, jmoe_version
 
 
 async def facts(client: Client) -> dict[str, Any]:
-    """Returns machine, versions, commit, server and model."""
+    """Returns the command that this process runs, machine, versions, commit, server and model."""
     info, model = await asyncio.gather(client.server_info(), client.model_info())
     return {
+        "command": shlex.join(["jmoe", *sys.argv[1:]]),
         "machine": {"cpu": _cpu_model(), "cpu_count": os.cpu_count(), "platform": info.platform},
         "versions": {"python": platform.python_version()}
         | {"jmoe": jmoe_version()}

@@ -21,8 +21,6 @@ import contextlib
 import json
 import math
 import os
-import shlex
-import sys
 from collections import Counter
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -288,7 +286,6 @@ async def _run(config: FamilyConfig, say: Callable[[str], None]) -> dict[str, An
             points += [{"way": name} | about | point(runs) for name, runs in played.items()]
     told = asdict(config)
     result = {
-        "command": shlex.join(["jmoe", *sys.argv[1:]]),
         "date": datetime.now().isoformat(timespec="seconds"),
         "config": {key: told[key] for key in KEPT},
         **known,
