@@ -587,7 +587,7 @@ ROWS = {
     "workers: prefix reuse": Row("workers", prefix_reuse(range(6), *REUSED), WORKERS_REUSE),
     "workers: shaped, room": Row("workers", shaped(evicted=False), {"max_model_len": 96}),
     "workers: shaped, evictions": Row(
-        "workers", shaped(evicted=True), {"max_model_len": 96, "num_pages": 20}
+        "workers", shaped(evicted=True), {"max_model_len": 96, "num_pages": 12}
     ),
     "workers: structures": Row("workers", structures),
     "family: resident": Row("family", alternating(sets=False), {**RESTLESS, **ROOM}),
