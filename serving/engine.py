@@ -150,9 +150,8 @@ class Engine:
         self.on_unresponsive: Callable[[str], None] = log.critical
         self._clock = clock
         self._refused_at: deque[float] = deque(maxlen=100_000)
-        cfg = None if self.family is None else self.family.config
-        self._vocab_size = cfg.vocab_size if cfg else 0
-        self._visits_per_token = cfg.num_moe_layers * cfg.experts_per_token if cfg else 1
+        self._vocab_size = 0 if self.family is None else self.family.config.vocab_size
+        self._visits_per_token = self.admission.visits_per_token
         self._in_flight = deque[ScheduledStep]()  # none where rows complete singly
         self._news = deque[Any]()  # what the executor told (serving.execution.executor)
         self._workers = executor if isinstance(executor, HasWorkers) else None
@@ -298,12 +297,15 @@ class Engine:
         model: str = "",
         reuse_prefix: bool = True,
         salt: str = "",
+        max_degraded_percent: int = 100,
     ) -> AsyncGenerator[Output]:
         """Streams a request's outputs; the last one has a `finish_reason`.
 
         `model` is one of `names`; empty: the first. Closing the iterator aborts the request.
         `timeout_s` None: the server's default (`request_timeout_s`). With `reuse_prefix`, cached KV
-        pages that requests with the same `salt` have computed of the prompt are reused.
+        pages that requests with the same `salt` have computed of the prompt are reused. At no token
+        is more than `max_degraded_percent` of the request's own expert visits degraded; 0 is the
+        same as `allow_brownout=False`.
 
         Raises NotFound, InvalidRequest, RequestFailed, and other errors of `serving.errors`.
         """
@@ -313,13 +315,14 @@ class Engine:
             request_id or uuid.uuid4().hex,
             prompt,
             sampling or SamplingParams(),
-            allow_brownout,
+            allow_brownout and max_degraded_percent != 0,
             priority,
             self.request_timeout_s if servers else timeout_s,
             number_of(model, self.names),
             servers,
             reuse_prefix,
             salt,
+            max_degraded_percent,
         )
         sequence = await self._admit(request)
         try:

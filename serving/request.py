@@ -274,6 +274,7 @@ class Request:
     timeout_is_servers: bool = False  # timeout_s is the server's default
     reuse_prefix: bool = True  # False: neither uses nor fills the prefix cache
     salt: str = ""  # requests with different ones share no prefix
+    max_degraded_percent: int = 100  # of its expert visits, at every moment
 
 
 @dataclass(frozen=True)

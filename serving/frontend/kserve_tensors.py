@@ -62,6 +62,7 @@ _OWN_PARAMETERS = (
     "priority",
     "timeout",
     "allow_brownout",
+    "max_degraded_percent",
     "reuse_prefix",
     "cache_salt",
     "triton_enable_empty_final_response",
@@ -91,6 +92,7 @@ class Asked:
     timeout_s: float | None
     reuse_prefix: bool
     salt: str
+    max_degraded_percent: int
 
 
 def check_version(version: str) -> None:
@@ -130,6 +132,7 @@ def read(request: pb.ModelInferRequest, bounds: Bounds) -> Asked:
         timeout_s=_timeout_s(parameters.get("timeout", 0)),
         reuse_prefix=_truth("reuse_prefix", parameters.get("reuse_prefix", True)),
         salt=_salt(parameters.get("cache_salt", "")),
+        max_degraded_percent=parameters.get("max_degraded_percent", 100),  # the engine checks it
     )
 
 

@@ -84,8 +84,8 @@ class ScheduledStep(StepPlan):
 
     @property
     def refused_share(self) -> float:
-        """The share of its positions whose requests refuse brownout."""
-        refused = [not s.request.allow_brownout for s in self.sequences]
+        """The share of its positions whose requests refuse brownout, or more of it."""
+        refused = [s.spared or not s.request.allow_brownout for s in self.sequences]
         return int(self.q_lens[refused].sum()) / self.size if any(refused) else 0.0
 
     @property
