@@ -1,7 +1,7 @@
 """`jmoe info`: what a model needs in memory, or what a running server says of itself."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -415,6 +415,19 @@ def _brownout_in_words(state: Any) -> Section:
     return "Brownout", rows
 
 
+def _audits_in_words(audits: Iterable[Any]) -> Iterator[tuple[str, str]]:
+    """Yields what brownout cost each model of which answers were scored."""
+    for audit in audits:
+        if audit.num_scored:
+            excess = f"{audit.excess_nats:.3g} nats a token"
+            excess += f" ({audit.excess_low_nats:.3g} to {audit.excess_high_nats:.3g})"
+            if not math.isnan(audit.disagreement):
+                excess += f", {100 * audit.disagreement:.2g} % of greedy tokens are others"
+            exempt = "; exempt: more than the bound" if audit.is_exempt else ""
+            what = f"{excess}, of {audit.num_scored:,} answers audited{exempt}"
+            yield f"brownout of {audit.model}" if audit.model else "brownout cost", what
+
+
 def _stats_in_words(stats: Any) -> Section:
     degraded = 100 * stats.degraded_visits / max(stats.expert_visits, 1)
     ended = (
@@ -432,6 +445,7 @@ def _stats_in_words(stats: Any) -> Section:
         ("steps", f"{stats.steps_prefill:,} prefill, {stats.steps_decode:,} decode"),
         ("preemption", preempted),
         ("expert visits", f"{stats.expert_visits:,}, {degraded:.1f} % degraded"),
+        *_audits_in_words(stats.audits),
         ("compiled since ready", f"{stats.compilations_since_ready:,} programs"),
     ]
     return "Load", rows

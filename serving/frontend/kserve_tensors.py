@@ -63,6 +63,7 @@ _OWN_PARAMETERS = (
     "timeout",
     "allow_brownout",
     "max_degraded_percent",
+    "allow_audit",
     "reuse_prefix",
     "cache_salt",
     "triton_enable_empty_final_response",
@@ -93,6 +94,7 @@ class Asked:
     reuse_prefix: bool
     salt: str
     max_degraded_percent: int
+    allow_audit: bool
 
 
 def check_version(version: str) -> None:
@@ -133,6 +135,7 @@ def read(request: pb.ModelInferRequest, bounds: Bounds) -> Asked:
         reuse_prefix=_truth("reuse_prefix", parameters.get("reuse_prefix", True)),
         salt=_salt(parameters.get("cache_salt", "")),
         max_degraded_percent=parameters.get("max_degraded_percent", 100),  # the engine checks it
+        allow_audit=_truth("allow_audit", parameters.get("allow_audit", True)),
     )
 
 

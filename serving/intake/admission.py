@@ -227,8 +227,8 @@ class Admission:
             )
         if self._config.resident_experts and 0 < percent < 100:
             raise InvalidRequest(
-                f"{name} is {percent}; with experts in host memory (engine.resident_experts), whose "
-                "visits go to substitutes, it must be 0 (no brownout) or 100",
+                f"{name} is {percent}; with experts in host memory (engine.resident_experts), "
+                "whose visits go to substitutes, it must be 0 (no brownout) or 100",
                 name,
             )
 

@@ -66,6 +66,7 @@ class SequenceState:
         self.stop_token_ids = stop_token_ids
         self.status = SequenceStatus.WAITING
         self.tokens: list[int] = []
+        self.logprobs: list[float] = []  # of tokens, as they were drawn
         self.num_sampled = 0
         self.num_computed = 0
         self.slot = -1
@@ -109,6 +110,7 @@ class SequenceState:
         self.waiting_since = arrived_at  # when its last step began, or it arrived
         self.ready_at = math.nan  # when a slot and pages for its first step were available
         self.prompt_logprobs: list[float] = []
+        self.prompt_best: list[float] = []  # those of the likeliest tokens there
         self._outputs = deque[Output | Exception]()  # that its caller has not taken yet
         self._taker: asyncio.Future[None] | None = None  # the caller waits on it for another
         self.deadline: asyncio.TimerHandle | None = None
@@ -231,6 +233,7 @@ class SequenceState:
         request, spans = self.request, self.spans
         sampling = request.sampling
         self.tokens.append(token)
+        self.logprobs.append(logprob)
         count = len(self.tokens)
         ended = token in self.stop_token_ids
         text, stopped = ("", False) if ended else self.detokenizer.push(token)

@@ -87,7 +87,7 @@ async def test_none_and_all():
 @pytest.mark.simulated_time
 @pytest.mark.parametrize("wrong", [-1, 101, 2.5, "20", True])
 async def test_what_is_no_percentage_is_named(start, wrong):
-    with pytest.raises(InvalidRequest, match="max_degraded_percent is .*between 0 and 100"):
+    with pytest.raises(InvalidRequest, match=r"max_degraded_percent is .*between 0 and 100"):
         await collect(start(), [1], max_degraded_percent=wrong)
 
 
