@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jmoe.ratios import ratio
 from serving.config import AuditConfig
 from serving.errors import ServingError, shown
 from serving.request import AuditState, Output
@@ -200,18 +201,3 @@ class Auditor(Observer):
         differs, its_margin = ratio(others, greedy)
         low, high = np.clip((differs - its_margin, differs + its_margin), 0, 1).tolist()
         return Figures(mean, mean - margin, mean + margin, differs, low, high)
-
-
-def ratio(parts: np.ndarray, wholes: np.ndarray) -> tuple[float, float]:
-    """Returns sum(parts) / sum(wholes) of answers, and half of its 95 % interval (the ratio
-    estimator's variance; answers are independent, an answer's tokens are not). NaN without data; an
-    infinite half of one answer.
-    """
-    whole, count = wholes.sum(), len(wholes)
-    if not whole:
-        return math.nan, math.nan
-    mean = float(parts.sum() / whole)
-    if count < 2:
-        return mean, math.inf
-    variance = np.sum((parts - mean * wholes) ** 2) / whole**2 * count / (count - 1)
-    return mean, 1.96 * math.sqrt(variance)

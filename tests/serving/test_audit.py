@@ -14,7 +14,7 @@ import jmoe
 from jmoe.packed_rows import EXEMPT
 from serving.bench.fake import FakeRunner
 from serving.config import AuditConfig, BrownoutConfig, EngineConfig
-from serving.control.audit import MAX_WAITING, ratio
+from serving.control.audit import MAX_WAITING
 from serving.engine import Engine
 from serving.frontend.metrics import Metrics
 from serving.request import Priority, SamplingParams
@@ -176,19 +176,6 @@ async def test_callers_and_objectives_do_not_notice():
     assert await engine.drain(1)
     engine.scheduler.check_idle()
     await engine.stop()
-
-
-def test_intervals_are_those_of_the_bootstrap():
-    rng = np.random.default_rng(0)
-    wholes = rng.integers(1, 40, 400).astype(float)
-    parts = wholes * rng.normal(0.2, 0.3, 400)  # tokens of an answer have much in common
-    mean, margin = ratio(parts, wholes)
-    drawn = rng.integers(0, 400, (4000, 400))
-    low, high = np.percentile(parts[drawn].sum(1) / wholes[drawn].sum(1), (2.5, 97.5))
-    assert mean == pytest.approx(parts.sum() / wholes.sum())
-    assert margin == pytest.approx((high - low) / 2, rel=0.1)
-    assert math.isnan(ratio(np.zeros(0), np.zeros(0))[0])
-    assert ratio(np.ones(1), np.ones(1)) == (1.0, math.inf)
 
 
 @pytest.mark.usefixtures("compiled_in_a_hurry")

@@ -14,7 +14,7 @@ from training.evaluation.answers import answer
 from training.evaluation.divergence import Divergence
 from training.evaluation.items import ZERO, kind_of
 from training.evaluation.picture import draw
-from training.evaluation.quality import OutputError, perplexity, sample_inputs, windows
+from training.evaluation.quality import OutputError, losses, perplexity, sample_inputs, windows
 from training.evaluation.store import Result, Store, digest, model_digest
 from training.evaluation.tables import Score, scores, write_csv, write_markdown
 from training.tasks import Task
@@ -201,6 +201,8 @@ class Work:
             round(time.monotonic() - began, 2),
             setting.keep,
             setting.levels,
+            list(map(len, answers.tokens)),
+            *losses(self.model, self.prompts, answers.tokens, answers.logprobs),
         )
 
 
