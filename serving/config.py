@@ -374,6 +374,12 @@ class EngineConfig:
         one_of("bfloat16", "float16", "float32"),
         "Model",
     )
+    quantize: str = setting(
+        "none",
+        "fp8: keep routed and united experts in eight bits (quantization.md).",
+        one_of("none", "fp8"),
+        "Model",
+    )
     mode: str = setting(
         "auto",
         "steps: all devices run each step together. aep: attention and experts on devices of "

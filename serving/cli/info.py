@@ -230,6 +230,8 @@ def _describe(
         for window in filter(None, reversed(page_windows(cfg))):
             kv += f", {kv_bytes_per_token(cfg, dtype, window):,} past {window:,}"
         rows.append((f"KV cache in {dtype}", kv))
+    if fp8 := fp8_bytes(cfg):
+        rows.append(("weights in bfloat16, experts in fp8", size(fp8)))
     there = {} if directory is None else united_bytes(directory)
 
     def a_layer(way: int) -> str:
@@ -253,6 +255,23 @@ def _describe(
         size_gb = DEVICE_GB if device_gb is None else device_gb
         sections.append(parallel_section(cfg, parse_mesh(mesh), size_gb, tuple(there)))
     return sections
+
+
+def fp8_bytes(cfg: "ModelConfig") -> int:
+    """Returns the bytes of a model with experts in fp8 (`--quantize fp8`) and the rest in bfloat16;
+    0 where they cannot be.
+    """
+    import jax
+
+    from jmoe.checkpoint import empty_pool
+
+    try:
+        pool = jax.eval_shape(lambda: empty_pool(cfg, 1, jax.numpy.bfloat16, "fp8"))
+    except ValueError:
+        return 0
+    count = cfg.num_moe_layers * cfg.num_experts
+    rest = num_parameters(cfg) - count * expert_parameters(cfg)
+    return count * pool.slot_bytes + rest * _BYTES["bfloat16"]
 
 
 def _united_bytes_of(cfg: "ModelConfig", way: int) -> int:
