@@ -13,8 +13,7 @@ import numpy as np
 from serving.plan import Limits, Phase, Singles
 from serving.scheduling.policy import LS
 from serving.scheduling.sequence import SequenceState
-from serving.scheduling.staging import StagingRegions
-from serving.scheduling.step import ScheduledStep
+from serving.scheduling.step import ScheduledStep, StagingRegions
 
 
 @dataclass(eq=False)

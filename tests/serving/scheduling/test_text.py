@@ -15,7 +15,7 @@ import jmoe
 from jmoe.text_stream import TextStream
 from jmoe.tokenizer import Tokenizer
 from serving.request import MAX_STOP_CHARS
-from serving.scheduling.detokenizer import Detokenizer
+from serving.scheduling.sequence import Detokenizer
 
 
 class Letters:
