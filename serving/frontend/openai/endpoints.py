@@ -1,4 +1,4 @@
-"""`POST /v1/completions`: prompts in, choices with a text each out."""
+"""The endpoints of completions and of chats: prompts or messages in, choices out."""
 
 import asyncio
 from collections.abc import Sequence
@@ -9,11 +9,12 @@ from serving.frontend.openai import logprobs
 from serving.frontend.openai.choice import Choice
 from serving.frontend.openai.errors import HttpError
 from serving.frontend.openai.sampling import sampling
-from serving.frontend.openai.schemas import MAX_SEQUENCES, CompletionRequest
-from serving.request import Bounds
+from serving.frontend.openai.schemas import MAX_SEQUENCES, ChatRequest, CompletionRequest, Message
+from serving.request import Bounds, Chat
 
 if TYPE_CHECKING:
     from jmoe.tokenizer import Tokenizer
+
 
 Prompt = str | list[int]
 
@@ -102,3 +103,37 @@ async def _tokens_of(prompt: Prompt, tokenizer: "Tokenizer | None") -> Prompt:
     if tokenizer is None:
         raise InvalidRequest("this model has no tokenizer; send token ids", "prompt")
     return await asyncio.to_thread(tokenizer.encode, prompt)
+
+
+class ChatChoice(Choice):
+    """One message of a chat completion."""
+
+    content = b'"delta":{"content":', b"}"
+    first_content = b'"delta":{"role":"assistant","content":'
+    whole_content = b'"message":{"role":"assistant","content":', b',"refusal":null}'
+
+
+class ChatEndpoint:
+    """The chat endpoint."""
+
+    request: type[Any] = ChatRequest
+    operation = "chat"
+    id_prefix, object_whole, object_event = "chatcmpl-", "chat.completion", "chat.completion.chunk"
+
+    async def choices(
+        self, body: ChatRequest, tokenizer: "Tokenizer | None", bounds: Bounds
+    ) -> list[Choice]:
+        """Returns the choices of a call. Raises InvalidRequest."""
+        prompt = Chat([_message(one) for one in body.messages], body.chat_template_kwargs or {})
+        shown = logprobs.Chat(logprobs.Texts(tokenizer))
+        return [ChatChoice(i, prompt, sampling(body, i), shown) for i in range(body.n or 1)]
+
+
+def _message(message: Message) -> dict[str, Any]:
+    """Converts a message for chat templates: content as text, and role `developer` as `system`."""
+    content = message.content
+    if isinstance(content, list):
+        content = "".join(part.text for part in content)
+    role = "system" if message.role == "developer" else message.role
+    name = {} if message.name is None else {"name": message.name}
+    return {"role": role, "content": content or "", **name}
