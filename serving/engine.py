@@ -59,8 +59,7 @@ from serving.execution.executor import (
     WayChanged,
 )
 from serving.execution.programs import Progress
-from serving.intake.admission import Admission
-from serving.intake.deadlines import Deadlines
+from serving.intake.admission import Admission, Deadlines
 from serving.intake.structure import allowed_tokens
 from serving.plan import Phase, StepControl, StepResult
 from serving.request import (

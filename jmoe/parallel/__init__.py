@@ -2,6 +2,6 @@
 
 `placement` says which device's pool holds an expert. The next layer's router, or a `probe`, guesses
 its visits; `pallas_kernels.planning` turns guesses into replicas and real visits into shares, and
-`visits` names a device for each visit. All of it is plain functions on arrays that every device can
-repeat from the same gathered bits (Libra, Algorithms 1 and 2).
+`replicas` names a device for each visit. All of it is plain functions on arrays that every device
+can repeat from the same gathered bits (Libra, Algorithms 1 and 2).
 """

@@ -1,4 +1,5 @@
-"""What a running server logs: its start, operators' changes, requests, and a status line.
+"""What a running server logs: its start, operators' changes, requests, and a status line; and how
+any front end makes such a change.
 
 Each record also has its values as fields (`extra`), for JSON logs. Only `log_start` needs jax.
 """
@@ -17,6 +18,7 @@ from serving.request import BrownoutChange, BrownoutState, Output, Priority
 
 if TYPE_CHECKING:
     from serving.engine import Engine
+
 
 log = logging.getLogger(__name__)
 
@@ -389,3 +391,24 @@ def _size(num_bytes: int) -> str:
     if num_bytes >= 2**30:
         return f"{num_bytes / 2**30:.1f} GiB"
     return f"{num_bytes / 2**20:.1f} MiB"
+
+
+async def set_brownout(engine: "Engine", change: BrownoutChange, peer: str) -> BrownoutState:
+    """Changes settings and logs that `peer` did so; if the way changes, waits until it is loaded.
+
+    If cancelled while a way is loading, the engine goes on loading it, and the other changes are
+    dropped. Raises what `Engine.set_brownout` raises.
+    """
+    before, began_at = engine.get_brownout(), time.monotonic()
+    setting = asyncio.ensure_future(engine.set_brownout(change))
+    try:
+        await asyncio.sleep(0)
+        if not setting.done():  # otherwise it was refused, or needed no loading
+            log_way_begun(change, before, peer)
+        after = await setting
+    except asyncio.CancelledError:
+        setting.cancel()
+        log_way_left(change, before, peer)
+        raise
+    log_brownout_change(change, before, after, time.monotonic() - began_at, peer)
+    return after

@@ -32,9 +32,9 @@ from serving.errors import (
     Unavailable,
     shown,
 )
-from serving.frontend.brownout import set_brownout
 from serving.frontend.page.live import Live
 from serving.frontend.page.shield import Shield
+from serving.frontend.status import set_brownout
 from serving.frontend.web import Listener
 from serving.request import BrownoutChange
 
