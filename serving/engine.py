@@ -75,9 +75,9 @@ from serving.request import (
 )
 from serving.scheduling.pace import Pace
 from serving.scheduling.policy import BE, LS, make_policy
+from serving.scheduling.queues import Share
 from serving.scheduling.scheduler import Scheduler
 from serving.scheduling.sequence import SequenceState
-from serving.scheduling.share import Share
 from serving.scheduling.step import ScheduledStep
 from serving.settings.composes import COMPANY, why_not
 from serving.settings.reading import check

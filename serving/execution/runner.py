@@ -24,8 +24,7 @@ from jmoe.attention import page_windows
 from jmoe.family import Family
 from jmoe.model import LOOKAHEAD
 from jmoe.offloaded import Expert
-from jmoe.packed_rows import pack_row
-from jmoe.shape_rows import NUM_SHAPE_COLUMNS, everything, pack_seat
+from jmoe.packed_rows import NUM_SHAPE_COLUMNS, everything, pack_row, pack_seat
 from pallas_kernels.backend import backend
 from pallas_kernels.routing import OWN
 from serving.config import EngineConfig

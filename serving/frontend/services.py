@@ -9,7 +9,7 @@ from serving.errors import NotFound
 from serving.frontend import access, convert, status
 from serving.frontend.guard import Guard, Service
 from serving.frontend.listen import GrpcPort
-from serving.frontend.outputs import noted
+from serving.frontend.status import noted
 from serving.frontend.tracing import trace_headers
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 from serving.proto.jmoe.v1 import jmoe_pb2_grpc as rpc

@@ -1,19 +1,23 @@
 """What a running server logs: its start, operators' changes, requests, and a status line; and how
-any front end makes such a change.
+any front end makes such a change and notes a request's outputs.
 
 Each record also has its values as fields (`extra`), for JSON logs. Only `log_start` needs jax.
 """
 
 import asyncio
+import contextlib
 import logging
 import math
 import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import asdict, dataclass, fields, replace
 from operator import mul
 from typing import TYPE_CHECKING, Any
 
 from serving.errors import shown
+from serving.frontend.access import Caller
 from serving.frontend.metrics import Metrics
+from serving.frontend.tracing import RequestSpan
 from serving.request import BrownoutChange, BrownoutState, Output, Priority
 
 if TYPE_CHECKING:
@@ -412,3 +416,30 @@ async def set_brownout(engine: "Engine", change: BrownoutChange, peer: str) -> B
         raise
     log_brownout_change(change, before, after, time.monotonic() - began_at, peer)
     return after
+
+
+@contextlib.asynccontextmanager
+async def noted(
+    outputs: AsyncGenerator[Output], request_id: str, caller: Caller, span: RequestSpan
+) -> AsyncIterator[Callable[[Output], None]]:
+    """Yields a function to call with each output before it is sent.
+
+    It notes the output in the trace and the log, and charges the caller's key for new tokens (for
+    the prompt with the first output). At the end `outputs` is closed at once: a generator left to
+    the garbage collector would keep its KV pages.
+    """
+    entry = request_entry(request_id)
+    charged = 0
+
+    def note(out: Output) -> None:
+        nonlocal charged
+        span.note(out)
+        if entry is not None:
+            entry.note(out)
+        total = out.usage.prompt_tokens + out.usage.completion_tokens
+        caller.used(total - charged)
+        charged = total
+
+    async with contextlib.aclosing(outputs):
+        with entry or contextlib.nullcontext():
+            yield note

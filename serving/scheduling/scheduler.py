@@ -34,10 +34,9 @@ from serving.scheduling.policy import (
     View,
 )
 from serving.scheduling.prefixes import Brownout
-from serving.scheduling.queues import Queues, RoundRobin, of_one_model
+from serving.scheduling.queues import Queues, RoundRobin, Share, of_one_model
 from serving.scheduling.reuse import Reuse
 from serving.scheduling.sequence import SequenceState, SequenceStatus, is_best_effort
-from serving.scheduling.share import Share
 from serving.scheduling.singles import SingleRows, gathered
 from serving.scheduling.step import ScheduledStep, StagingRegions
 from serving.scheduling.waiting import QueuedClass

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jmoe.packed_rows import NEXT_TOKEN, REFUSES, pack_row
-from jmoe.shape_rows import pack_shape
+from jmoe.packed_rows import NEXT_TOKEN, REFUSES, pack_row, pack_shape
 from jmoe.tokenizer import Tokenizer
 from serving.errors import NOT_OURS, RequestFailed, ServingError, shown
 from serving.plan import Phase, Seat

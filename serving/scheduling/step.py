@@ -12,8 +12,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from jaxtyping import Float, Int
 
-from jmoe.packed_rows import DELTA_SLOT, KV_LEN, Q_LEN, SLOT, empty_deltas
-from jmoe.shape_rows import NUM_SHAPE_COLUMNS
+from jmoe.packed_rows import DELTA_SLOT, KV_LEN, NUM_SHAPE_COLUMNS, Q_LEN, SLOT, empty_deltas
 from serving.plan import (
     NUM_STAGING_REGIONS,
     Limits,

@@ -35,7 +35,7 @@ from jax import lax
 from jmoe import load, model
 from jmoe.brownout import Control
 from jmoe.forward import _forward
-from jmoe.shape_rows import NUM_SHAPE_COLUMNS, num_words, seat_size
+from jmoe.packed_rows import NUM_SHAPE_COLUMNS, num_words, seat_size
 from jmoe.shaping import make_shaping, seat
 from jmoe.steps import decode_step, draw_step, prefill_step, sample_step
 from pallas_kernels import grouped_gemm, routing

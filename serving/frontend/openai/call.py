@@ -12,12 +12,12 @@ from starlette.responses import Response
 from serving.errors import ClientLeft
 from serving.frontend.access import Caller
 from serving.frontend.openai import body as bodies
-from serving.frontend.openai.choice import Choice
 from serving.frontend.openai.door import header, request_id_of, set_request_id
+from serving.frontend.openai.endpoints import Choice
 from serving.frontend.openai.errors import HttpError
 from serving.frontend.openai.sampling import priority
 from serving.frontend.openai.schemas import Sampled
-from serving.frontend.outputs import noted
+from serving.frontend.status import noted
 from serving.frontend.tracing import RequestSpan
 from serving.request import MAX_REQUEST_ID_CHARS, Bounds, Output, ThresholdSpan, number_of
 
