@@ -299,18 +299,20 @@ def log_start(engine: "Engine", served_name: str, took_s: float) -> None:
 
 
 def _log_model(engine: "Engine", served_name: str, took_s: float) -> None:
+    from jmoe.display import count, size
+
     found = {"model": served_name, **_facts(engine), "took_s": took_s}
     log.info(
         "model %s: %s, %s parameters, %s, on %d x %s (%s); weights %s",
-        *(served_name, found["architecture"], _count(found["num_parameters"]), found["dtype"]),
-        *(found["num_devices"], found["device"], found["platform"], _size(found["weight_bytes"])),
+        *(served_name, found["architecture"], count(found["num_parameters"]), found["dtype"]),
+        *(found["num_devices"], found["device"], found["platform"], size(found["weight_bytes"])),
         extra={"event": "model", **found},
     )
     log.info(
         "capacity: %d sequences of up to %d tokens, %d KV pages of %d tokens (%s); "
         "%d programs; started in %.1f s",
         *(found["max_num_seqs"], found["max_model_len"], found["kv_pages"], found["page_size"]),
-        *(_size(found["kv_bytes"]), found["num_programs"], took_s),
+        *(size(found["kv_bytes"]), found["num_programs"], took_s),
         extra={"event": "capacity", **found},
     )
 
@@ -382,19 +384,6 @@ def _log_brownout(engine: "Engine") -> None:
             **{name: getattr(state, name) for name in _STATE_FIELDS},
         },
     )
-
-
-def _count(number: float) -> str:
-    for unit, scale in (("B", 1e9), ("M", 1e6)):
-        if number >= scale:
-            return f"{number / scale:.1f} {unit}"
-    return f"{number:,}"
-
-
-def _size(num_bytes: int) -> str:
-    if num_bytes >= 2**30:
-        return f"{num_bytes / 2**30:.1f} GiB"
-    return f"{num_bytes / 2**20:.1f} MiB"
 
 
 async def set_brownout(engine: "Engine", change: BrownoutChange, peer: str) -> BrownoutState:
