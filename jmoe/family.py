@@ -33,6 +33,9 @@ from jmoe.weights import Params, PoolHolder, ResidentWeights, Weights
 MAY_DIFFER = frozenset({"eos_token_ids"})
 """Of a configuration, what programs do not depend on."""
 
+Progress = Callable[[int, int], None] | None
+"""`(layers done, layers in all)`."""
+
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Family(Sequence[Model]):
@@ -113,7 +116,7 @@ def load_family(
     dtype: str = "bfloat16",
     *,
     ways: Sequence[int] | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress = None,
     check_weights: bool = True,
     allow_unknown_config: Sequence[str] = (),
     params_on_host: bool = False,
@@ -188,7 +191,7 @@ def load_family(
         _write_merged(reader, sharing, kind, check_weights)
     models: list[Model] = []
     for number, (name, path) in enumerate(found.items()):
-        done = _Progress(progress, number, len(found))
+        done = _counted_on(progress, number, len(found))
         params = reader.read(files[name], number, done)
         params = _shared_leaves(params, [model.params for model in models])
         weights = Weights(params, held.pool, tables[number])
@@ -226,15 +229,9 @@ def check_family(
     return found, cfgs, tokenizers
 
 
-class _Progress:
-    """Progress in layers, counted on from those of the models before."""
-
-    def __init__(self, tell: Callable[[int, int], None] | None, number: int, count: int) -> None:
-        self._tell, self._number, self._count = tell, number, count
-
-    def __call__(self, done: int, total: int) -> None:
-        if self._tell is not None:
-            self._tell(self._number * total + done, self._count * total)
+def _counted_on(tell: Progress, number: int, count: int) -> Progress:
+    """Returns progress in layers that is counted on from those of the models before."""
+    return tell and (lambda done, total: tell(number * total + done, count * total))
 
 
 def _directories(directories: Mapping[str, str | Path], revision: str) -> dict[str, Path]:
@@ -335,7 +332,7 @@ class _Reader:
     cfg: ModelConfig
     on_host: dict[Expert, ExpertPool] = field(default_factory=dict)
 
-    def read(self, files: HFLayers, number: int, progress: Callable[[int, int], None]) -> Params:
+    def read(self, files: HFLayers, number: int, progress: Progress) -> Params:
         """Returns a model's parameters. Raises CheckpointError."""
         owner, layer, _ = self.held_experts.T
         at = [

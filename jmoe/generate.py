@@ -105,8 +105,9 @@ def generate(
     max_new_tokens = integer("max_new_tokens", max_new_tokens)
     chunk_size, page_size = integer("chunk_size", chunk_size), integer("page_size", page_size)
     seed = integer("seed", seed)
-    if page_size < 1:
-        raise ValueError(f"page_size is {page_size}; it must be at least 1")
+    for name, value in (("chunk_size", chunk_size), ("page_size", page_size)):
+        if value < 1:
+            raise ValueError(f"{name} is {value}; it must be at least 1")
     token_lists = [as_tokens(model, prompt) for prompt in prompts]
     cfg = model.config
     if not token_lists:
@@ -122,8 +123,8 @@ def generate(
     given = cfg.eos_token_ids if stop_token_ids is None else stop_token_ids
     stops = {integer("a stop token", token) for token in given}
     sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
-    run = _Run(model, token_lists, longest, brownout, page_size, sampling, seed)
-    run.prefill(chunk_size)
+    run = _Run(model, token_lists, longest, brownout, page_size, chunk_size, sampling, seed)
+    run.prefill()
     for step in range(max_new_tokens):
         if progress is not None:
             progress(step, max_new_tokens)
@@ -181,11 +182,16 @@ def _check_sampling(temperature: float, top_k: int, top_p: float) -> None:
 class _Run:
     """Steps and outputs of one call; sequence i owns slot i."""
 
-    def __init__(self, model, prompts, longest, brownout, page_size, sampling, seed) -> None:
+    def __init__(self, model, prompts, longest, brownout, page_size, chunk, sampling, seed) -> None:
         count = len(prompts)
-        self.prompts, self.sampling, self.seed = prompts, sampling, seed
+        self.prompts, self.chunk_size, self.sampling, self.seed = prompts, chunk, sampling, seed
         self.stepper = Stepper(
-            model, brownout, num_slots=count, max_len=longest, page_size=page_size
+            model,
+            brownout,
+            num_slots=count,
+            max_len=longest,
+            page_size=page_size,
+            max_chunk=chunk,
         )
         self.tokens: list[list[int]] = [[] for _ in prompts]
         self.logprobs: list[list[float]] = [[] for _ in prompts]
@@ -202,13 +208,11 @@ class _Run:
         self.newest_logprob[indices] = np.asarray(out.logprobs)[:count]
         self.degraded[indices] += np.asarray(out.degraded)[:count]
 
-    def prefill(self, chunk_size: int) -> None:
+    def prefill(self) -> None:
         """Feeds every prompt, chunks of several prompts together while they fit."""
-        if chunk_size < 1:
-            raise ValueError(f"chunk_size is {chunk_size}; it must be at least 1")
         done = [0] * len(self.prompts)
         while any(d < len(p) for d, p in zip(done, self.prompts, strict=True)):
-            room, tokens, indices, rows = chunk_size, [], [], []
+            room, tokens, indices, rows = self.chunk_size, [], [], []
             for i, prompt in enumerate(self.prompts):
                 part = prompt[done[i] : done[i] + room]
                 if not part:

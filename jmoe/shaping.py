@@ -13,8 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jmoe.sampling import Sampling, sample, token_logprobs
-from jmoe.shape_rows import (
+from jmoe.packed_rows import (
     FREQUENCY,
     HEAD,
     MAX_BIASES,
@@ -26,6 +25,7 @@ from jmoe.shape_rows import (
     SHAPED,
     TOP,
 )
+from jmoe.sampling import Sampling, sample, token_logprobs
 
 
 class Shaping(NamedTuple):
@@ -52,7 +52,7 @@ def make_shaping(num_slots: int, vocab_size: int) -> Shaping:
 
 
 def seat(shaping: Shaping, told: Int[Array, "1 n"]) -> Shaping:
-    """Fills a slot as its sequence needs it. `told` is made by `jmoe.shape_rows.pack_seat`; a slot
+    """Fills a slot as its sequence needs it. `told` is made by `jmoe.packed_rows.pack_seat`; a slot
     of -1 changes nothing.
     """
     told = told[0]
@@ -100,7 +100,7 @@ def draw(
         sampling: rows of temperature 0 take the likeliest of what is left.
         positions: that the tokens will have.
         slots: of rows; -1 is padding.
-        shapes: by `jmoe.shape_rows.pack_shape`; zeros for a row that is not shaped.
+        shapes: by `jmoe.packed_rows.pack_shape`; zeros for a row that is not shaped.
         allowed: a bit a token, the lowest first: what a row may draw. All ones: anything.
         truncate: as in `sample`.
     """

@@ -23,7 +23,8 @@ from jmoe.steps import (
 
 
 class Stepper:
-    """The device state of one run. Slot s always owns the same pages, enough for `max_len`.
+    """The device state of one run. Slot s always owns the same pages, enough for `max_len`; over a
+    window they are used in turn.
 
     Args:
         model: as `jmoe.load` returns it.
@@ -31,6 +32,8 @@ class Stepper:
         num_slots: sequences there can be.
         max_len: positions of the longest.
         page_size: positions a KV page.
+        max_chunk: positions that a sequence goes on by in a step, at most, each once; None: any
+            number, over positions that were there before, too, and no page is used again.
 
     Raises ValueError for a way the model does not have, and for a model that is spread over a mesh;
     its steps do where a user's own strategy fails.
@@ -44,6 +47,7 @@ class Stepper:
         num_slots: int,
         max_len: int,
         page_size: int = 16,
+        max_chunk: int | None = None,
     ) -> None:
         if model.home is not None:
             raise ValueError(
@@ -54,17 +58,21 @@ class Stepper:
         self.model = model
         self.use(brownout)
         self._no_deltas = jnp.asarray(empty_deltas(1))
+        slots, each = np.arange(num_slots, dtype=np.int32)[:, None], []
+        for window in page_windows(model.config):
+            reached = window + max_chunk - 1 if window and max_chunk else max_len
+            each.append(min(blocks, -(-(reached - 1) // page_size) + 1))
         state = make_state(
             model.config,
             num_slots=num_slots,
-            num_pages=num_slots * blocks,
+            num_pages=tuple(num_slots * count for count in each),
             page_size=page_size,
             max_blocks=blocks,
             dtype=model.dtype,
         )
-        pages = np.arange(num_slots * blocks, dtype=np.int32).reshape(num_slots, blocks)
-        pages = np.repeat(pages, len(page_windows(model.config)), axis=1)  # alike in each group
-        self._state = state._replace(block_table=jnp.asarray(pages))
+        tables = [slots * count + np.arange(blocks, dtype=np.int32) % count for count in each]
+        table = np.stack(tables, axis=-1).reshape(num_slots, -1)
+        self._state = state._replace(block_table=jnp.asarray(table))
 
     def use(self, brownout: Brownout | None) -> None:
         """Runs further steps under another setting. Raises ValueError as when this is made."""

@@ -1,7 +1,7 @@
 """What the ops may use on the backend they are traced for: Mosaic kernels, batched or loops."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from functools import cache
 from typing import Any
@@ -99,15 +99,19 @@ def note(op: str, *, kernel: bool = False, has_batched: bool = True) -> None:
 
 
 @contextmanager
-def batched_only() -> Iterator[None]:
-    """Takes the batched form of every op that is traced within it, on any backend, as on an
-    A100.
-    """
-    token = _batched_only.set(True)
+def _within(choice: ContextVar[bool]) -> Iterator[None]:
+    token = choice.set(True)
     try:
         yield
     finally:
-        _batched_only.reset(token)
+        choice.reset(token)
+
+
+def batched_only() -> AbstractContextManager[None]:
+    """Takes the batched form of every op that is traced within it, on any backend, as on an
+    A100.
+    """
+    return _within(_batched_only)
 
 
 def check_ptxas(version: int | None) -> None:
@@ -144,16 +148,11 @@ def ptxas_version() -> int | None:
         return None
 
 
-@contextmanager
-def references_only() -> Iterator[None]:
+def references_only() -> AbstractContextManager[None]:
     """Takes the XLA reference of every op that is traced within it, on any backend, for
     comparison.
     """
-    token = _references_only.set(True)
-    try:
-        yield
-    finally:
-        _references_only.reset(token)
+    return _within(_references_only)
 
 
 def trip_count(dynamic: Int[Array, ""], static: int) -> Int[Array, ""] | int:

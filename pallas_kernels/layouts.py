@@ -1,7 +1,10 @@
-"""Layouts of a warpgroup's registers, and vectors along them, for kernels under Lane semantics."""
+"""Layouts of a warpgroup's registers, vectors along them, and products, for kernels under Lane
+semantics.
+"""
 
 from typing import Any
 
+import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
@@ -46,3 +49,13 @@ def by_row(ref):
 def by_column(ref):
     """Returns a vector that has a value for each column, for use with `WGMMA`."""
     return plgpu.load(ref, layout=BY_COLUMN, optimized=False)
+
+
+def product(a, b):
+    """Computes `a @ b` in float32, of bfloat16 in shared memory."""
+
+    def multiply(acc):
+        plgpu.wgmma(acc, a, b)
+        return acc[...]
+
+    return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((a.shape[0], b.shape[1]), jnp.float32))

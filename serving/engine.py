@@ -60,8 +60,7 @@ from serving.execution.executor import (
     WayChanged,
 )
 from serving.execution.programs import Progress
-from serving.intake.admission import Admission
-from serving.intake.deadlines import Deadlines
+from serving.intake.admission import Admission, Deadlines
 from serving.intake.structure import allowed_tokens
 from serving.plan import Phase, StepControl, StepResult
 from serving.request import (
@@ -77,9 +76,9 @@ from serving.request import (
 )
 from serving.scheduling.pace import Pace
 from serving.scheduling.policy import BE, LS, make_policy
+from serving.scheduling.queues import Share
 from serving.scheduling.scheduler import Scheduler
 from serving.scheduling.sequence import SequenceState
-from serving.scheduling.share import Share
 from serving.scheduling.step import ScheduledStep
 from serving.settings.composes import COMPANY, why_not
 from serving.settings.reading import check

@@ -15,8 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from jmoe.packed_rows import EXEMPT, Q_LEN, SPARED, empty_deltas
-from jmoe.shape_rows import NUM_SHAPE_COLUMNS
+from jmoe.packed_rows import EXEMPT, NUM_SHAPE_COLUMNS, Q_LEN, SPARED, empty_deltas
 
 NUM_STAGING_REGIONS = 2
 """How many prefill steps can be under way: one, and one that is parked for it."""
@@ -160,7 +159,7 @@ class Seat(NamedTuple):
 class Shapes:
     """How a step changes rows' logits before it samples tokens."""
 
-    rows: Int[np.ndarray, "B NUM_SHAPE_COLUMNS"]  # by jmoe.shape_rows; zeros: unchanged
+    rows: Int[np.ndarray, "B NUM_SHAPE_COLUMNS"]  # by jmoe.packed_rows; zeros: unchanged
     seats: Sequence[Seat]
     waits: bool  # for `Draws.draw` to say which tokens rows may have
     allowed: Int[np.ndarray, "B W"] | None = None

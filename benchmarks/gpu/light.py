@@ -237,7 +237,7 @@ def _difference(out: list[Any], want: list[Any]) -> dict[str, Any]:
 def op_sizes(*, dry: bool) -> Any:
     """Returns the sizes of the kernel cases."""
     from benchmarks.kernels import cases
-    from pallas_kernels.shapes import MODELS
+    from benchmarks.kernels.shapes import MODELS
 
     if dry:
         return cases.DRY

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from pallas_kernels.shapes import MODELS, QWEN3_30B_A3B, QWEN15_MOE_A27B, Shape
+from benchmarks.kernels.shapes import MODELS, QWEN3_30B_A3B, QWEN15_MOE_A27B, Shape
 
 OPS = (
     "grouped_gemm",

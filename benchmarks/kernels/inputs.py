@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.kernels.shapes import Shape
 from pallas_kernels.grouped_gemm import QuantizedWeights, quantize
-from pallas_kernels.shapes import Shape
 
 DTYPE = jnp.bfloat16
 NUM_LAYERS, LAYER = 2, 1  # of the KV cache; a layer other than the first, so that its index counts

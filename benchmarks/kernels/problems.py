@@ -19,13 +19,13 @@ from benchmarks.kernels.cases import (
     count_moe_mlp,
 )
 from benchmarks.kernels.inputs import DTYPE, LAYER, NUM_LAYERS, Pools, choices, normal, pages
+from benchmarks.kernels.shapes import QWEN3_30B_A3B, QWEN15_MOE_A27B
 from pallas_kernels import grouped_gemm, routing
 from pallas_kernels.backend import references_only
 from pallas_kernels.kv_write import Projection, write_kv
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paged_attention import plan as plan_decode
 from pallas_kernels.prefill_attention import prefill_attention
-from pallas_kernels.shapes import QWEN3_30B_A3B, QWEN15_MOE_A27B
 
 TOLERANCE = 1e-2
 """Relative Frobenius error against float32. bfloat16 operands and results cost about 3e-3."""

@@ -18,7 +18,7 @@ from serving.bench.fake import FakeRunner
 from serving.config import BrownoutConfig, EngineConfig, ServerConfig
 from serving.engine import Engine
 from serving.execution.fitting import limits_of
-from serving.execution.in_order import InOrder
+from serving.execution.runner import InOrder
 from serving.frontend import server
 from serving.plan import Limits, StepControl, StepPlan, StepResult
 

@@ -13,12 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 
 import jmoe
+from benchmarks.kernels.shapes import BUNDLED as SHAPE
 from benchmarks.pairs.engines import step_ms_of
 from benchmarks.pairs.harness import Figures, Play
 from benchmarks.pairs.passing_time import BATCH, CONFIG
 from jmoe.packed_rows import pack_row
 from pallas_kernels import grouped_gemm, routing
-from pallas_kernels.shapes import BUNDLED as SHAPE
 from serving.config import BrownoutConfig
 from serving.engine import Engine
 from serving.execution.buckets import Key

@@ -49,6 +49,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.layouts import product
 from pallas_kernels.paged_attention.common import NONE, PARAMS, TINY, Sizes, sizes_of, splat
 from pallas_kernels.paged_attention.merge import merge
 from pallas_kernels.paged_attention.schedule import At, Run, Schedule
@@ -250,7 +251,7 @@ def _attend_piece(sizes: Sizes, refs: _Refs, scale: float, run: Run, at: At, ahe
         parts = _locate(sizes, refs, run, ahead)  # early: to read their ids takes some time
 
         plgpu.barrier_wait(k_full)
-        s = _product(k_smem, refs.q_smem.T)
+        s = product(k_smem, refs.q_smem.T)
         pl.when(more)(lambda: _copy_parts(refs.k, parts, k_smem, k_full))
         more_pieces = (i == count - 1) & (after.tile < run.stop)
         pl.when(more_pieces)(lambda: _copy_queries(sizes, refs, run, after))
@@ -267,7 +268,7 @@ def _attend_piece(sizes: Sizes, refs: _Refs, scale: float, run: Run, at: At, ahe
         plgpu.barrier_wait(v_full)
         pl.when(valid < tile.tokens)(lambda: _clear_rows(v_smem, valid))
         plgpu.commit_smem()
-        acc = acc * _to_rows(keep, acc.shape) + _product(v_smem.T, refs.p_smem.T)
+        acc = acc * _to_rows(keep, acc.shape) + product(v_smem.T, refs.p_smem.T)
         pl.when(more)(lambda: _copy_parts(refs.v, parts, v_smem, v_full))
         return run.step(ahead, 1), new_top, norm, acc
 
@@ -353,16 +354,6 @@ def _copy_parts(paged, parts: list[_Part], smem, full):
     """Starts the copies of one tile; `full` counts them."""
     for part in parts:
         plgpu.copy_gmem_to_smem(paged.at[part.index], smem.at[part.rows], full)
-
-
-def _product(a, b):
-    """Computes `a @ b` in float32, of bfloat16 in shared memory."""
-
-    def multiply(acc):
-        plgpu.wgmma(acc, a, b)
-        return acc[...]
-
-    return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((a.shape[0], b.shape[1]), jnp.float32))
 
 
 def _clear_rows(smem, start):

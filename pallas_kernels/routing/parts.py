@@ -292,13 +292,3 @@ def by_expert(ref):
 def by_row_and_expert(ref):
     """Returns an array with a value for each row and routed expert."""
     return plgpu.load(ref, layout=EXPERTS, optimized=False)
-
-
-def product(a, b):
-    """Computes `a @ b` in float32, of bfloat16 in shared memory."""
-
-    def multiply(acc):
-        plgpu.wgmma(acc, a, b)
-        return acc[...]
-
-    return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((a.shape[0], b.shape[1]), jnp.float32))

@@ -19,6 +19,7 @@ from pallas_kernels.layouts import (
     by_row,
     down,
     iota,
+    product,
 )
 from pallas_kernels.routing.op import Grouping
 from pallas_kernels.routing.parts import (
@@ -33,7 +34,6 @@ from pallas_kernels.routing.parts import (
     Sizes,
     by_expert,
     by_row_and_expert,
-    product,
 )
 from pallas_kernels.routing.reference import BY_WEIGHT, LOWEST, TINY, no_less
 

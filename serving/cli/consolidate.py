@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from serving.cli.options import AllowUnknownConfig
+from serving.cli.options import AllowUnknownConfig, of_fields
 from serving.telemetry import logs
 from serving.telemetry.progress import progress_bar
 
@@ -54,22 +54,14 @@ def consolidate(
 
     They then fit one pool of experts (docs/consolidation.md).
     """
+    flags = locals()
     from jmoe.display import size
     from training.consolidate.run import ConsolidateConfig
     from training.consolidate.run import consolidate as run
 
-    directories = _directories(model)
-    config = ConsolidateConfig(
-        rule=rule,
-        share=share,
-        budget=budget,
-        data=_texts(data or (), directories),
-        rows=rows,
-        length=length,
-        residual_rank=residual_rank,
-        seed=seed,
-        allow_unknown_config=tuple(allow_unknown_config or ()),
-    )
+    directories, allowed = _directories(model), tuple(allow_unknown_config or ())
+    flags |= {"data": _texts(data or (), directories), "allow_unknown_config": allowed}
+    config = of_fields(ConsolidateConfig, flags)
     with progress_bar() as progress:
         done = run(directories, out, config, progress, logs.say)
     sharing = done.sharing

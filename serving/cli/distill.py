@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from serving.cli.options import AllowUnknownConfig, HubRevision
+from serving.cli.options import AllowUnknownConfig, HubRevision, of_fields
 from serving.telemetry import logs
 from serving.telemetry.progress import progress_bar
 
@@ -99,6 +99,7 @@ def distill(
     Prints what the run will take, and begins. Killed at any moment, the same command goes on where
     it was; a finished run is left as it is. The last line is the command that serves the result.
     """
+    flags = locals()
     numbers = None if ways is None else _numbers(ways)
     if device_memory_gib and not dry_run:
         raise ValueError("--device-memory-gib is for --dry-run; a run uses the memory there is")
@@ -111,25 +112,7 @@ def distill(
         )
     from training.distill import DistillConfig
 
-    config = DistillConfig(
-        objective=objective,
-        start=start,
-        grouping=grouping,
-        rows=rows,
-        steps=steps,
-        batch=batch,
-        decode_batch=decode_batch,
-        learning_rate=learning_rate,
-        held_out=held_out,
-        patience=patience,
-        eval_every=eval_every,
-        refine_steps=refine_steps,
-        refine_rows=refine_rows,
-        refine_learning_rate=refine_learning_rate,
-        length=length,
-        dtype=dtype,
-        seed=seed,
-    )
+    config = of_fields(DistillConfig, flags)
     allowed = tuple(allow_unknown_config or ())
     from jmoe.api import resolve
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from serving.cli.options import AllowUnknownConfig, Quantize
+from serving.cli.options import AllowUnknownConfig, Quantize, of_fields
 from serving.settings.plugins import own_strategy
 from serving.telemetry.progress import progress_bar
 
@@ -78,6 +78,10 @@ def evaluate(
 
     Output error as well, by strategy, way and threshold (docs/evaluation.md).
     """
+    flags = locals() | {
+        "text": tuple(text or ()),
+        "allow_unknown_config": tuple(allow_unknown_config or ()),
+    }
     from training.evaluation.items import grid, integers, parse_only, with_levels
     from training.evaluation.run import EvaluateConfig, label
     from training.evaluation.run import evaluate as run
@@ -93,22 +97,7 @@ def evaluate(
             keep.split(","),
         )
     settings = with_levels(settings) if levels else settings
-    config = EvaluateConfig(
-        model=model,
-        dtype=dtype,
-        quantize=quantize,
-        data=data,
-        generate_tasks=generate_tasks,
-        num=num,
-        text=tuple(text or ()),
-        text_window=text_window,
-        batch=batch,
-        chunk=chunk,
-        error_steps=error_steps,
-        seed=seed,
-        out=out,
-        allow_unknown_config=tuple(allow_unknown_config or ()),
-    )
+    config = of_fields(EvaluateConfig, flags)
     if sensitivity:
         _sensitivity(config, integers("ways", ways), keep, search_items)
         return

@@ -2,9 +2,10 @@
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from operator import attrgetter
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 import typer
 from typer.core import TyperCommand
@@ -75,6 +76,12 @@ TlsKey = Annotated[
     str | None,
     typer.Option(metavar="FILE", help="PEM file with its private key. Default: JMOE_TLS_KEY."),
 ]
+
+
+def of_fields[T](kind: type[T], flags: Mapping[str, Any]) -> T:
+    """Makes a dataclass of the flags that are called as its fields; others keep their defaults."""
+    named = (field.name for field in fields(cast(Any, kind)))
+    return kind(**{name: flags[name] for name in named if name in flags})
 
 
 def flag_keys() -> dict[str, str]:

@@ -4,7 +4,8 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -39,6 +40,20 @@ class _SeveralValues(TyperCommand):
                 num_values += 1
             spread.append(arg)
         return super().parse_args(ctx, spread)
+
+
+@contextmanager
+def _servers_of_its_own() -> Iterator[None]:
+    """Lets a benchmark start servers; ends the command with a message where one does not start."""
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # or it tells of every server that is started
+    from serving.bench.calibrate import CalibrationError
+    from serving.bench.launch import LaunchError
+
+    try:
+        yield
+    except (CalibrationError, LaunchError) as error:
+        print(f"jmoe: {error}", file=sys.stderr)
+        raise typer.Exit(1) from None
 
 
 @bench.command(cls=_SeveralValues)
@@ -231,16 +246,11 @@ def priority(
     At several loads, for QLLM's figures (docs/priorities.md).
     """
     flags: dict[str, Any] = {**locals(), "server_args": tuple(server_args or ())}
-    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # or it tells of every server that is started
-    from serving.bench.launch import LaunchError
-    from serving.bench.priority import PriorityConfig, run_priority
-
     flags["loads"] = _loads(loads)
-    try:
+    with _servers_of_its_own():
+        from serving.bench.priority import PriorityConfig, run_priority
+
         run_priority(PriorityConfig(**flags))
-    except LaunchError as error:
-        print(f"jmoe: {error}", file=sys.stderr)
-        raise typer.Exit(1) from None
 
 
 @bench.command()
@@ -281,17 +291,12 @@ def balance(
     One load, and how evenly devices share it (docs/expert-parallelism.md).
     """
     flags: dict[str, Any] = {**locals(), "server_args": tuple(server_args or ())}
-    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # or it tells of every server that is started
-    from serving.bench.balance import BalanceBenchConfig, run_balance
-    from serving.bench.launch import LaunchError
-
     for name in ("variants", "families"):
         flags[name] = tuple(filter(None, flags[name].split(",")))
-    try:
+    with _servers_of_its_own():
+        from serving.bench.balance import BalanceBenchConfig, run_balance
+
         run_balance(BalanceBenchConfig(**flags))
-    except LaunchError as error:
-        print(f"jmoe: {error}", file=sys.stderr)
-        raise typer.Exit(1) from None
 
 
 @bench.command()
@@ -331,17 +336,11 @@ def family(
     (docs/families.md).
     """
     flags: dict[str, Any] = {**locals(), "server_args": tuple(server_args or ())}
-    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # or it tells of every server that is started
-    from serving.bench.calibrate import CalibrationError
-    from serving.bench.family import FamilyConfig, run_family
-    from serving.bench.launch import LaunchError
-
     flags |= {"model": tuple(model), "loads": _loads(loads)}
-    try:
+    with _servers_of_its_own():
+        from serving.bench.family import FamilyConfig, run_family
+
         run_family(FamilyConfig(**flags))
-    except (CalibrationError, LaunchError) as error:
-        print(f"jmoe: {error}", file=sys.stderr)
-        raise typer.Exit(1) from None
 
 
 @bench.command()
@@ -388,7 +387,6 @@ def controllers(
     On this machine's step times or a file's, with figures for each condition (docs/controllers.md).
     """
     from serving.bench.controllers import CONDITIONS, ControllersConfig, run_controllers
-    from serving.bench.launch import LaunchError
 
     config = ControllersConfig(
         conditions=tuple(conditions.split(",")) if conditions else tuple(CONDITIONS),
@@ -405,11 +403,8 @@ def controllers(
         processes=processes,
         out=out,
     )
-    try:
+    with _servers_of_its_own():
         run_controllers(config)
-    except LaunchError as error:
-        print(f"jmoe: {error}", file=sys.stderr)
-        raise typer.Exit(1) from None
 
 
 def _mix(text: str) -> tuple[float, float, float]:
@@ -454,12 +449,9 @@ def demo(
     from asyncio import CancelledError
 
     from serving.bench.demo import DemoConfig, run_demo
-    from serving.bench.launch import LaunchError
 
     try:
-        run_demo(DemoConfig(**flags))
-    except LaunchError as error:
-        print(f"jmoe: {error}", file=sys.stderr)
-        raise typer.Exit(1) from None
+        with _servers_of_its_own():
+            run_demo(DemoConfig(**flags))
     except (KeyboardInterrupt, CancelledError):
         raise typer.Exit(130) from None

@@ -13,9 +13,8 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from jmoe.family import Family
-from jmoe.packed_rows import empty_rows, pack_row
+from jmoe.packed_rows import NUM_SHAPE_COLUMNS, empty_rows, everything, pack_row, seat_size
 from jmoe.parallel.steps import shardings
-from jmoe.shape_rows import NUM_SHAPE_COLUMNS, everything, seat_size
 from jmoe.shaping import Shaping
 from jmoe.steps import State, StepOutput
 from pallas_kernels.backend import backend
@@ -52,7 +51,7 @@ class Calls(Protocol):
         ...
 
     def seat(self, rank: int, told: Int[np.ndarray, "1 n"]) -> None:
-        """Seats a sequence in a slot of a rank; `told` is made by `jmoe.shape_rows.pack_seat`."""
+        """Seats a sequence in a slot of a rank; `told` is made by `jmoe.packed_rows.pack_seat`."""
         ...
 
     def draw(

@@ -6,7 +6,6 @@ another, each in the place of one of the set that leaves: no layer is on the dev
 whose content a resident set has as well is not copied.
 """
 
-import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -36,7 +35,6 @@ class ParamSets:
         `jmoe.steps.served`. The first `num_resident` sets are on the device then.
         """
         self.bytes_copied = 0
-        self.copied_s = 0.0
         self._thread: ThreadPoolExecutor | None = None
         num_resident = num_resident or len(params)
         if num_resident >= len(params):
@@ -107,7 +105,7 @@ class ParamSets:
 
     def _fill(self, model: int, leaving: Sequence[tuple[int, int]]) -> None:
         """Puts a set onto the device, and drops `leaving`, tensor by tensor."""
-        began, gone, found = time.perf_counter(), dict(leaving), []
+        gone, found = dict(leaving), []
         for number, key in enumerate(self._keys(model)):
             if number in gone:
                 del self._held[number, gone[number]]
@@ -116,7 +114,6 @@ class ParamSets:
                 self._held[key] = _on_device(host)
                 self.bytes_copied += host.nbytes
             found.append(self._held[key])
-        self.copied_s += time.perf_counter() - began
         self._on_device[model] = jax.tree.unflatten(self._tree, found)
 
     def _keys(self, model: int) -> list[tuple[int, int]]:

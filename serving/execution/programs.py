@@ -21,10 +21,18 @@ from jmoe.config import ModelConfig
 from jmoe.family import Family
 from jmoe.mixed import MixedWeights, mixed_decode_step
 from jmoe.model import LOOKAHEAD
-from jmoe.packed_rows import NUM_COLUMNS, NUM_CONTROL, NUM_DELTA_COLUMNS, sampling_mode
+from jmoe.packed_rows import (
+    NUM_COLUMNS,
+    NUM_CONTROL,
+    NUM_DELTA_COLUMNS,
+    NUM_SHAPE_COLUMNS,
+    everything,
+    num_words,
+    sampling_mode,
+    seat_size,
+)
 from jmoe.parallel import steps as on_mesh
 from jmoe.parallel.replicas import Replication
-from jmoe.shape_rows import NUM_SHAPE_COLUMNS, everything, num_words, seat_size
 from jmoe.shaping import Shaping, make_shaping, seat
 from jmoe.steps import (
     State,

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -23,8 +24,7 @@ from jmoe.attention import page_windows
 from jmoe.family import Family
 from jmoe.model import LOOKAHEAD
 from jmoe.offloaded import Expert
-from jmoe.packed_rows import pack_row
-from jmoe.shape_rows import NUM_SHAPE_COLUMNS, everything, pack_seat
+from jmoe.packed_rows import NUM_SHAPE_COLUMNS, everything, pack_row, pack_seat
 from pallas_kernels.backend import backend
 from pallas_kernels.routing import OWN
 from serving.config import EngineConfig
@@ -34,7 +34,6 @@ from serving.execution.device import Calls, Device
 from serving.execution.executables import Executables
 from serving.execution.executor import StepExecutor
 from serving.execution.fitting import limits_of, num_ranks_of
-from serving.execution.in_order import InOrder
 from serving.execution.kv_pages import by_memory, goes_by_memory
 from serving.execution.memory import check_memory
 from serving.execution.mixed import MixedSteps, mixed_models
@@ -517,3 +516,36 @@ def _pass_on(read: "Future[Any]", result: "Future[Any]") -> None:
         result.set_exception(error)
     else:
         result.set_result(read.result())
+
+
+class InOrder:
+    """Runs jobs in the order they were given: reads what the device computes, or launches steps.
+
+    Its thread is a daemon: one that waits for a device that hangs keeps no process alive, as a
+    `ThreadPoolExecutor`'s would.
+    """
+
+    def __init__(self, name: str) -> None:
+        """`name` is the thread's."""
+        self._jobs: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    def submit[T](self, job: Callable[[], T]) -> "Future[T]":
+        """Returns a future of what `job` returns or raises."""
+        future: Future[T] = Future()
+        self._jobs.put((future, job))
+        return future
+
+    def close(self) -> None:
+        """Ends the thread once it has run what it was given."""
+        self._jobs.put(None)
+
+    def _run(self) -> None:
+        while (given := self._jobs.get()) is not None:
+            future, job = given
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(job())
+            except BaseException as error:  # whatever it is, it belongs to who asked
+                future.set_exception(error)

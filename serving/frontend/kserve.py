@@ -18,7 +18,7 @@ from serving.errors import InvalidRequest, ServingError, shown
 from serving.frontend import kserve_tensors
 from serving.frontend.guard import Service, authorization, cut
 from serving.frontend.kserve_tensors import INPUTS, OUTPUTS, VERSION, Answer
-from serving.frontend.outputs import noted
+from serving.frontend.status import noted
 from serving.frontend.streams import Stream
 from serving.frontend.tracing import trace_headers
 from serving.proto.inference import inference_pb2 as pb

@@ -6,10 +6,10 @@ not in TYPE and HELP lines. Nothing here imports jax.
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
-from math import isnan, nan
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from math import inf, isnan, nan
 from threading import Lock
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from prometheus_client import CollectorRegistry
@@ -21,9 +21,6 @@ from prometheus_client.metrics_core import (
 )
 
 from serving.errors import DeadlineExceeded, QueuedTooLong, ServingError
-from serving.frontend.families import PREFIX, ByClass, Histogram, counter, family, gauge
-from serving.frontend.mesh_metrics import MeshLoad
-from serving.frontend.model_metrics import ModelLoad
 from serving.request import AuditState, Output, Priority
 from serving.telemetry.observer import Observer
 
@@ -33,6 +30,78 @@ if TYPE_CHECKING:
     from serving.plan import StepResult
     from serving.scheduling.sequence import SequenceState
     from serving.scheduling.step import ScheduledStep
+
+
+PREFIX = "jmoe_"
+
+
+class Histogram:
+    """A histogram that is updated once per step with the samples of all its tokens."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = np.array([*bounds, inf])
+        self.counts = np.zeros(len(self.bounds), np.int64)
+        self.sum = 0.0
+
+    def observe(self, samples: np.ndarray) -> None:
+        """Counts every sample in the first bucket whose bound it does not exceed."""
+        at = np.searchsorted(self.bounds, samples)
+        self.counts = self.counts + np.bincount(at, minlength=len(self.bounds))
+        self.sum += float(samples.sum())
+
+    @property
+    def count(self) -> int:
+        """The number of samples so far."""
+        return int(self.counts.sum())
+
+    def add_to(self, family: HistogramMetricFamily, labels: Sequence[str]) -> None:
+        """Adds this histogram to a metric family, with cumulative counts as Prometheus expects."""
+        bounds = ["+Inf" if bound == inf else str(bound) for bound in self.bounds.tolist()]
+        counts = self.counts.cumsum().tolist()
+        family.add_metric(labels, list(zip(bounds, counts, strict=True)), self.sum)
+
+
+class ByClass:
+    """A histogram for each class of requests; one metric family, with the class as label."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.of = {priority: Histogram(bounds) for priority in Priority}
+
+    @property
+    def count(self) -> int:
+        """The number of samples so far, over all classes."""
+        return sum(histogram.count for histogram in self.of.values())
+
+    def collect(self, name: str, about: str) -> HistogramMetricFamily:
+        """Returns the metric family."""
+        made = HistogramMetricFamily(PREFIX + name, about, labels=["priority"])
+        for priority, histogram in self.of.items():
+            histogram.add_to(made, [priority.value])
+        return made
+
+
+def gauge(name: str, about: str, value: float) -> Metric:
+    """Returns the family of one gauge."""
+    return GaugeMetricFamily(PREFIX + name, about, value)
+
+
+def counter(name: str, about: str, value: float) -> Metric:
+    """Returns the family of one counter."""
+    return CounterMetricFamily(PREFIX + name, about, value)
+
+
+def family(
+    kind: type, name: str, about: str, labels: str | Sequence[str], values: Mapping[Any, float]
+) -> Metric:
+    """Returns a family with a metric for each value of a label, or of several together."""
+    several = not isinstance(labels, str)
+    made = kind(PREFIX + name, about, labels=labels if several else [labels])
+    for key, value in values.items():
+        made.add_metric([str(one) for one in key] if several else [key], value)
+    return made
+
+
+_COUNTER = CounterMetricFamily
 
 PHASES = ("prefill", "decode")
 SETTLED_STEPS = 1000  # after which the times of steps are known
@@ -72,7 +141,7 @@ class Calls:
             counts = dict(self._counts)
         about = "Calls that have ended, by HTTP status or gRPC code"
         labels = ["protocol", "route", "code"]
-        return family(CounterMetricFamily, "calls", about, labels, counts)
+        return family(_COUNTER, "calls", about, labels, counts)
 
 
 class Metrics(Observer):
@@ -189,7 +258,7 @@ class Metrics(Observer):
             about, rows = "Rows an expert computed, united ones last", self.expert_rows
             counts = {at: int(count) for at, count in np.ndenumerate(rows)}
             labels = ["layer", "expert"]
-            yield family(CounterMetricFamily, "expert_rows", about, labels, counts)
+            yield family(_COUNTER, "expert_rows", about, labels, counts)
         yield from self.mesh.collect(self.engine)
         yield from _workers(self.engine)
         yield from self.by_model.collect(self.engine)
@@ -204,14 +273,14 @@ class Metrics(Observer):
         )
         yield counter("generation_tokens", "Tokens generated", self.generation_tokens)
         yield family(
-            CounterMetricFamily,
+            _COUNTER,
             "slo_violations",
             "Tokens later than the SLO of their phase",
             "phase",
             self.violations,
         )
         yield family(
-            CounterMetricFamily,
+            _COUNTER,
             "requests_expired",
             "Requests whose time ran out: their own, or that for which they may wait in the queue",
             "reason",
@@ -226,7 +295,7 @@ class Metrics(Observer):
                 yield gauge("step_time_speed", about, speed)
             ended |= {"abort": stats.requests_aborted, "error": stats.requests_failed}
         yield family(
-            CounterMetricFamily,
+            _COUNTER,
             "request_success",
             "Ended requests by reason; error: failed by the server",
             "finished_reason",
@@ -246,7 +315,7 @@ def _engine_families(engine: "Engine") -> Iterator[Metric]:
     yield counter("joins", "Parked steps whose rows another took along", scheduler.num_joins)
     evictions = {priority.value: count for priority, count in scheduler.num_evictions.items()}
     about = "Requests that gave up their pages, to be computed again"
-    yield family(CounterMetricFamily, "evictions", about, "priority", evictions)
+    yield family(_COUNTER, "evictions", about, "priority", evictions)
     usage = stats.kv_pages_used / max(stats.kv_pages_total, 1)
     yield gauge("kv_cache_usage_perc", "KV pages in use; 1 is all", usage)
     about = "KV pages that nobody has, kept for prompts that begin alike"
@@ -329,8 +398,8 @@ def _keys(access: "Access | None") -> Iterator[Metric]:
         return
     callers = access.callers.values()
     for kind, name, about, field in (
-        (CounterMetricFamily, "requests", "Requests that were let in", "num_requests"),
-        (CounterMetricFamily, "tokens", "Tokens of prompts and outputs", "num_tokens"),
+        (_COUNTER, "requests", "Requests that were let in", "num_requests"),
+        (_COUNTER, "tokens", "Tokens of prompts and outputs", "num_tokens"),
         (GaugeMetricFamily, "requests_running", "Requests under way", "num_running"),
     ):
         used = {caller.name: getattr(caller, field) for caller in callers}
@@ -341,7 +410,7 @@ def _keys(access: "Access | None") -> Iterator[Metric]:
         for reason, count in caller.refused.items()
     }
     about = "What a key asked for and may not"
-    yield family(CounterMetricFamily, "refused_by_key", about, ["key", "reason"], refused)
+    yield family(_COUNTER, "refused_by_key", about, ["key", "reason"], refused)
 
 
 def _workers(engine: "Engine | None") -> Iterator[Metric]:
@@ -359,9 +428,122 @@ def _workers(engine: "Engine | None") -> Iterator[Metric]:
     workers = list(executor.seen())
     for kind, name, about, field in (
         (GaugeMetricFamily, "up", "1: the worker is there", "is_up"),
-        (CounterMetricFamily, "stages", "Stages that a worker has run since it started", "stages"),
+        (_COUNTER, "stages", "Stages that a worker has run since it started", "stages"),
         (GaugeMetricFamily, "waiting_rows", "Rows that wait before a worker's layers", "rows"),
         (GaugeMetricFamily, "oldest_row_seconds", "How long the oldest of them waits", "oldest_s"),
     ):
         seen = {worker.name: float(getattr(worker, field)) for worker in workers}
         yield family(kind, f"worker_{name}", about, "worker", seen)
+
+
+class ModelLoad:
+    """Counters of each model's finished requests; reported only if several models are served."""
+
+    def __init__(self) -> None:
+        self.finished, self.prompt_tokens = Counter[int](), Counter[int]()
+        self.generation_tokens, self.degraded = Counter[int](), Counter[int]()
+
+    def request_finished(self, model: int, output: Output) -> None:
+        """Counts a finished request of a model."""
+        usage = output.usage
+        self.finished[model] += 1
+        self.prompt_tokens[model] += usage.prompt_tokens
+        self.generation_tokens[model] += usage.completion_tokens
+        self.degraded[model] += usage.degraded_visits
+
+    def collect(self, engine: "Engine | None") -> Iterator[Metric]:
+        """Yields metric families with the model as label."""
+        if engine is None or len(engine.names) < 2:
+            return
+        scheduler, registry, fetcher = engine.scheduler, engine.registry, engine.fetcher
+        running = Counter(s.request.model for s in list(scheduler.running))
+        waiting = Counter(s.request.model for s in scheduler.waiting)
+        for kind, name, about, counts in (
+            (_COUNTER, "requests_finished", "Requests that got their last token", self.finished),
+            (_COUNTER, "prompt_tokens", "Prompt tokens of finished requests", self.prompt_tokens),
+            (_COUNTER, "generation_tokens", "Tokens of finished requests", self.generation_tokens),
+            (_COUNTER, "degraded_visits", "Degraded visits of finished requests", self.degraded),
+            (GaugeMetricFamily, "num_requests_running", "Requests that hold pages", running),
+            (GaugeMetricFamily, "num_requests_waiting", "Requests in the queue", waiting),
+        ):
+            named = {model: counts[number] for number, model in enumerate(engine.names)}
+            yield family(kind, f"{name}_by_model", about, "model", named)
+        yield counter(
+            "mixed_steps", "Decode steps with rows of several models", scheduler.num_mixed
+        )
+        yield gauge(
+            "resident_models", "Models whose weights are on the device", registry.num_resident
+        )
+        about = "Sets of non-expert weights copied in the place of others"
+        yield counter("model_swaps", about, registry.num_swaps)
+        fetches = {reason: fetcher.fetches[reason] for reason in ("miss", "ahead")}
+        about = "Experts of host memory copied into spare slots"
+        yield family(_COUNTER, "expert_fetches", about, "reason", fetches)
+        yield counter("expert_fetched_bytes", "Bytes of those", fetcher.fetched_bytes)
+        about = "Rows that ran again, since a substitute had served what refuses one"
+        yield counter("exact_reruns", about, fetcher.num_reruns)
+
+
+class MeshLoad:
+    """Load of a mesh's devices, accumulated over steps."""
+
+    def __init__(self, imbalance: dict[str, Histogram]) -> None:
+        """`imbalance` has an empty histogram for each phase."""
+        self.imbalance = imbalance
+        self.rows: np.ndarray | None = None  # int64 [MoE layers, D], computed by experts
+        self.expected = self.right = self.copied = 0
+        self.positions = self.padding = 0.0
+
+    def step_read(self, phase: str, positions: int, result: "StepResult") -> None:
+        """Adds the results of a step's layers; `positions` is the step's, without padding."""
+        if result.device_rows is None:
+            return
+        rows = result.device_rows.astype(np.int64)
+        self.rows = rows if self.rows is None else self.rows + rows
+        if rows.any():  # each layer waits for its busiest device
+            self.imbalance[phase].observe(np.array([rows.max(1).sum() / rows.mean(1).sum()]))
+        if result.copies is not None:
+            foreseen = result.copies.copied > 0
+            self.expected += int(rows[foreseen].sum())
+            self.right += int(result.copies.right[foreseen].sum())
+            self.copied += int(result.copies.copied.sum())
+        self.positions += positions
+        self.padding += positions * result.padded_share / max(1e-9, 1 - result.padded_share)
+
+    def collect(self, engine: "Engine | None") -> Iterator[Metric]:
+        """Yields the metric families; none without a mesh."""
+        if self.rows is None:
+            return
+        about, counts = "Rows that a device's experts computed", np.ndenumerate(self.rows)
+        of_devices = {at: int(count) for at, count in counts}
+        labels = ["layer", "device"]
+        yield family(_COUNTER, "device_expert_rows", about, labels, of_devices)
+        imbalance = HistogramMetricFamily(
+            PREFIX + "imbalance_ratio",
+            "Rows of the fullest device over the mean, of a step's layers together",
+            labels=["phase"],
+        )
+        for phase, histogram in self.imbalance.items():
+            histogram.add_to(imbalance, [phase])
+        yield imbalance
+        lacking = self.padding / max(1.0, self.padding + self.positions)
+        yield gauge("padded_rows_perc", "Rows that were padding; 1 is all", lacking)
+        yield counter(
+            "expected_visits", "Visits of layers that copies were made for", self.expected
+        )
+        yield counter("expected_visits_right", "Of them, foreseen by device and expert", self.right)
+        yield counter("experts_copied", "Copies made while a step ran", self.copied)
+        mover = None if engine is None else engine.loader.mover
+        if mover is not None:
+            yield counter(
+                "experts_placed", "Copies made between steps, to stay", mover.experts_copied
+            )
+            for_long = float(np.mean(mover.imbalances()))
+            about = "Imbalance expected of the load seen lately, mean over layers"
+            yield gauge("placement_imbalance_ratio", about, for_long)
+            about = "1: copies could not be moved, and are not any more"
+            yield gauge("placement_failed", about, float(bool(mover.failure)))
+        if engine is not None and engine.model is not None:
+            copies = self.copied + (0 if mover is None else mover.experts_copied)
+            about = "Of experts that were copied between devices"
+            yield counter("expert_copy_bytes", about, copies * engine.model.pool.slot_bytes)

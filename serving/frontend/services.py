@@ -6,10 +6,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from serving.errors import NotFound
-from serving.frontend import access, brownout, convert
+from serving.frontend import access, convert, status
 from serving.frontend.guard import Guard, Service
 from serving.frontend.listen import GrpcPort
-from serving.frontend.outputs import noted
+from serving.frontend.status import noted
 from serving.frontend.tracing import trace_headers
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 from serving.proto.jmoe.v1 import jmoe_pb2_grpc as rpc
@@ -158,7 +158,7 @@ class AdminService(rpc.AdminServicer):
     async def SetBrownout(self, request: pb.SetBrownoutRequest, context: Any) -> pb.BrownoutState:
         """Changes the fields that are set; if the way changes, answers once it is loaded."""
         engine, change = self._server.ready_engine(), convert.brownout_change(request)
-        after = await brownout.set_brownout(engine, change, context.peer())
+        after = await status.set_brownout(engine, change, context.peer())
         return convert.brownout_state(after)
 
     async def GetStats(self, request: pb.GetStatsRequest, context: Any) -> pb.Stats:

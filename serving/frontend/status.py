@@ -1,22 +1,28 @@
-"""What a running server logs: its start, operators' changes, requests, and a status line.
+"""What a running server logs: its start, operators' changes, requests, and a status line; and how
+any front end makes such a change and notes a request's outputs.
 
 Each record also has its values as fields (`extra`), for JSON logs. Only `log_start` needs jax.
 """
 
 import asyncio
+import contextlib
 import logging
 import math
 import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import asdict, dataclass, fields, replace
 from operator import mul
 from typing import TYPE_CHECKING, Any
 
 from serving.errors import shown
+from serving.frontend.access import Caller
 from serving.frontend.metrics import Metrics
+from serving.frontend.tracing import RequestSpan
 from serving.request import BrownoutChange, BrownoutState, Output, Priority
 
 if TYPE_CHECKING:
     from serving.engine import Engine
+
 
 log = logging.getLogger(__name__)
 
@@ -293,18 +299,20 @@ def log_start(engine: "Engine", served_name: str, took_s: float) -> None:
 
 
 def _log_model(engine: "Engine", served_name: str, took_s: float) -> None:
+    from jmoe.display import count, size
+
     found = {"model": served_name, **_facts(engine), "took_s": took_s}
     log.info(
         "model %s: %s, %s parameters, %s, on %d x %s (%s); weights %s",
-        *(served_name, found["architecture"], _count(found["num_parameters"]), found["dtype"]),
-        *(found["num_devices"], found["device"], found["platform"], _size(found["weight_bytes"])),
+        *(served_name, found["architecture"], count(found["num_parameters"]), found["dtype"]),
+        *(found["num_devices"], found["device"], found["platform"], size(found["weight_bytes"])),
         extra={"event": "model", **found},
     )
     log.info(
         "capacity: %d sequences of up to %d tokens, %d KV pages of %d tokens (%s); "
         "%d programs; started in %.1f s",
         *(found["max_num_seqs"], found["max_model_len"], found["kv_pages"], found["page_size"]),
-        *(_size(found["kv_bytes"]), found["num_programs"], took_s),
+        *(size(found["kv_bytes"]), found["num_programs"], took_s),
         extra={"event": "capacity", **found},
     )
 
@@ -378,14 +386,49 @@ def _log_brownout(engine: "Engine") -> None:
     )
 
 
-def _count(number: float) -> str:
-    for unit, scale in (("B", 1e9), ("M", 1e6)):
-        if number >= scale:
-            return f"{number / scale:.1f} {unit}"
-    return f"{number:,}"
+async def set_brownout(engine: "Engine", change: BrownoutChange, peer: str) -> BrownoutState:
+    """Changes settings and logs that `peer` did so; if the way changes, waits until it is loaded.
+
+    If cancelled while a way is loading, the engine goes on loading it, and the other changes are
+    dropped. Raises what `Engine.set_brownout` raises.
+    """
+    before, began_at = engine.get_brownout(), time.monotonic()
+    setting = asyncio.ensure_future(engine.set_brownout(change))
+    try:
+        await asyncio.sleep(0)
+        if not setting.done():  # otherwise it was refused, or needed no loading
+            log_way_begun(change, before, peer)
+        after = await setting
+    except asyncio.CancelledError:
+        setting.cancel()
+        log_way_left(change, before, peer)
+        raise
+    log_brownout_change(change, before, after, time.monotonic() - began_at, peer)
+    return after
 
 
-def _size(num_bytes: int) -> str:
-    if num_bytes >= 2**30:
-        return f"{num_bytes / 2**30:.1f} GiB"
-    return f"{num_bytes / 2**20:.1f} MiB"
+@contextlib.asynccontextmanager
+async def noted(
+    outputs: AsyncGenerator[Output], request_id: str, caller: Caller, span: RequestSpan
+) -> AsyncIterator[Callable[[Output], None]]:
+    """Yields a function to call with each output before it is sent.
+
+    It notes the output in the trace and the log, and charges the caller's key for new tokens (for
+    the prompt with the first output). At the end `outputs` is closed at once: a generator left to
+    the garbage collector would keep its KV pages.
+    """
+    entry = request_entry(request_id)
+    charged = 0
+
+    def note(out: Output) -> None:
+        nonlocal charged
+        span.note(out)
+        if entry is not None:
+            entry.note(out)
+        total = out.usage.prompt_tokens + out.usage.completion_tokens
+        caller.used(total - charged)
+        charged = total
+
+    async with contextlib.aclosing(outputs):
+        with entry or contextlib.nullcontext():
+            yield note

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from jmoe.shape_rows import everything
+from jmoe.packed_rows import everything
 from jmoe.tokenizer import Tokenizer
 from serving.errors import NOT_OURS, InvalidRequest, Overloaded, RequestFailed, shown
 from serving.intake.limited_process import LimitedProcess, LimitExceeded

@@ -11,8 +11,16 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from jmoe.packed_rows import EXEMPT, NEXT_TOKEN, SLOT, SPARED, empty_deltas, empty_rows
-from jmoe.shape_rows import NUM_SHAPE_COLUMNS, pack_seat
+from jmoe.packed_rows import (
+    EXEMPT,
+    NEXT_TOKEN,
+    NUM_SHAPE_COLUMNS,
+    SLOT,
+    SPARED,
+    empty_deltas,
+    empty_rows,
+    pack_seat,
+)
 from serving.execution.executor import FailedRows, LostRows
 from serving.pipeline.devices import AttentionDevice, Drawn
 from serving.pipeline.messages import (

@@ -5,8 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from jmoe.packed_rows import DELTA_SLOT, Q_LEN, SLOT
-from jmoe.shape_rows import SHAPED, pack_seat
+from jmoe.packed_rows import DELTA_SLOT, Q_LEN, SHAPED, SLOT, pack_seat
 from serving.execution.executor import Completed, RankDown, RankUp
 from serving.execution.ranks import ByRank
 from serving.pipeline.messages import ATTENTION, Left, Unit, WorkerDown, WorkerUp

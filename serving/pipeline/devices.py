@@ -18,9 +18,8 @@ from jmoe import shaping
 from jmoe.config import ModelConfig
 from jmoe.experts import Pool, write_slots
 from jmoe.model import embed, head, layers_of
-from jmoe.packed_rows import SLOT, sampling_mode
+from jmoe.packed_rows import SLOT, everything, sampling_mode
 from jmoe.sampling import greedy, scored
-from jmoe.shape_rows import everything
 from jmoe.shaping import Shaping
 from jmoe.stages import StageVisits, WaitingRows, attend_stage, entering, expert_stage, merge
 from jmoe.steps import (
@@ -93,7 +92,7 @@ class AttentionDevice(Protocol):
         ...
 
     def seat(self, told: Int[np.ndarray, "n"]) -> None:
-        """Fills a slot for a sequence whose logits are changed (`jmoe.shape_rows.pack_seat`)."""
+        """Fills a slot for a sequence whose logits are changed (`jmoe.packed_rows.pack_seat`)."""
         ...
 
     def draw(

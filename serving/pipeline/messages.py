@@ -32,7 +32,7 @@ class Unit:
     layer: int = 0  # before which it waits, or that it is in
     percent: int = 100  # the threshold that it entered with
     strategy: int = 0  # likewise; 0 is zero brownout
-    shape: Int[np.ndarray, "columns"] | None = None  # how its logits change (jmoe.shape_rows)
+    shape: Int[np.ndarray, "columns"] | None = None  # how its logits change (jmoe.packed_rows)
     allowed: Int[np.ndarray, "words"] | None = None  # tokens that it may draw; None: any
     seat: Int[np.ndarray, "told"] | None = None  # of its slot, where it draws there first
     least_percent: int = 100  # of the stages that it has been in

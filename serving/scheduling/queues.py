@@ -1,11 +1,14 @@
-"""Queues of sequences that wait for a slot, one per class, each in the policy's order."""
+"""Who is next: queues of sequences that wait for a slot, one per class, each in the policy's order,
+turns of models that share one pool (Multi-MoE), and best effort's share.
+"""
 
-from collections.abc import Callable, Collection
-from itertools import islice
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from itertools import count, islice
 
 from serving.request import Priority
-from serving.scheduling.guarded import GuardedPolicy
-from serving.scheduling.policy import BE, LS
+from serving.scheduling.policy import BE, LS, GuardedPolicy
 from serving.scheduling.sequence import SequenceState
 
 MOST_SKIPPED = 32
@@ -61,3 +64,81 @@ def _asks(sequence: SequenceState, models: Collection[int] | None) -> bool:
 def of_one_model(waiting: list[SequenceState], most: int) -> list[SequenceState]:
     """Returns the first waiting sequence and others of its model, at most `most`."""
     return [s for s in waiting if s.request.model == waiting[0].request.model][:most]
+
+
+class RoundRobin:
+    """Lets models decode in turn: the one whose last decode step is longest ago goes first.
+
+    A step reads the weights of one model, so rows of different models are in different steps,
+    unless one decode step with rows of several takes less time than separate ones.
+    """
+
+    def __init__(self, mixes: Callable[[Sequence[int]], bool] | None = None) -> None:
+        """`mixes` returns whether a step with these row counts of several models pays;
+        None: never.
+        """
+        self._mixes = mixes or (lambda counts: False)
+        self._steps = count(1)
+        self._last: dict[int, int] = {}  # number of the last decode step, by model
+
+    def take(
+        self, groups: Sequence[Sequence[SequenceState]], *, for_all: bool, alone: bool = True
+    ) -> list[SequenceState]:
+        """Returns the rows of the models whose turn it is, group by group.
+
+        Models with rows in the first nonempty group take turns; with `for_all`, all models do. With
+        `alone`, only one model is chosen; otherwise as many together as pay.
+        """
+        sequences = [sequence for group in groups for sequence in group]
+        asked = [sequence.request.model for sequence in sequences]
+        if len(set(asked)) < 2:  # nothing to choose, as with one model
+            return sequences
+        rows = Counter(asked)
+        first = next(group for group in groups if group)
+        models = rows.keys() if for_all else {s.request.model for s in first}
+        line = sorted(models, key=lambda model: (self._last.get(model, 0), model))
+        chosen = line[:1] if alone else self._together(line, rows)
+        self._last |= {model: next(self._steps) for model in chosen}
+        return [s for s in sequences if s.request.model in chosen]
+
+    def _together(self, line: Sequence[int], rows: Counter[int]) -> Sequence[int]:
+        """Returns as many models from the front of the line as pay in one step."""
+        for number in range(len(line), 1, -1):
+            if self._mixes([rows[model] for model in line[:number]]):
+                return line[:number]
+        return line[:1]
+
+
+MEMORY_S = 5.0
+"""Time constant (s) of the exponentially weighted share: older steps count less and less."""
+
+
+class Share:
+    """Device time of steps that held best-effort rows, over device time of all steps; where rows
+    complete singly, best effort's positions over all.
+    """
+
+    def __init__(self, claim: float) -> None:
+        """`claim` is the share guaranteed to best effort while it has work, 0 to 1."""
+        self.claim = claim
+        self._best_effort = self._total = 0.0
+        self._at = -math.inf
+
+    def observe(self, amount: float, at: float, best_effort: float) -> None:
+        """Counts seconds or positions; `best_effort` is the part of them that it had."""
+        fade = math.exp(-(at - self._at) / MEMORY_S) if self._at > -math.inf else 0.0
+        self._best_effort = self._best_effort * fade + best_effort
+        self._total = self._total * fade + amount
+        self._at = at
+
+    @property
+    def had(self) -> float:
+        """The recent share; 1 before the first step."""
+        return self._best_effort / self._total if self._total else 1.0
+
+    @property
+    def may_park(self) -> bool:
+        """Whether best effort may be held back (its step parked, its rows passed), since it has had
+        its share.
+        """
+        return not self.claim or self.had >= self.claim

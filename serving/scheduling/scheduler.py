@@ -18,9 +18,7 @@ import numpy as np
 from jmoe.packed_rows import KV_LEN, NUM_COLUMNS, NUM_DELTA_COLUMNS, Q_LEN, SLOT
 from serving.plan import Limits, Phase
 from serving.request import Priority
-from serving.scheduling.chunks import Chunks
 from serving.scheduling.exact import ExactRows
-from serving.scheduling.guarded import GuardedPolicy
 from serving.scheduling.places import Places
 from serving.scheduling.policy import (
     BE,
@@ -28,20 +26,17 @@ from serving.scheduling.policy import (
     TOGETHER,
     Choice,
     Company,
+    GuardedPolicy,
     Order,
     Policy,
     RequestViews,
     View,
 )
 from serving.scheduling.prefixes import Brownout
-from serving.scheduling.queues import Queues, of_one_model
+from serving.scheduling.queues import Queues, RoundRobin, Share, of_one_model
 from serving.scheduling.reuse import Reuse
-from serving.scheduling.round_robin import RoundRobin
 from serving.scheduling.sequence import SequenceState, SequenceStatus, is_best_effort
-from serving.scheduling.share import Share
-from serving.scheduling.singles import SingleRows, gathered
-from serving.scheduling.staging import StagingRegions
-from serving.scheduling.step import ScheduledStep
+from serving.scheduling.step import Chunks, ScheduledStep, SingleRows, StagingRegions, gathered
 from serving.scheduling.waiting import QueuedClass
 
 FEW_DECODING = 1 / 3

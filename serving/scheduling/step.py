@@ -3,28 +3,44 @@
 All rows belong to one model, except in a mixed decode step, which is always launched whole. Other
 steps may be launched in parts of some layers each. Between two parts, rows may leave (their request
 ended or was evicted), and a step that has reached the same layer may join.
+
+Where attention and experts run on separate devices, rows complete singly: they wait in a queue
+before each layer (AMoE, section 3). They enter together as a step, and each leaves the last layer
+whenever it gets there, with whichever rows were batched with it.
 """
 
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
+from itertools import count
 
 import numpy as np
 from jaxtyping import Float, Int
 
-from jmoe.packed_rows import DELTA_SLOT, KV_LEN, Q_LEN, SLOT, empty_deltas
-from jmoe.shape_rows import NUM_SHAPE_COLUMNS
+from jmoe.packed_rows import (
+    DELTA_SLOT,
+    KV_LEN,
+    NUM_DELTA_COLUMNS,
+    NUM_SHAPE_COLUMNS,
+    Q_LEN,
+    SLOT,
+    empty_deltas,
+)
 from serving.plan import (
+    NUM_STAGING_REGIONS,
     Limits,
     Phase,
     Shapes,
+    Singles,
     StepControl,
     StepPlan,
     spare_latency_sensitive,
 )
+from serving.scheduling.exact import ExactRows
 from serving.scheduling.policy import LS, BatchView
 from serving.scheduling.prefixes import Prefix
-from serving.scheduling.sequence import SequenceState, is_best_effort
+from serving.scheduling.sequence import SequenceState, SequenceStatus, is_best_effort
 
 
 @dataclass(eq=False)
@@ -238,3 +254,214 @@ class ScheduledStep(StepPlan):
         prefill = self.phase is Phase.PREFILL
         seats = [s.seat() for s in drawn if prefill and s.shape is not None]
         return Shapes(rows, seats, waits=any(s.matcher is not None for s in drawn))
+
+
+class StagingRegions:
+    """The free regions of each rank."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._free = [list(range(NUM_STAGING_REGIONS)) for _ in range(limits.num_ranks)]
+
+    @property
+    def ranks(self) -> set[int]:
+        """The ranks with a free region."""
+        return {rank for rank, free in enumerate(self._free) if free}
+
+    def take(self, ranks: Iterable[int]) -> dict[int, int]:
+        """Takes one region on each of these ranks. Raises IndexError if a rank has none free."""
+        return {rank: self._free[rank].pop() for rank in set(ranks)}
+
+    def give_back(self, taken: Mapping[int, Iterable[int]]) -> None:
+        """Frees a step's regions, given by rank."""
+        for rank, regions in taken.items():
+            self._free[rank] += regions
+
+    def check_idle(self) -> None:
+        """Raises AssertionError unless all are free."""
+        if lost := sum(NUM_STAGING_REGIONS - len(free) for free in self._free):
+            raise AssertionError(f"{lost} regions leaked")
+
+
+class Chunks:
+    """The chunks of a prefill step that is being filled."""
+
+    def __init__(self, limits: Limits, exact: ExactRows, ranks: Set[int]) -> None:
+        """`ranks` are those that may have chunks."""
+        self._limits, self._exact, self._ranks = limits, exact, ranks
+        self._most = limits.max_prefill_tokens  # per rank
+        self._taken: list[tuple[SequenceState, list[int]]] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._taken)
+
+    @property
+    def model(self) -> int | None:
+        """The model of these prompts; None while there are none."""
+        return self._taken[0][0].request.model if self._taken else None
+
+    def ranks(self) -> list[int]:
+        """Returns the ranks with room for another token."""
+        seqs = Counter(self._limits.rank(sequence.slot) for sequence, _ in self._taken)
+        return [
+            rank
+            for rank, tokens in enumerate(self._tokens())
+            if rank in self._ranks
+            and tokens < self._most
+            and seqs[rank] < self._limits.max_prefill_seqs
+        ]
+
+    def may_take(self, sequence: SequenceState) -> bool:
+        """Returns whether the step may take a token of the sequence, if its rank has room."""
+        return self._exact.may_run(sequence) and self._room_for(sequence) > 0
+
+    def take(self, sequence: SequenceState) -> None:
+        """Takes the next chunk of a prompt, as long as its rank has room for."""
+        rank, start = self._limits.rank(sequence.slot), sequence.num_computed
+        room = min(self._most - self._tokens()[rank], self._room_for(sequence))
+        room = min(room, sequence.room - start)
+        self._taken.append((sequence, sequence.context[start : start + room]))
+
+    def drop_evicted(self) -> None:
+        """Drops chunks of sequences that were evicted to admit another one."""
+        self._taken = [c for c in self._taken if c[0].status is not SequenceStatus.WAITING]
+
+    def keep_to_bucket(self) -> None:
+        """Limits further chunks to the token bucket that the step already costs."""
+        self._most = self._limits.token_bucket(max(self._tokens()))
+
+    def pack(self) -> ScheduledStep:
+        """Makes the step, and advances its sequences as if it had run."""
+        pages_for = self._limits.pages_for
+        rows, sampled, deltas = [], [], []
+        for sequence, part in self._taken:
+            # If a sequence runs again, its last pages may not be in the device's block table yet.
+            mapped = min(sequence.prefix.num_mapped, pages_for(sequence.num_computed))
+            sequence.num_computed += len(part)
+            deltas += sequence.mapped(mapped, pages_for(sequence.num_computed))
+            ends = sequence.num_computed == len(sequence.context)
+            rows.append(sequence.packed(len(part)).copy())
+            sampled.append(ends)
+            if ends:
+                sequence.status = SequenceStatus.DECODE
+                sequence.num_sampled += 1
+        sequences, tokens = zip(*self._taken, strict=True)
+        return ScheduledStep(
+            Phase.PREFILL,
+            np.stack(rows),
+            np.array(deltas, np.int32).reshape(-1, NUM_DELTA_COLUMNS),
+            np.concatenate(tokens, dtype=np.int32),
+            model=sequences[0].request.model,
+            sequences=list(sequences),
+            sampled=sampled,
+        )
+
+    def _room_for(self, sequence: SequenceState) -> int:
+        """Returns how many tokens the sequence may have, apart from its rank's limit."""
+        if not self._exact.concerns(sequence):
+            return self._most
+        return self._exact.most - sum(len(p) for s, p in self._taken if self._exact.concerns(s))
+
+    def _tokens(self) -> list[int]:
+        """Returns the number of tokens taken on each rank."""
+        found = [0] * self._limits.num_ranks
+        for sequence, part in self._taken:
+            found[self._limits.rank(sequence.slot)] += len(part)
+        return found
+
+
+@dataclass(eq=False)
+class Entered:
+    """A row of a step, from its first layer until it has left the last one."""
+
+    step: ScheduledStep
+    at: int
+
+    @property
+    def sequence(self) -> SequenceState:
+        """The sequence that it belongs to."""
+        return self.step.sequences[self.at]
+
+
+class SingleRows:
+    """The rows that have entered, by number. A sequence is in its step until its row is taken."""
+
+    def __init__(self, limits: Limits, staging: StagingRegions) -> None:
+        """`staging` gets back what a step has of a rank once none of its rows is left there."""
+        self._limits, self._staging = limits, staging
+        self._entered: dict[int, Entered] = {}
+        self._numbers = count()
+        self.num_decoding = 0  # of the rows
+        self._rows_left = Counter[tuple[ScheduledStep, int]]()
+
+    def __len__(self) -> int:
+        """Returns the number of rows (a chunk counts as one) that have not left the last layer."""
+        return len(self._entered)
+
+    def __contains__(self, number: int) -> bool:
+        """Returns whether a row has entered, and has neither left nor been given up."""
+        return number in self._entered
+
+    def enter(self, step: ScheduledStep, now: float, *, all_urgent: bool) -> None:
+        """Lets a step's rows enter. Those of latency-sensitive sequences are urgent, or all."""
+        numbers = []
+        step.launched_at = step.started_at = now
+        for at, sequence in enumerate(step.sequences):
+            numbers.append(next(self._numbers))
+            self._entered[numbers[-1]] = Entered(step, at)
+            self._rows_left[step, self._limits.rank(sequence.slot)] += 1
+            sequence.step = step
+        self.num_decoding += len(numbers) * (step.phase is Phase.DECODE)
+        step.singles = Singles(
+            numbers,
+            step.sampled,
+            [all_urgent or s.priority is LS for s in step.sequences],
+            [step.prompt_logprobs and s.scores_prompt for s in step.sequences],
+        )
+
+    def take(self, numbers: Sequence[int]) -> list[Entered]:
+        """Takes rows out: they have left, are lost, or are given up."""
+        rows = [self._entered.pop(number) for number in numbers]
+        for row in rows:
+            step, rank = row.step, self._limits.rank(row.sequence.slot)
+            self._rows_left[step, rank] -= 1
+            if not self._rows_left[step, rank]:
+                del self._rows_left[step, rank]
+                self._staging.give_back(step.release_staging(rank))
+            row.sequence.step = None
+            self.num_decoding -= step.phase is Phase.DECODE
+        return rows
+
+    def on_rank(self, rank: int) -> list[int]:
+        """Returns the numbers of a rank's rows."""
+        ranks = {n: self._limits.rank(row.sequence.slot) for n, row in self._entered.items()}
+        return [number for number, own in ranks.items() if own == rank]
+
+    def all(self) -> list[int]:
+        """Returns the numbers of all rows."""
+        return list(self._entered)
+
+    def check_idle(self) -> None:
+        """Raises AssertionError if a row is on its way."""
+        if self._entered or self._rows_left or self.num_decoding:
+            raise AssertionError(f"{len(self._entered)} rows never left the last layer")
+
+
+def gathered(rows: Sequence[Entered], limits: Limits) -> ScheduledStep:
+    """Returns the step that rows of one phase form which left the last layer together."""
+    newest = max((row.step for row in rows), key=lambda step: step.launched_at)
+    entered_at = min(row.step.launched_at for row in rows)
+    ways = {row.step.way for row in rows}
+    return ScheduledStep(
+        newest.phase,
+        np.stack([row.step.rows[row.at] for row in rows]),
+        prompt_logprobs=any(row.step.prompt_logprobs for row in rows),
+        model=newest.model,
+        stop_layer=limits.num_layers,
+        sequences=[row.sequence for row in rows],
+        sampled=[row.step.sampled[row.at] for row in rows],
+        parts=newest.parts,
+        prefixes=[row.step.prefixes[row.at] for row in rows],
+        way=ways.pop() if len(ways) == 1 else -1,
+        launched_at=entered_at,
+        started_at=entered_at,
+    )

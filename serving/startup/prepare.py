@@ -78,6 +78,9 @@ def check_start(config: EngineConfig) -> None:
                 TensorFiles(directory)
             read_settings(directory, config.chat_template)
             ways = ways_among(united_ways(directory), config.brownout)
+            if config.mesh and not is_native(directory):
+                united = max((-(-cfg.num_experts // way) for way in ways), default=0)
+                read_load(config.balance, (cfg.num_moe_layers, cfg.num_experts + united))
             starting_strategy(config.brownout.strategy, ways[0] if ways else 0)
 
 

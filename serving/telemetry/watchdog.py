@@ -42,10 +42,6 @@ class Watchdog:
         self.ended = 0
         self._closed = threading.Event()
 
-    def note_end(self, _: object) -> None:
-        """Counts a step that has ended; a future's done callback."""
-        self.ended += 1
-
     def start(self) -> None:
         """Starts the thread."""
         if self._limit_s > 0:

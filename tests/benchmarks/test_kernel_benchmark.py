@@ -22,7 +22,7 @@ from benchmarks.kernels import (
     timing,
 )
 from benchmarks.kernels.cases import DRY, Sizes, all_cases
-from pallas_kernels.shapes import MIXTRAL_8X7B, QWEN3_30B_A3B, QWEN15_MOE_A27B, Shape
+from benchmarks.kernels.shapes import MIXTRAL_8X7B, QWEN3_30B_A3B, QWEN15_MOE_A27B, Shape
 
 pytestmark = pytest.mark.deep
 

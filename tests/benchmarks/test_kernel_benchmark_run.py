@@ -10,8 +10,8 @@ import pytest
 from benchmarks.harness import store
 from benchmarks.kernels import judge, measure, run, sweep, table, timing
 from benchmarks.kernels.cases import DRY, Case, all_cases
+from benchmarks.kernels.shapes import MODELS
 from pallas_kernels.paged_attention import paged_attention
-from pallas_kernels.shapes import MODELS
 
 pytestmark = pytest.mark.exhaustive
 

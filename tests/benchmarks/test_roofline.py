@@ -22,13 +22,10 @@ from benchmarks.kernels.cases import (
     Sizes,
     all_cases,
 )
+from benchmarks.kernels.compile_for import compile_for, h200_mesh
+from benchmarks.kernels.launches import count_launches
 from benchmarks.kernels.roofline import assumptions, attention, gemm, page, parts
-from jmoe.config import from_hf
-from pallas_kernels.compile_for import compile_for, h200_mesh
-from pallas_kernels.grouped_gemm.tiles import GemmTile, Tile
-from pallas_kernels.launches import count_launches
-from pallas_kernels.paged_attention import common, schedule
-from pallas_kernels.shapes import (
+from benchmarks.kernels.shapes import (
     DEEPSEEK_V2_LITE,
     GLM_45_AIR,
     MIXTRAL_8X7B,
@@ -38,6 +35,9 @@ from pallas_kernels.shapes import (
     QWEN15_MOE_A27B,
     Shape,
 )
+from jmoe.config import from_hf
+from pallas_kernels.grouped_gemm.tiles import GemmTile, Tile
+from pallas_kernels.paged_attention import common, schedule
 
 ROOT = Path(__file__).parents[2]
 SMALL = Shape("small", 128, 128, 8, 2, 4, 2, 128, 128)

@@ -10,8 +10,7 @@ import numpy as np
 from fake_engine import FakeEngine
 
 from serving.config import ServerConfig
-from serving.frontend.page.experts import ExpertLoad
-from serving.frontend.page.sample import Sampler
+from serving.frontend.page.live import ExpertLoad, Sampler
 from serving.frontend.server import Server
 from serving.request import Priority
 

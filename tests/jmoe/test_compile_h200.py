@@ -32,16 +32,16 @@ from compiled_steps import (
 )
 from jax import lax
 
+from benchmarks.kernels.compile_for import compile_for
+from benchmarks.kernels.launches import count_launches, count_loop_launches
 from jmoe import load, model
 from jmoe.brownout import Control
 from jmoe.forward import _forward
-from jmoe.shape_rows import NUM_SHAPE_COLUMNS, num_words, seat_size
+from jmoe.packed_rows import NUM_SHAPE_COLUMNS, num_words, seat_size
 from jmoe.shaping import make_shaping, seat
 from jmoe.steps import decode_step, draw_step, prefill_step, sample_step
 from pallas_kernels import grouped_gemm, routing
 from pallas_kernels.backend import traced_for
-from pallas_kernels.compile_for import compile_for
-from pallas_kernels.launches import count_launches, count_loop_launches
 from tests.compiled import large_results
 from tests.equal_kernels import equal_kernels_are_compiled_once
 

@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import pytest
 import yaml
 
+from benchmarks.kernels.compile_for import OTHER_GPUS, compile_for, gpu_mesh
+from benchmarks.kernels.launches import count_launches
 from jmoe.checkpoint import empty_pool
 from jmoe.config import from_hf
 from jmoe.experts import make_table
@@ -19,8 +21,6 @@ from jmoe.random_model import random_params
 from jmoe.steps import decode_step, make_state, prefill_step, served
 from jmoe.weights import Weights
 from pallas_kernels.backend import batched_only, traced_for
-from pallas_kernels.compile_for import OTHER_GPUS, compile_for, gpu_mesh
-from pallas_kernels.launches import count_launches
 from tests.compiled import large_results
 
 pytestmark = pytest.mark.deep

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jmoe.sampling import Sampling, sample
-from jmoe.shape_rows import (
+from jmoe.packed_rows import (
     NUM_SHAPE_COLUMNS,
     TOP,
     everything,
@@ -16,6 +15,7 @@ from jmoe.shape_rows import (
     pack_seat,
     pack_shape,
 )
+from jmoe.sampling import Sampling, sample
 from jmoe.shaping import draw, make_shaping, seat
 
 pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")

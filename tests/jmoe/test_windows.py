@@ -101,6 +101,22 @@ def test_chunks_and_decode_steps_over_pages_are_whole_sequences(model, chunk_siz
             )
 
 
+def test_generating_keeps_no_more_of_a_window_than_what_a_step_reads(windowed):
+    model, kept = windowed(*CASES["three kinds"][:2]), []
+
+    def note(done, most):
+        pages = [x for x in jax.live_arrays() if x.ndim == 5 and x.shape[3] == 3]
+        kept.append(sorted((x.shape[0], x.shape[1] - 1) for x in pages))
+
+    prompts = [TOKENS[0, :11].tolist(), [7]]
+    sizes = {"chunk_size": 8, "page_size": 3}
+    out = jmoe.generate(model, prompts, 40, stop_token_ids=[], progress=note, **sizes)
+    # Of the full layer 51 positions each; of windows of 9 and 3 the 16 and 10 that a chunk reaches.
+    assert kept[-1] == [(1, 2 * 6), (1, 2 * 6), (1, 2 * 17), (1, 2 * 17), (2, 2 * 4), (2, 2 * 4)]
+    logits = numpy_forward.forward(model, [prompts[0] + out.tokens[0][:-1]])[0]
+    assert out.tokens[0][-1] == np.argmax(logits)
+
+
 jitted = partial(jax.jit, static_argnums=0, static_argnames="max_active")
 PROGRAMS = jitted(prefill_step), jitted(decode_step)
 

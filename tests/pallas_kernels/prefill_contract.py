@@ -10,9 +10,9 @@ import mosaic as interpreter
 import numpy as np
 import paged
 
+from benchmarks.kernels.shapes import TINY, Shape
 from pallas_kernels.backend import batched_only
 from pallas_kernels.prefill_attention import mosaic, prefill_attention
-from pallas_kernels.shapes import TINY, Shape
 
 
 class Implementation(NamedTuple):

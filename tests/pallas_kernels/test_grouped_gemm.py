@@ -10,12 +10,12 @@ import mosaic as interpreter
 import numpy as np
 import pytest
 
+from benchmarks.kernels.shapes import TINY, Shape
 from pallas_kernels import grouped_gemm, routing
 from pallas_kernels.activation import SILU, ClampedSwiglu
 from pallas_kernels.backend import batched_only
 from pallas_kernels.grouped_gemm import mosaic
 from pallas_kernels.grouped_gemm.tiles import GemmTile, Tile
-from pallas_kernels.shapes import TINY, Shape
 
 pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
 

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 from jax import lax
 
+from benchmarks.kernels.shapes import MIXTRAL_8X7B, MODELS, QWEN3_30B_A3B, QWEN15_MOE_A27B, Shape
 from pallas_kernels import grouped_gemm, routing
 from pallas_kernels.activation import ClampedSwiglu
 from pallas_kernels.grouped_gemm import mosaic, tiles
 from pallas_kernels.grouped_gemm.tiles import GemmTile, Tile
 from pallas_kernels.routing import tile_map
-from pallas_kernels.shapes import MIXTRAL_8X7B, MODELS, QWEN3_30B_A3B, QWEN15_MOE_A27B, Shape
 
 pytestmark = pytest.mark.deep
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
+from benchmarks.kernels.shapes import MIXTRAL_8X7B
 from pallas_kernels import grouped_gemm, routing
 from pallas_kernels.grouped_gemm import QuantizedWeights, mosaic, quantize
 from pallas_kernels.grouped_gemm.tiles import GemmTile, Tile
-from pallas_kernels.shapes import MIXTRAL_8X7B
 
 BF16 = jnp.dtype(jnp.bfloat16)
 D, F, SLOTS = 256, 128, 5

@@ -10,9 +10,9 @@ import mosaic
 import numpy as np
 import pytest
 
+from benchmarks.kernels.shapes import TINY, Shape
 from pallas_kernels.kv_write import Projection, split_heads, write_kv
 from pallas_kernels.kv_write import mosaic as kernel
-from pallas_kernels.shapes import TINY, Shape
 
 pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
 

@@ -8,12 +8,9 @@ import mosaic
 import numpy as np
 import pytest
 
-from pallas_kernels.backend import references_only
-from pallas_kernels.compile_for import compile_for, h200_mesh
-from pallas_kernels.kv_write import Projection, split_heads, write_kv
-from pallas_kernels.kv_write import mosaic as kernel
-from pallas_kernels.launches import count_launches
-from pallas_kernels.shapes import (
+from benchmarks.kernels.compile_for import compile_for, h200_mesh
+from benchmarks.kernels.launches import count_launches
+from benchmarks.kernels.shapes import (
     GLM_45_AIR,
     MODELS,
     OLMOE_1B_7B,
@@ -21,6 +18,9 @@ from pallas_kernels.shapes import (
     QWEN15_MOE_A27B,
     Shape,
 )
+from pallas_kernels.backend import references_only
+from pallas_kernels.kv_write import Projection, split_heads, write_kv
+from pallas_kernels.kv_write import mosaic as kernel
 
 pytestmark = pytest.mark.deep
 

@@ -16,6 +16,7 @@ import mosaic
 import pytest
 from jax.experimental.mosaic.gpu import core
 
+from benchmarks.kernels.shapes import GLM_45_AIR
 from pallas_kernels import grouped_gemm, kv_write, paged_attention, prefill_attention, routing
 from pallas_kernels.backend import references_only, traced_for
 from pallas_kernels.grouped_gemm import mosaic as gemm_kernel
@@ -24,7 +25,6 @@ from pallas_kernels.kv_write import mosaic as kv_kernel
 from pallas_kernels.paged_attention import mosaic as paged_kernel
 from pallas_kernels.prefill_attention import mosaic as prefill_kernel
 from pallas_kernels.routing import mosaic as routing_kernel
-from pallas_kernels.shapes import GLM_45_AIR
 
 pytestmark = pytest.mark.deep
 

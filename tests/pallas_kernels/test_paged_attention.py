@@ -13,10 +13,10 @@ import numpy as np
 import paged
 import pytest
 
+from benchmarks.kernels.shapes import TINY, Shape
 from pallas_kernels.backend import batched_only
 from pallas_kernels.paged_attention import mosaic as kernel
 from pallas_kernels.paged_attention import paged_attention, tiles
-from pallas_kernels.shapes import TINY, Shape
 
 # The references are held to float64; a kernel's PTX is the same, however XLA is told to compile.
 pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")

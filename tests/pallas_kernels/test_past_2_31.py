@@ -14,12 +14,12 @@ import numpy as np
 import paged
 import pytest
 
+from benchmarks.kernels.shapes import QWEN3_30B_A3B
 from jmoe.experts import ExpertPool, write_slots
 from pallas_kernels import grouped_gemm, routing
 from pallas_kernels.kv_write import Projection, write_kv
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.prefill_attention import prefill_attention
-from pallas_kernels.shapes import QWEN3_30B_A3B
 
 pytestmark = pytest.mark.deep
 

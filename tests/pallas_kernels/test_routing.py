@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from routing_contract import CONTEXTS, MORE, ONE, Static, check_route, draw
 
+from benchmarks.kernels.shapes import MODELS, TINY
 from pallas_kernels import routing
-from pallas_kernels.shapes import MODELS, TINY
 
 pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
 

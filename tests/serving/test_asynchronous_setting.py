@@ -19,7 +19,7 @@ from serving.config import (
 )
 from serving.engine import Engine
 from serving.errors import SettingsError
-from serving.frontend.page.sample import about
+from serving.frontend.page.live import about
 from serving.frontend.server import Server
 from serving.startup.asynchronous import with_mode
 

@@ -16,8 +16,7 @@ from jmoe.sharing import Sharing
 from training.consolidate.residuals import low_rank
 from training.consolidate.rules import owners_random
 from training.family.differences import read_differences, write_differences
-from training.family.quality import rank_correlation
-from training.family.score import Items, encode_items, right_items
+from training.family.quality import Items, encode_items, rank_correlation, right_items
 from training.family.shared import Members
 from training.family.skills import SKILLS, skill_tasks
 from training.family.tune import TuneConfig, read_params, tune, tuning_batch, unite

@@ -10,9 +10,8 @@ import jmoe
 from training.distill.data import read_texts
 from training.family import quality as quality_module
 from training.family.make import STORED, TEXTS, WAY, main, restore
-from training.family.quality import GROUPS, RANKS, RULES, Quality, run
+from training.family.quality import GROUPS, RANKS, RULES, Quality, encode_items, right_items, run
 from training.family.report import tables
-from training.family.score import encode_items, right_items
 from training.family.skills import SKILLS, skill_tasks
 
 pytestmark = pytest.mark.exhaustive

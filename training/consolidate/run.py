@@ -1,7 +1,7 @@
 """`consolidate`: a map of the experts that models of one architecture share, and its file."""
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -125,9 +125,16 @@ def consolidate(
     _check_rank(config, cfg)
     data = read_data(config, cfg, tokenizers)
     prints = _fingerprints(found)
-    models = [Layers(path, layers_dtype(), **_allowed(config)) for path in found.values()]
+    allowed = config.allow_unknown_config
+    models = [Layers(path, layers_dtype(), allow_unknown_config=allowed) for path in found.values()]
     passes = 2 if config.rule == "average" or config.residual_rank else 1
-    advance = _Advance(progress, passes * len(found) * cfg.num_layers)
+    done = 0
+
+    def advance(layers: int) -> None:
+        nonlocal done
+        done += layers
+        progress("consolidate", done, passes * len(found) * cfg.num_layers)
+
     measured = measure(models, data, advance)
     owners = choose(config, measured, slots)
     merged: Tensors = {}
@@ -149,26 +156,11 @@ def consolidate(
     return Consolidation(sharing, losses, sum(tensor.nbytes for tensor in residuals.values()))
 
 
-def _allowed(config: ConsolidateConfig) -> dict[str, Any]:
-    return {"allow_unknown_config": config.allow_unknown_config}
-
-
 def layers_dtype() -> str:
     """Returns the dtype to capture in: a CPU's reference of the grouped GEMM is fast in float32, a
     GPU's kernel in bfloat16.
     """
     return "float32" if jax.default_backend() == "cpu" else "bfloat16"
-
-
-class _Advance:
-    """Reports layers of models to `progress`."""
-
-    def __init__(self, progress: Progress, total: int) -> None:
-        self._progress, self._total, self._done = progress, total, 0
-
-    def __call__(self, done: int) -> None:
-        self._done += done
-        self._progress("consolidate", self._done, self._total)
 
 
 def _slots(
@@ -275,7 +267,7 @@ def _weights(
     """Returns merged experts, and differences from those that are shared."""
     merged: Tensors = {}
     residuals: Tensors = {}
-    for layer, index in enumerate(_moe_indices(models[0].cfg)):
+    for layer, index in enumerate(np.flatnonzero(models[0].cfg.moe_layers).tolist()):
         pools = [pool for model in models if (pool := model.layer(index)[1]) is not None]
         here = owners[:, layer]
         merged |= mean_experts(layer, pools, np.flatnonzero(here[0] == MERGED).tolist())
@@ -283,10 +275,6 @@ def _weights(
             residuals |= layer_residuals(layer, pools, here, merged, prints, config.residual_rank)
         advance(len(models))
     return merged, residuals
-
-
-def _moe_indices(cfg: ModelConfig) -> Iterator[int]:
-    return (index for index, is_moe in enumerate(cfg.moe_layers) if is_moe)
 
 
 def _facts(

@@ -43,26 +43,15 @@ Progress = Callable[[str, int, int, str], None]
 _PROBE = 512  # rows that experts are compared on, for grouping by similarity
 
 
-def _silent(what: str, done: int, total: int, text: str) -> None:
-    pass
-
-
-Say = Callable[[str], None]
-
-
-def _unheard(line: str) -> None:
-    pass
-
-
 def distill(
     model_dir: Path,
     ways: Sequence[int] | None,
     data: Sequence[Path],
     out: Path,
     config: DistillConfig | None = None,
-    progress: Progress = _silent,
+    progress: Progress = lambda what, done, total, text: None,
     allow_unknown_config: Sequence[str] = (),
-    say: Say = _unheard,
+    say: Callable[[str], None] = lambda line: None,
 ) -> tuple[list[LayerResult], list[RefineResult]]:
     """Distils united experts of every way and writes `out/united.safetensors` (bfloat16).
 

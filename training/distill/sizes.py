@@ -84,11 +84,6 @@ def stream_bytes(cfg: ModelConfig, num_rows: int, length: int) -> int:
     return 4 * num_rows * length * cfg.d_model
 
 
-def optimizer_bytes(num_parameters: int) -> int:
-    """Returns the bytes of Adam's float32 moments, without its two step counts."""
-    return _MOMENTS * num_parameters
-
-
 def model_parameters(cfg: ModelConfig) -> tuple[int, int]:
     """Returns the parameters outside the routed experts, and those of the routed experts."""
     build = partial(random_params, cfg, dtype=jnp.dtype("bfloat16"))

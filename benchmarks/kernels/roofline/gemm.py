@@ -22,10 +22,10 @@ from benchmarks.kernels.roofline.parts import (
     outside,
     small,
 )
+from benchmarks.kernels.shapes import Shape
 from pallas_kernels.grouped_gemm import BLOCK_M
 from pallas_kernels.grouped_gemm.tiles import LANES, GemmTile, Tile, choose
 from pallas_kernels.routing.op import max_blocks
-from pallas_kernels.shapes import Shape
 
 ACTIVATIONS = "rows in and out of memory"
 DEQUANTIZE = "dequantization"

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from benchmarks.kernels.cases import OPS, Case, Sizes, all_cases
 from benchmarks.kernels.roofline import predict
 from benchmarks.kernels.roofline.parts import Prediction
-from pallas_kernels.shapes import MODELS, OTHER_MODELS
+from benchmarks.kernels.shapes import MODELS, OTHER_MODELS
 
 CATALOGUE = (*MODELS, *OTHER_MODELS)
 GRID = Sizes(models=CATALOGUE, quantized_models=CATALOGUE)

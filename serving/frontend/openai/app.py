@@ -17,9 +17,8 @@ from starlette.responses import Response
 from serving.errors import NotFound
 from serving.frontend.openai import answers
 from serving.frontend.openai.call import Answer
-from serving.frontend.openai.chat import ChatEndpoint
-from serving.frontend.openai.completions import CompletionEndpoint
 from serving.frontend.openai.door import DOCS_PATH, OPENAPI_PATH, Door
+from serving.frontend.openai.endpoints import ChatEndpoint, CompletionEndpoint
 from serving.frontend.openai.schemas import ChatRequest, CompletionRequest
 from serving.frontend.page import shield
 from serving.frontend.web import Listener

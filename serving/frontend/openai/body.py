@@ -10,7 +10,7 @@ from serving.errors import ClientLeft, DeadlineExceeded, shown
 from serving.frontend import convert
 from serving.frontend.inbox import MAX_MESSAGE_BYTES
 from serving.frontend.openai.errors import HttpError, SlowBody
-from serving.frontend.openai.fields import MAX_ENTRIES, REFUSED, STATE, UNKNOWN_FIELD, WANTED
+from serving.frontend.openai.schemas import MAX_ENTRIES, REFUSED, STATE, UNKNOWN_FIELD, WANTED
 from serving.frontend.origin import is_json
 from serving.request import MAX_STRUCTURE_CHARS, Bounds
 

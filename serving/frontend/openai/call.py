@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import orjson
@@ -12,15 +12,14 @@ from starlette.responses import Response
 from serving.errors import ClientLeft
 from serving.frontend.access import Caller
 from serving.frontend.openai import body as bodies
-from serving.frontend.openai.choice import Choice
 from serving.frontend.openai.door import header, request_id_of, set_request_id
+from serving.frontend.openai.endpoints import Choice
 from serving.frontend.openai.errors import HttpError
 from serving.frontend.openai.sampling import priority
 from serving.frontend.openai.schemas import Sampled
-from serving.frontend.openai.usage import usage
-from serving.frontend.outputs import noted
+from serving.frontend.status import noted
 from serving.frontend.tracing import RequestSpan
-from serving.request import MAX_REQUEST_ID_CHARS, Bounds, Output, number_of
+from serving.request import MAX_REQUEST_ID_CHARS, Bounds, Output, ThresholdSpan, number_of
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from jmoe.tokenizer import Tokenizer
     from serving.engine import Engine
     from serving.frontend.server import Server
+
 
 _EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 _DONE = b"data: [DONE]\n\n"
@@ -269,3 +269,34 @@ async def _while_there(receive: "Receive") -> AsyncIterator[None]:
         if not limit.expired():
             raise
         raise ClientLeft("the client left before its answer was whole") from None
+
+
+def usage(outputs: Sequence[Output], num_per_prompt: int = 1) -> dict[str, Any]:
+    """Returns the usage of a call, given the newest output of each of its choices.
+
+    `outputs` are ordered by prompt, with `num_per_prompt` choices for each, and each prompt counts
+    once. `degraded_share` is the share of expert visits that were degraded. The threshold fields
+    have the smallest and largest threshold (percent) that the call's steps ran under; null before
+    the first step.
+    """
+    prompt = sum(out.usage.prompt_tokens for out in outputs[::num_per_prompt])
+    cached = sum(out.usage.cached_tokens for out in outputs[::num_per_prompt])
+    completion = sum(out.usage.completion_tokens for out in outputs)
+    visits = sum(out.usage.expert_visits for out in outputs)
+    degraded = sum(out.usage.degraded_visits for out in outputs)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": cached},
+        "degraded_share": degraded / visits if visits else 0.0,
+        "prefill_threshold_percent": _span(out.prefill_threshold for out in outputs),
+        "decode_threshold_percent": _span(out.decode_threshold for out in outputs),
+    }
+
+
+def _span(spans: Iterable[ThresholdSpan | None]) -> list[int] | None:
+    there = [span for span in spans if span is not None]
+    if not there:
+        return None
+    return [min(span.min_percent for span in there), max(span.max_percent for span in there)]

@@ -32,9 +32,9 @@ from serving.errors import (
     Unavailable,
     shown,
 )
-from serving.frontend.brownout import set_brownout
 from serving.frontend.page.live import Live
 from serving.frontend.page.shield import Shield
+from serving.frontend.status import set_brownout
 from serving.frontend.web import Listener
 from serving.request import BrownoutChange
 
@@ -119,7 +119,7 @@ def make_app(server: "Server", live: Live) -> FastAPI:
     async def stream(request: Request) -> Response:
         """Streams the history, then a line per second."""
         admin(request)
-        return _Stream(live, request, lambda: admin(request))
+        return _Stream(live, lambda: admin(request))
 
     @app.post("/api/brownout")
     async def brownout(request: Request) -> Response:
@@ -140,7 +140,7 @@ def make_app(server: "Server", live: Live) -> FastAPI:
 class _Stream(StreamingResponse):
     """A stream that counts as a viewer while it lasts."""
 
-    def __init__(self, live: Live, request: Request, check: Any) -> None:
+    def __init__(self, live: Live, check: Any) -> None:
         super().__init__(live.stream(check), media_type="application/x-ndjson")
         self._live = live
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jmoe.parallel import visits
+from jmoe.parallel import replicas
 from pallas_kernels import planning
 
 pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
@@ -30,8 +30,8 @@ def _shard(counts, hosts, home, **how):
     return planning.shard_visits(counts, hosts, home=home, **how)
 
 
-_devices = jax.jit(visits.device_of_visits)
-_count = jax.jit(visits.count_visits, static_argnames=("num_experts", "num_devices"))
+_devices = jax.jit(replicas.device_of_visits)
+_count = jax.jit(replicas.count_visits, static_argnames=("num_experts", "num_devices"))
 
 
 def generate(rng, devices, experts):

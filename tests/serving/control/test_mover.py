@@ -175,6 +175,11 @@ def test_a_load_file_that_is_none_is_refused(tmp_path):
     assert read_load(config) is not None  # of some model
     with pytest.raises(SettingsError, match=r"holds \(2, 2\); of this model it must .*\(3, 8\)"):
         read_load(config, (LAYERS, EXPERTS))
+    # Before anybody joins: a process 0 that fails later ends in the crash of jax's own service.
+    with pytest.raises(SettingsError, match=r"holds \(2, 2\); of this model it must .*\(5, 90\)"):
+        check_start(EngineConfig(mesh="ep=4", balance=config))
+    np.save(tmp_path / "load.npy", np.ones((5, 90)))
+    check_start(EngineConfig(mesh="ep=4", balance=config))
     lost = BalanceConfig(spare_slots=1, load_file=str(tmp_path / "none" / "load.npy"))
     with pytest.raises(SettingsError, match="there is no folder"):
         read_load(lost, (LAYERS, EXPERTS))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jmoe
-from jmoe.shape_rows import NUM_SHAPE_COLUMNS, num_words, seat_size
+from jmoe.packed_rows import NUM_SHAPE_COLUMNS, num_words, seat_size
 from serving.config import BrownoutConfig, EngineConfig
 from serving.engine import Engine
 from serving.errors import Lost, PeerLost, Unavailable

@@ -15,8 +15,8 @@ from served import CODE, Setup, failure, serving, until
 from serving.config import ServerConfig
 from serving.errors import Overloaded, ServingError
 from serving.frontend.access import Access
-from serving.frontend.outputs import noted
 from serving.frontend.server import Server
+from serving.frontend.status import noted
 from serving.request import Priority, SamplingParams
 
 MAX_LINE_BYTES = 4096

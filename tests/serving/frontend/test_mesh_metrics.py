@@ -7,8 +7,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from jmoe.experts import ExpertPool
-from serving.frontend.families import Histogram
-from serving.frontend.mesh_metrics import MeshLoad
+from serving.frontend.metrics import Histogram, MeshLoad
 from serving.plan import Copies, Phase
 
 

@@ -17,8 +17,14 @@ from serving import errors
 from serving.config import EngineConfig
 from serving.frontend.access import Access
 from serving.frontend.openai.errors import _CODES, HttpError, SlowBody, told
-from serving.frontend.openai.fields import ACCEPTED, REFUSED, STATE, SUPPORTED
-from serving.frontend.openai.schemas import ChatRequest, CompletionRequest
+from serving.frontend.openai.schemas import (
+    ACCEPTED,
+    REFUSED,
+    STATE,
+    SUPPORTED,
+    ChatRequest,
+    CompletionRequest,
+)
 
 PAGE = (Path(__file__).parents[3] / "docs" / "http.md").read_text(encoding="utf-8")
 MODELS = {"completions": CompletionRequest, "chat": ChatRequest}

@@ -26,9 +26,7 @@ from serving.errors import PermissionDenied, Unauthenticated, Unavailable
 from serving.frontend.access import Caller
 from serving.frontend.page import live as live_module
 from serving.frontend.page.app import STATIC
-from serving.frontend.page.experts import ExpertLoad
-from serving.frontend.page.live import HISTORY, MAX_VIEWERS, Live
-from serving.frontend.page.sample import Counted, Sampler
+from serving.frontend.page.live import HISTORY, MAX_VIEWERS, Counted, ExpertLoad, Live, Sampler
 from serving.frontend.page.shield import POLICY
 from serving.request import AuditState, Priority
 

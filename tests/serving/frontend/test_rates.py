@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serving.frontend.rates import MINUTE_NS, Bucket
+from serving.frontend.access import MINUTE_NS, Bucket
 
 SECOND_NS = 1_000_000_000
 

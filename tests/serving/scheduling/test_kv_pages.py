@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from serving.scheduling.pages import OutOfPages, PageAllocator
+from serving.scheduling.prefixes import OutOfPages, PageAllocator
 
 
 class Owners(RuleBasedStateMachine):

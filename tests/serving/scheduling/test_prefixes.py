@@ -4,8 +4,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serving.scheduling.pages import OutOfPages, PageAllocator
-from serving.scheduling.prefixes import EXACT, NOBODYS, Brownout, Names, PrefixPages
+from serving.scheduling.prefixes import (
+    EXACT,
+    NOBODYS,
+    Brownout,
+    Names,
+    OutOfPages,
+    PageAllocator,
+    PrefixPages,
+)
 
 PARTIAL, FULL = (2, 2), (1, 2)
 

@@ -27,9 +27,9 @@ from serving.scheduling.policy import (
     make_policy,
 )
 from serving.scheduling.prefixes import EXACT
+from serving.scheduling.queues import Share
 from serving.scheduling.scheduler import Scheduler
 from serving.scheduling.sequence import SequenceState, SequenceStatus
-from serving.scheduling.share import Share
 from tests.traces import num_traces
 
 LS, BE = Priority.LATENCY_SENSITIVE, Priority.BEST_EFFORT

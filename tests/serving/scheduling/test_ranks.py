@@ -12,9 +12,9 @@ from jmoe.packed_rows import KV_LEN, Q_LEN, SLOT, pack_row
 from serving.bench.fake import FakeRunner
 from serving.execution.ranks import ByRank
 from serving.plan import Limits, Phase, StepControl, StepPlan
-from serving.scheduling.pages import OutOfPages
 from serving.scheduling.places import Places
 from serving.scheduling.policy import Fcfs
+from serving.scheduling.prefixes import OutOfPages
 from serving.scheduling.scheduler import Scheduler
 
 LIMITS = Limits(

@@ -14,8 +14,8 @@ from serving.bench.fake import FakeRunner
 from serving.plan import Limits, Phase, StepControl
 from serving.request import Priority
 from serving.scheduling.policy import Fcfs, LsFirst
+from serving.scheduling.queues import Share
 from serving.scheduling.scheduler import Scheduler
-from serving.scheduling.share import Share
 
 LS, BE = Priority.LATENCY_SENSITIVE, Priority.BEST_EFFORT
 LAYERS = 4

@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from tokenizers_of_kinds import byte_fallback
 
 import jmoe
-from jmoe.text_stream import TextStream
-from jmoe.tokenizer import Tokenizer
+from jmoe.tokenizer import TextStream, Tokenizer
 from serving.request import MAX_STOP_CHARS
-from serving.scheduling.detokenizer import Detokenizer
+from serving.scheduling.sequence import Detokenizer
 
 
 class Letters:

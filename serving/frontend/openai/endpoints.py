@@ -1,0 +1,269 @@
+"""The endpoints of completions and of chats: prompts or messages in, choices out.
+
+A stream sends one event per token. So all bytes of an event except the text are prepared before the
+first token, and as few objects as possible are made per token.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from serving.errors import InvalidRequest, shown
+from serving.frontend.openai import logprobs
+from serving.frontend.openai.errors import HttpError
+from serving.frontend.openai.sampling import sampling
+from serving.frontend.openai.schemas import MAX_SEQUENCES, ChatRequest, CompletionRequest, Message
+from serving.request import Bounds, Chat, Output, SamplingParams
+
+if TYPE_CHECKING:
+    from jmoe.tokenizer import Tokenizer
+
+
+LogprobsFormat = logprobs.Chat | logprobs.Completion
+
+_FINISH = {None: b"null", "stop": b'"stop"', "length": b'"length"'}
+
+
+class Choice:
+    """One choice in progress. Subclasses define its JSON format."""
+
+    content: tuple[bytes, bytes]  # what surrounds the text of an event
+    first_content: bytes  # what precedes the text of the first event
+    whole_content: tuple[bytes, bytes]  # what surrounds the text of an answer that is not streamed
+
+    def __init__(
+        self,
+        index: int,
+        prompt: str | list[int] | Chat,
+        sampling: SamplingParams,
+        shown: LogprobsFormat,
+        echo: str = "",
+    ) -> None:
+        """`index` is the choice's index in the call, and `echo` is text to put before the
+        answer.
+        """
+        self.index, self.prompt, self.sampling, self.echo = index, prompt, sampling, echo
+        self.last: Output | None = None
+        self._texts: list[str] = []
+        self._format = shown
+        self._logprobs = [bytearray() for _ in shown.starts]  # the lists so far, as JSON
+
+    @property
+    def prompt_tokens(self) -> int:
+        """The number of the prompt's tokens; 0 where the engine will encode it."""
+        return len(self.prompt) if isinstance(self.prompt, list) else 0
+
+    async def take_prompt(self, out: Output) -> None:
+        """Formats the log-probabilities of the prompt, which are in the first output, in parts
+        between which other tasks run.
+        """
+        assert isinstance(self._format, logprobs.Completion)  # the only one with `echo`
+        assert isinstance(self.prompt, list)  # `choices` encoded it
+        values = (None, *out.prompt_logprobs)  # the first token has none
+        for at in range(0, len(self.prompt), logprobs.PROMPT_PIECE):
+            part = slice(at, at + logprobs.PROMPT_PIECE)
+            self._append(self._format.of_prompt(self.prompt[part], values[part]))
+            await asyncio.sleep(0)
+
+    def _append(self, lists: logprobs.Lists) -> None:
+        for so_far, new in zip(self._logprobs, lists, strict=True):
+            if so_far and new:
+                so_far += b","
+            so_far += new
+
+    def _taken(self) -> list[bytes | bytearray]:
+        """Returns the pieces of the `logprobs` object of what was appended, and forgets that."""
+        if not self.sampling.logprobs:
+            return [b"null"]
+        lists, self._logprobs = self._logprobs, [bytearray() for _ in self._logprobs]
+        return [
+            *chain.from_iterable(zip(self._format.starts, lists, strict=True)),
+            self._format.end,
+        ]
+
+    # ---- not streaming ----------------------------------------------------------------------
+
+    def take(self, out: Output) -> None:
+        """Stores an output for `whole`."""
+        if self.last is None and self.echo:
+            self._texts.append(self.echo)
+        self._texts.append(out.text)
+        if self.sampling.logprobs:
+            self._append(self._format.of(out))
+        self.last = out
+
+    def whole(self) -> list[bytes | bytearray]:
+        """Returns the choice for a response that is not streamed, as pieces of JSON."""
+        assert self.last is not None  # it is whole
+        before, after = self.whole_content
+        text = orjson.dumps("".join(self._texts))
+        return [
+            b'{"index":%d,%b%b%b,"logprobs":' % (self.index, before, text, after),
+            *self._taken(),
+            b',"finish_reason":%b}' % _FINISH[self.last.finish_reason],
+        ]
+
+    # ---- streaming --------------------------------------------------------------------------
+
+    def prepare(self, head: bytes, null_usage: bytes) -> None:
+        """Prepares the parts that all events of this choice share.
+
+        `head` has the JSON fields of the call. `null_usage` ends an event that reports no usage.
+        """
+        before, after = self.content
+        begin = b'data: {%b,"choices":[{"index":%d,' % (head, self.index)
+        self._before = begin + before
+        self._first = begin + self.first_content
+        self._after = after + b',"logprobs":'
+        self._null_usage = null_usage
+        self._begun = False
+        self._plain = self._after + b'null,"finish_reason":null}]' + null_usage + b"}\n\n"
+
+    def event(self, out: Output, usage: bytes = b"") -> bytes:
+        """Returns the event for an output; empty if there is nothing to send."""
+        is_first, self._begun, self.last = not self._begun, True, out
+        before = self._before
+        text = out.text
+        if is_first:
+            before = self._first
+            text = self.echo + text
+        if out.finish_reason is None and not self.sampling.logprobs and not usage:
+            if not text and not is_first:  # a UTF-8 character is still incomplete
+                return b""
+            return before + orjson.dumps(text) + self._plain
+        if self.sampling.logprobs:
+            self._append(self._format.of(out))
+        return b'%b%b%b%b,"finish_reason":%b}]%b}\n\n' % (
+            before,
+            orjson.dumps(text),
+            self._after,
+            b"".join(self._taken()),
+            _FINISH[out.finish_reason],
+            usage or self._null_usage,
+        )
+
+
+Prompt = str | list[int]
+
+
+class CompletionChoice(Choice):
+    """One text that continues a prompt."""
+
+    content = b'"text":', b""
+    first_content = b'"text":'
+    whole_content = content
+
+
+class CompletionEndpoint:
+    """The completions endpoint."""
+
+    request: type[Any] = CompletionRequest
+    operation = "text_completion"
+    id_prefix, object_whole, object_event = "cmpl-", "text_completion", "text_completion"
+
+    async def choices(
+        self, body: CompletionRequest, tokenizer: "Tokenizer | None", bounds: Bounds
+    ) -> list[Choice]:
+        """Returns the choices of a call, prompt by prompt. Raises InvalidRequest."""
+        prompts, n = _prompts(body.prompt), body.n or 1
+        if len(prompts) * n > MAX_SEQUENCES:
+            raise HttpError(
+                f"{len(prompts)} prompts times n {n} make {len(prompts) * n} answers; one call has "
+                f"{MAX_SEQUENCES} at most; send several calls",
+                "prompt" if len(prompts) > 1 else "n",
+            )
+        if body.best_of not in (None, n):
+            raise HttpError(
+                f"best_of is {body.best_of} and n {n}; answers are not ranked here, leave best_of "
+                "out",
+                "best_of",
+            )
+        if body.echo and body.logprobs:
+            raise HttpError(
+                f"logprobs is {body.logprobs} with echo; likeliest tokens of prompts are not "
+                "computed, send logprobs 0 for the log-probabilities of the prompt itself",
+                "logprobs",
+            )
+        texts = logprobs.Texts(tokenizer)
+        found: list[Choice] = []
+        for prompt in prompts:
+            if body.echo and tokenizer is not None:  # the tokenizer will encode or decode it
+                check = bounds.check_chars if isinstance(prompt, str) else bounds.check_tokens
+                check(len(prompt))
+            echo = await _echo(prompt, tokenizer) if body.echo else ""
+            if body.echo and body.logprobs is not None:
+                prompt = await _tokens_of(prompt, tokenizer)
+            for i in range(n):
+                shown = logprobs.Completion(texts, bool(body.logprobs))
+                found.append(CompletionChoice(len(found), prompt, sampling(body, i), shown, echo))
+        return found
+
+
+def _prompts(given: Any) -> Sequence[Prompt]:
+    """Returns the prompts as a list. Raises HttpError for an empty prompt."""
+    is_one = isinstance(given, str) or (bool(given) and isinstance(given[0], int))
+    prompts = [given] if is_one else given
+    if not prompts or not all(prompts):
+        raise HttpError(
+            f"prompt is {shown(given)}; each prompt must have a character or a token", "prompt"
+        )
+    return prompts
+
+
+async def _echo(prompt: Prompt, tokenizer: "Tokenizer | None") -> str:
+    if isinstance(prompt, str):
+        return prompt
+    if tokenizer is None:
+        raise HttpError("echo of token ids needs a tokenizer; this model has none", "echo")
+    try:
+        return await asyncio.to_thread(tokenizer.decode, prompt)
+    except (OverflowError, TypeError, ValueError):
+        raise InvalidRequest(
+            f"the prompt {shown(prompt)} has numbers that are no tokens", "prompt"
+        ) from None
+
+
+async def _tokens_of(prompt: Prompt, tokenizer: "Tokenizer | None") -> Prompt:
+    """Returns the prompt's token ids, which are needed to report a log-probability for each."""
+    if not isinstance(prompt, str):
+        return prompt
+    if tokenizer is None:
+        raise InvalidRequest("this model has no tokenizer; send token ids", "prompt")
+    return await asyncio.to_thread(tokenizer.encode, prompt)
+
+
+class ChatChoice(Choice):
+    """One message of a chat completion."""
+
+    content = b'"delta":{"content":', b"}"
+    first_content = b'"delta":{"role":"assistant","content":'
+    whole_content = b'"message":{"role":"assistant","content":', b',"refusal":null}'
+
+
+class ChatEndpoint:
+    """The chat endpoint."""
+
+    request: type[Any] = ChatRequest
+    operation = "chat"
+    id_prefix, object_whole, object_event = "chatcmpl-", "chat.completion", "chat.completion.chunk"
+
+    async def choices(
+        self, body: ChatRequest, tokenizer: "Tokenizer | None", bounds: Bounds
+    ) -> list[Choice]:
+        """Returns the choices of a call. Raises InvalidRequest."""
+        prompt = Chat([_message(one) for one in body.messages], body.chat_template_kwargs or {})
+        shown = logprobs.Chat(logprobs.Texts(tokenizer))
+        return [ChatChoice(i, prompt, sampling(body, i), shown) for i in range(body.n or 1)]
+
+
+def _message(message: Message) -> dict[str, Any]:
+    """Converts a message for chat templates: content as text, and role `developer` as `system`."""
+    content = message.content
+    if isinstance(content, list):
+        content = "".join(part.text for part in content)
+    role = "system" if message.role == "developer" else message.role
+    name = {} if message.name is None else {"name": message.name}
+    return {"role": role, "content": content or "", **name}
