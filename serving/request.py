@@ -274,6 +274,7 @@ class Request:
     timeout_is_servers: bool = False  # timeout_s is the server's default
     reuse_prefix: bool = True  # False: neither uses nor fills the prefix cache
     salt: str = ""  # requests with different ones share no prefix
+    key: str = ""  # name of the caller's API key
 
 
 @dataclass(frozen=True)
@@ -356,6 +357,15 @@ class BrownoutState:
 
 
 @dataclass(frozen=True)
+class Refused:
+    """How many requests of an API key and a class were refused for load."""
+
+    key: str  # its name; empty: callers without one
+    priority: str  # a class, or "any": none had room, and the request was not read
+    count: int
+
+
+@dataclass(frozen=True)
 class EngineStats:
     """Counters and gauges of an engine at one moment."""
 
@@ -380,3 +390,4 @@ class EngineStats:
     kv_pages_kept: int = 0  # free pages that are cached for prefix reuse
     kept_pages_evicted: int = 0  # cached pages that were evicted
     full_decode_step_s: float = math.nan  # expected, with every slot taken and no brownout
+    refused: tuple[Refused, ...] = ()  # `requests_rejected`, apart by key and class

@@ -226,10 +226,11 @@ def _engine(config: ControllersConfig, **changes: object) -> EngineConfig:
 def calibrated(
     machine: Machine, samples: Sequence[Arrival], config: ControllersConfig
 ) -> Calibration:
-    """Returns the simulated machine, measured as `serving.bench.calibrate` measures a real one."""
-    return run_simulated(
-        machine, _engine(config), lambda server: calibrate(server, samples, window_s=5.0)
-    )
+    """Returns the simulated machine, measured as `serving.bench.calibrate` measures a real one:
+    nobody is refused meanwhile.
+    """
+    engine = _engine(config, **{"engine.admission": "queue"})
+    return run_simulated(machine, engine, lambda server: calibrate(server, samples, window_s=5.0))
 
 
 def cases(machine: Machine, config: ControllersConfig) -> Iterator[tuple[str, Case]]:

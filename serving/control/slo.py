@@ -30,6 +30,9 @@ REST_S = 10.0
 light."""
 SHOWN_S = 1.0
 """Of steps over which thresholds of their own are shown as a mean."""
+LATE_TAKEN = 0.05
+"""Share of late first tokens beyond which fewer requests are taken, where late ones are refused."""
+SHRINK, GROW, LEAST_ROOM = 0.8, 1.03, 0.15
 SPENT = 5.0
 """Points above the floor from which on brownout counts as exhausted."""
 CONFIRMED = 3
@@ -154,6 +157,10 @@ class ClassControl:
     """When a token was late last, a request waited or no slot was free; at first, the first
     decision.
     """
+    room: float = 1.0
+    """Share of the time that is left for waiting up to which requests are taken, where late ones
+    are refused.
+    """
 
     @classmethod
     def make(
@@ -166,6 +173,13 @@ class ClassControl:
     def of(self, phase: Phase) -> PhaseControl:
         """Returns the control of one phase."""
         return self.prefill if phase is Phase.PREFILL else self.decode
+
+    def set_room(self, late_share: float | None) -> None:
+        """Takes fewer requests where of those that were taken too many came late, and more again
+        otherwise.
+        """
+        grows = late_share is None or late_share <= LATE_TAKEN
+        self.room = min(max(self.room * (GROW if grows else SHRINK), LEAST_ROOM), 1.0)
 
     def stop(self) -> None:
         """Stops both controllers."""
@@ -238,6 +252,12 @@ class SloAnalyser:
         self._next_update = -math.inf
         self._load = Load()  # of latency-sensitive requests; counts are now's
         self._learnt = self.strategy, self.way  # of what kind of brownout step times are
+
+    def room(self, priority: Priority) -> float:
+        """Returns what share of the time that the TTFT SLO leaves for waiting requests may expect
+        to wait, so that hardly any that is taken comes late after all.
+        """
+        return self._of(priority).room
 
     def objectives(self, priority: Priority) -> tuple[float, float]:
         """Returns a class's SLO of first tokens and of the others, in seconds; infinite without
@@ -378,6 +398,7 @@ class SloAnalyser:
             by_step, late_s = of.controller.by_step, math.inf if starved else 0.0
             prefill = of.prefill.seen(now, ttft_slo_s, of_class.oldest_s, by_step=by_step)
             decode = of.decode.seen(now, itl_slo_s, late_s, by_step=by_step)
+            of.set_room(prefill.late_share)
             if not self.controls:
                 of.stop()
                 continue

@@ -79,6 +79,7 @@ class GenerationService(rpc.GenerationServicer):
                 model=request.model,
                 reuse_prefix=request.reuse_prefix or not request.HasField("reuse_prefix"),
                 salt=caller.salt(convert.salt(request)),
+                key=caller.name,
             )
             async with noted(outputs, request_id, caller, span) as note:
                 async for out in outputs:

@@ -143,6 +143,7 @@ async def test_all_of_a_request_reaches_the_engine() -> None:
         "model": "counter",
         "reuse_prefix": False,
         "salt": ":mine",
+        "key": "",
     }
     assert second["priority"] is Priority.BEST_EFFORT
     assert re.fullmatch("[0-9a-f]{32}", second["request_id"])  # drawn
