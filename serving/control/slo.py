@@ -30,6 +30,9 @@ REST_S = 10.0
 light."""
 SHOWN_S = 1.0
 """Of steps over which thresholds of their own are shown as a mean."""
+REUSE_S = 2.0
+"""Cached pages are as good as new if steps had as much brownout within this time: thresholds go up
+and down within a burst, and its pages would be computed again and again."""
 LATE_TAKEN = 0.05
 """Share of late first tokens beyond which fewer requests are taken, where late ones are refused."""
 SHRINK, GROW, LEAST_ROOM = 0.8, 1.03, 0.15
@@ -60,6 +63,8 @@ class PhaseControl:
         self._intervals: deque[tuple[float, int]] = deque(
             maxlen=max(1, math.ceil(SHOWN_S / salc.interval_s))
         )  # the same, of those before
+        self._lowest = math.inf  # threshold of a step since the last update
+        self._lowests: deque[float] = deque(maxlen=max(1, math.ceil(REUSE_S / salc.interval_s)))
         self.in_vain = ""  # why brownout cannot keep the objective; empty: it may
         self.least_s = math.nan  # the shortest objective that it could keep, if this one is shorter
         self._num_in_vain = 0
@@ -109,11 +114,19 @@ class PhaseControl:
         self.predicted_p90_s = math.nan
         self._applied = (0.0, 0)
         self._intervals.clear()
+        self._lowest = math.inf
+        self._lowests.clear()
 
     def note_step(self, percent: float, rows: int) -> None:
         """Records that a step was launched under a threshold of its own."""
         total, count = self._applied
         self._applied = total + percent * rows, count + rows
+        self._lowest = min(self._lowest, percent)
+
+    @property
+    def lowest_percent(self) -> int:
+        """The lowest threshold, now or of a step within `REUSE_S`, in whole percent, rounded up."""
+        return -int(-min(self.threshold_percent, self._lowest, *self._lowests) // 1)
 
     @property
     def shown_percent(self) -> float:
@@ -136,6 +149,8 @@ class PhaseControl:
         """
         self._intervals.append(self._applied)
         self._applied = (0.0, 0)
+        self._lowests.append(min(self._lowest, self.threshold_percent))
+        self._lowest = math.inf
         p90_s = self.window.p90(now, self.changed_at, self._min_samples)
         shown_s = self.window.p90(now, -math.inf, self._min_samples) if by_step else p90_s
         self.p90_s = self.p90_s if shown_s is None else shown_s
@@ -300,13 +315,15 @@ class SloAnalyser:
         return StepControl(percent, self.code)
 
     def accepted(self, sequence: SequenceState) -> Brownout:
-        """Returns the brownout under which a request's prompt would be computed if it were now."""
+        """Returns the brownout under which a request's prompt would be computed if it were now, or
+        would have been a moment ago.
+        """
         request = sequence.request
         if self.strategy == "zero" or self.way_in_force < 0 or not request.allow_brownout:
             return EXACT
-        percent = self.ls.prefill.percent
+        percent = self.ls.prefill.lowest_percent
         if sequence.priority is Priority.BEST_EFFORT:
-            percent = min(percent, self.best_effort.prefill.percent)
+            percent = min(percent, self.best_effort.prefill.lowest_percent)
         return Brownout(percent, (self.code, self.way))
 
     def suffered(self, step: ScheduledStep) -> Brownout:
