@@ -267,29 +267,44 @@ class Engine:
         """The first model, which serves requests that name none; None in tests."""
         return None if self.family is None else self.family[0]
 
-    def check_admission(self, priority: Priority = LS) -> None:
-        """Raises Unavailable or Overloaded if requests of a class are not admitted now.
+    def check_admission(self, priority: Priority | None = None, key: str = "") -> None:
+        """Raises Unavailable or Overloaded if requests of a class are not admitted now; None: if
+        those of no class are.
 
-        This is cheap, so that it can be checked before a request is read. Front ends then check the
-        latency-sensitive class, so best effort is refused, too, when that class is.
+        This is cheap, so that it can be checked before a request is read. `key` names the caller's
+        API key: while the queue is long, who has more than a share of it is refused first.
         """
         if self.status != "ready":
             why = f": {self.failure}" if self.failure else ""
             raise Unavailable(
                 f"the engine is {self.status}{why}; try another replica or come back later"
             )
+        refusal: Overloaded | None = None
+        for one in Priority if priority is None else (priority,):
+            try:
+                self._check_queue(one, key)
+            except Overloaded as error:
+                refusal = refusal or error
+            else:
+                return
+        assert refusal is not None
+        self.accounts.request_refused(key, priority)
+        self._refused_at.append(self._clock())
+        raise refusal
+
+    def _check_queue(self, priority: Priority, key: str) -> None:
         admission, objective_s = self.config.admission, math.inf
-        prompts_s = steps_s = 0.0
+        requests = (sequence.request for sequence in self._open)
+        keys = (request.key for request in requests if request.priority is priority)
+        room, steps_s, prompts_s = self.admission.room(key, keys, self._clock()), 0.0, 0.0
         if admission == "objective" or (admission == "auto" and self.slo.is_own_objective):
             objective_s = self.slo.objectives(priority)[0]
             if priority is LS:
                 prompts_s, steps_s = self.slo.first_token_s(len(self.scheduler.queues[LS]))
-        try:
-            self.admission.check_queue(priority, self.scheduler, objective_s, prompts_s, steps_s)
-        except Overloaded:
-            self.accounts.counters.requests_rejected += 1
-            self._refused_at.append(self._clock())
-            raise
+        caution = self.slo.room(priority)
+        self.admission.check_queue(
+            priority, self.scheduler, objective_s, prompts_s, steps_s, room, caution
+        )
 
     async def generate(
         self,
@@ -305,19 +320,21 @@ class Engine:
         salt: str = "",
         max_degraded_percent: int = 100,
         allow_audit: bool = True,
+        key: str = "",
     ) -> AsyncGenerator[Output]:
         """Streams a request's outputs; the last one has a `finish_reason`.
 
         `model` is one of `names`; empty: the first. Closing the iterator aborts the request.
         `timeout_s` None: the server's default (`request_timeout_s`). With `reuse_prefix`, cached KV
-        pages that requests with the same `salt` have computed of the prompt are reused. At no token
+        pages that requests with the same `salt` have computed of the prompt are reused. `key` names
+        the caller, as `check_admission` has it. At no token
         is more than `max_degraded_percent` of the request's own expert visits degraded; 0 is the
         same as `allow_brownout=False`. A degraded answer may be scored again (`engine.audit`), with
         `allow_audit`.
 
         Raises NotFound, InvalidRequest, RequestFailed, and other errors of `serving.errors`.
         """
-        self.check_admission(priority)
+        self.check_admission(priority, key)
         servers = timeout_s is None and self.request_timeout_s > 0
         number = number_of(model, self.names)
         allow_brownout = allow_brownout and max_degraded_percent != 0
@@ -334,6 +351,7 @@ class Engine:
             salt,
             max_degraded_percent,
             allow_audit,
+            key,
         )
         sequence = await self._admit(request)
         try:
@@ -386,8 +404,8 @@ class Engine:
         self._check_workers(request)
         arrived_at = self._clock()
         sequence = await self.admission.sequence(request, arrived_at)
-        if not request.is_audit:
-            self.check_admission(request.priority)  # again: tokenizing a long text takes time
+        if not request.is_audit:  # again, since tokenizing a long text takes time
+            self.check_admission(request.priority, request.key)
         self.deadlines.watch(sequence)
         self.scheduler.add(sequence, self._clock())
         self.accounts.request_admitted(sequence, arrived_at)

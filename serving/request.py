@@ -277,6 +277,7 @@ class Request:
     max_degraded_percent: int = 100  # of its expert visits, at every moment
     allow_audit: bool = True  # False: its answer is never scored again
     is_audit: bool = False  # the engine's own: it scores an answer, and counts for no caller
+    key: str = ""  # name of the caller's API key
 
 
 @dataclass(frozen=True)
@@ -377,6 +378,15 @@ class AuditState:
 
 
 @dataclass(frozen=True)
+class Refused:
+    """How many requests of an API key and a class were refused for load."""
+
+    key: str  # its name; empty: callers without one
+    priority: str  # a class, or "any": none had room, and the request was not read
+    count: int
+
+
+@dataclass(frozen=True)
 class EngineStats:
     """Counters and gauges of an engine at one moment."""
 
@@ -402,3 +412,4 @@ class EngineStats:
     kept_pages_evicted: int = 0  # cached pages that were evicted
     full_decode_step_s: float = math.nan  # expected, with every slot taken and no brownout
     audits: tuple[AuditState, ...] = ()  # of each model
+    refused: tuple[Refused, ...] = ()  # `requests_rejected`, apart by key and class

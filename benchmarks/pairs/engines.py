@@ -57,9 +57,9 @@ def _random_prompts(seed: str, count: int, length: int) -> list[list[int]]:
 
 
 @asynccontextmanager
-async def prefixes(settings: Mapping[str, str], dry: bool) -> AsyncIterator[Play]:
-    """Yields what plays a setting, a value of `engine.prefix_reuse`. A play has requests that come
-    together and share their first 200 tokens, for TTFT, then 64 at a time that share nothing, for
+async def prefixes(settings: Mapping[str, dict[str, Any]], dry: bool) -> AsyncIterator[Play]:
+    """Yields what plays a setting, fields of EngineConfig. A play has requests that come together
+    and share their first 200 tokens, for TTFT, then 64 at a time that share nothing, for
     throughput.
     """
     model = jmoe.load("bundled", "float32", ways=[])
@@ -94,8 +94,8 @@ async def prefixes(settings: Mapping[str, str], dry: bool) -> AsyncIterator[Play
         }
 
     started = {
-        name: await Engine.start(replace(CONFIG, prefix_reuse=reuse), model=model)
-        for name, reuse in settings.items()
+        name: await Engine.start(replace(CONFIG, **changes), model=model)
+        for name, changes in settings.items()
     }
     async with _stopped_at_the_end(started) as engines:
         yield play

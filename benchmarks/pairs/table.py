@@ -40,7 +40,14 @@ PAIRS: dict[str, Pair] = {
     ),
     "prefix_reuse": Pair(
         "What prefix reuse saves, and what it costs where nothing is shared.",
-        {"off": "off", "on": "on"},
+        {reuse: {"prefix_reuse": reuse} for reuse in ("off", "on")},
+        prefixes,
+        ("ttft_mean_s", "ttft_p90_s", "tokens_per_s"),
+        rounds=5,
+    ),
+    "page_size": Pair(
+        "What small pages cost, with a shared beginning and without.",
+        {f"{size} tokens": {"page_size": size} for size in (64, 16)},
         prefixes,
         ("ttft_mean_s", "ttft_p90_s", "tokens_per_s"),
         rounds=5,

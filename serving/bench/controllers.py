@@ -111,6 +111,7 @@ CONDITIONS = {
     "prompts": Condition("prompts"),
     "giant prompts": Condition("giant prompts"),
     "decode only": Condition("decode only"),
+    "prefixes": Condition("prefixes", "square", 0.6),
     "thin": Condition(shape="thin"),
     "half speed": Condition(shape="steady", load=0.42, speed=0.5),
     "speed 0.8": Condition(speed=0.8),
@@ -158,7 +159,7 @@ class ControllersConfig:
 
 def samples_of(mix: str, config: "ControllersConfig | None" = None) -> list[Arrival]:
     """Returns requests of a mix, or of the lengths that `config` has instead, all at 0 s; token ids
-    are random, so that no prefix is shared.
+    are random, so that no prefix is shared but in the mix of that name.
     """
     if config is not None and config.mix:
         return _random(Lengths(*config.mix), _engine(config).max_model_len)
@@ -169,6 +170,15 @@ def samples_of(mix: str, config: "ControllersConfig | None" = None) -> list[Arri
             _random(lengths) for lengths in (Lengths(16, 16, 0.5), Lengths(200, 8, 0.0))
         )
         return [(giant if number % 16 == 15 else small)[number] for number in range(NUM_SAMPLES)]
+    if (
+        mix == "prefixes"
+    ):  # eight requests begin with the same 96 tokens, four such groups at a time
+        own = _random(Lengths(14, 12, 0.5), 128) * 8
+        shared = synthetic(Lengths(96, 1, 0.0), NUM_SAMPLES, seed=1, vocab_size=1 << 20)
+        return [
+            replace(one, prompt=(*shared[number // 32 * 4 + number % 4].prompt, *one.prompt))
+            for number, one in enumerate(own)
+        ]
     lengths = {
         "prompts": Lengths(118, 2.5, 0.4),
         "decode only": Lengths(2, 48, 0.4),
@@ -212,9 +222,10 @@ class Case(NamedTuple):
         shape = SHAPES[self.condition.shape]
         shares = shape(t, x, step_s, np.random.default_rng([seed, 1]))
         pieces = [(step_s, per_s * share) for share in shares]
-        return schedule(
-            shuffled(self.samples, seed, NUM_SAMPLES), piecewise_poisson_times(pieces, seed)
-        )
+        samples = self.samples  # new prefixes follow older ones
+        if self.condition.mix != "prefixes":
+            samples = shuffled(samples, seed, NUM_SAMPLES)
+        return schedule(samples, piecewise_poisson_times(pieces, seed))
 
 
 def _engine(config: ControllersConfig, **changes: object) -> EngineConfig:
@@ -226,10 +237,11 @@ def _engine(config: ControllersConfig, **changes: object) -> EngineConfig:
 def calibrated(
     machine: Machine, samples: Sequence[Arrival], config: ControllersConfig
 ) -> Calibration:
-    """Returns the simulated machine, measured as `serving.bench.calibrate` measures a real one."""
-    return run_simulated(
-        machine, _engine(config), lambda server: calibrate(server, samples, window_s=5.0)
-    )
+    """Returns the simulated machine, measured as `serving.bench.calibrate` measures a real one:
+    nobody is refused meanwhile.
+    """
+    engine = _engine(config, **{"engine.admission": "queue"})
+    return run_simulated(machine, engine, lambda server: calibrate(server, samples, window_s=5.0))
 
 
 def cases(machine: Machine, config: ControllersConfig) -> Iterator[tuple[str, Case]]:

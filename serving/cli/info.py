@@ -368,7 +368,11 @@ def _plain(value: Any) -> Any:
         return value if math.isfinite(value) else None
     if isinstance(value, str | int):
         return value
-    return dict(value) if isinstance(value, Mapping) else list(value)
+    if isinstance(value, Mapping):
+        return dict(value)
+    messages = (one for one in value if hasattr(one, "DESCRIPTOR"))
+    found = [{field.name: setting for field, setting in one.ListFields()} for one in messages]
+    return found or list(value)
 
 
 def _in_words(address: str, admin: str, trouble: str, messages: Sequence[Any]) -> list[Section]:
@@ -430,7 +434,8 @@ def _brownout_in_words(state: Any) -> Section:
         ("inter-token latency", latency(state.itl_p90_s, state.itl_slo_s)),
     ]
     if state.objective_state:
-        rows.append(("brownout in vain", state.objective_state))
+        refuses = state.objective_state.startswith("overloaded")
+        rows.append(("state" if refuses else "brownout in vain", state.objective_state))
     return "Brownout", rows
 
 
@@ -455,10 +460,15 @@ def _stats_in_words(stats: Any) -> Section:
     )
     reused = f"{stats.reused_tokens:,} tokens reused, {stats.kv_pages_kept:,} pages kept"
     preempted = f"{stats.parks:,} steps parked, {stats.evictions:,} requests evicted"
+    refused: dict[str, list[str]] = {}
+    for one in stats.refused:
+        said = f"{one.count:,} {one.priority.replace('_', '-')}"
+        refused.setdefault(f"refused, {f'key {one.key}' if one.key else 'no key'}", []).append(said)
     rows = [
         ("uptime", _duration(stats.uptime_s)),
         ("requests now", f"{stats.num_running:,} running, {stats.num_waiting:,} waiting"),
         ("requests so far", ended),
+        *((name, ", ".join(said)) for name, said in refused.items()),
         ("KV pages", f"{stats.kv_pages_used:,} of {stats.kv_pages_total:,} in use"),
         ("prefixes", reused),
         ("steps", f"{stats.steps_prefill:,} prefill, {stats.steps_decode:,} decode"),

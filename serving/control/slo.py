@@ -30,6 +30,12 @@ REST_S = 10.0
 light."""
 SHOWN_S = 1.0
 """Of steps over which thresholds of their own are shown as a mean."""
+REUSE_S = 2.0
+"""Cached pages are as good as new if steps had as much brownout within this time: thresholds go up
+and down within a burst, and its pages would be computed again and again."""
+LATE_TAKEN = 0.05
+"""Share of late first tokens beyond which fewer requests are taken, where late ones are refused."""
+SHRINK, GROW, LEAST_ROOM = 0.8, 1.03, 0.15
 SPENT = 5.0
 """Points above the floor from which on brownout counts as exhausted."""
 CONFIRMED = 3
@@ -57,6 +63,8 @@ class PhaseControl:
         self._intervals: deque[tuple[float, int]] = deque(
             maxlen=max(1, math.ceil(SHOWN_S / salc.interval_s))
         )  # the same, of those before
+        self._lowest = math.inf  # threshold of a step since the last update
+        self._lowests: deque[float] = deque(maxlen=max(1, math.ceil(REUSE_S / salc.interval_s)))
         self.in_vain = ""  # why brownout cannot keep the objective; empty: it may
         self.least_s = math.nan  # the shortest objective that it could keep, if this one is shorter
         self._num_in_vain = 0
@@ -106,11 +114,19 @@ class PhaseControl:
         self.predicted_p90_s = math.nan
         self._applied = (0.0, 0)
         self._intervals.clear()
+        self._lowest = math.inf
+        self._lowests.clear()
 
     def note_step(self, percent: float, rows: int) -> None:
         """Records that a step was launched under a threshold of its own."""
         total, count = self._applied
         self._applied = total + percent * rows, count + rows
+        self._lowest = min(self._lowest, percent)
+
+    @property
+    def lowest_percent(self) -> int:
+        """The lowest threshold, now or of a step within `REUSE_S`, in whole percent, rounded up."""
+        return -int(-min(self.threshold_percent, self._lowest, *self._lowests) // 1)
 
     @property
     def shown_percent(self) -> float:
@@ -133,6 +149,8 @@ class PhaseControl:
         """
         self._intervals.append(self._applied)
         self._applied = (0.0, 0)
+        self._lowests.append(min(self._lowest, self.threshold_percent))
+        self._lowest = math.inf
         p90_s = self.window.p90(now, self.changed_at, self._min_samples)
         shown_s = self.window.p90(now, -math.inf, self._min_samples) if by_step else p90_s
         self.p90_s = self.p90_s if shown_s is None else shown_s
@@ -154,6 +172,10 @@ class ClassControl:
     """When a token was late last, a request waited or no slot was free; at first, the first
     decision.
     """
+    room: float = 1.0
+    """Share of the time that is left for waiting up to which requests are taken, where late ones
+    are refused.
+    """
 
     @classmethod
     def make(
@@ -166,6 +188,13 @@ class ClassControl:
     def of(self, phase: Phase) -> PhaseControl:
         """Returns the control of one phase."""
         return self.prefill if phase is Phase.PREFILL else self.decode
+
+    def set_room(self, late_share: float | None) -> None:
+        """Takes fewer requests where of those that were taken too many came late, and more again
+        otherwise.
+        """
+        grows = late_share is None or late_share <= LATE_TAKEN
+        self.room = min(max(self.room * (GROW if grows else SHRINK), LEAST_ROOM), 1.0)
 
     def stop(self) -> None:
         """Stops both controllers."""
@@ -239,6 +268,12 @@ class SloAnalyser:
         self._load = Load()  # of latency-sensitive requests; counts are now's
         self._learnt = self.strategy, self.way  # of what kind of brownout step times are
 
+    def room(self, priority: Priority) -> float:
+        """Returns what share of the time that the TTFT SLO leaves for waiting requests may expect
+        to wait, so that hardly any that is taken comes late after all.
+        """
+        return self._of(priority).room
+
     def objectives(self, priority: Priority) -> tuple[float, float]:
         """Returns a class's SLO of first tokens and of the others, in seconds; infinite without
         one.
@@ -280,13 +315,15 @@ class SloAnalyser:
         return StepControl(percent, self.code)
 
     def accepted(self, sequence: SequenceState) -> Brownout:
-        """Returns the brownout under which a request's prompt would be computed if it were now."""
+        """Returns the brownout under which a request's prompt would be computed if it were now, or
+        would have been a moment ago.
+        """
         request = sequence.request
         if self.strategy == "zero" or self.way_in_force < 0 or not request.allow_brownout:
             return EXACT
-        percent = self.ls.prefill.percent
+        percent = self.ls.prefill.lowest_percent
         if sequence.priority is Priority.BEST_EFFORT:
-            percent = min(percent, self.best_effort.prefill.percent)
+            percent = min(percent, self.best_effort.prefill.lowest_percent)
         return Brownout(percent, (self.code, self.way))
 
     def suffered(self, step: ScheduledStep) -> Brownout:
@@ -378,6 +415,7 @@ class SloAnalyser:
             by_step, late_s = of.controller.by_step, math.inf if starved else 0.0
             prefill = of.prefill.seen(now, ttft_slo_s, of_class.oldest_s, by_step=by_step)
             decode = of.decode.seen(now, itl_slo_s, late_s, by_step=by_step)
+            of.set_room(prefill.late_share)
             if not self.controls:
                 of.stop()
                 continue

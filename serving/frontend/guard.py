@@ -266,7 +266,7 @@ class Guard(grpc.aio.ServerInterceptor):
             return
         engine = self._server.ready_engine()
         if method not in service.lasting:  # else it is checked for each request of the stream
-            engine.check_admission()
+            engine.check_admission(key=current.get().name)
             current.get().check_room()
 
     def _max_message_bytes(self, method: str) -> int:

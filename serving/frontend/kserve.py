@@ -93,10 +93,10 @@ class InferenceService(rpc.GRPCInferenceServiceServicer):
         Raises a ServingError. Overload is checked before the request is read.
         """
         engine = self._server.ready_engine()
-        engine.check_admission()
         # Checked for each request of a stream: the key may have been revoked since the stream was
         # opened.
         caller = self._server.access.caller(authorization(context))
+        engine.check_admission(key=caller.name)
         caller.check_room()
         model = engine.names[number_of(request.model_name, engine.names)]
         asked = kserve_tensors.read(request, engine.bounds)
@@ -124,6 +124,7 @@ class InferenceService(rpc.GRPCInferenceServiceServicer):
                 salt=caller.salt(asked.salt),
                 max_degraded_percent=asked.max_degraded_percent,
                 allow_audit=asked.allow_audit,
+                key=caller.name,
             )
             async with noted(outputs, request_id, caller, span) as note:
                 async for out in outputs:

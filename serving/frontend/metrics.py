@@ -329,7 +329,11 @@ def _engine_families(engine: "Engine") -> Iterator[Metric]:
     yield counter(
         "recompilations", "Compilations that a step waited for", stats.compilations_since_ready
     )
-    yield counter("requests_rejected", "Requests refused for load", stats.requests_rejected)
+    about = "Requests refused for load"
+    yield counter("requests_rejected", about, stats.requests_rejected)
+    refused = {(one.key, one.priority): one.count for one in stats.refused}
+    name, labels = "requests_rejected_by_key", ["key", "priority"]
+    yield family(CounterMetricFamily, name, about, labels, refused)
     yield family(
         GaugeMetricFamily,
         "brownout_threshold_percent",

@@ -85,6 +85,7 @@ class GenerationService(rpc.GenerationServicer):
                     if request.HasField("max_degraded_percent")
                     else 100
                 ),
+                key=caller.name,
             )
             async with noted(outputs, request_id, caller, span) as note:
                 async for out in outputs:

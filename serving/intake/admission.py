@@ -12,7 +12,7 @@ import math
 import random
 import sys
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Sequence, Sized
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence, Sized
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -56,6 +56,11 @@ LONG_TEXT = 16_384
 """Characters above which a prompt is tokenized in a thread: 4 ms with the bundled tokenizer."""
 RETRY_AFTER_S = 0.5
 """The retry time that an overloaded engine reports before it knows its own speed."""
+FAIR_ROOM = 0.5
+"""Share of the queue that a key may fill which has more than its share of what is under way: the
+rest stays for the others."""
+ACTIVE_S = 60.0
+"""So long a key that asks for nothing more has some of the queue kept for it."""
 
 
 class Capacity:
@@ -105,6 +110,7 @@ class Admission:
         cfg = None if family is None else family.config
         self.visits_per_token = cfg.num_moe_layers * cfg.experts_per_token if cfg else 1
         self._templates: dict[tuple[object, ...], ChatTemplate] = {}
+        self._asked_at: dict[str, float] = {}  # by API key, the longest ago first
 
     def _template(self, tokenizer: Tokenizer) -> ChatTemplate:
         """Returns a model's chat template; models that have the same one share it."""
@@ -158,6 +164,21 @@ class Admission:
         async with _in_time(request, "the structure was not read"):
             return await self._structures[request.model].matcher(structure)
 
+    def room(self, key: str, under_way: Iterable[str], now: float) -> float:
+        """Returns the share of the queue up to which a key's requests may join it: all of it, but
+        `FAIR_ROOM` for one that has more than its share of the requests `under_way` (their keys)
+        while others ask, too.
+        """
+        self._asked_at.pop(key, None)
+        self._asked_at[key] = now
+        while now - (oldest := next(iter(self._asked_at.items())))[1] > ACTIVE_S:
+            del self._asked_at[oldest[0]]
+        if len(self._asked_at) == 1:
+            return 1.0
+        counts = Counter(under_way)
+        sharers = max(2, len(counts | {key: 1}))  # who has nothing under way may want something
+        return FAIR_ROOM if counts[key] * sharers > counts.total() else 1.0
+
     def check_queue(
         self,
         priority: Priority,
@@ -165,32 +186,37 @@ class Admission:
         ttft_slo_s: float = math.inf,
         prompts_s: float = 0.0,
         steps_s: float = 0.0,
+        room: float = 1.0,
+        caution: float = 1.0,
     ) -> None:
         """Raises Overloaded if the queue of a class is full, or if so many requests wait that
         another one would get its first token later than `ttft_slo_s`. `prompts_s` is what the
-        prompts that wait take at least, and `steps_s` what one takes that waits no more.
+        prompts that wait take at least, and `steps_s` what one takes that waits no more. With
+        `room` below 1 that share of the queue counts as all of it, and with `caution` that share of
+        the time that is left for waiting.
         """
         most, best_effort = self._config.max_queue_len, priority is Priority.BEST_EFFORT
         waiting = len(scheduler.queues[priority]) + self.num_tokenizing[priority]
         if best_effort:
             most = self._config.max_best_effort_queue_len or most
         queued, own = waiting - scheduler.num_free_slots(priority), self.capacity[priority]
-        if queued < most:
+        why = "" if room == 1 else "; what room is left is for keys with fewer under way"
+        if queued < room * most:
             slots_s = own.drain_s(queued + 1, 0.0) if queued >= 0 else 0.0
             waits_s = max(slots_s, prompts_s)
-            late_s = waits_s + steps_s - ttft_slo_s
+            late_s = waits_s - room * caution * (ttft_slo_s - steps_s)
             if waits_s > 0 and late_s > 0:
-                raise Overloaded(
-                    f"{waiting} requests wait already: a first token would come {late_s:.2g} s "
-                    f"later than the objective of {ttft_slo_s:g} s allows; try again later",
-                    late_s,
+                why = why or (
+                    f": a first token would come {late_s:.2g} s later than the objective of "
+                    f"{ttft_slo_s:g} s allows"
                 )
+                raise Overloaded(f"{waiting} requests wait already{why}; try again later", late_s)
             return
         drain_s = own.drain_s(waiting)
         if best_effort:
             ls = Priority.LATENCY_SENSITIVE
             drain_s += self.capacity[ls].drain_s(len(scheduler.queues[ls]), 0.0)
-        raise Overloaded(f"{waiting} requests wait already; try again later", drain_s)
+        raise Overloaded(f"{waiting} requests wait already{why}; try again later", drain_s)
 
     def check_size(self, request: Request) -> None:
         """Checks sizes and types only. Raises InvalidRequest for what can never be served."""

@@ -2,6 +2,7 @@
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,7 @@ import numpy as np
 
 from serving.errors import NOT_OURS, RequestFailed, ServingError
 from serving.plan import Phase, StepResult
-from serving.request import AuditState, EngineStats, Output, Priority
+from serving.request import AuditState, EngineStats, Output, Priority, Refused
 from serving.scheduling.sequence import SequenceState
 from serving.scheduling.step import ScheduledStep
 from serving.telemetry.latencies import Latencies
@@ -37,11 +38,16 @@ class Counters:
     degraded_visits: int = 0
 
 
+MAX_KEYS = 1000
+"""API keys whose refusals are counted apart; those of further ones count together."""
+
+
 class Accounts:
     """Counts events and passes them on to observers; an observer's exceptions are only logged."""
 
     def __init__(self, observers: Sequence[Observer]) -> None:
         self.counters = Counters()
+        self._refused = Counter[tuple[str, str]]()  # by API key and class
         self._observers = tuple(observers)
         self._num_faults = 0
 
@@ -114,6 +120,15 @@ class Accounts:
             return
         self._tell(Observer.request_admitted, sequence, now)
 
+    def request_refused(self, key: str, priority: Priority | None) -> None:
+        """Counts a request of an API key that was refused for load; `priority` None: no class had
+        room, and its own was not read.
+        """
+        self.counters.requests_rejected += 1
+        of = key, "any" if priority is None else priority.value
+        known = of in self._refused or len(self._refused) < MAX_KEYS * (len(Priority) + 1)
+        self._refused[of if known else ("other keys", of[1])] += 1
+
     def request_finished(self, sequence: SequenceState, output: Output, now: float) -> None:
         """Counts and reports a request that got its last token."""
         if sequence.request.is_audit:
@@ -157,6 +172,7 @@ class Accounts:
             kept_pages_evicted=places.num_evicted_pages,
             full_decode_step_s=full_decode_step_s,
             audits=audits,
+            refused=tuple(Refused(*of, count) for of, count in self._refused.items()),
         )
 
     def _tell(self, event: Callable[..., None], *args: Any) -> None:

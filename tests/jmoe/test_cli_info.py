@@ -122,10 +122,22 @@ class Server(rpc.GenerationServicer, rpc.AdminServicer):
             decode_threshold_percent=33.75,
             itl_slo_s=0.0123,
             itl_p90_s=float("nan"),
+            objective_state="overloaded: brownout is exhausted, refusing 3/s",
         )
 
     async def GetStats(self, request, context):
-        return pb.Stats(uptime_s=1234567.5, expert_visits=10**15)
+        return pb.Stats(
+            uptime_s=1234567.5,
+            expert_visits=10**15,
+            refused=[
+                pb.Refused(key=key, priority=priority, count=count)
+                for key, priority, count in (
+                    ("alice", "latency_sensitive", 4000),
+                    ("", "any", 2),
+                    ("alice", "best_effort", 1),
+                )
+            ],
+        )
 
 
 def asked(admin=True, **settings):
@@ -171,6 +183,9 @@ def test_a_server_says_in_words_where_its_admin_service_is_and_how_it_does():
     assert values["layers per launch"].startswith("decode 4: 5, decode 16: 3 ")
     assert values["by Mosaic kernel"] == "decode attention, decode routing"
     assert values["by batched XLA"] == "prefill attention"
+    assert values["state"] == "overloaded: brownout is exhausted, refusing 3/s"
+    assert values["refused, key alice"] == "4,000 latency-sensitive, 1 best-effort"
+    assert values["refused, no key"] == "2 any"
     assert values["version"] == "0.1.0 on NVIDIA H200"
     assert "best-effort token" not in values
     assert values["uptime"] == "14 d 6 h 56 min 8 s"

@@ -122,7 +122,7 @@ class FakeEngine:
         self.dead.set()
         self.gate.set()
 
-    def check_admission(self) -> None:
+    def check_admission(self, priority=None, key: str = "") -> None:
         if self.status != "ready":
             raise Unavailable(f"the engine is {self.status}")
         if self.refusal is not None:

@@ -23,7 +23,7 @@ from serving.errors import (
 )
 from serving.execution.fitting import fit_to_model
 from serving.plan import Limits
-from serving.request import BrownoutChange, SamplingParams
+from serving.request import BrownoutChange, Priority, SamplingParams
 from serving.scheduling.sequence import SequenceStatus
 
 pytestmark = pytest.mark.simulated_time
@@ -122,7 +122,7 @@ async def test_a_full_queue_refuses_and_says_when_to_come_back(start):
     tasks += [asyncio.create_task(collect(engine, [i], 2)) for i in range(2)]
     await asyncio.sleep(0)
     with pytest.raises(Overloaded, match="2 requests wait") as refused:
-        engine.check_admission()
+        engine.check_admission(Priority.LATENCY_SENSITIVE)
     # Two requests wait for four slots, each of which is held for 50 steps of 10 ms.
     assert refused.value.retry_after_s == pytest.approx(2 * 0.5 / 4, rel=0.05)
     assert engine.stats().requests_rejected == 1
@@ -286,7 +286,7 @@ async def test_a_long_text_is_tokenized_beside_the_steps(start):
     queued = [asyncio.create_task(collect(engine, "x" * 20_000, 1)) for _ in range(4)]
     await asyncio.sleep(0)
     with pytest.raises(Overloaded, match="5 requests wait"):  # for four slots and a queue of one
-        engine.check_admission()
+        engine.check_admission(Priority.LATENCY_SENSITIVE)
     held.set()
     await asyncio.gather(*queued)
     assert [t for out in await long for t in out.token_ids] == [6]

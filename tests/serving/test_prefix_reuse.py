@@ -3,12 +3,14 @@
 import asyncio
 import random
 from collections import Counter
+from itertools import cycle
 
 import pytest
 from counting import counting_engine, family_of
 from reading import VOCAB, ReadingRunner, written
 
-from serving.config import AuditConfig
+from serving.config import AuditConfig, BrownoutConfig, SalcConfig
+from serving.control.controller import Decision
 from serving.plan import Limits
 from serving.request import BrownoutChange, Priority, SamplingParams
 from serving.scheduling.policy import LS
@@ -169,6 +171,44 @@ async def test_a_threshold_that_has_risen_finds_nothing_of_before(now, cached):
     await engine.stop()
     assert out.usage.cached_tokens == cached
     assert out.prefill_threshold.min_percent == min(now, 40 if cached else now)
+
+
+class Hunting:
+    """Begins steps under 30, 90, 30 ... percent, and from a time on under 90 percent alone."""
+
+    until_s = 0.0
+
+    def __init__(self, config):
+        self.percents = cycle([30, 90])
+
+    def decide(self, seen):
+        return Decision(90, 90)
+
+    def of_step(self, step):
+        return next(self.percents) if step.now < self.until_s else 90
+
+
+async def test_a_burst_keeps_its_cache_though_thresholds_go_up_and_down():
+    """Pages of 30 percent are for requests of 90 while other steps have 30, too, and no longer."""
+    salc = SalcConfig(controller=f"{__name__}:Hunting", interval_s=0.25)
+    engine = reading_engine(salc=salc, brownout=BrownoutConfig("full"))
+    clock = asyncio.get_running_loop().time
+    Hunting.until_s = clock() + 10.0
+    _, first = await ask(engine, PROMPT, 1)
+    assert first.prefill_threshold.min_percent == 30
+    for number in range(6):
+        _, out = await ask(engine, PROMPT, 1 + number % 2)
+        assert out.usage.cached_tokens == 8
+    other = [9, *PROMPT]
+    while (await ask(engine, other, 1))[1].usage.degraded_visits == 0:
+        pass
+    exact, out = await ask(engine, other, allow_brownout=False)
+    assert (exact, out.usage.cached_tokens) == (written(0, other, 3), 0)
+    while clock() < Hunting.until_s + 2.5:
+        await ask(engine, [7])
+    _, out = await ask(engine, PROMPT, 1)
+    assert (out.usage.cached_tokens, out.prefill_threshold.min_percent) == (0, 90)
+    await engine.stop()
 
 
 async def test_a_later_page_is_no_better_than_those_before_it():

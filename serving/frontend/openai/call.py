@@ -64,7 +64,8 @@ class Answer(Response):
         """See starlette. Errors it raises are reported to the client by `door`."""
         server, guard = self._server, self._server.guard
         engine = server.ready_engine()
-        engine.check_admission()  # refuse early, without wasted work, if overloaded
+        # Refuse early, without wasted work, if overloaded.
+        engine.check_admission(key=self._caller.name)
         self._caller.check_room()  # ... or if the key's rate limit is reached
         with guard.place():  # ... or if the server has no place for another call
             pass
@@ -213,6 +214,7 @@ class _Call:
             salt=self._caller.salt(body.cache_salt or ""),
             allow_audit=body.allow_audit is not False,
             max_degraded_percent=100 if (most := body.max_degraded_percent) is None else most,
+            key=self._caller.name,
         )
         async with noted(outputs, request_id, self._caller, self._span) as note:
             async for out in outputs:

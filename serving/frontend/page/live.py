@@ -204,14 +204,15 @@ def now(server: "Server") -> dict[str, Any]:
 
 def _word(server: "Server") -> str:
     """Returns the server's status; `overloaded` in place of `ready` if no threshold keeps the
-    objectives.
+    objectives, or requests are refused for it.
     """
     engine = server.engine
     if engine is None or server.status != "ready":
         return server.status
     state = engine.get_brownout()
     kept = math.isnan(state.least_ttft_s) and math.isnan(state.least_itl_s)
-    return "ready" if kept else "overloaded"
+    refuses = state.objective_state.startswith("overloaded")
+    return "ready" if kept and not refuses else "overloaded"
 
 
 def _models(engine: "Engine", metrics: "Metrics") -> list[dict[str, Any]]:

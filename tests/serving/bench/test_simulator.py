@@ -312,6 +312,7 @@ def test_the_command_compares_on_a_table_of_steps_and_on_a_trace(tmp_path, capsy
             duration_s=2.0,
             times=table,
             traces=(trace,),
+            settings=("engine.admission=objective",),  # nobody is refused while calibrating
             processes=1,
             out=tmp_path / "out",
         )

@@ -226,3 +226,19 @@ def test_best_effort_with_an_objective_lowers_its_own_steps_only():
     update(slo, 2.0, 0.0)
     update(slo, 3.0, 0.0)
     assert control(slo, "decode")[0] == control(slo, "decode", ls=False)[0] == 80
+
+
+def test_fewer_are_taken_while_many_that_were_come_late():
+    """One of ten is too many; another class is not asked to pay for it."""
+    slo, now = analyser(salc=False), 10.0
+    for _ in range(3):
+        first(slo, now - np.array([1.2] + [0.5] * 9), now)
+        update(slo, now, 0.0)
+        now += 1.0
+    assert slo.room(LS) == pytest.approx(0.8**3)
+    assert slo.room(BE) == 1.0
+    for _ in range(40):
+        first(slo, now - np.array([0.5] * 9), now)
+        update(slo, now, 0.0)
+        now += 1.0
+    assert slo.room(LS) == 1.0

@@ -146,6 +146,7 @@ async def test_all_of_a_request_reaches_the_engine() -> None:
         "salt": ":mine",
         "max_degraded_percent": 30,
         "allow_audit": False,
+        "key": "",
     }
     assert second["priority"] is Priority.BEST_EFFORT
     assert re.fullmatch("[0-9a-f]{32}", second["request_id"])  # drawn

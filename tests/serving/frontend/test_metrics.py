@@ -23,7 +23,7 @@ from serving.errors import Aborted, DeadlineExceeded, QueuedTooLong
 from serving.frontend import metrics_http
 from serving.frontend.metrics import Histogram, Metrics
 from serving.frontend.server import Server
-from serving.request import Output, Priority, Usage
+from serving.request import Output, Priority, Refused, Usage
 
 LS = Priority.LATENCY_SENSITIVE
 
@@ -77,6 +77,7 @@ def busy() -> Metrics:
     for error in (QueuedTooLong(""), DeadlineExceeded(""), Aborted(""), None):
         metrics.request_ended(asked, error)
     metrics.engine = FakeEngine()
+    metrics.engine.counters["refused"] = (Refused("alice", "any", 2),)
     metrics.calls.door("http", ["/v1/completions"], "500")("/v1/completions", 200)
     return metrics
 
@@ -155,6 +156,7 @@ def test_scrape_over_http() -> None:
         ("jmoe_degraded_visits_total",): 200,
         ("jmoe_recompilations_total",): 0,
         ("jmoe_requests_rejected_total",): 2,
+        ("jmoe_requests_rejected_by_key_total", "alice", "any"): 2,
         ("jmoe_requests_expired_total", "queue"): 1,
         ("jmoe_requests_expired_total", "deadline"): 1,
     }

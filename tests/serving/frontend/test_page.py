@@ -9,6 +9,7 @@ import re
 import shlex
 import socket
 import subprocess
+from dataclasses import replace
 from math import inf, nan
 from pathlib import Path
 from types import SimpleNamespace
@@ -250,6 +251,15 @@ async def test_a_failed_engine_says_why() -> None:
         async with client(s) as http:
             now = (await http.get("/api/state")).json()["now"]
     assert (now["status"], now["failure"]) == ("failed", "a step took too long")
+
+
+async def test_a_server_that_refuses_is_overloaded() -> None:
+    async with serving() as s:
+        said = "overloaded: brownout is exhausted, refusing 3/s"
+        s.engine.brownout = replace(s.engine.brownout, objective_state=said)
+        async with client(s) as http:
+            now = (await http.get("/api/state")).json()["now"]
+    assert (now["status"], now["brownout"]["objective_state"]) == ("overloaded", said)
 
 
 async def test_a_sample_is_what_was_counted_since_the_last_one() -> None:

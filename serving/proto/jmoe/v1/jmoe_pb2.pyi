@@ -333,12 +333,22 @@ class Audit(_message.Message):
     is_exempt: bool
     def __init__(self, model: _Optional[str] = ..., num_scored: _Optional[int] = ..., num_unscored: _Optional[int] = ..., excess_nats: _Optional[float] = ..., excess_low_nats: _Optional[float] = ..., excess_high_nats: _Optional[float] = ..., disagreement: _Optional[float] = ..., disagreement_low: _Optional[float] = ..., disagreement_high: _Optional[float] = ..., is_exempt: _Optional[bool] = ...) -> None: ...
 
+class Refused(_message.Message):
+    __slots__ = ("key", "priority", "count")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    key: str
+    priority: str
+    count: int
+    def __init__(self, key: _Optional[str] = ..., priority: _Optional[str] = ..., count: _Optional[int] = ...) -> None: ...
+
 class GetStatsRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class Stats(_message.Message):
-    __slots__ = ("num_running", "num_waiting", "kv_pages_used", "kv_pages_total", "compilations_since_ready", "requests_finished", "requests_aborted", "requests_rejected", "steps_prefill", "steps_decode", "expert_visits", "degraded_visits", "uptime_s", "requests_failed", "parks", "joins", "evictions", "reused_tokens", "kv_pages_kept", "kept_pages_evicted", "audits", "full_decode_step_s")
+    __slots__ = ("num_running", "num_waiting", "kv_pages_used", "kv_pages_total", "compilations_since_ready", "requests_finished", "requests_aborted", "requests_rejected", "steps_prefill", "steps_decode", "expert_visits", "degraded_visits", "uptime_s", "requests_failed", "parks", "joins", "evictions", "reused_tokens", "kv_pages_kept", "kept_pages_evicted", "full_decode_step_s", "refused", "audits")
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     KV_PAGES_USED_FIELD_NUMBER: _ClassVar[int]
@@ -359,8 +369,9 @@ class Stats(_message.Message):
     REUSED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     KV_PAGES_KEPT_FIELD_NUMBER: _ClassVar[int]
     KEPT_PAGES_EVICTED_FIELD_NUMBER: _ClassVar[int]
-    AUDITS_FIELD_NUMBER: _ClassVar[int]
     FULL_DECODE_STEP_S_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    AUDITS_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_waiting: int
     kv_pages_used: int
@@ -381,6 +392,7 @@ class Stats(_message.Message):
     reused_tokens: int
     kv_pages_kept: int
     kept_pages_evicted: int
-    audits: _containers.RepeatedCompositeFieldContainer[Audit]
     full_decode_step_s: float
-    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., kv_pages_used: _Optional[int] = ..., kv_pages_total: _Optional[int] = ..., compilations_since_ready: _Optional[int] = ..., requests_finished: _Optional[int] = ..., requests_aborted: _Optional[int] = ..., requests_rejected: _Optional[int] = ..., steps_prefill: _Optional[int] = ..., steps_decode: _Optional[int] = ..., expert_visits: _Optional[int] = ..., degraded_visits: _Optional[int] = ..., uptime_s: _Optional[float] = ..., requests_failed: _Optional[int] = ..., parks: _Optional[int] = ..., joins: _Optional[int] = ..., evictions: _Optional[int] = ..., reused_tokens: _Optional[int] = ..., kv_pages_kept: _Optional[int] = ..., kept_pages_evicted: _Optional[int] = ..., audits: _Optional[_Iterable[_Union[Audit, _Mapping]]] = ..., full_decode_step_s: _Optional[float] = ...) -> None: ...
+    refused: _containers.RepeatedCompositeFieldContainer[Refused]
+    audits: _containers.RepeatedCompositeFieldContainer[Audit]
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., kv_pages_used: _Optional[int] = ..., kv_pages_total: _Optional[int] = ..., compilations_since_ready: _Optional[int] = ..., requests_finished: _Optional[int] = ..., requests_aborted: _Optional[int] = ..., requests_rejected: _Optional[int] = ..., steps_prefill: _Optional[int] = ..., steps_decode: _Optional[int] = ..., expert_visits: _Optional[int] = ..., degraded_visits: _Optional[int] = ..., uptime_s: _Optional[float] = ..., requests_failed: _Optional[int] = ..., parks: _Optional[int] = ..., joins: _Optional[int] = ..., evictions: _Optional[int] = ..., reused_tokens: _Optional[int] = ..., kv_pages_kept: _Optional[int] = ..., kept_pages_evicted: _Optional[int] = ..., full_decode_step_s: _Optional[float] = ..., refused: _Optional[_Iterable[_Union[Refused, _Mapping]]] = ..., audits: _Optional[_Iterable[_Union[Audit, _Mapping]]] = ...) -> None: ...
