@@ -85,7 +85,7 @@ PAIRS: dict[str, Pair] = {
             "own, nothing degraded": Brownout(LowestGate(), 99),
         },
         plans,
-        ("step_ms", "active_experts"),
+        ("step_ms", "cpu_ms", "active_experts"),
         rounds=60,
         against=[
             ("weight, t 40", "visits, t 40"),
