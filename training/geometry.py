@@ -1,4 +1,4 @@
-"""The bundled model's architecture, as the `config.json` it is exported with."""
+"""Architectures of the models made here, as the `config.json` each is exported with."""
 
 from typing import Any
 
@@ -36,6 +36,20 @@ HF_CONFIG: dict[str, Any] = {
 }
 
 BUNDLED: ModelConfig = from_hf(HF_CONFIG)
+
+GEOMETRIES: dict[str, dict[str, Any]] = {
+    "bundled": HF_CONFIG,
+    "second": {  # to see whether what is found on the bundled model is found on another
+        **HF_CONFIG,
+        "hidden_size": 96,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 1,
+        "num_experts": 32,
+        "num_experts_per_tok": 2,
+        "shared_expert_intermediate_size": 128,
+    },
+}
 
 
 def smaller(**changes: Any) -> tuple[dict[str, Any], ModelConfig]:

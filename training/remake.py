@@ -3,7 +3,8 @@
 `python -m training.remake --out DIR` writes every file of `jmoe/bundled`. On two cores with bf16
 matrix units it takes about an hour, nearly all of it training; an interrupted run goes on from its
 newest checkpoint. Two runs with one seed and machine give the same files; another CPU rounds
-differently, so it gives a model as good but not the same bytes.
+differently, so it gives a model as good but not the same bytes. `--geometry second` makes a model
+of 8 layers and 32 experts, 2 a token, instead.
 """
 
 import argparse
@@ -12,6 +13,16 @@ import shutil
 import sys
 import time
 from pathlib import Path
+
+from rich.progress import Progress, TaskID
+
+from jmoe.checkpoint import UNITED_FILE
+from jmoe.config import from_hf
+from training.distill import DistillConfig, distill
+from training.export import export_hf
+from training.geometry import GEOMETRIES
+from training.tasks import write_jsonl
+from training.train import TrainConfig, train
 
 WAYS = (2, 4, 8)
 EVAL_ITEMS = 2000
@@ -27,32 +38,25 @@ ALLOCATOR = {
 }
 
 
-def remake(out: Path, run: Path, seed: int, steps: int | None) -> None:
+def remake(
+    out: Path, run: Path, geometry: str, config: TrainConfig, distillation: DistillConfig
+) -> None:
     """Trains, exports and distils.
 
     Args:
         out: model directory to write.
         run: directory for checkpoints, of training and of distillation.
-        seed: of everything.
-        steps: training steps; None for the bundled model's.
+        geometry: one of `GEOMETRIES`.
+        config: of the training; its seed is of the data, too.
+        distillation: of the united experts.
     """
-    from rich.progress import Progress, TaskID
-
-    from jmoe.checkpoint import UNITED_FILE
-    from training.distill import DistillConfig, distill
-    from training.export import export_hf
-    from training.geometry import HF_CONFIG
-    from training.tasks import write_jsonl
-    from training.train import TrainConfig, train
-
     began = time.monotonic()
-    config = TrainConfig(seed=seed) if steps is None else TrainConfig(seed=seed, steps=steps)
     params = train(config, run)
-    export_hf(HF_CONFIG, params, run, out)
+    export_hf(GEOMETRIES[geometry], params, run, out)
     trained = time.monotonic()
-    write_jsonl(out / "tasks.jsonl", "eval", EVAL_ITEMS, seed)
+    write_jsonl(out / "tasks.jsonl", "eval", EVAL_ITEMS, config.seed)
     data, united = run / "distill.jsonl", run / "united"
-    write_jsonl(data, "train", DISTILL_ITEMS, seed + 1)
+    write_jsonl(data, "train", DISTILL_ITEMS, config.seed + 1)
     with Progress() as bar:
         jobs: dict[str, TaskID] = {}
 
@@ -61,7 +65,7 @@ def remake(out: Path, run: Path, seed: int, steps: int | None) -> None:
                 jobs[what] = bar.add_task(what)
             bar.update(jobs[what], completed=done, total=total, description=f"{what} {text}")
 
-        layers, refined = distill(out, WAYS, [data], united, DistillConfig(), progress)
+        layers, refined = distill(out, WAYS, [data], united, distillation, progress)
     shutil.copyfile(united / UNITED_FILE, out / UNITED_FILE)
     for r in layers:
         print(f"way {r.way} layer {r.layer}: error {r.error_before:.3f} -> {r.error_after:.3f}")
@@ -75,14 +79,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m training.remake", description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--run", type=Path, help="checkpoints; default: OUT-run beside OUT")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=None)
+    parser.add_argument("--geometry", choices=GEOMETRIES, default="bundled")
+    for name in ("seed", "steps", "rows"):
+        parser.add_argument(f"--{name}", type=int, default=getattr(TrainConfig, name))
+    for name, of in (("--distill-steps", "steps"), ("--refine-steps", "refine_steps")):
+        parser.add_argument(name, type=int, default=getattr(DistillConfig, of))
     args = parser.parse_args()
     if any(os.environ.get(key) != value for key, value in ALLOCATOR.items()):
         command = [sys.executable, "-m", "training.remake", *sys.argv[1:]]
         os.execve(sys.executable, command, {**os.environ, **ALLOCATOR})
     run = args.run or args.out.with_name(args.out.name + "-run")
-    remake(args.out, run, args.seed, args.steps)
+    model = from_hf(GEOMETRIES[args.geometry])
+    config = TrainConfig(model, args.seed, args.steps, args.rows)
+    distillation = DistillConfig(steps=args.distill_steps, refine_steps=args.refine_steps)
+    remake(args.out, run, args.geometry, config, distillation)
 
 
 if __name__ == "__main__":

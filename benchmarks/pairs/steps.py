@@ -17,7 +17,10 @@ from benchmarks.kernels.shapes import BUNDLED as SHAPE
 from benchmarks.pairs.engines import step_ms_of
 from benchmarks.pairs.harness import Figures, Play
 from benchmarks.pairs.passing_time import BATCH, CONFIG
+from jmoe.api import Model
+from jmoe.brownout import Brownout
 from jmoe.packed_rows import pack_row
+from jmoe.stepper import Stepper
 from pallas_kernels import grouped_gemm, routing
 from serving.config import BrownoutConfig
 from serving.engine import Engine
@@ -47,10 +50,7 @@ async def decode(settings: Mapping[str, tuple[int, int] | None], dry: bool) -> A
     The figure is the median time of a play's runs, or that between two tokens of a request.
     """
     model = jmoe.load("bundled", "float32", ways=[WAY])
-    assert model.tokenizer is not None
-    lines = (model.path / "tasks.jsonl").read_text(encoding="utf-8").splitlines()
-    texts = [item["prompt"] + item["answer"] for item in map(json.loads, lines)]
-    text = [token for one in texts for token in model.tokenizer.encode(one)]
+    text = _tokens(model)
     runner = DeviceRunner(model, ENGINE)
     runner.start(WAY, (WAY,))
     time_program = _program(runner, [text[i * CONTEXT :][:CONTEXT] for i in range(BATCH)])
@@ -68,6 +68,48 @@ async def decode(settings: Mapping[str, tuple[int, int] | None], dry: bool) -> A
         yield play
     finally:
         await engine.stop()
+
+
+def _tokens(model: Model) -> list[int]:
+    """Returns the tasks that come with a model, one behind the other."""
+    assert model.tokenizer is not None
+    lines = (model.path / "tasks.jsonl").read_text(encoding="utf-8").splitlines()
+    texts = [item["prompt"] + item["answer"] for item in map(json.loads, lines)]
+    return [token for one in texts for token in model.tokenizer.encode(one)]
+
+
+@asynccontextmanager
+async def plans(settings: Mapping[str, Brownout | None], dry: bool) -> AsyncIterator[Play]:
+    """Yields what plays a setting: decode steps as `jmoe.generate` runs them, with room for all
+    experts, behind exact prompts.
+
+    The figures are a play's median step, in time and in this process's processor time (which a busy
+    machine disturbs less), and a layer's active experts.
+    """
+    model = jmoe.load("bundled", "float32", ways=[WAY])
+    text = np.array(_tokens(model)[: BATCH * CONTEXT], np.int32).reshape(BATCH, CONTEXT)
+    stepper = Stepper(model, None, num_slots=BATCH, max_len=CONTEXT + 1)
+    for slot, prompt in enumerate(text):
+        rows = np.stack([pack_row(slot, kv_len=CONTEXT, q_len=CONTEXT)])
+        stepper.prefill(prompt, rows)
+    ends = np.stack([pack_row(slot, kv_len=CONTEXT) for slot in range(BATCH)])
+    rows = np.stack([pack_row(slot, kv_len=CONTEXT + 1) for slot in range(BATCH)])
+
+    async def play(name: str, number: int) -> Figures:
+        times, active = [], 0.0
+        clocks = time.perf_counter, time.process_time
+        for _ in range(1 if dry else 5):
+            stepper.use(None)
+            jax.block_until_ready(stepper.prefill(text[:, -1], ends))  # all from the same token
+            stepper.use(settings[name])
+            start = [clock() for clock in clocks]
+            out = jax.block_until_ready(stepper.decode(rows))
+            times.append([1e3 * (clock() - at) for clock, at in zip(clocks, start, strict=True)])
+            active = float((np.asarray(out.expert_rows) > 0).sum(axis=1).mean())
+        step, cpu = map(statistics.median, zip(*times, strict=True))
+        return {"step_ms": step, "cpu_ms": cpu, "active_experts": active}
+
+    yield play
 
 
 def _program(runner: DeviceRunner, prompts: list[list[int]]) -> Any:

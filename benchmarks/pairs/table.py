@@ -3,7 +3,8 @@
 from benchmarks.pairs.engines import OUTPUTS, outputs, parts, prefixes
 from benchmarks.pairs.harness import Pair
 from benchmarks.pairs.served import Load, served
-from benchmarks.pairs.steps import decode, expert_op
+from benchmarks.pairs.steps import WAY, decode, expert_op, plans
+from jmoe.brownout import Brownout, LowestGate
 
 _OUTPUTS = {
     f"{kind}, {f'steps of {step_ms:g} ms' if step_ms else 'this CPU'}": (step_ms, kind)
@@ -79,6 +80,25 @@ PAIRS: dict[str, Pair] = {
         decode,
         ("step_ms",),
         rounds=20,
+    ),
+    "plans": Pair(
+        "A decode step of 64 rows by which experts stay exact, at equal active experts; and what a "
+        "strategy of one's own costs: one that degrades nothing.",
+        {
+            "visits, t 40": Brownout("partial", 40, WAY),
+            "weight, t 40": Brownout("partial", 40, WAY, "weight"),
+            "weight, level 40": Brownout("partial", 40, WAY, "weight", levels=True),
+            "zero": None,
+            "own, nothing degraded": Brownout(LowestGate(), 99),
+        },
+        plans,
+        ("step_ms", "cpu_ms", "active_experts"),
+        rounds=60,
+        against=[
+            ("weight, t 40", "visits, t 40"),
+            ("weight, level 40", "visits, t 40"),
+            ("own, nothing degraded", "zero"),
+        ],
     ),
     "expert_op": Pair(
         "The routed-expert op: 256 visits spread over fewer and fewer experts.",

@@ -47,7 +47,8 @@ def evaluate(
     sensitivity: Annotated[
         bool,
         typer.Option(
-            help="Search the levels of each way instead, and compare them with the paper's plan."
+            help="Search the levels of each way instead (with --levels: take the model's), and "
+            "compare them with the paper's plan, on tasks or on --text."
         ),
     ] = False,
     search_items: Annotated[
@@ -87,6 +88,10 @@ def evaluate(
     from training.evaluation.run import evaluate as run
     from training.evaluation.tables import loss
 
+    config = of_fields(EvaluateConfig, flags)
+    if sensitivity:
+        _sensitivity(config, integers("ways", ways), keep, search_items, stored=levels)
+        return
     if only is not None:
         settings = parse_only(only, keep.split(","))
     else:
@@ -97,10 +102,6 @@ def evaluate(
             keep.split(","),
         )
     settings = with_levels(settings) if levels else settings
-    config = of_fields(EvaluateConfig, flags)
-    if sensitivity:
-        _sensitivity(config, integers("ways", ways), keep, search_items)
-        return
     with progress_bar() as progress:
         found = run(config, settings, progress)
     print(f"zero brownout: {100 * found[0].accuracy:.2f} % right")
@@ -112,19 +113,22 @@ def evaluate(
 
 
 def _sensitivity(
-    config: "EvaluateConfig", ways: Sequence[int], keep: str, search_items: int
+    config: "EvaluateConfig", ways: Sequence[int], keep: str, search_items: int, *, stored: bool
 ) -> None:
     from jmoe.api import resolve
     from jmoe.levels import FILE
     from training.evaluation.sensitivity import evaluate_levels
 
     with progress_bar() as progress:
-        found = evaluate_levels(config, ways, keep, search_items, progress)
+        found = evaluate_levels(config, ways, keep, search_items, progress, stored=stored)
     for way, ratios in found.items():
         for one in ratios:
             print(
                 f"way {way}, {one.phase}, saving {one.saving_percent} %, {one.choice}: divergence "
                 f"{one.ratio:.2f} ({one.low:.2f} to {one.high:.2f}) of the paper's plan"
             )
-    print(f"tables: {config.out / 'sensitivity.md'}; to have them served:")
+    print(f"tables: {config.out / 'sensitivity.md'}")
+    if stored:
+        return
+    print("to have them served:")
     print(shlex.join(["cp", str(config.out / FILE), str(resolve(config.model))]))

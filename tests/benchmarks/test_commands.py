@@ -30,8 +30,10 @@ COVERED = {
     "jmoe bench priority": "tests/serving/bench/test_priority.py",
     "jmoe bench serve": "tests/serving/bench/test_bench.py",
     "training.family": "tests/training/test_family_quality.py",
+    "training.family.degraded": "tests/training/test_family_quality.py",
     "training.family.quality": "tests/training/test_family_quality.py",
     "training.lookahead": "tests/training/test_lookahead.py",
+    "training.remake": "tests/training/test_train.py",
 }
 """Commands that need no dry run, since another test file plays all of them on something tiny."""
 

@@ -1,13 +1,16 @@
 """The whole measurement of a family's quality, and the family that comes with jmoe."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
 import jmoe
+from tests.jmoe.conftest import add_united
 from training.distill.data import read_texts
+from training.family import degraded
 from training.family import quality as quality_module
 from training.family.make import STORED, TEXTS, WAY, main, restore
 from training.family.quality import GROUPS, RANKS, RULES, Quality, encode_items, right_items, run
@@ -48,6 +51,25 @@ def test_slots_are_those_of_the_share(quality):
             }
             most = 16 * len(group) - 8 * (len(group) - 1)
             assert most - len(group) + 2 <= len(taken) <= most
+
+
+def test_models_are_degraded_alone_and_in_mixed_steps(tiny_family, capsys, monkeypatch, tmp_path):
+    for seed, where in enumerate(tiny_family[:2]):
+        shutil.copytree(where, tmp_path / where.name)
+        add_united(tmp_path / where.name, ways=(2,), seed=seed)
+    flags = [f"--model={where.name}={tmp_path / where.name}" for where in tiny_family[:2]]
+    flags += ["--way=2", "--thresholds=100,0", "--items=40"]
+    monkeypatch.setattr("sys.argv", ["degraded", *flags])
+    degraded.main()
+    rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines()]
+    settings = ["| visits, 100", "| weight, 100", "| visits, 0", "| weight, 0"]
+    assert [row[0] for row in rows[-4:]] == settings
+    costs = [[float(cell.split(", ")[-1].rstrip(" |")) for cell in row[1:]] for row in rows[-4:]]
+    assert np.abs(costs[:2]).max() < 1e-2
+    assert np.min(costs[2:]) > 1  # at threshold 0 all that is kept is the same
+    np.testing.assert_allclose(costs[2], costs[3], rtol=1e-3)
+    # Nothing is shared, so that a row's united expert is its own model's.
+    np.testing.assert_allclose(costs[2][::2], costs[2][1::2], rtol=1e-2)
 
 
 def test_a_missing_family_says_what_makes_it(tmp_path):

@@ -2,6 +2,8 @@
 
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import numpy as np
@@ -10,7 +12,8 @@ import pytest
 import jmoe
 from jmoe.brownout import LowestGate
 from training.evaluation.divergence import Cost, Divergence
-from training.evaluation.sensitivity import Search, at_saving
+from training.evaluation.run import EvaluateConfig, Work
+from training.evaluation.sensitivity import SAVINGS, Search, at_saving, evaluate_levels
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 HARM = (8.0, 1.0, 3.0)  # of a layer that is all degraded
@@ -87,6 +90,42 @@ def test_equal_saving_is_between_its_neighbours():
     assert at_saving(costs, 0.4).tolist() == [4, 8]
     assert at_saving(costs, 0.2).tolist() == [2, 4]
     assert at_saving(costs, 0.7).tolist() == [6.5, 13]
+
+
+def test_windows_of_texts_are_items_whose_second_half_is_the_answer(tmp_path):
+    letters = "abcdefghijklmnopqrstuvw"  # 23: the last window overlaps the one before it
+    text = tmp_path / "letters.txt"
+    text.write_text(letters)
+    tokenizer = SimpleNamespace(encode=lambda text: list(text.encode()))
+    model: Any = SimpleNamespace(
+        tokenizer=tokenizer, name="tiny", config=SimpleNamespace(max_position=64)
+    )
+    work = Work(model, [], EvaluateConfig(text=(text,), text_window=8, chunk=64))
+    found = {(bytes(p), bytes(a)) for p, a in zip(work.prompts, work.answers, strict=True)}
+    assert len(work.prompts) == 3
+    assert found == {(b"abcd", b"efgh"), (b"ijkl", b"mnop"), (b"pqrs", b"tuvw")}
+
+
+def test_what_levels_cannot_be_compared_on_is_refused(tmp_path):
+    golden, text = str(GOLDEN / "qwen2_moe"), tmp_path / "a.txt"
+    both = EvaluateConfig(golden, text=(text,), generate_tasks=4)
+    with pytest.raises(ValueError, match="tasks and --text; give one"):
+        evaluate_levels(both, [2], "weight", 1)
+    with pytest.raises(ValueError, match="give either --data FILE or"):
+        evaluate_levels(EvaluateConfig(golden), [2], "weight", 1)
+    stored = EvaluateConfig("bundled", generate_tasks=4)
+    with pytest.raises(ValueError, match=r"way is 8; .*levels.json has no levels of it by visits"):
+        evaluate_levels(stored, [8], "visits", 0, stored=True)
+
+
+@pytest.mark.deep
+def test_a_models_own_levels_are_compared_without_a_search(tmp_path):
+    text = tmp_path / "a.txt"
+    text.write_text("The quick brown fox jumps over the lazy dog. " * 12)
+    config = EvaluateConfig("bundled", text=(text,), text_window=32, batch=4, out=tmp_path / "out")
+    found = evaluate_levels(config, [8], "weight", 0, stored=True)
+    assert len(found[8]) == 2 * 2 * len(SAVINGS)
+    assert {path.name for path in config.out.iterdir()} == {"sensitivity.md"}
 
 
 @pytest.mark.deep

@@ -7,6 +7,7 @@ import pytest
 from safetensors import safe_open
 
 import jmoe
+from training import remake
 from training.export import newest_params, to_tensors
 from training.network import forward, init_params
 from training.packing import eval_tasks, task_batch, training_batch
@@ -55,6 +56,21 @@ def test_resumed_run_equals_uninterrupted(config, tmp_path):
 def test_newest_params_of_an_empty_run_is_refused(config, tmp_path):
     with pytest.raises(ValueError, match="holds no checkpoint"):
         newest_params(tmp_path, config.model)
+
+
+@pytest.mark.deep
+def test_one_command_makes_a_model_of_the_geometry_that_it_names(tiny, tmp_path, monkeypatch):
+    monkeypatch.setitem(remake.GEOMETRIES, "second", tiny.config)
+    monkeypatch.setattr(remake, "EVAL_ITEMS", 4)
+    monkeypatch.setattr(remake, "DISTILL_ITEMS", 300)
+    for key, value in remake.ALLOCATOR.items():
+        monkeypatch.setenv(key, value)
+    flags = "--geometry second --seed 3 --steps 2 --rows 2 --distill-steps 2 --refine-steps 1"
+    monkeypatch.setattr("sys.argv", ["remake", *flags.split(), "--out", str(tmp_path / "model")])
+    remake.main()
+    model = jmoe.load(tmp_path / "model", "float32")
+    assert model.config.num_experts == tiny.cfg.num_experts
+    assert sorted(model.united) == list(remake.WAYS)
 
 
 @pytest.mark.deep

@@ -1,5 +1,6 @@
 """`jmoe evaluate`: every setting on the same items, kept setting by setting in a folder."""
 
+import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -109,7 +110,9 @@ class Work:
     """What every setting is run on, tokenized once."""
 
     def __init__(self, model: Model, items: Sequence[Task], config: EvaluateConfig) -> None:
-        """Raises ValueError for items or texts the model has no room for, or no tokenizer."""
+        """Without items, the texts' windows are items. Raises ValueError for items or texts the
+        model has no room for, or no tokenizer.
+        """
         if model.tokenizer is None:
             raise ValueError(
                 f"{model.name} has no tokenizer.json; its answers cannot be read. Add the file to "
@@ -121,7 +124,7 @@ class Work:
         self.answers = [encode(item.answer) for item in items]
         self.limits = [len(tokens) + 1 for tokens in self.answers]  # and its end token
         whole = [p + a for p, a in zip(self.prompts, self.answers, strict=True)]
-        longest = max(whole, key=len)
+        longest = max(whole, key=len, default=[])
         room = model.config.max_position
         if len(longest) + 1 > room:
             prompt = items[whole.index(longest)].prompt
@@ -142,8 +145,20 @@ class Work:
             if path.name in self.texts:
                 raise ValueError(f"two --text files are named {path.name}; rename one")
             self.texts[path.name] = windows(tokens, config.text_window, per_step)
+        if not items:
+            self.prompts, self.answers = self._halves()
         self.whole = whole
         self.units = len(items) + sum(len(r) for steps in self.texts.values() for r, _ in steps)
+
+    def _halves(self) -> tuple[list[list[int]], list[list[int]]]:
+        """Returns windows of the texts as items, in random order: the second half of each is the
+        answer to the first.
+        """
+        steps = [step for steps in self.texts.values() for step in steps]
+        rows = [row.tolist() for step in steps for row, new in zip(*step, strict=True) if new]
+        random.Random(self.config.seed).shuffle(rows)
+        half = len(rows[0]) // 2 if rows else 0
+        return [row[:half] for row in rows], [row[half:] for row in rows]
 
     @cached_property
     def error(self) -> OutputError:

@@ -14,7 +14,7 @@ import numpy as np
 
 from jmoe.api import load
 from jmoe.brownout import Brownout
-from jmoe.levels import FILE, Levels, by_code, digest_of, write
+from jmoe.levels import FILE, Levels, by_code, digest_of, read, write
 from training.evaluation.divergence import Cost, Divergence
 from training.evaluation.items import choose
 from training.evaluation.run import EvaluateConfig, Progress, Work, check_ways
@@ -142,18 +142,20 @@ def evaluate_levels(
     keep: str,
     searched: int,
     progress: Progress | None = None,
+    *,
+    stored: bool = False,
 ) -> dict[int, list[Compared]]:
     """Searches levels of each way on the first `searched` items, and compares them with the paper's
     plan on the others; writes `levels.json` and `sensitivity.md` into `config.out`.
 
-    Raises ValueError as `evaluate`, and for too few items.
+    Items are tasks, or windows of `config.text`. `stored`: compares the model's own levels instead
+    of a search. Raises ValueError as `evaluate`, for too few items, and as `jmoe.levels.read`.
     """
-    items = choose(config.data, config.num, config.generate_tasks, config.seed)
-    if not 0 < searched < len(items):
-        raise ValueError(
-            f"--search-items is {searched}; it must be less than the {len(items)} items there are: "
-            "levels are scored on the others"
-        )
+    tasks = config.data is not None or config.generate_tasks is not None
+    if tasks and config.text:
+        raise ValueError("--sensitivity has tasks and --text; give one of them")
+    source = config.data, config.num, config.generate_tasks, config.seed
+    items = [] if config.text else choose(*source)
     model = load(
         config.model,
         config.dtype,
@@ -161,10 +163,20 @@ def evaluate_levels(
         quantize=config.quantize,
     )
     check_ways(model, [Brownout("partial", 0, way) for way in ways])
+    layers, digest = model.config.num_moe_layers, digest_of(model.path)
+    own = read(model.path, layers, digest) if stored else {}
+    if missing := [way for way in ways if stored and (way, keep) not in own]:
+        raise ValueError(f"way is {missing[0]}; {model.path / FILE} has no levels of it by {keep}")
     work = Work(model, items, config)
+    count = len(work.prompts)
+    if not (0 if stored else 1) <= searched < count:
+        raise ValueError(
+            f"--search-items is {searched}; it must be less than the {count} items there are: "
+            "levels are scored on the others"
+        )
     found: dict[int, list[Compared]] = {}
     tables, parts = [], [f"# Levels of {model.name}, kept by {keep}\n"]
-    done, total = 0, len(ways) * (NOTCH * model.config.num_moe_layers + 60)
+    done, total = 0, len(ways) * ((0 if stored else NOTCH * layers) + 60)
 
     def advance(units: int) -> None:
         nonlocal done
@@ -172,12 +184,16 @@ def evaluate_levels(
         if progress is not None:
             progress("levels", done, total)
 
+    config.out.mkdir(parents=True, exist_ok=True)
     for way in ways:
-        search = Search(work.divergence(slice(searched)), way, keep, model.config.num_moe_layers)
-        path = search.path(lambda notch: advance(1))
-        tables.append(search.levels(path))
-        parts.append(_described(search, tables[-1]))
-        del search, path  # and the logits that they hold
+        if stored:
+            tables.append(own[way, keep])
+            parts.append(f"## Way {way}\n")
+        else:
+            search = Search(work.divergence(slice(searched)), way, keep, layers)
+            tables.append(search.levels(search.path(lambda notch: advance(1))))
+            parts.append(_described(search, tables[-1]))
+            del search  # and the logits that it holds
         scored = work.divergence(slice(searched, None))
         found[way] = [
             one
@@ -185,8 +201,8 @@ def evaluate_levels(
             for one in compare(phase, scored, tables[-1], advance)
         ]
         parts.append(_table(found[way]))
-        config.out.mkdir(parents=True, exist_ok=True)  # what is done is there
-        write(config.out / FILE, tables, digest_of(model.path))
+        if not stored:
+            write(config.out / FILE, tables, digest)  # what is done is there
         (config.out / "sensitivity.md").write_text("\n".join(parts), encoding="utf-8")
     return found
 
