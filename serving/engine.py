@@ -342,7 +342,7 @@ class Engine:
             request_id or uuid.uuid4().hex,
             prompt,
             sampling or SamplingParams(),
-            allow_brownout and not self.auditor.exempts(number),
+            allow_brownout and not self.auditor.exempts(number, key),
             priority,
             self.request_timeout_s if servers else timeout_s,
             number,

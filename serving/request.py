@@ -361,8 +361,8 @@ class BrownoutState:
 
 @dataclass(frozen=True)
 class AuditState:
-    """What brownout cost a model's answers, of those that the audit scored; intervals are of 95 %.
-    NaN: none yet.
+    """What brownout cost a model's answers to an API key, of those that the audit scored; intervals
+    are of 95 %. NaN: none yet.
     """
 
     model: str
@@ -375,6 +375,7 @@ class AuditState:
     disagreement_low: float
     disagreement_high: float
     is_exempt: bool  # requests are exempt from brownout, which cost more than the bound
+    key: str = ""  # name of the API key; empty: callers without one
 
 
 @dataclass(frozen=True)

@@ -449,7 +449,8 @@ def _audits_in_words(audits: Iterable[Any]) -> Iterator[tuple[str, str]]:
                 excess += f", {100 * audit.disagreement:.2g} % of greedy tokens are others"
             exempt = "; exempt: more than the bound" if audit.is_exempt else ""
             what = f"{excess}, of {audit.num_scored:,} answers audited{exempt}"
-            yield f"brownout of {audit.model}" if audit.model else "brownout cost", what
+            of = f"brownout of {audit.model}" if audit.model else "brownout cost"
+            yield f"{of} for {audit.key}" if audit.key else of, what
 
 
 def _stats_in_words(stats: Any) -> Section:

@@ -12,6 +12,7 @@ import math
 import random
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -28,17 +29,22 @@ log = logging.getLogger(__name__)
 MAX_WAITING = 64
 """Answers that wait to be scored; of more, which stay is drawn."""
 KEPT_ANSWERS = 1000
-"""Of each model, of which figures are made."""
+"""Of each model and key, of which figures are made."""
 LEAST_ANSWERS = 50
 """Before a bound is held to."""
 LOOK_AGAIN_S = 0.25
 """Until the next look whether there is room."""
+MAX_KEYS = 256
+"""Pairs of model and API key with figures of their own; further keys share those of one name."""
+OTHER_KEYS = "other keys"
+NOTHING = math.nan, math.nan, math.nan
 
 
 class Offer(NamedTuple):
     """An answer to score."""
 
     model: int
+    key: str  # name of the caller's API key
     context: list[int]  # prompt and answer
     logprobs: list[float]  # of the answer's tokens, as they were drawn
     is_greedy: bool
@@ -60,19 +66,36 @@ class _Scored(NamedTuple):
     others: int  # of them, those that are not the exact model's first choice
 
 
-class Figures(NamedTuple):
-    """A model's, as in `AuditState`."""
+@dataclass
+class _Measured:
+    """What was measured of the answers of one model to one API key."""
 
-    excess_nats: float = math.nan
-    excess_low_nats: float = math.nan
-    excess_high_nats: float = math.nan
-    disagreement: float = math.nan
-    disagreement_low: float = math.nan
-    disagreement_high: float = math.nan
+    num_scored: int = 0
+    num_unscored: int = 0
+    exempt_until: float = -math.inf
+    scored: deque[_Scored] = field(default_factory=lambda: deque(maxlen=KEPT_ANSWERS))
+    excess: tuple[float, float, float] = NOTHING  # mean, and the ends of its interval
+    disagreement: tuple[float, float, float] = NOTHING
+
+    def add(self, one: _Scored) -> None:
+        """Counts an answer."""
+        self.num_scored += 1
+        self.scored.append(one)
+        tokens, excess, greedy, others = np.array(self.scored, np.float64).T
+        mean, margin = ratio(excess, tokens)
+        self.excess = mean, mean - margin, mean + margin
+        mean, margin = ratio(others, greedy)
+        self.disagreement = mean, *np.clip((mean - margin, mean + margin), 0, 1).tolist()
+
+    def begin_anew(self) -> None:
+        """Forgets what was measured."""
+        self.exempt_until = -math.inf
+        self.scored.clear()
+        self.excess = self.disagreement = NOTHING
 
 
 class Auditor(Observer):
-    """Draws degraded answers, has them scored, and tells which models' brownout costs too much."""
+    """Draws degraded answers, has them scored, and tells whose brownout costs too much."""
 
     def __init__(
         self,
@@ -90,11 +113,7 @@ class Auditor(Observer):
         self._score, self._has_room, self._clock = score, has_room, clock
         self._waiting: list[Offer] = []
         self._offered = asyncio.Event()
-        self._scored = [deque[_Scored](maxlen=KEPT_ANSWERS) for _ in names]
-        self._figures = [Figures()] * len(names)
-        self._exempt_until = [-math.inf] * len(names)
-        self.num_scored = [0] * len(names)
-        self.num_unscored = [0] * len(names)
+        self._measured = {(number, ""): _Measured() for number in range(len(names))}
 
     def request_finished(self, sequence: SequenceState, output: Output, now: float) -> None:
         """See Observer."""
@@ -104,6 +123,7 @@ class Auditor(Observer):
             return
         offer = Offer(
             request.model,
+            request.key,
             sequence.context,
             sequence.logprobs,
             not request.sampling.temperature and not request.sampling.shapes,
@@ -112,7 +132,7 @@ class Auditor(Observer):
             self._waiting.append(offer)
         else:
             at = random.randrange(MAX_WAITING)
-            self.num_unscored[self._waiting[at].model] += 1
+            self._of(self._waiting[at]).num_unscored += 1
             self._waiting[at] = offer
         self._offered.set()
 
@@ -131,73 +151,78 @@ class Auditor(Observer):
             try:
                 self.note(offer, await self._score(offer))
             except ServingError as error:
-                self.num_unscored[offer.model] += 1
+                self._of(offer).num_unscored += 1
                 log.debug("an answer was not audited: %s", error)
             took_s = self._clock() - began
             await asyncio.sleep(took_s * (1 / self.config.share - 1))
 
     def note(self, offer: Offer, scores: Scores) -> None:
         """Counts an answer's scores, which may be of fewer tokens than it has."""
-        model, count = offer.model, len(scores.logprobs)
+        measured, count = self._of(offer), len(scores.logprobs)
         if not count:  # the only token fills the last position
-            self.num_unscored[model] += 1
+            measured.num_unscored += 1
             return
         own, best = np.array(scores.logprobs), np.array(scores.best)
         greedy = count if offer.is_greedy else 0
         others = int(np.sum(own < best)) if offer.is_greedy else 0
         excess = math.fsum(offer.logprobs[:count]) - math.fsum(scores.logprobs)
-        self._scored[model].append(_Scored(count, excess, greedy, others))
-        self.num_scored[model] += 1
-        self._figures[model] = self._figured(model)
-        self._hold_to_bound(model)
+        measured.add(_Scored(count, excess, greedy, others))
+        self._hold_to_bound(offer, measured)
 
-    def exempts(self, model: int) -> bool:
-        """Returns whether a model's requests are exempt, since brownout cost more than the
-        bound.
+    def exempts(self, model: int, key: str) -> bool:
+        """Returns whether a key's requests to a model are exempt, since brownout cost them more
+        than the bound.
         """
-        until = self._exempt_until[model]
-        if until > self._clock():
+        measured = self._measured.get((model, key)) or self._measured.get((model, OTHER_KEYS))
+        if measured is None or measured.exempt_until == -math.inf:
+            return False
+        if measured.exempt_until > self._clock():
             return True
-        if until > -math.inf:
-            self._exempt_until[model] = -math.inf
-            self._scored[model].clear()
-            self._figures[model] = Figures()
-            log.info("brownout of model %s is tried again", shown(self._names[model]))
+        measured.begin_anew()
+        log.info("brownout of %s is tried again", self._whose(model, key))
         return False
 
     def state(self) -> tuple[AuditState, ...]:
-        """Returns the figures of each model."""
+        """Returns the figures of each model, and of each API key that it answered."""
         now = self._clock()
         return tuple(
-            AuditState(name, scored, unscored, *figures, until > now)
-            for name, scored, unscored, figures, until in zip(
-                self._names,
-                self.num_scored,
-                self.num_unscored,
-                self._figures,
-                self._exempt_until,
-                strict=True,
+            AuditState(
+                self._names[model],
+                one.num_scored,
+                one.num_unscored,
+                *one.excess,
+                *one.disagreement,
+                one.exempt_until > now,
+                key,
             )
+            for (model, key), one in list(self._measured.items())
         )
 
-    def _hold_to_bound(self, model: int) -> None:
-        most, found = self.config.max_excess_nats, self._scored[model]
-        if not most or len(found) < LEAST_ANSWERS or self._exempt_until[model] > -math.inf:
-            return
-        excess, low, high, *_ = self._figures[model]
-        if low > most:
-            self._exempt_until[model] = self._clock() + self.config.retry_s
-            log.warning(
-                "brownout of model %s costs %.3g nats a token (%.3g to %.3g, %d answers), more "
-                "than engine.audit.max_excess_nats=%g: its new requests are exempt for %g s",
-                *(shown(self._names[model]), excess, low, high, len(found), most),
-                self.config.retry_s,
-                extra={"event": "audit_exempt", "model": self._names[model], "excess": excess},
-            )
+    def _of(self, offer: Offer) -> _Measured:
+        whose = offer.model, offer.key
+        if whose not in self._measured and len(self._measured) >= MAX_KEYS:
+            whose = offer.model, OTHER_KEYS
+        return self._measured.setdefault(whose, _Measured())
 
-    def _figured(self, model: int) -> Figures:
-        tokens, excess, greedy, others = np.array(self._scored[model], np.float64).T
-        mean, margin = ratio(excess, tokens)
-        differs, its_margin = ratio(others, greedy)
-        low, high = np.clip((differs - its_margin, differs + its_margin), 0, 1).tolist()
-        return Figures(mean, mean - margin, mean + margin, differs, low, high)
+    def _whose(self, model: int, key: str) -> str:
+        of = f" for key {shown(key)}" if key else ""
+        return f"model {shown(self._names[model])}{of}"
+
+    def _hold_to_bound(self, offer: Offer, measured: _Measured) -> None:
+        most, count = self.config.max_excess_nats, len(measured.scored)
+        mean, low, high = measured.excess
+        if not most or count < LEAST_ANSWERS or measured.exempt_until > -math.inf or low <= most:
+            return
+        measured.exempt_until = self._clock() + self.config.retry_s
+        log.warning(
+            "brownout of %s costs %.3g nats a token (%.3g to %.3g, %d answers), more than "
+            "engine.audit.max_excess_nats=%g: its new requests are exempt for %g s",
+            *(self._whose(offer.model, offer.key), mean, low, high, count, most),
+            self.config.retry_s,
+            extra={
+                "event": "audit_exempt",
+                "model": self._names[offer.model],
+                "key": offer.key,
+                "excess": mean,
+            },
+        )

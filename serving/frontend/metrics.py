@@ -376,15 +376,15 @@ def _audits(audits: Iterable[AuditState]) -> Iterator[Metric]:
         (CounterMetricFamily, "unscored", "Degraded answers for which was no room", "num_unscored"),
         (GaugeMetricFamily, "exempt", "1: brownout cost more than the bound", "is_exempt"),
     ):
-        counts = {audit.model: float(getattr(audit, field)) for audit in scored}
-        yield family(kind, f"audit_{name}", about, "model", counts)
+        counts = {(audit.model, audit.key): float(getattr(audit, field)) for audit in scored}
+        yield family(kind, f"audit_{name}", about, ["model", "key"], counts)
     for name, about in (
         ("excess_nats", "A token's log-probability above that under the exact model"),
         ("disagreement", "Share of greedy tokens that are not the exact model's first choice"),
     ):
         stem = name.removesuffix("_nats")
         values = {
-            (audit.model, bound): getattr(audit, field)
+            (audit.model, audit.key, bound): getattr(audit, field)
             for audit in scored
             for bound, field in (
                 ("mean", name),
@@ -392,8 +392,9 @@ def _audits(audits: Iterable[AuditState]) -> Iterator[Metric]:
                 ("high", name.replace(stem, f"{stem}_high")),
             )
         }
-        known = {labels: value for labels, value in values.items() if not isnan(value)}
-        yield family(GaugeMetricFamily, f"audit_{name}", about, ["model", "bound"], known)
+        known = {at: value for at, value in values.items() if not isnan(value)}
+        labels = ["model", "key", "bound"]
+        yield family(GaugeMetricFamily, f"audit_{name}", about, labels, known)
 
 
 def _keys(access: "Access | None") -> Iterator[Metric]:

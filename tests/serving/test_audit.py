@@ -14,6 +14,7 @@ import jmoe
 from jmoe.packed_rows import EXEMPT
 from serving.bench.fake import FakeRunner
 from serving.config import AuditConfig, BrownoutConfig, EngineConfig
+from serving.control import audit as audit_module
 from serving.control.audit import MAX_WAITING
 from serving.engine import Engine
 from serving.frontend.metrics import Metrics
@@ -44,8 +45,16 @@ def start(names=None, observer=(), **audit):
     return engine
 
 
-async def until_audited(engine, count, of=0):
-    while engine.auditor.num_scored[of] < count:
+def audits(engine):
+    return [audit for audit in engine.stats().audits if audit.num_scored or audit.num_unscored]
+
+
+def num_scored(engine, model=""):
+    return sum(a.num_scored for a in engine.stats().audits if model in ("", a.model))
+
+
+async def until_audited(engine, count, of=""):
+    while num_scored(engine, of) < count:
         await asyncio.sleep(1)
 
 
@@ -108,9 +117,9 @@ async def test_it_takes_its_share_of_the_time_at_most():
     engine = start(share=0.02)
     for _ in range(40):
         await collect(engine, [1, 2, 3], 6)
-    before = engine.auditor.num_scored[0]
+    before = num_scored(engine)
     await asyncio.sleep(10.0)  # an answer of 9 tokens takes a step
-    scored = engine.auditor.num_scored[0] - before
+    scored = num_scored(engine) - before
     assert 0.9 * 0.02 * 10 / STEP_S < scored <= 0.02 * 10 / STEP_S + 1
     await engine.stop()
 
@@ -121,7 +130,7 @@ async def test_a_full_server_scores_nothing_and_says_so():
     many = [collect(engine, [7 * n], 20) for n in range(3 * MAX_WAITING)]
     busy = asyncio.gather(*many)
     while engine.stats().requests_finished < MAX_WAITING + 20:
-        assert engine.auditor.num_scored == [0]
+        assert num_scored(engine) == 0
         await asyncio.sleep(0.01)
     assert engine.stats().audits[0].num_unscored >= 20
     await busy
@@ -141,9 +150,9 @@ async def test_what_costs_more_than_the_bound_is_exempt_and_tried_again(caplog):
     for at in range(49):
         assert await ask("law", long=True)
         assert await ask("base", long=False)
-        await until_audited(engine, at + 1, of=1)
+        await until_audited(engine, at + 1, of="law")
     assert await ask("law", long=True)
-    await until_audited(engine, 50, of=1)
+    await until_audited(engine, 50, of="law")
     began = asyncio.get_running_loop().time()
     assert not await ask("law", long=True)
     assert await ask("base", long=False)
@@ -153,9 +162,30 @@ async def test_what_costs_more_than_the_bound_is_exempt_and_tried_again(caplog):
     assert "engine.audit.max_excess_nats=1.5: its new requests are exempt for 100 s" in caplog.text
     await asyncio.sleep(101 - (asyncio.get_running_loop().time() - began))
     assert await ask("law", long=False)  # it has come to cost less
-    await until_audited(engine, 51, of=1)
+    await until_audited(engine, 51, of="law")
     law = engine.stats().audits[1]
     assert (law.is_exempt, law.excess_nats) == (False, pytest.approx(1.0))
+    await engine.stop()
+
+
+@pytest.mark.simulated_time
+async def test_each_key_has_figures_and_a_bound_of_its_own(monkeypatch):
+    monkeypatch.setattr(audit_module, "MAX_KEYS", 3)
+    engine = start(share=1.0, max_excess_nats=1.5)
+    for at in range(50):
+        await collect(engine, [1], 2, key="cheap")  # a token costs 1.0 nats, or 4.5
+        await collect(engine, [1, 2, 3, 4], 2, key="dear")
+        await until_audited(engine, 2 * at + 2)
+    found = {audit.key: audit for audit in audits(engine)}
+    assert {key: audit.is_exempt for key, audit in found.items()} == {"cheap": False, "dear": True}
+    assert found["dear"].excess_nats == pytest.approx(4.0)
+    for key, degrades in (("cheap", True), ("dear", False), ("", True)):
+        [*_, last] = await collect(engine, [1], 2, key=key)
+        assert bool(last.usage.degraded_visits) == degrades
+    for key in ("fourth", "fifth"):
+        await collect(engine, [1], 2, key=key)
+    await until_audited(engine, 104)
+    assert {a.key: a.num_scored for a in audits(engine)}["other keys"] == 2
     await engine.stop()
 
 
@@ -195,7 +225,7 @@ async def test_the_exact_model_judges(tmp_path):
             assert outs[-1].usage.degraded_visits
             wholes.append(prompt + [token for out in outs for token in out.token_ids])
             drawn += [logprob for out in outs for logprob in out.logprobs]
-            while engine.auditor.num_scored[0] <= number:
+            while num_scored(engine) <= number:
                 await asyncio.sleep(0.01)
         [state] = engine.stats().audits
     finally:

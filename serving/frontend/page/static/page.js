@@ -120,6 +120,7 @@ const MODELS = [
 ];
 const AUDITS = [
   ["Model", (a) => a.model],
+  ["Key", (a) => a.key || NONE],
   ["Answers scored again", (a) => count(a.num_scored)],
   ["Nats a token", (a) => span(a.excess_nats, a.excess_low_nats, a.excess_high_nats, fixed)],
   [

@@ -310,7 +310,7 @@ class BrownoutState(_message.Message):
     def __init__(self, strategy: _Optional[str] = ..., way: _Optional[int] = ..., prefill_threshold_percent: _Optional[float] = ..., decode_threshold_percent: _Optional[float] = ..., salc_enabled: _Optional[bool] = ..., ttft_slo_s: _Optional[float] = ..., itl_slo_s: _Optional[float] = ..., warning_factor: _Optional[float] = ..., ttft_p90_s: _Optional[float] = ..., itl_p90_s: _Optional[float] = ..., controller: _Optional[str] = ..., prefill_company: _Optional[bool] = ..., predicted_ttft_p90_s: _Optional[float] = ..., predicted_itl_p90_s: _Optional[float] = ..., objective_state: _Optional[str] = ..., least_ttft_s: _Optional[float] = ..., least_itl_s: _Optional[float] = ..., keep: _Optional[str] = ...) -> None: ...
 
 class Audit(_message.Message):
-    __slots__ = ("model", "num_scored", "num_unscored", "excess_nats", "excess_low_nats", "excess_high_nats", "disagreement", "disagreement_low", "disagreement_high", "is_exempt")
+    __slots__ = ("model", "num_scored", "num_unscored", "excess_nats", "excess_low_nats", "excess_high_nats", "disagreement", "disagreement_low", "disagreement_high", "is_exempt", "key")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     NUM_SCORED_FIELD_NUMBER: _ClassVar[int]
     NUM_UNSCORED_FIELD_NUMBER: _ClassVar[int]
@@ -321,6 +321,7 @@ class Audit(_message.Message):
     DISAGREEMENT_LOW_FIELD_NUMBER: _ClassVar[int]
     DISAGREEMENT_HIGH_FIELD_NUMBER: _ClassVar[int]
     IS_EXEMPT_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
     model: str
     num_scored: int
     num_unscored: int
@@ -331,7 +332,8 @@ class Audit(_message.Message):
     disagreement_low: float
     disagreement_high: float
     is_exempt: bool
-    def __init__(self, model: _Optional[str] = ..., num_scored: _Optional[int] = ..., num_unscored: _Optional[int] = ..., excess_nats: _Optional[float] = ..., excess_low_nats: _Optional[float] = ..., excess_high_nats: _Optional[float] = ..., disagreement: _Optional[float] = ..., disagreement_low: _Optional[float] = ..., disagreement_high: _Optional[float] = ..., is_exempt: _Optional[bool] = ...) -> None: ...
+    key: str
+    def __init__(self, model: _Optional[str] = ..., num_scored: _Optional[int] = ..., num_unscored: _Optional[int] = ..., excess_nats: _Optional[float] = ..., excess_low_nats: _Optional[float] = ..., excess_high_nats: _Optional[float] = ..., disagreement: _Optional[float] = ..., disagreement_low: _Optional[float] = ..., disagreement_high: _Optional[float] = ..., is_exempt: _Optional[bool] = ..., key: _Optional[str] = ...) -> None: ...
 
 class Refused(_message.Message):
     __slots__ = ("key", "priority", "count")
