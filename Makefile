@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 GPU_PYTHON ?= python3
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo quick test test-deep test-exhaustive test-rota check format bench gpu gpu-pack bundled clean
+.PHONY: demo quick test test-deep test-all test-exhaustive test-rota check format bench gpu gpu-pack bundled clean
 
 demo: $(VENV)/.base
 	$(BIN)/jmoe demo
@@ -34,12 +34,16 @@ test: $(VENV)/.dev
 test-deep: $(VENV)/.dev
 	$(PYTEST) -m "deep and not exhaustive"
 
+# Both in one go, which collects and compiles less than one after the other.
+test-all: $(VENV)/.dev
+	$(PYTEST) -m "not exhaustive"
+
 # More models, shapes and cases of deep tests: after a change to a kernel, a step program or a
 # benchmark, and before a release.
 test-exhaustive: $(VENV)/.dev
 	$(PYTEST) -m exhaustive
 
-# As many of these as begin within three minutes; others at every call.
+# As many of these as begin within two minutes; others at every call.
 test-rota: $(VENV)/.dev
 	$(PYTEST) -m exhaustive --dist load --rota $$(date +%s)
 

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from jmoe import checkpoint, display, layout, levels
 from jmoe.brownout import Brownout, Control
 from jmoe.config import ModelConfig, read_config
-from jmoe.experts import ExpertTable, Pool, UnitedExperts, num_united_slots
+from jmoe.experts import ExpertTable, Fp8Pool, Pool, UnitedExperts, num_united_slots
 from jmoe.hub import locate
 from jmoe.numbers import integer
 from jmoe.packed import unpacked
@@ -28,6 +28,7 @@ BUNDLED = "bundled"
 """Stands for the model that comes with jmoe wherever a path is taken."""
 
 DTYPES = ("bfloat16", "float16", "float32")
+QUANTIZE = ("none", "fp8")
 
 PlacementOf = Callable[..., Placement]
 """Called as `jmoe.parallel.placement.contiguous` is, with num_united."""
@@ -245,6 +246,7 @@ def load(
     placement: Placement | PlacementOf | None = None,
     revision: str = "",
     chat_template: str | Path = "",
+    quantize: str = "none",
 ) -> Model:
     """Loads a Hugging Face directory as it stands, or one written by `save`.
 
@@ -263,11 +265,15 @@ def load(
             `num_united=` of the experts.
         revision: branch, tag or commit of a model of the Hub; empty: its main branch.
         chat_template: a file, in place of the model's own template.
+        quantize: `fp8` keeps experts in eight bits, with a scale for each block of 128 x 128
+            weights; all other weights stay as `dtype` says.
 
     Raises HubError, ConfigError, CheckpointError or TokenizerError, each naming what is wrong;
     ValueError for a placement that does not fit.
     """
     kind = check_dtype(dtype)
+    if quantize not in QUANTIZE:
+        raise ValueError(f"quantize is {quantize!r}; it must be one of {', '.join(QUANTIZE)}")
     directory, name = resolve(path, revision), name_of(path)
     tokenizer = Tokenizer.load(directory, chat_template)
     finite = kind if check_weights else None
@@ -279,13 +285,17 @@ def load(
         if missing > weights.num_united_slots:
             raise ValueError(f"{name} was saved without slots for ways {sorted(united)}")
         home = _home(cfg, weights.num_united_slots, mesh, placement)
+        if quantize == "fp8":
+            weights = weights._replace(pool=Fp8Pool.of(weights.pool.plain(), dtype))
         weights = weights if home is None else home.spread(weights)
     else:
         cfg = read_config(directory, allow_unknown_config=allow_unknown_config)
         check_tokenizer(tokenizer, cfg, directory)
         united = _united(directory, cfg, finite, ways, name)
         home = _home(cfg, num_united_slots(united), mesh, placement)
-        weights = checkpoint.load_hf(directory, cfg, kind, united, progress, check_weights, home)
+        weights = checkpoint.load_hf(
+            directory, cfg, kind, united, progress, check_weights, home, quantize
+        )
     resident = ResidentWeights(weights, united, name, home)
     return Model(name, directory, cfg, kind, resident, tokenizer)
 

@@ -44,7 +44,7 @@ class Architecture:
     """Names of all experts' gates and ups, and downs, where a layer has one tensor of each."""
     interleaved: bool = False
     """Whether experts are joined as in gpt-oss: `[in, out]`, gate and up in turn, with biases."""
-    quantized: Collection[str] = ()
+    quantized: Collection[str] = ("fp8", "compressed-tensors")
     """Values of `quant_method` that are read: weights are dequantized as they are loaded."""
     older_class: str = ""
     rope_kinds: Collection[str] = ("default", "linear", "llama3", "yarn")
@@ -457,10 +457,7 @@ register(
     Architecture(
         "GptOssForCausalLM",
         _gpt_oss,
-        _and(
-            "attention_bias num_experts num_local_experts quantization_config "
-            "swiglu_alpha swiglu_limit"
-        ),
+        _and("attention_bias num_experts num_local_experts swiglu_alpha swiglu_limit"),
         rms_norm_eps=1e-5,
         rope_theta=150000.0,
         router="router",
@@ -494,7 +491,7 @@ register(
         _and(f"{_DEEPSEEK} norm_topk_prob num_nextn_predict_layers rope_interleave"),
         {**_LATENT, "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
         shared="shared_experts",
-        apart="as V2, with a sigmoid router; prediction layer left out; not in FP8",
+        apart="as V2, with a sigmoid router; prediction layer left out",
     ),
 )
 register(
@@ -509,6 +506,7 @@ register(
         mlp="block_sparse_moe",
         router="router.layer",
         joined_experts=("input_linear", "output_linear"),
+        quantized=(),
         apart="multipliers of embeddings, scores, residuals and logits; joined experts",
     ),
 )

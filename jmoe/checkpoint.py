@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
 from functools import partial
@@ -23,6 +24,7 @@ from jmoe.digests import file_digests
 from jmoe.experts import (
     ExpertPool,
     ExpertTable,
+    Fp8Pool,
     UnitedExperts,
     make_table,
     num_united_slots,
@@ -43,6 +45,11 @@ UNITED_FILE = "united.safetensors"
 DISTILLED_FROM = "distilled_from"
 """In the metadata of that file: `weights_digest` of the model whose experts it stands in for."""
 FLOATS = ("BF16", "F16", "F32", "F64")  # as safetensors names them
+FP8 = "F8_E4M3"
+SCALES = ("_scale_inv", "_scale")
+"""Behind the name of a matrix in fp8: its scales, as DeepSeek and compressed-tensors call them."""
+UNUSED_SCALES = (".input_scale", ".k_scale", ".v_scale")
+"""Of activations and of keys and values, which are not kept in fp8."""
 FAULTS_SHOWN, FAULTS_COUNTED = 20, 1000
 
 
@@ -76,6 +83,8 @@ class TensorFiles:
                 + _how_to_convert(directory)
             )
         self._open: dict[str, Any] = {}
+        self._paths: dict[str, Path] = {}
+        self._maps: dict[Path, tuple[np.memmap, dict[str, Any]]] = {}  # and where tensors begin
         for name in names:
             try:
                 file = safe_open(regular(directory / name), framework="numpy")
@@ -85,6 +94,7 @@ class TensorFiles:
             if twice:
                 raise CheckpointError(f"{directory / name} holds {twice[0]}, and another file too")
             self._open.update(dict.fromkeys(file.keys(), file))
+            self._paths.update(dict.fromkeys(file.keys(), directory / name))
 
     def names(self) -> list[str]:
         """Returns the name of every tensor."""
@@ -102,6 +112,8 @@ class TensorFiles:
     def raw(self, name: str, part: tuple[int, int] | None = None) -> np.ndarray:
         """Returns one tensor in host memory, as it is stored; or a part (`Parameter.part`)."""
         file = self._open[name]
+        if self.kind(name) == FP8:
+            return self._raw_fp8(name)
         return file.get_tensor(name) if part is None else file.get_slice(name)[part[0]]
 
     def read(
@@ -121,6 +133,29 @@ class TensorFiles:
             return jnp.asarray(raw).astype(dtype)
         with np.errstate(over="ignore"):  # to infinity, which is looked for later
             return raw.astype(dtype, copy=False)
+
+    def _raw_fp8(self, name: str) -> np.ndarray:
+        """Returns a tensor that safetensors cannot give as NumPy's, which has no such dtype."""
+        path = self._paths[name]
+        if path not in self._maps:
+            raw = np.memmap(path, np.uint8, "r")
+            first = 8 + int.from_bytes(raw[:8].tobytes(), "little")
+            self._maps[path] = raw[first:], json.loads(raw[8:first].tobytes())
+        raw, header = self._maps[path]
+        begin, end = header[name]["data_offsets"]
+        return raw[begin:end].view(jnp.float8_e4m3fn).reshape(header[name]["shape"])
+
+    def scales(self, name: str) -> str:
+        """Returns the name of the scales of a matrix in fp8: the one that there is, or would be."""
+        return next((name + end for end in SCALES if name + end in self._open), name + SCALES[0])
+
+    def dequantized(self, name: str, block: tuple[int, int]) -> np.ndarray:
+        """Returns a matrix in fp8 as float32; `block` is as `ModelConfig.fp8_block`."""
+        values, scales = self.raw(name), self.raw(self.scales(name)).astype(np.float32)
+        rows, columns = (size or most for size, most in zip(block, values.shape, strict=True))
+        scales = scales.reshape(-(-values.shape[0] // rows), -1)
+        spread = np.repeat(np.repeat(scales, rows, axis=0), columns, axis=1)
+        return values.astype(np.float32) * spread[: values.shape[0], : values.shape[1]]
 
 
 def _how_to_convert(directory: Path) -> str:
@@ -200,7 +235,9 @@ def _check(files: TensorFiles, cfg: ModelConfig, directory: Path) -> None:
         (
             name
             for name in unread
-            if not name.endswith(".rotary_emb.inv_freq") and name not in extra
+            if not name.endswith(".rotary_emb.inv_freq")
+            and name not in extra
+            and not (cfg.fp8_block and name.endswith(UNUSED_SCALES))
         ),
     )
 
@@ -219,10 +256,27 @@ def _unlike(files: TensorFiles, cfg: ModelConfig, read: set[str]) -> Iterator[st
                 yield f"{name} is missing"
             elif found != shape:
                 yield f"{name} is {list(found)}, expected {list(shape)}"
+            elif files.kind(name) == FP8 and cfg.fp8_block and parameter.kind == "matrix":
+                read.add(scales := files.scales(name))
+                yield from _unlike_scales(files, scales, shape, cfg.fp8_block)
             elif files.kind(name) not in (
                 kinds := ("U8",) if parameter.kind == "mxfp4" else FLOATS
             ):
                 yield f"{name} is {files.kind(name)}; jmoe reads {', '.join(kinds)}"
+
+
+def _unlike_scales(
+    files: TensorFiles, name: str, shape: tuple[int, ...], block: tuple[int, int]
+) -> Iterator[str]:
+    """Yields an error for scales that are not one for each block of a matrix in fp8."""
+    counts = [-(-size // (each or size)) for size, each in zip(shape, block, strict=True)]
+    found = files.shape(name)
+    if found is None:
+        yield f"{name} is missing: the matrix is in fp8"
+    elif list(found) != counts and not (math.prod(found) == 1 == math.prod(counts)):
+        yield f"{name} is {list(found)}, expected {counts}: one for each block of the matrix"
+    elif files.kind(name) not in FLOATS:
+        yield f"{name} is {files.kind(name)}; jmoe reads {', '.join(FLOATS)}"
 
 
 def _equal(files: TensorFiles, one: str, other: str) -> bool:
@@ -252,13 +306,16 @@ class HFLayers:
         *,
         experts_on_host: bool = False,
         params_on_host: bool = False,
+        experts_as: jnp.dtype | None = None,
     ) -> None:
-        """Checks every tensor's name and shape. Raises CheckpointError.
+        """Checks every tensor's name and shape. `experts_as` is the dtype of experts, None: that of
+        all. Raises CheckpointError.
 
         `experts_on_host` leaves them there, for who places each on a device of its own, and
         `params_on_host` all other weights.
         """
         self._files, self._cfg, self._dtype = TensorFiles(directory), cfg, dtype
+        self._experts_as = experts_as or dtype
         self._experts_on_host, self._params_on_host = experts_on_host, params_on_host
         self._directory, self._check_weights = directory, check_weights
         _check(self._files, cfg, directory)
@@ -289,7 +346,8 @@ class HFLayers:
             experts = [layout.expert(self._cfg, index, number) for number in numbers]
         if experts:
             on_host = self._experts_on_host
-            parts = [self._read(expert, on_host=on_host) for expert in experts]
+            dtype = self._experts_as
+            parts = [self._read(expert, on_host=on_host, dtype=dtype) for expert in experts]
             stack: Any = np.stack if on_host else _stack
             pool = ExpertPool(**{key: stack([p[key] for p in parts]) for key in parts[0]})
         self._refuse_not_finite((params, pool), [own, *experts])
@@ -308,21 +366,34 @@ class HFLayers:
         _refuse(f"{self._directory} has weights that are not finite:", found)
 
     def _fault(self, name: str, parameter: layout.Parameter) -> str | None:
-        raw = self._files.raw(name, parameter.part)
+        if self._files.kind(name) == FP8:
+            raw = self._files.dequantized(name, self._cfg.fp8_block)
+        else:
+            raw = self._files.raw(name, parameter.part)
         if parameter.kind != "mxfp4":
             return fault(name, raw, self._dtype)
         if name == parameter.names[-1] and (raw == layout.MXFP4_NAN).any():
             return f"{name} holds scales that are NaN"
         return None
 
-    def _read(self, own: Layout, *, on_host: bool = False) -> dict[str, Any]:
+    def _read(
+        self, own: Layout, *, on_host: bool = False, dtype: jnp.dtype | None = None
+    ) -> dict[str, Any]:
         placed, found = np.asarray if on_host else jnp.asarray, {}
         for key, p in own.items():
-            kind = jnp.dtype(jnp.float32) if p.float32 else self._dtype
+            kind = jnp.dtype(jnp.float32) if p.float32 else dtype or self._dtype
             stored = jnp.dtype(jnp.uint8) if p.kind == "mxfp4" else kind
-            read = partial(self._files.read, part=p.part, dtype=stored, on_host=on_host)
+            read = partial(self._tensor, part=p.part, dtype=stored, on_host=on_host)
             found[key] = placed(p.assemble(list(map(read, p.names))).astype(kind))
         return found
+
+    def _tensor(self, name: str, *, part: Any, dtype: jnp.dtype, on_host: bool) -> Any:
+        if self._files.kind(name) != FP8:
+            return self._files.read(name, part, dtype, on_host=on_host)
+        found = self._files.dequantized(name, self._cfg.fp8_block)
+        with np.errstate(over="ignore"):  # to infinity, which is looked for later
+            found = found.astype(dtype)
+        return found if on_host or jax.default_backend() == "cpu" else jnp.asarray(found)
 
 
 def load_hf(
@@ -333,20 +404,28 @@ def load_hf(
     progress: Callable[[int, int], None] | None = None,
     check_weights: bool = True,
     home: Home | None = None,
+    quantize: str = "none",
 ) -> Weights:
     """Loads a Hugging Face directory, one layer's experts in flight at a time.
 
     The pool is allocated once, with slots for the largest of `ways`, and filled in place, on the
     device or where `home` says; host memory never holds a second copy of the model.
-    `progress(done, total)` counts layers. Raises CheckpointError.
+    `progress(done, total)` counts layers. Experts that are kept in fewer bits are quantized from
+    float32, which a layer of them is in meanwhile. Raises CheckpointError, and ValueError as
+    `empty_pool`.
     """
-    files = HFLayers(directory, cfg, dtype, check_weights, experts_on_host=home is not None)
+    make = partial(empty_pool, cfg, dtype=dtype, quantize=quantize)
+    experts_as = dtype if quantize == "none" else jnp.dtype(jnp.float32)
+    on_host = home is not None
+    files = HFLayers(
+        directory, cfg, dtype, check_weights, experts_on_host=on_host, experts_as=experts_as
+    )
     table = make_table(cfg.num_moe_layers, cfg.num_experts, num_united_slots(ways))
     slots = np.asarray(table.slots)[:, : cfg.num_experts]
     if home is None:
-        held = PoolHolder(empty_pool(cfg, table.slots.size, dtype))
+        held = PoolHolder(make(num_slots=table.slots.size))
     else:
-        held = PoolHolder(home.empty_pool(jax.eval_shape(partial(empty_pool, cfg, 1, dtype))))
+        held = PoolHolder(home.empty_pool(jax.eval_shape(partial(make, num_slots=1))))
 
     def write(layer: int, experts: ExpertPool) -> None:
         if home is None:
@@ -389,10 +468,20 @@ def read_layers(
     return params
 
 
-def empty_pool(cfg: ModelConfig, num_slots: int, dtype: jnp.dtype) -> ExpertPool:
-    """Returns a zeroed pool of `num_slots` experts of the model's shape."""
+def empty_pool(
+    cfg: ModelConfig, num_slots: int, dtype: jnp.dtype, quantize: str = "none"
+) -> ExpertPool | Fp8Pool:
+    """Returns a zeroed pool of `num_slots` experts of the model's shape, kept as `quantize` says
+    (`none` or `fp8`). Raises ValueError as `Fp8Pool.of`.
+    """
     shapes = layout.expert_shapes(cfg)
-    return ExpertPool(**{key: jnp.zeros((num_slots, *s), dtype) for key, s in shapes.items()})
+
+    def zeros(count: int) -> ExpertPool:
+        return ExpertPool(**{key: jnp.zeros((count, *s), dtype) for key, s in shapes.items()})
+
+    if quantize == "none":
+        return zeros(num_slots)
+    return Fp8Pool.of(zeros(1), str(jnp.dtype(dtype))).empty(num_slots)
 
 
 def load_united(
@@ -509,7 +598,7 @@ def save_native(
         "activation": _named("activation", cfg.activation),
         "layer_attention": [_named("layer_attention", kind) for kind in cfg.layer_attention],
     }
-    del stored["strategy"]  # of programs, not of the model
+    del stored["strategy"], stored["fp8_block"]  # of programs, and of other files
     need("train", "orbax")
     import orbax.checkpoint as ocp
 

@@ -13,7 +13,7 @@ from jmoe.attention import FULL, AttentionKind, Latent
 from jmoe.brownout import Own
 from jmoe.config_fields import ConfigError as ConfigError
 from jmoe.config_fields import Fields, shown
-from jmoe.config_keys import ROPE_READ, ROPE_SECTIONS, check_keys, rope_kind
+from jmoe.config_keys import ROPE_READ, ROPE_SECTIONS, check_keys, fp8_block, rope_kind
 from jmoe.model_files import read_text
 from jmoe.router import Router
 from pallas_kernels.activation import SILU, Activation
@@ -85,6 +85,8 @@ class ModelConfig:
     expert_bias: bool = False  # of routed and united experts' products
     logits_bias: bool = False  # of the router's logits
     mxfp4: bool = False  # the checkpoint has experts' matrices in four bits
+    fp8_block: tuple[int, int] | tuple[()] = ()
+    """Rows and columns of a matrix of the checkpoint in fp8 that share a scale; 0: all of them."""
     strategy: Own | None = None  # of brownout, a user's own, that programs are made with
 
     def __post_init__(self) -> None:
@@ -267,6 +269,7 @@ def from_hf(
             rope=rope,
             max_position=max_position,
             eos_token_ids=fields.token_ids("eos_token_id", vocab_size),
+            fp8_block=fp8_block(fields),
             **{"d_ff_shared": 0, "qkv_bias": False, "qk_norm": False, **attention, **own},
         )
     except ConfigError as error:

@@ -24,7 +24,7 @@ READ_FOR_ALL = frozenset(
     architectures eos_token_id head_dim hidden_act hidden_size intermediate_size layer_types
     max_position_embeddings model_type num_attention_heads num_experts_per_tok num_hidden_layers
     num_key_value_heads original_max_position_embeddings rms_norm_eps rope_parameters rope_scaling
-    rope_theta sliding_window tie_word_embeddings vocab_size
+    quantization_config rope_theta sliding_window tie_word_embeddings vocab_size
     """,
     )
 )
@@ -136,9 +136,9 @@ def check_keys(fields: Fields, architecture: "Architecture", allowed: Collection
         method = fields.section(key).given("quant_method")
         if key not in read or method not in architecture.quantized:
             raise ConfigError(
-                f"{fields.file}: {key} is {shown(fields.given(key))}; jmoe does not load quantized "
-                "weights; give the checkpoint from which this one was quantized, with weights in "
-                "bfloat16, float16 or float32"
+                f"{fields.file}: {key} is {shown(fields.given(key))}; of quantized weights jmoe "
+                f"loads a {architecture.class_name}'s in {' or '.join(architecture.quantized)} "
+                "(quant_method); give such a checkpoint, or the one from which this was quantized"
             )
     unknown = "jmoe does not know this key"
     faults = _faults(fields, read, {**ONLY_IN_ALL, **only}, HARMLESS, unknown, allowed)
@@ -153,6 +153,44 @@ def check_keys(fields: Fields, architecture: "Architecture", allowed: Collection
             f"{fields.file}: {'; '.join(faults.values())}; "
             f"if {'it changes' if len(faults) == 1 else 'they change'} nothing, pass {flags}"
         )
+
+
+def fp8_block(fields: Fields) -> tuple[int, int] | tuple[()]:
+    """Returns (rows, columns) of the blocks of a matrix in fp8 that share a scale, as
+    `quantization_config` says; 0: as many as there are. Empty without such matrices.
+
+    Raises ConfigError for a format that jmoe does not load.
+    """
+    section = fields.section("quantization_config")
+    method, whole = section.given("quant_method"), ((0, 0), (1, 0))
+    if method == "fp8":
+        if section.given("fmt") not in (None, "e4m3"):
+            raise section.wrong("fmt", "'e4m3'")
+        return _block(section, "weight_block_size", whole[0])
+    if method != "compressed-tensors":
+        return ()
+    groups = section.section("config_groups")
+    if len(groups.values) != 1:
+        raise section.wrong("config_groups", "one group, of all matrices that are quantized")
+    weights = groups.section(next(iter(groups.values))).section("weights")
+    for key, wanted in (("type", "float"), ("num_bits", 8), ("symmetric", True)):
+        if weights.given(key) != wanted:
+            raise weights.wrong(key, f"{wanted!r}: jmoe loads compressed-tensors in fp8")
+    strategy = weights.given("strategy")
+    if strategy == "block":
+        return _block(weights, "block_structure", (128, 128))
+    if strategy not in ("tensor", "channel"):
+        raise weights.wrong("strategy", "tensor, channel or block")
+    return whole[strategy == "channel"]
+
+
+def _block(fields: Fields, key: str, absent: tuple[int, int]) -> tuple[int, int]:
+    found = fields.integers(key)
+    if fields.given(key) is None:
+        return absent
+    if len(found) != 2 or min(found) < 1:
+        raise fields.wrong(key, "two numbers of elements")
+    return found[0], found[1]
 
 
 def rope_kind(section: Fields, served: Collection[str]) -> str:

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,6 +15,8 @@ from jmoe import display
 from jmoe.numbers import integer
 from pallas_kernels import grouped_gemm
 from pallas_kernels.activation import Activation
+from pallas_kernels.grouped_gemm import QuantizedWeights
+from pallas_kernels.grouped_gemm.quantized import BLOCK, dequantize
 from pallas_kernels.routing import Dispatch, RowTiles, TableRow
 
 FETCHED, ABSENT = 1, 2
@@ -131,6 +133,98 @@ class ExpertPool(Pool, _Plain):
 
     def __repr__(self) -> str:
         return display.arrays(self)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, repr=False)
+class Fp8Pool(Pool):
+    """Weights in eight bits (float8_e4m3fn), with a float32 scale for each block of 128 x 128.
+
+    The experts' width is padded to whole blocks with zeros, which add nothing to a row.
+    """
+
+    gate_up: QuantizedWeights  # values [slots, 2 F, d]: gate, then up, each padded to F
+    down: QuantizedWeights  # values [slots, d, F]
+    gate_up_bias: Float[Array, "slots F2"] | None = None  # in the dtype of the rows
+    down_bias: Float[Array, "slots d"] | None = None
+    width: int = field(default=0, metadata={"static": True})  # f, without padding
+    row_dtype: str = field(default="bfloat16", metadata={"static": True})
+
+    @classmethod
+    def of(cls, experts: ExpertPool, row_dtype: str) -> "Fp8Pool":
+        """Quantizes experts. Raises ValueError where d_model is not whole blocks."""
+        width, d = experts.down.shape[1:]
+        if d % BLOCK:
+            raise ValueError(
+                f"quantize is 'fp8', and d_model is {d}: experts in fp8 have blocks of {BLOCK}, "
+                "of which it must be a multiple; load the model without"
+            )
+        padding = -width % BLOCK
+        rows = jnp.pad(experts.down, ((0, 0), (0, padding), (0, 0)))
+        bias = experts.gate_up_bias
+        return cls(
+            grouped_gemm.quantize(_padded(experts.gate_up, padding)),
+            grouped_gemm.quantize(rows),
+            None if bias is None else _padded(bias, padding).astype(row_dtype),
+            None if experts.down_bias is None else experts.down_bias.astype(row_dtype),
+            width,
+            row_dtype,
+        )
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """See Pool."""
+        return jnp.dtype(self.row_dtype)
+
+    def mlp(
+        self, h: Float[Array, "T d"], work: Dispatch, activation: Activation
+    ) -> Float[Array, "T d"]:
+        """See Pool."""
+        biases = None
+        if self.gate_up_bias is not None and self.down_bias is not None:
+            biases = self.gate_up_bias, self.down_bias
+        return grouped_gemm.moe_mlp(h, self.gate_up, self.down, work, activation, biases)
+
+    def row_tiles(self, num_rows: int, top_k: int, num_experts: int) -> RowTiles | None:
+        """See Pool."""
+        return grouped_gemm.row_tiles(num_rows, top_k, num_experts, self.down)
+
+    def plain(self) -> ExpertPool:
+        """See Pool."""
+        gate_up, down = (dequantize(w, self.dtype) for w in (self.gate_up, self.down))
+        bias = self.gate_up_bias
+        return ExpertPool(
+            _unpadded(gate_up, self.width),
+            down[:, : self.width],
+            None if bias is None else _unpadded(bias, self.width),
+            self.down_bias,
+        )
+
+    def kept(self, experts: ExpertPool) -> "Fp8Pool":
+        """See Pool."""
+        return self.of(experts, self.row_dtype)
+
+    def __repr__(self) -> str:
+        parts = (
+            f"{name}: {display.array(getattr(self, name).values)}" for name in ("gate_up", "down")
+        )
+        return f"Fp8Pool({', '.join(parts)})"
+
+
+def _padded(halves: Float[Array, "*n f2"], padding: int) -> Float[Array, "*n F2"]:
+    """Pads each half of the last axis with zeros."""
+    return jnp.concatenate(
+        [
+            jnp.pad(half, [(0, 0)] * (halves.ndim - 1) + [(0, padding)])
+            for half in jnp.split(halves, 2, axis=-1)
+        ],
+        axis=-1,
+    )
+
+
+def _unpadded(halves: Float[Array, "*n F2"], width: int) -> Float[Array, "*n f2"]:
+    parts = jnp.split(halves, 2, axis=-1)
+    return jnp.concatenate([half[..., :width] for half in parts], axis=-1)
 
 
 class ExpertTable(NamedTuple):

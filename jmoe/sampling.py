@@ -52,8 +52,14 @@ def sample(
 
 def token_logprobs(logits: Float[Array, "B V"], tokens: Int[Array, "B"]) -> Float[Array, "B"]:
     """Returns the log-probability of one token a row."""
+    return scored(logits, tokens)[:, 0]
+
+
+def scored(logits: Float[Array, "B V"], tokens: Int[Array, "B"]) -> Float[Array, "B 2"]:
+    """Returns the log-probabilities of one token a row, and of the likeliest one."""
     chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
-    return chosen - jax.nn.logsumexp(logits, axis=-1)
+    pair = jnp.stack([chosen, jnp.max(logits, axis=-1)], axis=-1)
+    return pair - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
 
 
 def _gumbel_maximum(

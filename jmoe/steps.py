@@ -38,7 +38,7 @@ from jmoe.packed_rows import (
     TOP_P,
 )
 from jmoe.parallel.replicas import Replication
-from jmoe.sampling import Sampling, greedy, sample, token_logprobs
+from jmoe.sampling import Sampling, greedy, sample, scored
 from jmoe.shaping import Drawn, Shaping, draw
 from jmoe.weights import Params, Weights
 from pallas_kernels.backend import backend, batched
@@ -106,7 +106,7 @@ class StepOutput(NamedTuple):
     expert_rows: Int[Array, "layers E"]  # rows computed by MoE layer (of its own) and expert
     logits: Float[Array, "B V"] | None = None
     hidden: Float[Array, "T d"] | None = None  # rows after the last layer, where they are kept
-    prompt_logprobs: Float[Array, "T"] | None = None  # by `score_step`: of the next prompt token
+    prompt_logprobs: Float[Array, "T 2"] | None = None  # by `score_step`
     balance: Balance | None = None  # [layers], where experts are copied over a mesh meanwhile
     needed: Int[Array, "layers m"] | None = None  # as in LayerStats
     top_ids: Int[Array, "B TOP"] | None = None  # by `draw_step`, where rows are shaped
@@ -431,9 +431,9 @@ def score_step(
     hidden: Float[Array, "T d"],
     tokens: Int[Array, "T"],
     rows: Int[Array, "B C"],
-) -> Float[Array, "T"]:
+) -> Float[Array, "T 2"]:
     """Returns the log-probability of the token that follows each one in its prompt, after a prefill
-    step.
+    step, and that of the likeliest token there.
 
     `hidden` is of the step's output, `tokens` and `rows` are the step's; at a chunk's end the row's
     NEXT_TOKEN follows. What padding gets means nothing.
@@ -441,7 +441,7 @@ def score_step(
     end = jnp.cumsum(rows[:, Q_LEN], dtype=jnp.int32) - 1
     end = jnp.where(rows[:, Q_LEN] > 0, end, tokens.shape[0])  # padding rows: dropped
     following = jnp.roll(tokens, -1).at[end].set(rows[:, NEXT_TOKEN], mode="drop")
-    return token_logprobs(head(cfg, params, hidden), following)
+    return scored(head(cfg, params, hidden), following)
 
 
 def remember(

@@ -181,6 +181,31 @@ class SalcConfig:
 
 
 @dataclass(frozen=True)
+class AuditConfig:
+    """The audit: degraded answers, drawn at random, are scored exactly while nobody waits."""
+
+    share: float = setting(
+        0.01,
+        "Share of the time in which degraded answers are scored exactly, to measure what brownout "
+        "costs (operating.md). 0: none are.",
+        SHARE,
+        "Brownout",
+        flag="audit-share",
+    )
+    max_excess_nats: float = setting(
+        0.0,
+        "Bound on that cost: as soon as the lower end of its 95 % interval is above it, over 50 "
+        "answers at least, the model's new requests are exempt from brownout. 0: no bound.",
+        NOT_NEGATIVE,
+        "Brownout",
+        flag="max-excess",
+    )
+    retry_s: float = setting(
+        600.0, "Seconds after which such a model's brownout is tried again.", POSITIVE
+    )
+
+
+@dataclass(frozen=True)
 class BalanceConfig:
     """Over a mesh: copies of busy experts.
 
@@ -347,6 +372,12 @@ class EngineConfig:
         "bfloat16",
         "Data type of weights, activations and KV cache.",
         one_of("bfloat16", "float16", "float32"),
+        "Model",
+    )
+    quantize: str = setting(
+        "none",
+        "fp8: keep routed and united experts in eight bits (quantization.md).",
+        one_of("none", "fp8"),
         "Model",
     )
     mode: str = setting(
@@ -550,6 +581,7 @@ class EngineConfig:
     )
     brownout: BrownoutConfig = field(default_factory=BrownoutConfig)
     salc: SalcConfig = field(default_factory=SalcConfig)
+    audit: AuditConfig = field(default_factory=AuditConfig)
     balance: BalanceConfig = field(default_factory=BalanceConfig)
     asynchronous: AsynchronousConfig = field(default_factory=AsynchronousConfig)
 

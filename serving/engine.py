@@ -28,6 +28,7 @@ import numpy as np
 from jmoe.api import Model
 from jmoe.family import Family
 from serving.config import EngineConfig, ServerConfig
+from serving.control.audit import Auditor, Offer, Scores
 from serving.control.experts_loader import ExpertsLoader, allowed_ways
 from serving.control.fetcher import Fetcher
 from serving.control.guarded import make_controller
@@ -124,7 +125,9 @@ class Engine:
         self.slo = SloAnalyser(config.brownout, config.salc, way=way, pace=self.pace, slow_s=slow_s)
         observers = [observer] if isinstance(observer, Observer) else observer or ()
         self.loader = ExpertsLoader(executor, self.family, ways, self.slo, config.balance)
-        self.accounts = Accounts([self.slo.load, *self.loader.observers, *observers])
+        self.auditor = Auditor(config.audit, self.names, self._score, self._audits, clock)
+        own = self.slo.load, *self.loader.observers, self.auditor
+        self.accounts = Accounts([*own, *observers])
         self.scheduler = Scheduler(
             executor.limits,
             make_policy(config.policy),
@@ -149,9 +152,8 @@ class Engine:
         self.on_unresponsive: Callable[[str], None] = log.critical
         self._clock = clock
         self._refused_at: deque[float] = deque(maxlen=100_000)
-        cfg = None if self.family is None else self.family.config
-        self._vocab_size = cfg.vocab_size if cfg else 0
-        self._visits_per_token = cfg.num_moe_layers * cfg.experts_per_token if cfg else 1
+        self._vocab_size = 0 if self.family is None else self.family.config.vocab_size
+        self._visits_per_token = self.admission.visits_per_token
         self._in_flight = deque[ScheduledStep]()  # none where rows complete singly
         self._news = deque[Any]()  # what the executor told (serving.execution.executor)
         self._workers = executor if isinstance(executor, HasWorkers) else None
@@ -161,6 +163,7 @@ class Engine:
         self._started_at = clock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loop_task: asyncio.Task[None] | None = None
+        self._audit_task: asyncio.Task[None] | None = None
         executor.listen(self._note)
         if self._workers is not None and self.accounts.wants_stages:
             self._workers.record()
@@ -197,6 +200,7 @@ class Engine:
         self.status = "ready"
         self._loop = asyncio.get_running_loop()
         self._loop_task = asyncio.create_task(self._run(), name="jmoe-tick")
+        self._audit_task = asyncio.create_task(self.auditor.run(), name="jmoe-audit")
         self.watchdog.start()
         self.executor.watch(self._fail_from_thread)
 
@@ -223,6 +227,8 @@ class Engine:
         if self.status != "failed":
             self.status = "stopped"
         self._fail_all(partial(Aborted, "the engine stopped"))
+        if self._audit_task is not None:
+            self._audit_task.cancel()
         if self._loop_task is not None:
             self._loop_task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -297,28 +303,37 @@ class Engine:
         model: str = "",
         reuse_prefix: bool = True,
         salt: str = "",
+        max_degraded_percent: int = 100,
+        allow_audit: bool = True,
     ) -> AsyncGenerator[Output]:
         """Streams a request's outputs; the last one has a `finish_reason`.
 
         `model` is one of `names`; empty: the first. Closing the iterator aborts the request.
         `timeout_s` None: the server's default (`request_timeout_s`). With `reuse_prefix`, cached KV
-        pages that requests with the same `salt` have computed of the prompt are reused.
+        pages that requests with the same `salt` have computed of the prompt are reused. At no token
+        is more than `max_degraded_percent` of the request's own expert visits degraded; 0 is the
+        same as `allow_brownout=False`. A degraded answer may be scored again (`engine.audit`), with
+        `allow_audit`.
 
         Raises NotFound, InvalidRequest, RequestFailed, and other errors of `serving.errors`.
         """
         self.check_admission(priority)
         servers = timeout_s is None and self.request_timeout_s > 0
+        number = number_of(model, self.names)
+        allow_brownout = allow_brownout and max_degraded_percent != 0
         request = Request(
             request_id or uuid.uuid4().hex,
             prompt,
             sampling or SamplingParams(),
-            allow_brownout,
+            allow_brownout and not self.auditor.exempts(number),
             priority,
             self.request_timeout_s if servers else timeout_s,
-            number_of(model, self.names),
+            number,
             servers,
             reuse_prefix,
             salt,
+            max_degraded_percent,
+            allow_audit,
         )
         sequence = await self._admit(request)
         try:
@@ -330,11 +345,49 @@ class Engine:
         finally:
             self._abandon(sequence)
 
+    async def _score(self, offer: Offer) -> Scores:
+        """Runs a prompt and its answer once more, exactly, as best effort."""
+        most = min(self.config.max_model_len, self.scheduler.limits.most_positions)
+        context = offer.context[: most - 1]
+        count = len(offer.logprobs) - len(offer.context) + len(context)
+        sampling = SamplingParams(max_new_tokens=1, prompt_logprobs=True, ignore_eos=True)
+        request = Request(
+            uuid.uuid4().hex,
+            context,
+            sampling,
+            allow_brownout=False,
+            priority=BE,
+            model=offer.model,
+            reuse_prefix=False,
+            is_audit=True,
+        )
+        sequence = await self._admit(request)
+        try:
+            await sequence.next_output()
+        finally:
+            self._abandon(sequence)
+        first = len(context) - 1 - count
+        return Scores(sequence.prompt_logprobs[first:], sequence.prompt_best[first:])
+
+    def _audits(self, model: int) -> bool:
+        """Returns whether a model's answer may be scored now: nobody waits, nor would for a
+        slot.
+        """
+        scheduler = self.scheduler
+        return (
+            self.status == "ready"
+            and (scheduler.models is None or model in scheduler.models)
+            and not scheduler.waiting
+            and not any(self.admission.num_tokenizing.values())
+            and scheduler.num_free_slots(LS) > 1
+        )
+
     async def _admit(self, request: Request) -> SequenceState:
         self._check_workers(request)
         arrived_at = self._clock()
         sequence = await self.admission.sequence(request, arrived_at)
-        self.check_admission(request.priority)  # again, since tokenizing a long text takes time
+        if not request.is_audit:
+            self.check_admission(request.priority)  # again: tokenizing a long text takes time
         self.deadlines.watch(sequence)
         self.scheduler.add(sequence, self._clock())
         self.accounts.request_admitted(sequence, arrived_at)
@@ -425,7 +478,8 @@ class Engine:
         """Returns the current counters and gauges."""
         up_s, compiled = self._clock() - self._started_at, self.executor.compilations_since_ready
         full_s = self.pace.times.expected_s(Phase.DECODE, self.config.max_num_seqs)
-        return self.accounts.stats(self.scheduler, compiled, up_s, full_s)
+        audits = self.auditor.state()
+        return self.accounts.stats(self.scheduler, compiled, up_s, full_s, audits)
 
     # ---- the tick ---------------------------------------------------------------------------
 
@@ -678,7 +732,8 @@ class Engine:
             if not step.sampled[at]:
                 continue
             request = sequence.request
-            latencies.add(request.priority, sequence.arrived_at, sequence.previous_at)
+            if not request.is_audit:
+                latencies.add(request.priority, sequence.arrived_at, sequence.previous_at)
             sequence.previous_at = now
             token, logprob = result.tokens[at], result.logprobs[at]
             try:
@@ -690,7 +745,8 @@ class Engine:
             sequence.deliver(output)
             if output.finish_reason is not None:
                 self.accounts.request_finished(sequence, output, now)
-                self.admission.capacity[request.priority].observe(now - sequence.started_at)
+                if not request.is_audit:
+                    self.admission.capacity[request.priority].observe(now - sequence.started_at)
                 self._retire(sequence)
         for priority in (LS, BE):
             self.slo.observe(priority, latencies, step.launched_at, now)

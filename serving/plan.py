@@ -287,7 +287,8 @@ class StepResult:
     logprobs: Sequence[float]
     degraded: Sequence[int]  # degraded expert visits of each row
     expert_rows: Int[np.ndarray, "layers E"]  # rows that each logical expert computed
-    prompt_logprobs: Float[np.ndarray, "T"] | None
+    prompt_logprobs: Float[np.ndarray, "T 2"] | None
+    """Of the next token of the prompt, and of the likeliest one there."""
     device_rows: Int[np.ndarray, "layers D"] | None = None  # of `expert_rows`, by device of a mesh
     copies: Copies | None = None  # of a step that copied experts
     needed: Int[np.ndarray, "layers columns"] | None = None

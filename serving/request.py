@@ -274,6 +274,9 @@ class Request:
     timeout_is_servers: bool = False  # timeout_s is the server's default
     reuse_prefix: bool = True  # False: neither uses nor fills the prefix cache
     salt: str = ""  # requests with different ones share no prefix
+    max_degraded_percent: int = 100  # of its expert visits, at every moment
+    allow_audit: bool = True  # False: its answer is never scored again
+    is_audit: bool = False  # the engine's own: it scores an answer, and counts for no caller
 
 
 @dataclass(frozen=True)
@@ -356,6 +359,24 @@ class BrownoutState:
 
 
 @dataclass(frozen=True)
+class AuditState:
+    """What brownout cost a model's answers, of those that the audit scored; intervals are of 95 %.
+    NaN: none yet.
+    """
+
+    model: str
+    num_scored: int  # answers
+    num_unscored: int  # degraded answers that were drawn and had to make room, or could not be
+    excess_nats: float  # a token's log-probability as it was drawn, above the exact model's
+    excess_low_nats: float
+    excess_high_nats: float
+    disagreement: float  # share of greedy tokens that are not the exact model's first choice
+    disagreement_low: float
+    disagreement_high: float
+    is_exempt: bool  # requests are exempt from brownout, which cost more than the bound
+
+
+@dataclass(frozen=True)
 class EngineStats:
     """Counters and gauges of an engine at one moment."""
 
@@ -380,3 +401,4 @@ class EngineStats:
     kv_pages_kept: int = 0  # free pages that are cached for prefix reuse
     kept_pages_evicted: int = 0  # cached pages that were evicted
     full_decode_step_s: float = math.nan  # expected, with every slot taken and no brownout
+    audits: tuple[AuditState, ...] = ()  # of each model

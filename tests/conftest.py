@@ -67,7 +67,7 @@ def compiled_in_a_hurry():
     jax.config.update("jax_disable_most_optimizations", False)
 
 
-ROTA_S = 180.0
+ROTA_S = 120.0
 """How long tests of a rota are started for."""
 TOO_LONG = "tests/serving/test_engine_emulated.py"
 """Takes ten minutes a case, and so is not in a rota."""
@@ -75,7 +75,7 @@ TOO_LONG = "tests/serving/test_engine_emulated.py"
 
 def pytest_addoption(parser):
     parser.addoption(
-        "--rota", type=int, default=0, help="Begin where this number says, for three minutes."
+        "--rota", type=int, default=0, help="Begin where this number says, for two minutes."
     )
 
 

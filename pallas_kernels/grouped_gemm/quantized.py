@@ -58,7 +58,13 @@ def slot_weights(weights: Weights, slot: Int[Array, ""], dtype: Any) -> Float[Ar
     """
     if not isinstance(weights, QuantizedWeights):
         return weights[slot]
-    values, scales = weights.values[slot], weights.scales[slot]
-    columns, k = values.shape
-    blocks = values.astype(jnp.float32).reshape(columns // BLOCK, BLOCK, k // BLOCK, BLOCK)
-    return (blocks * scales[:, None, :, None]).reshape(columns, k).astype(dtype).T
+    return dequantize(QuantizedWeights(weights.values[slot], weights.scales[slot]), dtype)
+
+
+def dequantize(weights: QuantizedWeights, dtype: Any) -> Float[Array, "*slots k columns"]:
+    """Returns weights in `dtype`, rounded from float32; of one slot, or of any number."""
+    *slots, columns, k = weights.values.shape
+    shape = *slots, columns // BLOCK, BLOCK, k // BLOCK, BLOCK
+    blocks = weights.values.astype(jnp.float32).reshape(shape)
+    whole = blocks * weights.scales[..., :, None, :, None]
+    return whole.reshape(*slots, columns, k).astype(dtype).swapaxes(-1, -2)

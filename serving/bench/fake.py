@@ -86,9 +86,10 @@ class FakeRunner(StepExecutor):
                 self._last[slot] = tokens[-1]
         count = len(tokens)
         zeros, prompt = np.zeros((1, 1), np.int32), None
-        if plan.prompt_logprobs:  # of the token at position p: -p
+        if plan.prompt_logprobs:  # of the token at position p: -p; the likeliest at p % 4 != 0
             parts = [np.arange(row[KV_LEN] - row[Q_LEN], row[KV_LEN]) + 1.0 for row in plan.rows]
-            prompt = -np.concatenate(parts)
+            own = np.concatenate(parts)
+            prompt = -np.stack([own, np.where(own % 4 == 0, own - 0.5, own)], axis=1)
         result = StepResult(tokens, [-0.5] * count, degraded, zeros, prompt)
         future: Future[StepResult] = Future()
         assert not self._undrawn, "a step was launched while one waits to be drawn"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from serving.cli.options import AllowUnknownConfig, of_fields
+from serving.cli.options import AllowUnknownConfig, Quantize, of_fields
 from serving.settings.plugins import own_strategy
 from serving.telemetry.progress import progress_bar
 
@@ -20,6 +20,7 @@ def evaluate(
     dtype: Annotated[
         str, typer.Option(help="Data type: bfloat16, float16 or float32.")
     ] = "bfloat16",
+    quantize: Quantize = "none",
     data: Annotated[
         Path | None, typer.Option(help="JSON lines with prompt, answer and family.")
     ] = None,

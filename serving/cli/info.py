@@ -1,7 +1,7 @@
 """`jmoe info`: what a model needs in memory, or what a running server says of itself."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -230,6 +230,8 @@ def _describe(
         for window in filter(None, reversed(page_windows(cfg))):
             kv += f", {kv_bytes_per_token(cfg, dtype, window):,} past {window:,}"
         rows.append((f"KV cache in {dtype}", kv))
+    if fp8 := fp8_bytes(cfg):
+        rows.append(("weights in bfloat16, experts in fp8", size(fp8)))
     there = {} if directory is None else united_bytes(directory)
 
     def a_layer(way: int) -> str:
@@ -253,6 +255,23 @@ def _describe(
         size_gb = DEVICE_GB if device_gb is None else device_gb
         sections.append(parallel_section(cfg, parse_mesh(mesh), size_gb, tuple(there)))
     return sections
+
+
+def fp8_bytes(cfg: "ModelConfig") -> int:
+    """Returns the bytes of a model with experts in fp8 (`--quantize fp8`) and the rest in bfloat16;
+    0 where they cannot be.
+    """
+    import jax
+
+    from jmoe.checkpoint import empty_pool
+
+    try:
+        pool = jax.eval_shape(lambda: empty_pool(cfg, 1, jax.numpy.bfloat16, "fp8"))
+    except ValueError:
+        return 0
+    count = cfg.num_moe_layers * cfg.num_experts
+    rest = num_parameters(cfg) - count * expert_parameters(cfg)
+    return count * pool.slot_bytes + rest * _BYTES["bfloat16"]
 
 
 def _united_bytes_of(cfg: "ModelConfig", way: int) -> int:
@@ -415,6 +434,19 @@ def _brownout_in_words(state: Any) -> Section:
     return "Brownout", rows
 
 
+def _audits_in_words(audits: Iterable[Any]) -> Iterator[tuple[str, str]]:
+    """Yields what brownout cost each model of which answers were scored."""
+    for audit in audits:
+        if audit.num_scored:
+            excess = f"{audit.excess_nats:.3g} nats a token"
+            excess += f" ({audit.excess_low_nats:.3g} to {audit.excess_high_nats:.3g})"
+            if not math.isnan(audit.disagreement):
+                excess += f", {100 * audit.disagreement:.2g} % of greedy tokens are others"
+            exempt = "; exempt: more than the bound" if audit.is_exempt else ""
+            what = f"{excess}, of {audit.num_scored:,} answers audited{exempt}"
+            yield f"brownout of {audit.model}" if audit.model else "brownout cost", what
+
+
 def _stats_in_words(stats: Any) -> Section:
     degraded = 100 * stats.degraded_visits / max(stats.expert_visits, 1)
     ended = (
@@ -432,6 +464,7 @@ def _stats_in_words(stats: Any) -> Section:
         ("steps", f"{stats.steps_prefill:,} prefill, {stats.steps_decode:,} decode"),
         ("preemption", preempted),
         ("expert visits", f"{stats.expert_visits:,}, {degraded:.1f} % degraded"),
+        *_audits_in_words(stats.audits),
         ("compiled since ready", f"{stats.compilations_since_ready:,} programs"),
     ]
     return "Load", rows

@@ -25,6 +25,7 @@ from serving.cli.options import (
     AllowUnknownConfig,
     Command,
     HubRevision,
+    Quantize,
     flag_keys,
     models_flag,
     overrides,
@@ -263,6 +264,7 @@ def generate(
     dtype: Annotated[
         str, typer.Option(help="Data type: bfloat16, float16 or float32.")
     ] = "bfloat16",
+    quantize: Quantize = "none",
     tokens: Annotated[
         bool, typer.Option(help="Prompts are token ids, separated by commas.")
     ] = False,
@@ -308,6 +310,7 @@ def generate(
             progress=lambda done, total: progress("loading layers", done, total),
             allow_unknown_config=allow_unknown_config or (),
             revision=hub_revision,
+            quantize=quantize,
         )
         result = jmoe.generate(
             loaded,

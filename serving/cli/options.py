@@ -42,6 +42,7 @@ AllowUnknownConfig = Annotated[
     ),
 ]
 
+Quantize = Annotated[Literal["none", "fp8"], typer.Option(help="fp8: keep experts in eight bits.")]
 HubRevision = Annotated[
     str,
     typer.Option(

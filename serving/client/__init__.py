@@ -98,11 +98,13 @@ class Client:
         reuse_prefix: bool = True,
         cache_salt: str = "",
         timeout_s: float | None = None,
+        max_degraded_percent: int = 100,
     ) -> "grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse]":
         """Starts a request; iterate over the messages, or `cancel()` to free what it holds.
 
         `model` must be the name of a served model; empty: the first of them. KV pages of a prompt's
-        prefix are shared only between requests with the same `cache_salt`.
+        prefix are shared only between requests with the same `cache_salt`. Of the request's expert
+        visits, brownout degrades `max_degraded_percent` at most.
         """
         request = pb.GenerateRequest(
             request_id=request_id,
@@ -112,6 +114,7 @@ class Client:
             model=model,
             reuse_prefix=reuse_prefix,
             cache_salt=cache_salt,
+            max_degraded_percent=max_degraded_percent,
         )
         if isinstance(prompt, str):
             request.text = prompt

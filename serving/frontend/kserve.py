@@ -122,6 +122,8 @@ class InferenceService(rpc.GRPCInferenceServiceServicer):
                 model=model,
                 reuse_prefix=asked.reuse_prefix,
                 salt=caller.salt(asked.salt),
+                max_degraded_percent=asked.max_degraded_percent,
+                allow_audit=asked.allow_audit,
             )
             async with noted(outputs, request_id, caller, span) as note:
                 async for out in outputs:

@@ -62,6 +62,8 @@ _OWN_PARAMETERS = (
     "priority",
     "timeout",
     "allow_brownout",
+    "max_degraded_percent",
+    "allow_audit",
     "reuse_prefix",
     "cache_salt",
     "triton_enable_empty_final_response",
@@ -91,6 +93,8 @@ class Asked:
     timeout_s: float | None
     reuse_prefix: bool
     salt: str
+    max_degraded_percent: int
+    allow_audit: bool
 
 
 def check_version(version: str) -> None:
@@ -130,6 +134,8 @@ def read(request: pb.ModelInferRequest, bounds: Bounds) -> Asked:
         timeout_s=_timeout_s(parameters.get("timeout", 0)),
         reuse_prefix=_truth("reuse_prefix", parameters.get("reuse_prefix", True)),
         salt=_salt(parameters.get("cache_salt", "")),
+        max_degraded_percent=parameters.get("max_degraded_percent", 100),  # the engine checks it
+        allow_audit=_truth("allow_audit", parameters.get("allow_audit", True)),
     )
 
 

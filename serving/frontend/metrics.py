@@ -21,7 +21,7 @@ from prometheus_client.metrics_core import (
 )
 
 from serving.errors import DeadlineExceeded, QueuedTooLong, ServingError
-from serving.request import Output, Priority
+from serving.request import AuditState, Output, Priority
 from serving.telemetry.observer import Observer
 
 if TYPE_CHECKING:
@@ -357,8 +357,39 @@ def _engine_families(engine: "Engine") -> Iterator[Metric]:
         "phase",
         {phase: 0.0 if isnan(seconds) else seconds for phase, seconds in least.items()},
     )
+    yield from _audits(stats.audits)
     times = engine.pace.times
     yield gauge("step_time_error", "Mean relative error of expected step times", times.error)
+
+
+def _audits(audits: Iterable[AuditState]) -> Iterator[Metric]:
+    """Yields what brownout cost each model's answers that were scored; nothing before the first."""
+    scored = [audit for audit in audits if audit.num_scored or audit.num_unscored]
+    if not scored:
+        return
+    for kind, name, about, field in (
+        (CounterMetricFamily, "answers", "Degraded answers that were scored exactly", "num_scored"),
+        (CounterMetricFamily, "unscored", "Degraded answers for which was no room", "num_unscored"),
+        (GaugeMetricFamily, "exempt", "1: brownout cost more than the bound", "is_exempt"),
+    ):
+        counts = {audit.model: float(getattr(audit, field)) for audit in scored}
+        yield family(kind, f"audit_{name}", about, "model", counts)
+    for name, about in (
+        ("excess_nats", "A token's log-probability above that under the exact model"),
+        ("disagreement", "Share of greedy tokens that are not the exact model's first choice"),
+    ):
+        stem = name.removesuffix("_nats")
+        values = {
+            (audit.model, bound): getattr(audit, field)
+            for audit in scored
+            for bound, field in (
+                ("mean", name),
+                ("low", name.replace(stem, f"{stem}_low")),
+                ("high", name.replace(stem, f"{stem}_high")),
+            )
+        }
+        known = {labels: value for labels, value in values.items() if not isnan(value)}
+        yield family(GaugeMetricFamily, f"audit_{name}", about, ["model", "bound"], known)
 
 
 def _keys(access: "Access | None") -> Iterator[Metric]:

@@ -79,6 +79,12 @@ class GenerationService(rpc.GenerationServicer):
                 model=request.model,
                 reuse_prefix=request.reuse_prefix or not request.HasField("reuse_prefix"),
                 salt=caller.salt(convert.salt(request)),
+                allow_audit=request.allow_audit or not request.HasField("allow_audit"),
+                max_degraded_percent=(
+                    request.max_degraded_percent
+                    if request.HasField("max_degraded_percent")
+                    else 100
+                ),
             )
             async with noted(outputs, request_id, caller, span) as note:
                 async for out in outputs:

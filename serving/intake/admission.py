@@ -102,6 +102,8 @@ class Admission:
         longest = max(1 if one is None else one.longest_token for one in self._tokenizers)
         vocab_size = 0 if family is None else family.config.vocab_size
         self.bounds = Bounds(most, most * longest, vocab_size, config.max_logprobs_per_call)
+        cfg = None if family is None else family.config
+        self.visits_per_token = cfg.num_moe_layers * cfg.experts_per_token if cfg else 1
         self._templates: dict[tuple[object, ...], ChatTemplate] = {}
 
     def _template(self, tokenizer: Tokenizer) -> ChatTemplate:
@@ -144,6 +146,7 @@ class Admission:
             stop_token_ids=self.stop_token_ids(request),
             tokenizer=self.tokenizer(request),
             matcher=matcher,
+            visits_per_token=self.visits_per_token,
         )
 
     async def _matcher(self, request: Request, structure: Structure) -> Matcher:
@@ -201,6 +204,7 @@ class Admission:
             raise InvalidRequest(
                 f"timeout_s is {shown(timeout_s)}; it must be a number of seconds", "timeout_s"
             )
+        self._check_degraded(request.max_degraded_percent)
         if isinstance(prompt, str | Chat):
             if tokenizer is None:
                 raise InvalidRequest("this model has no tokenizer; send token ids", "prompt")
@@ -217,6 +221,19 @@ class Admission:
             raise InvalidRequest("stop strings need a tokenizer; this model has none", "stop")
         self._check_tokens("stop_token_ids", request.sampling.stop_token_ids)
         self._check_tokens("logit_bias", [token for token, _ in request.sampling.logit_bias])
+
+    def _check_degraded(self, percent: int) -> None:
+        name = "max_degraded_percent"
+        if isinstance(percent, bool) or not isinstance(percent, int) or not 0 <= percent <= 100:
+            raise InvalidRequest(
+                f"{name} is {shown(percent)}; it must be a whole number between 0 and 100", name
+            )
+        if self._config.resident_experts and 0 < percent < 100:
+            raise InvalidRequest(
+                f"{name} is {percent}; with experts in host memory (engine.resident_experts), "
+                "whose visits go to substitutes, it must be 0 (no brownout) or 100",
+                name,
+            )
 
     def _check_tokens(self, name: str, tokens: Sequence[int]) -> None:
         vocab_size = self.bounds.vocab_size

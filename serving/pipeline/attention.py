@@ -439,8 +439,10 @@ class AttentionWorker:
         sizes = sorted({MOST_CHUNKS, *self._buckets[DECODE]})
         return next(size for size in sizes if size >= num_units)
 
-    def _scores(self, unit: Unit) -> Float[np.ndarray, "n"]:
-        """Returns the log-probability of the token that follows each of a chunk's in its prompt."""
+    def _scores(self, unit: Unit) -> Float[np.ndarray, "n 2"]:
+        """Returns the log-probability of the token that follows each of a chunk's in its prompt,
+        and that of the likeliest one.
+        """
         assert unit.tokens is not None
         places, _, tokens = self._packed([unit], len(unit.places))
         assert tokens is not None
@@ -451,9 +453,9 @@ class AttentionWorker:
     def left(self, results: Sequence[Result]) -> Left:
         """Makes a message of results, all of one group, for the engine."""
         units = [result.unit for result in results]
-        scores = np.zeros(0, np.float32)
+        scores = np.zeros((0, 2), np.float32)
         if any(unit.scores for unit in units):
-            none = [np.full(len(unit.places), np.nan, np.float32) for unit in units]
+            none = [np.full((len(unit.places), 2), np.nan, np.float32) for unit in units]
             found = [result.scores for result in results]
             scores = np.concatenate(
                 [n if s is None else s for n, s in zip(none, found, strict=True)]

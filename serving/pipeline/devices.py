@@ -19,7 +19,7 @@ from jmoe.config import ModelConfig
 from jmoe.experts import Pool, write_slots
 from jmoe.model import embed, head, layers_of
 from jmoe.packed_rows import SLOT, everything, sampling_mode
-from jmoe.sampling import greedy, token_logprobs
+from jmoe.sampling import greedy, scored
 from jmoe.shaping import Shaping
 from jmoe.stages import StageVisits, WaitingRows, attend_stage, entering, expert_stage, merge
 from jmoe.steps import (
@@ -107,9 +107,9 @@ class AttentionDevice(Protocol):
 
     def score(
         self, places: Int[np.ndarray, "T"], following: Int[np.ndarray, "T"]
-    ) -> Float[np.ndarray, "T"]:
+    ) -> Float[np.ndarray, "T 2"]:
         """Returns the log-probability of the token that follows each row that has been through all
-        layers.
+        layers, and that of the likeliest token.
         """
         ...
 
@@ -231,10 +231,10 @@ def _score(
     store: Store,
     places: Int[Array, "T"],
     following: Int[Array, "T"],
-) -> Float[Array, "T"]:
+) -> Float[Array, "T 2"]:
     at = jnp.minimum(places, len(store.x) - 1)
     x = merge(WaitingRows(store.x[at], store.weights[at]), store.parts[at])
-    return token_logprobs(head(cfg, params, x), following)
+    return scored(head(cfg, params, x), following)
 
 
 class _Programs(NamedTuple):
@@ -416,7 +416,7 @@ class AttentionPrograms:
 
     def score(
         self, places: Int[np.ndarray, "T"], following: Int[np.ndarray, "T"]
-    ) -> Float[np.ndarray, "T"]:
+    ) -> Float[np.ndarray, "T 2"]:
         """See AttentionDevice."""
         return np.asarray(self._programs.score(self._params, self._store, places, following))
 

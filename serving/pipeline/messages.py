@@ -57,7 +57,7 @@ class Result(NamedTuple):
     unit: Unit
     token: int | None  # None where its last row ends no prompt
     logprob: float | None
-    scores: Float[np.ndarray, "n"] | None = None  # of its tokens, where it asked for them
+    scores: Float[np.ndarray, "n 2"] | None = None  # of its tokens, where it asked for them
     top: tuple[np.ndarray, np.ndarray] | None = None  # likeliest tokens, if a unit is shaped
 
 
@@ -74,7 +74,7 @@ class Left(NamedTuple):
     tokens: list[int]  # 0 where a unit ends no prompt
     logprobs: list[float]
     degraded: list[int]
-    scores: Float[np.ndarray, "T"]  # of the units' tokens, where any asked; else empty
+    scores: Float[np.ndarray, "T 2"]  # of the units' tokens, where any asked; else empty
     strategy: int  # of the last one to enter
     least_percent: list[int]  # the lowest threshold on each one's way
     most_percent: list[int]

@@ -596,6 +596,8 @@ class Scheduler:
         for sequence in scheduled:
             sequence.num_computed += 1
             sequence.num_sampled += 1
+            if sequence.bounds_degraded:
+                sequence.plan_degraded(1)
         rows = np.concatenate([sequence.row for sequence in scheduled]).reshape(-1, NUM_COLUMNS)
         rows[:, SLOT] = [sequence.slot for sequence in scheduled]
         rows[:, KV_LEN] = [sequence.num_computed for sequence in scheduled]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jmoe.packed_rows import NEXT_TOKEN, REFUSES, pack_row, pack_shape
+from jmoe.packed_rows import EXEMPT, NEXT_TOKEN, REFUSES, SPARED, pack_row, pack_shape
 from jmoe.tokenizer import Tokenizer
 from serving.errors import NOT_OURS, RequestFailed, ServingError, shown
 from serving.plan import Phase, Seat
@@ -124,8 +124,11 @@ class SequenceState:
         stop_token_ids: frozenset[int],
         tokenizer: Tokenizer | None,
         matcher: "Matcher | None" = None,
+        visits_per_token: int = 1,
     ) -> None:
-        """`matcher` is that of a structured output."""
+        """`matcher` is that of a structured output; a token visits `visits_per_token` experts, over
+        all MoE layers.
+        """
         sampling = request.sampling
         assert sampling.max_new_tokens is not None  # admission has set it
         self.max_new_tokens = sampling.max_new_tokens
@@ -135,6 +138,7 @@ class SequenceState:
         self.stop_token_ids = stop_token_ids
         self.status = SequenceStatus.WAITING
         self.tokens: list[int] = []
+        self.logprobs: list[float] = []  # of tokens, as they were drawn
         self.num_sampled = 0
         self.num_computed = 0
         self.slot = -1
@@ -164,8 +168,12 @@ class SequenceState:
         self.started_at = math.nan  # when its first step was launched
         self.began_at = math.nan  # when the device began that step
         self.previous_at = math.nan  # when its newest token arrived
+        self.visits_per_token = visits_per_token
         self.degraded_visits = 0
         self.visited_tokens = 0
+        self.planned_tokens = 0  # of steps, read or not; counted where there is a bound
+        self.bounds_degraded = 0 < request.max_degraded_percent < 100
+        self.spared = False  # its last planned step was exact, to stay within the bound
         self.spans: dict[Phase, ThresholdSpan] = {}
         self.step: "ScheduledStep | None" = None  # the step under way that contains it
         self.unread = False  # its last step must be read before its next one (`ExactRows`)
@@ -174,6 +182,7 @@ class SequenceState:
         self.waiting_since = arrived_at  # when its last step began, or it arrived
         self.ready_at = math.nan  # when a slot and pages for its first step were available
         self.prompt_logprobs: list[float] = []
+        self.prompt_best: list[float] = []  # those of the likeliest tokens there
         self._outputs = deque[Output | Exception]()  # that its caller has not taken yet
         self._taker: asyncio.Future[None] | None = None  # the caller waits on it for another
         self.deadline: asyncio.TimerHandle | None = None
@@ -296,6 +305,7 @@ class SequenceState:
         request, spans = self.request, self.spans
         sampling = request.sampling
         self.tokens.append(token)
+        self.logprobs.append(logprob)
         count = len(self.tokens)
         ended = token in self.stop_token_ids
         text, stopped = ("", False) if ended else self.detokenizer.push(token)
@@ -336,11 +346,24 @@ class SequenceState:
             if block in held
         ]
 
+    def plan_degraded(self, q_len: int) -> None:
+        """Exempts the row from brownout in a step that is being planned if the request could pass
+        `max_degraded_percent`, were all visits of this step, and of those not read, degraded.
+        """
+        self.planned_tokens += q_len
+        unread = (self.planned_tokens - self.visited_tokens) * self.visits_per_token
+        planned = self.planned_tokens * self.visits_per_token
+        most = self.request.max_degraded_percent * planned
+        self.spared = 100 * (self.degraded_visits + unread) > most
+        self.row[EXEMPT] = SPARED if self.spared else 0
+
     def packed(self, q_len: int) -> np.ndarray:
         """Returns the sequence's row for a step that computes its positions up to
         `num_computed`.
         """
         self.row[:3] = self.slot, self.num_computed, q_len
+        if self.bounds_degraded:
+            self.plan_degraded(q_len)
         if self.num_computed < len(self.prompt):
             self.row[NEXT_TOKEN] = self.prompt[self.num_computed]
         return self.row

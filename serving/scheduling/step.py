@@ -100,8 +100,8 @@ class ScheduledStep(StepPlan):
 
     @property
     def refused_share(self) -> float:
-        """The share of its positions whose requests refuse brownout."""
-        refused = [not s.request.allow_brownout for s in self.sequences]
+        """The share of its positions whose requests refuse brownout, or more of it."""
+        refused = [s.spared or not s.request.allow_brownout for s in self.sequences]
         return int(self.q_lens[refused].sum()) / self.size if any(refused) else 0.0
 
     @property
@@ -121,7 +121,7 @@ class ScheduledStep(StepPlan):
             return threshold_percent
         return spare_latency_sensitive(self.rows, np.array(urgent), threshold_percent)
 
-    def share_prompt_logprobs(self, values: Float[np.ndarray, "T"]) -> None:
+    def share_prompt_logprobs(self, values: Float[np.ndarray, "T 2"]) -> None:
         """Stores the prompt log-probabilities that the sequences' chunks yielded.
 
         They are stored by position, since an evicted sequence computes its prompt again, and may
@@ -133,7 +133,9 @@ class ScheduledStep(StepPlan):
             start = int(row[KV_LEN]) - q_len
             wanted = min(q_len, len(sequence.prompt) - 1 - start)
             if sequence.scores_prompt:
-                sequence.prompt_logprobs[start : start + wanted] = values[at : at + wanted].tolist()
+                own, best = values[at : at + wanted].T.tolist()
+                sequence.prompt_logprobs[start : start + wanted] = own
+                sequence.prompt_best[start : start + wanted] = best
             at += q_len
 
     # ---- a step under way -------------------------------------------------------------------

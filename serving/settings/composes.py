@@ -51,6 +51,8 @@ COMPOSES: dict[tuple[str, str], str] = {
     (AEP, "engine.brownout.levels"): "a row's threshold is the same in every layer",
     (MESH, OWN_STRATEGY): "devices agree on integers alone, and floats may differ in the last bit",
     (MESH, "engine.brownout.levels"): "devices make plans with one threshold a step",
+    (AEP, "engine.quantize"): "workers hold experts in the dtype of the rows",
+    (SEVERAL, "engine.quantize"): "a family's experts are swapped and fetched in its dtype",
     (SEVERAL, "engine.mesh"): "a family is served on one device",
     (ALL_THERE, "engine.model_stay_s"): "no model takes another's place (engine.resident_sets)",
     (ONE_THERE, "engine.mixed_models"): "models of one step have to be on the device together",

@@ -104,4 +104,5 @@ def load_models(config: EngineConfig, mesh: Mesh | None, progress: Progress) -> 
         placement=None if mesh is None else partial(starting_placement, config.balance),
         revision=config.hub_revision,
         chat_template=config.chat_template,
+        quantize=config.quantize,
     )

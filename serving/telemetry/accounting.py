@@ -10,7 +10,7 @@ import numpy as np
 
 from serving.errors import NOT_OURS, RequestFailed, ServingError
 from serving.plan import Phase, StepResult
-from serving.request import EngineStats, Output, Priority
+from serving.request import AuditState, EngineStats, Output, Priority
 from serving.scheduling.sequence import SequenceState
 from serving.scheduling.step import ScheduledStep
 from serving.telemetry.latencies import Latencies
@@ -87,7 +87,9 @@ class Accounts:
             new = [
                 s
                 for s in step.sequences
-                if s.request.priority is priority and math.isnan(s.began_at)
+                if s.request.priority is priority
+                and math.isnan(s.began_at)
+                and not s.request.is_audit
             ]
             if new:
                 for sequence in new:
@@ -108,15 +110,21 @@ class Accounts:
 
     def request_admitted(self, sequence: SequenceState, now: float) -> None:
         """Reports that a request was admitted."""
+        if sequence.request.is_audit:
+            return
         self._tell(Observer.request_admitted, sequence, now)
 
     def request_finished(self, sequence: SequenceState, output: Output, now: float) -> None:
         """Counts and reports a request that got its last token."""
+        if sequence.request.is_audit:
+            return
         self.counters.requests_finished += 1
         self._tell(Observer.request_finished, sequence, output, now)
 
     def request_ended(self, sequence: SequenceState, error: ServingError | None) -> None:
         """Counts and reports a request that ended early; `error` None: its client disconnected."""
+        if sequence.request.is_audit:
+            return
         if isinstance(error, RequestFailed):
             self.counters.requests_failed += 1
         else:
@@ -124,7 +132,12 @@ class Accounts:
         self._tell(Observer.request_ended, sequence, error)
 
     def stats(
-        self, scheduler: "Scheduler", compilations: int, uptime_s: float, full_decode_step_s: float
+        self,
+        scheduler: "Scheduler",
+        compilations: int,
+        uptime_s: float,
+        full_decode_step_s: float,
+        audits: tuple[AuditState, ...],
     ) -> EngineStats:
         """Returns the counters, the scheduler's gauges, and what the engine adds."""
         places = scheduler.places
@@ -143,6 +156,7 @@ class Accounts:
             kv_pages_kept=places.num_idle_pages,
             kept_pages_evicted=places.num_evicted_pages,
             full_decode_step_s=full_decode_step_s,
+            audits=audits,
         )
 
     def _tell(self, event: Callable[..., None], *args: Any) -> None:

@@ -17,7 +17,7 @@ from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 from .conftest import FEW_PROGRAMS, serving
 from .exact_answers import check_exact_answers, prompts
 
-NUM_REQUESTS, NUM_CLIENTS = 500, 32
+NUM_REQUESTS, NUM_CLIENTS = 320, 32
 ON_A_MESH_REQUESTS = 200
 """Eight devices are as many threads of one CPU, which takes them most of a minute."""
 CODES = grpc.StatusCode

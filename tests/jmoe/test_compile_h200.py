@@ -108,6 +108,24 @@ def test_a_prefill_step_is_one_graph_and_copies_neither_experts_nor_pages(mesh, 
     assert sum(count_launches(program.hlo).values()) == case.launches[1]
 
 
+FP8_QWEN3 = QWEN3._replace(depth=2, quantize="fp8")
+
+
+@pytest.mark.sized(exhaustive=("prefill",))
+@pytest.mark.parametrize("phase", ["decode", "prefill"])
+def test_a_step_over_experts_in_fp8_copies_none_of_them(mesh, phase):
+    step = decode_step if phase == "decode" else prefill_step
+    tokens = () if phase == "decode" else (int32(512),)
+    rows = int32(BATCH if phase == "decode" else 8, 9), int32(8, 3), int32(2)
+    program = compile_step(mesh, FP8_QWEN3, step, *tokens, *rows)
+    check_copies(program)
+    check_one_graph(program)
+    assert program.mosaic_kernels == (6 if phase == "decode" else 5) * FP8_QWEN3.depth
+    experts = FP8_QWEN3.depth * FP8_QWEN3.num_slots * FP8_QWEN3.expert_bytes
+    other = 2 * FP8_QWEN3.config.vocab_size * FP8_QWEN3.config.d_model * 2
+    assert program.memory.argument_size_in_bytes < 0.55 * experts + 2 * other
+
+
 @pytest.mark.exhaustive
 def test_thresholds_by_layer_are_one_launch_of_a_whole_step(mesh):
     case = QWEN15._replace(depth=2)

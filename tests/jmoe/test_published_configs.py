@@ -1,6 +1,7 @@
 """Configurations of released checkpoints are read, and mean the models that were released."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from jmoe.attention import CacheSizes, Latent, make_pages
-from jmoe.config import ConfigError, from_hf
+from jmoe.config import from_hf
 from jmoe.model import project
 from jmoe.random_model import random_params
 from jmoe.rope import rotation
@@ -59,12 +60,11 @@ def test_every_file_has_a_card():
     assert {path.stem for path in PUBLISHED.glob("*.json")} == CARDS.keys()
 
 
-def test_eight_bit_deepseek_v3_is_refused_by_name():
-    """As its own checkpoint is: that in bfloat16 is made of it."""
+def test_deepseek_v3_is_read_in_eight_bits_as_it_is_published():
     config = json.loads((PUBLISHED / "DeepSeek-V3-bf16.json").read_text())
     fp8 = {"fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
-    with pytest.raises(ConfigError, match=r"quantization_config is .*'fp8'"):
-        from_hf(config | {"quantization_config": fp8})
+    cfg = from_hf(config | {"quantization_config": fp8})
+    assert cfg == replace(from_hf(config), fp8_block=(128, 128))
 
 
 @pytest.mark.parametrize("name", CARDS)

@@ -102,15 +102,15 @@ class FakeCrew(Crew):
             self.report(LostRows([u.number for u in leaving]))
             return
         done = [self._run(rank, unit, 1) for unit in leaving]
-        scores = [np.full(len(u.places), np.nan, np.float32) for u in leaving]
+        scores = [np.full((len(u.places), 2), np.nan, np.float32) for u in leaving]
         for unit, of_unit in zip(leaving, scores, strict=True):
             if unit.scores:  # of the token at position p: -p
                 end = int(unit.row[1])
-                of_unit[:] = -np.arange(end - len(of_unit) + 1, end + 1)
+                of_unit[:] = -np.arange(end - len(of_unit) + 1, end + 1)[:, None]
         numbers = [u.number for u in leaving]
         tokens = [result.tokens[0] for result in done]
         none = [0] * len(leaving)
-        wanted = np.concatenate(scores) if any(u.scores for u in leaving) else np.zeros(0)
+        wanted = np.concatenate(scores) if any(u.scores for u in leaving) else np.zeros((0, 2))
         least = [u.least_percent for u in leaving]
         most = [u.most_percent for u in leaving]
         left = Left(

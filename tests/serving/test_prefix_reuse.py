@@ -8,6 +8,7 @@ import pytest
 from counting import counting_engine, family_of
 from reading import VOCAB, ReadingRunner, written
 
+from serving.config import AuditConfig
 from serving.plan import Limits
 from serving.request import BrownoutChange, Priority, SamplingParams
 from serving.scheduling.policy import LS
@@ -41,7 +42,7 @@ TWO_RANKS = Limits(
 
 
 def reading_engine(limits=LIMITS, names=("counter",), part_layers=0, **config):
-    config = {"prefix_reuse": "on", **config}
+    config = {"prefix_reuse": "on", "audit": AuditConfig(share=0), **config}
     engine = counting_engine(
         step_s=0.01, limits=limits, runner=ReadingRunner, model=family_of(names), **config
     )

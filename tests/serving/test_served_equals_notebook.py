@@ -99,6 +99,12 @@ class Made:
         model = jmoe.load("bundled", "float32")
         return Mode(config, {"": model}, model)
 
+    def fp8(self) -> Mode:
+        """Makes a mode of the bundled model with experts in fp8; the engine quantizes its own."""
+        model = jmoe.load("bundled", "float32", quantize="fp8")
+        given = {"quantize": "fp8", "compilation_cache": self.cache}
+        return Mode(partial(config, **given), {"": model})
+
     def family(self, golden: Path = GOLDEN) -> Mode:
         own = {
             name: path.with_name(f"{golden.name}-{name}") for name, path in self.directories.items()
@@ -584,10 +590,11 @@ ROWS = {
         "bundled", shaped(evicted=True), {"max_model_len": 96, "num_pages": 10}
     ),
     "one: structures": Row("bundled", structures),
+    "one: fp8": Row("fp8", shaped(evicted=False), {"max_model_len": 96}),
     "workers: prefix reuse": Row("workers", prefix_reuse(range(6), *REUSED), WORKERS_REUSE),
     "workers: shaped, room": Row("workers", shaped(evicted=False), {"max_model_len": 96}),
     "workers: shaped, evictions": Row(
-        "workers", shaped(evicted=True), {"max_model_len": 96, "num_pages": 20}
+        "workers", shaped(evicted=True), {"max_model_len": 96, "num_pages": 12}
     ),
     "workers: structures": Row("workers", structures),
     "family: resident": Row("family", alternating(sets=False), {**RESTLESS, **ROOM}),

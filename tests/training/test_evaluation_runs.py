@@ -18,7 +18,7 @@ from jmoe.steps import StepOutput
 from training.evaluation import run as run_module
 from training.evaluation.answers import answer
 from training.evaluation.items import ZERO
-from training.evaluation.quality import OutputError, perplexity, sample_inputs, windows
+from training.evaluation.quality import OutputError, losses, perplexity, sample_inputs, windows
 from training.evaluation.run import EvaluateConfig, evaluate
 from training.tasks import write_jsonl
 
@@ -100,6 +100,24 @@ def test_decode_steps_are_full_and_prefill_steps_fit(model, monkeypatch):
     # Until prompts run out, at most a quarter of the slots is free.
     assert all(len(live) > 12 for live in decodes[:-20])
     assert len({tuple(live[:, 0]) for live in prefills}) > 3  # all slots take part
+
+
+@pytest.mark.parametrize("brownout", [ZERO, PARTIAL, Brownout("full", 0)], ids=str)
+def test_what_an_answer_costs_is_judged_by_the_exact_model(model, brownout):
+    out = answer(model, PROMPTS, [7] * 6, brownout, batch=6, chunk=32)
+    excess, others = losses(model, PROMPTS, out.tokens, out.logprobs)
+    for at, (prompt, tokens) in enumerate(zip(PROMPTS, out.tokens, strict=True)):
+        logits = np.asarray(jmoe.forward(model, [prompt + tokens]), np.float64)[0]
+        logits = logits[len(prompt) - 1 : -1]
+        peak = logits.max(-1)
+        exact = logits[np.arange(len(tokens)), tokens] - peak
+        exact -= np.log(np.exp(logits - peak[:, None]).sum(-1))
+        assert excess[at] == pytest.approx(sum(out.logprobs[at]) - exact.sum(), abs=1e-3)
+        assert others[at] == np.count_nonzero(logits.argmax(-1) != tokens)
+    if brownout == ZERO:
+        assert (np.abs(excess).max() < 1e-3, sum(others)) == (True, 0)
+    else:
+        assert sum(others) > 0
 
 
 # -- perplexity ----------------------------------------------------------------------------------

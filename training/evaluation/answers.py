@@ -25,9 +25,12 @@ MAX_PREFILL_SEQS = 16
 
 @dataclass(frozen=True)
 class Answers:
-    """What `answer` returns: new tokens of each prompt, an end token included; and visits."""
+    """What `answer` returns: new tokens of each prompt, an end token included, their
+    log-probabilities; and visits.
+    """
 
     tokens: list[list[int]]
+    logprobs: list[list[float]]
     degraded_visits: int
     expert_visits: int
 
@@ -64,7 +67,7 @@ def answer(
             ended = run.ended
     visits = sum(len(p) + len(out) - 1 for p, out in zip(prompts, run.out, strict=True))
     per_token = model.config.num_moe_layers * model.config.experts_per_token
-    return Answers(run.out, run.degraded, visits * per_token)
+    return Answers(run.out, run.logprobs, run.degraded, visits * per_token)
 
 
 class _Run:
@@ -88,6 +91,7 @@ class _Run:
         self.owner = np.full(batch, -1, np.int32)
         self.kv_len = np.zeros(batch, np.int32)
         self.out: list[list[int]] = [[] for _ in prompts]
+        self.logprobs: list[list[float]] = [[] for _ in prompts]
         self.degraded = self.ended = 0
 
     @property
@@ -143,12 +147,13 @@ class _Run:
 
     def _accept(self, slots: np.ndarray, output: StepOutput) -> None:
         """Takes a new token for each slot; row r of the step was that of `slots[r]`."""
-        tokens = np.asarray(output.tokens).tolist()
+        tokens, logprobs = (np.asarray(a).tolist() for a in (output.tokens, output.logprobs))
         self.degraded += int(np.asarray(output.degraded)[: len(slots)].sum())
-        for slot, token in zip(slots, tokens[: len(slots)], strict=True):
+        for slot, token, logprob in zip(slots, tokens, logprobs, strict=False):
             index = int(self.owner[slot])
             out = self.out[index]
             out.append(token)
+            self.logprobs[index].append(logprob)
             if token in self.stops or len(out) == self.limits[index]:
                 self.owner[slot] = -1
                 self.ended += 1

@@ -18,7 +18,7 @@ from jmoe.experts import ExpertTable, Pool
 from jmoe.forward import forward
 from jmoe.model import StepData, embed, layers_of, run_layers
 from jmoe.moe import Asked, RoutedRows, alone, router
-from jmoe.sampling import token_logprobs
+from jmoe.sampling import scored, token_logprobs
 from jmoe.weights import Params, Weights
 
 CAPTURE_BATCH = 32  # sequences of a forward pass that captures inputs
@@ -77,6 +77,40 @@ def _target_logprobs(
     vocab = logits.shape[-1]
     flat = token_logprobs(logits[:, :-1].reshape(-1, vocab), tokens[:, 1:].reshape(-1))
     return flat.reshape(tokens.shape[0], -1)
+
+
+def losses(
+    model: Model,
+    prompts: Sequence[Sequence[int]],
+    answers: Sequence[Sequence[int]],
+    logprobs: Sequence[Sequence[float]],
+) -> tuple[list[float], list[int]]:
+    """Returns what brownout cost each greedy answer: by how much the log-probabilities of its
+    tokens, as they were drawn, are above those under the exact model, summed, in nats; and how many
+    of its tokens are not the exact model's first choice.
+    """
+    whole = [[*p, *a] for p, a in zip(prompts, answers, strict=True)]
+    length, excess, others = max(map(len, whole)), [], []
+    for start in range(0, len(whole), CAPTURE_BATCH):
+        part = range(start, min(start + CAPTURE_BATCH, len(whole)))
+        rows = np.zeros((CAPTURE_BATCH, length), np.int32)
+        for row, at in zip(rows, part, strict=False):
+            row[: len(whole[at])] = whole[at]
+        exact = np.asarray(_next_logprobs(forward(model, rows), jnp.asarray(rows)), np.float64)
+        for row, at in zip(exact, part, strict=False):
+            own, best = row[len(prompts[at]) - 1 : len(whole[at]) - 1].T
+            excess.append(float(np.sum(logprobs[at]) - own.sum()))
+            others.append(int(np.sum(own < best)))
+    return excess, others
+
+
+@jax.jit
+def _next_logprobs(
+    logits: Float[Array, "B S V"], tokens: Int[Array, "B S"]
+) -> Float[Array, "B S1 2"]:
+    """Returns the log-probabilities of each next token, and of the likeliest one there."""
+    flat = logits[:, :-1].reshape(-1, logits.shape[-1])
+    return scored(flat, tokens[:, 1:].reshape(-1)).reshape(tokens.shape[0], -1, 2)
 
 
 def sample_inputs(

@@ -14,7 +14,7 @@ from training.evaluation.answers import answer
 from training.evaluation.divergence import Divergence
 from training.evaluation.items import ZERO, kind_of
 from training.evaluation.picture import draw
-from training.evaluation.quality import OutputError, perplexity, sample_inputs, windows
+from training.evaluation.quality import OutputError, losses, perplexity, sample_inputs, windows
 from training.evaluation.store import Result, Store, digest, model_digest
 from training.evaluation.tables import Score, scores, write_csv, write_markdown
 from training.tasks import Task
@@ -40,6 +40,7 @@ class EvaluateConfig:
     seed: int = 0
     out: Path = Path("out/evaluate")
     allow_unknown_config: tuple[str, ...] = ()  # as of `jmoe.load`
+    quantize: str = "none"  # likewise
 
     def __post_init__(self) -> None:
         """Raises ValueError for a number out of range."""
@@ -62,7 +63,12 @@ def evaluate(
     belongs to other inputs.
     """
     items = sources.choose(config.data, config.num, config.generate_tasks, config.seed)
-    model = load(config.model, config.dtype, allow_unknown_config=config.allow_unknown_config)
+    model = load(
+        config.model,
+        config.dtype,
+        allow_unknown_config=config.allow_unknown_config,
+        quantize=config.quantize,
+    )
     check_ways(model, settings)
     work = Work(model, items, config)
     inputs = work.inputs()
@@ -171,6 +177,7 @@ class Work:
             "batch": config.batch,
             "chunk": config.chunk,
             "error_steps": config.error_steps,
+            **({} if config.quantize == "none" else {"quantize": config.quantize}),
         }
 
     def run(self, setting: Brownout, advance: Callable[[int], None]) -> Result:
@@ -201,6 +208,8 @@ class Work:
             round(time.monotonic() - began, 2),
             setting.keep,
             setting.levels,
+            list(map(len, answers.tokens)),
+            *losses(self.model, self.prompts, answers.tokens, answers.logprobs),
         )
 
 

@@ -154,7 +154,12 @@ def evaluate_levels(
             f"--search-items is {searched}; it must be less than the {len(items)} items there are: "
             "levels are scored on the others"
         )
-    model = load(config.model, config.dtype, allow_unknown_config=config.allow_unknown_config)
+    model = load(
+        config.model,
+        config.dtype,
+        allow_unknown_config=config.allow_unknown_config,
+        quantize=config.quantize,
+    )
     check_ways(model, [Brownout("partial", 0, way) for way in ways])
     work = Work(model, items, config)
     found: dict[int, list[Compared]] = {}

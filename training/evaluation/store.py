@@ -32,6 +32,9 @@ class Result:
     seconds: float = 0.0
     keep: str = "visits"
     levels: bool = False
+    tokens: list[int] = field(default_factory=list)  # of each answer; none in older folders
+    excess: list[float] = field(default_factory=list)  # of each answer, in nats
+    others: list[int] = field(default_factory=list)  # its tokens that the exact model would not say
 
     @property
     def setting(self) -> Brownout:

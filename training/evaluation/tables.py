@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from jmoe.brownout import Brownout
+from jmoe.ratios import ratio
 from training.evaluation.items import ZERO, kind_of
 from training.evaluation.store import Result
 
@@ -28,6 +29,18 @@ class Score:
     loss_percent: float  # 100 * (zero - this) / zero; NaN where zero brownout got nothing right
     low_percent: float
     high_percent: float
+
+    @property
+    def excess(self) -> tuple[float, float]:
+        """Nats that an answer's token is likelier than under the exact model, and half of the 95 %
+        interval; NaN of a result without.
+        """
+        return ratio(np.array(self.result.excess), np.array(self.result.tokens))
+
+    @property
+    def disagreement(self) -> tuple[float, float]:
+        """The share of tokens that are not the exact model's first choice, likewise."""
+        return ratio(np.array(self.result.others), np.array(self.result.tokens))
 
 
 def scores(
@@ -115,6 +128,11 @@ def _csv_row(score: Score) -> dict[str, Any]:
         "loss_high_percent": _digits(score.high_percent),
         "degraded_visits_percent": _digits(100 * result.degraded_share),
     }
+    for name, factor, (value, margin) in (
+        ("excess_nats", 1, score.excess),
+        ("disagreement_percent", 100, score.disagreement),
+    ):
+        row |= {name: _digits(factor * value), f"{name}_margin": _digits(factor * margin)}
     row |= {f"accuracy_percent_{n}": _digits(100 * share) for n, share in score.families.items()}
     row |= {f"perplexity_{name}": _digits(value) for name, value in result.perplexity.items()}
     row["output_error"] = _digits(_mean(result.output_error))
@@ -142,6 +160,13 @@ def write_markdown(found: Sequence[Score], inputs: Mapping[str, Any]) -> str:
         "## Accuracy\n\nRight answers, percent, mean over families.\n",
         _grid(found, lambda s: f"{100 * s.accuracy:.2f}"),
     ]
+    if zero.result.tokens:
+        parts.append(
+            "## What a token costs\n\nExcess in nats: the log-probability of an answer's token as "
+            "it was drawn, above that under the exact model; its 95 % interval; and the share of "
+            "tokens that are not the exact model's first choice.\n"
+        )
+        parts.append(_grid(found, _cost))
     for name in zero.result.perplexity:
         value = zero.result.perplexity[name]
         parts.append(f"## Perplexity of {name}\n\nZero brownout: {value:.3f}.\n")
@@ -151,6 +176,12 @@ def write_markdown(found: Sequence[Score], inputs: Mapping[str, Any]) -> str:
     parts.append("## Degraded visits\n\nPercent of expert visits.\n")
     parts.append(_grid(found, lambda s: f"{100 * s.result.degraded_share:.1f}"))
     return "\n".join(parts)
+
+
+def _cost(score: Score) -> str:
+    excess, margin = score.excess
+    others, _ = score.disagreement
+    return f"{excess:.3f} ± {margin:.3f}, {100 * others:.2f} %"
 
 
 def loss(score: Score, unit: str = "") -> str:

@@ -25,7 +25,7 @@ from serving.bench.simulated_time import SimulatedLoop
 from serving.bench.simulator.device import SimulatedDevice, simulated_model
 from serving.bench.simulator.step_times import StepTimes, read_steps
 from serving.bench.workload import Arrival
-from serving.config import EngineConfig
+from serving.config import AuditConfig, EngineConfig
 from serving.engine import Engine
 from serving.errors import ServingError
 from serving.execution.fitting import limits_of
@@ -70,7 +70,8 @@ class SimulatedServer:
             seed,
         )
         model = simulated_model(limits, machine.visits_per_layer, config.brownout.way)
-        self.engine = Engine(replace(config, watchdog_s=0), self.device, model, clock=clock)
+        config = replace(config, watchdog_s=0, audit=AuditConfig(share=0))  # nothing to score
+        self.engine = Engine(config, self.device, model, clock=clock)
         self._overhead_s, self._exempt_share = machine.overhead_s, exempt_share
         self._rng = np.random.default_rng(seed)
 

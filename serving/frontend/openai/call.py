@@ -211,6 +211,8 @@ class _Call:
             model=body.model,
             reuse_prefix=body.reuse_prefix is not False,
             salt=self._caller.salt(body.cache_salt or ""),
+            allow_audit=body.allow_audit is not False,
+            max_degraded_percent=100 if (most := body.max_degraded_percent) is None else most,
         )
         async with noted(outputs, request_id, self._caller, self._span) as note:
             async for out in outputs:

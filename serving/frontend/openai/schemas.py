@@ -166,6 +166,15 @@ class Sampled(Strict):
         "jmoe's: service class; absent: `latency_sensitive`"
     )
     allow_brownout: bool | None = supported("jmoe's: false exempts the request from brownout")
+    allow_audit: bool | None = supported(
+        "jmoe's: false: the answer is never scored again, to measure what brownout costs"
+    )
+    max_degraded_percent: int | None = supported(
+        "jmoe's: most of the request's expert visits that brownout may degrade, at every token; "
+        "0: as `allow_brownout` false",
+        ge=0,
+        le=100,
+    )
     reuse_prefix: bool | None = supported(
         "jmoe's: false computes the whole prompt and adds none of its pages to the cache "
         "(docs/prefixes.md)"

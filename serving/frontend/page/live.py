@@ -190,12 +190,15 @@ def now(server: "Server") -> dict[str, Any]:
     engine = server.engine
     found: dict[str, Any] = {"status": _word(server), "failure": server.failure or ""}
     if engine is None:
-        return found | {"brownout": None, "models": [], "workers": [], "uptime_s": math.nan}
+        nothing = {"models": [], "workers": [], "audits": [], "uptime_s": math.nan}
+        return found | {"brownout": None, **nothing}
+    stats = engine.stats()
     return found | {
         "brownout": asdict(engine.get_brownout()),
         "models": _models(engine, server.metrics),
         "workers": _workers(engine.executor),
-        "uptime_s": engine.stats().uptime_s,
+        "audits": [asdict(audit) for audit in stats.audits if audit.num_scored],
+        "uptime_s": stats.uptime_s,
     }
 
 

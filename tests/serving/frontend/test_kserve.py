@@ -121,7 +121,8 @@ async def test_without_sampling_parameters_vllms_defaults_hold() -> None:
 async def test_all_of_a_request_reaches_the_engine() -> None:
     sampling = {"max_tokens": 2, "temperature": 0.5, "structured_outputs": {"regex": "d+"}}
     extra = {"top_k": 5, "seed": 7, "priority": 2, "timeout": 30_000_000, "allow_brownout": False}
-    extra |= {"reuse_prefix": False, "cache_salt": "mine"}
+    extra |= {"reuse_prefix": False, "cache_salt": "mine", "max_degraded_percent": 30}
+    extra |= {"allow_audit": False}
     async with serving() as s:
         await one(s, infer("ab", id="x", sampling=sampling, parameters=extra))
         await one(s, infer("ab", parameters={"max_tokens": 1, "priority": "best_effort"}))
@@ -143,6 +144,8 @@ async def test_all_of_a_request_reaches_the_engine() -> None:
         "model": "counter",
         "reuse_prefix": False,
         "salt": ":mine",
+        "max_degraded_percent": 30,
+        "allow_audit": False,
     }
     assert second["priority"] is Priority.BEST_EFFORT
     assert re.fullmatch("[0-9a-f]{32}", second["request_id"])  # drawn

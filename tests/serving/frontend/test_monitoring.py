@@ -12,7 +12,7 @@ import yaml
 from fake_engine import FakeEngine
 
 from serving.frontend.metrics import Metrics
-from serving.request import Priority
+from serving.request import AuditState, Priority
 
 DEPLOY = Path(__file__).parents[3] / "deploy"
 RULES = DEPLOY / "prometheus" / "jmoe.rules.yml"
@@ -28,6 +28,8 @@ def labels_by_name():
     """Returns the labels of every sample that a server with some traffic has."""
     metrics = Metrics()
     metrics.engine = FakeEngine()
+    audit = AuditState("counter", 3, 0, 0.1, 0.0, 0.2, 0.1, 0.0, 0.2, False)
+    metrics.engine.counters["audits"] = (audit,)
     metrics.first_tokens(np.array([0.5]), 1.0, Priority.LATENCY_SENSITIVE)
     metrics.expert_rows = np.ones((1, 2), np.int64)
     metrics.calls.door("http", ["other"], "500")

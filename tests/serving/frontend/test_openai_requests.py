@@ -60,6 +60,8 @@ async def test_jmoes_own_fields_arrive():
     own = {
         "priority": "best_effort",
         "allow_brownout": False,
+        "max_degraded_percent": 20,
+        "allow_audit": False,
         "timeout_s": 9.5,
         "request_id": "mine",
     }
@@ -70,6 +72,8 @@ async def test_jmoes_own_fields_arrive():
     assert got.id == "cmpl-mine"
     assert (first["priority"], first["allow_brownout"]) == (Priority.BEST_EFFORT, False)
     assert (first["timeout_s"], first["request_id"]) == (9.5, "mine")
+    assert (first["max_degraded_percent"], second["max_degraded_percent"]) == (20, 100)
+    assert (first["allow_audit"], second["allow_audit"]) == (False, True)
     assert second["timeout_s"] is None  # the engine's own counts then
     assert (second["sampling"].stop, second["sampling"].top_k) == (("x",), 0)
 

@@ -9,6 +9,7 @@ import re
 import shlex
 import socket
 import subprocess
+from math import inf, nan
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,7 +28,7 @@ from serving.frontend.page import live as live_module
 from serving.frontend.page.app import STATIC
 from serving.frontend.page.live import HISTORY, MAX_VIEWERS, Counted, ExpertLoad, Live, Sampler
 from serving.frontend.page.shield import POLICY
-from serving.request import Priority
+from serving.request import AuditState, Priority
 
 LS, BE = Priority.LATENCY_SENSITIVE, Priority.BEST_EFFORT
 
@@ -219,6 +220,7 @@ async def test_while_it_loads_it_says_so_and_then_shows_what_is_served() -> None
                 "brownout": None,
                 "models": [],
                 "workers": [],
+                "audits": [],
                 "uptime_s": None,
             }
             assert first["about"]["models"] == ["mine"]
@@ -311,6 +313,18 @@ async def test_models_of_a_family_and_workers_are_shown() -> None:
         {"name": "b", "resident": True, "running": 1, "waiting": 2, "finished": 0},
     ]
     assert now["workers"] == [worker]
+
+
+async def test_what_brownout_costs_is_shown_once_an_answer_was_scored() -> None:
+    one = AuditState("counter", 1, 0, 0.25, -inf, inf, nan, nan, nan, True)
+    none = AuditState("other", 0, 3, nan, nan, nan, nan, nan, nan, False)
+    async with serving() as s:
+        s.engine.counters["audits"] = (one, none)
+        s.page.live.tick()
+        async with client(s) as http:
+            [shown] = (await http.get("/api/state")).json()["now"]["audits"]
+    assert (shown["model"], shown["excess_nats"], shown["is_exempt"]) == ("counter", 0.25, True)
+    assert (shown["excess_low_nats"], shown["disagreement"]) == (None, None)
 
 
 def test_expert_load_is_a_byte_for_each_expert() -> None:

@@ -66,10 +66,19 @@ async def test_absent_fields_take_defaults_and_zeros_are_kept() -> None:
         call.cancel()
         await collect(
             s.stub.Generate(
-                request([1], sampling=sampling, allow_brownout=False, priority=pb.BEST_EFFORT)
+                request(
+                    [1],
+                    sampling=sampling,
+                    allow_brownout=False,
+                    priority=pb.BEST_EFFORT,
+                    max_degraded_percent=0,
+                    allow_audit=False,
+                )
             )
         )
     first, second = s.engine.calls
+    assert (first["max_degraded_percent"], second["max_degraded_percent"]) == (100, 0)
+    assert (first["allow_audit"], second["allow_audit"]) == (True, False)
     assert first["sampling"] == SamplingParams()
     assert (first["allow_brownout"], first["priority"]) == (True, Priority.LATENCY_SENSITIVE)
     assert first["timeout_s"] is None

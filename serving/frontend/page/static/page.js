@@ -36,6 +36,7 @@ function line(message) {
   controls.show(message.now.brownout);
   if (past.newest) tiles(past.newest);
   table("family", MODELS, message.now.models);
+  table("audits", AUDITS, message.now.audits);
   table("workers", WORKERS, message.now.workers);
   if (message.experts) heat.show(message.experts);
   past.draw();
@@ -117,6 +118,19 @@ const MODELS = [
   ["Waiting", (m) => count(m.waiting)],
   ["Finished", (m) => count(m.finished)],
 ];
+const AUDITS = [
+  ["Model", (a) => a.model],
+  ["Answers scored again", (a) => count(a.num_scored)],
+  ["Nats a token", (a) => span(a.excess_nats, a.excess_low_nats, a.excess_high_nats, fixed)],
+  [
+    "Other greedy tokens",
+    (a) => span(a.disagreement, a.disagreement_low, a.disagreement_high, share),
+  ],
+  ["Brownout", (a) => (a.is_exempt ? "exempt: costs more than the bound" : "allowed")],
+];
+const fixed = (value) => (value === null ? NONE : value.toFixed(3));
+const span = (value, low, high, text) =>
+  low === null ? text(value) : `${text(value)} (${text(low)} to ${text(high)})`;
 const WORKERS = [
   ["Worker", (w) => w.name],
   ["State", (w) => (w.is_up ? "up" : "gone")],

@@ -72,7 +72,7 @@ class SamplingParams(_message.Message):
     def __init__(self, max_new_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., seed: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., stop: _Optional[_Iterable[str]] = ..., ignore_eos: _Optional[bool] = ..., logprobs: _Optional[bool] = ..., prompt_logprobs: _Optional[bool] = ..., top_logprobs: _Optional[int] = ..., min_p: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., json_schema: _Optional[str] = ..., regex: _Optional[str] = ..., grammar: _Optional[str] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "text", "tokens", "sampling", "allow_brownout", "priority", "model", "reuse_prefix", "cache_salt")
+    __slots__ = ("request_id", "text", "tokens", "sampling", "allow_brownout", "priority", "model", "reuse_prefix", "cache_salt", "max_degraded_percent", "allow_audit")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -82,6 +82,8 @@ class GenerateRequest(_message.Message):
     MODEL_FIELD_NUMBER: _ClassVar[int]
     REUSE_PREFIX_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    MAX_DEGRADED_PERCENT_FIELD_NUMBER: _ClassVar[int]
+    ALLOW_AUDIT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     text: str
     tokens: TokenIds
@@ -91,7 +93,9 @@ class GenerateRequest(_message.Message):
     model: str
     reuse_prefix: bool
     cache_salt: str
-    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., tokens: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., allow_brownout: _Optional[bool] = ..., priority: _Optional[_Union[Priority, str]] = ..., model: _Optional[str] = ..., reuse_prefix: _Optional[bool] = ..., cache_salt: _Optional[str] = ...) -> None: ...
+    max_degraded_percent: int
+    allow_audit: bool
+    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., tokens: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., allow_brownout: _Optional[bool] = ..., priority: _Optional[_Union[Priority, str]] = ..., model: _Optional[str] = ..., reuse_prefix: _Optional[bool] = ..., cache_salt: _Optional[str] = ..., max_degraded_percent: _Optional[int] = ..., allow_audit: _Optional[bool] = ...) -> None: ...
 
 class Usage(_message.Message):
     __slots__ = ("prompt_tokens", "completion_tokens", "expert_visits", "degraded_visits", "cached_tokens")
@@ -305,12 +309,36 @@ class BrownoutState(_message.Message):
     keep: str
     def __init__(self, strategy: _Optional[str] = ..., way: _Optional[int] = ..., prefill_threshold_percent: _Optional[float] = ..., decode_threshold_percent: _Optional[float] = ..., salc_enabled: _Optional[bool] = ..., ttft_slo_s: _Optional[float] = ..., itl_slo_s: _Optional[float] = ..., warning_factor: _Optional[float] = ..., ttft_p90_s: _Optional[float] = ..., itl_p90_s: _Optional[float] = ..., controller: _Optional[str] = ..., prefill_company: _Optional[bool] = ..., predicted_ttft_p90_s: _Optional[float] = ..., predicted_itl_p90_s: _Optional[float] = ..., objective_state: _Optional[str] = ..., least_ttft_s: _Optional[float] = ..., least_itl_s: _Optional[float] = ..., keep: _Optional[str] = ...) -> None: ...
 
+class Audit(_message.Message):
+    __slots__ = ("model", "num_scored", "num_unscored", "excess_nats", "excess_low_nats", "excess_high_nats", "disagreement", "disagreement_low", "disagreement_high", "is_exempt")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    NUM_SCORED_FIELD_NUMBER: _ClassVar[int]
+    NUM_UNSCORED_FIELD_NUMBER: _ClassVar[int]
+    EXCESS_NATS_FIELD_NUMBER: _ClassVar[int]
+    EXCESS_LOW_NATS_FIELD_NUMBER: _ClassVar[int]
+    EXCESS_HIGH_NATS_FIELD_NUMBER: _ClassVar[int]
+    DISAGREEMENT_FIELD_NUMBER: _ClassVar[int]
+    DISAGREEMENT_LOW_FIELD_NUMBER: _ClassVar[int]
+    DISAGREEMENT_HIGH_FIELD_NUMBER: _ClassVar[int]
+    IS_EXEMPT_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    num_scored: int
+    num_unscored: int
+    excess_nats: float
+    excess_low_nats: float
+    excess_high_nats: float
+    disagreement: float
+    disagreement_low: float
+    disagreement_high: float
+    is_exempt: bool
+    def __init__(self, model: _Optional[str] = ..., num_scored: _Optional[int] = ..., num_unscored: _Optional[int] = ..., excess_nats: _Optional[float] = ..., excess_low_nats: _Optional[float] = ..., excess_high_nats: _Optional[float] = ..., disagreement: _Optional[float] = ..., disagreement_low: _Optional[float] = ..., disagreement_high: _Optional[float] = ..., is_exempt: _Optional[bool] = ...) -> None: ...
+
 class GetStatsRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class Stats(_message.Message):
-    __slots__ = ("num_running", "num_waiting", "kv_pages_used", "kv_pages_total", "compilations_since_ready", "requests_finished", "requests_aborted", "requests_rejected", "steps_prefill", "steps_decode", "expert_visits", "degraded_visits", "uptime_s", "requests_failed", "parks", "joins", "evictions", "reused_tokens", "kv_pages_kept", "kept_pages_evicted", "full_decode_step_s")
+    __slots__ = ("num_running", "num_waiting", "kv_pages_used", "kv_pages_total", "compilations_since_ready", "requests_finished", "requests_aborted", "requests_rejected", "steps_prefill", "steps_decode", "expert_visits", "degraded_visits", "uptime_s", "requests_failed", "parks", "joins", "evictions", "reused_tokens", "kv_pages_kept", "kept_pages_evicted", "audits", "full_decode_step_s")
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     KV_PAGES_USED_FIELD_NUMBER: _ClassVar[int]
@@ -331,6 +359,7 @@ class Stats(_message.Message):
     REUSED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     KV_PAGES_KEPT_FIELD_NUMBER: _ClassVar[int]
     KEPT_PAGES_EVICTED_FIELD_NUMBER: _ClassVar[int]
+    AUDITS_FIELD_NUMBER: _ClassVar[int]
     FULL_DECODE_STEP_S_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_waiting: int
@@ -352,5 +381,6 @@ class Stats(_message.Message):
     reused_tokens: int
     kv_pages_kept: int
     kept_pages_evicted: int
+    audits: _containers.RepeatedCompositeFieldContainer[Audit]
     full_decode_step_s: float
-    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., kv_pages_used: _Optional[int] = ..., kv_pages_total: _Optional[int] = ..., compilations_since_ready: _Optional[int] = ..., requests_finished: _Optional[int] = ..., requests_aborted: _Optional[int] = ..., requests_rejected: _Optional[int] = ..., steps_prefill: _Optional[int] = ..., steps_decode: _Optional[int] = ..., expert_visits: _Optional[int] = ..., degraded_visits: _Optional[int] = ..., uptime_s: _Optional[float] = ..., requests_failed: _Optional[int] = ..., parks: _Optional[int] = ..., joins: _Optional[int] = ..., evictions: _Optional[int] = ..., reused_tokens: _Optional[int] = ..., kv_pages_kept: _Optional[int] = ..., kept_pages_evicted: _Optional[int] = ..., full_decode_step_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., kv_pages_used: _Optional[int] = ..., kv_pages_total: _Optional[int] = ..., compilations_since_ready: _Optional[int] = ..., requests_finished: _Optional[int] = ..., requests_aborted: _Optional[int] = ..., requests_rejected: _Optional[int] = ..., steps_prefill: _Optional[int] = ..., steps_decode: _Optional[int] = ..., expert_visits: _Optional[int] = ..., degraded_visits: _Optional[int] = ..., uptime_s: _Optional[float] = ..., requests_failed: _Optional[int] = ..., parks: _Optional[int] = ..., joins: _Optional[int] = ..., evictions: _Optional[int] = ..., reused_tokens: _Optional[int] = ..., kv_pages_kept: _Optional[int] = ..., kept_pages_evicted: _Optional[int] = ..., audits: _Optional[_Iterable[_Union[Audit, _Mapping]]] = ..., full_decode_step_s: _Optional[float] = ...) -> None: ...

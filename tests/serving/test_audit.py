@@ -1,0 +1,211 @@
+"""Degraded answers are scored exactly, when there is room, and what they cost is told."""
+
+import asyncio
+import math
+import shutil
+from collections import Counter
+
+import numpy as np
+import pytest
+from counting import LIMITS, collect, family_of
+from families import GOLDEN, settings_of
+
+import jmoe
+from jmoe.packed_rows import EXEMPT
+from serving.bench.fake import FakeRunner
+from serving.config import AuditConfig, BrownoutConfig, EngineConfig
+from serving.control.audit import MAX_WAITING
+from serving.engine import Engine
+from serving.frontend.metrics import Metrics
+from serving.request import Priority, SamplingParams
+from tests.jmoe.conftest import add_united
+
+STEP_S = 0.01
+
+
+class Degrading(FakeRunner):
+    """A runner that degrades every visit that it may. Of the token at position p, the
+    log-probability is -0.5 as it is drawn and -p in a prompt, where it is the likeliest one unless
+    4 divides p.
+    """
+
+    def computed(self, plan, control, row, model, new, adopted):
+        token, _ = super().computed(plan, control, row, model, new, adopted)
+        return token, 0 if row[EXEMPT] else len(new)
+
+
+def start(names=None, observer=(), **audit):
+    config = EngineConfig(
+        max_model_len=200, watchdog_s=0, models=names or (), audit=AuditConfig(**audit)
+    )
+    clock, family = asyncio.get_running_loop().time, None if names is None else family_of(names)
+    engine = Engine(config, Degrading(LIMITS, step_s=STEP_S), family, observer, clock)
+    engine.run()
+    return engine
+
+
+async def until_audited(engine, count, of=0):
+    while engine.auditor.num_scored[of] < count:
+        await asyncio.sleep(1)
+
+
+def excess_of(prompt_len, new):
+    return sum(p - 0.5 for p in range(prompt_len, prompt_len + new))
+
+
+@pytest.mark.simulated_time
+async def test_an_answer_is_scored_by_hand():
+    engine = start()
+    await collect(engine, [1, 2, 3], 6)  # at positions 3 to 8
+    await until_audited(engine, 1)
+    await collect(engine, [5], 3)  # at positions 1 to 3
+    await until_audited(engine, 2)
+    [state] = engine.stats().audits
+    assert (state.num_scored, state.num_unscored, state.is_exempt) == (2, 0, False)
+    assert state.excess_nats == pytest.approx((excess_of(3, 6) + excess_of(1, 3)) / 9)
+    assert state.disagreement == pytest.approx(2 / 9)  # positions 4 and 8
+    assert state.excess_low_nats < state.excess_nats < state.excess_high_nats
+    stats = engine.stats()
+    assert (stats.requests_finished, stats.num_running, stats.num_waiting) == (2, 0, 0)
+    await engine.stop()
+
+
+@pytest.mark.simulated_time
+async def test_sampled_tokens_are_no_disagreement():
+    engine = start()
+    await collect(engine, [1, 2, 3], sampling=SamplingParams(max_new_tokens=6, temperature=1.0))
+    await until_audited(engine, 1)
+    [state] = engine.stats().audits
+    assert state.excess_nats == pytest.approx(excess_of(3, 6) / 6)
+    assert math.isnan(state.disagreement)
+    await engine.stop()
+
+
+@pytest.mark.simulated_time
+async def test_an_answer_up_to_the_last_position_is_scored_but_for_its_last_token():
+    engine = start()
+    await collect(engine, [1, 2, 3], 197)
+    await until_audited(engine, 1)
+    [state] = engine.stats().audits
+    assert state.excess_nats == pytest.approx(excess_of(3, 196) / 196)
+    await engine.stop()
+
+
+@pytest.mark.simulated_time
+@pytest.mark.parametrize("why", ["refused", "exact", "share"])
+async def test_nothing_is_scored_where_it_must_not_be(why):
+    engine = start(share=0.0 if why == "share" else 0.01)
+    given = {"refused": {"allow_audit": False}, "exact": {"allow_brownout": False}}
+    for _ in range(5):
+        await collect(engine, [1, 2, 3], 6, **given.get(why, {}))
+    await asyncio.sleep(100)
+    assert (engine.stats().audits[0].num_scored, engine.stats().steps_prefill) == (0, 5)
+    await engine.stop()
+
+
+@pytest.mark.simulated_time
+async def test_it_takes_its_share_of_the_time_at_most():
+    engine = start(share=0.02)
+    for _ in range(40):
+        await collect(engine, [1, 2, 3], 6)
+    before = engine.auditor.num_scored[0]
+    await asyncio.sleep(10.0)  # an answer of 9 tokens takes a step
+    scored = engine.auditor.num_scored[0] - before
+    assert 0.9 * 0.02 * 10 / STEP_S < scored <= 0.02 * 10 / STEP_S + 1
+    await engine.stop()
+
+
+@pytest.mark.simulated_time
+async def test_a_full_server_scores_nothing_and_says_so():
+    engine = start()
+    many = [collect(engine, [7 * n], 20) for n in range(3 * MAX_WAITING)]
+    busy = asyncio.gather(*many)
+    while engine.stats().requests_finished < MAX_WAITING + 20:
+        assert engine.auditor.num_scored == [0]
+        await asyncio.sleep(0.01)
+    assert engine.stats().audits[0].num_unscored >= 20
+    await busy
+    await until_audited(engine, 3)
+    await engine.stop()
+
+
+@pytest.mark.simulated_time
+async def test_what_costs_more_than_the_bound_is_exempt_and_tried_again(caplog):
+    engine = start(("base", "law"), share=1.0, max_excess_nats=1.5, retry_s=100.0)
+
+    async def ask(model, long):
+        prompt = [1, 2, 3, 4] if long else [1]  # a token costs 4.5 nats, or 1.0
+        [*_, last] = await collect(engine, prompt, 2, model=model)
+        return last.usage.degraded_visits
+
+    for at in range(49):
+        assert await ask("law", long=True)
+        assert await ask("base", long=False)
+        await until_audited(engine, at + 1, of=1)
+    assert await ask("law", long=True)
+    await until_audited(engine, 50, of=1)
+    began = asyncio.get_running_loop().time()
+    assert not await ask("law", long=True)
+    assert await ask("base", long=False)
+    base, law = engine.stats().audits
+    assert (base.is_exempt, law.is_exempt) == (False, True)
+    assert "brownout of model 'law' costs 4" in caplog.text
+    assert "engine.audit.max_excess_nats=1.5: its new requests are exempt for 100 s" in caplog.text
+    await asyncio.sleep(101 - (asyncio.get_running_loop().time() - began))
+    assert await ask("law", long=False)  # it has come to cost less
+    await until_audited(engine, 51, of=1)
+    law = engine.stats().audits[1]
+    assert (law.is_exempt, law.excess_nats) == (False, pytest.approx(1.0))
+    await engine.stop()
+
+
+@pytest.mark.simulated_time
+async def test_callers_and_objectives_do_not_notice():
+    metrics = Metrics()
+    engine = start(observer=metrics, share=0.5)
+    metrics.engine = engine
+    await asyncio.gather(*(collect(engine, [n], 5) for n in range(3)))
+    await until_audited(engine, 3)
+    assert metrics.ttft.of[Priority.BEST_EFFORT].count == 0
+    assert metrics.queue.of[Priority.BEST_EFFORT].count == 0
+    assert metrics.finished == Counter(length=3, stop=0)
+    found = {f.name: f for f in metrics.collect()}
+    assert found["jmoe_audit_answers"].samples[0].value == 3
+    means = {s.labels["bound"]: s.value for s in found["jmoe_audit_excess_nats"].samples}
+    assert means["mean"] == pytest.approx(excess_of(1, 5) / 5)
+    assert await engine.drain(1)
+    engine.scheduler.check_idle()
+    await engine.stop()
+
+
+@pytest.mark.usefixtures("compiled_in_a_hurry")
+async def test_the_exact_model_judges(tmp_path):
+    path = shutil.copytree(GOLDEN, tmp_path / "model")
+    add_united(path)
+    way = BrownoutConfig(salc=False, way=2, prefill_threshold_percent=0, decode_threshold_percent=0)
+    given = {"model": str(path), "models": (), "brownout": way, "prefix_reuse": "on"}
+    config = settings_of({}, str(tmp_path / "programs"), audit=AuditConfig(share=1.0), **given)
+    model, wholes, drawn = jmoe.load(path, "float32"), [], []
+    engine = await Engine.start(config)
+    try:
+        for number in range(4):
+            prompt = [1 + number, 2, 3, 9, 8, 7]
+            asked = SamplingParams(max_new_tokens=9, ignore_eos=True, logprobs=True)
+            outs = [out async for out in engine.generate(prompt, asked)]
+            assert outs[-1].usage.degraded_visits
+            wholes.append(prompt + [token for out in outs for token in out.token_ids])
+            drawn += [logprob for out in outs for logprob in out.logprobs]
+            while engine.auditor.num_scored[0] <= number:
+                await asyncio.sleep(0.01)
+        [state] = engine.stats().audits
+    finally:
+        await engine.stop()
+    logits = np.asarray(jmoe.forward(model, np.array(wholes)), np.float64)[:, 5:-1]
+    peak = logits.max(-1, keepdims=True)
+    logprobs = logits - peak - np.log(np.exp(logits - peak).sum(-1, keepdims=True))
+    answers = np.array(wholes)[:, 6:]
+    exact = np.take_along_axis(logprobs, answers[..., None], -1)
+    assert state.excess_nats == pytest.approx(np.mean(drawn) - exact.mean(), abs=1e-4)
+    others = answers != logits.argmax(-1)
+    assert state.disagreement == pytest.approx(others.mean())
+    assert 0 < others.mean() < 1
