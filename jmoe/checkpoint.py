@@ -25,6 +25,7 @@ from jmoe.experts import (
     ExpertPool,
     ExpertTable,
     Fp8Pool,
+    Pool,
     UnitedExperts,
     make_table,
     num_united_slots,
@@ -84,7 +85,7 @@ class TensorFiles:
             )
         self._open: dict[str, Any] = {}
         self._paths: dict[str, Path] = {}
-        self._maps: dict[Path, tuple[np.memmap, dict[str, Any]]] = {}  # and where tensors begin
+        self._maps: dict[Path, tuple[np.ndarray, dict[str, Any]]] = {}  # and where tensors begin
         for name in names:
             try:
                 file = safe_open(regular(directory / name), framework="numpy")
@@ -149,7 +150,7 @@ class TensorFiles:
         """Returns the name of the scales of a matrix in fp8: the one that there is, or would be."""
         return next((name + end for end in SCALES if name + end in self._open), name + SCALES[0])
 
-    def dequantized(self, name: str, block: tuple[int, int]) -> np.ndarray:
+    def dequantized(self, name: str, block: Sequence[int]) -> np.ndarray:
         """Returns a matrix in fp8 as float32; `block` is as `ModelConfig.fp8_block`."""
         values, scales = self.raw(name), self.raw(self.scales(name)).astype(np.float32)
         rows, columns = (size or most for size, most in zip(block, values.shape, strict=True))
@@ -266,7 +267,7 @@ def _unlike(files: TensorFiles, cfg: ModelConfig, read: set[str]) -> Iterator[st
 
 
 def _unlike_scales(
-    files: TensorFiles, name: str, shape: tuple[int, ...], block: tuple[int, int]
+    files: TensorFiles, name: str, shape: tuple[int, ...], block: Sequence[int]
 ) -> Iterator[str]:
     """Yields an error for scales that are not one for each block of a matrix in fp8."""
     counts = [-(-size // (each or size)) for size, each in zip(shape, block, strict=True)]
@@ -470,7 +471,7 @@ def read_layers(
 
 def empty_pool(
     cfg: ModelConfig, num_slots: int, dtype: jnp.dtype, quantize: str = "none"
-) -> ExpertPool | Fp8Pool:
+) -> Pool:
     """Returns a zeroed pool of `num_slots` experts of the model's shape, kept as `quantize` says
     (`none` or `fp8`). Raises ValueError as `Fp8Pool.of`.
     """

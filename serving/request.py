@@ -276,8 +276,8 @@ class Request:
     salt: str = ""  # requests with different ones share no prefix
     max_degraded_percent: int = 100  # of its expert visits, at every moment
     allow_audit: bool = True  # False: its answer is never scored again
-    is_audit: bool = False  # the engine's own: it scores an answer, and counts for no caller
     key: str = ""  # name of the caller's API key
+    is_audit: bool = False  # the engine's own: it scores an answer, and counts for no caller
 
 
 @dataclass(frozen=True)
