@@ -294,7 +294,8 @@ class Engine:
 
     def _check_queue(self, priority: Priority, key: str) -> None:
         admission, objective_s = self.config.admission, math.inf
-        requests = (sequence.request for sequence in self._open)
+        queued = self.scheduler.queues[priority]
+        requests = (sequence.request for sequence in (self._open if queued else ()))
         keys = (request.key for request in requests if request.priority is priority)
         room, steps_s, prompts_s = self.admission.room(key, keys, self._clock()), 0.0, 0.0
         if admission == "objective" or (admission == "auto" and self.slo.is_own_objective):

@@ -79,7 +79,8 @@ async def prefixes(settings: Mapping[str, dict[str, Any]], dry: bool) -> AsyncIt
         own = _random_prompts(f"own {number}", num_shared, 20)
         found = await asyncio.gather(*(answer(engine, prefix + more, 4) for more in own))
         ttft_s, cached = zip(*found, strict=True)
-        left, began = iter(_random_prompts(f"alone {number}", num_alone, 100)), time.perf_counter()
+        left = iter(_random_prompts(f"alone {number}", num_alone, 100))
+        began, began_cpu = time.perf_counter(), time.process_time()
 
         async def client() -> None:
             for prompt in left:
@@ -91,6 +92,7 @@ async def prefixes(settings: Mapping[str, dict[str, Any]], dry: bool) -> AsyncIt
             "ttft_p90_s": float(np.percentile(ttft_s, 90)),
             "cached_tokens": statistics.mean(cached),
             "tokens_per_s": num_alone * (100 + 32) / (time.perf_counter() - began),
+            "cpu_us_per_token": 1e6 * (time.process_time() - began_cpu) / num_alone / (100 + 32),
         }
 
     started = {

@@ -200,23 +200,24 @@ class Admission:
         if best_effort:
             most = self._config.max_best_effort_queue_len or most
         queued, own = waiting - scheduler.num_free_slots(priority), self.capacity[priority]
-        why = "" if room == 1 else "; what room is left is for keys with fewer under way"
+        others = f"{waiting} requests wait already; keys with fewer under way come first"
         if queued < room * most:
             slots_s = own.drain_s(queued + 1, 0.0) if queued >= 0 else 0.0
             waits_s = max(slots_s, prompts_s)
             late_s = waits_s - room * caution * (ttft_slo_s - steps_s)
             if waits_s > 0 and late_s > 0:
-                why = why or (
-                    f": a first token would come {late_s:.2g} s later than the objective of "
-                    f"{ttft_slo_s:g} s allows"
+                said = (
+                    f"{waiting} requests wait already: a first token would come {late_s:.2g} s "
+                    f"later than the objective of {ttft_slo_s:g} s allows"
                 )
-                raise Overloaded(f"{waiting} requests wait already{why}; try again later", late_s)
+                raise Overloaded(f"{said if room == 1 else others}; try again later", late_s)
             return
         drain_s = own.drain_s(waiting)
         if best_effort:
             ls = Priority.LATENCY_SENSITIVE
             drain_s += self.capacity[ls].drain_s(len(scheduler.queues[ls]), 0.0)
-        raise Overloaded(f"{waiting} requests wait already{why}; try again later", drain_s)
+        said = f"{waiting} requests wait already" if room == 1 else others
+        raise Overloaded(f"{said}; try again later", drain_s)
 
     def check_size(self, request: Request) -> None:
         """Checks sizes and types only. Raises InvalidRequest for what can never be served."""

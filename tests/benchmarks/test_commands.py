@@ -102,6 +102,7 @@ def test_flags_of_jmoe_bench_are_its_own(command):
 @pytest.mark.sized(
     exhaustive=(
         "python -m benchmarks.demo_series --runs 5",
+        "python -m benchmarks.pairs page_size",
         "python -m benchmarks.pairs preemption",
         "python -m benchmarks.pairs prefix_reuse",
         "python -m benchmarks.pairs secured",

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import Counter
+from dataclasses import astuple
 
 import numpy as np
 import pytest
@@ -9,8 +10,12 @@ from counting import collect
 
 from serving.config import BrownoutConfig
 from serving.errors import Overloaded
+from serving.frontend import convert
 from serving.plan import Limits
 from serving.request import BrownoutChange, Priority, Refused, SamplingParams
+from serving.scheduling.policy import Fcfs
+from serving.scheduling.scheduler import Scheduler
+from serving.telemetry.accounting import Accounts
 
 LIMITS = Limits(2, 64, 4, 16, 2)
 pytestmark = pytest.mark.simulated_time
@@ -195,3 +200,16 @@ async def test_a_class_with_room_is_not_refused_for_another(start):
     found = {one.priority: one.count for one in engine.stats().refused}
     assert found == {"latency_sensitive": 1, "any": 1}
     await asyncio.gather(*asked)
+
+
+def test_keys_beyond_a_thousand_are_counted_together():
+    accounts = Accounts([])
+    for number in range(5000):
+        accounts.request_refused(f"key {number}", Priority.BEST_EFFORT)
+    refused = accounts.stats(Scheduler(LIMITS, Fcfs()), 0, 0.0, 0.01).refused
+    assert sum(one.count for one in refused) == 5000
+    assert len(refused) <= 4000
+    assert refused[0] == Refused("key 0", "best_effort", 1)
+    assert refused[-1] == Refused("other keys", "best_effort", 5001 - len(refused))
+    told = convert.stats(accounts.stats(Scheduler(LIMITS, Fcfs()), 0, 0.0, 0.01)).refused
+    assert [(one.key, one.priority, one.count) for one in told] == list(map(astuple, refused))
