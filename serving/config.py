@@ -136,9 +136,9 @@ class BrownoutConfig:
         NOT_NEGATIVE,
     )
     keep: str = setting(
-        "visits",
-        "Which experts stay exact, of as many: those with most visits (the paper's), or of most "
-        "gate weight, which loses less.",
+        "weight",
+        "Which experts stay exact, of as many: those of most gate weight, or with most visits (the "
+        "paper's), which loses more.",
         one_of("visits", "weight"),
         "Brownout",
     )

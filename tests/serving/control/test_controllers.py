@@ -418,14 +418,14 @@ def test_callers_choose_among_the_known_ones_and_that_of_the_settings():
         slo.check(BrownoutChange(controller="os:system"))
 
 
-def test_experts_are_kept_by_weight_as_soon_as_a_caller_says_so():
+def test_experts_are_kept_by_visits_as_soon_as_a_caller_says_so():
     slo = SloAnalyser(BrownoutConfig(), SalcConfig(), way=8)
-    assert (slo.state().keep, slo.code) == ("visits", strategy_code("partial"))
+    assert (slo.state().keep, slo.code) == ("weight", strategy_code("partial", "weight"))
     with pytest.raises(InvalidRequest, match="keep is 'size'; it must be one of visits, weight"):
         slo.check(BrownoutChange(keep="size"))
-    slo.check(change := BrownoutChange(keep="weight"))
+    slo.check(change := BrownoutChange(keep="visits"))
     slo.apply(change, 0.0)
-    assert (slo.state().keep, slo.code) == ("weight", strategy_code("partial", "weight"))
+    assert (slo.state().keep, slo.code) == ("visits", strategy_code("partial"))
     slo.apply(BrownoutChange(strategy="zero"), 0.0)
     assert slo.code == 0
 
