@@ -469,9 +469,7 @@ def read_layers(
     return params
 
 
-def empty_pool(
-    cfg: ModelConfig, num_slots: int, dtype: jnp.dtype, quantize: str = "none"
-) -> Pool:
+def empty_pool(cfg: ModelConfig, num_slots: int, dtype: jnp.dtype, quantize: str = "none") -> Pool:
     """Returns a zeroed pool of `num_slots` experts of the model's shape, kept as `quantize` says
     (`none` or `fp8`). Raises ValueError as `Fp8Pool.of`.
     """

@@ -430,7 +430,8 @@ async def test_pages_of_one_way_are_not_reused_by_another(start):
     brownout = BrownoutConfig("full", salc=False, prefill_threshold_percent=40)
     engine = start(random.Random(0), ways=(2, 4), mode="aep", brownout=brownout)
     await engine.set_brownout(BrownoutChange(strategy="partial"))
-    prompt, report, code = list(range(100, 112)), engine.executor.report, strategy_code("partial")
+    prompt, report = list(range(100, 112)), engine.executor.report
+    code = strategy_code("partial", "weight")
     degraded = 1
 
     def degrade(message):

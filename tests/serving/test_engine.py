@@ -10,6 +10,7 @@ import pytest
 from counting import collect, model_with
 
 from jmoe.attention import Paged
+from jmoe.brownout import strategy_code
 from serving.bench.fake import FakeRunner
 from serving.config import BrownoutConfig, EngineConfig
 from serving.control.experts_loader import ExpertsLoader
@@ -428,7 +429,7 @@ async def test_brownout_can_be_changed_while_serving(start):
     span = outputs[-1].decode_threshold
     assert (span.min_percent, span.max_percent) == (30, 100)
     assert (100, 0) in {c for _, _, c in engine.executor.launches}
-    assert (30, 1) in {c for _, _, c in engine.executor.launches}
+    assert (30, strategy_code("full", "weight")) in {c for _, _, c in engine.executor.launches}
     with pytest.raises(InvalidRequest, match="united experts"):
         await engine.set_brownout(BrownoutChange(strategy="partial"))
     with pytest.raises(InvalidRequest, match="way is 3"):

@@ -206,7 +206,7 @@ def test_keys_beyond_a_thousand_are_counted_together():
     accounts = Accounts([])
     for number in range(5000):
         accounts.request_refused(f"key {number}", Priority.BEST_EFFORT)
-    refused = accounts.stats(Scheduler(LIMITS, Fcfs()), 0, 0.0, 0.01).refused
+    refused = accounts.stats(Scheduler(LIMITS, Fcfs()), 0, 0.0, 0.01, ()).refused
     assert sum(one.count for one in refused) == 5000
     assert len(refused) <= 4000
     assert refused[0] == Refused("key 0", "best_effort", 1)
