@@ -211,5 +211,5 @@ def test_keys_beyond_a_thousand_are_counted_together():
     assert len(refused) <= 4000
     assert refused[0] == Refused("key 0", "best_effort", 1)
     assert refused[-1] == Refused("other keys", "best_effort", 5001 - len(refused))
-    told = convert.stats(accounts.stats(Scheduler(LIMITS, Fcfs()), 0, 0.0, 0.01)).refused
+    told = convert.stats(accounts.stats(Scheduler(LIMITS, Fcfs()), 0, 0.0, 0.01, ())).refused
     assert [(one.key, one.priority, one.count) for one in told] == list(map(astuple, refused))
