@@ -170,9 +170,7 @@ def samples_of(mix: str, config: "ControllersConfig | None" = None) -> list[Arri
             _random(lengths) for lengths in (Lengths(16, 16, 0.5), Lengths(200, 8, 0.0))
         )
         return [(giant if number % 16 == 15 else small)[number] for number in range(NUM_SAMPLES)]
-    if (
-        mix == "prefixes"
-    ):  # eight requests begin with the same 96 tokens, four such groups at a time
+    if mix == "prefixes":  # eight requests begin alike, four such groups at a time
         own = _random(Lengths(14, 12, 0.5), 128) * 8
         shared = synthetic(Lengths(96, 1, 0.0), NUM_SAMPLES, seed=1, vocab_size=1 << 20)
         return [
