@@ -266,12 +266,13 @@ def fp8_bytes(cfg: "ModelConfig") -> int:
     from jmoe.checkpoint import empty_pool
 
     try:
-        pool = jax.eval_shape(lambda: empty_pool(cfg, 1, jax.numpy.bfloat16, "fp8"))
+        pool = jax.eval_shape(lambda: empty_pool(cfg, 1, jax.numpy.dtype("bfloat16"), "fp8"))
     except ValueError:
         return 0
     count = cfg.num_moe_layers * cfg.num_experts
     rest = num_parameters(cfg) - count * expert_parameters(cfg)
-    return count * pool.slot_bytes + rest * _BYTES["bfloat16"]
+    expert = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(pool))
+    return count * expert + rest * _BYTES["bfloat16"]
 
 
 def _united_bytes_of(cfg: "ModelConfig", way: int) -> int:

@@ -17,6 +17,7 @@ FEW_PROGRAMS = (
     "engine.prefill_buckets=32,128",
     "engine.max_num_seqs=32",
     "engine.max_queue_len=64",
+    "engine.audit.share=0",  # for those who count pages, and compare what company changes
 )
 
 

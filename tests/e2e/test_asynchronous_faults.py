@@ -152,9 +152,8 @@ async def check_ways(address, model, prompt):
         for way in (state.way, *WAYS):
             await client.set_brownout(way=way)
             outs = [out async for out in client.generate(prompt, sampling, reuse_prefix=False)]
-            want = jmoe.generate(
-                model, [prompt], 6, jmoe.Brownout("partial", 30, way), stop_token_ids=()
-            )
+            brownout = jmoe.Brownout("partial", 30, way, "weight")
+            want = jmoe.generate(model, [prompt], 6, brownout, stop_token_ids=())
             assert [token for out in outs for token in out.token_ids] == want.tokens[0]
             assert outs[-1].usage.degraded_visits == want.degraded_visits[0] > 0
 

@@ -23,6 +23,7 @@ from jmoe.experts import Fp8Pool
 from jmoe.parallel.home import make_mesh
 from pallas_kernels import routing
 from pallas_kernels.activation import SILU
+from serving.cli.info import fp8_bytes
 
 FP8 = ml_dtypes.float8_e4m3fn
 TOKENS = np.array([[5, 60, 17, 33, 8, 2, 71], [41, 12, 3, 9, 40, 90, 7]], np.int32)
@@ -256,7 +257,10 @@ def test_a_checkpoint_of_whole_blocks_keeps_its_bits(tmp_path):
 
 
 def test_it_takes_a_byte_a_weight(models):
-    pool = models[0].pool
+    pool, cfg = models[0].pool, models[0].config
+    experts = cfg.num_moe_layers * cfg.num_experts
+    rest = models[0].num_parameters - experts * 3 * cfg.d_model * cfg.d_ff_expert
+    assert fp8_bytes(cfg) == experts * pool.slot_bytes + 2 * rest
     d, f = 128, 128  # 96 wide, padded
     assert pool.slot_bytes == 3 * d * f + 3 * 4
     assert isinstance(pool.empty(4), Fp8Pool)

@@ -31,7 +31,7 @@ from jmoe.family import load_family
 from jmoe.sharing import Sharing, write_sharing
 from serving.cli import main as cli
 from serving.client import Client
-from serving.config import AsynchronousConfig, BrownoutConfig, ServerConfig
+from serving.config import AsynchronousConfig, AuditConfig, BrownoutConfig, ServerConfig
 from serving.engine import Engine
 from serving.errors import NotFound
 from serving.execution.device import Device
@@ -205,7 +205,8 @@ class Run:
 async def running(mode: Mode, *, ready=lambda: None, **changes):
     metrics = Metrics()
     given = {} if mode.model is None else {"model": mode.model}
-    settings = mode.settings(**changes)
+    # An audit's row would be in the company of others.
+    settings = mode.settings(**({"audit": AuditConfig(share=0)} | changes))
     # Thousands of steps of the bundled model take half as long where they are optimized.
     jax.config.update("jax_disable_most_optimizations", mode.model is None)
     engine = await Engine.start(settings, observer=metrics, progress=lambda *_: None, **given)
@@ -764,7 +765,7 @@ async def test_under_brownout_each_has_its_own_united_experts(made, name, ways):
             for name in mode.models:
                 found[name, way] = await answer(run.engine, Asked(prompt, sampling, name))
     for (name, way), got in found.items():
-        given = jmoe.Brownout("partial", 10, way)
+        given = jmoe.Brownout("partial", 10, way, "weight")
         want = jmoe.generate(mode.models[name], [prompt], 6, given, stop_token_ids=())
         assert got.tokens == want.tokens[0]
         assert got.degraded == want.degraded_visits[0] > 0
@@ -826,7 +827,7 @@ async def test_over_a_socket_with_shared_experts_under_brownout(made, asked_for)
     finally:
         await server.stop()
     assert served[""] == served["base"]
-    brownout = jmoe.Brownout("partial", 30, 2)
+    brownout = jmoe.Brownout("partial", 30, 2, "weight")
     for model in load_family(made.directories, given.family, "float32"):
         found = jmoe.generate(model, [[3, 1, 4]], max_new_tokens=5, brownout=brownout)
         assert served[model.name] == found.tokens[0]

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scheduled import decode_step, prefill_step
 
+from jmoe.brownout import strategy_code
 from serving.config import BrownoutConfig, SalcConfig
 from serving.control.algorithm2 import Algorithm2
 from serving.control.controller import PhaseSeen
@@ -19,6 +20,8 @@ from serving.scheduling.waiting import QueuedClass
 from serving.telemetry.latencies import Latencies
 
 LS, BE = Priority.LATENCY_SENSITIVE, Priority.BEST_EFFORT
+
+BY_WEIGHT = strategy_code("partial", "weight")
 
 
 def test_algorithm_2_shrinks_above_the_slo_and_grows_below_the_warning_line():
@@ -103,7 +106,7 @@ def test_each_phase_has_its_own_controller():
     update(slo, now + 1.0, 0.0)
     assert slo.ls.decode.threshold_percent == 80
     assert slo.ls.prefill.threshold_percent == 100
-    assert control(slo, "decode") == (80, 2)
+    assert control(slo, "decode") == (80, BY_WEIGHT)
     assert slo.state().itl_p90_s == pytest.approx(0.3)
 
 
@@ -153,8 +156,8 @@ def test_a_fixed_threshold_turns_the_controllers_off():
     slo.apply(BrownoutChange(decode_threshold_percent=30), now=0.0)
     further(slo, np.full(8, 1.0), 1.0, 1.5)
     update(slo, 5.0, 9.0)
-    assert control(slo, "decode") == (30, 2)
-    assert control(slo, "prefill") == (100, 2)
+    assert control(slo, "decode") == (30, BY_WEIGHT)
+    assert control(slo, "prefill") == (100, BY_WEIGHT)
     slo.apply(BrownoutChange(salc_enabled=True), now=5.0)
     further(slo, np.full(8, 5.5), 5.5, 6.0)
     update(slo, 6.5, 0.0)
@@ -209,8 +212,8 @@ def test_best_effort_without_an_objective_moves_no_threshold():
         first(slo, np.full(8, now - 0.9), now, BE)
         further(slo, np.full(8, now - 0.9), now - 0.9, now, BE)
         update(slo, float(now), 0.0, best_effort=3600.0)
-    assert control(slo, "prefill") == control(slo, "decode") == (100, 2)
-    assert control(slo, "decode", ls=False) == (100, 2)
+    assert control(slo, "prefill") == control(slo, "decode") == (100, BY_WEIGHT)
+    assert control(slo, "decode", ls=False) == (100, BY_WEIGHT)
     assert slo.objectives(BE) == (math.inf, math.inf)
 
 
@@ -219,9 +222,9 @@ def test_best_effort_with_an_objective_lowers_its_own_steps_only():
     update(slo, 0.0, 0.0)
     further(slo, np.full(8, 0.1), 0.1, 0.9, BE)  # 0.8 s
     update(slo, 1.0, 0.0)
-    assert control(slo, "decode") == (100, 2)
-    assert control(slo, "decode", ls=False) == (80, 2)
-    assert control(slo, "prefill", ls=False) == (100, 2)
+    assert control(slo, "decode") == (100, BY_WEIGHT)
+    assert control(slo, "decode", ls=False) == (80, BY_WEIGHT)
+    assert control(slo, "prefill", ls=False) == (100, BY_WEIGHT)
     further(slo, np.full(8, 1.1), 1.1, 1.9)  # the other class is late, too: it moves all steps
     update(slo, 2.0, 0.0)
     update(slo, 3.0, 0.0)

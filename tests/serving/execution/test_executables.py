@@ -122,7 +122,7 @@ REQUESTS = (
     ({}, Brownout("zero")),
     ({"temperature": 1.0, "seed": 3}, Brownout("zero")),
     ({"temperature": 1.0, "top_k": 5, "seed": 4}, Brownout("zero")),
-    ({}, Brownout("full", 20)),
+    ({}, Brownout("full", 20, keep="weight")),
 )
 
 
