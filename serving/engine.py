@@ -390,11 +390,12 @@ class Engine:
 
     def _audits(self, model: int) -> bool:
         """Returns whether a model's answer may be scored now: nobody waits, nor would for a
-        slot.
+        slot, and no controller is short of time.
         """
         scheduler = self.scheduler
         return (
             self.status == "ready"
+            and not self.slo.is_moved
             and (scheduler.models is None or model in scheduler.models)
             and not scheduler.waiting
             and not any(self.admission.num_tokenizing.values())

@@ -356,12 +356,15 @@ class SloAnalyser:
         """Returns how long it is to the next decision; None if nothing would move on an idle
         engine.
         """
+        return max(0.0, self._next_update - now) if self.is_moved else None
+
+    @property
+    def is_moved(self) -> bool:
+        """Whether a controller has a threshold below its ceiling."""
         shown = [
             of.of(phase).shown_percent for of in (self.ls, self.best_effort) for phase in Phase
         ]
-        if not self.controls or min(shown) >= self.config.ceiling_percent:
-            return None
-        return max(0.0, self._next_update - now)
+        return self.controls and min(shown) < self.config.ceiling_percent
 
     def itl_slack_s(self, before: ScheduledStep, prefill_tokens: int, num_decoding: int) -> float:
         """Returns the ITL in seconds that running requests have left for a prefill step after the

@@ -16,6 +16,7 @@ from serving.bench.fake import FakeRunner
 from serving.config import AuditConfig, BrownoutConfig, EngineConfig
 from serving.control import audit as audit_module
 from serving.control.audit import MAX_WAITING
+from serving.control.controller import Decision
 from serving.engine import Engine
 from serving.frontend.metrics import Metrics
 from serving.request import Priority, SamplingParams
@@ -135,6 +136,21 @@ async def test_a_full_server_scores_nothing_and_says_so():
     assert engine.stats().audits[0].num_unscored >= 20
     await busy
     await until_audited(engine, 3)
+    await engine.stop()
+
+
+@pytest.mark.simulated_time
+async def test_nothing_is_scored_while_a_controller_degrades():
+    engine = start(share=1.0)
+    engine.slo.strategy = "full"
+    engine.slo.ls.decode.set_threshold(50, 0.0)
+    engine.slo.ls.controller.decide = lambda seen: Decision(100, 50)
+    engine.slo._released = lambda *_: {}
+    await collect(engine, [1, 2, 3], 6)
+    await asyncio.sleep(30)
+    assert num_scored(engine) == 0
+    engine.slo.ls.controller.decide = lambda seen: Decision(100, 100)
+    await until_audited(engine, 1)
     await engine.stop()
 
 
