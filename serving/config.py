@@ -187,7 +187,8 @@ class AuditConfig:
     share: float = setting(
         0.01,
         "Share of the time in which degraded answers are scored exactly, to measure what brownout "
-        "costs (operating.md). 0: none are.",
+        "costs (operating.md). 0: none are, as where experts are in host memory, which exact rows "
+        "would fetch in the place of others.",
         SHARE,
         "Brownout",
         flag="audit-share",

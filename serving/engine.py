@@ -125,7 +125,8 @@ class Engine:
         self.slo = SloAnalyser(config.brownout, config.salc, way=way, pace=self.pace, slow_s=slow_s)
         observers = [observer] if isinstance(observer, Observer) else observer or ()
         self.loader = ExpertsLoader(executor, self.family, ways, self.slo, config.balance)
-        self.auditor = Auditor(config.audit, self.names, self._score, self._audits, clock)
+        audit = replace(config.audit, share=0) if config.resident_experts else config.audit
+        self.auditor = Auditor(audit, self.names, self._score, self._audits, clock)
         own = self.slo.load, *self.loader.observers, self.auditor
         self.accounts = Accounts([*own, *observers])
         self.scheduler = Scheduler(

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from conftest import GOLDEN, add_united
 from safetensors.numpy import load_file, save_file
 
 import jmoe
@@ -24,6 +23,7 @@ from jmoe.parallel.home import make_mesh
 from pallas_kernels import routing
 from pallas_kernels.activation import SILU
 from serving.cli.info import fp8_bytes
+from tests.jmoe.conftest import GOLDEN, add_united
 
 FP8 = ml_dtypes.float8_e4m3fn
 TOKENS = np.array([[5, 60, 17, 33, 8, 2, 71], [41, 12, 3, 9, 40, 90, 7]], np.int32)

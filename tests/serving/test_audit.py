@@ -36,9 +36,13 @@ class Degrading(FakeRunner):
         return token, 0 if row[EXEMPT] else len(new)
 
 
-def start(names=None, observer=(), **audit):
+def start(names=None, observer=(), resident=0, **audit):
     config = EngineConfig(
-        max_model_len=200, watchdog_s=0, models=names or (), audit=AuditConfig(**audit)
+        max_model_len=200,
+        watchdog_s=0,
+        models=names or (),
+        resident_experts=resident,
+        audit=AuditConfig(**audit),
     )
     clock, family = asyncio.get_running_loop().time, None if names is None else family_of(names)
     engine = Engine(config, Degrading(LIMITS, step_s=STEP_S), family, observer, clock)
@@ -102,9 +106,9 @@ async def test_an_answer_up_to_the_last_position_is_scored_but_for_its_last_toke
 
 
 @pytest.mark.simulated_time
-@pytest.mark.parametrize("why", ["refused", "exact", "share"])
+@pytest.mark.parametrize("why", ["refused", "exact", "share", "host"])
 async def test_nothing_is_scored_where_it_must_not_be(why):
-    engine = start(share=0.0 if why == "share" else 0.01)
+    engine = start(share=0.0 if why == "share" else 0.01, resident=60 * (why == "host"))
     given = {"refused": {"allow_audit": False}, "exact": {"allow_brownout": False}}
     for _ in range(5):
         await collect(engine, [1, 2, 3], 6, **given.get(why, {}))
