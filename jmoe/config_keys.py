@@ -155,6 +155,27 @@ def check_keys(fields: Fields, architecture: "Architecture", allowed: Collection
         )
 
 
+FP8_KEYS = frozenset(
+    [
+        "activation_scheme",
+        "config_groups",
+        "fmt",
+        "format",
+        "global_compression_ratio",
+        "ignore",
+        "ignored_layers",
+        "kv_cache_scheme",
+        "modules_to_not_convert",
+        "quant_method",
+        "quantization_status",
+        "scale_fmt",
+        "version",
+        "weight_block_size",
+    ]
+)
+"""Keys of `quantization_config` that are read, or say nothing that the tensors do not."""
+
+
 def fp8_block(fields: Fields) -> tuple[int, int] | tuple[()]:
     """Returns (rows, columns) of the blocks of a matrix in fp8 that share a scale, as
     `quantization_config` says; 0: as many as there are. Empty without such matrices.
@@ -163,12 +184,16 @@ def fp8_block(fields: Fields) -> tuple[int, int] | tuple[()]:
     """
     section = fields.section("quantization_config")
     method, whole = section.given("quant_method"), ((0, 0), (1, 0))
+    if method not in ("fp8", "compressed-tensors"):
+        return ()
+    for key in section.values.keys() - FP8_KEYS:
+        is_dense = key == "sparsity_config" and section.section(key).given("format") == "dense"
+        if section.given(key) and not is_dense:  # such as rotations of the weights
+            raise section.wrong(key, "absent or empty: jmoe does not know this key")
     if method == "fp8":
         if section.given("fmt") not in (None, "e4m3"):
             raise section.wrong("fmt", "'e4m3'")
         return _block(section, "weight_block_size", whole[0])
-    if method != "compressed-tensors":
-        return ()
     groups = section.section("config_groups")
     if len(groups.values) != 1:
         raise section.wrong("config_groups", "one group, of all matrices that are quantized")

@@ -97,13 +97,13 @@ class _Plain(NamedTuple):
     down_bias: Float[Array, "slots d"] | None = None  # there are both or none
 
 
-class ExpertPool(Pool, _Plain):
-    """The plain kind of pool: weights in the dtype of the rows."""
+class GroupedPool(Pool):
+    """A pool whose weights the grouped GEMM takes as they are, in either number format."""
 
-    @property
-    def dtype(self) -> jnp.dtype:
-        """See Pool."""
-        return self.down.dtype
+    gate_up: Any
+    down: Any
+    gate_up_bias: Any
+    down_bias: Any
 
     def mlp(
         self, h: Float[Array, "T d"], work: Dispatch, activation: Activation
@@ -117,6 +117,15 @@ class ExpertPool(Pool, _Plain):
     def row_tiles(self, num_rows: int, top_k: int, num_experts: int) -> RowTiles | None:
         """See Pool."""
         return grouped_gemm.row_tiles(num_rows, top_k, num_experts, self.down)
+
+
+class ExpertPool(GroupedPool, _Plain):
+    """The plain kind of pool: weights in the dtype of the rows."""
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """See Pool."""
+        return self.down.dtype
 
     @property
     def arrays(self) -> dict[str, Any]:
@@ -137,7 +146,7 @@ class ExpertPool(Pool, _Plain):
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, repr=False)
-class Fp8Pool(Pool):
+class Fp8Pool(GroupedPool):
     """Weights in eight bits (float8_e4m3fn), with a float32 scale for each block of 128 x 128.
 
     The experts' width is padded to whole blocks with zeros, which add nothing to a row.
@@ -175,19 +184,6 @@ class Fp8Pool(Pool):
     def dtype(self) -> jnp.dtype:
         """See Pool."""
         return jnp.dtype(self.row_dtype)
-
-    def mlp(
-        self, h: Float[Array, "T d"], work: Dispatch, activation: Activation
-    ) -> Float[Array, "T d"]:
-        """See Pool."""
-        biases = None
-        if self.gate_up_bias is not None and self.down_bias is not None:
-            biases = self.gate_up_bias, self.down_bias
-        return grouped_gemm.moe_mlp(h, self.gate_up, self.down, work, activation, biases)
-
-    def row_tiles(self, num_rows: int, top_k: int, num_experts: int) -> RowTiles | None:
-        """See Pool."""
-        return grouped_gemm.row_tiles(num_rows, top_k, num_experts, self.down)
 
     def plain(self) -> ExpertPool:
         """See Pool."""

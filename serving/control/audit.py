@@ -19,7 +19,7 @@ import numpy as np
 
 from jmoe.ratios import ratio
 from serving.config import AuditConfig
-from serving.errors import ServingError, shown
+from serving.errors import NOT_OURS, ServingError, shown
 from serving.request import AuditState, Output
 from serving.scheduling.sequence import SequenceState
 from serving.telemetry.observer import Observer
@@ -34,6 +34,8 @@ LEAST_ANSWERS = 50
 """Before a bound is held to."""
 LOOK_AGAIN_S = 0.25
 """Until the next look whether there is room."""
+STALE_S = 600.0
+"""After which an answer that found no room is let go."""
 MAX_KEYS = 256
 """Pairs of model and API key with figures of their own; further keys share those of one name."""
 OTHER_KEYS = "other keys"
@@ -48,6 +50,7 @@ class Offer(NamedTuple):
     context: list[int]  # prompt and answer
     logprobs: list[float]  # of the answer's tokens, as they were drawn
     is_greedy: bool
+    ended_at: float
 
 
 class Scores(NamedTuple):
@@ -127,6 +130,7 @@ class Auditor(Observer):
             sequence.context,
             sequence.logprobs,
             not request.sampling.temperature and not request.sampling.shapes,
+            now,
         )
         if len(self._waiting) < MAX_WAITING:
             self._waiting.append(offer)
@@ -141,18 +145,25 @@ class Auditor(Observer):
         while True:
             await self._offered.wait()
             at = random.randrange(len(self._waiting))
-            if not self._has_room(self._waiting[at].model):
+            is_stale = self._clock() - self._waiting[at].ended_at > STALE_S
+            if not is_stale and not self._has_room(self._waiting[at].model):
                 await asyncio.sleep(LOOK_AGAIN_S)
                 continue
             offer = self._waiting.pop(at)
             if not self._waiting:
                 self._offered.clear()
+            if is_stale:
+                self._of(offer).num_unscored += 1
+                continue
             began = self._clock()
             try:
                 self.note(offer, await self._score(offer))
-            except ServingError as error:
+            except NOT_OURS:
+                raise
+            except Exception as error:
                 self._of(offer).num_unscored += 1
-                log.debug("an answer was not audited: %s", error)
+                level = logging.DEBUG if isinstance(error, ServingError) else logging.ERROR
+                log.log(level, "an answer was not audited", exc_info=error)
             took_s = self._clock() - began
             await asyncio.sleep(took_s * (1 / self.config.share - 1))
 

@@ -44,7 +44,11 @@ FORMATS = {
     # Blocks of which few tiny matrices have whole ones, and of the published size.
     "blocks": (DEEPSEEK | {"weight_block_size": [7, 5]}, (7, 5), "_scale_inv"),
     "published": (DEEPSEEK | {"weight_block_size": [128, 128]}, (128, 128), "_scale_inv"),
-    "tensor": (compressed("tensor"), (0, 0), "_scale"),
+    "tensor": (
+        compressed("tensor") | {"sparsity_config": {"format": "dense"}, "transform_config": {}},
+        (0, 0),
+        "_scale",
+    ),
     "channel": (compressed("channel"), (1, 0), "_scale"),
     "block": (compressed("block", block_structure=[16, 8]), (16, 8), "_scale"),
 }
@@ -180,6 +184,8 @@ def test_scales_that_are_not_finite_are_named(fp8):
         (DEEPSEEK | {"weight_block_size": [128]}, r"weight_block_size is \[128\]; it must be two"),
         (compressed("group", group_size=32), "strategy is 'group'; it must be tensor, channel or"),
         (compressed("tensor", num_bits=4), "num_bits is 4; it must be 8"),
+        (DEEPSEEK | {"transform_config": {"R1": {}}}, r"transform_config is .*; it must be absent"),
+        (compressed("tensor") | {"sparsity_config": {"format": "sparse"}}, "sparsity_config is"),
         ({"quant_method": "awq", "bits": 4}, "loads a Qwen3MoeForCausalLM's in fp8 or compressed"),
     ],
 )

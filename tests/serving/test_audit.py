@@ -159,6 +159,34 @@ async def test_nothing_is_scored_while_a_controller_degrades():
 
 
 @pytest.mark.simulated_time
+async def test_an_answer_for_which_there_is_never_room_is_let_go():
+    engine = start()
+    await collect(engine, [1, 2, 3], 6)
+    engine.scheduler.models = {7}  # its model's weights have made room for another's
+    await asyncio.sleep(audit_module.STALE_S - 10)
+    assert audits(engine) == []
+    await asyncio.sleep(20)
+    assert [(a.num_scored, a.num_unscored) for a in audits(engine)] == [(0, 1)]
+    assert not engine.auditor._waiting  # and the server is at rest
+    engine.scheduler.models = None
+    await engine.stop()
+
+
+@pytest.mark.simulated_time
+async def test_a_fault_while_scoring_costs_one_answer(caplog):
+    engine = start(share=1.0)
+    scores, engine.auditor._score = engine.auditor._score, None  # what calls it raises
+    await collect(engine, [1, 2, 3], 6)
+    await asyncio.sleep(5)
+    assert "an answer was not audited" in caplog.text
+    engine.auditor._score = scores
+    await collect(engine, [1, 2, 3], 6)
+    await until_audited(engine, 1)
+    assert [(a.num_scored, a.num_unscored) for a in audits(engine)] == [(1, 1)]
+    await engine.stop()
+
+
+@pytest.mark.simulated_time
 async def test_what_costs_more_than_the_bound_is_exempt_and_tried_again(caplog):
     engine = start(("base", "law"), share=1.0, max_excess_nats=1.5, retry_s=100.0)
 
