@@ -93,6 +93,12 @@ def load_models(config: EngineConfig, mesh: Mesh | None, progress: Progress) -> 
     if mesh is not None and not is_native(directory):
         cfg = read_config(directory, allow_unknown_config=config.allow_unknown_config)
         check_mesh(cfg, jnp.dtype(config.dtype).itemsize, mesh.size, config.balance)
+    if config.quantize != "none" and jax.default_backend() == "cpu":
+        log.warning(
+            "engine.quantize is %s: a CPU's steps take longer with it, since experts are "
+            "dequantized in each",
+            config.quantize,
+        )
     return load(
         config.model,
         config.dtype,

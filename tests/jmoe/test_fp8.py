@@ -23,6 +23,8 @@ from jmoe.parallel.home import make_mesh
 from pallas_kernels import routing
 from pallas_kernels.activation import SILU
 from serving.cli.info import fp8_bytes
+from serving.config import EngineConfig
+from serving.startup.loading import load_models
 from tests.jmoe.conftest import GOLDEN, add_united
 
 FP8 = ml_dtypes.float8_e4m3fn
@@ -260,6 +262,14 @@ def test_a_checkpoint_of_whole_blocks_keeps_its_bits(tmp_path):
     np.testing.assert_array_equal(np.asarray(pool.down.values[slot])[:, :width], down)
     scales = [tensors[f"{at}{name}_proj.weight_scale_inv"][0, 0] for name in ("gate", "up")]
     np.testing.assert_allclose(pool.gate_up.scales[slot][:, 0], scales, rtol=1e-6)
+
+
+def test_a_server_on_a_cpu_says_that_it_is_slower(caplog):
+    config = EngineConfig(model="bundled", dtype="float32", quantize="fp8")
+    model = load_models(config, None, lambda *_: None)
+    assert isinstance(model, jmoe.api.Model)
+    assert isinstance(model.pool, Fp8Pool)
+    assert "engine.quantize is fp8: a CPU's steps take longer" in caplog.text
 
 
 def test_it_takes_a_byte_a_weight(models):
