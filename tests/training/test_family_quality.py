@@ -20,6 +20,11 @@ from training.family.skills import SKILLS, skill_tasks
 pytestmark = pytest.mark.exhaustive
 
 
+@pytest.fixture(scope="module", autouse=True)
+def quick():
+    """Compiles as servers do: in a hurry, a pass of 6,144 tokens takes minutes."""
+
+
 @pytest.fixture(scope="module")
 def quality(tiny_family):
     return Quality(tiny_family[0].parent, num_items=16, rows=4, seed=1)
