@@ -34,7 +34,7 @@ def extras(request):
         }
 
     base = modules(project["project"]["dependencies"])
-    return {extra: modules(wanted[extra]) - base for extra in ("serve", "train", "plot")}
+    return {extra: modules(wanted[extra]) - base for extra in ("serve", "train", "plot", "bench")}
 
 
 def _name(requirement):
@@ -71,6 +71,11 @@ def test_a_notebook_needs_no_extra(extras):
         ("serve", "from serving.client import Client"),
         ("train", "import training.distill"),
         ("train", "import jmoe; jmoe.save(jmoe.load('tests/golden/qwen2_moe'), '/nonexistent/x')"),
+        (
+            "bench",
+            "from serving.bench.run import BenchConfig, run_bench\n"
+            "run_bench(BenchConfig('openai'))",
+        ),
         (
             "plot",
             "from pathlib import Path; from training.evaluation.picture import draw\n"

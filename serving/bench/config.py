@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from serving.bench.results import METRICS
@@ -21,6 +22,12 @@ from serving.bench.workload import (
 from serving.client.connection import Connection
 from serving.cluster.addresses import join
 
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+PORTS = {"jmoe": 50051, "openai": 8000}
+"""The backends, and where their servers are by default."""
+
 DATASETS = ("sharegpt", "alpaca", "tasks", "random")
 RAMPS = ("linear", "exponential")
 
@@ -29,10 +36,10 @@ RAMPS = ("linear", "exponential")
 class BenchConfig:
     """Flags of `jmoe bench serve`, named as `vllm bench serve` names them."""
 
-    backend: str = "jmoe"  # there is no other
+    backend: str = "jmoe"  # one of PORTS: gRPC, or OpenAI's completions over HTTP
     base_url: str | None = None  # http://, https:// or grpc://HOST:PORT; none: host and port
     host: str = "127.0.0.1"
-    port: int = 50051
+    port: int | None = None  # none: that of PORTS
     admin_address: str | None = None  # none: where the server says its admin service is
     api_key_env: str | None = None  # variable that has the key; none: JMOE_API_KEY
     tls_ca: str | None = None  # these three: PEM files; none: what the environment names
@@ -90,6 +97,7 @@ class LoadPlan:
     goodput: dict[str, float]  # milliseconds
     dataset: Dataset | None
     model_mix: Mapping[str, float] = field(default_factory=dict)  # weights by model
+    vocab_size: int = 0  # of --tokenizer; 0: none was named
 
 
 def prepare(config: BenchConfig) -> LoadPlan:
@@ -104,6 +112,7 @@ def prepare(config: BenchConfig) -> LoadPlan:
         raise WorkloadError(
             f"--percentile-metrics has {', '.join(sorted(unknown))}; known: {', '.join(METRICS)}"
         )
+    tokenizer = _tokenizer(config.tokenizer) if config.tokenizer else None
     plan = LoadPlan(
         config,
         _address(config),
@@ -116,8 +125,9 @@ def prepare(config: BenchConfig) -> LoadPlan:
         metrics,
         _percentiles(config.metric_percentiles),
         _goodput(config.goodput),
-        _read_dataset(config),
+        _read_dataset(config, tokenizer),
         _model_mix(config),
+        tokenizer.get_vocab_size() if tokenizer else 0,
     )
     if config.saves:
         _check_writable((config.result_dir / (config.result_filename or "result")).parent)
@@ -125,8 +135,14 @@ def prepare(config: BenchConfig) -> LoadPlan:
 
 
 def _check_choices(config: BenchConfig) -> None:
-    if config.backend != "jmoe":
-        raise WorkloadError(f"--backend is {config.backend}; only jmoe (gRPC) is supported")
+    if config.backend not in PORTS:
+        raise WorkloadError(
+            f"--backend is {config.backend}; known: jmoe (gRPC) and openai (any server of OpenAI's "
+            "completions, over HTTP)"
+        )
+    if config.backend == "openai" and (config.best_effort_share or config.admin_address):
+        given = "--best-effort-share" if config.best_effort_share else "--admin-address"
+        raise WorkloadError(f"{given} needs --backend jmoe: OpenAI's protocol has none")
     if config.dataset_name not in DATASETS:
         raise WorkloadError(
             f"--dataset-name is {config.dataset_name}; known: {', '.join(DATASETS)}"
@@ -188,24 +204,28 @@ def _flag(name: str) -> str:
 
 def _address(config: BenchConfig) -> str:
     """Returns the server's address, from the URL where there is one: `host:port` or
-    `https://host:port`.
+    `https://host:port`, with `http://`, too, where it speaks HTTP.
     """
+    is_http = config.backend == "openai"
     if config.base_url is None:
-        if not 0 < config.port < 65536:
-            raise WorkloadError(f"--port is {config.port}; it must be between 1 and 65535")
-        return join(config.host, config.port)
+        port = PORTS[config.backend] if config.port is None else config.port
+        if not 0 < port < 65536:
+            raise WorkloadError(f"--port is {port}; it must be between 1 and 65535")
+        return ("http://" if is_http else "") + join(config.host, port)
     try:
         url = urlsplit(config.base_url)
         host, port = url.hostname, url.port
     except ValueError as error:
         raise WorkloadError(f"--base-url is {config.base_url}: {error}") from None
-    known = url.scheme in ("http", "https", "grpc")
+    known = url.scheme in (("http", "https") if is_http else ("http", "https", "grpc"))
     if not known or not host or not port or url.path not in ("", "/"):
         raise WorkloadError(
-            f"--base-url is {config.base_url}; write http://HOST:PORT or grpc://HOST:PORT, or "
-            "https://HOST:PORT where the server has a certificate"
+            f"--base-url is {config.base_url}; write http://HOST:PORT"
+            f"{'' if is_http else ' or grpc://HOST:PORT'}, or https://HOST:PORT where the server "
+            "has a certificate"
         )
-    return ("https://" if url.scheme == "https" else "") + join(host, port)
+    scheme = f"{url.scheme}://" if is_http or url.scheme == "https" else ""
+    return scheme + join(host, port)
 
 
 def _percentiles(text: str) -> list[float]:
@@ -255,30 +275,29 @@ def _model_mix(config: BenchConfig) -> dict[str, float]:
     return weights
 
 
-def _read_dataset(config: BenchConfig) -> Dataset | None:
+def _read_dataset(config: BenchConfig, tokenizer: "Tokenizer | None") -> Dataset | None:
     name, path = config.dataset_name, config.dataset_path
     if name == "tasks":
         samples = load_tasks(path or BUNDLED_TASKS)
         return Dataset(shuffled(samples, config.seed), approximate_tokens)
     if path is None:
         return None
-    count = _token_counter(config.tokenizer)
+    count = (
+        approximate_tokens if tokenizer is None else lambda text: len(tokenizer.encode(text).ids)
+    )
     load = load_sharegpt if name == "sharegpt" else load_alpaca
     samples = load(path, max_total_tokens=math.inf, count_tokens=count)
     return Dataset(shuffled(samples, config.seed), count)
 
 
-def _token_counter(tokenizer: Path | None) -> Callable[[str], int]:
-    if tokenizer is None:
-        return approximate_tokens
+def _tokenizer(path: Path) -> "Tokenizer":
     from tokenizers import Tokenizer
 
-    path = tokenizer / "tokenizer.json" if tokenizer.is_dir() else tokenizer
+    path = path / "tokenizer.json" if path.is_dir() else path
     try:
-        backend = Tokenizer.from_file(str(path))
+        return Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception
         raise WorkloadError(f"{path} is not a readable tokenizer: {error}") from None
-    return lambda text: len(backend.encode(text).ids)
 
 
 def _check_writable(folder: Path) -> None:

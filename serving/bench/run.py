@@ -5,13 +5,13 @@ import json
 import math
 from collections.abc import Callable, Iterable
 from datetime import datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 
 from serving.bench.config import BenchConfig, LoadPlan, prepare
 from serving.bench.fit import fit
-from serving.bench.loadgen import play
+from serving.bench.loadgen import Target, play
 from serving.bench.results import (
     Record,
     Run,
@@ -25,6 +25,9 @@ from serving.bench.workload import Arrival, WorkloadError
 from serving.client import Client
 from serving.errors import Unavailable
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
+
+if TYPE_CHECKING:
+    from serving.bench.openai import OpenAITarget
 
 ANSWER_TIMEOUT_S = 10.0  # for a host that neither answers nor refuses
 
@@ -66,25 +69,45 @@ def run_bench(
 
 async def _bench(plan: LoadPlan, say: Say, progress: Progress) -> tuple[Run, str]:
     config = plan.config
-    async with Client(plan.address, config.admin_address, plan.connection) as client:
+    async with _client(plan) as client:
         try:
             server = await _ready_server(client, config.ready_check_timeout_sec, say)
             names = _models(plan, server)
-            infos = [await client.model_info(name) for name in names]
+            vocab_size = plan.vocab_size
+            if isinstance(client, Client):
+                infos = [await client.model_info(name) for name in names]
+                names, vocab_size = [i.name for i in infos], min(i.vocab_size for i in infos)
         except grpc.aio.AioRpcError as error:
-            raise ConnectionError(_no_answer(plan.address, error)) from None
-        load = fit(plan, server, min(info.vocab_size for info in infos))
-        await _check_takes(client, load.arrivals[0])
+            raise ConnectionError(_no_answer(plan, error)) from None
+        if plan.dataset is None and not vocab_size:
+            raise WorkloadError(
+                f"--dataset-name {config.dataset_name} draws token ids, and {plan.address} does "
+                "not say how many it knows: name the model's --tokenizer, or a --dataset-path"
+            )
+        load = fit(plan, server, vocab_size)
+        await _check_takes(client, load.arrivals[0], names[0])
         say(load.words)
         run = await play(
             client,
             load.arrivals,
             time_limit_s=config.time_limit_s,
             max_concurrency=config.max_concurrency,
-            model=config.model or "",
+            model=config.model or ("" if isinstance(client, Client) else names[0]),
             on_record=_counting(len(load.arrivals), progress),
         )
-    return run, ",".join(info.name for info in infos)
+    return run, ",".join(names)
+
+
+def _client(plan: LoadPlan) -> "Client | OpenAITarget":
+    config = plan.config
+    if config.backend == "jmoe":
+        return Client(plan.address, config.admin_address, plan.connection)
+    from jmoe.extras import need  # not above: it would bring jax
+
+    need("bench", "aiohttp")
+    from serving.bench.openai import OpenAITarget
+
+    return OpenAITarget(plan.address, plan.connection)
 
 
 def _models(plan: LoadPlan, server: pb.ServerInfo) -> list[str]:
@@ -103,7 +126,9 @@ def _models(plan: LoadPlan, server: pb.ServerInfo) -> list[str]:
     return list(plan.model_mix) or [config.model or server.model]
 
 
-async def _ready_server(client: Client, timeout_s: float, say: Say) -> pb.ServerInfo:
+async def _ready_server(
+    client: "Client | OpenAITarget", timeout_s: float, say: Say
+) -> pb.ServerInfo:
     info = await client.server_info(timeout_s=ANSWER_TIMEOUT_S)
     if info.status == "starting" and timeout_s:
         say(f"waiting for {client.address}, which is starting")
@@ -120,37 +145,36 @@ async def _ready_server(client: Client, timeout_s: float, say: Say) -> pb.Server
     return info
 
 
-def _no_answer(address: str, error: grpc.aio.AioRpcError) -> str:
+def _no_answer(plan: LoadPlan, error: grpc.aio.AioRpcError) -> str:
+    address, kind = plan.address, plan.config.backend
     reason = (error.details() or error.code().name).rpartition(": ")[2].rstrip("]")
     if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
         return (
             f"no server answers at {address} ({reason}): start one with `jmoe serve`, or say where "
             "it is with --host and --port"
         )
-    return f"what answers at {address} is no jmoe server that can be measured ({reason})"
+    what = "jmoe server" if kind == "jmoe" else "server of OpenAI's completions"
+    return f"what answers at {address} is no {what} that can be measured ({reason})"
 
 
-async def _check_takes(client: Client, arrival: Arrival) -> None:
+async def _check_takes(client: Target, arrival: Arrival, model: str) -> None:
     """Requests one token after a text, which a server without a tokenizer refuses."""
     if not isinstance(arrival.prompt, str):
         return
-    call = client.generate(
-        arrival.prompt,
-        pb.SamplingParams(max_new_tokens=1),
-        model=arrival.model,
-        timeout_s=ANSWER_TIMEOUT_S,
-    )
     try:
-        async for _ in call:
-            break
+        async for _ in client.generate(
+            arrival.prompt,
+            pb.SamplingParams(max_new_tokens=1),
+            model=arrival.model or model,
+            timeout_s=ANSWER_TIMEOUT_S,
+        ):
+            pass
     except grpc.aio.AioRpcError as error:
         if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
             raise WorkloadError(
-                f"{client.address} does not take the dataset's texts: {error.details()} "
+                f"the server does not take the dataset's texts: {error.details()} "
                 "(--dataset-name random needs no tokenizer)"
             ) from None
-    finally:
-        call.cancel()
 
 
 def _counting(total: int, progress: Progress) -> Callable[[Record], None]:

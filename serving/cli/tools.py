@@ -59,7 +59,11 @@ def _servers_of_its_own() -> Iterator[None]:
 @bench.command(cls=_SeveralValues)
 def serve(
     backend: Annotated[
-        str, typer.Option(help="Protocol of the server; jmoe (gRPC) is the only one.")
+        str,
+        typer.Option(
+            help="Protocol of the server: jmoe (gRPC), or openai (completions over HTTP, of any "
+            "server)."
+        ),
     ] = "jmoe",
     base_url: Annotated[
         str | None,
@@ -69,7 +73,9 @@ def serve(
         ),
     ] = None,
     host: Annotated[str, typer.Option(help="Address of the server.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="gRPC port of the server.")] = 50051,
+    port: Annotated[
+        int | None, typer.Option(help="Port of the server. Default: 50051, of openai 8000.")
+    ] = None,
     admin_address: Annotated[
         str | None,
         typer.Option(
@@ -105,7 +111,10 @@ def serve(
     ] = None,
     tokenizer: Annotated[
         Path | None,
-        typer.Option(help="tokenizer.json, or its folder, to count a dataset's tokens."),
+        typer.Option(
+            help="tokenizer.json, or its folder, to count a dataset's tokens, and to say to "
+            "openai's random prompts how many tokens there are."
+        ),
     ] = None,
     num_prompts: Annotated[
         int | None,

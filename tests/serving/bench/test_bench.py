@@ -260,7 +260,7 @@ async def test_bench_writes_what_it_returns(served, one_loop, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--backend", "vllm"], "--backend is vllm; only jmoe (gRPC) is supported"),
+        (["--backend", "vllm"], "--backend is vllm; known: jmoe (gRPC) and openai"),
         (["--base-url", "https://h"], "https://HOST:PORT where the server has a certificate"),
         (["--api-key-env", "NO_SUCH_VARIABLE"], "NO_SUCH_VARIABLE is empty"),
         (["--tls-cert", "own.pem"], "tls_cert and tls_key of a client go together"),
