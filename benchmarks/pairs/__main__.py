@@ -2,6 +2,7 @@
 
     python -m benchmarks.pairs --list
     python -m benchmarks.pairs NAME [--rounds N] [--out benchmarks/results/NAME.json] [--dry-run]
+    python -m benchmarks.pairs peers --at NAME=http://HOST:PORT --at NAME=http://HOST:PORT
 
 Settings are played in turn in one run, so that a machine that slows down slows all of them; quote
 ratios. The figures are about this machine's CPU. A dry run plays one round of the smallest size to
@@ -11,6 +12,7 @@ test the benchmark, and writes nothing.
 import argparse
 import os
 import platform
+from dataclasses import replace
 from pathlib import Path
 
 import uvloop
@@ -33,6 +35,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="JSON file for the figures")
     parser.add_argument("--dry-run", action="store_true", help="one round of the smallest size")
     parser.add_argument("--list", action="store_true", help="print the pairs, measure nothing")
+    parser.add_argument("--at", action="append", default=[], help="a server that peers plays")
     args = parser.parse_args()
     if args.list:
         for name, pair in PAIRS.items():
@@ -40,25 +43,28 @@ def main() -> None:
         return
     if args.name is None:
         parser.error("name a pair; --list prints them")
-    pair = PAIRS[args.name]
+    pair, command = PAIRS[args.name], f"python -m benchmarks.pairs {args.name}"
+    if args.at:
+        if args.name != "peers" or not all("=" in at for at in args.at):
+            parser.error(f"--at {' '.join(args.at)}: peers takes it, as NAME=http://HOST:PORT")
+        pair = replace(pair, settings=dict(at.split("=", 1) for at in args.at))
+        command += "".join(f" --at {at}" for at in args.at)
     rounds = 1 if args.dry_run else pair.rounds if args.rounds is None else args.rounds
     if rounds < 1:
         parser.error(f"--rounds is {rounds}; it must be 1 or more")
     found = uvloop.run(harness.measure(pair, rounds, args.dry_run))
     medians, ratios = harness.medians(found), harness.ratios(pair, found)
     print(f"{pair.about} Medians of {rounds}:\n")
-    columns = list(next(iter(medians.values())))
-    rows = [
-        [name, *(f"{value:.4g}" for value in figures.values())] for name, figures in medians.items()
-    ]
-    print("\n".join(markdown(["", *columns], rows)), end="\n\n")
+    figures = list(next(iter(medians.values())))
+    rows = [[key, *(f"{one[key]:.4g}" for one in medians.values())] for key in figures]
+    print("\n".join(markdown(["", *medians], rows)), end="\n\n")
     for names, of in ratios.items():
         for figure, ratio in of.items():
             span = f"{ratio['min']:.3f} to {ratio['max']:.3f}"
             print(f"{figure}, {names}: {ratio['median']:.3f} ({span})")
     if args.out and not args.dry_run:
         result = {
-            "command": f"python -m benchmarks.pairs {args.name} --rounds {rounds}",
+            "command": f"{command} --rounds {rounds}",
             "commit": commit(),
             "cpus": os.cpu_count(),
             "versions": {"python": platform.python_version(), "jmoe": jmoe_version()},

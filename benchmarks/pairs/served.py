@@ -1,11 +1,10 @@
-"""Real servers on a device that only passes time, under a full batch of streams from this process.
+"""Servers under streams from this process: on a device that only passes time, or others' at URLs.
 
 The device is idle for as long as the host keeps it waiting. Where this process's share nears a
 core, the client may be what it waits for.
 """
 
 import asyncio
-import json
 import os
 import re
 import subprocess
@@ -20,14 +19,18 @@ from tempfile import TemporaryDirectory
 from benchmarks.pairs.harness import Figures, Play
 from benchmarks.pairs.passing_time import BATCH, PROMPT
 from serving.bench.launch import running_server
+from serving.bench.loadgen import play as play_load
 from serving.bench.loadgen import saturate
-from serving.bench.workload import Arrival
+from serving.bench.openai import OpenAITarget
+from serving.bench.results import Run, summarize
+from serving.bench.workload import BUNDLED_TASKS, Arrival, Lengths, load_tasks, synthetic
 from serving.client import Client
 from serving.client.connection import Connection
 from serving.frontend import keys
 
 OUT_TOKENS = 128
-_END = b"0\r\n\r\n"
+PROMPT_LEN = 128
+STREAMS = (1, 8, 32, 64)
 _OPENSSL = (
     "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 "
     "-subj /CN=localhost -addext subjectAltName=IP:127.0.0.1"
@@ -47,8 +50,7 @@ class Load:
 class _Server:
     client: Client
     pid: int
-    http_address: str
-    model: str
+    http: OpenAITarget
 
     async def used(self) -> tuple[float, float, float, int]:
         """Returns the time, the processor seconds of server and client, and the steps so far."""
@@ -92,19 +94,25 @@ async def _start(stack: AsyncExitStack, folder: Path, load: Load) -> _Server:
     address, pid = await stack.enter_async_context(running_server(command, log, 120))
     client = await stack.enter_async_context(Client(address, connection=connection))
     await client.wait_ready(60)
-    found = re.search(r"jmoe http on https?://(\S+)", log.read_text())
+    found = re.search(r"jmoe http on (https?://[^\s/]+)", log.read_text())
     assert found is not None
-    return _Server(client, pid, found[1], (await client.server_info()).model)
+    http = await stack.enter_async_context(OpenAITarget(found[1], connection))
+    return _Server(client, pid, http)
 
 
 async def _measure(server: _Server, load: Load, ramp_s: float, window_s: float) -> Figures:
-    stream = _over_http if load.over_http else _over_grpc
-    streams = asyncio.create_task(stream(server, ramp_s + window_s + 0.5))
+    arrivals, start = repeat(Arrival(PROMPT, OUT_TOKENS, ignore_eos=True)), time.monotonic()
+    client = server.http if load.over_http else server.client
+    streams = asyncio.create_task(
+        saturate(client, arrivals, concurrency=BATCH, duration_s=ramp_s + window_s + 0.5)
+    )
     await asyncio.sleep(ramp_s)
     before = await server.used()
     await asyncio.sleep(window_s)
     after = await server.used()
-    tokens = sum(before[0] <= at < after[0] for at in await streams)
+    run = _all_answered(await streams)
+    came_s = (start + at for record in run.records for at in record.token_s)
+    tokens = sum(before[0] <= at < after[0] for at in came_s)
     took_s, server_s, client_s, steps = (b - a for a, b in zip(before, after, strict=True))
     return {
         "tokens_per_s": tokens / took_s,
@@ -115,39 +123,58 @@ async def _measure(server: _Server, load: Load, ramp_s: float, window_s: float) 
     }
 
 
-async def _over_grpc(server: _Server, duration_s: float) -> list[float]:
-    """Returns the times at which tokens came. Raises RuntimeError where a request failed; so does
-    _over_http.
-    """
-    arrivals, start = repeat(Arrival(PROMPT, OUT_TOKENS, ignore_eos=True)), time.monotonic()
-    run = await saturate(server.client, arrivals, concurrency=BATCH, duration_s=duration_s)
-    failed = [record.error for record in run.records if not record.ok]
-    if failed:
+def _all_answered(run: Run) -> Run:
+    """Returns the run. Raises RuntimeError where a request failed."""
+    if failed := [record.error for record in run.records if not record.ok]:
         raise RuntimeError(f"{len(failed)} requests failed, the first: {failed[0]}")
-    return [start + at for record in run.records for at in record.token_s]
+    return run
 
 
-async def _over_http(server: _Server, duration_s: float) -> list[float]:
-    asked = {"model": server.model, "prompt": PROMPT, "max_tokens": OUT_TOKENS, "temperature": 0}
-    body = json.dumps(asked | {"ignore_eos": True, "stream": True}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: {server.http_address}\r\n"
-    head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
-    host, _, port = server.http_address.rpartition(":")
-    times_s, ends_at = [], time.monotonic() + duration_s
+@asynccontextmanager
+async def peers(settings: Mapping[str, str], dry: bool) -> AsyncIterator[Play]:
+    """Plays the servers of OpenAI's completions at these URLs; a play is one server at each number
+    of streams. Prompts are new in each, so that no server's prefix cache has them.
 
-    async def stream() -> None:
-        reader, writer = await asyncio.open_connection(host, int(port))
-        while time.monotonic() < ends_at:
-            writer.write(head.encode() + body)
-            data = await reader.read(1 << 16)  # no parser: the client shall cost little
-            if not data.startswith(b"HTTP/1.1 200 "):
-                raise RuntimeError(f"a stream failed: {data[:300]!r}")
-            while data:
-                times_s.extend([time.monotonic()] * data.count(b'"text":'))
-                data = b"" if data.endswith(_END) else await reader.read(1 << 16)
-        writer.close()
+    Prints how many greedy answers are the first server's. A dry run plays one of our own.
+    """
+    async with AsyncExitStack() as stack:
+        if dry:
+            folder = Path(stack.enter_context(TemporaryDirectory()))
+            ours = (await _start(stack, folder, Load(2.0))).http.address
+            settings = dict.fromkeys(settings, ours)
+        servers = {
+            name: await stack.enter_async_context(OpenAITarget(url, Connection.of_environment()))
+            for name, url in settings.items()
+        }
+        asked = [Arrival(task.prompt, 24) for task in load_tasks(BUNDLED_TASKS)[: 2 if dry else 20]]
+        texts = {}
+        for name, target in servers.items():
+            run = _all_answered(await play_load(target, asked, time_limit_s=300))
+            texts[name] = [record.text for record in run.records]
+            same = sum(a == b for a, b in zip(texts[name], next(iter(texts.values())), strict=True))
+            print(f"{name}: {same} of {len(asked)} greedy texts are the first server's")
 
-    async with asyncio.TaskGroup() as group:
-        for _ in range(BATCH):
-            group.create_task(stream())
-    return times_s
+        async def play(name: str, number: int) -> Figures:
+            figures = {}
+            for streams in STREAMS:
+                num = 2 if dry else max(8, 4 * streams)
+                seed = number * len(STREAMS) + STREAMS.index(streams)
+                prompts = synthetic(
+                    Lengths(PROMPT_LEN, OUT_TOKENS, 0), num, seed=seed, vocab_size=256
+                )
+                run = _all_answered(
+                    await play_load(
+                        servers[name], prompts, time_limit_s=600, max_concurrency=streams
+                    )
+                )
+                found = summarize(run, percentiles=(99,))
+                figures |= {
+                    f"{streams}: tokens/s": found["output_throughput"],
+                    f"{streams}: TTFT P99, ms": found["p99_ttft_ms"],
+                    f"{streams}: ITL P99, ms": found["p99_itl_ms"],
+                    f"{streams}: TPOT mean, ms": found["mean_tpot_ms"],
+                    f"{streams}: TPOT P99, ms": found["p99_tpot_ms"],
+                }
+            return figures
+
+        yield play

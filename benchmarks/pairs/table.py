@@ -2,7 +2,7 @@
 
 from benchmarks.pairs.engines import OUTPUTS, outputs, parts, prefixes
 from benchmarks.pairs.harness import Pair
-from benchmarks.pairs.served import Load, served
+from benchmarks.pairs.served import STREAMS, Load, peers, served
 from benchmarks.pairs.steps import WAY, decode, expert_op, plans
 from jmoe.brownout import Brownout, LowestGate
 
@@ -38,6 +38,23 @@ PAIRS: dict[str, Pair] = {
         served,
         ("tokens_per_s",),
         rounds=3,
+    ),
+    "peers": Pair(
+        "Servers of OpenAI's completions under 1 to 64 streams: 128 random tokens in, 128 out.",
+        {"jmoe": "http://127.0.0.1:8000", "vllm": "http://127.0.0.1:8100"},
+        peers,
+        [
+            f"{streams}: {figure}"
+            for streams in STREAMS
+            for figure in (
+                "tokens/s",
+                "TTFT P99, ms",
+                "ITL P99, ms",
+                "TPOT mean, ms",
+                "TPOT P99, ms",
+            )
+        ],
+        rounds=5,
     ),
     "prefix_reuse": Pair(
         "What prefix reuse saves, and what it costs where nothing is shared.",

@@ -41,7 +41,7 @@ class OpenAITarget:
         """`url` is `http://HOST:PORT` or `https://HOST:PORT`. Raises OSError for certificates that
         cannot be read.
         """
-        self.address = url
+        self.address, self._first = url, ""  # the first model, once they are known
         context: ssl.SSLContext | bool = True
         if url.startswith("https://"):
             context = ssl.create_default_context(cafile=connection.tls_ca or None)
@@ -62,29 +62,33 @@ class OpenAITarget:
         await self._http.close()
 
     async def server_info(self, timeout_s: float | None = None) -> pb.ServerInfo:
-        """Returns the served models, and the longest context, where the first one tells it."""
-        found = await self._get("/v1/models", timeout_s)
+        """Returns the served models, the longest context, where the first one tells it, and as
+        status "starting" while `/health` says so, as vLLM's, llama.cpp's and jmoe's do.
+        """
+        found, starting = await self._get("/v1/models", timeout_s), False
+        try:
+            await self._get("/health", timeout_s)
+        except grpc.aio.AioRpcError as error:  # others have none, or one that is no JSON
+            starting = error.code() is grpc.StatusCode.UNAVAILABLE
         try:
             models = found["data"]
             names = [model["id"] for model in models]
+            self._first = names[0]
             meta = models[0].get("meta") or {}  # llama.cpp's
             longest = models[0].get("max_model_len") or meta.get("n_ctx_train") or _UNKNOWN
             return pb.ServerInfo(
-                status="ready", model=names[0], models=names, max_model_len=longest
+                status="starting" if starting else "ready",
+                model=self._first,
+                models=names,
+                max_model_len=longest,
             )
         except (AttributeError, IndexError, KeyError, TypeError):
             _fail(grpc.StatusCode.UNIMPLEMENTED, f"/v1/models lists no model: {str(found)[:200]}")
 
     async def wait_ready(self, timeout_s: float) -> None:
-        """Waits until the server lists its models. Raises TimeoutError."""
+        """Waits until the server is not starting. Raises TimeoutError."""
         async with asyncio.timeout(timeout_s):
-            while True:
-                try:
-                    await self.server_info(timeout_s)
-                    return
-                except grpc.aio.AioRpcError as error:
-                    if error.code() is not grpc.StatusCode.UNAVAILABLE:
-                        raise
+            while (await self.server_info()).status == "starting":
                 await asyncio.sleep(0.5)
 
     async def generate(
@@ -103,7 +107,7 @@ class OpenAITarget:
         """
         sampling = sampling or pb.SamplingParams()
         body = {
-            "model": model,
+            "model": model or self._first or (await self.server_info(timeout_s)).model,
             "prompt": prompt if isinstance(prompt, str) else list(prompt),
             "max_tokens": sampling.max_new_tokens,
             "temperature": 0.0,

@@ -85,14 +85,14 @@ async def _bench(plan: LoadPlan, say: Say, progress: Progress) -> tuple[Run, str
                 "not say how many it knows: name the model's --tokenizer, or a --dataset-path"
             )
         load = fit(plan, server, vocab_size)
-        await _check_takes(client, load.arrivals[0], names[0])
+        await _check_takes(client, load.arrivals[0])
         say(load.words)
         run = await play(
             client,
             load.arrivals,
             time_limit_s=config.time_limit_s,
             max_concurrency=config.max_concurrency,
-            model=config.model or ("" if isinstance(client, Client) else names[0]),
+            model=config.model or "",
             on_record=_counting(len(load.arrivals), progress),
         )
     return run, ",".join(names)
@@ -157,7 +157,7 @@ def _no_answer(plan: LoadPlan, error: grpc.aio.AioRpcError) -> str:
     return f"what answers at {address} is no {what} that can be measured ({reason})"
 
 
-async def _check_takes(client: Target, arrival: Arrival, model: str) -> None:
+async def _check_takes(client: Target, arrival: Arrival) -> None:
     """Requests one token after a text, which a server without a tokenizer refuses."""
     if not isinstance(arrival.prompt, str):
         return
@@ -165,7 +165,7 @@ async def _check_takes(client: Target, arrival: Arrival, model: str) -> None:
         async for _ in client.generate(
             arrival.prompt,
             pb.SamplingParams(max_new_tokens=1),
-            model=arrival.model or model,
+            model=arrival.model,
             timeout_s=ANSWER_TIMEOUT_S,
         ):
             pass

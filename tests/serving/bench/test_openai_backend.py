@@ -11,6 +11,7 @@ from openai_served import serving_http
 from serving.bench.config import BenchConfig, prepare
 from serving.bench.run import run_bench
 from serving.bench.workload import WorkloadError
+from serving.errors import Unavailable
 
 
 @pytest.fixture
@@ -44,10 +45,12 @@ class Other:
     def __init__(self, *answers, models=({"id": "other", "max_model_len": 64},)):
         # The first request asks whether prompts are taken.
         self.answers, self.models, self.asked = [[chunk("!"), DONE], *answers], models, []
+        self.health = []  # statuses before 200
 
     async def __aenter__(self):
         app = web.Application()
         app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/health", self._health)
         app.router.add_post("/v1/completions", self._complete)
         self.runner = web.AppRunner(app)
         await self.runner.setup()
@@ -61,6 +64,9 @@ class Other:
 
     async def _models(self, request):
         return web.json_response({"data": list(self.models)})
+
+    async def _health(self, request):
+        return web.Response(status=self.health.pop(0) if self.health else 200)
 
     async def _complete(self, request):
         self.asked.append((await request.json(), request.headers.get("Authorization")))
@@ -159,6 +165,17 @@ async def test_a_server_that_cannot_be_measured_is_named(play):
             await play(other.url, "a")
         with pytest.raises(WorkloadError, match=r"--model is this; .* serves other"):
             await play(other.url, "a", model="this")
+
+
+async def test_a_server_that_starts_is_waited_for(play):
+    async with Other([chunk("xyz"), DONE]) as other:
+        other.health = [503, 503]
+        result, said = await play(other.url, "a")
+        assert said[0] == f"waiting for {other.url}, which is starting"
+        other.health = [503] * 9
+        with pytest.raises(Unavailable, match="is not ready, but starting"):
+            await play(other.url, "a", ready_check_timeout_sec=0)
+    assert result["completed"] == 1
 
 
 @pytest.mark.parametrize(
