@@ -50,7 +50,7 @@ def hopper() -> bool:
     (`batched`). Raises RuntimeError on a Hopper GPU where jax finds a ptxas known to compile them
     wrongly (`check_ptxas`).
     """
-    if _references_only.get() or _batched_only.get():
+    if is_reference_wanted():
         return False
     if _named.get() is not None:
         return _named.get() == "cuda"
@@ -74,15 +74,16 @@ def batched() -> bool:
 
 
 KERNEL = "Mosaic kernel"
-"""How `noting` names the implementation of an op that is none in XLA."""
+NATIVE = "C++"
+"""How `noting` names the implementations of an op that are none in XLA."""
 
 
 @contextmanager
 def noting() -> Iterator[dict[str, str]]:
     """Yields which implementation each op takes that is traced within it, by its name.
 
-    That is `KERNEL`, "batched XLA" or "XLA": the op's sizes and dtypes decide, too. For an op that
-    is traced several times it is the last one.
+    That is `KERNEL`, `NATIVE`, "batched XLA" or "XLA": the op's sizes and dtypes decide, too. For
+    an op that is traced several times it is the last one.
     """
     noted: dict[str, str] = {}
     token = _noted.set(noted)
@@ -92,10 +93,10 @@ def noting() -> Iterator[dict[str, str]]:
         _noted.reset(token)
 
 
-def note(op: str, *, kernel: bool = False, has_batched: bool = True) -> None:
-    """Notes which implementation an op takes: its Mosaic kernel, or this backend's other form."""
+def note(op: str, form: str = "", *, has_batched: bool = True) -> None:
+    """Notes which implementation an op takes; "" is this backend's form in XLA."""
     if (noted := _noted.get()) is not None:
-        noted[op] = KERNEL if kernel else "batched XLA" if has_batched and batched() else "XLA"
+        noted[op] = form or ("batched XLA" if has_batched and batched() else "XLA")
 
 
 @contextmanager
@@ -146,6 +147,11 @@ def ptxas_version() -> int | None:
         return private._mosaic_gpu_ext._get_ptxas_isa_version()
     except (ImportError, AttributeError, RuntimeError):
         return None
+
+
+def is_reference_wanted() -> bool:
+    """Returns whether an op is traced for its XLA form, reference or batched, and no other."""
+    return _references_only.get() or _batched_only.get()
 
 
 def references_only() -> AbstractContextManager[None]:

@@ -2,8 +2,9 @@
 
 from jaxtyping import Array, Float
 
+from pallas_kernels import native
 from pallas_kernels.activation import SILU, Activation
-from pallas_kernels.backend import batched, hopper, note
+from pallas_kernels.backend import KERNEL, NATIVE, batched, hopper, note
 from pallas_kernels.grouped_gemm import batched as few_launches
 from pallas_kernels.grouped_gemm import reference
 from pallas_kernels.grouped_gemm.quantized import QuantizedWeights, Weights, weight_sizes
@@ -62,8 +63,11 @@ def moe_mlp(
         from pallas_kernels.grouped_gemm import mosaic  # Pallas is not imported where it is unused
 
         if mosaic.supports(x, gate_up, down, plan, activation):
-            note("grouped GEMM", kernel=True)
+            note("grouped GEMM", KERNEL)
             return mosaic.moe_mlp(x, gate_up, down, plan, activation, biases)
+    if native.mixes(x, gate_up, down, activation, biases):
+        note("grouped GEMM", NATIVE)
+        return native.moe_mlp(x, gate_up, down, plan)
     note("grouped GEMM")
     op = few_launches if batched() else reference
     return op.moe_mlp(x, gate_up, down, plan, activation, biases)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.backend import hopper, note
+from pallas_kernels.backend import KERNEL, hopper, note
 from pallas_kernels.kv_write import reference
 
 
@@ -75,7 +75,7 @@ def write_kv(
         from pallas_kernels.kv_write import mosaic  # Pallas is not imported where it is unused
 
         if mosaic.supports(projection, k_pages, v_pages):
-            note("KV write", kernel=True)
+            note("KV write", KERNEL)
             return mosaic.write_kv(
                 projection, k_pages, v_pages, layer=layer, page=page, offset=offset
             )

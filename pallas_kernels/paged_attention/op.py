@@ -5,7 +5,8 @@ from typing import Any
 import jax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.backend import batched, hopper, note
+from pallas_kernels import native
+from pallas_kernels.backend import KERNEL, NATIVE, batched, hopper, note
 from pallas_kernels.paged_attention import batched as few_launches
 from pallas_kernels.paged_attention import reference
 from pallas_kernels.paged_attention.schedule import Schedule
@@ -55,8 +56,11 @@ def paged_attention(
         from pallas_kernels.paged_attention import mosaic  # Pallas is not imported where unused
 
         if mosaic.supports(q, k_pages, v_pages):
-            note("attention", kernel=True)
+            note("attention", KERNEL)
             return mosaic.paged_attention(q, k_pages, v_pages, todo=todo, **rows)
+    if native.attends(q, k_pages, v_pages):
+        note("attention", NATIVE)
+        return native.paged_attention(q, k_pages, v_pages, **rows)
     note("attention")
     op = few_launches if batched() else reference
     return op.paged_attention(q, k_pages, v_pages, **rows)

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from pallas_kernels.backend import hopper, note
+from pallas_kernels.backend import KERNEL, hopper, note
 from pallas_kernels.planning import reference
 from pallas_kernels.planning.reference import home_of
 
@@ -79,7 +79,7 @@ def plan_replicas(
         from pallas_kernels.planning import mosaic  # Pallas is not imported where it is unused
 
         if mosaic.supports(*hosts.shape):
-            note("copies of experts", kernel=True)
+            note("copies of experts", KERNEL)
             return mosaic.plan_replicas(counts, hosts, home_of(hosts), **sizes)
     note("copies of experts", has_batched=False)
     return reference.plan_replicas(counts, hosts, **sizes, literal=literal)
@@ -138,7 +138,7 @@ def _computed(
         from pallas_kernels.planning import mosaic
 
         if mosaic.supports(*hosts.shape):
-            note("shares of copies", kernel=True)
+            note("shares of copies", KERNEL)
             return mosaic.shard_visits(counts, hosts, home)
     note("shares of copies", has_batched=False)
     return reference.shard_visits(counts, hosts, home, tolerance=tolerance, move_local=move_local)

@@ -4,7 +4,7 @@ from typing import Any
 
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.backend import batched, hopper, note
+from pallas_kernels.backend import KERNEL, batched, hopper, note
 from pallas_kernels.prefill_attention import batched as few_launches
 from pallas_kernels.prefill_attention import reference, work
 
@@ -69,7 +69,7 @@ def prefill_attention(
         from pallas_kernels.prefill_attention import mosaic  # Pallas is not imported where unused
 
         if mosaic.supports(q, k_pages, v_pages, scale):
-            note("attention", kernel=True)
+            note("attention", KERNEL)
             return mosaic.prefill_attention(q, k_pages, v_pages, todo=todo, **chunks)
     note("attention")
     op = few_launches if batched() else reference

@@ -5,7 +5,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from pallas_kernels.backend import batched, hopper, note
+from pallas_kernels.backend import KERNEL, batched, hopper, note
 from pallas_kernels.routing import batched as few_launches
 from pallas_kernels.routing import reference, tile_map
 from pallas_kernels.routing.tile_map import RowTiles, TileMap
@@ -238,7 +238,7 @@ def route(
         from pallas_kernels.routing import mosaic  # Pallas is not imported where it is unused
 
         if mosaic.supports(logits, groups, slots, top_k, block_m, bias, grouping):
-            note("routing", kernel=True)
+            note("routing", KERNEL)
             tables: dict[str, Any] = {"groups": groups, "slots": slots}
             return mosaic.route(logits, **gating, **tables, **planning, **sizes, tiles=tiles)
     note("routing")

@@ -1,0 +1,130 @@
+"""Decode attention and routed experts for CPUs in C++, compiled on first use.
+
+XLA's references are what runs where there is no compiler, for other dtypes and sizes, and for
+comparison (`references_only`). The two agree within rounding; each is the same bits in every batch.
+"""
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import jaxlib
+import numpy as np
+from jaxtyping import Array, Float
+
+from pallas_kernels.activation import SILU
+from pallas_kernels.backend import backend, is_reference_wanted
+
+SOURCE = Path(__file__).with_suffix(".cc")
+CACHE = Path("~/.cache/jmoe/native")
+LANES = 16
+_FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fPIC", "-shared", "-w")
+_TARGETS = ("jmoe_attend", "jmoe_moe_mlp")
+
+log = logging.getLogger(__name__)
+
+
+@cache
+def is_there() -> bool:
+    """Returns whether the calls can be made: compiles and registers them the first time.
+
+    `JMOE_NATIVE=0` turns them off, CXX names another compiler than `c++`. What fails is logged.
+    """
+    if os.environ.get("JMOE_NATIVE", "1") == "0":
+        return False
+    compiler = shutil.which(os.environ.get("CXX", "c++"))
+    if compiler is None:
+        log.info("no C++ compiler is found: experts and attention run on XLA, at half the speed")
+        return False
+    try:
+        library = ctypes.CDLL(str(_built(compiler)))
+        for name in _TARGETS:
+            call = jax.ffi.pycapsule(getattr(library, name))
+            jax.ffi.register_ffi_target(name, call, platform="cpu")
+    except (OSError, subprocess.SubprocessError) as error:
+        said = getattr(error, "stderr", None) or str(error)
+        log.warning("%s does not compile %s; XLA is used: %s", compiler, SOURCE.name, said[:500])
+        return False
+    return True
+
+
+def _built(compiler: str) -> Path:
+    """Returns the library, compiled for this processor unless it is kept from before."""
+    cpu = Path("/proc/cpuinfo")
+    lines = cpu.read_text().splitlines() if cpu.exists() else [platform.processor()]
+    facts = [line for line in lines if line.startswith(("flags", "Features", "model name"))][:2]
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True)
+    parts = (SOURCE.read_text(), jaxlib.__version__, version.stdout, *_FLAGS, *facts)
+    digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+    folder = CACHE.expanduser()
+    kept = folder / f"{digest}.so"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError:  # nothing can be kept: for this process alone
+        kept = Path(tempfile.mkdtemp(prefix="jmoe-native-")) / kept.name
+    if not kept.exists():
+        made = kept.with_suffix(f".{os.getpid()}.tmp")
+        words = [compiler, *_FLAGS, "-I", jax.ffi.include_dir(), str(SOURCE), "-o", str(made)]
+        subprocess.run(words, capture_output=True, text=True, check=True, timeout=300)
+        made.replace(kept)
+    return kept
+
+
+def _runs(*arrays: Array | jax.ShapeDtypeStruct) -> bool:
+    return (
+        backend() == "cpu"
+        and jax.default_backend() == "cpu"
+        and not is_reference_wanted()
+        and all(array.dtype == jnp.float32 for array in arrays)
+        and is_there()
+    )
+
+
+def attends(q, k_pages, v_pages) -> bool:
+    """Returns whether `paged_attention` can be called for such arrays."""
+    return q.shape[-1] % LANES == 0 and _runs(q, k_pages, v_pages)
+
+
+def paged_attention(
+    q, k_pages, v_pages, *, layer, block_table, kv_len, scale, window=0, sinks=None
+):
+    """See `paged_attention.op.paged_attention`."""
+    none = jnp.full((), -jnp.inf, jnp.float32)
+    sinks = jnp.broadcast_to(none if sinks is None else sinks.astype(jnp.float32), q.shape[:2])
+    call = jax.ffi.ffi_call(_TARGETS[0], jax.ShapeDtypeStruct(q.shape, q.dtype))
+    layer = jnp.asarray(layer, jnp.int32).reshape(1)
+    return call(
+        q, k_pages, v_pages, sinks, layer, block_table, kv_len,
+        scale=np.float32(scale), window=np.int32(window),
+    )  # fmt: skip
+
+
+def mixes(x: Float[Array, "T d"], gate_up, down, activation, biases) -> bool:
+    """Returns whether `moe_mlp` can be called for such arrays."""
+    if activation != SILU or biases is not None or not isinstance(gate_up, jax.Array):
+        return False
+    return all(size % LANES == 0 for size in down.shape[1:]) and _runs(x, gate_up, down)
+
+
+def moe_mlp(x, gate_up, down, plan):
+    """See `grouped_gemm.op.moe_mlp`."""
+    call = jax.ffi.ffi_call(_TARGETS[1], jax.ShapeDtypeStruct(x.shape, x.dtype))
+    return call(
+        x,
+        gate_up,
+        down,
+        plan.row_token,
+        plan.block_slot,
+        plan.num_blocks.reshape(1),
+        plan.visit_row,
+        plan.visit_weight,
+    )

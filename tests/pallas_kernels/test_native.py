@@ -1,0 +1,189 @@
+"""The C++ forms for CPUs beside XLA's references, in sizes and lengths drawn at random."""
+
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import grouped_gemm, native, routing
+from pallas_kernels.activation import Gelu
+from pallas_kernels.backend import noting, references_only
+from pallas_kernels.paged_attention import paged_attention
+
+pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _there():
+    if not native.is_there():
+        pytest.skip("no C++ compiler is found: c++, or what CXX names")
+
+
+def compare(op, *args, **kwargs):
+    """Returns the C++ form's result and the reference's; checks that each is what it is called."""
+    with noting() as forms:
+        ours = jax.jit(lambda: op(*args, **kwargs))()
+    assert set(forms.values()) == {"C++"}
+    with references_only(), noting() as forms:
+        theirs = jax.jit(lambda: op(*args, **kwargs))()
+    assert set(forms.values()) == {"XLA"}
+    return np.asarray(ours), np.asarray(theirs)
+
+
+def attention_case(rng, rows, heads, kv_heads, dim, page, max_pages, layers=2):
+    num_pages = rows * max_pages + 1
+    shape = layers, num_pages, kv_heads, page, dim
+    k, v = (rng.normal(size=shape).astype(np.float32) for _ in range(2))
+    table = rng.permutation(num_pages)[: rows * max_pages].reshape(rows, max_pages)
+    lengths = rng.integers(0, max_pages * page + 1, rows)
+    lengths[:3] = [0, 1, max_pages * page][:rows]
+    for row, length in enumerate(lengths):  # what others left in pages may be anything
+        for at in range(length, max_pages * page):
+            for pages in (k, v):
+                pages[:, table[row, at // page], :, at % page] = (np.inf, np.nan)[at % 2]
+    q = rng.normal(size=(rows, heads, dim)).astype(np.float32)
+    rows_of = {"block_table": jnp.asarray(table, jnp.int32)}
+    rows_of["kv_len"] = jnp.asarray(lengths, jnp.int32)
+    return [jnp.asarray(x) for x in (q, k, v)], rows_of | {"layer": jnp.int32(1), "scale": 0.3}
+
+
+SHAPES = [  # rows, heads, kv heads, head size, page size, pages
+    (7, 4, 2, 32, 16, 5),
+    (1, 8, 8, 16, 1, 9),
+    (64, 4, 2, 32, 64, 2),
+    (5, 12, 1, 80, 7, 6),
+    (3, 16, 2, 128, 128, 2),
+    (4, 2, 2, 256, 24, 3),
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("window", [0, 1, 21])
+def test_attention_is_the_references(shape, window):
+    rng = np.random.default_rng(sum(shape) + window)
+    arrays, rows = attention_case(rng, *shape)
+    for sinks in (None, rng.normal(size=shape[1]), rng.normal(size=shape[:2])):
+        sinks = None if sinks is None else jnp.asarray(sinks, jnp.float32)
+        ours, theirs = compare(paged_attention, *arrays, **rows, window=window, sinks=sinks)
+        np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=1e-5)
+    assert not ours[0].any()  # padding
+
+
+@pytest.mark.parametrize("scale", [1e-3, 40.0])
+def test_scores_may_lie_far_apart(scale):
+    arrays, rows = attention_case(np.random.default_rng(3), *SHAPES[0])
+    ours, theirs = compare(paged_attention, *arrays, **rows | {"scale": scale})
+    np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=1e-5)
+
+
+def test_a_rows_attention_is_the_same_bits_in_every_batch():
+    (q, k, v), rows = attention_case(np.random.default_rng(4), *SHAPES[0])
+    table, lengths = rows.pop("block_table"), rows.pop("kv_len")
+
+    def run(at):
+        at = np.array(at)
+        found = paged_attention(q[at], k, v, block_table=table[at], kv_len=lengths[at], **rows)
+        return np.asarray(found)
+
+    whole = run(range(7))
+    np.testing.assert_array_equal(run([5, 2, 6])[1], whole[2])
+    np.testing.assert_array_equal(np.concatenate([run([i]) for i in range(7)]), whole)
+
+
+def expert_case(rng, rows, picks, experts, width, hidden, idle=0):
+    up = rng.normal(size=(2 * experts, width, 2 * hidden)) / width**0.5
+    down = rng.normal(size=(2 * experts, hidden, width)) / hidden**0.5
+    x, weights = rng.normal(size=(rows, width)), rng.random((rows, picks))
+    ids = np.stack([rng.permutation(experts)[:picks] for _ in range(rows)])
+    ids[rows - idle :] = -1
+    ids[rng.random(ids.shape) < 0.1] = -1  # dropped visits
+    return [jnp.asarray(a, jnp.float32) for a in (x, up, down, weights)], ids.astype(np.int32)
+
+
+def run_experts(arrays, ids, experts, **kwargs):
+    x, up, down, weights = arrays
+    plan = routing.dispatch(
+        jnp.asarray(ids),
+        weights,
+        jnp.arange(experts, dtype=jnp.int32) + experts,
+        block_m=grouped_gemm.BLOCK_M,
+        max_active=experts,
+    )
+    return grouped_gemm.moe_mlp(x, up, down, plan, **kwargs)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (1, 1, 3, 16, 16),
+        (1, 4, 60, 128, 96),
+        (9, 2, 8, 48, 32),
+        (64, 4, 60, 128, 96, 5),
+        (130, 8, 9, 64, 80, 129),
+        (70, 1, 1, 32, 16),
+    ],
+    ids=str,
+)
+def test_experts_are_the_references(shape):
+    rng = np.random.default_rng(sum(shape))
+    arrays, ids = expert_case(rng, *shape)
+    ours, theirs = compare(run_experts, arrays, ids, shape[2])
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=2e-6)
+
+
+def test_a_rows_experts_are_the_same_bits_in_every_batch():
+    arrays, ids = expert_case(np.random.default_rng(7), 40, 3, 5, 64, 48)
+    x, up, down, weights = arrays
+    whole = np.asarray(run_experts(arrays, ids, 5))
+    for row in (0, 13, 39):
+        alone = run_experts((x[row][None], up, down, weights[row][None]), ids[row][None], 5)
+        np.testing.assert_array_equal(np.asarray(alone)[0], whole[row])
+
+
+def test_what_is_not_finite_stays_with_its_row():
+    arrays, ids = expert_case(np.random.default_rng(8), 12, 2, 4, 32, 32)
+    clean = np.asarray(run_experts(arrays, ids, 4))
+    ids[3] = [0, 1]
+    arrays[0] = arrays[0].at[3].set(jnp.nan)
+    found = np.asarray(run_experts(arrays, ids, 4))
+    assert np.isnan(found[3]).all()
+    others = np.arange(12) != 3
+    np.testing.assert_array_equal(found[others], clean[others])
+
+
+def test_large_gates_are_silus():
+    arrays, ids = expert_case(np.random.default_rng(9), 8, 2, 4, 32, 32)
+    arrays[0] = arrays[0] * 200
+    ours, theirs = compare(run_experts, arrays, ids, 4)
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-3)
+
+
+def test_other_dtypes_sizes_and_activations_are_left_to_xla():
+    (q, k, v), rows = attention_case(np.random.default_rng(5), 2, 2, 2, 24, 4, 2)
+    arrays, ids = expert_case(np.random.default_rng(6), 4, 2, 4, 24, 16)
+    even, even_ids = expert_case(np.random.default_rng(6), 4, 2, 4, 32, 16)
+    low = [a.astype(jnp.bfloat16) for a in even[:3]]
+    for run in (
+        lambda: paged_attention(q, k, v, **rows),
+        lambda: run_experts(arrays, ids, 4),
+        lambda: run_experts([*low, even[3]], even_ids, 4),
+        lambda: run_experts(even, even_ids, 4, activation=Gelu()),
+    ):
+        with noting() as forms:
+            run()
+        assert set(forms.values()) == {"XLA"}
+
+
+@pytest.mark.parametrize("variable", ["JMOE_NATIVE=0", "CXX=no-such-compiler", "CXX=/bin/false"])
+def test_without_a_compiler_there_is_xla(variable, monkeypatch, tmp_path):
+    name, value = variable.split("=")
+    monkeypatch.setenv(name, value)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    code = "from pallas_kernels import native; print(native.is_there())"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert done.stdout.strip() == "False"
