@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING
 import jax
 
 from jmoe.api import BUNDLED, Model, name_of, resolve
+from jmoe.beside import digest_of
 from jmoe.brownout import Own
 from jmoe.checkpoint import TensorFiles, is_native, united_ways
 from jmoe.config import read_config
 from jmoe.family import Family
-from jmoe.levels import FILE, by_code, digest_of, read
+from jmoe.levels import FILE, by_code, read
 from jmoe.offloaded import check_spare
 from jmoe.parallel.cost import exchange_bytes
 from jmoe.tokenizer import read_settings
