@@ -39,7 +39,12 @@ from serving.settings.composes import COMPOSES, SEVERAL
 from serving.settings.plugins import own_strategy
 from serving.settings.reading import check_composes, named_models
 from serving.startup.asynchronous import make_layer_picker, prepare_crew, with_mode
-from serving.startup.loading import check_chat_templates, load_models, make_mesh_of
+from serving.startup.loading import (
+    check_chat_templates,
+    check_expected_loss,
+    load_models,
+    make_mesh_of,
+)
 
 if TYPE_CHECKING:
     from serving.cluster.followers import Followers
@@ -182,6 +187,7 @@ def build(
     if config.brownout.levels:
         for one in family:
             _use_levels(one, config.brownout.keep, ways)
+    check_expected_loss(config, family, ways)
     if config.brownout.strategy == "auto" and not ways and config.process_index <= 0:
         log.warning("brownout is off: %s has no united experts", loaded.name)
     fitting = fit_to_model(config, loaded)
