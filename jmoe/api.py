@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jmoe import checkpoint, display, layout, levels
+from jmoe.beside import digest_of
 from jmoe.brownout import Brownout, Control
 from jmoe.config import ModelConfig, read_config
 from jmoe.experts import ExpertTable, Fp8Pool, Pool, UnitedExperts, num_united_slots
@@ -206,7 +207,7 @@ class Model:
         if self.home is not None:
             raise ValueError(f"{self.name} is spread over a mesh, which knows no levels")
         layers = self.config.num_moe_layers
-        tables = levels.read(self.path, layers, levels.digest_of(self.path))
+        tables = levels.read(self.path, layers, digest_of(self.path))
         if (table := tables.get((self.way or 0, keep))) is None:
             have = ", ".join(f"way {way} by {by}" for way, by in tables)
             raise ValueError(

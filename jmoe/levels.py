@@ -4,7 +4,6 @@ level t, under which as many experts are active as under the threshold t in ever
 `jmoe evaluate --sensitivity` measures what each layer costs and saves, and writes the table.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
@@ -14,9 +13,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
+from jmoe.beside import read_rows, write_rows
 from jmoe.brownout import strategy_code
-from jmoe.checkpoint import UNITED_FILE, weights_digest
-from jmoe.digests import file_digests
 from pallas_kernels.routing import BY_WEIGHT
 
 FILE = "levels.json"
@@ -51,26 +49,12 @@ def by_code(tables: Sequence[Levels], num_layers: int) -> Int[np.ndarray, "layer
     return found
 
 
-def digest_of(directory: Path) -> str:
-    """Returns what a table belongs to: a model's weights, united ones too. Raises CheckpointError,
-    and OSError.
-    """
-    united = file_digests(directory.glob(UNITED_FILE))
-    return sha256(repr([weights_digest(directory), united]).encode()).hexdigest()[:16]
-
-
 def write(path: Path, tables: Sequence[Levels], model_digest: str) -> None:
     """Writes tables of a model; others of the file that belong to it stay, of each way and keep the
     newest.
     """
-    kept: dict[tuple[int, str], Any] = {}
-    if path.exists() and (found := _read(path)).get("model") == model_digest:
-        kept = {(each["way"], each["keep"]): each for each in found["tables"]}
-    for table in tables:
-        rows = [list(row) for row in table.rows]
-        kept[table.way, table.keep] = {"way": table.way, "keep": table.keep, "rows": rows}
-    lines = ",\n".join(json.dumps(each) for _, each in sorted(kept.items()))
-    path.write_text(f'{{"model": "{model_digest}", "tables": [\n{lines}\n]}}\n', encoding="utf-8")
+    rows = [{"way": t.way, "keep": t.keep, "rows": [list(row) for row in t.rows]} for t in tables]
+    write_rows(path, rows, model_digest, ("way", "keep"))
 
 
 def read(directory: Path, num_layers: int, model_digest: str) -> dict[tuple[int, str], Levels]:
@@ -78,30 +62,13 @@ def read(directory: Path, num_layers: int, model_digest: str) -> dict[tuple[int,
     what `write` writes, or of another model.
     """
     path = directory / FILE
-    if not path.exists():
-        raise ValueError(
-            f"{directory} has no {FILE}; `jmoe evaluate --sensitivity` measures and writes it"
-        )
-    raw = _read(path)
-    if raw.get("model") != model_digest:
-        raise ValueError(
-            f"{path} is of the model {raw.get('model')!r}, and this one is {model_digest!r}: "
-            "weights or united experts are others; run `jmoe evaluate --sensitivity` again"
-        )
+    raw = read_rows(path, model_digest, "jmoe evaluate --sensitivity")
     try:
         return {
-            (table.way, table.keep): table
-            for table in (_checked(each, num_layers) for each in raw["tables"])
+            (table.way, table.keep): table for table in (_checked(each, num_layers) for each in raw)
         }
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is no table of levels ({error!r}); write it anew") from None
-
-
-def _read(path: Path) -> Mapping[str, Any]:
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
-        raise ValueError(f"{path} is no table of levels ({error}); write it anew") from None
 
 
 def _checked(raw: Mapping[str, Any], num_layers: int) -> Levels:

@@ -149,6 +149,13 @@ class BrownoutConfig:
         None,
         "Brownout",
     )
+    max_expected_loss: float = setting(
+        0.0,
+        "Bound on the expected loss of any threshold, in nats a token, by the model's "
+        "expected_loss.json (operating.md): none costs more. 0: no bound.",
+        NOT_NEGATIVE,
+        "Brownout",
+    )
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -26,12 +26,14 @@ from typing import Any
 import numpy as np
 
 from jmoe.api import Model
+from jmoe.expected_loss import Kind
 from jmoe.family import Family
 from serving.config import EngineConfig, ServerConfig
 from serving.control.audit import Auditor, Offer, Scores
 from serving.control.experts_loader import ExpertsLoader, allowed_ways
 from serving.control.fetcher import Fetcher
 from serving.control.guarded import make_controller
+from serving.control.losses import Curve, Losses
 from serving.control.registry import Registry
 from serving.control.slo import SloAnalyser
 from serving.errors import (
@@ -82,6 +84,7 @@ from serving.scheduling.sequence import SequenceState
 from serving.scheduling.step import ScheduledStep
 from serving.settings.composes import COMPANY, why_not
 from serving.settings.reading import check
+from serving.startup.loading import expected_losses
 from serving.startup.prepare import prepare
 from serving.telemetry.accounting import Accounts
 from serving.telemetry.latencies import Latencies
@@ -109,9 +112,11 @@ class Engine:
         model: Model | Family | None,
         observer: Observer | Sequence[Observer] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        losses: Sequence[Mapping[Kind, Curve]] = (),
     ) -> None:
         """Needs an executor that is ready. Without `model` (in tests), prompts must be token ids.
-        `clock` is the clock of the event loop's timers, in seconds.
+        `clock` is the clock of the event loop's timers, in seconds. `losses` has the models' curves
+        of expected loss.
         """
         self.config, self.executor = config, executor
         self.family = None if model is None else Family.of(model)
@@ -122,7 +127,16 @@ class Engine:
         ways = allowed_ways(config.brownout, self.family)
         way = ways[0] if ways else 0
         slow_s = config.plugin_slow_ms / 1e3 or math.inf
-        self.slo = SloAnalyser(config.brownout, config.salc, way=way, pace=self.pace, slow_s=slow_s)
+        levels = config.brownout.levels
+        expected = Losses(self.names, losses, levels=levels)
+        self.slo = SloAnalyser(
+            config.brownout,
+            config.salc,
+            way=way,
+            pace=self.pace,
+            slow_s=slow_s,
+            losses=expected,
+        )
         observers = [observer] if isinstance(observer, Observer) else observer or ()
         self.loader = ExpertsLoader(executor, self.family, ways, self.slo, config.balance)
         audit = replace(config.audit, share=0) if config.resident_experts else config.audit
@@ -192,7 +206,8 @@ class Engine:
         make_controller(config.salc)
         with progress_bar() if progress is None else contextlib.nullcontext(progress) as shown_by:
             fitting, loaded, executor = await asyncio.to_thread(prepare, config, model, shown_by)
-        engine = cls(fitting, executor, loaded, observer)
+        losses = await asyncio.to_thread(expected_losses, fitting, loaded)
+        engine = cls(fitting, executor, loaded, observer, losses=losses)
         engine.run()
         return engine
 
@@ -634,7 +649,7 @@ class Engine:
             control = self.slo.control(step, since_s, rows, launched_at)
         step.parts.control = control
         if self.executor.in_order:  # otherwise whichever rows are in a layer together decide
-            percent = step.degrade_best_effort_first(control.threshold_percent)
+            percent = step.degrade_best_effort_first(control)
             control = control._replace(threshold_percent=percent)
             for sequence, exempt in zip(step.sequences, step.exempt.tolist(), strict=True):
                 sequence.note_threshold(step.phase, 100 if exempt else percent)
@@ -697,7 +712,9 @@ class Engine:
         if self._in_flight:
             after = self._in_flight[0]
             after.started_at = max(now, after.launched_at)
-        self._accept(step, result, now)
+        percent = 100 if step.control is None else step.control.threshold_percent
+        percents = np.where(step.exempt, 100, percent).tolist()
+        self._accept(step, result, now, percents)
 
     def _take_rows(
         self, told: Completed | LostRows | FailedRows, rows: Sequence[int], now: float
@@ -717,7 +734,7 @@ class Engine:
                     for percent in percents:
                         sequence.note_threshold(step.phase, percent)
                 size = num_decoding if step.phase is Phase.DECODE else 0
-                self._accept(step, result, now, size)
+                self._accept(step, result, now, told.least_percent, size)
 
     def _close_rank(self, down: RankDown) -> None:
         """Ends the requests of a lost rank, whose keys and values are lost."""
@@ -732,9 +749,16 @@ class Engine:
     def _allowed(self, step: ScheduledStep) -> np.ndarray:
         return allowed_tokens(step.sequences, step.sampled, self._vocab_size, self._end)
 
-    def _accept(self, step: ScheduledStep, result: StepResult, now: float, size: int = 0) -> None:
-        """Delivers a step's tokens to their requests, and its latencies to the SLO analyser; `size`
-        as of `Pace.observe`.
+    def _accept(
+        self,
+        step: ScheduledStep,
+        result: StepResult,
+        now: float,
+        percents: Sequence[int],
+        size: int = 0,
+    ) -> None:
+        """Delivers a step's tokens to their requests, and its latencies to the SLO analyser.
+        `percents` are thresholds of its rows, 100 of exempt ones; `size` as of `Pace.observe`.
         """
         self.pace.observe(step, now, size)
         self.scheduler.observe(step, now)
@@ -745,6 +769,7 @@ class Engine:
             step.share_prompt_logprobs(result.prompt_logprobs)
         again = self.fetcher.accept(step, result)
         self.scheduler.note_read(step, result.degraded, self.slo.suffered(step), again)
+        curves = self.slo.loss_curves(step)
         for at, sequence in enumerate(step.sequences):
             if sequence.done or at in again:
                 continue  # it ended while this step was in flight, or runs again
@@ -756,6 +781,7 @@ class Engine:
             if not request.is_audit:
                 latencies.add(request.priority, sequence.arrived_at, sequence.previous_at)
             sequence.previous_at = now
+            self._price(sequence, curves[request.model], percents[at])
             token, logprob = result.tokens[at], result.logprobs[at]
             try:
                 top = result.top(at, request.sampling.top_logprobs)
@@ -772,3 +798,11 @@ class Engine:
         for priority in (LS, BE):
             self.slo.observe(priority, latencies, step.launched_at, now)
             self.accounts.tokens(priority, latencies, self.slo.objectives(priority), now)
+
+    def _price(self, sequence: SequenceState, curve: Curve | None, percent: int) -> None:
+        """Adds what a token's threshold lets expect that it costs; NaN where that is not known."""
+        nats = 0.0 if percent == 100 else math.nan if curve is None else curve[percent]
+        sequence.expected_nats += nats
+        if not math.isnan(nats) and not sequence.request.is_audit:
+            self.accounts.counters.priced_tokens += 1
+            self.accounts.counters.expected_loss_nats += nats

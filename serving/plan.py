@@ -33,6 +33,7 @@ class StepControl(NamedTuple):
 
     threshold_percent: int
     strategy: int  # code of `jmoe.brownout.strategy_code`; 0 is zero brownout
+    least_percent: int = 0  # which no row's threshold goes below
 
 
 @dataclass(frozen=True)
@@ -249,20 +250,21 @@ class StepPlan:
 
 
 def spare_latency_sensitive(
-    rows: Int[np.ndarray, "B C"], urgent: Bool[np.ndarray, "B"], threshold_percent: int
+    rows: Int[np.ndarray, "B C"], urgent: Bool[np.ndarray, "B"], control: StepControl
 ) -> int:
     """Exempts latency-sensitive rows if best effort alone can absorb the brownout.
 
-    `threshold_percent` (t) is the share of all visits to keep exact. If the other rows alone can
-    give up what that asks for, `urgent` rows are marked exempt in `rows`, and the threshold of the
-    others is returned: with N visits, L of them exempt, (t N - 100 L) / (N - L) percent. If that
-    would be negative, `rows` stay as they are and `threshold_percent` is returned for all rows.
+    The control's threshold (t) is the share of all visits to keep exact. If the other rows alone
+    can give up what that asks for, `urgent` rows are marked exempt in `rows`, and the threshold of
+    the others is returned: with N visits, L of them exempt, (t N - 100 L) / (N - L) percent. If
+    that would be below `least_percent`, `rows` stay as they are and t is returned for all rows.
     """
+    threshold_percent = control.threshold_percent
     q_lens = rows[:, Q_LEN]
     degradable = ~urgent & (rows[:, EXEMPT] == 0)
     total, left = int(q_lens.sum()), int(q_lens[degradable].sum())
     kept = threshold_percent * total - 100 * (total - left)
-    if not left or not urgent.any() or kept < 0:
+    if not left or not urgent.any() or kept < control.least_percent * left:
         return threshold_percent
     rows[urgent, EXEMPT] = np.maximum(rows[urgent, EXEMPT], SPARED)
     return -(-kept // left)

@@ -296,6 +296,7 @@ class Usage(NamedTuple):
     expert_visits: int
     degraded_visits: int
     cached_tokens: int = 0  # prompt tokens found in the prefix cache
+    expected_loss: float = math.nan  # nats a token, by the answer's thresholds; NaN: not known
 
 
 class Output(NamedTuple):
@@ -331,6 +332,7 @@ class BrownoutChange:
     controller: str | None = None
     prefill_company: bool | None = None
     keep: str | None = None
+    max_expected_loss: float | None = None  # in nats a token; 0: no bound
 
 
 @dataclass(frozen=True)
@@ -357,6 +359,8 @@ class BrownoutState:
     least_ttft_s: float = math.nan  # the shortest objective that can be kept, where this one cannot
     least_itl_s: float = math.nan
     keep: str = "visits"  # which experts stay exact: visits or weight
+    max_expected_loss: float = 0.0  # bound on a threshold's, in nats a token; 0: none
+    least_threshold_percent: int = 0  # the lowest within that bound
 
 
 @dataclass(frozen=True)
@@ -376,6 +380,7 @@ class AuditState:
     disagreement_high: float
     is_exempt: bool  # requests are exempt from brownout, which cost more than the bound
     key: str = ""  # name of the API key; empty: callers without one
+    expected_nats: float = math.nan  # the excess that their thresholds let expect
 
 
 @dataclass(frozen=True)
@@ -414,3 +419,5 @@ class EngineStats:
     full_decode_step_s: float = math.nan  # expected, with every slot taken and no brownout
     audits: tuple[AuditState, ...] = ()  # of each model
     refused: tuple[Refused, ...] = ()  # `requests_rejected`, apart by key and class
+    priced_tokens: int = 0  # sampled tokens whose expected loss is known
+    expected_loss_nats: float = 0.0  # of them together

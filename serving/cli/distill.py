@@ -2,6 +2,7 @@
 
 import dataclasses
 import shlex
+import shutil
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -86,8 +87,9 @@ def distill(
     levels_items: Annotated[
         int,
         typer.Option(
-            help="Then search thresholds by layer (levels.json) on so many tasks of the first "
-            "--data, and score as many others: some 160 passes over them a way. 0: do not."
+            help="Then measure what to expect brownout to cost (expected_loss.json) on twice as "
+            "many tasks of the first --data, and search thresholds by layer (levels.json) on half "
+            "of them: some 170 passes over them a way. 0: do not."
         ),
     ] = 0,
     hub_revision: HubRevision = "",
@@ -128,8 +130,8 @@ def distill(
     directory = resolve(model, hub_revision)
     made = _run(directory, numbers, data, out, config, allowed)
     if levels_items:
-        _search_levels(directory, made, data[0], out, levels_items, dtype, allowed)
-    print(_serve_command(directory, out, allowed, with_levels=levels_items > 0))
+        _measure(directory, made, data[0], out, levels_items, dtype, allowed)
+    print(_serve_command(directory, out, allowed, with_tables=levels_items > 0))
 
 
 def _numbers(ways: str) -> list[int]:
@@ -169,7 +171,7 @@ def _plan(
         raise ValueError(prepared.refusal)
 
 
-def _search_levels(
+def _measure(
     model: Path,
     ways: Sequence[int],
     data: Path,
@@ -178,9 +180,13 @@ def _search_levels(
     dtype: str,
     allowed: Sequence[str],
 ) -> None:
-    """Writes `levels.json` and `sensitivity.md` of the model with the united experts in `out`."""
+    """Writes `expected_loss.json`, `levels.json` and `sensitivity.md` of the model with the united
+    experts in `out`.
+    """
     from jmoe.checkpoint import UNITED_FILE
-    from training.evaluation.run import EvaluateConfig
+    from jmoe.expected_loss import FILE
+    from training.evaluation.items import grid
+    from training.evaluation.run import EvaluateConfig, evaluate
     from training.evaluation.sensitivity import evaluate_levels
 
     with tempfile.TemporaryDirectory() as folder, progress_bar() as progress:
@@ -197,21 +203,26 @@ def _search_levels(
             out=out,
             allow_unknown_config=tuple(allowed),
         )
+        settings = grid(ways, range(90, -1, -10), ["partial"], ["weight"])
+        priced = dataclasses.replace(config, error_steps=1, out=Path(folder) / "evaluate")
+        evaluate(priced, settings, progress)
+        shutil.copy(priced.out / FILE, out)
         evaluate_levels(config, ways, "weight", count, progress)
 
 
 def _serve_command(
-    model: Path, out: Path, allowed: Sequence[str], *, with_levels: bool = False
+    model: Path, out: Path, allowed: Sequence[str], *, with_tables: bool = False
 ) -> str:
     """Returns the shell command that serves the model with the united experts in `out`."""
+    from jmoe import expected_loss, levels
     from jmoe.checkpoint import UNITED_FILE
-    from jmoe.levels import FILE
 
     unknown = (word for key in allowed for word in ("--allow-unknown-config", key))
     serve = shlex.join(["jmoe", "serve", str(model), *unknown])
     if out.resolve() == model.resolve():
         return serve
-    files = [str(out / name) for name in (UNITED_FILE, *([FILE] if with_levels else []))]
+    tables = [expected_loss.FILE, levels.FILE] if with_tables else []
+    files = [str(out / name) for name in (UNITED_FILE, *tables)]
     return f"{shlex.join(['cp', *files, str(model)])} && {serve}"
 
 

@@ -83,6 +83,8 @@ def evaluate(
         "text": tuple(text or ()),
         "allow_unknown_config": tuple(allow_unknown_config or ()),
     }
+    from jmoe.api import resolve
+    from jmoe.expected_loss import FILE
     from training.evaluation.items import grid, integers, parse_only, with_levels
     from training.evaluation.run import EvaluateConfig, label
     from training.evaluation.run import evaluate as run
@@ -110,6 +112,9 @@ def evaluate(
             f"{label(score.setting)}: {100 * score.accuracy:.2f} % right, loss {loss(score, ' %')}"
         )
     print(f"tables and picture in {out}")
+    if (out / FILE).exists():
+        print("to have servers know what brownout costs:")
+        print(shlex.join(["cp", str(out / FILE), str(resolve(model))]))
 
 
 def _sensitivity(

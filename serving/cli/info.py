@@ -434,6 +434,11 @@ def _brownout_in_words(state: Any) -> Section:
         ("time to first token", latency(state.ttft_p90_s, state.ttft_slo_s)),
         ("inter-token latency", latency(state.itl_p90_s, state.itl_slo_s)),
     ]
+    if state.max_expected_loss:
+        most = f"{state.max_expected_loss:.3g} nats a token"
+        rows.append(
+            ("most expected loss", f"{most}: {state.least_threshold_percent} % kept at least")
+        )
     if state.objective_state:
         refuses = state.objective_state.startswith("overloaded")
         rows.append(("state" if refuses else "brownout in vain", state.objective_state))
@@ -448,6 +453,8 @@ def _audits_in_words(audits: Iterable[Any]) -> Iterator[tuple[str, str]]:
             excess += f" ({audit.excess_low_nats:.3g} to {audit.excess_high_nats:.3g})"
             if not math.isnan(audit.disagreement):
                 excess += f", {100 * audit.disagreement:.2g} % of greedy tokens are others"
+            if not math.isnan(audit.expected_nats):
+                excess += f", {audit.expected_nats:.3g} expected"
             exempt = "; exempt: more than the bound" if audit.is_exempt else ""
             what = f"{excess}, of {audit.num_scored:,} answers audited{exempt}"
             of = f"brownout of {audit.model}" if audit.model else "brownout cost"
@@ -466,6 +473,10 @@ def _stats_in_words(stats: Any) -> Section:
     for one in stats.refused:
         said = f"{one.count:,} {one.priority.replace('_', '-')}"
         refused.setdefault(f"refused, {f'key {one.key}' if one.key else 'no key'}", []).append(said)
+    expected = []
+    if count := stats.priced_tokens:
+        mean = f"{stats.expected_loss_nats / count:.3g} nats a token"
+        expected = [("expected loss", f"{mean}, of {count:,} tokens")]
     rows = [
         ("uptime", _duration(stats.uptime_s)),
         ("requests now", f"{stats.num_running:,} running, {stats.num_waiting:,} waiting"),
@@ -476,6 +487,7 @@ def _stats_in_words(stats: Any) -> Section:
         ("steps", f"{stats.steps_prefill:,} prefill, {stats.steps_decode:,} decode"),
         ("preemption", preempted),
         ("expert visits", f"{stats.expert_visits:,}, {degraded:.1f} % degraded"),
+        *expected,
         *_audits_in_words(stats.audits),
         ("compiled since ready", f"{stats.compilations_since_ready:,} programs"),
     ]

@@ -51,6 +51,7 @@ class Offer(NamedTuple):
     logprobs: list[float]  # of the answer's tokens, as they were drawn
     is_greedy: bool
     ended_at: float
+    expected: float = math.nan  # excess that its thresholds let expect, nats a token
 
 
 class Scores(NamedTuple):
@@ -67,6 +68,7 @@ class _Scored(NamedTuple):
     excess: float  # nats, over all tokens
     greedy_tokens: int
     others: int  # of them, those that are not the exact model's first choice
+    expected: float  # nats, over all tokens
 
 
 @dataclass
@@ -79,12 +81,14 @@ class _Measured:
     scored: deque[_Scored] = field(default_factory=lambda: deque(maxlen=KEPT_ANSWERS))
     excess: tuple[float, float, float] = NOTHING  # mean, and the ends of its interval
     disagreement: tuple[float, float, float] = NOTHING
+    expected: float = math.nan
 
     def add(self, one: _Scored) -> None:
         """Counts an answer."""
         self.num_scored += 1
         self.scored.append(one)
-        tokens, excess, greedy, others = np.array(self.scored, np.float64).T
+        tokens, excess, greedy, others, expected = np.array(self.scored, np.float64).T
+        self.expected = float(expected.sum() / tokens.sum())
         mean, margin = ratio(excess, tokens)
         self.excess = mean, mean - margin, mean + margin
         mean, margin = ratio(others, greedy)
@@ -94,7 +98,7 @@ class _Measured:
         """Forgets what was measured."""
         self.exempt_until = -math.inf
         self.scored.clear()
-        self.excess = self.disagreement = NOTHING
+        self.excess, self.disagreement, self.expected = NOTHING, NOTHING, math.nan
 
 
 class Auditor(Observer):
@@ -131,6 +135,7 @@ class Auditor(Observer):
             sequence.logprobs,
             not request.sampling.temperature and not request.sampling.shapes,
             now,
+            output.usage.expected_loss,
         )
         if len(self._waiting) < MAX_WAITING:
             self._waiting.append(offer)
@@ -177,7 +182,7 @@ class Auditor(Observer):
         greedy = count if offer.is_greedy else 0
         others = int(np.sum(own < best)) if offer.is_greedy else 0
         excess = math.fsum(offer.logprobs[:count]) - math.fsum(scores.logprobs)
-        measured.add(_Scored(count, excess, greedy, others))
+        measured.add(_Scored(count, excess, greedy, others, count * offer.expected))
         self._hold_to_bound(offer, measured)
 
     def exempts(self, model: int, key: str) -> bool:
@@ -205,6 +210,7 @@ class Auditor(Observer):
                 *one.disagreement,
                 one.exempt_until > now,
                 key,
+                one.expected,
             )
             for (model, key), one in list(self._measured.items())
         )

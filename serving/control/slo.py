@@ -11,6 +11,7 @@ from serving.config import BrownoutConfig, SalcConfig
 from serving.control.controller import Decision, Load, PhaseSeen, Seen, StepSeen
 from serving.control.guarded import CONTROLLERS, GuardedController, make_controller
 from serving.control.load import LoadMeter
+from serving.control.losses import Curve, Losses
 from serving.control.window import LatencyWindow
 from serving.errors import InvalidRequest, SettingsError, shown
 from serving.plan import Phase, StepControl
@@ -201,13 +202,15 @@ class ClassControl:
         self.prefill.stop()
         self.decode.stop()
 
-    def take(self, decision: Decision, seen: Seen) -> None:
-        """Applies what the controller decided for phases that have an objective."""
+    def take(self, decision: Decision, seen: Seen, least_percent: float) -> None:
+        """Applies what the controller decided for phases that have an objective, down to the least
+        threshold that there may be.
+        """
         if seen.prefill.slo_s < math.inf:
-            self.prefill.set_threshold(decision.prefill_percent, seen.now)
+            self.prefill.set_threshold(max(decision.prefill_percent, least_percent), seen.now)
             self.prefill.predicted_p90_s = decision.ttft_p90_s
         if seen.decode.slo_s < math.inf:
-            self.decode.set_threshold(decision.decode_percent, seen.now)
+            self.decode.set_threshold(max(decision.decode_percent, least_percent), seen.now)
             self.decode.predicted_p90_s = decision.itl_p90_s
 
 
@@ -238,9 +241,11 @@ class SloAnalyser:
         way: int,
         pace: Pace | None = None,
         slow_s: float = math.inf,
+        losses: Losses | None = None,
     ) -> None:
         """`way` is the one that is loaded, 0 for none; `pace` knows what steps take. Calls of a
-        controller that take longer than `slow_s` are logged.
+        controller that take longer than `slow_s` are logged. `losses`: what thresholds are expected
+        to cost; None: not known.
 
         Raises SettingsError as `starting_strategy`, and ValueError for a controller that cannot be
         made.
@@ -250,6 +255,8 @@ class SloAnalyser:
         self.keep = brownout.keep
         self.way = way
         self.way_changes = False  # some layers have the next one already
+        self.max_expected_loss = brownout.max_expected_loss
+        self._losses = losses or Losses([""], levels=brownout.levels)
         self.salc_enabled = brownout.salc
         self.ttft_slo_s, self.itl_slo_s = brownout.ttft_slo_s, brownout.itl_slo_s
         self.is_own_objective = False  # somebody set the one of first tokens while serving
@@ -310,9 +317,9 @@ class SloAnalyser:
                 times=self._pace.times,
                 load=self._load,
             )
-            percent = self.ls.controller.of_step(seen)
+            percent = max(self.ls.controller.of_step(seen), self.least_percent)
             self.ls.of(step.phase).note_step(percent, step.size)
-        return StepControl(percent, self.code)
+        return StepControl(max(percent, self.least_percent), self.code, self.least_percent)
 
     def accepted(self, sequence: SequenceState) -> Brownout:
         """Returns the brownout under which a request's prompt would be computed if it were now, or
@@ -324,7 +331,7 @@ class SloAnalyser:
         percent = self.ls.prefill.lowest_percent
         if sequence.priority is Priority.BEST_EFFORT:
             percent = min(percent, self.best_effort.prefill.lowest_percent)
-        return Brownout(percent, (self.code, self.way))
+        return Brownout(max(percent, self.least_percent), (self.code, self.way))
 
     def suffered(self, step: ScheduledStep) -> Brownout:
         """Returns the brownout of those of a step's rows that were degraded. Without a threshold it
@@ -341,6 +348,25 @@ class SloAnalyser:
     def code(self) -> int:
         """The traced code of the strategy, and of which experts it keeps."""
         return strategy_code(self.strategy, self.keep)
+
+    @property
+    def least_percent(self) -> int:
+        """The lowest threshold whose expected loss is within the bound."""
+        if not self.max_expected_loss or self.strategy == "zero":
+            return 0
+        return self._losses.least_percent(self.code, self.way_in_force, self.max_expected_loss)
+
+    @property
+    def floor_percent(self) -> float:
+        """The lowest threshold that there may be, by that bound and by the settings."""
+        return max(self.config.floor_percent, self.least_percent)
+
+    def loss_curves(self, step: ScheduledStep) -> tuple[Curve | None, ...]:
+        """Returns what the thresholds of a step's kind of brownout are expected to cost each model;
+        None where that is not known.
+        """
+        assert step.control is not None
+        return self._losses.curves(step.control.strategy, self.way if step.way < 0 else step.way)
 
     @property
     def way_in_force(self) -> int:
@@ -441,7 +467,7 @@ class SloAnalyser:
                 self._load = load
                 self._judge(load, now)
             released = self._released(of, seen, of_class.slots_taken)
-            of.take(decision._replace(**released), seen)
+            of.take(decision._replace(**released), seen, self.least_percent)
 
     def _released(self, of: ClassControl, seen: Seen, is_queue: bool) -> dict[str, float]:
         """Returns the ceiling, as fields of a Decision, for the phases that need no brownout or
@@ -484,7 +510,7 @@ class SloAnalyser:
         """
         times, floor, ceiling = (
             self._pace.times,
-            self.config.floor_percent,
+            self.floor_percent,
             self.config.ceiling_percent,
         )
         for phase, name, slo_s, size, words in (
@@ -537,11 +563,25 @@ class SloAnalyser:
             value = getattr(change, name)
             if value is not None and not (math.isfinite(value) and value > 0):
                 raise InvalidRequest(f"{name} is {value}; it must be a positive number of seconds")
-        if (change.strategy or self.strategy) == "partial" and not (change.way or self.way):
+        way = change.way or self.way
+        if strategy == "partial" and not way:
             raise InvalidRequest(
                 "partial brownout needs united experts; this model has none (`jmoe distill` makes "
                 "them)"
             )
+        self._check_bound(change, strategy, way)
+
+    def _check_bound(self, change: BrownoutChange, strategy: str, way: int) -> None:
+        """Raises InvalidRequest for a bound on the expected loss of what nobody has measured."""
+        most = change.max_expected_loss
+        most = self.max_expected_loss if most is None else most
+        if not 0 <= most < math.inf:
+            raise InvalidRequest(
+                f"max_expected_loss is {most}; it must be 0 (no bound) or more, in nats a token"
+            )
+        missing = most and self._losses.missing(strategy, way, change.keep or self.keep)
+        if missing:
+            raise InvalidRequest(f"max_expected_loss is {most:g}, and {missing}")
 
     def use_way(self, way: int, now: float) -> None:
         """Records that every layer has the united experts of `way`; earlier samples no longer
@@ -570,6 +610,8 @@ class SloAnalyser:
         steps_differ = change.strategy not in (None, self.strategy)
         self.strategy = change.strategy or self.strategy
         self.keep = change.keep or self.keep
+        if change.max_expected_loss is not None:
+            self.max_expected_loss = change.max_expected_loss
         self.is_own_objective = self.is_own_objective or change.ttft_slo_s is not None
         self.ttft_slo_s = change.ttft_slo_s or self.ttft_slo_s
         self.itl_slo_s = change.itl_slo_s or self.itl_slo_s
@@ -606,7 +648,7 @@ class SloAnalyser:
         """Returns what so many prompts take at least, in full steps under all brownout, and what
         the decode step and the prefill step before a first token take; 0 while nothing is known.
         """
-        times, percent = self._pace.times, self.config.floor_percent if self.controls else 100.0
+        times, percent = self._pace.times, self.floor_percent if self.controls else 100.0
         if not all(map(times.knows, Phase)):
             return 0.0, 0.0
         full_s, decode_s = (times.expected_s(of, times.largest(of), percent) for of in Phase)
@@ -616,14 +658,16 @@ class SloAnalyser:
     def state(self, refused_per_s: float = 0.0) -> BrownoutState:
         """Returns settings and latencies as an operator reads them."""
         prefill, decode = self.ls.prefill, self.ls.decode
-        least = min(prefill.shown_percent, decode.shown_percent)
-        spent = "brownout is exhausted, " if least <= self.config.floor_percent + SPENT else ""
+        floor = self.least_percent  # which a fixed threshold may be below
+        shown_percents = [max(of.shown_percent, floor) for of in (prefill, decode)]
+        spent = min(shown_percents) <= self.floor_percent + SPENT
+        spent = "brownout is exhausted, " if spent else ""
         overloaded = f"overloaded: {spent}refusing {refused_per_s:.3g}/s" if refused_per_s else ""
         return BrownoutState(
             strategy=self.strategy,
             way=self.way,
-            prefill_threshold_percent=prefill.shown_percent,
-            decode_threshold_percent=decode.shown_percent,
+            prefill_threshold_percent=shown_percents[0],
+            decode_threshold_percent=shown_percents[1],
             salc_enabled=self.salc_enabled,
             ttft_slo_s=self.ttft_slo_s,
             itl_slo_s=self.itl_slo_s,
@@ -633,6 +677,8 @@ class SloAnalyser:
             controller=self.ls.controller.name,
             prefill_company=self._pace.waits,
             keep=self.keep,
+            max_expected_loss=self.max_expected_loss,
+            least_threshold_percent=self.least_percent,
             objective_state="; ".join(filter(None, (overloaded, prefill.in_vain, decode.in_vain))),
             least_ttft_s=prefill.least_s,
             least_itl_s=decode.least_s,

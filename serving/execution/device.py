@@ -179,7 +179,7 @@ class Device:
         of_program = self.buckets.rows(key), self.buckets.deltas(key), key.size
         tokens, rows, deltas, places = step.arrays(*of_program)
         layers = step.plan.first_layer, step.plan.stop_layer
-        arrays = [rows, deltas, np.array([*control, *layers], np.int32)]
+        arrays = [rows, deltas, np.array([*control[:2], *layers], np.int32)]
         if key.phase == "prefill":
             arrays.insert(0, tokens)
             if self.state.hidden is not None:

@@ -2,6 +2,7 @@
 
 import uuid
 from dataclasses import asdict
+from math import isnan
 from typing import TYPE_CHECKING
 
 from serving.errors import InvalidRequest, shown
@@ -125,6 +126,8 @@ def response(out: Output) -> pb.GenerateResponse:
     usage.prompt_tokens, usage.completion_tokens = counts.prompt_tokens, counts.completion_tokens
     usage.expert_visits, usage.degraded_visits = counts.expert_visits, counts.degraded_visits
     usage.cached_tokens = counts.cached_tokens
+    if not isnan(counts.expected_loss):
+        usage.expected_loss = counts.expected_loss
     if out.finish_reason is not None:
         made.finish_reason = out.finish_reason
     for span, found in (

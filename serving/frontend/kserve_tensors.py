@@ -412,6 +412,8 @@ def _degraded(out: Output) -> dict[str, Any]:
         found["cached_tokens"] = usage.cached_tokens
     if usage.expert_visits:
         found["degraded_share"] = usage.degraded_visits / usage.expert_visits
+    if not math.isnan(usage.expected_loss):
+        found["expected_loss"] = usage.expected_loss
     spans: dict[str, ThresholdSpan | None] = {
         "prefill": out.prefill_threshold,
         "decode": out.decode_threshold,

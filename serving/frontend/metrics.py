@@ -326,6 +326,12 @@ def _engine_families(engine: "Engine") -> Iterator[Metric]:
     yield counter("prefix_pages_evicted", about, stats.kept_pages_evicted)
     yield counter("expert_visits", "(token, layer, pick) visits", stats.expert_visits)
     yield counter("degraded_visits", "Visits rerouted or dropped", stats.degraded_visits)
+    about = "Sampled tokens whose expected loss is known"
+    yield counter("priced_tokens", about, stats.priced_tokens)
+    about = "Loss that their thresholds let expect, together"
+    yield counter("expected_loss_nats", about, stats.expected_loss_nats)
+    about = "Bound on a threshold's expected loss, nats a token; 0: none"
+    yield gauge("max_expected_loss_nats", about, brownout.max_expected_loss)
     yield counter(
         "recompilations", "Compilations that a step waited for", stats.compilations_since_ready
     )
@@ -378,6 +384,9 @@ def _audits(audits: Iterable[AuditState]) -> Iterator[Metric]:
     ):
         counts = {(audit.model, audit.key): float(getattr(audit, field)) for audit in scored}
         yield family(kind, f"audit_{name}", about, ["model", "key"], counts)
+    expected = {(a.model, a.key): a.expected_nats for a in scored if not isnan(a.expected_nats)}
+    about = "The excess that the thresholds of those answers let expect"
+    yield family(GaugeMetricFamily, "audit_expected_nats", about, ["model", "key"], expected)
     for name, about in (
         ("excess_nats", "A token's log-probability above that under the exact model"),
         ("disagreement", "Share of greedy tokens that are not the exact model's first choice"),

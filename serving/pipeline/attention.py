@@ -321,7 +321,8 @@ class AttentionWorker:
         latency-sensitive rows where others can give up enough.
         """
         percent, strategy = units[0].percent, units[0].strategy
-        control = StepControl(percent, strategy)
+        floor = max(unit.floor_percent for unit in units)
+        control = StepControl(max(percent, floor), strategy, floor)
         if any(unit.percent != percent or unit.strategy != strategy for unit in units):
             bound = [unit for unit in units if unit.strategy]
             for at, unit in enumerate(units):
@@ -330,12 +331,12 @@ class AttentionWorker:
                 return control
             kept = sum(len(unit.places) * unit.percent for unit in bound)
             percent = -(-kept // sum(len(unit.places) for unit in bound))  # never less than asked
-            control = StepControl(percent, newest(bound).strategy)
+            control = StepControl(max(percent, floor), newest(bound).strategy, floor)
         if not control.strategy or all(unit.urgent for unit in units):
             return control
         urgent = np.zeros(len(rows), bool)
         urgent[: len(units)] = [unit.urgent for unit in units]
-        percent = spare_latency_sensitive(rows, urgent, control.threshold_percent)
+        percent = spare_latency_sensitive(rows, urgent, control)
         return control._replace(threshold_percent=percent)
 
     def _packed(

@@ -100,6 +100,7 @@ def units_of(
             number,
             percent=control.threshold_percent,
             strategy=control.strategy,
+            floor_percent=control.least_percent,
         )
         if plan.shapes is not None and plan.shapes.rows[at, SHAPED]:
             unit.shape = plan.shapes.rows[at].copy()

@@ -348,7 +348,7 @@ class AttentionPrograms:
             tokens,
             rows,
             deltas,
-            np.array(control, np.int32),
+            np.array(control[:2], np.int32),
             places,
             index,
             kind=kind,

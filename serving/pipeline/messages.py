@@ -39,6 +39,7 @@ class Unit:
     most_percent: int = 0
     degraded: int = 0
     lost: bool = False  # an expert worker is gone that has visits of it
+    floor_percent: int = 0  # which its threshold does not go below
 
     def note_threshold(self, percent: int) -> None:
         """Widens the span of thresholds that its rows have had."""

@@ -171,6 +171,7 @@ class SequenceState:
         self.visits_per_token = visits_per_token
         self.degraded_visits = 0
         self.visited_tokens = 0
+        self.expected_nats = 0.0  # expected loss of its tokens; NaN: not known of all
         self.planned_tokens = 0  # of steps, read or not; counted where there is a bound
         self.bounds_degraded = 0 < request.max_degraded_percent < 100
         self.spared = False  # its last planned step was exact, to stay within the bound
@@ -321,7 +322,14 @@ class SequenceState:
             text,
             (token,),
             (logprob,) if sampling.logprobs else (),
-            Usage(len(self.prompt), count, visits, self.degraded_visits, self.cached_tokens),
+            Usage(
+                len(self.prompt),
+                count,
+                visits,
+                self.degraded_visits,
+                self.cached_tokens,
+                self.expected_nats / count,
+            ),
             reason,
             tuple(self.prompt_logprobs) if count == 1 else (),
             spans.get(Phase.PREFILL),

@@ -111,15 +111,15 @@ class ScheduledStep(StepPlan):
             return 100.0
         return 100 - (100 - self.control.threshold_percent) * (1 - self.exempt_share)
 
-    def degrade_best_effort_first(self, threshold_percent: int) -> int:
-        """Returns the threshold to launch these layers with so that, of all their visits,
-        `threshold_percent` are kept exact, and best effort is degraded first
+    def degrade_best_effort_first(self, control: StepControl) -> int:
+        """Returns the threshold to launch these layers with so that, of all their visits, the
+        control's share is kept exact, and best effort is degraded first
         (`spare_latency_sensitive`).
         """
         urgent = [s.priority is LS for s in self.sequences]
         if all(urgent):
-            return threshold_percent
-        return spare_latency_sensitive(self.rows, np.array(urgent), threshold_percent)
+            return control.threshold_percent
+        return spare_latency_sensitive(self.rows, np.array(urgent), control)
 
     def share_prompt_logprobs(self, values: Float[np.ndarray, "T 2"]) -> None:
         """Stores the prompt log-probabilities that the sequences' chunks yielded.

@@ -31,7 +31,7 @@ from serving.pipeline.local_crew import LocalCrew
 from serving.plan import Limits
 from serving.scheduling.layers.picker import LayerPicker, Waiting, make_picker
 from serving.settings.composes import AEP, COMPOSES
-from serving.startup.loading import load_models
+from serving.startup.loading import check_expected_loss, load_models
 
 if TYPE_CHECKING:
     from serving.pipeline.remote_crew import RemoteCrew
@@ -106,6 +106,7 @@ def crew_of(config: EngineConfig, model: Model | Family | None, progress: Progre
     loaded = family[0]
     ways = allowed_ways(config.brownout, family)
     starting_strategy(config.brownout.strategy, ways[0] if ways else 0)
+    check_expected_loss(config, family, ways)
     if ways:
         loaded.use_way(ways[0])
     fitting = fit_to_model(config, loaded, own.attention)

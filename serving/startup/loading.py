@@ -2,19 +2,25 @@
 
 import contextlib
 import logging
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from jmoe import expected_loss
 from jmoe.api import BUNDLED, Model, load, resolve
+from jmoe.beside import digest_of
 from jmoe.checkpoint import is_native
 from jmoe.config import read_config
+from jmoe.expected_loss import Kind
 from jmoe.family import Family, load_family
 from jmoe.parallel.home import make_mesh
 from serving.config import EngineConfig
+from serving.control.losses import Curve, Losses
 from serving.control.mover import starting_placement
+from serving.control.slo import starting_strategy
 from serving.errors import SettingsError
 from serving.execution.memory import check_mesh
 from serving.execution.programs import Progress
@@ -112,3 +118,44 @@ def load_models(config: EngineConfig, mesh: Mesh | None, progress: Progress) -> 
         chat_template=config.chat_template,
         quantize=config.quantize,
     )
+
+
+def expected_losses(config: EngineConfig, family: Family) -> list[Mapping[Kind, Curve]]:
+    """Returns the curves of expected loss that lie beside the models; none where nobody measured
+    what is served: a family whose experts are shared, or stand in for others.
+
+    Raises SettingsError for a table of another model, or none, where
+    `engine.brownout.max_expected_loss` bounds it; without that, one of another is only warned of.
+    """
+    if config.family or config.resident_experts:
+        return []
+    found: list[Mapping[Kind, Curve]] = []
+    for model in family:
+        there = (model.path / expected_loss.FILE).exists()
+        try:
+            # Weights are hashed only where there is a table to belong to them.
+            tables = expected_loss.read(model.path, digest_of(model.path) if there else "")
+        except ValueError as error:
+            if most := config.brownout.max_expected_loss:
+                raise SettingsError(
+                    f"engine.brownout.max_expected_loss is {most:g}, and {error}"
+                ) from None
+            if there:
+                log.warning("expected loss is not known: %s", error)
+            tables = {}
+        found.append({kind: table.curve() for kind, table in tables.items()})
+    return found
+
+
+def check_expected_loss(config: EngineConfig, family: Family, ways: Sequence[int]) -> None:
+    """Raises SettingsError for a bound on the expected loss of what nobody has measured."""
+    brownout = config.brownout
+    if not brownout.max_expected_loss:
+        return
+    losses = Losses(family.names, expected_losses(config, family), levels=brownout.levels)
+    way = ways[0] if ways else 0
+    strategy = starting_strategy(brownout.strategy, way)
+    if missing := losses.missing(strategy, way, brownout.keep):
+        raise SettingsError(
+            f"engine.brownout.max_expected_loss is {brownout.max_expected_loss:g}, and {missing}"
+        )

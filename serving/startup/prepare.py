@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING
 import jax
 
 from jmoe.api import BUNDLED, Model, name_of, resolve
+from jmoe.beside import digest_of
 from jmoe.brownout import Own
 from jmoe.checkpoint import TensorFiles, is_native, united_ways
 from jmoe.config import read_config
 from jmoe.family import Family
-from jmoe.levels import FILE, by_code, digest_of, read
+from jmoe.levels import FILE, by_code, read
 from jmoe.offloaded import check_spare
 from jmoe.parallel.cost import exchange_bytes
 from jmoe.tokenizer import read_settings
@@ -38,7 +39,12 @@ from serving.settings.composes import COMPOSES, SEVERAL
 from serving.settings.plugins import own_strategy
 from serving.settings.reading import check_composes, named_models
 from serving.startup.asynchronous import make_layer_picker, prepare_crew, with_mode
-from serving.startup.loading import check_chat_templates, load_models, make_mesh_of
+from serving.startup.loading import (
+    check_chat_templates,
+    check_expected_loss,
+    load_models,
+    make_mesh_of,
+)
 
 if TYPE_CHECKING:
     from serving.cluster.followers import Followers
@@ -181,6 +187,7 @@ def build(
     if config.brownout.levels:
         for one in family:
             _use_levels(one, config.brownout.keep, ways)
+    check_expected_loss(config, family, ways)
     if config.brownout.strategy == "auto" and not ways and config.process_index <= 0:
         log.warning("brownout is off: %s has no united experts", loaded.name)
     fitting = fit_to_model(config, loaded)

@@ -36,6 +36,8 @@ class Counters:
     steps_decode: int = 0
     expert_visits: int = 0
     degraded_visits: int = 0
+    priced_tokens: int = 0  # sampled tokens whose expected loss is known
+    expected_loss_nats: float = 0.0  # of them together
 
 
 MAX_KEYS = 1000

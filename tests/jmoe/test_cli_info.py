@@ -123,12 +123,20 @@ class Server(rpc.GenerationServicer, rpc.AdminServicer):
             itl_slo_s=0.0123,
             itl_p90_s=float("nan"),
             objective_state="overloaded: brownout is exhausted, refusing 3/s",
+            max_expected_loss=0.05,
+            least_threshold_percent=30,
         )
 
     async def GetStats(self, request, context):
         return pb.Stats(
             uptime_s=1234567.5,
             expert_visits=10**15,
+            priced_tokens=2000,
+            expected_loss_nats=25.0,
+            audits=[
+                pb.Audit(model="m", num_scored=60, excess_nats=0.1, expected_nats=0.0125),
+                pb.Audit(model="n", num_scored=60, excess_nats=0.1, expected_nats=float("nan")),
+            ],
             refused=[
                 pb.Refused(key=key, priority=priority, count=count)
                 for key, priority, count in (
@@ -189,6 +197,10 @@ def test_a_server_says_in_words_where_its_admin_service_is_and_how_it_does():
     assert values["version"] == "0.1.0 on NVIDIA H200"
     assert "best-effort token" not in values
     assert values["uptime"] == "14 d 6 h 56 min 8 s"
+    assert values["most expected loss"] == "0.05 nats a token: 30 % kept at least"
+    assert values["expected loss"] == "0.0125 nats a token, of 2,000 tokens"
+    assert ", 0.0125 expected, of 60 answers audited" in values["brownout of m"]
+    assert "expected" not in values["brownout of n"]
     assert values["expert visits"] == "1,000,000,000,000,000, 0.0 % degraded"
     assert not [name for name in values if "_" in name or "." in name]
 

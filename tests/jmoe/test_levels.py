@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import jmoe
-from jmoe import levels
+from jmoe import beside, levels
 from jmoe.brownout import Brownout, strategy_code
 from jmoe.levels import Levels
 
@@ -26,7 +26,7 @@ def rows(low=ROW):
 
 
 def write(directory, *tables, digest=None):
-    levels.write(directory / levels.FILE, tables, digest or levels.digest_of(directory))
+    levels.write(directory / levels.FILE, tables, digest or beside.digest_of(directory))
 
 
 @pytest.fixture(scope="module")
@@ -131,6 +131,6 @@ def test_a_table_of_something_else_is_named(united_dirs, tmp_path):
         path.write_text(json.dumps(good | {"tables": tables}), encoding="utf-8")
         refused("is no table of levels")
     path.write_text("[", encoding="utf-8")
-    refused("is no table of levels")
+    refused("levels.json is not readable")
     with pytest.raises(ValueError, match="levels are of partial brownout, and strategy is full"):
         Brownout("full", 40, levels=True)

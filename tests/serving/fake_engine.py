@@ -158,7 +158,10 @@ class FakeEngine:
                     chr(token),
                     (token,),
                     (-0.5,) if sampling.logprobs else (),
-                    Usage(len(tokens), i + 1, 8 * (len(tokens) + i), 2 * i),
+                    Usage(
+                        *(len(tokens), i + 1, 8 * (len(tokens) + i), 2 * i),
+                        expected_loss=0.5 * i / (i + 1),  # half a nat of each but the first
+                    ),
                     finish_reason=reason,
                     prompt_logprobs=(-0.25,) * (len(tokens) - 1)
                     if sampling.prompt_logprobs and not i

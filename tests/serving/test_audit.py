@@ -1,6 +1,7 @@
 """Degraded answers are scored exactly, when there is room, and what they cost is told."""
 
 import asyncio
+import dataclasses
 import math
 import shutil
 from collections import Counter
@@ -11,7 +12,7 @@ from counting import LIMITS, collect, family_of
 from families import GOLDEN, settings_of
 
 import jmoe
-from jmoe.packed_rows import EXEMPT
+from jmoe.packed_rows import EXEMPT, SLOT
 from serving.bench.fake import FakeRunner
 from serving.config import AuditConfig, BrownoutConfig, EngineConfig
 from serving.control import audit as audit_module
@@ -36,7 +37,7 @@ class Degrading(FakeRunner):
         return token, 0 if row[EXEMPT] else len(new)
 
 
-def start(names=None, observer=(), resident=0, **audit):
+def start(names=None, observer=(), resident=0, runner=Degrading, **audit):
     config = EngineConfig(
         max_model_len=200,
         watchdog_s=0,
@@ -45,7 +46,7 @@ def start(names=None, observer=(), resident=0, **audit):
         audit=AuditConfig(**audit),
     )
     clock, family = asyncio.get_running_loop().time, None if names is None else family_of(names)
-    engine = Engine(config, Degrading(LIMITS, step_s=STEP_S), family, observer, clock)
+    engine = Engine(config, runner(LIMITS, step_s=STEP_S), family, observer, clock)
     engine.run()
     return engine
 
@@ -234,6 +235,55 @@ async def test_each_key_has_figures_and_a_bound_of_its_own(monkeypatch):
         await collect(engine, [1], 2, key=key)
     await until_audited(engine, 104)
     assert {a.key: a.num_scored for a in audits(engine)}["other keys"] == 2
+    await engine.stop()
+
+
+class LeftOut(Degrading):
+    """A runner whose united experts, as long as they are `wrong`, do not know a family of prompts:
+    those that begin with a token from 500 on. What they say there is 2.5 nats less likely under the
+    exact model; all else is as likely.
+    """
+
+    wrong = True
+
+    def _schedule(self, plan, result, future):
+        if result.prompt_logprobs is not None:
+            firsts = [self._contexts[int(row[SLOT])][0] for row in plan.rows]
+            own = [-3.0 if self.wrong and first >= 500 else -0.5 for first in firsts]
+            scores = np.repeat(own, plan.q_lens)[:, None].repeat(2, axis=1)
+            result = dataclasses.replace(result, prompt_logprobs=scores)
+        super()._schedule(plan, result, future)
+
+
+@pytest.mark.simulated_time
+async def test_a_family_left_out_of_distillation_is_exempt_until_its_experts_are_better():
+    engine = start(runner=LeftOut, share=1.0, max_excess_nats=0.5, retry_s=1000.0)
+
+    async def answered(key):
+        """Returns whether an answer was degraded, once it is audited if it was."""
+        prompt, before = [500 if key == "cipher" else 1, 2, 3], num_scored(engine)
+        [*_, last] = await collect(engine, prompt, 4, key=key)
+        is_degraded = bool(last.usage.degraded_visits)
+        await until_audited(engine, before + is_degraded)
+        return is_degraded
+
+    async def num_until_exempt():
+        count = 0
+        while await answered("cipher"):
+            count += 1
+        return count
+
+    for _ in range(10):
+        assert await answered("sums")
+    assert await num_until_exempt() <= 200
+    assert {a.key: a.is_exempt for a in audits(engine)} == {"sums": False, "cipher": True}
+    assert await answered("sums")
+    await asyncio.sleep(1001)  # it is tried again, with the same experts
+    assert 0 < await num_until_exempt() <= 200
+    engine.executor.wrong = False  # the united experts are exchanged for better ones
+    await asyncio.sleep(1001)
+    for _ in range(60):
+        assert await answered("cipher")
     await engine.stop()
 
 

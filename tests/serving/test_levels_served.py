@@ -7,7 +7,7 @@ import pytest
 from families import GOLDEN, answer, settings_of
 
 import jmoe
-from jmoe import levels
+from jmoe import beside, levels
 from jmoe.levels import Levels
 from serving.config import BrownoutConfig
 from serving.engine import Engine
@@ -29,7 +29,7 @@ def directory(tmp_path):
     each = np.stack([np.maximum(np.arange(101), 90), np.arange(101) // 3], axis=1)
     each[100] = 100
     table = Levels(2, "weight", tuple(map(tuple, each.tolist())))
-    levels.write(made / levels.FILE, [table], levels.digest_of(made))
+    levels.write(made / levels.FILE, [table], beside.digest_of(made))
     return made
 
 

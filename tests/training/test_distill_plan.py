@@ -6,6 +6,7 @@ import shlex
 import shutil
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,8 +14,10 @@ import yaml
 from distilled import CONFIGS, QUICK
 from safetensors.numpy import load_file, save_file
 
-from jmoe import levels
+from jmoe import expected_loss, levels
+from jmoe.beside import digest_of
 from jmoe.config import from_hf
+from jmoe.expected_loss import ExpectedLoss, Kind, Point
 from serving.cli import main as cli
 from training.distill import distill
 from training.distill.plan import GIB, Amount, Timing, choose, make_plan, measure
@@ -217,19 +220,28 @@ def test_the_last_line_of_a_run_serves_its_result(tiny_dir, tmp_path, monkeypatc
     def finish(model_dir, ways, data, out, *_):
         out.mkdir(exist_ok=True)
         save_file({"made": np.zeros(1)}, out / "united.safetensors")
-        return [], []
+        return [SimpleNamespace(way=2, error_before=1.0, error_after=0.5)], []
 
     async def serve(config, *_):
         served.append(config.engine)
 
     def search(config, ways, keep, searched, progress):
         assert (config.data, config.num, searched) == (Path("d"), 10, 5)
-        digest = levels.digest_of(Path(config.model))
+        digest = digest_of(Path(config.model))
         levels.write(config.out / levels.FILE, [levels.Levels(2, keep, rows)], digest)
 
+    def price(config, settings, progress):
+        assert (config.data, config.num) == (Path("d"), 10)
+        assert {(s.way, s.keep) for s in settings} == {(2, "weight")}
+        digest = digest_of(Path(config.model))
+        config.out.mkdir()
+        expected_loss.write(config.out / expected_loss.FILE, [expected], digest)
+
+    expected = ExpectedLoss(Kind(2, "weight"), (Point(0, 0.2, 0.1, 0.3),))
     rows = tuple((level,) * 2 for level in range(101))
     monkeypatch.setattr("training.distill.distill", finish)
     monkeypatch.setattr("training.evaluation.sensitivity.evaluate_levels", search)
+    monkeypatch.setattr("training.evaluation.run.evaluate", price)
     monkeypatch.setattr("serving.frontend.server.serve", serve)
     flags = ["--model", model, "--data", "d", "--out", out, "--allow-unknown-config", "auto_map"]
     flags += ["--levels-items", "5"]
@@ -239,7 +251,8 @@ def test_the_last_line_of_a_run_serves_its_result(tiny_dir, tmp_path, monkeypatc
     for copy in copies:
         subprocess.run(copy, shell=True, check=True)
     assert load_file(model / "united.safetensors").keys() == {"made"}
-    assert levels.read(model, 2, levels.digest_of(model))[2, "weight"].rows == rows
+    assert levels.read(model, 2, digest_of(model))[2, "weight"].rows == rows
+    assert expected_loss.read(model, digest_of(model)) == {expected.kind: expected}
     command_line(monkeypatch, capsys, *shlex.split(line)[1:])
     assert served[0].model == str(model)
     assert served[0].allow_unknown_config == ("auto_map",)

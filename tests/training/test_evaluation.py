@@ -10,11 +10,20 @@ import struct
 import numpy as np
 import pytest
 
+from jmoe import expected_loss
 from jmoe.brownout import Brownout, LowestGate
+from jmoe.expected_loss import Kind
+from jmoe.ratios import ratio
 from training.evaluation.items import ZERO, choose, grid, integers, parse_only, read_tasks
 from training.evaluation.picture import draw
 from training.evaluation.store import Result, Store, digest, model_digest
-from training.evaluation.tables import paired_loss, scores, write_csv, write_markdown
+from training.evaluation.tables import (
+    expected_losses,
+    paired_loss,
+    scores,
+    write_csv,
+    write_markdown,
+)
 from training.tasks import Task, write_jsonl
 
 TASK = {"prompt": "a", "answer": " b", "family": "f"}
@@ -282,6 +291,34 @@ def test_scores(found):
     assert by_setting[Brownout("partial", 0, 2)].loss_percent == pytest.approx(25)
     assert by_setting[Brownout("partial", 0, 4)].accuracy == pytest.approx(0.375)
     assert by_setting[Brownout("full", 0)].loss_percent == 100
+
+
+def test_expected_losses_by_hand():
+    settings = [*grid([2], [100, 50, 0], keeps=("weight",)), Brownout("partial", 40, 4)]
+    settings.append(Brownout(LowestGate(), 0, 2))
+    costs = {"tokens": [2, 4], "others": [0, 0]}
+    results = {
+        s: result(s, [True, True], keep=s.keep, excess=[0.2, 100 - s.threshold_percent], **costs)
+        for s in settings
+        if s.threshold_percent < 100
+    }
+    results[ZERO] = result(ZERO, [True, True], excess=[0.0, 0.0], **costs)
+    found = {t.kind: t for t in expected_losses(scores(settings, results, ["f", "f"]))}
+    assert set(found) == {Kind(2, "weight"), Kind(0, "weight")}  # way 4 was not run at 0
+    points = found[Kind(2, "weight")].points
+    assert [p[:2] for p in points] == [(50, pytest.approx(50.2 / 6)), (0, pytest.approx(100.2 / 6))]
+    mean, margin = ratio(np.array([0.2, 50.0]), np.array([2, 4]))
+    assert points[0][2:] == pytest.approx((mean - margin, mean + margin), abs=1e-5)
+
+
+def test_what_was_measured_of_a_model_makes_no_other_of_it(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    (tmp_path / "config.json").write_text("{}")
+    before = model_digest(tmp_path)
+    (tmp_path / expected_loss.FILE).write_text("{}")
+    assert model_digest(tmp_path) == before
+    (tmp_path / "levels.json").write_text("{}")
+    assert model_digest(tmp_path) != before
 
 
 def test_csv(found):

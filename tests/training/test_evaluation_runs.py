@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -9,8 +10,10 @@ import pytest
 from safetensors.numpy import save_file
 
 import jmoe
-from jmoe import stepper
+from jmoe import expected_loss, stepper
+from jmoe.beside import digest_of
 from jmoe.brownout import Brownout, Control, plan
+from jmoe.expected_loss import Kind
 from jmoe.experts import ExpertTable
 from jmoe.model import head
 from jmoe.moe import RoutedRows, moe, route
@@ -275,8 +278,12 @@ def test_a_run_goes_on_where_it_ended(config, monkeypatch):
     again = evaluate(config, [PARTIAL])
     assert ran == []
     assert again[1].result == found[1].result
-    evaluate(config, [PARTIAL, Brownout("full", 0)])
+    *_, full = evaluate(config, [PARTIAL, Brownout("full", 0)])
     assert ran == [Brownout("full", 0)]
+    # Of way 2, threshold 0 was not run, and no loss can be expected of it.
+    [table] = expected_loss.read(config.out, digest_of(Path(config.model))).values()
+    assert table.kind == Kind.of(Brownout("full", 0))
+    assert table.points[0][:2] == (0, pytest.approx(full.excess[0], abs=1e-6))
     with pytest.raises(ValueError, match=r"belongs to other inputs: batch 4 \(now 8\)"):
         evaluate(changed(config, batch=8), [PARTIAL])
     assert ran == [Brownout("full", 0)]

@@ -8,7 +8,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from jmoe import expected_loss
 from jmoe.api import Model, load, resolve
+from jmoe.beside import digest_of
 from jmoe.brownout import Brownout
 from training.evaluation import items as sources
 from training.evaluation.answers import answer
@@ -17,7 +19,7 @@ from training.evaluation.items import ZERO, kind_of
 from training.evaluation.picture import draw
 from training.evaluation.quality import OutputError, losses, perplexity, sample_inputs, windows
 from training.evaluation.store import Result, Store, digest, model_digest
-from training.evaluation.tables import Score, scores, write_csv, write_markdown
+from training.evaluation.tables import Score, expected_losses, scores, write_csv, write_markdown
 from training.tasks import Task
 
 Progress = Callable[[str, int, int], None]
@@ -57,8 +59,9 @@ def evaluate(
     """Runs zero brownout and every setting that the folder has no result of, then writes tables.
 
     `config.out` gets `inputs.json`, `results.jsonl` (a line a setting, as it is done),
-    `evaluate.csv`, `evaluate.md` and `evaluate.png`. Returns zero brownout's score, then one for
-    each setting.
+    `evaluate.csv`, `evaluate.md`, `evaluate.png`, and `expected_loss.json`, a table for the model's
+    directory, of ways and the like whose threshold 0 is among the settings. Returns zero
+    brownout's score, then one for each setting.
 
     Raises ValueError for inputs that do not fit the model or each other, and for a folder that
     belongs to other inputs.
@@ -89,6 +92,8 @@ def evaluate(
     found = scores(settings, store.results, [item.family for item in items])
     (config.out / "evaluate.csv").write_text(write_csv(found), encoding="utf-8")
     (config.out / "evaluate.md").write_text(write_markdown(found, inputs), encoding="utf-8")
+    if tables := expected_losses(found):
+        expected_loss.write(config.out / expected_loss.FILE, tables, digest_of(model.path))
     title = f"{model.name}: accuracy under brownout, {len(items):,} items, batch {config.batch}"
     draw(found, config.out / "evaluate.png", title)
     return found

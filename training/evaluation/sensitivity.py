@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jmoe.api import load
+from jmoe.beside import digest_of
 from jmoe.brownout import Brownout
-from jmoe.levels import FILE, Levels, by_code, digest_of, read, write
+from jmoe.levels import FILE, Levels, by_code, read, write
 from training.evaluation.divergence import Cost, Divergence
 from training.evaluation.items import choose
 from training.evaluation.run import EvaluateConfig, Progress, Work, check_ways

@@ -14,6 +14,7 @@ import numpy as np
 from jmoe.brownout import Brownout, OwnStrategy
 from jmoe.checkpoint import UNITED_FILE, weights_digest
 from jmoe.digests import file_digests
+from jmoe.expected_loss import FILE
 
 INPUTS, RESULTS = "inputs.json", "results.jsonl"
 
@@ -135,9 +136,9 @@ def digest(parts: Iterable[str]) -> str:
 
 
 def model_digest(directory: Path) -> str:
-    """Returns a short hash of a model's weights, united experts and settings. Raises
-    CheckpointError, and OSError.
+    """Returns a short hash of a model's weights, united experts and settings, but not of what was
+    measured of them. Raises CheckpointError, and OSError.
     """
-    beside = sorted([*directory.glob("*.json"), *directory.glob(UNITED_FILE)])
+    beside = sorted({*directory.glob("*.json"), *directory.glob(UNITED_FILE)} - {directory / FILE})
     names = [path.name for path in beside]
     return digest([weights_digest(directory), *names, *file_digests(beside)])

@@ -3,6 +3,7 @@
 import csv
 import io
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from jmoe.brownout import Brownout
+from jmoe.expected_loss import ExpectedLoss, Kind, Point
 from jmoe.ratios import ratio
 from training.evaluation.items import ZERO, kind_of
 from training.evaluation.store import Result
@@ -101,6 +103,28 @@ def paired_loss(
     losses = 100 * (zeros - others) / np.maximum(zeros, 1e-12)
     low, high = np.percentile(losses, INTERVAL)
     return 100 * (zero - other) / zero, float(low), float(high)
+
+
+def expected_losses(found: Sequence[Score]) -> list[ExpectedLoss]:
+    """Returns what a server may expect thresholds to cost, of each kind that threshold 0 was run
+    of; users' own strategies are left out.
+    """
+    kinds = defaultdict[Kind, list[Point]](list)
+    for score in sorted(found, key=lambda score: -score.setting.threshold_percent):
+        setting, (mean, margin) = score.setting, score.excess
+        if setting.own or setting.name == "zero" or setting.threshold_percent == 100:
+            continue
+        point = Point(setting.threshold_percent, *_rounded(mean, mean - margin, mean + margin))
+        kinds[Kind.of(setting)].append(point)
+    return [
+        ExpectedLoss(kind, tuple(points))
+        for kind, points in kinds.items()
+        if points[-1].threshold_percent == 0 and not any(math.isnan(p.excess) for p in points)
+    ]
+
+
+def _rounded(*values: float) -> list[float]:
+    return [round(value, 6) for value in values]
 
 
 def write_csv(found: Sequence[Score]) -> str:

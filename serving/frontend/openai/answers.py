@@ -23,6 +23,7 @@ class Usage(_Answer):
     total_tokens: int
     prompt_tokens_details: PromptTokens
     degraded_share: float
+    expected_loss: float | None
     prefill_threshold_percent: list[int] | None
     decode_threshold_percent: list[int] | None
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
@@ -277,7 +278,8 @@ def usage(outputs: Sequence[Output], num_per_prompt: int = 1) -> dict[str, Any]:
     """Returns the usage of a call, given the newest output of each of its choices.
 
     `outputs` are ordered by prompt, with `num_per_prompt` choices for each, and each prompt counts
-    once. `degraded_share` is the share of expert visits that were degraded. The threshold fields
+    once. `degraded_share` is the share of expert visits that were degraded, `expected_loss` what
+    their thresholds let expect, in nats a token; null where that is not known. The threshold fields
     have the smallest and largest threshold (percent) that the call's steps ran under; null before
     the first step.
     """
@@ -286,12 +288,14 @@ def usage(outputs: Sequence[Output], num_per_prompt: int = 1) -> dict[str, Any]:
     completion = sum(out.usage.completion_tokens for out in outputs)
     visits = sum(out.usage.expert_visits for out in outputs)
     degraded = sum(out.usage.degraded_visits for out in outputs)
+    nats = sum(out.usage.expected_loss * out.usage.completion_tokens for out in outputs)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": cached},
         "degraded_share": degraded / visits if visits else 0.0,
+        "expected_loss": None if math.isnan(nats) else nats / max(completion, 1),
         "prefill_threshold_percent": _span(out.prefill_threshold for out in outputs),
         "decode_threshold_percent": _span(out.decode_threshold for out in outputs),
     }

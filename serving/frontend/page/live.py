@@ -62,6 +62,8 @@ class Sample:
     prefill_threshold_percent: float = math.nan
     decode_threshold_percent: float = math.nan
     degraded_share: float = math.nan  # of this second's expert visits
+    expected_loss: float = math.nan  # of this second's tokens, nats a token
+    max_expected_loss: float = 0.0  # of a threshold; 0: no bound
     kv_pages_used: int = 0
     kv_pages_total: int = 0
     machine_speed: float = math.nan  # over that of the server's first thousand steps
@@ -77,6 +79,8 @@ class Counted(NamedTuple):
     output_tokens: int
     visits: int
     degraded: int
+    priced_tokens: int = 0
+    expected_loss_nats: float = 0.0
 
     @classmethod
     def of(cls, engine: "Engine", metrics: "Metrics", at_s: float) -> "Counted":
@@ -91,6 +95,8 @@ class Counted(NamedTuple):
             output_tokens=metrics.generation_tokens,
             visits=stats.expert_visits,
             degraded=stats.degraded_visits,
+            priced_tokens=stats.priced_tokens,
+            expected_loss_nats=stats.expected_loss_nats,
         )
 
     def rates_since(self, last: "Counted | None") -> dict[str, float]:
@@ -99,6 +105,8 @@ class Counted(NamedTuple):
             return {}
         took_s, visits = self.at_s - last.at_s, self.visits - last.visits
         # A step that runs in parts counts degraded visits with each part, and visits at its end.
+        priced = self.priced_tokens - last.priced_tokens
+        nats = self.expected_loss_nats - last.expected_loss_nats
         share = min(1.0, (self.degraded - last.degraded) / visits) if visits else math.nan
         return {
             # A request that ends while it is counted may be missing for a moment.
@@ -107,6 +115,7 @@ class Counted(NamedTuple):
             "prompt_tokens_per_s": (self.prompt_tokens - last.prompt_tokens) / took_s,
             "output_tokens_per_s": (self.output_tokens - last.output_tokens) / took_s,
             "degraded_share": share,
+            "expected_loss": nats / priced if priced else math.nan,
         }
 
 
@@ -144,6 +153,7 @@ class Sampler:
             strategy=state.strategy,
             prefill_threshold_percent=state.prefill_threshold_percent,
             decode_threshold_percent=state.decode_threshold_percent,
+            max_expected_loss=state.max_expected_loss,
             kv_pages_used=stats.kv_pages_used,
             kv_pages_total=stats.kv_pages_total,
             machine_speed=server.metrics.speed(engine),

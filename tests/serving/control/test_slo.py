@@ -83,10 +83,10 @@ def further(slo, previous_at, launched_at, now, priority=LS):
 
 
 def control(slo, phase, *, ls=True):
-    """Returns the control of a step of eight tokens or rows, all of one class."""
+    """Returns threshold and code of a step of eight tokens or rows, all of one class."""
     make, priority = prefill_step if phase == "prefill" else decode_step, LS if ls else BE
     step = make(8, priority=priority)
-    return slo.control(step, since_s=0.0, num_decoding=8, now=0.0)
+    return slo.control(step, since_s=0.0, num_decoding=8, now=0.0)[:2]
 
 
 def update(slo, now, oldest_s, *, slots_taken=False, best_effort=0.0):

@@ -288,7 +288,8 @@ def test_what_a_worker_that_ends_takes_with_it_is_computed_once_more():
 
 
 def stages_of(*given):
-    """Returns workers that decoding units enter, each (urgent, percent, strategy), and a list of
+    """Returns workers that decoding units enter, each (urgent, percent, strategy) and
+    perhaps the threshold that it may not go below, and a list of
     what their stages of attention will have: threshold, strategy, each row's exemption.
     """
     hosts, seen = np.ones((sum(MOE), EXPERTS, 1), bool), []
@@ -296,17 +297,17 @@ def stages_of(*given):
     attend = device.attend
 
     def attend_and_note(layer, tokens, rows, deltas, control, places):
-        seen.append((*control, rows[: len(given), EXEMPT].tolist()))
+        seen.append((*control[:2], rows[: len(given), EXEMPT].tolist()))
         return attend(layer, tokens, rows, deltas, control, places)
 
     device.attend = attend_and_note
     workers = LocalWorkers(
         [device], [Experts(hosts[..., 0], ROWS)], MOE, hosts, ROWS, lambda: make_picker("mtfs")
     )
-    for slot, (urgent, percent, strategy) in enumerate(given):
+    for slot, (urgent, percent, strategy, *floor) in enumerate(given):
         row, at = pack_row(slot, kv_len=1), np.array([slot], np.int32)
         unit = Unit(row, None, at, empty_deltas(0), urgent, number=slot)
-        unit.percent, unit.strategy = percent, strategy
+        unit.percent, unit.strategy, unit.floor_percent = percent, strategy, sum(floor)
         workers.submit(0, unit)
     return workers, seen
 
@@ -322,6 +323,11 @@ def stages_of(*given):
         ([(True, 90, 1), (True, 40, 1), (True, 40, 1)], (57, 1, [0, 0, 0])),
         # Best effort's own threshold is lower, and it gives up what it can for the other.
         ([(True, 80, 2), (False, 40, 2)], (20, 2, [SPARED, 0])),
+        # But not below what its expected loss allows: then all give up alike.
+        ([(True, 80, 2, 30), (False, 40, 2, 30)], (60, 2, [0, 0])),
+        ([(True, 80, 2, 20), (False, 40, 2, 20)], (20, 2, [SPARED, 0])),
+        # The bound was tightened after a row had entered.
+        ([(True, 20, 2, 20), (True, 50, 2, 50)], (50, 2, [0, 0])),
         # Who entered under zero brownout is spared, whatever the others have.
         ([(True, 100, 0), (True, 30, 2)], (30, 2, [SPARED, 0])),
         ([(True, 70, 0), (True, 100, 0)], (70, 0, [SPARED, SPARED])),

@@ -73,6 +73,7 @@ async def test_a_request_is_answered_whole(raw: bool) -> None:
         "expert_visits": 48,
         "degraded_visits": 6,
         "degraded_share": 6 / 48,
+        "expected_loss": 0.375,
         "decode_threshold_min_percent": 40,
         "decode_threshold_max_percent": 70,
     }

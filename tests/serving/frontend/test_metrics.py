@@ -78,6 +78,8 @@ def busy() -> Metrics:
         metrics.request_ended(asked, error)
     metrics.engine = FakeEngine()
     metrics.engine.counters["refused"] = (Refused("alice", "any", 2),)
+    metrics.engine.counters |= {"priced_tokens": 4, "expected_loss_nats": 0.5}
+    metrics.engine.brownout = replace(metrics.engine.brownout, max_expected_loss=0.25)
     metrics.calls.door("http", ["/v1/completions"], "500")("/v1/completions", 200)
     return metrics
 
@@ -154,6 +156,9 @@ def test_scrape_over_http() -> None:
         ("jmoe_step_time_speed",): 1.0,
         ("jmoe_expert_visits_total",): 800,
         ("jmoe_degraded_visits_total",): 200,
+        ("jmoe_priced_tokens_total",): 4,
+        ("jmoe_expected_loss_nats_total",): 0.5,
+        ("jmoe_max_expected_loss_nats",): 0.25,
         ("jmoe_recompilations_total",): 0,
         ("jmoe_requests_rejected_total",): 2,
         ("jmoe_requests_rejected_by_key_total", "alice", "any"): 2,

@@ -24,12 +24,18 @@ promtool = pytest.mark.skipif(
 )
 
 
-def labels_by_name():
-    """Returns the labels of every sample that a server with some traffic has."""
+def audited():
+    """Returns metrics of a server that has audited some answers."""
     metrics = Metrics()
     metrics.engine = FakeEngine()
-    audit = AuditState("counter", 3, 0, 0.1, 0.0, 0.2, 0.1, 0.0, 0.2, False)
+    audit = AuditState("counter", 3, 0, 0.1, 0.0, 0.2, 0.1, 0.0, 0.2, False, "", 0.1)
     metrics.engine.counters["audits"] = (audit,)
+    return metrics
+
+
+def labels_by_name():
+    """Returns the labels of every sample that a server with some traffic has."""
+    metrics = audited()
     metrics.first_tokens(np.array([0.5]), 1.0, Priority.LATENCY_SENSITIVE)
     metrics.expert_rows = np.ones((1, 2), np.int64)
     metrics.calls.door("http", ["other"], "500")
@@ -83,8 +89,7 @@ def test_a_query_of_something_else_is_noticed():
 
 def test_values_of_labels_are_those_of_a_server():
     known = {}
-    metrics = Metrics()
-    metrics.engine = FakeEngine()
+    metrics = audited()
     for family in metrics.registry.collect():
         for sample in family.samples:
             for label, value in sample.labels.items():

@@ -38,6 +38,7 @@ async def test_a_text_and_its_usage():
         "total_tokens": 5,
         "prompt_tokens_details": {"cached_tokens": 0},
         "degraded_share": 4 / 32,
+        "expected_loss": pytest.approx(1 / 3),
         **SPANS,
     }
     assert call["prompt"] == "ab"

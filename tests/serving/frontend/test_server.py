@@ -42,8 +42,13 @@ async def test_streams_tokens_and_usage() -> None:
     assert [m.finish_reason for m in got] == ["", "", "", "length"]
     assert {m.request_id for m in got} == {"mine"}
     assert got[-1].usage == pb.Usage(
-        prompt_tokens=3, completion_tokens=4, expert_visits=48, degraded_visits=6
+        prompt_tokens=3,
+        completion_tokens=4,
+        expert_visits=48,
+        degraded_visits=6,
+        expected_loss=0.375,
     )
+    assert (got[0].usage.HasField("expected_loss"), got[0].usage.expected_loss) == (True, 0)
     assert not got[0].HasField("decode_threshold")
     assert got[1].decode_threshold == pb.ThresholdSpan(min_percent=40, max_percent=70)
 
@@ -214,6 +219,10 @@ async def test_admin_reads_and_sets() -> None:
         assert s.engine.changes == BrownoutChange(controller="algorithm2", prefill_company=False)
         assert (state.controller, state.prefill_company) == ("algorithm2", False)
         assert (await s.admin.SetBrownout(pb.SetBrownoutRequest(keep="weight"))).keep == "weight"
+        await s.admin.SetBrownout(pb.SetBrownoutRequest(max_expected_loss=0.0))
+        assert s.engine.changes.max_expected_loss == 0
+        change = pb.SetBrownoutRequest(max_expected_loss=0.25)
+        assert (await s.admin.SetBrownout(change)).max_expected_loss == 0.25
         await s.admin.SetBrownout(pb.SetBrownoutRequest(way=2, decode_threshold_percent=0))
         assert s.engine.changes == BrownoutChange(way=2, decode_threshold_percent=0)
         error = await failure(s.admin.SetBrownout(pb.SetBrownoutRequest(way=3)))

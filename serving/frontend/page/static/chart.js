@@ -26,7 +26,7 @@ function nice(value) {
 }
 
 // `spec`: title; format(value); series [{name, style, kind, of(sample)}] of the kinds line, step,
-// bars, and area, areas on top of each other; limit(sample), where there is one; top, a fixed end of the axis, or
+// bars, and area, areas on top of each other; limit(sample), where there is one, and what it is called; top, a fixed end of the axis, or
 // least, the smallest; marks(sample), a word that is written where it changes; axis: whether time
 // is written below.
 export class Chart {
@@ -57,7 +57,7 @@ export class Chart {
       const value = html("b", "");
       this.#values.push(value);
       const label = html("span", "value");
-      label.append(html("i", "swatch limit line"), "SLO ", value);
+      label.append(html("i", "swatch limit line"), `${spec.limitName ?? "SLO"} `, value);
       values.append(label);
     }
     figure.append(head, this.#svg);
@@ -91,7 +91,8 @@ export class Chart {
     const x = (s) => LEFT + (1 - (now - s.time_s) / spanS) * (this.#width - LEFT - RIGHT);
     const most = this.#top(samples);
     const y = (value) => TOP + (1 - Math.min(value, most) / most) * (bottom - TOP);
-    const ticks = limit ? [0, limit(samples.at(-1)) ?? 0] : [0, most / 2, most];
+    const marked = limit?.(samples.at(-1)) ?? null;
+    const ticks = marked === null ? [0, most / 2, most] : [0, marked];
     const parts = [this.#grid(ticks, y, bottom, spanS)];
     let below = samples.map(() => 0);
     for (const one of series) {
@@ -127,7 +128,7 @@ export class Chart {
     const names = series.map((one, i) => `${one.name} ${texts[i]}`.trim());
     if (limit) texts.push(format(sample ? limit(sample) : null));
     texts.forEach((text, i) => (this.#values[i].textContent = text));
-    const slo = limit ? `, SLO ${texts.at(-1)}` : "";
+    const slo = limit ? `, ${this.#spec.limitName ?? "SLO"} ${texts.at(-1)}` : "";
     this.#svg.setAttribute("aria-label", `${title}: ${names.join(", ")}${slo}`);
   }
 

@@ -10,6 +10,7 @@ const FIELDS = [
   "decode_threshold_percent",
   "ttft_slo_s",
   "itl_slo_s",
+  "max_expected_loss",
 ];
 const MS = new Set(["ttft_slo_s", "itl_slo_s"]);
 

@@ -47,3 +47,7 @@ export function duration(total) {
 export function clock(unix) {
   return new Date(1000 * unix).toLocaleTimeString("en-GB");
 }
+
+export function fixed(value) {
+  return there(value) ? value.toFixed(4) : NONE;
+}

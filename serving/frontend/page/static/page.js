@@ -2,7 +2,7 @@
 
 import { Controls } from "./controls.js";
 import { Feed } from "./feed.js";
-import { NONE, count, duration, rate, seconds, share } from "./format.js";
+import { NONE, count, duration, fixed, rate, seconds, share } from "./format.js";
 import { Heat } from "./heat.js";
 import { Past } from "./past.js";
 
@@ -74,6 +74,12 @@ function tiles(s) {
       verdict(s.itl_p90_s, s.itl_slo_s),
     ],
     ["Degraded visits", share(s.degraded_share), s.strategy ? `strategy ${s.strategy}` : "", ""],
+    [
+      "Expected loss",
+      fixed(s.expected_loss),
+      s.max_expected_loss ? `nats a token · at most ${fixed(s.max_expected_loss)}` : "nats a token",
+      "",
+    ],
     ["Running", count(s.running_ls + s.running_be), `${count(s.running_be)} best effort`, ""],
     ["Waiting", count(s.waiting_ls + s.waiting_be), `${count(s.waiting_be)} best effort`, ""],
     [
@@ -122,14 +128,14 @@ const AUDITS = [
   ["Model", (a) => a.model],
   ["Key", (a) => a.key || NONE],
   ["Answers scored again", (a) => count(a.num_scored)],
-  ["Nats a token", (a) => span(a.excess_nats, a.excess_low_nats, a.excess_high_nats, fixed)],
+  ["Nats a token, expected", (a) => fixed(a.expected_nats)],
+  ["Measured", (a) => span(a.excess_nats, a.excess_low_nats, a.excess_high_nats, fixed)],
   [
     "Other greedy tokens",
     (a) => span(a.disagreement, a.disagreement_low, a.disagreement_high, share),
   ],
   ["Brownout", (a) => (a.is_exempt ? "exempt: costs more than the bound" : "allowed")],
 ];
-const fixed = (value) => (value === null ? NONE : value.toFixed(3));
 const span = (value, low, high, text) =>
   low === null ? text(value) : `${text(value)} (${text(low)} to ${text(high)})`;
 const WORKERS = [

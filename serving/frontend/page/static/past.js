@@ -1,7 +1,7 @@
 // The charts of the last minutes, and the moment that is looked at in all of them.
 
 import { Chart } from "./chart.js";
-import { clock, count, percent, rate, seconds, share } from "./format.js";
+import { clock, count, fixed, percent, rate, seconds, share } from "./format.js";
 
 export const SPAN_S = 300;
 
@@ -64,6 +64,14 @@ const SPECS = [
 ];
 
 const MORE = [
+  {
+    title: "Expected loss, nats a token",
+    format: fixed,
+    least: 0.001,
+    limit: (s) => s.max_expected_loss || null,
+    limitName: "at most",
+    series: [{ name: "", style: "degraded", kind: "line", of: (s) => s.expected_loss }],
+  },
   {
     title: "Tokens",
     format: (v) => rate(v, "/s"),

@@ -98,18 +98,20 @@ class GenerateRequest(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., tokens: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., allow_brownout: _Optional[bool] = ..., priority: _Optional[_Union[Priority, str]] = ..., model: _Optional[str] = ..., reuse_prefix: _Optional[bool] = ..., cache_salt: _Optional[str] = ..., max_degraded_percent: _Optional[int] = ..., allow_audit: _Optional[bool] = ...) -> None: ...
 
 class Usage(_message.Message):
-    __slots__ = ("prompt_tokens", "completion_tokens", "expert_visits", "degraded_visits", "cached_tokens")
+    __slots__ = ("prompt_tokens", "completion_tokens", "expert_visits", "degraded_visits", "cached_tokens", "expected_loss")
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     COMPLETION_TOKENS_FIELD_NUMBER: _ClassVar[int]
     EXPERT_VISITS_FIELD_NUMBER: _ClassVar[int]
     DEGRADED_VISITS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_LOSS_FIELD_NUMBER: _ClassVar[int]
     prompt_tokens: int
     completion_tokens: int
     expert_visits: int
     degraded_visits: int
     cached_tokens: int
-    def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., expert_visits: _Optional[int] = ..., degraded_visits: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
+    expected_loss: float
+    def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., expert_visits: _Optional[int] = ..., degraded_visits: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., expected_loss: _Optional[float] = ...) -> None: ...
 
 class ThresholdSpan(_message.Message):
     __slots__ = ("min_percent", "max_percent")
@@ -246,7 +248,7 @@ class GetBrownoutRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class SetBrownoutRequest(_message.Message):
-    __slots__ = ("strategy", "way", "prefill_threshold_percent", "decode_threshold_percent", "salc_enabled", "ttft_slo_s", "itl_slo_s", "controller", "prefill_company", "keep")
+    __slots__ = ("strategy", "way", "prefill_threshold_percent", "decode_threshold_percent", "salc_enabled", "ttft_slo_s", "itl_slo_s", "controller", "prefill_company", "keep", "max_expected_loss")
     STRATEGY_FIELD_NUMBER: _ClassVar[int]
     WAY_FIELD_NUMBER: _ClassVar[int]
     PREFILL_THRESHOLD_PERCENT_FIELD_NUMBER: _ClassVar[int]
@@ -257,6 +259,7 @@ class SetBrownoutRequest(_message.Message):
     CONTROLLER_FIELD_NUMBER: _ClassVar[int]
     PREFILL_COMPANY_FIELD_NUMBER: _ClassVar[int]
     KEEP_FIELD_NUMBER: _ClassVar[int]
+    MAX_EXPECTED_LOSS_FIELD_NUMBER: _ClassVar[int]
     strategy: str
     way: int
     prefill_threshold_percent: int
@@ -267,10 +270,11 @@ class SetBrownoutRequest(_message.Message):
     controller: str
     prefill_company: bool
     keep: str
-    def __init__(self, strategy: _Optional[str] = ..., way: _Optional[int] = ..., prefill_threshold_percent: _Optional[int] = ..., decode_threshold_percent: _Optional[int] = ..., salc_enabled: _Optional[bool] = ..., ttft_slo_s: _Optional[float] = ..., itl_slo_s: _Optional[float] = ..., controller: _Optional[str] = ..., prefill_company: _Optional[bool] = ..., keep: _Optional[str] = ...) -> None: ...
+    max_expected_loss: float
+    def __init__(self, strategy: _Optional[str] = ..., way: _Optional[int] = ..., prefill_threshold_percent: _Optional[int] = ..., decode_threshold_percent: _Optional[int] = ..., salc_enabled: _Optional[bool] = ..., ttft_slo_s: _Optional[float] = ..., itl_slo_s: _Optional[float] = ..., controller: _Optional[str] = ..., prefill_company: _Optional[bool] = ..., keep: _Optional[str] = ..., max_expected_loss: _Optional[float] = ...) -> None: ...
 
 class BrownoutState(_message.Message):
-    __slots__ = ("strategy", "way", "prefill_threshold_percent", "decode_threshold_percent", "salc_enabled", "ttft_slo_s", "itl_slo_s", "warning_factor", "ttft_p90_s", "itl_p90_s", "controller", "prefill_company", "predicted_ttft_p90_s", "predicted_itl_p90_s", "objective_state", "least_ttft_s", "least_itl_s", "keep")
+    __slots__ = ("strategy", "way", "prefill_threshold_percent", "decode_threshold_percent", "salc_enabled", "ttft_slo_s", "itl_slo_s", "warning_factor", "ttft_p90_s", "itl_p90_s", "controller", "prefill_company", "predicted_ttft_p90_s", "predicted_itl_p90_s", "objective_state", "least_ttft_s", "least_itl_s", "keep", "max_expected_loss", "least_threshold_percent")
     STRATEGY_FIELD_NUMBER: _ClassVar[int]
     WAY_FIELD_NUMBER: _ClassVar[int]
     PREFILL_THRESHOLD_PERCENT_FIELD_NUMBER: _ClassVar[int]
@@ -289,6 +293,8 @@ class BrownoutState(_message.Message):
     LEAST_TTFT_S_FIELD_NUMBER: _ClassVar[int]
     LEAST_ITL_S_FIELD_NUMBER: _ClassVar[int]
     KEEP_FIELD_NUMBER: _ClassVar[int]
+    MAX_EXPECTED_LOSS_FIELD_NUMBER: _ClassVar[int]
+    LEAST_THRESHOLD_PERCENT_FIELD_NUMBER: _ClassVar[int]
     strategy: str
     way: int
     prefill_threshold_percent: float
@@ -307,10 +313,12 @@ class BrownoutState(_message.Message):
     least_ttft_s: float
     least_itl_s: float
     keep: str
-    def __init__(self, strategy: _Optional[str] = ..., way: _Optional[int] = ..., prefill_threshold_percent: _Optional[float] = ..., decode_threshold_percent: _Optional[float] = ..., salc_enabled: _Optional[bool] = ..., ttft_slo_s: _Optional[float] = ..., itl_slo_s: _Optional[float] = ..., warning_factor: _Optional[float] = ..., ttft_p90_s: _Optional[float] = ..., itl_p90_s: _Optional[float] = ..., controller: _Optional[str] = ..., prefill_company: _Optional[bool] = ..., predicted_ttft_p90_s: _Optional[float] = ..., predicted_itl_p90_s: _Optional[float] = ..., objective_state: _Optional[str] = ..., least_ttft_s: _Optional[float] = ..., least_itl_s: _Optional[float] = ..., keep: _Optional[str] = ...) -> None: ...
+    max_expected_loss: float
+    least_threshold_percent: int
+    def __init__(self, strategy: _Optional[str] = ..., way: _Optional[int] = ..., prefill_threshold_percent: _Optional[float] = ..., decode_threshold_percent: _Optional[float] = ..., salc_enabled: _Optional[bool] = ..., ttft_slo_s: _Optional[float] = ..., itl_slo_s: _Optional[float] = ..., warning_factor: _Optional[float] = ..., ttft_p90_s: _Optional[float] = ..., itl_p90_s: _Optional[float] = ..., controller: _Optional[str] = ..., prefill_company: _Optional[bool] = ..., predicted_ttft_p90_s: _Optional[float] = ..., predicted_itl_p90_s: _Optional[float] = ..., objective_state: _Optional[str] = ..., least_ttft_s: _Optional[float] = ..., least_itl_s: _Optional[float] = ..., keep: _Optional[str] = ..., max_expected_loss: _Optional[float] = ..., least_threshold_percent: _Optional[int] = ...) -> None: ...
 
 class Audit(_message.Message):
-    __slots__ = ("model", "num_scored", "num_unscored", "excess_nats", "excess_low_nats", "excess_high_nats", "disagreement", "disagreement_low", "disagreement_high", "is_exempt", "key")
+    __slots__ = ("model", "num_scored", "num_unscored", "excess_nats", "excess_low_nats", "excess_high_nats", "disagreement", "disagreement_low", "disagreement_high", "is_exempt", "key", "expected_nats")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     NUM_SCORED_FIELD_NUMBER: _ClassVar[int]
     NUM_UNSCORED_FIELD_NUMBER: _ClassVar[int]
@@ -322,6 +330,7 @@ class Audit(_message.Message):
     DISAGREEMENT_HIGH_FIELD_NUMBER: _ClassVar[int]
     IS_EXEMPT_FIELD_NUMBER: _ClassVar[int]
     KEY_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_NATS_FIELD_NUMBER: _ClassVar[int]
     model: str
     num_scored: int
     num_unscored: int
@@ -333,7 +342,8 @@ class Audit(_message.Message):
     disagreement_high: float
     is_exempt: bool
     key: str
-    def __init__(self, model: _Optional[str] = ..., num_scored: _Optional[int] = ..., num_unscored: _Optional[int] = ..., excess_nats: _Optional[float] = ..., excess_low_nats: _Optional[float] = ..., excess_high_nats: _Optional[float] = ..., disagreement: _Optional[float] = ..., disagreement_low: _Optional[float] = ..., disagreement_high: _Optional[float] = ..., is_exempt: _Optional[bool] = ..., key: _Optional[str] = ...) -> None: ...
+    expected_nats: float
+    def __init__(self, model: _Optional[str] = ..., num_scored: _Optional[int] = ..., num_unscored: _Optional[int] = ..., excess_nats: _Optional[float] = ..., excess_low_nats: _Optional[float] = ..., excess_high_nats: _Optional[float] = ..., disagreement: _Optional[float] = ..., disagreement_low: _Optional[float] = ..., disagreement_high: _Optional[float] = ..., is_exempt: _Optional[bool] = ..., key: _Optional[str] = ..., expected_nats: _Optional[float] = ...) -> None: ...
 
 class Refused(_message.Message):
     __slots__ = ("key", "priority", "count")
@@ -350,7 +360,7 @@ class GetStatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class Stats(_message.Message):
-    __slots__ = ("num_running", "num_waiting", "kv_pages_used", "kv_pages_total", "compilations_since_ready", "requests_finished", "requests_aborted", "requests_rejected", "steps_prefill", "steps_decode", "expert_visits", "degraded_visits", "uptime_s", "requests_failed", "parks", "joins", "evictions", "reused_tokens", "kv_pages_kept", "kept_pages_evicted", "full_decode_step_s", "refused", "audits")
+    __slots__ = ("num_running", "num_waiting", "kv_pages_used", "kv_pages_total", "compilations_since_ready", "requests_finished", "requests_aborted", "requests_rejected", "steps_prefill", "steps_decode", "expert_visits", "degraded_visits", "uptime_s", "requests_failed", "parks", "joins", "evictions", "reused_tokens", "kv_pages_kept", "kept_pages_evicted", "full_decode_step_s", "refused", "audits", "priced_tokens", "expected_loss_nats")
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     KV_PAGES_USED_FIELD_NUMBER: _ClassVar[int]
@@ -374,6 +384,8 @@ class Stats(_message.Message):
     FULL_DECODE_STEP_S_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     AUDITS_FIELD_NUMBER: _ClassVar[int]
+    PRICED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_LOSS_NATS_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_waiting: int
     kv_pages_used: int
@@ -397,4 +409,6 @@ class Stats(_message.Message):
     full_decode_step_s: float
     refused: _containers.RepeatedCompositeFieldContainer[Refused]
     audits: _containers.RepeatedCompositeFieldContainer[Audit]
-    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., kv_pages_used: _Optional[int] = ..., kv_pages_total: _Optional[int] = ..., compilations_since_ready: _Optional[int] = ..., requests_finished: _Optional[int] = ..., requests_aborted: _Optional[int] = ..., requests_rejected: _Optional[int] = ..., steps_prefill: _Optional[int] = ..., steps_decode: _Optional[int] = ..., expert_visits: _Optional[int] = ..., degraded_visits: _Optional[int] = ..., uptime_s: _Optional[float] = ..., requests_failed: _Optional[int] = ..., parks: _Optional[int] = ..., joins: _Optional[int] = ..., evictions: _Optional[int] = ..., reused_tokens: _Optional[int] = ..., kv_pages_kept: _Optional[int] = ..., kept_pages_evicted: _Optional[int] = ..., full_decode_step_s: _Optional[float] = ..., refused: _Optional[_Iterable[_Union[Refused, _Mapping]]] = ..., audits: _Optional[_Iterable[_Union[Audit, _Mapping]]] = ...) -> None: ...
+    priced_tokens: int
+    expected_loss_nats: float
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., kv_pages_used: _Optional[int] = ..., kv_pages_total: _Optional[int] = ..., compilations_since_ready: _Optional[int] = ..., requests_finished: _Optional[int] = ..., requests_aborted: _Optional[int] = ..., requests_rejected: _Optional[int] = ..., steps_prefill: _Optional[int] = ..., steps_decode: _Optional[int] = ..., expert_visits: _Optional[int] = ..., degraded_visits: _Optional[int] = ..., uptime_s: _Optional[float] = ..., requests_failed: _Optional[int] = ..., parks: _Optional[int] = ..., joins: _Optional[int] = ..., evictions: _Optional[int] = ..., reused_tokens: _Optional[int] = ..., kv_pages_kept: _Optional[int] = ..., kept_pages_evicted: _Optional[int] = ..., full_decode_step_s: _Optional[float] = ..., refused: _Optional[_Iterable[_Union[Refused, _Mapping]]] = ..., audits: _Optional[_Iterable[_Union[Audit, _Mapping]]] = ..., priced_tokens: _Optional[int] = ..., expected_loss_nats: _Optional[float] = ...) -> None: ...

@@ -1,0 +1,291 @@
+"""No threshold passes the bound on expected loss, and answers say what theirs let expect."""
+
+import asyncio
+import dataclasses
+import math
+import shutil
+
+import pytest
+from counting import LIMITS, collect
+from families import GOLDEN
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import jmoe
+from jmoe import beside, expected_loss
+from jmoe.expected_loss import ExpectedLoss, Kind, Point
+from jmoe.family import Family
+from jmoe.packed_rows import EXEMPT
+from serving.bench.fake import FakeRunner
+from serving.bench.simulated_time import SimulatedLoop
+from serving.config import AuditConfig, BrownoutConfig, EngineConfig, SalcConfig
+from serving.control.controller import Decision
+from serving.control.losses import Losses
+from serving.engine import Engine
+from serving.errors import InvalidRequest, SettingsError
+from serving.request import BrownoutChange, Priority
+from serving.settings.reading import load
+from serving.startup.loading import check_expected_loss, expected_losses
+from tests.jmoe.conftest import add_united
+
+BE = Priority.BEST_EFFORT
+FULL = Kind(0, "weight")
+CURVE = tuple((100 - at) / 100 for at in range(101))  # at threshold t, 1 - t/100 nats
+FIXED = {"salc": False, "strategy": "full"}
+
+
+class Recording(FakeRunner):
+    """A runner that records the threshold of each row that may be degraded, and of each token."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.thresholds = []
+        self.of_tokens = {}  # by the number of a request's prompt
+
+    def computed(self, plan, control, row, model, new, adopted):
+        token, _ = super().computed(plan, control, row, model, new, adopted)
+        percent = 100 if row[EXEMPT] else control.threshold_percent
+        self.thresholds.append(percent)
+        if plan.is_last:
+            self.of_tokens.setdefault(token // 1000, []).append((token, percent))
+        return token, len(new) if percent < 100 and plan.is_last else 0
+
+
+def start(brownout=None, curve=CURVE, kinds=(FULL,), salc=None, share=0.0, **options):
+    runner = Recording(LIMITS, vocab_size=100_000, **options)
+    config = EngineConfig(
+        max_model_len=200,
+        watchdog_s=0,
+        brownout=BrownoutConfig(**(FIXED | (brownout or {}))),
+        salc=SalcConfig(**(salc or {})),
+        audit=AuditConfig(share=share),
+    )
+    clock = asyncio.get_running_loop().time
+    losses = [dict.fromkeys(kinds, curve)] if curve else ()
+    engine = Engine(config, runner, None, (), clock, losses)
+    engine.run()
+    return engine
+
+
+async def play(asked, fixed, most, **options):
+    """Serves requests of (prompt length, new tokens, best effort) under fixed thresholds; returns
+    every row's threshold.
+    """
+    prefill, decode = fixed
+    thresholds = {"prefill_threshold_percent": prefill, "decode_threshold_percent": decode}
+    engine = start(thresholds | {"max_expected_loss": most}, **options)
+    calls = [
+        collect(
+            engine,
+            [1000 * number + at for at in range(length)],
+            new,
+            priority=BE if best_effort else Priority.LATENCY_SENSITIVE,
+        )
+        for number, (length, new, best_effort) in enumerate(asked)
+    ]
+    await asyncio.gather(*calls)
+    await engine.stop()
+    return engine.executor.thresholds
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 30), st.integers(1, 20), st.booleans()), min_size=1, max_size=8
+    ),
+    st.tuples(st.integers(0, 100), st.integers(0, 100)),
+    st.floats(0.001, 1.5),
+    st.sampled_from((0, 1)),
+)
+def test_no_row_passes_the_bound(asked, fixed, most, part_layers):
+    with asyncio.Runner(loop_factory=SimulatedLoop) as loop:
+        seen = loop.run(play(asked, fixed, most, step_s=0.01, part_layers=part_layers))
+    assert seen
+    assert all(CURVE[percent] <= most for percent in seen)
+
+
+@pytest.mark.simulated_time
+async def test_the_bound_is_used():
+    seen = await play([(3, 30, False)] * 3, (0, 0), 0.35, step_s=0.01)
+    assert set(seen) == {65}
+    assert set(await play([(3, 30, False)], (0, 0), 0.0, step_s=0.01)) == {0}
+
+
+@pytest.mark.simulated_time
+async def test_controllers_keep_to_it_and_say_so():
+    engine = start({"salc": True, "max_expected_loss": 0.25}, step_s=0.01)
+    engine.slo.ls.controller.decide = lambda seen: Decision(0.0, 0.0)
+    engine.slo._released = lambda *_: {}
+    await collect(engine, [1, 2, 3], 150)
+    await asyncio.sleep(10)
+    engine.executor.thresholds.clear()
+    await collect(engine, [1000, 1001], 20)
+    assert set(engine.executor.thresholds) == {75}
+    state = engine.get_brownout()
+    assert (state.prefill_threshold_percent, state.decode_threshold_percent) == (75, 75)
+    assert (state.max_expected_loss, state.least_threshold_percent) == (0.25, 75)
+    assert "exhausted" not in state.objective_state
+    await engine.stop()
+
+
+@pytest.mark.simulated_time
+async def test_it_is_set_while_serving_and_taken_back():
+    engine = start({"decode_threshold_percent": 20}, step_s=0.01)
+    assert engine.get_brownout().decode_threshold_percent == 20
+    state = await engine.set_brownout(BrownoutChange(max_expected_loss=0.5))
+    assert (state.decode_threshold_percent, state.least_threshold_percent) == (50, 50)
+    state = await engine.set_brownout(BrownoutChange(decode_threshold_percent=10))
+    assert (state.decode_threshold_percent, state.max_expected_loss) == (50, 0.5)
+    state = await engine.set_brownout(BrownoutChange(max_expected_loss=0.0))
+    assert (state.decode_threshold_percent, state.least_threshold_percent) == (10, 0)
+    await engine.stop()
+
+
+@pytest.mark.simulated_time
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"max_expected_loss": -0.1}, "max_expected_loss is -0.1; it must be 0"),
+        ({"max_expected_loss": math.nan}, "max_expected_loss is nan; it must be 0"),
+        ({"max_expected_loss": math.inf}, "max_expected_loss is inf; it must be 0"),
+        (
+            {"max_expected_loss": 0.2, "keep": "visits"},
+            "is 0.2, and the model has no expected loss of full brownout by visits; `jmoe eval",
+        ),
+    ],
+)
+async def test_a_bound_that_cannot_be_kept_is_named(change, words):
+    engine = start()
+    with pytest.raises(InvalidRequest, match=words):
+        await engine.set_brownout(BrownoutChange(**change))
+    assert engine.get_brownout().max_expected_loss == 0
+    await engine.set_brownout(BrownoutChange(max_expected_loss=0.3))
+    with pytest.raises(InvalidRequest, match=r"max_expected_loss is 0.3, and the model has no"):
+        await engine.set_brownout(BrownoutChange(keep="visits"))  # which has no table
+    await engine.stop()
+    engine = start(curve=None)
+    with pytest.raises(InvalidRequest, match=r"is 0.2, and the model has no expected loss of full"):
+        await engine.set_brownout(BrownoutChange(max_expected_loss=0.2))
+    await engine.stop()
+
+
+@pytest.mark.simulated_time
+async def test_an_answer_says_what_its_thresholds_let_expect():
+    thresholds = {"prefill_threshold_percent": 40, "decode_threshold_percent": 90}
+    engine = start(thresholds, step_s=0.01)
+    outs = await asyncio.gather(
+        collect(engine, [1, 2, 3], 5),
+        collect(engine, [1001, 1002], 5, allow_brownout=False),
+        collect(engine, [2001, 2002], 5, priority=BE),  # degraded first, and so to more
+        collect(engine, [3001], 30, max_degraded_percent=50),
+    )
+    for number, found in enumerate(outs):
+        costs = [CURVE[percent] for _, percent in engine.executor.of_tokens[number]]
+        for count, out in enumerate(found, 1):
+            assert out.usage.expected_loss == pytest.approx(sum(costs[:count]) / count)
+    assert [found[-1].usage.expected_loss > 0 for found in outs] == [True, False, True, True]
+    stats = engine.stats()
+    assert stats.priced_tokens == sum(map(len, outs)) == 45
+    total = sum(found[-1].usage.expected_loss * len(found) for found in outs)
+    assert stats.expected_loss_nats == pytest.approx(total)
+    await engine.stop()
+
+
+@pytest.mark.simulated_time
+async def test_without_a_table_it_is_not_known_but_of_exact_answers():
+    engine = start({"decode_threshold_percent": 90}, curve=None, step_s=0.01)
+    [*_, degraded] = await collect(engine, [1, 2, 3], 5)
+    [*_, exact] = await collect(engine, [1, 2, 3], 5, allow_brownout=False)
+    assert math.isnan(degraded.usage.expected_loss)
+    assert exact.usage.expected_loss == 0
+    assert engine.stats().priced_tokens == 6  # one is of the prompt, which was exact
+    await engine.stop()
+
+
+@pytest.mark.simulated_time
+async def test_the_audit_tells_what_was_expected_of_the_answers_that_it_scored():
+    thresholds = {"prefill_threshold_percent": 40, "decode_threshold_percent": 90}
+    engine = start(thresholds, share=1.0, step_s=0.01)
+    assert math.isnan(engine.stats().audits[0].expected_nats)
+    [*_, one] = await collect(engine, [1, 2, 3], 5)
+    [*_, other] = await collect(engine, [1, 2, 3], 9)
+    while (audit := engine.stats().audits[0]).num_scored < 2:
+        await asyncio.sleep(1)
+    total = 5 * one.usage.expected_loss + 9 * other.usage.expected_loss
+    assert total == pytest.approx(2 * 0.6 + 12 * 0.1)
+    assert audit.expected_nats == pytest.approx(total / 14)
+    await engine.stop()
+
+
+def test_the_bound_holds_for_every_model_and_while_ways_change():
+    two, eight = Kind(2, "weight"), Kind(8, "weight")
+    dear = tuple(2 * loss for loss in CURVE)
+    losses = Losses(("base", "law"), [{two: CURVE, eight: dear}] * 2, levels=False)
+    code = 6  # partial by weight
+    assert losses.least_percent(code, 2, 0.5) == 50
+    assert losses.least_percent(code, 8, 0.5) == 75
+    assert losses.least_percent(code, -1, 0.5) == 75
+    assert losses.least_percent(code, 4, 0.5) == 100
+    one = Losses(("base", "law"), [{two: CURVE}, {two: dear}], levels=False)
+    assert one.least_percent(code, 2, 0.5) == 75
+    assert losses.curves(0, 4) == ((0.0,) * 101,) * 2
+    assert "model 'law' has no expected loss of way 2" in (
+        Losses(("base", "law"), [{two: CURVE}, {}], levels=False).missing("partial", 2, "weight")
+    )
+    assert "strategy 'a:B'" in losses.missing("a:B", 2, "visits")
+
+
+# ---- at the start -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def directory(tmp_path):
+    """Makes a model with expected loss of way 2 alone."""
+    made = shutil.copytree(GOLDEN, tmp_path / "model")
+    add_united(made)
+    write(made, beside.digest_of(made))
+    return made
+
+
+def write(directory, digest):
+    table = ExpectedLoss(Kind(2, "weight"), (Point(0, 0.5, 0.4, 0.6),))
+    expected_loss.write(directory / expected_loss.FILE, [table], digest)
+
+
+def test_what_is_wrong_with_a_bound_is_named_at_the_start(directory, caplog):
+    family = Family.of(jmoe.load(directory, "float32"))
+    bound = EngineConfig(brownout=BrownoutConfig(max_expected_loss=0.1))
+    free = EngineConfig()
+
+    def refused(words, way=2, **brownout):
+        given = dataclasses.replace(bound.brownout, **brownout)
+        with pytest.raises(
+            SettingsError, match=f"engine.brownout.max_expected_loss is 0.1, and {words}"
+        ):
+            check_expected_loss(dataclasses.replace(bound, brownout=given), family, (way,))
+
+    check_expected_loss(bound, family, (2,))
+    [curves] = expected_losses(free, family)
+    assert curves[Kind(2, "weight")][50] == pytest.approx(0.25)
+    refused("model 'model' has no expected loss of way 3 by weight; `jmoe evaluate --keep", way=3)
+    refused("model 'model' has no expected loss of way 2 by visits", keep="visits")
+    refused("model 'model' has no expected loss of way 2 by weight in levels", levels=True)
+    refused("what the strategy 'a:B' costs is not known", strategy="a:B")
+    write(directory, "of another")
+    refused(".*expected_loss.json is of the model 'of another', and this one is")
+    assert expected_losses(free, family) == [{}]
+    assert "expected loss is not known: " in caplog.text
+    (directory / expected_loss.FILE).unlink()
+    refused(".*model has no expected_loss.json; `jmoe evaluate` measures and writes it")
+    caplog.clear()
+    assert expected_losses(free, family) == [{}]
+    assert not caplog.text
+    check_expected_loss(free, family, (2,))
+
+
+def test_settings_that_no_table_can_be_of_are_named():
+    key = "engine.brownout.max_expected_loss"
+    with pytest.raises(SettingsError, match=f"{key} is -1"):
+        load(None, {key: -1.0})
+    with pytest.raises(SettingsError, match=f"{key} is 0.1.* 0 with engine.family"):
+        load(None, {key: 0.1, "engine.models": "a=b,c=d", "engine.family": "f"})
