@@ -42,8 +42,9 @@ def fused(cfg: "ModelConfig", layer: Mapping[str, Array]) -> dict[str, Any] | No
     """
     if cfg.router is None:
         return _options(cfg)
-    known = isinstance(cfg.router, ScoredTopK | SparseMixer)
-    return cfg.router.options(cfg, layer) if known else None
+    if isinstance(cfg.router, ScoredTopK | SparseMixer):
+        return cfg.router.options(cfg, layer)
+    return None
 
 
 def _options(cfg: "ModelConfig") -> dict[str, Any]:
