@@ -1,11 +1,11 @@
-"""Writes docs/reference/ (every message and setting) and the preset `default`.
+"""Writes docs/reference/ (every message, setting and model) and the preset `default`.
 
 `python docs/make_reference.py [DIRECTORY]`, with a directory the pages only. Comments of the
-proto and fields of `serving.config` are the text; a server's own `/docs` tells its routes. Needs
-grpcio-tools
-(the `dev` extra).
+proto, fields of `serving.config` and entries of `jmoe.architectures` are the text; a server's own
+`/docs` tells its routes. Needs grpcio-tools (the `dev` extra).
 """
 
+import json
 import re
 import sys
 import tempfile
@@ -18,12 +18,19 @@ from typing import Any
 import yaml
 from google.protobuf import descriptor_pb2 as d
 
+from jmoe.architectures import ARCHITECTURES, LACKING
+from jmoe.attention import Latent, page_windows
+from jmoe.config import ModelConfig, from_hf
+from jmoe.display import count
+from jmoe.router import fused
+from serving.cli.info import kv_bytes_per_token, num_parameters
 from serving.config import ServerConfig, Setting
 
 ROOT = Path(__file__).parents[1]
 PAGES = {"jmoe.v1.md": "serving/proto/jmoe/v1/jmoe.proto"}
 """Of jmoe's own proto that callers use; workers of one server talk by another one."""
-SETTINGS_PAGE = "settings.md"
+SETTINGS_PAGE, MODELS_PAGE = "settings.md", "models.md"
+PUBLISHED = ROOT / "tests" / "published_configs"
 PRESET = ROOT / "configs" / "serving" / "default.yaml"
 
 _MADE = "Made by `python docs/make_reference.py`; change the sources, not this page.\n"
@@ -246,12 +253,73 @@ def _yaml(value: Any) -> str:
     return '""' if value == "" else dumped.splitlines()[0]
 
 
+# ---- models -----------------------------------------------------------------------------------
+
+
+def models_page() -> str:
+    """Returns the page of every architecture, of published models, and of what is refused."""
+    kinds = [
+        (f"`{name}`", f"`{of.class_name}`", of.apart, ", ".join(of.rope_kinds), _formats(of))
+        for name, of in ARCHITECTURES.items()
+    ]
+    released = (
+        (path.stem, from_hf(json.loads(path.read_text(encoding="utf-8"))))
+        for path in sorted(PUBLISHED.glob("*.json"))
+    )
+    kind = "`model_type`"
+    heading = (kind, "class in transformers", "sets it apart", "rotary positions", "read from")
+    sizes = ("model", kind, "parameters", "active", "positions", "KV bytes a token")
+    forms = ("attention on Hopper", "routing on Hopper")
+    return "\n".join(
+        [
+            "# Models\n",
+            f"Of `jmoe/architectures.py` and `tests/published_configs`. {_MADE}",
+            table(heading, *kinds),
+            _RELEASED,
+            table((*sizes, *forms), *(_released(name, cfg) for name, cfg in released)),
+            _REFUSED,
+            table((kind, "why not"), *((f"`{name}`", why) for name, why in LACKING.items())),
+        ]
+    )
+
+
+def _formats(of: Any) -> str:
+    return ", ".join(("floats", *of.quantized))
+
+
+def _released(name: str, cfg: ModelConfig) -> tuple[str, ...]:
+    total, active = num_parameters(cfg), num_parameters(cfg, cfg.experts_per_token)
+    kv = f"{kv_bytes_per_token(cfg, 'bfloat16'):,}"
+    for window in filter(None, reversed(page_windows(cfg))):
+        kv += f", {kv_bytes_per_token(cfg, 'bfloat16', window):,} past {window:,}"
+    forms = ("XLA", "a kernel")
+    has_kernel = not any(isinstance(kind, Latent) for kind in cfg.layer_attention)
+    sizes = count(total), count(active), f"{cfg.max_position:,}", kv
+    routed = forms[fused(cfg, {}) is not None]
+    return name, f"`{cfg.architecture}`", *sizes, forms[has_kernel], routed
+
+
+_RELEASED = """\
+## Published models
+
+Parameters that one token visits are active; keys and values are in bfloat16. What has no kernel is
+XLA's work. `jmoe info OWNER/NAME` says more of one.
+"""
+_REFUSED = """\
+## Refused
+
+By name, as every other `model_type` is; [new-architecture.md](../new-architecture.md) says how to
+add one.
+"""
+
+
 def make(out: Path) -> None:
     """Writes every page below `out`."""
     out.mkdir(parents=True, exist_ok=True)
     for page, proto in PAGES.items():
         (out / page).write_text(ProtoPage(proto).text(), encoding="utf-8")
     (out / SETTINGS_PAGE).write_text(settings_page(), encoding="utf-8")
+    (out / MODELS_PAGE).write_text(models_page(), encoding="utf-8")
 
 
 if __name__ == "__main__":

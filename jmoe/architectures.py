@@ -53,7 +53,7 @@ class Architecture:
     shared: str = "shared_expert"
     """Name of the shared experts in the MLP block."""
     apart: str = ""
-    """What sets it apart, for docs/new-architecture.md."""
+    """What sets it apart, for docs/reference/models.md."""
 
 
 ARCHITECTURES: dict[str, Architecture] = {}

@@ -1,16 +1,14 @@
 """How a layer's router chooses experts: a value that a config names (`ModelConfig.router`).
 
-Without one, it is softmax over all experts and the K likeliest. That and `ScoredTopK` are what one
-kernel fuses with the brownout plan and the dispatch (`fused`). Any other is a `Router`, wherever
-experts are.
+Without one, it is softmax over all experts and the K likeliest. That, `ScoredTopK` and
+`SparseMixer` are what one kernel fuses with the brownout plan and the dispatch (`fused`). Any other
+is a `Router`, wherever experts are.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
-import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import routing
@@ -44,7 +42,9 @@ def fused(cfg: "ModelConfig", layer: Mapping[str, Array]) -> dict[str, Any] | No
     """
     if cfg.router is None:
         return _options(cfg)
-    return cfg.router.options(cfg, layer) if isinstance(cfg.router, ScoredTopK) else None
+    if isinstance(cfg.router, ScoredTopK | SparseMixer):
+        return cfg.router.options(cfg, layer)
+    return None
 
 
 def _options(cfg: "ModelConfig") -> dict[str, Any]:
@@ -99,16 +99,10 @@ class SparseMixer:
         self, cfg: "ModelConfig", layer: Mapping[str, Array], logits: Float[Array, "T m"]
     ) -> tuple[Float[Array, "T K"], Int[Array, "T K"]]:
         """See Router."""
-        scores = left = logits.astype(jnp.float32)
-        weights, ids = [], []
-        for _ in range(cfg.experts_per_token):
-            most, chosen = (each[:, 0] for each in jax.lax.top_k(left, 1))
-            far = most[:, None] - scores > 2 * self.jitter * jnp.maximum(
-                jnp.abs(scores), most[:, None]
-            )
-            near = jax.nn.softmax(jnp.where(far, -jnp.inf, left), axis=1)
-            weights.append(jnp.take_along_axis(near, chosen[:, None], axis=1)[:, 0])
-            ids.append(chosen.astype(jnp.int32))
-            numbers = jnp.arange(left.shape[1], dtype=jnp.int32)
-            left = jnp.where(numbers[None] == ids[-1][:, None], -jnp.inf, left)
-        return jnp.stack(weights, axis=1), jnp.stack(ids, axis=1)
+        return routing.gate(logits, **self.options(cfg, layer))
+
+    def options(self, cfg: "ModelConfig", layer: Mapping[str, Array]) -> dict[str, Any]:
+        """Returns what `routing.gate` and `routing.route` are told of it."""
+        del layer
+        own = {"normalize": False, "scoring": "sparsemixer", "jitter": self.jitter}
+        return _options(cfg) | own

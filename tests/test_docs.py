@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from typer.main import get_command
 
-from jmoe.architectures import ARCHITECTURES
 from serving.cli.main import app
 from serving.config import ServerConfig
 from serving.frontend.metrics import Metrics
@@ -65,12 +64,6 @@ def test_messages_are_those_of_the_code(message):
     text = message.strip("`").replace("…", "\0")
     pattern = ".+".join(map(re.escape, text.split("\0")))
     assert any(re.search(pattern, found) for found in messages()), message
-
-
-def test_the_table_of_architectures_is_that_of_the_code():
-    page = (ROOT / "docs" / "new-architecture.md").read_text(encoding="utf-8")
-    rows = [f"| `{kind}` | `{of.class_name}` | {of.apart} |" for kind, of in ARCHITECTURES.items()]
-    assert [line for line in page.splitlines() if line.startswith("| `")][1:] == rows
 
 
 def test_messages_are_in_order():

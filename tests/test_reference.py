@@ -1,4 +1,4 @@
-"""docs/reference/ says what the proto and the settings say."""
+"""docs/reference/ says what the proto, the settings and the architectures say."""
 
 import importlib.util
 from pathlib import Path
@@ -48,3 +48,15 @@ def test_comments_types_and_labels_are_told(reference, tmp_path) -> None:
     own = (tmp_path / "jmoe.v1.md").read_text(encoding="utf-8")
     assert "| `top_k` | optional int32 | default 0: off |" in own
     assert "| `LATENCY_SENSITIVE` | 1 | |" in own
+
+
+def test_models_are_told_by_what_their_cards_say() -> None:
+    """By the cards of the models, and by hand: 46 layers x 2 x 8 heads x 128 elements x 2 bytes."""
+    lines = (COMMITTED / "models.md").read_text(encoding="utf-8").splitlines()
+    rows = {line.split(" | ")[0].strip("| `"): line.strip("| ").split(" | ") for line in lines}
+    assert rows["GLM-4.5-Air"][1:6] == ["`glm4_moe`", "106.9 B", "13.4 B", "131,072", "188,416"]
+    assert rows["gpt-oss-20b"][5] == "49,152, 24,576 past 128"
+    assert {"glm4_moe", "olmoe", "granitemoe", "phimoe"} <= rows.keys()
+    assert "recurrent state" in rows["qwen3_next"][1]
+    published = {path.stem for path in (ROOT / "tests" / "published_configs").glob("*.json")}
+    assert published <= rows.keys()

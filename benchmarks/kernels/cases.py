@@ -1,6 +1,6 @@
 """What is measured: every op at every size, what it has to move and compute, and its target."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ OPS = (
     "grouped_gemm_fp8",
 )
 ATTENTION_OPS = ("paged_attention", "prefill_attention", "kv_write")
-"""Those that a model whose attention is not served has no cases of."""
+"""Those that a model whose attention has no kernel has no cases of."""
 SOURCES = ("pallas_kernels",)  # what their figures depend on
 SKEWS = ("uniform", "exponential")
 _SKEWS = {"grouped_gemm": SKEWS, "grouped_gemm_fp8": SKEWS[:1]}
@@ -36,7 +36,7 @@ class Sizes:
 
 
 DRY = Sizes(
-    models=(Shape("tiny", 16, 8, 4, 2, 4, 2, 8, 8),),
+    models=(Shape("tiny", 16, 8, 4, 2, 4, 2, 8, 8, window=5),),
     quantized_models=(Shape("tiny blocks", 128, 128, 4, 2, 4, 2, 8, 128),),
     decode_tokens=(4,),
     prefill_tokens=(8,),
@@ -58,12 +58,14 @@ class Case:
     tokens: int
     context: int = 0  # KV positions a sequence, for the attention ops
     skew: str = ""  # of the router, for the grouped GEMMs
+    window: int = 0  # positions that a row sees, for the attention ops; 0: all
 
     @property
     def name(self) -> str:
         """Key of the case in what is stored."""
         parts = [self.op, self.shape.name, self.phase, f"t{self.tokens}"]
         parts += [f"c{self.context}"] * (self.context > 0) + [self.skew] * bool(self.skew)
+        parts += [f"w{self.window}"] * (self.window > 0)
         return "/".join(parts)
 
     def chunks(self) -> list[tuple[int, int]]:
@@ -94,14 +96,21 @@ def count_moe_mlp(shape: Shape, active_experts: int, rows: int, itemsize: int = 
     return Count(active_experts * elements * itemsize, 2 * rows * elements)
 
 
-def count_attention(shape: Shape, chunks: Sequence[tuple[int, int]], itemsize: int = 2) -> Count:
-    """Counts causal attention: every key and value once, queries in, rows out; only what a row may
-    see.
+def count_attention(
+    shape: Shape, chunks: Sequence[tuple[int, int]], itemsize: int = 2, window: int = 0
+) -> Count:
+    """Counts causal attention: every key and value that a row may see once, queries in, rows out.
 
-    The i-th of n rows at the end of c positions sees c - n + i + 1 of them.
+    The i-th of n rows at the end of c positions sees c - n + i + 1 of them, or the last `window`.
     """
     pairs = sum(n * (c - n) + n * (n + 1) // 2 for n, c in chunks)
-    kv = 2 * sum(c for _, c in chunks) * shape.kv_heads
+    positions = sum(c for _, c in chunks)
+    if window:
+        behind = (range(max(0, c - n + 1 - window), max(0, c + 1 - window)) for n, c in chunks)
+        unseen = [(sum(some), some.start) for some in behind]
+        pairs -= sum(pairs for pairs, _ in unseen)
+        positions -= sum(first for _, first in unseen)
+    kv = 2 * positions * shape.kv_heads
     rows = 2 * sum(n for n, _ in chunks) * shape.heads
     return Count((kv + rows) * shape.head_dim * itemsize, 4 * pairs * shape.heads * shape.head_dim)
 
@@ -126,6 +135,8 @@ def target(case: Case) -> Target | None:
     if case.op == "grouped_gemm" and case.tokens == 16384:
         small = case.shape in (QWEN15_MOE_A27B, QWEN3_30B_A3B)
         return Target("tflop_s", 500.0 if small else 650.0)
+    if case.window:
+        return None
     if case.op == "paged_attention" and case.tokens * case.context >= 128 * 1024:
         return Target("tb_s", 4.0)
     prefill = case.op == "prefill_attention" and case.shape.head_dim == 128
@@ -152,13 +163,21 @@ def _cases_of(op: str, shape: Shape, sizes: Sizes) -> Iterator[Case]:
         return
     if op == "paged_attention":
         for tokens in decode:
-            yield from (Case(op, shape, "decode", tokens, c) for c in sizes.contexts)
+            yield from _over_windows(op, shape, "decode", tokens, sizes.contexts)
     elif op == "prefill_attention":
         for tokens in prefill:
-            contexts = sorted({*sizes.contexts, tokens})
-            yield from (Case(op, shape, "prefill", tokens, c) for c in contexts)
+            yield from _over_windows(op, shape, "prefill", tokens, {*sizes.contexts, tokens})
     else:
         steps = [("decode", t) for t in decode] + [("prefill", t) for t in prefill]
         for phase, tokens in steps:
             for skew in _SKEWS.get(op, ("",)):
                 yield Case(op, shape, phase, tokens, 0, skew)
+
+
+def _over_windows(
+    op: str, shape: Shape, phase: str, tokens: int, contexts: Collection[int]
+) -> Iterator[Case]:
+    for context in sorted(contexts):
+        yield Case(op, shape, phase, tokens, context)
+        if 0 < shape.window < context:
+            yield Case(op, shape, phase, tokens, context, window=shape.window)

@@ -61,6 +61,13 @@ def _like_h200(name: str, capability: str, **sizes: str) -> str:
     return lines
 
 
+H100 = _like_h200(
+    "H100 80GB HBM3",
+    "major: 9",
+    l2_cache_size="52428800",
+    device_memory_size="85899345920",
+    memory_bandwidth="3352000000000",
+)
 OTHER_GPUS = {
     "sm_80": _like_h200(
         "A100",
@@ -112,6 +119,11 @@ def h200_mesh(num_gpus: int = 1, axis: str = "ep") -> Mesh:
     Raises ImportError, with what to install, where jax's CUDA plugin is missing.
     """
     return _mesh("h200", H200, num_gpus, axis)
+
+
+def h100_mesh() -> Mesh:
+    """Returns a mesh of one H100 that does not have to be there; raises as `h200_mesh`."""
+    return _mesh("h100", H100, 1, "ep")
 
 
 def _mesh(name: str, target: str, num_gpus: int, axis: str) -> Mesh:

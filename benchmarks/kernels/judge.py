@@ -60,12 +60,13 @@ def widened(weights: Any, count: int) -> jax.Array:
     return (values * jnp.repeat(jnp.repeat(scales, block, axis=1), block, axis=2)).swapaxes(1, 2)
 
 
-@_slow
-def attended(q, k_pages, v_pages, table):
+@functools.partial(_slow, static_argnames="window")
+def attended(q, k_pages, v_pages, table, window=0):
     """Returns causal attention of q [T, H, D] in float32, its sequences equally long, over one
     layer's pages.
 
-    The rows of a sequence are the last of its context, which fills its pages.
+    The rows of a sequence are the last of its context, which fills its pages. A row sees the last
+    `window` positions, its own included; 0: all.
     """
     num_sequences, heads, head_dim = table.shape[0], *q.shape[1:]
     kv_heads = k_pages.shape[1]
@@ -85,7 +86,8 @@ def attended(q, k_pages, v_pages, table):
             with jax.default_matmul_precision("highest"):
                 scores = jnp.einsum("tgnd,cgd->gntc", qt.astype(jnp.float32), k) * head_dim**-0.5
                 position = k.shape[0] - rows + tile_index * tile + jnp.arange(tile)
-                seen = jnp.arange(k.shape[0])[None, :] <= position[:, None]
+                behind = position[:, None] - jnp.arange(k.shape[0])[None, :]
+                seen = (behind >= 0) & (behind < (window or k.shape[0]))
                 p = jax.nn.softmax(jnp.where(seen[None, None], scores, -jnp.inf), axis=-1)
                 return jnp.einsum("gntc,cgd->tgnd", p, v)
 

@@ -32,8 +32,11 @@ Maker = Callable[[Case, Problem], Program]
 
 
 def of(case: Case) -> Iterator[tuple[str, Maker]]:
-    """Yields name and maker of each program to compare a case with. A maker may raise Skip."""
-    yield from _MAKERS[case.op].items()
+    """Yields name and maker of each program to compare a case with; none over a window. A maker may
+    raise Skip.
+    """
+    if not case.window:
+        yield from _MAKERS[case.op].items()
 
 
 def need(module: str) -> Any:

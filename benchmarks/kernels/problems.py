@@ -138,7 +138,8 @@ class AttentionSet:
 def _attention(case: Case, sizes: Sizes, rng: np.random.Generator) -> Problem:
     shape, chunks, size = case.shape, case.chunks(), sizes.page_size
     pages_each = -(-case.context // size)
-    count = count_attention(shape, chunks)
+    window = {"window": case.window}
+    count = count_attention(shape, chunks, **window)
     sets_wanted = num_sets(count.bytes, sizes)
     page_bytes = 2 * shape.kv_heads * size * shape.head_dim * 2
     wanted = sets_wanted * len(chunks) * pages_each
@@ -159,13 +160,14 @@ def _attention(case: Case, sizes: Sizes, rng: np.random.Generator) -> Problem:
     if case.phase == "prefill":
         rest["q_start"] = jnp.asarray(np.cumsum([0, *(n for n, _ in chunks)]), jnp.int32)
     else:  # once a step, so that it is no layer's time
-        planned["todo"] = plan_decode(shape.heads, k_pages, kv_len=kv_len)
+        planned["todo"] = plan_decode(shape.heads, k_pages, kv_len=kv_len, **window)
 
     def with_op(op):
         def call(q, k_pages, v_pages, table, rest, planned):
             if op is not paged_attention:  # such as a tile that is tried: its plan is another
                 planned = {}
-            return op(q, k_pages, v_pages, block_table=table, scale=scale, **rest, **planned)
+            more = {**rest, **planned, **window}
+            return op(q, k_pages, v_pages, block_table=table, scale=scale, **more)
 
         return call
 
@@ -175,7 +177,7 @@ def _attention(case: Case, sizes: Sizes, rng: np.random.Generator) -> Problem:
         paged_attention if case.phase == "decode" else prefill_attention,
         [(s.q, k_pages, v_pages, s.table, rest, planned) for s in inputs],
         lambda out: judge.relative_error(
-            out, judge.attended(first.q, k_pages[LAYER], v_pages[LAYER], first.table)
+            out, judge.attended(first.q, k_pages[LAYER], v_pages[LAYER], first.table, **window)
         ),
         TOLERANCE,
         count,

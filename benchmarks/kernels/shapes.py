@@ -7,7 +7,7 @@ from dataclasses import dataclass
 class Shape:
     """Sizes of one model's MoE layer and attention, in elements.
 
-    No heads: attention is of a kind that jmoe does not serve.
+    No heads: attention is of a kind that has no kernel.
     """
 
     name: str
@@ -19,6 +19,7 @@ class Shape:
     kv_heads: int
     head_dim: int
     d_ff_shared: int = 0  # of all shared experts together; 0: there are none
+    window: int = 0  # positions that attention is measured over, too; 0: over all alone
 
     @property
     def expert_elements(self) -> int:
@@ -28,7 +29,8 @@ class Shape:
 
 QWEN15_MOE_A27B = Shape("Qwen1.5-MoE-A2.7B", 2048, 1408, 60, 4, 16, 16, 128, 5632)
 QWEN3_30B_A3B = Shape("Qwen3-30B-A3B", 2048, 768, 128, 8, 32, 4, 128)
-MIXTRAL_8X7B = Shape("Mixtral-8x7B", 4096, 14336, 8, 2, 32, 8, 128)
+# Its window as its config.json had it at first.
+MIXTRAL_8X7B = Shape("Mixtral-8x7B", 4096, 14336, 8, 2, 32, 8, 128, window=4096)
 MODELS = (QWEN15_MOE_A27B, QWEN3_30B_A3B, MIXTRAL_8X7B)
 """Models that are measured; `configs/models` has what else they are."""
 

@@ -54,7 +54,7 @@ def chosen(case: Case) -> Any:
     if case.op == "paged_attention":
         return paged_tiles.choose(shape.head_dim, Sizes().page_size)
     if case.op == "prefill_attention":
-        return prefill_tiles.choose(shape.heads // shape.kv_heads, shape.head_dim)
+        return prefill_tiles.choose(shape.heads // shape.kv_heads, shape.head_dim, case.window)
     return None
 
 

@@ -31,6 +31,7 @@ def route(
     bias,
     grouping,
     scale,
+    jitter,
     groups,
     slots,
     threshold_percent,
@@ -48,7 +49,8 @@ def route(
         raise ValueError(f"{logits.shape[0]} rows are more than one step's routing can count")
     logits = logits[:, :num_experts].astype(jnp.float32)
     keys = reference.no_less(logits)
-    rank, sum_of_exp = _ranks(reference.choice(keys, scoring, bias, grouping), keys, logits)
+    chosen_by = reference.choice(keys, scoring, bias, grouping)
+    rank, sum_of_exp = _ranks(chosen_by, keys, logits, scoring, jitter)
     degradable = valid & ~exempt
     # Degradable rows in the lower half of a number, exempt ones above: one sum instead of two.
     of_row = jnp.where(valid, jnp.where(exempt, HALF, 1), 0)
@@ -85,20 +87,26 @@ def _sums(arrays, axis):
     )
 
 
-def _ranks(chosen_by, keys, logits):
+def _ranks(chosen_by, keys, logits, scoring, jitter):
     """Returns, for every expert in its row, the experts ahead of it and the sum of exp(logit - its
-    own key).
+    own key); of sparsemixer, over those that are near and not ahead.
     """
     index = jnp.arange(keys.shape[1], dtype=jnp.int32)
     own, other = chosen_by[:, :, None], chosen_by[:, None, :]
     tie = (other == own) & (index[None, :] < index[:, None])[None]
-    ahead = ((other > own) | tie).astype(jnp.int32)
-    return _sums([ahead, jnp.exp(logits[:, None, :] - keys[:, :, None])], 2)
+    ahead = (other > own) | tie
+    if scoring == "sparsemixer":
+        own, other = keys[:, :, None], keys[:, None, :]
+        out = ahead | reference.is_far(other, own, jitter)
+        exp = jnp.where(out, 0.0, jnp.exp(other - own))
+    else:
+        exp = jnp.exp(logits[:, None, :] - keys[:, :, None])
+    return _sums([ahead.astype(jnp.int32), exp], 2)
 
 
 def _scores(keys, sum_of_exp, picked, normalize, scoring):
     """Returns the gate weight that each expert has in its row, if it is picked, before scaling."""
-    if scoring == "softmax" and not normalize:
+    if scoring != "sigmoid" and not normalize:
         return 1 / sum_of_exp
     highest = jnp.max(keys, axis=1, keepdims=True)
     scores = jax.nn.sigmoid(keys) if scoring == "sigmoid" else jnp.exp(keys - highest)

@@ -11,7 +11,8 @@ shared memory, and what is one-hot is made again when visits are placed.
   lowest id among those that equal it. What was picked becomes -inf, below any logit, and so marks
   the picks for the count of visits. With a bias, scores take the logits' place, and a warp reads
   the picks' logits again, one by one; groups of experts are apart in registers, and in one that is
-  not among a row's best each logit becomes the lowest there is.
+  not among a row's best each logit becomes the lowest there is. Sparsemixer's weights are sums over
+  what a round has left.
 - Plan: experts that come before one in the order (count, then id, pinned ones first) are those
   with a larger key, for keys are distinct; all pairs are compared in registers. Sums are int32.
 - Lookups by expert id are sums over a row of which one term is not zero: there is no gather here.
@@ -92,17 +93,18 @@ def supports(
     block_m: int,
     bias: Array | TableRow | None = None,
     grouping: Grouping | None = None,
+    scoring: str = "softmax",
 ) -> bool:
     """Returns whether the kernel takes these: float32 logits; up to 4,096 rows of 64 routed
     experts, 2,048 of 128, 512 of 256, in fours; 512 logical experts; 8 picks, up to 512 rows of 128
-    experts or more 16; up to 8 groups of a multiple of four experts; as far as what a block keeps
-    fits in shared memory.
+    experts or more 16, if by logits and not sparsemixer; up to 8 groups of a multiple of four
+    experts; as far as what a block keeps fits in shared memory.
     """
     num_rows, columns = logits.shape
     num_experts, num_logical = row_length(groups), row_length(slots)
     sizes = Sizes(num_rows, top_k, num_experts, num_logical, block_m, 0, True, "", None, False)
     sizes = sizes._replace(biased=bias is not None)
-    plain = bias is None and grouping is None
+    plain = bias is None and grouping is None and scoring != "sparsemixer"
     return (
         logits.dtype == jnp.float32
         and (bias is None or _dtype(bias) == jnp.float32)
@@ -134,6 +136,7 @@ def route(
     bias: Float[Array, "m"] | TableRow | None = None,
     grouping: Grouping | None = None,
     scale: float = 1.0,
+    jitter: float = 0.0,
     groups: Int[Array, "m"] | TableRow,
     slots: Int[Array, "E"] | TableRow,
     threshold_percent: Int[Array, ""] | Int[Array, "1"] | TableRow,
@@ -165,6 +168,7 @@ def route(
         grouping,
         scale,
         isinstance(threshold_percent, TableRow),
+        jitter,
     )
     threshold = threshold_percent
     threshold = threshold.table if isinstance(threshold, TableRow) else threshold

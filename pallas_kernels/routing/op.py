@@ -10,7 +10,7 @@ from pallas_kernels.routing import batched as few_launches
 from pallas_kernels.routing import reference, tile_map
 from pallas_kernels.routing.tile_map import RowTiles, TileMap
 
-Scoring = Literal["softmax", "sigmoid"]
+Scoring = Literal["softmax", "sigmoid", "sparsemixer"]
 ZERO, FULL, PARTIAL = 0, 1, 2
 OWN = 3
 """Of a user's own strategy, which replaces the plan that is partial brownout's for this code."""
@@ -66,6 +66,7 @@ def gate(
     bias: Float[Array, "m"] | None = None,
     grouping: Grouping | None = None,
     scale: float = 1.0,
+    jitter: float = 0.0,
 ) -> tuple[Float[Array, "T {top_k}"], Int[Array, "T {top_k}"]]:
     """Returns the `top_k` largest logits of each row, and their scores; ties go to the lower id.
 
@@ -74,7 +75,13 @@ def gate(
     falling score. A logit that is NaN counts as the lowest there is. With a `bias`, experts and
     groups are chosen by score plus bias, with groups of which several experts count by score, as
     float32 rounds them.
+
+    With sparsemixer (Phi-3.5-MoE; arXiv 2409.12136) a pick's score is its softmax over what was not
+    picked before and is at most 2 `jitter` below it, as a part of the larger of both. It has no
+    groups, bias or normalization: raises ValueError.
     """
+    if scoring == "sparsemixer" and (normalize or bias is not None or grouping is not None):
+        raise ValueError("sparsemixer has no bias, grouping or normalize; leave them out")
     return reference.gate(
         logits,
         top_k=top_k,
@@ -83,6 +90,7 @@ def gate(
         bias=bias,
         grouping=grouping,
         scale=scale,
+        jitter=jitter,
     )
 
 
@@ -199,6 +207,7 @@ def route(
     bias: Float[Array, "m"] | TableRow | None = None,
     grouping: Grouping | None = None,
     scale: float = 1.0,
+    jitter: float = 0.0,
     groups: Int[Array, "m"] | TableRow,
     slots: Int[Array, "E"] | TableRow,
     threshold_percent: Int[Array, ""] | Int[Array, "1"] | TableRow,
@@ -225,6 +234,7 @@ def route(
         "bias": bias,
         "grouping": grouping,
         "scale": scale,
+        "jitter": jitter,
     }
     planning: dict[str, Any] = {
         "threshold_percent": threshold_percent,
@@ -237,7 +247,7 @@ def route(
     if hopper():
         from pallas_kernels.routing import mosaic  # Pallas is not imported where it is unused
 
-        if mosaic.supports(logits, groups, slots, top_k, block_m, bias, grouping):
+        if mosaic.supports(logits, groups, slots, top_k, block_m, bias, grouping, scoring):
             note("routing", KERNEL)
             tables: dict[str, Any] = {"groups": groups, "slots": slots}
             return mosaic.route(logits, **gating, **tables, **planning, **sizes, tiles=tiles)

@@ -73,6 +73,7 @@ class Sizes(NamedTuple):
     grouping: Grouping | None = None
     scale: float = 1.0
     by_layer: bool = False  # there is a threshold for each layer
+    jitter: float = 0.0  # of sparsemixer
 
     @property
     def by_score(self) -> bool:

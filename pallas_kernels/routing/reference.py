@@ -18,12 +18,14 @@ TINY = float(jnp.finfo(jnp.float32).tiny)
 """Least sum that weights are divided by: sigmoids underflow."""
 
 
-def gate(logits, *, top_k, normalize, scoring, bias=None, grouping=None, scale=1.0):
+def gate(logits, *, top_k, normalize, scoring, bias=None, grouping=None, scale=1.0, jitter=0.0):
     """See `op.gate`."""
     logits = logits.astype(jnp.float32)
     keys = no_less(logits)
     # top_k would put 0.0 above -0.0. Added, so that a logit of zero has its gradient.
     keys = keys + lax.stop_gradient(jnp.where(keys == 0, 0.0, keys) - keys)
+    if scoring == "sparsemixer":
+        return _sparsemixer(keys, top_k, scale, jitter)
     if bias is None and grouping is None:
         top, ids = lax.top_k(keys, top_k)
     else:
@@ -38,6 +40,26 @@ def gate(logits, *, top_k, normalize, scoring, bias=None, grouping=None, scale=1
     elif scoring == "softmax":
         weights = weights / jnp.sum(jnp.exp(logits - highest), axis=-1, keepdims=True)
     return weights if scale == 1 else scale * weights, ids.astype(jnp.int32)
+
+
+def _sparsemixer(keys, top_k, scale, jitter):
+    left, weights, ids = keys, [], []
+    numbers = jnp.arange(keys.shape[1], dtype=jnp.int32)
+    for _ in range(top_k):
+        top, chosen = lax.top_k(left, 1)
+        near = jax.nn.softmax(jnp.where(is_far(left, top, jitter), -jnp.inf, left), axis=1)
+        weights.append(jnp.take_along_axis(near, chosen, axis=1))
+        ids.append(chosen.astype(jnp.int32))
+        left = jnp.where(numbers[None] == ids[-1], -jnp.inf, left)
+    weights = jnp.concatenate(weights, axis=1)
+    return weights if scale == 1 else scale * weights, jnp.concatenate(ids, axis=1)
+
+
+def is_far(keys, top, jitter):
+    """Returns which keys are more than 2 `jitter` below `top`, as a part of the larger of both. Of
+    -inf it says nothing: no exponential of it counts.
+    """
+    return top - keys > 2 * jitter * jnp.maximum(jnp.maximum(keys, -keys), top)
 
 
 def no_less(keys):

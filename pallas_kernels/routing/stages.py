@@ -35,7 +35,7 @@ from pallas_kernels.routing.parts import (
     by_expert,
     by_row_and_expert,
 )
-from pallas_kernels.routing.reference import BY_WEIGHT, LOWEST, TINY, no_less
+from pallas_kernels.routing.reference import BY_WEIGHT, LOWEST, TINY, is_far, no_less
 
 MAX_TOGETHER, MAX_TOGETHER_IN_TURNS, FEW = 128, 64, 32
 """Routed experts that sums over rows are made of at once, in a block of one turn and of several;
@@ -87,6 +87,7 @@ def gate(at: Block) -> None:
     logits = [by_row_and_expert(smem.logits.at[:, part.slice]) for part in parts]
     xs = tuple(map(no_less, logits))
     top = scale = None
+    mixes = sizes.scoring == "sparsemixer"
     if sizes.scoring == "softmax" and (sizes.by_score or not sizes.normalize):
         top = _of_all(jnp.maximum, [jnp.max(x, axis=1) for x in xs])
         if not sizes.by_score:
@@ -106,7 +107,8 @@ def gate(at: Block) -> None:
             best = jnp.where(x == across(top, x.shape), part.columns, sizes.experts)
             first.append(jnp.min(best, axis=1) + part.first)
         picked = _of_all(jnp.minimum, first)
-        smem.weights[:, k], smem.ids[:, k] = top, picked
+        smem.weights[:, k] = _share_of_near(sizes, xs, top) if mixes else top
+        smem.ids[:, k] = picked
         pairs = zip(parts, xs, strict=True)
         return tuple(jnp.where(part.hits(picked), -jnp.inf, x) for part, x in pairs)
 
@@ -126,11 +128,24 @@ def gate(at: Block) -> None:
             again = [by_row_and_expert(smem.logits.at[:, part.slice]) for part in parts]
             scale = _sum_of_exp(again, top)
         _read_picked(at)
-    _weigh(at, top if sizes.by_score else None, scale)
+    if not mixes:
+        _weigh(at, top if sizes.by_score else None, scale)
 
     @pl.when(at.by_weight)
     def _():
         _share_out(at, kind)
+
+
+def _share_of_near(sizes: Sizes, xs, top):
+    """Returns each row's weight of a pick of sparsemixer, of what is left. See
+    `reference.is_far`.
+    """
+    sums = []
+    for x in xs:
+        most = across(top, x.shape)
+        far = is_far(x, most, sizes.jitter)
+        sums.append(jnp.sum(jnp.where(far, 0.0, jnp.exp(x - most)), axis=1))
+    return sizes.scale / _of_all(jnp.add, sums)
 
 
 def _share_out(at: Block, kind) -> None:

@@ -104,8 +104,8 @@ def info(
         raise ValueError("--json needs a running server; give --address HOST:PORT as well")
     if address is not None and mesh is not None:
         raise ValueError("--mesh needs a model: give MODEL or --model-config, not --address")
-    if device_gb is not None and not mesh:
-        raise ValueError("--device-gb needs --mesh ep=N")
+    if device_gb is not None and address is not None:
+        raise ValueError("--device-gb needs a model: give MODEL or --model-config, not --address")
     if in_flight is not None and not mesh:
         raise ValueError("--in-flight needs --mesh ep=N")
     of_forecast = {
@@ -207,8 +207,8 @@ def _describe(
     mesh: str | None = None,
     device_gb: float | None = None,
 ) -> list[Section]:
-    """Describes what a model needs, over a mesh as well, and which united experts its directory
-    has.
+    """Describes what a model needs, in one device or over a mesh, and which united experts its
+    directory has.
     """
     from jmoe.attention import page_windows
     from jmoe.display import count, size
@@ -249,11 +249,13 @@ def _describe(
     further = "What each further way would take" if there else "What united experts would take"
     if lacking:
         sections.append((further, lacking))
-    if mesh:
-        from serving.cli.mesh_info import DEVICE_GB, parallel_section, parse_mesh
+    from serving.cli.mesh_info import DEVICE_GB, device_section, parallel_section, parse_mesh
 
-        size_gb = DEVICE_GB if device_gb is None else device_gb
+    size_gb = DEVICE_GB if device_gb is None else device_gb
+    if mesh:
         sections.append(parallel_section(cfg, parse_mesh(mesh), size_gb, tuple(there)))
+    else:
+        sections.append(device_section(cfg, size_gb))
     return sections
 
 

@@ -1,11 +1,19 @@
-"""`jmoe info MODEL --mesh ep=N`: what lies and travels where, and where replicas of experts fit."""
+"""`jmoe info MODEL`: what of it fits in one device; with `--mesh ep=N`, what lies and travels
+where, and where replicas of experts fit.
+"""
 
 import math
 from collections.abc import Collection
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from serving.cli.info import Section, expert_parameters, kv_bytes_per_token, num_parameters
+from serving.cli.info import (
+    Section,
+    expert_parameters,
+    fp8_bytes,
+    kv_bytes_per_token,
+    num_parameters,
+)
 
 if TYPE_CHECKING:
     from jmoe.config import ModelConfig
@@ -19,6 +27,7 @@ KV_BUCKET = 2048
 PER_PAIR = 2
 """Experts from one device to another at most, as the balance benchmark bounds them."""
 DTYPE, DTYPE_BYTES = "bfloat16", 2
+_MESHES = (2, 4, 8, 16, 32, 64)
 
 
 def parse_mesh(mesh: str) -> int:
@@ -30,6 +39,30 @@ def parse_mesh(mesh: str) -> int:
 
     loaded = settings.load(overrides={"engine.mesh": mesh})
     return settings.mesh_devices(loaded.engine.mesh)
+
+
+def device_section(cfg: "ModelConfig", device_gb: float = DEVICE_GB) -> Section:
+    """Describes what KV cache fits in one device beside a model, in each form that it is served in,
+    and over how few devices its experts have to be spread if none does.
+
+    Raises ValueError for an invalid memory size.
+    """
+    from jmoe.parallel.placement import slots_per_layer
+
+    _check(device_gb)
+    rows, whole = [], num_parameters(cfg) * DTYPE_BYTES
+    forms = {f"all in {DTYPE}": whole, "experts in fp8": fp8_bytes(cfg)}
+    for form, weights in forms.items():
+        if weights:
+            rows.append((f"left for KV, {form}", _kv(cfg, 1, _left(cfg, 1, device_gb, weights))))
+    if _left(cfg, 1, device_gb, whole) <= 0:
+        for n in _MESHES:
+            slots = cfg.num_moe_layers * slots_per_layer(cfg.num_experts, n)
+            weights = num_parameters(cfg, 0) + slots * expert_parameters(cfg)
+            if (left := _left(cfg, n, device_gb, weights * DTYPE_BYTES)) > 0:
+                rows.append((f"left for KV, --mesh ep={n}", _kv(cfg, n, left)))
+                break
+    return f"What fits in a GPU of {device_gb:g} GB, reckoned and not measured", rows
 
 
 def parallel_section(
@@ -48,8 +81,7 @@ def parallel_section(
     from jmoe.display import size
     from jmoe.parallel.placement import slots_per_layer
 
-    if not (math.isfinite(device_gb) and device_gb > 0):
-        raise ValueError(f"--device-gb is {device_gb}; it must be above 0")
+    _check(device_gb)
     united = -(-cfg.num_experts // min(ways)) if ways else 0
     slots = slots_per_layer(cfg.num_experts + united, num_devices)
     held = f"{slots} of {cfg.num_experts}" + f" and {united} united ones" * bool(united)
@@ -67,35 +99,65 @@ def parallel_section(
     )
 
 
-def _room(
-    cfg: "ModelConfig", num_devices: int, device_gb: float, weights: int
-) -> list[tuple[str, str]]:
-    """Describes what a device has left for KV pages beside its weights and the largest step."""
-    from jmoe.attention import page_windows
-    from jmoe.display import size
+def _check(device_gb: float) -> None:
+    if not (math.isfinite(device_gb) and device_gb > 0):
+        raise ValueError(f"--device-gb is {device_gb}; it must be above 0")
+
+
+def _beside(cfg: "ModelConfig", num_devices: int) -> tuple[int, int]:
+    """Returns the bytes of layers without experts, which CUDA graphs have again, and of the rows of
+    the largest step.
+    """
     from jmoe.parallel.cost import gathered_buffer_bytes
 
     embeddings = cfg.vocab_size * cfg.d_model * (1 if cfg.tie_embeddings else 2)
     again = (num_parameters(cfg, 0) - embeddings) * DTYPE_BYTES
-    rows = gathered_buffer_bytes(cfg, num_devices, KV_BUCKET, DTYPE_BYTES)
-    left = int(1e9 * device_gb) - weights - again - rows
-    tokens = left // kv_bytes_per_token(cfg, DTYPE)
-    if left > 0:
-        kv = f"{size(left)}, {tokens:,} tokens; {num_devices * tokens:,} on all devices"
-        if any(windows := page_windows(cfg)):
-            ends = [0, *(min(w or cfg.max_position, cfg.max_position) for w in reversed(windows))]
-            long = sum(
-                (end - begin) * kv_bytes_per_token(cfg, DTYPE, begin)
-                for begin, end in pairwise(ends)
-            )
-            kv += f"; {left // long:,} sequences of {cfg.max_position:,} on each"
-    else:
+    return again, gathered_buffer_bytes(cfg, num_devices, KV_BUCKET, DTYPE_BYTES)
+
+
+def _left(cfg: "ModelConfig", num_devices: int, device_gb: float, weights: int) -> int:
+    return int(1e9 * device_gb) - weights - sum(_beside(cfg, num_devices))
+
+
+def _kv(cfg: "ModelConfig", num_devices: int, left: int) -> str:
+    """Says what KV cache so many bytes of each device hold."""
+    from jmoe.attention import page_windows
+    from jmoe.display import size
+    from serving.config import EngineConfig
+
+    if left <= 0:
+        rows = _beside(cfg, num_devices)[1]
         advice = "more devices, or larger ones" if left + rows <= 0 else "a smaller step"
-        kv = f"nothing: {size(-left)} are missing; take {advice}"
+        return f"nothing: {size(-left)} are missing; take {advice}"
+    page_size = EngineConfig().page_size
+    pages = left // (page_size * kv_bytes_per_token(cfg, DTYPE))
+    tokens = left // kv_bytes_per_token(cfg, DTYPE)
+    kv = f"{size(left)}, {tokens:,} tokens"
+    kv += f" in {pages:,} pages of {page_size}"
+    if num_devices > 1:
+        kv += f"; {num_devices * tokens:,} on all devices"
+    if any(windows := page_windows(cfg)):
+        ends = [0, *(min(w or cfg.max_position, cfg.max_position) for w in reversed(windows))]
+        long = sum(
+            (end - begin) * kv_bytes_per_token(cfg, DTYPE, begin) for begin, end in pairwise(ends)
+        )
+        kv += f"; {left // long:,} sequences of {cfg.max_position:,}"
+        kv += " on each" * (num_devices > 1)
+    return kv
+
+
+def _room(
+    cfg: "ModelConfig", num_devices: int, device_gb: float, weights: int
+) -> list[tuple[str, str]]:
+    """Describes what a device has left for KV pages beside its weights and the largest step."""
+    from jmoe.display import size
+
+    again, rows = _beside(cfg, num_devices)
+    left = _left(cfg, num_devices, device_gb, weights)
     return [
         ("layers without experts, again", f"{size(again)}, on a GPU, for CUDA graphs"),
         (f"a step of {KV_BUCKET:,} tokens a device", size(rows)),
-        (f"left for KV of {device_gb:g} GB", kv),
+        (f"left for KV of {device_gb:g} GB", _kv(cfg, num_devices, left)),
     ]
 
 

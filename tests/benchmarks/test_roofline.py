@@ -38,13 +38,15 @@ from benchmarks.kernels.shapes import (
 from jmoe.config import from_hf
 from pallas_kernels.grouped_gemm.tiles import GemmTile, Tile
 from pallas_kernels.paged_attention import common, schedule
+from pallas_kernels.prefill_attention import mosaic as prefill_kernel
+from pallas_kernels.prefill_attention import work
 
 ROOT = Path(__file__).parents[2]
-SMALL = Shape("small", 128, 128, 8, 2, 4, 2, 128, 128)
+SMALL = Shape("small", 128, 128, 8, 2, 4, 2, 128, 128, window=600)
 
 
-def predict(op, shape, phase, tokens, context=0, skew=""):
-    return roofline.predict(Case(op, shape, phase, tokens, context, skew), Sizes())
+def predict(op, shape, phase, tokens, context=0, skew="", window=0):
+    return roofline.predict(Case(op, shape, phase, tokens, context, skew, window), Sizes())
 
 
 @pytest.fixture(scope="module")
@@ -56,12 +58,17 @@ def rows():
 
 
 @pytest.mark.parametrize(
-    ("shape", "tokens", "context"),
-    [(QWEN15_MOE_A27B, 64, 1000), (QWEN3_30B_A3B, 512, 1024), (MIXTRAL_8X7B, 1, 32768)],
+    ("shape", "tokens", "context", "window"),
+    [
+        (QWEN15_MOE_A27B, 64, 1000, 0),
+        (QWEN3_30B_A3B, 512, 1024, 0),
+        (MIXTRAL_8X7B, 1, 32768, 0),
+        (MIXTRAL_8X7B, 77, 8192, 4000),
+    ],
 )
-def test_what_is_merged_is_what_the_plan_of_the_step_cuts(shape, tokens, context):
-    case = Case("paged_attention", shape, "decode", tokens, context, "")
-    sizes = common.sizes_of(*attention.arrays(case, Sizes().page_size), None, None)
+def test_what_is_merged_is_what_the_plan_of_the_step_cuts(shape, tokens, context, window):
+    case = Case("paged_attention", shape, "decode", tokens, context, "", window)
+    sizes = common.sizes_of(*attention.arrays(case, Sizes().page_size), None, None, window)
     assert sizes is not None
     cuts = np.asarray(sizes.plan(jnp.full(tokens, context, jnp.int32)).cuts)
     pieces = cuts[:, schedule.LAST] - cuts[:, schedule.FIRST] + 1
@@ -96,6 +103,20 @@ def test_attention_and_page_writes():
     # 16384 rows of 48 heads x 128 x 2 bytes, in and out, and 128 x 4 bytes of angles.
     write = predict("kv_write", MIXTRAL_8X7B, "prefill", 16384)
     assert write.floor_us == pytest.approx(16384 * (2 * 12288 + 512) / 4.3e6)
+
+
+def test_a_window_is_all_that_is_read_and_multiplied():
+    """Of 8,192 positions 4,096 for each of 64 rows; 4,096 + 1,023 for 1,024 rows."""
+    of = {"shape": MIXTRAL_8X7B, "context": 8192, "window": 4096}
+    decode = predict("paged_attention", phase="decode", tokens=64, **of).count
+    assert decode.bytes == 64 * (2 * 4096 * 8 + 2 * 32) * 128 * 2
+    assert decode.flops == 64 * 4096 * 4 * 32 * 128
+    prefill = predict("prefill_attention", phase="prefill", tokens=1024, **of).count
+    assert prefill.bytes == (2 * 5119 * 8 + 2 * 1024 * 32) * 128 * 2
+    assert prefill.flops == 1024 * 4096 * 4 * 32 * 128
+    # A window that some of the rows outgrow: 4,000 rows see 1 to 4,000 positions, 96 more 4,000.
+    some = predict("prefill_attention", MIXTRAL_8X7B, "prefill", 4096, 4096, window=4000).count
+    assert some.flops == (4000 * 4001 // 2 + 96 * 4000) * 4 * 32 * 128
 
 
 def test_the_tensor_cores():
@@ -156,11 +177,27 @@ def test_steps_of_prefill_tiles():
         def chunks(self):
             return [(300, 1000), (100, 100)]
 
-    got = attention.steps_of_tiles(Two("prefill_attention", shape, "prefill", 400, 1000))
+    two = Two("prefill_attention", shape, "prefill", 400, 1000)
+    got = attention.steps_of_tiles(two, 64)
     # Last positions 827, 955 and 999 of the first; 99 of the second.
     assert got.tolist() == [7, 8, 8, 1]
+    # Over 200 positions from 501, 629, 757 on, rounded down to pages; all of the second.
+    assert attention.steps_of_tiles(replace(two, window=200), 64).tolist() == [3, 3, 3, 1]
     dealt = attention._dealt(264)
     assert (dealt[0], dealt[131], dealt[132], dealt[263]) == (0, 131, 131, 0)
+
+
+@pytest.mark.parametrize(("tokens", "context"), [(4096, 8192), (4096, 1024)])
+def test_steps_over_a_window_are_those_of_the_plan(tokens, context):
+    case = Case("prefill_attention", MIXTRAL_8X7B, "prefill", tokens, context, "", 300)
+    rows, lengths = zip(*case.chunks(), strict=True)
+    _, pages = attention.arrays(case, 64)
+    starts = jnp.asarray(np.cumsum([0, *rows]), jnp.int32)
+    kv_len = jnp.asarray(lengths, jnp.int32)
+    of = {"q_start": starts, "kv_len": kv_len, "window": 300}
+    planned = prefill_kernel.plan(tokens, MIXTRAL_8X7B.heads, pages, **of)
+    steps = planned.tiles[: int(planned.count[0]), work.BLOCKS]
+    assert sorted(attention.steps_of_tiles(case, 64)) == sorted(np.asarray(steps))
 
 
 def test_long_prompts_are_expected_between_what_others_measured():
@@ -221,7 +258,7 @@ def test_what_jmoe_does_not_serve_is_left_out(rows):
     assert {"grouped_gemm", "routing"} <= of_deepseek
     of_glm = {case.op for case, _ in rows if case.shape is GLM_45_AIR}
     assert of_glm == of_deepseek | set(ATTENTION_OPS)
-    assert "DeepSeek-V2-Lite, whose attention (MLA) jmoe does not serve" in page.page()
+    assert "DeepSeek-V2-Lite, of whose latents there is no kernel" in page.page()
 
 
 def test_measured_models_are_those_of_the_presets():
@@ -230,7 +267,7 @@ def test_measured_models_are_those_of_the_presets():
         sizes = (cfg.d_model, cfg.d_ff_expert, cfg.num_experts, cfg.experts_per_token)
         heads = cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
         values = [getattr(shape, field.name) for field in fields(shape)]
-        assert values[1:] == [*sizes, *heads, cfg.d_ff_shared]
+        assert values[1:-1] == [*sizes, *heads, cfg.d_ff_shared]
 
 
 # ---- The command and its page ----

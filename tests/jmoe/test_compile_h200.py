@@ -32,7 +32,7 @@ from compiled_steps import (
 )
 from jax import lax
 
-from benchmarks.kernels.compile_for import compile_for
+from benchmarks.kernels.compile_for import compile_for, h100_mesh, h200_mesh
 from benchmarks.kernels.launches import count_launches, count_loop_launches
 from jmoe import load, model
 from jmoe.brownout import Control
@@ -59,6 +59,7 @@ WINDOWED_MIXTRAL = MIXTRAL._replace(
 )
 LAYERS = {"layer_types": ["sliding_attention", "full_attention"]}
 GPT_OSS = Case("gpt-oss-20b", 4, (60, 56, 0), depth=2, changes=LAYERS)
+GLM_AIR = Case("GLM-4.5-Air", 16, (51, 50, 0), depth=2)
 unrolled = pytest.mark.parametrize(
     "case",
     [QWEN15, SHORT_QWEN3, SHORT_MIXTRAL, WINDOWED_MIXTRAL, GPT_OSS],
@@ -106,6 +107,28 @@ def test_a_prefill_step_is_one_graph_and_copies_neither_experts_nor_pages(mesh, 
     # KV write, attention, routing, two products.
     assert program.mosaic_kernels == 5 * case.config.num_layers
     assert sum(count_launches(program.hlo).values()) == case.launches[1]
+
+
+ROWS = {
+    "decode": (decode_step, int32(BATCH, 9), int32(8, 3), int32(2)),
+    "prefill": (prefill_step, int32(512), int32(8, 9), int32(8, 3), int32(2)),
+}
+
+
+@pytest.mark.sized(exhaustive=("H100-decode",))
+@pytest.mark.parametrize("phase", ROWS)
+@pytest.mark.parametrize("make_mesh", [h200_mesh, h100_mesh], ids=["H200", "H100"])
+def test_steps_of_glm_air_copy_neither_experts_nor_pages(make_mesh, phase):
+    """A dense layer and one of 128 experts, chosen by scores and biases, on both Hopper GPUs."""
+    pytest.importorskip("jax_plugins.xla_cuda13", reason="needs the extra: jmoe[aot]")
+    program = compile_step(make_mesh(), GLM_AIR, *ROWS[phase])
+    check_copies(program)
+    check_one_graph(program)
+    of_attention, of_experts = (3, 3) if phase == "decode" else (2, 3)
+    cfg = GLM_AIR.config
+    assert (cfg.num_layers, cfg.num_moe_layers) == (2, 1)
+    assert program.mosaic_kernels == 2 * of_attention + of_experts
+    assert sum(count_launches(program.hlo).values()) == GLM_AIR.launches[phase == "prefill"]
 
 
 FP8_QWEN3 = QWEN3._replace(depth=2, quantize="fp8")

@@ -6,15 +6,20 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import numpy_forward
 import pytest
 
+import jmoe
 from jmoe.attention import CacheSizes, Latent, make_pages
 from jmoe.config import from_hf
 from jmoe.model import project
-from jmoe.random_model import random_params
+from jmoe.random_model import random_model, random_params
 from jmoe.rope import rotation
 from pallas_kernels.kv_write import mosaic
 from serving.cli.info import kv_bytes_per_token, num_parameters
+
+pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
 
 PUBLISHED = Path(__file__).parents[1] / "published_configs"
 # Parameters in all and active for a token, in 1e9, and positions; as the model cards say them.
@@ -103,3 +108,63 @@ def test_a_kernel_writes_keys_and_values_of_all_but_latent_attention(name):
 
     jax.eval_shape(ask)
     assert taken == [True]
+
+
+SMALL = {
+    "vocab_size": 50,
+    "num_hidden_layers": 3,
+    "intermediate_size": 11,
+    "moe_intermediate_size": 7,
+    "shared_expert_intermediate_size": 13,
+    "head_dim": 12,
+    "kv_lora_rank": 6,
+    "q_lora_rank": 10,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+}
+
+
+def shrunk(config):
+    """Returns a published configuration with small sizes, and all else as it is."""
+    own = {key: size for key, size in SMALL.items() if config.get(key)}
+    group = config["num_attention_heads"] // config["num_key_value_heads"]
+    own["num_key_value_heads"] = 3 if group == 1 else 2
+    own["num_attention_heads"] = heads = own["num_key_value_heads"] * group
+    own["hidden_size"] = 30 if "head_dim" in config else 8 * heads
+    for key in {"num_experts", "num_local_experts", "n_routed_experts"} & config.keys():
+        own[key] = max(config["num_experts_per_tok"] + 3, 3 * (config.get("n_group") or 1))
+    if "first_k_dense_replace" in config:
+        own["first_k_dense_replace"] = min(config["first_k_dense_replace"], 2)
+    if (config.get("sliding_window") or 0) in range(1, config["max_position_embeddings"]):
+        own["sliding_window"] = 5
+    if "layer_types" in config:
+        own["layer_types"] = config["layer_types"][:3]
+    rope = dict(config.get("rope_scaling") or {})
+    for key in {"long_factor", "short_factor"} & rope.keys():
+        own["rope_scaling"] = rope = rope | {key: rope[key][:4]}
+    own |= {"eos_token_id": 3, "quantization_config": None}
+    return config | own
+
+
+DISTINCT = {}
+for path in sorted(PUBLISHED.glob("*.json")):
+    DISTINCT.setdefault(from_hf(shrunk(json.loads(path.read_text()))), path.stem)
+
+
+FIRST = {cfg.architecture: name for cfg, name in reversed(DISTINCT.items())}.values()
+
+
+@pytest.mark.deep
+@pytest.mark.sized(exhaustive=[name for name in DISTINCT.values() if name not in FIRST])
+@pytest.mark.parametrize("cfg", DISTINCT, ids=DISTINCT.get)
+def test_a_released_model_shrunk_is_that_of_loops(cfg):
+    """Every option as published, over weights of which no norm is one and no bias nothing."""
+    model, rng = random_model(cfg, dtype="float32"), np.random.default_rng(0)
+    drawn = jax.tree.map(
+        lambda leaf: leaf + jnp.asarray(0.1 * rng.normal(size=leaf.shape), leaf.dtype), model.params
+    )
+    model = model.with_weights(params=drawn)
+    tokens = rng.integers(0, cfg.vocab_size, (2, 19)).astype(np.int32)
+    got = np.asarray(jmoe.forward(model, tokens))[:, -1]
+    np.testing.assert_allclose(got, numpy_forward.forward(model, tokens), atol=1e-4, rtol=0)

@@ -42,9 +42,10 @@ class Static(NamedTuple):
     bias: bool = False
     grouping: routing.Grouping | None = None
     scale: float = 1.0
+    jitter: float = 0.0
 
     def of_gate(self):
-        keys = ("top_k", "normalize", "scoring", "grouping", "scale")
+        keys = ("top_k", "normalize", "scoring", "grouping", "scale", "jitter")
         return {key: getattr(self, key) for key in keys}
 
     def options(self):
@@ -112,7 +113,7 @@ def kernel_of(static, name="mosaic"):
     blocks = routing.max_blocks(static.rows * static.top_k, static.experts, static.block_m)
 
     def op(logits, *, max_active, groups, slots, **rest):
-        gated = static.top_k, static.block_m, rest["bias"], static.grouping
+        gated = static.top_k, static.block_m, rest["bias"], static.grouping, static.scoring
         assert mosaic.supports(logits, groups, slots, *gated)
         more = {"groups": groups, "slots": slots, "num_blocks": blocks, "interpreted": interpreted}
         return mosaic.route(logits, **more, **rest)

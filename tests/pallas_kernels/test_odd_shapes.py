@@ -76,31 +76,34 @@ def experts(d, f, num_experts, top_k, num_rows, *, is_quantized=False) -> Geomet
     )
 
 
-def decode(kv_heads, group, head_dim, page_size, batch) -> Geometry:
+def decode(kv_heads, group, head_dim, page_size, batch, *, window=0) -> Geometry:
     def call(q, k_pages, v_pages, layer, table, kv_len):
         rest = {"layer": layer, "block_table": table, "kv_len": kv_len, "scale": 0.1}
+        rest |= {"window": window}
         return paged_attention.paged_attention(q, k_pages, v_pages, **rest)
 
     pages = sds(2, 999, kv_heads, page_size, head_dim)
     ints = sds(dtype=I32), sds(batch, 7, dtype=I32), sds(batch, dtype=I32)
     return Geometry(
-        f"paged_attention g{kv_heads}x{group} D{head_dim} S{page_size} b{batch}",
+        f"paged_attention g{kv_heads}x{group} D{head_dim} S{page_size} b{batch}"
+        + f" w{window}" * (window > 0),
         call,
         lambda q, k_pages, v_pages, *_: paged_kernel.supports(q, k_pages, v_pages),
         (sds(batch, kv_heads * group, head_dim), pages, pages, *ints),
     )
 
 
-def prefill(kv_heads, group, head_dim, page_size, num_rows) -> Geometry:
+def prefill(kv_heads, group, head_dim, page_size, num_rows, *, window=0) -> Geometry:
     def call(q, k_pages, v_pages, layer, table, q_start, kv_len):
         rest = {"layer": layer, "block_table": table, "scale": 0.1}
-        rest |= {"q_start": q_start, "kv_len": kv_len}
+        rest |= {"q_start": q_start, "kv_len": kv_len, "window": window}
         return prefill_attention.prefill_attention(q, k_pages, v_pages, **rest)
 
     pages = sds(2, 999, kv_heads, page_size, head_dim)
     ints = sds(dtype=I32), sds(3, 7, dtype=I32), sds(4, dtype=I32), sds(3, dtype=I32)
     return Geometry(
-        f"prefill_attention g{kv_heads}x{group} D{head_dim} S{page_size} t{num_rows}",
+        f"prefill_attention g{kv_heads}x{group} D{head_dim} S{page_size} t{num_rows}"
+        + f" w{window}" * (window > 0),
         call,
         lambda q, k_pages, v_pages, *_: prefill_kernel.supports(q, k_pages, v_pages, 0.1),
         (sds(num_rows, kv_heads * group, head_dim), pages, pages, *ints),
@@ -205,6 +208,10 @@ def drawn() -> Iterator[Geometry]:
         of = one((1, 2, 3, 5, 8)), rng.randint(1, 16), head_dim
         with_more = {"bias": one((True, False)), "norms": one((True, False))}
         yield write(*of, rng.randint(1, 300), **with_more)
+    for head_dim, attention in ((64, decode), (128, prefill), (64, prefill), (128, decode)):
+        of = one((1, 2, 3, 5, 8)), rng.randint(1, 16), head_dim, one((16, 32, 64, 128))
+        yield attention(*of, rng.randint(1, 300), window=rng.randint(1, 700))
+    yield decode(3, 5, 256, 96, 40, window=77)  # refused: pages of no power of two
 
 
 def of_models() -> Iterator[Geometry]:

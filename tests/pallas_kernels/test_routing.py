@@ -106,6 +106,31 @@ def test_gate_has_the_gradient_of_its_scores(normalize, scoring):
     np.testing.assert_allclose(jax.grad(weights)(logits), jax.grad(by_hand)(logits), atol=1e-7)
 
 
+def test_sparsemixer_weighs_a_pick_against_what_is_near_it_and_left():
+    """By hand. Near 2.0 are 1.9 and, of the larger of both, 1.5; near 1.9 is 1.5, no longer 2.0."""
+    gate = partial(routing.gate, top_k=2, normalize=False, scoring="sparsemixer")
+    logits = jnp.asarray([[1.5, 2.0, 1.9, -3.0], [jnp.nan] * 4, [-1.0, -jnp.inf, -1.5, -1.0]])
+    weights, ids = gate(logits, jitter=0.125)
+    assert ids.tolist() == [[1, 2], [0, 1], [0, 3]]
+    first = 1 / (1 + np.exp(-0.1) + np.exp(-0.5))
+    np.testing.assert_allclose(weights[0], [first, 1 / (1 + np.exp(-0.4))], rtol=1e-6)
+    np.testing.assert_allclose(weights[1], [1 / 4, 1 / 3], rtol=1e-6)
+    np.testing.assert_allclose(weights[2], [1 / 2, 1], rtol=1e-6)  # 0.5 of 1.5 is more than 0.25
+    for more in ({"bias": jnp.zeros(4)}, {"grouping": routing.Grouping(2, 1, 1)}):
+        with pytest.raises(ValueError, match="sparsemixer has no bias"):
+            gate(logits, **more)
+
+
+def test_sparsemixer_has_the_gradient_of_its_softmax():
+    def weight(logits):
+        options = {"top_k": 2, "normalize": False, "scoring": "sparsemixer", "jitter": 0.3}
+        return routing.gate(logits, **options)[0][0, 1]
+
+    logits = jnp.asarray([[2.0, 0.0, 1.9, 1.5, 0.1]])
+    want = jax.grad(lambda x: jax.nn.softmax(x[0, 2:4])[0])(logits)
+    np.testing.assert_allclose(jax.grad(weight)(logits), want, atol=1e-7)
+
+
 def test_gate_gives_ties_of_scores_and_of_groups_to_the_lower_id():
     """A bias outweighs scores without being one; a NaN is the lowest there is in its group, too."""
     gate = partial(routing.gate, top_k=2, normalize=False, scoring="sigmoid")
@@ -271,6 +296,9 @@ SCORED = {
     "v3": Static(scoring="sigmoid", bias=True, grouping=routing.Grouping(3, 2, 2), tiles=MORE),
     "softmax": Static(normalize=False, bias=True, grouping=routing.Grouping(3, 1, 1)),
     "unbiased": Static(grouping=routing.Grouping(3, 2, 2), top_k=3),
+    "phi": Static(
+        normalize=False, scoring="sparsemixer", top_k=2, jitter=0.3, padding=4, tiles=ONE
+    ),
 }
 
 

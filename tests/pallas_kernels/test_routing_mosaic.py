@@ -154,6 +154,23 @@ def test_rows_of_tables():
             check_tiles(got, want[2])
 
 
+MIXER = Static(top_k=2, normalize=False, scoring="sparsemixer", jitter=0.3)
+
+
+def test_sparsemixer():
+    """Ties, NaN, brownout by visits and by weight; more picks than two, experts in parts."""
+    cases = [draw(seed, MIXER, seed % 3) for seed in (1, 3, 7)]
+    check_route("mosaic", MIXER, [*cases, draw(5, MIXER, KEEPING[0]), ones(MIXER)])
+    many = MIXER._replace(rows=9, experts=132, united=2, top_k=4, jitter=0.01)
+    check_route("mosaic", many, [draw(5, many, routing.PARTIAL)])
+
+
+@pytest.mark.parametrize("rows", [20, 580], ids=["one block", "turns"])
+def test_sparsemixer_emulated(rows):
+    static = MIXER._replace(rows=rows, tiles=MORE)
+    check_route("sm90", static, [draw(5, static, routing.PARTIAL), draw(6, static, KEEPING[1])])
+
+
 def test_a_layers_row_of_a_table_of_biases():
     static = Static(rows=5, scoring="sigmoid", bias=True, grouping=V3, tiles=MORE)
     case = draw(2, static, routing.PARTIAL)
@@ -224,6 +241,7 @@ def test_steps_of_several_blocks():
         {"top_k": 17},
         {"block_m": 2},
         {"experts": 128, "top_k": 9, "bias": True},
+        {"experts": 128, "top_k": 9, "scoring": "sparsemixer", "normalize": False},
         {"grouping": routing.Grouping(6, 3, 1)},
         {"experts": 36, "grouping": routing.Grouping(9, 3, 1)},
     ],
@@ -233,7 +251,7 @@ def test_what_the_kernel_does_not_take(changes):
     static = Static(**changes)
     case = jax.tree.map(jnp.asarray, draw(0, static, 0))
     given = case.logits, case.groups, case.slots, static.top_k, static.block_m
-    assert not mosaic.supports(*given, case.bias, static.grouping)
+    assert not mosaic.supports(*given, case.bias, static.grouping, static.scoring)
 
 
 LAYERS = 24
@@ -259,9 +277,8 @@ def route(shape, **of_gate):
         return routing.route(
             logits,
             top_k=shape.top_k,
-            normalize=shape is not QWEN15_MOE_A27B,
             bias=bias,
-            **of_gate,
+            **{"normalize": shape is not QWEN15_MOE_A27B, **of_gate},
             groups=groups,
             slots=slots,
             threshold_percent=threshold_percent,
@@ -319,6 +336,22 @@ def test_scored_compiled_for_an_h200(capfd, monkeypatch, model, num_rows):
     bias = [jax.ShapeDtypeStruct((shape.num_experts,), jnp.float32)] * biased
     compiled, kernels = interpreter.compile_kernels(
         capfd, monkeypatch, route(shape, **of_gate), *arguments(shape, num_rows), *bias
+    )
+    assert [kernel.spill_bytes for kernel in kernels] == [0]
+    assert compiled.memory_analysis().temp_size_in_bytes < 2**20
+
+
+PHI = replace(LARGEST, name="Phi-3.5-MoE", num_experts=16, top_k=2)
+FEW_OF_MANY = replace(LARGEST, name="256 experts", top_k=8)
+IN_TURNS = replace(LARGEST, name="128 experts", num_experts=128, top_k=8)
+MIXED = [(PHI, 64), (PHI, 512), (PHI, 4096), (FEW_OF_MANY, 512), (IN_TURNS, 2048)]
+
+
+@pytest.mark.parametrize(("shape", "num_rows"), MIXED, ids=lambda x: getattr(x, "name", x))
+def test_sparsemixer_compiled_for_an_h200(capfd, monkeypatch, shape, num_rows):
+    mixer = {"scoring": "sparsemixer", "normalize": False, "jitter": 0.01}
+    compiled, kernels = interpreter.compile_kernels(
+        capfd, monkeypatch, route(shape, **mixer), *arguments(shape, num_rows)
     )
     assert [kernel.spill_bytes for kernel in kernels] == [0]
     assert compiled.memory_analysis().temp_size_in_bytes < 2**20

@@ -1,6 +1,9 @@
-"""Shaped rows over a mesh; run by test_served_equals_notebook.py on several devices."""
+"""Shaped rows, and each architecture, over a mesh; run by test_served_equals_notebook.py on several
+devices.
+"""
 
 import asyncio
+from pathlib import Path
 
 import pytest
 from notebook import Asked, answer, check
@@ -11,6 +14,16 @@ from serving.engine import Engine
 from serving.request import SamplingParams
 
 pytestmark = pytest.mark.asyncio
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+ARCHITECTURES = (
+    "glm4_moe",
+    "olmoe_clip_gqa",
+    "granitemoe_attention_bias",
+    "phimoe_window_tied",
+    "gpt_oss",
+    "mixtral",
+)
 
 
 async def test_rows_of_every_rank_are_shaped_as_on_one_device() -> None:
@@ -33,3 +46,22 @@ async def test_rows_of_every_rank_are_shaped_as_on_one_device() -> None:
     for name, got in zip(STRUCTURES, found[len(asked) :], strict=True):
         assert got.reason == "length" or matches(name, got.text)
     check(jmoe.load("bundled", "float32"), asked, found[: len(asked)])
+
+
+@pytest.mark.parametrize("golden", ARCHITECTURES)
+async def test_two_devices_write_what_the_notebook_writes(golden: str) -> None:
+    """Experts of each architecture on two devices, prompts that begin alike, and too few pages."""
+    sizes = {"max_num_seqs": 8, "page_size": 4, "num_pages": 20, "max_model_len": 40}
+    given = {"model": str(GOLDEN / golden), "mesh": "ep=2", "prefix_reuse": "on"}
+    given |= {"decode_buckets": (8,), "prefill_buckets": (32,), "threshold_buckets_percent": (100,)}
+    engine = await Engine.start(config(**sizes, **given, compilation_cache=""))
+    try:
+        params = SamplingParams(max_new_tokens=10, ignore_eos=True)
+        asked = [Asked([*range(7, 16), 20 + n, *range(1, 1 + n)], params) for n in range(10)]
+        found = await asyncio.gather(*(answer(engine, one) for one in asked))
+        assert engine.stats().compilations_since_ready == 0
+        assert engine.stats().reused_tokens > 0
+        assert sum(engine.scheduler.num_evictions.values()) > 0
+    finally:
+        await engine.stop()
+    check(jmoe.load(GOLDEN / golden, "float32"), asked, found)

@@ -47,11 +47,11 @@ def arrays(case: Case, page_size: int) -> tuple[jax.ShapeDtypeStruct, jax.ShapeD
 
 def decode(case: Case, page_size: int) -> Prediction:
     """Predicts `paged_attention`."""
-    count = count_attention(case.shape, case.chunks())
+    count = count_attention(case.shape, case.chunks(), window=case.window)
     q, pages = arrays(case, page_size)
     if not taken(paged_kernel.supports, q, pages, pages):
         return by_reference(count)
-    sizes = common.sizes_of(q, pages, None, None)
+    sizes = common.sizes_of(q, pages, None, None, case.window)
     assert sizes is not None
     note, planned = "", sizes.num_blocks // h200.NUM_SMS
     if _resident(sizes) < planned:
@@ -73,15 +73,24 @@ def _resident(sizes: common.Sizes) -> int:
 
 def _runs(case: Case, sizes: common.Sizes) -> tuple[int, int]:
     """Returns the number of tiles, and of blocks that share them out in equal runs."""
-    total = sizes.segments * -(-case.context // sizes.tile.tokens)
+    total = sizes.segments * -(-_read(case, sizes) // sizes.tile.tokens)
     return total, min(max(1, total // sizes.tile.min_tiles), sizes.num_blocks)
+
+
+def _read(case: Case, sizes: common.Sizes) -> int:
+    """Returns the positions that a sequence is read from: over a window, from the copy on that
+    brings its first one.
+    """
+    if not case.window:
+        return case.context
+    return case.context - max(0, case.context - case.window) // sizes.copy_rows * sizes.copy_rows
 
 
 def _attend(case: Case, sizes: common.Sizes) -> Kernel:
     shape, tile = case.shape, sizes.tile
     total, active = _runs(case, sizes)
     tile_bytes = 4 * tile.tokens * shape.head_dim
-    count = count_attention(shape, case.chunks())
+    count = count_attention(shape, case.chunks(), window=case.window)
     floor_us = max(h200.copy_us(count.bytes), h200.product_us(count.flops))
     moved = total * tile_bytes + 4 * case.tokens * shape.heads * shape.head_dim
     at_once = _resident(sizes) * h200.NUM_SMS
@@ -133,33 +142,35 @@ def _merge(case: Case, sizes: common.Sizes) -> Kernel:
 
 def prefill(case: Case, page_size: int) -> Prediction:
     """Predicts `prefill_attention`, which plans the step itself, as in the benchmark."""
-    count = count_attention(case.shape, case.chunks())
+    count = count_attention(case.shape, case.chunks(), window=case.window)
     q, pages = arrays(case, page_size)
     if not taken(partial(prefill_kernel.supports, scale=1.0), q, pages, pages):
         return by_reference(count)
     plan = small("plan of the step", h200.PREFILL_PLAN_LAUNCHES)
-    return Prediction(count, [*plan, _prefill(case)])
+    return Prediction(count, [*plan, _prefill(case, page_size)])
 
 
-def steps_of_tiles(case: Case) -> np.ndarray:
+def steps_of_tiles(case: Case, page_size: int) -> np.ndarray:
     """Returns the steps over keys of each tile of rows; chunks start at multiples of eight rows
-    here.
+    here. Over a window, a tile's keys begin with the copy that brings its first row's first one.
     """
     shape = case.shape
-    tile = choose(shape.heads // shape.kv_heads, shape.head_dim)
-    found = []
+    tile = choose(shape.heads // shape.kv_heads, shape.head_dim, case.window)
+    align, found = min(page_size, tile.block_kv), []
     for rows, context in case.chunks():
-        ends = np.minimum(np.arange(0, rows, tile.block_rows) + tile.block_rows, rows)
-        found.append((ends - 1 + context - rows) // tile.block_kv + 1)
+        starts = np.arange(0, rows, tile.block_rows)
+        last = np.minimum(starts + tile.block_rows, rows) - 1 + context - rows
+        first = np.maximum(starts + context - rows + 1 - (case.window or context), 0)
+        found.append((last - first // align * align) // tile.block_kv + 1)
     return np.concatenate(found)
 
 
-def _prefill(case: Case) -> Kernel:
+def _prefill(case: Case, page_size: int) -> Kernel:
     shape, d = case.shape, case.shape.head_dim
-    tile = choose(shape.heads // shape.kv_heads, d)
+    tile = choose(shape.heads // shape.kv_heads, d, case.window)
     packs = shape.heads // tile.pack
-    steps = np.sort(np.repeat(steps_of_tiles(case), packs))[::-1]
-    count = count_attention(shape, case.chunks())
+    steps = np.sort(np.repeat(steps_of_tiles(case, page_size), packs))[::-1]
+    count = count_attention(shape, case.chunks(), window=case.window)
     floor_us = max(h200.copy_us(count.bytes), h200.product_us(count.flops))
 
     # Cycles of a step: both products of a warpgroup, and what its softmax takes.
@@ -180,7 +191,7 @@ def _prefill(case: Case) -> Kernel:
         return float(cycles) / h200.PRODUCT_GHZ / 1e3
 
     total = float(steps.sum())
-    kv_bytes = 4 * d * shape.kv_heads * sum(context for _, context in case.chunks())
+    kv_bytes = count.bytes - 4 * d * shape.heads * case.tokens  # all but queries and results
     rounds = len(steps) / h200.NUM_SMS
     # Every round of items sees a part of all heads' keys, of which L2 has kept what fits.
     seen = max(0.0, rounds * total / len(steps) / steps[0] - 1)

@@ -30,7 +30,8 @@ def predictions(model: str = "") -> list[Row]:
 
 def _place(case: Case) -> tuple[int | str, ...]:
     model = CATALOGUE.index(case.shape)
-    return OPS.index(case.op), model, case.phase, case.tokens, case.context, case.skew
+    size = case.tokens, case.context, case.window
+    return OPS.index(case.op), model, case.phase, *size, case.skew
 
 
 def text(rows: Sequence[Row]) -> Iterator[str]:
@@ -60,13 +61,17 @@ def page() -> str:
     """Returns the whole text of docs/roofline.md."""
     rows = predictions()
     own = [
-        [case.op, case.shape.name, str(case.tokens), *_times(of)]
+        [case.op, _model(case), str(case.tokens), *_times(of)]
         for case, of in rows
         if _is_on_page(case)
     ]
     parts = [_INTRODUCTION, _table(*_summary(rows)), _TABLE, _table(_HEADER, *own)]
     parts += [_ASSUMED]
     return "\n".join(parts)
+
+
+def _model(case: Case) -> str:
+    return case.shape.name + f", window {case.window:,}" * (case.window > 0)
 
 
 def _is_on_page(case: Case) -> bool:
@@ -109,7 +114,7 @@ refutes a loss.
 - Gaps between kernels, page-table walks, bank conflicts and what ptxas makes of a loop have no
   number here. On another GPU, the kernel benchmark takes that one's rates (`DEVICES`).
 - Rows of experts are one draw of a uniform router. Attention has all models but
-  DeepSeek-V2-Lite, whose attention (MLA) jmoe does not serve.
+  DeepSeek-V2-Lite, of whose latents there is no kernel. Masks of windows have no number.
 
 ## What is lost, by op
 """

@@ -225,7 +225,10 @@ printf "%s\n" "${COMPREPLY[@]}"
             ["info", "--address", "127.0.0.1:1", "--mesh", "ep=2"],
             "--mesh needs a model: give MODEL",
         ),
-        (["info", "bundled", "--device-gb", "80"], "--device-gb needs --mesh ep=N"),
+        (
+            ["info", "--address", "127.0.0.1:1", "--device-gb", "80"],
+            "--device-gb needs a model: give MODEL or --model-config, not --address",
+        ),
         (
             ["info", "--mesh", "ep=2", "--device-gb", "nan"],
             "--device-gb is nan; it must be above 0",

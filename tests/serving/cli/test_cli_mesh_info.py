@@ -1,22 +1,26 @@
-"""`jmoe info MODEL --mesh ep=N`: memory by hand, and what is printed."""
+"""`jmoe info MODEL`, also with `--mesh ep=N`: memory by hand, and what is printed."""
 
+import json
 import re
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import pytest
 
 from jmoe.api import load
 from jmoe.attention import FULL, Paged
+from jmoe.config import from_hf
 from jmoe.parallel.home import make_mesh
 from serving.cli import main as cli
 from serving.cli.info import load_model_config, num_parameters
-from serving.cli.mesh_info import parallel_section, parse_mesh
+from serving.cli.mesh_info import device_section, parallel_section, parse_mesh
 from serving.errors import SettingsError
 
 HEADING = "Expert parallelism, ep="
 GIB = 2**30
+PUBLISHED = Path(__file__).parents[2] / "published_configs"
 
 
 def shown(monkeypatch, capsys, *arguments):
@@ -54,7 +58,9 @@ def test_memory_of_qwen3_235b_on_eight_h200_by_hand(qwen):
     left = 141 * 10**9 - experts - 2 * layers - embeddings - step
     tokens = left // (2 * 94 * 4 * 128 * 2)
     assert gib(qwen["left for KV of 141 GB"]) == pytest.approx(left / GIB, abs=0.05)
-    assert f" {tokens:,} tokens; {8 * tokens:,} on all devices" in qwen["left for KV of 141 GB"]
+    on_all = f"{8 * tokens:,} on all devices"
+    said = f" {tokens:,} tokens in {tokens // 64:,} pages of 64; {on_all}"
+    assert said in qwen["left for KV of 141 GB"]
 
 
 def test_replicas_of_qwen3_235b_on_eight_h200(qwen):
@@ -72,6 +78,29 @@ def test_a_model_that_does_not_fit_is_told_what_is_missing():
     assert re.fullmatch(r"nothing: [\d.]+ GiB are missing; take more devices, or larger ones", text)
     text = dict(parallel_section(cfg, 2000, 80.0)[1])["left for KV of 80 GB"]
     assert text.endswith("take a smaller step")
+
+
+def test_what_fits_in_one_device_and_over_how_few_others_do():
+    """By hand: 199 GiB of weights are more than 131 GiB, half of the experts and the rest are not.
+    Layers are there again, and 2,048 rows of 8 visits each."""
+    path = PUBLISHED / "GLM-4.5-Air.json"
+    cfg = from_hf(json.loads(path.read_text()))
+    rows = dict(device_section(cfg)[1])
+    assert rows["left for KV, all in bfloat16"].startswith("nothing: ")
+    assert "left for KV, --mesh ep=4" not in rows
+    experts = 45 * 128 * 3 * 4096 * 1408
+    others = num_parameters(cfg) - experts
+    again = others - 2 * 151552 * 4096
+    of_step = 4096 * (4096 * 6 + 8 * (2 * 4096 + 1408) * 2)
+    left = 141_000_000_000 - 2 * (experts // 2 + others + again) - of_step
+    tokens, pages = left // 188_416, left // (64 * 188_416)
+    said = f"{left / 2**30:.1f} GiB, {tokens:,} tokens in {pages:,} pages of 64; "
+    assert rows["left for KV, --mesh ep=2"] == f"{said}{2 * tokens:,} on all devices"
+    small = dict(device_section(load_model_config("qwen3-30b-a3b"), 80.0)[1])
+    assert not [name for name in small if "--mesh" in name]
+    assert "pages of 64" in small["left for KV, all in bfloat16"]
+    with pytest.raises(ValueError, match="--device-gb is 0"):
+        device_section(cfg, 0)
 
 
 def test_windows_let_more_long_sequences_fit():
@@ -93,6 +122,8 @@ def test_the_section_follows_what_is_shown_without_a_mesh(monkeypatch, capsys):
         assert shown(monkeypatch, capsys, *model, "--mesh", "") == alone
         text = shown(monkeypatch, capsys, *model, "--mesh", "ep=4", "--device-gb", "80")
         assert "left for KV of 80 GB" in text
+        alone, _, fits = alone.partition("\n\nWhat fits in a GPU of 141 GB, ")
+        assert "left for KV, experts in fp8 " in fits
         ours, theirs = (re.sub(" +", " ", part) for part in (text, alone))  # columns are wider
         assert ours.startswith(theirs.rstrip("\n") + f"\n\n{HEADING}4, ")
 
