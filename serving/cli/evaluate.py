@@ -3,7 +3,7 @@
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -140,7 +140,7 @@ def evaluate(
 def _leave_one_out(
     config: "EvaluateConfig",
     settings: Sequence["Brownout"],
-    short: dict[str, int],
+    short: dict[str, Any],
     sources: Sequence[str],
 ) -> None:
     from training.distill import DistillConfig, DistillError

@@ -150,7 +150,7 @@ def _compared(
     source: str,
     settings: Sequence[Brownout],
     everything: Path,
-    unseen: Path,
+    unseen_model: Path,
     progress: Progress,
 ) -> list[Compared]:
     def scored(model: Path, name: str, settings: Sequence[Brownout]) -> list[Score]:
@@ -164,10 +164,12 @@ def _compared(
     equal = _equal(dataclasses.replace(config, model=str(everything)), settings)
     others = list(dict.fromkeys(other for full, lowest, _ in equal for other in (full, lowest)))
     by_setting = dict(zip(others, scored(everything, "others", others), strict=True))
-    both = scored(everything, "seen", settings), scored(unseen, "unseen", settings)
+    seen, unseen = scored(everything, "seen", settings), scored(unseen_model, "unseen", settings)
     return [
-        Compared(source, setting, *scores, by_setting[full], by_setting[lowest], active)
-        for setting, *scores, (full, lowest, active) in zip(settings, *both, equal, strict=True)
+        Compared(source, setting, *own, by_setting[full], by_setting[lowest], active)
+        for setting, own, (full, lowest, active) in zip(
+            settings, zip(seen, unseen, strict=True), equal, strict=True
+        )
     ]
 
 
