@@ -43,6 +43,8 @@ class Compared(NamedTuple):
     full: Score
     lowest_gate: Score
     active: float  # experts that a layer of a decode step computes under `setting`, mean
+    full_active: float = math.nan  # likewise
+    lowest_gate_active: float = math.nan
 
 
 def leave_one_out(
@@ -162,12 +164,12 @@ def _compared(
         return evaluate(own, settings, told)[1:]
 
     equal = _equal(dataclasses.replace(config, model=str(everything)), settings)
-    others = list(dict.fromkeys(other for full, lowest, _ in equal for other in (full, lowest)))
+    others = list(dict.fromkeys(other for each in equal for other in each[:2]))
     by_setting = dict(zip(others, scored(everything, "others", others), strict=True))
     seen, unseen = scored(everything, "seen", settings), scored(unseen_model, "unseen", settings)
     return [
-        Compared(source, setting, *own, by_setting[full], by_setting[lowest], active)
-        for setting, own, (full, lowest, active) in zip(
+        Compared(source, setting, *own, by_setting[full], by_setting[lowest], *active)
+        for setting, own, (full, lowest, *active) in zip(
             settings, zip(seen, unseen, strict=True), equal, strict=True
         )
     ]
@@ -175,9 +177,10 @@ def _compared(
 
 def _equal(
     config: EvaluateConfig, settings: Sequence[Brownout]
-) -> list[tuple[Brownout, Brownout, float]]:
+) -> list[tuple[Brownout, Brownout, float, float, float]]:
     """Returns, for each setting, full brownout and the lowest gates' at the least thresholds of at
-    least as many active experts in decode steps of the first items; and how many those are.
+    least as many active experts in decode steps of the first items; and how many are active under
+    each of the three.
     """
     model = load(
         config.model,
@@ -202,14 +205,12 @@ def _equal(
             low, high = (low, middle) if active(at) >= wanted else (middle + 1, high)
         return dataclasses.replace(other, threshold_percent=low)
 
-    return [
-        (
-            least(Brownout("full", 0, None, setting.keep), active(setting)),
-            least(Brownout(LOWEST, 0, setting.way), active(setting)),
-            active(setting),
-        )
-        for setting in settings
-    ]
+    found = []
+    for setting in settings:
+        full = least(Brownout("full", 0, None, setting.keep), active(setting))
+        lowest = least(Brownout(LOWEST, 0, setting.way), active(setting))
+        found.append((full, lowest, active(setting), active(full), active(lowest)))
+    return found
 
 
 _KINDS = ("seen", "unseen", "full", "lowest_gate")
@@ -229,6 +230,8 @@ def write_csv(found: Sequence[Compared]) -> str:
             "keep": setting.keep,
             "threshold_percent": setting.threshold_percent,
             "active_experts": f"{one.active:.2f}",
+            "full_active_experts": f"{one.full_active:.2f}",
+            "lowest_gate_active_experts": f"{one.lowest_gate_active:.2f}",
             "items": len(one.seen.result.right),
         }
         for kind in _KINDS:
@@ -275,8 +278,9 @@ def _line(one: Compared) -> str:
     for kind in _KINDS:
         score: Score = getattr(one, kind)
         told = _told(score.loss_percent, score.low_percent, score.high_percent)
-        at = score.setting.threshold_percent
-        cells.append(f"t {at}: {told}" if kind in ("full", "lowest_gate") else told)
+        active = getattr(one, f"{kind}_active", None)
+        at = f"t {score.setting.threshold_percent}, {active:.1f} experts: " if active else ""
+        cells.append(at + told)
     return f"| {' | '.join(cells)} |"
 
 
