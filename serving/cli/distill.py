@@ -183,18 +183,14 @@ def _measure(
     """Writes `expected_loss.json`, `levels.json` and `sensitivity.md` of the model with the united
     experts in `out`.
     """
-    from jmoe.checkpoint import UNITED_FILE
     from jmoe.expected_loss import FILE
+    from training.distill import beside
     from training.evaluation.items import grid
     from training.evaluation.run import EvaluateConfig, evaluate
     from training.evaluation.sensitivity import evaluate_levels
 
     with tempfile.TemporaryDirectory() as folder, progress_bar() as progress:
-        both = Path(folder) / model.name
-        both.mkdir()
-        files = {path.name: path for path in (*model.iterdir(), out / UNITED_FILE)}
-        for name, path in files.items():
-            (both / name).symlink_to(path.resolve())
+        both = beside(model, out, Path(folder) / model.name)
         config = EvaluateConfig(
             model=str(both),
             dtype=dtype,

@@ -3,7 +3,7 @@
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,6 +12,7 @@ from serving.settings.plugins import own_strategy
 from serving.telemetry.progress import progress_bar
 
 if TYPE_CHECKING:
+    from jmoe.brownout import Brownout
     from training.evaluation.run import EvaluateConfig
 
 
@@ -58,6 +59,24 @@ def evaluate(
         str | None,
         typer.Option(help="Settings (WAY:PERCENT) instead of the grid, such as 2:0,4:20,full:40."),
     ] = None,
+    leave_one_out: Annotated[
+        bool,
+        typer.Option(
+            help="Distil united experts without each source (family), and score its items: "
+            "partial brownout by --ways, --thresholds and --keep."
+        ),
+    ] = False,
+    sources: Annotated[
+        str | None,
+        typer.Option(help="With --leave-one-out: sources to leave out, by comma. Default: all."),
+    ] = None,
+    distill_rows: Annotated[
+        int, typer.Option(help="With --leave-one-out: --rows of `jmoe distill`.")
+    ] = 65_536,
+    distill_steps: Annotated[int, typer.Option(help="With --leave-one-out: its --steps.")] = 600,
+    refine_steps: Annotated[
+        int, typer.Option(help="With --leave-one-out: its --refine-steps.")
+    ] = 600,
     text: Annotated[
         list[Path] | None, typer.Option(help="Text files for perplexity. May be repeated.")
     ] = None,
@@ -91,6 +110,12 @@ def evaluate(
     from training.evaluation.tables import loss
 
     config = of_fields(EvaluateConfig, flags)
+    if leave_one_out:
+        numbers = integers("ways", ways), integers("thresholds", thresholds)
+        short = {"rows": distill_rows, "steps": distill_steps, "refine_steps": refine_steps}
+        settings = grid(*numbers, ["partial"], keep.split(","))
+        _leave_one_out(config, settings, short, sources.split(",") if sources else [])
+        return
     if sensitivity:
         _sensitivity(config, integers("ways", ways), keep, search_items, stored=levels)
         return
@@ -115,6 +140,34 @@ def evaluate(
     if (out / FILE).exists():
         print("to have servers know what brownout costs:")
         print(shlex.join(["cp", str(out / FILE), str(resolve(model))]))
+
+
+def _leave_one_out(
+    config: "EvaluateConfig",
+    settings: Sequence["Brownout"],
+    short: dict[str, Any],
+    sources: Sequence[str],
+) -> None:
+    from training.distill import DistillConfig, DistillError
+    from training.evaluation.left_out import leave_one_out
+
+    distillation = DistillConfig(dtype=config.dtype, seed=config.seed, **short)
+    try:
+        with progress_bar() as progress:
+            found = leave_one_out(config, settings, distillation, sources, progress)
+    except DistillError as error:
+        raise ValueError(str(error)) from error
+    for one in found:
+        seen, unseen, full, lowest = (
+            f"{100 * score.accuracy:.1f}"
+            for score in (one.seen, one.unseen, one.full, one.lowest_gate)
+        )
+        print(
+            f"{one.source}, way {one.setting.way}, t {one.setting.threshold_percent} %: right "
+            f"{seen} % distilled with it, {unseen} % without; full brownout {full} %, lowest gates "
+            f"{lowest} %"
+        )
+    print(f"tables: {config.out / 'leave_one_out.md'}")
 
 
 def _sensitivity(

@@ -3,6 +3,6 @@
 from training.distill.config import DistillConfig
 from training.distill.fit import DistillError
 from training.distill.report import LayerResult, RefineResult
-from training.distill.run import distill
+from training.distill.run import beside, distill
 
-__all__ = ["DistillConfig", "DistillError", "LayerResult", "RefineResult", "distill"]
+__all__ = ["DistillConfig", "DistillError", "LayerResult", "RefineResult", "beside", "distill"]

@@ -343,6 +343,18 @@ def write_united(out: Path, united: dict[int, United], model: str) -> None:
     part.rename(out / UNITED_FILE)
 
 
+def beside(model: Path, out: Path, folder: Path) -> Path:
+    """Makes `folder` a model directory of links: the model's files, and the united experts in
+    `out`. Returns it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    files = {path.name: path for path in (*model.iterdir(), out / UNITED_FILE)}
+    for name, path in files.items():
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).symlink_to(path.resolve())
+    return folder
+
+
 def _check_united(path: Path, ways: Collection[int], model_dir: Path, model: str) -> None:
     """Raises ValueError for a file whose other ways, which stay in it, are not of this model."""
     kept = sorted({name.partition(".")[0] for name in _of_other_ways(path, ways)})

@@ -9,8 +9,11 @@ from typer.main import get_command
 
 from jmoe.brownout import Brownout, LowestGate
 from serving.cli import main as cli
+from training.distill import DistillConfig
+from training.evaluation import left_out
 from training.evaluation import run as run_module
 from training.evaluation.items import STRATEGIES, THRESHOLDS, WAYS, grid
+from training.evaluation.left_out import Compared
 from training.evaluation.run import EvaluateConfig
 
 
@@ -62,6 +65,11 @@ def test_flags_are_the_fields_of_the_configuration() -> None:
         "levels",
         "sensitivity",
         "search_items",
+        "leave_one_out",
+        "sources",
+        "distill_rows",
+        "distill_steps",
+        "refine_steps",
     }
 
 
@@ -84,6 +92,26 @@ def test_flags_reach_the_run(calls, monkeypatch) -> None:
     assert (config.text, config.out) == ((Path("a.txt"), Path("b.txt")), Path("o"))
     assert (config.seed, config.dtype, config.model) == (3, "float32", "m")
     assert single == [Brownout("partial", 0, 2), Brownout("full", 40)]
+
+
+def test_leaving_one_out_is_as_short_as_it_is_asked_to_be(monkeypatch, capsys, tmp_path) -> None:
+    result = run_module.Result("zero", None, 100, [True], 0.0, [0.0])
+    (score,) = run_module.scores([], {Brownout("zero"): result}, ["sort"])
+    seen = []
+
+    def leave_one_out(config, settings, distillation, sources, progress):
+        seen.append((config, settings, distillation, sources))
+        return [Compared("sort", settings[0], score, score, score, score, 9.0)]
+
+    monkeypatch.setattr(left_out, "leave_one_out", leave_one_out)
+    flags = "--leave-one-out --sources sort,add --ways 8 --thresholds 40,0 --keep weight --seed 3"
+    short = "--distill-rows 100 --distill-steps 20 --refine-steps 7 --generate-tasks 9 --out"
+    assert run(monkeypatch, *flags.split(), *short.split(), str(tmp_path)) == 0
+    ((config, settings, distillation, sources),) = seen
+    assert settings == [Brownout("partial", t, 8, "weight") for t in (40, 0)]
+    assert distillation == DistillConfig(rows=100, steps=20, refine_steps=7, seed=3)
+    assert (config.generate_tasks, config.seed, sources) == (9, 3, ["sort", "add"])
+    assert "sort, way 8, t 40 %: right 100.0 % distilled with it" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
