@@ -12,12 +12,12 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from functools import cache
+from functools import cached_property
+from importlib import metadata
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import jaxlib
 import numpy as np
 from jaxtyping import Array, Float
 
@@ -33,28 +33,33 @@ _TARGETS = ("jmoe_attend", "jmoe_moe_mlp")
 log = logging.getLogger(__name__)
 
 
-@cache
-def is_there() -> bool:
-    """Returns whether the calls can be made: compiles and registers them the first time.
-
-    `JMOE_NATIVE=0` turns them off, CXX names another compiler than `c++`. What fails is logged.
+class Library:
+    """The compiled calls. What digests traced code looks into functions, and not into an object: a
+    program that is kept depends on `is_there` and on the sources by themselves.
     """
-    if os.environ.get("JMOE_NATIVE", "1") == "0":
-        return False
-    compiler = shutil.which(os.environ.get("CXX", "c++"))
-    if compiler is None:
-        log.info("no C++ compiler is found: experts and attention run on XLA, at half the speed")
-        return False
-    try:
-        library = ctypes.CDLL(str(_built(compiler)))
-        for name in _TARGETS:
-            call = jax.ffi.pycapsule(getattr(library, name))
-            jax.ffi.register_ffi_target(name, call, platform="cpu")
-    except (OSError, subprocess.SubprocessError) as error:
-        said = getattr(error, "stderr", None) or str(error)
-        log.warning("%s does not compile %s; XLA is used: %s", compiler, SOURCE.name, said[:500])
-        return False
-    return True
+
+    @cached_property
+    def is_there(self) -> bool:
+        """Whether the calls can be made: compiles and registers them the first time.
+
+        `JMOE_NATIVE=0` turns them off, CXX names another compiler than `c++`. What fails is logged.
+        """
+        if os.environ.get("JMOE_NATIVE", "1") == "0":
+            return False
+        compiler = shutil.which(os.environ.get("CXX", "c++"))
+        if compiler is None:
+            log.info("no C++ compiler is found: attention and experts run on XLA, more slowly")
+            return False
+        try:
+            library = ctypes.CDLL(str(_built(compiler)))
+            for name in _TARGETS:
+                call = jax.ffi.pycapsule(getattr(library, name))
+                jax.ffi.register_ffi_target(name, call, platform="cpu")
+        except (AttributeError, OSError, subprocess.SubprocessError) as error:
+            said = getattr(error, "stderr", None) or str(error)
+            log.warning("%s does not compile %s; XLA is used: %s", compiler, SOURCE, said[:500])
+            return False
+        return True
 
 
 def _built(compiler: str) -> Path:
@@ -63,7 +68,7 @@ def _built(compiler: str) -> Path:
     lines = cpu.read_text().splitlines() if cpu.exists() else [platform.processor()]
     facts = [line for line in lines if line.startswith(("flags", "Features", "model name"))][:2]
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True)
-    parts = (SOURCE.read_text(), jaxlib.__version__, version.stdout, *_FLAGS, *facts)
+    parts = (SOURCE.read_text(), metadata.version("jaxlib"), version.stdout, *_FLAGS, *facts)
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
     folder = CACHE.expanduser()
     kept = folder / f"{digest}.so"
@@ -79,13 +84,16 @@ def _built(compiler: str) -> Path:
     return kept
 
 
+LIBRARY = Library()
+
+
 def _runs(*arrays: Array | jax.ShapeDtypeStruct) -> bool:
     return (
         backend() == "cpu"
         and jax.default_backend() == "cpu"
         and not is_reference_wanted()
         and all(array.dtype == jnp.float32 for array in arrays)
-        and is_there()
+        and LIBRARY.is_there
     )
 
 

@@ -26,6 +26,7 @@ from jax.experimental.serialize_executable import deserialize_and_load, serializ
 
 import jmoe
 import pallas_kernels
+from pallas_kernels.native import LIBRARY
 
 KEPT_S = 30 * 24 * 3600
 """An entry that nothing has read for so long is removed."""
@@ -148,6 +149,8 @@ def _surroundings() -> str:
             "device": (device.device_kind, _processor() if device.platform == "cpu" else ""),
             "config": [str(jax.config.values[name]) for name in _CONFIG],
             "environment": [os.environ.get(name, "") for name in _ENVIRONMENT],
+            # Asked for, it is there for what is loaded, too.
+            "native": device.platform == "cpu" and LIBRARY.is_there,
             "sources": sources(),
         }
     )
@@ -161,7 +164,7 @@ def sources(*others: Path) -> str:
     digest = hashlib.sha256()
     for top in (*(Path(package.__path__[0]) for package in (jmoe, pallas_kernels)), *others):
         for path in sorted(top.rglob("*")):
-            if path.suffix in (".py", ".json"):
+            if path.suffix in (".py", ".cc", ".json"):
                 digest.update(path.relative_to(top).as_posix().encode() + path.read_bytes())
     return digest.hexdigest()
 

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
 
 @pytest.fixture(scope="module", autouse=True)
 def _there():
-    if not native.is_there():
+    if not native.LIBRARY.is_there:
         pytest.skip("no C++ compiler is found: c++, or what CXX names")
 
 
@@ -182,7 +182,7 @@ def test_without_a_compiler_there_is_xla(variable, monkeypatch, tmp_path):
     name, value = variable.split("=")
     monkeypatch.setenv(name, value)
     monkeypatch.setenv("HOME", str(tmp_path))
-    code = "from pallas_kernels import native; print(native.is_there())"
+    code = "from pallas_kernels import native; print(native.LIBRARY.is_there)"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
     )
