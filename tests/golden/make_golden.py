@@ -69,7 +69,7 @@ def case(
     of_count, of_width = NAMES.get(model_type, ("num_experts", "moe_intermediate_size"))
     config |= {of_count: count, of_width: width}
     if model_type in ("qwen2_moe", "qwen3_moe"):
-        config |= {"max_window_layers": layers}
+        config.setdefault("max_window_layers", layers)
     names = ("intermediate_size", "shared_expert_intermediate_size")
     config |= dict(zip(names, others, strict=False))
     rope = {"rope_type": "default", "rope_theta": 1e6} | (rope or {})
@@ -166,6 +166,13 @@ CASES = {
         [2, 42, 7, 1, 89], [7, 3, 15, 33, 21], rope=FIVE_HUNDRED, hub=False, **MLP_ONLY, **TIED
     ),
     "qwen2_moe_yarn": qwen2([2, 32, 2, 1, 67], [5, 2, 21, 31, 27], rope=YARN_BETAS),
+    "qwen2_moe_window": qwen2(
+        [3, 32, 4, 2, 91],
+        [7, 3, 19, 41, 29],
+        use_sliding_window=True,
+        sliding_window=5,
+        max_window_layers=1,
+    ),
     "qwen3_moe": qwen3([2, 36, 6, 3, 79], [9, 3, 11, 35], shard="60KB", head_dim=10, **NORM),
     "qwen3_moe_mixed_yarn": qwen3(
         [4, 24, 4, 2, 61], [7, 3, 13, 29], rope=YARN_MSCALE, hub=False, head_dim=16, **SPARSE_STEP
@@ -179,6 +186,7 @@ CASES = {
     ),
     "mixtral": mixtral([2, 32, 4, 2, 91], [5, 2, 25]),
     "mixtral_tied_llama3": mixtral([2, 48, 4, 4, 77], [5, 2, 15], rope=LLAMA3, **TIED),
+    "mixtral_window": mixtral([2, 36, 6, 3, 85], [5, 2, 19], sliding_window=6),
     "mixtral_top1_head_dim": mixtral(
         [3, 30, 5, 5, 69], [3, 1, 23], rope=TEN_THOUSAND, hub=False, bf16=True, head_dim=8
     ),
