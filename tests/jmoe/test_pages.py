@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from jmoe.architectures import ARCHITECTURES
-
 pytestmark = pytest.mark.deep
 
 ROOT = Path(__file__).parents[2]
@@ -92,10 +90,3 @@ def test_a_name_that_does_not_exist_is_found():
     assert resolves("jmoe.config.from_hf")
     assert not resolves("jmoe.config.from_gguf")
     assert not resolves("jmoe.gguf")
-
-
-def test_families_that_are_served_are_the_ones_the_page_tells_of():
-    text = ARCHITECTURE.read_text(encoding="utf-8")
-    for family, architecture in ARCHITECTURES.items():
-        assert f"`{family}`" in text
-        assert f"`{architecture.class_name}`" in text
