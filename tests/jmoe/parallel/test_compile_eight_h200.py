@@ -188,8 +188,8 @@ def check_memory(program):
     assert " conditional(" not in program.hlo
 
 
-@pytest.mark.sized(exhaustive=("prefill-183",))
-@pytest.mark.parametrize(("phase", "launches"), [("decode", 155), ("prefill", 183)])
+@pytest.mark.sized(exhaustive=("prefill-186",))
+@pytest.mark.parametrize(("phase", "launches"), [("decode", 155), ("prefill", 186)])
 def test_a_step_copies_nothing_and_exchanges_rows_once_each_way(mesh, phase, launches):
     """As many layers as where experts are copied, whose kernels are these in part."""
     program = compile_step(mesh, phase, 3)
@@ -243,7 +243,7 @@ class TestCopiesOfExperts:
         """Planning is two kernels a layer, and none of its loops is the host's."""
         counts = count_launches(program.hlo)
         assert "while" not in counts
-        assert sum(counts.values()) <= 335
+        assert sum(counts.values()) <= 346
 
 
 @pytest.mark.sized(exhaustive=("True",))
