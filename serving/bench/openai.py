@@ -139,7 +139,7 @@ class OpenAITarget:
         except TimeoutError:
             _fail(grpc.StatusCode.DEADLINE_EXCEEDED, "the run's time was over")
         except ValueError as error:
-            _fail(grpc.StatusCode.INTERNAL, f"an event is no JSON: {error}")
+            _fail(grpc.StatusCode.INTERNAL, f"an event is no JSON, or too long: {error}")
         if not reason:
             _fail(grpc.StatusCode.INTERNAL, "the stream ended without a finish_reason")
         counted = usage or {}

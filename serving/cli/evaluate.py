@@ -110,9 +110,17 @@ def evaluate(
     from training.evaluation.tables import loss
 
     config = of_fields(EvaluateConfig, flags)
+    short = {"rows": distill_rows, "steps": distill_steps, "refine_steps": refine_steps}
+    defaults = {"rows": 65_536, "steps": 600, "refine_steps": 600}
+    if not leave_one_out and (sources or short != defaults):
+        raise ValueError(
+            "--sources, --distill-rows, --distill-steps and --refine-steps need --leave-one-out"
+        )
+    if leave_one_out and (sensitivity or levels or only):
+        given = "--sensitivity" if sensitivity else "--levels" if levels else "--only"
+        raise ValueError(f"{given} does not go with --leave-one-out; run it by itself")
     if leave_one_out:
         numbers = integers("ways", ways), integers("thresholds", thresholds)
-        short = {"rows": distill_rows, "steps": distill_steps, "refine_steps": refine_steps}
         settings = grid(*numbers, ["partial"], keep.split(","))
         _leave_one_out(config, settings, short, sources.split(",") if sources else [])
         return

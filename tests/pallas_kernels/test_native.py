@@ -60,6 +60,12 @@ SHAPES = [  # rows, heads, kv heads, head size, page size, pages
 ]
 
 
+QUICK = {f"21-{SHAPES[0]}", f"0-{SHAPES[3]}"}
+
+
+@pytest.mark.sized(
+    deep=[one for w in (0, 1, 21) for s in SHAPES if (one := f"{w}-{s}") not in QUICK]
+)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("window", [0, 1, 21])
 def test_attention_is_the_references(shape, window):

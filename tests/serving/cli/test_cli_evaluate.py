@@ -129,6 +129,9 @@ def test_leaving_one_out_is_as_short_as_it_is_asked_to_be(monkeypatch, capsys, t
         (["--generate-tasks", "9", "--batch", "0"], "batch is 0; it must be at least 1"),
         (["--generate-tasks", "9", "--ways", "3"], "bundled has united experts for: 2, 4, 8"),
         (["--generate-tasks", "9", "--text", "no.txt"], "cannot read no.txt"),
+        (["--generate-tasks", "9", "--sources", "add"], "--refine-steps need --leave-one-out"),
+        (["--generate-tasks", "9", "--distill-rows", "9"], "--refine-steps need --leave-one-out"),
+        (["--leave-one-out", "--only", "8:40"], "--only does not go with --leave-one-out"),
     ],
 )
 def test_bad_input_is_one_line(arguments: list[str], message: str, monkeypatch, capsys, tmp_path):
