@@ -26,7 +26,7 @@ DRAIN_S = 12.0  # after the last arrival; what is not answered by then has faile
 STEADY_LOAD, BURST_LOAD, BURST_AT = 0.55, 1.1, 0.3
 """Shares of the capacity without brownout, and of the time before the burst."""
 TARGET = 0.05  # late tokens, each phase, in the burst
-LEGS = ("predictive", "algorithm2", "zero")
+LEGS = ("predictive", "zero", "algorithm2")
 
 
 def cases(sizes: Sizes) -> list[Case]:
