@@ -1,9 +1,14 @@
 """What needs a GPU: `JAX_PLATFORMS=cuda python -m pytest -m gpu tests/gpu`. Skipped without one."""
 
 import os
+import sys
+from pathlib import Path
 
 import jax
 import pytest
+
+TESTS = Path(__file__).parents[1]
+sys.path += [str(TESTS), str(TESTS / "pallas_kernels")]  # of routing_contract
 
 
 def pytest_configure(config):

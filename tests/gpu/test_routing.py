@@ -1,17 +1,10 @@
 """The routing kernel on the GPU routes as its reference does: every scoring, brownout, keeping."""
 
-import sys
-from pathlib import Path
-
 import pytest
+from routing_contract import MORE, Static, check_route, compiled, draw
 
 from pallas_kernels import routing
 from pallas_kernels.backend import KERNEL, noting
-
-TESTS = Path(__file__).parents[1]
-sys.path += [str(TESTS), str(TESTS / "pallas_kernels")]
-
-from routing_contract import MORE, Static, check_route, compiled, draw
 
 PAIRS = routing.Grouping(8, 4, 2)
 STATICS = {

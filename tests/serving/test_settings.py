@@ -1,5 +1,6 @@
 """Settings: values arrive as given, and errors name what is wrong."""
 
+import json
 import re
 from dataclasses import asdict, replace
 from itertools import pairwise
@@ -100,6 +101,21 @@ def test_overrides_win_over_the_file(tmp_path: Path) -> None:
     config = load(path, {"engine.brownout.way": "8", "engine.compilation_cache": ""})
     assert (config.port, config.engine.page_size, config.engine.brownout.way) == (1, 16, 8)
     assert config.engine.compilation_cache == ""
+
+
+@given(st.recursive(st.floats(allow_nan=False, allow_infinity=False) | st.text(), st.lists))
+def test_a_json_file_is_read_as_json_reads_it(tmp_path_factory, value) -> None:
+    """`rms_norm_eps` is 1e-05 in many a config.json, which YAML 1.1 takes for text."""
+    path = tmp_path_factory.mktemp("json") / "config.json"
+    path.write_text(json.dumps({"value": value}))
+    assert read_yaml(path) == {"value": value}
+
+
+@pytest.mark.parametrize("text", ["1e-05", "-2E+3", "1.e4", "7e2"])
+def test_a_number_with_an_exponent_needs_no_point(text, tmp_path) -> None:
+    path = tmp_path / "one.yaml"
+    path.write_text(f"value: {text}")
+    assert read_yaml(path) == {"value": float(text)}
 
 
 @pytest.mark.parametrize(

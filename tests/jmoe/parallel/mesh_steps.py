@@ -111,7 +111,8 @@ def prompts_of(model, count, seed=0):
 
 def packed(devices, *, decode_step_number=None):
     """Tokens and rows of all devices, each padded by itself; slots count from 0 on each. The second
-    prompt of a device refuses brownout.
+    prompt of every other device refuses brownout: two would visit all experts of the smallest
+    models, and leave none to degrade.
     """
     tokens, rows = np.zeros((len(devices), TOKENS), np.int32), []
     for device, prompts in enumerate(devices):
@@ -121,7 +122,8 @@ def packed(devices, *, decode_step_number=None):
         for slot, prompt in enumerate(prompts):
             length = len(prompt) if decode_step_number is None else 1
             kv_len = len(prompt) + (decode_step_number or 0)
-            own[slot] = pack_row(slot, kv_len=kv_len, q_len=length, exempt=slot == 1)
+            exempt = (slot, device % 2) == (1, 1)
+            own[slot] = pack_row(slot, kv_len=kv_len, q_len=length, exempt=exempt)
         rows.append(own)
     return tokens, np.stack(rows)
 
