@@ -10,7 +10,13 @@ from benchmarks.gpu.part import Case, Context, alone
 from benchmarks.gpu.sizes import Sizes
 from benchmarks.harness import store
 
-FILES = {"test_routing": 60.0, "test_planned": 60.0, "test_ops": 150.0, "test_models": 150.0, "test_served": 180.0}
+FILES = {
+    "test_routing": 60.0,
+    "test_planned": 60.0,
+    "test_ops": 150.0,
+    "test_models": 150.0,
+    "test_served": 180.0,
+}
 DEPENDS = (
     "pallas_kernels",
     "jmoe",
