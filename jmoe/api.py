@@ -190,10 +190,10 @@ class Model:
         if brownout is not None and brownout.strategy not in ("zero", "full"):
             if brownout.way is not None:
                 self.use_way(brownout.way)
-            elif self.way is None and brownout.own is None:
-                if not self.united:
-                    raise ValueError(f"partial brownout needs united experts; {self.name} has none")
+            elif self.way is None and self.united:
                 self.use_way(max(self.united))
+            elif self.way is None and brownout.own is None:
+                raise ValueError(f"partial brownout needs united experts; {self.name} has none")
         if self.resident.has_levels:
             raise ValueError(f"an engine serves {self.name} by levels; load it once more for this")
         keep = brownout.keep if brownout is not None and brownout.levels else None

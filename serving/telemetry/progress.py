@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 
 from serving.telemetry import logs
 
@@ -38,7 +39,7 @@ class ProgressLines:
 @contextmanager
 def progress_bar() -> Iterator[Callable[..., None]]:
     """Shows a bar with the time left for each kind of work; or lines, if stderr is neither a
-    terminal nor a notebook's, or logs are JSON.
+    terminal nor a notebook's (with ipywidgets), or logs are JSON.
 
     Yields a function of `(what, done, total)` and, optionally, a text to show.
     """
@@ -46,7 +47,8 @@ def progress_bar() -> Iterator[Callable[..., None]]:
     from rich.progress import Progress, TaskID, TextColumn
 
     console = Console(stderr=True)
-    if logs.is_json() or not (console.is_terminal or console.is_jupyter):
+    drawn = console.is_jupyter and find_spec("ipywidgets") is not None  # rich draws with it there
+    if logs.is_json() or not (console.is_terminal or drawn):
         yield ProgressLines()
         return
     tasks: dict[str, TaskID] = {}

@@ -195,3 +195,12 @@ def test_models_serve_what_it_plans(name, united_models):
     assert dropped != run(None)
     with pytest.raises(ValueError, match=FAILS):
         run(Brownout(Rows(nowhere), 50))
+
+
+def test_a_strategy_gets_the_united_experts_that_partial_brownout_would():
+    """Of a model that was just loaded no way is in its slots yet."""
+    model = jmoe.load("bundled", dtype="float32", ways=[4, 8])
+    united = Brownout(Rows(to_united), 0)
+    _, stats = jmoe.forward(model, TOKENS, united, return_stats=True)
+    assert model.way == 8
+    assert stats.degraded_share == 1.0
