@@ -135,16 +135,23 @@ class TensorFiles:
         with np.errstate(over="ignore"):  # to infinity, which is looked for later
             return raw.astype(dtype, copy=False)
 
-    def _raw_fp8(self, name: str) -> np.ndarray:
-        """Returns a tensor that safetensors cannot give as NumPy's, which has no such dtype."""
+    def stored(self, name: str, part: tuple[int, int] | None = None) -> tuple[str, np.ndarray]:
+        """Returns how a tensor's elements are stored, and its bytes, or a part's, as a map of the
+        file: what is not looked at is not read.
+        """
         path = self._paths[name]
         if path not in self._maps:
             raw = np.memmap(path, np.uint8, "r")
             first = 8 + int.from_bytes(raw[:8].tobytes(), "little")
             self._maps[path] = raw[first:], json.loads(raw[8:first].tobytes())
         raw, header = self._maps[path]
-        begin, end = header[name]["data_offsets"]
-        return raw[begin:end].view(jnp.float8_e4m3fn).reshape(header[name]["shape"])
+        kind, shape, (begin, end) = (header[name][k] for k in ("dtype", "shape", "data_offsets"))
+        found = raw[begin:end]
+        return kind, found if part is None else found.reshape(shape[0], -1)[part[0]]
+
+    def _raw_fp8(self, name: str) -> np.ndarray:
+        """Returns a tensor that safetensors cannot give as NumPy's, which has no such dtype."""
+        return self.stored(name)[1].view(jnp.float8_e4m3fn).reshape(self.shape(name))
 
     def scales(self, name: str) -> str:
         """Returns the name of the scales of a matrix in fp8: the one that there is, or would be."""
@@ -353,6 +360,24 @@ class HFLayers:
             pool = ExpertPool(**{key: stack([p[key] for p in parts]) for key in parts[0]})
         self._refuse_not_finite((params, pool), [own, *experts])
         return params, pool
+
+    def same_expert(self, other: "HFLayers", index: int, number: int) -> bool:
+        """Returns whether a layer's expert is stored byte for byte as in another directory of the
+        same architecture. Of experts that differ little is read.
+        """
+        both = zip(self._stored(index, number), other._stored(index, number), strict=False)
+        return all(
+            kind == its_kind and np.array_equal(a[:4096], b[:4096]) and np.array_equal(a, b)
+            for (kind, a), (its_kind, b) in both
+        )
+
+    def _stored(self, index: int, number: int) -> Iterator[tuple[str, np.ndarray]]:
+        """Yields how each tensor of an expert is stored, and its bytes."""
+        for parameter in layout.expert(self._cfg, index, number).values():
+            for name in parameter.names:
+                yield self._files.stored(name, parameter.part)
+                if self._files.kind(name) == FP8:
+                    yield self._files.stored(self._files.scales(name))
 
     def _refuse_not_finite(self, read: Any, layouts: Iterable[Layout]) -> None:
         if not self._check_weights or seem_finite(read):

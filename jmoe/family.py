@@ -7,6 +7,7 @@ with the same programs.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +130,8 @@ def load_family(
 
     Args:
         directories: by the models' names, in order; the first is the default of whoever names none.
-        sharing: `family.json` of `jmoe consolidate`, or the map itself; None: nothing is shared.
+        sharing: `family.json` of `jmoe consolidate`, or the map itself; None: models share the
+            experts of one position that their files have byte for byte alike.
         dtype: as for `jmoe.load`, likewise the arguments that follow.
         ways: united experts to keep at hand; None keeps those that every model has.
         progress: called with (layers done, layers of all models).
@@ -159,13 +161,11 @@ def load_family(
     )
     cfg = next(iter(cfgs.values()))
     shape = cfg.num_moe_layers, cfg.num_experts
-    if not isinstance(sharing, Sharing):
-        sharing = (
-            Sharing.none(tuple(found), *shape)
-            if sharing is None
-            else read_sharing(Path(sharing), found, shape)
-        )
-    elif sharing.names != tuple(found) or sharing.owners.shape[1:] != shape:
+    if isinstance(sharing, str | Path):
+        sharing = read_sharing(Path(sharing), found, shape)
+    elif sharing is not None and (
+        sharing.names != tuple(found) or sharing.owners.shape[1:] != shape
+    ):
         raise SharingError(
             f"the map of shared experts is of {', '.join(sharing.names)}, {sharing.owners.shape}; "
             f"those to load are {', '.join(found)}, {(len(found), *shape)}"
@@ -178,6 +178,7 @@ def load_family(
         n: HFLayers(path, cfg, kind, check_weights, params_on_host=params_on_host)
         for n, path in found.items()
     }
+    sharing = sharing or _stored_alike(files, cfg)
     homes = Homes.of(sharing, resident_experts, spare_experts)
     if spare_experts:
         check_spare(spare_experts, needed_by_a_row(homes.users, cfg.experts_per_token))
@@ -227,6 +228,19 @@ def check_family(
     tokenizers = {name: Tokenizer.load(path, chat_template) for name, path in found.items()}
     _check_tokenizers(tokenizers, cfgs, found)
     return found, cfgs, tokenizers
+
+
+def _stored_alike(files: Mapping[str, HFLayers], cfg: ModelConfig) -> Sharing:
+    """Returns the map in which models share what they store byte for byte alike, as fine-tunes of
+    other weights than the experts do.
+    """
+    sharing = Sharing.none(tuple(files), cfg.num_moe_layers, cfg.num_experts)
+    models, layers = list(files.values()), np.flatnonzero(cfg.moe_layers).tolist()
+    for (number, own), (at, layer) in product(enumerate(models), enumerate(layers)):
+        for expert in range(cfg.num_experts):
+            same = (i for i in range(number) if own.same_expert(models[i], layer, expert))
+            sharing.owners[number, at, expert] = next(same, number)
+    return sharing
 
 
 def _counted_on(tell: Progress, number: int, count: int) -> Progress:

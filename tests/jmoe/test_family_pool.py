@@ -99,6 +99,25 @@ def test_a_file_says_what_is_shared_and_holds_what_was_merged(directories, tmp_p
         np.testing.assert_array_equal(logits(family[number]), logits(alone(oracle)))
 
 
+@pytest.mark.parametrize("part", ["experts.3.down_proj", "experts.5.gate_proj", "q_proj"])
+def test_experts_stored_alike_lie_in_one_slot(directories, tmp_path, part):
+    """A copy shares all, one that differs in the last element of a tensor all but that expert."""
+    paths = {"base": directories["base"]}
+    for name in ("copy", "edited"):
+        paths[name] = variant(directories["base"], tmp_path / name, 0, scale=0.0)
+    tensors = load_file(paths["edited"] / "model.safetensors")
+    name = next(name for name in tensors if part in name and name.startswith("model.layers.1."))
+    tensors[name].flat[-1] += 1
+    save_file(tensors, paths["edited"] / "model.safetensors")
+    family = load_family(paths, dtype="float32")
+    want = np.zeros_like(family.sharing.owners)
+    if "experts" in part:
+        want[2, 1, int(part.split(".")[1])] = 2
+    np.testing.assert_array_equal(family.sharing.owners, want)
+    for name, model in zip(paths, family, strict=True):
+        np.testing.assert_array_equal(logits(model), logits(alone(paths[name])))
+
+
 def test_a_model_is_a_family_of_one(unshared):
     one = Family.of(unshared[1])
     assert (one.names, len(one), one[0]) == (("law",), 1, unshared[1])

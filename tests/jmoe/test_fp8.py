@@ -148,6 +148,17 @@ def test_scales_of_activations_and_of_the_cache_are_not_needed(fp8):
     jax.tree.map(np.testing.assert_array_equal, jmoe.load(fp8, "float32").weights, before)
 
 
+def test_experts_with_other_scales_are_not_stored_alike(fp8, tmp_path):
+    """Models of a family share what their files have alike."""
+    other = shutil.copytree(fp8, tmp_path / "other")
+    name = EXPERT.replace("__", ".") + "_scale_inv"
+    scales = load_file_fp8(fp8 / "model.safetensors")[name].copy()
+    scales.flat[-1] *= 2
+    retensor(other, **{name: scales})
+    owners = jmoe.load_family({"one": fp8, "other": other}, dtype="float32").sharing.owners
+    assert np.argwhere(owners[1]).tolist() == [[0, 0]]
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
