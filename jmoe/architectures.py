@@ -44,7 +44,7 @@ class Architecture:
     """Names of all experts' gates and ups, and downs, where a layer has one tensor of each."""
     interleaved: bool = False
     """Whether experts are joined as in gpt-oss: `[in, out]`, gate and up in turn, with biases."""
-    quantized: Collection[str] = ("fp8", "compressed-tensors")
+    quantized: Collection[str] = ("fp8", "compressed-tensors", "awq", "gptq")
     """Values of `quant_method` that are read: weights are dequantized as they are loaded."""
     older_class: str = ""
     rope_kinds: Collection[str] = ("default", "linear", "llama3", "yarn")

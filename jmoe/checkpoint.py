@@ -33,6 +33,7 @@ from jmoe.experts import (
 )
 from jmoe.extras import need
 from jmoe.finite import fault, seem_finite
+from jmoe.int4 import Int4, PackedTensor
 from jmoe.layout import Layout
 from jmoe.model_files import read_text, regular, stays_inside
 from jmoe.parallel.home import Home
@@ -106,9 +107,17 @@ class TensorFiles:
         file = self._open.get(name)
         return None if file is None else tuple(file.get_slice(name).get_shape())
 
+    def get(self, name: str) -> np.ndarray | None:
+        """Returns one tensor in host memory, as it is stored; None where there is none."""
+        return self.raw(name) if name in self._open else None
+
     def kind(self, name: str) -> str:
         """Returns how a tensor's elements are stored, as safetensors names it."""
         return self._open[name].get_slice(name).get_dtype()
+
+    def has_packed(self, name: str, int4: Int4 | None) -> bool:
+        """Returns whether a matrix is there in four bits, and not by itself."""
+        return int4 is not None and name not in self._open and int4.packed(name) in self._open
 
     def raw(self, name: str, part: tuple[int, int] | None = None) -> np.ndarray:
         """Returns one tensor in host memory, as it is stored; or a part (`Parameter.part`)."""
@@ -260,7 +269,9 @@ def _unlike(files: TensorFiles, cfg: ModelConfig, read: set[str]) -> Iterator[st
                 continue
             read.add(name)
             found = files.shape(name)
-            if found is None:
+            if found is None and parameter.kind == "matrix" and files.has_packed(name, cfg.int4):
+                yield from _unlike_packed(files, cfg.int4.tensors(name, shape), read)
+            elif found is None:
                 yield f"{name} is missing"
             elif found != shape:
                 yield f"{name} is {list(found)}, expected {list(shape)}"
@@ -271,6 +282,22 @@ def _unlike(files: TensorFiles, cfg: ModelConfig, read: set[str]) -> Iterator[st
                 kinds := ("U8",) if parameter.kind == "mxfp4" else FLOATS
             ):
                 yield f"{name} is {files.kind(name)}; jmoe reads {', '.join(kinds)}"
+
+
+def _unlike_packed(
+    files: TensorFiles, tensors: Iterable[PackedTensor], read: set[str]
+) -> Iterator[str]:
+    """Yields an error for each tensor of a matrix in four bits that is not as its format says."""
+    for tensor in tensors:
+        found = files.shape(tensor.name)
+        read.add(tensor.name)
+        if found is None and tensor.is_needed:
+            yield f"{tensor.name} is missing: the matrix is in four bits"
+        elif found is not None and found != tensor.shape:
+            yield f"{tensor.name} is {list(found)}, expected {list(tensor.shape)}"
+        elif found is not None and files.kind(tensor.name) not in tensor.kinds:
+            kinds = ", ".join(tensor.kinds)
+            yield f"{tensor.name} is {files.kind(tensor.name)}; jmoe reads {kinds}"
 
 
 def _unlike_scales(
@@ -374,7 +401,11 @@ class HFLayers:
     def _stored(self, index: int, number: int) -> Iterator[tuple[str, np.ndarray]]:
         """Yields how each tensor of an expert is stored, and its bytes."""
         for parameter in layout.expert(self._cfg, index, number).values():
-            for name in parameter.names:
+            for name, shape in zip(parameter.names, parameter.stored, strict=True):
+                if self._files.has_packed(name, self._cfg.int4):
+                    found = (each.name for each in self._cfg.int4.tensors(name, shape))
+                    yield from map(self._files.stored, filter(self._files.shape, found))
+                    continue
                 yield self._files.stored(name, parameter.part)
                 if self._files.kind(name) == FP8:
                     yield self._files.stored(self._files.scales(name))
@@ -383,18 +414,16 @@ class HFLayers:
         if not self._check_weights or seem_finite(read):
             return
         faults = (
-            self._fault(name, parameter)
+            self._fault(name, shape, parameter)
             for own in layouts
             for parameter in own.values()
-            for name in parameter.names
+            for name, shape in zip(parameter.names, parameter.stored, strict=True)
         )
         found = dict.fromkeys(filter(None, faults))  # once for a tensor that several parts are of
         _refuse(f"{self._directory} has weights that are not finite:", found)
 
-    def _fault(self, name: str, parameter: layout.Parameter) -> str | None:
-        if self._files.kind(name) == FP8:
-            raw = self._files.dequantized(name, self._cfg.fp8_block)
-        else:
+    def _fault(self, name: str, shape: tuple[int, ...], parameter: layout.Parameter) -> str | None:
+        if (raw := self._dequantized(name, shape)) is None:
             raw = self._files.raw(name, parameter.part)
         if parameter.kind != "mxfp4":
             return fault(name, raw, self._dtype)
@@ -410,16 +439,30 @@ class HFLayers:
             kind = jnp.dtype(jnp.float32) if p.float32 else dtype or self._dtype
             stored = jnp.dtype(jnp.uint8) if p.kind == "mxfp4" else kind
             read = partial(self._tensor, part=p.part, dtype=stored, on_host=on_host)
-            found[key] = placed(p.assemble(list(map(read, p.names))).astype(kind))
+            found[key] = placed(p.assemble(list(map(read, p.names, p.stored))).astype(kind))
         return found
 
-    def _tensor(self, name: str, *, part: Any, dtype: jnp.dtype, on_host: bool) -> Any:
-        if self._files.kind(name) != FP8:
+    def _tensor(
+        self, name: str, shape: tuple[int, ...], *, part: Any, dtype: jnp.dtype, on_host: bool
+    ) -> Any:
+        if (found := self._dequantized(name, shape)) is None:
             return self._files.read(name, part, dtype, on_host=on_host)
-        found = self._files.dequantized(name, self._cfg.fp8_block)
         with np.errstate(over="ignore"):  # to infinity, which is looked for later
             found = found.astype(dtype)
         return found if on_host or jax.default_backend() == "cpu" else jnp.asarray(found)
+
+    def _dequantized(self, name: str, shape: tuple[int, ...]) -> np.ndarray | None:
+        """Returns a matrix in eight or four bits as float32; None for what is stored as it is."""
+        files, int4 = self._files, self._cfg.int4
+        if files.has_packed(name, int4):
+            assert int4 is not None
+            try:
+                return int4.dequantized(files.get, name, shape)
+            except ValueError as error:
+                raise CheckpointError(f"{self._directory}: {error}") from None
+        if files.kind(name) == FP8:
+            return files.dequantized(name, self._cfg.fp8_block)
+        return None
 
 
 def load_hf(
@@ -622,7 +665,7 @@ def save_native(
         "activation": _named("activation", cfg.activation),
         "layer_attention": [_named("layer_attention", kind) for kind in cfg.layer_attention],
     }
-    del stored["strategy"], stored["fp8_block"]  # of programs, and of other files
+    del stored["strategy"], stored["fp8_block"], stored["int4"]  # of programs, and of other files
     need("train", "orbax")
     import orbax.checkpoint as ocp
 

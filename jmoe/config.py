@@ -14,6 +14,7 @@ from jmoe.brownout import Own
 from jmoe.config_fields import ConfigError as ConfigError
 from jmoe.config_fields import Fields, shown
 from jmoe.config_keys import ROPE_READ, ROPE_SECTIONS, check_keys, fp8_block, rope_kind
+from jmoe.int4 import Int4, int4
 from jmoe.model_files import read_text
 from jmoe.router import Router
 from pallas_kernels.activation import SILU, Activation
@@ -88,6 +89,7 @@ class ModelConfig:
     fp8_block: tuple[int, int] | tuple[()] = ()
     """Rows and columns of a matrix of the checkpoint in fp8 that share a scale; 0: all of them."""
     strategy: Own | None = None  # of brownout, a user's own, that programs are made with
+    int4: Int4 | None = None  # how the checkpoint packs matrices in four bits, if it does
 
     def __post_init__(self) -> None:
         """Raises ConfigError where fields contradict each other."""
@@ -270,6 +272,7 @@ def from_hf(
             max_position=max_position,
             eos_token_ids=fields.token_ids("eos_token_id", vocab_size),
             fp8_block=fp8_block(fields),
+            int4=int4(fields),
             **{"d_ff_shared": 0, "qkv_bias": False, "qk_norm": False, **attention, **own},
         )
     except ConfigError as error:

@@ -198,9 +198,11 @@ def fp8_block(fields: Fields) -> tuple[int, int] | tuple[()]:
     if len(groups.values) != 1:
         raise section.wrong("config_groups", "one group, of all matrices that are quantized")
     weights = groups.section(next(iter(groups.values))).section("weights")
+    if weights.given("type") == "int":  # `jmoe.int4`
+        return ()
     for key, wanted in (("type", "float"), ("num_bits", 8), ("symmetric", True)):
         if weights.given(key) != wanted:
-            raise weights.wrong(key, f"{wanted!r}: jmoe loads compressed-tensors in fp8")
+            raise weights.wrong(key, f"{wanted!r}: jmoe loads compressed-tensors in fp8 and int4")
     strategy = weights.given("strategy")
     if strategy == "block":
         return _block(weights, "block_structure", (128, 128))

@@ -165,9 +165,9 @@ def test_keys_that_are_served_with_some_values_only(copy, edit_config, change, s
 @pytest.mark.parametrize("key", ["compression_config", "quantization", "quantization_config"])
 def test_quantized_weights_are_refused_without_advice_to_ignore_it(copy, edit_config, key):
     directory = copy(CASE)
-    edit_config(directory, **{key: {"quant_method": "awq"}})
+    edit_config(directory, **{key: {"quant_method": "hqq"}})
     words = refused(directory)
-    assert f"{key} is {{'quant_method': 'awq'}}; of quantized weights jmoe loads a" in words
+    assert f"{key} is {{'quant_method': 'hqq'}}; of quantized weights jmoe loads a" in words
     assert "--allow-unknown-config" not in words
     assert read_config(directory, allow_unknown_config=[key]) == read_config(GOLDEN / CASE)
 
