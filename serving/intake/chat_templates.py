@@ -45,7 +45,7 @@ class ChatTemplate:
         except TokenizerError as error:
             raise InvalidRequest(str(error), "prompt") from None
         num_chars = chat.num_chars + _CHARS_A_MESSAGE * len(chat.messages)
-        usual = num_chars <= SHORT_CHARS and not options
+        usual = num_chars <= SHORT_CHARS and not options.keys() - {"tools"}
         process = self._short if usual else self._other
         asked = {"messages": [dict(message) for message in chat.messages], "options": options}
         try:
