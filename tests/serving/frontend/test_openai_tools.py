@@ -3,13 +3,20 @@
 import json
 from contextlib import asynccontextmanager
 
+import httpx2
 import openai
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from openai_served import CHAT, serving_http
+from openai_served import CHAT, NO_CERTIFICATES, serving_http
+from served import Setup
+from shaped import config
 
-from serving.config import EngineConfig
+import jmoe
+from serving.bench.fake import FakeRunner
+from serving.config import EngineConfig, ServerConfig
+from serving.engine import Engine
+from serving.execution.fitting import limits_of
 from serving.frontend.openai import answers
 from serving.frontend.openai.tool_parsers import PARSERS, Delta
 from serving.request import Output, StructureKind, Usage
@@ -29,6 +36,8 @@ PARAMETERS = {
 }
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}}
 NOW = {"type": "function", "function": {"name": "now", "description": "What time it is"}}
+REQUIRED = {"required": ["days"], "additionalProperties": False}
+PATH = "/v1/chat/completions"
 PARIS = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 BOTH = f'I look.\n{PARIS}\n<tool_call>\n{{"name": "now", "arguments": {{}}}}\n</tool_call>'
 
@@ -88,7 +97,7 @@ async def test_a_stream_joined_is_the_answer(text, step):
         ) as stream:
             joined = (await stream.get_final_completion()).choices[0]
         body = {"model": "counter", "messages": CHAT, "tools": [WEATHER, NOW], "stream": True}
-        raw = (await s.http.post("/v1/chat/completions", json=body)).text.split("\n\n")
+        raw = (await s.http.post(PATH, json=body)).text.split("\n\n")
     for event in raw[:-2]:
         answers.ChatEvent.model_validate_json(event.removeprefix("data: "))
     assert joined.finish_reason == whole.finish_reason
@@ -144,9 +153,7 @@ async def test_several_answers_each_have_their_calls_and_logprobs():
 )
 async def test_without_tools_to_call_the_answer_is_text(fields):
     async with saying(PARIS) as s:
-        answer = await s.http.post(
-            "/v1/chat/completions", json={"model": "counter", "messages": CHAT, **fields}
-        )
+        answer = await s.http.post(PATH, json={"model": "counter", "messages": CHAT, **fields})
         (call,) = s.engine.calls
     (choice,) = answer.json()["choices"]
     assert choice["message"] == {"role": "assistant", "content": PARIS, "refusal": None}
@@ -223,6 +230,35 @@ async def test_a_call_that_has_to_be_is_held_to(template):
     assert "weather" not in one.text
 
 
+async def test_an_engine_writes_the_call_that_has_to_be():
+    """The engine's own admission, masks and text; its runner draws whatever is allowed."""
+    days = {"type": "object", "properties": {"days": {"type": "integer", "enum": [3, 14]}}}
+    tool = {"type": "function", "function": {"name": "days", "parameters": days | REQUIRED}}
+    model = jmoe.load("bundled", "float32")
+    runner = FakeRunner(limits_of(config(), 1), vocab_size=model.config.vocab_size)
+    engine = Engine(config(), runner, model)
+    engine.run()
+    async with Setup(ServerConfig(port=0, engine=engine.config)) as s:
+        await s.server.attach(engine)
+        async with httpx2.AsyncClient(
+            base_url=f"http://{s.web.address}", verify=NO_CERTIFICATES
+        ) as client:
+            body = {"model": "bundled", "messages": CHAT, "tools": [tool, NOW], "max_tokens": 100}
+            named = {"type": "function", "function": {"name": "days"}}
+            got = await client.post(PATH, json=body | {"tool_choice": named})
+            bomb = {"$ref": "#/$defs/a", "$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}] * 2}}}
+            tool["function"]["parameters"] = bomb
+            refused = await client.post(PATH, json=body | {"tool_choice": named})
+    (choice,) = got.json()["choices"]
+    ((_, arguments),) = [
+        (call["function"]["name"], json.loads(call["function"]["arguments"]))
+        for call in choice["message"]["tool_calls"]
+    ]
+    assert arguments["days"] in (3, 14)
+    assert choice["finish_reason"] == "tool_calls"
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tools")
+
+
 FORMAT = {"type": "json_object"}
 WRONG = [
     ({"tools": [WEATHER, WEATHER]}, "tools", "tools has 'weather' twice"),
@@ -297,7 +333,7 @@ async def test_what_is_wrong_is_refused_by_name():
     async with saying("") as s:
         for fields, param, said in WRONG:
             body = {"model": "counter", "messages": CHAT, **fields}
-            answer = await s.http.post("/v1/chat/completions", json=body)
+            answer = await s.http.post(PATH, json=body)
             error = answer.json()["error"]
             assert (answer.status_code, error["param"]) == (400, param), (fields, error)
             assert said in error["message"], error["message"]
@@ -405,7 +441,7 @@ async def test_no_request_is_a_fault_of_the_server():
         statuses = set()
         async with saying(BOTH, tool_call_parser=parser) as s:
             for body in bodies:
-                answer = await s.http.post("/v1/chat/completions", json=body)
+                answer = await s.http.post(PATH, json=body)
                 statuses.add(answer.status_code)
                 failed = answer.status_code != 400 and '"server_error"' in answer.text
                 assert not failed, (body, answer.text)

@@ -83,6 +83,16 @@ def test_stop_strings_cost_the_same_at_every_token():
     assert steps(8_000) == steps(2_000) < 20 * 64 * 40
 
 
+def test_special_tokens_are_in_the_text_where_they_are_wanted():
+    tokens = BUNDLED.encode("a <|im_start|>b<|im_end|> c")
+    texts = {}
+    for skip in (True, False):
+        detokenizer = Detokenizer(BUNDLED, (), skip)
+        pieces = [detokenizer.push(token)[0] for token in tokens]
+        texts[skip] = "".join([*pieces, detokenizer.finish()])
+    assert texts == {True: "a b c", False: "a <|im_start|>b<|im_end|> c"}
+
+
 BYTE_FALLBACK = byte_fallback()
 BUNDLED = Tokenizer.load(Path(jmoe.__file__).parent / "bundled")
 
