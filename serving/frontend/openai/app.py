@@ -17,7 +17,7 @@ from starlette.responses import Response
 from serving.errors import NotFound
 from serving.frontend.openai import answers
 from serving.frontend.openai.call import Answer
-from serving.frontend.openai.chats import ChatEndpoint, make_parser
+from serving.frontend.openai.chats import ChatEndpoint
 from serving.frontend.openai.door import DOCS_PATH, OPENAPI_PATH, Door
 from serving.frontend.openai.endpoints import CompletionEndpoint
 from serving.frontend.openai.schemas import ChatRequest, CompletionRequest
@@ -142,9 +142,7 @@ def _add_docs(app: FastAPI) -> None:
 
 def _add_endpoints(app: FastAPI, server: "Server") -> None:
     events = {"content": {"text/event-stream": {}}}
-    parser = server.config.tool_call_parser
-    if parser:
-        make_parser(parser, {}, "")  # wrong: an error at the start
+    chats = ChatEndpoint(server.config.tool_call_parser)
 
     @app.post(
         _COMPLETIONS, responses={200: {"model": answers.Completion, **events}, **answers.ERRORS}
@@ -158,7 +156,7 @@ def _add_endpoints(app: FastAPI, server: "Server") -> None:
     )
     async def chat_completions(request: Request) -> Response:
         """Answers a chat, whose text the model's chat template makes."""
-        return Answer(server, ChatEndpoint(parser), request.state.caller)
+        return Answer(server, chats, request.state.caller)
 
 
 def _add_facts(app: FastAPI, server: "Server", created: int) -> None:

@@ -3,9 +3,9 @@
 import re
 import secrets
 import string
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jiter
 import orjson
@@ -16,7 +16,7 @@ from serving.frontend.openai.endpoints import Choice
 from serving.frontend.openai.errors import HttpError
 from serving.frontend.openai.sampling import sampling
 from serving.frontend.openai.schemas import ChatRequest, Message, NamedTool
-from serving.frontend.openai.tool_parsers import PARSERS, Schema, ToolParser, parser_of
+from serving.frontend.openai.tool_parsers import PARSERS, Hermes, Schema, ToolParser, parser_of
 from serving.request import Bounds, Chat, Output, Structure, StructureKind
 from serving.settings import plugins
 
@@ -28,49 +28,67 @@ _ID_CHARS, _NUM_ID_CHARS = string.ascii_letters + string.digits, 9
 _TOLD = re.compile(r"\btools\b")
 _JOINED = re.compile(r"\+\s*[\w.\['\"\]]*arguments['\"]?\]?\s*[-+%}]")
 """What a template does with arguments that it wants as text: `+ tool['function']['arguments'] +`"""
+_ASKS = re.compile(r"content['\"]?\]?\s+is\s+(not\s+)?none")
+"""What a template asks that tells calls alone by null; another may write null as `None`."""
+
+
+class Template(NamedTuple):
+    """What a chat template's text says of tools."""
+
+    tells: bool  # it writes the tools
+    parser: type[ToolParser] | None  # of the format in which it writes calls
+    joins: bool  # it wants arguments as text
+    empty: str | None  # content where there is none
+
+    @classmethod
+    @lru_cache(maxsize=64)
+    def of(cls, text: str) -> "Template":
+        """Reads a template."""
+        empty = None if _ASKS.search(text) else ""
+        return cls(bool(_TOLD.search(text)), parser_of(text), bool(_JOINED.search(text)), empty)
 
 
 class Tools:
     """The functions that a chat's answer may call."""
 
-    def __init__(self, body: ChatRequest, tokenizer: "Tokenizer", parser: str) -> None:
-        """`parser` is the setting `tool_call_parser`.
+    def __init__(
+        self, body: ChatRequest, tokenizer: "Tokenizer", parser: type[ToolParser] | None
+    ) -> None:
+        """`parser` is that of the settings; None: the template says which.
 
-        Raises HttpError for a choice that cannot be had, and for a template without tools.
+        Raises HttpError for a template without tools, or with unknown calls.
         """
-        template = tokenizer.chat_template or ""
-        self._template, self._parser = template, parser or parser_of(template)
+        self._text = tokenizer.chat_template or ""
+        template = Template.of(self._text)
         self._tokenizer, self._body = tokenizer, body
         self.told = [
             {"type": "function", "function": one.function.model_dump(exclude_none=True)}
             for one in body.tools or ()
         ]
         self._functions = {one.function.name: _schema(one.function) for one in body.tools or ()}
-        if not body.forces_call:
-            self._check_template()
-        self._parser = self._parser or "hermes"
-        self.most_calls = 1 if isinstance(body.tool_choice, NamedTool) else None
-        if body.parallel_tool_calls is False:
-            self.most_calls = 1
-
-    def _check_template(self) -> None:
-        advice = "serve the model with a template that has (engine.chat_template)"
-        if not _TOLD.search(self._template):
+        one_at_most = isinstance(body.tool_choice, NamedTool) or body.parallel_tool_calls is False
+        self.most_calls = 1 if one_at_most else None
+        self._parser = parser or template.parser or Hermes
+        whose, advice = (
+            f"the chat template of model {shown(body.model)}",
+            "serve the model with a template that has (engine.chat_template)",
+        )
+        if body.forces_call:
+            return  # the grammar makes it right
+        if not template.tells:
             raise HttpError(
-                f"the chat template of model {shown(self._body.model)} has no tools; {advice}, or "
-                "set tool_choice to required or to a function",
+                f"{whose} has no tools; {advice}, or set tool_choice to required or to a function",
                 "tools",
             )
-        if not self._parser:
+        if not (parser or template.parser):
             raise HttpError(
-                f"the chat template of model {shown(self._body.model)} writes calls in a format "
-                f"that is not known; set tool_call_parser, or {advice}",
+                f"{whose} has no format of calls that is known; {advice}, or set tool_call_parser",
                 "tools",
             )
 
     def parser(self) -> ToolParser:
         """Returns a parser of one answer."""
-        return make_parser(self._parser, self._functions, self._template)
+        return self._parser(self._functions, self._text)
 
     def structure(self) -> Structure | None:
         """Returns what holds an answer that has to be a call to the functions' schemas; None for
@@ -91,7 +109,9 @@ class Tools:
         return f"<[{added[text]}]>" if text in added else orjson.dumps(text).decode()
 
 
-def tools_of(body: ChatRequest, tokenizer: "Tokenizer | None", parser: str) -> Tools | None:
+def tools_of(
+    body: ChatRequest, tokenizer: "Tokenizer | None", parser: type[ToolParser] | None
+) -> Tools | None:
     """Returns the tools of a chat; None if its answer is to call none.
 
     Raises HttpError for tools, or a choice of them, that cannot be had.
@@ -119,23 +139,16 @@ def tools_of(body: ChatRequest, tokenizer: "Tokenizer | None", parser: str) -> T
     return Tools(body, tokenizer, parser)
 
 
-def make_parser(name: str, functions: Mapping[str, Schema], template: str) -> ToolParser:
-    """Makes a parser by its name. Raises ValueError for one that cannot be."""
-    methods = ["push", "finish", "grammar"]
-    return plugins.make("tool_call_parser", name, PARSERS, methods, functions, template)
-
-
 def messages_of(body: ChatRequest, template: str) -> list[dict[str, Any]]:
     """Returns messages as Hugging Face's chat templates expect them: content as text, role
     `developer` as `system`, and arguments of calls as objects, unless the template joins them as
     text.
     """
     names: dict[str, str] = {}  # of called functions, by the call's id
-    as_text = bool(_JOINED.search(template))
-    return [_message(one, names, as_text) for one in body.messages]
+    return [_message(one, names, Template.of(template)) for one in body.messages]
 
 
-def _message(message: Message, names: dict[str, str], as_text: bool) -> dict[str, Any]:
+def _message(message: Message, names: dict[str, str], template: Template) -> dict[str, Any]:
     content = message.content
     if isinstance(content, list):
         content = "".join(part.text for part in content)
@@ -143,11 +156,14 @@ def _message(message: Message, names: dict[str, str], as_text: bool) -> dict[str
     made: dict[str, Any] = {"role": role, "content": content or ""}
     if message.tool_calls:
         if role != "assistant":
-            raise HttpError(f"a message of role {role} has tool_calls; an answer has", "messages")
+            raise HttpError(
+                f"a message of role {role} has tool_calls; role assistant alone has them",
+                "messages",
+            )
         names |= {call.id: call.function.name for call in message.tool_calls}
-        made["content"] = content  # some templates ask whether there is any
+        made["content"] = content or template.empty
         made["tool_calls"] = calls = [call.model_dump() for call in message.tool_calls]
-        for call in calls if not as_text else ():
+        for call in () if template.joins else calls:
             call["function"]["arguments"] = _object(call["function"]["arguments"])
     name = message.name
     if (role == "tool") != (message.tool_call_id is not None):
@@ -271,9 +287,13 @@ class ChatEndpoint:
     operation = "chat"
     id_prefix, object_whole, object_event = "chatcmpl-", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, tool_call_parser: str) -> None:
-        """`tool_call_parser` is the setting; empty: by the model's template."""
-        self._parser = tool_call_parser
+    def __init__(self, name: str) -> None:
+        """`name` is the setting `tool_call_parser`. Raises ValueError for one that cannot be."""
+        self._parser: type[ToolParser] | None = None
+        if name:
+            methods = ("push", "finish", "grammar")
+            made = plugins.make("tool_call_parser", name, PARSERS, methods, {}, "")
+            self._parser = type(made)
 
     async def choices(
         self, body: ChatRequest, tokenizer: "Tokenizer | None", bounds: Bounds

@@ -487,19 +487,19 @@ PARSERS: dict[str, type[ToolParser]] = {
     "deepseek_v3": DeepSeek,
 }
 """By vLLM's names."""
-_MARKERS = {
-    "<arg_key>": "glm45",
-    "<tool_call>": "hermes",
-    "[TOOL_CALLS]": "mistral",
-    "<|channel|>": "openai",
-    "<｜tool▁call▁begin｜>": "deepseek_v3",
+_MARKERS: dict[str, type[ToolParser]] = {
+    "<arg_key>": Glm,
+    "<tool_call>": Hermes,
+    "[TOOL_CALLS]": Mistral,
+    "<|channel|>": Harmony,
+    "<｜tool▁call▁begin｜>": DeepSeek,
 }
 """What a chat template has of its model's format; the first that is found counts."""
 
 
-def parser_of(template: str) -> str:
-    """Returns the name of the format that a chat template writes calls in; empty: none of these."""
-    return next((name for marker, name in _MARKERS.items() if marker in template), "")
+def parser_of(template: str) -> type[ToolParser] | None:
+    """Returns the format that a chat template writes calls in; None: none of these."""
+    return next((one for marker, one in _MARKERS.items() if marker in template), None)
 
 
 def _overlap(text: str, marker: str) -> int:

@@ -186,7 +186,7 @@ async def test_calls_and_results_reach_the_template():
         '{"name": "weather", "arguments": {"city": "Paris"}}</tool_call>][toolweather|12]'
     )
     answer, result = call["prompt"].messages[1:]
-    assert answer["content"] is None
+    assert answer["content"] == ""
     assert result["tool_call_id"] == answer["tool_calls"][0]["id"] == "abcdefghi"
 
 
@@ -203,9 +203,10 @@ async def test_arguments_that_are_no_object_stay_what_the_model_wrote(arguments,
     assert tool_call["function"]["arguments"] == wanted
 
 
-async def test_a_template_that_joins_arguments_gets_text():
+async def test_a_template_that_joins_arguments_gets_text_and_one_that_asks_for_null_gets_it():
     template = (
-        "{% for m in messages %}{% for tool in m.tool_calls or [] %}"
+        "{% for m in messages %}{% if m['content'] is not none %}{{ m['content'] }}{% else %}!"
+        "{% endif %}{% for tool in m.tool_calls or [] %}"
         "{{ tool['function']['name'] + '\\n' + tool['function']['arguments'] + '.' }}"
         "{% endfor %}{% endfor %}"
     )
@@ -213,7 +214,7 @@ async def test_a_template_that_joins_arguments_gets_text():
         await s.chat(conversation())
         (call,) = s.engine.calls
         text = s.engine.model.tokenizer.chat(call["prompt"].messages, call["prompt"].options)
-    assert text == 'weather\n{"city": "Paris"}.'
+    assert text == 'hi!weather\n{"city": "Paris"}.12'
 
 
 @pytest.mark.parametrize("template", [TEMPLATE, NO_TOOLS], ids=["tools", "no tools"])

@@ -59,7 +59,7 @@ def tokenizer_of(template: str, markers: list[str]) -> Tokenizer:
     return Tokenizer(backend, {"chat_template": template})
 
 
-def tools_of(tokenizer, parser="", choice="required", schemas=None, **fields):
+def tools_of(tokenizer, choice="required", schemas=None, **fields):
     schemas = schemas or {"weather": SCHEMA, "now": None}
     body = {
         "model": "m",
@@ -71,7 +71,7 @@ def tools_of(tokenizer, parser="", choice="required", schemas=None, **fields):
         "tool_choice": choice,
         **fields,
     }
-    return Tools(ChatRequest.model_validate(body), tokenizer, parser)
+    return Tools(ChatRequest.model_validate(body), tokenizer, None)
 
 
 def writer(tools, tokenizer, rng):
