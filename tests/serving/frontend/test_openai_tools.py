@@ -1,32 +1,25 @@
 """Tools of a chat, through OpenAI's own client. The engine says what a test has it say."""
 
 import json
-from contextlib import asynccontextmanager
 
 import httpx2
 import openai
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from openai_served import CHAT, NO_CERTIFICATES, serving_http
+from openai_served import CHAT, NO_CERTIFICATES, TOOLS_TEMPLATE, saying
 from served import Setup
 from shaped import config
 
 import jmoe
 from serving.bench.fake import FakeRunner
-from serving.config import EngineConfig, ServerConfig
+from serving.config import ServerConfig
 from serving.engine import Engine
 from serving.execution.fitting import limits_of
 from serving.frontend.openai import answers
 from serving.frontend.openai.tool_parsers import PARSERS, Delta
-from serving.request import Output, StructureKind, Usage
+from serving.request import StructureKind
 
-TEMPLATE = (
-    "{{ bos_token }}{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}"
-    "[{{ m.role }}{{ m.name or '' }}|{{ m.content or '' }}"
-    "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>"
-    "{% endfor %}]{% endfor %}"
-)
 NO_TOOLS = "{% for m in messages %}[{{ m.role }}|{{ m.content }}]{% endfor %}"
 PARAMETERS = {
     "type": "object",
@@ -40,24 +33,6 @@ REQUIRED = {"required": ["days"], "additionalProperties": False}
 PATH = "/v1/chat/completions"
 PARIS = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 BOTH = f'I look.\n{PARIS}\n<tool_call>\n{{"name": "now", "arguments": {{}}}}\n</tool_call>'
-
-
-@asynccontextmanager
-async def saying(text: str, template: str | None = TEMPLATE, reason="stop", step=3, **fields):
-    """Serves an engine that says `text`, `step` characters at a time."""
-    async with serving_http(template, EngineConfig(max_model_len=2048), **fields) as s:
-
-        async def generate(prompt, sampling, **options):
-            s.engine.calls.append({"prompt": prompt, "sampling": sampling, **options})
-            pieces = [text[at : at + step] for at in range(0, len(text), step)] or [""]
-            for at, piece in enumerate(pieces):
-                ended = reason if at == len(pieces) - 1 else None
-                usage = Usage(5, at + 1, 8, 0)
-                logprobs = (-0.5,) if sampling.logprobs else ()
-                yield Output(options["request_id"], piece, (65,), logprobs, usage, ended)
-
-        s.engine.generate = generate
-        yield s
 
 
 def shape(calls):
@@ -217,7 +192,7 @@ async def test_a_template_that_joins_arguments_gets_text_and_one_that_asks_for_n
     assert text == 'hi!weather\n{"city": "Paris"}.12'
 
 
-@pytest.mark.parametrize("template", [TEMPLATE, NO_TOOLS], ids=["tools", "no tools"])
+@pytest.mark.parametrize("template", [TOOLS_TEMPLATE, NO_TOOLS], ids=["tools", "no tools"])
 async def test_a_call_that_has_to_be_is_held_to(template):
     named = {"type": "function", "function": {"name": "now"}}
     async with saying(PARIS, template) as s:
