@@ -504,8 +504,11 @@ def parser_of(template: str) -> type[ToolParser] | None:
 
 def _overlap(text: str, marker: str) -> int:
     """Returns how many characters of a marker, short of all, a text ends with."""
-    most = min(len(text), len(marker) - 1)
-    return next((n for n in range(most, 0, -1) if text.endswith(marker[:n])), 0)
+    tail = text[1 - len(marker) :]
+    at = tail.find(marker[0])
+    while at >= 0 and not marker.startswith(tail[at:]):
+        at = tail.find(marker[0], at + 1)
+    return len(tail) - at if at >= 0 else 0
 
 
 def _dumped(text: str) -> str:
