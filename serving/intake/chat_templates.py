@@ -24,8 +24,8 @@ _CHARS_A_MESSAGE = 64  # that a message counts for beside its content
 class ChatTemplate:
     """A model's chat template, which is neither compiled nor rendered in this process.
 
-    Short chats without names of the caller's for the template have a process of their own: what
-    others send, however long it takes, does not delay them.
+    Short chats without names of the caller's for the template, tools apart, have a process of their
+    own: what others send, however long it takes, does not delay them.
     """
 
     def __init__(self, tokenizer: Tokenizer, bounds: Bounds) -> None:

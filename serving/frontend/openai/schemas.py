@@ -289,6 +289,7 @@ class Message(Strict):
     tool_call_id: str | None = None
     function_call: None = None
     audio: None = None
+    annotations: None = None
 
 
 class ChatRequest(Sampled):

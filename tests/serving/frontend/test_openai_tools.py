@@ -165,6 +165,17 @@ async def test_calls_and_results_reach_the_template():
     assert result["tool_call_id"] == answer["tool_calls"][0]["id"] == "abcdefghi"
 
 
+async def test_an_answer_goes_back_as_the_client_has_it():
+    async with saying(PARIS) as s:
+        message = (await s.chat(tools=[WEATHER])).choices[0].message
+        result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "12"}
+        for sent in (message, message.model_dump()):
+            await s.chat([*CHAT, sent, result], tools=[WEATHER])
+        first, second = (call["prompt"] for call in s.engine.calls[1:])
+    assert first == second
+    assert first.messages[1]["tool_calls"][0]["function"]["arguments"] == {"city": "Paris"}
+
+
 @pytest.mark.parametrize(
     ("arguments", "wanted"),
     [("", {}), ("{", "{"), ("[1]", "[1]"), ('{"a": NaN}', '{"a": NaN}'), ("[" * 5000, "[" * 5000)],
