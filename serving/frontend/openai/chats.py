@@ -98,10 +98,7 @@ class Tools:
             return None
         choice = self._body.tool_choice
         names = [choice.function.name] if isinstance(choice, NamedTool) else list(self._functions)
-        try:
-            text = self.parser().grammar(names, self.most_calls is None, self._marker)
-        except RecursionError:
-            raise HttpError("tools has a schema that is nested too deep", "tools") from None
+        text = self.parser().grammar(names, self.most_calls is None, self._marker)
         return Structure(StructureKind.GRAMMAR, text)
 
     def _marker(self, text: str) -> str:

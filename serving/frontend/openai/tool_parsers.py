@@ -520,8 +520,21 @@ _literal = _dumped  # Lark's strings are JSON's
 
 def _json(schema: Any) -> str:
     if isinstance(schema, dict):
-        schema = {"x-guidance": _SPACED, **schema}
+        schema = {"x-guidance": _SPACED, **_bare(schema)}
     return "%json " + json.dumps(schema, ensure_ascii=False)
+
+
+def _bare(schema: Any) -> Any:
+    """Returns a schema without what it says to people, of which a grammar has no use."""
+    if isinstance(schema, list):
+        return [_bare(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        key: one if key in ("enum", "const") else _bare(one)
+        for key, one in schema.items()
+        if not (key in ("description", "title") and isinstance(one, str))
+    }
 
 
 def _text(value: str) -> str:

@@ -289,7 +289,7 @@ WRONG = [
             "tools": [
                 {
                     "type": "function",
-                    "function": {"name": "f", "parameters": {"description": "x" * 70_000}},
+                    "function": {"name": "f", "parameters": {"pattern": "x" * 70_000}},
                 }
             ],
             "tool_choice": "required",

@@ -11,6 +11,7 @@ from tokenizers import Tokenizer as Backend
 
 import jmoe
 from jmoe.tokenizer import Tokenizer
+from serving.errors import InvalidRequest
 from serving.frontend.openai.chats import Tools
 from serving.frontend.openai.schemas import ChatRequest
 from serving.intake.grammars import Vocabulary
@@ -161,3 +162,25 @@ def test_one_call_at_most_where_that_is_asked_for():
         counts[parallel] = {len(calls_in(tools, write())[1]) for _ in range(15)}
     assert max(counts[True]) > 1
     assert counts[False] == {1}
+
+
+@pytest.mark.parametrize(("parser", "template"), TEMPLATES)
+def test_what_schemas_say_to_people_takes_no_room_in_a_grammar(parser, template):
+    """Parameters are described at length, and two are named as what is left out."""
+    said = {"title": "x" * 100, "description": "y" * 200}
+    properties = {
+        f"p{i}": {"type": "integer", "maximum": 9, "minimum": 0, **said} for i in range(8)
+    }
+    properties |= {"title": {"type": "boolean"}, "description": {"enum": ["a", {"title": "t"}]}}
+    schema = {"properties": properties, "required": [*properties], "additionalProperties": False}
+    tokenizer, rng = tokenizer_of(template, MARKERS[parser]), random.Random(7)
+    names = [f"tool{i}" for i in range(100)]
+    with pytest.raises(InvalidRequest, match="number of characters of a grammar"):
+        tools_of(tokenizer, schemas=dict.fromkeys(names, schema)).structure()
+    tools = tools_of(
+        tokenizer, schemas=dict.fromkeys(names[:30], {"type": "object", **said} | schema)
+    )
+    ((name, arguments), *_) = calls_in(tools, writer(tools, tokenizer, rng)())[1]
+    assert name in names
+    assert set(arguments) == set(properties)
+    assert arguments["description"] in ["a", {"title": "t"}]
