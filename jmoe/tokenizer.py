@@ -132,17 +132,19 @@ class Tokenizer:
         """
         return max(map(len, self.backend.get_vocab(with_added_tokens=True)), default=1)
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Returns the text of tokens, without special ones."""
-        return self.backend.decode(list(tokens), skip_special_tokens=True)
+    def decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Returns the text of tokens, by default without special ones."""
+        return self.backend.decode(list(tokens), skip_special_tokens=skip_special_tokens)
 
     @cached_property
     def pieces(self) -> Pieces:
         """The bytes of each token by itself."""
         return Pieces(self.backend)
 
-    def stream(self) -> TextStream:
+    def stream(self, skip_special_tokens: bool = True) -> TextStream:
         """Returns a decoder for tokens that come one by one."""
+        if not skip_special_tokens:
+            return TextStream(lambda tokens: self.decode(tokens, skip_special_tokens=False))
         return TextStream(self.decode, self._decode_one)
 
     @cached_property
@@ -176,6 +178,12 @@ class Tokenizer:
         if not self.chat_template:
             raise TokenizerError("this model has no chat template; send plain text")
         return options
+
+    @cached_property
+    def added_tokens(self) -> dict[str, int]:
+        """Tokens beside the vocabulary's, special or not, by their text."""
+        added = self.backend.get_added_tokens_decoder().items()
+        return {one.content: token for token, one in added}
 
     @cached_property
     def special_tokens(self) -> dict[str, str]:

@@ -692,6 +692,13 @@ class ServerConfig:
         "Model",
         metavar="NAME",
     )
+    tool_call_parser: str = setting(
+        "",
+        "Format of models' tool calls: hermes, mistral, openai (gpt-oss), glm45, deepseek_v3, or "
+        "your own module:Class or file.py:Class (http.md). Empty: by the chat template.",
+        None,
+        "Model",
+    )
     status_interval_s: float = setting(
         10.0,
         "Seconds between status lines of the log. 0: none.",

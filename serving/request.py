@@ -128,6 +128,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0  # divides logits of tokens of prompt and output; 1: off
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token, what is added to its logit)
     structure: Structure | None = None  # what the output has to match
+    skip_special_tokens: bool = True  # the text is without them
 
     def __post_init__(self) -> None:
         """Checks types and ranges."""
@@ -246,8 +247,9 @@ class Chat:
     @property
     def num_chars(self) -> int:
         """The number of characters passed to the template: contents, names, options."""
-        told = [message.get(key) or "" for message in self.messages for key in ("content", "name")]
-        return sum(map(len, told)) + _num_chars(self.options)
+        keys = ("content", "name", "tool_calls")
+        told = [message.get(key) or "" for message in self.messages for key in keys]
+        return _num_chars(told) + _num_chars(self.options)
 
 
 def _num_chars(value: Any) -> int:

@@ -24,8 +24,8 @@ _CHARS_A_MESSAGE = 64  # that a message counts for beside its content
 class ChatTemplate:
     """A model's chat template, which is neither compiled nor rendered in this process.
 
-    Short chats without names of the caller's for the template have a process of their own: what
-    others send, however long it takes, does not delay them.
+    Short chats without names of the caller's for the template, tools apart, have a process of their
+    own: what others send, however long it takes, does not delay them.
     """
 
     def __init__(self, tokenizer: Tokenizer, bounds: Bounds) -> None:
@@ -45,7 +45,7 @@ class ChatTemplate:
         except TokenizerError as error:
             raise InvalidRequest(str(error), "prompt") from None
         num_chars = chat.num_chars + _CHARS_A_MESSAGE * len(chat.messages)
-        usual = num_chars <= SHORT_CHARS and not options
+        usual = num_chars <= SHORT_CHARS and not options.keys() - {"tools"}
         process = self._short if usual else self._other
         asked = {"messages": [dict(message) for message in chat.messages], "options": options}
         try:

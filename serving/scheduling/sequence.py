@@ -56,9 +56,11 @@ class StopString:
 class Detokenizer:
     """Text of one sequence; what may be the start of a stop string is held back."""
 
-    def __init__(self, tokenizer: Tokenizer | None, stop: Sequence[str]) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer | None, stop: Sequence[str], skip_special_tokens: bool = True
+    ) -> None:
         """Without a tokenizer, all text is empty."""
-        self._stream = None if tokenizer is None else tokenizer.stream()
+        self._stream = None if tokenizer is None else tokenizer.stream(skip_special_tokens)
         self._stop = [StopString(text) for text in stop]
         self._held = ""
 
@@ -164,7 +166,7 @@ class SequenceState:
                 repetition_penalty=sampling.repetition_penalty,
             )
         self.matcher = matcher
-        self.detokenizer = Detokenizer(tokenizer, sampling.stop)
+        self.detokenizer = Detokenizer(tokenizer, sampling.stop, sampling.skip_special_tokens)
         self.started_at = math.nan  # when its first step was launched
         self.began_at = math.nan  # when the device began that step
         self.previous_at = math.nan  # when its newest token arrived

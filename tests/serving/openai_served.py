@@ -11,6 +11,7 @@ from served import Setup
 from tokenizers_of_kinds import characters
 
 from serving.config import EngineConfig, ServerConfig
+from serving.request import Output, Usage
 
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}[{{ m.role }}{{ m.name or '' }}|{{ m.content }}]"
@@ -18,6 +19,14 @@ TEMPLATE = (
 )
 """The answer counts on from the last character: a chat without `closing` ends in `]`, then comes
 `^_`."""
+
+TOOLS_TEMPLATE = (
+    "{{ bos_token }}{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}"
+    "[{{ m.role }}{{ m.name or '' }}|{{ m.content or '' }}"
+    "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>"
+    "{% endfor %}]{% endfor %}"
+)
+"""As Qwen's, in short."""
 
 # Nothing is encrypted here, and reading a bundle of certificates takes a tenth of a second.
 NO_CERTIFICATES = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -82,6 +91,27 @@ async def serving_http(
     engine = engine or EngineConfig(max_model_len=64)
     async with HttpSetup(ServerConfig(port=0, engine=engine, **fields), template) as setup:
         yield await setup.ready()
+
+
+@contextlib.asynccontextmanager
+async def saying(said, template: str | None = TOOLS_TEMPLATE, reason="stop", step=3, **fields):
+    """Serves an engine that says a text, or what `said` makes of a prompt, `step` characters at a
+    time.
+    """
+    async with serving_http(template, EngineConfig(max_model_len=2048), **fields) as s:
+
+        async def generate(prompt, sampling, **options):
+            s.engine.calls.append({"prompt": prompt, "sampling": sampling, **options})
+            text = said(prompt) if callable(said) else said
+            pieces = [text[at : at + step] for at in range(0, len(text), step)] or [""]
+            for at, piece in enumerate(pieces):
+                ended = reason if at == len(pieces) - 1 else None
+                usage = Usage(5, at + 1, 8, 0)
+                logprobs = (-0.5,) if sampling.logprobs else ()
+                yield Output(options["request_id"], piece, (65,), logprobs, usage, ended)
+
+        s.engine.generate = generate
+        yield s
 
 
 def head(fields: bytes = b"", length: int = 0, path: bytes = b"/v1/completions") -> bytes:

@@ -78,12 +78,28 @@ class ChatLogprobs(_Answer):
     refusal: None
 
 
+class Called(_Answer):
+    """The function that is called; `arguments` is JSON text."""
+
+    name: str
+    arguments: str
+
+
+class Call(_Answer):
+    """A call of a tool."""
+
+    id: str
+    type: Literal["function"]
+    function: Called
+
+
 class ChatMessage(_Answer):
-    """What the model says."""
+    """What the model says; content is null where there are calls alone."""
 
     role: Literal["assistant"]
-    content: str
+    content: str | None
     refusal: None
+    tool_calls: list[Call] = []
 
 
 class ChatChoice(_Answer):
@@ -92,7 +108,7 @@ class ChatChoice(_Answer):
     index: int
     message: ChatMessage
     logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length"]
+    finish_reason: Literal["stop", "length", "tool_calls"]
 
 
 class ChatCompletion(_Answer):
@@ -106,11 +122,28 @@ class ChatCompletion(_Answer):
     usage: Usage
 
 
+class CalledDelta(_Answer):
+    """What an event adds to a called function."""
+
+    name: str | None = None
+    arguments: str
+
+
+class CallDelta(_Answer):
+    """What an event adds to a call; `id`, `type` and the name come with its first one."""
+
+    index: int
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: CalledDelta
+
+
 class Delta(_Answer):
     """What an event adds to a message."""
 
     role: Literal["assistant"] | None = None
-    content: str
+    content: str | None = None
+    tool_calls: list[CallDelta] = []
 
 
 class EventChoice(_Answer):
@@ -119,7 +152,7 @@ class EventChoice(_Answer):
     index: int
     delta: Delta
     logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length"] | None
+    finish_reason: Literal["stop", "length", "tool_calls"] | None
 
 
 class ChatEvent(_Answer):

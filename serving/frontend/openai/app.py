@@ -17,8 +17,9 @@ from starlette.responses import Response
 from serving.errors import NotFound
 from serving.frontend.openai import answers
 from serving.frontend.openai.call import Answer
+from serving.frontend.openai.chats import ChatEndpoint
 from serving.frontend.openai.door import DOCS_PATH, OPENAPI_PATH, Door
-from serving.frontend.openai.endpoints import ChatEndpoint, CompletionEndpoint
+from serving.frontend.openai.endpoints import CompletionEndpoint
 from serving.frontend.openai.schemas import ChatRequest, CompletionRequest
 from serving.frontend.page import shield
 from serving.frontend.web import Listener
@@ -141,6 +142,7 @@ def _add_docs(app: FastAPI) -> None:
 
 def _add_endpoints(app: FastAPI, server: "Server") -> None:
     events = {"content": {"text/event-stream": {}}}
+    chats = ChatEndpoint(server.config.tool_call_parser)
 
     @app.post(
         _COMPLETIONS, responses={200: {"model": answers.Completion, **events}, **answers.ERRORS}
@@ -154,7 +156,7 @@ def _add_endpoints(app: FastAPI, server: "Server") -> None:
     )
     async def chat_completions(request: Request) -> Response:
         """Answers a chat, whose text the model's chat template makes."""
-        return Answer(server, ChatEndpoint(), request.state.caller)
+        return Answer(server, chats, request.state.caller)
 
 
 def _add_facts(app: FastAPI, server: "Server", created: int) -> None:

@@ -1,4 +1,4 @@
-"""The endpoints of completions and of chats: prompts or messages in, choices out.
+"""Choices, and the endpoint of completions: prompts in, choices out. That of chats is in `chats`.
 
 A stream sends one event per token. So all bytes of an event except the text are prepared before the
 first token, and as few objects as possible are made per token.
@@ -15,7 +15,7 @@ from serving.errors import InvalidRequest, shown
 from serving.frontend.openai import logprobs
 from serving.frontend.openai.errors import HttpError
 from serving.frontend.openai.sampling import sampling
-from serving.frontend.openai.schemas import MAX_SEQUENCES, ChatRequest, CompletionRequest, Message
+from serving.frontend.openai.schemas import MAX_SEQUENCES, CompletionRequest
 from serving.request import Bounds, Chat, Output, SamplingParams
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 LogprobsFormat = logprobs.Chat | logprobs.Completion
 
-_FINISH = {None: b"null", "stop": b'"stop"', "length": b'"length"'}
+FINISH = {None: b"null", "stop": b'"stop"', "length": b'"length"'}
 
 
 class Choice:
@@ -99,12 +99,19 @@ class Choice:
         """Returns the choice for a response that is not streamed, as pieces of JSON."""
         assert self.last is not None  # it is whole
         before, after = self.whole_content
-        text = orjson.dumps("".join(self._texts))
         return [
-            b'{"index":%d,%b%b%b,"logprobs":' % (self.index, before, text, after),
+            b'{"index":%d,%b%b%b,"logprobs":' % (self.index, before, self.text(), after),
             *self._taken(),
-            b',"finish_reason":%b}' % _FINISH[self.last.finish_reason],
+            b',"finish_reason":%b}' % self.finish(self.last),
         ]
+
+    def text(self) -> bytes:
+        """Returns what stands between `whole_content`, as JSON."""
+        return orjson.dumps("".join(self._texts))
+
+    def finish(self, out: Output) -> bytes:
+        """Returns the finish reason of an output, as JSON."""
+        return FINISH[out.finish_reason]
 
     # ---- streaming --------------------------------------------------------------------------
 
@@ -134,14 +141,18 @@ class Choice:
             if not text and not is_first:  # a UTF-8 character is still incomplete
                 return b""
             return before + orjson.dumps(text) + self._plain
+        return self.full_event(before, orjson.dumps(text), out, usage)
+
+    def full_event(self, before: bytes, text: bytes, out: Output, usage: bytes) -> bytes:
+        """Returns an event with all that may be in it."""
         if self.sampling.logprobs:
             self._append(self._format.of(out))
         return b'%b%b%b%b,"finish_reason":%b}]%b}\n\n' % (
             before,
-            orjson.dumps(text),
+            text,
             self._after,
             b"".join(self._taken()),
-            _FINISH[out.finish_reason],
+            self.finish(out),
             usage or self._null_usage,
         )
 
@@ -233,37 +244,3 @@ async def _tokens_of(prompt: Prompt, tokenizer: "Tokenizer | None") -> Prompt:
     if tokenizer is None:
         raise InvalidRequest("this model has no tokenizer; send token ids", "prompt")
     return await asyncio.to_thread(tokenizer.encode, prompt)
-
-
-class ChatChoice(Choice):
-    """One message of a chat completion."""
-
-    content = b'"delta":{"content":', b"}"
-    first_content = b'"delta":{"role":"assistant","content":'
-    whole_content = b'"message":{"role":"assistant","content":', b',"refusal":null}'
-
-
-class ChatEndpoint:
-    """The chat endpoint."""
-
-    request: type[Any] = ChatRequest
-    operation = "chat"
-    id_prefix, object_whole, object_event = "chatcmpl-", "chat.completion", "chat.completion.chunk"
-
-    async def choices(
-        self, body: ChatRequest, tokenizer: "Tokenizer | None", bounds: Bounds
-    ) -> list[Choice]:
-        """Returns the choices of a call. Raises InvalidRequest."""
-        prompt = Chat([_message(one) for one in body.messages], body.chat_template_kwargs or {})
-        shown = logprobs.Chat(logprobs.Texts(tokenizer))
-        return [ChatChoice(i, prompt, sampling(body, i), shown) for i in range(body.n or 1)]
-
-
-def _message(message: Message) -> dict[str, Any]:
-    """Converts a message for chat templates: content as text, and role `developer` as `system`."""
-    content = message.content
-    if isinstance(content, list):
-        content = "".join(part.text for part in content)
-    role = "system" if message.role == "developer" else message.role
-    name = {} if message.name is None else {"name": message.name}
-    return {"role": role, "content": content or "", **name}

@@ -82,7 +82,9 @@ _STRUCTURES = (
     *("response_format", "structured_outputs"),
     *("guided_json", "guided_regex", "guided_grammar", "guided_choice"),
 )
-_TOOLS = "the models served here are given no tools; say in the prompt what you want back"
+MAX_TOOLS = 128
+"""As OpenAI's API."""
+_TOOL_CHOICE = "none, auto, required, or an object with type function and a function's name"
 
 
 class StreamOptions(Strict):
@@ -230,24 +232,72 @@ class TextPart(Strict):
     text: str
 
 
+class Function(Strict):
+    """A function that the model may call."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")
+    description: str | None = None
+    parameters: Object | None = None
+    strict: bool | None = None
+
+
+class Tool(Strict):
+    """A tool, of the one type that there is here."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(Strict):
+    """Which function is to be called."""
+
+    name: str
+
+
+class NamedTool(Strict):
+    """The tool that is to be called."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class FunctionCall(Strict):
+    """What an earlier answer called a function with; `arguments` is JSON text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Strict):
+    """A call of an earlier answer."""
+
+    id: str
+    type: Literal["function"]
+    function: FunctionCall
+
+
 class Message(Strict):
     """One message of a chat."""
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | _Parts | None = None
     name: str | None = None
     refusal: None = None
-    tool_calls: None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True, max_length=MAX_ENTRIES)] | None = (
+        None
+    )
+    tool_call_id: str | None = None
     function_call: None = None
     audio: None = None
+    annotations: None = None
 
 
 class ChatRequest(Sampled):
     """Body of `POST /v1/chat/completions`."""
 
     messages: Annotated[list[Message], Field(fail_fast=True, max_length=MAX_ENTRIES)] = supported(
-        "roles `system`, `developer` (as `system`), `user` and `assistant`; `content` is text or a "
-        "list of text parts; `name` goes to the chat template",
+        "roles `system`, `developer` (as `system`), `user`, `assistant` and `tool`; `content` is "
+        "text or a list of text parts; `name` goes to the chat template",
         ...,
         min_length=1,
     )
@@ -261,12 +311,15 @@ class ChatRequest(Sampled):
     modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = accepted(
         "`text` alone, which is what there is", wanted="a list with `text` alone"
     )
-    parallel_tool_calls: bool | None = accepted("there are no tool calls")
-    tool_choice: Literal["none", "auto"] | None = accepted(
-        "`none` and `auto`: there are no tools", wanted="none or auto: there are no tools"
+    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = supported(
+        f"functions, up to {MAX_TOOLS}; see [Tools](#tools)"
     )
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = supported(
+        "`none`, `auto`, `required` or a function; see [Tools](#tools)", wanted=_TOOL_CHOICE
+    )
+    parallel_tool_calls: bool | None = supported("false: one call at most")
     function_call: Literal["none", "auto"] | None = accepted(
-        "`none` and `auto`: there are no functions", wanted="none or auto: there are no functions"
+        "`none` and `auto`: there are no functions", wanted="none or auto; send tool_choice"
     )
     prompt_cache_key: str | None = accepted(
         "a hint of what shares a beginning, which is found without"
@@ -279,18 +332,24 @@ class ChatRequest(Sampled):
     )
     store: Literal[False] | None = accepted("false: nothing is stored", wanted="false")
     audio: None = refused("models served here write text")
-    functions: None = refused(_TOOLS)
+    functions: None = refused("OpenAI's API has `tools` instead")
     moderation: None = refused("nothing is moderated here")
     prediction: None = refused("nothing is predicted; leave it out, the text is the same")
     reasoning_effort: None = refused(
         "what a model's template knows of it goes through chat_template_kwargs"
     )
-    tools: None = refused(_TOOLS)
     verbosity: None = refused("models served here know no such setting; say it in a message")
     web_search_options: None = refused("nothing is searched here")
+
+    @property
+    def forces_call(self) -> bool:
+        """Whether the answer has to be a call."""
+        return self.tool_choice not in (None, "none", "auto")
 
     def name_of(self, param: str) -> str:
         """See Sampled."""
         if param == "max_new_tokens" and self.max_completion_tokens is not None:
             return "max_completion_tokens"
+        if param == "structure" and self.forces_call and super().name_of(param) == param:
+            return "tools"
         return "messages" if param == "prompt" else super().name_of(param)

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from openai_served import serving_http
+from openai_served import saying, serving_http
 
 from serving.config import EngineConfig
 from serving.request import Chat
@@ -36,27 +36,55 @@ def python():
     return found
 
 
+async def told(python, s, *arguments):
+    """Returns what the agent prints."""
+    script = Path(__file__).with_name("agent_client.py")
+    process = await asyncio.create_subprocess_exec(
+        *(python, script, f"http://{s.address}/v1", *arguments),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        cwd=script.parent,
+        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+    )
+    printed, failed = await process.communicate()
+    assert process.returncode == 0, failed.decode()[-2000:]
+    return json.loads(printed)
+
+
 @pytest.mark.timeout(900)
 async def test_an_agent_talks_with_the_server(python):
-    script = Path(__file__).with_name("agent_client.py")
     async with serving_http(engine=EngineConfig(max_model_len=256)) as s:
-        process = await asyncio.create_subprocess_exec(
-            *(python, script, f"http://{s.address}/v1"),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            cwd=script.parent,
-            env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
-        )
-        printed, failed = await process.communicate()
+        got = await told(python, s)
         prompts = [call["prompt"] for call in s.engine.calls]
-    assert process.returncode == 0, failed.decode()[-2000:]
-    told = json.loads(printed)
     system, user = {"role": "system", "content": "Count on."}, {"role": "user", "content": "hi"}
     answer, more = {"role": "assistant", "content": "^_`a"}, {"role": "user", "content": "more"}
-    assert told["outputs"] == ["^_`a"] * 3  # behind the `]` of the template
+    assert got["outputs"] == ["^_`a"] * 3  # behind the `]` of the template
     assert prompts == [
         Chat([system, user]),
         Chat([system, user, answer, more]),
         Chat([system, user]),
     ]
-    assert told["tokens"] == [len("\x01[system|Count on.][user|hi]"), 4]
+    assert got["tokens"] == [len("\x01[system|Count on.][user|hi]"), 4]
+
+
+def said(prompt):
+    """Returns a call of the one tool, and behind its result a text."""
+    *_, last = prompt.messages
+    if last["role"] == "tool":
+        return f"It has {last['content']} degrees."
+    (tool,) = prompt.options["tools"]
+    arguments = {"city": "Paris", "degrees": 12}
+    known = tool["function"]["parameters"]["properties"]
+    call = {"name": tool["function"]["name"], "arguments": {key: arguments[key] for key in known}}
+    return f"<tool_call>\n{json.dumps(call)}\n</tool_call>"
+
+
+@pytest.mark.timeout(900)
+async def test_an_agent_calls_its_tools(python):
+    async with saying(said) as s:
+        got = await told(python, s, "tools")
+        forced = [call["sampling"].structure is not None for call in s.engine.calls]
+    assert got["outputs"] == ["It has 12 degrees."] * 2
+    assert got["asked"] == ["Paris"] * 2
+    assert got["weather"] == {"city": "Paris", "degrees": 12}
+    assert forced == [False] * 4 + [True]  # an answer with a type has to be a call

@@ -166,15 +166,14 @@ WRONG = [
 ]
 WRONG_CHATS = [
     ({"messages": "hi"}, "messages", "a valid list"),
-    ({"messages": [{"role": "tool", "content": "x"}]}, "messages", "messages.0.role is 'tool'"),
+    ({"messages": [{"role": "bot", "content": "x"}]}, "messages", "messages.0.role is 'bot'"),
     ({"messages": [{"content": "x"}]}, "messages", "messages.0.role is missing"),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
         "messages",
         "messages.0.content",
     ),
-    ({"tools": [{"type": "function"}]}, "tools", "tools is not supported: "),
-    ({"tool_choice": "required"}, "tool_choice", "it must be none or auto"),
+    ({"functions": [{"name": "f"}]}, "functions", "functions is not supported: "),
     ({"store": True}, "store", "it must be false"),
     ({"service_tier": "flex"}, "service_tier", "set priority instead"),
     ({"modalities": ["audio"]}, "modalities", "a list with `text` alone"),

@@ -20,7 +20,7 @@ from serving.scheduling.sequence import Detokenizer
 class Letters:
     """A tokenizer whose tokens are letters."""
 
-    def stream(self):
+    def stream(self, skip_special_tokens=True):
         return TextStream(lambda tokens: "".join(map(chr, tokens)))
 
 
@@ -42,7 +42,7 @@ def cut(text, stop):
 def test_stop_strings_cut_where_the_whole_text_would_be_cut(pieces, stop):
     """However the text is cut into tokens, of which each may complete several stop strings."""
     stream = SimpleNamespace(push=lambda i: pieces[i], finish=lambda: "")
-    out = Detokenizer(SimpleNamespace(stream=lambda: stream), stop)
+    out = Detokenizer(SimpleNamespace(stream=lambda *_: stream), stop)
     got, stopped = "", False
     for i in range(len(pieces)):
         text, stopped = out.push(i)
@@ -81,6 +81,16 @@ def test_stop_strings_cost_the_same_at_every_token():
         return count
 
     assert steps(8_000) == steps(2_000) < 20 * 64 * 40
+
+
+def test_special_tokens_are_in_the_text_where_they_are_wanted():
+    tokens = BUNDLED.encode("a <|im_start|>b<|im_end|> c")
+    texts = {}
+    for skip in (True, False):
+        detokenizer = Detokenizer(BUNDLED, (), skip)
+        pieces = [detokenizer.push(token)[0] for token in tokens]
+        texts[skip] = "".join([*pieces, detokenizer.finish()])
+    assert texts == {True: "a b c", False: "a <|im_start|>b<|im_end|> c"}
 
 
 BYTE_FALLBACK = byte_fallback()

@@ -1,0 +1,327 @@
+"""The endpoint of chats: messages and tools in, messages out, which may call tools."""
+
+import re
+import secrets
+import string
+from dataclasses import replace
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jiter
+import orjson
+
+from serving.errors import shown
+from serving.frontend.openai import logprobs
+from serving.frontend.openai.endpoints import Choice
+from serving.frontend.openai.errors import HttpError
+from serving.frontend.openai.sampling import sampling
+from serving.frontend.openai.schemas import ChatRequest, Message, NamedTool
+from serving.frontend.openai.tool_parsers import PARSERS, Hermes, Schema, ToolParser, parser_of
+from serving.request import Bounds, Chat, Output, Structure, StructureKind
+from serving.settings import plugins
+
+if TYPE_CHECKING:
+    from jmoe.tokenizer import Tokenizer
+
+_ID_CHARS, _NUM_ID_CHARS = string.ascii_letters + string.digits, 9
+"""Ids as Mistral's templates demand them, which suits all others."""
+_TOLD = re.compile(r"\btools\b")
+_JOINED = re.compile(r"\+\s*[\w.\['\"\]]*arguments['\"]?\]?\s*[-+%}]")
+"""What a template does with arguments that it wants as text: `+ tool['function']['arguments'] +`"""
+_ASKS = re.compile(r"content['\"]?\]?\s+is\s+(not\s+)?none")
+"""What a template asks that tells calls alone by null; another may write null as `None`."""
+
+
+class Template(NamedTuple):
+    """What a chat template's text says of tools."""
+
+    tells: bool  # it writes the tools
+    parser: type[ToolParser] | None  # of the format in which it writes calls
+    joins: bool  # it wants arguments as text
+    empty: str | None  # content where there is none
+
+    @classmethod
+    @lru_cache(maxsize=64)
+    def of(cls, text: str) -> "Template":
+        """Reads a template."""
+        empty = None if _ASKS.search(text) else ""
+        return cls(bool(_TOLD.search(text)), parser_of(text), bool(_JOINED.search(text)), empty)
+
+
+class Tools:
+    """The functions that a chat's answer may call."""
+
+    def __init__(
+        self, body: ChatRequest, tokenizer: "Tokenizer", parser: type[ToolParser] | None
+    ) -> None:
+        """`parser` is that of the settings; None: the template says which.
+
+        Raises HttpError for a template without tools, or with unknown calls.
+        """
+        self._text = tokenizer.chat_template or ""
+        template = Template.of(self._text)
+        self._tokenizer, self._body = tokenizer, body
+        self.told = [
+            {"type": "function", "function": one.function.model_dump(exclude_none=True)}
+            for one in body.tools or ()
+        ]
+        self._functions = {one.function.name: _schema(one.function) for one in body.tools or ()}
+        one_at_most = isinstance(body.tool_choice, NamedTool) or body.parallel_tool_calls is False
+        self.most_calls = 1 if one_at_most else None
+        self._parser = parser or template.parser or Hermes
+        whose, advice = (
+            f"the chat template of model {shown(body.model)}",
+            "serve the model with a template that has (engine.chat_template)",
+        )
+        if body.forces_call:
+            return  # the grammar makes it right
+        if not template.tells:
+            raise HttpError(
+                f"{whose} has no tools; {advice}, or set tool_choice to required or to a function",
+                "tools",
+            )
+        if not (parser or template.parser):
+            raise HttpError(
+                f"{whose} has no format of calls that is known; {advice}, or set tool_call_parser",
+                "tools",
+            )
+
+    def parser(self) -> ToolParser:
+        """Returns a parser of one answer."""
+        return self._parser(self._functions, self._text)
+
+    def structure(self) -> Structure | None:
+        """Returns what holds an answer that has to be a call to the functions' schemas; None for
+        one that need not.
+        """
+        if not self._body.forces_call:
+            return None
+        choice = self._body.tool_choice
+        names = [choice.function.name] if isinstance(choice, NamedTool) else list(self._functions)
+        text = self.parser().grammar(names, self.most_calls is None, self._marker)
+        return Structure(StructureKind.GRAMMAR, text)
+
+    def _marker(self, text: str) -> str:
+        added = self._tokenizer.added_tokens
+        return f"<[{added[text]}]>" if text in added else orjson.dumps(text).decode()
+
+
+def tools_of(
+    body: ChatRequest, tokenizer: "Tokenizer | None", parser: type[ToolParser] | None
+) -> Tools | None:
+    """Returns the tools of a chat; None if its answer is to call none.
+
+    Raises HttpError for tools, or a choice of them, that cannot be had.
+    """
+    names = [one.function.name for one in body.tools or ()]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise HttpError(f"tools has {shown(twice)} twice; give each function its name", "tools")
+    choice = body.tool_choice
+    if body.forces_call and not names:
+        raise HttpError("tool_choice asks for a call, and there are no tools", "tool_choice")
+    if isinstance(choice, NamedTool) and choice.function.name not in names:
+        raise HttpError(
+            f"tool_choice is {shown(choice.function.name)}, which is not among the tools",
+            "tool_choice",
+        )
+    if not names or choice == "none":
+        return None
+    if "tools" in (body.chat_template_kwargs or {}):
+        raise HttpError(
+            "chat_template_kwargs has tools, too; leave one of them out", "chat_template_kwargs"
+        )
+    if tokenizer is None or not tokenizer.chat_template:
+        return None  # the engine says so
+    return Tools(body, tokenizer, parser)
+
+
+def messages_of(body: ChatRequest, template: str) -> list[dict[str, Any]]:
+    """Returns messages as Hugging Face's chat templates expect them: content as text, role
+    `developer` as `system`, and arguments of calls as objects, unless the template joins them as
+    text.
+    """
+    names: dict[str, str] = {}  # of called functions, by the call's id
+    return [_message(one, names, Template.of(template)) for one in body.messages]
+
+
+def _message(message: Message, names: dict[str, str], template: Template) -> dict[str, Any]:
+    content = message.content
+    if isinstance(content, list):
+        content = "".join(part.text for part in content)
+    role = "system" if message.role == "developer" else message.role
+    made: dict[str, Any] = {"role": role, "content": content or ""}
+    if message.tool_calls:
+        if role != "assistant":
+            raise HttpError(
+                f"a message of role {role} has tool_calls; role assistant alone has them",
+                "messages",
+            )
+        names |= {call.id: call.function.name for call in message.tool_calls}
+        made["content"] = content or template.empty
+        made["tool_calls"] = calls = [call.model_dump() for call in message.tool_calls]
+        for call in () if template.joins else calls:
+            call["function"]["arguments"] = _object(call["function"]["arguments"])
+    name = message.name
+    if (role == "tool") != (message.tool_call_id is not None):
+        raise HttpError(
+            f"a message of role {role} has {'no' if role == 'tool' else 'a'} tool_call_id; role "
+            "tool has the id of the call that it answers, and no other role has one",
+            "messages",
+        )
+    if message.tool_call_id is not None:
+        made["tool_call_id"] = message.tool_call_id
+        name = name or names.get(message.tool_call_id)
+    return made if name is None else {**made, "name": name}
+
+
+def _object(arguments: str) -> Any:
+    """Returns the object that arguments are; the text as it is where a model wrote none."""
+    try:
+        found = jiter.from_json(arguments.encode() or b"{}", allow_inf_nan=False)
+    except ValueError:
+        return arguments
+    return found if isinstance(found, dict) else arguments
+
+
+def _schema(function: Any) -> Schema:
+    nothing = {"properties": {}, "additionalProperties": False}
+    return {**(nothing if function.parameters is None else function.parameters), "type": "object"}
+
+
+class ChatChoice(Choice):
+    """One message of a chat completion."""
+
+    content = b'"delta":{"content":', b"}"
+    first_content = b'"delta":{"role":"assistant","content":'
+    whole_content = b'"message":{"role":"assistant","content":', b',"refusal":null}'
+
+
+class ToolChoice(ChatChoice):
+    """One message of a chat completion, which may have calls."""
+
+    content = b'"delta":', b""
+    first_content = content[0]
+    whole_content = b'"message":', b""
+
+    def __init__(self, tools: Tools, *given: Any) -> None:
+        """`given` is what a `Choice` gets."""
+        super().__init__(*given)
+        self._parser, self._most = tools.parser(), tools.most_calls
+        self._num_calls = 0
+        self._message: dict[str, Any] = {
+            "role": "assistant",
+            "content": "",
+            "refusal": None,
+            "tool_calls": [],
+        }
+
+    def _new(self, out: Output) -> tuple[str, list[dict[str, Any]]]:
+        """Returns the content and the parts of calls that an output adds."""
+        deltas = self._parser.push(out.text)
+        if out.finish_reason is not None:
+            deltas = [*deltas, *self._parser.finish()]
+        calls: list[dict[str, Any]] = []
+        for delta in deltas:
+            self._num_calls += bool(delta.name)
+            if self._most is not None and self._num_calls > self._most:
+                continue
+            at = self._num_calls - 1
+            if delta.name:
+                made = {"name": delta.name, "arguments": ""}
+                calls.append({"index": at, "id": _id(), "type": "function", "function": made})
+            if delta.arguments:
+                if not calls:
+                    calls.append({"index": at, "function": {"arguments": ""}})
+                calls[-1]["function"]["arguments"] += delta.arguments
+        return "".join(delta.content for delta in deltas), calls
+
+    def take(self, out: Output) -> None:
+        """See Choice."""
+        content, calls = self._new(out)
+        message = self._message
+        message["content"] += content
+        for call in calls:
+            if "id" in call:
+                del call["index"]
+                message["tool_calls"].append(call)
+            else:
+                called = message["tool_calls"][-1]["function"]
+                called["arguments"] += call["function"]["arguments"]
+        super().take(out)
+
+    def text(self) -> bytes:
+        """See Choice."""
+        if self._num_calls:
+            message = self._message | {"content": self._message["content"] or None}
+        else:
+            message = {key: one for key, one in self._message.items() if key != "tool_calls"}
+        return orjson.dumps(message)
+
+    def finish(self, out: Output) -> bytes:
+        """See Choice."""
+        has_called = self._num_calls and out.finish_reason == "stop"
+        return b'"tool_calls"' if has_called else super().finish(out)
+
+    def event(self, out: Output, usage: bytes = b"") -> bytes:
+        """See Choice."""
+        is_first, self._begun, self.last = not self._begun, True, out
+        content, calls = self._new(out)
+        delta: dict[str, Any] = {"role": "assistant", "content": None} if is_first else {}
+        if content:
+            delta["content"] = content
+        if calls:
+            delta["tool_calls"] = calls
+        if not (delta or out.finish_reason or usage or self.sampling.logprobs):
+            return b""
+        return self.full_event(self._before, orjson.dumps(delta), out, usage)
+
+
+class ChatEndpoint:
+    """The chat endpoint."""
+
+    request: type[Any] = ChatRequest
+    operation = "chat"
+    id_prefix, object_whole, object_event = "chatcmpl-", "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, name: str) -> None:
+        """`name` is the setting `tool_call_parser`. Raises ValueError for one that cannot be."""
+        self._parser: type[ToolParser] | None = None
+        if name:
+            methods = ("push", "finish", "grammar")
+            made = plugins.make("tool_call_parser", name, PARSERS, methods, {}, "")
+            self._parser = type(made)
+
+    async def choices(
+        self, body: ChatRequest, tokenizer: "Tokenizer | None", bounds: Bounds
+    ) -> list[Choice]:
+        """Returns the choices of a call. Raises InvalidRequest."""
+        template = "" if tokenizer is None else tokenizer.chat_template or ""
+        options = dict(body.chat_template_kwargs or {})
+        tools = tools_of(body, tokenizer, self._parser)
+        if tools is not None:
+            options["tools"] = tools.told
+        prompt = Chat(messages_of(body, template), options)
+        shown = logprobs.Chat(logprobs.Texts(tokenizer))
+        drawn = [sampling(body, i) for i in range(body.n or 1)]
+        if tools is None:
+            return [ChatChoice(i, prompt, one, shown) for i, one in enumerate(drawn)]
+        if drawn[0].structure is not None:
+            name = body.name_of("structure")
+            raise HttpError(
+                f"{name} and tools each say what the answer must be; leave one out, or set "
+                "tool_choice to none",
+                name,
+            )
+        structure = tools.structure()
+        return [
+            ToolChoice(
+                tools,
+                *(i, prompt, replace(one, structure=structure, skip_special_tokens=False), shown),
+            )
+            for i, one in enumerate(drawn)
+        ]
+
+
+def _id() -> str:
+    return "".join(secrets.choice(_ID_CHARS) for _ in range(_NUM_ID_CHARS))

@@ -1,0 +1,578 @@
+"""The formats in which models write tool calls: reads them piece by piece, and makes grammars.
+
+A parser takes an output's text as it comes and gives deltas; an answer that is not streamed is its
+deltas joined, so that there is one way to read it. What looks like a call and cannot be read as one
+is content, and nothing is lost. White space beside a call is dropped.
+"""
+
+import json
+import re
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+Schema = Mapping[str, Any]
+Marker = Callable[[str], str]
+"""Returns how a grammar writes a marker: as a token, where the tokenizer has one for it."""
+Reading = Generator[None]
+"""What `yield`s where it needs more text."""
+
+_NAME = re.compile(r"[\w.-]{1,128}")
+_RECIPIENT = re.compile(r"\bto=(?:functions\.)?([\w.-]+)")
+_SPACED: Schema = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""How templates write JSON, and so what models have learned."""
+
+
+class Delta(NamedTuple):
+    """What a piece of text adds to an answer. `name` begins a call; `arguments` is JSON text that
+    belongs to the newest call.
+    """
+
+    content: str = ""
+    name: str = ""
+    arguments: str = ""
+
+
+class ToolParser:
+    """Reads one output. A format says in `read` how calls are written, in steps that wait for text
+    (`yield from`), and in `rules` and `start` what a grammar of calls looks like.
+    """
+
+    def __init__(self, functions: Mapping[str, Schema], template: str = "") -> None:
+        """`functions` has the JSON schema of the arguments by name; `template` is the model's chat
+        template, which tells variants of a format apart.
+        """
+        self.functions, self.template = functions, template
+        self._left = ""  # text that was not consumed yet
+        self._ended = False
+        self._deltas: list[Delta] = []
+        self._space = ""  # behind the content, which is dropped if a call follows
+        self._num_calls = 0
+        self._argued = False  # the newest call has arguments
+        self._raw: list[str] | None = None  # what may yet turn out to be content
+        self._reading = self.read()
+
+    def push(self, text: str) -> list[Delta]:
+        """Takes the next piece of the output."""
+        self._left += text
+        next(self._reading, None)
+        return self._taken()
+
+    def finish(self) -> list[Delta]:
+        """Returns what is left when the output has ended."""
+        self._ended = True
+        next(self._reading, None)
+        if self._space and not self._num_calls:
+            self._deltas.append(Delta(self._space))
+        return self._taken()
+
+    def read(self) -> Reading:
+        """Reads the whole output."""
+        raise NotImplementedError
+
+    def grammar(self, names: Sequence[str], many: bool, marker: Marker) -> str:
+        """Returns a grammar, in Lark's syntax, of a call of one of these functions, or, with
+        `many`, of several.
+        """
+        lines = ["call: " + " | ".join(f"call{i}" for i in range(len(names)))]
+        for i, name in enumerate(names):
+            lines += self.rules(i, name, self.functions[name], marker)
+        return "\n".join([self.start(many, marker), *lines])
+
+    def rules(self, i: int, name: str, schema: Schema, marker: Marker) -> list[str]:
+        """Returns the rule `call{i}`, and those that it needs."""
+        return [f"call{i}: {self.written(name, f'args{i}', marker)}", f"args{i}: {_json(schema)}"]
+
+    def start(self, many: bool, marker: Marker) -> str:
+        """Returns the rule `start`, which uses the rule `call`."""
+        return r'start: call ("\n" call)*' if many else "start: call"
+
+    def written(self, name: str, arguments: str, marker: Marker) -> str:
+        """Returns how a call is written; `arguments` is the rule of its arguments."""
+        raise NotImplementedError
+
+    # ---- what an output is made of --------------------------------------------------------------
+
+    def say(self, text: str) -> None:
+        """Adds content."""
+        text = self._space + text
+        said = text.rstrip()
+        self._space = text[len(said) :]
+        if said:
+            self._deltas.append(Delta(said))
+
+    def begin(self, name: str) -> None:
+        """Begins a call."""
+        self._space, self._argued, self._raw = "", False, None
+        self._num_calls += 1
+        self._deltas.append(Delta(name=name))
+
+    def argue(self, text: str) -> None:
+        """Adds to the arguments of the newest call."""
+        if text:
+            self._argued = True
+            self._deltas.append(Delta(arguments=text))
+
+    def keep(self, marker: str) -> None:
+        """Begins what is a call, or content if it cannot be read as one (`give_up`)."""
+        self._raw = [marker]
+
+    def give_up(self) -> None:
+        """Makes content of what was consumed since `keep`."""
+        raw, self._raw = self._raw or [], None
+        self.say("".join(raw))
+
+    def peek(self) -> Generator[None, None, str]:
+        """Skips white space and returns the next character, empty at the output's end."""
+        while True:
+            self._consume(len(self._left) - len(self._left.lstrip()))
+            if self._left or self._ended:
+                return self._left[:1]
+            yield
+
+    def until(
+        self, *markers: str, take: Callable[[str], object] | None = None, stay: bool = False
+    ) -> Generator[None, None, str]:
+        """Consumes text up to the first of `markers` and, unless `stay`, it; returns which one,
+        empty if the output ended before it. `take` gets the text, in pieces.
+        """
+        while True:
+            found = [(at, one) for one in markers if (at := self._left.find(one)) >= 0]
+            at, marker = min(found, default=(len(self._left), ""))
+            if not found and not self._ended:  # a marker may have begun
+                at -= max(_overlap(self._left, one) for one in markers)
+            text = self._consume(at)
+            if text and take is not None:
+                take(text)
+            if found and not stay:
+                self._consume(len(marker))
+            if found or self._ended:
+                return marker
+            yield
+
+    def json(self, take: Callable[[str], object]) -> Generator[None, None, bool]:
+        """Consumes the object, list or string that begins with the next character; returns whether
+        it is whole. `take` gets its text, in pieces.
+        """
+        depth, in_string, escaped = 0, False, False
+        while True:
+            for at, char in enumerate(self._left, 1):
+                if in_string:
+                    in_string = escaped or char != '"'
+                    escaped = char == "\\" and not escaped
+                elif char == '"':
+                    in_string = True
+                elif char in "{[":
+                    depth += 1
+                elif char in "}]":
+                    depth -= 1
+                if not depth and not in_string:
+                    take(self._consume(at))
+                    return True
+            if self._left:
+                take(self._consume(len(self._left)))
+            if self._ended:
+                return False
+            yield
+
+    def value(self) -> Generator[None, None, str]:
+        """Consumes a JSON value and returns its text."""
+        pieces: list[str] = []
+        if (yield from self.peek()) in ("{", "[", '"'):
+            yield from self.json(pieces.append)
+        else:
+            yield from self.until(",", "}", "]", take=pieces.append, stay=True)
+        return "".join(pieces)
+
+    def call_object(self) -> Generator[None, None, bool]:
+        """Consumes a call that is a JSON object with `name` and `arguments`, from its `{` on;
+        returns whether it was one.
+        """
+        name, arguments, begun = "", "", False
+        self._consume(1)
+        while (char := (yield from self.peek())) in ('"', ","):
+            if char == ",":
+                self._consume(1)
+                continue
+            key = yield from self.value()
+            if (yield from self.peek()) != ":":
+                return begun
+            self._consume(1)
+            is_arguments = key in ('"arguments"', '"parameters"')
+            if is_arguments and name and not begun and (yield from self.peek()) == "{":
+                begun = True
+                self.begin(name)
+                yield from self.json(self.argue)
+                continue
+            value = yield from self.value()
+            if key == '"name"':
+                name = name or _text(value)
+            elif is_arguments:
+                arguments = value
+        if char != "}":
+            return begun
+        self._consume(1)
+        if name and not begun:
+            self.begin(name)
+            self.argue(_as_object(arguments))
+        return begun or bool(name)
+
+    def _consume(self, count: int) -> str:
+        text, self._left = self._left[:count], self._left[count:]
+        if self._raw is not None:
+            self._raw.append(text)
+        return text
+
+    def _taken(self) -> list[Delta]:
+        deltas, self._deltas = self._deltas, []
+        return deltas
+
+
+class Hermes(ToolParser):
+    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`: Hermes, Qwen."""
+
+    def read(self) -> Reading:
+        """See ToolParser."""
+        opening, closing = "<tool_call>", "</tool_call>"
+        marker = yield from self.until(opening, take=self.say)
+        while marker:
+            if marker == opening:
+                self.keep(opening)
+                if (yield from self.peek()) == "{" and (yield from self.call_object()):
+                    marker = yield from self.until(opening, closing)
+                    continue
+                self.give_up()
+            marker = yield from self.until(opening, take=self.say)
+
+    def written(self, name: str, arguments: str, marker: Marker) -> str:
+        """See ToolParser."""
+        before = _literal(f'\n{{"name": "{name}", "arguments": ')
+        after = _literal("}\n")
+        return f"{marker('<tool_call>')} {before} {arguments} {after} {marker('</tool_call>')}"
+
+
+class Mistral(ToolParser):
+    """`[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`, or, newer, `[TOOL_CALLS]name[ARGS]{}`
+    for each call.
+    """
+
+    def read(self) -> Reading:
+        """See ToolParser."""
+        while (yield from self.until("[TOOL_CALLS]", take=self.say)):
+            self.keep("[TOOL_CALLS]")
+            first = yield from self.peek()
+            if first == "[":
+                self._consume(1)
+                yield from self._list()
+            elif first == "{":
+                if not (yield from self.call_object()):
+                    self.give_up()
+            else:
+                yield from self._named()
+
+    def _list(self) -> Reading:
+        while (yield from self.peek()) == "{":
+            if not (yield from self.call_object()):
+                break
+            self.keep("")
+            if (yield from self.peek()) == ",":
+                self._consume(1)
+            elif self._left[:1] == "]":
+                self._consume(1)
+                self._raw = None
+                return
+        self.give_up()
+
+    def _named(self) -> Reading:
+        pieces: list[str] = []
+        found = yield from self.until("[ARGS]", "[CALL_ID]", "{", take=pieces.append, stay=True)
+        name = "".join(pieces).strip()
+        if not found or not _NAME.fullmatch(name):
+            self.give_up()
+            return
+        self.begin(name)
+        if (yield from self.until("{", "[TOOL_CALLS]", stay=True)) == "{":
+            yield from self.json(self.argue)
+
+    def start(self, many: bool, marker: Marker) -> str:
+        """See ToolParser."""
+        if "[ARGS]" in self.template:
+            return f"start: call{'+' if many else ''}"
+        more = '(", " call)*' if many else ""
+        return f'start: {marker("[TOOL_CALLS]")} "[" call {more} "]"'
+
+    def written(self, name: str, arguments: str, marker: Marker) -> str:
+        """See ToolParser."""
+        if "[ARGS]" in self.template:
+            return f"{marker('[TOOL_CALLS]')} {_literal(name)} {marker('[ARGS]')} {arguments}"
+        return f'{_literal(f'{{"name": "{name}", "arguments": ')} {arguments} "}}"'
+
+
+class Harmony(ToolParser):
+    """gpt-oss: messages in channels. A call has a recipient; `analysis` is nobody's business."""
+
+    def read(self) -> Reading:
+        """See ToolParser."""
+        ends = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
+        while True:
+            pieces: list[str] = []
+            found = yield from self.until("<|message|>", take=pieces.append)
+            header = "".join(pieces)
+            if not found:
+                if not any(one in header for one in ("<|channel|>", "<|start|>")):
+                    self.say(header)  # no message at all
+                return
+            if (to := _RECIPIENT.search(header)) is not None:
+                self.begin(to[1])
+                if (yield from self.peek()) == "{":
+                    yield from self.json(self.argue)
+                    yield from self.until(*ends)
+                else:
+                    yield from self.until(*ends, take=self.argue)
+                if not self._argued:
+                    self.argue("{}")
+            else:
+                yield from self.until(*ends, take=None if "analysis" in header else self.say)
+
+    def start(self, many: bool, marker: Marker) -> str:
+        """See ToolParser. An answer has one call, whose end is the answer's."""
+        end = marker("<|end|>")
+        if not end.startswith("<["):  # thoughts have no end that text cannot have
+            return "start: call"
+        think = f"{marker('<|channel|>')} {_literal('analysis')} {marker('<|message|>')} TEXT {end}"
+        again = f"{marker('<|start|>')} {_literal('assistant')}"
+        return f"start: ({think} {again})? call\nTEXT: /(.|\\n)*/"
+
+    def written(self, name: str, arguments: str, marker: Marker) -> str:
+        """See ToolParser."""
+        to = _literal(f"commentary to=functions.{name} ")
+        json_message = f"{marker('<|constrain|>')} {_literal('json')} {marker('<|message|>')}"
+        return f"{marker('<|channel|>')} {to} {json_message} {arguments}"
+
+
+class Glm(ToolParser):
+    """GLM-4.5: a call's name, then each argument between tags. Strings are written as they are, so
+    that the function's schema has to say what is one.
+    """
+
+    def read(self) -> Reading:
+        """See ToolParser."""
+        opening, key, closing = "<tool_call>", "<arg_key>", "</tool_call>"
+        marker = yield from self.until(opening, take=self.say)
+        while marker:
+            pieces: list[str] = []
+            self.keep(opening)
+            marker = yield from self.until(key, closing, take=pieces.append)
+            name = "".join(pieces).strip()
+            if marker and _NAME.fullmatch(name):
+                self.begin(name)
+                self.argue("{")
+                before = ""
+                while marker == key:
+                    yield from self._argument(name, before)
+                    before = ", "
+                    marker = yield from self.until(key, closing, opening)
+                if marker:
+                    self.argue("}")
+            else:
+                self.give_up()
+            if marker != opening:
+                marker = yield from self.until(opening, take=self.say)
+
+    def _argument(self, function: str, before: str) -> Reading:
+        pieces: list[str] = []
+        yield from self.until("</arg_key>", take=pieces.append)
+        name = "".join(pieces).strip()
+        if not (yield from self.until("<arg_value>")):
+            return
+        self.argue(f"{before}{_dumped(name)}: ")
+        if _is_string(_property(self.functions.get(function, {}), name)):
+            self.argue('"')
+            ended = yield from self.until(
+                "</arg_value>", take=lambda text: self.argue(_dumped(text)[1:-1])
+            )
+            self.argue('"' if ended else "")
+            return
+        pieces.clear()
+        if (yield from self.until("</arg_value>", take=pieces.append)):
+            text = "".join(pieces).strip()
+            self.argue(text if _is_json(text) else _dumped("".join(pieces)))
+
+    def rules(self, i: int, name: str, schema: Schema, marker: Marker) -> list[str]:
+        """See ToolParser. Each argument is held to its own schema, apart from strings, which are
+        held to an enumeration alone.
+        """
+        properties, required = schema.get("properties"), schema.get("required")
+        arguments: list[str] = []
+        lines: list[str] = []
+        end = marker("</arg_value>")
+        for n, (key, one) in enumerate(properties.items() if isinstance(properties, dict) else ()):
+            before = f"{marker('<arg_key>')} {_literal(key)} {marker('</arg_key>')}"
+            before += rf' "\n" {marker("<arg_value>")}'
+            rule = f"value{i}x{n}"
+            tail = rf'{end} "\n"'
+            if not _is_string(one):
+                defs = {at: schema[at] for at in ("$defs", "definitions") if at in schema}
+                lines.append(f"{rule}: {_json({**defs, **one} if isinstance(one, dict) else one)}")
+            elif one.get("enum"):
+                lines.append(f"{rule}: {' | '.join(map(_literal, one['enum']))}")
+            elif end.startswith("<["):
+                lines.append(f"{rule}: /(.|\\n)*/")
+            else:
+                lines.append(f"{rule}[suffix={end}]: /(.|\\n)*/")
+                tail = r'"\n"'
+            text = f"{before} {rule} {tail}"
+            is_required = isinstance(required, list) and key in required
+            arguments.append(text if is_required else f"({text})?")
+        first = rf'{marker("<tool_call>")} {_literal(name)} "\n"'
+        return [f"call{i}: {first} {' '.join(arguments)} {marker('</tool_call>')}", *lines]
+
+    def written(self, name: str, arguments: str, marker: Marker) -> str:
+        """`rules` says it."""
+        raise NotImplementedError
+
+
+class DeepSeek(ToolParser):
+    """DeepSeek V2, V3 and R1, with the arguments in a code block, and V3.1, without."""
+
+    def read(self) -> Reading:
+        """See ToolParser."""
+        begins, ends = "<｜tool▁call▁begin｜>", ("<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>")
+        around = "<｜tool▁calls▁begin｜>"
+        while marker := (yield from self.until(begins, around, *ends, take=self.say)):
+            if marker != begins:
+                continue
+            self.keep(begins)
+            pieces: list[str] = []
+            yield from self.until("<｜tool▁sep｜>", take=pieces.append)
+            if (yield from self.peek()) != "{":  # what came first is the kind, `function`
+                pieces.clear()
+                yield from self.until("\n", "```", "{", take=pieces.append, stay=True)
+            name = "".join(pieces).strip()
+            found = yield from self.until("{", *ends, stay=True)
+            if not found or not _NAME.fullmatch(name):
+                self.give_up()
+                continue
+            self.begin(name)
+            if found == "{":
+                yield from self.json(self.argue)
+            else:
+                self.argue("{}")
+            yield from self.until(*ends)
+
+    def start(self, many: bool, marker: Marker) -> str:
+        """See ToolParser."""
+        more = "" if not many else "call*" if self._is_plain else r'("\n" call)*'
+        end = marker("<｜tool▁calls▁end｜>")
+        return f"start: {marker('<｜tool▁calls▁begin｜>')} call {more} {end}"
+
+    def written(self, name: str, arguments: str, marker: Marker) -> str:
+        """See ToolParser."""
+        begin, end = marker("<｜tool▁call▁begin｜>"), marker("<｜tool▁call▁end｜>")
+        separator = marker("<｜tool▁sep｜>")
+        if self._is_plain:
+            return f"{begin} {_literal(name)} {separator} {arguments} {end}"
+        before = _literal(f"{name}\n```json\n")
+        return f'{begin} "function" {separator} {before} {arguments} {_literal("\n```")} {end}'
+
+    @property
+    def _is_plain(self) -> bool:
+        return "```" not in self.template
+
+
+PARSERS: dict[str, type[ToolParser]] = {
+    "glm45": Glm,
+    "hermes": Hermes,
+    "mistral": Mistral,
+    "openai": Harmony,
+    "deepseek_v3": DeepSeek,
+}
+"""By vLLM's names."""
+_MARKERS: dict[str, type[ToolParser]] = {
+    "<arg_key>": Glm,
+    "<tool_call>": Hermes,
+    "[TOOL_CALLS]": Mistral,
+    "<|channel|>": Harmony,
+    "<｜tool▁call▁begin｜>": DeepSeek,
+}
+"""What a chat template has of its model's format; the first that is found counts."""
+
+
+def parser_of(template: str) -> type[ToolParser] | None:
+    """Returns the format that a chat template writes calls in; None: none of these."""
+    return next((one for marker, one in _MARKERS.items() if marker in template), None)
+
+
+def _overlap(text: str, marker: str) -> int:
+    """Returns how many characters of a marker, short of all, a text ends with."""
+    tail = text[1 - len(marker) :]
+    at = tail.find(marker[0])
+    while at >= 0 and not marker.startswith(tail[at:]):
+        at = tail.find(marker[0], at + 1)
+    return len(tail) - at if at >= 0 else 0
+
+
+def _dumped(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+_literal = _dumped  # Lark's strings are JSON's
+
+
+def _json(schema: Any) -> str:
+    if isinstance(schema, dict):
+        schema = {"x-guidance": _SPACED, **_bare(schema)}
+    return "%json " + json.dumps(schema, ensure_ascii=False)
+
+
+def _bare(schema: Any) -> Any:
+    """Returns a schema without what it says to people, of which a grammar has no use."""
+    if isinstance(schema, list):
+        return [_bare(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        key: one if key in ("enum", "const") else _bare(one)
+        for key, one in schema.items()
+        if not (key in ("description", "title") and isinstance(one, str))
+    }
+
+
+def _text(value: str) -> str:
+    """Returns the text that a JSON string stands for; empty if it is none."""
+    found = json.loads(value) if value.startswith('"') and _is_json(value) else ""
+    return found.encode(errors="replace").decode() if isinstance(found, str) else ""
+
+
+def _as_object(arguments: str) -> str:
+    """Returns the arguments that a model wrote out of place, or as a string."""
+    arguments = arguments.strip()
+    if arguments in ("", "null"):
+        return "{}"
+    return _text(arguments) or arguments
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON")
+
+
+def _property(schema: Schema, name: str) -> Any:
+    properties = schema.get("properties")
+    return properties.get(name) if isinstance(properties, dict) else None
+
+
+def _is_string(schema: Any) -> bool:
+    if not isinstance(schema, dict):
+        return False
+    kind, choices = schema.get("type"), schema.get("enum")
+    if choices is None:
+        return kind == "string"
+    of_text = isinstance(choices, list) and all(isinstance(one, str) for one in choices)
+    return kind in (None, "string") and of_text

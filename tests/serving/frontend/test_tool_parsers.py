@@ -1,0 +1,415 @@
+"""Tool calls in the formats of models, whole and in every split, against what they stand for."""
+
+import json
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from serving.frontend.openai.tool_parsers import PARSERS, parser_of
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string"},
+        "days": {"type": "integer"},
+        "unit": {"enum": ["C", "F"]},
+        "tags": {"type": "array"},
+        "any": {"type": ["string", "null"]},
+    },
+}
+FUNCTIONS = {"weather": SCHEMA, "now": {}}
+PARIS = ("weather", '{"city": "Paris"}')
+
+
+def read(parser, pieces):
+    """Returns content and calls of deltas joined."""
+    deltas = [delta for piece in pieces for delta in parser.push(piece)] + parser.finish()
+    content, calls = "", []
+    for delta in deltas:
+        assert sum(map(bool, delta)) == 1  # each says one thing
+        content += delta.content
+        if delta.name:
+            calls.append((delta.name, ""))
+        if delta.arguments:
+            calls[-1] = (calls[-1][0], calls[-1][1] + delta.arguments)
+    return content, calls
+
+
+HERMES = [
+    ("Hello, world.\n", "Hello, world.\n", []),
+    ("", "", []),
+    ("a < b and <tool> and <tool_cal", "a < b and <tool> and <tool_cal", []),
+    ('<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>', "", [PARIS]),
+    (
+        'Let me see.\n\n<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n'
+        "</tool_call>\n",
+        "Let me see.",
+        [PARIS],
+    ),
+    (
+        '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>\n'
+        '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
+        "",
+        [PARIS, ("now", "{}")],
+    ),
+    ('<tool_call>{"name":"now","arguments":{}}</tool_call>', "", [("now", "{}")]),
+    ('<tool_call>{"name": "now"}</tool_call>', "", [("now", "{}")]),
+    ('<tool_call>{"name": "now", "arguments": null}</tool_call>', "", [("now", "{}")]),
+    ('<tool_call>{"arguments": {"city": "Paris"}, "name": "weather"}</tool_call>', "", [PARIS]),
+    ('<tool_call>{"name": "weather", "parameters": {"city": "Paris"}}</tool_call>', "", [PARIS]),
+    (
+        r'<tool_call>{"name": "weather", "arguments": "{\"city\": \"Paris\"}"}</tool_call>',
+        "",
+        [PARIS],
+    ),
+    (
+        '<tool_call>{"id": 1, "x": [{}, "}"], "name": "weather", "arguments": {"city": "Paris"}, '
+        '"y": -1.5e3}</tool_call> Done.',
+        " Done.",
+        [PARIS],
+    ),
+    (
+        r'<tool_call>{"name": "weather", "arguments": {"city": "a\"b\\", "x": "\u00e9 \n"}}'
+        "</tool_call>",
+        "",
+        [("weather", r'{"city": "a\"b\\", "x": "\u00e9 \n"}')],
+    ),
+    (
+        '<tool_call>{"name": "weather", "arguments": {"city": "Zürich 東京 😀"}}</tool_call>',
+        "",
+        [("weather", '{"city": "Zürich 東京 😀"}')],
+    ),
+    (
+        '<tool_call>{"name": "weather", "arguments": {"city": "</tool_call><tool_call>{}]"}}'
+        "</tool_call>",
+        "",
+        [("weather", '{"city": "</tool_call><tool_call>{}]"}')],
+    ),
+    (
+        '<tool_call>{"name": "weather", "arguments": {"city": "Par',
+        "",
+        [("weather", '{"city": "Par')],
+    ),
+    ('Well. <tool_call>\n{"name": "wea', 'Well. <tool_call>\n{"name": "wea', []),
+    ("<tool_call>", "<tool_call>", []),
+    (
+        "<tool_call>\nweather in Paris\n</tool_call> so",
+        "<tool_call>\nweather in Paris\n</tool_call> so",
+        [],
+    ),
+    (
+        '<tool_call>{"name": 5}</tool_call><tool_call>{"name": "now"}</tool_call>',
+        '<tool_call>{"name": 5}</tool_call>',
+        [("now", "{}")],
+    ),
+    (
+        '<tool_call>{"name": "weather", "arguments": {"city": "Paris"}}\n'
+        '<tool_call>{"name": "now", "arguments": {}}',
+        "",
+        [PARIS, ("now", "{}")],
+    ),
+    (
+        '<tool_call>{"name": "weather", "arguments": {"city": "Paris"}}}\n</tool_call>',
+        "",
+        [PARIS],
+    ),
+]
+MISTRAL = [
+    ("Hello [you].", "Hello [you].", []),
+    ('[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Paris"}}]', "", [PARIS]),
+    (
+        '[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Paris"}, "id": "VvvODy9mT"}, '
+        '{"name": "now", "arguments": {}}]',
+        "",
+        [PARIS, ("now", "{}")],
+    ),
+    ('Sure. [TOOL_CALLS][{"arguments": {}, "name": "now"}]\n', "Sure.", [("now", "{}")]),
+    ('[TOOL_CALLS]weather[ARGS]{"city": "Paris"}', "", [PARIS]),
+    (
+        'I look. [TOOL_CALLS]weather[ARGS]{"city": "Paris"}[TOOL_CALLS]now[ARGS]{}',
+        "I look.",
+        [PARIS, ("now", "{}")],
+    ),
+    ('[TOOL_CALLS]weather[CALL_ID]VvvODy9mT[ARGS]{"city": "Paris"}', "", [PARIS]),
+    ('[TOOL_CALLS]weather{"city": "Paris"}', "", [PARIS]),
+    ('[TOOL_CALLS]{"name": "weather", "arguments": {"city": "Paris"}}', "", [PARIS]),
+    (
+        r'[TOOL_CALLS]weather[ARGS]{"city": "[TOOL_CALLS]\"[ARGS]{ 東"}',
+        "",
+        [("weather", r'{"city": "[TOOL_CALLS]\"[ARGS]{ 東"}')],
+    ),
+    ('[TOOL_CALLS]weather[ARGS]{"city": ["Par', "", [("weather", '{"city": ["Par')]),
+    ("[TOOL_CALLS]weather[ARGS]", "", [("weather", "")]),
+    ("[TOOL_CALLS]weather", "[TOOL_CALLS]weather", []),
+    ("[TOOL_CALLS]", "[TOOL_CALLS]", []),
+    ("[TOOL_CALLS][]", "[TOOL_CALLS][]", []),
+    ('[TOOL_CALLS][{"name": "now"', '[TOOL_CALLS][{"name": "now"', []),
+    (
+        '[TOOL_CALLS][{"name": "now", "arguments": {}}, {"nam',
+        ', {"nam',
+        [("now", "{}")],
+    ),
+    ("[TOOL_CALLS]what is this? {}", "[TOOL_CALLS]what is this? {}", []),
+    ("[TOOL_CALL]x", "[TOOL_CALL]x", []),
+]
+THOUGHT = "<|channel|>analysis<|message|>They want to know.<|end|><|start|>assistant"
+HARMONY = [
+    ("<|channel|>final<|message|>Hello.", "Hello.", []),
+    (THOUGHT + "<|channel|>final<|message|>Hello < you.<|return|>", "Hello < you.", []),
+    (
+        THOUGHT + "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"
+        '{"city": "Paris"}<|call|>',
+        "",
+        [PARIS],
+    ),
+    (
+        THOUGHT + "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"
+        '{"city": "Paris"}',  # `<|call|>` ends the text, and is not in it
+        "",
+        [PARIS],
+    ),
+    (
+        " to=functions.weather<|channel|>commentary <|constrain|>json<|message|>"
+        '{"city": "Paris"}<|call|>',
+        "",
+        [PARIS],
+    ),
+    (
+        "<|channel|>commentary<|message|>First the weather.<|end|><|start|>assistant"
+        '<|channel|>commentary to=functions.weather code<|message|>{"city": "Paris"}<|call|>',
+        "First the weather.",
+        [PARIS],
+    ),
+    (
+        '<|channel|>commentary to=functions.weather<|message|>{"city": "Paris"}<|call|><|start|>'
+        "assistant<|channel|>commentary to=functions.now<|message|>{}<|call|>",
+        "",
+        [PARIS, ("now", "{}")],
+    ),
+    ("<|channel|>commentary to=functions.now<|message|><|call|>", "", [("now", "{}")]),
+    ("<|channel|>analysis to=functions.now<|message|>{}", "", [("now", "{}")]),
+    (
+        r'<|channel|>commentary to=functions.weather<|message|>{"city": "<|call|>\"<|end|> 東"}',
+        "",
+        [("weather", r'{"city": "<|call|>\"<|end|> 東"}')],
+    ),
+    (
+        '<|channel|>commentary to=functions.weather<|message|>{"city": "Pa',
+        "",
+        [("weather", '{"city": "Pa')],
+    ),
+    (
+        "<|channel|>commentary to=functions.weather<|message|>Paris<|call|>",
+        "",
+        [("weather", "Paris")],
+    ),
+    ("<|channel|>commentary to=functions.wea", "", []),
+    (THOUGHT, "", []),
+    ("<|channel|>analysis<|message|>They wa", "", []),
+    ("<|channel|>final<|message|>Hel", "Hel", []),
+    ("No channel at all.", "No channel at all.", []),
+    ("", "", []),
+]
+
+
+def glm(name, *arguments):
+    told = "".join(
+        f"\n<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>" for key, value in arguments
+    )
+    return f"<tool_call>{name}{told}\n</tool_call>"
+
+
+GLM = [
+    ("Hello <you>.", "Hello <you>.", []),
+    (glm("weather", ("city", "Paris")), "", [PARIS]),
+    (
+        "\n" + glm("weather", ("city", "Paris"), ("days", "3"), ("unit", "C")),
+        "",
+        [("weather", '{"city": "Paris", "days": 3, "unit": "C"}')],
+    ),
+    ("I look.\n" + glm("weather", ("city", "Paris")) + "\n", "I look.", [PARIS]),
+    (glm("weather", ("city", "Paris")) + "\n" + glm("now"), "", [PARIS, ("now", "{}")]),
+    ("<tool_call>now</tool_call>", "", [("now", "{}")]),
+    (
+        "<tool_call>weather<arg_key>city</arg_key><arg_value>Paris</arg_value></tool_call>",
+        "",
+        [PARIS],
+    ),
+    (glm("weather", ("city", "3")), "", [("weather", '{"city": "3"}')]),
+    (glm("weather", ("days", "three")), "", [("weather", '{"days": "three"}')]),
+    (glm("weather", ("days", "NaN")), "", [("weather", '{"days": "NaN"}')]),
+    (glm("weather", ("any", "null")), "", [("weather", '{"any": null}')]),
+    (glm("weather", ("tags", '["a", {"b": 1}]')), "", [("weather", '{"tags": ["a", {"b": 1}]}')]),
+    (glm("weather", ("what", "else")), "", [("weather", '{"what": "else"}')]),
+    (
+        glm("weather", ("city", 'a "b"\\\n\t</arg> 東京 😀 ')),
+        "",
+        [("weather", '{"city": "a \\"b\\"\\\\\\n\\t</arg> 東京 😀 "}')],
+    ),
+    (
+        glm("weather", ("city", "</tool_call><tool_call>")),
+        "",
+        [("weather", '{"city": "</tool_call><tool_call>"}')],
+    ),
+    (glm("weather", ("city", "")), "", [("weather", '{"city": ""}')]),
+    (
+        "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Par",
+        "",
+        [("weather", '{"city": "Par')],
+    ),
+    ("<tool_call>weather\n<arg_key>ci", "", [("weather", "{")]),
+    ("<tool_call>weath", "<tool_call>weath", []),
+    ("<tool_call>\nin Paris\n</tool_call>", "<tool_call>\nin Paris\n</tool_call>", []),
+    (
+        "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n"
+        "<tool_call>now</tool_call>",
+        "",
+        [PARIS, ("now", "{}")],
+    ),
+]
+
+
+def deepseek(*calls, plain=False):
+    told = [
+        f"<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{arguments}<｜tool▁call▁end｜>"
+        if plain
+        else f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{arguments}\n```"
+        "<｜tool▁call▁end｜>"
+        for name, arguments in calls
+    ]
+    return f"<｜tool▁calls▁begin｜>{('' if plain else chr(10)).join(told)}<｜tool▁calls▁end｜>"
+
+
+DEEPSEEK = [
+    ("Hello <｜you｜>.", "Hello <｜you｜>.", []),
+    (deepseek(PARIS), "", [PARIS]),
+    (deepseek(PARIS, plain=True), "", [PARIS]),
+    (deepseek(PARIS, ("now", "{}")), "", [PARIS, ("now", "{}")]),
+    (deepseek(PARIS, ("now", "{}"), plain=True), "", [PARIS, ("now", "{}")]),
+    ("I look.\n\n" + deepseek(PARIS), "I look.", [PARIS]),
+    (deepseek(PARIS) + "\nDone.", "\nDone.", [PARIS]),
+    (deepseek(("now", "")), "", [("now", "{}")]),
+    (
+        deepseek(("weather", '{\n  "city": "Zürich 東"\n}')),
+        "",
+        [("weather", '{\n  "city": "Zürich 東"\n}')],
+    ),
+    (
+        deepseek(("weather", r'{"city": "```\"<｜tool▁call▁end｜>\\"}')),
+        "",
+        [("weather", r'{"city": "```\"<｜tool▁call▁end｜>\\"}')],
+    ),
+    (
+        deepseek(("weather", r'{"city": "{<｜tool▁calls▁end｜>"}'), plain=True),
+        "",
+        [("weather", r'{"city": "{<｜tool▁calls▁end｜>"}')],
+    ),
+    (
+        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n```json\n{}\n```<｜tool▁call▁end｜>",
+        "",
+        [("now", "{}")],
+    ),
+    (deepseek(PARIS).rpartition("\n```")[0], "", [PARIS]),
+    (
+        deepseek(PARIS).partition("ris")[0],
+        "",
+        [("weather", '{"city": "Pa')],
+    ),
+    (
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>wea",
+        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>wea",
+        [],
+    ),
+    (
+        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>what is this?\n{}<｜tool▁call▁end｜>",
+        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>what is this?\n{}",
+        [],
+    ),
+    ("<｜tool▁calls▁begin｜>", "", []),
+    ("", "", []),
+]
+CASES = [
+    (name, number, *case)
+    for name, cases in {
+        "hermes": HERMES,
+        "mistral": MISTRAL,
+        "openai": HARMONY,
+        "glm45": GLM,
+        "deepseek_v3": DEEPSEEK,
+    }.items()
+    for number, case in enumerate(cases)
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "output", "content", "calls"),
+    [(name, *case) for name, _, *case in CASES],
+    ids=[f"{name}-{number}" for name, number, *_ in CASES],
+)
+def test_what_a_model_wrote_is_read_in_every_split(name, output, content, calls):
+    wanted = content, calls
+    assert read(PARSERS[name](FUNCTIONS), [output]) == wanted
+    assert read(PARSERS[name](FUNCTIONS), output) == wanted, "character by character"
+    for at in range(1, len(output)):
+        assert read(PARSERS[name](FUNCTIONS), [output[:at], output[at:]]) == wanted, at
+
+
+def test_every_format_has_its_cases():
+    assert {name for name, *_ in CASES} == set(PARSERS)
+
+
+_MARKERS = st.sampled_from(
+    [
+        *("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|channel|>"),
+        *("<|message|>", "<|end|>", "<|start|>", "<|call|>", "to=functions.f ", "analysis"),
+        *("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "<｜tool▁calls▁begin｜>"),
+        *("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "```json\n", "\n", " "),
+        *('{"name": "f", "arguments": ', '{"a": "x"}', '"', "{", "}", "[", "]", ",", ":", "\\"),
+        *("weather", "city", "<", "東", '"arguments"', '"name"', r'"\ud800"', "null", "1e999"),
+    ]
+)
+
+
+@pytest.mark.parametrize("name", PARSERS)
+@settings(max_examples=60, deadline=None)
+@given(pieces=st.lists(_MARKERS, max_size=14), cuts=st.lists(st.integers(0, 200), max_size=4))
+def test_no_output_breaks_a_parser_and_its_split_does_not_matter(name, pieces, cuts):
+    output = "".join(pieces)
+    ends = sorted({0, len(output), *(cut for cut in cuts if cut < len(output))})
+    split = [output[start:end] for start, end in pairwise(ends)]
+    whole = read(PARSERS[name](FUNCTIONS), [output])
+    assert read(PARSERS[name](FUNCTIONS), split) == whole
+    assert read(PARSERS[name](FUNCTIONS), output) == whole
+    json.dumps(whole).encode()
+
+
+def test_text_is_released_as_soon_as_it_cannot_be_a_marker():
+    parser = PARSERS["hermes"]({})
+    got = [parser.push(piece) for piece in ("Hi", " <to", "y> ", '<tool_call>{"name": "f", "argu')]
+    got.append(parser.push('ments": {"a'))
+    got.append(parser.push('": 1'))
+    assert got == [
+        [("Hi", "", "")],
+        [],
+        [(" <toy>", "", "")],
+        [],
+        [("", "f", ""), ("", "", '{"a')],
+        [("", "", '": 1')],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("template", "name"),
+    [
+        ("{{ '<tool_call>\\n{\"name\": ' }}", "hermes"),
+        ("{{ '<tool_call>' }}{{ '<arg_key>' }}", "glm45"),
+        ("{{ '[TOOL_CALLS]' }}", "mistral"),
+        ("{{ '<|channel|>analysis' }}", "openai"),
+        ("{{ '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' }}", "deepseek_v3"),
+        ("{{ messages[0].content }}", None),
+    ],
+)
+def test_a_template_tells_the_format(template, name):
+    assert parser_of(template) is PARSERS.get(name)
