@@ -23,6 +23,7 @@ class Losses:
         self._names, self._curves = names, curves or [{}] * len(names)
         self._levels = levels
         self.curves = cache(self._find)
+        self.highest = cache(self._highest)
         self.least_percent = cache(self._least)
 
     def _find(self, code: int, way: int) -> tuple[Curve | None, ...]:
@@ -34,6 +35,11 @@ class Losses:
             return (None,) * len(self._names)
         kind = Kind(0 if strategy == STRATEGIES["full"] else way, keep, self._levels)
         return tuple(curves.get(kind) for curves in self._curves)
+
+    def _highest(self, code: int, way: int) -> Curve | None:
+        """Returns the highest expected loss of any model; None where one is not known."""
+        found = self.curves(code, way)
+        return None if None in found else tuple(map(max, zip(*filter(None, found), strict=True)))
 
     def _least(self, code: int, way: int, most: float) -> int:
         """Returns the lowest threshold under which every model's expected loss is at most `most`,
