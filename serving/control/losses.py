@@ -10,16 +10,16 @@ from serving.errors import shown
 
 Curve = Sequence[float]
 """Expected loss under each threshold 0 to 100, in nats a token."""
+Curves = Sequence[Mapping[Kind, Curve]]
+"""Of a server's models, in their order, by kind of brownout."""
 EXACT: Curve = (0.0,) * 101
 
 
 class Losses:
     """Curves of a server's models by kind of brownout. None of a user's own strategy is known."""
 
-    def __init__(
-        self, names: Sequence[str], curves: Sequence[Mapping[Kind, Curve]] = (), *, levels: bool
-    ) -> None:
-        """`curves` are each model's, in the order of `names`; none: nothing is known of any."""
+    def __init__(self, names: Sequence[str], curves: Curves = (), *, levels: bool) -> None:
+        """`curves` are in the order of `names`; none: nothing is known of any."""
         self._names, self._curves = names, curves or [{}] * len(names)
         self._levels = levels
         self.curves = cache(self._find)

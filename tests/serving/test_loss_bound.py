@@ -26,7 +26,7 @@ from serving.errors import InvalidRequest, SettingsError
 from serving.plan import Phase
 from serving.request import BrownoutChange, Priority
 from serving.settings.reading import load
-from serving.startup.loading import check_expected_loss, expected_losses
+from serving.startup.loading import expected_losses
 from tests.jmoe.conftest import add_united
 
 BE = Priority.BEST_EFFORT
@@ -279,10 +279,10 @@ def test_what_is_wrong_with_a_bound_is_named_at_the_start(directory, caplog):
         with pytest.raises(
             SettingsError, match=f"engine.brownout.max_expected_loss is 0.1, and {words}"
         ):
-            check_expected_loss(dataclasses.replace(bound, brownout=given), family, (way,))
+            expected_losses(dataclasses.replace(bound, brownout=given), family, (way,))
 
-    check_expected_loss(bound, family, (2,))
-    [curves] = expected_losses(free, family)
+    expected_losses(bound, family, (2,))
+    [curves] = expected_losses(free, family, (2,))
     assert curves[Kind(2, "weight")][50] == pytest.approx(0.25)
     refused("model 'model' has no expected loss of way 3 by weight; `jmoe evaluate --keep", way=3)
     refused("model 'model' has no expected loss of way 2 by visits", keep="visits")
@@ -290,14 +290,14 @@ def test_what_is_wrong_with_a_bound_is_named_at_the_start(directory, caplog):
     refused("what the strategy 'a:B' costs is not known", strategy="a:B")
     write(directory, "of another")
     refused(".*expected_loss.json is of the model 'of another', and this one is")
-    assert expected_losses(free, family) == [{}]
+    assert expected_losses(free, family, (2,)) == [{}]
     assert "expected loss is not known: " in caplog.text
     (directory / expected_loss.FILE).unlink()
     refused(".*model has no expected_loss.json; `jmoe evaluate` measures and writes it")
     caplog.clear()
-    assert expected_losses(free, family) == [{}]
+    assert expected_losses(free, family, (2,)) == [{}]
     assert not caplog.text
-    check_expected_loss(free, family, (2,))
+    expected_losses(free, family, (2,))
 
 
 def test_settings_that_no_table_can_be_of_are_named():
