@@ -18,7 +18,7 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -26,14 +26,13 @@ from typing import Any
 import numpy as np
 
 from jmoe.api import Model
-from jmoe.expected_loss import Kind
 from jmoe.family import Family
 from serving.config import EngineConfig, ServerConfig
 from serving.control.audit import Auditor, Offer, Scores
 from serving.control.experts_loader import ExpertsLoader, allowed_ways
 from serving.control.fetcher import Fetcher
 from serving.control.guarded import make_controller
-from serving.control.losses import Curve, Losses
+from serving.control.losses import Curve, Curves, Losses
 from serving.control.registry import Registry
 from serving.control.slo import SloAnalyser
 from serving.errors import (
@@ -84,7 +83,6 @@ from serving.scheduling.sequence import SequenceState
 from serving.scheduling.step import ScheduledStep
 from serving.settings.composes import COMPANY, why_not
 from serving.settings.reading import check
-from serving.startup.loading import expected_losses
 from serving.startup.prepare import prepare
 from serving.telemetry.accounting import Accounts
 from serving.telemetry.latencies import Latencies
@@ -112,7 +110,7 @@ class Engine:
         model: Model | Family | None,
         observer: Observer | Sequence[Observer] | None = None,
         clock: Callable[[], float] = time.monotonic,
-        losses: Sequence[Mapping[Kind, Curve]] = (),
+        losses: Curves = (),
     ) -> None:
         """Needs an executor that is ready. Without `model` (in tests), prompts must be token ids.
         `clock` is the clock of the event loop's timers, in seconds. `losses` has the models' curves
@@ -205,8 +203,8 @@ class Engine:
         make_policy(config.policy)  # fail early on a bad name
         make_controller(config.salc)
         with progress_bar() if progress is None else contextlib.nullcontext(progress) as shown_by:
-            fitting, loaded, executor = await asyncio.to_thread(prepare, config, model, shown_by)
-        losses = await asyncio.to_thread(expected_losses, fitting, loaded)
+            prepared = await asyncio.to_thread(prepare, config, model, shown_by)
+        fitting, loaded, executor, losses = prepared
         engine = cls(fitting, executor, loaded, observer, losses=losses)
         engine.run()
         return engine

@@ -5,13 +5,16 @@ in them: `engine.salc.controller: my_module:MyController`.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from serving.config import SalcConfig
 from serving.plan import Phase
 from serving.scheduling.policy import Company
 from serving.scheduling.step_time import StepTimeModel
+
+Loss = Callable[[Phase], Sequence[float]]
+"""Returns the expected loss of a phase's token under each threshold 0 to 100, in nats."""
 
 
 class PhaseSeen(NamedTuple):
@@ -48,6 +51,7 @@ class Seen(NamedTuple):
     decode: PhaseSeen
     load: Load
     times: StepTimeModel
+    loss: Loss | None = None  # None: not known
 
 
 class StepSeen(NamedTuple):

@@ -10,19 +10,20 @@ from serving.errors import shown
 
 Curve = Sequence[float]
 """Expected loss under each threshold 0 to 100, in nats a token."""
+Curves = Sequence[Mapping[Kind, Curve]]
+"""Of a server's models, in their order, by kind of brownout."""
 EXACT: Curve = (0.0,) * 101
 
 
 class Losses:
     """Curves of a server's models by kind of brownout. None of a user's own strategy is known."""
 
-    def __init__(
-        self, names: Sequence[str], curves: Sequence[Mapping[Kind, Curve]] = (), *, levels: bool
-    ) -> None:
-        """`curves` are each model's, in the order of `names`; none: nothing is known of any."""
+    def __init__(self, names: Sequence[str], curves: Curves = (), *, levels: bool) -> None:
+        """`curves` are in the order of `names`; none: nothing is known of any."""
         self._names, self._curves = names, curves or [{}] * len(names)
         self._levels = levels
         self.curves = cache(self._find)
+        self.highest = cache(self._highest)
         self.least_percent = cache(self._least)
 
     def _find(self, code: int, way: int) -> tuple[Curve | None, ...]:
@@ -34,6 +35,11 @@ class Losses:
             return (None,) * len(self._names)
         kind = Kind(0 if strategy == STRATEGIES["full"] else way, keep, self._levels)
         return tuple(curves.get(kind) for curves in self._curves)
+
+    def _highest(self, code: int, way: int) -> Curve | None:
+        """Returns the highest expected loss of any model; None where one is not known."""
+        found = self.curves(code, way)
+        return None if None in found else tuple(map(max, zip(*filter(None, found), strict=True)))
 
     def _least(self, code: int, way: int, most: float) -> int:
         """Returns the lowest threshold under which every model's expected loss is at most `most`,

@@ -12,7 +12,7 @@ from scipy.special import ndtr
 
 from serving.config import SalcConfig
 from serving.control.algorithm2 import Algorithm2
-from serving.control.controller import Decision, Load, PhaseSeen, Seen, StepSeen
+from serving.control.controller import Decision, Load, Loss, PhaseSeen, Seen, StepSeen
 from serving.plan import Phase
 from serving.scheduling.step_time import StepTimeModel
 
@@ -59,6 +59,38 @@ log = logging.getLogger(__name__)
 Curve = Float[np.ndarray, "K"]
 
 
+PRICE_OF_GRID = (100 - GRID_PERCENT) / 100 + np.maximum(DEAR_PERCENT - GRID_PERCENT, 0) / 100
+"""Of a token under each threshold of the grid, in degraded ones."""
+RISE = 1
+"""Steps of the grid by which a threshold may rise as a queue grows, to degrade the other phase."""
+FREE = 1e-3
+"""Share of that price that a token has whatever the loss: what costs nothing saves something."""
+
+
+class Prices(NamedTuple):
+    """What a token of each phase costs under each threshold of the grid."""
+
+    prefill: Curve
+    decode: Curve
+
+    @classmethod
+    def of(cls, loss: Loss | None) -> "Prices":
+        """Returns prices by expected loss, of which the highest is that of all brownout; by
+        degraded visits where it is not known, or nothing.
+        """
+        if loss is None:
+            return BY_VISITS
+        curves = [np.array(loss(phase)[::-5]) for phase in Phase]  # at the grid's thresholds
+        highest = max(curve[-1] for curve in curves)
+        if not highest:
+            return BY_VISITS
+        scale = PRICE_OF_GRID[-1] / highest
+        return cls(*(scale * curve + FREE * PRICE_OF_GRID for curve in curves))
+
+
+BY_VISITS = Prices(PRICE_OF_GRID, PRICE_OF_GRID)
+
+
 class Gap(NamedTuple):
     """A decode step that was launched, with its expected time."""
 
@@ -85,7 +117,7 @@ class Predictive:
     def __init__(self, config: SalcConfig) -> None:
         self._fallback = Algorithm2(config)
         self._helps = False
-        self._price = 2.0
+        self._price, self._prices = 2.0, BY_VISITS
         self._gaps: deque[Gap] = deque()
         self._mean, self._mean_at = 0.0, 0.0  # share of brownout that queues called for
         self._queue: Queue | None = None  # None: it knows too little
@@ -105,7 +137,9 @@ class Predictive:
         newest = [gap for gap in self._gaps if gap.at >= seen.now - WINDOWS_S[0]]
         self._set_price(seen.decode, min(map(_late_unhelped, (newest, self._gaps))))
         load = seen.load
-        self._queue = queue = queue_of(load, seen.times, seen.prefill.slo_s, seen.decode.slo_s)
+        slos_s = seen.prefill.slo_s, seen.decode.slo_s
+        self._prices = Prices.of(seen.loss)
+        self._queue = queue = queue_of(load, seen.times, *slos_s, self._prices)
         at = self._for_queue(queue, load, seen.now)
         prefill, decode = GRID_PERCENT[list(at)].tolist()
         wait_s = self._correction * queue.wait_s(load, at)
@@ -140,7 +174,7 @@ class Predictive:
         self._mean += gain * (min(share, 1.0) - self._mean)
         self._mean_at = now
         share = min(PROMPT * share + (1 - PROMPT) * self._mean, 1.0)
-        return queue.fastest[int(share * (len(SHARES) - 1))]  # what a queue left behind ends
+        return queue.chosen[int(share * (len(SHARES) - 1))]  # what a queue left behind ends
 
     def _set_price(self, decode: PhaseSeen, unhelped: float) -> None:
         late = decode.late_share or 0.0
@@ -166,7 +200,7 @@ class Predictive:
         gap_s = step.since_s + _curve(step.times, step.phase, step.size, step.exempt_share)
         late = _late(gap_s, step.itl_slo_s, step.times.spread)
         if self._helps and step.size > FEW_ROWS:
-            cost = self._price * late + PRICE_OF_GRID
+            cost = self._price * late + self._prices.decode
             percent = min(percent, float(GRID_PERCENT[np.argmin(cost)]))
         expected_s = float(np.interp(percent, GRID_PERCENT[::-1], gap_s[::-1]))
         self._gaps.append(Gap(step.now, step.size, expected_s, float(late[0])))
@@ -182,12 +216,9 @@ class Predictive:
         prefill_s = _curve(step.times, Phase.PREFILL, step.size, step.exempt_share)[:, None]
         decode_s = _curve(step.times, Phase.DECODE, rows, step.exempt_share)[None, :]
         late = _late(step.since_s + prefill_s + decode_s, step.itl_slo_s, step.times.spread)
-        of_decode = (rows * (self._price * late + PRICE_OF_GRID[None, :])).min(1)
-        return min(percent, float(GRID_PERCENT[np.argmin(of_decode + step.size * PRICE_OF_GRID)]))
-
-
-PRICE_OF_GRID = (100 - GRID_PERCENT) / 100 + np.maximum(DEAR_PERCENT - GRID_PERCENT, 0) / 100
-"""Of a token under each threshold of the grid."""
+        of_decode = (rows * (self._price * late + self._prices.decode[None, :])).min(1)
+        cost = of_decode + step.size * self._prices.prefill
+        return min(percent, float(GRID_PERCENT[np.argmin(cost)]))
 
 
 def _knows_enough(seen: Seen) -> bool:
@@ -237,7 +268,9 @@ class Queue(NamedTuple):
     per_step: float  # prompts of a prefill step
     prompt_s: Float[np.ndarray, "K K"]  # that each of them has of the time
     step_s: Float[np.ndarray, "K K"]  # of a prefill step and the decode step that follows
-    fastest: list[tuple[int, int]]  # where `request_s` is least, by `SHARES` of all brownout
+    chosen: list[tuple[int, int]]
+    """Where `request_s` is least, by `SHARES` of all brownout in degraded visits; where expected
+    loss is known, the pair of least loss under which nobody waits longer than under that one."""
     room_s: float  # that the TTFT objective leaves beside `step_s` without brownout
 
     def wait_s(
@@ -260,7 +293,13 @@ class Queue(NamedTuple):
         return max(0.0, (pressure - begins) / (ends - begins))
 
 
-def queue_of(load: Load, times: StepTimeModel, ttft_slo_s: float, itl_slo_s: float) -> Queue:
+def queue_of(
+    load: Load,
+    times: StepTimeModel,
+    ttft_slo_s: float,
+    itl_slo_s: float,
+    prices: Prices = BY_VISITS,
+) -> Queue:
     """Returns what each pair of thresholds makes of the load.
 
     When there is more to do than time, prefill steps are full, or have the prompts of the slots
@@ -286,15 +325,30 @@ def queue_of(load: Load, times: StepTimeModel, ttft_slo_s: float, itl_slo_s: flo
     request_s = (prefill_s / per_step)[:, None] + (further / rows * decode_s)[None, :]
     step_s = prefill_s[:, None] + decode_s[None, :]
     prompt_s = (prefill_s[:, None] + decode_s[None, :] / in_a_row) / per_step
-    price = load.prompt_tokens * PRICE_OF_GRID[:, None] + load.new_tokens * PRICE_OF_GRID[None, :]
-    share = price / price[-1, -1]
-    fastest = []
+    visits = _of_request(load, BY_VISITS)
+    share, price = visits / visits[-1, -1], _of_request(load, prices)
+    chosen = [(0, 0)]
     for most in SHARES:  # of pairs that are as fast, the cheapest
         within = np.where(share <= most + 1e-9, request_s * (1 + 1e-6 * share), np.inf)
-        prefill, decode = np.unravel_index(np.argmin(within), within.shape)
-        fastest.append((int(prefill), int(decode)))
+        at = _least(within)
+        if prices is not BY_VISITS:
+            is_as_fast = (request_s <= request_s[at]) & (prompt_s <= prompt_s[at])
+            prefill, decode = (max(0, last - RISE) for last in chosen[-1])
+            is_as_fast[:prefill] = is_as_fast[:, :decode] = False
+            at = _least(np.where(is_as_fast, price, np.inf))
+        chosen.append(at)
     room_s = max(ttft_slo_s - float(step_s[0, 0]), ttft_slo_s / 4)
-    return Queue(request_s, per_step, prompt_s, step_s, fastest, room_s)
+    return Queue(request_s, per_step, prompt_s, step_s, chosen[1:], room_s)
+
+
+def _of_request(load: Load, prices: Prices) -> Float[np.ndarray, "K K"]:
+    """Returns what a request costs under each pair of thresholds."""
+    return load.prompt_tokens * prices.prefill[:, None] + load.new_tokens * prices.decode[None, :]
+
+
+def _least(values: Float[np.ndarray, "K K"]) -> tuple[int, int]:
+    prefill, decode = np.unravel_index(np.argmin(values), values.shape)
+    return int(prefill), int(decode)
 
 
 def _company_s(load: Load) -> float:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from jmoe.brownout import check_threshold, strategy_code
 from serving.config import BrownoutConfig, SalcConfig
-from serving.control.controller import Decision, Load, PhaseSeen, Seen, StepSeen
+from serving.control.controller import Decision, Load, Loss, PhaseSeen, Seen, StepSeen
 from serving.control.guarded import CONTROLLERS, GuardedController, make_controller
 from serving.control.load import LoadMeter
 from serving.control.losses import Curve, Losses
@@ -369,6 +369,14 @@ class SloAnalyser:
         return self._losses.curves(step.control.strategy, self.way if step.way < 0 else step.way)
 
     @property
+    def _loss(self) -> Loss | None:
+        """What a token is expected to cost that is served now. Tables know no phase: as much in
+        either.
+        """
+        curve = self._losses.highest(self.code, self.way_in_force)
+        return None if curve is None else lambda phase: curve
+
+    @property
     def way_in_force(self) -> int:
         """The way of every layer; -1 while they change."""
         return -1 if self.way_changes else self.way
@@ -458,7 +466,7 @@ class SloAnalyser:
                 max_running=max_running,
                 company=self._pace.company(self.ttft_slo_s, running) if in_company else None,
             )
-            seen = Seen(now, prefill, decode, load, self._pace.times)
+            seen = Seen(now, prefill, decode, load, self._pace.times, self._loss)
             decision = of.controller.decide(seen)
             is_full = of_class.slots_taken or running >= max_running
             if is_full or of_class.oldest_s > ttft_slo_s or math.isnan(of.strained_at):

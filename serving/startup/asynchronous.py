@@ -22,6 +22,7 @@ from jmoe.parallel.placement import Placement, contiguous, from_hosts
 from serving.cluster.secret import ClusterSecret
 from serving.config import AsynchronousConfig, EngineConfig
 from serving.control.experts_loader import allowed_ways
+from serving.control.losses import Curves
 from serving.control.slo import starting_strategy
 from serving.errors import SettingsError
 from serving.execution.fitting import fit_to_model, limits_of
@@ -31,7 +32,7 @@ from serving.pipeline.local_crew import LocalCrew
 from serving.plan import Limits
 from serving.scheduling.layers.picker import LayerPicker, Waiting, make_picker
 from serving.settings.composes import AEP, COMPOSES
-from serving.startup.loading import check_expected_loss, load_models
+from serving.startup.loading import expected_losses, load_models
 
 if TYPE_CHECKING:
     from serving.pipeline.remote_crew import RemoteCrew
@@ -106,7 +107,6 @@ def crew_of(config: EngineConfig, model: Model | Family | None, progress: Progre
     loaded = family[0]
     ways = allowed_ways(config.brownout, family)
     starting_strategy(config.brownout.strategy, ways[0] if ways else 0)
-    check_expected_loss(config, family, ways)
     if ways:
         loaded.use_way(ways[0])
     fitting = fit_to_model(config, loaded, own.attention)
@@ -120,10 +120,10 @@ def crew_of(config: EngineConfig, model: Model | Family | None, progress: Progre
 
 def prepare_crew(
     config: EngineConfig, model: Model | Family | None, progress: Progress
-) -> tuple[EngineConfig, Family, "LocalCrew | RemoteCrew"]:
+) -> tuple[EngineConfig, Family, "LocalCrew | RemoteCrew", Curves]:
     """Starts workers, in threads or in separate processes, and waits until they are ready.
 
-    Returns the settings in force, the model, and the crew.
+    Returns the settings in force, the model, the crew, and the expected loss.
 
     Raises SettingsError for what a crew does not support and for more workers than devices,
     Unavailable for a worker that does not start, and what `jmoe.load` raises.
@@ -138,6 +138,7 @@ def prepare_crew(
     if starter is not None:
         jax.config.update("jax_platforms", "cpu")  # the devices are for workers
     parts = crew_of(config, model, progress)
+    losses = expected_losses(config, parts.family, parts.ways)
     if config.brownout.strategy == "auto" and not parts.ways:
         log.warning("brownout is off: %s has no united experts", parts.model.name)
     if starter is not None:
@@ -158,7 +159,7 @@ def prepare_crew(
             way,
         )
         crew.start(progress)
-        return parts.config, parts.family, crew
+        return parts.config, parts.family, crew, losses
     devices = worker_devices(own)
     workers = LocalWorkers.of(
         parts.model,
@@ -172,7 +173,7 @@ def prepare_crew(
     )
     crew = LocalCrew(workers, parts.limits, parts.sizes.max_len)
     crew.start(progress)
-    return parts.config, parts.family, crew
+    return parts.config, parts.family, crew, losses
 
 
 def starter_of(config: AsynchronousConfig) -> "Starter":

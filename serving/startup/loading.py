@@ -18,7 +18,7 @@ from jmoe.expected_loss import Kind
 from jmoe.family import Family, load_family
 from jmoe.parallel.home import make_mesh
 from serving.config import EngineConfig
-from serving.control.losses import Curve, Losses
+from serving.control.losses import Curve, Curves, Losses
 from serving.control.mover import starting_placement
 from serving.control.slo import starting_strategy
 from serving.errors import SettingsError
@@ -120,13 +120,16 @@ def load_models(config: EngineConfig, mesh: Mesh | None, progress: Progress) -> 
     )
 
 
-def expected_losses(config: EngineConfig, family: Family) -> list[Mapping[Kind, Curve]]:
+def expected_losses(config: EngineConfig, family: Family, ways: Sequence[int]) -> Curves:
     """Returns the curves of expected loss that lie beside the models; none where nobody measured
     what is served: a family whose experts are shared, or stand in for others.
 
-    Raises SettingsError for a table of another model, or none, where
-    `engine.brownout.max_expected_loss` bounds it; without that, one of another is only warned of.
+    Raises SettingsError for a table of another model, none, or none of what is served, the first of
+    `ways`, where `engine.brownout.max_expected_loss` bounds it; without that, one of another is
+    only warned of.
     """
+    brownout = config.brownout
+    most = brownout.max_expected_loss
     if config.family or config.resident_experts:
         return []
     found: list[Mapping[Kind, Curve]] = []
@@ -136,7 +139,7 @@ def expected_losses(config: EngineConfig, family: Family) -> list[Mapping[Kind, 
             # Weights are hashed only where there is a table to belong to them.
             tables = expected_loss.read(model.path, digest_of(model.path) if there else "")
         except ValueError as error:
-            if most := config.brownout.max_expected_loss:
+            if most:
                 raise SettingsError(
                     f"engine.brownout.max_expected_loss is {most:g}, and {error}"
                 ) from None
@@ -144,18 +147,10 @@ def expected_losses(config: EngineConfig, family: Family) -> list[Mapping[Kind, 
                 log.warning("expected loss is not known: %s", error)
             tables = {}
         found.append({kind: table.curve() for kind, table in tables.items()})
+    if most:
+        way = ways[0] if ways else 0
+        strategy = starting_strategy(brownout.strategy, way)
+        losses = Losses(family.names, found, levels=brownout.levels)
+        if missing := losses.missing(strategy, way, brownout.keep):
+            raise SettingsError(f"engine.brownout.max_expected_loss is {most:g}, and {missing}")
     return found
-
-
-def check_expected_loss(config: EngineConfig, family: Family, ways: Sequence[int]) -> None:
-    """Raises SettingsError for a bound on the expected loss of what nobody has measured."""
-    brownout = config.brownout
-    if not brownout.max_expected_loss:
-        return
-    losses = Losses(family.names, expected_losses(config, family), levels=brownout.levels)
-    way = ways[0] if ways else 0
-    strategy = starting_strategy(brownout.strategy, way)
-    if missing := losses.missing(strategy, way, brownout.keep):
-        raise SettingsError(
-            f"engine.brownout.max_expected_loss is {brownout.max_expected_loss:g}, and {missing}"
-        )

@@ -25,6 +25,7 @@ from serving.cluster.secret import ClusterSecret
 from serving.config import EngineConfig
 from serving.control.experts_loader import allowed_ways, ways_among
 from serving.control.guarded import make_controller
+from serving.control.losses import Curves
 from serving.control.mover import read_load
 from serving.control.slo import starting_strategy
 from serving.errors import SettingsError
@@ -41,7 +42,7 @@ from serving.settings.reading import check_composes, named_models
 from serving.startup.asynchronous import make_layer_picker, prepare_crew, with_mode
 from serving.startup.loading import (
     check_chat_templates,
-    check_expected_loss,
+    expected_losses,
     load_models,
     make_mesh_of,
 )
@@ -92,10 +93,10 @@ def check_start(config: EngineConfig) -> None:
 
 def prepare(
     config: EngineConfig, model: Model | Family | None, progress: Progress
-) -> tuple[EngineConfig, Family, Executor]:
+) -> tuple[EngineConfig, Family, Executor, Curves]:
     """Loads the models unless they are given, then compiles and warms every program; this is slow.
 
-    Returns the settings in force, the models, and their executor.
+    Returns the settings in force, the models, their executor, and their expected loss.
 
     Raises SettingsError for a strategy that the model does not support and a chat template that
     does not compile, ValueError for an unknown way, what `jmoe.load` raises, and Unavailable if
@@ -135,10 +136,11 @@ def _prepare(
     model: Model | Family | None,
     progress: Progress,
     followers: "Followers | None" = None,
-) -> tuple[EngineConfig, Family, DeviceRunner]:
+) -> tuple[EngineConfig, Family, DeviceRunner, Curves]:
     fitting, loaded, runner, ways = build(config, model, progress, followers)
+    losses = expected_losses(fitting, loaded, ways)
     runner.start(ways[0] if ways else 0, ways, progress)
-    return fitting, loaded, runner
+    return fitting, loaded, runner, losses
 
 
 def build(
@@ -187,7 +189,6 @@ def build(
     if config.brownout.levels:
         for one in family:
             _use_levels(one, config.brownout.keep, ways)
-    check_expected_loss(config, family, ways)
     if config.brownout.strategy == "auto" and not ways and config.process_index <= 0:
         log.warning("brownout is off: %s has no united experts", loaded.name)
     fitting = fit_to_model(config, loaded)

@@ -12,6 +12,8 @@ from counting import LIMITS, collect, family_of
 from families import GOLDEN, settings_of
 
 import jmoe
+from jmoe import beside, expected_loss
+from jmoe.expected_loss import ExpectedLoss, Kind, Point
 from jmoe.packed_rows import EXEMPT, SLOT
 from serving.bench.fake import FakeRunner
 from serving.config import AuditConfig, BrownoutConfig, EngineConfig
@@ -307,10 +309,15 @@ async def test_callers_and_objectives_do_not_notice():
 
 
 @pytest.mark.usefixtures("compiled_in_a_hurry")
-async def test_the_exact_model_judges(tmp_path):
-    path = shutil.copytree(GOLDEN, tmp_path / "model")
+async def test_the_exact_model_judges(tmp_path, monkeypatch):
+    path, reads = shutil.copytree(GOLDEN, tmp_path / "model"), []
     add_united(path)
-    way = BrownoutConfig(salc=False, way=2, prefill_threshold_percent=0, decode_threshold_percent=0)
+    table = ExpectedLoss(Kind(2, "weight"), (Point(0, 0.25, 0.2, 0.3),))
+    expected_loss.write(path / expected_loss.FILE, [table], beside.digest_of(path))
+    read = expected_loss.read
+    monkeypatch.setattr(expected_loss, "read", lambda *of: reads.append(of) or read(*of))
+    fixed = {f"{phase}_threshold_percent": 0 for phase in ("prefill", "decode")}
+    way = BrownoutConfig(salc=False, way=2, max_expected_loss=0.25, **fixed)
     given = {"model": str(path), "models": (), "brownout": way, "prefix_reuse": "on"}
     config = settings_of({}, str(tmp_path / "programs"), audit=AuditConfig(share=1.0), **given)
     model, wholes, drawn = jmoe.load(path, "float32"), [], []
@@ -335,5 +342,6 @@ async def test_the_exact_model_judges(tmp_path):
     exact = np.take_along_axis(logprobs, answers[..., None], -1)
     assert state.excess_nats == pytest.approx(np.mean(drawn) - exact.mean(), abs=1e-4)
     others = answers != logits.argmax(-1)
+    assert (state.expected_nats, len(reads)) == (pytest.approx(0.25), 1)
     assert state.disagreement == pytest.approx(others.mean())
     assert 0 < others.mean() < 1

@@ -23,9 +23,10 @@ from serving.control.controller import Decision
 from serving.control.losses import Losses
 from serving.engine import Engine
 from serving.errors import InvalidRequest, SettingsError
+from serving.plan import Phase
 from serving.request import BrownoutChange, Priority
 from serving.settings.reading import load
-from serving.startup.loading import check_expected_loss, expected_losses
+from serving.startup.loading import expected_losses
 from tests.jmoe.conftest import add_united
 
 BE = Priority.BEST_EFFORT
@@ -129,6 +130,19 @@ async def test_controllers_keep_to_it_and_say_so():
 
 
 @pytest.mark.simulated_time
+async def test_controllers_see_what_is_expected_of_what_is_served():
+    engine, seen = start({"salc": True}, step_s=0.01), []
+    engine.slo.ls.controller.decide = lambda now: seen.append(now) or Decision(80.0, 80.0)
+    await collect(engine, [1, 2, 3], 20)
+    assert [seen[-1].loss(phase)[40] for phase in Phase] == [0.6, 0.6]
+    await engine.set_brownout(BrownoutChange(keep="visits"))  # which has no table
+    await asyncio.sleep(3)
+    await collect(engine, [1000, 1001], 20)
+    assert seen[-1].loss is None
+    await engine.stop()
+
+
+@pytest.mark.simulated_time
 async def test_it_is_set_while_serving_and_taken_back():
     engine = start({"decode_threshold_percent": 20}, step_s=0.01)
     assert engine.get_brownout().decode_threshold_percent == 20
@@ -228,6 +242,9 @@ def test_the_bound_holds_for_every_model_and_while_ways_change():
     assert losses.least_percent(code, 4, 0.5) == 100
     one = Losses(("base", "law"), [{two: CURVE}, {two: dear}], levels=False)
     assert one.least_percent(code, 2, 0.5) == 75
+    assert one.highest(code, 2) == dear
+    assert losses.highest(code, 2) == CURVE
+    assert losses.highest(code, 4) is losses.highest(code, -1) is None
     assert losses.curves(0, 4) == ((0.0,) * 101,) * 2
     assert "model 'law' has no expected loss of way 2" in (
         Losses(("base", "law"), [{two: CURVE}, {}], levels=False).missing("partial", 2, "weight")
@@ -262,10 +279,10 @@ def test_what_is_wrong_with_a_bound_is_named_at_the_start(directory, caplog):
         with pytest.raises(
             SettingsError, match=f"engine.brownout.max_expected_loss is 0.1, and {words}"
         ):
-            check_expected_loss(dataclasses.replace(bound, brownout=given), family, (way,))
+            expected_losses(dataclasses.replace(bound, brownout=given), family, (way,))
 
-    check_expected_loss(bound, family, (2,))
-    [curves] = expected_losses(free, family)
+    expected_losses(bound, family, (2,))
+    [curves] = expected_losses(free, family, (2,))
     assert curves[Kind(2, "weight")][50] == pytest.approx(0.25)
     refused("model 'model' has no expected loss of way 3 by weight; `jmoe evaluate --keep", way=3)
     refused("model 'model' has no expected loss of way 2 by visits", keep="visits")
@@ -273,14 +290,14 @@ def test_what_is_wrong_with_a_bound_is_named_at_the_start(directory, caplog):
     refused("what the strategy 'a:B' costs is not known", strategy="a:B")
     write(directory, "of another")
     refused(".*expected_loss.json is of the model 'of another', and this one is")
-    assert expected_losses(free, family) == [{}]
+    assert expected_losses(free, family, (2,)) == [{}]
     assert "expected loss is not known: " in caplog.text
     (directory / expected_loss.FILE).unlink()
     refused(".*model has no expected_loss.json; `jmoe evaluate` measures and writes it")
     caplog.clear()
-    assert expected_losses(free, family) == [{}]
+    assert expected_losses(free, family, (2,)) == [{}]
     assert not caplog.text
-    check_expected_loss(free, family, (2,))
+    expected_losses(free, family, (2,))
 
 
 def test_settings_that_no_table_can_be_of_are_named():

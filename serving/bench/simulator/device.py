@@ -97,7 +97,8 @@ class SimulatedDevice(StepExecutor):
         degraded = np.rint(np.where(plan.exempt, 0, plan.q_lens) * visits * share).astype(int)
         count = len(plan.rows)
         zeros = np.zeros((1, 1), np.int32)
-        return StepResult([0] * count, [-0.5] * count, degraded.tolist(), zeros, None)
+        prompt = np.full((int(plan.q_lens.sum()), 2), -0.5) if plan.prompt_logprobs else None
+        return StepResult([0] * count, [-0.5] * count, degraded.tolist(), zeros, prompt)
 
 
 def _finish(future: "Future[StepResult]", result: StepResult) -> None:

@@ -1,11 +1,14 @@
 """The simulator: steps learnt from a timeline, and the real engine played on them."""
 
+import asyncio
 import json
+import math
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from serving.bench import loadgen
 from serving.bench.calibrate import Calibration, FullBatch
 from serving.bench.controllers import (
     ALL_BROWNOUT,
@@ -22,10 +25,10 @@ from serving.bench.controllers import (
     spread,
 )
 from serving.bench.results import Record, Run, Sample, Slo
-from serving.bench.simulator.server import Machine, simulate
+from serving.bench.simulator.server import Machine, run_simulated, simulate
 from serving.bench.simulator.step_times import Recorded, StepTimes, read_steps
-from serving.bench.workload import Arrival
-from serving.config import BrownoutConfig, EngineConfig
+from serving.bench.workload import Arrival, piecewise_poisson_times
+from serving.config import AuditConfig, BrownoutConfig, EngineConfig
 
 LAYERS, PICKS = 4, 2
 BUCKETS = {"prefill": (32, 128), "decode": (4, 16)}
@@ -294,6 +297,63 @@ def test_a_share_of_the_requests_allows_no_brownout():
     done = simulate(machine(), config, asked, exempt_share=0.25)
     exempt = [record for record in done.run.records if not record.degraded_visits]
     assert 30 < len(exempt) < 70
+
+
+def audited(share, due_s, seed=0):
+    """Serves requests of 20 and 12 tokens under thresholds of 60 %, with an audit. Returns the run,
+    and how many answers were scored before the last request got a slot, and in all.
+    """
+    fixed = {f"{phase}_threshold_percent": 60 for phase in ("prefill", "decode")}
+    brownout = BrownoutConfig("partial", way=8, salc=False, **fixed)
+    config = replace(CONFIG, brownout=brownout, max_queue_len=len(due_s))
+    asked = [Arrival((number % 8,) * 20, 12, at_s=at_s) for number, at_s in enumerate(due_s)]
+
+    async def drive(server):
+        server.engine.auditor.config = AuditConfig() if share is None else AuditConfig(share=share)
+        player = loadgen.play(server, asked, time_limit_s=math.inf, sample_every_s=1.0)
+        playing = asyncio.create_task(player)
+        await asyncio.sleep(due_s[-1] + 0.1)
+        while server.engine.stats().num_waiting:
+            await asyncio.sleep(0.01)
+        before = server.engine.stats().audits[0].num_scored
+        run = await playing
+        return run, before, server.engine.stats().audits[0].num_scored
+
+    return run_simulated(machine(), config, drive, seed)
+
+
+def met(runs):
+    """Returns tokens a second, and both P90 latencies, of all runs together."""
+    records = [record for run in runs for record in run.records]
+    spent_s = sum(max(record.token_s[-1] for record in run.records) for run in runs)
+    itls_s = [gap_s for record in records for gap_s in record.itls_s]
+    p90s = np.percentile([r.ttft_s for r in records], 90), np.percentile(itls_s, 90)
+    return np.array([sum(len(r.token_s) for r in records) / spent_s, *p90s])
+
+
+@pytest.mark.sized(deep=("10-8-30.0-0.01", "30-8-30.0-0.01", "45-8-30.0-0.03"))
+@pytest.mark.parametrize(
+    ("per_s", "seeds", "seconds", "most"),
+    [(10, 1, 20.0, 0.01), (10, 8, 30.0, 0.01), (30, 8, 30.0, 0.01), (45, 8, 30.0, 0.03)],
+)
+def test_an_audit_costs_others_hardly_anything(per_s, seeds, seconds, most):
+    """The machine serves 63 requests a second at most. docs/operating.md has the figures."""
+    due = [piecewise_poisson_times([(seconds, per_s)], seed) for seed in range(seeds)]
+    off, on = ([audited(share, at, n) for n, at in enumerate(due)] for share in (0.0, None))
+    assert not any(scored for *_, scored in off)
+    assert sum(scored for *_, scored in on) >= 8 * seeds
+    ratio = met([run for run, *_ in on]) / met([run for run, *_ in off])
+    print(f"{per_s}/s: throughput, P90 of TTFT and ITL with the audit over without: {ratio}")
+    assert ratio == pytest.approx([1, 1, 1], abs=most)
+
+
+def test_an_audit_scores_nothing_under_full_load():
+    off, *_ = audited(0.0, [0.0] * 200)
+    on, before, scored = audited(None, [0.0] * 200)
+    assert before == 0 < scored  # as soon as nobody waits
+    ratio = met([on]) / met([off])
+    print(f"full load: throughput, P90 of TTFT and ITL with the audit over without: {ratio}")
+    assert ratio == pytest.approx([1, 1, 1], abs=0.01)
 
 
 @pytest.mark.deep

@@ -13,7 +13,7 @@ from serving.control.algorithm2 import Algorithm2
 from serving.control.controller import Decision, Load, PhaseSeen, Seen, StepSeen
 from serving.control.guarded import GuardedController, make_controller
 from serving.control.load import WEIGHT, LoadMeter
-from serving.control.predictive import SETTLE_S, TARGET, Predictive
+from serving.control.predictive import GRID_PERCENT, SETTLE_S, TARGET, Predictive, Prices, queue_of
 from serving.control.slo import SloAnalyser
 from serving.errors import InvalidRequest
 from serving.plan import Phase
@@ -34,7 +34,7 @@ def seconds(phase, size, percent):
     return 0.010 + 0.0001 * size * (1 + percent / 100) / 2
 
 
-def taught(num_steps=600):
+def taught(num_steps=600, seconds=seconds):
     model = StepTimeModel()
     kinds = [(Phase.DECODE, n, p) for n in (1, 2, 4, 8, 16, 32, 64) for p in (0, 50, 100)]
     kinds += [(Phase.PREFILL, n, p) for n in (16, 32, 64, 128) for p in (0, 50, 100)]
@@ -55,9 +55,9 @@ LOAD = Load(
 )
 
 
-def seen(load=LOAD, times=TIMES, late=0.0, now=0.0, p90_s=None, late_first=0.0):
+def seen(load=LOAD, times=TIMES, late=0.0, now=0.0, p90_s=None, late_first=0.0, loss=None):
     prefill = PhaseSeen(100.0, 0.1, p90_s, late_first)
-    return Seen(now, prefill, PhaseSeen(100.0, ITL_SLO_S, p90_s, late), load, times)
+    return Seen(now, prefill, PhaseSeen(100.0, ITL_SLO_S, p90_s, late), load, times, loss)
 
 
 def step(phase=Phase.DECODE, size=32, since_s=0.0, **change):
@@ -73,11 +73,11 @@ def step(phase=Phase.DECODE, size=32, since_s=0.0, **change):
     return StepSeen(phase=phase, size=size, since_s=since_s, **known | change)
 
 
-def helping(late=0.1, updates=1):
+def helping(late=0.1, updates=1, loss=None):
     """Returns a controller in a burst."""
     controller = Predictive(CONFIG)
     for _ in range(updates):
-        controller.decide(seen(late=late))
+        controller.decide(seen(late=late, loss=loss))
     return controller
 
 
@@ -283,6 +283,100 @@ def test_where_first_tokens_come_later_than_expected_queues_count_as_slower(capl
     assert "50 % of first tokens come later than 0.1 s" in caplog.text
     assert math.isnan(controller.decide(seen(steady, now=30.0)).ttft_p90_s)
     assert not math.isnan(controller.decide(seen(steady, now=60.0)).ttft_p90_s)
+
+
+# -- what it spends by expected loss -------------------------------------------------------------
+
+
+def loss_of(prefill, decode):
+    """Returns an expected loss of so many nats a token under threshold 0, and its part above."""
+    nats = {Phase.PREFILL: prefill, Phase.DECODE: decode}
+    return lambda phase: [nats[phase] * (100 - at) / 100 for at in range(101)]
+
+
+DEAR_DECODE, DEAR_PREFILL = loss_of(0.001, 1.0), loss_of(1.0, 0.001)
+
+
+def chosen(load=LOAD, times=TIMES, loss=None):
+    """Returns pairs of thresholds by growing queue."""
+    queue = queue_of(load, times, 0.1, ITL_SLO_S, Prices.of(loss))
+    return [tuple(GRID_PERCENT[list(at)]) for at in queue.chosen]
+
+
+def test_where_decode_is_dearer_prefill_saves_the_time():
+    """All brownout saves a request 1.25 ms of prefill, which is half a step of 50 tokens, and 3.17
+    of decode, 19 steps of 32 rows: prefill at 45 % saves the 0.63 ms of decode at 80 %.
+    """
+    at = chosen().index((100, 80))
+    assert chosen(loss=DEAR_DECODE)[at] == (45, 100)
+    assert chosen(loss=DEAR_PREFILL)[at] == (100, 80)
+
+
+def test_where_prefill_is_dearer_decode_saves_the_time():
+    """Four times as slow by the token, a prompt's half of a step saves 5 ms. At 65 % it saves 1.75;
+    half a decode step, which a prompt ahead waits for too, saves as much of 2.67 at 30 %.
+    """
+
+    def slow_prefill(phase, size, percent):
+        return seconds(phase, size, percent) + (phase is Phase.PREFILL) * 0.00015 * size * (
+            1 + percent / 100
+        )
+
+    times = taught(seconds=slow_prefill)
+    at = chosen(times=times).index((65, 100))
+    assert chosen(times=times, loss=DEAR_DECODE)[at] == (65, 100)
+    assert chosen(times=times, loss=DEAR_PREFILL)[at] == (100, 30)
+
+
+def test_a_queue_takes_the_phase_that_costs_less():
+    load = LOAD._replace(num_running=28)
+    by_visits, dear_decode, dear_prefill = (
+        Predictive(CONFIG).decide(seen(load, loss=loss))[:2]
+        for loss in (None, DEAR_DECODE, DEAR_PREFILL)
+    )
+    assert by_visits == dear_prefill
+    assert by_visits[0] == 100 > by_visits[1]
+    assert dear_decode[0] < 100 == dear_decode[1]
+
+
+def test_a_gap_takes_the_phase_that_costs_less():
+    """A step of 128 tokens saves 6.4 ms, the decode step after it 5.3."""
+    prefill = step(Phase.PREFILL, 128, num_decoding=32, itl_slo_s=0.037)  # 38.8 ms together
+    after = step(since_s=0.0228, itl_slo_s=0.037)
+    found = {}
+    for loss in (DEAR_DECODE, DEAR_PREFILL):
+        controller = helping(loss=loss)
+        found[loss] = controller.of_step(prefill), controller.of_step(after)
+    assert found[DEAR_DECODE][0] < 70
+    assert found[DEAR_PREFILL][0] == 100
+    assert found[DEAR_PREFILL][1] < found[DEAR_DECODE][1]
+
+
+@pytest.mark.parametrize("power", [0.3, 1.0, 4.0])
+@pytest.mark.parametrize("of", ["few", "many"])
+def test_by_expected_loss_nobody_waits_longer_and_no_threshold_jumps_up(power, of):
+    load = LOAD if of == "few" else LOAD._replace(prompt_tokens=100.0, new_tokens=8.0)
+    curve = [((100 - at) / 100) ** power for at in range(101)]
+    own, by_visits = (
+        queue_of(load, TIMES, 0.1, ITL_SLO_S, Prices.of(loss))
+        for loss in (lambda phase: curve, None)
+    )
+    busy = load._replace(num_running=32, num_waiting=10)
+    for at, other in zip(own.chosen, by_visits.chosen, strict=True):
+        assert own.wait_s(busy, at) <= by_visits.wait_s(busy, other)
+        assert own.request_s[at] <= by_visits.request_s[other]
+    pairs = np.array(chosen(load, loss=lambda phase: curve))
+    assert np.diff(pairs, axis=0).max() <= 5
+
+
+def test_what_costs_nothing_is_taken_first_and_no_more_of_it_than_helps():
+    flat = [max(0.0, 0.5 - at / 100) for at in range(101)]  # nothing down to 50 %
+    controller = helping(loss=lambda phase: flat)
+    found = [controller.of_step(step(since_s=ms / 1e3)) for ms in (10, 15, 15.5, 100)]
+    assert found == [100, 50, 50, 100]
+    assert helping().of_step(step(since_s=0.015)) > 50
+    nothing = Prices.of(lambda phase: [0.0] * 101)
+    assert nothing is Prices.of(None)
 
 
 # -- when it knows too little --------------------------------------------------------------------
