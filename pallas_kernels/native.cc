@@ -1,4 +1,4 @@
-// Decode attention over pages and the routed experts for CPUs, as calls that XLA makes (see native.py).
+// Attention over pages and the routed experts for CPUs, as calls that XLA makes (see native.py).
 //
 // XLA's loops run on one thread, and copy pages and experts' weights before they multiply. These read
 // both where they are, on all threads of XLA's pool. A row's result depends on its own data alone: not
@@ -94,7 +94,67 @@ void Parallel(ffi::ThreadPool& pool, int n, Task task) {
   progress->all_done.wait(lock, [&] { return progress->done.load() == n; });
 }
 
-// -- decode attention -----------------------------------------------------------------------------
+// -- products -------------------------------------------------------------------------------------
+
+constexpr int kRows = 6;  // of a tile at most: as many sums as registers hold
+#ifdef __AVX512F__
+constexpr int kWide = 4;  // vectors of a tile's rows
+inline void Hold(Vec& v) { asm("" : "+v"(v)); }  // in a register: or each row's product loads it again
+#else
+constexpr int kWide = 1;
+inline void Hold(Vec&) {}
+#endif
+
+// out = x @ w of a tile, of x(m, k); or out = out * keep + x @ w, of a factor a column.
+template <int rows, int wide, typename X>
+inline void Tile(int depth, X x, const float* w, int64_t w_stride, const float* keep, float* out,
+                 int64_t out_stride) {
+  Vec sums[rows][wide]{};
+  if (keep != nullptr)
+    for (int m = 0; m < rows; ++m)
+      for (int j = 0; j < wide; ++j)
+        sums[m][j] = Load(out + m * out_stride + j * kLanes) * Load(keep + j * kLanes);
+  for (int k = 0; k < depth; ++k) {
+    Vec from[wide];
+    for (int j = 0; j < wide; ++j) Hold(from[j] = Load(w + k * w_stride + j * kLanes));
+    for (int m = 0; m < rows; ++m) {
+      const float by = x(m, k);
+      for (int j = 0; j < wide; ++j) sums[m][j] += by * from[j];
+    }
+  }
+  for (int m = 0; m < rows; ++m)
+    for (int j = 0; j < wide; ++j) Store(out + m * out_stride + j * kLanes, sums[m][j]);
+}
+
+// The same of any number of rows, and of columns that are a multiple of the lanes. A row's sums go by
+// rising k whatever the number of rows is.
+template <int wide = kWide, typename X>
+void Product(int rows, int columns, int depth, X x, const float* w, int64_t w_stride, const float* keep,
+             float* out, int64_t out_stride) {
+  int n = 0;
+  for (; n + wide * kLanes <= columns; n += wide * kLanes) {
+    const float* factor = keep == nullptr ? nullptr : keep + n;
+    for (int m = 0, size; m < rows; m += size) {
+      const int left = rows - m;
+      size = left <= kRows ? left : left < 2 * kRows ? left / 2 : kRows;
+      auto at = [x, m](int i, int k) { return x(m + i, k); };
+      float* to = out + m * out_stride + n;
+      switch (size) {
+        case 1: Tile<1, wide>(depth, at, w + n, w_stride, factor, to, out_stride); break;
+        case 2: Tile<2, wide>(depth, at, w + n, w_stride, factor, to, out_stride); break;
+        case 3: Tile<3, wide>(depth, at, w + n, w_stride, factor, to, out_stride); break;
+        case 4: Tile<4, wide>(depth, at, w + n, w_stride, factor, to, out_stride); break;
+        case 5: Tile<5, wide>(depth, at, w + n, w_stride, factor, to, out_stride); break;
+        default: Tile<6, wide>(depth, at, w + n, w_stride, factor, to, out_stride);
+      }
+    }
+  }
+  if constexpr (wide > 1)
+    Product<1>(rows, columns - n, depth, x, w + n, w_stride, keep == nullptr ? keep : keep + n, out + n,
+               out_stride);
+}
+
+// -- attention ----------------------------------------------------------------------------------
 
 constexpr int kKeys = 64;  // that are scored at a time
 
@@ -105,9 +165,15 @@ struct Attention {
   int64_t first_page;
   int heads, kv_heads, head_dim, page_size, max_pages, window;
   float scale;
+
+  // Where the key and the value of a position begin, in `k` and `v`.
+  int64_t At(int sequence, int g, int position) const {
+    const int64_t entry = static_cast<int64_t>(sequence) * max_pages + position / page_size;
+    return (((first_page + table[entry]) * kv_heads + g) * page_size + position % page_size) * head_dim;
+  }
 };
 
-// One row and one key-value head.
+// Decode: one row and one key-value head.
 void AttendHead(const Attention& a, int b, int g) {
   const int group = a.heads / a.kv_heads, dim = a.head_dim, length = a.kv_len[b];
   const int64_t row = static_cast<int64_t>(b) * a.heads + g * group;
@@ -116,10 +182,8 @@ void AttendHead(const Attention& a, int b, int g) {
   alignas(64) float p[kKeys];
   int at = a.window > 0 ? std::max(0, length - a.window) : 0;
   while (at < length) {
-    const int offset = at % a.page_size;
-    const int n = std::min({kKeys, a.page_size - offset, length - at});
-    const int64_t page = a.first_page + a.table[static_cast<int64_t>(b) * a.max_pages + at / a.page_size];
-    const int64_t begin = ((page * a.kv_heads + g) * a.page_size + offset) * dim;
+    const int n = std::min({kKeys, a.page_size - at % a.page_size, length - at});
+    const int64_t begin = a.At(b, g, at);
     const float *k = a.k + begin, *v = a.v + begin;
     for (int h = 0; h < group; ++h) {
       const float* q = a.q + (row + h) * dim;
@@ -154,78 +218,125 @@ void AttendHead(const Attention& a, int b, int g) {
       a.out[(row + h) * dim + d] = acc[h * dim + d] / (norm[h] < 1e-30f ? 1e-30f : norm[h]);
 }
 
+constexpr int kQueries = 64;  // rows by query heads of a tile, but where one row has more heads
+
+struct Rows {
+  int chunk, first, count;
+  int seen;  // positions that the first row sees
+};
+
+// Prefill: rows of a chunk and one key-value head. Queries lie side by side, so that what concerns a
+// score concerns a lane. Keys are scored in blocks that begin at multiples of kKeys, whatever the rows.
+void AttendRows(const Attention& a, const Rows& rows, int g) {
+  const int group = a.heads / a.kv_heads, dim = a.head_dim, queries = rows.count * group;
+  const int vecs = (queries + kLanes - 1) / kLanes, wide = vecs * kLanes;
+  thread_local std::vector<Vec> memory;  // is aligned
+  memory.assign(static_cast<int64_t>(vecs) * (2 * dim + kKeys + 4), Vec{});
+  float *q = reinterpret_cast<float*>(memory.data()), *acc = q + dim * wide, *scores = acc + dim * wide;
+  float *top = scores + kKeys * wide, *norm = top + wide, *keep = norm + wide;
+  auto* seen = reinterpret_cast<IntVec*>(keep + wide);
+  auto query = [&](int i) {
+    return (static_cast<int64_t>(rows.first + i / group) * a.heads + g * group + i % group) * dim;
+  };
+  std::fill_n(top, wide, -kInfinity);
+  for (int i = 0; i < queries; ++i) {
+    const float* from = a.q + query(i);
+    for (int d = 0; d < dim; ++d) q[d * wide + i] = from[d] * a.scale;
+    seen[i / kLanes][i % kLanes] = rows.seen + i / group;
+    top[i] = a.sinks[g * group + i % group];
+    norm[i] = top[i] == -kInfinity ? 0.0f : 1.0f;
+  }
+  const int end = rows.seen + rows.count - 1, window = a.window;
+  const float *keys[kKeys], *values[kKeys];
+  for (int at = window > 0 ? std::max(0, rows.seen - window) : 0, n; at < end; at += n) {
+    n = std::min(kKeys - at % kKeys, end - at);
+    for (int c = 0; c < n; ++c) {
+      keys[c] = a.k + a.At(rows.chunk, g, at + c);
+      values[c] = a.v + a.At(rows.chunk, g, at + c);
+    }
+    auto key = [&keys](int m, int k) { return keys[m][k]; };
+    Product(n, wide, dim, key, q, wide, nullptr, scores, wide);
+    for (int j = 0; j < vecs; ++j) {
+      const Vec before = Load(top + j * kLanes);
+      Vec most = before, weights{};
+      for (int c = 0; c < n; ++c) {
+        float* score = scores + c * wide + j * kLanes;
+        IntVec live = at + c < seen[j];
+        if (window > 0) live &= at + c >= seen[j] - window;
+        const Vec s = live ? Load(score) : Vec{} - kInfinity;
+        Store(score, s);
+        most = s > most ? s : most;
+      }
+      const Vec pivot = most == -kInfinity ? Vec{} : most;
+      for (int c = 0; c < n; ++c) {
+        float* score = scores + c * wide + j * kLanes;
+        const Vec e = Exp(Load(score) - pivot);
+        Store(score, e);
+        weights += e;
+      }
+      const Vec less = Exp(before - pivot);
+      Store(norm + j * kLanes, Load(norm + j * kLanes) * less + weights);
+      Store(keep + j * kLanes, less);
+      Store(top + j * kLanes, most);
+    }
+    auto value = [&values](int m, int k) { return values[k][m]; };
+    Product(dim, wide, n, value, scores, wide, keep, acc, wide);
+  }
+  for (int i = 0; i < queries; ++i)
+    for (int d = 0; d < dim; ++d)
+      a.out[query(i) + d] = acc[d * wide + i] / (norm[i] < 1e-30f ? 1e-30f : norm[i]);
+}
+
+Attention Over(Floats q, Floats k, Floats v, Floats sinks, Ints layer, Ints table, Ints kv_len,
+               float scale, int32_t window, Result out) {
+  const auto pages = k.dimensions();
+  return {q.typed_data(),
+          k.typed_data(),
+          v.typed_data(),
+          sinks.typed_data(),
+          table.typed_data(),
+          kv_len.typed_data(),
+          out->typed_data(),
+          *layer.typed_data() * pages[1],
+          static_cast<int>(q.dimensions()[1]),
+          static_cast<int>(pages[2]),
+          static_cast<int>(pages[4]),
+          static_cast<int>(pages[3]),
+          static_cast<int>(table.dimensions()[1]),
+          window,
+          scale};
+}
+
 ffi::Error Attend(ffi::ThreadPool pool, Floats q, Floats k, Floats v, Floats sinks, Ints layer,
                   Ints table, Ints kv_len, float scale, int32_t window, Result out) {
-  const auto pages = k.dimensions();
-  const Attention a{q.typed_data(),
-                    k.typed_data(),
-                    v.typed_data(),
-                    sinks.typed_data(),
-                    table.typed_data(),
-                    kv_len.typed_data(),
-                    out->typed_data(),
-                    *layer.typed_data() * pages[1],
-                    static_cast<int>(q.dimensions()[1]),
-                    static_cast<int>(pages[2]),
-                    static_cast<int>(pages[4]),
-                    static_cast<int>(pages[3]),
-                    static_cast<int>(table.dimensions()[1]),
-                    window,
-                    scale};
+  const Attention a = Over(q, k, v, sinks, layer, table, kv_len, scale, window, out);
   const int rows = static_cast<int>(q.dimensions()[0]);
   Parallel(pool, rows * a.kv_heads, [a](int i) { AttendHead(a, i / a.kv_heads, i % a.kv_heads); });
   return ffi::Error::Success();
 }
 
+ffi::Error Prefill(ffi::ThreadPool pool, Floats q, Floats k, Floats v, Floats sinks, Ints layer,
+                   Ints table, Ints q_start, Ints kv_len, float scale, int32_t window, Result out) {
+  const Attention a = Over(q, k, v, sinks, layer, table, kv_len, scale, window, out);
+  const int chunks = static_cast<int>(table.dimensions()[0]);
+  const int size = std::max(1, kQueries / (a.heads / a.kv_heads));
+  const int32_t* start = q_start.typed_data();
+  auto tiles = std::make_shared<std::vector<Rows>>();
+  for (int n = 0; n < chunks; ++n)
+    for (int first = start[n]; first < start[n + 1]; first += size)
+      tiles->push_back(
+          {n, first, std::min(size, start[n + 1] - first), a.kv_len[n] - start[n + 1] + first + 1});
+  std::sort(tiles->begin(), tiles->end(), [](const Rows& one, const Rows& other) {
+    return one.seen > other.seen;  // the longest first
+  });
+  const int64_t row = static_cast<int64_t>(a.heads) * a.head_dim;
+  std::fill(a.out + start[chunks] * row, a.out + q.dimensions()[0] * row, 0.0f);
+  Parallel(pool, static_cast<int>(tiles->size()) * a.kv_heads,
+           [a, tiles](int i) { AttendRows(a, (*tiles)[i / a.kv_heads], i % a.kv_heads); });
+  return ffi::Error::Success();
+}
+
 // -- experts --------------------------------------------------------------------------------------
-
-// out = x @ w of kRows rows, for w of `columns`, a multiple of the lanes. A row's sums go by falling
-// row of w whatever the number of rows is.
-template <int kRows>
-void Product(const float* x, int64_t x_stride, const float* w, int depth, int columns, float* out,
-             int64_t out_stride) {
-  int n = 0;
-  for (; n + 2 * kLanes <= columns; n += 2 * kLanes) {
-    Vec left[kRows]{}, right[kRows]{};
-    for (int k = 0; k < depth; ++k) {
-      const float* from = w + static_cast<int64_t>(k) * columns + n;
-      const Vec w0 = Load(from), w1 = Load(from + kLanes);
-      for (int m = 0; m < kRows; ++m) {
-        left[m] += x[m * x_stride + k] * w0;
-        right[m] += x[m * x_stride + k] * w1;
-      }
-    }
-    for (int m = 0; m < kRows; ++m) {
-      Store(out + m * out_stride + n, left[m]);
-      Store(out + m * out_stride + n + kLanes, right[m]);
-    }
-  }
-  for (; n < columns; n += kLanes) {
-    Vec sums[kRows]{};
-    for (int k = 0; k < depth; ++k) {
-      const Vec w0 = Load(w + static_cast<int64_t>(k) * columns + n);
-      for (int m = 0; m < kRows; ++m) sums[m] += x[m * x_stride + k] * w0;
-    }
-    for (int m = 0; m < kRows; ++m) Store(out + m * out_stride + n, sums[m]);
-  }
-}
-
-void Products(int rows, const float* x, int64_t x_stride, const float* w, int depth, int columns,
-              float* out, int64_t out_stride) {
-  switch (rows) {
-    case 1: return Product<1>(x, x_stride, w, depth, columns, out, out_stride);
-    case 2: return Product<2>(x, x_stride, w, depth, columns, out, out_stride);
-    case 3: return Product<3>(x, x_stride, w, depth, columns, out, out_stride);
-    case 4: return Product<4>(x, x_stride, w, depth, columns, out, out_stride);
-    case 5: return Product<5>(x, x_stride, w, depth, columns, out, out_stride);
-    case 6: return Product<6>(x, x_stride, w, depth, columns, out, out_stride);
-    case 7: return Product<7>(x, x_stride, w, depth, columns, out, out_stride);
-    case 8: return Product<8>(x, x_stride, w, depth, columns, out, out_stride);
-    default: break;
-  }
-  Product<8>(x, x_stride, w, depth, columns, out, out_stride);
-  Products(rows - 8, x + 8 * x_stride, x_stride, w, depth, columns, out + 8 * out_stride, out_stride);
-}
 
 struct Experts {
   const float *x, *up, *down;
@@ -234,49 +345,54 @@ struct Experts {
   int num_tokens, width, hidden, block_rows;
 };
 
-void RunBlock(const Experts& e, int block) {
+// Blocks of one expert.
+void RunBlocks(const Experts& e, int begin, int end) {
   const int width = e.width, hidden = e.hidden;
-  const int64_t first = static_cast<int64_t>(block) * e.block_rows;
-  int rows = e.block_rows;  // gaps are behind an expert's rows
+  const int64_t first = static_cast<int64_t>(begin) * e.block_rows;
+  int rows = (end - begin) * e.block_rows;  // gaps are behind an expert's rows
   while (rows > 0 && e.row_token[first + rows - 1] >= e.num_tokens) --rows;
-  if (rows == 0) return;
-  thread_local std::vector<float> in, between;
-  in.resize(rows * width);
-  between.resize(rows * 2 * hidden);
+  thread_local std::vector<Vec> memory;  // is aligned
+  memory.resize(static_cast<int64_t>(rows) * (width + 2 * hidden) / kLanes);
+  auto* in = reinterpret_cast<float*>(memory.data());
+  float* between = in + rows * width;
   for (int m = 0; m < rows; ++m) {
     const int token = e.row_token[first + m];
     if (token >= e.num_tokens)
-      std::fill_n(&in[m * width], width, 0.0f);
+      std::fill_n(in + m * width, width, 0.0f);
     else
-      std::copy_n(e.x + static_cast<int64_t>(token) * width, width, &in[m * width]);
+      std::copy_n(e.x + static_cast<int64_t>(token) * width, width, in + m * width);
   }
-  const int64_t slot = e.block_slot[block];
-  Products(rows, in.data(), width, e.up + slot * width * 2 * hidden, width, 2 * hidden, between.data(),
-           2 * hidden);
+  const int64_t slot = e.block_slot[begin];
+  auto row = [in, width](int m, int k) { return in[m * width + k]; };
+  Product(rows, 2 * hidden, width, row, e.up + slot * width * 2 * hidden, 2 * hidden, nullptr, between,
+          2 * hidden);
   for (int m = 0; m < rows; ++m) {
-    float* gate = &between[m * 2 * hidden];
+    float* gate = between + m * 2 * hidden;
     for (int f = 0; f < hidden; f += kLanes) {
       const Vec g = Load(gate + f), small = Exp(g > 0.0f ? -g : g);
       const Vec sigmoid = (g > 0.0f ? Vec{} + 1.0f : small) / (1.0f + small);
       Store(gate + f, g * sigmoid * Load(gate + hidden + f));
     }
   }
-  Products(rows, between.data(), 2 * hidden, e.down + slot * hidden * width, hidden, width,
-           e.sorted + first * width, width);
+  auto gated = [between, hidden](int m, int k) { return between[m * 2 * hidden + k]; };
+  Product(rows, width, hidden, gated, e.down + slot * hidden * width, width, nullptr,
+          e.sorted + first * width, width);
 }
 
+constexpr int kBlockRows = 64;  // of an expert that a task computes
+
 ffi::Error MoeMlp(ffi::ThreadPool pool, Floats x, Floats up, Floats down, Ints row_token,
-                  Ints block_slot, Ints num_blocks, Ints visit_row, Floats visit_weight, Result out) {
+                  Ints block_slot, Ints num_blocks, Ints visit_row, Floats visit_weight, Result out,
+                  Result sorted) {
   const int rows = static_cast<int>(row_token.dimensions()[0]);
   const int blocks = static_cast<int>(block_slot.dimensions()[0]);
   const int picks = static_cast<int>(visit_row.dimensions()[1]);
-  auto sorted = std::make_shared<std::vector<float>>(static_cast<int64_t>(rows) * x.dimensions()[1]);
   const Experts e{x.typed_data(),
                   up.typed_data(),
                   down.typed_data(),
                   row_token.typed_data(),
                   block_slot.typed_data(),
-                  sorted->data(),
+                  sorted->typed_data(),
                   static_cast<int>(x.dimensions()[0]),
                   static_cast<int>(x.dimensions()[1]),
                   static_cast<int>(down.dimensions()[1]),
@@ -285,25 +401,22 @@ ffi::Error MoeMlp(ffi::ThreadPool pool, Floats x, Floats up, Floats down, Ints r
   auto begins = std::make_shared<std::vector<int>>();
   const int used = std::min(*num_blocks.typed_data(), blocks);
   for (int block = 0; block < used; ++block)
-    if (block == 0 || e.block_slot[block] != e.block_slot[block - 1]) begins->push_back(block);
-  const int active = static_cast<int>(begins->size());
+    if (block == 0 || e.block_slot[block] != e.block_slot[block - 1] ||
+        (block - begins->back()) * e.block_rows >= kBlockRows)
+      begins->push_back(block);
+  const int tasks = static_cast<int>(begins->size());
   begins->push_back(used);
-  Parallel(pool, active, [e, begins, sorted](int i) {
-    for (int block = (*begins)[i]; block < (*begins)[i + 1]; ++block) RunBlock(e, block);
-  });
+  Parallel(pool, tasks, [e, begins](int i) { RunBlocks(e, (*begins)[i], (*begins)[i + 1]); });
   const int32_t* row_of = visit_row.typed_data();
   const float* weight = visit_weight.typed_data();
-  float* to = out->typed_data();
-  for (int t = 0; t < e.num_tokens; ++t) {
-    float* sum = to + static_cast<int64_t>(t) * e.width;
-    std::fill_n(sum, e.width, 0.0f);
-    for (int i = t * picks; i < (t + 1) * picks; ++i) {
-      if (row_of[i] >= rows) continue;
-      const float* from = sorted->data() + static_cast<int64_t>(row_of[i]) * e.width;
-      for (int d = 0; d < e.width; d += kLanes)
-        Store(sum + d, Load(sum + d) + weight[i] * Load(from + d));
+  for (int t = 0; t < e.num_tokens; ++t)
+    for (int d = 0; d < e.width; d += kLanes) {
+      Vec sum{};
+      for (int i = t * picks; i < (t + 1) * picks; ++i)
+        if (row_of[i] < rows)
+          sum += weight[i] * Load(e.sorted + static_cast<int64_t>(row_of[i]) * e.width + d);
+      Store(out->typed_data() + static_cast<int64_t>(t) * e.width + d, sum);
     }
-  }
   return ffi::Error::Success();
 }
 
@@ -323,6 +436,21 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jmoe_attend, Attend,
                                   .Attr<int32_t>("window")
                                   .Ret<Floats>());
 
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jmoe_prefill, Prefill,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<Floats>()
+                                  .Arg<Floats>()
+                                  .Arg<Floats>()
+                                  .Arg<Floats>()
+                                  .Arg<Ints>()
+                                  .Arg<Ints>()
+                                  .Arg<Ints>()
+                                  .Arg<Ints>()
+                                  .Attr<float>("scale")
+                                  .Attr<int32_t>("window")
+                                  .Ret<Floats>());
+
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jmoe_moe_mlp, MoeMlp,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
@@ -334,4 +462,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jmoe_moe_mlp, MoeMlp,
                                   .Arg<Ints>()
                                   .Arg<Ints>()
                                   .Arg<Floats>()
+                                  .Ret<Floats>()
                                   .Ret<Floats>());
