@@ -46,6 +46,21 @@ inline float Sum(Vec v) {
   return part[0];
 }
 
+// Adds up each of kLanes vectors, which it changes: lane i of the result is the sum of vector i.
+template <int half = kLanes / 2>
+inline Vec Sums(Vec* v) {
+  IntVec own, other;  // lanes of v[i] where the bit `half` is unset, else of v[i + half]
+  for (int lane = 0; lane < kLanes; ++lane) {
+    const int from = (lane & half) != 0 ? kLanes : 0;
+    own[lane] = from + lane;
+    other[lane] = from + (lane ^ half);
+  }
+  for (int i = 0; i < half; ++i)
+    v[i] = __builtin_shuffle(v[i], v[i + half], own) + __builtin_shuffle(v[i], v[i + half], other);
+  if constexpr (half > 1) return Sums<half / 2>(v);
+  return v[0];
+}
+
 // exp of numbers that are not above 0, to about 1e-7 of it; 0 far below; NaN of NaN. x = k ln 2 + r,
 // and a polynomial in r whose coefficients are those of the Cephes library.
 inline Vec Exp(Vec x) {
@@ -105,18 +120,17 @@ constexpr int kWide = 1;
 inline void Hold(Vec&) {}
 #endif
 
-// out = x @ w of a tile, of x(m, k); or out = out * keep + x @ w, of a factor a column.
-template <int rows, int wide, typename X>
-inline void Tile(int depth, X x, const float* w, int64_t w_stride, const float* keep, float* out,
-                 int64_t out_stride) {
+// out = x @ w of a tile, or out += x @ w where it is to `add`: of elements x(m, k) and rows w(k).
+template <int rows, int wide, typename X, typename W>
+inline void Tile(int depth, X x, W w, bool add, float* out, int64_t out_stride) {
   Vec sums[rows][wide]{};
-  if (keep != nullptr)
+  if (add)
     for (int m = 0; m < rows; ++m)
-      for (int j = 0; j < wide; ++j)
-        sums[m][j] = Load(out + m * out_stride + j * kLanes) * Load(keep + j * kLanes);
+      for (int j = 0; j < wide; ++j) sums[m][j] = Load(out + m * out_stride + j * kLanes);
   for (int k = 0; k < depth; ++k) {
+    const float* row = w(k);
     Vec from[wide];
-    for (int j = 0; j < wide; ++j) Hold(from[j] = Load(w + k * w_stride + j * kLanes));
+    for (int j = 0; j < wide; ++j) Hold(from[j] = Load(row + j * kLanes));
     for (int m = 0; m < rows; ++m) {
       const float by = x(m, k);
       for (int j = 0; j < wide; ++j) sums[m][j] += by * from[j];
@@ -128,30 +142,33 @@ inline void Tile(int depth, X x, const float* w, int64_t w_stride, const float* 
 
 // The same of any number of rows, and of columns that are a multiple of the lanes. A row's sums go by
 // rising k whatever the number of rows is.
-template <int wide = kWide, typename X>
-void Product(int rows, int columns, int depth, X x, const float* w, int64_t w_stride, const float* keep,
-             float* out, int64_t out_stride) {
-  int n = 0;
+template <int wide = kWide, typename X, typename W>
+void Product(int rows, int columns, int depth, X x, W w, bool add, float* out, int64_t out_stride,
+             int n = 0) {
   for (; n + wide * kLanes <= columns; n += wide * kLanes) {
-    const float* factor = keep == nullptr ? nullptr : keep + n;
     for (int m = 0, size; m < rows; m += size) {
       const int left = rows - m;
       size = left <= kRows ? left : left < 2 * kRows ? left / 2 : kRows;
       auto at = [x, m](int i, int k) { return x(m + i, k); };
+      auto from = [w, n](int k) { return w(k) + n; };
       float* to = out + m * out_stride + n;
       switch (size) {
-        case 1: Tile<1, wide>(depth, at, w + n, w_stride, factor, to, out_stride); break;
-        case 2: Tile<2, wide>(depth, at, w + n, w_stride, factor, to, out_stride); break;
-        case 3: Tile<3, wide>(depth, at, w + n, w_stride, factor, to, out_stride); break;
-        case 4: Tile<4, wide>(depth, at, w + n, w_stride, factor, to, out_stride); break;
-        case 5: Tile<5, wide>(depth, at, w + n, w_stride, factor, to, out_stride); break;
-        default: Tile<6, wide>(depth, at, w + n, w_stride, factor, to, out_stride);
+        case 1: Tile<1, wide>(depth, at, from, add, to, out_stride); break;
+        case 2: Tile<2, wide>(depth, at, from, add, to, out_stride); break;
+        case 3: Tile<3, wide>(depth, at, from, add, to, out_stride); break;
+        case 4: Tile<4, wide>(depth, at, from, add, to, out_stride); break;
+        case 5: Tile<5, wide>(depth, at, from, add, to, out_stride); break;
+        default: Tile<6, wide>(depth, at, from, add, to, out_stride);
       }
     }
   }
   if constexpr (wide > 1)
-    Product<1>(rows, columns - n, depth, x, w + n, w_stride, keep == nullptr ? keep : keep + n, out + n,
-               out_stride);
+    if (n < columns) Product<wide / 2>(rows, columns, depth, x, w, add, out, out_stride, n);
+}
+
+// Rows of a matrix that follow each other.
+inline auto RowsOf(const float* from, int64_t stride) {
+  return [from, stride](int k) { return from + k * stride; };
 }
 
 // -- attention ----------------------------------------------------------------------------------
@@ -166,10 +183,17 @@ struct Attention {
   int heads, kv_heads, head_dim, page_size, max_pages, window;
   float scale;
 
-  // Where the key and the value of a position begin, in `k` and `v`.
-  int64_t At(int sequence, int g, int position) const {
-    const int64_t entry = static_cast<int64_t>(sequence) * max_pages + position / page_size;
-    return (((first_page + table[entry]) * kv_heads + g) * page_size + position % page_size) * head_dim;
+  // Finds keys and values of positions that follow each other.
+  void Find(int sequence, int g, int position, int n, const float** keys, const float** values) const {
+    for (int c = 0; c < n;) {
+      const int64_t entry = static_cast<int64_t>(sequence) * max_pages + (position + c) / page_size;
+      int offset = (position + c) % page_size;
+      int64_t at = (((first_page + table[entry]) * kv_heads + g) * page_size + offset) * head_dim;
+      for (; c < n && offset < page_size; ++c, ++offset, at += head_dim) {
+        keys[c] = k + at;
+        values[c] = v + at;
+      }
+    }
   }
 };
 
@@ -177,25 +201,37 @@ struct Attention {
 void AttendHead(const Attention& a, int b, int g) {
   const int group = a.heads / a.kv_heads, dim = a.head_dim, length = a.kv_len[b];
   const int64_t row = static_cast<int64_t>(b) * a.heads + g * group;
-  std::vector<float> top(a.sinks + row, a.sinks + row + group), norm(group), acc(group * dim);
+  thread_local std::vector<Vec> memory;  // is aligned
+  memory.assign(group * (dim + kKeys) / kLanes, Vec{});
+  float *acc = reinterpret_cast<float*>(memory.data()), *scores = acc + group * dim;
+  std::vector<float> top(a.sinks + row, a.sinks + row + group), norm(group);
   for (int h = 0; h < group; ++h) norm[h] = top[h] == -kInfinity ? 0.0f : 1.0f;
-  alignas(64) float p[kKeys];
-  int at = a.window > 0 ? std::max(0, length - a.window) : 0;
-  while (at < length) {
-    const int n = std::min({kKeys, a.page_size - at % a.page_size, length - at});
-    const int64_t begin = a.At(b, g, at);
-    const float *k = a.k + begin, *v = a.v + begin;
+  IntVec lane;
+  for (int i = 0; i < kLanes; ++i) lane[i] = i;
+  const float *keys[kKeys], *values[kKeys];
+  for (int at = a.window > 0 ? std::max(0, length - a.window) : 0, n; at < length; at += n) {
+    n = std::min(kKeys, length - at);
+    a.Find(b, g, at, n, keys, values);
+    for (int c = 0; c < n; ++c)
+      for (int d = 0; d < dim; d += kLanes) __builtin_prefetch(values[c] + d);
     for (int h = 0; h < group; ++h) {
       const float* q = a.q + (row + h) * dim;
-      float most = top[h];
-      for (int c = 0; c < n; ++c) {
-        Vec sum = Load(q) * Load(k + c * dim);
-        for (int d = kLanes; d < dim; d += kLanes) sum += Load(q + d) * Load(k + c * dim + d);
-        p[c] = Sum(sum) * a.scale;
-        most = p[c] > most ? p[c] : most;
+      float* p = scores + h * kKeys;
+      Vec largest = Vec{} + top[h];
+      for (int c = 0; c < n; c += kLanes) {
+        Vec dots[kLanes];
+        for (int i = 0; i < kLanes; ++i) {
+          const float* k = keys[std::min(c + i, n - 1)];
+          dots[i] = Load(q) * Load(k);
+          for (int d = kLanes; d < dim; d += kLanes) dots[i] += Load(q + d) * Load(k + d);
+        }
+        const Vec s = lane < n - c ? Sums(dots) * a.scale : Vec{} - kInfinity;
+        Store(p + c, s);
+        largest = s > largest ? s : largest;
       }
+      float most = top[h];
+      for (int i = 0; i < kLanes; ++i) most = largest[i] > most ? largest[i] : most;
       const float pivot = most == -kInfinity ? 0.0f : most;
-      for (int c = n; c % kLanes != 0; ++c) p[c] = -kInfinity;
       Vec weights{};
       for (int c = 0; c < n; c += kLanes) {
         const Vec e = Exp(Load(p + c) - pivot);
@@ -205,13 +241,11 @@ void AttendHead(const Attention& a, int b, int g) {
       const float keep = std::exp(top[h] - pivot);
       norm[h] = norm[h] * keep + Sum(weights);
       top[h] = most;
-      for (int d = 0; d < dim; d += kLanes) {
-        Vec sum = Load(&acc[h * dim + d]) * keep;
-        for (int c = 0; c < n; ++c) sum += p[c] * Load(v + c * dim + d);
-        Store(&acc[h * dim + d], sum);
-      }
+      for (int d = 0; d < dim; d += kLanes) Store(acc + h * dim + d, Load(acc + h * dim + d) * keep);
     }
-    at += n;
+    auto weight = [scores](int h, int c) { return scores[h * kKeys + c]; };
+    auto value = [&values](int c) { return values[c]; };
+    Product(group, dim, n, weight, value, true, acc, dim);
   }
   for (int h = 0; h < group; ++h)
     for (int d = 0; d < dim; ++d)
@@ -231,10 +265,10 @@ void AttendRows(const Attention& a, const Rows& rows, int g) {
   const int group = a.heads / a.kv_heads, dim = a.head_dim, queries = rows.count * group;
   const int vecs = (queries + kLanes - 1) / kLanes, wide = vecs * kLanes;
   thread_local std::vector<Vec> memory;  // is aligned
-  memory.assign(static_cast<int64_t>(vecs) * (2 * dim + kKeys + 4), Vec{});
+  memory.assign(static_cast<int64_t>(vecs) * (2 * dim + kKeys + 3), Vec{});
   float *q = reinterpret_cast<float*>(memory.data()), *acc = q + dim * wide, *scores = acc + dim * wide;
-  float *top = scores + kKeys * wide, *norm = top + wide, *keep = norm + wide;
-  auto* seen = reinterpret_cast<IntVec*>(keep + wide);
+  float *top = scores + kKeys * wide, *norm = top + wide;
+  auto* seen = reinterpret_cast<IntVec*>(norm + wide);
   auto query = [&](int i) {
     return (static_cast<int64_t>(rows.first + i / group) * a.heads + g * group + i % group) * dim;
   };
@@ -250,12 +284,9 @@ void AttendRows(const Attention& a, const Rows& rows, int g) {
   const float *keys[kKeys], *values[kKeys];
   for (int at = window > 0 ? std::max(0, rows.seen - window) : 0, n; at < end; at += n) {
     n = std::min(kKeys - at % kKeys, end - at);
-    for (int c = 0; c < n; ++c) {
-      keys[c] = a.k + a.At(rows.chunk, g, at + c);
-      values[c] = a.v + a.At(rows.chunk, g, at + c);
-    }
-    auto key = [&keys](int m, int k) { return keys[m][k]; };
-    Product(n, wide, dim, key, q, wide, nullptr, scores, wide);
+    a.Find(rows.chunk, g, at, n, keys, values);
+    auto key = [&keys](int c, int d) { return keys[c][d]; };
+    Product(n, wide, dim, key, RowsOf(q, wide), false, scores, wide);
     for (int j = 0; j < vecs; ++j) {
       const Vec before = Load(top + j * kLanes);
       Vec most = before, weights{};
@@ -274,13 +305,16 @@ void AttendRows(const Attention& a, const Rows& rows, int g) {
         Store(score, e);
         weights += e;
       }
-      const Vec less = Exp(before - pivot);
-      Store(norm + j * kLanes, Load(norm + j * kLanes) * less + weights);
-      Store(keep + j * kLanes, less);
+      const Vec keep = Exp(before - pivot);
+      Store(norm + j * kLanes, Load(norm + j * kLanes) * keep + weights);
       Store(top + j * kLanes, most);
+      for (int d = 0; d < dim; ++d) {
+        float* sum = acc + d * wide + j * kLanes;
+        Store(sum, Load(sum) * keep);
+      }
     }
-    auto value = [&values](int m, int k) { return values[k][m]; };
-    Product(dim, wide, n, value, scores, wide, keep, acc, wide);
+    auto value = [&values](int d, int c) { return values[c][d]; };
+    Product(dim, wide, n, value, RowsOf(scores, wide), true, acc, wide);
   }
   for (int i = 0; i < queries; ++i)
     for (int d = 0; d < dim; ++d)
@@ -364,8 +398,8 @@ void RunBlocks(const Experts& e, int begin, int end) {
   }
   const int64_t slot = e.block_slot[begin];
   auto row = [in, width](int m, int k) { return in[m * width + k]; };
-  Product(rows, 2 * hidden, width, row, e.up + slot * width * 2 * hidden, 2 * hidden, nullptr, between,
-          2 * hidden);
+  Product(rows, 2 * hidden, width, row, RowsOf(e.up + slot * width * 2 * hidden, 2 * hidden), false,
+          between, 2 * hidden);
   for (int m = 0; m < rows; ++m) {
     float* gate = between + m * 2 * hidden;
     for (int f = 0; f < hidden; f += kLanes) {
@@ -375,7 +409,7 @@ void RunBlocks(const Experts& e, int begin, int end) {
     }
   }
   auto gated = [between, hidden](int m, int k) { return between[m * 2 * hidden + k]; };
-  Product(rows, width, hidden, gated, e.down + slot * hidden * width, width, nullptr,
+  Product(rows, width, hidden, gated, RowsOf(e.down + slot * hidden * width, width), false,
           e.sorted + first * width, width);
 }
 
