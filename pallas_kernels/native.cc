@@ -120,9 +120,16 @@ constexpr int kWide = 1;
 inline void Hold(Vec&) {}
 #endif
 
-// out = x @ w of a tile, or out += x @ w where it is to `add`: of elements x(m, k) and rows w(k).
-template <int rows, int wide, typename X, typename W>
-inline void Tile(int depth, X x, W w, bool add, float* out, int64_t out_stride) {
+struct Matrix {
+  const float* at;
+  int64_t stride;
+  const float* operator()(int row) const { return at + row * stride; }
+};
+
+// out = x @ w of a tile, or out += x @ w where it is to `add`: of elements x(m, k) and rows w(k). It
+// may fetch a tile of `next`, which is read after it.
+template <int rows, int wide, bool fetch, typename X, typename W>
+inline void Tile(int depth, X x, W w, Matrix next, bool add, float* out, int64_t out_stride) {
   Vec sums[rows][wide]{};
   if (add)
     for (int m = 0; m < rows; ++m)
@@ -131,6 +138,8 @@ inline void Tile(int depth, X x, W w, bool add, float* out, int64_t out_stride) 
     const float* row = w(k);
     Vec from[wide];
     for (int j = 0; j < wide; ++j) Hold(from[j] = Load(row + j * kLanes));
+    if constexpr (fetch)
+      for (int j = 0; j < wide; ++j) __builtin_prefetch(next(k) + j * kLanes, 0, 2);
     for (int m = 0; m < rows; ++m) {
       const float by = x(m, k);
       for (int j = 0; j < wide; ++j) sums[m][j] += by * from[j];
@@ -142,33 +151,31 @@ inline void Tile(int depth, X x, W w, bool add, float* out, int64_t out_stride) 
 
 // The same of any number of rows, and of columns that are a multiple of the lanes. A row's sums go by
 // rising k whatever the number of rows is.
-template <int wide = kWide, typename X, typename W>
+template <bool fetch = false, int wide = kWide, typename X, typename W>
 void Product(int rows, int columns, int depth, X x, W w, bool add, float* out, int64_t out_stride,
-             int n = 0) {
+             Matrix next = {}, int n = 0) {
   for (; n + wide * kLanes <= columns; n += wide * kLanes) {
+    auto from = [w, n](int k) { return w(k) + n; };
+    Matrix after = next;
+    if constexpr (fetch)
+      if (n + wide * kLanes < columns) after = {from(0) + wide * kLanes, w.stride};
     for (int m = 0, size; m < rows; m += size) {
       const int left = rows - m;
       size = left <= kRows ? left : left < 2 * kRows ? left / 2 : kRows;
       auto at = [x, m](int i, int k) { return x(m + i, k); };
-      auto from = [w, n](int k) { return w(k) + n; };
       float* to = out + m * out_stride + n;
       switch (size) {
-        case 1: Tile<1, wide>(depth, at, from, add, to, out_stride); break;
-        case 2: Tile<2, wide>(depth, at, from, add, to, out_stride); break;
-        case 3: Tile<3, wide>(depth, at, from, add, to, out_stride); break;
-        case 4: Tile<4, wide>(depth, at, from, add, to, out_stride); break;
-        case 5: Tile<5, wide>(depth, at, from, add, to, out_stride); break;
-        default: Tile<6, wide>(depth, at, from, add, to, out_stride);
+        case 1: Tile<1, wide, fetch>(depth, at, from, after, add, to, out_stride); break;
+        case 2: Tile<2, wide, fetch>(depth, at, from, after, add, to, out_stride); break;
+        case 3: Tile<3, wide, fetch>(depth, at, from, after, add, to, out_stride); break;
+        case 4: Tile<4, wide, fetch>(depth, at, from, after, add, to, out_stride); break;
+        case 5: Tile<5, wide, fetch>(depth, at, from, after, add, to, out_stride); break;
+        default: Tile<6, wide, fetch>(depth, at, from, after, add, to, out_stride);
       }
     }
   }
   if constexpr (wide > 1)
-    if (n < columns) Product<wide / 2>(rows, columns, depth, x, w, add, out, out_stride, n);
-}
-
-// Rows of a matrix that follow each other.
-inline auto RowsOf(const float* from, int64_t stride) {
-  return [from, stride](int k) { return from + k * stride; };
+    if (n < columns) Product<fetch, wide / 2>(rows, columns, depth, x, w, add, out, out_stride, next, n);
 }
 
 // -- attention ----------------------------------------------------------------------------------
@@ -286,7 +293,7 @@ void AttendRows(const Attention& a, const Rows& rows, int g) {
     n = std::min(kKeys - at % kKeys, end - at);
     a.Find(rows.chunk, g, at, n, keys, values);
     auto key = [&keys](int c, int d) { return keys[c][d]; };
-    Product(n, wide, dim, key, RowsOf(q, wide), false, scores, wide);
+    Product(n, wide, dim, key, Matrix{q, wide}, false, scores, wide);
     for (int j = 0; j < vecs; ++j) {
       const Vec before = Load(top + j * kLanes);
       Vec most = before, weights{};
@@ -314,7 +321,7 @@ void AttendRows(const Attention& a, const Rows& rows, int g) {
       }
     }
     auto value = [&values](int d, int c) { return values[c][d]; };
-    Product(dim, wide, n, value, RowsOf(scores, wide), true, acc, wide);
+    Product(dim, wide, n, value, Matrix{scores, wide}, true, acc, wide);
   }
   for (int i = 0; i < queries; ++i)
     for (int d = 0; d < dim; ++d)
@@ -376,7 +383,7 @@ struct Experts {
   const float *x, *up, *down;
   const int32_t *row_token, *block_slot;
   float* sorted;  // a row of results for each sorted row
-  int num_tokens, width, hidden, block_rows;
+  int num_tokens, width, hidden, blocks, block_rows;
 };
 
 // Blocks of one expert.
@@ -396,10 +403,19 @@ void RunBlocks(const Experts& e, int begin, int end) {
     else
       std::copy_n(e.x + static_cast<int64_t>(token) * width, width, in + m * width);
   }
-  const int64_t slot = e.block_slot[begin];
-  auto row = [in, width](int m, int k) { return in[m * width + k]; };
-  Product(rows, 2 * hidden, width, row, RowsOf(e.up + slot * width * 2 * hidden, 2 * hidden), false,
-          between, 2 * hidden);
+  const int64_t slot = e.block_slot[begin], next = e.block_slot[std::min(end, e.blocks - 1)];
+  const Matrix up{e.up + slot * width * 2 * hidden, 2 * hidden};
+  const Matrix down{e.down + slot * hidden * width, width};
+  // Of few rows the time is that of reading weights.
+  auto product = [rows](const float* x, int64_t stride, Matrix w, int depth, int columns, float* out,
+                        int64_t out_stride, Matrix after) {
+    auto row = [x, stride](int m, int k) { return x[m * stride + k]; };
+    if (rows <= 2 * kRows)
+      Product<true>(rows, columns, depth, row, w, false, out, out_stride, after);
+    else
+      Product(rows, columns, depth, row, w, false, out, out_stride);
+  };
+  product(in, width, up, width, 2 * hidden, between, 2 * hidden, down);
   for (int m = 0; m < rows; ++m) {
     float* gate = between + m * 2 * hidden;
     for (int f = 0; f < hidden; f += kLanes) {
@@ -408,9 +424,8 @@ void RunBlocks(const Experts& e, int begin, int end) {
       Store(gate + f, g * sigmoid * Load(gate + hidden + f));
     }
   }
-  auto gated = [between, hidden](int m, int k) { return between[m * 2 * hidden + k]; };
-  Product(rows, width, hidden, gated, RowsOf(e.down + slot * hidden * width, width), false,
-          e.sorted + first * width, width);
+  product(between, 2 * hidden, down, hidden, width, e.sorted + first * width, width,
+          {e.up + next * width * 2 * hidden, 2 * hidden});
 }
 
 constexpr int kBlockRows = 64;  // of an expert that a task computes
@@ -430,6 +445,7 @@ ffi::Error MoeMlp(ffi::ThreadPool pool, Floats x, Floats up, Floats down, Ints r
                   static_cast<int>(x.dimensions()[0]),
                   static_cast<int>(x.dimensions()[1]),
                   static_cast<int>(down.dimensions()[1]),
+                  blocks,
                   rows / blocks};
   // An expert's blocks follow each other, and one thread runs them: weights are read once.
   auto begins = std::make_shared<std::vector<int>>();
