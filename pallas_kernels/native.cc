@@ -215,12 +215,25 @@ void AttendHead(const Attention& a, int b, int g) {
   for (int h = 0; h < group; ++h) norm[h] = top[h] == -kInfinity ? 0.0f : 1.0f;
   IntVec lane;
   for (int i = 0; i < kLanes; ++i) lane[i] = i;
-  const float *keys[kKeys], *values[kKeys];
-  for (int at = a.window > 0 ? std::max(0, length - a.window) : 0, n; at < length; at += n) {
-    n = std::min(kKeys, length - at);
-    a.Find(b, g, at, n, keys, values);
-    for (int c = 0; c < n; ++c)
-      for (int d = 0; d < dim; d += kLanes) __builtin_prefetch(values[c] + d);
+  struct Block {
+    int n;
+    const float *keys[kKeys], *values[kKeys];
+  } blocks[2];  // one that is computed, and the one after it
+  auto fetch = [&](Block& block, int at) {
+    block.n = std::min(kKeys, length - at);
+    a.Find(b, g, at, block.n, block.keys, block.values);
+    for (int c = 0; c < block.n; ++c)
+      for (int d = 0; d < dim; d += kLanes) {
+        __builtin_prefetch(block.keys[c] + d, 0, 2);
+        __builtin_prefetch(block.values[c] + d, 0, 2);
+      }
+  };
+  int at = a.window > 0 ? std::max(0, length - a.window) : 0;
+  fetch(blocks[0], at);
+  for (int i = 0; at < length; ++i) {
+    const auto& [n, keys, values] = blocks[i % 2];
+    at += n;
+    fetch(blocks[(i + 1) % 2], at);
     for (int h = 0; h < group; ++h) {
       const float* q = a.q + (row + h) * dim;
       float* p = scores + h * kKeys;
@@ -251,7 +264,7 @@ void AttendHead(const Attention& a, int b, int g) {
       for (int d = 0; d < dim; d += kLanes) Store(acc + h * dim + d, Load(acc + h * dim + d) * keep);
     }
     auto weight = [scores](int h, int c) { return scores[h * kKeys + c]; };
-    auto value = [&values](int c) { return values[c]; };
+    auto value = [rows = &values[0]](int c) { return rows[c]; };
     Product(group, dim, n, weight, value, true, acc, dim);
   }
   for (int h = 0; h < group; ++h)
@@ -282,7 +295,7 @@ void AttendRows(const Attention& a, const Rows& rows, int g) {
   std::fill_n(top, wide, -kInfinity);
   for (int i = 0; i < queries; ++i) {
     const float* from = a.q + query(i);
-    for (int d = 0; d < dim; ++d) q[d * wide + i] = from[d] * a.scale;
+    for (int d = 0; d < dim; ++d) q[d * wide + i] = from[d];
     seen[i / kLanes][i % kLanes] = rows.seen + i / group;
     top[i] = a.sinks[g * group + i % group];
     norm[i] = top[i] == -kInfinity ? 0.0f : 1.0f;
@@ -301,7 +314,7 @@ void AttendRows(const Attention& a, const Rows& rows, int g) {
         float* score = scores + c * wide + j * kLanes;
         IntVec live = at + c < seen[j];
         if (window > 0) live &= at + c >= seen[j] - window;
-        const Vec s = live ? Load(score) : Vec{} - kInfinity;
+        const Vec s = live ? Load(score) * a.scale : Vec{} - kInfinity;
         Store(score, s);
         most = s > most ? s : most;
       }
