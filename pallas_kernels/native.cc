@@ -1,4 +1,4 @@
-// Decode attention over pages and the routed experts for CPUs, as calls that XLA makes (see native.py).
+// Attention over pages and the routed experts for CPUs, as calls that XLA makes (see native.py).
 //
 // XLA's loops run on one thread, and copy pages and experts' weights before they multiply. These read
 // both where they are, on all threads of XLA's pool. A row's result depends on its own data alone: not
@@ -44,6 +44,21 @@ inline float Sum(Vec v) {
   for (int half = kLanes / 2; half > 0; half /= 2)
     for (int i = 0; i < half; ++i) part[i] += part[i + half];
   return part[0];
+}
+
+// Adds up each of kLanes vectors, which it changes: lane i of the result is the sum of vector i.
+template <int half = kLanes / 2>
+inline Vec Sums(Vec* v) {
+  IntVec own, other;  // lanes of v[i] where the bit `half` is unset, else of v[i + half]
+  for (int lane = 0; lane < kLanes; ++lane) {
+    const int from = (lane & half) != 0 ? kLanes : 0;
+    own[lane] = from + lane;
+    other[lane] = from + (lane ^ half);
+  }
+  for (int i = 0; i < half; ++i)
+    v[i] = __builtin_shuffle(v[i], v[i + half], own) + __builtin_shuffle(v[i], v[i + half], other);
+  if constexpr (half > 1) return Sums<half / 2>(v);
+  return v[0];
 }
 
 // exp of numbers that are not above 0, to about 1e-7 of it; 0 far below; NaN of NaN. x = k ln 2 + r,
@@ -94,7 +109,76 @@ void Parallel(ffi::ThreadPool& pool, int n, Task task) {
   progress->all_done.wait(lock, [&] { return progress->done.load() == n; });
 }
 
-// -- decode attention -----------------------------------------------------------------------------
+// -- products -------------------------------------------------------------------------------------
+
+constexpr int kRows = 6;  // of a tile at most: as many sums as registers hold
+#ifdef __AVX512F__
+constexpr int kWide = 4;  // vectors of a tile's rows
+inline void Hold(Vec& v) { asm("" : "+v"(v)); }  // in a register: or each row's product loads it again
+#else
+constexpr int kWide = 1;
+inline void Hold(Vec&) {}
+#endif
+
+struct Matrix {
+  const float* at;
+  int64_t stride;
+  const float* operator()(int row) const { return at + row * stride; }
+};
+
+// out = x @ w of a tile, or out += x @ w where it is to `add`: of elements x(m, k) and rows w(k). It
+// may fetch a tile of `next`, which is read after it.
+template <int rows, int wide, bool fetch, typename X, typename W>
+inline void Tile(int depth, X x, W w, Matrix next, bool add, float* out, int64_t out_stride) {
+  Vec sums[rows][wide]{};
+  if (add)
+    for (int m = 0; m < rows; ++m)
+      for (int j = 0; j < wide; ++j) sums[m][j] = Load(out + m * out_stride + j * kLanes);
+  for (int k = 0; k < depth; ++k) {
+    const float* row = w(k);
+    Vec from[wide];
+    for (int j = 0; j < wide; ++j) Hold(from[j] = Load(row + j * kLanes));
+    if constexpr (fetch)
+      for (int j = 0; j < wide; ++j) __builtin_prefetch(next(k) + j * kLanes, 0, 2);
+    for (int m = 0; m < rows; ++m) {
+      const float by = x(m, k);
+      for (int j = 0; j < wide; ++j) sums[m][j] += by * from[j];
+    }
+  }
+  for (int m = 0; m < rows; ++m)
+    for (int j = 0; j < wide; ++j) Store(out + m * out_stride + j * kLanes, sums[m][j]);
+}
+
+// The same of any number of rows, and of columns that are a multiple of the lanes. A row's sums go by
+// rising k whatever the number of rows is.
+template <bool fetch = false, int wide = kWide, typename X, typename W>
+void Product(int rows, int columns, int depth, X x, W w, bool add, float* out, int64_t out_stride,
+             Matrix next = {}, int n = 0) {
+  for (; n + wide * kLanes <= columns; n += wide * kLanes) {
+    auto from = [w, n](int k) { return w(k) + n; };
+    Matrix after = next;
+    if constexpr (fetch)
+      if (n + wide * kLanes < columns) after = {from(0) + wide * kLanes, w.stride};
+    for (int m = 0, size; m < rows; m += size) {
+      const int left = rows - m;
+      size = left <= kRows ? left : left < 2 * kRows ? left / 2 : kRows;
+      auto at = [x, m](int i, int k) { return x(m + i, k); };
+      float* to = out + m * out_stride + n;
+      switch (size) {
+        case 1: Tile<1, wide, fetch>(depth, at, from, after, add, to, out_stride); break;
+        case 2: Tile<2, wide, fetch>(depth, at, from, after, add, to, out_stride); break;
+        case 3: Tile<3, wide, fetch>(depth, at, from, after, add, to, out_stride); break;
+        case 4: Tile<4, wide, fetch>(depth, at, from, after, add, to, out_stride); break;
+        case 5: Tile<5, wide, fetch>(depth, at, from, after, add, to, out_stride); break;
+        default: Tile<6, wide, fetch>(depth, at, from, after, add, to, out_stride);
+      }
+    }
+  }
+  if constexpr (wide > 1)
+    if (n < columns) Product<fetch, wide / 2>(rows, columns, depth, x, w, add, out, out_stride, next, n);
+}
+
+// -- attention ----------------------------------------------------------------------------------
 
 constexpr int kKeys = 64;  // that are scored at a time
 
@@ -105,33 +189,69 @@ struct Attention {
   int64_t first_page;
   int heads, kv_heads, head_dim, page_size, max_pages, window;
   float scale;
+
+  // Finds keys and values of positions that follow each other.
+  void Find(int sequence, int g, int position, int n, const float** keys, const float** values) const {
+    for (int c = 0; c < n;) {
+      const int64_t entry = static_cast<int64_t>(sequence) * max_pages + (position + c) / page_size;
+      int offset = (position + c) % page_size;
+      int64_t at = (((first_page + table[entry]) * kv_heads + g) * page_size + offset) * head_dim;
+      for (; c < n && offset < page_size; ++c, ++offset, at += head_dim) {
+        keys[c] = k + at;
+        values[c] = v + at;
+      }
+    }
+  }
 };
 
-// One row and one key-value head.
+// Decode: one row and one key-value head.
 void AttendHead(const Attention& a, int b, int g) {
   const int group = a.heads / a.kv_heads, dim = a.head_dim, length = a.kv_len[b];
   const int64_t row = static_cast<int64_t>(b) * a.heads + g * group;
-  std::vector<float> top(a.sinks + row, a.sinks + row + group), norm(group), acc(group * dim);
+  thread_local std::vector<Vec> memory;  // is aligned
+  memory.assign(group * (dim + kKeys) / kLanes, Vec{});
+  float *acc = reinterpret_cast<float*>(memory.data()), *scores = acc + group * dim;
+  std::vector<float> top(a.sinks + row, a.sinks + row + group), norm(group);
   for (int h = 0; h < group; ++h) norm[h] = top[h] == -kInfinity ? 0.0f : 1.0f;
-  alignas(64) float p[kKeys];
+  IntVec lane;
+  for (int i = 0; i < kLanes; ++i) lane[i] = i;
+  struct Block {
+    int n;
+    const float *keys[kKeys], *values[kKeys];
+  } blocks[2];  // one that is computed, and the one after it
+  auto fetch = [&](Block& block, int at) {
+    block.n = std::min(kKeys, length - at);
+    a.Find(b, g, at, block.n, block.keys, block.values);
+    for (int c = 0; c < block.n; ++c)
+      for (int d = 0; d < dim; d += kLanes) {
+        __builtin_prefetch(block.keys[c] + d, 0, 2);
+        __builtin_prefetch(block.values[c] + d, 0, 2);
+      }
+  };
   int at = a.window > 0 ? std::max(0, length - a.window) : 0;
-  while (at < length) {
-    const int offset = at % a.page_size;
-    const int n = std::min({kKeys, a.page_size - offset, length - at});
-    const int64_t page = a.first_page + a.table[static_cast<int64_t>(b) * a.max_pages + at / a.page_size];
-    const int64_t begin = ((page * a.kv_heads + g) * a.page_size + offset) * dim;
-    const float *k = a.k + begin, *v = a.v + begin;
+  fetch(blocks[0], at);
+  for (int i = 0; at < length; ++i) {
+    const auto& [n, keys, values] = blocks[i % 2];
+    at += n;
+    fetch(blocks[(i + 1) % 2], at);
     for (int h = 0; h < group; ++h) {
       const float* q = a.q + (row + h) * dim;
-      float most = top[h];
-      for (int c = 0; c < n; ++c) {
-        Vec sum = Load(q) * Load(k + c * dim);
-        for (int d = kLanes; d < dim; d += kLanes) sum += Load(q + d) * Load(k + c * dim + d);
-        p[c] = Sum(sum) * a.scale;
-        most = p[c] > most ? p[c] : most;
+      float* p = scores + h * kKeys;
+      Vec largest = Vec{} + top[h];
+      for (int c = 0; c < n; c += kLanes) {
+        Vec dots[kLanes];
+        for (int i = 0; i < kLanes; ++i) {
+          const float* k = keys[std::min(c + i, n - 1)];
+          dots[i] = Load(q) * Load(k);
+          for (int d = kLanes; d < dim; d += kLanes) dots[i] += Load(q + d) * Load(k + d);
+        }
+        const Vec s = lane < n - c ? Sums(dots) * a.scale : Vec{} - kInfinity;
+        Store(p + c, s);
+        largest = s > largest ? s : largest;
       }
+      float most = top[h];
+      for (int i = 0; i < kLanes; ++i) most = largest[i] > most ? largest[i] : most;
       const float pivot = most == -kInfinity ? 0.0f : most;
-      for (int c = n; c % kLanes != 0; ++c) p[c] = -kInfinity;
       Vec weights{};
       for (int c = 0; c < n; c += kLanes) {
         const Vec e = Exp(Load(p + c) - pivot);
@@ -141,169 +261,225 @@ void AttendHead(const Attention& a, int b, int g) {
       const float keep = std::exp(top[h] - pivot);
       norm[h] = norm[h] * keep + Sum(weights);
       top[h] = most;
-      for (int d = 0; d < dim; d += kLanes) {
-        Vec sum = Load(&acc[h * dim + d]) * keep;
-        for (int c = 0; c < n; ++c) sum += p[c] * Load(v + c * dim + d);
-        Store(&acc[h * dim + d], sum);
-      }
+      for (int d = 0; d < dim; d += kLanes) Store(acc + h * dim + d, Load(acc + h * dim + d) * keep);
     }
-    at += n;
+    auto weight = [scores](int h, int c) { return scores[h * kKeys + c]; };
+    auto value = [rows = &values[0]](int c) { return rows[c]; };
+    Product(group, dim, n, weight, value, true, acc, dim);
   }
   for (int h = 0; h < group; ++h)
     for (int d = 0; d < dim; ++d)
       a.out[(row + h) * dim + d] = acc[h * dim + d] / (norm[h] < 1e-30f ? 1e-30f : norm[h]);
 }
 
+constexpr int kQueries = 64;  // rows by query heads of a tile, but where one row has more heads
+
+struct Rows {
+  int chunk, first, count;
+  int seen;  // positions that the first row sees
+};
+
+// Prefill: rows of a chunk and one key-value head. Queries lie side by side, so that what concerns a
+// score concerns a lane. Keys are scored in blocks that begin at multiples of kKeys, whatever the rows.
+void AttendRows(const Attention& a, const Rows& rows, int g) {
+  const int group = a.heads / a.kv_heads, dim = a.head_dim, queries = rows.count * group;
+  const int vecs = (queries + kLanes - 1) / kLanes, wide = vecs * kLanes;
+  thread_local std::vector<Vec> memory;  // is aligned
+  memory.assign(static_cast<int64_t>(vecs) * (2 * dim + kKeys + 3), Vec{});
+  float *q = reinterpret_cast<float*>(memory.data()), *acc = q + dim * wide, *scores = acc + dim * wide;
+  float *top = scores + kKeys * wide, *norm = top + wide;
+  auto* seen = reinterpret_cast<IntVec*>(norm + wide);
+  auto query = [&](int i) {
+    return (static_cast<int64_t>(rows.first + i / group) * a.heads + g * group + i % group) * dim;
+  };
+  std::fill_n(top, wide, -kInfinity);
+  for (int i = 0; i < queries; ++i) {
+    const float* from = a.q + query(i);
+    for (int d = 0; d < dim; ++d) q[d * wide + i] = from[d];
+    seen[i / kLanes][i % kLanes] = rows.seen + i / group;
+    top[i] = a.sinks[g * group + i % group];
+    norm[i] = top[i] == -kInfinity ? 0.0f : 1.0f;
+  }
+  const int end = rows.seen + rows.count - 1, window = a.window;
+  const float *keys[kKeys], *values[kKeys];
+  for (int at = window > 0 ? std::max(0, rows.seen - window) : 0, n; at < end; at += n) {
+    n = std::min(kKeys - at % kKeys, end - at);
+    a.Find(rows.chunk, g, at, n, keys, values);
+    auto key = [&keys](int c, int d) { return keys[c][d]; };
+    Product(n, wide, dim, key, Matrix{q, wide}, false, scores, wide);
+    for (int j = 0; j < vecs; ++j) {
+      const Vec before = Load(top + j * kLanes);
+      Vec most = before, weights{};
+      for (int c = 0; c < n; ++c) {
+        float* score = scores + c * wide + j * kLanes;
+        IntVec live = at + c < seen[j];
+        if (window > 0) live &= at + c >= seen[j] - window;
+        const Vec s = live ? Load(score) * a.scale : Vec{} - kInfinity;
+        Store(score, s);
+        most = s > most ? s : most;
+      }
+      const Vec pivot = most == -kInfinity ? Vec{} : most;
+      for (int c = 0; c < n; ++c) {
+        float* score = scores + c * wide + j * kLanes;
+        const Vec e = Exp(Load(score) - pivot);
+        Store(score, e);
+        weights += e;
+      }
+      const Vec keep = Exp(before - pivot);
+      Store(norm + j * kLanes, Load(norm + j * kLanes) * keep + weights);
+      Store(top + j * kLanes, most);
+      for (int d = 0; d < dim; ++d) {
+        float* sum = acc + d * wide + j * kLanes;
+        Store(sum, Load(sum) * keep);
+      }
+    }
+    auto value = [&values](int d, int c) { return values[c][d]; };
+    Product(dim, wide, n, value, Matrix{scores, wide}, true, acc, wide);
+  }
+  for (int i = 0; i < queries; ++i)
+    for (int d = 0; d < dim; ++d)
+      a.out[query(i) + d] = acc[d * wide + i] / (norm[i] < 1e-30f ? 1e-30f : norm[i]);
+}
+
+Attention Over(Floats q, Floats k, Floats v, Floats sinks, Ints layer, Ints table, Ints kv_len,
+               float scale, int32_t window, Result out) {
+  const auto pages = k.dimensions();
+  return {q.typed_data(),
+          k.typed_data(),
+          v.typed_data(),
+          sinks.typed_data(),
+          table.typed_data(),
+          kv_len.typed_data(),
+          out->typed_data(),
+          *layer.typed_data() * pages[1],
+          static_cast<int>(q.dimensions()[1]),
+          static_cast<int>(pages[2]),
+          static_cast<int>(pages[4]),
+          static_cast<int>(pages[3]),
+          static_cast<int>(table.dimensions()[1]),
+          window,
+          scale};
+}
+
 ffi::Error Attend(ffi::ThreadPool pool, Floats q, Floats k, Floats v, Floats sinks, Ints layer,
                   Ints table, Ints kv_len, float scale, int32_t window, Result out) {
-  const auto pages = k.dimensions();
-  const Attention a{q.typed_data(),
-                    k.typed_data(),
-                    v.typed_data(),
-                    sinks.typed_data(),
-                    table.typed_data(),
-                    kv_len.typed_data(),
-                    out->typed_data(),
-                    *layer.typed_data() * pages[1],
-                    static_cast<int>(q.dimensions()[1]),
-                    static_cast<int>(pages[2]),
-                    static_cast<int>(pages[4]),
-                    static_cast<int>(pages[3]),
-                    static_cast<int>(table.dimensions()[1]),
-                    window,
-                    scale};
+  const Attention a = Over(q, k, v, sinks, layer, table, kv_len, scale, window, out);
   const int rows = static_cast<int>(q.dimensions()[0]);
   Parallel(pool, rows * a.kv_heads, [a](int i) { AttendHead(a, i / a.kv_heads, i % a.kv_heads); });
   return ffi::Error::Success();
 }
 
+ffi::Error Prefill(ffi::ThreadPool pool, Floats q, Floats k, Floats v, Floats sinks, Ints layer,
+                   Ints table, Ints q_start, Ints kv_len, float scale, int32_t window, Result out) {
+  const Attention a = Over(q, k, v, sinks, layer, table, kv_len, scale, window, out);
+  const int chunks = static_cast<int>(table.dimensions()[0]);
+  const int size = std::max(1, kQueries / (a.heads / a.kv_heads));
+  const int32_t* start = q_start.typed_data();
+  auto tiles = std::make_shared<std::vector<Rows>>();
+  for (int n = 0; n < chunks; ++n)
+    for (int first = start[n]; first < start[n + 1]; first += size)
+      tiles->push_back(
+          {n, first, std::min(size, start[n + 1] - first), a.kv_len[n] - start[n + 1] + first + 1});
+  std::sort(tiles->begin(), tiles->end(), [](const Rows& one, const Rows& other) {
+    return one.seen > other.seen;  // the longest first
+  });
+  const int64_t row = static_cast<int64_t>(a.heads) * a.head_dim;
+  std::fill(a.out + start[chunks] * row, a.out + q.dimensions()[0] * row, 0.0f);
+  Parallel(pool, static_cast<int>(tiles->size()) * a.kv_heads,
+           [a, tiles](int i) { AttendRows(a, (*tiles)[i / a.kv_heads], i % a.kv_heads); });
+  return ffi::Error::Success();
+}
+
 // -- experts --------------------------------------------------------------------------------------
-
-// out = x @ w of kRows rows, for w of `columns`, a multiple of the lanes. A row's sums go by falling
-// row of w whatever the number of rows is.
-template <int kRows>
-void Product(const float* x, int64_t x_stride, const float* w, int depth, int columns, float* out,
-             int64_t out_stride) {
-  int n = 0;
-  for (; n + 2 * kLanes <= columns; n += 2 * kLanes) {
-    Vec left[kRows]{}, right[kRows]{};
-    for (int k = 0; k < depth; ++k) {
-      const float* from = w + static_cast<int64_t>(k) * columns + n;
-      const Vec w0 = Load(from), w1 = Load(from + kLanes);
-      for (int m = 0; m < kRows; ++m) {
-        left[m] += x[m * x_stride + k] * w0;
-        right[m] += x[m * x_stride + k] * w1;
-      }
-    }
-    for (int m = 0; m < kRows; ++m) {
-      Store(out + m * out_stride + n, left[m]);
-      Store(out + m * out_stride + n + kLanes, right[m]);
-    }
-  }
-  for (; n < columns; n += kLanes) {
-    Vec sums[kRows]{};
-    for (int k = 0; k < depth; ++k) {
-      const Vec w0 = Load(w + static_cast<int64_t>(k) * columns + n);
-      for (int m = 0; m < kRows; ++m) sums[m] += x[m * x_stride + k] * w0;
-    }
-    for (int m = 0; m < kRows; ++m) Store(out + m * out_stride + n, sums[m]);
-  }
-}
-
-void Products(int rows, const float* x, int64_t x_stride, const float* w, int depth, int columns,
-              float* out, int64_t out_stride) {
-  switch (rows) {
-    case 1: return Product<1>(x, x_stride, w, depth, columns, out, out_stride);
-    case 2: return Product<2>(x, x_stride, w, depth, columns, out, out_stride);
-    case 3: return Product<3>(x, x_stride, w, depth, columns, out, out_stride);
-    case 4: return Product<4>(x, x_stride, w, depth, columns, out, out_stride);
-    case 5: return Product<5>(x, x_stride, w, depth, columns, out, out_stride);
-    case 6: return Product<6>(x, x_stride, w, depth, columns, out, out_stride);
-    case 7: return Product<7>(x, x_stride, w, depth, columns, out, out_stride);
-    case 8: return Product<8>(x, x_stride, w, depth, columns, out, out_stride);
-    default: break;
-  }
-  Product<8>(x, x_stride, w, depth, columns, out, out_stride);
-  Products(rows - 8, x + 8 * x_stride, x_stride, w, depth, columns, out + 8 * out_stride, out_stride);
-}
 
 struct Experts {
   const float *x, *up, *down;
   const int32_t *row_token, *block_slot;
   float* sorted;  // a row of results for each sorted row
-  int num_tokens, width, hidden, block_rows;
+  int num_tokens, width, hidden, blocks, block_rows;
 };
 
-void RunBlock(const Experts& e, int block) {
+// Blocks of one expert.
+void RunBlocks(const Experts& e, int begin, int end) {
   const int width = e.width, hidden = e.hidden;
-  const int64_t first = static_cast<int64_t>(block) * e.block_rows;
-  int rows = e.block_rows;  // gaps are behind an expert's rows
+  const int64_t first = static_cast<int64_t>(begin) * e.block_rows;
+  int rows = (end - begin) * e.block_rows;  // gaps are behind an expert's rows
   while (rows > 0 && e.row_token[first + rows - 1] >= e.num_tokens) --rows;
-  if (rows == 0) return;
-  thread_local std::vector<float> in, between;
-  in.resize(rows * width);
-  between.resize(rows * 2 * hidden);
+  thread_local std::vector<Vec> memory;  // is aligned
+  memory.resize(static_cast<int64_t>(rows) * (width + 2 * hidden) / kLanes);
+  auto* in = reinterpret_cast<float*>(memory.data());
+  float* between = in + rows * width;
   for (int m = 0; m < rows; ++m) {
     const int token = e.row_token[first + m];
     if (token >= e.num_tokens)
-      std::fill_n(&in[m * width], width, 0.0f);
+      std::fill_n(in + m * width, width, 0.0f);
     else
-      std::copy_n(e.x + static_cast<int64_t>(token) * width, width, &in[m * width]);
+      std::copy_n(e.x + static_cast<int64_t>(token) * width, width, in + m * width);
   }
-  const int64_t slot = e.block_slot[block];
-  Products(rows, in.data(), width, e.up + slot * width * 2 * hidden, width, 2 * hidden, between.data(),
-           2 * hidden);
+  const int64_t slot = e.block_slot[begin], next = e.block_slot[std::min(end, e.blocks - 1)];
+  const Matrix up{e.up + slot * width * 2 * hidden, 2 * hidden};
+  const Matrix down{e.down + slot * hidden * width, width};
+  // Of few rows the time is that of reading weights.
+  auto product = [rows](const float* x, int64_t stride, Matrix w, int depth, int columns, float* out,
+                        int64_t out_stride, Matrix after) {
+    auto row = [x, stride](int m, int k) { return x[m * stride + k]; };
+    if (rows <= 2 * kRows)
+      Product<true>(rows, columns, depth, row, w, false, out, out_stride, after);
+    else
+      Product(rows, columns, depth, row, w, false, out, out_stride);
+  };
+  product(in, width, up, width, 2 * hidden, between, 2 * hidden, down);
   for (int m = 0; m < rows; ++m) {
-    float* gate = &between[m * 2 * hidden];
+    float* gate = between + m * 2 * hidden;
     for (int f = 0; f < hidden; f += kLanes) {
       const Vec g = Load(gate + f), small = Exp(g > 0.0f ? -g : g);
       const Vec sigmoid = (g > 0.0f ? Vec{} + 1.0f : small) / (1.0f + small);
       Store(gate + f, g * sigmoid * Load(gate + hidden + f));
     }
   }
-  Products(rows, between.data(), 2 * hidden, e.down + slot * hidden * width, hidden, width,
-           e.sorted + first * width, width);
+  product(between, 2 * hidden, down, hidden, width, e.sorted + first * width, width,
+          {e.up + next * width * 2 * hidden, 2 * hidden});
 }
 
+constexpr int kBlockRows = 64;  // of an expert that a task computes
+
 ffi::Error MoeMlp(ffi::ThreadPool pool, Floats x, Floats up, Floats down, Ints row_token,
-                  Ints block_slot, Ints num_blocks, Ints visit_row, Floats visit_weight, Result out) {
+                  Ints block_slot, Ints num_blocks, Ints visit_row, Floats visit_weight, Result out,
+                  Result sorted) {
   const int rows = static_cast<int>(row_token.dimensions()[0]);
   const int blocks = static_cast<int>(block_slot.dimensions()[0]);
   const int picks = static_cast<int>(visit_row.dimensions()[1]);
-  auto sorted = std::make_shared<std::vector<float>>(static_cast<int64_t>(rows) * x.dimensions()[1]);
   const Experts e{x.typed_data(),
                   up.typed_data(),
                   down.typed_data(),
                   row_token.typed_data(),
                   block_slot.typed_data(),
-                  sorted->data(),
+                  sorted->typed_data(),
                   static_cast<int>(x.dimensions()[0]),
                   static_cast<int>(x.dimensions()[1]),
                   static_cast<int>(down.dimensions()[1]),
+                  blocks,
                   rows / blocks};
   // An expert's blocks follow each other, and one thread runs them: weights are read once.
   auto begins = std::make_shared<std::vector<int>>();
   const int used = std::min(*num_blocks.typed_data(), blocks);
   for (int block = 0; block < used; ++block)
-    if (block == 0 || e.block_slot[block] != e.block_slot[block - 1]) begins->push_back(block);
-  const int active = static_cast<int>(begins->size());
+    if (block == 0 || e.block_slot[block] != e.block_slot[block - 1] ||
+        (block - begins->back()) * e.block_rows >= kBlockRows)
+      begins->push_back(block);
+  const int tasks = static_cast<int>(begins->size());
   begins->push_back(used);
-  Parallel(pool, active, [e, begins, sorted](int i) {
-    for (int block = (*begins)[i]; block < (*begins)[i + 1]; ++block) RunBlock(e, block);
-  });
+  Parallel(pool, tasks, [e, begins](int i) { RunBlocks(e, (*begins)[i], (*begins)[i + 1]); });
   const int32_t* row_of = visit_row.typed_data();
   const float* weight = visit_weight.typed_data();
-  float* to = out->typed_data();
-  for (int t = 0; t < e.num_tokens; ++t) {
-    float* sum = to + static_cast<int64_t>(t) * e.width;
-    std::fill_n(sum, e.width, 0.0f);
-    for (int i = t * picks; i < (t + 1) * picks; ++i) {
-      if (row_of[i] >= rows) continue;
-      const float* from = sorted->data() + static_cast<int64_t>(row_of[i]) * e.width;
-      for (int d = 0; d < e.width; d += kLanes)
-        Store(sum + d, Load(sum + d) + weight[i] * Load(from + d));
+  for (int t = 0; t < e.num_tokens; ++t)
+    for (int d = 0; d < e.width; d += kLanes) {
+      Vec sum{};
+      for (int i = t * picks; i < (t + 1) * picks; ++i)
+        if (row_of[i] < rows)
+          sum += weight[i] * Load(e.sorted + static_cast<int64_t>(row_of[i]) * e.width + d);
+      Store(out->typed_data() + static_cast<int64_t>(t) * e.width + d, sum);
     }
-  }
   return ffi::Error::Success();
 }
 
@@ -323,6 +499,21 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jmoe_attend, Attend,
                                   .Attr<int32_t>("window")
                                   .Ret<Floats>());
 
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jmoe_prefill, Prefill,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<Floats>()
+                                  .Arg<Floats>()
+                                  .Arg<Floats>()
+                                  .Arg<Floats>()
+                                  .Arg<Ints>()
+                                  .Arg<Ints>()
+                                  .Arg<Ints>()
+                                  .Arg<Ints>()
+                                  .Attr<float>("scale")
+                                  .Attr<int32_t>("window")
+                                  .Ret<Floats>());
+
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jmoe_moe_mlp, MoeMlp,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
@@ -334,4 +525,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jmoe_moe_mlp, MoeMlp,
                                   .Arg<Ints>()
                                   .Arg<Ints>()
                                   .Arg<Floats>()
+                                  .Ret<Floats>()
                                   .Ret<Floats>());

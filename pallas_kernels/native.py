@@ -1,4 +1,4 @@
-"""Decode attention and routed experts for CPUs in C++, compiled on first use.
+"""Attention and routed experts for CPUs in C++, compiled on first use.
 
 XLA's references are what runs where there is no compiler, for other dtypes and sizes, and for
 comparison (`references_only`). The two agree within rounding; each is the same bits in every batch.
@@ -28,7 +28,7 @@ SOURCE = Path(__file__).with_suffix(".cc")
 CACHE = Path("~/.cache/jmoe/native")
 LANES = 16
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fPIC", "-shared", "-w")
-_TARGETS = ("jmoe_attend", "jmoe_moe_mlp")
+_TARGETS = ("jmoe_attend", "jmoe_prefill", "jmoe_moe_mlp")
 
 log = logging.getLogger(__name__)
 
@@ -98,7 +98,7 @@ def _runs(*arrays: Array | jax.ShapeDtypeStruct) -> bool:
 
 
 def attends(q, k_pages, v_pages) -> bool:
-    """Returns whether `paged_attention` can be called for such arrays."""
+    """Returns whether `paged_attention` and `prefill_attention` can be called for such arrays."""
     return q.shape[-1] % LANES == 0 and _runs(q, k_pages, v_pages)
 
 
@@ -116,6 +116,20 @@ def paged_attention(
     )  # fmt: skip
 
 
+def prefill_attention(
+    q, k_pages, v_pages, *, layer, block_table, q_start, kv_len, scale, window=0, sinks=None
+):
+    """See `prefill_attention.op.prefill_attention`."""
+    none = jnp.full(q.shape[1], -jnp.inf, jnp.float32)
+    sinks = none if sinks is None else sinks.astype(jnp.float32)
+    call = jax.ffi.ffi_call(_TARGETS[1], jax.ShapeDtypeStruct(q.shape, q.dtype))
+    layer = jnp.asarray(layer, jnp.int32).reshape(1)
+    return call(
+        q, k_pages, v_pages, sinks, layer, block_table, q_start, kv_len,
+        scale=np.float32(scale), window=np.int32(window),
+    )  # fmt: skip
+
+
 def mixes(x: Float[Array, "T d"], gate_up, down, activation, biases) -> bool:
     """Returns whether `moe_mlp` can be called for such arrays."""
     if activation != SILU or biases is not None or not isinstance(gate_up, jax.Array):
@@ -125,7 +139,8 @@ def mixes(x: Float[Array, "T d"], gate_up, down, activation, biases) -> bool:
 
 def moe_mlp(x, gate_up, down, plan):
     """See `grouped_gemm.op.moe_mlp`."""
-    call = jax.ffi.ffi_call(_TARGETS[1], jax.ShapeDtypeStruct(x.shape, x.dtype))
+    shapes = x.shape, (plan.row_token.shape[0], x.shape[1])  # the result, and one a sorted row
+    call = jax.ffi.ffi_call(_TARGETS[2], [jax.ShapeDtypeStruct(one, x.dtype) for one in shapes])
     return call(
         x,
         gate_up,
@@ -135,4 +150,4 @@ def moe_mlp(x, gate_up, down, plan):
         plan.num_blocks.reshape(1),
         plan.visit_row,
         plan.visit_weight,
-    )
+    )[0]

@@ -4,7 +4,8 @@ from typing import Any
 
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.backend import KERNEL, batched, hopper, note
+from pallas_kernels import native
+from pallas_kernels.backend import KERNEL, NATIVE, batched, hopper, note
 from pallas_kernels.prefill_attention import batched as few_launches
 from pallas_kernels.prefill_attention import reference, work
 
@@ -71,6 +72,9 @@ def prefill_attention(
         if mosaic.supports(q, k_pages, v_pages, scale):
             note("attention", KERNEL)
             return mosaic.prefill_attention(q, k_pages, v_pages, todo=todo, **chunks)
+    if native.attends(q, k_pages, v_pages):
+        note("attention", NATIVE)
+        return native.prefill_attention(q, k_pages, v_pages, **chunks)
     note("attention")
     op = few_launches if batched() else reference
     return op.prefill_attention(q, k_pages, v_pages, **chunks)

@@ -53,6 +53,16 @@ IMPLEMENTATIONS = {
         (1e30, np.inf, np.nan),
         np.float32,
     ),
+    "native": Implementation(  # where a C++ compiler is found
+        prefill_attention,
+        compiled,
+        (wide(3, 1, 16), wide(2, 2, 80), wide(130, 2, 16)),
+        wide(6, 2, 32),
+        (1, 3, 64, 128),
+        (31, 33, 70),
+        (np.inf, np.nan),
+        np.float32,
+    ),
     "mosaic": Implementation(
         partial(mosaic.prefill_attention, num_blocks=2, interpreted=not interpreter.ON_SM90),
         interpreter.run,

@@ -12,6 +12,7 @@ from pallas_kernels import grouped_gemm, native, routing
 from pallas_kernels.activation import Gelu
 from pallas_kernels.backend import noting, references_only
 from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.prefill_attention import prefill_attention
 
 pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
 
@@ -99,6 +100,65 @@ def test_a_rows_attention_is_the_same_bits_in_every_batch():
     np.testing.assert_array_equal(np.concatenate([run([i]) for i in range(7)]), whole)
 
 
+def prefill_case(rng, *shape):
+    """Returns chunks that end what `attention_case` draws, and two rows of padding."""
+    (q, *pages), rows = attention_case(rng, *shape)
+    new = [rng.integers(0, length + 1) for length in np.asarray(rows["kv_len"])]
+    rows["q_start"] = jnp.asarray(np.concatenate([[0], np.cumsum(new)]), jnp.int32)
+    q = rng.normal(size=(sum(new) + 2, *q.shape[1:]))
+    return [jnp.asarray(q, jnp.float32), *pages], rows
+
+
+@pytest.mark.sized(
+    deep=[one for w in (0, 1, 21) for s in SHAPES if (one := f"{w}-{s}") not in QUICK]
+)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("window", [0, 1, 21])
+def test_prefill_attention_is_the_references(shape, window):
+    rng = np.random.default_rng(sum(shape) + window)
+    arrays, rows = prefill_case(rng, *shape)
+    for sinks in (None, jnp.asarray(rng.normal(size=shape[1]), jnp.float32)):
+        ours, theirs = compare(prefill_attention, *arrays, **rows, window=window, sinks=sinks)
+        np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=1e-5)
+    assert not ours[-2:].any()  # padding
+
+
+@pytest.mark.parametrize("scale", [1e-3, 40.0])
+def test_scores_of_a_chunk_may_lie_far_apart(scale):
+    arrays, rows = prefill_case(np.random.default_rng(3), *SHAPES[0])
+    ours, theirs = compare(prefill_attention, *arrays, **rows | {"scale": scale})
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=2e-4)  # of scores of 1,000
+
+
+@pytest.mark.parametrize("window", [0, 9])
+def test_a_chunks_attention_is_the_same_bits_in_every_batch_and_cut_anywhere(window):
+    (q, k, v), rows = prefill_case(np.random.default_rng(6), *SHAPES[0])
+    table, lengths, start = (np.asarray(rows.pop(n)) for n in ("block_table", "kv_len", "q_start"))
+
+    def run(chunks):
+        """Attends with chunks (sequence, first row, last row)."""
+        at, first, last = np.array(chunks).T
+        found = prefill_attention(
+            q[np.concatenate([np.arange(a, b) for _, a, b in chunks])],
+            k,
+            v,
+            block_table=jnp.asarray(table[at]),
+            kv_len=jnp.asarray(lengths[at] - (start[at + 1] - last), jnp.int32),
+            q_start=jnp.asarray(np.concatenate([[0], np.cumsum(last - first)]), jnp.int32),
+            window=window,
+            **rows,
+        )
+        return np.asarray(found)
+
+    whole = run([(n, start[n], start[n + 1]) for n in range(7)])
+    assert start[3] - start[2] > 60
+    for n in (6, 2):
+        a, b = start[n], start[n + 1]
+        np.testing.assert_array_equal(run([(n, a, b)]), whole[a:b])
+        for cut in (a + 1, b - 7):
+            np.testing.assert_array_equal(run([(n, a, cut), (n, cut, b)]), whole[a:b])
+
+
 def expert_case(rng, rows, picks, experts, width, hidden, idle=0):
     up = rng.normal(size=(2 * experts, width, 2 * hidden)) / width**0.5
     down = rng.normal(size=(2 * experts, hidden, width)) / hidden**0.5
@@ -174,6 +234,7 @@ def test_other_dtypes_sizes_and_activations_are_left_to_xla():
     low = [a.astype(jnp.bfloat16) for a in even[:3]]
     for run in (
         lambda: paged_attention(q, k, v, **rows),
+        lambda: prefill_attention(q, k, v, q_start=jnp.zeros(3, jnp.int32), **rows),
         lambda: run_experts(arrays, ids, 4),
         lambda: run_experts([*low, even[3]], even_ids, 4),
         lambda: run_experts(even, even_ids, 4, activation=Gelu()),

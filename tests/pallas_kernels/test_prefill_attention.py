@@ -14,8 +14,8 @@ pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
 implementations = pytest.mark.parametrize("impl", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS)
 in_jax = pytest.mark.parametrize(  # what concerns the order of chunks, not of instructions
     "impl",
-    [IMPLEMENTATIONS[name] for name in ("public", "batched", "mosaic")],
-    ids=["public", "batched", "mosaic"],
+    [IMPLEMENTATIONS[name] for name in ("public", "native", "batched", "mosaic")],
+    ids=["public", "native", "batched", "mosaic"],
 )
 
 
