@@ -269,8 +269,9 @@ def _unlike(files: TensorFiles, cfg: ModelConfig, read: set[str]) -> Iterator[st
                 continue
             read.add(name)
             found = files.shape(name)
-            if found is None and parameter.kind == "matrix" and files.has_packed(name, cfg.int4):
-                yield from _unlike_packed(files, cfg.int4.tensors(name, shape), read)
+            int4 = cfg.int4 if parameter.kind == "matrix" and found is None else None
+            if int4 is not None and files.has_packed(name, int4):
+                yield from _unlike_packed(files, int4.tensors(name, shape), read)
             elif found is None:
                 yield f"{name} is missing"
             elif found != shape:
@@ -402,8 +403,9 @@ class HFLayers:
         """Yields how each tensor of an expert is stored, and its bytes."""
         for parameter in layout.expert(self._cfg, index, number).values():
             for name, shape in zip(parameter.names, parameter.stored, strict=True):
-                if self._files.has_packed(name, self._cfg.int4):
-                    found = (each.name for each in self._cfg.int4.tensors(name, shape))
+                int4 = self._cfg.int4
+                if int4 is not None and self._files.has_packed(name, int4):
+                    found = (each.name for each in int4.tensors(name, shape))
                     yield from map(self._files.stored, filter(self._files.shape, found))
                     continue
                 yield self._files.stored(name, parameter.part)
