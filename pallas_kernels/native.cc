@@ -46,6 +46,17 @@ inline float Sum(Vec v) {
   return part[0];
 }
 
+// Takes lanes of two vectors: from kLanes on `lanes` are those of `b`.
+inline Vec Shuffle(Vec a, Vec b, IntVec lanes) {
+#ifdef __clang__
+  Vec found;
+  for (int i = 0; i < kLanes; ++i) found[i] = lanes[i] < kLanes ? a[lanes[i]] : b[lanes[i] - kLanes];
+  return found;
+#else
+  return __builtin_shuffle(a, b, lanes);
+#endif
+}
+
 // Adds up each of kLanes vectors, which it changes: lane i of the result is the sum of vector i.
 template <int half = kLanes / 2>
 inline Vec Sums(Vec* v) {
@@ -56,7 +67,7 @@ inline Vec Sums(Vec* v) {
     other[lane] = from + (lane ^ half);
   }
   for (int i = 0; i < half; ++i)
-    v[i] = __builtin_shuffle(v[i], v[i + half], own) + __builtin_shuffle(v[i], v[i + half], other);
+    v[i] = Shuffle(v[i], v[i + half], own) + Shuffle(v[i], v[i + half], other);
   if constexpr (half > 1) return Sums<half / 2>(v);
   return v[0];
 }

@@ -51,7 +51,10 @@ class Library:
             log.info("no C++ compiler is found: attention and experts run on XLA, more slowly")
             return False
         try:
-            library = ctypes.CDLL(str(_built(compiler)))
+            path = _built(compiler)
+            library = ctypes.CDLL(str(path))
+            if path.parent != CACHE.expanduser():  # once it is loaded, no file is needed
+                shutil.rmtree(path.parent)
             for name in _TARGETS:
                 call = jax.ffi.pycapsule(getattr(library, name))
                 jax.ffi.register_ffi_target(name, call, platform="cpu")

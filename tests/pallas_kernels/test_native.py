@@ -1,5 +1,6 @@
 """The C++ forms for CPUs beside XLA's references, in sizes and lengths drawn at random."""
 
+import os
 import subprocess
 import sys
 
@@ -254,3 +255,16 @@ def test_without_a_compiler_there_is_xla(variable, monkeypatch, tmp_path):
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
     )
     assert done.stdout.strip() == "False"
+
+
+def test_where_nothing_can_be_kept_nothing_is_left(tmp_path):
+    home, temporary = tmp_path / "home", tmp_path / "temporary"
+    home.write_text("no folder")
+    temporary.mkdir()
+    code = "from pallas_kernels import native; print(native.LIBRARY.is_there)"
+    env = {**os.environ, "HOME": str(home), "TMPDIR": str(temporary)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout.strip() == "True", done.stderr
+    assert not list(temporary.glob("jmoe-*"))
