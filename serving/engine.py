@@ -321,6 +321,18 @@ class Engine:
             priority, self.scheduler, objective_s, prompts_s, steps_s, room, caution
         )
 
+    async def tokenize(
+        self, prompt: str | Chat, model: str = "", *, special_tokens: bool = True
+    ) -> list[int]:
+        """Returns the token ids of a text, or of a chat as the model's template writes it.
+
+        `special_tokens`: with those that the tokenizer puts around a text. Raises NotFound,
+        InvalidRequest and what a tokenizer or template fails with.
+        """
+        request = Request("tokenize", prompt, model=number_of(model, self.names))
+        self.admission.check_size(request)
+        return await self.admission.tokenize(request, special_tokens=special_tokens)
+
     async def generate(
         self,
         prompt: str | Sequence[int] | Chat,

@@ -272,15 +272,17 @@ class Admission:
                     name,
                 )
 
-    async def tokenize(self, request: Request) -> list[int]:
-        """Returns the token ids of a prompt whose size was checked. Raises InvalidRequest."""
+    async def tokenize(self, request: Request, *, special_tokens: bool = True) -> list[int]:
+        """Returns the token ids of a prompt whose size was checked; of a text with the tokens that
+        the tokenizer puts around it, if it is to. Raises InvalidRequest.
+        """
         prompt = request.prompt
         if isinstance(prompt, str | Chat):
             tokenizer = self.tokenizer(request)
             assert tokenizer is not None  # its size was checked
             self.num_tokenizing[request.priority] += 1
             try:
-                tokens = await self._encode(tokenizer, request)
+                tokens = await self._encode(tokenizer, request, special_tokens)
             finally:
                 self.num_tokenizing[request.priority] -= 1
         else:
@@ -335,13 +337,17 @@ class Admission:
             _longer(num_tokens, most),
         )
 
-    async def _encode(self, tokenizer: Tokenizer, request: Request) -> list[int]:
+    async def _encode(
+        self, tokenizer: Tokenizer, request: Request, special_tokens: bool
+    ) -> list[int]:
         text, from_template = request.prompt, isinstance(request.prompt, Chat)
         if isinstance(text, Chat):
             async with _in_time(request, "the chat was not rendered"):
                 text = await self._template(tokenizer).render(text)
         assert isinstance(text, str)
-        encode = partial(tokenizer.encode, text, special_tokens=not from_template)
+        encode = partial(
+            tokenizer.encode, text, special_tokens=special_tokens and not from_template
+        )
         try:
             if len(text) <= LONG_TEXT:
                 return encode()

@@ -175,6 +175,12 @@ class FakeEngine:
             self.running -= 1
             self.closed += 1
 
+    async def tokenize(self, prompt, model="", *, special_tokens=True) -> list[int]:
+        number_of(model, self.names)
+        if isinstance(prompt, str):
+            return self.model.tokenizer.encode(prompt, special_tokens=special_tokens)
+        return self.tokens_of(prompt)
+
     def tokens_of(self, prompt) -> list[int]:
         """Returns a prompt's tokens: without a tokenizer, its characters."""
         if isinstance(prompt, Chat):

@@ -222,3 +222,18 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     503: {"model": Error, "description": "Starting, draining, or failed"},
     504: {"model": Error, "description": "The request's time ran out"},
 }
+
+
+class Tokenized(_Answer):
+    """Answer of `/tokenize`."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class Detokenized(_Answer):
+    """Answer of `/detokenize`."""
+
+    prompt: str

@@ -20,7 +20,13 @@ from serving.frontend.openai.call import Answer
 from serving.frontend.openai.chats import ChatEndpoint
 from serving.frontend.openai.door import DOCS_PATH, OPENAPI_PATH, Door
 from serving.frontend.openai.endpoints import CompletionEndpoint
-from serving.frontend.openai.schemas import ChatRequest, CompletionRequest
+from serving.frontend.openai.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
+from serving.frontend.openai.tokens import Detokenize, TokenAnswer, Tokenize
 from serving.frontend.page import shield
 from serving.frontend.web import Listener
 from serving.request import number_of
@@ -31,11 +37,23 @@ if TYPE_CHECKING:
 
 FIRST_PORT = 8000  # as vLLM's
 _COMPLETIONS, _CHATS = "/v1/completions", "/v1/chat/completions"
-_BODIES = {_COMPLETIONS: CompletionRequest, _CHATS: ChatRequest}
+_TOKENIZE, _DETOKENIZE = "/tokenize", "/detokenize"  # as vLLM's
+_BODIES = {
+    _COMPLETIONS: CompletionRequest,
+    _CHATS: ChatRequest,
+    _TOKENIZE: TokenizeRequest,
+    _DETOKENIZE: DetokenizeRequest,
+}
 _QUESTION = "Question: what is the capital of Ladrodro? Answer:"
 _EXAMPLES = {
-    _COMPLETIONS: {"prompt": _QUESTION},
-    _CHATS: {"messages": [{"role": "user", "content": _QUESTION}]},
+    _COMPLETIONS: {"prompt": _QUESTION, "max_tokens": 16, "temperature": 0},
+    _CHATS: {
+        "messages": [{"role": "user", "content": _QUESTION}],
+        "max_tokens": 16,
+        "temperature": 0,
+    },
+    _TOKENIZE: {"prompt": _QUESTION},
+    _DETOKENIZE: {"tokens": [72, 105]},
 }
 """Bodies that the bundled model has an answer to."""
 _REF = "#/components/schemas/{model}"
@@ -68,8 +86,7 @@ class _App(FastAPI):
                 schemas[model.__name__] = schema
                 body = {
                     "schema": {"$ref": _REF.format(model=model.__name__)},
-                    "example": {"model": "bundled", **_EXAMPLES[path], "max_tokens": 16}
-                    | {"temperature": 0},
+                    "example": {"model": "bundled", **_EXAMPLES[path]},
                 }
                 content = {"application/json": body}
                 found["paths"][path]["post"]["requestBody"] = {"required": True, "content": content}
@@ -157,6 +174,16 @@ def _add_endpoints(app: FastAPI, server: "Server") -> None:
     async def chat_completions(request: Request) -> Response:
         """Answers a chat, whose text the model's chat template makes."""
         return Answer(server, chats, request.state.caller)
+
+    @app.post(_TOKENIZE, responses={200: {"model": answers.Tokenized}, **answers.ERRORS})
+    async def tokenize(request: Request) -> Response:
+        """The token ids of a text, or of a chat as the model's chat template writes it."""
+        return TokenAnswer(server, Tokenize(), request.state.caller)
+
+    @app.post(_DETOKENIZE, responses={200: {"model": answers.Detokenized}, **answers.ERRORS})
+    async def detokenize(request: Request) -> Response:
+        """The text of token ids."""
+        return TokenAnswer(server, Detokenize(), request.state.caller)
 
 
 def _add_facts(app: FastAPI, server: "Server", created: int) -> None:

@@ -53,6 +53,25 @@ class Endpoint(Protocol):
         ...
 
 
+@contextlib.asynccontextmanager
+async def received(
+    server: "Server", caller: Caller, kind: type[Any], scope: "Scope", receive: "Receive"
+) -> AsyncIterator[tuple[Any, int]]:
+    """Yields a call's body and the number of its model; the call has a place among those under way.
+    Raises what refuses a call.
+    """
+    guard, engine = server.guard, server.ready_engine()
+    caller.check_room()  # refuse early, without wasted work, if the key's rate limit is reached
+    with guard.place():  # ... or if the server has no place for another call
+        pass
+    raw = await bodies.read(scope, receive, guard, bodies.max_bytes(engine.bounds))
+    with guard.place():
+        body = await bodies.parse(kind, raw, engine.bounds)
+        del raw  # not kept while it is answered
+        scope["state"]["body"] = body
+        yield body, number_of(body.model, engine.names)
+
+
 class Answer(Response):
     """The response to a call, which reads the request's body before it answers."""
 
@@ -65,18 +84,10 @@ class Answer(Response):
         """See starlette. Errors it raises are reported to the client by `door`."""
         server, guard = self._server, self._server.guard
         engine = server.ready_engine()
-        # Refuse early, without wasted work, if overloaded.
-        engine.check_admission(key=self._caller.name)
-        self._caller.check_room()  # ... or if the key's rate limit is reached
-        with guard.place():  # ... or if the server has no place for another call
-            pass
-        raw = await bodies.read(scope, receive, guard, bodies.max_bytes(engine.bounds))
-        with guard.place():
-            body = await bodies.parse(self._endpoint.request, raw, engine.bounds)
-            del raw  # not kept while it is answered
-            number = number_of(body.model, engine.names)
+        engine.check_admission(key=self._caller.name)  # before any work, if overloaded
+        of_call = server, self._caller, self._endpoint.request, scope, receive
+        async with received(*of_call) as (body, number):
             set_request_id(scope, body.request_id)
-            scope["state"]["body"] = body
             if body.stream_options is not None and not body.stream:
                 raise HttpError(
                     "stream_options without stream; set stream to true, or leave them out",

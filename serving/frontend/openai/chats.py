@@ -3,6 +3,7 @@
 import re
 import secrets
 import string
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,7 +16,7 @@ from serving.frontend.openai import logprobs
 from serving.frontend.openai.endpoints import Choice
 from serving.frontend.openai.errors import HttpError
 from serving.frontend.openai.sampling import sampling
-from serving.frontend.openai.schemas import ChatRequest, Message, NamedTool
+from serving.frontend.openai.schemas import ChatRequest, Message, NamedTool, Tool
 from serving.frontend.openai.tool_parsers import PARSERS, Hermes, Schema, ToolParser, parser_of
 from serving.request import Bounds, Chat, Output, Structure, StructureKind
 from serving.settings import plugins
@@ -61,10 +62,7 @@ class Tools:
         self._text = tokenizer.chat_template or ""
         template = Template.of(self._text)
         self._tokenizer, self._body = tokenizer, body
-        self.told = [
-            {"type": "function", "function": one.function.model_dump(exclude_none=True)}
-            for one in body.tools or ()
-        ]
+        self.told = told(body.tools)
         self._functions = {one.function.name: _schema(one.function) for one in body.tools or ()}
         one_at_most = isinstance(body.tool_choice, NamedTool) or body.parallel_tool_calls is False
         self.most_calls = 1 if one_at_most else None
@@ -136,13 +134,21 @@ def tools_of(
     return Tools(body, tokenizer, parser)
 
 
-def messages_of(body: ChatRequest, template: str) -> list[dict[str, Any]]:
+def told(tools: Sequence[Tool] | None) -> list[dict[str, Any]]:
+    """Returns tools as templates are told them."""
+    return [
+        {"type": "function", "function": one.function.model_dump(exclude_none=True)}
+        for one in tools or ()
+    ]
+
+
+def messages_of(messages: Sequence[Message], template: str) -> list[dict[str, Any]]:
     """Returns messages as Hugging Face's chat templates expect them: content as text, role
     `developer` as `system`, and arguments of calls as objects, unless the template joins them as
     text.
     """
     names: dict[str, str] = {}  # of called functions, by the call's id
-    return [_message(one, names, Template.of(template)) for one in body.messages]
+    return [_message(one, names, Template.of(template)) for one in messages]
 
 
 def _message(message: Message, names: dict[str, str], template: Template) -> dict[str, Any]:
@@ -301,7 +307,7 @@ class ChatEndpoint:
         tools = tools_of(body, tokenizer, self._parser)
         if tools is not None:
             options["tools"] = tools.told
-        prompt = Chat(messages_of(body, template), options)
+        prompt = Chat(messages_of(body.messages, template), options)
         shown = logprobs.Chat(logprobs.Texts(tokenizer))
         drawn = [sampling(body, i) for i in range(body.n or 1)]
         if tools is None:

@@ -122,10 +122,19 @@ class StructuredOutputs(Strict):
     grammar: str | None = supported("a grammar in Lark's syntax")
 
 
-class Sampled(Strict):
-    """What both endpoints take."""
+class OfModel(Strict):
+    """What every body has."""
 
     model: str = supported("a name of `GET /v1/models`", ..., min_length=1)
+
+    def name_of(self, param: str) -> str:
+        """Returns this body's name of a field of `Request` or `SamplingParams`."""
+        return param
+
+
+class Sampled(OfModel):
+    """What both endpoints that generate take."""
+
     stream: bool | None = supported("server-sent events, one a token")
     stream_options: StreamOptions | None = supported("with `stream` only: `include_usage`")
     max_tokens: int | None = supported("new tokens at most; absent: as many as fit", ge=1)
@@ -196,7 +205,7 @@ class Sampled(Strict):
     )
 
     def name_of(self, param: str) -> str:
-        """Returns this body's name of a field of `Request` or `SamplingParams`."""
+        """See OfModel."""
         if param == "structure":
             return next((name for name in _STRUCTURES if getattr(self, name) is not None), param)
         return "max_tokens" if param == "max_new_tokens" else param
@@ -353,3 +362,26 @@ class ChatRequest(Sampled):
         if param == "structure" and self.forces_call and super().name_of(param) == param:
             return "tools"
         return "messages" if param == "prompt" else super().name_of(param)
+
+
+class TokenizeRequest(OfModel):
+    """Body of `POST /tokenize`: a text or a chat."""
+
+    prompt: str | None = supported("the text")
+    messages: Annotated[list[Message], Field(fail_fast=True, max_length=MAX_ENTRIES)] | None = (
+        supported("the chat, in place of a text", min_length=1)
+    )
+    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = supported(
+        "the chat's functions"
+    )
+    chat_template_kwargs: Object | None = supported("names for the chat template")
+    add_special_tokens: bool | None = supported(
+        "false: a text without those that the tokenizer puts around it"
+    )
+    return_token_strs: bool | None = supported("also the tokens' texts")
+
+
+class DetokenizeRequest(OfModel):
+    """Body of `POST /detokenize`."""
+
+    tokens: Tokens = supported("token ids", ...)

@@ -178,6 +178,8 @@ async def test_health_and_version_and_the_description():
     assert names == {
         "/v1/completions": "CompletionRequest",
         "/v1/chat/completions": "ChatRequest",
+        "/tokenize": "TokenizeRequest",
+        "/detokenize": "DetokenizeRequest",
     }
     assert "prompt" in schemas["CompletionRequest"]["properties"]
     assert schemas["ChatRequest"]["additionalProperties"] is False

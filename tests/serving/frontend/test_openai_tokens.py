@@ -1,0 +1,94 @@
+"""Texts and chats in token ids, and back, over a real socket; the tokens are characters."""
+
+import pytest
+from counting import counting_engine, model_with
+from openai_served import CHAT, TEMPLATE, TOOLS_TEMPLATE, HttpSetup, serving_http
+from tokenizers_of_kinds import characters
+
+from serving.config import ServerConfig
+from serving.frontend.openai.answers import Detokenized, Tokenized
+
+TOOL = {"type": "function", "function": {"name": "look"}}
+
+
+async def ask(s, path, **fields):
+    return await s.http.post(path, json={"model": "counter", **fields})
+
+
+async def test_a_text_is_its_tokens_and_they_are_the_text():
+    async with serving_http() as s:
+        whole = (await ask(s, "/tokenize", prompt="añ", return_token_strs=True)).json()
+        bare = (await ask(s, "/tokenize", prompt="añ", add_special_tokens=False)).json()
+        back = (await ask(s, "/detokenize", tokens=whole["tokens"])).json()
+    assert whole == {
+        "count": 3,
+        "max_model_len": 64,
+        "tokens": [1, 97, 241],
+        "token_strs": ["\x01", "a", "ñ"],
+    }
+    assert (bare["count"], bare["tokens"], bare["token_strs"]) == (2, [97, 241], None)
+    assert back == {"prompt": "\x01añ"}
+    Tokenized.model_validate(whole)
+    Detokenized.model_validate(back)
+
+
+async def test_a_chat_is_tokenized_as_its_template_writes_it():
+    async with serving_http() as s:
+        options = {"chat_template_kwargs": {"closing": "!"}}
+        told = (await ask(s, "/tokenize", messages=CHAT, **options)).json()
+    assert "".join(map(chr, told["tokens"])) == "\x01[user|hi]!"
+    async with serving_http(TOOLS_TEMPLATE) as s:
+        told = (await ask(s, "/tokenize", messages=CHAT, tools=[TOOL])).json()
+    assert '"name": "look"' in "".join(map(chr, told["tokens"]))
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param", "message"),
+    [
+        ("/tokenize", {}, "prompt", "send one of them"),
+        ("/tokenize", {"prompt": "a", "messages": CHAT}, "prompt", "send one of them"),
+        ("/tokenize", {"prompt": 5}, "prompt", "it must be a valid string"),
+        ("/tokenize", {"prompt": "a", "add_specials": True}, "add_specials", "did you mean add_sp"),
+        ("/tokenize", {"messages": []}, "messages", "at least 1 item"),
+        ("/detokenize", {}, "tokens", "tokens is missing"),
+        ("/detokenize", {"tokens": ["a"]}, "tokens", "valid integer"),
+        ("/detokenize", {"tokens": [-1]}, "tokens", "numbers that are no tokens"),
+        ("/detokenize", {"tokens": [2**70]}, "tokens", "no tokens"),
+        ("/detokenize", {"tokens": [5] * 5000}, "tokens", "at most"),
+    ],
+)
+async def test_what_is_wrong_is_named(path, fields, param, message):
+    async with serving_http() as s:
+        answer = await ask(s, path, **fields)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert (error["param"], message in error["message"]) == (param, True), error
+
+
+async def test_an_unknown_model_is_not_found():
+    async with serving_http() as s:
+        answer = await ask(s, "/tokenize", model="nobody", prompt="a")
+    assert answer.status_code == 404
+
+
+async def test_a_model_without_a_tokenizer_says_so():
+    async with serving_http() as s:
+        s.engine.model.tokenizer = None
+        answer = await ask(s, "/tokenize", prompt="a")
+    assert answer.status_code == 400
+    assert "has no tokenizer" in answer.json()["error"]["message"]
+
+
+async def test_an_engine_tokenizes_as_it_does_to_generate():
+    async with HttpSetup(ServerConfig(port=0)) as s:
+        s.engine = counting_engine(model=model_with(characters(TEMPLATE)))
+        await s.ready()
+        for fields in ({"prompt": "ab"}, {"messages": CHAT}):
+            told = (await ask(s, "/tokenize", **fields)).json()
+            path = "/v1/completions" if "prompt" in fields else "/v1/chat/completions"
+            answer = (await ask(s, path, max_tokens=1, **fields)).json()
+            assert told["count"] == answer["usage"]["prompt_tokens"] > 2
+        bare = (await ask(s, "/tokenize", prompt="ab", add_special_tokens=False)).json()
+        too_long = await ask(s, "/tokenize", prompt="a" * 100_000)
+    assert bare["tokens"] == [97, 98]
+    assert too_long.status_code == 400
