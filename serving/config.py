@@ -632,6 +632,13 @@ class ServerConfig:
     frontends: tuple[str, ...] = setting(
         (), "Further protocols: module:Class or file.py:Class of each front end of your own."
     )
+    allowed_origins: tuple[str, ...] = setting(
+        (),
+        "Origins, as https://chat.example.com, whose pages may use OpenAI's API from a browser; "
+        "*: any.",
+        None,
+        "Security",
+    )
     keys_file: str = setting(
         "",
         "File with hashed API keys (`jmoe keys`), read again when it changes and at SIGHUP. "

@@ -61,8 +61,8 @@ def foreign(headers: Mapping[str, str]) -> str:
 def is_json(content_type: str) -> bool:
     """Returns whether a `content-type` header says JSON.
 
-    HTML forms cannot send JSON, and scripts of another origin need a CORS preflight, which this
-    server never allows.
+    HTML forms cannot send JSON, and scripts of another origin need a CORS preflight, which is
+    allowed to those of `allowed_origins` alone.
     """
     return content_type.partition(";")[0].strip().lower() == "application/json"
 

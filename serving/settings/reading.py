@@ -93,6 +93,12 @@ def _check_models(config: ServerConfig, require: Any) -> None:
             "engine.models",
             f"a name of its own for each model, and {name!r} is there twice",
         )
+    for origin in config.allowed_origins:
+        require(
+            origin == "*" or _ORIGIN.fullmatch(origin) is not None,
+            "allowed_origins",
+            f"* or scheme://host[:port] of each, in lower case, and one is {origin!r}",
+        )
     require(
         config.served_model_name.isprintable(),
         "served_model_name",
@@ -110,6 +116,7 @@ def _check_models(config: ServerConfig, require: Any) -> None:
     )
 
 
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[a-z0-9.:\[\]-]+")
 _ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.%]+\]|[^\s:\[\]]+):([1-9][0-9]{0,4})")
 
 

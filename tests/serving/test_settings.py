@@ -171,6 +171,11 @@ def test_a_key_that_is_merged_in_may_be_overridden(tmp_path: Path) -> None:
         ("port", "65536", "port is 65536; it must be between 0 and 65535"),
         ("port", "-1", "between 0 and 65535"),
         ("served_model_name", "a\nb", r"served_model_name is 'a\nb'; it must be printable"),
+        (
+            "allowed_origins",
+            "*,chat.example",
+            r"\* or scheme://host\[:port\] of each.*'chat.example'",
+        ),
         ("engine.model", "/models/a\nb", "a directory with a printable name"),
         ("engine.models", "a\nb=x,c=y", "NAME=DIR of each model with a printable name"),
         ("drain_timeout_s", "-1", "0 or more"),

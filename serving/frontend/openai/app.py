@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import orjson
 from fastapi import FastAPI, Request
+from fastapi.middleware.cors import CORSMiddleware
 from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.openapi.utils import get_openapi
 from fastapi.staticfiles import StaticFiles
@@ -127,6 +128,14 @@ def make_app(server: "Server") -> FastAPI:
         exception_handlers={HTTPException: _leave_to_the_door},
     )
     app.add_middleware(Door, server=server)
+    if server.config.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=server.config.allowed_origins,
+            allow_methods=("GET", "POST"),
+            allow_headers=("*",),
+            expose_headers=("x-request-id", "retry-after"),
+        )
     _add_endpoints(app, server)
     _add_facts(app, server, created=int(time.time()))
     _add_docs(app)

@@ -100,6 +100,33 @@ async def test_own_pages_and_tools_are_served(headers):
         assert (await s.http.get("/v1/models", headers=headers)).status_code == 200
 
 
+@pytest.mark.parametrize("allowed", ["https://chat.example", "*"])
+async def test_a_page_of_an_allowed_origin_asks_and_is_answered(allowed):
+    """As browsers do it: a preflight, then the request; errors can be read, too."""
+    page = {"origin": "https://chat.example", "sec-fetch-site": "cross-site"}
+    asks = page | {
+        "access-control-request-method": "POST",
+        "access-control-request-headers": "authorization,content-type,x-stainless-os",
+    }
+    body = {"model": "counter", "prompt": "ab", "max_tokens": 1}
+    async with serving_http(allowed_origins=(allowed,)) as s:
+        preflight = await s.http.options("/v1/completions", headers=asks)
+        answer = await s.http.post("/v1/completions", json=body, headers=page)
+        wrong = await s.http.post("/v1/completions", json={}, headers=page)
+        other = await s.http.post(
+            "/v1/completions", json=body, headers=page | {"origin": "https://evil.example"}
+        )
+    want = {"*", "https://chat.example"} if allowed == "*" else {allowed}
+    for one in (preflight, answer, wrong):
+        assert one.headers["access-control-allow-origin"] in want
+    granted = preflight.headers["access-control-allow-headers"].lower()
+    assert preflight.status_code == 200
+    assert "x-stainless-os" in granted
+    assert (answer.status_code, wrong.status_code) == (200, 400)
+    assert other.status_code == (200 if allowed == "*" else 403)
+    assert ("access-control-allow-origin" in other.headers) == (allowed == "*")
+
+
 async def test_where_others_reach_it_a_server_may_have_any_name():
     async with serving_http(host="0.0.0.0") as s:
         assert (await s.http.get("/v1/models", headers={"host": "llm.example"})).status_code == 200
