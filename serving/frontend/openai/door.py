@@ -111,8 +111,8 @@ class Door:
         is_allowed = "*" in allowed or headers.get("origin") in allowed
         if not (is_page or is_allowed) and (who := foreign(headers)):
             raise PermissionDenied(
-                f"{who} may not use a server that asks for no keys; set allowed_origins, or keys_file "
-                "and send a key"
+                f"{who} may not use a server that asks for no keys; set allowed_origins, or "
+                "keys_file and send a key"
             )
         host = headers.get("host")
         # A server that is reachable from other machines may have any name, and anybody who reaches
