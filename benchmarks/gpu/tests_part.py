@@ -11,7 +11,7 @@ from benchmarks.gpu.sizes import Sizes
 from benchmarks.harness import store
 
 FILES = {
-    "test_routing": 60.0,
+    "test_scorings": 60.0,
     "test_planned": 60.0,
     "test_ops": 150.0,
     "test_models": 150.0,

@@ -139,7 +139,7 @@ class _Loader(yaml.SafeLoader):
 
 
 # PyYAML reads YAML 1.1, which wants a point in a number with an exponent. YAML 1.2 does not.
-_EXPONENT = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+")
+_EXPONENT = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$")
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+0123456789"))
 
 
@@ -217,20 +217,18 @@ def find(kind: str, name: str | Path) -> Path:
 
 
 def read_yaml(path: Path, *, quotes: bool = True) -> dict[Any, Any]:
-    """Reads the mapping in a YAML file, which may be empty, or in one that is called `.json`.
+    """Reads the mapping in a YAML file, which may be empty.
 
     Raises SettingsError, which quotes the wrong line unless `quotes` is False.
     """
     try:
-        text = path.read_text(encoding="utf-8")
-        loaded = json.loads(text) if path.suffix == ".json" else yaml.load(text, _Loader)
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, yaml.YAMLError) as error:
+        loaded = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         if isinstance(error, yaml.MarkedYAMLError) and not quotes:
             for mark in filter(None, (error.problem_mark, error.context_mark)):
                 mark.buffer = None
         reason = " ".join(str(error).split())  # PyYAML's message has several lines
-        kind = "JSON" if path.suffix == ".json" else "YAML"
-        raise SettingsError(f"{path} cannot be read as {kind}: {reason}") from None
+        raise SettingsError(f"{path} cannot be read as YAML: {reason}") from None
     if loaded is None:
         return {}
     if not isinstance(loaded, dict):

@@ -277,7 +277,7 @@ async def test_a_long_text_is_tokenized_beside_the_steps(start):
             assert held.wait(10)
             return [5]
 
-        def stream(self):
+        def stream(self, skip_special_tokens=True):
             return SimpleNamespace(push=lambda token: "", finish=lambda: "")
 
     engine = start(model=model_with(Held()), max_queue_len=1)

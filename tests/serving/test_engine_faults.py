@@ -42,7 +42,7 @@ class Fragile:
     def encode(self, text, special_tokens=True):
         raise self.error
 
-    def stream(self):
+    def stream(self, skip_special_tokens=True):
         return SimpleNamespace(push=self.push, finish=lambda: "")
 
     def push(self, token):
