@@ -5,6 +5,7 @@ import asyncio
 import contextlib
 import json
 import math
+import os
 import signal
 import sys
 import time
@@ -69,6 +70,9 @@ LOOK_S = 1.0
 """For so long it looks whether other programs leave the machine alone, before a pair."""
 LEFT_LATE_S = 0.25
 """Nor if a request left so late: this process was held up."""
+NATIVE = "JMOE_NATIVE"
+"""Off, unless the environment says otherwise: experts in C++ take so little of a step of this model
+that a burst on two cores meets the server's own work, of which brownout saves nothing."""
 
 
 @dataclass(frozen=True)
@@ -210,6 +214,7 @@ async def _server(
             say,
             (grpc.aio.AioRpcError, CalibrationError, TimeoutError),
             lambda url: console.print(f"live page: {url}"),
+            {NATIVE: os.environ.get(NATIVE, "0")},
         ) as (address, pid):
             status.stop()
             async with Client(address) as client:

@@ -2,11 +2,13 @@
 
 import asyncio
 import contextlib
+import os
 import re
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import grpc
@@ -29,8 +31,10 @@ async def running_server(
     say: Callable[[str], None] = lambda text: None,
     failures: tuple[type[Exception], ...] = (),
     on_page: Callable[[str], None] = lambda url: None,
+    environment: Mapping[str, str] = MappingProxyType({}),
 ) -> AsyncIterator[tuple[str, int]]:
-    """Starts Python with `command`; yields the address it prints as ready, and its pid.
+    """Starts Python with `command`, and `environment` beside this process's; yields the address it
+    prints as ready, and its pid.
 
     `log_path` takes all its output; `say` is told the newest line while it starts, `on_page` where
     its live page is. An exception of the kinds `failures` that leaves the block is raised as
@@ -41,7 +45,10 @@ async def running_server(
     """
     with log_path.open("wb") as log:
         process = await asyncio.create_subprocess_exec(
-            sys.executable, *command, stdout=subprocess.PIPE, stderr=log
+            *(sys.executable, *command),
+            stdout=subprocess.PIPE,
+            stderr=log,
+            env={**os.environ, **environment},
         )
         address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         reader = asyncio.create_task(_read_stdout(process, log, address, on_page))
