@@ -9,7 +9,7 @@ from starlette.responses import Response
 from serving.errors import InvalidRequest, shown
 from serving.frontend.access import Caller
 from serving.frontend.openai.call import received
-from serving.frontend.openai.chats import messages_of, told
+from serving.frontend.openai.chats import Template, messages_of, told
 from serving.frontend.openai.errors import HttpError
 from serving.frontend.openai.schemas import DetokenizeRequest, TokenizeRequest
 from serving.request import Chat, Priority
@@ -66,25 +66,49 @@ class Tokenize:
         self, engine: "Engine", body: TokenizeRequest, model: str, tokenizer: "Tokenizer"
     ) -> dict[str, Any]:
         """See TokenEndpoint."""
-        if (body.prompt is None) == (body.messages is None):
-            raise HttpError("prompt and messages: send one of them", "prompt")
-        prompt: str | Chat = body.prompt or ""
-        if body.messages is not None:
-            options = dict(body.chat_template_kwargs or {})
-            options |= {"tools": told(body.tools)} if body.tools else {}
-            messages = messages_of(body.messages, tokenizer.chat_template or "")
-            prompt = Chat(messages, options)
-        special_tokens = body.add_special_tokens is not False
-        tokens = await engine.tokenize(prompt, model, special_tokens=special_tokens)
+        tokens = await engine.tokenize(
+            _prompt(body, tokenizer), model, special_tokens=body.add_special_tokens is not False
+        )
         texts = None
-        if body.return_token_strs:
-            texts = [tokenizer.decode([token], skip_special_tokens=False) for token in tokens]
+        if body.return_token_strs:  # in a thread, as a long prompt has many
+
+            def each() -> list[str]:
+                return [tokenizer.decode([token], skip_special_tokens=False) for token in tokens]
+
+            texts = await asyncio.to_thread(each)
         return {
             "count": len(tokens),
             "max_model_len": engine.config.max_model_len,
             "tokens": tokens,
             "token_strs": texts,
         }
+
+
+def _prompt(body: TokenizeRequest, tokenizer: "Tokenizer") -> str | Chat:
+    """Returns the text or chat of a body. Raises HttpError for what would have no effect."""
+    if (body.prompt is None) == (body.messages is None):
+        raise HttpError("prompt and messages: send one of them", "prompt")
+    if body.messages is None:
+        for name in ("tools", "chat_template_kwargs"):
+            if getattr(body, name) is not None:
+                raise HttpError(f"{name} go with messages; leave them out for a prompt", name)
+        return body.prompt or ""
+    if body.add_special_tokens is not None:
+        raise HttpError(
+            "add_special_tokens goes with a prompt: a chat has those that its template writes",
+            "add_special_tokens",
+        )
+    options, text = dict(body.chat_template_kwargs or {}), tokenizer.chat_template or ""
+    if body.tools:
+        if not Template.of(text).tells:
+            raise HttpError("the model's chat template has no tools; leave them out", "tools")
+        if "tools" in options:
+            raise HttpError(
+                "chat_template_kwargs has tools, too; leave one of them out",
+                "chat_template_kwargs",
+            )
+        options["tools"] = told(body.tools)
+    return Chat(messages_of(body.messages, text), options)
 
 
 class Detokenize:
