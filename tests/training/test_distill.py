@@ -32,7 +32,7 @@ from training.distill.objectives import (
 )
 from training.distill.parallel import WHOLE, data_mesh
 from training.distill.start import make_start
-from training.distill.stream import LayerRows, before_layers, each_visit, first_rows, run_layer
+from training.distill.stream import LayerRows, before_layers, each_visit, run_layer
 from training.network import logits_of
 from training.packing import Batch
 
@@ -73,7 +73,7 @@ def test_layers_in_turn_are_the_model(tiny_dir):
     layers = Layers(tiny_dir.path)
     cfg, top = layers.cfg, layers.top()
     tokenizer = Tokenizer.load(tiny_dir.path)
-    data = first_rows(pack_files([tiny_dir.path / "tasks.jsonl"], cfg, tokenizer, 64, 0), 300)
+    data = pack_files([tiny_dir.path / "tasks.jsonl"], cfg, tokenizer, 64, 0).first(300)
     x = np.asarray(top["embed"])[data.tokens]
     for index in range(cfg.num_layers):
         params, experts = layers.layer(index)
@@ -196,7 +196,7 @@ def test_each_visit_is_its_expert_alone():
 def test_packed_data_is_all_of_the_text(tiny_dir):
     tokenizer, cfg = Tokenizer.load(tiny_dir.path), Layers(tiny_dir.path).cfg
     path = tiny_dir.path / "tasks.jsonl"
-    data = pack_files([path], cfg, tokenizer, 64, 0)
+    data = pack_files([path], cfg, tokenizer, 64, 0).rows(slice(None))
     pieces = {
         tuple(row[own == n].tolist())
         for row, own in zip(data.tokens, data.items, strict=True)

@@ -28,7 +28,6 @@ from training.consolidate.rules import (
     owners_random,
 )
 from training.distill.data import pack_files
-from training.distill.stream import first_rows
 from training.packing import Batch
 
 RuleName = Literal["functional", "paper", "random", "average"]
@@ -218,8 +217,8 @@ def read_data(
             raise ValueError(
                 f"no texts are given for {name}; add --data {name}=FILE, or --data FILE for all"
             )
-        packed = pack_files(files, cfg, tokenizer, config.length, config.seed)
-        batches.append(first_rows(packed, config.rows))
+        corpus = pack_files(files, cfg, tokenizer, config.length, config.seed)
+        batches.append(corpus.first(config.rows))
     return batches
 
 

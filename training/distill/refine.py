@@ -28,6 +28,7 @@ from jmoe.model import embed
 from pallas_kernels.backend import backend
 from training.dispatch import biases_of, combine_rows, expert_layer
 from training.distill.config import DistillConfig
+from training.distill.data import Corpus
 from training.distill.expert import Stacked
 from training.distill.fit import HELD_OUT, DistillError, Note, adam
 from training.distill.objectives import degraded_to, united_dispatch, united_rows
@@ -257,7 +258,7 @@ def refine(
     cfg: ModelConfig,
     frozen: Frozen,
     at: Progressing,
-    data: Batch,
+    data: Batch | Corpus,
     key: Array,
     config: DistillConfig,
     *,
@@ -312,7 +313,7 @@ def refine(
 
 
 def time_step(
-    cfg: ModelConfig, frozen: Frozen, at: Progressing, data: Batch, config: DistillConfig
+    cfg: ModelConfig, frozen: Frozen, at: Progressing, data: Batch | Corpus, config: DistillConfig
 ) -> float:
     """Returns the seconds of one optimizer step of `refine`, over two that compile nothing."""
     mesh, key = data_mesh(), jax.random.key(config.seed)
@@ -326,15 +327,15 @@ def time_step(
     return (time.perf_counter() - began) / 2
 
 
-def _batch(data: Batch, step: int, config: DistillConfig, mesh: Mesh) -> Arrays:
+def _batch(data: Batch | Corpus, step: int, config: DistillConfig, mesh: Mesh) -> Arrays:
     """Returns the rows of a step, spread over the devices; the last tenth of the data only
     measures.
     """
-    num_rows = len(data.tokens)
+    num_rows = len(data)
     cut = max(1, num_rows - num_rows // 10)
     rng = np.random.default_rng([config.seed, step])
     low, high = (cut, num_rows) if step == HELD_OUT and cut < num_rows else (0, cut)
     rows = rng.integers(low, high, config.refine_rows)
     split = NamedSharding(mesh, PartitionSpec("data"))
-    arrays = (data.tokens, data.positions, data.items, data.weights)
-    return jax.device_put(tuple(a[rows] for a in arrays), split)
+    own = data.rows(rows)
+    return jax.device_put((own.tokens, own.positions, own.items, own.weights), split)

@@ -36,12 +36,12 @@ def room_here(out: Path | None) -> Room:
 
 
 def _free_disk(out: Path | None) -> int | None:
-    if out is None:
-        return None
-    place = out.absolute()
-    while not place.exists():
-        place = place.parent
-    return shutil.disk_usage(place).free
+    return None if out is None else shutil.disk_usage(existing(out)).free
+
+
+def existing(path: Path) -> Path:
+    """Returns the folder on whose disk `path` lies or will."""
+    return next(place for place in (path.absolute(), *path.absolute().parents) if place.is_dir())
 
 
 def folder_bytes(folder: Path) -> int:

@@ -23,7 +23,7 @@ from jmoe.experts import ExpertPool
 from jmoe.layers import Layers
 from jmoe.model_files import regular
 from training.distill.config import DistillConfig
-from training.distill.data import digest
+from training.distill.data import Corpus, digest
 from training.distill.expert import outputs_on_all
 from training.distill.fit import DistillError, Fit, fit_layer
 from training.distill.grouping import make_groups
@@ -34,8 +34,7 @@ from training.distill.report import REPORT_FILES, LayerResult, RefineResult, wri
 from training.distill.sizes import SAVE_EVERY
 from training.distill.start import make_start
 from training.distill.store import Store, check_began, finished
-from training.distill.stream import LayerRows, before_layers, first_rows, run_layer
-from training.packing import Batch
+from training.distill.stream import LayerRows, before_layers, run_layer
 
 Progress = Callable[[str, int, int, str], None]
 """`(what is being done, units done, units in all, what to show beside)`."""
@@ -162,14 +161,14 @@ experts have any.
 def _all_layers(
     layers: Layers,
     ways: Sequence[int],
-    data: Batch,
+    corpus: Corpus,
     store: Store,
     config: DistillConfig,
     progress: Progress,
 ) -> list[LayerResult]:
     """Trains what is not in the store yet. Only one layer's united experts are in memory."""
     cfg = layers.cfg
-    data = first_rows(data, config.rows)
+    data = corpus.first(config.rows)
     found = {
         (way, at): _result(way, at, kept[0])
         for way in ways
@@ -292,7 +291,7 @@ def _refine(
     load_model: Callable[[], Model],
     cfg: ModelConfig,
     way: int,
-    data: Batch,
+    data: Corpus,
     store: Store,
     config: DistillConfig,
     progress: Progress,
