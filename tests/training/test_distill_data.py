@@ -229,8 +229,8 @@ def packed_by_hand(path, tokenizer, cfg, length, seed):
         prompt = tokenizer.encode(text.prompt, special_tokens=not text.chat) if text.prompt else []
         answer = tokenizer.encode(text.answer, special_tokens=not text.prompt)
         ids = [*prompt, *answer, *cfg.eos_token_ids[:1]]
-        for at in range(0, max(1, len(ids) - 1), length):
-            pieces.append((ids[at : at + length + 1], max(1, len(prompt) - at)))
+        cuts = range(0, max(1, len(ids) - 1), length)
+        pieces += [(ids[at : at + length + 1], max(1, len(prompt) - at)) for at in cuts]
     pieces = [one for one in pieces if len(one[0]) > 1]
     random.Random(f"distill/{seed}").shuffle(pieces)
     rows, room = [[]], length

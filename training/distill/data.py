@@ -92,10 +92,10 @@ def _parquet_rows(data: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                     f"{data} has the columns {', '.join(file.schema_arrow.names)}; expected "
                     "`prompt` and optional `answer`, `text`, or `messages`"
                 )
-            number = 0
-            for batch in file.iter_batches(_ROWS_AT_ONCE, columns=columns):
-                for number, row in enumerate(batch.to_pylist(), number + 1):
-                    yield number, {name: value for name, value in row.items() if value is not None}
+            batches = file.iter_batches(_ROWS_AT_ONCE, columns=columns)
+            rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
+            for number, row in enumerate(rows, 1):
+                yield number, {name: value for name, value in row.items() if value is not None}
     except (OSError, ArrowException) as error:
         raise ValueError(f"cannot read data file {data}: {error}") from None
 

@@ -26,13 +26,20 @@ from jmoe.api import Model
 from jmoe.config import ModelConfig
 from jmoe.model import embed
 from pallas_kernels.backend import backend
-from training.dispatch import biases_of, combine_rows, expert_layer
+from training.dispatch import biases_of, combine_rows, expert_layer, scatter_rows
 from training.distill.config import DistillConfig
 from training.distill.data import Corpus
-from training.distill.expert import Stacked
-from training.distill.fit import HELD_OUT, DistillError, Note, adam
-from training.distill.objectives import degraded_to, united_dispatch, united_rows
-from training.distill.parallel import WHOLE, data_mesh, gathered, loss_and_grads, over_devices
+from training.distill.expert import Experts, Stacked
+from training.distill.fit import HELD_OUT, DistillError, Note, optimizer
+from training.distill.objectives import degraded_to, united_dispatch
+from training.distill.parallel import (
+    WHOLE,
+    data_mesh,
+    gathered,
+    loss_and_grads,
+    on_all_rows,
+    over_devices,
+)
 from training.network import PackedAttention, layer_forward, logits_of, window_of
 from training.packing import Batch
 
@@ -94,7 +101,8 @@ def _logits(
     num_experts, top_k = cfg.num_experts, cfg.experts_per_token
     share = tokens.size * top_k / num_experts
     capacity = min(tokens.size, max(8, int(_CAPACITY * share) // 8 * 8))
-    order = jax.random.permutation(key, tokens.size)  # a decode step holds rows of many sequences
+    # A decode step has rows of many sequences: here, of all devices.
+    order = jax.random.permutation(key, tokens.size * jax.lax.axis_size("data"))
     back = jnp.argsort(order)
     at = positions.reshape(-1)
     windows = sorted({window_of(cfg, index) for index in range(cfg.num_layers)})
@@ -115,14 +123,19 @@ def _logits(
             if own.united is None:
                 return run(h, weights, ids, gate_up, down, capacity)[0], None
             layer_key = jax.random.fold_in(key, number)
-            substitute = degraded_to(ids[order], own.groups, layer_key, config.decode_batch)[back]
+
+            def degraded(ids: Array) -> Array:
+                groups, block = own.groups, config.decode_batch
+                return degraded_to(ids[order], groups, layer_key, block)[back]
+
+            substitute = on_all_rows(degraded, ids)
             exact = jnp.where(substitute < 0, ids, -1)
             out = run(h, weights, exact, gate_up, down, capacity)[0]
             united = {name: leaf.astype(dtype) for name, leaf in own.united.items()}
             united |= {name: gathered(united[name], axis - 1) for name, axis in _AXIS.items()}
             plan = united_dispatch(substitute, united["down"].shape[0])
             weights = jnp.where(substitute < 0, 0.0, weights)
-            answers = united_rows(united, h, plan, cfg.activation)
+            answers = Experts(united, cfg.activation)(scatter_rows(h, plan))
             return out + combine_rows(answers, weights, plan), None
 
         return layer_forward(cfg, layer, x, at, attention, routed, dtype=dtype)[0], None
@@ -177,7 +190,7 @@ def _loss_and_grads(
 
 
 def _optimizer(config: DistillConfig, d_model: int) -> optax.GradientTransformation:
-    return adam(config.refine_rate(d_model), config.refine_steps)
+    return optimizer(config, config.refine_rate(d_model), config.refine_steps)
 
 
 @partial(jax.jit, static_argnames=("cfg", "config", "mesh"), donate_argnums=(1, 2))
@@ -264,7 +277,7 @@ def refine(
     *,
     save: Callable[[Progressing], None],
     save_every: int = 100,
-    note: Note = lambda done, total, text: None,
+    note: Note = lambda done, total, losses: None,
 ) -> tuple[dict[str, np.ndarray], float, float]:
     """Returns united experts `[L, U, ...]` after `config.refine_steps`, and the divergence at both
     ends.
@@ -292,7 +305,7 @@ def refine(
         return value
 
     def tell(loss: Array, step: int) -> None:
-        note(step + 1, config.refine_steps, f"divergence {checked(loss, step):.4f}")
+        note(step + 1, config.refine_steps, {"divergence": checked(loss, step)})
 
     def held_out() -> float:
         loss = _divergence(cfg, united, frozen, *drawn(HELD_OUT), config, mesh)
