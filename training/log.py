@@ -11,6 +11,11 @@ from jmoe.extras import need
 FILE = "losses.jsonl"
 
 
+def text_of(losses: Mapping[str, float]) -> str:
+    """Returns losses as they are shown beside a progress bar."""
+    return " ".join(f"{name} {loss:.4f}" for name, loss in losses.items())
+
+
 class LossLog:
     """Writes losses to a folder: to `losses.jsonl`, and as TensorBoard's events.
 

@@ -42,7 +42,9 @@ class Batch:
     def rows(self, own: slice | Int[np.ndarray, " R"]) -> "Batch":
         """Returns some of the rows, by their numbers."""
         families = [self.families[number] for number in np.arange(len(self.families))[own]]
-        return Batch(*(leaf[own] for leaf in (*self.arrays(), self.answer)), families)
+        arrays = self.tokens, self.targets, self.positions, self.items, self.weights, self.answer
+        tokens, targets, positions, items, weights, answer = (leaf[own] for leaf in arrays)
+        return Batch(tokens, targets, positions, items, weights, answer, families)
 
     def arrays(self) -> tuple[np.ndarray, ...]:
         """Returns what the train step reads: tokens, targets, positions, items, weights."""

@@ -25,7 +25,7 @@ from jmoe import layout
 from jmoe.config import ModelConfig
 from training import world
 from training.geometry import BUNDLED
-from training.log import LossLog
+from training.log import LossLog, text_of
 from training.network import Params, forward, init_params
 from training.packing import Batch, eval_tasks, task_batch, training_batch
 from training.tasks import tasks
@@ -188,7 +188,7 @@ def train(
                 late = stop_after_s is not None and time.monotonic() - began > stop_after_s
                 if done % 10 == 0:
                     losses = {name: float(value) for name, value in metrics.items()}
-                    note = " ".join(f"{name} {loss:.3f}" for name, loss in losses.items())
+                    note = text_of(losses)
                     log.write("train", done, losses)
                     bar.update(job, completed=done, note=note)
                     bar.log(f"{done} {time.monotonic() - began:.0f}s {note}")

@@ -100,6 +100,17 @@ def distill(
             "of them: some 170 passes over them a way. 0: do not."
         ),
     ] = 0,
+    coordinator: Annotated[
+        str,
+        typer.Option(
+            help="HOST:PORT of process 0, where several processes, on one machine or more, train "
+            "together; each reads the model and the data, and --out is one folder for all."
+        ),
+    ] = "",
+    num_processes: Annotated[int, typer.Option(help="With --coordinator: how many.")] = 1,
+    process_index: Annotated[
+        int, typer.Option(help="With --coordinator: which this is, from 0.")
+    ] = 0,
     hub_revision: HubRevision = "",
     seed: Annotated[int, typer.Option(help="Seed of rows and of their order.")] = 0,
     allow_unknown_config: AllowUnknownConfig = None,
@@ -120,9 +131,17 @@ def distill(
             f"--device-memory-gib is {device_memory_gib:g} and --devices {devices}; neither can be "
             "negative"
         )
+    if not coordinator and (num_processes, process_index) != (1, 0):
+        raise ValueError(
+            f"--num-processes is {num_processes} and --process-index {process_index}: name "
+            "--coordinator, too"
+        )
     from training.distill import DistillConfig
+    from training.distill.parallel import join
 
     config = of_fields(DistillConfig, flags)
+    if coordinator:
+        join(coordinator, num_processes, process_index)
     allowed = tuple(allow_unknown_config or ())
     from jmoe.api import resolve
 
@@ -137,6 +156,8 @@ def distill(
         raise ValueError(f"--levels-items is {levels_items}; it must be 0 or more")
     directory = resolve(model, hub_revision)
     made = _run(directory, numbers, data, out, config, allowed, log_dir)
+    if process_index > 0:
+        return
     if levels_items:
         _measure(directory, made, data[0], out, levels_items, dtype, allowed)
     print(_serve_command(directory, out, allowed, with_tables=levels_items > 0))

@@ -18,6 +18,7 @@ import jmoe
 from jmoe.brownout import plan
 from jmoe.layers import Layers
 from jmoe.tokenizer import Tokenizer
+from serving.bench.scrape import free_port
 from training.distill import DistillError, refine
 from training.distill.data import pack_files, read_texts
 from training.distill.expert import Experts
@@ -31,7 +32,7 @@ from training.distill.objectives import (
     equation_4_error,
     mean_answers,
 )
-from training.distill.parallel import WHOLE, data_mesh
+from training.distill.parallel import WHOLE, data_mesh, join
 from training.distill.start import make_start
 from training.distill.stream import LayerRows, before_layers, each_visit, run_layer
 from training.network import logits_of
@@ -409,7 +410,11 @@ from pathlib import Path
 import jax
 from distilled import QUICK
 from training.distill import distill
-tiny, out, stop_at = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+tiny, out, stop_at, process, coordinator = Path(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:]
+stop_at = int(stop_at)
+if coordinator:
+    from training.distill.parallel import join
+    join(coordinator, 2, int(process))
 config = dataclasses.replace(
     QUICK, steps=10, batch=128, refine_steps=6, refine_rows=4, objective="combined"
 )
@@ -423,16 +428,28 @@ print(*(repr(one.error_after) for one in layers), repr(refined.before), repr(ref
 """
 
 
-def on_devices(count, tiny, out, stop_at=0):
-    """Returns exit status and errors of a distillation on so many virtual devices."""
+def start(count, tiny, out, stop_at=0, process=0, coordinator=""):
+    """Starts a distillation on so many virtual devices, of a process or of both together."""
     flags = f"--xla_force_host_platform_device_count={count}"
     env = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
     env["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
     env["PYTHONPATH"] = os.pathsep.join([os.path.dirname(__file__), *sys.path])
-    command = [sys.executable, "-c", ON_DEVICES, str(tiny.path), str(out), str(stop_at)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode in (0, 9), done.stderr
-    return done.returncode, [float(part) for part in done.stdout.split()]
+    words = [str(tiny.path), str(out), str(stop_at), str(process), coordinator]
+    command, pipe = [sys.executable, "-c", ON_DEVICES, *words], subprocess.PIPE
+    return subprocess.Popen(command, env=env, stdout=pipe, stderr=pipe, text=True)
+
+
+def ended(process):
+    """Returns exit status and figures."""
+    told, errors = process.communicate(timeout=280)
+    assert process.returncode in (0, 9), errors
+    return process.returncode, [
+        float(part) for part in told.splitlines()[-1].split()
+    ] if told else []
+
+
+def on_devices(count, tiny, out, stop_at=0):
+    return ended(start(count, tiny, out, stop_at))
 
 
 def united_in(out):
@@ -475,3 +492,26 @@ def test_killed_on_four_devices_it_goes_on_with_two(tiny_dir, on_one_device, tmp
     _, figures = on_devices(2, tiny_dir, tmp_path)
     assert json.loads((work / "run.json").read_text())["devices"] == "4 cpu, then 2 cpu"
     same(on_one_device, figures, tmp_path)
+
+
+@pytest.mark.exhaustive
+def test_two_processes_of_two_devices_come_to_the_same(tiny_dir, on_one_device, tmp_path):
+    """Each has two of four; the first writes."""
+    at = f"127.0.0.1:{free_port()}"
+    both = [start(2, tiny_dir, tmp_path, process=n, coordinator=at) for n in (0, 1)]
+    figures = [ended(process)[1] for process in both]
+    assert figures[0] == figures[1]
+    same(on_one_device, figures[0], tmp_path)
+    assert not list((tmp_path / "distill-work").glob("stream-*"))
+
+
+@pytest.mark.parametrize(
+    ("coordinator", "index", "message"),
+    [
+        ("127.0.0.1:1", 2, "process_index is 2; .* between 0 and 1"),
+        ("here", 0, "must be HOST:PORT"),
+    ],
+)
+def test_processes_that_cannot_be_are_named(coordinator, index, message):
+    with pytest.raises(ValueError, match=message):
+        join(coordinator, 2, index)

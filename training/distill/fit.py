@@ -23,7 +23,7 @@ from training.distill.objectives import (
     equation_4_error,
     mean_answers,
 )
-from training.distill.parallel import data_mesh, loss_and_grads, on_all_rows, over_devices
+from training.distill.parallel import data_mesh, loss_and_grads, on_all_rows, on_host, over_devices
 from training.distill.stream import LayerRows
 
 HELD_OUT = 2**31 - 1
@@ -197,7 +197,7 @@ def fit_layer(
         mesh=mesh,
     )
     before = best_error = _finite(float(measure(params)), 0, config)
-    best, since, done = jax.tree.map(np.array, params), 0, 0  # a copy: the steps donate
+    best, since, done = on_host(params), 0, 0  # a copy: the steps donate
     while done < config.steps:
         count = min(config.eval_every, config.steps - done)
         params, state, loss = _steps(
@@ -209,7 +209,7 @@ def fit_layer(
         note(done, config.steps, {"loss": float(loss), "held-out": error})
         since = 0 if error < 0.999 * best_error else since + 1
         if error < best_error:
-            best, best_error = jax.tree.map(np.array, params), error
+            best, best_error = on_host(params), error
         if config.patience and since >= config.patience:
             note(config.steps, config.steps, {})
             break

@@ -1,14 +1,73 @@
-"""Data parallelism: one loss over rows that lie spread over all devices."""
+"""Data parallelism: one loss over rows that lie spread over the devices of all processes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float
 
 WHOLE = PartitionSpec()
 """On every device, all of it."""
+
+
+def join(coordinator: str, num_processes: int, process_index: int) -> None:
+    """Makes this process one of several that train together; call it before anything uses jax.
+
+    Args:
+        coordinator: HOST:PORT on which process 0 listens, for everyone who can reach it.
+        num_processes: how many there are.
+        process_index: which of them this is, from 0.
+
+    Raises ValueError for numbers that cannot be, and where the others do not come.
+    """
+    if not 0 <= process_index < num_processes:
+        raise ValueError(
+            f"process_index is {process_index}; it must be between 0 and {num_processes - 1}"
+        )
+    if ":" not in coordinator:
+        raise ValueError(f"coordinator is {coordinator!r}; it must be HOST:PORT, of process 0")
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    try:
+        jax.distributed.initialize(
+            coordinator, num_processes, process_index, cluster_detection_method="deactivate"
+        )
+    except jax.errors.JaxRuntimeError as error:
+        raise ValueError(
+            f"the {num_processes} processes did not meet at {coordinator}: {error}"
+        ) from error
+
+
+def is_first() -> bool:
+    """Returns whether this is the process that writes files and says what happens."""
+    return jax.process_index() == 0
+
+
+def wait_for_all(what: str) -> None:
+    """Returns when every process has come to this point."""
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(what)
+
+
+@contextmanager
+def on_the_host() -> Iterator[None]:
+    """Makes arrays in the host's memory, unless JAX_PLATFORMS leaves the CPU out."""
+    try:
+        device = jax.local_devices(backend="cpu")[0]
+    except RuntimeError:
+        device = None
+    with jax.default_device(device):
+        yield
+
+
+def on_host(tree: Any) -> Any:
+    """Returns copies of arrays as NumPy's, whole, in every process."""
+    if jax.process_count() > 1:
+        tree = multihost_utils.process_allgather(tree, tiled=True)
+    return jax.tree.map(np.array, tree)
 
 
 def data_mesh() -> Mesh:

@@ -4,8 +4,7 @@ What a layer's united experts get wrong reaches the layers after it, and those c
 only if they are trained together. The student is the model under partial brownout, with S1 and S2
 picked as serving picks them; the teacher is the model itself; the loss is the Kullback-Leibler
 divergence of their next-token distributions. Only united experts move. The devices share out all
-experts and what Adam keeps; the rest of the model is on each. Loading puts the model on the first
-of them for a while.
+experts and what Adam keeps; the rest of the model is on each.
 """
 
 import math
@@ -38,6 +37,7 @@ from training.distill.parallel import (
     gathered,
     loss_and_grads,
     on_all_rows,
+    on_host,
     over_devices,
 )
 from training.network import PackedAttention, layer_forward, logits_of, window_of
@@ -255,8 +255,8 @@ def _placed(tree: Any, mesh: Mesh) -> Any:
 
 
 def freeze(model: Model, groups: Int[np.ndarray, "L m"]) -> Frozen:
-    """Returns the model's weights spread over the devices. Drop the model afterwards: it lies on
-    one of them.
+    """Returns the model's weights spread over the devices. Drop the model afterwards: it takes as
+    much memory once more, where it lies.
     """
     mesh = data_mesh()
     slots = model.table.slots[:, : model.config.num_experts]
@@ -264,6 +264,8 @@ def freeze(model: Model, groups: Int[np.ndarray, "L m"]) -> Frozen:
     biases = biases_of(pool.arrays)
     rest = slots, jnp.asarray(groups, jnp.int32), biases
     frozen = Frozen(model.params, pool.gate_up, pool.down, *rest)
+    if jax.process_count() > 1:  # each gives its devices' parts of what lies on its host
+        frozen = jax.tree.map(np.asarray, frozen)
     return jax.device_put(frozen, jax.tree.map(partial(NamedSharding, mesh), FROZEN_SPECS))
 
 
@@ -322,7 +324,7 @@ def refine(
             tell(losses.popleft(), step - len(losses))
         if saving:
             save(Progressing(united, state, step + 1, before))
-    return jax.tree.map(np.array, united), before, held_out()
+    return on_host(united), before, held_out()
 
 
 def time_step(

@@ -32,7 +32,7 @@ def room_here(out: Path | None) -> Room:
         if platform == "cpu"
         else min(filter(None, map(free_device_bytes, devices)), default=None)
     )
-    return Room(platform, len(devices), device, free_host_bytes(), _free_disk(out))
+    return Room(platform, jax.device_count(), device, free_host_bytes(), _free_disk(out))
 
 
 def _free_disk(out: Path | None) -> int | None:

@@ -25,6 +25,7 @@ from training.distill.data import Corpus, digest
 from training.distill.expert import Experts
 from training.distill.fit import DistillError, Fit, fit_layer
 from training.distill.grouping import make_groups
+from training.distill.parallel import is_first, on_the_host, wait_for_all
 from training.distill.plan import layers_dtype
 from training.distill.prepare import DEFAULT_WAYS, prepare
 from training.distill.refine import Progressing, begin, freeze, refine
@@ -34,7 +35,7 @@ from training.distill.start import make_start
 from training.distill.store import Store, check_began, finished
 from training.distill.stream import LayerRows, before_layers, run_layer
 from training.distill.united import United, check_united, narrow, write_united
-from training.log import LossLog
+from training.log import LossLog, text_of
 
 Progress = Callable[[str, int, int, str], None]
 """`(what is being done, units done, units in all, what to show beside)`."""
@@ -81,6 +82,8 @@ def distill(
     for an `out` with another run in it, DistillError where training cannot go on, and what
     `jmoe.load` raises.
     """
+    if not is_first():
+        say, progress = (lambda line: None), (lambda what, done, total, text: None)
     config = config or DistillConfig()
     settings, end_to_end = config.stages()
     fingerprint: dict[str, Any] = {"settings": settings}
@@ -126,11 +129,10 @@ def distill(
         )
     fingerprint["devices"] = store.devices
     refined = []
-    with LossLog(log_dir) as log:
+    with LossLog(log_dir if is_first() else None) as log:
 
         def note(what: str, done: int, total: int, losses: dict[str, float]) -> None:
-            text = " ".join(f"{name} {loss:.4f}" for name, loss in losses.items())
-            progress(what, done, total, text)
+            progress(what, done, total, text_of(losses))
             log.write(what, done, losses)
 
         results = _all_layers(layers, own, packed, store, config, note)
@@ -146,9 +148,10 @@ def distill(
             f"({fingerprint['model'][:19]}) and run the same command again, or remove "
             f"{store.folder}, which may hold layers of both"
         )
-    write_united(out, united, fingerprint["model"])
+    if is_first():
+        write_united(out, united, fingerprint["model"])
+        write_report(out, results, refined, f"Settings: {config}")
     store.close()
-    write_report(out, results, refined, f"Settings: {config}")
     record = {
         **fingerprint,
         "end_to_end": end_to_end,
@@ -156,7 +159,9 @@ def distill(
         "layers": [dataclasses.asdict(result) for result in results],
         "refined": [dataclasses.asdict(result) for result in refined],
     }
-    store.save_finished(record, (UNITED_FILE, *REPORT_FILES))
+    if is_first():
+        store.save_finished(record, (UNITED_FILE, *REPORT_FILES))
+    wait_for_all("a distillation is finished")
     return results, refined
 
 
@@ -305,7 +310,10 @@ def _refine(
     weights = {key: leaf for key, leaf in united.items() if key != "groups"}
     advice = f"lower refine_rows ({config.refine_rows} now), leave this stage out (refine_steps 0)"
     with _room_for(f"way {way}, end to end,", advice):
-        frozen = freeze(load_model(), united["groups"])
+        with on_the_host():  # of which each device gets its part; one could not hold it all
+            model = load_model()
+        frozen = freeze(model, united["groups"])
+        del model
         at = begin(weights, config, cfg.d_model)
         kept = store.refinement(way, at._asdict())
         if kept is not None:

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from training.distill.fit import DistillError, Fit
+from training.distill.parallel import is_first, wait_for_all
 
 WORK = "distill-work"
 RUN, FINISHED = "run.json", "finished.json"
@@ -70,7 +71,9 @@ class Store:
         self._write(self.folder / FINISHED, lambda file: file.write(content))
 
     def _write(self, path: Path, write: Callable[[BinaryIO], object]) -> None:
-        """Writes a file beside `path` and renames it."""
+        """Writes a file beside `path` and renames it; the first of several processes does."""
+        if not is_first():
+            return
         part = path.with_name(path.name + ".part")
 
         def whole() -> None:
@@ -87,7 +90,8 @@ class Store:
     def save_stream(self, layer: int, x: np.ndarray) -> None:
         """Saves the rows that enter `layer` and removes those of the layer before."""
         self._write(self.folder / f"stream-{layer}.npy", lambda file: np.save(file, x))
-        (self.folder / f"stream-{layer - 1}.npy").unlink(missing_ok=True)
+        if is_first():
+            (self.folder / f"stream-{layer - 1}.npy").unlink(missing_ok=True)
 
     def load_stream(self, layer: int) -> tuple[int, np.ndarray] | None:
         """Returns the newest saved rows that enter `layer` or one before it, and which; None
@@ -101,7 +105,7 @@ class Store:
 
     def close(self) -> None:
         """Removes the rows, which no rerun needs once the run is over."""
-        for path in self.folder.glob("stream-*.npy"):
+        for path in self.folder.glob("stream-*.npy") if is_first() else ():
             path.unlink()
 
     # -- finished layers --------------------------------------------------------------------------
@@ -140,7 +144,7 @@ class Store:
         """
         self._finish()
         found = self._states(way)
-        for earlier, path in found.items():
+        for earlier, path in found.items() if is_first() else ():
             if earlier < max(found):
                 shutil.rmtree(path)
         self._begin(self.folder / f"{self.stage}-{way}-{step}", tree)
@@ -168,7 +172,8 @@ class Store:
         self._finish()
         tree = {"united": united, "divergences": np.array([before, after])}
         self._save(self.folder / f"{self.stage}-{way}-done", tree)
-        for path in self._states(way).values():
+        wait_for_all("a stage is stored")
+        for path in self._states(way).values() if is_first() else ():
             shutil.rmtree(path)
 
     # -- Orbax ------------------------------------------------------------------------------------
