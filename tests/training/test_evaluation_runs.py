@@ -366,7 +366,7 @@ def test_a_model_of_a_family_is_scored_over_its_pool(united_dir, tiny_dir, tmp_p
             out=tmp_path / model.name,
             family=tmp_path / "family.json",
         )
-        found[model.name] = evaluate(config, [Brownout("full", 0, None)], model=model)
+        found[model.name] = evaluate(config, [Brownout("partial", 50, 2)], model=model)
         inputs = json.loads((config.out / "inputs.json").read_text())
         assert inputs["family"]
         assert not (config.out / expected_loss.FILE).exists()
@@ -376,5 +376,5 @@ def test_a_model_of_a_family_is_scored_over_its_pool(united_dir, tiny_dir, tmp_p
         assert one.result.excess == other.result.excess
         assert one.result.output_error == other.result.output_error
     alone = dataclasses.replace(config, family=None, out=tmp_path / "alone")
-    _, apart = evaluate(alone, [Brownout("full", 0, None)])
+    _, apart = evaluate(alone, [Brownout("partial", 50, 2)])
     assert apart.result.output_error != found["sibling"][1].result.output_error
