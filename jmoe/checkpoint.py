@@ -584,7 +584,7 @@ def load_united(
         name
         for way in united
         for layer in range(cfg.num_moe_layers)
-        for name in _united_shapes(cfg, way, layer)
+        for name in united_shapes(cfg, way, layer)
     }
     _refuse(f"{path} holds tensors that are not read:", sorted(tensors.keys() - read))
     if dtype is not None:
@@ -625,7 +625,8 @@ def copy_united(source: Path, to: Path) -> None:
     save_file(tensors, to / UNITED_FILE, metadata=metadata)
 
 
-def _united_shapes(cfg: ModelConfig, way: int, layer: int) -> dict[str, tuple[int, ...]]:
+def united_shapes(cfg: ModelConfig, way: int, layer: int) -> dict[str, tuple[int, ...]]:
+    """Returns the shape of each tensor that a way has for a MoE layer, by its name in the file."""
     count = -(-cfg.num_experts // way)
     shapes = {key: (count, *shape) for key, shape in layout.expert_shapes(cfg).items()}
     shapes["groups"] = (cfg.num_experts,)
@@ -637,7 +638,7 @@ def _united(
 ) -> UnitedExperts:
     stacked: dict[str, list[np.ndarray]] = {"groups": []}
     for layer in range(cfg.num_moe_layers):
-        shapes = _united_shapes(cfg, way, layer)
+        shapes = united_shapes(cfg, way, layer)
         wrong = [n for n in shapes if n not in tensors or tensors[n].shape != shapes[n]]
         if wrong:
             wanted = ", ".join(str(shapes[name]) for name in wrong)

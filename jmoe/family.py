@@ -178,7 +178,7 @@ def load_family(
         n: HFLayers(path, cfg, kind, check_weights, params_on_host=params_on_host)
         for n, path in found.items()
     }
-    sharing = sharing or _stored_alike(files, cfg)
+    sharing = sharing or stored_alike(files, cfg)
     homes = Homes.of(sharing, resident_experts, spare_experts)
     if spare_experts:
         check_spare(spare_experts, needed_by_a_row(homes.users, cfg.experts_per_token))
@@ -230,7 +230,7 @@ def check_family(
     return found, cfgs, tokenizers
 
 
-def _stored_alike(files: Mapping[str, HFLayers], cfg: ModelConfig) -> Sharing:
+def stored_alike(files: Mapping[str, HFLayers], cfg: ModelConfig) -> Sharing:
     """Returns the map in which models share what they store byte for byte alike, as fine-tunes of
     other weights than the experts do.
     """

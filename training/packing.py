@@ -35,11 +35,16 @@ class Batch:
     answer: Int[np.ndarray, "B S"]
     families: list[list[str]]
 
-    def rows(self, own: slice) -> "Batch":
-        """Returns some of the rows."""
-        return Batch(
-            **{field.name: getattr(self, field.name)[own] for field in dataclasses.fields(self)}
-        )
+    def __len__(self) -> int:
+        """Returns the number of rows."""
+        return len(self.tokens)
+
+    def rows(self, own: slice | Int[np.ndarray, " R"]) -> "Batch":
+        """Returns some of the rows, by their numbers."""
+        families = [self.families[number] for number in np.arange(len(self.families))[own]]
+        arrays = self.tokens, self.targets, self.positions, self.items, self.weights, self.answer
+        tokens, targets, positions, items, weights, answer = (leaf[own] for leaf in arrays)
+        return Batch(tokens, targets, positions, items, weights, answer, families)
 
     def arrays(self) -> tuple[np.ndarray, ...]:
         """Returns what the train step reads: tokens, targets, positions, items, weights."""

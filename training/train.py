@@ -25,6 +25,7 @@ from jmoe import layout
 from jmoe.config import ModelConfig
 from training import world
 from training.geometry import BUNDLED
+from training.log import LossLog, text_of
 from training.network import Params, forward, init_params
 from training.packing import Batch, eval_tasks, task_batch, training_batch
 from training.tasks import tasks
@@ -147,13 +148,19 @@ def family_accuracy(params: Params, batch: Batch, config: TrainConfig) -> dict[s
     return {family: float(np.mean(right)) for family, right in sorted(results.items())}
 
 
-def train(config: TrainConfig, out: Path, stop_after_s: float | None = None) -> Params:
+def train(
+    config: TrainConfig,
+    out: Path,
+    stop_after_s: float | None = None,
+    log_dir: Path | None = None,
+) -> Params:
     """Trains, or goes on from the newest checkpoint under `out`; returns the parameters.
 
     Args:
         config: the run.
         out: directory for `tokenizer.json` and `checkpoints/`.
         stop_after_s: stop early (checkpoint written) after this many seconds.
+        log_dir: folder for the losses (see `LossLog`); None for none.
     """
     import orbax.checkpoint as ocp
 
@@ -172,7 +179,7 @@ def train(config: TrainConfig, out: Path, stop_after_s: float | None = None) -> 
                 first, args=ocp.args.StandardRestore({"params": params, "state": state})
             )
             params, state = saved["params"], saved["state"]
-        with _progress() as bar:
+        with _progress() as bar, LossLog(log_dir) as log:
             job = bar.add_task("train", total=config.steps, completed=first, note="")
             for step in range(first, config.steps):
                 batch = training_batch(tokenizer, config.seed, step, config.rows, config.length)
@@ -180,12 +187,15 @@ def train(config: TrainConfig, out: Path, stop_after_s: float | None = None) -> 
                 done = step + 1
                 late = stop_after_s is not None and time.monotonic() - began > stop_after_s
                 if done % 10 == 0:
-                    note = " ".join(f"{k} {float(v):.3f}" for k, v in metrics.items())
+                    losses = {name: float(value) for name, value in metrics.items()}
+                    note = text_of(losses)
+                    log.write("train", done, losses)
                     bar.update(job, completed=done, note=note)
                     bar.log(f"{done} {time.monotonic() - began:.0f}s {note}")
                 if done % config.eval_every == 0 or done == config.steps:
                     scores = family_accuracy(params, held_out, config)
                     bar.log(f"{done} " + " ".join(f"{k} {v:.2f}" for k, v in scores.items()))
+                    log.write("right", done, scores)
                 if done % config.save_every == 0 or done == config.steps or late:
                     manager.save(
                         done, args=ocp.args.StandardSave({"params": params, "state": state})
@@ -221,9 +231,10 @@ def main() -> None:
     parser.add_argument("--peak-lr", type=float, default=TrainConfig.peak_lr)
     parser.add_argument("--seed", type=int, default=TrainConfig.seed)
     parser.add_argument("--stop-after-s", type=float, default=None)
+    parser.add_argument("--log-dir", type=Path, help="folder for losses: JSON lines, TensorBoard")
     args = parser.parse_args()
     config = TrainConfig(seed=args.seed, steps=args.steps, peak_lr=args.peak_lr)
-    train(config, args.out, args.stop_after_s)
+    train(config, args.out, args.stop_after_s, args.log_dir)
 
 
 if __name__ == "__main__":

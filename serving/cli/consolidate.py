@@ -34,6 +34,16 @@ def consolidate(
         str | None,
         typer.Option(help="Instead of --share: number of slots, or bytes such as 12GiB."),
     ] = None,
+    max_loss: Annotated[
+        float | None,
+        typer.Option(
+            help="Instead: share as much as costs no model more than this squared error a row, "
+            "relative to the residual stream's length, over all layers; the last lines say it."
+        ),
+    ] = None,
+    lossless: Annotated[
+        bool, typer.Option("--lossless", help="Instead: share experts that are equal.")
+    ] = False,
     data: Annotated[
         list[str] | None,
         typer.Option(

@@ -23,8 +23,8 @@ def distill(
     data: Annotated[
         list[Path] | None,
         typer.Option(
-            help="Texts: JSON lines with prompt and answer or with messages, or plain "
-            "text. May be repeated."
+            help="Texts: JSON lines or Parquet with prompt and answer, with text or with "
+            "messages, or plain text. May be repeated."
         ),
     ] = None,
     out: Annotated[
@@ -84,6 +84,14 @@ def distill(
     dtype: Annotated[
         str, typer.Option(help="Data type of matrix products: bfloat16 or float32.")
     ] = "bfloat16",
+    optimizer: Annotated[str, typer.Option(help="Optimizer: adam, adamw, lion or sgd.")] = "adam",
+    schedule: Annotated[
+        str, typer.Option(help="Learning rate after the warmup: cosine, linear or constant.")
+    ] = "cosine",
+    log_dir: Annotated[
+        Path | None,
+        typer.Option(help="Folder for the losses: JSON lines, and events for TensorBoard."),
+    ] = None,
     levels_items: Annotated[
         int,
         typer.Option(
@@ -91,6 +99,17 @@ def distill(
             "many tasks of the first --data, and search thresholds by layer (levels.json) on half "
             "of them: some 170 passes over them a way. 0: do not."
         ),
+    ] = 0,
+    coordinator: Annotated[
+        str,
+        typer.Option(
+            help="HOST:PORT of process 0, where several processes, on one machine or more, train "
+            "together; each reads the model and the data, and --out is one folder for all."
+        ),
+    ] = "",
+    num_processes: Annotated[int, typer.Option(help="With --coordinator: how many.")] = 1,
+    process_index: Annotated[
+        int, typer.Option(help="With --coordinator: which this is, from 0.")
     ] = 0,
     hub_revision: HubRevision = "",
     seed: Annotated[int, typer.Option(help="Seed of rows and of their order.")] = 0,
@@ -112,9 +131,17 @@ def distill(
             f"--device-memory-gib is {device_memory_gib:g} and --devices {devices}; neither can be "
             "negative"
         )
+    if not coordinator and (num_processes, process_index) != (1, 0):
+        raise ValueError(
+            f"--num-processes is {num_processes} and --process-index {process_index}: name "
+            "--coordinator, too"
+        )
     from training.distill import DistillConfig
+    from training.distill.parallel import join
 
     config = of_fields(DistillConfig, flags)
+    if coordinator:
+        join(coordinator, num_processes, process_index)
     allowed = tuple(allow_unknown_config or ())
     from jmoe.api import resolve
 
@@ -128,7 +155,9 @@ def distill(
     if levels_items < 0:
         raise ValueError(f"--levels-items is {levels_items}; it must be 0 or more")
     directory = resolve(model, hub_revision)
-    made = _run(directory, numbers, data, out, config, allowed)
+    made = _run(directory, numbers, data, out, config, allowed, log_dir)
+    if process_index > 0:
+        return
     if levels_items:
         _measure(directory, made, data[0], out, levels_items, dtype, allowed)
     print(_serve_command(directory, out, allowed, with_tables=levels_items > 0))
@@ -229,6 +258,7 @@ def _run(
     out: Path,
     config: "DistillConfig",
     allowed: Sequence[str],
+    log_dir: Path | None,
 ) -> list[int]:
     """Returns the ways that there are now."""
     from training.distill import DistillError
@@ -239,7 +269,7 @@ def _run(
 
     try:
         with progress_bar() as progress:
-            layers, refined = run(model, ways, data, out, config, progress, allowed, say)
+            layers, refined = run(model, ways, data, out, config, progress, allowed, say, log_dir)
     except DistillError as error:
         raise ValueError(str(error)) from error
     made = ways or sorted({result.way for result in layers})

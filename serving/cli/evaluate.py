@@ -1,5 +1,6 @@
 """`jmoe evaluate`: flags for `training.evaluation`."""
 
+import dataclasses
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,17 +8,31 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from serving.cli.options import AllowUnknownConfig, Quantize, of_fields
+from serving.cli.options import AllowUnknownConfig, Quantize, family_flag, of_fields
 from serving.settings.plugins import own_strategy
 from serving.telemetry.progress import progress_bar
 
 if TYPE_CHECKING:
     from jmoe.brownout import Brownout
     from training.evaluation.run import EvaluateConfig
+    from training.evaluation.tables import Score
 
 
 def evaluate(
-    model: Annotated[str, typer.Option(help="Model directory, or bundled.")] = "bundled",
+    model: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Model directory. NAME=DIR, repeated, for each model of a family. "
+            "[default: bundled]"
+        ),
+    ] = None,
+    family: Annotated[
+        Path | None,
+        typer.Option(
+            help="family.json of `jmoe consolidate`: score each --model NAME=DIR as one of a "
+            "family, in a folder of its own of --out."
+        ),
+    ] = None,
     dtype: Annotated[
         str, typer.Option(help="Data type: bfloat16, float16 or float32.")
     ] = "bfloat16",
@@ -98,16 +113,17 @@ def evaluate(
 
     Output error as well, by strategy, way and threshold (docs/evaluation.md).
     """
+    directories = family_flag(model or ["bundled"], family)
     flags = locals() | {
+        "model": directories.get("", ""),
         "text": tuple(text or ()),
         "allow_unknown_config": tuple(allow_unknown_config or ()),
     }
     from jmoe.api import resolve
     from jmoe.expected_loss import FILE
     from training.evaluation.items import grid, integers, parse_only, with_levels
-    from training.evaluation.run import EvaluateConfig, label
+    from training.evaluation.run import EvaluateConfig
     from training.evaluation.run import evaluate as run
-    from training.evaluation.tables import loss
 
     config = of_fields(EvaluateConfig, flags)
     short = {"rows": distill_rows, "steps": distill_steps, "refine_steps": refine_steps}
@@ -116,6 +132,10 @@ def evaluate(
         raise ValueError(
             "--sources, --distill-rows, --distill-steps and --refine-steps need --leave-one-out"
         )
+    if family is not None and (leave_one_out or sensitivity or quantize != "none"):
+        given = "--leave-one-out" if leave_one_out else "--sensitivity"
+        given = given if leave_one_out or sensitivity else "--quantize"
+        raise ValueError(f"{given} is of a single model; leave out --family")
     if leave_one_out and (sensitivity or levels or only):
         given = "--sensitivity" if sensitivity else "--levels" if levels else "--only"
         raise ValueError(f"{given} does not go with --leave-one-out; run it by itself")
@@ -137,17 +157,45 @@ def evaluate(
             keep.split(","),
         )
     settings = with_levels(settings) if levels else settings
+    if family is not None:
+        _family(config, directories, settings)
+        return
     with progress_bar() as progress:
         found = run(config, settings, progress)
+    _say(found)
+    print(f"tables and picture in {out}")
+    if (out / FILE).exists():
+        print("to have servers know what brownout costs:")
+        print(shlex.join(["cp", str(out / FILE), str(resolve(config.model))]))
+
+
+def _family(
+    config: "EvaluateConfig", directories: dict[str, str], settings: Sequence["Brownout"]
+) -> None:
+    """Scores each model of a family over its pool."""
+    from jmoe.family import load_family
+    from training.evaluation.run import evaluate
+
+    allowed = config.allow_unknown_config
+    loaded = load_family(directories, config.family, config.dtype, allow_unknown_config=allowed)
+    for model in loaded:
+        own = dataclasses.replace(config, model=str(model.path), out=config.out / model.name)
+        with progress_bar() as progress:
+            found = evaluate(own, settings, progress, model)
+        print(f"{model.name}: ", end="")
+        _say(found)
+        print(f"tables and picture in {own.out}")
+
+
+def _say(found: Sequence["Score"]) -> None:
+    from training.evaluation.run import label
+    from training.evaluation.tables import loss
+
     print(f"zero brownout: {100 * found[0].accuracy:.2f} % right")
     for score in found[1:]:
         print(
             f"{label(score.setting)}: {100 * score.accuracy:.2f} % right, loss {loss(score, ' %')}"
         )
-    print(f"tables and picture in {out}")
-    if (out / FILE).exists():
-        print("to have servers know what brownout costs:")
-        print(shlex.join(["cp", str(out / FILE), str(resolve(model))]))
 
 
 def _leave_one_out(

@@ -26,6 +26,7 @@ from serving.cli.options import (
     Command,
     HubRevision,
     Quantize,
+    family_flag,
     flag_keys,
     models_flag,
     overrides,
@@ -258,8 +259,16 @@ async def _start_engine(config: Any, *observers: Any) -> Any:
 def generate(
     prompts: Annotated[list[str], typer.Argument(metavar="PROMPT...", help="Texts to continue.")],
     model: Annotated[
-        str, typer.Option(help="Model directory, OWNER/NAME of the Hub, or bundled.")
-    ] = "bundled",
+        list[str] | None,
+        typer.Option(
+            help="Model directory, OWNER/NAME of the Hub, or bundled. NAME=DIR, repeated, for each "
+            "model of a family. [default: bundled]"
+        ),
+    ] = None,
+    family: Annotated[
+        Path | None,
+        typer.Option(help="family.json of `jmoe consolidate`: each --model NAME=DIR answers."),
+    ] = None,
     hub_revision: HubRevision = "",
     dtype: Annotated[
         str, typer.Option(help="Data type: bfloat16, float16 or float32.")
@@ -303,34 +312,48 @@ def generate(
     if brownout_threshold != 100 or strategy is not None or way is not None:
         kind: Any = own_strategy(strategy or "") or strategy or "partial"
         brownout = jmoe.Brownout(kind, brownout_threshold, way, keep, levels)
+    directories = family_flag(model or ["bundled"], family)
+    if family is not None and quantize != "none":
+        raise ValueError(f"--quantize {quantize} is of a single model; leave out --family")
     with progress_bar() as progress:
-        loaded = jmoe.load(
-            model,
-            dtype,
-            progress=lambda done, total: progress("loading layers", done, total),
-            allow_unknown_config=allow_unknown_config or (),
-            revision=hub_revision,
-            quantize=quantize,
-        )
-        result = jmoe.generate(
-            loaded,
-            given,
-            max_new_tokens,
-            brownout,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            seed=seed,
-            progress=lambda done, total: progress("decoding", done, total),
-        )
-    for i, prompt in enumerate(prompts):
-        share = result.degraded_visits[i] / max(result.expert_visits[i], 1)
-        new = result.tokens[i]
-        if tokens or result.texts is None:
-            print(",".join([prompt, *map(str, new)]))
+
+        def loading(done: int, total: int) -> None:
+            progress("loading layers", done, total)
+
+        shared: dict[str, Any] = {
+            "progress": loading,
+            "allow_unknown_config": allow_unknown_config or (),
+            "revision": hub_revision,
+        }
+        if family is None:
+            models = [jmoe.load(directories[""], dtype, quantize=quantize, **shared)]
         else:
-            print(prompt + result.texts[i])
-        print(f"  {len(new)} new tokens, {share:.1%} of expert visits degraded")
+            models = [*jmoe.load_family(directories, family, dtype, **shared)]
+        results = [
+            jmoe.generate(
+                one,
+                given,
+                max_new_tokens,
+                brownout,
+                temperature=temperature,
+                top_k=top_k,
+                top_p=top_p,
+                seed=seed,
+                progress=lambda done, total: progress("decoding", done, total),
+            )
+            for one in models
+        ]
+    for one, result in zip(models, results, strict=True):
+        if family is not None:
+            print(f"{one.name}:")
+        for i, prompt in enumerate(prompts):
+            share = result.degraded_visits[i] / max(result.expert_visits[i], 1)
+            new = result.tokens[i]
+            if tokens or result.texts is None:
+                print(",".join([prompt, *map(str, new)]))
+            else:
+                print(prompt + result.texts[i])
+            print(f"  {len(new)} new tokens, {share:.1%} of expert visits degraded")
 
 
 def _keep_programs(folder: str) -> None:

@@ -172,3 +172,21 @@ def models_flag(models: Sequence[str]) -> dict[str, object]:
                 f"NAME={model}"
             )
     return {"engine.models": tuple(models)}
+
+
+def family_flag(models: Sequence[str], family: Path | None) -> dict[str, str]:
+    """Returns the directories that `--model` names; that of a single model, without `--family`, by
+    "". Raises ValueError where the two do not go together.
+    """
+    given = models_flag(models)
+    if family is None:
+        if "engine.model" in given:
+            return {"": str(given["engine.model"])}
+        raise ValueError(
+            f"--model is given for {len(models)} models; name their map with --family, or one model"
+        )
+    if not family.is_file():
+        raise ValueError(f"--family is {family}; there is no such file")
+    if "engine.models" not in given or len(models) < 2:
+        raise ValueError("--family needs --model NAME=DIR for each model that it is of")
+    return {name: path for name, _, path in (model.partition("=") for model in models)}

@@ -123,8 +123,8 @@ def test_a_map_is_written_and_serves_the_models(family, tmp_path):
     ("changed", "words"),
     [
         ({"rule": "closest"}, "must be one of functional, paper, random, average"),
-        ({"share": None}, "either --share PERCENT or --budget"),
-        ({"budget": "20"}, "either --share PERCENT or --budget"),
+        ({"share": None}, "one of --share PERCENT, --budget"),
+        ({"budget": "20"}, "one of --share PERCENT, --budget"),
         ({"data": {}}, "functional rule measures"),
         ({"rows": 0}, "rows is 0; it must be at least 1"),
         ({"share": 101}, "share is 101 %"),

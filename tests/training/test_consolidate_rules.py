@@ -12,6 +12,7 @@ from training.consolidate.rules import (
     owners_functional,
     owners_paper,
     owners_random,
+    owners_within,
 )
 
 
@@ -186,3 +187,32 @@ def test_a_model_whose_losses_are_small_beside_the_others_sum_is_not_given_up():
 def test_too_many_models_are_refused():
     with pytest.raises(ValueError, match="11 models"):
         owners_functional(np.zeros((11, 11, 1, 1), np.float32), slots=1)
+
+
+# -- a bound on what is lost ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("share", [0.0, 0.2, 0.6, 1.0])
+def test_a_bound_on_loss_is_kept_and_one_slot_less_would_not(seed, share):
+    """Two models: every number of shared positions is tried by hand."""
+    costs = some_costs(seed, count=2, experts=6)
+    most = share * float(losses_of(costs, owners_functional(costs, 6)).max())
+    owners = owners_within(costs, most)
+    assert losses_of(costs, owners).max() <= most
+    fewest = min(
+        slots
+        for slots in range(6, 13)
+        if losses_of(costs, owners_functional(costs, slots)).max() <= most
+    )
+    assert slots_taken(owners) <= fewest + 1  # by bisection, and greed is not quite monotone
+    assert slots_taken(owners) == 12 or share > 0
+
+
+def test_experts_that_cost_nothing_are_shared_under_a_bound_of_zero():
+    costs = some_costs(0, count=3, experts=4)
+    costs[:, :, 0, 1] = 0
+    costs[0, 2, 0, 3] = 0  # the first may use the third's
+    owners = owners_within(costs, 0.0)
+    assert losses_of(costs, owners).tolist() == [0, 0, 0]
+    assert slots_taken(owners) == 12 - 2 - 1

@@ -1,10 +1,11 @@
 """Whole runs of `consolidate` on tiny models, by every rule."""
 
+import shutil
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from jmoe.family import load_family
 from jmoe.sharing import MERGED, WEIGHTS_FILE
@@ -137,3 +138,44 @@ def test_a_budget_above_all_models_shares_nothing_and_says_so(family, tmp_path):
     done = consolidate(family.paths, tmp_path / "family.json", config)
     assert done.residual_bytes == 0  # nothing differs, and nothing has to be there
     assert load_family(family.paths, tmp_path / "family.json", "float32").offloaded is None
+
+
+def test_a_bound_on_loss_holds_for_every_model(family, tmp_path):
+    bound = settings(family, share=None, max_loss=0.02)
+    done = consolidate(family.paths, tmp_path / "a.json", bound)
+    assert done.losses is not None
+    assert 0 < max(done.losses.values()) <= 0.02
+    assert 16 < done.sharing.num_slots < 48
+    wider = consolidate(
+        family.paths, tmp_path / "b.json", settings(family, share=None, max_loss=0.2)
+    )
+    assert wider.sharing.num_slots < done.sharing.num_slots
+
+
+def test_lossless_shares_what_is_stored_alike(family, tmp_path):
+    paths = {name: shutil.copytree(path, tmp_path / name) for name, path in family.paths.items()}
+    files = {name: load_file(path / "model.safetensors") for name, path in paths.items()}
+    alike = [key for key in files["one"] if ".1.mlp.experts.3." in key]
+    assert len(alike) == 3
+    for key in alike:
+        files["three"][key] = files["one"][key]
+    save_file(files["three"], paths["three"] / "model.safetensors")
+    done = consolidate(paths, tmp_path / "a.json", ConsolidateConfig(lossless=True))
+    assert done.sharing.num_slots == 47
+    assert done.sharing.owners[2, 1, 3] == 0
+    assert load_family(paths, tmp_path / "a.json", "float32").sharing.facts["rule"] == "lossless"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_loss": -1.0}, "max_loss is -1.0"),
+        ({"max_loss": float("nan")}, "max_loss is nan"),
+        ({"max_loss": 0.1, "rule": "paper"}, "only the functional rule knows"),
+        ({"max_loss": 0.1, "lossless": True}, "give one of"),
+        ({"lossless": True}, "leave out --data"),
+    ],
+)
+def test_bounds_that_cannot_be_are_named(family, changes, message):
+    with pytest.raises(ValueError, match=message):
+        settings(family, share=None, **changes)

@@ -1,6 +1,7 @@
 """Distillation, end to end on a tiny model, and its parts against loops."""
 
 import dataclasses
+import json
 import os
 import subprocess
 import sys
@@ -17,10 +18,11 @@ import jmoe
 from jmoe.brownout import plan
 from jmoe.layers import Layers
 from jmoe.tokenizer import Tokenizer
+from serving.bench.scrape import free_port
 from training.distill import DistillError, refine
 from training.distill.data import pack_files, read_texts
-from training.distill.expert import outputs_on_all
-from training.distill.fit import fit_layer, membership
+from training.distill.expert import Experts
+from training.distill.fit import fit_layer, membership, optimizer
 from training.distill.grouping import make_groups
 from training.distill.objectives import (
     THRESHOLDS,
@@ -30,9 +32,9 @@ from training.distill.objectives import (
     equation_4_error,
     mean_answers,
 )
-from training.distill.parallel import WHOLE, data_mesh
+from training.distill.parallel import WHOLE, data_mesh, join
 from training.distill.start import make_start
-from training.distill.stream import LayerRows, before_layers, each_visit, first_rows, run_layer
+from training.distill.stream import LayerRows, before_layers, each_visit, run_layer
 from training.network import logits_of
 from training.packing import Batch
 
@@ -56,7 +58,7 @@ def random_rows(members, num_rows, top_k, seed=0):
     h = rng.normal(size=(num_rows, d)).astype(np.float32)
     ids = np.argsort(rng.random((num_rows, count)), axis=1)[:, :top_k].astype(np.int32)
     weights = rng.random((num_rows, top_k)).astype(np.float32)
-    answers = np.asarray(outputs_on_all(members, jnp.asarray(h)))
+    answers = np.asarray(Experts(members).on_all(jnp.asarray(h)))
     return LayerRows(h, ids, weights, answers[ids, np.arange(num_rows)[:, None]])
 
 
@@ -73,7 +75,7 @@ def test_layers_in_turn_are_the_model(tiny_dir):
     layers = Layers(tiny_dir.path)
     cfg, top = layers.cfg, layers.top()
     tokenizer = Tokenizer.load(tiny_dir.path)
-    data = first_rows(pack_files([tiny_dir.path / "tasks.jsonl"], cfg, tokenizer, 64, 0), 300)
+    data = pack_files([tiny_dir.path / "tasks.jsonl"], cfg, tokenizer, 64, 0).first(300)
     x = np.asarray(top["embed"])[data.tokens]
     for index in range(cfg.num_layers):
         params, experts = layers.layer(index)
@@ -196,7 +198,7 @@ def test_each_visit_is_its_expert_alone():
 def test_packed_data_is_all_of_the_text(tiny_dir):
     tokenizer, cfg = Tokenizer.load(tiny_dir.path), Layers(tiny_dir.path).cfg
     path = tiny_dir.path / "tasks.jsonl"
-    data = pack_files([path], cfg, tokenizer, 64, 0)
+    data = pack_files([path], cfg, tokenizer, 64, 0).rows(slice(None))
     pieces = {
         tuple(row[own == n].tolist())
         for row, own in zip(data.tokens, data.items, strict=True)
@@ -242,7 +244,7 @@ def test_brownout_errors_are_sums_over_degraded_visits(objective):
     substitute = np.asarray(
         degraded_to(jnp.asarray(rows.ids), jnp.asarray(groups, jnp.int32), key, 16)
     )
-    answers = np.asarray(outputs_on_all(united, jnp.asarray(rows.h)))
+    answers = np.asarray(Experts(united).on_all(jnp.asarray(rows.h)))
     error = scale = 0.0
     for r in range(64):
         got, wanted = [], []
@@ -255,12 +257,7 @@ def test_brownout_errors_are_sums_over_degraded_visits(objective):
         error += sum(np.sum((a - b) ** 2) for a, b in zip(got, wanted, strict=True))
         scale += sum(np.sum(b**2) for b in wanted)
     found = brownout_error(
-        united,
-        on_device(rows),
-        jnp.asarray(groups, jnp.int32),
-        key,
-        objective=objective,
-        decode_batch=16,
+        Experts(united), on_device(rows), jnp.asarray(substitute), objective=objective
     )
     np.testing.assert_allclose(found, (error, scale), rtol=1e-4)
 
@@ -271,14 +268,14 @@ def test_equation_4_is_the_printed_one_up_to_a_constant():
     one, other = random_experts(3, 8, 4, 1), random_experts(3, 8, 4, 2)
 
     def printed(united):
-        ours, theirs = outputs_on_all(united, h), outputs_on_all(members, h)
+        ours, theirs = Experts(united).on_all(h), Experts(members).on_all(h)
         return [
             np.mean([np.sum((ours[j] - theirs[i]) ** 2) for i in np.flatnonzero(groups == j)])
             for j in range(3)
         ]
 
     target = mean_answers(members, jnp.asarray(membership(groups)), h, "float32")
-    ours = [np.asarray(equation_4_error(u, h, target)[0]) for u in (one, other)]
+    ours = [np.asarray(equation_4_error(Experts(u), h, target)[0]) for u in (one, other)]
     np.testing.assert_allclose(
         ours[0] - ours[1], np.subtract(printed(one), printed(other)), rtol=1e-3
     )
@@ -298,9 +295,9 @@ def test_an_aligned_mean_of_shuffled_copies_is_the_expert_itself():
     }
     visits, groups = np.array([1, 5, 2]), np.zeros(3, np.int32)
     h = normal(1, 20, 8)
-    want = outputs_on_all({k: jnp.asarray(v)[None] for k, v in one.items()}, h)
+    want = Experts({k: jnp.asarray(v)[None] for k, v in one.items()}).on_all(h)
     got = {
-        kind: outputs_on_all(make_start(kind, members, groups, visits), h)
+        kind: Experts(make_start(kind, members, groups, visits)).on_all(h)
         for kind in ("aligned", "most_used", "mean")
     }
     np.testing.assert_allclose(got["aligned"], want, atol=1e-5)
@@ -356,6 +353,47 @@ def test_reaches_the_minimiser_where_it_is_known():
     assert again.steps == 300
 
 
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
+@pytest.mark.parametrize("name", ["adam", "adamw", "lion", "sgd"])
+def test_optimizer_and_schedule_are_those_of_their_names(name, schedule):
+    """The first update of each optimizer by its formula, the rates by their curves."""
+    config = dataclasses.replace(QUICK, optimizer=name, schedule=schedule)
+    of_config = optimizer(config, 0.1, 60)
+    params, grads = {"w": jnp.array([2.0, -1.0])}, {"w": jnp.array([0.3, -0.4])}
+    state, updates = of_config.init(params), []
+    for _ in range(60):  # of the same gradient, at the same place
+        update, state = of_config.update(grads, state, params)
+        updates.append(np.asarray(update["w"]))
+    warmup = 15
+    left = np.clip((np.arange(60) - warmup) / (60 - warmup), 0, 1)
+    down = {
+        "cosine": 0.003 + 0.097 * (1 + np.cos(np.pi * left)) / 2,
+        "linear": 0.1 - 0.097 * left,
+        "constant": 0.1,
+    }[schedule]
+    rates = np.where(np.arange(60) < warmup, 0.1 * np.arange(60) / warmup, down)
+    sign, weights = np.array([1.0, -1.0]), np.array([2.0, -1.0])
+    step = {
+        "adam": np.tile(sign, (60, 1)),  # both moments of a steady gradient give its sign
+        "adamw": np.tile(sign + 0.01 * weights, (60, 1)),
+        "lion": np.tile(sign, (60, 1)) + 1e-3 * weights,
+        "sgd": np.cumsum(0.9 ** np.arange(60))[:, None] * np.array([0.3, -0.4]),
+    }[name]
+    np.testing.assert_allclose(updates, -rates[:, None] * step, rtol=1e-4, atol=1e-8)
+
+
+@pytest.mark.parametrize("field", ["optimizer", "schedule"])
+def test_an_optimizer_that_is_not_known_is_named(field):
+    with pytest.raises(ValueError, match=f"{field} is 'adamm'; it must be one of "):
+        dataclasses.replace(QUICK, **{field: "adamm"})
+
+
+def test_settings_that_came_later_change_no_run_that_has_their_defaults():
+    assert "optimizer" not in QUICK.stages()[0]
+    other = dataclasses.replace(QUICK, optimizer="lion", schedule="linear")
+    assert other.stages()[0].items() >= {("optimizer", "lion"), ("schedule", "linear")}
+
+
 @pytest.mark.deep
 def test_nan_is_an_error_that_says_where():
     members, groups = random_experts(4, 8, 4, 0), np.zeros(4, np.int32)
@@ -366,48 +404,114 @@ def test_nan_is_an_error_that_says_where():
         fit_layer(start, members, groups, rows, jax.random.key(0), config)
 
 
-TWO_DEVICES = """
-import sys, jax, numpy as np
+ON_DEVICES = """
+import dataclasses, sys
 from pathlib import Path
-from types import SimpleNamespace
+import jax
 from distilled import QUICK
 from training.distill import distill
-import training.distill.refine as stage, dataclasses
-# What is drawn depends on the device, so every visit of every row is degraded here.
-stage.degraded_to = lambda ids, groups, key, decode_batch: groups[ids]
-stage._CAPACITY = 100.0
-assert jax.device_count() == {count}
-tiny, out = Path(sys.argv[1]), Path(sys.argv[2])
-config = dataclasses.replace(QUICK, steps=10, objective="equation4", refine_steps=5)
-_, (refined,) = distill(tiny, [3], [tiny / "tasks.jsonl"], out, config)
-print(repr(refined.before), repr(refined.after))
+tiny, out, stop_at, process, coordinator = Path(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:]
+stop_at = int(stop_at)
+if coordinator:
+    from training.distill.parallel import join
+    join(coordinator, 2, int(process))
+config = dataclasses.replace(
+    QUICK, steps=10, batch=128, refine_steps=6, refine_rows=4, objective="combined"
+)
+def note(what, done, total, text):
+    if "end to end" in what and done == stop_at:
+        raise SystemExit(9)  # as if killed, after a checkpoint
+import training.distill.run as run
+run.SAVE_EVERY = 2
+layers, (refined,) = distill(tiny, [3], [tiny / "tasks.jsonl"], out, config, note)
+print(*(repr(one.error_after) for one in layers), repr(refined.before), repr(refined.after))
 """
 
 
+def start(count, tiny, out, stop_at=0, process=0, coordinator=""):
+    """Starts a distillation on so many virtual devices, of a process or of both together."""
+    flags = f"--xla_force_host_platform_device_count={count}"
+    env = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    env["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+    env["PYTHONPATH"] = os.pathsep.join([os.path.dirname(__file__), *sys.path])
+    words = [str(tiny.path), str(out), str(stop_at), str(process), coordinator]
+    command, pipe = [sys.executable, "-c", ON_DEVICES, *words], subprocess.PIPE
+    return subprocess.Popen(command, env=env, stdout=pipe, stderr=pipe, text=True)
+
+
+def ended(process):
+    """Returns exit status and figures."""
+    told, errors = process.communicate(timeout=280)
+    assert process.returncode in (0, 9), errors
+    return process.returncode, [
+        float(part) for part in told.splitlines()[-1].split()
+    ] if told else []
+
+
+def on_devices(count, tiny, out, stop_at=0):
+    return ended(start(count, tiny, out, stop_at))
+
+
+def united_in(out):
+    with safe_open(out / "united.safetensors", framework="flax") as file:
+        return {name: np.asarray(file.get_tensor(name), np.float32) for name in file.keys()}  # noqa: SIM118
+
+
+TOLERANCE = {"rtol": 2**-6, "atol": 2e-3}
+"""Of what a distillation comes to on another number of devices; weights are stored in bfloat16."""
+
+
+@pytest.fixture(scope="module")
+def on_one_device(tiny_dir, tmp_path_factory):
+    out = tmp_path_factory.mktemp("one")
+    return on_devices(1, tiny_dir, out)[1], united_in(out)
+
+
+def same(one, figures, out):
+    np.testing.assert_allclose(figures, one[0], rtol=1e-3)
+    for name, leaf in united_in(out).items():
+        np.testing.assert_allclose(leaf, one[1][name], **TOLERANCE)
+
+
 @pytest.mark.exhaustive
-def test_the_end_to_end_stage_is_the_same_on_two_devices(tiny_dir, tmp_path):
-    """Experts and moments in parts, rows apart: the same divergences and united experts."""
-    found, united = [], []
-    for count in (1, 2):
-        flags = f"--xla_force_host_platform_device_count={count}"
-        env = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
-        env["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
-        env["PYTHONPATH"] = os.pathsep.join([os.path.dirname(__file__), *sys.path])
-        code, out = TWO_DEVICES.format(count=count), tmp_path / str(count)
-        done = subprocess.run(
-            [sys.executable, "-c", code, str(tiny_dir.path), str(out)],
-            env=env,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        found.append([float(part) for part in done.stdout.split()])
-        with safe_open(out / "united.safetensors", framework="flax") as file:
-            names = file.keys()
-            united.append({name: np.asarray(file.get_tensor(name)) for name in names})
-    assert found[0][1] < found[0][0]
-    np.testing.assert_allclose(found[0], found[1], rtol=1e-3)
-    for name, leaf in united[0].items():  # stored in bfloat16: a rounding apart
-        got, want = (x.astype(np.float32) for x in (united[1][name], leaf))
-        np.testing.assert_allclose(got, want, rtol=2**-7, atol=2e-3)
+@pytest.mark.parametrize("count", [2, 4])
+def test_the_same_comes_out_on_several_devices(tiny_dir, on_one_device, tmp_path, count):
+    """Rows, experts and moments in parts: what is drawn for a row is the same wherever it is."""
+    _, figures = on_devices(count, tiny_dir, tmp_path)
+    assert figures[-1] < figures[-2]
+    same(on_one_device, figures, tmp_path)
+
+
+@pytest.mark.exhaustive
+def test_killed_on_four_devices_it_goes_on_with_two(tiny_dir, on_one_device, tmp_path):
+    status, _ = on_devices(4, tiny_dir, tmp_path, stop_at=5)
+    assert status == 9
+    work = tmp_path / "distill-work"
+    states = [path.name.rpartition("-")[2] for path in work.glob("refine-*")]
+    assert {"2", "4"} & set(states), states  # the newest may not be written whole
+    _, figures = on_devices(2, tiny_dir, tmp_path)
+    assert json.loads((work / "run.json").read_text())["devices"] == "4 cpu, then 2 cpu"
+    same(on_one_device, figures, tmp_path)
+
+
+@pytest.mark.exhaustive
+def test_two_processes_of_two_devices_come_to_the_same(tiny_dir, on_one_device, tmp_path):
+    """Each has two of four; the first writes."""
+    at = f"127.0.0.1:{free_port()}"
+    both = [start(2, tiny_dir, tmp_path, process=n, coordinator=at) for n in (0, 1)]
+    figures = [ended(process)[1] for process in both]
+    assert figures[0] == figures[1]
+    same(on_one_device, figures[0], tmp_path)
+    assert not list((tmp_path / "distill-work").glob("stream-*"))
+
+
+@pytest.mark.parametrize(
+    ("coordinator", "index", "message"),
+    [
+        ("127.0.0.1:1", 2, "process_index is 2; .* between 0 and 1"),
+        ("here", 0, "must be HOST:PORT"),
+    ],
+)
+def test_processes_that_cannot_be_are_named(coordinator, index, message):
+    with pytest.raises(ValueError, match=message):
+        join(coordinator, 2, index)

@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
+import random
 import shutil
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -38,7 +40,7 @@ def test_messages_get_the_chat_template(tiny_dir, tmp_path):
     assert (talk.line, talk.answer, talk.chat) == (1, "cd", True)
     assert plain[:3] == (2, "a", "b")
     own = written(tmp_path / "one.jsonl", {"messages": TALK})
-    batch = pack_files([own], cfg, tokenizer, 128, 0)
+    batch = pack_files([own], cfg, tokenizer, 128, 0).rows(slice(None))
     ids = [*tokenizer.encode(talk.prompt), *tokenizer.encode("cd"), *cfg.eos_token_ids[:1]]
     row = batch.items[0] > 0
     assert batch.tokens[0][row].tolist() == ids[:-1]
@@ -61,7 +63,7 @@ def test_no_special_token_between_prompt_and_answer(tiny_dir, tmp_path):
         ([{"messages": TALK}], 2),  # the template's own, one a user's turn
     ]:
         path = written(tmp_path / "data.jsonl", *rows)
-        batch = pack_files([path], cfg, tokenizer, 128, 0)
+        batch = pack_files([path], cfg, tokenizer, 128, 0).rows(slice(None))
         assert np.count_nonzero(batch.tokens == number) == starts
 
 
@@ -79,34 +81,34 @@ def test_no_special_token_between_prompt_and_answer(tiny_dir, tmp_path):
 def test_bad_lines_are_named(tiny_dir, tmp_path, row, message):
     path = written(tmp_path / "bad.jsonl", {"prompt": "a"}, row)
     with pytest.raises(ValueError, match=f"bad.jsonl, {message}"):
-        read_texts(path, Tokenizer.load(tiny_dir.path))
+        list(read_texts(path, Tokenizer.load(tiny_dir.path)))
 
 
 def test_messages_without_a_chat_template_are_refused(tiny_dir, tmp_path):
     path = written(tmp_path / "talk.jsonl", {"messages": TALK})
     with pytest.raises(ValueError, match=r"talk.jsonl, line 1: messages need"):
-        read_texts(path)
+        list(read_texts(path))
     shutil.copy(tiny_dir.path / "tokenizer.json", tmp_path)
     with pytest.raises(ValueError, match=r"talk.jsonl, line 1: .*no chat template"):
-        read_texts(path, Tokenizer.load(tmp_path))
+        list(read_texts(path, Tokenizer.load(tmp_path)))
 
 
 def test_a_byte_order_mark_is_no_text_and_half_a_surrogate_pair_is_refused(tmp_path):
     for name, content in (("a.txt", "one"), ("a.jsonl", '{"prompt": "one"}')):
         (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + content.encode())
-        assert read_texts(tmp_path / name)[0].answer == "one"
+        assert next(read_texts(tmp_path / name)).answer == "one"
     path = tmp_path / "b.jsonl"
     path.write_text('{"prompt": "\\ud83d\\ude00"}\n')
-    assert read_texts(path)[0].answer == "\U0001f600"
+    assert next(read_texts(path)).answer == "\U0001f600"
     path.write_text('{"prompt": "a"}\n{"prompt": "\\ud83d"}\n')
     with pytest.raises(ValueError, match=r"b.jsonl, line 2: .*surrogates not allowed"):
-        read_texts(path)
+        list(read_texts(path))
 
 
 def test_bytes_that_are_not_utf8_are_named_by_line(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"one\ntwo\n\xff\n")
     with pytest.raises(ValueError, match=r"a.txt, line 3: not UTF-8"):
-        read_texts(tmp_path / "a.txt")
+        list(read_texts(tmp_path / "a.txt"))
 
 
 def test_a_token_that_the_model_lacks_is_named_by_line(tiny_dir, tmp_path):
@@ -207,9 +209,117 @@ def test_a_long_line_is_encoded_in_parts(tiny_dir, tmp_path, monkeypatch, form):
         return own(self, text, **options)
 
     monkeypatch.setattr(Tokenizer, "encode", watched)
-    batch = pack_files([path], cfg, tokenizer, 128, 0)
+    batch = pack_files([path], cfg, tokenizer, 128, 0).rows(slice(None))
     assert max(longest) < 66_000
     monkeypatch.setattr(data, "_PART", 10**9)
-    whole = pack_files([path], cfg, tokenizer, 128, 0)
+    whole = pack_files([path], cfg, tokenizer, 128, 0).rows(slice(None))
     for part, same in zip(batch.arrays(), whole.arrays(), strict=True):
         np.testing.assert_array_equal(part, same)
+
+
+# -- a corpus of any size --------------------------------------------------------------------------
+
+
+def packed_by_hand(path, tokenizer, cfg, length, seed):
+    """Returns the rows of packed pieces, each (ids, tokens of the prompt), as they were specified:
+    all pieces in memory, shuffled, and filled into rows one after another.
+    """
+    pieces = []
+    for text in read_texts(path, tokenizer):
+        prompt = tokenizer.encode(text.prompt, special_tokens=not text.chat) if text.prompt else []
+        answer = tokenizer.encode(text.answer, special_tokens=not text.prompt)
+        ids = [*prompt, *answer, *cfg.eos_token_ids[:1]]
+        cuts = range(0, max(1, len(ids) - 1), length)
+        pieces += [(ids[at : at + length + 1], max(1, len(prompt) - at)) for at in cuts]
+    pieces = [one for one in pieces if len(one[0]) > 1]
+    random.Random(f"distill/{seed}").shuffle(pieces)
+    rows, room = [[]], length
+    for ids, own in pieces:
+        if len(ids) - 1 > room:
+            rows.append([])
+            room = length
+        rows[-1].append((ids, own))
+        room -= len(ids) - 1
+    return rows
+
+
+@pytest.mark.parametrize(("length", "seed"), [(64, 0), (7, 3)])
+def test_rows_are_those_of_all_texts_shuffled_and_filled(tiny_dir, tmp_path, length, seed):
+    tokenizer, cfg = Tokenizer.load(tiny_dir.path), read_config(tiny_dir.path)
+    texts = [{"prompt": "copy " + "ab " * n, "answer": "cd" * (n % 5)} for n in range(60)]
+    path = written(tmp_path / "a.jsonl", *texts, {"messages": TALK}, {"text": "plain " * 40})
+    corpus = pack_files([path], cfg, tokenizer, length, seed)
+    by_hand = packed_by_hand(path, tokenizer, cfg, length, seed)
+    assert len(corpus) == len(by_hand)
+    assert corpus.num_tokens == sum(len(ids) - 1 for row in by_hand for ids, _ in row)
+    order = np.random.default_rng(0).permutation(len(corpus))
+    batch = corpus.rows(order)
+    for at, number in enumerate(order):
+        own = [(ids, max(0, len(ids) - prompt)) for ids, prompt in by_hand[number]]
+        tokens = [token for ids, _ in own for token in ids[:-1]]
+        assert batch.tokens[at][batch.items[at] > 0].tolist() == tokens
+        assert batch.targets[at][: len(tokens)].tolist() == [t for ids, _ in own for t in ids[1:]]
+        assert batch.answer[at].sum() == sum(answers for _, answers in own)
+    first = corpus.first(100)
+    held = [sum(len(ids) - 1 for ids, _ in row) for row in by_hand]
+    assert len(first) == next(n for n in range(1, 99) if sum(held[:n]) >= 100)
+    np.testing.assert_array_equal(first.tokens, corpus.rows(slice(0, len(first))).tokens)
+
+
+def test_a_corpus_is_never_in_memory(tiny_dir, tmp_path):
+    tokenizer, cfg = Tokenizer.load(tiny_dir.path), read_config(tiny_dir.path)
+    path = tmp_path / "a.txt"
+    line = "once upon a time there was a quiet fox who lived near the river. " * 30 + "\n"
+    with path.open("w") as file:
+        file.writelines(line for _ in range(2_000))
+    tracemalloc.start()
+    try:
+        corpus = pack_files([path], cfg, tokenizer, 128, 0)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert corpus.num_tokens > 700_000
+    assert peak < path.stat().st_size / 2 < 4 * corpus.num_tokens
+
+
+PARQUET = {
+    "talk": [{"messages": TALK}, {"messages": TALK[2:]}],
+    "answered": [{"prompt": "a b", "answer": "c"}, {"prompt": "d", "answer": None}],
+    "plain": [{"text": "one two"}, {"text": "three"}],
+}
+
+
+@pytest.mark.parametrize("kind", PARQUET)
+def test_parquet_is_read_as_json_lines_are(tiny_dir, tmp_path, kind):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    rows = PARQUET[kind] * 300  # more than are read at once
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    without = ({k: v for k, v in row.items() if v is not None} for row in rows)
+    lines = written(tmp_path / "a.jsonl", *without)
+    tokenizer = Tokenizer.load(tiny_dir.path)
+    wanted = list(read_texts(lines, tokenizer))
+    assert list(read_texts(tmp_path / "a.parquet", tokenizer)) == wanted
+    assert len(wanted) == 600
+
+
+def test_what_is_wrong_with_parquet_is_named(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    path = tmp_path / "a.parquet"
+    path.write_bytes(b"no parquet")
+    with pytest.raises(ValueError, match=r"cannot read data file .*a.parquet"):
+        list(read_texts(path))
+    for rows, message in [
+        ([{"body": "a"}], "has the columns body; expected `prompt`"),
+        ([{"text": "a"}, {"text": None}], "line 2: expected a JSON object"),
+        ([{"prompt": 5}], "line 1: expected a JSON object.*not a string"),
+    ]:
+        parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+        with pytest.raises(ValueError, match=message):
+            list(read_texts(path))
+    parquet.write_table(pyarrow.table({"text": pyarrow.array([], pyarrow.string())}), path)
+    with pytest.raises(ValueError, match="holds no text"):
+        list(read_texts(path))

@@ -59,6 +59,41 @@ def plan(free, ways=(2, 4, 8), **changes):
     return make_plan(qwen(), config, ways, Amount.assumed(config), free)
 
 
+def by_hand(layers, experts, d, f, vocab, attention, way, devices, tokens=32 * 128):
+    """Returns GiB of the end-to-end stage a device, lowest and highest: bfloat16 model, float32
+    master weights, two moments and gradients of the united experts; logits, and a layer's experts
+    once, or seven times over.
+    """
+    routed = layers * experts * 3 * d * f
+    rest = 2 * vocab * d + layers * (attention + experts * d + 2 * d) + d
+    united, layer = routed // way, 2 * routed // layers
+    logits = 4 * tokens // devices * vocab
+    kept = 2 * (rest + routed / devices) + (4 + 8 + 4) * united / devices
+    return [round((kept + n * logits + m * layer) / 2**30, 1) for n, m in ((1, 1), (2, 7))]
+
+
+MIXTRAL = by_hand(32, 8, 4096, 14336, 32000, 4096 * (2 * 4096 + 2 * 1024), 2, 4)
+QWEN3 = by_hand(94, 128, 4096, 1536, 151936, 4096 * (2 * 8192 + 2 * 512) + 256, 16, 8)
+
+
+@pytest.mark.parametrize(
+    ("name", "way", "devices", "wanted"),
+    [("mixtral-8x7b", 2, 4, MIXTRAL), ("qwen3-235b-a22b", 16, 8, QWEN3)],
+)
+def test_the_plan_of_a_large_model_is_the_arithmetic_by_hand(name, way, devices, wanted):
+    """From a machine that has no GPU; what loads the model is the host, not one device."""
+    cfg = from_hf(yaml.safe_load((CONFIGS / f"{name}.yaml").read_text()))
+    config = dataclasses.replace(CONFIG, dtype="bfloat16", **FULL)
+    free = Room("gpu", devices, int(133 * GIB), None, None)
+    made = make_plan(cfg, config, [way], Amount.assumed(config), free)
+    stage = next(stage for stage in made.stages if stage.end_to_end)
+    assert [round(part / GIB, 1) for part in (stage.device.low, stage.device.high)] == wanted
+    assert choose(made, named=True)[2] is None
+    assert stage.host.low > 2 * cfg.num_moe_layers * cfg.num_experts * 3 * cfg.d_model * (
+        cfg.d_ff_expert
+    )
+
+
 def test_default_ways_that_do_not_fit_are_left_out_with_a_warning():
     chosen, warnings, refusal = choose(plan(room(105)), named=False)
     assert (chosen.ways, refusal) == ((4, 8), None)

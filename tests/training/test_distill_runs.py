@@ -235,12 +235,12 @@ def test_a_folder_of_another_model_is_refused_finished_or_not(
         assert len(re.findall(r"sha256:[0-9a-f]{12}\b", str(refused.value))) == 2
 
 
-def test_another_number_of_devices_is_refused_until_it_is_finished(
+def test_another_kind_of_devices_is_refused_until_it_is_finished(
     tiny_dir, finished, tmp_path, monkeypatch
 ):
     out = unfinished(finished, tmp_path / "out")
-    monkeypatch.setattr(jax, "device_count", lambda: 2)
-    with pytest.raises(ValueError, match=r"number of devices \(1 cpu, and here are 2 cpu\)"):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    with pytest.raises(ValueError, match=r"kind of devices \(1 cpu, and here are 1 gpu\)"):
         run(tiny_dir, out)
     assert run(tiny_dir, finished[0]) == finished[1]
 

@@ -1,5 +1,6 @@
 """Answers, perplexity, output error and whole runs of `jmoe evaluate` on a tiny model."""
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -7,16 +8,18 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 import jmoe
 from jmoe import expected_loss, stepper
 from jmoe.beside import digest_of
 from jmoe.brownout import Brownout, Control, plan
+from jmoe.checkpoint import weights_digest
 from jmoe.expected_loss import Kind
 from jmoe.experts import ExpertTable
 from jmoe.model import head
 from jmoe.moe import RoutedRows, moe, route
+from jmoe.sharing import Sharing, write_sharing
 from jmoe.steps import StepOutput
 from training.evaluation import run as run_module
 from training.evaluation.answers import answer
@@ -337,3 +340,41 @@ def test_items_and_texts_that_do_not_fit_are_refused(config, tmp_path, united_di
 def test_sizes_below_the_least_are_refused(name):
     with pytest.raises(ValueError, match=f"{name} is 0; it must be at least"):
         EvaluateConfig(**{name: 0})
+
+
+def test_a_model_of_a_family_is_scored_over_its_pool(united_dir, tiny_dir, tmp_path):
+    """Where it shares all its experts with a sibling, it answers as that sibling's weights do."""
+    sibling = shutil.copytree(united_dir, tmp_path / "sibling")
+    tensors = load_file(sibling / "model.safetensors")
+    for name in tensors:
+        if ".mlp.experts." in name:
+            tensors[name] = tensors[name] * np.float32(0.25)
+    save_file(tensors, sibling / "model.safetensors")
+    paths = {"base": united_dir, "sibling": sibling}
+    owners = np.zeros((2, 2, 8), np.int32)
+    sharing = Sharing(tuple(paths), owners, tuple(map(weights_digest, paths.values())))
+    write_sharing(tmp_path / "family.json", sharing)
+    family = jmoe.load_family(paths, tmp_path / "family.json", "float32")
+    found = {}
+    for model in family:
+        config = EvaluateConfig(
+            model=str(model.path),
+            dtype="float32",
+            data=tiny_dir.path / "tasks.jsonl",
+            num=6,
+            error_steps=1,
+            out=tmp_path / model.name,
+            family=tmp_path / "family.json",
+        )
+        found[model.name] = evaluate(config, [Brownout("partial", 50, 2)], model=model)
+        inputs = json.loads((config.out / "inputs.json").read_text())
+        assert inputs["family"]
+        assert not (config.out / expected_loss.FILE).exists()
+        with pytest.raises(ValueError, match="family"):  # the folder is of another evaluation
+            evaluate(dataclasses.replace(config, family=None), [])
+    for one, other in zip(*found.values(), strict=True):  # only experts differ in the files
+        assert one.result.excess == other.result.excess
+        assert one.result.output_error == other.result.output_error
+    alone = dataclasses.replace(config, family=None, out=tmp_path / "alone")
+    _, apart = evaluate(alone, [Brownout("partial", 50, 2)])
+    assert apart.result.output_error != found["sibling"][1].result.output_error

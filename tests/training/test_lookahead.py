@@ -42,7 +42,7 @@ def test_probes_guess_better_than_the_next_router(model, tmp_path, monkeypatch, 
     run(monkeypatch, "--rows", 4000, "--out", tmp_path)
     assert "4 probes" in capsys.readouterr().out
     probes = load_probes(tmp_path, model.config)
-    texts = [model.tokenizer.encode(t.prompt + t.answer) for t in read_texts(TASKS)[-400:]]
+    texts = [model.tokenizer.encode(t.prompt + t.answer) for t in list(read_texts(TASKS))[-400:]]
     tokens = np.array([text[:16] for text in texts if len(text) >= 16], np.int32)[:64]
     found = routing_of(model.config, model.weights, jnp.asarray(tokens))
     layers, top_k = layers_of(model.config, model.params), model.config.experts_per_token
@@ -58,7 +58,7 @@ def test_probes_guess_better_than_the_next_router(model, tmp_path, monkeypatch, 
 
 @pytest.mark.deep
 def test_rows_beyond_the_number_asked_for_do_not_count(model):
-    texts = [model.tokenizer.encode(t.prompt + t.answer) for t in read_texts(TASKS)[:80]]
+    texts = [model.tokenizer.encode(t.prompt + t.answer) for t in list(read_texts(TASKS))[:80]]
     few = fit_probes(model, texts[:40], num_rows=600)
     same = fit_probes(model, texts, num_rows=600)
     np.testing.assert_allclose(few.weight, same.weight, atol=1e-5)

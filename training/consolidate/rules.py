@@ -106,6 +106,23 @@ def owners_functional(costs: Float[np.ndarray, "N N L m"], slots: int) -> Owners
     return _evened(flat, best).reshape(count, layers, experts).astype(np.int32)
 
 
+def owners_within(costs: Float[np.ndarray, "N N L m"], most: float) -> Owners:
+    """Shares as much as it can while no model loses more than `most`, in the unit of `costs`, by
+    `owners_functional`. Raises ValueError as that does.
+    """
+    count, _, layers, experts = costs.shape
+    fewest, enough = layers * experts, count * layers * experts
+    owners = owners_functional(costs, enough)
+    while fewest < enough:
+        slots = (fewest + enough) // 2
+        tried = owners_functional(costs, slots)
+        if losses_of(costs, tried).max() <= most:
+            owners, enough = tried, slots
+        else:
+            fewest = slots + 1
+    return owners
+
+
 def losses_of(
     costs: Float[np.ndarray, "N N *position"], owners: Int[np.ndarray, "N *position"]
 ) -> Float[np.ndarray, "N"]:

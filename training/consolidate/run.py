@@ -1,19 +1,21 @@
 """`consolidate`: a map of the experts that models of one architecture share, and its file."""
 
 import hashlib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
 from jmoe import layout
-from jmoe.checkpoint import weights_digest
+from jmoe.checkpoint import HFLayers, weights_digest
 from jmoe.config import ModelConfig
-from jmoe.family import check_family
+from jmoe.family import check_family, stored_alike
 from jmoe.layers import Layers
 from jmoe.sharing import MERGED, WEIGHTS_FILE, Sharing, write_sharing
 from jmoe.tokenizer import Tokenizer
@@ -26,9 +28,9 @@ from training.consolidate.rules import (
     owners_functional,
     owners_paper,
     owners_random,
+    owners_within,
 )
 from training.distill.data import pack_files
-from training.distill.stream import first_rows
 from training.packing import Batch
 
 RuleName = Literal["functional", "paper", "random", "average"]
@@ -42,7 +44,7 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class ConsolidateConfig:
-    """How a family is consolidated; one of `share` and `budget` is given."""
+    """How a family is consolidated; one of `share`, `budget`, `max_loss`, `lossless` is given."""
 
     rule: str = "functional"
     share: float | None = None  # percent
@@ -53,14 +55,33 @@ class ConsolidateConfig:
     residual_rank: int = 0  # of the differences that are kept from shared experts; 0: none are
     seed: int = 0  # of the rows that are captured, and of the random rule
     allow_unknown_config: tuple[str, ...] = ()  # as of `jmoe.load`
+    max_loss: float | None = None  # of any model, as `Consolidation.losses` has them
+    lossless: bool = False  # experts are shared that are equal
 
     def __post_init__(self) -> None:
         """Raises ValueError for settings that cannot be."""
         if self.rule not in RULES:
             raise ValueError(f"rule is {self.rule!r}; it must be one of {', '.join(RULES)}")
-        if (self.share is None) == (self.budget is None):
-            raise ValueError("give either --share PERCENT or --budget SLOTS (or bytes: 12GiB)")
-        if self.rule == "functional" and not self.data:
+        given = [self.share, self.budget, self.max_loss, self.lossless or None]
+        if sum(value is not None for value in given) != 1:
+            raise ValueError(
+                "give one of --share PERCENT, --budget SLOTS (or bytes: 12GiB), --max-loss LOSS "
+                "and --lossless"
+            )
+        if self.max_loss is not None:
+            if not 0 <= self.max_loss < math.inf:
+                raise ValueError(f"max_loss is {self.max_loss}; it must be 0 or more")
+            if self.rule != "functional":
+                raise ValueError(
+                    f"max_loss is given and the rule {self.rule}; only the functional rule knows "
+                    "what sharing loses"
+                )
+        if self.lossless and (self.data or self.residual_rank or self.rule != "functional"):
+            raise ValueError(
+                "lossless shares experts that are stored byte for byte alike; leave out --data, "
+                "--rule and --residual-rank"
+            )
+        if self.rule == "functional" and not (self.data or self.lossless):
             raise ValueError(
                 "the functional rule measures what each model's own rows lose, and no texts are "
                 "given; name some with --data, or choose --rule paper, which needs none"
@@ -135,15 +156,20 @@ def consolidate(
         done += layers
         progress("consolidate", done, passes * len(found) * cfg.num_layers)
 
-    measured = measure(models, data, advance)
-    owners = choose(config, measured, slots)
+    if config.lossless:
+        kind = jnp.dtype(layers_dtype())
+        files = {name: HFLayers(path, cfg, kind) for name, path in found.items()}
+        owners, costs = stored_alike(files, cfg).owners, None
+    else:
+        measured = measure(models, data, advance)
+        owners, costs = choose(config, measured, slots), measured.costs
     merged: Tensors = {}
     residuals: Tensors = {}
     if passes > 1:
         merged, residuals = _weights(config, models, owners, prints, advance)
     losses = None
-    if measured.costs is not None and not merged:
-        losses = dict(zip(found, losses_of(measured.costs, owners).tolist(), strict=True))
+    if costs is not None and not merged:
+        losses = dict(zip(found, losses_of(costs, owners).tolist(), strict=True))
     draft = Sharing(
         tuple(found), owners, prints, directory=out.parent, residual_rank=config.residual_rank
     )
@@ -166,10 +192,12 @@ def layers_dtype() -> str:
 def _slots(
     config: ConsolidateConfig, cfg: ModelConfig, count: int, say: Callable[[str], None]
 ) -> int:
+    """Returns the most slots that the family may take; all where that is not what bounds it."""
     positions = cfg.num_moe_layers * cfg.num_experts
     if config.share is not None:
         return slots_of_share(config.share, count, positions)
-    assert config.budget is not None
+    if config.budget is None:
+        return count * positions
     expert_bytes = 2 * layout.expert_parameters(cfg)  # as served, in 16 bits
     slots = slots_of_budget(config.budget, count, positions, expert_bytes)
     if slots >= count * positions:
@@ -218,8 +246,8 @@ def read_data(
             raise ValueError(
                 f"no texts are given for {name}; add --data {name}=FILE, or --data FILE for all"
             )
-        packed = pack_files(files, cfg, tokenizer, config.length, config.seed)
-        batches.append(first_rows(packed, config.rows))
+        corpus = pack_files(files, cfg, tokenizer, config.length, config.seed)
+        batches.append(corpus.first(config.rows))
     return batches
 
 
@@ -234,6 +262,9 @@ def measure(
 
 def choose(config: ConsolidateConfig, measured: Measured, slots: int) -> np.ndarray:
     """Chooses `owners [N, L, m]` by the rule. Raises ValueError as `owners_functional`."""
+    if config.max_loss is not None:
+        assert measured.costs is not None
+        return owners_within(measured.costs, config.max_loss)
     if config.rule == "functional":
         assert measured.costs is not None
         return owners_functional(measured.costs, slots)
@@ -285,7 +316,7 @@ def _facts(
 ) -> dict[str, Any]:
     """Returns what `family.json` says of how it was made."""
     facts: dict[str, Any] = {
-        "rule": config.rule,
+        "rule": "lossless" if config.lossless else config.rule,
         "slots": sharing.num_slots,
         "shared_percent": round(sharing.shared_percent, 2),
         "seed": config.seed,

@@ -7,6 +7,8 @@ from typing import Any
 OBJECTIVES = ("combined", "routed", "equation4")
 STARTS = ("most_used", "mean", "aligned")
 GROUPINGS = ("index", "similarity", "coactivation")
+OPTIMIZERS = ("adam", "adamw", "lion", "sgd")
+SCHEDULES = ("cosine", "linear", "constant")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +32,8 @@ class DistillConfig:
     length: int = 128  # tokens a packed row; longer texts are cut
     dtype: str = "bfloat16"  # of the products; master weights are float32
     seed: int = 0
+    optimizer: str = "adam"  # of layers and of the end-to-end stage, as Optax has it
+    schedule: str = "cosine"  # of the learning rate after a warmup of 20 steps
 
     def __post_init__(self) -> None:
         """Raises ValueError, naming the setting, for a value that cannot be used."""
@@ -38,6 +42,8 @@ class DistillConfig:
             ("start", STARTS),
             ("grouping", GROUPINGS),
             ("dtype", ("bfloat16", "float32")),
+            ("optimizer", OPTIMIZERS),
+            ("schedule", SCHEDULES),
         ):
             value = getattr(self, name)
             if value not in known:
@@ -62,23 +68,27 @@ class DistillConfig:
         does.
         """
         settings = dataclasses.asdict(self)
+        for name in ("optimizer", "schedule"):  # runs from before there were others go on
+            if settings[name] == getattr(DistillConfig, name):
+                del settings[name]
         own = {name: settings.pop(name) for name in tuple(settings) if name.startswith("refine_")}
         return settings, own
 
     def check_devices(self, num_devices: int, d_model: int) -> None:
         """Raises ValueError where devices would not get equal parts of what a step reads."""
-        each = self.decode_batch * num_devices
-        if self.batch % each:
+        if self.batch % num_devices:
             raise ValueError(
-                f"batch is {self.batch}; with {num_devices} devices it must be a multiple of {each}"
+                f"batch is {self.batch}; with {num_devices} devices it must be a multiple of "
+                f"{math.lcm(self.decode_batch, num_devices)}"
             )
         if not self.refine_steps:
             return
-        own_tokens = self.refine_rows * self.length // num_devices
-        if self.refine_rows % num_devices or own_tokens % self.decode_batch:
+        tokens = self.refine_rows * self.length
+        if self.refine_rows % num_devices or tokens % self.decode_batch:
             raise ValueError(
                 f"refine_rows is {self.refine_rows}: over {num_devices} devices each must get "
-                f"whole rows and a multiple of decode_batch, {self.decode_batch}, tokens"
+                f"whole rows, and all together a multiple of decode_batch, {self.decode_batch}, "
+                "tokens"
             )
         if d_model % num_devices:
             raise ValueError(

@@ -6,15 +6,18 @@ import itertools
 import json
 import random
 import re
-from collections.abc import Callable, Iterator, Sequence
+import tempfile
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Int
 
 from jmoe.attention import Paged
 from jmoe.config import ModelConfig
+from jmoe.extras import need
 from jmoe.tokenizer import Tokenizer
 from training.packing import Batch, Encoded, to_arrays
 
@@ -28,58 +31,91 @@ class Text(NamedTuple):
     chat: bool = False
 
 
-def read_texts(data: Path, tokenizer: Tokenizer | None = None) -> list[Text]:
-    """Reads the texts of a data file: JSON lines (`*.jsonl`), else a text a line.
+def read_texts(data: Path, tokenizer: Tokenizer | None = None) -> Iterator[Text]:
+    """Yields the texts of a data file: JSON lines (`*.jsonl`), Parquet (`*.parquet`), else a text a
+    line.
 
-    A JSON line has `prompt` and `answer`, or `prompt` alone, a plain text; or `messages`, a list of
-    `role` and `content` whose last is the assistant's. Those get the model's chat template, and
-    need `tokenizer`. Raises ValueError for a file that is missing, empty, not UTF-8, or malformed,
-    and for messages without a chat template, naming the line.
+    A JSON line, or a row of Parquet, has `prompt` and `answer`; or `text`, or `prompt` alone, a
+    plain text; or `messages`, a list of `role` and `content` whose last is the assistant's. Those
+    get the model's chat template, and need `tokenizer`. Raises ValueError for a file that is
+    missing, empty, not UTF-8, or malformed, and for messages without a chat template, naming the
+    line.
     """
-    texts = []
-    json_lines = data.suffix == ".jsonl"
-    content = _content(data)
-    # JSON may hold other line ends, such as U+2028, inside a text.
-    for number, line in enumerate(content.split("\n") if json_lines else content.splitlines(), 1):
-        if not line.strip():
+    is_empty = True
+    for number, row in _parquet_rows(data) if data.suffix == ".parquet" else _lines(data):
+        if isinstance(row, str) and not row.strip():
             continue
-        if not json_lines:
-            texts.append(Text(number, "", line))
+        is_empty = False
+        if isinstance(row, str) and data.suffix != ".jsonl":
+            yield Text(number, "", row)
             continue
         try:
-            texts.append(_from_json(line, number, tokenizer))
+            yield _of_row(_from_json(row) if isinstance(row, str) else row, number, tokenizer)
         except _NOT_A_TEXT as error:
             raise ValueError(
                 f"{data}, line {number}: expected a JSON object with string `prompt` and optional "
-                f"`answer`, or with `messages` ({error!r})"
+                f"`answer`, with `text`, or with `messages` ({error!r})"
             ) from None
         except ValueError as error:  # what the chat template says
             raise ValueError(f"{data}, line {number}: {error}") from None
-    if not texts:
+    if is_empty:
         raise ValueError(f"data file {data} holds no text")
-    return texts
 
 
-def _content(data: Path) -> str:
+def _lines(data: Path) -> Iterator[tuple[int, str]]:
+    """Yields the lines of a text file, one at a time, and their numbers."""
     try:
-        raw = data.read_bytes()
+        with data.open("rb") as file:
+            for number, raw in enumerate(file, 1):
+                line = raw.removeprefix(codecs.BOM_UTF8 if number == 1 else b"").decode("utf-8")
+                # JSON may hold other line ends, such as U+2028, inside a text.
+                for part in [line] if data.suffix == ".jsonl" else line.splitlines():
+                    yield number, part
     except OSError as error:
         raise ValueError(f"cannot read data file {data}: {error}") from None
-    try:
-        return raw.removeprefix(codecs.BOM_UTF8).decode("utf-8")
     except UnicodeDecodeError as error:
-        line = raw[: error.start].count(b"\n") + 1
         raise ValueError(
-            f"cannot read data file {data}, line {line}: not UTF-8 ({error})"
+            f"cannot read data file {data}, line {number}: not UTF-8 ({error})"
         ) from None
 
 
-def _from_json(line: str, number: int, tokenizer: Tokenizer | None) -> Text:
+def _parquet_rows(data: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yields the rows of a Parquet file, read some hundreds at a time, and their numbers."""
+    need("train", "pyarrow")
+    from pyarrow import ArrowException, parquet
+
+    try:
+        with parquet.ParquetFile(data) as file:
+            columns = [name for name in _COLUMNS if name in file.schema_arrow.names]
+            if not columns:
+                raise ValueError(
+                    f"{data} has the columns {', '.join(file.schema_arrow.names)}; expected "
+                    "`prompt` and optional `answer`, `text`, or `messages`"
+                )
+            batches = file.iter_batches(_ROWS_AT_ONCE, columns=columns)
+            rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
+            for number, row in enumerate(rows, 1):
+                yield number, {name: value for name, value in row.items() if value is not None}
+    except (OSError, ArrowException) as error:
+        raise ValueError(f"cannot read data file {data}: {error}") from None
+
+
+_COLUMNS = ("messages", "prompt", "answer", "text")
+_ROWS_AT_ONCE = 256
+
+
+def _from_json(line: str) -> Any:
     row = json.loads(line)
     if "\\u" in line:  # half a surrogate pair is JSON, and no text
         json.dumps(row, ensure_ascii=False).encode()
+    return row
+
+
+def _of_row(row: Any, number: int, tokenizer: Tokenizer | None) -> Text:
     if "messages" in row:
         return _from_messages(row["messages"], number, tokenizer)
+    if "text" in row and "prompt" not in row:
+        row = {"prompt": row["text"]}
     prompt, answer = row["prompt"], row.get("answer", "")
     if not (isinstance(prompt, str) and isinstance(answer, str)):
         raise TypeError("not a string")
@@ -102,13 +138,81 @@ _MESSAGE = ("role", "content")
 _NOT_A_TEXT = (json.JSONDecodeError, KeyError, TypeError, AttributeError, RecursionError)
 
 
+class Corpus:
+    """Packed rows of the texts of data files. Token ids lie in a file, so that texts of any size
+    take 20 bytes of memory a piece; rows are made as they are asked for.
+
+    A piece has at most `length` + 1 tokens; pieces fill rows in an order drawn from `seed`, and one
+    that does not fit begins the next row.
+    """
+
+    def __init__(
+        self,
+        ids: Int[np.ndarray, " T"],
+        starts: Int[np.ndarray, " P_and_1"],
+        num_prompt: Int[np.ndarray, " P"],
+        length: int,
+        seed: int,
+    ) -> None:
+        self._ids, self._starts, self._num_prompt = ids, starts, num_prompt
+        self.length = length
+        order = array("q", range(len(num_prompt)))
+        random.Random(f"distill/{seed}").shuffle(order)
+        self._order = np.frombuffer(order, np.int64)
+        filled = np.concatenate([[0], np.cumsum((np.diff(starts) - 1)[self._order])])
+        firsts = array("q", [0])
+        while firsts[-1] < len(order):
+            most = filled[firsts[-1]] + length
+            firsts.append(int(np.searchsorted(filled, most, side="right")) - 1)
+        self._firsts = np.frombuffer(firsts, np.int64)
+        self._filled = filled[self._firsts]  # tokens in the rows before each row, and in all
+
+    def __len__(self) -> int:
+        """Returns the number of packed rows."""
+        return len(self._firsts) - 1
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are predicted from, of all rows."""
+        return int(self._filled[-1])
+
+    def rows(self, own: slice | Int[np.ndarray, " R"]) -> Batch:
+        """Returns some of the rows, by their numbers."""
+        numbers = np.arange(len(self))[own]
+        return to_arrays([self._row(number) for number in numbers], self.length)
+
+    def first(self, num_tokens: int) -> Batch:
+        """Returns the first rows, as many as hold `num_tokens` tokens; all where there are
+        fewer.
+        """
+        return self.rows(slice(0, int(np.searchsorted(self._filled[1:], num_tokens)) + 1))
+
+    def _row(self, number: int) -> list[Encoded]:
+        pieces = self._order[self._firsts[number] : self._firsts[number + 1]]
+        return [
+            Encoded(
+                self._ids[self._starts[piece] : self._starts[piece + 1]],
+                int(self._num_prompt[piece]),
+                "",
+            )
+            for piece in pieces
+        ]
+
+
 def pack_files(
-    files: Sequence[Path], cfg: ModelConfig, tokenizer: Tokenizer | None, length: int, seed: int
-) -> Batch:
+    files: Sequence[Path],
+    cfg: ModelConfig,
+    tokenizer: Tokenizer | None,
+    length: int,
+    seed: int,
+    folder: Path | None = None,
+) -> Corpus:
     """Returns all texts of `files` in packed rows, in an order drawn from `seed`.
 
-    Raises ValueError for unreadable data, a model without tokenizer, and a tokenizer with ids that
-    the model has no embedding for, naming the line.
+    Their token ids, four bytes each, go to a file in `folder` (None: the system's for temporary
+    ones) that goes when the corpus does. Raises ValueError for unreadable data, a model without
+    tokenizer, and a tokenizer with ids that the model has no embedding for, naming the line; and
+    where the disk is full.
     """
     if tokenizer is None:
         raise ValueError("the model has no tokenizer.json; its inputs cannot be made from text")
@@ -118,33 +222,88 @@ def pack_files(
         raise ValueError(f"layers attend by {others[0]}, and training in full and over windows")
     if not files:
         raise ValueError("no data file was given; name at least one with --data")
-    items: list[Encoded] = []
-    for file in files:
-        for text in read_texts(file, tokenizer):
-            pieces = _pieces(cfg, tokenizer, text, length)
-            highest = max((int(np.max(piece.ids)) for piece in pieces), default=0)
-            if highest >= cfg.vocab_size:
-                raise ValueError(
-                    f"{file}, line {text.line}: the tokenizer makes token {highest}, but the model "
-                    f"has {cfg.vocab_size}: it is another model's tokenizer"
-                )
-            items += pieces
-    if not items:
-        raise ValueError(f"no text of {', '.join(map(str, files))} has two tokens or more")
-    random.Random(f"distill/{seed}").shuffle(items)
-    return to_arrays(_fill(items, length), length)
+    starts, num_prompt = array("q", [0]), array("i")
+    with tempfile.TemporaryFile(dir=folder) as kept:
+        for file in files:
+            for line, prompt, ids in _tokens(read_texts(file, tokenizer), tokenizer):
+                ids = np.concatenate([ids, np.array(cfg.eos_token_ids[:1], np.int32)])
+                if (highest := int(ids.max(initial=0))) >= cfg.vocab_size:
+                    raise ValueError(
+                        f"{file}, line {line}: the tokenizer makes token {highest}, but the model "
+                        f"has {cfg.vocab_size}: it is another model's tokenizer"
+                    )
+                for at in range(0, max(1, len(ids) - 1), length):
+                    piece = ids[at : at + length + 1]
+                    if len(piece) > 1:
+                        _keep(kept, piece)
+                        starts.append(starts[-1] + len(piece))
+                        num_prompt.append(max(1, prompt - at))
+        if not num_prompt:
+            raise ValueError(f"no text of {', '.join(map(str, files))} has two tokens or more")
+        kept.flush()
+        all_ids = np.memmap(kept, np.int32, "r")
+    return Corpus(all_ids, np.array(starts), np.array(num_prompt), length, seed)
 
 
-def _pieces(cfg: ModelConfig, tokenizer: Tokenizer, text: Text, length: int) -> list[Encoded]:
-    # A template writes its own special tokens, and none belongs between prompt and answer.
-    prompt = encode(tokenizer, text.prompt, special_tokens=not text.chat)
-    if not text.prompt:
-        prompt = prompt[:0]
-    answer = encode(tokenizer, text.answer, special_tokens=not text.prompt)
-    ids = np.concatenate([prompt, answer, np.array(cfg.eos_token_ids[:1], np.int32)])
-    cuts = range(0, max(1, len(ids) - 1), length)
-    pieces = [(ids[at : at + length + 1], len(prompt) - at) for at in cuts]
-    return [Encoded(piece, max(1, own), "") for piece, own in pieces if len(piece) > 1]
+def _keep(kept: IO[bytes], ids: Int[np.ndarray, " T"]) -> None:
+    try:
+        kept.write(ids.astype(np.int32).tobytes())
+    except OSError as error:
+        raise ValueError(
+            f"cannot keep the tokens of the data ({error}): free some space where --out is"
+        ) from error
+
+
+def _tokens(
+    texts: Iterable[Text], tokenizer: Tokenizer
+) -> Iterator[tuple[int, int, Int[np.ndarray, " T"]]]:
+    """Yields the line, the number of the prompt's tokens, and the tokens of each text."""
+    for some in _together(texts):
+        # A template writes its own special tokens, and none belongs between prompt and answer.
+        asked = [(text.prompt, not text.chat) for text in some]
+        asked += [(text.answer, not text.prompt) for text in some]
+        ids = encode_all(tokenizer, asked)
+        for text, prompt, answer in zip(some, ids[: len(some)], ids[len(some) :], strict=True):
+            prompt = prompt if text.prompt else prompt[:0]
+            yield text.line, len(prompt), np.concatenate([prompt, answer])
+
+
+def _together(texts: Iterable[Text]) -> Iterator[list[Text]]:
+    """Yields texts in lists of about `_PART` characters."""
+    some: list[Text] = []
+    size = 0
+    for text in texts:
+        some.append(text)
+        size += len(text.prompt) + len(text.answer)
+        if size >= _PART:
+            yield some
+            some, size = [], 0
+    if some:
+        yield some
+
+
+def encode_all(
+    tokenizer: Tokenizer, texts: Sequence[tuple[str, bool]]
+) -> list[Int[np.ndarray, " T"]]:
+    """Returns the token ids of each text as `encode` does, with special tokens where it says so;
+    the short ones are encoded together, on all processors.
+    """
+    found: list[Int[np.ndarray, " T"] | None] = [None] * len(texts)
+    is_plain = not (tokenizer.backend.truncation or tokenizer.backend.padding)
+    for special in (False, True):
+        own = [
+            at
+            for at, (text, wants) in enumerate(texts)
+            if is_plain and wants == special and len(text) <= _PART
+        ]
+        parts = [texts[at][0] for at in own]
+        made = tokenizer.backend.encode_batch_fast(parts, add_special_tokens=special)
+        for at, encoded in zip(own, made, strict=True):
+            found[at] = np.array(encoded.ids, np.int32)
+    return [
+        encode(tokenizer, text, special_tokens=special) if ids is None else ids
+        for ids, (text, special) in zip(found, texts, strict=True)
+    ]
 
 
 def encode(
@@ -193,20 +352,6 @@ def _parts(plain: Callable[[str], list[int]], text: str) -> Iterator[str]:
 
 _PART, _AROUND, _TRIES = 1 << 16, 256, 16
 _SPACE = re.compile(r"(?<=\S) ")
-
-
-def _fill(items: list[Encoded], length: int) -> list[list[Encoded]]:
-    """Returns rows filled one after another: an item that does not fit begins the next."""
-    rows: list[list[Encoded]] = [[]]
-    room = length
-    for item in items:
-        need = len(item.ids) - 1
-        if need > room:
-            rows.append([])
-            room = length
-        rows[-1].append(item)
-        room -= need
-    return rows
 
 
 def digest(files: Sequence[Path]) -> str:

@@ -1,5 +1,6 @@
 """Training of one layer's united experts: all groups at once, over all devices."""
 
+import math
 import time
 from collections.abc import Callable
 from functools import partial
@@ -14,16 +15,22 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.activation import SILU, Activation
 from training.distill.config import DistillConfig
-from training.distill.expert import Stacked
-from training.distill.objectives import CapturedRows, brownout_error, equation_4_error, mean_answers
-from training.distill.parallel import data_mesh, loss_and_grads, over_devices
+from training.distill.expert import Experts, Stacked
+from training.distill.objectives import (
+    CapturedRows,
+    brownout_error,
+    degraded_to,
+    equation_4_error,
+    mean_answers,
+)
+from training.distill.parallel import data_mesh, loss_and_grads, on_all_rows, on_host, over_devices
 from training.distill.stream import LayerRows
 
 HELD_OUT = 2**31 - 1
 """Number of a step that is never taken: the key of what is measured."""
 
-Note = Callable[[int, int, str], None]
-"""`(steps done, steps in all, what to show beside)`."""
+Note = Callable[[int, int, dict[str, float]], None]
+"""`(steps done, steps in all, losses by name)`."""
 
 
 class DistillError(RuntimeError):
@@ -54,21 +61,17 @@ def _local_error(
     activation: Activation,
 ) -> tuple[Array, Array]:
     """Returns error and scale sums of one device's rows; equation 4 has one of each a group."""
-    rows = jax.tree.map(lambda leaf: leaf[index], problem.rows)
+    rows, united = jax.tree.map(lambda leaf: leaf[index], problem.rows), Experts(params, activation)
     if config.objective != "equation4":
         rows = rows._replace(h=rows.h.astype(config.dtype))
-        error, scale = brownout_error(
-            params,
-            rows,
-            problem.groups,
-            key,
-            objective=config.objective,
-            decode_batch=config.decode_batch,
-            activation=activation,
+        draw = partial(
+            degraded_to, groups=problem.groups, key=key, decode_batch=config.decode_batch
         )
+        united_ids = on_all_rows(draw, rows.ids)
+        error, scale = brownout_error(united, rows, united_ids, objective=config.objective)
         return error[None], scale[None]
     target = mean_answers(problem.members, problem.average, rows.h, config.dtype, activation)
-    return equation_4_error(params, rows.h.astype(config.dtype), target, activation)
+    return equation_4_error(united, rows.h.astype(config.dtype), target)
 
 
 def _share(
@@ -85,17 +88,30 @@ def _share(
     return jnp.mean(error / jnp.maximum(over_devices(scale), 1e-12))
 
 
-def adam(peak: float, steps: int) -> optax.GradientTransformation:
-    """Makes Adam with clipping, a short warmup and a cosine down to 3 % of the peak."""
-    warmup = min(20, steps // 4)
-    schedule = optax.warmup_cosine_decay_schedule(
-        0.0 if warmup else peak, peak, warmup, max(steps, warmup + 1), 0.03 * peak
-    )
-    return optax.chain(optax.clip_by_global_norm(1.0), optax.adam(schedule, b2=0.98))
+def optimizer(config: DistillConfig, peak: float, steps: int) -> optax.GradientTransformation:
+    """Makes the optimizer that the settings name, with clipping; its learning rate rises over a
+    short warmup to `peak`, and falls to 3 % of it unless the schedule is constant.
+    """
+    warmup, last = min(20, steps // 4), 0.03 * peak
+    steps = max(steps, warmup + 1)
+    first = 0.0 if warmup else peak
+    if config.schedule == "cosine":
+        rate = optax.warmup_cosine_decay_schedule(first, peak, warmup, steps, last)
+    else:
+        end = last if config.schedule == "linear" else peak
+        parts = [(first, peak, warmup), (peak, end, steps - warmup)]
+        rate = optax.join_schedules([optax.linear_schedule(*part) for part in parts], [warmup])
+    makers = {
+        "adam": partial(optax.adam, b2=0.98),
+        "adamw": partial(optax.adamw, b2=0.98, weight_decay=0.01),
+        "lion": optax.lion,
+        "sgd": partial(optax.sgd, momentum=0.9),
+    }
+    return optax.chain(optax.clip_by_global_norm(1.0), makers[config.optimizer](rate))
 
 
 def _optimizer(config: DistillConfig, d_model: int) -> optax.GradientTransformation:
-    return adam(config.rate(d_model), config.steps)
+    return optimizer(config, config.rate(d_model), config.steps)
 
 
 @partial(jax.jit, static_argnames=("config", "activation", "mesh", "count"), donate_argnums=(0, 1))
@@ -112,7 +128,7 @@ def _steps(
 ) -> tuple[Stacked, Any, Array]:
     """Runs `count` optimizer steps from step `first`; randomness depends on the step alone."""
     num_rows, d_model = problem.rows.h.shape
-    optimizer = _optimizer(config, d_model)
+    of_config = _optimizer(config, d_model)
 
     def step(carry: Any, number: Array) -> tuple[Any, Array]:
         params, state = carry
@@ -120,7 +136,7 @@ def _steps(
         index = jax.random.randint(pick, (config.batch,), 0, num_rows)
         share = partial(_share, config=config, activation=activation)
         loss, grads = loss_and_grads(share, mesh, params, problem, index, plan)
-        updates, state = optimizer.update(grads, state, params)
+        updates, state = of_config.update(grads, state, params)
         return (optax.apply_updates(params, updates), state), loss
 
     numbers = first + jnp.arange(count, dtype=jnp.int32)
@@ -139,7 +155,7 @@ def _measure(
 ) -> Float[Array, ""]:
     """Returns relative error on the held-out rows, always under the same S2 sets."""
     num_rows = held_out.rows.h.shape[0]
-    block = config.decode_batch * mesh.devices.size
+    block = math.lcm(config.decode_batch, mesh.devices.size)
     size = -(-num_rows // block) * block
     index = jnp.arange(size, dtype=jnp.int32) % num_rows
     share = partial(_share, config=config, activation=activation)
@@ -162,7 +178,7 @@ def fit_layer(
     rows: LayerRows,
     key: Array,
     config: DistillConfig,
-    note: Note = lambda done, total, text: None,
+    note: Note = lambda done, total, losses: None,
     activation: Activation = SILU,
 ) -> Fit:
     """Trains one layer's united experts from `start`; keeps the best on held-out rows.
@@ -181,7 +197,7 @@ def fit_layer(
         mesh=mesh,
     )
     before = best_error = _finite(float(measure(params)), 0, config)
-    best, since, done = jax.tree.map(np.array, params), 0, 0  # a copy: the steps donate
+    best, since, done = on_host(params), 0, 0  # a copy: the steps donate
     while done < config.steps:
         count = min(config.eval_every, config.steps - done)
         params, state, loss = _steps(
@@ -190,12 +206,12 @@ def fit_layer(
         done += count
         _finite(float(loss), done, config)
         error = _finite(float(measure(params)), done, config)
-        note(done, config.steps, f"loss {float(loss):.4f} held-out {error:.4f}")
+        note(done, config.steps, {"loss": float(loss), "held-out": error})
         since = 0 if error < 0.999 * best_error else since + 1
         if error < best_error:
-            best, best_error = jax.tree.map(np.array, params), error
+            best, best_error = on_host(params), error
         if config.patience and since >= config.patience:
-            note(config.steps, config.steps, f"held-out {best_error:.4f}")
+            note(config.steps, config.steps, {})
             break
     return Fit(best, before, best_error, done)
 

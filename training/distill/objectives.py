@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels import routing
 from pallas_kernels.activation import SILU, Activation
 from training.dispatch import BufferPlan, combine_rows, plan_dispatch, scatter_rows
-from training.distill.expert import Stacked, outputs, outputs_on_all
+from training.distill.expert import Experts, Stacked
 
 THRESHOLDS = (0, 0, 10, 20, 30, 40, 50, 60, 70, 80, 90)
 """Thresholds in percent that are drawn from; 0, where nothing is left exact, twice as often."""
@@ -68,28 +68,18 @@ def united_dispatch(united_ids: Int[Array, "R K"], num_united: int) -> BufferPla
     return plan_dispatch(united_ids, num_united, capacity)
 
 
-def united_rows(
-    params: Stacked, h: Float[Array, "R d"], plan: BufferPlan, activation: Activation
-) -> Float[Array, "U C d"]:
-    """Returns the outputs of all united experts on the rows in their buffers, in h's dtype."""
-    return outputs(params, scatter_rows(h, plan), activation)
-
-
-def _brownout_error(
-    params: Stacked,
-    rows: CapturedRows,
-    united_ids: Int[Array, "R K"],
-    activation: Activation,
-    *,
-    combined: bool,
+def brownout_error(
+    united: Experts, rows: CapturedRows, united_ids: Int[Array, "R K"], *, objective: str
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    num_united = params["down"].shape[0]
-    plan = united_dispatch(united_ids, num_united)
+    """Returns the squared error and the target's squared norm, over the visits that united experts
+    serve; `united_ids` as `degraded_to` returns them.
+    """
+    plan = united_dispatch(united_ids, united.down.shape[0])
     cells = plan.source.size
     # A visit without a cell counts on neither side.
     weights = jnp.where(plan.cell < cells, rows.weights, 0.0)
-    out = united_rows(params, rows.h, plan, activation)
-    if combined:
+    out = united(scatter_rows(rows.h, plan))
+    if objective == "combined":
         got = combine_rows(out, weights, plan).astype(jnp.float32)[:, None]
         wanted = jnp.einsum("rk,rkd->rd", weights, rows.outputs.astype(jnp.float32))[:, None]
     else:
@@ -97,22 +87,6 @@ def _brownout_error(
         got = flat[plan.cell].astype(jnp.float32) * weights[..., None]
         wanted = rows.outputs.astype(jnp.float32) * weights[..., None]
     return jnp.sum((got - wanted) ** 2), jnp.sum(wanted**2)
-
-
-def brownout_error(
-    params: Stacked,
-    rows: CapturedRows,
-    groups: Int[Array, "m"],
-    key: Array,
-    *,
-    objective: str,
-    decode_batch: int,
-    activation: Activation = SILU,
-) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """Returns the squared error and the target's squared norm, under S2 sets drawn with `key`."""
-    united_ids = degraded_to(rows.ids, groups, key, decode_batch)
-    combined = objective == "combined"
-    return _brownout_error(params, rows, united_ids, activation, combined=combined)
 
 
 @partial(jax.jit, static_argnames=("dtype", "activation"))
@@ -124,20 +98,17 @@ def mean_answers(
     activation: Activation = SILU,
 ) -> Float[Array, "U R d"]:
     """Returns the mean output of each group's members on all rows, float32: equation 4's target."""
-    answers = outputs_on_all(members, h.astype(dtype), activation)
+    answers = Experts(members, activation).on_all(h.astype(dtype))
     return jnp.einsum("um,mrd->urd", average, answers.astype(jnp.float32))
 
 
 def equation_4_error(
-    params: Stacked,
-    h: Float[Array, "R d"],
-    target: Float[Array, "U R d"],
-    activation: Activation = SILU,
+    united: Experts, h: Float[Array, "R d"], target: Float[Array, "U R d"]
 ) -> tuple[Float[Array, " U"], Float[Array, " U"]]:
     """Returns equation 4 for each group, `sum ||H_u - mean_i H_o,i||^2`, and the sum of the
     target's squares.
 
     The printed `1/k sum_i ||H_u - H_o,i||^2` is this plus a constant.
     """
-    error = (outputs_on_all(params, h, activation).astype(jnp.float32) - target) ** 2
+    error = (united.on_all(h).astype(jnp.float32) - target) ** 2
     return jnp.sum(error, axis=(1, 2)), jnp.sum(target**2, axis=(1, 2))

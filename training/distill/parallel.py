@@ -1,14 +1,73 @@
-"""Data parallelism: one loss over rows that lie spread over all devices."""
+"""Data parallelism: one loss over rows that lie spread over the devices of all processes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float
 
 WHOLE = PartitionSpec()
 """On every device, all of it."""
+
+
+def join(coordinator: str, num_processes: int, process_index: int) -> None:
+    """Makes this process one of several that train together; call it before anything uses jax.
+
+    Args:
+        coordinator: HOST:PORT on which process 0 listens, for everyone who can reach it.
+        num_processes: how many there are.
+        process_index: which of them this is, from 0.
+
+    Raises ValueError for numbers that cannot be, and where the others do not come.
+    """
+    if not 0 <= process_index < num_processes:
+        raise ValueError(
+            f"process_index is {process_index}; it must be between 0 and {num_processes - 1}"
+        )
+    if ":" not in coordinator:
+        raise ValueError(f"coordinator is {coordinator!r}; it must be HOST:PORT, of process 0")
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    try:
+        jax.distributed.initialize(
+            coordinator, num_processes, process_index, cluster_detection_method="deactivate"
+        )
+    except jax.errors.JaxRuntimeError as error:
+        raise ValueError(
+            f"the {num_processes} processes did not meet at {coordinator}: {error}"
+        ) from error
+
+
+def is_first() -> bool:
+    """Returns whether this is the process that writes files and says what happens."""
+    return jax.process_index() == 0
+
+
+def wait_for_all(what: str) -> None:
+    """Returns when every process has come to this point."""
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(what)
+
+
+@contextmanager
+def on_the_host() -> Iterator[None]:
+    """Makes arrays in the host's memory, unless JAX_PLATFORMS leaves the CPU out."""
+    try:
+        device = jax.local_devices(backend="cpu")[0]
+    except RuntimeError:
+        device = None
+    with jax.default_device(device):
+        yield
+
+
+def on_host(tree: Any) -> Any:
+    """Returns copies of arrays as NumPy's, whole, in every process."""
+    if jax.process_count() > 1:
+        tree = multihost_utils.process_allgather(tree, tiled=True)
+    return jax.tree.map(np.array, tree)
 
 
 def data_mesh() -> Mesh:
@@ -19,6 +78,17 @@ def data_mesh() -> Mesh:
 def over_devices(value: Array) -> Array:
     """Returns the sum over the devices; for use inside a `share`."""
     return jax.lax.psum(value, "data")
+
+
+def on_all_rows(function: Callable[[Array], Array], own: Array) -> Array:
+    """Returns the device's part of what `function` makes of the rows of all devices; for use inside
+    a `share`.
+
+    What is drawn for rows, or chosen among them, is so the same on any number of devices.
+    """
+    rows = jax.lax.all_gather(own, "data", axis=0, tiled=True)
+    first = jax.lax.axis_index("data") * own.shape[0]
+    return jax.lax.dynamic_slice_in_dim(function(rows), first, own.shape[0])
 
 
 def gathered(part: Float[Array, "..."], axis: int) -> Float[Array, "..."]:
@@ -44,17 +114,16 @@ def loss_and_grads(
     """Returns the sum over devices of `share(params, fixed, rows, key)`, and its gradient by
     `params`.
 
-    Every device gets its part of `rows` (split along the first axis of every leaf), a key of its
-    own, and of `params` and `fixed` what their specs say, all of them where those are WHOLE. Of a
-    leaf in parts, `share` sees the device's own: see `gathered`.
+    Every device gets its part of `rows` (split along the first axis of every leaf), the same key,
+    and of `params` and `fixed` what their specs say, all of them where those are WHOLE. Of a leaf
+    in parts, `share` sees the device's own: see `gathered`.
     """
 
     def summed(spec: PartitionSpec, grads: Any) -> Any:
         return grads if any(spec) else jax.lax.psum(grads, "data")
 
     def local(params: Any, fixed: Any, rows: Any, key: Array) -> tuple[Array, Any]:
-        own_key = jax.random.fold_in(key, jax.lax.axis_index("data"))
-        loss, grads = jax.value_and_grad(share)(params, fixed, rows, own_key)
+        loss, grads = jax.value_and_grad(share)(params, fixed, rows, key)
         is_spec = lambda leaf: isinstance(leaf, PartitionSpec)  # noqa: E731
         return jax.lax.psum(loss, "data"), jax.tree.map(
             summed, params_specs, grads, is_leaf=is_spec

@@ -13,7 +13,7 @@ from jmoe.experts import groups_by_index
 from jmoe.layers import Layers
 from jmoe.tokenizer import Tokenizer
 from training.distill.config import DistillConfig
-from training.distill.data import pack_files
+from training.distill.data import Corpus, pack_files
 from training.distill.plan import (
     ENOUGH_VISITS,
     LEAST_VISITS,
@@ -24,10 +24,8 @@ from training.distill.plan import (
     make_plan,
     wrapped,
 )
-from training.distill.room import Room, folder_bytes, room_here
+from training.distill.room import Room, existing, folder_bytes, room_here
 from training.distill.store import WORK
-from training.distill.stream import first_rows
-from training.packing import Batch
 
 DEFAULT_WAYS = (2, 4, 8)
 
@@ -39,7 +37,7 @@ class Prepared:
     `refusal` says why the plan cannot be carried out; None: it can.
     """
 
-    data: Batch | None
+    data: Corpus | None
     plan: RunPlan
     warnings: tuple[str, ...]
     refusal: str | None
@@ -79,18 +77,19 @@ def prepare(
     directory = resolve(model_dir)
     cfg = _config(directory, allow_unknown_config)
     chosen = _checked(cfg, ways)
-    batch, amount, warnings = None, Amount.assumed(config), []
+    corpus, amount, warnings = None, Amount.assumed(config), []
     if data or need_data:
         tokenizer = Tokenizer.load(directory)
-        batch = pack_files(data, cfg, tokenizer, config.length, config.seed)
-        amount = _amount(batch, config)
+        folder = None if out is None else existing(out)
+        corpus = pack_files(data, cfg, tokenizer, config.length, config.seed, folder)
+        amount = _amount(corpus, config)
         warnings = _check_amount(amount, cfg, config)
     there = 0 if out is None else folder_bytes(out / WORK)
     room = room or room_here(out)
     config.check_devices(room.num_devices, cfg.d_model)
     plan = make_plan(cfg, config, chosen, amount, room, there)
     plan, more, refusal = choose(plan, named=ways is not None)
-    return Prepared(batch, plan, (*warnings, *more), refusal)
+    return Prepared(corpus, plan, (*warnings, *more), refusal)
 
 
 def _config(directory: Path, allow_unknown_config: Sequence[str]) -> ModelConfig:
@@ -109,10 +108,10 @@ def _checked(cfg: ModelConfig, ways: Sequence[int] | None) -> list[int]:
     return list(ways)
 
 
-def _amount(data: Batch, config: DistillConfig) -> Amount:
-    captured = first_rows(data, config.rows)
-    counts = [int(np.count_nonzero(batch.items)) for batch in (data, captured)]
-    return Amount(counts[0], len(data.tokens), counts[1], len(captured.tokens))
+def _amount(data: Corpus, config: DistillConfig) -> Amount:
+    captured = data.first(config.rows)
+    own = int(np.count_nonzero(captured.items))
+    return Amount(data.num_tokens, len(data), own, len(captured))
 
 
 def _check_amount(amount: Amount, cfg: ModelConfig, config: DistillConfig) -> list[str]:

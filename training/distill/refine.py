@@ -4,8 +4,7 @@ What a layer's united experts get wrong reaches the layers after it, and those c
 only if they are trained together. The student is the model under partial brownout, with S1 and S2
 picked as serving picks them; the teacher is the model itself; the loss is the Kullback-Leibler
 divergence of their next-token distributions. Only united experts move. The devices share out all
-experts and what Adam keeps; the rest of the model is on each. Loading puts the model on the first
-of them for a while.
+experts and what Adam keeps; the rest of the model is on each.
 """
 
 import math
@@ -26,12 +25,21 @@ from jmoe.api import Model
 from jmoe.config import ModelConfig
 from jmoe.model import embed
 from pallas_kernels.backend import backend
-from training.dispatch import biases_of, combine_rows, expert_layer
+from training.dispatch import biases_of, combine_rows, expert_layer, scatter_rows
 from training.distill.config import DistillConfig
-from training.distill.expert import Stacked
-from training.distill.fit import HELD_OUT, DistillError, Note, adam
-from training.distill.objectives import degraded_to, united_dispatch, united_rows
-from training.distill.parallel import WHOLE, data_mesh, gathered, loss_and_grads, over_devices
+from training.distill.data import Corpus
+from training.distill.expert import Experts, Stacked
+from training.distill.fit import HELD_OUT, DistillError, Note, optimizer
+from training.distill.objectives import degraded_to, united_dispatch
+from training.distill.parallel import (
+    WHOLE,
+    data_mesh,
+    gathered,
+    loss_and_grads,
+    on_all_rows,
+    on_host,
+    over_devices,
+)
 from training.network import PackedAttention, layer_forward, logits_of, window_of
 from training.packing import Batch
 
@@ -93,7 +101,8 @@ def _logits(
     num_experts, top_k = cfg.num_experts, cfg.experts_per_token
     share = tokens.size * top_k / num_experts
     capacity = min(tokens.size, max(8, int(_CAPACITY * share) // 8 * 8))
-    order = jax.random.permutation(key, tokens.size)  # a decode step holds rows of many sequences
+    # A decode step has rows of many sequences: here, of all devices.
+    order = jax.random.permutation(key, tokens.size * jax.lax.axis_size("data"))
     back = jnp.argsort(order)
     at = positions.reshape(-1)
     windows = sorted({window_of(cfg, index) for index in range(cfg.num_layers)})
@@ -114,14 +123,19 @@ def _logits(
             if own.united is None:
                 return run(h, weights, ids, gate_up, down, capacity)[0], None
             layer_key = jax.random.fold_in(key, number)
-            substitute = degraded_to(ids[order], own.groups, layer_key, config.decode_batch)[back]
+
+            def degraded(ids: Array) -> Array:
+                groups, block = own.groups, config.decode_batch
+                return degraded_to(ids[order], groups, layer_key, block)[back]
+
+            substitute = on_all_rows(degraded, ids)
             exact = jnp.where(substitute < 0, ids, -1)
             out = run(h, weights, exact, gate_up, down, capacity)[0]
             united = {name: leaf.astype(dtype) for name, leaf in own.united.items()}
             united |= {name: gathered(united[name], axis - 1) for name, axis in _AXIS.items()}
             plan = united_dispatch(substitute, united["down"].shape[0])
             weights = jnp.where(substitute < 0, 0.0, weights)
-            answers = united_rows(united, h, plan, cfg.activation)
+            answers = Experts(united, cfg.activation)(scatter_rows(h, plan))
             return out + combine_rows(answers, weights, plan), None
 
         return layer_forward(cfg, layer, x, at, attention, routed, dtype=dtype)[0], None
@@ -176,7 +190,7 @@ def _loss_and_grads(
 
 
 def _optimizer(config: DistillConfig, d_model: int) -> optax.GradientTransformation:
-    return adam(config.refine_rate(d_model), config.refine_steps)
+    return optimizer(config, config.refine_rate(d_model), config.refine_steps)
 
 
 @partial(jax.jit, static_argnames=("cfg", "config", "mesh"), donate_argnums=(1, 2))
@@ -241,8 +255,8 @@ def _placed(tree: Any, mesh: Mesh) -> Any:
 
 
 def freeze(model: Model, groups: Int[np.ndarray, "L m"]) -> Frozen:
-    """Returns the model's weights spread over the devices. Drop the model afterwards: it lies on
-    one of them.
+    """Returns the model's weights spread over the devices. Drop the model afterwards: it takes as
+    much memory once more, where it lies.
     """
     mesh = data_mesh()
     slots = model.table.slots[:, : model.config.num_experts]
@@ -250,6 +264,8 @@ def freeze(model: Model, groups: Int[np.ndarray, "L m"]) -> Frozen:
     biases = biases_of(pool.arrays)
     rest = slots, jnp.asarray(groups, jnp.int32), biases
     frozen = Frozen(model.params, pool.gate_up, pool.down, *rest)
+    if jax.process_count() > 1:  # each gives its devices' parts of what lies on its host
+        frozen = jax.tree.map(np.asarray, frozen)
     return jax.device_put(frozen, jax.tree.map(partial(NamedSharding, mesh), FROZEN_SPECS))
 
 
@@ -257,13 +273,13 @@ def refine(
     cfg: ModelConfig,
     frozen: Frozen,
     at: Progressing,
-    data: Batch,
+    data: Batch | Corpus,
     key: Array,
     config: DistillConfig,
     *,
     save: Callable[[Progressing], None],
     save_every: int = 100,
-    note: Note = lambda done, total, text: None,
+    note: Note = lambda done, total, losses: None,
 ) -> tuple[dict[str, np.ndarray], float, float]:
     """Returns united experts `[L, U, ...]` after `config.refine_steps`, and the divergence at both
     ends.
@@ -291,7 +307,7 @@ def refine(
         return value
 
     def tell(loss: Array, step: int) -> None:
-        note(step + 1, config.refine_steps, f"divergence {checked(loss, step):.4f}")
+        note(step + 1, config.refine_steps, {"divergence": checked(loss, step)})
 
     def held_out() -> float:
         loss = _divergence(cfg, united, frozen, *drawn(HELD_OUT), config, mesh)
@@ -308,11 +324,11 @@ def refine(
             tell(losses.popleft(), step - len(losses))
         if saving:
             save(Progressing(united, state, step + 1, before))
-    return jax.tree.map(np.array, united), before, held_out()
+    return on_host(united), before, held_out()
 
 
 def time_step(
-    cfg: ModelConfig, frozen: Frozen, at: Progressing, data: Batch, config: DistillConfig
+    cfg: ModelConfig, frozen: Frozen, at: Progressing, data: Batch | Corpus, config: DistillConfig
 ) -> float:
     """Returns the seconds of one optimizer step of `refine`, over two that compile nothing."""
     mesh, key = data_mesh(), jax.random.key(config.seed)
@@ -326,15 +342,15 @@ def time_step(
     return (time.perf_counter() - began) / 2
 
 
-def _batch(data: Batch, step: int, config: DistillConfig, mesh: Mesh) -> Arrays:
+def _batch(data: Batch | Corpus, step: int, config: DistillConfig, mesh: Mesh) -> Arrays:
     """Returns the rows of a step, spread over the devices; the last tenth of the data only
     measures.
     """
-    num_rows = len(data.tokens)
+    num_rows = len(data)
     cut = max(1, num_rows - num_rows // 10)
     rng = np.random.default_rng([config.seed, step])
     low, high = (cut, num_rows) if step == HELD_OUT and cut < num_rows else (0, cut)
     rows = rng.integers(low, high, config.refine_rows)
     split = NamedSharding(mesh, PartitionSpec("data"))
-    arrays = (data.tokens, data.positions, data.items, data.weights)
-    return jax.device_put(tuple(a[rows] for a in arrays), split)
+    own = data.rows(rows)
+    return jax.device_put((own.tokens, own.positions, own.items, own.weights), split)

@@ -32,16 +32,16 @@ def room_here(out: Path | None) -> Room:
         if platform == "cpu"
         else min(filter(None, map(free_device_bytes, devices)), default=None)
     )
-    return Room(platform, len(devices), device, free_host_bytes(), _free_disk(out))
+    return Room(platform, jax.device_count(), device, free_host_bytes(), _free_disk(out))
 
 
 def _free_disk(out: Path | None) -> int | None:
-    if out is None:
-        return None
-    place = out.absolute()
-    while not place.exists():
-        place = place.parent
-    return shutil.disk_usage(place).free
+    return None if out is None else shutil.disk_usage(existing(out)).free
+
+
+def existing(path: Path) -> Path:
+    """Returns the folder on whose disk `path` lies or will."""
+    return next(place for place in (path.absolute(), *path.absolute().parents) if place.is_dir())
 
 
 def folder_bytes(folder: Path) -> int:

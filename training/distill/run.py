@@ -2,7 +2,7 @@
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -12,21 +12,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
-from safetensors import safe_open
-from safetensors.numpy import save_file
 
 from jmoe.api import Model, load, resolve
-from jmoe.checkpoint import DISTILLED_FROM, UNITED_FILE, weights_digest
+from jmoe.checkpoint import UNITED_FILE, weights_digest
 from jmoe.config import ModelConfig
 from jmoe.digests import file_digests
 from jmoe.experts import ExpertPool
 from jmoe.layers import Layers
 from jmoe.model_files import regular
 from training.distill.config import DistillConfig
-from training.distill.data import digest
-from training.distill.expert import outputs_on_all
+from training.distill.data import Corpus, digest
+from training.distill.expert import Experts
 from training.distill.fit import DistillError, Fit, fit_layer
 from training.distill.grouping import make_groups
+from training.distill.parallel import is_first, on_the_host, wait_for_all
 from training.distill.plan import layers_dtype
 from training.distill.prepare import DEFAULT_WAYS, prepare
 from training.distill.refine import Progressing, begin, freeze, refine
@@ -34,11 +33,14 @@ from training.distill.report import REPORT_FILES, LayerResult, RefineResult, wri
 from training.distill.sizes import SAVE_EVERY
 from training.distill.start import make_start
 from training.distill.store import Store, check_began, finished
-from training.distill.stream import LayerRows, before_layers, first_rows, run_layer
-from training.packing import Batch
+from training.distill.stream import LayerRows, before_layers, run_layer
+from training.distill.united import United, check_united, narrow, write_united
+from training.log import LossLog, text_of
 
 Progress = Callable[[str, int, int, str], None]
 """`(what is being done, units done, units in all, what to show beside)`."""
+_Note = Callable[[str, int, int, dict[str, float]], None]
+"""`(what is being done, units done, units in all, losses by name)`."""
 
 _PROBE = 512  # rows that experts are compared on, for grouping by similarity
 
@@ -52,6 +54,7 @@ def distill(
     progress: Progress = lambda what, done, total, text: None,
     allow_unknown_config: Sequence[str] = (),
     say: Callable[[str], None] = lambda line: None,
+    log_dir: Path | None = None,
 ) -> tuple[list[LayerResult], list[RefineResult]]:
     """Distils united experts of every way and writes `out/united.safetensors` (bfloat16).
 
@@ -73,11 +76,14 @@ def distill(
         progress: called with what is done, how much of it, and the loss.
         allow_unknown_config: as of `jmoe.load`.
         say: called with each line of the plan, with warnings, and where nothing is left to do.
+        log_dir: folder for the losses (see `LossLog`), made if absent; None for none.
 
     Raises ValueError for ways, data and settings that cannot be used or do not fit this machine and
     for an `out` with another run in it, DistillError where training cannot go on, and what
     `jmoe.load` raises.
     """
+    if not is_first():
+        say, progress = (lambda line: None), (lambda what, done, total, text: None)
     config = config or DistillConfig()
     settings, end_to_end = config.stages()
     fingerprint: dict[str, Any] = {"settings": settings}
@@ -107,7 +113,7 @@ def distill(
         say(line)
     if prepared.refusal:
         raise ValueError(prepared.refusal)
-    _check_united(out / UNITED_FILE, own, model_dir, fingerprint["model"])
+    check_united(out / UNITED_FILE, own, model_dir, fingerprint["model"])
     layers = Layers(
         model_dir,
         layers_dtype(config, jax.default_backend()),
@@ -116,13 +122,25 @@ def distill(
     cfg = layers.cfg
     out.mkdir(parents=True, exist_ok=True)
     store = Store(out, fingerprint, end_to_end, model_dir)
-    results = _all_layers(layers, own, packed, store, config, progress)
-    refined = []
-    if config.refine_steps:
-        whole = partial(
-            load, model_dir, config.dtype, ways=(), allow_unknown_config=allow_unknown_config
+    if store.devices != fingerprint["devices"]:
+        say(
+            f"this run is on {store.devices}: what comes out differs from a run on one number of "
+            "devices by rounding"
         )
-        refined = [_refine(whole, cfg, way, packed, store, config, progress) for way in own]
+    fingerprint["devices"] = store.devices
+    refined = []
+    with LossLog(log_dir if is_first() else None) as log:
+
+        def note(what: str, done: int, total: int, losses: dict[str, float]) -> None:
+            progress(what, done, total, text_of(losses))
+            log.write(what, done, losses)
+
+        results = _all_layers(layers, own, packed, store, config, note)
+        if config.refine_steps:
+            whole = partial(
+                load, model_dir, config.dtype, ways=(), allow_unknown_config=allow_unknown_config
+            )
+            refined = [_refine(whole, cfg, way, packed, store, config, note) for way in own]
     united = {way: _united(store, way, cfg.num_moe_layers, bool(refined)) for way in own}
     if weights_digest(directory) != fingerprint["model"]:
         raise DistillError(
@@ -130,9 +148,10 @@ def distill(
             f"({fingerprint['model'][:19]}) and run the same command again, or remove "
             f"{store.folder}, which may hold layers of both"
         )
-    write_united(out, united, fingerprint["model"])
+    if is_first():
+        write_united(out, united, fingerprint["model"])
+        write_report(out, results, refined, f"Settings: {config}")
     store.close()
-    write_report(out, results, refined, f"Settings: {config}")
     record = {
         **fingerprint,
         "end_to_end": end_to_end,
@@ -140,7 +159,9 @@ def distill(
         "layers": [dataclasses.asdict(result) for result in results],
         "refined": [dataclasses.asdict(result) for result in refined],
     }
-    store.save_finished(record, (UNITED_FILE, *REPORT_FILES))
+    if is_first():
+        store.save_finished(record, (UNITED_FILE, *REPORT_FILES))
+    wait_for_all("a distillation is finished")
     return results, refined
 
 
@@ -153,23 +174,17 @@ def _results(
     return [LayerResult(**result) for result in record["layers"]], [refined[way] for way in order]
 
 
-United = dict[str, np.ndarray]
-"""`gate_up [L, U, d, 2f]`, `down [L, U, f, d]` and `groups [L, m]` of one way; and biases, where
-experts have any.
-"""
-
-
 def _all_layers(
     layers: Layers,
     ways: Sequence[int],
-    data: Batch,
+    corpus: Corpus,
     store: Store,
     config: DistillConfig,
-    progress: Progress,
+    note: _Note,
 ) -> list[LayerResult]:
     """Trains what is not in the store yet. Only one layer's united experts are in memory."""
     cfg = layers.cfg
-    data = first_rows(data, config.rows)
+    data = corpus.first(config.rows)
     found = {
         (way, at): _result(way, at, kept[0])
         for way in ways
@@ -198,13 +213,13 @@ def _all_layers(
             experts,
             x,
             data,
-            progress=lambda done, total, name=name: progress(f"{name}: capture", done, total, ""),
+            progress=lambda done, total, name=name: note(f"{name}: capture", done, total, {}),
         )
         if rows is not None:
             assert experts is not None
             for way in ways:
                 if (way, at) not in found:
-                    fit, groups = _fit(cfg, way, at, rows, experts, config, progress)
+                    fit, groups = _fit(cfg, way, at, rows, experts, config, note)
                     store.save_layer(way, at, fit, groups)
                     found[way, at] = _result(way, at, fit)
         store.save_stream(index + 1, x)
@@ -222,7 +237,7 @@ def _fit(
     rows: LayerRows,
     experts: ExpertPool,
     config: DistillConfig,
-    progress: Progress,
+    note: _Note,
 ) -> tuple[Fit, np.ndarray]:
     members = {key: np.asarray(leaf) for key, leaf in experts.arrays.items()}
     visits = np.bincount(rows.ids.reshape(-1), minlength=len(members["down"]))
@@ -230,7 +245,7 @@ def _fit(
     if config.grouping == "similarity":
         probe = jnp.asarray(rows.h[:: max(1, len(rows.h) // _PROBE)], jnp.float32)
         asked = {k: jnp.asarray(v) for k, v in members.items()}
-        answers = np.asarray(outputs_on_all(asked, probe, cfg.activation))
+        answers = np.asarray(Experts(asked, cfg.activation).on_all(probe))
     groups = make_groups(config.grouping, way, rows, answers)
     with _room_for(f"way {way}, layer {at}", f"lower rows ({config.rows} now)"):
         fit = fit_layer(
@@ -240,7 +255,7 @@ def _fit(
             rows,
             _key(config, way, at),
             config,
-            lambda done, total, text: progress(f"way {way}, layer {at}", done, total, text),
+            partial(note, f"way {way}, layer {at}"),
             cfg.activation,
         )
     return fit, groups
@@ -279,23 +294,14 @@ def _united(store: Store, way: int, num_layers: int, refined: bool) -> United:
     return narrow(_stacked(store, way, num_layers))
 
 
-def narrow(united: United) -> United:
-    """Returns united experts as they are stored: bfloat16 weights, int32 groups; on the host."""
-
-    def kept(key: str, leaf: np.ndarray) -> np.ndarray:
-        return np.asarray(jnp.asarray(leaf, jnp.int32 if key == "groups" else jnp.bfloat16))
-
-    return {k: np.stack([kept(k, leaf) for leaf in stacked]) for k, stacked in united.items()}
-
-
 def _refine(
     load_model: Callable[[], Model],
     cfg: ModelConfig,
     way: int,
-    data: Batch,
+    data: Corpus,
     store: Store,
     config: DistillConfig,
-    progress: Progress,
+    note: _Note,
 ) -> RefineResult:
     """Trains a way end to end and keeps it in the store, or takes it from there."""
     if (done := store.refined(way)) is not None:
@@ -304,7 +310,10 @@ def _refine(
     weights = {key: leaf for key, leaf in united.items() if key != "groups"}
     advice = f"lower refine_rows ({config.refine_rows} now), leave this stage out (refine_steps 0)"
     with _room_for(f"way {way}, end to end,", advice):
-        frozen = freeze(load_model(), united["groups"])
+        with on_the_host():  # of which each device gets its part; one could not hold it all
+            model = load_model()
+        frozen = freeze(model, united["groups"])
+        del model
         at = begin(weights, config, cfg.d_model)
         kept = store.refinement(way, at._asdict())
         if kept is not None:
@@ -318,7 +327,7 @@ def _refine(
             config,
             save=lambda state: store.save_refinement(way, state.step, state._asdict()),
             save_every=SAVE_EVERY,
-            note=partial(progress, f"way {way}, end to end"),
+            note=partial(note, f"way {way}, end to end"),
         )
     if after < before:
         united |= trained
@@ -326,57 +335,6 @@ def _refine(
         after = before
     store.save_refined(way, narrow(united), before, after)
     return RefineResult(way, before, after)
-
-
-def write_united(out: Path, united: dict[int, United], model: str) -> None:
-    """Replaces these ways, as they are to be stored, in `out`'s file, or makes it; ways that it has
-    besides stay. `model` is its `weights_digest`.
-    """
-    tensors = _of_other_ways(out / UNITED_FILE, united)
-    for way, leaves in united.items():
-        for key, stacked in leaves.items():
-            for at, leaf in enumerate(stacked):
-                tensors[f"way{way}.layers.{at}.{key}"] = leaf
-    part = out / f"{UNITED_FILE}.part"
-    save_file(tensors, part, metadata={DISTILLED_FROM: model})
-    part.chmod(0o644)  # written as private by the library
-    part.rename(out / UNITED_FILE)
-
-
-def beside(model: Path, out: Path, folder: Path) -> Path:
-    """Makes `folder` a model directory of links: the model's files, and the united experts in
-    `out`. Returns it.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    files = {path.name: path for path in (*model.iterdir(), out / UNITED_FILE)}
-    for name, path in files.items():
-        (folder / name).unlink(missing_ok=True)
-        (folder / name).symlink_to(path.resolve())
-    return folder
-
-
-def _check_united(path: Path, ways: Collection[int], model_dir: Path, model: str) -> None:
-    """Raises ValueError for a file whose other ways, which stay in it, are not of this model."""
-    kept = sorted({name.partition(".")[0] for name in _of_other_ways(path, ways)})
-    if not kept:
-        return
-    with safe_open(path, framework="numpy") as file:
-        origin = (file.metadata() or {}).get(DISTILLED_FROM)
-    if origin != model:
-        of = "does not say of which model" if origin is None else f"has the model {origin[:19]}"
-        raise ValueError(
-            f"{path} holds {', '.join(kept)} and {of}, and {model_dir} is {model[:19]}: one file "
-            "would mix two; name another --out, or move the file away"
-        )
-
-
-def _of_other_ways(path: Path, ways: Collection[int]) -> dict[str, np.ndarray]:
-    if not path.exists():
-        return {}
-    with safe_open(path, framework="flax") as file:
-        names = file.keys()
-        kept = [name for name in names if not name.startswith(tuple(f"way{w}." for w in ways))]
-        return {name: np.asarray(file.get_tensor(name)) for name in kept}
 
 
 def _digests(directory: Path) -> dict[str, str]:

@@ -175,8 +175,8 @@ def end_to_end_stage(
     return Stage(
         way,
         True,
-        Span(max(device.low, loading), max(device.high, loading)),
-        Span(stacked + saved, 2 * stacked + 2 * saved),
+        device,
+        Span(stacked + max(saved, loading), 2 * stacked + max(2 * saved, loading)),
         (
             ("the model", model),
             ("united experts and optimizer, float32", kept),

@@ -16,13 +16,17 @@ import jax
 import numpy as np
 
 from training.distill.fit import DistillError, Fit
+from training.distill.parallel import is_first, wait_for_all
 
 WORK = "distill-work"
 RUN, FINISHED = "run.json", "finished.json"
+DEVICES_THEN = ", then "
 
 
 class Store:
     """Finished layers, the residual stream, and the newest state of each end-to-end stage.
+
+    A state is written while training goes on, by Orbax, each device's part as it lies there.
 
     Args:
         out: directory of the run; the work is in a folder of it, made if absent.
@@ -45,11 +49,17 @@ class Store:
         canonical = json.dumps(end_to_end, sort_keys=True).encode()
         self.stage = f"refine-{hashlib.sha256(canonical).hexdigest()[:12]}"
         self.folder.mkdir(parents=True, exist_ok=True)
-        check_began(out, fingerprint, model_dir)
-        if not (self.folder / RUN).exists():
-            record = fingerprint | {"directory": str(Path(model_dir).absolute())}
+        began = check_began(out, fingerprint, model_dir)
+        record = fingerprint | {"directory": str(Path(model_dir).absolute())}
+        if began and "devices" in fingerprint:  # all that it ran on, in this order
+            own, so_far = fingerprint["devices"], str(began["devices"])
+            is_last = so_far.split(DEVICES_THEN)[-1] == own
+            record["devices"] = so_far if is_last else so_far + DEVICES_THEN + own
+        self.devices: str = record.get("devices", "")
+        if began is None or began["devices"] != self.devices:
             content = json.dumps(record, indent=1).encode()
             self._write(self.folder / RUN, lambda file: file.write(content))
+        self._being_written: Any = None  # an Orbax checkpointer
 
     # -- a run that is over -----------------------------------------------------------------------
 
@@ -61,7 +71,9 @@ class Store:
         self._write(self.folder / FINISHED, lambda file: file.write(content))
 
     def _write(self, path: Path, write: Callable[[BinaryIO], object]) -> None:
-        """Writes a file beside `path` and renames it."""
+        """Writes a file beside `path` and renames it; the first of several processes does."""
+        if not is_first():
+            return
         part = path.with_name(path.name + ".part")
 
         def whole() -> None:
@@ -78,7 +90,8 @@ class Store:
     def save_stream(self, layer: int, x: np.ndarray) -> None:
         """Saves the rows that enter `layer` and removes those of the layer before."""
         self._write(self.folder / f"stream-{layer}.npy", lambda file: np.save(file, x))
-        (self.folder / f"stream-{layer - 1}.npy").unlink(missing_ok=True)
+        if is_first():
+            (self.folder / f"stream-{layer - 1}.npy").unlink(missing_ok=True)
 
     def load_stream(self, layer: int) -> tuple[int, np.ndarray] | None:
         """Returns the newest saved rows that enter `layer` or one before it, and which; None
@@ -92,7 +105,7 @@ class Store:
 
     def close(self) -> None:
         """Removes the rows, which no rerun needs once the run is over."""
-        for path in self.folder.glob("stream-*.npy"):
+        for path in self.folder.glob("stream-*.npy") if is_first() else ():
             path.unlink()
 
     # -- finished layers --------------------------------------------------------------------------
@@ -119,18 +132,22 @@ class Store:
     # -- end-to-end stages ------------------------------------------------------------------------
 
     def refinement(self, way: int, like: Any) -> Any:
-        """Returns the newest state of a way's end-to-end stage, shaped `like`; None before the
-        first.
+        """Returns the newest state of a way's end-to-end stage, shaped and spread over the devices
+        as `like`; None before the first.
         """
         found = self._states(way)
         return self._restore(found[max(found)], like) if found else None
 
     def save_refinement(self, way: int, step: int, tree: Any) -> None:
-        """Stores a state and removes the ones before it."""
-        self._save(self.folder / f"{self.stage}-{way}-{step}", tree)
-        for earlier, path in self._states(way).items():
-            if earlier < step:
+        """Begins to store a state, when the one before it is stored, and removes those before
+        that.
+        """
+        self._finish()
+        found = self._states(way)
+        for earlier, path in found.items() if is_first() else ():
+            if earlier < max(found):
                 shutil.rmtree(path)
+        self._begin(self.folder / f"{self.stage}-{way}-{step}", tree)
 
     def _states(self, way: int) -> dict[int, Path]:
         """Returns the whole states of this end-to-end stage, by step."""
@@ -152,22 +169,34 @@ class Store:
         self, way: int, united: dict[str, np.ndarray], before: float, after: float
     ) -> None:
         """Stores a finished stage in place of the states that led to it."""
+        self._finish()
         tree = {"united": united, "divergences": np.array([before, after])}
         self._save(self.folder / f"{self.stage}-{way}-done", tree)
-        for path in self._states(way).values():
+        wait_for_all("a stage is stored")
+        for path in self._states(way).values() if is_first() else ():
             shutil.rmtree(path)
 
     # -- Orbax ------------------------------------------------------------------------------------
 
     def _save(self, path: Path, tree: Any) -> None:
+        self._begin(path, jax.tree.map(np.asarray, tree))
+        self._finish()
+
+    def _begin(self, path: Path, tree: Any) -> None:
+        """Begins to write; the arrays may be donated as soon as it returns."""
         import orbax.checkpoint as ocp
 
-        def write() -> None:
-            with ocp.StandardCheckpointer() as checkpointer:
-                checkpointer.save(path, jax.tree.map(np.asarray, tree), force=True)
-                checkpointer.wait_until_finished()
+        if jax.default_backend() == "cpu":  # where Orbax would read them later, and copies none
+            tree = jax.tree.map(lambda leaf: leaf.copy() if hasattr(leaf, "copy") else leaf, tree)
+        self._being_written = checkpointer = ocp.StandardCheckpointer()
+        _with_room(lambda: checkpointer.save(path, tree, force=True), path)
 
-        _with_room(write, path)
+    def _finish(self) -> None:
+        """Waits until what was begun is written. Raises DistillError where it could not be."""
+        if self._being_written is not None:
+            checkpointer, self._being_written = self._being_written, None
+            _with_room(checkpointer.wait_until_finished, self.folder)
+            checkpointer.close()
 
     def _restore(self, path: Path, like: Any = None) -> Any:
         import orbax.checkpoint as ocp
@@ -177,18 +206,29 @@ class Store:
         with ocp.StandardCheckpointer() as checkpointer:
             if like is None:
                 return jax.tree.map(np.asarray, checkpointer.restore(path))
-            return checkpointer.restore(path, jax.tree.map(np.asarray, like))
+            return checkpointer.restore(path, jax.tree.map(_shaped, like))
 
 
-def check_began(out: Path, fingerprint: dict[str, Any], model_dir: Path) -> None:
-    """Raises ValueError for an `out` with a run in it that had another fingerprint."""
+def _shaped(leaf: Any) -> Any:
+    """Returns shape, dtype and place of an array that is to be restored."""
+    if not isinstance(leaf, jax.Array):
+        return np.asarray(leaf)
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+
+
+def check_began(out: Path, fingerprint: dict[str, Any], model_dir: Path) -> dict[str, Any] | None:
+    """Returns what a run in `out` was begun with; None without one. Another number of devices of
+    the same kind may go on with it.
+
+    Raises ValueError for one that had another fingerprint.
+    """
     folder = (out / WORK).absolute()
     try:
         began = json.loads((folder / RUN).read_text(encoding="utf-8"))
         if not isinstance(began, dict):
             raise TypeError(f"it holds a {type(began).__name__}")
     except FileNotFoundError:
-        return
+        return None
     except (OSError, ValueError, TypeError) as error:
         raise ValueError(
             f"{folder / RUN} is not readable ({error}); name another --out, or remove {folder}"
@@ -201,8 +241,11 @@ def check_began(out: Path, fingerprint: dict[str, Any], model_dir: Path) -> None
             f"{model_dir} as it is now, on {fingerprint['devices']}, remove {folder / RUN} alone, "
             "and its layers are taken"
         )
-    if not (differing := sorted(k for k in fingerprint if began.get(k) != fingerprint[k])):
-        return
+    differing = sorted(k for k in fingerprint if began.get(k) != fingerprint[k])
+    if "devices" in differing and _kind(began["devices"]) == _kind(fingerprint["devices"]):
+        differing.remove("devices")
+    if not differing:
+        return began
     if "model" in differing:
         raise ValueError(
             f"{folder} holds a run of another model: of {began.get('directory')} with the weights "
@@ -211,8 +254,12 @@ def check_began(out: Path, fingerprint: dict[str, Any], model_dir: Path) -> None
         )
     told = ", ".join(differing)
     if "devices" in differing:
-        told = f"number of devices ({began['devices']}, and here are {fingerprint['devices']})"
+        told = f"kind of devices ({began['devices']}, and here are {fingerprint['devices']})"
     raise ValueError(f"{folder} holds a run with another {told}; {advice}")
+
+
+def _kind(devices: str) -> str:
+    return str(devices).rpartition(" ")[2]
 
 
 def finished(out: Path, fingerprint: dict[str, Any]) -> dict[str, Any] | None:

@@ -71,14 +71,6 @@ def _advance(
     return rows.reshape(x.shape), () if routing_of is None else routing_of.aux
 
 
-def first_rows(data: Batch, num_tokens: int) -> Batch:
-    """Returns the first packed rows, as many as hold `num_tokens` tokens; all where there are
-    fewer.
-    """
-    filled = np.cumsum((data.items > 0).sum(axis=1))
-    return data.rows(slice(0, int(np.searchsorted(filled, num_tokens)) + 1))
-
-
 def before_layers(cfg: ModelConfig, top: Any, data: Batch) -> Float[np.ndarray, "R S d"]:
     """Returns the residual stream before the first layer, float32; `top` has the embeddings."""
     rows = np.asarray(top["embed"], np.float32)[data.tokens]

@@ -44,6 +44,7 @@ class EvaluateConfig:
     out: Path = Path("out/evaluate")
     allow_unknown_config: tuple[str, ...] = ()  # as of `jmoe.load`
     quantize: str = "none"  # likewise
+    family: Path | None = None  # the map by which `model` shares its siblings' experts
 
     def __post_init__(self) -> None:
         """Raises ValueError for a number out of range."""
@@ -54,20 +55,24 @@ class EvaluateConfig:
 
 
 def evaluate(
-    config: EvaluateConfig, settings: Sequence[Brownout], progress: Progress | None = None
+    config: EvaluateConfig,
+    settings: Sequence[Brownout],
+    progress: Progress | None = None,
+    model: Model | None = None,
 ) -> list[Score]:
     """Runs zero brownout and every setting that the folder has no result of, then writes tables.
 
     `config.out` gets `inputs.json`, `results.jsonl` (a line a setting, as it is done),
     `evaluate.csv`, `evaluate.md`, `evaluate.png`, and `expected_loss.json`, a table for the model's
-    directory, of ways and the like whose threshold 0 is among the settings. Returns zero
-    brownout's score, then one for each setting.
+    directory, of ways and the like whose threshold 0 is among the settings, unless it is one of a
+    family. Returns zero brownout's score, then one for each setting. `model` is that of
+    `config.model`, where it is loaded already.
 
     Raises ValueError for inputs that do not fit the model or each other, and for a folder that
     belongs to other inputs.
     """
     items = sources.choose(config.data, config.num, config.generate_tasks, config.seed)
-    model = load(
+    model = model or load(
         config.model,
         config.dtype,
         allow_unknown_config=config.allow_unknown_config,
@@ -92,7 +97,7 @@ def evaluate(
     found = scores(settings, store.results, [item.family for item in items])
     (config.out / "evaluate.csv").write_text(write_csv(found), encoding="utf-8")
     (config.out / "evaluate.md").write_text(write_markdown(found, inputs), encoding="utf-8")
-    if tables := expected_losses(found):
+    if config.family is None and (tables := expected_losses(found)):
         expected_loss.write(config.out / expected_loss.FILE, tables, digest_of(model.path))
     title = f"{model.name}: accuracy under brownout, {len(items):,} items, batch {config.batch}"
     draw(found, config.out / "evaluate.png", title)
@@ -198,6 +203,11 @@ class Work:
             "chunk": config.chunk,
             "error_steps": config.error_steps,
             **({} if config.quantize == "none" else {"quantize": config.quantize}),
+            **(
+                {}
+                if config.family is None
+                else {"family": digest([config.family.read_text("utf-8")])}
+            ),
         }
 
     def run(self, setting: Brownout, advance: Callable[[int], None]) -> Result:

@@ -23,7 +23,7 @@ from jmoe.api import resolve
 from jmoe.checkpoint import load_united, weights_digest
 from jmoe.experts import UnitedExperts
 from jmoe.packed import unpacked
-from training.distill.run import narrow, write_united
+from training.distill.united import narrow, write_united
 from training.export import export_hf
 from training.family.differences import read_differences, write_differences
 from training.family.skills import SKILLS, skill_tasks

@@ -6,7 +6,6 @@ import dataclasses
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import jax
@@ -22,6 +21,7 @@ from training.distill import DistillConfig
 from training.distill.refine import begin, freeze, refine
 from training.family.skills import skill_tasks
 from training.geometry import BUNDLED
+from training.log import text_of
 from training.network import Params
 from training.packing import Batch, Encoded, encode_task, pack, training_items
 from training.train import TrainConfig, make_optimizer, train_step
@@ -115,7 +115,10 @@ def unite(
     )
     at = begin({"gate_up": start.gate_up, "down": start.down}, settings, cfg.d_model)
     key = jax.random.key(config.seed)
-    note = partial(progress, f"unite {skill}")
+
+    def note(done: int, total: int, losses: dict[str, float]) -> None:
+        progress(f"unite {skill}", done, total, text_of(losses))
+
     frozen = freeze(model, start.groups)
     return refine(cfg, frozen, at, data, key, settings, save=lambda at: None, note=note)[0]
 

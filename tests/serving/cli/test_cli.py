@@ -11,11 +11,15 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from typer.main import get_command
 
+from jmoe import generate, load_family
 from jmoe.api import load
+from jmoe.checkpoint import weights_digest
 from jmoe.config import read_config
+from jmoe.sharing import Sharing, write_sharing
 from serving.cli import main as cli
 from serving.cli.info import kv_bytes_per_token, load_model_config, num_parameters
 from serving.cli.options import flag_keys, overrides
@@ -24,6 +28,7 @@ from serving.errors import SettingsError
 from serving.frontend import server
 from serving.settings.reading import CONFIGS
 from serving.telemetry import version
+from tests.variants import variant
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 MODELS = ("qwen2_moe_mlp_only_tied", "qwen3_moe_tied_no_head_dim", "mixtral")
@@ -371,6 +376,54 @@ def test_generate_in_process(monkeypatch, capsys) -> None:
     text, share = capsys.readouterr().out.splitlines()
     assert re.fullmatch(r"1,2,3(,\d+){3}", text)
     assert share == "  3 new tokens, 100.0% of expert visits degraded"
+
+
+@pytest.mark.deep
+def test_each_model_of_a_family_answers(monkeypatch, capsys, tmp_path) -> None:
+    """Over a pool in which both share all experts: the second's are the first's."""
+    paths = {name: variant(GOLDEN / "qwen2_moe", tmp_path / name, seed) for seed, name in FAMILY}
+    shape = read_config(GOLDEN / "qwen2_moe")
+    owners = np.zeros((2, shape.num_moe_layers, shape.num_experts), np.int32)
+    prints = tuple(weights_digest(path) for path in paths.values())
+    sharing = Sharing(tuple(paths), owners, prints)
+    write_sharing(tmp_path / "family.json", sharing)
+    flags = ["--dtype", "float32", "--max-new-tokens", "4", "--tokens", "1,2,3"]
+    models = [f"--model={name}={path}" for name, path in paths.items()]
+    family = f"--family={tmp_path / 'family.json'}"
+    assert run(monkeypatch, "generate", *models, family, *flags) == 0
+    said = capsys.readouterr().out.splitlines()
+    want = []
+    for model in load_family(paths, sharing, "float32"):
+        tokens = generate(model, [[1, 2, 3]], 4).tokens[0]
+        want += [f"{model.name}:", ",".join(map(str, [1, 2, 3, *tokens]))]
+        want += ["  4 new tokens, 0.0% of expert visits degraded"]
+    assert said == want
+    assert want[1] != want[4]
+
+
+FAMILY = ((1, "one"), (2, "two"))
+
+
+@pytest.mark.parametrize("command", ["generate", "evaluate"])
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--model", "a=x", "--model", "b=y"], "name their map with --family"),
+        (["--model", "a=x", "--family", "none.json"], "--family is none.json; there is no such"),
+        (["--family", __file__], "--family needs --model NAME=DIR for each"),
+        (["--model", "a=x", "--family", __file__], "--family needs --model NAME=DIR for each"),
+        (
+            ["--model", "a=x", "--model", "b=y", "--family", __file__, "--quantize", "fp8"],
+            "is of a single model; leave out --family",
+        ),
+    ],
+)
+def test_models_of_a_family_that_cannot_be_are_named(
+    command, flags, message, monkeypatch, capsys
+) -> None:
+    prompts = ["1"] if command == "generate" else ["--generate-tasks", "1"]
+    assert run(monkeypatch, command, *prompts, *flags) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_unknown_strategy_lists_those_there_are(monkeypatch, capsys) -> None:

@@ -67,7 +67,7 @@ def test_flags_reach_the_run(calls, monkeypatch, capsys) -> None:
         (["--model", "chat", "--share", "50"], "--model is 'chat'; write --model NAME=DIR"),
         (["--model", "=dir", "--share", "50"], "write --model NAME=DIR"),
         ([*MODELS, "--model", "chat=x", "--share", "50"], "--model chat is given twice"),
-        (MODELS, "either --share PERCENT or --budget"),
+        (MODELS, "one of --share PERCENT, --budget"),
         ([*MODELS, "--share", "50"], "functional rule measures"),
         ([*MODELS, "--share", "50", "--rule", "best"], "rule is 'best'"),
         ([*MODELS, "--share", "50", "--rule", "paper"], "/m/chat"),
