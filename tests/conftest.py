@@ -81,10 +81,13 @@ def pytest_addoption(parser):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
-    """Keeps collections of garbage from looking at what is imported and at tests, which stay."""
+    """Keeps collections of garbage from looking at what is imported and at tests, which stay, and
+    makes the others rarer: of what JAX traces little is garbage.
+    """
     gc.disable()
     collected = yield
     gc.freeze()
+    gc.set_threshold(50_000, 20, 50)
     gc.enable()
     return collected
 

@@ -43,6 +43,7 @@ def two_sources(tmp_path):
     return path, rows
 
 
+@pytest.mark.deep
 def test_nothing_of_the_left_out_source_is_captured(tiny_dir, two_sources, tmp_path, monkeypatch):
     data, captured = two_sources[0], []
     run_layer = distillation.run_layer

@@ -7,6 +7,7 @@ from training.distill.data import read_texts
 from training.distill.sampled import write_texts
 
 
+@pytest.mark.deep
 def test_texts_begin_anywhere_and_are_decided_by_the_seed(tiny_dir, tmp_path):
     model = jmoe.load(tiny_dir.path, "float32")
     files = [tmp_path / name for name in ("a.jsonl", "again.jsonl", "other.jsonl")]
