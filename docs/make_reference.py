@@ -1,10 +1,13 @@
-"""Writes docs/reference/ (every message, setting and model) and the preset `default`.
+"""Writes docs/reference/ (every message, setting, model and name of Python's API) and the preset
+`default`.
 
 `python docs/make_reference.py [DIRECTORY]`, with a directory the pages only. Comments of the
 proto, fields of `serving.config` and entries of `jmoe.architectures` are the text; a server's own
 `/docs` tells its routes. Needs grpcio-tools (the `dev` extra).
 """
 
+import ast
+import inspect
 import json
 import re
 import sys
@@ -13,11 +16,15 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import yaml
 from google.protobuf import descriptor_pb2 as d
 
+import jmoe
+import jmoe.plots
+import training.distill
 from jmoe.architectures import ARCHITECTURES, LACKING
 from jmoe.attention import Latent, page_windows
 from jmoe.config import ModelConfig, from_hf
@@ -29,7 +36,7 @@ from serving.config import ServerConfig, Setting
 ROOT = Path(__file__).parents[1]
 PAGES = {"jmoe.v1.md": "serving/proto/jmoe/v1/jmoe.proto"}
 """Of jmoe's own proto that callers use; workers of one server talk by another one."""
-SETTINGS_PAGE, MODELS_PAGE = "settings.md", "models.md"
+SETTINGS_PAGE, MODELS_PAGE, API_PAGE = "settings.md", "models.md", "python.md"
 PUBLISHED = ROOT / "tests" / "published_configs"
 PRESET = ROOT / "configs" / "serving" / "default.yaml"
 
@@ -313,6 +320,68 @@ add one.
 """
 
 
+# ---- Python ------------------------------------------------------------------------------------
+
+
+def api_page() -> str:
+    """The page of what a notebook imports: definitions without their bodies."""
+    parts = ["# Python API\n", _MADE, _VERSIONS]
+    for module in API:
+        names = getattr(module, "__all__", None) or [
+            name for name, found in vars(module).items() if _is_public(name, found, module)
+        ]
+        parts.append(f"## `{module.__name__}`\n")
+        stubs = [_stub(getattr(module, name)) for name in names]
+        parts += [f"```text\n{stub}\n```\n" for stub in stubs if stub]
+    return "\n".join(parts)
+
+
+API = (jmoe, jmoe.brownout, jmoe.plots, training.distill)
+_VERSIONS = """\
+What stands here stays as it is within a minor version (0.1.x), apart from arguments and fields that
+are added with a default; what changes from 0.1 to 0.2 is said for one minor version before, by a
+DeprecationWarning that names what to use. Other modules, and names that begin with an underscore,
+may change at any time. Checkpoints, `united.safetensors` and `family.json` of older versions are
+read.
+"""
+
+
+def _is_public(name: str, found: Any, module: ModuleType) -> bool:
+    return not name.startswith("_") and getattr(found, "__module__", "") == module.__name__
+
+
+def _stub(found: Any) -> str:
+    """A function or class as its source defines it, without bodies and what is private."""
+    if not (inspect.isclass(found) or inspect.isfunction(inspect.unwrap(found))):
+        return ""
+    source = textwrap.dedent(inspect.getsource(inspect.unwrap(found)))
+    (node,) = ast.parse(source).body
+    return ast.unparse(_without_bodies(node))
+
+
+def _without_bodies(node: ast.stmt) -> ast.stmt:
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        has_docstring = ast.get_docstring(node) is not None
+        node.body = node.body[:1] if has_docstring else [ast.Expr(ast.Constant(...))]
+        node.decorator_list = [one for one in node.decorator_list if _names_property(one)]
+    elif isinstance(node, ast.ClassDef):
+        node.decorator_list = []
+        docstring = node.body[:1] if ast.get_docstring(node) is not None else []
+        node.body = docstring + [_without_bodies(one) for one in node.body if _is_told(one)]
+    return node
+
+
+def _names_property(decorator: ast.expr) -> bool:
+    return ast.unparse(decorator) in ("property", "cached_property", "classmethod", "staticmethod")
+
+
+def _is_told(node: ast.stmt) -> bool:
+    match node:
+        case ast.FunctionDef(name=name) | ast.AnnAssign(target=ast.Name(id=name)):
+            return not name.startswith("_") or name == "__call__"
+    return False
+
+
 def make(out: Path) -> None:
     """Writes every page below `out`."""
     out.mkdir(parents=True, exist_ok=True)
@@ -320,6 +389,7 @@ def make(out: Path) -> None:
         (out / page).write_text(ProtoPage(proto).text(), encoding="utf-8")
     (out / SETTINGS_PAGE).write_text(settings_page(), encoding="utf-8")
     (out / MODELS_PAGE).write_text(models_page(), encoding="utf-8")
+    (out / API_PAGE).write_text(api_page(), encoding="utf-8")
 
 
 if __name__ == "__main__":
