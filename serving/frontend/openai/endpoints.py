@@ -63,9 +63,10 @@ class Choice:
         assert isinstance(self._format, logprobs.Completion)  # the only one with `echo`
         assert isinstance(self.prompt, list)  # `choices` encoded it
         values = (None, *out.prompt_logprobs)  # the first token has none
+        tops = (None, *out.prompt_top_logprobs)
         for at in range(0, len(self.prompt), logprobs.PROMPT_PIECE):
             part = slice(at, at + logprobs.PROMPT_PIECE)
-            self._append(self._format.of_prompt(self.prompt[part], values[part]))
+            self._append(self._format.of_tokens(self.prompt[part], values[part], tops[part]))
             await asyncio.sleep(0)
 
     def _append(self, lists: logprobs.Lists) -> None:
@@ -191,12 +192,6 @@ class CompletionEndpoint:
                 f"best_of is {body.best_of} and n {n}; answers are not ranked here, leave best_of "
                 "out",
                 "best_of",
-            )
-        if body.echo and body.logprobs:
-            raise HttpError(
-                f"logprobs is {body.logprobs} with echo; likeliest tokens of prompts are not "
-                "computed, send logprobs 0 for the log-probabilities of the prompt itself",
-                "logprobs",
             )
         texts = logprobs.Texts(tokenizer)
         found: list[Choice] = []

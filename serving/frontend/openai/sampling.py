@@ -64,6 +64,7 @@ def _logprobs(body: Sampled) -> dict[str, Any]:
             "logprobs": True,
             "top_logprobs": body.logprobs,
             "prompt_logprobs": bool(body.echo),
+            "top_prompt_logprobs": body.logprobs if body.echo else 0,
         }
     assert isinstance(body, ChatRequest)
     if body.top_logprobs and not body.logprobs:

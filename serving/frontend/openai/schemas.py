@@ -222,7 +222,7 @@ class CompletionRequest(Sampled):
     )
     echo: bool | None = supported("the prompt before each answer")
     logprobs: int | None = supported(
-        "likeliest tokens at each position; with `echo`, 0 alone: log-probabilities of the prompt",
+        "likeliest tokens at each position, with `echo` of the prompt, too",
         ge=0,
         le=MAX_COMPLETION_LOGPROBS,
     )
