@@ -253,7 +253,7 @@ class Chat:
     @property
     def num_chars(self) -> int:
         """The number of characters passed to the template: contents, names, options."""
-        keys = ("content", "name", "tool_calls")
+        keys = ("content", "name", "tool_calls", "reasoning_content", "thinking")
         told = [message.get(key) or "" for message in self.messages for key in keys]
         return _num_chars(told) + _num_chars(self.options)
 

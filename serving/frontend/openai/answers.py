@@ -15,6 +15,12 @@ class PromptTokens(_Answer):
     cached_tokens: int
 
 
+class CompletionTokens(_Answer):
+    """Of `completion_tokens`: those that added to what the model thought."""
+
+    reasoning_tokens: int
+
+
 class Usage(_Answer):
     """Tokens of a whole call, and what brownout did to it."""
 
@@ -26,6 +32,7 @@ class Usage(_Answer):
     expected_loss: float | None
     prefill_threshold_percent: list[int] | None
     decode_threshold_percent: list[int] | None
+    completion_tokens_details: CompletionTokens | None = None
 
 
 class CompletionLogprobs(_Answer):
@@ -94,12 +101,13 @@ class Call(_Answer):
 
 
 class ChatMessage(_Answer):
-    """What the model says; content is null where there are calls alone."""
+    """What the model says; content is null where there are calls or thoughts alone."""
 
     role: Literal["assistant"]
     content: str | None
     refusal: None
     tool_calls: list[Call] = []
+    reasoning_content: str | None = None
 
 
 class ChatChoice(_Answer):
@@ -144,6 +152,7 @@ class Delta(_Answer):
     role: Literal["assistant"] | None = None
     content: str | None = None
     tool_calls: list[CallDelta] = []
+    reasoning_content: str | None = None
 
 
 class EventChoice(_Answer):

@@ -168,7 +168,7 @@ def _add_docs(app: FastAPI) -> None:
 
 def _add_endpoints(app: FastAPI, server: "Server") -> None:
     events = {"content": {"text/event-stream": {}}}
-    chats = ChatEndpoint(server.config.tool_call_parser)
+    chats = ChatEndpoint(server.config.tool_call_parser, server.config.reasoning_parser)
 
     @app.post(
         _COMPLETIONS, responses={200: {"model": answers.Completion, **events}, **answers.ERRORS}

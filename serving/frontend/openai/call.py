@@ -20,7 +20,7 @@ from serving.frontend.openai.sampling import priority
 from serving.frontend.openai.schemas import Sampled
 from serving.frontend.status import noted
 from serving.frontend.tracing import RequestSpan
-from serving.request import MAX_REQUEST_ID_CHARS, Bounds, Output, ThresholdSpan, number_of
+from serving.request import MAX_REQUEST_ID_CHARS, Output, ThresholdSpan, number_of
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
@@ -47,7 +47,7 @@ class Endpoint(Protocol):
     operation: str  # name of the operation in traces
 
     async def choices(
-        self, body: Any, tokenizer: "Tokenizer | None", bounds: Bounds
+        self, body: Any, engine: "Engine", tokenizer: "Tokenizer | None"
     ) -> list[Choice]:
         """Returns a Choice for each answer that a call asks for. Raises InvalidRequest."""
         ...
@@ -95,7 +95,7 @@ class Answer(Response):
                 )
             async with _while_there(receive):
                 tokenizer = None if engine.family is None else engine.family[number].tokenizer
-                choices = await self._endpoint.choices(body, tokenizer, engine.bounds)
+                choices = await self._endpoint.choices(body, engine, tokenizer)
                 model, request_id = engine.names[number], request_id_of(scope)
                 operation = self._endpoint.operation
                 headers = _trace_headers(scope) if server.tracer.is_on else {}
@@ -140,7 +140,11 @@ class _Call:
         """Returns the usage so far of the choices that have begun."""
         begun = [choice.last for choice in self._choices if choice.last is not None]
         whole = len(begun) == len(self._choices)
-        return usage(begun, (self._body.n or 1) if whole else 1)
+        found = usage(begun, (self._body.n or 1) if whole else 1)
+        counts = [one.reasoning_tokens for one in self._choices if one.reasoning_tokens is not None]
+        if counts:
+            found["completion_tokens_details"] = {"reasoning_tokens": sum(counts)}
+        return found
 
     async def answer(self, endpoint: Endpoint, send: "Send") -> None:
         """Runs the call's requests and sends the whole response."""

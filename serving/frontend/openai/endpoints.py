@@ -16,10 +16,11 @@ from serving.frontend.openai import logprobs
 from serving.frontend.openai.errors import HttpError
 from serving.frontend.openai.sampling import sampling
 from serving.frontend.openai.schemas import MAX_SEQUENCES, CompletionRequest
-from serving.request import Bounds, Chat, Output, SamplingParams
+from serving.request import Chat, Output, SamplingParams
 
 if TYPE_CHECKING:
     from jmoe.tokenizer import Tokenizer
+    from serving.engine import Engine
 
 
 LogprobsFormat = logprobs.Chat | logprobs.Completion
@@ -47,6 +48,7 @@ class Choice:
         """
         self.index, self.prompt, self.sampling, self.echo = index, prompt, sampling, echo
         self.last: Output | None = None
+        self.reasoning_tokens: int | None = None  # None: thoughts are not told apart
         self._texts: list[str] = []
         self._format = shown
         self._logprobs = [bytearray() for _ in shown.starts]  # the lists so far, as JSON
@@ -177,9 +179,10 @@ class CompletionEndpoint:
     id_prefix, object_whole, object_event = "cmpl-", "text_completion", "text_completion"
 
     async def choices(
-        self, body: CompletionRequest, tokenizer: "Tokenizer | None", bounds: Bounds
+        self, body: CompletionRequest, engine: "Engine", tokenizer: "Tokenizer | None"
     ) -> list[Choice]:
         """Returns the choices of a call, prompt by prompt. Raises InvalidRequest."""
+        bounds = engine.bounds
         prompts, n = _prompts(body.prompt), body.n or 1
         if len(prompts) * n > MAX_SEQUENCES:
             raise HttpError(

@@ -296,6 +296,7 @@ class Message(Strict):
         None
     )
     tool_call_id: str | None = None
+    reasoning_content: str | None = None
     function_call: None = None
     audio: None = None
     annotations: None = None

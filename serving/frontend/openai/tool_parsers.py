@@ -24,12 +24,13 @@ _SPACED: Schema = {"whitespace_flexible": False, "item_separator": ", ", "key_se
 
 class Delta(NamedTuple):
     """What a piece of text adds to an answer. `name` begins a call; `arguments` is JSON text that
-    belongs to the newest call.
+    belongs to the newest call; `reasoning` is what the model thinks before it answers.
     """
 
     content: str = ""
     name: str = ""
     arguments: str = ""
+    reasoning: str = ""
 
 
 class ToolParser:
@@ -46,6 +47,7 @@ class ToolParser:
         self._ended = False
         self._deltas: list[Delta] = []
         self._space = ""  # behind the content, which is dropped if a call follows
+        self._pause = ""  # behind the thoughts, which is dropped if none follow
         self._num_calls = 0
         self._argued = False  # the newest call has arguments
         self._raw: list[str] | None = None  # what may yet turn out to be content
@@ -99,6 +101,14 @@ class ToolParser:
         self._space = text[len(said) :]
         if said:
             self._deltas.append(Delta(said))
+
+    def think(self, text: str) -> None:
+        """Adds to the thoughts."""
+        text = self._pause + text
+        thought = text.rstrip()
+        self._pause = text[len(thought) :]
+        if thought:
+            self._deltas.append(Delta(reasoning=thought))
 
     def begin(self, name: str) -> None:
         """Begins a call."""
@@ -308,11 +318,12 @@ class Mistral(ToolParser):
 
 
 class Harmony(ToolParser):
-    """gpt-oss: messages in channels. A call has a recipient; `analysis` is nobody's business."""
+    """gpt-oss: messages in channels. A call has a recipient; the model thinks in `analysis`."""
 
     def read(self) -> Reading:
         """See ToolParser."""
         ends = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
+        between = ""  # thoughts
         while True:
             pieces: list[str] = []
             found = yield from self.until("<|message|>", take=pieces.append)
@@ -321,7 +332,7 @@ class Harmony(ToolParser):
                 if not any(one in header for one in ("<|channel|>", "<|start|>")):
                     self.say(header)  # no message at all
                 return
-            if (to := _RECIPIENT.search(header)) is not None:
+            if self.functions and (to := _RECIPIENT.search(header)) is not None:
                 self.begin(to[1])
                 if (yield from self.peek()) == "{":
                     yield from self.json(self.argue)
@@ -330,8 +341,11 @@ class Harmony(ToolParser):
                     yield from self.until(*ends, take=self.argue)
                 if not self._argued:
                     self.argue("{}")
+            elif "analysis" in header:
+                self._pause, between = between, "\n"
+                yield from self.until(*ends, take=self.think)
             else:
-                yield from self.until(*ends, take=None if "analysis" in header else self.say)
+                yield from self.until(*ends, take=self.say)
 
     def start(self, many: bool, marker: Marker) -> str:
         """See ToolParser. An answer has one call, whose end is the answer's."""
