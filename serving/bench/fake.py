@@ -94,9 +94,7 @@ class FakeRunner(StepExecutor):
             ranks = np.arange(5)
             ids = own.astype(np.int32)[:, None] + ranks.astype(np.int32)
             prompt_top = ids, prompt[:, 1:] - ranks
-        result = StepResult(
-            tokens, [-0.5] * count, degraded, zeros, prompt, prompt_top=prompt_top
-        )
+        result = StepResult(tokens, [-0.5] * count, degraded, zeros, prompt, prompt_top=prompt_top)
         future: Future[StepResult] = Future()
         assert not self._undrawn, "a step was launched while one waits to be drawn"
         if plan.waits:
