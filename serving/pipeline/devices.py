@@ -105,9 +105,7 @@ class AttentionDevice(Protocol):
         """Draws as `leave` does, with the logits of some rows changed (`jmoe.shaping.draw`)."""
         ...
 
-    def score(
-        self, places: Int[np.ndarray, "T"], following: Int[np.ndarray, "T"]
-    ) -> Scored:
+    def score(self, places: Int[np.ndarray, "T"], following: Int[np.ndarray, "T"]) -> Scored:
         """Returns, on the host, the log-probability of the token that follows each row that has
         been through all layers, and the likeliest tokens.
         """
@@ -414,9 +412,7 @@ class AttentionPrograms:
         tokens, logprobs, *top = jax.device_get(tuple(drawn))
         return Drawn(tokens.tolist(), logprobs.tolist(), *top)
 
-    def score(
-        self, places: Int[np.ndarray, "T"], following: Int[np.ndarray, "T"]
-    ) -> Scored:
+    def score(self, places: Int[np.ndarray, "T"], following: Int[np.ndarray, "T"]) -> Scored:
         """See AttentionDevice."""
         return jax.device_get(self._programs.score(self._params, self._store, places, following))
 

@@ -257,9 +257,9 @@ class ReadChoice(ChatChoice):
             "reasoning_content": "",
         }
 
-    def _read(self, out: Output) -> list[Delta]:
+    def read(self, out: Output) -> list[Delta]:
         """Returns what an output adds, by all parsers, each of which gets the content of the one
-        before.
+        before; without further calls than there may be.
         """
         deltas = [Delta(out.text)] if out.text else []
         for parser in self._parsers:
@@ -269,17 +269,23 @@ class ReadChoice(ChatChoice):
             if out.finish_reason is not None:
                 found += parser.finish()
             deltas = found
-        return deltas
+        if self.reasoning_tokens is not None and any(delta.reasoning for delta in deltas):
+            self.reasoning_tokens += len(out.token_ids)
+        kept: list[Delta] = []
+        for delta in deltas:
+            self._num_calls += bool(delta.name)
+            of_call = delta.name or delta.arguments
+            if not of_call or self._most is None or self._num_calls <= self._most:
+                kept.append(delta)
+        return kept
 
     def _new(self, out: Output) -> tuple[str, str, list[dict[str, Any]]]:
         """Returns the thoughts, content and parts of calls that an output adds."""
-        deltas = self._read(out)
+        num_calls, deltas = self._num_calls, self.read(out)
         calls: list[dict[str, Any]] = []
         for delta in deltas:
-            self._num_calls += bool(delta.name)
-            if self._most is not None and self._num_calls > self._most:
-                continue
-            at = self._num_calls - 1
+            num_calls += bool(delta.name)
+            at = num_calls - 1
             if delta.name:
                 made = {"name": delta.name, "arguments": ""}
                 calls.append({"index": at, "id": _id(), "type": "function", "function": made})
@@ -288,8 +294,6 @@ class ReadChoice(ChatChoice):
                     calls.append({"index": at, "function": {"arguments": ""}})
                 calls[-1]["function"]["arguments"] += delta.arguments
         thoughts = "".join(delta.reasoning for delta in deltas)
-        if thoughts and self.reasoning_tokens is not None:
-            self.reasoning_tokens += len(out.token_ids)
         return thoughts, "".join(delta.content for delta in deltas), calls
 
     def take(self, out: Output) -> None:
@@ -344,6 +348,8 @@ class ChatEndpoint:
     request: type[Any] = ChatRequest
     operation = "chat"
     id_prefix, object_whole, object_event = "chatcmpl-", "chat.completion", "chat.completion.chunk"
+    plain: Callable[..., Choice] = ChatChoice  # what answers are without tools and thoughts
+    read: Callable[..., Choice] = ReadChoice
 
     def __init__(self, tool_parser: str, reasoning_parser: str) -> None:
         """The arguments are the settings `tool_call_parser` and `reasoning_parser`. Raises
@@ -389,13 +395,13 @@ class ChatEndpoint:
         # What is held to a structure from its first token on has no thoughts.
         thinks = self._reasoning(template) if drawn[0].structure is None else None
         if thinks is None and tools is None:
-            return [ChatChoice(i, prompt, one, shown) for i, one in enumerate(drawn)]
+            return [self.plain(i, prompt, one, shown) for i, one in enumerate(drawn)]
         before, given = "", prompt
         if thinks is not None and tokenizer is not None:
             given = await engine.tokenize(prompt, body.model)
             before = tokenizer.decode(given[-_NUM_BEFORE:], skip_special_tokens=False)
         return [
-            ReadChoice(
+            self.read(
                 None if thinks is None else thinks(before),
                 tools,
                 *(i, given, replace(one, skip_special_tokens=False), shown),

@@ -202,6 +202,7 @@ async def test_health_and_version_and_the_description():
     assert names == {
         "/v1/completions": "CompletionRequest",
         "/v1/chat/completions": "ChatRequest",
+        "/v1/responses": "ResponsesRequest",
         "/tokenize": "TokenizeRequest",
         "/detokenize": "DetokenizeRequest",
     }

@@ -82,8 +82,10 @@ def test_thoughts_are_read_in_every_split(name, before, output, thoughts, conten
 
 
 _PIECES = st.sampled_from(
-    ["<think>", "</think>", "\n", " ", "a", "<", "</th", "ink>", "東", "<|message|>", "<|end|>"]
-    + ["<|channel|>", "<|start|>", "analysis", "final", " to=functions.f "]
+    [
+        *("<think>", "</think>", "\n", " ", "a", "<", "</th", "ink>", "東", "<|message|>"),
+        *("<|end|>", "<|channel|>", "<|start|>", "analysis", "final", " to=functions.f "),
+    ]
 )
 
 
