@@ -19,6 +19,7 @@ from serving.frontend.openai.sampling import sampling
 from serving.frontend.openai.schemas import ChatRequest, Message, NamedTool, Tool
 from serving.frontend.openai.tool_parsers import (
     PARSERS,
+    SPACED,
     Delta,
     Harmony,
     Hermes,
@@ -26,7 +27,7 @@ from serving.frontend.openai.tool_parsers import (
     ToolParser,
     parser_of,
 )
-from serving.request import Chat, Output, Structure, StructureKind
+from serving.request import MAX_STRUCTURE_CHARS, Chat, Output, Structure, StructureKind
 from serving.settings import plugins
 
 if TYPE_CHECKING:
@@ -81,7 +82,9 @@ class Tools:
         template = Template.of(self._text)
         self._tokenizer, self._body = tokenizer, body
         self.told = told(body.tools)
-        self._functions = {one.function.name: _schema(one.function) for one in body.tools or ()}
+        functions = [one.function for one in body.tools or ()]
+        self._is_strict = any(one.strict for one in functions)
+        self._functions = {one.name: _schema(one, body.forces_call) for one in functions}
         one_at_most = isinstance(body.tool_choice, NamedTool) or body.parallel_tool_calls is False
         self.most_calls = 1 if one_at_most else None
         self._parser = parser or template.parser or Hermes
@@ -107,19 +110,38 @@ class Tools:
         return self._parser(self._functions, self._text)
 
     def structure(self) -> Structure | None:
-        """Returns what holds an answer that has to be a call to the functions' schemas; None for
-        one that need not.
+        """Returns what holds calls to the functions' schemas: the whole answer where it has to be
+        one, else what follows a call's opening marker. None: nothing does.
         """
-        if not self._body.forces_call:
-            return None
-        choice = self._body.tool_choice
+        choice, parser = self._body.tool_choice, self.parser()
         names = [choice.function.name] if isinstance(choice, NamedTool) else list(self._functions)
-        text = self.parser().grammar(names, self.most_calls is None, self._marker)
+        many = self.most_calls is None
+        if self._body.forces_call:
+            return Structure(StructureKind.GRAMMAR, parser.grammar(names, many, self._marker))
+        if self._body.ignore_eos or not hasattr(parser, "grammar_in_text"):
+            return None
+
+        others = [
+            token for text, token in self._tokenizer.added_tokens.items() if text != parser.opening
+        ]
+        text = parser.grammar_in_text(names, many, self._marker, _tokens(others))
+        if not text or (len(text) > MAX_STRUCTURE_CHARS and not self._is_strict):
+            return None
         return Structure(StructureKind.GRAMMAR, text)
 
     def _marker(self, text: str) -> str:
-        added = self._tokenizer.added_tokens
-        return f"<[{added[text]}]>" if text in added else orjson.dumps(text).decode()
+        token = self._tokenizer.added_tokens.get(text)
+        return orjson.dumps(text).decode() if token is None else _tokens([token])
+
+
+def _tokens(tokens: Sequence[int]) -> str:
+    """Returns how a grammar writes one of some tokens; empty for none."""
+    every = set(tokens)
+    starts = sorted(token for token in every if token - 1 not in every)
+    ends = sorted(token for token in every if token + 1 not in every)
+    ranges = zip(starts, ends, strict=True)
+    parts = [f"{first}-{last}" if last > first else f"{first}" for first, last in ranges]
+    return f"<[{','.join(parts)}]>" if parts else ""
 
 
 def tools_of(
@@ -216,9 +238,14 @@ def _object(arguments: str) -> Any:
     return found if isinstance(found, dict) else arguments
 
 
-def _schema(function: Any) -> Schema:
+def _schema(function: Any, is_forced: bool) -> Schema:
+    """Returns the schema of a function's arguments. What a grammar does not know in it is left out
+    where nobody has asked to be held to it.
+    """
     nothing = {"properties": {}, "additionalProperties": False}
-    return {**(nothing if function.parameters is None else function.parameters), "type": "object"}
+    schema = nothing if function.parameters is None else function.parameters
+    lenient = {} if is_forced or function.strict else {"x-guidance": {**SPACED, "lenient": True}}
+    return {**lenient, **schema, "type": "object"}
 
 
 class ChatChoice(Choice):
@@ -393,7 +420,8 @@ class ChatEndpoint:
             structure = tools.structure()
             drawn = [replace(one, structure=structure) for one in drawn]
         # What is held to a structure from its first token on has no thoughts.
-        thinks = self._reasoning(template) if drawn[0].structure is None else None
+        is_held = body.forces_call or (tools is None and drawn[0].structure is not None)
+        thinks = None if is_held else self._reasoning(template)
         if thinks is None and tools is None:
             return [self.plain(i, prompt, one, shown) for i, one in enumerate(drawn)]
         before, given = "", prompt

@@ -378,7 +378,7 @@ class ChatRequest(Sampled):
         """See Sampled."""
         if param == "max_new_tokens" and self.max_completion_tokens is not None:
             return "max_completion_tokens"
-        if param == "structure" and self.forces_call and super().name_of(param) == param:
+        if param == "structure" and self.tools and super().name_of(param) == param:
             return "tools"
         return "messages" if param == "prompt" else super().name_of(param)
 

@@ -18,7 +18,7 @@ Reading = Generator[None]
 
 _NAME = re.compile(r"[\w.-]{1,128}")
 _RECIPIENT = re.compile(r"\bto=(?:functions\.)?([\w.-]+)")
-_SPACED: Schema = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+SPACED: Schema = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """How templates write JSON, and so what models have learned."""
 
 
@@ -37,6 +37,9 @@ class ToolParser:
     """Reads one output. A format says in `read` how calls are written, in steps that wait for text
     (`yield from`), and in `rules` and `start` what a grammar of calls looks like.
     """
+
+    opening = ""  # marker at which calls begin in what is otherwise text; empty: there is none
+    encloses = False  # whether it stands once before several calls, not before each
 
     def __init__(self, functions: Mapping[str, Schema], template: str = "") -> None:
         """`functions` has the JSON schema of the arguments by name; `template` is the model's chat
@@ -79,6 +82,24 @@ class ToolParser:
         for i, name in enumerate(names):
             lines += self.rules(i, name, self.functions[name], marker)
         return "\n".join([self.start(many, marker), *lines])
+
+    def grammar_in_text(self, names: Sequence[str], many: bool, marker: Marker, tokens: str) -> str:
+        """Returns a grammar of any text, in which the opening marker begins what `grammar` says;
+        empty: such a grammar cannot be. `tokens` are further ones, beside text, as a grammar writes
+        them.
+        """
+        if not self.opening:
+            return ""
+        opening = marker(self.opening)
+        head = f"head: {opening}" if _is_token(opening) else f"head[suffix={opening}]: {_TEXT}"
+
+        def after(text: str) -> str:
+            return '""' if text == self.opening else marker(text)
+
+        calls = self.grammar(names, many and self.encloses, after).replace("start", "calls", 1)
+        free = "free: (SOME" + (f" | {tokens}" if tokens else "") + ")*"
+        some = "SOME: " + _TEXT.replace("*", "+")
+        return "\n".join(["start: (free head calls)* free", head, free, some, calls])
 
     def rules(self, i: int, name: str, schema: Schema, marker: Marker) -> list[str]:
         """Returns the rule `call{i}`, and those that it needs."""
@@ -240,6 +261,8 @@ class ToolParser:
 class Hermes(ToolParser):
     """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`: Hermes, Qwen."""
 
+    opening = "<tool_call>"
+
     def read(self) -> Reading:
         """See ToolParser."""
         opening, closing = "<tool_call>", "</tool_call>"
@@ -264,6 +287,13 @@ class Mistral(ToolParser):
     """`[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`, or, newer, `[TOOL_CALLS]name[ARGS]{}`
     for each call.
     """
+
+    opening = "[TOOL_CALLS]"
+
+    @property
+    def encloses(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """See ToolParser."""
+        return "[ARGS]" not in self.template
 
     def read(self) -> Reading:
         """See ToolParser."""
@@ -350,11 +380,23 @@ class Harmony(ToolParser):
     def start(self, many: bool, marker: Marker) -> str:
         """See ToolParser. An answer has one call, whose end is the answer's."""
         end = marker("<|end|>")
-        if not end.startswith("<["):  # thoughts have no end that text cannot have
+        if not _is_token(end):  # thoughts have no end that text cannot have
             return "start: call"
         think = f"{marker('<|channel|>')} {_literal('analysis')} {marker('<|message|>')} TEXT {end}"
         again = f"{marker('<|start|>')} {_literal('assistant')}"
-        return f"start: ({think} {again})? call\nTEXT: /(.|\\n)*/"
+        return f"start: ({think} {again})? call\nTEXT: {_TEXT}"
+
+    def grammar_in_text(self, names: Sequence[str], many: bool, marker: Marker, tokens: str) -> str:
+        """See ToolParser. What comes before the answer or the call is in other channels."""
+        end = marker("<|end|>")
+        if not _is_token(end):
+            return ""
+        before, message = marker("<|channel|>"), f"{marker('<|message|>')} TEXT"
+        again = f"{marker('<|start|>')} {_literal('assistant')}"
+        other = f'{before} ("analysis" | "commentary") {message} {end} {again}'
+        calls = self.grammar(names, many, marker).partition("\nTEXT")[2].partition("\n")[2]
+        first = f'start: ({other})* ({before} "final" {message} | call)'
+        return "\n".join([first, f"TEXT: {_TEXT}", calls])
 
     def written(self, name: str, arguments: str, marker: Marker) -> str:
         """See ToolParser."""
@@ -367,6 +409,8 @@ class Glm(ToolParser):
     """GLM-4.5: a call's name, then each argument between tags. Strings are written as they are, so
     that the function's schema has to say what is one.
     """
+
+    opening = "<tool_call>"
 
     def read(self) -> Reading:
         """See ToolParser."""
@@ -429,10 +473,10 @@ class Glm(ToolParser):
                 lines.append(f"{rule}: {_json({**defs, **one} if isinstance(one, dict) else one)}")
             elif one.get("enum"):
                 lines.append(f"{rule}: {' | '.join(map(_literal, one['enum']))}")
-            elif end.startswith("<["):
-                lines.append(f"{rule}: /(.|\\n)*/")
+            elif _is_token(end):
+                lines.append(f"{rule}: {_TEXT}")
             else:
-                lines.append(f"{rule}[suffix={end}]: /(.|\\n)*/")
+                lines.append(f"{rule}[suffix={end}]: {_TEXT}")
                 tail = r'"\n"'
             text = f"{before} {rule} {tail}"
             is_required = isinstance(required, list) and key in required
@@ -447,6 +491,8 @@ class Glm(ToolParser):
 
 class DeepSeek(ToolParser):
     """DeepSeek V2, V3 and R1, with the arguments in a code block, and V3.1, without."""
+
+    opening, encloses = "<｜tool▁calls▁begin｜>", True
 
     def read(self) -> Reading:
         """See ToolParser."""
@@ -516,6 +562,15 @@ def parser_of(template: str) -> type[ToolParser] | None:
     return next((one for marker, one in _MARKERS.items() if marker in template), None)
 
 
+_TEXT = r"/(.|\n)*/"
+"""What a grammar calls any text; special tokens are none."""
+
+
+def _is_token(marker: str) -> bool:
+    """Returns whether a marker is written as a token."""
+    return marker.startswith("<[")
+
+
 def _overlap(text: str, marker: str) -> int:
     """Returns how many characters of a marker, short of all, a text ends with."""
     tail = text[1 - len(marker) :]
@@ -534,7 +589,7 @@ _literal = _dumped  # Lark's strings are JSON's
 
 def _json(schema: Any) -> str:
     if isinstance(schema, dict):
-        schema = {"x-guidance": _SPACED, **_bare(schema)}
+        schema = {"x-guidance": SPACED, **_bare(schema)}
     return "%json " + json.dumps(schema, ensure_ascii=False)
 
 
