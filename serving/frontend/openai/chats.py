@@ -109,15 +109,29 @@ class Tools:
         """Returns a parser of one answer."""
         return self._parser(self._functions, self._text)
 
-    def structure(self) -> Structure | None:
+    def structure(self, wanted: Structure | None = None) -> Structure | None:
         """Returns what holds calls to the functions' schemas: the whole answer where it has to be
-        one, else what follows a call's opening marker. None: nothing does.
+        one, else what follows a call's opening marker. None: nothing does. `wanted` is what an
+        answer that is no call has to be.
+
+        Raises HttpError for one that is no JSON schema.
         """
         choice, parser = self._body.tool_choice, self.parser()
         names = [choice.function.name] if isinstance(choice, NamedTool) else list(self._functions)
         many = self.most_calls is None
         if self._body.forces_call:
             return Structure(StructureKind.GRAMMAR, parser.grammar(names, many, self._marker))
+        if wanted is not None:
+            if wanted.kind is not StructureKind.JSON_SCHEMA:
+                name = self._body.name_of("structure")
+                raise HttpError(
+                    f"{name} and tools each say what the answer must be; leave one out, or set "
+                    "tool_choice to none or to required",
+                    name,
+                )
+            calls = parser.grammar(names, many, self._marker).replace("start", "calls", 1)
+            answer = f"start: calls | answer\nanswer: %json {_compact(wanted.text)}"
+            return Structure(StructureKind.GRAMMAR, f"{answer}\n{calls}")
         if self._body.ignore_eos or not hasattr(parser, "grammar_in_text"):
             return None
 
@@ -132,6 +146,17 @@ class Tools:
     def _marker(self, text: str) -> str:
         token = self._tokenizer.added_tokens.get(text)
         return orjson.dumps(text).decode() if token is None else _tokens([token])
+
+
+def _compact(schema: str) -> str:
+    """Returns a JSON schema as it is held to by itself: without white space that may vary."""
+    try:
+        found = jiter.from_json(schema.encode())
+    except ValueError:
+        return schema  # the grammar says why not
+    if not isinstance(found, dict):
+        return schema
+    return orjson.dumps({"x-guidance": {"whitespace_flexible": False}, **found}).decode()
 
 
 def _tokens(tokens: Sequence[int]) -> str:
@@ -409,18 +434,11 @@ class ChatEndpoint:
         prompt = Chat(messages_of(body.messages, template), options)
         shown = logprobs.Chat(logprobs.Texts(tokenizer))
         drawn = [sampling(body, i) for i in range(body.n or 1)]
+        wanted = drawn[0].structure
         if tools is not None:
-            if drawn[0].structure is not None:
-                name = body.name_of("structure")
-                raise HttpError(
-                    f"{name} and tools each say what the answer must be; leave one out, or set "
-                    "tool_choice to none",
-                    name,
-                )
-            structure = tools.structure()
-            drawn = [replace(one, structure=structure) for one in drawn]
+            drawn = [replace(one, structure=tools.structure(wanted)) for one in drawn]
         # What is held to a structure from its first token on has no thoughts.
-        is_held = body.forces_call or (tools is None and drawn[0].structure is not None)
+        is_held = wanted is not None or (tools is not None and body.forces_call)
         thinks = None if is_held else self._reasoning(template)
         if thinks is None and tools is None:
             return [self.plain(i, prompt, one, shown) for i, one in enumerate(drawn)]

@@ -171,6 +171,7 @@ async def test_what_is_wanted_is_held_to():
         await respond(s, tools=[WEATHER], tool_choice="required")
         await respond(s, tools=[WEATHER, NOW], tool_choice={"type": "function", "name": "now"})
         await respond(s, tools=[WEATHER], tool_choice="none", text={"format": {"type": "text"}})
+        await respond(s, tools=[WEATHER], text={"format": schema})
         found = [call["sampling"] for call in s.engine.calls]
     assert (found[0].temperature, found[0].top_p) == (0.5, 0.25)
     assert json.loads(found[0].structure.text) == PARAMETERS
@@ -178,6 +179,7 @@ async def test_what_is_wanted_is_held_to():
     assert "weather" not in found[2].structure.text
     assert "now" in found[2].structure.text
     assert found[3].structure is None
+    assert found[4].structure.text.startswith("start: calls | answer")
 
 
 async def test_logprobs_are_those_of_the_text():
@@ -249,15 +251,6 @@ WRONG = [
     ({"top_logprobs": 3}, "top_logprobs", "top_logprobs without logprobs"),
     ({"include": ["file_search_call.results"]}, "include", "it must be a list of message."),
     ({"temperature": 1000}, "temperature", "temperature is 1000"),
-    (
-        {
-            "tools": [NOW],
-            "tool_choice": "required",
-            "text": {"format": {"type": "json_object"}},
-        },
-        "text",
-        "tools each say what the answer must be",
-    ),
 ]
 
 

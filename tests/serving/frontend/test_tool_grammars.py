@@ -16,6 +16,7 @@ from serving.frontend.openai.chats import Tools
 from serving.frontend.openai.schemas import ChatRequest
 from serving.intake.grammars import Vocabulary
 from serving.intake.structure import Matcher
+from serving.request import Structure, StructureKind
 
 FOLDER = Path(jmoe.__file__).parent / "bundled"
 END = "<|endoftext|>"
@@ -186,11 +187,11 @@ def test_what_schemas_say_to_people_takes_no_room_in_a_grammar(parser, template)
     assert arguments["description"] in ["a", {"title": "t"}]
 
 
-def follows(tools, tokenizer, text):
+def follows(tools, tokenizer, text, wanted=None):
     """Returns whether the grammar lets a model write a text, and end there."""
     backend = tokenizer.backend
     size, end = backend.get_vocab_size(), backend.token_to_id(END)
-    structure = tools.structure()
+    structure = tools.structure(wanted)
     read, error = Vocabulary(backend.to_str(), size, [end]).read("grammar", structure.text)
     assert error is None, (error, structure.text)
     words = np.zeros((size + 31) // 32, np.int32)
@@ -286,3 +287,17 @@ def test_where_nobody_asks_to_be_held_what_a_grammar_does_not_know_is_left_out()
     large = {f"p{i}": {"type": "string"} for i in range(4000)}
     tools = tools_of(tokenizer, choice="auto", schemas={"f": {"properties": large}})
     assert tools.structure() is None
+
+
+@pytest.mark.parametrize(("parser", "template"), TEMPLATES)
+def test_beside_an_answer_with_a_schema_there_are_calls_or_that(parser, template):
+    tokenizer = tokenizer_of(f"tools {template}", MARKERS[parser])
+    tools, wanted = (
+        tools_of(tokenizer, choice="auto"),
+        Structure(StructureKind.JSON_SCHEMA, json.dumps(FREE)),
+    )
+    call = writer(tools_of(tokenizer), tokenizer, random.Random(5))()
+    assert follows(tools, tokenizer, call, wanted)
+    assert follows(tools, tokenizer, '{"text":"Hi."}', wanted)
+    assert not follows(tools, tokenizer, "Hi.", wanted)
+    assert not follows(tools, tokenizer, '{"texts":"Hi."}', wanted)
