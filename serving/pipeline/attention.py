@@ -450,7 +450,8 @@ class AttentionWorker:
         following = np.roll(tokens, -1)
         following[len(unit.tokens) - 1] = unit.row[NEXT_TOKEN]
         count = len(unit.tokens)
-        return tuple(part[:count] for part in self.device.score(places, following))
+        found = self.device.score(places, following)
+        return tuple(np.asarray(part)[:count] for part in found)
 
     def left(self, results: Sequence[Result]) -> Left:
         """Makes a message of results, all of one group, for the engine."""

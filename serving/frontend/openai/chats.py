@@ -15,6 +15,7 @@ from serving.errors import shown
 from serving.frontend.openai import logprobs, reasoning_parsers
 from serving.frontend.openai.endpoints import Choice
 from serving.frontend.openai.errors import HttpError
+from serving.frontend.openai.reasoning_parsers import Thinks
 from serving.frontend.openai.sampling import sampling
 from serving.frontend.openai.schemas import ChatRequest, Message, NamedTool, Tool
 from serving.frontend.openai.tool_parsers import (
@@ -413,7 +414,7 @@ class ChatEndpoint:
             known = *methods, "grammar"
             made = plugins.make("tool_call_parser", tool_parser, PARSERS, known, {}, "")
             self._parser = type(made)
-        self._reasoning: Callable[[str], type[ToolParser] | None] = reasoning_parsers.parser_of
+        self._reasoning: Callable[[str], Thinks | None] = reasoning_parsers.parser_of
         if reasoning_parser == "none":
             self._reasoning = lambda template: None
         elif reasoning_parser:

@@ -1,5 +1,7 @@
 """What a model writes while it thinks, read apart from its answer, piece by piece."""
 
+from collections.abc import Callable
+
 from serving.frontend.openai.tool_parsers import Delta, Harmony, Reading, ToolParser
 
 
@@ -46,7 +48,10 @@ class Channels(Harmony):
         super().__init__({})
 
 
-PARSERS: dict[str, type[ToolParser]] = {
+Thinks = Callable[[str], ToolParser]
+"""Makes a parser of one output, given how the prompt ends."""
+
+PARSERS: dict[str, Thinks] = {
     "deepseek_r1": Think,
     "glm45": Think,
     "openai_gptoss": Channels,
@@ -55,7 +60,7 @@ PARSERS: dict[str, type[ToolParser]] = {
 """By vLLM's names."""
 
 
-def parser_of(template: str) -> type[ToolParser] | None:
+def parser_of(template: str) -> Thinks | None:
     """Returns the format in which a chat template's model thinks; None: none of these."""
     if "<|channel|>" in template:
         return Channels

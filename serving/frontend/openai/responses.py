@@ -78,7 +78,7 @@ def _format(wanted: Any) -> ResponseFormat:
     if wanted.type == "json_schema":
         if wanted.schema_ is None:
             raise HttpError("text.format of type json_schema has no schema; give one", "text")
-        schema = JsonSchema(name=wanted.name or "", schema=wanted.schema_)
+        schema = JsonSchema.model_validate({"name": wanted.name or "", "schema": wanted.schema_})
     elif wanted.schema_ is not None:
         raise HttpError(f"text.format of type {wanted.type} has a schema; leave it out", "text")
     return ResponseFormat(type=wanted.type, json_schema=schema)

@@ -486,7 +486,7 @@ _Items = Annotated[
     BeforeValidator(_as_items, json_schema_input_type=str | list[InputItem]),
 ]
 _LOGPROBS = "message.output_text.logprobs"
-_KEPT_NOT = "nothing is stored here; send all items in input"
+_KEPT_NOT = "nothing is stored; send all items in input"
 
 
 class ResponsesRequest(Generating):
@@ -508,10 +508,7 @@ class ResponsesRequest(Generating):
         wanted="none, auto, required, or an object with type function and a name",
     )
     parallel_tool_calls: bool | None = supported("false: one call at most")
-    text: TextConfig | None = supported(
-        "its `format`: `text`, `json_object` or `json_schema`; what is wanted is held to token by "
-        "token"
-    )
+    text: TextConfig | None = supported("its `format`, as `response_format`")
     top_logprobs: int | None = supported(
         "likeliest tokens at each position, with `logprobs`", ge=0, le=MAX_TOP_LOGPROBS
     )
@@ -522,17 +519,15 @@ class ResponsesRequest(Generating):
         ]
         | None
     ) = supported(
-        "`message.output_text.logprobs`; `reasoning.encrypted_content` has no effect: thoughts are "
-        "in the open",
+        "`message.output_text.logprobs`; `reasoning.encrypted_content` has no effect",
         wanted=f"a list of {_LOGPROBS} and reasoning.encrypted_content",
     )
     chat_template_kwargs: Object | None = supported("as in vLLM: names for the chat template")
     reasoning: Reasoning | None = accepted(
-        "`summary`: thoughts come whole; what a template knows of effort goes through "
-        "chat_template_kwargs"
+        "`summary`: thoughts come whole; for effort see `reasoning_effort`"
     )
     metadata: Object | None = accepted("comes back in the answer")
-    store: bool | None = accepted("nothing is stored here, and the answer says `store` false")
+    store: bool | None = accepted("nothing is stored: the answer says false")
     background: Literal[False] | None = accepted("false: the answer comes at once", wanted="false")
     truncation: Literal["disabled"] | None = accepted(
         "`disabled`: what does not fit is refused", wanted="disabled; shorten input"
@@ -549,11 +544,11 @@ class ResponsesRequest(Generating):
     previous_response_id: None = refused(_KEPT_NOT)
     conversation: None = refused(_KEPT_NOT)
     context_management: None = refused(_KEPT_NOT)
-    prompt: None = refused("nothing is stored here; send its text in instructions or input")
+    prompt: None = refused("nothing is stored; send its text")
     access_programs: None = refused("there are no such programs here")
     background_options: None = refused("the answer comes at once")
     image: None = refused("models served here write text")
-    max_tool_calls: None = refused("it is for built-in tools, of which there are none")
+    max_tool_calls: None = refused("there are no built-in tools")
     moderation: None = refused("nothing is moderated here")
 
     @property

@@ -4,9 +4,12 @@ import json
 
 import openai
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from openai_served import CHAT, TOOLS_TEMPLATE, saying, serving_http
 
 from serving.frontend.openai import answers
+from serving.frontend.openai.schemas import ResponsesRequest
 from serving.request import Chat
 
 THINKS = TOOLS_TEMPLATE + "{# </think> #}"
@@ -239,8 +242,8 @@ WRONG = [
     ({"tool_choice": "required"}, "tool_choice", "there are no tools"),
     ({"tool_choice": {"type": "web_search"}}, "tool_choice", "it must be none, auto, required"),
     ({"previous_response_id": "resp_1"}, "previous_response_id", "send all items in input"),
-    ({"conversation": "a"}, "conversation", "nothing is stored here"),
-    ({"prompt": {"id": "a"}}, "prompt", "send its text in instructions or input"),
+    ({"conversation": "a"}, "conversation", "nothing is stored"),
+    ({"prompt": {"id": "a"}}, "prompt", "send its text"),
     ({"background": True}, "background", "it must be false"),
     ({"truncation": "auto"}, "truncation", "shorten input"),
     ({"max_output_tokens": 0}, "max_output_tokens", "max_output_tokens is 0"),
@@ -261,3 +264,56 @@ async def test_what_is_wrong_is_refused_by_name():
             error = answer.json()["error"]
             assert (answer.status_code, error["param"]) == (400, param), (fields, error)
             assert said in error["message"], error["message"]
+
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-5, 5) | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner),
+    max_leaves=3,
+)
+_PART = st.fixed_dictionaries(
+    {
+        "type": st.sampled_from(["input_text", "output_text", "reasoning_text", "input_image"]),
+        "text": st.text(max_size=3) | _JSON,
+    }
+)
+_CONTENT = st.text(max_size=3) | st.lists(_PART, max_size=2) | _JSON
+_ITEM = st.fixed_dictionaries(
+    {},
+    optional={
+        "type": st.sampled_from(["message", "function_call", "function_call_output", "reasoning"])
+        | _JSON,
+        "role": st.sampled_from(["user", "assistant", "system", "developer"]) | _JSON,
+        **dict.fromkeys(("content", "output", "summary"), _CONTENT),
+        **dict.fromkeys(("call_id", "name", "arguments", "id"), st.text(max_size=3) | _JSON),
+    },
+)
+_FIELDS = {
+    **{name: _JSON for name in ResponsesRequest.model_fields if name not in ("model", "input")},
+    "tools": st.lists(st.sampled_from([WEATHER, NOW]) | _JSON, max_size=2) | _JSON,
+    "tool_choice": st.sampled_from(["none", "auto", "required", {"type": "function"}]) | _JSON,
+    "text": st.fixed_dictionaries({"format": st.just({"type": "json_object"}) | _JSON}) | _JSON,
+}
+_BODIES = st.fixed_dictionaries(
+    {"input": st.text(max_size=3) | st.lists(_ITEM | _JSON, max_size=3)}, optional=_FIELDS
+)
+
+
+async def test_no_request_is_a_fault_of_the_server():
+    bodies = []
+
+    @settings(max_examples=80, database=None, suppress_health_check=list(HealthCheck))
+    @given(whole=_BODIES, rng=st.randoms())
+    def draw(whole, rng):
+        names = rng.sample([*whole], min(len(whole), rng.randrange(4)))  # few are wrong at once
+        bodies.append({"model": "counter", "input": whole["input"]} | {n: whole[n] for n in names})
+
+    draw()
+    statuses = set()
+    async with saying(THOUGHT, THINKS) as s:
+        for body in bodies:
+            answer = await s.http.post(PATH, json=body)
+            statuses.add(answer.status_code)
+            failed = answer.status_code != 400 and '"server_error"' in answer.text
+            assert not failed, (body, answer.text)
+    assert statuses == {200, 400}
