@@ -1,5 +1,6 @@
 """The endpoint of chats: messages and tools in, messages out, which may call tools."""
 
+import json
 import re
 import secrets
 import string
@@ -157,7 +158,7 @@ def _compact(schema: str) -> str:
         return schema  # the grammar says why not
     if not isinstance(found, dict):
         return schema
-    return orjson.dumps({"x-guidance": {"whitespace_flexible": False}, **found}).decode()
+    return json.dumps({"x-guidance": {"whitespace_flexible": False}, **found})
 
 
 def _tokens(tokens: Sequence[int]) -> str:
@@ -297,8 +298,8 @@ class ReadChoice(ChatChoice):
         self._parsers = [] if thoughts is None else [thoughts]
         self._parsers += [] if tools is None else [tools.parser()]
         self._most = None if tools is None else tools.most_calls
-        if any(isinstance(one, Harmony) for one in self._parsers):
-            self._parsers = self._parsers[-1:]  # it reads all
+        if self._parsers and isinstance(self._parsers[-1], Harmony):  # it reads thoughts, too
+            self._parsers = self._parsers[-1:]
             thoughts = self._parsers[0]
         self.reasoning_tokens = None if thoughts is None else 0
         self._num_calls = 0

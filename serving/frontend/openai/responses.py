@@ -1,5 +1,6 @@
 """The endpoint of responses: items in, items out, by the same parts as chats."""
 
+import json
 import secrets
 import time
 from collections.abc import Sequence
@@ -327,6 +328,11 @@ class ResponseCall(Call):
         choices = body.tool_choice
         given = body.text.format if body.text is not None else None
         wanted = {"type": "text"} if given is None else given.model_dump(by_alias=True)
+        tools = [
+            {"type": "function", "strict": None, "parameters": None}
+            | tool.model_dump(exclude_none=True)
+            for tool in body.tools or ()
+        ]
         return {
             **named,
             "created_at": self._named["created_at"],
@@ -338,17 +344,13 @@ class ResponseCall(Call):
             "output": [] if choice is None else choice.items,
             "usage": told,
             "instructions": body.instructions,
-            "metadata": body.metadata or {},
+            "metadata": _as_given(body.metadata or {}),
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "tool_choice": choices.model_dump()
             if isinstance(choices, NamedFunction)
             else choices or "auto",
-            "tools": [
-                {"type": "function", "strict": None, "parameters": None}
-                | tool.model_dump(exclude_none=True)
-                for tool in body.tools or ()
-            ],
-            "text": {"format": wanted},
+            "tools": _as_given(tools),
+            "text": _as_given({"format": wanted}),
             "temperature": 1.0 if body.temperature is None else body.temperature,
             "top_p": 1.0 if body.top_p is None else body.top_p,
             "max_output_tokens": body.max_output_tokens,
@@ -361,6 +363,11 @@ class ResponseCall(Call):
             "service_tier": "default",
             "user": body.user,
         }
+
+
+def _as_given(value: Any) -> orjson.Fragment:
+    """Returns JSON of what a caller sent, which may have integers beyond 64 bits."""
+    return orjson.Fragment(json.dumps(value))
 
 
 def _usage(told: dict[str, Any]) -> dict[str, Any]:

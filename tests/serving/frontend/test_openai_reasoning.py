@@ -123,6 +123,11 @@ async def test_a_parser_by_its_name_none_and_one_of_ones_own():
     async with saying("<think>Hm.</think>2", THINKS, reasoning_parser="none") as s:
         got = (await s.chat()).choices[0].message
     assert got.content == "<think>Hm.</think>2"
+    called = CHANNELS.partition("It is")[0] + CALL
+    mixed = {"tool_call_parser": "hermes", "reasoning_parser": "openai_gptoss"}
+    async with saying(called, TOOLS_TEMPLATE, **mixed) as s:
+        got = (await s.chat(tools=[WEATHER])).choices[0].message
+    assert (got.reasoning_content, len(got.tool_calls)) == ("Hm.", 1)
     async with saying("HMit is 2", reasoning_parser=f"{__file__}:Upper") as s:
         got = (await s.chat()).choices[0].message
     assert (got.reasoning_content, got.content) == ("HM", "it is 2")

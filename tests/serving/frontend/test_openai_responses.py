@@ -197,6 +197,19 @@ async def test_logprobs_are_those_of_the_text():
     assert [one.token for part in parts for one in part] == ["^", "_"]
 
 
+async def test_large_numbers_come_back_as_they_are():
+    tool = {"type": "function", "name": "f", "parameters": {"properties": {"a": {"const": 10**30}}}}
+    body = {"model": "counter", "input": "hi", "metadata": {"a": 10**30}, "tools": [tool]}
+    format_ = {"type": "json_schema", "name": "a", "schema": {"maximum": 10**30}}
+    async with saying("Hi.") as s:
+        got = (await s.http.post(PATH, json=body | {"text": {"format": format_}})).json()
+        (call,) = s.engine.calls
+    assert got["metadata"] == {"a": 10**30}
+    assert got["tools"][0]["parameters"] == tool["parameters"]
+    assert got["text"]["format"]["schema"] == {"maximum": 10**30}
+    assert call["sampling"].structure.text.count(str(10**30)) == 2
+
+
 async def test_a_stream_that_fails_says_so_and_ends():
     async with serving_http() as s:
         types = []
