@@ -83,6 +83,8 @@ MAX_BIASES = 1024
 """Tokens whose logits one request may bias."""
 TOP = 20
 """Likeliest tokens that a step with shaped rows returns of each."""
+PROMPT_TOP = 5
+"""Likeliest tokens that a step which scores prompts returns at each of their positions."""
 
 # Columns of a row's shape.
 SHAPED, MIN_P, PRESENCE, FREQUENCY, REPETITION = range(5)

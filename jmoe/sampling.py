@@ -7,6 +7,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
+from jmoe.packed_rows import PROMPT_TOP
+
 
 class Sampling(NamedTuple):
     """Sampling parameters of B rows."""
@@ -53,6 +55,23 @@ def sample(
 def token_logprobs(logits: Float[Array, "B V"], tokens: Int[Array, "B"]) -> Float[Array, "B"]:
     """Returns the log-probability of one token a row."""
     return scored(logits, tokens)[:, 0]
+
+
+class Scored(NamedTuple):
+    """Log-probabilities at T positions of prompts."""
+
+    logprobs: Float[Array, "T 2"]  # of the token that follows, and of the likeliest one
+    top_ids: Int[Array, "T PROMPT_TOP"]  # likeliest first; of equals the lower id
+    top_logprobs: Float[Array, "T PROMPT_TOP"]
+
+
+def scored_with_top(logits: Float[Array, "T V"], tokens: Int[Array, "T"]) -> Scored:
+    """Returns `scored`, and the likeliest tokens at each position."""
+    top, ids = lax.top_k(logits, min(PROMPT_TOP, logits.shape[-1]))
+    chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1)
+    all_of_them = jnp.concatenate([chosen, top], axis=-1)
+    found = all_of_them - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    return Scored(found[:, :2], ids, found[:, 1:])
 
 
 def scored(logits: Float[Array, "B V"], tokens: Int[Array, "B"]) -> Float[Array, "B 2"]:

@@ -38,7 +38,7 @@ from jmoe.packed_rows import (
     TOP_P,
 )
 from jmoe.parallel.replicas import Replication
-from jmoe.sampling import Sampling, greedy, sample, scored
+from jmoe.sampling import Sampling, Scored, greedy, sample, scored_with_top
 from jmoe.shaping import Drawn, Shaping, draw
 from jmoe.weights import Params, Weights
 from pallas_kernels.backend import backend, batched
@@ -112,6 +112,8 @@ class StepOutput(NamedTuple):
     top_ids: Int[Array, "B TOP"] | None = None  # by `draw_step`, where rows are shaped
     top_logprobs: Float[Array, "B TOP"] | None = None
     wrong: Int[Array, "layers"] | None = None  # as in LayerStats
+    prompt_top_ids: Int[Array, "T PROMPT_TOP"] | None = None  # by `score_step`
+    prompt_top_logprobs: Float[Array, "T PROMPT_TOP"] | None = None
 
 
 def make_state(
@@ -425,15 +427,19 @@ def _truncates(sampling: Sampling) -> Bool[Array, ""]:
     return jnp.any((sampling.top_k > 0) | (sampling.top_p < 1))
 
 
+SCORED_ROWS = 1024
+"""Rows whose logits `score_step` has at a time: of a large step's, all at once take gigabytes."""
+
+
 def score_step(
     cfg: ModelConfig,
     params: Params,
     hidden: Float[Array, "T d"],
     tokens: Int[Array, "T"],
     rows: Int[Array, "B C"],
-) -> Float[Array, "T 2"]:
+) -> Scored:
     """Returns the log-probability of the token that follows each one in its prompt, after a prefill
-    step, and that of the likeliest token there.
+    step, and the likeliest tokens there.
 
     `hidden` is of the step's output, `tokens` and `rows` are the step's; at a chunk's end the row's
     NEXT_TOKEN follows. What padding gets means nothing.
@@ -441,7 +447,12 @@ def score_step(
     end = jnp.cumsum(rows[:, Q_LEN], dtype=jnp.int32) - 1
     end = jnp.where(rows[:, Q_LEN] > 0, end, tokens.shape[0])  # padding rows: dropped
     following = jnp.roll(tokens, -1).at[end].set(rows[:, NEXT_TOKEN], mode="drop")
-    return scored(head(cfg, params, hidden), following)
+    num_tokens, width = hidden.shape
+    if num_tokens <= SCORED_ROWS or num_tokens % SCORED_ROWS:
+        return scored_with_top(head(cfg, params, hidden), following)
+    parts = hidden.reshape(-1, SCORED_ROWS, width), following.reshape(-1, SCORED_ROWS)
+    found = lax.map(lambda part: scored_with_top(head(cfg, params, part[0]), part[1]), parts)
+    return jax.tree.map(lambda each: each.reshape(num_tokens, -1), found)
 
 
 def remember(

@@ -706,6 +706,14 @@ class ServerConfig:
         None,
         "Model",
     )
+    reasoning_parser: str = setting(
+        "",
+        "Format in which models think before they answer: qwen3, deepseek_r1, glm45 (all "
+        "`<think>`), openai_gptoss, or your own module:Class or file.py:Class (http.md); none "
+        "leaves thoughts in the answer. Empty: by the chat template.",
+        None,
+        "Model",
+    )
     status_interval_s: float = setting(
         10.0,
         "Seconds between status lines of the log. 0: none.",

@@ -776,7 +776,7 @@ class Engine:
         q_lens = step.q_lens.tolist() if step.is_last else [0] * len(step.sequences)
         self.accounts.step_read(step, result, step.started_at, now, self._visits_per_token)
         if result.prompt_logprobs is not None:
-            step.share_prompt_logprobs(result.prompt_logprobs)
+            step.share_prompt_logprobs(result)
         again = self.fetcher.accept(step, result)
         self.scheduler.note_read(step, result.degraded, self.slo.suffered(step), again)
         curves = self.slo.loss_curves(step)

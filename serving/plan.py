@@ -302,6 +302,8 @@ class StepResult:
     called_at: float = math.nan
     """When the call that launched the step returned, where a thread of its own makes such calls
     (monotonic seconds)."""
+    prompt_top: tuple[Int[np.ndarray, "T n"], Float[np.ndarray, "T n"]] | None = None
+    """Ids and log-probabilities of the likeliest tokens where `prompt_logprobs` has the next."""
 
     def top(self, row: int, count: int) -> tuple[tuple[int, float], ...]:
         """Returns the `count` likeliest tokens of a row, with their log-probabilities."""

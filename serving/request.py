@@ -16,7 +16,7 @@ MAX_STOP_TOKEN_IDS = 1024
 MAX_REQUEST_ID_CHARS = 128
 MAX_LOGIT_BIASES = 1024
 MAX_SALT_CHARS = 256
-MAX_TOP_LOGPROBS = 20
+MAX_TOP_LOGPROBS, MAX_TOP_PROMPT_LOGPROBS = 20, 5
 MAX_STRUCTURE_CHARS = 64 << 10
 """Limits of a request apart from its prompt, whatever the model."""
 
@@ -43,7 +43,7 @@ class Bounds:
         if count > self.max_logprobs_per_call:
             raise InvalidRequest(
                 f"the call asks for {count} log-probabilities: for each answer, max_tokens times "
-                "1 + top_logprobs, and the prompt's tokens where it asks for theirs; one call has "
+                "1 + top_logprobs, and the prompt's where it asks for theirs; one call has "
                 f"{self.max_logprobs_per_call} at most (engine.max_logprobs_per_call); ask for "
                 "fewer top_logprobs, tokens or answers, or send several calls"
             )
@@ -129,6 +129,7 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token, what is added to its logit)
     structure: Structure | None = None  # what the output has to match
     skip_special_tokens: bool = True  # the text is without them
+    top_prompt_logprobs: int = 0  # likeliest tokens, where `prompt_logprobs` has the prompt's
 
     def __post_init__(self) -> None:
         """Checks types and ranges."""
@@ -161,7 +162,8 @@ class SamplingParams:
         """
         new = most_new if self.max_new_tokens is None else min(self.max_new_tokens, most_new)
         of_new = new * (1 + self.top_logprobs) if self.logprobs or self.top_logprobs else 0
-        return of_new + (prompt_tokens if self.prompt_logprobs else 0)
+        of_prompt = prompt_tokens * (1 + self.top_prompt_logprobs)
+        return of_new + (of_prompt if self.prompt_logprobs else 0)
 
     def _check_shaping(self) -> None:
         if self.structure is not None and self.ignore_eos:
@@ -173,6 +175,10 @@ class SamplingParams:
         top = self.top_logprobs
         most = f"a whole number up to {MAX_TOP_LOGPROBS}"
         _check(_whole(top, 0, MAX_TOP_LOGPROBS + 1), "top_logprobs", top, most)
+        top, name, most = self.top_prompt_logprobs, "top_prompt_logprobs", MAX_TOP_PROMPT_LOGPROBS
+        _check(_whole(top, 0, most + 1), name, top, f"a whole number up to {most}")
+        if top and not self.prompt_logprobs:
+            raise InvalidRequest(f"{name} without prompt_logprobs; set both", name)
         _check(_real(self.min_p) and 0 <= self.min_p <= 1, "min_p", self.min_p, "in [0, 1]")
         for name in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
@@ -247,7 +253,7 @@ class Chat:
     @property
     def num_chars(self) -> int:
         """The number of characters passed to the template: contents, names, options."""
-        keys = ("content", "name", "tool_calls")
+        keys = ("content", "name", "tool_calls", "reasoning_content", "thinking")
         told = [message.get(key) or "" for message in self.messages for key in keys]
         return _num_chars(told) + _num_chars(self.options)
 
@@ -315,6 +321,8 @@ class Output(NamedTuple):
     decode_threshold: ThresholdSpan | None = None
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
     """For each of `token_ids`, if asked for: the likeliest tokens and their log-probabilities."""
+    prompt_top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
+    """For each of `prompt_logprobs`, where asked for, likewise."""
 
 
 @dataclass(frozen=True)

@@ -70,13 +70,6 @@ def test_older_names_of_a_model_warn_and_work(request):
     assert not np.array_equal(jmoe.forward(model, np.array([[3, 4]])), before)
 
 
-def test_the_harness_of_lm_eval_finds_its_class():
-    from serving.bench import lm_eval_adapter
-
-    assert callable(lm_eval_adapter.register)
-    assert callable(lm_eval_adapter.main)
-
-
 def test_commands():
     found = {command.name for command in typer.main.get_command(app).commands.values()}
     assert {"serve", "generate", "bench", "demo", "distill", "evaluate", "info"} <= found

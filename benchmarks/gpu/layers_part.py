@@ -212,7 +212,7 @@ def paged_logprobs(model: Model, tokens: np.ndarray, decoded: int) -> tuple[Seen
     scores = score(model.params, out.hidden, jnp.asarray(prompts), jnp.asarray(rows))
     sequence, position = np.divmod(np.arange(batch * first), first)
     following = tokens[sequence, position + 1]
-    seen = (sequence, position), following, np.asarray(scores, np.float64)[:, 0]
+    seen = (sequence, position), following, np.asarray(scores.logprobs, np.float64)[:, 0]
     step = jax.jit(partial(decode_step, cfg, **options), donate_argnums=1)
     chosen, logprobs = [], []
     for at in range(first, length):

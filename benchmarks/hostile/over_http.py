@@ -17,7 +17,8 @@ from benchmarks.hostile.attempts import GENERATE, Attempt, Ended, Facts
 from benchmarks.hostile.fuzzing import Answer, Fuzz, anything, mutated
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 
-PATH, CHAT_PATH = "/v1/completions", "/v1/chat/completions"
+PATH, CHAT_PATH, ITEMS_PATH = "/v1/completions", "/v1/chat/completions", "/v1/responses"
+_PATHS = PATH, CHAT_PATH, ITEMS_PATH
 _CODES = {
     **{200: "OK", 400: "INVALID_ARGUMENT", 413: "INVALID_ARGUMENT", 431: "INVALID_ARGUMENT"},
     **{404: "NOT_FOUND", 408: "DEADLINE_EXCEEDED", 429: "RESOURCE_EXHAUSTED"},
@@ -205,7 +206,7 @@ def _ended(path: str, status: int, answer: bytes, headers: bytes) -> Ended:
         error = events[-1]["error"]
         return Ended(_ERRORS.get(error["code"], "INTERNAL"), error["message"])
     code = _CODES.get(status, "INTERNAL")
-    if path not in (PATH, CHAT_PATH) and status in (404, 405):
+    if path not in _PATHS and status in (404, 405):
         code = "UNIMPLEMENTED"
     details = "" if status == 200 else answer[:300].decode("utf-8", "replace")
     refused = status == 429 and b"retry-after:" in headers
@@ -239,18 +240,33 @@ _SCALARS = (
     *(None, True, False, 0, 1, -1, 2, 5, 20, 64, 65, 2**31, 2**63 - 1, 2**63, 2**64, -(2**63)),
     *(10**30, 0.0, -0.0, 0.5, 1e-300, 1e300, -1.5, 100.0, 1e10, *_STRINGS),
 )
-_SHARED = {
-    **{"temperature": 0.7, "top_p": 0.9, "n": 2, "seed": 3, "stop": ["x"], "user": "u"},
+_FUNCTION = {"name": "f", "parameters": {"type": "object"}}
+_ANY: dict[str, Any] = {
+    **{"temperature": 0.7, "top_p": 0.9, "user": "u", "cache_salt": "s"},
+    **{"priority": "best_effort", "allow_brownout": True, "timeout_s": 20.0},
+}
+_SHARED: dict[str, Any] = {
+    **{"n": 2, "seed": 3, "stop": ["x"]},
     **{"presence_penalty": 0.0, "frequency_penalty": 0.0, "logit_bias": {}, "top_k": 3},
     **{"stream_options": {"include_usage": True}, "ignore_eos": True, "stop_token_ids": [5]},
-    **{"priority": "best_effort", "allow_brownout": True, "timeout_s": 20.0},
     "response_format": {"type": "text"},
 }
 _OWN: dict[str, dict[str, Any]] = {
-    PATH: {"echo": True, "logprobs": 0, "best_of": 1, "suffix": None},
+    PATH: {**_ANY, **_SHARED, "echo": True, "logprobs": 3, "best_of": 1, "suffix": None},
+    ITEMS_PATH: {
+        **_ANY,
+        **{"instructions": "Add.", "metadata": {}, "store": True, "top_logprobs": 0},
+        **{"include": ["message.output_text.logprobs"], "text": {"format": {"type": "text"}}},
+        **{"tools": [{"type": "function", **_FUNCTION}], "tool_choice": "none"},
+        **{"parallel_tool_calls": False, "reasoning": {"summary": "auto"}, "truncation": None},
+        **{"previous_response_id": None, "stream_options": {}, "service_tier": "auto"},
+    },
     CHAT_PATH: {
+        **_ANY,
+        **_SHARED,
         **{"logprobs": True, "chat_template_kwargs": {}, "metadata": {}, "store": False},
-        **{"tool_choice": "none", "service_tier": "auto", "tools": None},
+        **{"tool_choice": "none", "service_tier": "auto", "parallel_tool_calls": True},
+        **{"tools": [{"type": "function", "function": _FUNCTION}]},
     },
 }
 _ROUTES = (
@@ -275,20 +291,34 @@ _HEADERS = (
 
 def _body(rng: random.Random, model: str) -> tuple[str, dict[str, Any]]:
     """Returns a path, and a body that is right for it."""
-    path = rng.choice((PATH, CHAT_PATH))
+    path = rng.choice(_PATHS)
+    limit = "max_output_tokens" if path == ITEMS_PATH else "max_tokens"
     found: dict[str, Any] = {
         "model": model,
-        "max_tokens": rng.randrange(1, 5),
+        limit: rng.randrange(1, 5),
         "stream": rng.random() < 0.5,
     }
-    if path == PATH:
+    if path == ITEMS_PATH:
+        found["input"] = rng.choice(("add 4 + 5", _items(rng)))
+    elif path == PATH:
         found["prompt"] = rng.choice(("add 4 + 5", [5, 6, 7], ["add", "say"], [[1], [2, 3]]))
     else:
         found["messages"] = [{"role": "user", "content": rng.choice(("hi", "add 4 + 5"))}]
-    found |= dict(rng.sample([*(_SHARED | _OWN[path]).items()], rng.randrange(4)))
+    found |= dict(rng.sample([*_OWN[path].items()], rng.randrange(4)))
     if not found["stream"]:
         found.pop("stream_options", None)
     return path, found
+
+
+def _items(rng: random.Random) -> list[dict[str, Any]]:
+    """Returns a conversation with a call."""
+    call = {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"}
+    return [
+        {"role": "user", "content": [{"type": "input_text", "text": "add 4 + 5"}]},
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm"}]},
+        {"type": "message", "role": "assistant", "content": "I call."},
+        *[call, {"type": "function_call_output", "call_id": "a", "output": "9"}] * rng.randrange(3),
+    ]
 
 
 def _right(rng: random.Random, model: str) -> bytes:
@@ -309,11 +339,24 @@ def _wrong_parts(rng: random.Random, model: str) -> bytes:
     if path == CHAT_PATH:
         content, more = anything(rng, _SCALARS, 1), anything(rng, _SCALARS, 1)
         message = {"role": "user", "content": content, rng.choice(_STRINGS): more}
+        if rng.random() < 0.5:
+            name = rng.choice(("reasoning_content", "tool_calls", "tool_call_id", "role", "name"))
+            message[name] = more
         found["messages"] = [message] * rng.randrange(1, 40)
+    elif path == ITEMS_PATH:
+        found["input"] = items = _items(rng)
+        for item in items:
+            name = rng.choice((*item, "role", "content", "output", "id", rng.choice(_STRINGS)))
+            item[name] = anything(rng, _SCALARS, 2)
     else:
         found["prompt"] = [anything(rng, _SCALARS, 1) for _ in range(rng.randrange(1, 300))]
-    name = rng.choice(("response_format", "structured_outputs", "stream_options", "logit_bias"))
-    key = rng.choice(("type", "json", "15", "include_usage"))
+    name = rng.choice(
+        (
+            *("response_format", "structured_outputs", "stream_options", "logit_bias"),
+            *("text", "reasoning", "tool_choice", "metadata"),
+        )
+    )
+    key = rng.choice(("type", "json", "15", "include_usage", "format", "name", "summary"))
     return _post(path, found | {name: {key: anything(rng, _SCALARS, 1)}})
 
 
@@ -329,13 +372,13 @@ def _bad_utf8(rng: random.Random, model: str) -> bytes:
 
 def _noise(rng: random.Random, model: str) -> bytes:
     size = rng.choice((0, 1, 2, 20, 200, 2000, 70_000))
-    return _post(rng.choice((PATH, CHAT_PATH)), rng.randbytes(size))
+    return _post(rng.choice(_PATHS), rng.randbytes(size))
 
 
 def _nested(rng: random.Random, model: str) -> bytes:
     deep = rng.choice((10, 200, 1000, 20_000))
     body = rng.choice((b"[" * deep, b'{"a":' * deep, b"[" * deep + b"]" * deep))
-    return _post(rng.choice((PATH, CHAT_PATH)), body)
+    return _post(rng.choice(_PATHS), body)
 
 
 def _nested_schema(rng: random.Random, model: str) -> bytes:
@@ -448,13 +491,19 @@ def draw(rng: random.Random, model: str) -> Fuzzed:
     return Fuzzed(kind, make(rng, model), manner)
 
 
+_LAST_EVENTS = (
+    *(b"data: [DONE]", b'data: {"error"'),
+    *(b"event: response.completed\n", b"event: response.incomplete\n"),
+)
+
+
 def flaw(status: int, body: bytes) -> str:
     """Returns what is wrong with an answer; empty where nothing is."""
     if status >= 500 and status not in _ALLOWED_FAULTS:
         return f"status {status}: {body[:300]!r}"
-    if body.startswith(b"data: "):
+    if body.startswith((b"data: ", b"event: ")):
         last = body.rstrip().rpartition(b"\n\n")[2]
-        if status == 200 and (last == b"data: [DONE]" or last.startswith(b'data: {"error"')):
+        if status == 200 and last.startswith(_LAST_EVENTS):
             return ""
         return f"a stream with status {status} that ends with {last[-200:]!r}"
     try:

@@ -85,12 +85,16 @@ class FakeRunner(StepExecutor):
             if plan.is_last:
                 self._last[slot] = tokens[-1]
         count = len(tokens)
-        zeros, prompt = np.zeros((1, 1), np.int32), None
+        zeros, prompt, prompt_top = np.zeros((1, 1), np.int32), None, None
         if plan.prompt_logprobs:  # of the token at position p: -p; the likeliest at p % 4 != 0
             parts = [np.arange(row[KV_LEN] - row[Q_LEN], row[KV_LEN]) + 1.0 for row in plan.rows]
             own = np.concatenate(parts)
             prompt = -np.stack([own, np.where(own % 4 == 0, own - 0.5, own)], axis=1)
-        result = StepResult(tokens, [-0.5] * count, degraded, zeros, prompt)
+            # The likeliest of position p are tokens p, p + 1, ..., each one nat less likely.
+            ranks = np.arange(5)
+            ids = own.astype(np.int32)[:, None] + ranks.astype(np.int32)
+            prompt_top = ids, prompt[:, 1:] - ranks
+        result = StepResult(tokens, [-0.5] * count, degraded, zeros, prompt, prompt_top=prompt_top)
         future: Future[StepResult] = Future()
         assert not self._undrawn, "a step was launched while one waits to be drawn"
         if plan.waits:

@@ -219,6 +219,9 @@ class Device:
                 1 - plan.size / (step.num_ranks * key.size),
                 None if read.top_ids is None else read.top_ids[row_at],
                 None if read.top_logprobs is None else read.top_logprobs[row_at],
+                prompt_top=None
+                if read.prompt_top_ids is None
+                else (read.prompt_top_ids[token_at], read.prompt_top_logprobs[token_at]),
             )
 
         return read

@@ -260,7 +260,11 @@ class Programs:
         """
         program = self._compiled[Key("score", len(tokens) // self._ranks, FULL_CAPACITY)]
         scores = program(_without_layers(self._params[model]), out.hidden, tokens, rows)
-        return out._replace(prompt_logprobs=scores)
+        return out._replace(
+            prompt_logprobs=scores.logprobs,
+            prompt_top_ids=scores.top_ids,
+            prompt_top_logprobs=scores.top_logprobs,
+        )
 
     def implementations(self) -> dict[str, str]:
         """Returns which implementation of each op the largest step of a phase runs, such as "decode

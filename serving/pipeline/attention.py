@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Int
 
 from jmoe.packed_rows import (
     EXEMPT,
@@ -440,27 +440,23 @@ class AttentionWorker:
         sizes = sorted({MOST_CHUNKS, *self._buckets[DECODE]})
         return next(size for size in sizes if size >= num_units)
 
-    def _scores(self, unit: Unit) -> Float[np.ndarray, "n 2"]:
+    def _scores(self, unit: Unit) -> tuple[np.ndarray, ...]:
         """Returns the log-probability of the token that follows each of a chunk's in its prompt,
-        and that of the likeliest one.
+        and the likeliest tokens there, as `Scored` has them.
         """
         assert unit.tokens is not None
         places, _, tokens = self._packed([unit], len(unit.places))
         assert tokens is not None
         following = np.roll(tokens, -1)
         following[len(unit.tokens) - 1] = unit.row[NEXT_TOKEN]
-        return self.device.score(places, following)[: len(unit.tokens)]
+        count = len(unit.tokens)
+        found = self.device.score(places, following)
+        return tuple(np.asarray(part)[:count] for part in found)
 
     def left(self, results: Sequence[Result]) -> Left:
         """Makes a message of results, all of one group, for the engine."""
         units = [result.unit for result in results]
-        scores = np.zeros((0, 2), np.float32)
-        if any(unit.scores for unit in units):
-            none = [np.full((len(unit.places), 2), np.nan, np.float32) for unit in units]
-            found = [result.scores for result in results]
-            scores = np.concatenate(
-                [n if s is None else s for n, s in zip(none, found, strict=True)]
-            )
+        scores, *prompt_top = _joined_scores(results)
         return Left(
             [unit.number for unit in units],
             [result.token or 0 for result in results],
@@ -472,6 +468,7 @@ class AttentionWorker:
             [unit.most_percent for unit in units],
             *likeliest(results),
             self._sent_since(),
+            *prompt_top,
         )
 
     def _sent_since(self) -> Int[np.ndarray, "layers E"]:
@@ -518,6 +515,21 @@ def likeliest(results: Sequence[Result]) -> tuple[np.ndarray, np.ndarray]:
     if not tops:
         return np.zeros((0, 0), np.int32), np.zeros((0, 0), np.float32)
     return np.stack([ids for ids, _ in tops]), np.stack([logprobs for _, logprobs in tops])
+
+
+def _joined_scores(results: Sequence[Result]) -> tuple[np.ndarray, ...]:
+    """Returns `Scored` for the tokens of all results; what was not asked for means nothing."""
+    found = next((r.scores for r in results if r.scores is not None), None)
+    if found is None:
+        none = np.zeros((0, 0), np.float32)
+        return np.zeros((0, 2), np.float32), none.astype(np.int32), none
+    each = [
+        tuple(np.zeros((len(r.unit.places), part.shape[1]), part.dtype) for part in found)
+        if r.scores is None
+        else r.scores
+        for r in results
+    ]
+    return tuple(np.concatenate(parts) for parts in zip(*each, strict=True))
 
 
 def newest(units: Sequence[Unit]) -> Unit:

@@ -66,6 +66,9 @@ def completed(left: Left) -> Completed:
         scores,
         top_ids=left.top_ids if len(left.top_ids) else None,
         top_logprobs=left.top_logprobs if len(left.top_logprobs) else None,
+        prompt_top=(left.prompt_top_ids, left.prompt_top_logprobs)
+        if len(left.prompt_top_ids)
+        else None,
     )
     return Completed(result, left.numbers, left.strategy, left.least_percent, left.most_percent)
 

@@ -19,7 +19,7 @@ from jmoe.config import ModelConfig
 from jmoe.experts import Pool, write_slots
 from jmoe.model import embed, head, layers_of
 from jmoe.packed_rows import SLOT, everything, sampling_mode
-from jmoe.sampling import greedy, scored
+from jmoe.sampling import Scored, greedy, scored_with_top
 from jmoe.shaping import Shaping
 from jmoe.stages import StageVisits, WaitingRows, attend_stage, entering, expert_stage, merge
 from jmoe.steps import (
@@ -105,11 +105,9 @@ class AttentionDevice(Protocol):
         """Draws as `leave` does, with the logits of some rows changed (`jmoe.shaping.draw`)."""
         ...
 
-    def score(
-        self, places: Int[np.ndarray, "T"], following: Int[np.ndarray, "T"]
-    ) -> Float[np.ndarray, "T 2"]:
-        """Returns the log-probability of the token that follows each row that has been through all
-        layers, and that of the likeliest token.
+    def score(self, places: Int[np.ndarray, "T"], following: Int[np.ndarray, "T"]) -> Scored:
+        """Returns, on the host, the log-probability of the token that follows each row that has
+        been through all layers, and the likeliest tokens.
         """
         ...
 
@@ -231,16 +229,16 @@ def _score(
     store: Store,
     places: Int[Array, "T"],
     following: Int[Array, "T"],
-) -> Float[Array, "T 2"]:
+) -> Scored:
     at = jnp.minimum(places, len(store.x) - 1)
     x = merge(WaitingRows(store.x[at], store.weights[at]), store.parts[at])
-    return scored(head(cfg, params, x), following)
+    return scored_with_top(head(cfg, params, x), following)
 
 
 class _Programs(NamedTuple):
     attend: Callable[..., tuple[Store, State, StageVisits | None]]
     leave: Callable[..., tuple[Array, Array, Array, Array]]
-    score: Callable[..., Array]
+    score: Callable[..., Scored]
     sample: Callable[..., tuple[Array, Array, Array]]
     draw: Callable[..., tuple[Array, Shaping, shaping.Drawn]]
     seat: Callable[..., Shaping]
@@ -414,11 +412,9 @@ class AttentionPrograms:
         tokens, logprobs, *top = jax.device_get(tuple(drawn))
         return Drawn(tokens.tolist(), logprobs.tolist(), *top)
 
-    def score(
-        self, places: Int[np.ndarray, "T"], following: Int[np.ndarray, "T"]
-    ) -> Float[np.ndarray, "T 2"]:
+    def score(self, places: Int[np.ndarray, "T"], following: Int[np.ndarray, "T"]) -> Scored:
         """See AttentionDevice."""
-        return np.asarray(self._programs.score(self._params, self._store, places, following))
+        return jax.device_get(self._programs.score(self._params, self._store, places, following))
 
     def sent(self, h: Array, at: Int[np.ndarray, "n"] | None, to: Any) -> Array:
         """See AttentionDevice."""

@@ -58,7 +58,8 @@ class Result(NamedTuple):
     unit: Unit
     token: int | None  # None where its last row ends no prompt
     logprob: float | None
-    scores: Float[np.ndarray, "n 2"] | None = None  # of its tokens, where it asked for them
+    scores: tuple[np.ndarray, ...] | None = None
+    """`Scored` of `jmoe.sampling` for its tokens, where it asked for them."""
     top: tuple[np.ndarray, np.ndarray] | None = None  # likeliest tokens, if a unit is shaped
 
 
@@ -85,6 +86,8 @@ class Left(NamedTuple):
     top_logprobs: Float[np.ndarray, "n top"]
     expert_rows: Int[np.ndarray, "layers E"]
     """Rows that its stages have sent to each logical expert since it told last; empty: later."""
+    prompt_top_ids: Int[np.ndarray, "T n"] = np.zeros((0, 0), np.int32)  # as `scores`
+    prompt_top_logprobs: Float[np.ndarray, "T n"] = np.zeros((0, 0), np.float32)
 
 
 class WorkerDown(NamedTuple):

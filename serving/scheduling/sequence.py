@@ -186,6 +186,7 @@ class SequenceState:
         self.ready_at = math.nan  # when a slot and pages for its first step were available
         self.prompt_logprobs: list[float] = []
         self.prompt_best: list[float] = []  # those of the likeliest tokens there
+        self.prompt_top: list[tuple[tuple[int, float], ...]] = []  # several, with their ids
         self._outputs = deque[Output | Exception]()  # that its caller has not taken yet
         self._taker: asyncio.Future[None] | None = None  # the caller waits on it for another
         self.deadline: asyncio.TimerHandle | None = None
@@ -337,6 +338,7 @@ class SequenceState:
             spans.get(Phase.PREFILL),
             spans.get(Phase.DECODE),
             (top,) if sampling.top_logprobs else (),
+            tuple(self.prompt_top) if count == 1 else (),
         )
 
     def seat(self) -> Seat:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Int
 
 from jmoe.packed_rows import (
     DELTA_SLOT,
@@ -35,6 +35,7 @@ from serving.plan import (
     Singles,
     StepControl,
     StepPlan,
+    StepResult,
     spare_latency_sensitive,
 )
 from serving.scheduling.exact import ExactRows
@@ -121,13 +122,14 @@ class ScheduledStep(StepPlan):
             return control.threshold_percent
         return spare_latency_sensitive(self.rows, np.array(urgent), control)
 
-    def share_prompt_logprobs(self, values: Float[np.ndarray, "T 2"]) -> None:
+    def share_prompt_logprobs(self, result: StepResult) -> None:
         """Stores the prompt log-probabilities that the sequences' chunks yielded.
 
         They are stored by position, since an evicted sequence computes its prompt again, and may
         have had a chunk in flight.
         """
-        at = 0
+        values, at = result.prompt_logprobs, 0
+        assert values is not None
         for row, sequence in zip(self.rows, self.sequences, strict=True):
             q_len = int(row[Q_LEN])
             start = int(row[KV_LEN]) - q_len
@@ -136,6 +138,13 @@ class ScheduledStep(StepPlan):
                 own, best = values[at : at + wanted].T.tolist()
                 sequence.prompt_logprobs[start : start + wanted] = own
                 sequence.prompt_best[start : start + wanted] = best
+                if count := sequence.request.sampling.top_prompt_logprobs:
+                    assert result.prompt_top is not None
+                    own = slice(at, at + wanted), slice(count)
+                    tops = zip(*(part[own].tolist() for part in result.prompt_top), strict=True)
+                    sequence.prompt_top[start : start + wanted] = [
+                        tuple(zip(*top, strict=True)) for top in tops
+                    ]
             at += q_len
 
     # ---- a step under way -------------------------------------------------------------------

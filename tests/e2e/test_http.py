@@ -105,6 +105,15 @@ async def test_prompts_are_scored(client):
     assert len(told.token_logprobs) == got.usage.prompt_tokens + 1
     assert told.token_logprobs[0] is None
     assert all(logprob <= 0 for logprob in told.token_logprobs[1:])
+    again = await client.completions.create(**fields, echo=True, logprobs=1)
+    told_again = again.choices[0].logprobs
+    assert told_again.token_logprobs == told.token_logprobs
+    assert told_again.top_logprobs[0] is None
+    for token, own, top in zip(
+        told.tokens[1:], told.token_logprobs[1:], told_again.top_logprobs[1:], strict=True
+    ):
+        assert top[token] == own
+        assert len(top) == 1 + (own < max(top.values()))  # with the token that is likeliest
 
 
 async def test_what_does_not_fit_is_refused_and_what_fits_is_found(client):

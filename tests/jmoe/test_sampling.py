@@ -1,12 +1,15 @@
 """Sampling: the sets that top-k and top-p leave, the distribution within them, and its seeds."""
 
 from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jmoe import steps
+from jmoe.config import read_config
 from jmoe.packed_rows import empty_rows, pack_row, sampling_mode
 from jmoe.sampling import Sampling, sample
 from jmoe.steps import sample_step
@@ -14,6 +17,7 @@ from jmoe.steps import sample_step
 pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
 
 VOCAB = 50
+GOLDEN = Path(__file__).parents[1] / "golden" / "qwen2_moe"
 _sample = jax.jit(sample)
 _sample_whole = jax.jit(partial(sample, truncate=False))
 
@@ -223,3 +227,25 @@ def test_the_device_finds_out_whether_a_row_truncates(logits, top_k):
     want = step(last, four, jnp.asarray(rows), truncate=top_k > 0)
     for got, expected in zip(found, want, strict=True):
         np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize("rows_at_a_time", [4, 16])
+def test_prompts_are_scored_with_their_likeliest_tokens(monkeypatch, logits, rows_at_a_time):
+    """Two prompts of 5 and 6 tokens in a step of 16; the head passes on what it gets."""
+    monkeypatch.setattr(steps, "SCORED_ROWS", rows_at_a_time)
+    monkeypatch.setattr(steps, "head", lambda cfg, params, hidden: hidden)
+    tokens = np.arange(16, dtype=np.int32)
+    rows = empty_rows(3)
+    rows[0], rows[1] = (
+        pack_row(0, kv_len=5, q_len=5, next_token=40),
+        pack_row(1, kv_len=6, q_len=6),
+    )
+    given = logits[:16].astype(np.float32)
+    found = jax.jit(partial(steps.score_step, read_config(GOLDEN), {}))(given, tokens, rows)
+    want = given - np.logaddexp.reduce(given, axis=-1, keepdims=True)
+    ids = np.argsort(-given, axis=-1, kind="stable")[:, :5]
+    np.testing.assert_array_equal(found.top_ids, ids)
+    np.testing.assert_allclose(found.top_logprobs, np.take_along_axis(want, ids, 1), atol=1e-5)
+    following = [1, 2, 3, 4, 40, 6, 7, 8, 9, 10, 0]
+    np.testing.assert_allclose(found.logprobs[:11, 0], want[range(11), following], atol=1e-5)
+    np.testing.assert_array_equal(found.logprobs[:, 1], found.top_logprobs[:, 0])

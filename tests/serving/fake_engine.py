@@ -168,6 +168,12 @@ class FakeEngine:
                     else (),
                     decode_threshold=ThresholdSpan(40, 70) if i else None,
                     top_logprobs=(top,) if top else (),
+                    prompt_top_logprobs=tuple(
+                        tuple((token + n, -0.25 - n) for n in range(sampling.top_prompt_logprobs))
+                        for token in tokens[1:]
+                    )
+                    if sampling.top_prompt_logprobs and not i
+                    else (),
                 )
                 if reason is not None:
                     return

@@ -37,6 +37,7 @@ class Answer(NamedTuple):
     top: list[tuple[tuple[int, float], ...]]
     usage: Any
     reason: str | None
+    score_tops: tuple[tuple[tuple[int, float], ...], ...] = ()
 
     @property
     def degraded(self) -> int:
@@ -57,6 +58,7 @@ async def answer(engine, asked: Asked, **options) -> Answer:
         [top for out in outs for top in out.top_logprobs],
         outs[-1].usage,
         outs[-1].finish_reason,
+        next((out.prompt_top_logprobs for out in outs if out.prompt_top_logprobs), ()),
     )
 
 
@@ -129,8 +131,17 @@ def check(model, asked: Sequence[Asked], answers: Sequence[Answer], *, atol: flo
         if one.sampling.prompt_logprobs:
             scores = logprobs[np.arange(len(prompt) - 1), prompt[1:]]
             np.testing.assert_allclose(got.scores, scores, atol=atol)
-        for place, top in zip(at, got.top, strict=False):
-            likeliest = np.sort(logprobs[place])[::-1][: one.sampling.top_logprobs]
+        likeliest = [(place, top) for place, top in enumerate(got.score_tops)]
+        if one.sampling.top_prompt_logprobs:
+            assert len(likeliest) == len(prompt) - 1
+            of_best = zip(prompt[1:], got.scores, got.score_tops, strict=True)  # not a bit apart
+            assert all(score == top[0][1] for token, score, top in of_best if token == top[0][0])
+        of_new = zip(at, got.top, strict=False)
+        places = [*of_new, *likeliest]
+        assert all(len(top) == one.sampling.top_logprobs for top in got.top)
+        assert all(len(top) == one.sampling.top_prompt_logprobs for top in got.score_tops)
+        for place, top in places:
+            likeliest = np.sort(logprobs[place])[::-1][: len(top)]
             np.testing.assert_allclose([value for _, value in top], likeliest, atol=atol)
             for token, value in top:
                 np.testing.assert_allclose(value, logprobs[place, token], atol=atol)

@@ -259,10 +259,14 @@ async def test_prompt_logprobs_survive_giving_way_in_the_middle_of_a_prompt(star
     engine.scheduler._preempt = watched
     busy = [asyncio.create_task(collect(engine, [i], 18)) for i in range(2)]
     await asyncio.sleep(0.012)
-    sampling = SamplingParams(max_new_tokens=2, prompt_logprobs=True)
+    sampling = SamplingParams(max_new_tokens=2, prompt_logprobs=True, top_prompt_logprobs=2)
     outputs = await collect(engine, list(range(24)), sampling=sampling)
     assert SequenceStatus.PREFILL in stages
     assert outputs[0].prompt_logprobs == tuple(-float(p) for p in range(1, 24))
+    best = {p: -p + 0.5 * (p % 4 == 0) for p in range(1, 24)}
+    tops = tuple(((p, value), (p + 1, value - 1)) for p, value in best.items())
+    assert outputs[0].prompt_top_logprobs == tops
+    assert not outputs[1].prompt_top_logprobs
     await asyncio.gather(*busy)
     await settle(engine)
 

@@ -233,7 +233,8 @@ def requests(rng, count, *, names=("",), prompt_below=24, fewest=1, below=14, sc
             seed=number,
             ignore_eos=True,
             logprobs=True,
-            prompt_logprobs=rng.random() < scores,
+            prompt_logprobs=(is_scored := rng.random() < scores),
+            top_prompt_logprobs=3 * is_scored,
         )
         prompt = [rng.randrange(1, 60) for _ in range(rng.randrange(1, prompt_below))]
         options = {"priority": rng.choice((LS, BE)), **given}

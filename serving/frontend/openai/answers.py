@@ -15,6 +15,12 @@ class PromptTokens(_Answer):
     cached_tokens: int
 
 
+class CompletionTokens(_Answer):
+    """Of `completion_tokens`: those that added to what the model thought."""
+
+    reasoning_tokens: int
+
+
 class Usage(_Answer):
     """Tokens of a whole call, and what brownout did to it."""
 
@@ -26,6 +32,7 @@ class Usage(_Answer):
     expected_loss: float | None
     prefill_threshold_percent: list[int] | None
     decode_threshold_percent: list[int] | None
+    completion_tokens_details: CompletionTokens | None = None
 
 
 class CompletionLogprobs(_Answer):
@@ -33,7 +40,7 @@ class CompletionLogprobs(_Answer):
 
     tokens: list[str]
     token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float]] | None
+    top_logprobs: list[dict[str, float] | None] | None
     text_offset: list[int]
 
 
@@ -94,12 +101,13 @@ class Call(_Answer):
 
 
 class ChatMessage(_Answer):
-    """What the model says; content is null where there are calls alone."""
+    """What the model says; content is null where there are calls or thoughts alone."""
 
     role: Literal["assistant"]
     content: str | None
     refusal: None
     tool_calls: list[Call] = []
+    reasoning_content: str | None = None
 
 
 class ChatChoice(_Answer):
@@ -144,6 +152,7 @@ class Delta(_Answer):
     role: Literal["assistant"] | None = None
     content: str | None = None
     tool_calls: list[CallDelta] = []
+    reasoning_content: str | None = None
 
 
 class EventChoice(_Answer):
@@ -164,6 +173,75 @@ class ChatEvent(_Answer):
     model: str
     choices: list[EventChoice]
     usage: Usage | None = None
+
+
+class ResponsePart(_Answer):
+    """A part of an item, which is text."""
+
+    type: Literal["output_text", "reasoning_text"]
+    text: str
+    annotations: list[None] | None = None
+    logprobs: list[TokenLogprob] | None = None
+
+
+class ResponseItem(_Answer):
+    """What an answer is made of: a message, a call, or thoughts."""
+
+    id: str
+    type: Literal["message", "function_call", "reasoning"]
+    status: Literal["in_progress", "completed", "incomplete"]
+    role: Literal["assistant"] | None = None
+    content: list[ResponsePart] | None = None
+    summary: list[None] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+
+
+class ResponseUsage(_Answer):
+    """Tokens of a response, and what brownout did to it."""
+
+    input_tokens: int
+    input_tokens_details: PromptTokens
+    output_tokens: int
+    output_tokens_details: CompletionTokens
+    total_tokens: int
+    degraded_share: float
+    expected_loss: float | None
+    prefill_threshold_percent: list[int] | None
+    decode_threshold_percent: list[int] | None
+
+
+class Response(_Answer):
+    """Answer of `/v1/responses`; what was asked for comes back with it."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    completed_at: int | None
+    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    error: dict[str, str] | None
+    incomplete_details: dict[str, str] | None
+    model: str
+    output: list[ResponseItem]
+    usage: ResponseUsage | None
+    instructions: str | None
+    metadata: dict[str, Any]
+    parallel_tool_calls: bool
+    tool_choice: str | dict[str, str]
+    tools: list[dict[str, Any]]
+    text: dict[str, Any]
+    temperature: float
+    top_p: float
+    max_output_tokens: int | None
+    top_logprobs: int
+    reasoning: dict[str, None]
+    truncation: Literal["disabled"]
+    background: Literal[False]
+    store: Literal[False]
+    previous_response_id: None
+    service_tier: Literal["default"]
+    user: str | None
 
 
 class Model(_Answer):

@@ -21,10 +21,12 @@ from serving.frontend.openai.call import Answer
 from serving.frontend.openai.chats import ChatEndpoint
 from serving.frontend.openai.door import DOCS_PATH, OPENAPI_PATH, Door
 from serving.frontend.openai.endpoints import CompletionEndpoint
+from serving.frontend.openai.responses import ResponseCall, ResponsesEndpoint
 from serving.frontend.openai.schemas import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    ResponsesRequest,
     TokenizeRequest,
 )
 from serving.frontend.openai.tokens import Detokenize, TokenAnswer, Tokenize
@@ -37,11 +39,12 @@ if TYPE_CHECKING:
     from serving.frontend.server import Server
 
 FIRST_PORT = 8000  # as vLLM's
-_COMPLETIONS, _CHATS = "/v1/completions", "/v1/chat/completions"
+_COMPLETIONS, _CHATS, _RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 _TOKENIZE, _DETOKENIZE = "/tokenize", "/detokenize"  # as vLLM's
 _BODIES = {
     _COMPLETIONS: CompletionRequest,
     _CHATS: ChatRequest,
+    _RESPONSES: ResponsesRequest,
     _TOKENIZE: TokenizeRequest,
     _DETOKENIZE: DetokenizeRequest,
 }
@@ -53,6 +56,7 @@ _EXAMPLES = {
         "max_tokens": 16,
         "temperature": 0,
     },
+    _RESPONSES: {"input": _QUESTION, "max_output_tokens": 16, "temperature": 0},
     _TOKENIZE: {"prompt": _QUESTION},
     _DETOKENIZE: {"tokens": [72, 105]},
 }
@@ -168,7 +172,8 @@ def _add_docs(app: FastAPI) -> None:
 
 def _add_endpoints(app: FastAPI, server: "Server") -> None:
     events = {"content": {"text/event-stream": {}}}
-    chats = ChatEndpoint(server.config.tool_call_parser)
+    parsers = server.config.tool_call_parser, server.config.reasoning_parser
+    chats, items = ChatEndpoint(*parsers), ResponsesEndpoint(*parsers)
 
     @app.post(
         _COMPLETIONS, responses={200: {"model": answers.Completion, **events}, **answers.ERRORS}
@@ -183,6 +188,11 @@ def _add_endpoints(app: FastAPI, server: "Server") -> None:
     async def chat_completions(request: Request) -> Response:
         """Answers a chat, whose text the model's chat template makes."""
         return Answer(server, chats, request.state.caller)
+
+    @app.post(_RESPONSES, responses={200: {"model": answers.Response, **events}, **answers.ERRORS})
+    async def responses(request: Request) -> Response:
+        """Answers as chats do, in items. Nothing is stored."""
+        return Answer(server, items, request.state.caller, ResponseCall)
 
     @app.post(_TOKENIZE, responses={200: {"model": answers.Tokenized}, **answers.ERRORS})
     async def tokenize(request: Request) -> Response:

@@ -1,4 +1,4 @@
-"""Handles a call of one of the two endpoints, from its body to the last byte of the response."""
+"""Handles a call of an endpoint that generates, from its body to the last byte of the response."""
 
 import asyncio
 import contextlib
@@ -17,10 +17,9 @@ from serving.frontend.openai.door import header, request_id_of, set_request_id
 from serving.frontend.openai.endpoints import Choice
 from serving.frontend.openai.errors import HttpError
 from serving.frontend.openai.sampling import priority
-from serving.frontend.openai.schemas import Sampled
 from serving.frontend.status import noted
 from serving.frontend.tracing import RequestSpan
-from serving.request import MAX_REQUEST_ID_CHARS, Bounds, Output, ThresholdSpan, number_of
+from serving.request import MAX_REQUEST_ID_CHARS, Output, ThresholdSpan, number_of
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
@@ -31,6 +30,8 @@ if TYPE_CHECKING:
 
 
 _EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+EVENTS_START: dict[str, Any] = {"type": "http.response.start", "status": 200, "headers": _EVENTS}
+"""Begins a stream."""
 _DONE = b"data: [DONE]\n\n"
 _PART_BYTES = 64 << 10  # after which a response that is not streamed waits for its client
 
@@ -47,8 +48,8 @@ class Endpoint(Protocol):
     operation: str  # name of the operation in traces
 
     async def choices(
-        self, body: Any, tokenizer: "Tokenizer | None", bounds: Bounds
-    ) -> list[Choice]:
+        self, body: Any, engine: "Engine", tokenizer: "Tokenizer | None"
+    ) -> list[Any]:
         """Returns a Choice for each answer that a call asks for. Raises InvalidRequest."""
         ...
 
@@ -77,8 +78,12 @@ class Answer(Response):
 
     background = None
 
-    def __init__(self, server: "Server", endpoint: Endpoint, caller: Caller) -> None:
+    def __init__(
+        self, server: "Server", endpoint: Endpoint, caller: Caller, call: "type[Call] | None" = None
+    ) -> None:
+        """`call` answers; None: `Call`."""
         self._server, self._endpoint, self._caller = server, endpoint, caller
+        self._call = call or Call
 
     async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
         """See starlette. Errors it raises are reported to the client by `door`."""
@@ -95,7 +100,7 @@ class Answer(Response):
                 )
             async with _while_there(receive):
                 tokenizer = None if engine.family is None else engine.family[number].tokenizer
-                choices = await self._endpoint.choices(body, tokenizer, engine.bounds)
+                choices = await self._endpoint.choices(body, engine, tokenizer)
                 model, request_id = engine.names[number], request_id_of(scope)
                 operation = self._endpoint.operation
                 headers = _trace_headers(scope) if server.tracer.is_on else {}
@@ -111,20 +116,20 @@ class Answer(Response):
                     self._caller.request(model, priority(body), count) as caller,
                     span as recorded,
                 ):
-                    call = _Call(engine, body, choices, request_id, caller, recorded)
+                    call = self._call(engine, body, choices, request_id, caller, recorded)
                     try:
                         await call.answer(self._endpoint, send)
                     finally:
                         recorded.note_prompts(call.usage()["prompt_tokens"])
 
 
-class _Call:
-    """The engine requests of one call."""
+class Call:
+    """The engine requests of one call, and its answer."""
 
     def __init__(
         self,
         engine: "Engine",
-        body: Sampled,
+        body: Any,
         choices: list[Choice],
         request_id: str,
         caller: Caller,
@@ -132,15 +137,16 @@ class _Call:
     ) -> None:
         self._caller, self._span = caller, span
         self._engine, self._body, self._choices, self._id = engine, body, choices, request_id
-        options = body.stream_options
-        self._wants_usage = options is not None and bool(options.include_usage)
-        self._usage_so_far = options is not None and bool(options.continuous_usage_stats)
 
     def usage(self) -> dict[str, Any]:
         """Returns the usage so far of the choices that have begun."""
         begun = [choice.last for choice in self._choices if choice.last is not None]
         whole = len(begun) == len(self._choices)
-        return usage(begun, (self._body.n or 1) if whole else 1)
+        found = usage(begun, self._body.num_answers if whole else 1)
+        counts = [one.reasoning_tokens for one in self._choices if one.reasoning_tokens is not None]
+        if counts:
+            found["completion_tokens_details"] = {"reasoning_tokens": sum(counts)}
+        return found
 
     async def answer(self, endpoint: Endpoint, send: "Send") -> None:
         """Runs the call's requests and sends the whole response."""
@@ -153,30 +159,32 @@ class _Call:
         if self._body.stream:
             await self._stream(fields, send)
             return
-        await self._run(_keep)
+        await self._run(keep)
         pieces: list[bytes | bytearray] = [orjson.dumps(fields)[:-1], b',"choices":[']
         for at, choice in enumerate(self._choices):
             pieces += [b"," if at else b"", *choice.whole()]
         pieces.append(b'],"usage":%b}' % orjson.dumps(self.usage()))
-        await _send_whole(send, pieces)
+        await send_whole(send, pieces)
 
     async def _stream(self, fields: dict[str, Any], send: "Send") -> None:
         head, left = orjson.dumps(fields)[1:-1], len(self._choices)
+        options = self._body.stream_options
+        wants_usage = options is not None and bool(options.include_usage)
+        usage_so_far = options is not None and bool(options.continuous_usage_stats)
         for choice in self._choices:
-            choice.prepare(head, b',"usage":null' if self._wants_usage else b"")
-        start = {"type": "http.response.start", "status": 200, "headers": _EVENTS}
+            choice.prepare(head, b',"usage":null' if wants_usage else b"")
         started = False
 
         async def write(choice: Choice, out: Output) -> None:
             nonlocal started, left
-            data = choice.event(out, self._usage_of(choice, out) if self._usage_so_far else b"")
+            data = choice.event(out, self._usage_of(choice, out) if usage_so_far else b"")
             if not started:
                 started = True
-                await send(start)
+                await send(EVENTS_START)
             if out.finish_reason is not None:
                 left -= 1
                 if not left:
-                    data += self._end(head)
+                    data += self._end(head) if wants_usage else _DONE
             if data:
                 await send({"type": "http.response.body", "body": data, "more_body": left > 0})
 
@@ -188,8 +196,6 @@ class _Call:
 
     def _end(self, head: bytes) -> bytes:
         """Returns the events that follow the last token, sent in the same write."""
-        if not self._wants_usage:
-            return _DONE
         return b'data: {%b,"choices":[],"usage":%b}\n\n%b' % (
             head,
             orjson.dumps(self.usage()),
@@ -242,11 +248,12 @@ def _trace_headers(scope: "Scope") -> dict[str, str]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-async def _keep(choice: Choice, out: Output) -> None:
+async def keep(choice: Choice, out: Output) -> None:
+    """Stores an output for an answer that is not streamed."""
     choice.take(out)
 
 
-async def _send_whole(send: "Send", pieces: list[bytes | bytearray]) -> None:
+async def send_whole(send: "Send", pieces: list[bytes | bytearray]) -> None:
     """Sends a complete (not streamed) JSON response in parts, no faster than the client reads."""
     length = (b"content-length", b"%d" % sum(map(len, pieces)))
     headers = [(b"content-type", b"application/json"), length]

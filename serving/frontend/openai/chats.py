@@ -1,9 +1,10 @@
 """The endpoint of chats: messages and tools in, messages out, which may call tools."""
 
+import json
 import re
 import secrets
 import string
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -12,17 +13,28 @@ import jiter
 import orjson
 
 from serving.errors import shown
-from serving.frontend.openai import logprobs
+from serving.frontend.openai import logprobs, reasoning_parsers
 from serving.frontend.openai.endpoints import Choice
 from serving.frontend.openai.errors import HttpError
+from serving.frontend.openai.reasoning_parsers import Thinks
 from serving.frontend.openai.sampling import sampling
 from serving.frontend.openai.schemas import ChatRequest, Message, NamedTool, Tool
-from serving.frontend.openai.tool_parsers import PARSERS, Hermes, Schema, ToolParser, parser_of
-from serving.request import Bounds, Chat, Output, Structure, StructureKind
+from serving.frontend.openai.tool_parsers import (
+    PARSERS,
+    SPACED,
+    Delta,
+    Harmony,
+    Hermes,
+    Schema,
+    ToolParser,
+    parser_of,
+)
+from serving.request import MAX_STRUCTURE_CHARS, Chat, Output, Structure, StructureKind
 from serving.settings import plugins
 
 if TYPE_CHECKING:
     from jmoe.tokenizer import Tokenizer
+    from serving.engine import Engine
 
 _ID_CHARS, _NUM_ID_CHARS = string.ascii_letters + string.digits, 9
 """Ids as Mistral's templates demand them, which suits all others."""
@@ -33,20 +45,29 @@ _ASKS = re.compile(r"content['\"]?\]?\s+is\s+(not\s+)?none")
 """What a template asks that tells calls alone by null; another may write null as `None`."""
 
 
+_NUM_BEFORE = 32
+"""Tokens of a prompt's end, by which a format knows that the prompt has begun a thought."""
+_THINKING = re.compile(r"\.thinking\b|\[['\"]thinking['\"]\]")
+"""What gpt-oss's template calls `reasoning_content`."""
+
+
 class Template(NamedTuple):
-    """What a chat template's text says of tools."""
+    """What a chat template's text says of tools and thoughts."""
 
     tells: bool  # it writes the tools
     parser: type[ToolParser] | None  # of the format in which it writes calls
     joins: bool  # it wants arguments as text
     empty: str | None  # content where there is none
+    thoughts: str  # its name of what a model thought
 
     @classmethod
     @lru_cache(maxsize=64)
     def of(cls, text: str) -> "Template":
         """Reads a template."""
         empty = None if _ASKS.search(text) else ""
-        return cls(bool(_TOLD.search(text)), parser_of(text), bool(_JOINED.search(text)), empty)
+        thoughts = "thinking" if _THINKING.search(text) else "reasoning_content"
+        told, joins = bool(_TOLD.search(text)), bool(_JOINED.search(text))
+        return cls(told, parser_of(text), joins, empty, thoughts)
 
 
 class Tools:
@@ -63,7 +84,9 @@ class Tools:
         template = Template.of(self._text)
         self._tokenizer, self._body = tokenizer, body
         self.told = told(body.tools)
-        self._functions = {one.function.name: _schema(one.function) for one in body.tools or ()}
+        functions = [one.function for one in body.tools or ()]
+        self._is_strict = any(one.strict for one in functions)
+        self._functions = {one.name: _schema(one, body.forces_call) for one in functions}
         one_at_most = isinstance(body.tool_choice, NamedTool) or body.parallel_tool_calls is False
         self.most_calls = 1 if one_at_most else None
         self._parser = parser or template.parser or Hermes
@@ -88,20 +111,64 @@ class Tools:
         """Returns a parser of one answer."""
         return self._parser(self._functions, self._text)
 
-    def structure(self) -> Structure | None:
-        """Returns what holds an answer that has to be a call to the functions' schemas; None for
-        one that need not.
+    def structure(self, wanted: Structure | None = None) -> Structure | None:
+        """Returns what holds calls to the functions' schemas: the whole answer where it has to be
+        one, else what follows a call's opening marker. None: nothing does. `wanted` is what an
+        answer that is no call has to be.
+
+        Raises HttpError for one that is no JSON schema.
         """
-        if not self._body.forces_call:
-            return None
-        choice = self._body.tool_choice
+        choice, parser = self._body.tool_choice, self.parser()
         names = [choice.function.name] if isinstance(choice, NamedTool) else list(self._functions)
-        text = self.parser().grammar(names, self.most_calls is None, self._marker)
+        many = self.most_calls is None
+        if self._body.forces_call:
+            return Structure(StructureKind.GRAMMAR, parser.grammar(names, many, self._marker))
+        if wanted is not None:
+            if wanted.kind is not StructureKind.JSON_SCHEMA:
+                name = self._body.name_of("structure")
+                raise HttpError(
+                    f"{name} and tools each say what the answer must be; leave one out, or set "
+                    "tool_choice to none or to required",
+                    name,
+                )
+            calls = parser.grammar(names, many, self._marker).replace("start", "calls", 1)
+            answer = f"start: calls | answer\nanswer: %json {_compact(wanted.text)}"
+            return Structure(StructureKind.GRAMMAR, f"{answer}\n{calls}")
+        if self._body.ignore_eos or not hasattr(parser, "grammar_in_text"):
+            return None
+
+        others = [
+            token for text, token in self._tokenizer.added_tokens.items() if text != parser.opening
+        ]
+        text = parser.grammar_in_text(names, many, self._marker, _tokens(others))
+        if not text or (len(text) > MAX_STRUCTURE_CHARS and not self._is_strict):
+            return None
         return Structure(StructureKind.GRAMMAR, text)
 
     def _marker(self, text: str) -> str:
-        added = self._tokenizer.added_tokens
-        return f"<[{added[text]}]>" if text in added else orjson.dumps(text).decode()
+        token = self._tokenizer.added_tokens.get(text)
+        return orjson.dumps(text).decode() if token is None else _tokens([token])
+
+
+def _compact(schema: str) -> str:
+    """Returns a JSON schema as it is held to by itself: without white space that may vary."""
+    try:
+        found = jiter.from_json(schema.encode())
+    except ValueError:
+        return schema  # the grammar says why not
+    if not isinstance(found, dict):
+        return schema
+    return json.dumps({"x-guidance": {"whitespace_flexible": False}, **found})
+
+
+def _tokens(tokens: Sequence[int]) -> str:
+    """Returns how a grammar writes one of some tokens; empty for none."""
+    every = set(tokens)
+    starts = sorted(token for token in every if token - 1 not in every)
+    ends = sorted(token for token in every if token + 1 not in every)
+    ranges = zip(starts, ends, strict=True)
+    parts = [f"{first}-{last}" if last > first else f"{first}" for first, last in ranges]
+    return f"<[{','.join(parts)}]>" if parts else ""
 
 
 def tools_of(
@@ -157,6 +224,14 @@ def _message(message: Message, names: dict[str, str], template: Template) -> dic
         content = "".join(part.text for part in content)
     role = "system" if message.role == "developer" else message.role
     made: dict[str, Any] = {"role": role, "content": content or ""}
+    if message.reasoning_content is not None:
+        if role != "assistant":
+            raise HttpError(
+                f"a message of role {role} has reasoning_content; role assistant alone has it",
+                "messages",
+            )
+        if template.thoughts != "thinking" or not (content and message.tool_calls):
+            made[template.thoughts] = message.reasoning_content  # gpt-oss's takes not both
     if message.tool_calls:
         if role != "assistant":
             raise HttpError(
@@ -190,9 +265,14 @@ def _object(arguments: str) -> Any:
     return found if isinstance(found, dict) else arguments
 
 
-def _schema(function: Any) -> Schema:
+def _schema(function: Any, is_forced: bool) -> Schema:
+    """Returns the schema of a function's arguments. What a grammar does not know in it is left out
+    where nobody has asked to be held to it.
+    """
     nothing = {"properties": {}, "additionalProperties": False}
-    return {**(nothing if function.parameters is None else function.parameters), "type": "object"}
+    schema = nothing if function.parameters is None else function.parameters
+    lenient = {} if is_forced or function.strict else {"x-guidance": {**SPACED, "lenient": True}}
+    return {**lenient, **schema, "type": "object"}
 
 
 class ChatChoice(Choice):
@@ -203,36 +283,63 @@ class ChatChoice(Choice):
     whole_content = b'"message":{"role":"assistant","content":', b',"refusal":null}'
 
 
-class ToolChoice(ChatChoice):
-    """One message of a chat completion, which may have calls."""
+class ReadChoice(ChatChoice):
+    """One message of a chat completion that is read: for what the model thought, says and calls."""
 
     content = b'"delta":', b""
     first_content = content[0]
     whole_content = b'"message":', b""
 
-    def __init__(self, tools: Tools, *given: Any) -> None:
-        """`given` is what a `Choice` gets."""
+    def __init__(self, thoughts: ToolParser | None, tools: Tools | None, *given: Any) -> None:
+        """`thoughts` reads what `tools` get no more of, if there are any; `given` is what a
+        `Choice` gets.
+        """
         super().__init__(*given)
-        self._parser, self._most = tools.parser(), tools.most_calls
+        self._parsers = [] if thoughts is None else [thoughts]
+        self._parsers += [] if tools is None else [tools.parser()]
+        self._most = None if tools is None else tools.most_calls
+        if self._parsers and isinstance(self._parsers[-1], Harmony):  # it reads thoughts, too
+            self._parsers = self._parsers[-1:]
+            thoughts = self._parsers[0]
+        self.reasoning_tokens = None if thoughts is None else 0
         self._num_calls = 0
         self._message: dict[str, Any] = {
             "role": "assistant",
             "content": "",
             "refusal": None,
             "tool_calls": [],
+            "reasoning_content": "",
         }
 
-    def _new(self, out: Output) -> tuple[str, list[dict[str, Any]]]:
-        """Returns the content and the parts of calls that an output adds."""
-        deltas = self._parser.push(out.text)
-        if out.finish_reason is not None:
-            deltas = [*deltas, *self._parser.finish()]
-        calls: list[dict[str, Any]] = []
+    def read(self, out: Output) -> list[Delta]:
+        """Returns what an output adds, by all parsers, each of which gets the content of the one
+        before; without further calls than there may be.
+        """
+        deltas = [Delta(out.text)] if out.text else []
+        for parser in self._parsers:
+            found: list[Delta] = []
+            for delta in deltas:
+                found += parser.push(delta.content) if delta.content else [delta]
+            if out.finish_reason is not None:
+                found += parser.finish()
+            deltas = found
+        if self.reasoning_tokens is not None and any(delta.reasoning for delta in deltas):
+            self.reasoning_tokens += len(out.token_ids)
+        kept: list[Delta] = []
         for delta in deltas:
             self._num_calls += bool(delta.name)
-            if self._most is not None and self._num_calls > self._most:
-                continue
-            at = self._num_calls - 1
+            of_call = delta.name or delta.arguments
+            if not of_call or self._most is None or self._num_calls <= self._most:
+                kept.append(delta)
+        return kept
+
+    def _new(self, out: Output) -> tuple[str, str, list[dict[str, Any]]]:
+        """Returns the thoughts, content and parts of calls that an output adds."""
+        num_calls, deltas = self._num_calls, self.read(out)
+        calls: list[dict[str, Any]] = []
+        for delta in deltas:
+            num_calls += bool(delta.name)
+            at = num_calls - 1
             if delta.name:
                 made = {"name": delta.name, "arguments": ""}
                 calls.append({"index": at, "id": _id(), "type": "function", "function": made})
@@ -240,12 +347,14 @@ class ToolChoice(ChatChoice):
                 if not calls:
                     calls.append({"index": at, "function": {"arguments": ""}})
                 calls[-1]["function"]["arguments"] += delta.arguments
-        return "".join(delta.content for delta in deltas), calls
+        thoughts = "".join(delta.reasoning for delta in deltas)
+        return thoughts, "".join(delta.content for delta in deltas), calls
 
     def take(self, out: Output) -> None:
         """See Choice."""
-        content, calls = self._new(out)
+        thoughts, content, calls = self._new(out)
         message = self._message
+        message["reasoning_content"] += thoughts
         message["content"] += content
         for call in calls:
             if "id" in call:
@@ -258,10 +367,12 @@ class ToolChoice(ChatChoice):
 
     def text(self) -> bytes:
         """See Choice."""
-        if self._num_calls:
-            message = self._message | {"content": self._message["content"] or None}
-        else:
-            message = {key: one for key, one in self._message.items() if key != "tool_calls"}
+        message = dict(self._message)
+        extra = [name for name in ("tool_calls", "reasoning_content") if not message[name]]
+        if len(extra) < 2:
+            message["content"] = message["content"] or None
+        for name in extra:
+            del message[name]
         return orjson.dumps(message)
 
     def finish(self, out: Output) -> bytes:
@@ -272,8 +383,10 @@ class ToolChoice(ChatChoice):
     def event(self, out: Output, usage: bytes = b"") -> bytes:
         """See Choice."""
         is_first, self._begun, self.last = not self._begun, True, out
-        content, calls = self._new(out)
+        thoughts, content, calls = self._new(out)
         delta: dict[str, Any] = {"role": "assistant", "content": None} if is_first else {}
+        if thoughts:
+            delta["reasoning_content"] = thoughts
         if content:
             delta["content"] = content
         if calls:
@@ -289,17 +402,30 @@ class ChatEndpoint:
     request: type[Any] = ChatRequest
     operation = "chat"
     id_prefix, object_whole, object_event = "chatcmpl-", "chat.completion", "chat.completion.chunk"
+    plain: Callable[..., Choice] = ChatChoice  # what answers are without tools and thoughts
+    read: Callable[..., Choice] = ReadChoice
 
-    def __init__(self, name: str) -> None:
-        """`name` is the setting `tool_call_parser`. Raises ValueError for one that cannot be."""
+    def __init__(self, tool_parser: str, reasoning_parser: str) -> None:
+        """The arguments are the settings `tool_call_parser` and `reasoning_parser`. Raises
+        ValueError for one that cannot be.
+        """
+        methods = ("push", "finish")
         self._parser: type[ToolParser] | None = None
-        if name:
-            methods = ("push", "finish", "grammar")
-            made = plugins.make("tool_call_parser", name, PARSERS, methods, {}, "")
+        if tool_parser:
+            known = *methods, "grammar"
+            made = plugins.make("tool_call_parser", tool_parser, PARSERS, known, {}, "")
             self._parser = type(made)
+        self._reasoning: Callable[[str], Thinks | None] = reasoning_parsers.parser_of
+        if reasoning_parser == "none":
+            self._reasoning = lambda template: None
+        elif reasoning_parser:
+            thinks = plugins.make(
+                "reasoning_parser", reasoning_parser, reasoning_parsers.PARSERS, methods, ""
+            )
+            self._reasoning = lambda template: type(thinks)
 
     async def choices(
-        self, body: ChatRequest, tokenizer: "Tokenizer | None", bounds: Bounds
+        self, body: ChatRequest, engine: "Engine", tokenizer: "Tokenizer | None"
     ) -> list[Choice]:
         """Returns the choices of a call. Raises InvalidRequest."""
         template = "" if tokenizer is None else tokenizer.chat_template or ""
@@ -310,20 +436,23 @@ class ChatEndpoint:
         prompt = Chat(messages_of(body.messages, template), options)
         shown = logprobs.Chat(logprobs.Texts(tokenizer))
         drawn = [sampling(body, i) for i in range(body.n or 1)]
-        if tools is None:
-            return [ChatChoice(i, prompt, one, shown) for i, one in enumerate(drawn)]
-        if drawn[0].structure is not None:
-            name = body.name_of("structure")
-            raise HttpError(
-                f"{name} and tools each say what the answer must be; leave one out, or set "
-                "tool_choice to none",
-                name,
-            )
-        structure = tools.structure()
+        wanted = drawn[0].structure
+        if tools is not None:
+            drawn = [replace(one, structure=tools.structure(wanted)) for one in drawn]
+        # What is held to a structure from its first token on has no thoughts.
+        is_held = wanted is not None or (tools is not None and body.forces_call)
+        thinks = None if is_held else self._reasoning(template)
+        if thinks is None and tools is None:
+            return [self.plain(i, prompt, one, shown) for i, one in enumerate(drawn)]
+        before, given = "", prompt
+        if thinks is not None and tokenizer is not None:
+            given = await engine.tokenize(prompt, body.model)
+            before = tokenizer.decode(given[-_NUM_BEFORE:], skip_special_tokens=False)
         return [
-            ToolChoice(
+            self.read(
+                None if thinks is None else thinks(before),
                 tools,
-                *(i, prompt, replace(one, structure=structure, skip_special_tokens=False), shown),
+                *(i, given, replace(one, skip_special_tokens=False), shown),
             )
             for i, one in enumerate(drawn)
         ]

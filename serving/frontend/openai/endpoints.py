@@ -16,10 +16,11 @@ from serving.frontend.openai import logprobs
 from serving.frontend.openai.errors import HttpError
 from serving.frontend.openai.sampling import sampling
 from serving.frontend.openai.schemas import MAX_SEQUENCES, CompletionRequest
-from serving.request import Bounds, Chat, Output, SamplingParams
+from serving.request import Chat, Output, SamplingParams
 
 if TYPE_CHECKING:
     from jmoe.tokenizer import Tokenizer
+    from serving.engine import Engine
 
 
 LogprobsFormat = logprobs.Chat | logprobs.Completion
@@ -47,6 +48,7 @@ class Choice:
         """
         self.index, self.prompt, self.sampling, self.echo = index, prompt, sampling, echo
         self.last: Output | None = None
+        self.reasoning_tokens: int | None = None  # None: thoughts are not told apart
         self._texts: list[str] = []
         self._format = shown
         self._logprobs = [bytearray() for _ in shown.starts]  # the lists so far, as JSON
@@ -63,9 +65,10 @@ class Choice:
         assert isinstance(self._format, logprobs.Completion)  # the only one with `echo`
         assert isinstance(self.prompt, list)  # `choices` encoded it
         values = (None, *out.prompt_logprobs)  # the first token has none
+        tops = (None, *out.prompt_top_logprobs)
         for at in range(0, len(self.prompt), logprobs.PROMPT_PIECE):
             part = slice(at, at + logprobs.PROMPT_PIECE)
-            self._append(self._format.of_prompt(self.prompt[part], values[part]))
+            self._append(self._format.of_tokens(self.prompt[part], values[part], tops[part]))
             await asyncio.sleep(0)
 
     def _append(self, lists: logprobs.Lists) -> None:
@@ -176,9 +179,10 @@ class CompletionEndpoint:
     id_prefix, object_whole, object_event = "cmpl-", "text_completion", "text_completion"
 
     async def choices(
-        self, body: CompletionRequest, tokenizer: "Tokenizer | None", bounds: Bounds
+        self, body: CompletionRequest, engine: "Engine", tokenizer: "Tokenizer | None"
     ) -> list[Choice]:
         """Returns the choices of a call, prompt by prompt. Raises InvalidRequest."""
+        bounds = engine.bounds
         prompts, n = _prompts(body.prompt), body.n or 1
         if len(prompts) * n > MAX_SEQUENCES:
             raise HttpError(
@@ -191,12 +195,6 @@ class CompletionEndpoint:
                 f"best_of is {body.best_of} and n {n}; answers are not ranked here, leave best_of "
                 "out",
                 "best_of",
-            )
-        if body.echo and body.logprobs:
-            raise HttpError(
-                f"logprobs is {body.logprobs} with echo; likeliest tokens of prompts are not "
-                "computed, send logprobs 0 for the log-probabilities of the prompt itself",
-                "logprobs",
             )
         texts = logprobs.Texts(tokenizer)
         found: list[Choice] = []

@@ -23,6 +23,8 @@ _LEAST = -9999.0
 """Replaces a log-probability that JSON cannot represent, such as -inf."""
 _CACHED_TOKENS = 4096
 
+Top = Sequence[tuple[int, float]]
+"""Likeliest tokens and their log-probabilities."""
 Lists = tuple[bytes, ...]
 """What is appended to each list of a `logprobs` object: elements as JSON, with commas between."""
 
@@ -88,29 +90,36 @@ class Completion:
         if wants_top:
             self.starts, self.end = (*self.starts, b'],"top_logprobs":['), b"]}"
 
-    def of_prompt(self, tokens: Sequence[int], logprobs: Sequence[float | None]) -> Lists:
-        """Returns the entries for a part of an echoed prompt. The likeliest tokens there are
-        never asked for.
+    def of_tokens(
+        self,
+        tokens: Sequence[int],
+        logprobs: Sequence[float | None],
+        tops: Sequence[Top | None],
+    ) -> Lists:
+        """Returns the entries for tokens of an output, or for a part of an echoed prompt, whose
+        first token has neither log-probability nor likeliest ones. `top_logprobs` includes the
+        token.
         """
         texts, offsets = [self._texts.text(token) for token in tokens], []
         for text in texts:
             offsets.append(self._offset)
             self._offset += len(text)
         told = [None if one is None else _told(one) for one in logprobs]
-        return tuple(orjson.dumps(one)[1:-1] for one in (texts, told, offsets))
+        lists = [texts, told, offsets]
+        if self._wants_top:
+            found = []
+            for text, own, top in zip(texts, told, tops, strict=True):
+                found.append(None if own is None else {text: own})
+                for other, its in top or ():  # of equal texts the likelier counts
+                    other = self._texts.text(other)
+                    found[-1][other] = max(_told(its), found[-1].get(other, _LEAST))
+            lists.append(found)
+        return tuple(orjson.dumps(one)[1:-1] for one in lists)
 
     def of(self, out: Output) -> Lists:
-        """Returns the entries for an output's tokens. `top_logprobs` includes the sampled token."""
-        found = self.of_prompt(out.token_ids, out.logprobs)
-        if not self._wants_top:
-            return found
-        tops = []
-        for at, (token, logprob) in enumerate(zip(out.token_ids, out.logprobs, strict=True)):
-            top = {self._texts.text(token): _told(logprob)}
-            for other, its in out.top_logprobs[at] if out.top_logprobs else ():
-                top.setdefault(self._texts.text(other), _told(its))  # equal texts: keep the first
-            tops.append(top)
-        return (*found, orjson.dumps(tops)[1:-1])
+        """Returns the entries for an output's tokens."""
+        tops = out.top_logprobs or [()] * len(out.token_ids)
+        return self.of_tokens(out.token_ids, out.logprobs, tops)
 
 
 def _told(logprob: float) -> float:

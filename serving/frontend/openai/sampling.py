@@ -7,7 +7,7 @@ from typing import Any
 
 from serving.errors import shown
 from serving.frontend.openai.errors import HttpError
-from serving.frontend.openai.schemas import ChatRequest, CompletionRequest, Sampled
+from serving.frontend.openai.schemas import ChatRequest, CompletionRequest, Generating, Sampled
 from serving.request import Priority, SamplingParams, Structure, StructureKind
 
 _ANY_OBJECT = '{"type":"object"}'
@@ -41,7 +41,7 @@ def sampling(body: Sampled, index: int) -> SamplingParams:
     return SamplingParams(**given, **_logprobs(body))
 
 
-def priority(body: Sampled) -> Priority:
+def priority(body: Generating) -> Priority:
     """Returns the service class of a request."""
     return Priority(body.priority or Priority.LATENCY_SENSITIVE)
 
@@ -64,6 +64,7 @@ def _logprobs(body: Sampled) -> dict[str, Any]:
             "logprobs": True,
             "top_logprobs": body.logprobs,
             "prompt_logprobs": bool(body.echo),
+            "top_prompt_logprobs": body.logprobs if body.echo else 0,
         }
     assert isinstance(body, ChatRequest)
     if body.top_logprobs and not body.logprobs:

@@ -3,7 +3,7 @@
 from difflib import get_close_matches
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from serving.request import (
@@ -132,46 +132,13 @@ class OfModel(Strict):
         return param
 
 
-class Sampled(OfModel):
-    """What both endpoints that generate take."""
+class Generating(OfModel):
+    """What every endpoint that generates takes."""
 
     stream: bool | None = supported("server-sent events, one a token")
-    stream_options: StreamOptions | None = supported("with `stream` only: `include_usage`")
-    max_tokens: int | None = supported("new tokens at most; absent: as many as fit", ge=1)
-    n: int | None = supported(
-        f"answers; times the number of prompts up to {MAX_SEQUENCES}", ge=1, le=MAX_SEQUENCES
-    )
     temperature: float | None = supported("0 is greedy; absent: 1")
     top_p: float | None = supported("absent: 1, off")
-    seed: int | None = supported("the i-th answer is drawn with `seed` + i", ge=-(2**63), lt=2**64)
-    stop: str | Texts | None = supported(
-        f"a string or up to {MAX_STOP_STRINGS}; the text ends before it",
-        wanted="a string or a list of strings",
-    )
-    presence_penalty: float | None = supported("between -2 and 2")
-    frequency_penalty: float | None = supported("between -2 and 2")
-    logit_bias: Object | None = supported(
-        f"numbers between -100 and 100 by token id, {MAX_LOGIT_BIASES} at most"
-    )
     user: str | None = accepted("nothing is done by user; keys tell callers apart")
-    # Not OpenAI's, but vLLM's.
-    top_k: int | None = supported("as in vLLM; 0 or -1: off", ge=-1)
-    min_p: float | None = supported("as in vLLM; 0: off")
-    repetition_penalty: float | None = supported("as in vLLM; 1: off")
-    ignore_eos: bool | None = supported("as in vLLM: goes on behind the end of the text")
-    stop_token_ids: Tokens | None = supported("as in vLLM", max_length=MAX_STOP_TOKEN_IDS)
-    response_format: ResponseFormat | None = supported(
-        "`text`, `json_object` or `json_schema`; what is wanted is held to token by token"
-    )
-    structured_outputs: StructuredOutputs | None = supported(
-        "as in vLLM: one of `json`, `regex`, `choice`, `grammar`"
-    )
-    guided_json: Object | str | None = supported(
-        "as in vLLM: a JSON schema", wanted="an object or text"
-    )
-    guided_regex: str | None = supported("as in vLLM")
-    guided_grammar: str | None = supported("as in vLLM, in Lark's syntax")
-    guided_choice: Texts | None = supported("as in vLLM", min_length=1)
     # jmoe's own.
     priority: Literal["latency_sensitive", "best_effort"] | None = supported(
         "jmoe's: service class; absent: `latency_sensitive`"
@@ -204,6 +171,54 @@ class Sampled(OfModel):
         pattern=REQUEST_ID,
     )
 
+    @property
+    def num_answers(self) -> int:
+        """The number of answers to each prompt."""
+        return 1
+
+
+class Sampled(Generating):
+    """What completions and chats take."""
+
+    stream_options: StreamOptions | None = supported("with `stream` only: `include_usage`")
+    max_tokens: int | None = supported("new tokens at most; absent: as many as fit", ge=1)
+    n: int | None = supported(
+        f"answers; times the number of prompts up to {MAX_SEQUENCES}", ge=1, le=MAX_SEQUENCES
+    )
+    seed: int | None = supported("the i-th answer is drawn with `seed` + i", ge=-(2**63), lt=2**64)
+    stop: str | Texts | None = supported(
+        f"a string or up to {MAX_STOP_STRINGS}; the text ends before it",
+        wanted="a string or a list of strings",
+    )
+    presence_penalty: float | None = supported("between -2 and 2")
+    frequency_penalty: float | None = supported("between -2 and 2")
+    logit_bias: Object | None = supported(
+        f"numbers between -100 and 100 by token id, {MAX_LOGIT_BIASES} at most"
+    )
+    # Not OpenAI's, but vLLM's.
+    top_k: int | None = supported("as in vLLM; 0 or -1: off", ge=-1)
+    min_p: float | None = supported("as in vLLM; 0: off")
+    repetition_penalty: float | None = supported("as in vLLM; 1: off")
+    ignore_eos: bool | None = supported("as in vLLM: goes on behind the end of the text")
+    stop_token_ids: Tokens | None = supported("as in vLLM", max_length=MAX_STOP_TOKEN_IDS)
+    response_format: ResponseFormat | None = supported(
+        "`text`, `json_object` or `json_schema`; what is wanted is held to token by token"
+    )
+    structured_outputs: StructuredOutputs | None = supported(
+        "as in vLLM: one of `json`, `regex`, `choice`, `grammar`"
+    )
+    guided_json: Object | str | None = supported(
+        "as in vLLM: a JSON schema", wanted="an object or text"
+    )
+    guided_regex: str | None = supported("as in vLLM")
+    guided_grammar: str | None = supported("as in vLLM, in Lark's syntax")
+    guided_choice: Texts | None = supported("as in vLLM", min_length=1)
+
+    @property
+    def num_answers(self) -> int:
+        """See Generating."""
+        return self.n or 1
+
     def name_of(self, param: str) -> str:
         """See OfModel."""
         if param == "structure":
@@ -222,7 +237,7 @@ class CompletionRequest(Sampled):
     )
     echo: bool | None = supported("the prompt before each answer")
     logprobs: int | None = supported(
-        "likeliest tokens at each position; with `echo`, 0 alone: log-probabilities of the prompt",
+        "likeliest tokens at each position, with `echo` of the prompt, too",
         ge=0,
         le=MAX_COMPLETION_LOGPROBS,
     )
@@ -241,10 +256,13 @@ class TextPart(Strict):
     text: str
 
 
+_FUNCTION_NAME = r"^[A-Za-z0-9_.-]{1,128}$"
+
+
 class Function(Strict):
     """A function that the model may call."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")
+    name: str = Field(pattern=_FUNCTION_NAME)
     description: str | None = None
     parameters: Object | None = None
     strict: bool | None = None
@@ -296,6 +314,7 @@ class Message(Strict):
         None
     )
     tool_call_id: str | None = None
+    reasoning_content: str | None = None
     function_call: None = None
     audio: None = None
     annotations: None = None
@@ -359,9 +378,192 @@ class ChatRequest(Sampled):
         """See Sampled."""
         if param == "max_new_tokens" and self.max_completion_tokens is not None:
             return "max_completion_tokens"
-        if param == "structure" and self.forces_call and super().name_of(param) == param:
+        if param == "structure" and self.tools and super().name_of(param) == param:
             return "tools"
         return "messages" if param == "prompt" else super().name_of(param)
+
+
+class ItemPart(Strict):
+    """A part of an item that is text."""
+
+    type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text"] = Field(
+        description="images, audio and files are refused"
+    )
+    text: str
+    annotations: list[Any] | None = None
+    logprobs: list[Any] | None = None
+
+
+def _as_parts(given: Any) -> Any:
+    return [{"type": "text", "text": given}] if isinstance(given, str) else given
+
+
+_ItemParts = Annotated[
+    list[ItemPart],
+    Field(fail_fast=True, max_length=MAX_ENTRIES),
+    BeforeValidator(_as_parts, json_schema_input_type=str | list[ItemPart]),
+]
+
+
+class InputItem(Strict):
+    """One of what a response is made of; which fields belong to which type, its messages say."""
+
+    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
+    id: str | None = None
+    status: str | None = None
+    role: Literal["system", "developer", "user", "assistant"] | None = None
+    content: _ItemParts | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: _ItemParts | None = None
+    summary: _ItemParts | None = None
+    encrypted_content: None = None
+    phase: str | None = Field(None, description="comes with an answer; changes nothing")
+    namespace: None = None
+    caller: None = None
+    parsed_arguments: Object | None = Field(None, description="likewise, in OpenAI's client")
+
+
+class FunctionTool(Strict):
+    """A function that the model may call, as responses have it."""
+
+    type: Literal["function"]
+    name: str = Field(pattern=_FUNCTION_NAME)
+    description: str | None = None
+    parameters: Object | None = None
+    strict: bool | None = None
+
+
+class NamedFunction(FunctionName):
+    """The function that is to be called, as responses have it."""
+
+    type: Literal["function"]
+
+
+class TextFormat(Strict):
+    """What the whole text has to be, as responses have it."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    schema_: Object | None = Field(None, alias="schema")
+    description: str | None = None
+    strict: bool | None = None
+
+
+class TextConfig(Strict):
+    """How a response's text has to be."""
+
+    format: TextFormat | None = None
+    verbosity: None = None
+
+
+class Reasoning(Strict):
+    """What is asked of thoughts."""
+
+    effort: None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+
+
+class ResponseStreamOptions(Strict):
+    """What a stream has beside its events."""
+
+    include_obfuscation: Literal[False] | None = accepted("nothing is padded")
+
+
+def _as_items(given: Any) -> Any:
+    if isinstance(given, str):
+        return [{"role": "user", "content": given}] if given else []
+    if not isinstance(given, list):
+        raise PydanticCustomError("items", "Input should be text, or a list of items")
+    return given
+
+
+_Items = Annotated[
+    list[InputItem],
+    Field(fail_fast=True, max_length=MAX_ENTRIES, min_length=1),
+    BeforeValidator(_as_items, json_schema_input_type=str | list[InputItem]),
+]
+_LOGPROBS = "message.output_text.logprobs"
+_KEPT_NOT = "nothing is stored; send all items in input"
+
+
+class ResponsesRequest(Generating):
+    """Body of `POST /v1/responses`."""
+
+    input: _Items = supported(
+        "text, or items of type `message` (text), `function_call`, `function_call_output` and "
+        "`reasoning`",
+        ...,
+    )
+    instructions: str | None = supported("a system message before `input`")
+    max_output_tokens: int | None = supported("new tokens at most; absent: as many as fit", ge=1)
+    stream_options: ResponseStreamOptions | None = accepted("`include_obfuscation` false")
+    tools: Annotated[list[FunctionTool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = (
+        supported(f"functions, up to {MAX_TOOLS}; see [Tools](#tools)")
+    )
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = supported(
+        "`none`, `auto`, `required` or a function; see [Tools](#tools)",
+        wanted="none, auto, required, or an object with type function and a name",
+    )
+    parallel_tool_calls: bool | None = supported("false: one call at most")
+    text: TextConfig | None = supported("its `format`, as `response_format`")
+    top_logprobs: int | None = supported(
+        "likeliest tokens at each position, with `logprobs`", ge=0, le=MAX_TOP_LOGPROBS
+    )
+    include: (
+        Annotated[
+            list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]],
+            Field(fail_fast=True, max_length=MAX_ENTRIES),
+        ]
+        | None
+    ) = supported(
+        "`message.output_text.logprobs`; `reasoning.encrypted_content` has no effect",
+        wanted=f"a list of {_LOGPROBS} and reasoning.encrypted_content",
+    )
+    chat_template_kwargs: Object | None = supported("as in vLLM: names for the chat template")
+    reasoning: Reasoning | None = accepted(
+        "`summary`: thoughts come whole; for effort see `reasoning_effort`"
+    )
+    metadata: Object | None = accepted("comes back in the answer")
+    store: bool | None = accepted("nothing is stored: the answer says false")
+    background: Literal[False] | None = accepted("false: the answer comes at once", wanted="false")
+    truncation: Literal["disabled"] | None = accepted(
+        "`disabled`: what does not fit is refused", wanted="disabled; shorten input"
+    )
+    service_tier: Literal["auto", "default"] | None = accepted(
+        "`auto` and `default`; see `priority`", wanted="auto or default; set priority instead"
+    )
+    prompt_cache_key: str | None = accepted(
+        "a hint of what shares a beginning, which is found without"
+    )
+    prompt_cache_options: Object | None = accepted("likewise")
+    prompt_cache_retention: str | None = accepted("likewise")
+    safety_identifier: str | None = accepted("nothing is done by user")
+    previous_response_id: None = refused(_KEPT_NOT)
+    conversation: None = refused(_KEPT_NOT)
+    context_management: None = refused(_KEPT_NOT)
+    prompt: None = refused("nothing is stored; send its text")
+    access_programs: None = refused("there are no such programs here")
+    background_options: None = refused("the answer comes at once")
+    image: None = refused("models served here write text")
+    max_tool_calls: None = refused("there are no built-in tools")
+    moderation: None = refused("nothing is moderated here")
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether log-probabilities are in the answer."""
+        return _LOGPROBS in (self.include or ())
+
+    def name_of(self, param: str) -> str:
+        """See OfModel."""
+        names = {
+            **{"prompt": "input", "messages": "input", "max_new_tokens": "max_output_tokens"},
+            "response_format": "text",
+            "structure": "text" if self.text and self.text.format else "tools",
+        }
+        return names.get(param, param)
 
 
 class TokenizeRequest(OfModel):

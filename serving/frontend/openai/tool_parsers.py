@@ -18,24 +18,28 @@ Reading = Generator[None]
 
 _NAME = re.compile(r"[\w.-]{1,128}")
 _RECIPIENT = re.compile(r"\bto=(?:functions\.)?([\w.-]+)")
-_SPACED: Schema = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+SPACED: Schema = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """How templates write JSON, and so what models have learned."""
 
 
 class Delta(NamedTuple):
     """What a piece of text adds to an answer. `name` begins a call; `arguments` is JSON text that
-    belongs to the newest call.
+    belongs to the newest call; `reasoning` is what the model thinks before it answers.
     """
 
     content: str = ""
     name: str = ""
     arguments: str = ""
+    reasoning: str = ""
 
 
 class ToolParser:
     """Reads one output. A format says in `read` how calls are written, in steps that wait for text
     (`yield from`), and in `rules` and `start` what a grammar of calls looks like.
     """
+
+    opening = ""  # marker at which calls begin in what is otherwise text; empty: there is none
+    encloses = False  # whether it stands once before several calls, not before each
 
     def __init__(self, functions: Mapping[str, Schema], template: str = "") -> None:
         """`functions` has the JSON schema of the arguments by name; `template` is the model's chat
@@ -46,6 +50,7 @@ class ToolParser:
         self._ended = False
         self._deltas: list[Delta] = []
         self._space = ""  # behind the content, which is dropped if a call follows
+        self._pause = ""  # behind the thoughts, which is dropped if none follow
         self._num_calls = 0
         self._argued = False  # the newest call has arguments
         self._raw: list[str] | None = None  # what may yet turn out to be content
@@ -78,6 +83,24 @@ class ToolParser:
             lines += self.rules(i, name, self.functions[name], marker)
         return "\n".join([self.start(many, marker), *lines])
 
+    def grammar_in_text(self, names: Sequence[str], many: bool, marker: Marker, tokens: str) -> str:
+        """Returns a grammar of any text, in which the opening marker begins what `grammar` says;
+        empty: such a grammar cannot be. `tokens` are further ones, beside text, as a grammar writes
+        them.
+        """
+        if not self.opening:
+            return ""
+        opening = marker(self.opening)
+        head = f"head: {opening}" if _is_token(opening) else f"head[suffix={opening}]: {_TEXT}"
+
+        def after(text: str) -> str:
+            return '""' if text == self.opening else marker(text)
+
+        calls = self.grammar(names, many and self.encloses, after).replace("start", "calls", 1)
+        free = "free: (SOME" + (f" | {tokens}" if tokens else "") + ")*"
+        some = "SOME: " + _TEXT.replace("*", "+")
+        return "\n".join(["start: (free head calls)* free", head, free, some, calls])
+
     def rules(self, i: int, name: str, schema: Schema, marker: Marker) -> list[str]:
         """Returns the rule `call{i}`, and those that it needs."""
         return [f"call{i}: {self.written(name, f'args{i}', marker)}", f"args{i}: {_json(schema)}"]
@@ -99,6 +122,14 @@ class ToolParser:
         self._space = text[len(said) :]
         if said:
             self._deltas.append(Delta(said))
+
+    def think(self, text: str) -> None:
+        """Adds to the thoughts."""
+        text = self._pause + text
+        thought = text.rstrip()
+        self._pause = text[len(thought) :]
+        if thought:
+            self._deltas.append(Delta(reasoning=thought))
 
     def begin(self, name: str) -> None:
         """Begins a call."""
@@ -230,6 +261,8 @@ class ToolParser:
 class Hermes(ToolParser):
     """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`: Hermes, Qwen."""
 
+    opening = "<tool_call>"
+
     def read(self) -> Reading:
         """See ToolParser."""
         opening, closing = "<tool_call>", "</tool_call>"
@@ -254,6 +287,13 @@ class Mistral(ToolParser):
     """`[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`, or, newer, `[TOOL_CALLS]name[ARGS]{}`
     for each call.
     """
+
+    opening = "[TOOL_CALLS]"
+
+    @property
+    def encloses(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """See ToolParser."""
+        return "[ARGS]" not in self.template
 
     def read(self) -> Reading:
         """See ToolParser."""
@@ -308,11 +348,12 @@ class Mistral(ToolParser):
 
 
 class Harmony(ToolParser):
-    """gpt-oss: messages in channels. A call has a recipient; `analysis` is nobody's business."""
+    """gpt-oss: messages in channels. A call has a recipient; the model thinks in `analysis`."""
 
     def read(self) -> Reading:
         """See ToolParser."""
         ends = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
+        between = ""  # thoughts
         while True:
             pieces: list[str] = []
             found = yield from self.until("<|message|>", take=pieces.append)
@@ -321,7 +362,7 @@ class Harmony(ToolParser):
                 if not any(one in header for one in ("<|channel|>", "<|start|>")):
                     self.say(header)  # no message at all
                 return
-            if (to := _RECIPIENT.search(header)) is not None:
+            if self.functions and (to := _RECIPIENT.search(header)) is not None:
                 self.begin(to[1])
                 if (yield from self.peek()) == "{":
                     yield from self.json(self.argue)
@@ -330,17 +371,32 @@ class Harmony(ToolParser):
                     yield from self.until(*ends, take=self.argue)
                 if not self._argued:
                     self.argue("{}")
+            elif "analysis" in header:
+                self._pause, between = between, "\n"
+                yield from self.until(*ends, take=self.think)
             else:
-                yield from self.until(*ends, take=None if "analysis" in header else self.say)
+                yield from self.until(*ends, take=self.say)
 
     def start(self, many: bool, marker: Marker) -> str:
         """See ToolParser. An answer has one call, whose end is the answer's."""
         end = marker("<|end|>")
-        if not end.startswith("<["):  # thoughts have no end that text cannot have
+        if not _is_token(end):  # thoughts have no end that text cannot have
             return "start: call"
         think = f"{marker('<|channel|>')} {_literal('analysis')} {marker('<|message|>')} TEXT {end}"
         again = f"{marker('<|start|>')} {_literal('assistant')}"
-        return f"start: ({think} {again})? call\nTEXT: /(.|\\n)*/"
+        return f"start: ({think} {again})? call\nTEXT: {_TEXT}"
+
+    def grammar_in_text(self, names: Sequence[str], many: bool, marker: Marker, tokens: str) -> str:
+        """See ToolParser. What comes before the answer or the call is in other channels."""
+        end = marker("<|end|>")
+        if not _is_token(end):
+            return ""
+        before, message = marker("<|channel|>"), f"{marker('<|message|>')} TEXT"
+        again = f"{marker('<|start|>')} {_literal('assistant')}"
+        other = f'{before} ("analysis" | "commentary") {message} {end} {again}'
+        calls = self.grammar(names, many, marker).partition("\nTEXT")[2].partition("\n")[2]
+        first = f'start: ({other})* ({before} "final" {message} | call)'
+        return "\n".join([first, f"TEXT: {_TEXT}", calls])
 
     def written(self, name: str, arguments: str, marker: Marker) -> str:
         """See ToolParser."""
@@ -353,6 +409,8 @@ class Glm(ToolParser):
     """GLM-4.5: a call's name, then each argument between tags. Strings are written as they are, so
     that the function's schema has to say what is one.
     """
+
+    opening = "<tool_call>"
 
     def read(self) -> Reading:
         """See ToolParser."""
@@ -415,10 +473,10 @@ class Glm(ToolParser):
                 lines.append(f"{rule}: {_json({**defs, **one} if isinstance(one, dict) else one)}")
             elif one.get("enum"):
                 lines.append(f"{rule}: {' | '.join(map(_literal, one['enum']))}")
-            elif end.startswith("<["):
-                lines.append(f"{rule}: /(.|\\n)*/")
+            elif _is_token(end):
+                lines.append(f"{rule}: {_TEXT}")
             else:
-                lines.append(f"{rule}[suffix={end}]: /(.|\\n)*/")
+                lines.append(f"{rule}[suffix={end}]: {_TEXT}")
                 tail = r'"\n"'
             text = f"{before} {rule} {tail}"
             is_required = isinstance(required, list) and key in required
@@ -433,6 +491,8 @@ class Glm(ToolParser):
 
 class DeepSeek(ToolParser):
     """DeepSeek V2, V3 and R1, with the arguments in a code block, and V3.1, without."""
+
+    opening, encloses = "<｜tool▁calls▁begin｜>", True
 
     def read(self) -> Reading:
         """See ToolParser."""
@@ -502,6 +562,15 @@ def parser_of(template: str) -> type[ToolParser] | None:
     return next((one for marker, one in _MARKERS.items() if marker in template), None)
 
 
+_TEXT = r"/(.|\n)*/"
+"""What a grammar calls any text; special tokens are none."""
+
+
+def _is_token(marker: str) -> bool:
+    """Returns whether a marker is written as a token."""
+    return marker.startswith("<[")
+
+
 def _overlap(text: str, marker: str) -> int:
     """Returns how many characters of a marker, short of all, a text ends with."""
     tail = text[1 - len(marker) :]
@@ -520,7 +589,7 @@ _literal = _dumped  # Lark's strings are JSON's
 
 def _json(schema: Any) -> str:
     if isinstance(schema, dict):
-        schema = {"x-guidance": _SPACED, **_bare(schema)}
+        schema = {"x-guidance": SPACED, **_bare(schema)}
     return "%json " + json.dumps(schema, ensure_ascii=False)
 
 

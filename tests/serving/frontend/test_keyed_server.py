@@ -243,21 +243,6 @@ def test_a_client_takes_its_key_from_the_environment_only():
         Connection.of_environment("MINE", {"JMOE_API_KEY": "k"})
 
 
-async def test_a_scorer_sends_its_key(file, monkeypatch):
-    from serving.bench.scorer import Scorer
-
-    async with keyed(file) as s:
-        monkeypatch.setenv("JMOE_API_KEY", file.text("root"))
-        scorer = await asyncio.to_thread(Scorer, s.server.address)
-        try:
-            assert await asyncio.to_thread(lambda: scorer._ask("a", max_new_tokens=2).text) == "bc"
-        finally:
-            scorer.close()
-        monkeypatch.delenv("JMOE_API_KEY")
-        with pytest.raises(ConnectionError, match="UNAUTHENTICATED"):
-            await asyncio.to_thread(Scorer, s.server.address)
-
-
 async def test_a_server_reads_it_again_by_itself(file, monkeypatch):
     monkeypatch.setattr(Watched.watch, "__defaults__", (0.01,))
     async with keyed(file) as s:

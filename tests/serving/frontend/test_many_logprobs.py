@@ -78,7 +78,7 @@ async def test_an_answer_is_formatted_token_by_token_and_written_in_parts(sizes)
 async def test_a_long_echo_is_formatted_in_parts_between_which_others_run(monkeypatch, stream):
     prompt = [48 + i % 10 for i in range(4000)]
     turns, at = itertools.count(), []
-    of_prompt = logprobs.Completion.of_prompt
+    of_tokens = logprobs.Completion.of_tokens
 
     async def turn():
         while True:
@@ -87,9 +87,9 @@ async def test_a_long_echo_is_formatted_in_parts_between_which_others_run(monkey
 
     def noted(*args):
         at.append(next(turns))
-        return of_prompt(*args)
+        return of_tokens(*args)
 
-    monkeypatch.setattr(logprobs.Completion, "of_prompt", noted)
+    monkeypatch.setattr(logprobs.Completion, "of_tokens", noted)
     async with serving_http(engine=EngineConfig(max_model_len=4096)) as s:
         turning = asyncio.create_task(turn())
         got = await s.post(prompt=prompt, max_tokens=1, echo=True, logprobs=0, stream=stream)
@@ -145,6 +145,7 @@ async def test_one_bound_holds_over_every_protocol():
                 (await http(max_tokens=40, logprobs=5, n=5), 5 * 40 * 6),
                 (await http(prompt=["0", "1"], max_tokens=30, logprobs=5, n=3), 6 * 30 * 6),
                 (await http(prompt=[1] * 90, max_tokens=11, logprobs=0, echo=True, n=10), 1010),
+                (await http(prompt=[1] * 90, max_tokens=11, logprobs=1, echo=True, n=5), 1010),
                 (await http(logprobs=5, max_tokens=500), 199 * 6),
             ]
             served = [

@@ -1,10 +1,11 @@
 """Completions, through OpenAI's own client. The engine counts up: behind "ab" come "c", "d", ..."""
 
+import orjson
 import pytest
 from openai_served import HttpSetup, serving_http
 
 from serving.config import EngineConfig, ServerConfig
-from serving.frontend.openai import answers
+from serving.frontend.openai import answers, logprobs
 from serving.request import Priority
 
 SPANS = {"prefill_threshold_percent": None, "decode_threshold_percent": [40, 70]}
@@ -136,6 +137,29 @@ async def test_logprobs_of_prompt_and_text(stream):
     assert all(part.top_logprobs is None for part in parts)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_likeliest_tokens_of_prompt_and_text(stream):
+    async with serving_http() as s:
+        got = await s.complete([97, 99], echo=True, logprobs=2, stream=stream)
+        events = [event async for event in got] if stream else [got]
+    parts = [event.choices[0].logprobs for event in events]
+    tops = [one for part in parts for one in part.top_logprobs]
+    assert [one for part in parts for one in part.tokens] == ["a", "c", "d", "e"]
+    assert tops == [
+        None,
+        {"c": -0.25, "d": -1.25},
+        {"d": -0.5, "e": -1.5},
+        {"e": -0.5, "f": -1.5},
+    ]
+
+
+async def test_of_tokens_with_one_text_the_likelier_counts():
+    shown = logprobs.Completion(logprobs.Texts(None), wants_top=True)
+    shown._texts.text = lambda token: "?" if token > 5 else str(token)
+    *_, tops = shown.of_tokens([6, 1], [-3.0, -1.0], [((7, -0.5), (1, -2.0)), ((1, -1.0),)])
+    assert orjson.loads(b"[%b]" % tops) == [{"?": -0.5, "1": -2.0}, {"1": -1.0}]
+
+
 async def test_likeliest_tokens():
     async with serving_http() as s:
         got = await s.complete("ab", logprobs=2)
@@ -178,6 +202,7 @@ async def test_health_and_version_and_the_description():
     assert names == {
         "/v1/completions": "CompletionRequest",
         "/v1/chat/completions": "ChatRequest",
+        "/v1/responses": "ResponsesRequest",
         "/tokenize": "TokenizeRequest",
         "/detokenize": "DetokenizeRequest",
     }

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
+from openai.types.responses import response_create_params
 from openai_served import CHAT, serving_http
 
 from serving import errors
@@ -24,10 +25,11 @@ from serving.frontend.openai.schemas import (
     SUPPORTED,
     ChatRequest,
     CompletionRequest,
+    ResponsesRequest,
 )
 
 PAGE = (Path(__file__).parents[3] / "docs" / "http.md").read_text(encoding="utf-8")
-MODELS = {"completions": CompletionRequest, "chat": ChatRequest}
+MODELS = {"completions": CompletionRequest, "chat": ChatRequest, "responses": ResponsesRequest}
 
 
 def fields(model):
@@ -40,12 +42,12 @@ def cell(field):
 
 def table():
     """Returns the table of all parameters, made from their declarations."""
-    lines = ["| parameter | completions | chat | |", "|---|---|---|---|"]
+    lines = ["| parameter | completions | chat | responses | |", "|---|---|---|---|---|"]
     columns = [fields(model) for model in MODELS.values()]
-    for name in sorted(columns[0] | columns[1]):
+    for name in sorted(set().union(*columns)):
         found = [column.get(name) for column in columns]
         texts = list(dict.fromkeys(field.description for field in found if field is not None))
-        lines.append(f"| `{name}` | {cell(found[0])} | {cell(found[1])} | {'; '.join(texts)} |")
+        lines.append(f"| `{name}` | {' | '.join(map(cell, found))} | {'; '.join(texts)} |")
     return "\n".join(lines)
 
 
@@ -66,6 +68,7 @@ def test_every_parameter_has_a_state_and_says_why():
     [
         (completion_create_params.CompletionCreateParamsBase, CompletionRequest),
         (chat_create_params.CompletionCreateParamsBase, ChatRequest),
+        (response_create_params.ResponseCreateParamsBase, ResponsesRequest),
     ],
     ids=MODELS,
 )

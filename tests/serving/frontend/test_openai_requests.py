@@ -141,7 +141,7 @@ WRONG = [
     ({"prompt": ["a"] * 33, "n": 2}, "prompt", "33 prompts times n 2 make 66 answers"),
     ({"best_of": 3}, "best_of", "best_of is 3 and n 1"),
     ({"logprobs": 6}, "logprobs", "logprobs is 6"),
-    ({"echo": True, "logprobs": 1}, "logprobs", "send logprobs 0"),
+    ({"echo": True, "logprobs": 6}, "logprobs", "logprobs is 6"),
     ({"stop": 5}, "stop", "stop is 5; it must be a string or a list of strings"),
     ({"stop": [5]}, "stop", "stop is 5; it must be a string or a list of strings"),
     ({"logit_bias": {"x": 1}}, "logit_bias", "keys must be token ids"),

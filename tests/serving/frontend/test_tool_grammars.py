@@ -16,6 +16,7 @@ from serving.frontend.openai.chats import Tools
 from serving.frontend.openai.schemas import ChatRequest
 from serving.intake.grammars import Vocabulary
 from serving.intake.structure import Matcher
+from serving.request import Structure, StructureKind
 
 FOLDER = Path(jmoe.__file__).parent / "bundled"
 END = "<|endoftext|>"
@@ -184,3 +185,119 @@ def test_what_schemas_say_to_people_takes_no_room_in_a_grammar(parser, template)
     assert name in names
     assert set(arguments) == set(properties)
     assert arguments["description"] in ["a", {"title": "t"}]
+
+
+def follows(tools, tokenizer, text, wanted=None):
+    """Returns whether the grammar lets a model write a text, and end there."""
+    backend = tokenizer.backend
+    size, end = backend.get_vocab_size(), backend.token_to_id(END)
+    structure = tools.structure(wanted)
+    read, error = Vocabulary(backend.to_str(), size, [end]).read("grammar", structure.text)
+    assert error is None, (error, structure.text)
+    words = np.zeros((size + 31) // 32, np.int32)
+    for token in [*backend.encode(text, add_special_tokens=False).ids, end]:
+        words[:] = 0
+        Matcher(read, lambda: None).fill(words)
+        if not words[token // 32] >> (token % 32) & 1:
+            return False
+        read.consume_token(token)
+    return True
+
+
+HARMONY = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>"
+IN_TEXT = {
+    "hermes": (
+        ["Hi.", "a < b <tool_cal\n", "<think>Hm.</think>\n2"],
+        '<tool_call>\n{{"name": "{0}", "arguments": {1}}}\n</tool_call>',
+    ),
+    "mistral": (["Hi.", "[TOOL_CALL"], '[TOOL_CALLS][{{"name": "{0}", "arguments": {1}}}]'),
+    "openai": (
+        ["<|channel|>final<|message|>Hi.", HARMONY + "final<|message|>Hi."],
+        HARMONY + "commentary to=functions.{0} <|constrain|>json<|message|>{1}",
+    ),
+    "deepseek_v3": (
+        ["Hi.", "<｜tool"],
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{0}<｜tool▁sep｜>{1}<｜tool▁call▁end｜>"
+        "<｜tool▁calls▁end｜>",
+    ),
+}
+RIGHT, WRONG = '{"unit": "</x>", "days": 3}', '{"unit": "K", "days": 3}'
+
+
+@pytest.mark.parametrize("kind", ["special", "added", "text"])
+@pytest.mark.parametrize("parser", [*IN_TEXT, "glm45"])
+def test_beside_text_a_call_is_held_from_its_marker_on(parser, kind):
+    texts, form = IN_TEXT.get(parser, (["Hi.", "<arg_key>"], ""))
+
+    def called(name, arguments):
+        if parser != "glm45":
+            return form.format(name, arguments)
+        pairs = json.loads(arguments).items()
+        told = [
+            f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n" for key, value in pairs
+        ]
+        return f"<tool_call>{name}\n{''.join(told)}</tool_call>"
+
+    template = dict(reversed(TEMPLATES))[parser].replace("```", "")
+    tokenizer = tokenizer_of(f"tools {template}", MARKERS[parser] if kind == "special" else [])
+    if kind == "added":
+        added = ["<think>", "</think>", *MARKERS[parser]]
+        tokenizer.backend.add_tokens([AddedToken(text) for text in added])
+    tools = tools_of(tokenizer, choice="auto")
+    if parser == "openai" and kind == "text":
+        assert tools.structure() is None  # nothing tells where a message ends
+        return
+    calls = called("weather", RIGHT), called("now", "{}")
+    for text in texts:
+        assert follows(tools, tokenizer, text), text
+    for call in calls:
+        assert follows(tools, tokenizer, call), call
+        assert calls_in(tools, call)[1]
+    assert not follows(tools, tokenizer, called("weather", WRONG))
+    assert not follows(tools, tokenizer, called("then", "{}"))
+    if parser != "openai":
+        assert follows(tools, tokenizer, f"I look.\n{calls[0]}\n{calls[1]}\nSo.")
+        assert not follows(tools, tokenizer, calls[0] + called("weather", WRONG))
+
+
+@pytest.mark.parametrize(("parser", "template"), TEMPLATES)
+def test_whatever_is_written_beside_text_has_right_calls(parser, template):
+    rng = random.Random(parser + template)
+    tokenizer = tokenizer_of(f"tools {template}", MARKERS[parser])
+    tools = tools_of(tokenizer, choice="auto")
+    write, found = writer(tools, tokenizer, rng), 0
+    for _ in range(12):
+        for name, arguments in calls_in(tools, write())[1]:
+            found += 1
+            assert name in ("weather", "now")
+            if name == "weather":
+                assert arguments["unit"] in SCHEMA["properties"]["unit"]["enum"]
+                assert 1 <= arguments["days"] <= 14
+    assert found
+
+
+def test_where_nobody_asks_to_be_held_what_a_grammar_does_not_know_is_left_out():
+    unknown = {"type": "object", "properties": {"a": {"type": "string", "not": {"const": "x"}}}}
+    tokenizer = tokenizer_of("tools <tool_call>", MARKERS["hermes"])
+    tools = tools_of(tokenizer, choice="auto", schemas={"f": unknown})
+    assert follows(
+        tools, tokenizer, '<tool_call>\n{"name": "f", "arguments": {"a": "x"}}\n</tool_call>'
+    )
+    assert tools_of(tokenizer, choice="auto", ignore_eos=True).structure() is None
+    large = {f"p{i}": {"type": "string"} for i in range(4000)}
+    tools = tools_of(tokenizer, choice="auto", schemas={"f": {"properties": large}})
+    assert tools.structure() is None
+
+
+@pytest.mark.parametrize(("parser", "template"), TEMPLATES)
+def test_beside_an_answer_with_a_schema_there_are_calls_or_that(parser, template):
+    tokenizer = tokenizer_of(f"tools {template}", MARKERS[parser])
+    tools, wanted = (
+        tools_of(tokenizer, choice="auto"),
+        Structure(StructureKind.JSON_SCHEMA, json.dumps(FREE)),
+    )
+    call = writer(tools_of(tokenizer), tokenizer, random.Random(5))()
+    assert follows(tools, tokenizer, call, wanted)
+    assert follows(tools, tokenizer, '{"text":"Hi."}', wanted)
+    assert not follows(tools, tokenizer, "Hi.", wanted)
+    assert not follows(tools, tokenizer, '{"texts":"Hi."}', wanted)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serving.frontend.openai.tool_parsers import PARSERS, parser_of
+from serving.frontend.openai.tool_parsers import PARSERS, Delta, parser_of
 
 SCHEMA = {
     "type": "object",
@@ -391,12 +391,12 @@ def test_text_is_released_as_soon_as_it_cannot_be_a_marker():
     got.append(parser.push('ments": {"a'))
     got.append(parser.push('": 1'))
     assert got == [
-        [("Hi", "", "")],
+        [Delta("Hi")],
         [],
-        [(" <toy>", "", "")],
+        [Delta(" <toy>")],
         [],
-        [("", "f", ""), ("", "", '{"a')],
-        [("", "", '": 1')],
+        [Delta(name="f"), Delta(arguments='{"a')],
+        [Delta(arguments='": 1')],
     ]
 
 

@@ -1,0 +1,67 @@
+"""What a model writes while it thinks, read apart from its answer, piece by piece."""
+
+from collections.abc import Callable
+
+from serving.frontend.openai.tool_parsers import Delta, Harmony, Reading, ToolParser
+
+
+class Think(ToolParser):
+    """`<think>...</think>` before the answer: Qwen3, DeepSeek-R1, GLM-4.5. White space around the
+    thoughts is dropped. An output that begins with no tag is an answer, unless the prompt has
+    opened it.
+    """
+
+    opening, closing = "<think>", "</think>"
+
+    def __init__(self, before: str) -> None:
+        """`before` is how the prompt ends."""
+        self._opened = before.rstrip().endswith(self.opening)
+        super().__init__({})
+
+    def read(self) -> Reading:
+        """See ToolParser."""
+        while True:
+            begins = self._left.lstrip()
+            is_tag = begins.startswith(self.opening)
+            if is_tag or self._ended or not self.opening.startswith(begins):
+                break
+            yield
+        if is_tag:
+            yield from self.until(self.opening)
+        if is_tag or self._opened:
+            yield from self.peek()
+            yield from self.until(self.closing, take=self.think)
+            yield from self.peek()
+        while True:
+            if text := self._consume(len(self._left)):
+                self._deltas.append(Delta(text))
+            if self._ended:
+                return
+            yield
+
+
+class Channels(Harmony):
+    """gpt-oss: what it writes to the channel `analysis`."""
+
+    def __init__(self, before: str) -> None:
+        """`before` is how the prompt ends."""
+        super().__init__({})
+
+
+Thinks = Callable[[str], ToolParser]
+"""Makes a parser of one output, given how the prompt ends."""
+
+PARSERS: dict[str, Thinks] = {
+    "deepseek_r1": Think,
+    "glm45": Think,
+    "openai_gptoss": Channels,
+    "qwen3": Think,
+}
+"""By vLLM's names."""
+
+
+def parser_of(template: str) -> Thinks | None:
+    """Returns the format in which a chat template's model thinks; None: none of these."""
+    if "<|channel|>" in template:
+        return Channels
+    return Think if Think.closing in template else None

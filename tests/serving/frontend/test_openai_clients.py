@@ -1,0 +1,149 @@
+"""Clients that others wrote, unmodified, each in an environment of its own: a loop of tools."""
+
+import asyncio
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from openai_served import TOOLS_TEMPLATE, saying
+
+pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(900)]
+
+CLIENTS = {
+    "openai": ("openai==3.54.0",),
+    "langchain": ("langchain-openai==1.7.4",),
+    "litellm": ("litellm==1.110.2",),
+    "agents": ("openai-agents==0.24.0",),
+    "instructor": ("instructor==1.17.0",),
+}
+LOOPS = {"openai": 3, "langchain": 4, "litellm": 1, "agents": 4}
+CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "jmoe-tests"
+OWN = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+PARIS, ROME = ("temperature", '{"city": "Paris"}'), ("temperature", '{"city": "Rome"}')
+TEXT = "It has 12 and 21 C."
+
+
+def hermes(*calls):
+    told = (f'{{"name": "{name}", "arguments": {arguments}}}' for name, arguments in calls)
+    return "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in told)
+
+
+def mistral(*calls):
+    told = (f'{{"name": "{name}", "arguments": {arguments}}}' for name, arguments in calls)
+    return f"[TOOL_CALLS][{', '.join(told)}]"
+
+
+def glm(*calls):
+    found = []
+    for name, arguments in calls:
+        pairs = "".join(
+            f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n"
+            for key, value in json.loads(arguments).items()
+        )
+        found.append(f"<tool_call>{name}\n{pairs}</tool_call>")
+    return "\n".join(found)
+
+
+def deepseek(*calls):
+    told = (
+        f"<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{arguments}<｜tool▁call▁end｜>"
+        for name, arguments in calls
+    )
+    return f"<｜tool▁calls▁begin｜>{''.join(told)}<｜tool▁calls▁end｜>"
+
+
+def harmony(*calls):
+    return "<|start|>assistant".join(
+        f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{arguments}<|call|>"
+        for name, arguments in calls
+    )
+
+
+FORMATS = {
+    "<tool_call>": hermes,
+    "[TOOL_CALLS]": mistral,
+    "<arg_key>": glm,
+    "<｜tool▁call▁begin｜>": deepseek,
+    "<|channel|>": harmony,
+}
+
+
+@pytest.fixture(scope="module")
+def python(request):
+    """Returns the interpreter of a client's environment, which is made once."""
+    wanted = CLIENTS[request.param]
+    folder = CACHE / "-".join(re.sub(r"\W", "-", one) for one in wanted)
+    found, done = folder / "bin" / "python", folder / "made"
+    if not done.exists():
+        for command in (
+            [sys.executable, "-m", "venv", "--clear", folder],
+            [found, "-m", "pip", "install", "--quiet", *wanted],
+        ):
+            made = subprocess.run(command, capture_output=True, text=True, timeout=800, env=OWN)
+            if made.returncode:
+                pytest.skip(f"{wanted} cannot be installed here: {made.stderr[-300:]}")
+        done.touch()
+    return request.param, found
+
+
+async def told(python, s):
+    """Returns what a client prints."""
+    client, interpreter = python
+    script = Path(__file__).with_name("tool_clients.py")
+    process = await asyncio.create_subprocess_exec(
+        *(interpreter, script, client, f"http://{s.address}/v1"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=OWN,
+    )
+    printed, failed = await process.communicate()
+    assert process.returncode == 0, failed.decode()[-2000:]
+    return json.loads(printed)
+
+
+@pytest.mark.parametrize("marker", FORMATS)
+@pytest.mark.parametrize("python", LOOPS, indirect=True)
+async def test_a_loop_of_tools(python, marker):
+    written = FORMATS[marker]
+
+    def said(prompt):
+        """Returns two calls, then one, then a text."""
+        text = prompt if isinstance(prompt, str) else "".join(map(chr, prompt))
+        count = text.count("[tool")
+        if count == 3:
+            assert "[tool" in text
+            return f"<|channel|>final<|message|>{TEXT}" if written is harmony else TEXT
+        return written(("unit", "{}")) if count else written(PARIS, ROME)
+
+    template = TOOLS_TEMPLATE.replace("<tool_call>", marker).replace("</tool_call>", "")
+    template += "{# </think> #}"  # so that the engine gets the text
+    async with saying(said, template) as s:
+        got = await told(python, s)
+        count = len(s.engine.calls)
+        held = all(call["sampling"].structure is not None for call in s.engine.calls)
+    loops = LOOPS[python[0]]
+    assert got["texts"] == [TEXT] * loops
+    one = [["temperature", "Paris"], ["temperature", "Rome"]]
+    cities = [sorted(part) for part in zip(got["asked"][0::3], got["asked"][1::3], strict=True)]
+    assert cities == [one] * loops
+    assert got["asked"][2::3] == [["unit"]] * loops
+    assert count == 3 * loops
+    assert held == (written is not harmony)
+
+
+@pytest.mark.parametrize("python", ["instructor"], indirect=True)
+async def test_an_answer_with_a_type(python):
+    arguments = '{"city": "Paris", "degrees": 12}'
+
+    def said(prompt):
+        return hermes(("Weather", arguments)) if prompt.options.get("tools") else arguments
+
+    async with saying(said) as s:
+        got = await told(python, s)
+        held = [call["sampling"].structure is not None for call in s.engine.calls]
+    assert got["texts"] == [{"city": "Paris", "degrees": 12}] * 3
+    assert held == [True] * 3

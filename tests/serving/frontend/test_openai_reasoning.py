@@ -1,0 +1,136 @@
+"""Thoughts apart from the answer, through OpenAI's own client."""
+
+import pytest
+from openai_served import CHAT, TOOLS_TEMPLATE, saying
+
+from serving.frontend.openai import answers
+from serving.frontend.openai.tool_parsers import Delta
+
+WEATHER = {"type": "function", "function": {"name": "weather"}}
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+THINKS = TOOLS_TEMPLATE + "{% if opens %}<think>\n{% endif %}{# </think> #}"
+"""As Qwen3's, in short."""
+GPT_OSS = "{% if tools %}{% endif %}{% for m in messages %}{{ m.thinking }}|{{ m.content }}"
+GPT_OSS += "{% endfor %}{# <|channel|> #}"
+CHANNELS = (
+    "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>It is 2."
+)
+PATH = "/v1/chat/completions"
+
+
+@pytest.mark.parametrize("step", [1, 3, 1000])
+@pytest.mark.parametrize(
+    ("template", "text", "fields", "thoughts", "content", "called"),
+    [
+        (THINKS, "<think>\nHm.\n</think>\n\nIt is 2.", {}, "Hm.", "It is 2.", 0),
+        (THINKS, "It is 2.", {}, None, "It is 2.", 0),
+        (THINKS, "<think>\nHm", {}, "Hm", None, 0),
+        (
+            *(THINKS, "Hm.</think>It is 2.", {"chat_template_kwargs": {"opens": True}}),
+            *("Hm.", "It is 2.", 0),
+        ),
+        (THINKS, f"<think>\nHm.\n</think>\n\n{CALL}", {"tools": [WEATHER]}, "Hm.", None, 1),
+        (THINKS, f"<think>{CALL}</think>No.", {"tools": [WEATHER]}, CALL, "No.", 0),
+        (GPT_OSS, CHANNELS, {}, "Hm.", "It is 2.", 0),
+        (GPT_OSS, CHANNELS, {"tools": [WEATHER]}, "Hm.", "It is 2.", 0),
+        (TOOLS_TEMPLATE, "<think>Hm.</think>2", {}, None, "<think>Hm.</think>2", 0),
+    ],
+)
+async def test_thoughts_are_apart(template, text, fields, thoughts, content, called, step):
+    body = {"model": "counter", "messages": CHAT, **fields}
+    async with saying(text, template, step=step) as s:
+        whole = (await s.http.post(PATH, json=body)).json()
+        raw = (await s.http.post(PATH, json=body | {"stream": True})).text.split("\n\n")[:-2]
+    answers.ChatCompletion.model_validate(whole)
+    message = whole["choices"][0]["message"]
+    assert message.get("reasoning_content") == thoughts
+    assert message["content"] == content
+    assert len(message.get("tool_calls", ())) == called
+    events = [
+        answers.ChatEvent.model_validate_json(event.removeprefix("data: ")).choices[0].delta
+        for event in raw
+    ]
+    assert ("".join(one.reasoning_content or "" for one in events) or None) == thoughts
+    assert ("".join(one.content or "" for one in events) or None) == content
+    assert sum(call.id is not None for one in events for call in one.tool_calls) == called
+    details = whole["usage"].get("completion_tokens_details")
+    if template == TOOLS_TEMPLATE:
+        assert details is None
+    else:
+        assert bool(thoughts) == (0 < details["reasoning_tokens"] <= -(-len(text) // step))
+
+
+async def test_an_answer_that_is_held_to_a_structure_has_no_thoughts():
+    async with saying('{"a": "</think>"}', THINKS) as s:
+        got = await s.chat(response_format={"type": "json_object"})
+        forced = {"tools": [WEATHER], "tool_choice": "required"}
+        body = {"model": "counter", "messages": CHAT, **forced}
+        await s.http.post(PATH, json=body | {"chat_template_kwargs": {"opens": True}})
+    assert got.choices[0].message.content == '{"a": "</think>"}'
+
+
+@pytest.mark.parametrize(
+    ("template", "name", "calls", "wanted"),
+    [
+        (THINKS, "reasoning_content", False, "Hm."),
+        (GPT_OSS, "thinking", False, "Hm."),
+        (GPT_OSS, "thinking", True, None),  # beside content, its template fails
+    ],
+)
+async def test_thoughts_of_earlier_answers_reach_the_template(template, name, calls, wanted):
+    function = {"name": "weather", "arguments": "{}"}
+    told = {"role": "assistant", "content": "It is 2.", "reasoning_content": "Hm."}
+    if calls:
+        told["tool_calls"] = [{"id": "abcdefghi", "type": "function", "function": function}]
+    async with saying("Fine.", template) as s:
+        prompts, tokenize = [], s.engine.tokenize
+
+        async def noted(prompt, *given, **more):
+            prompts.append(prompt)
+            return await tokenize(prompt, *given, **more)
+
+        s.engine.tokenize = noted
+        await s.chat([*CHAT, told, *CHAT])
+        refused = await s.http.post(
+            PATH, json={"model": "counter", "messages": [CHAT[0] | {"reasoning_content": "Hm."}]}
+        )
+        (call,) = s.engine.calls
+    (prompt,) = prompts
+    assert prompt.messages[1].get(name) == wanted
+    assert call["prompt"] == await tokenize(prompt)  # it is rendered once
+    error = refused.json()["error"]
+    assert (refused.status_code, error["param"]) == (400, "messages")
+    assert "role user has reasoning_content" in error["message"]
+
+
+class Upper:
+    """A format of one's own: what is in capitals is thought."""
+
+    def __init__(self, before):
+        self.before = before
+
+    def push(self, text):
+        return [Delta(reasoning=char) if char.isupper() else Delta(char) for char in text]
+
+    def finish(self):
+        return []
+
+
+async def test_a_parser_by_its_name_none_and_one_of_ones_own():
+    async with saying("<think>Hm.</think>2", reasoning_parser="deepseek_r1") as s:
+        got = (await s.chat()).choices[0].message
+    assert (got.reasoning_content, got.content) == ("Hm.", "2")
+    async with saying("<think>Hm.</think>2", THINKS, reasoning_parser="none") as s:
+        got = (await s.chat()).choices[0].message
+    assert got.content == "<think>Hm.</think>2"
+    called = CHANNELS.partition("It is")[0] + CALL
+    mixed = {"tool_call_parser": "hermes", "reasoning_parser": "openai_gptoss"}
+    async with saying(called, TOOLS_TEMPLATE, **mixed) as s:
+        got = (await s.chat(tools=[WEATHER])).choices[0].message
+    assert (got.reasoning_content, len(got.tool_calls)) == ("Hm.", 1)
+    async with saying("HMit is 2", reasoning_parser=f"{__file__}:Upper") as s:
+        got = (await s.chat()).choices[0].message
+    assert (got.reasoning_content, got.content) == ("HM", "it is 2")
+    with pytest.raises(ValueError, match=r"reasoning_parser is 'xml'; it must be one of deepseek"):
+        async with saying("", reasoning_parser="xml"):
+            pass
