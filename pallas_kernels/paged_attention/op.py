@@ -7,6 +7,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import native
 from pallas_kernels.backend import KERNEL, NATIVE, batched, hopper, note
+from pallas_kernels.fp8_pages import AnyPages
 from pallas_kernels.paged_attention import batched as few_launches
 from pallas_kernels.paged_attention import reference
 from pallas_kernels.paged_attention.schedule import Schedule
@@ -29,8 +30,8 @@ def plan(heads: int, pages: Any, *, kv_len: Int[Array, "B"], window: int = 0) ->
 
 def paged_attention(
     q: Float[Array, "B H D"],
-    k_pages: Float[Array, "L P G S D"],
-    v_pages: Float[Array, "L P G S D"],
+    k_pages: AnyPages,
+    v_pages: AnyPages,
     *,
     layer: Int[Array, ""],
     block_table: Int[Array, "B M"],

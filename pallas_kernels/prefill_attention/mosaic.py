@@ -53,7 +53,7 @@ _REGISTERS = {"load": 24, "multiply": 240}
 """A thread. Together no more than a launch gives: 3 x 168."""
 
 
-def supports(q: Array, k_pages: Array, v_pages: Array, scale: float) -> bool:
+def supports(q: Array, k_pages: Any, v_pages: Any, scale: float) -> bool:
     """Returns whether the kernel takes these shapes and dtypes."""
     bf16 = all(a.dtype == jnp.bfloat16 for a in (q, k_pages, v_pages))
     kv_heads, page_size, head_dim = k_pages.shape[2:]

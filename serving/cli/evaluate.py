@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from serving.cli.options import AllowUnknownConfig, Quantize, of_fields
+from serving.cli.options import AllowUnknownConfig, KvCacheDtype, Quantize, of_fields
 from serving.settings.plugins import own_strategy
 from serving.telemetry.progress import progress_bar
 
@@ -22,6 +22,7 @@ def evaluate(
         str, typer.Option(help="Data type: bfloat16, float16 or float32.")
     ] = "bfloat16",
     quantize: Quantize = "none",
+    kv_cache_dtype: KvCacheDtype = "auto",
     data: Annotated[
         Path | None, typer.Option(help="JSON lines with prompt, answer and family.")
     ] = None,

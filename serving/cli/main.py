@@ -25,6 +25,7 @@ from serving.cli.options import (
     AllowUnknownConfig,
     Command,
     HubRevision,
+    KvCacheDtype,
     Quantize,
     flag_keys,
     models_flag,
@@ -265,6 +266,7 @@ def generate(
         str, typer.Option(help="Data type: bfloat16, float16 or float32.")
     ] = "bfloat16",
     quantize: Quantize = "none",
+    kv_cache_dtype: KvCacheDtype = "auto",
     tokens: Annotated[
         bool, typer.Option(help="Prompts are token ids, separated by commas.")
     ] = False,
@@ -311,6 +313,7 @@ def generate(
             allow_unknown_config=allow_unknown_config or (),
             revision=hub_revision,
             quantize=quantize,
+            kv_cache_dtype=kv_cache_dtype,
         )
         result = jmoe.generate(
             loaded,

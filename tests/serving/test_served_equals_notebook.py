@@ -95,6 +95,12 @@ class Made:
         models = {"": jmoe.load(golden, "float32")}
         return self.of(models, model=str(golden), prefix_reuse="off", **ROOM)
 
+    def fp8_kv(self, golden: Path = ONE) -> Mode:
+        """Makes a mode with KV pages in fp8."""
+        models = {"": jmoe.load(golden, "float32", kv_cache_dtype="fp8")}
+        given = {"kv_cache_dtype": "fp8", "prefix_reuse": "off", **ROOM}
+        return self.of(models, model=str(golden), **given)
+
     def bundled(self) -> Mode:
         model = jmoe.load("bundled", "float32")
         return Mode(config, {"": model}, model)
@@ -592,6 +598,7 @@ ROWS = {
     ),
     "one: structures": Row("bundled", structures),
     "one: fp8": Row("fp8", shaped(evicted=False), {"max_model_len": 96}),
+    "one: fp8 KV": Row("fp8 kv", parts, RESTLESS),
     "workers: prefix reuse": Row("workers", prefix_reuse(range(6), *REUSED), WORKERS_REUSE),
     "workers: shaped, room": Row("workers", shaped(evicted=False), {"max_model_len": 96}),
     "workers: shaped, evictions": Row(

@@ -44,6 +44,7 @@ class EvaluateConfig:
     out: Path = Path("out/evaluate")
     allow_unknown_config: tuple[str, ...] = ()  # as of `jmoe.load`
     quantize: str = "none"  # likewise
+    kv_cache_dtype: str = "auto"  # likewise
 
     def __post_init__(self) -> None:
         """Raises ValueError for a number out of range."""
@@ -72,6 +73,7 @@ def evaluate(
         config.dtype,
         allow_unknown_config=config.allow_unknown_config,
         quantize=config.quantize,
+        kv_cache_dtype=config.kv_cache_dtype,
     )
     check_ways(model, settings)
     work = Work(model, items, config)
@@ -198,6 +200,7 @@ class Work:
             "chunk": config.chunk,
             "error_steps": config.error_steps,
             **({} if config.quantize == "none" else {"quantize": config.quantize}),
+            **({} if config.kv_cache_dtype == "auto" else {"kv_cache_dtype": "fp8"}),
         }
 
     def run(self, setting: Brownout, advance: Callable[[int], None]) -> Result:
