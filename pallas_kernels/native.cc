@@ -16,6 +16,10 @@
 #include <utility>
 #include <vector>
 
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
+
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
@@ -193,17 +197,28 @@ void Product(int rows, int columns, int depth, X x, W w, bool add, float* out, i
 
 constexpr int kKeys = 64;  // that are scored at a time
 
-// Widens a row of e4m3 numbers and multiplies it by its scale; the scale of a NaN is one, too. Nothing
-// is computed of numbers that are not normal, which XLA's threads take for zero.
+// Widens a row of e4m3 numbers and multiplies it by its scale; the scale of a NaN is one, too. XLA's
+// threads take numbers that are not normal for zero, so nothing is computed of such.
 inline void Widen(const uint8_t* from, float scale, int n, float* to) {
-  typedef uint8_t ByteVec __attribute__((vector_size(kLanes)));
+#ifdef __AVX512F__
+  scale *= 256.0f;  // as numbers of half precision, whose exponents are biased by eight more
+#endif
   for (int i = 0; i < n; i += kLanes) {
+    Vec number;
+#ifdef __AVX512F__
+    const __m256i high = _mm256_slli_epi16(
+        _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i))), 8);
+    const __m256i half = _mm256_and_si256(_mm256_srai_epi16(high, 1), _mm256_set1_epi16(int16_t(0xbf80)));
+    const __m512 wide = _mm512_cvtph_ps(half);
+    std::memcpy(&number, &wide, sizeof number);
+#else
+    typedef uint8_t ByteVec __attribute__((vector_size(kLanes)));
     ByteVec bytes;
     std::memcpy(&bytes, from + i, sizeof bytes);
     const IntVec wide = __builtin_convertvector(bytes, IntVec), size = wide & 0x7f;
     const IntVec normal = (size << 20) + (120 << 23);  // a biased exponent of 7 becomes one of 127
-    const IntVec plus_one = (size << 20) + (121 << 23);  // (1 + m / 8) 2^-6 of those without a leading one
-    Vec number, small;
+    const IntVec plus_one = (size << 20) + (121 << 23);  // (1 + m / 8) 2^-6 where no bit leads
+    Vec small;
     std::memcpy(&number, &normal, sizeof number);
     std::memcpy(&small, &plus_one, sizeof small);
     number = size < 8 ? small - 0x1p-6f : number;
@@ -211,6 +226,7 @@ inline void Widen(const uint8_t* from, float scale, int n, float* to) {
     std::memcpy(&bits, &number, sizeof bits);
     bits |= (wide & 0x80) << 24;
     std::memcpy(&number, &bits, sizeof number);
+#endif
     Store(to + i, number * scale);
   }
 }
