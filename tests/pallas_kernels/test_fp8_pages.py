@@ -159,7 +159,11 @@ def shape_of(heads, kv_heads, dim):
     return Shape("", 1, 1, 1, 1, heads, kv_heads, dim)
 
 
-CASES = [(shape_of(6, 2, 32), 16, 0), (shape_of(1, 1, 16), 3, 7), (shape_of(8, 1, 80), 64, 33)]
+CASES = [
+    (shape_of(6, 2, 32), 16, 0),
+    pytest.param(shape_of(1, 1, 16), 3, 7, marks=pytest.mark.deep),
+    (shape_of(8, 1, 80), 64, 33),
+]
 
 
 def runs(form, fn):
