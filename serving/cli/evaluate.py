@@ -23,6 +23,12 @@ def evaluate(
     ] = "bfloat16",
     quantize: Quantize = "none",
     kv_cache_dtype: KvCacheDtype = "auto",
+    against: Annotated[
+        Path | None,
+        typer.Option(
+            help="--out of another run of the same items: print what zero brownout loses."
+        ),
+    ] = None,
     data: Annotated[
         Path | None, typer.Option(help="JSON lines with prompt, answer and family.")
     ] = None,
@@ -106,7 +112,7 @@ def evaluate(
     from jmoe.api import resolve
     from jmoe.expected_loss import FILE
     from training.evaluation.items import grid, integers, parse_only, with_levels
-    from training.evaluation.run import EvaluateConfig, label
+    from training.evaluation.run import EvaluateConfig, label, loss_against
     from training.evaluation.run import evaluate as run
     from training.evaluation.tables import loss
 
@@ -141,6 +147,9 @@ def evaluate(
     with progress_bar() as progress:
         found = run(config, settings, progress)
     print(f"zero brownout: {100 * found[0].accuracy:.2f} % right")
+    if against is not None:
+        lost, low, high = loss_against(config, against)
+        print(f"of {against}, zero brownout loses {lost:.2f} % ({low:.2f} to {high:.2f})")
     for score in found[1:]:
         print(
             f"{label(score.setting)}: {100 * score.accuracy:.2f} % right, loss {loss(score, ' %')}"

@@ -3,6 +3,7 @@ e4m3 is ml_dtypes'.
 """
 
 from contextlib import nullcontext
+from itertools import pairwise
 
 import jax
 import jax.numpy as jnp
@@ -119,7 +120,7 @@ def test_a_row_has_the_same_bits_in_any_company():
     quantize = jax.jit(fp8_pages.quantize)
     whole = [np.asarray(part) for part in quantize(rows)]
     for cut in ([0, 40], [0, 1, 40], [0, 13, 27, 40]):
-        parts = [quantize(rows[a:b]) for a, b in zip(cut, cut[1:], strict=False)]
+        parts = [quantize(rows[a:b]) for a, b in pairwise(cut)]
         for found, want in zip(zip(*parts, strict=True), whole, strict=True):
             np.testing.assert_array_equal(np.concatenate(found), want)
 
@@ -236,14 +237,13 @@ def test_in_cpp_chunks_are_the_same_bits_however_they_are_cut(window):
     whole = None
     for cut in ([0, 90], [0, 1, 90], [0, 37, 64, 90]):
         outs = []
-        for a, b in zip(cut, cut[1:], strict=False):
+        for a, b in pairwise(cut):
             extra = 40 if whole is None else 0  # in company
             at = {"q_start": jnp.asarray([0, b - a, b - a + extra], jnp.int32), "window": window}
             at |= {"kv_len": jnp.asarray([b, 40], jnp.int32), "block_table": table}
             at |= {"layer": jnp.int32(paged.LAYER), "scale": 0.2}
             rows = jnp.concatenate([q[a:b], q[90 : 90 + extra]])
-            outs.append(
-                runs("C++", lambda r=rows, at=at: prefill_attention(r, k, v, **at))[: b - a]
-            )
+            out = runs("C++", lambda r=rows, at=at: prefill_attention(r, k, v, **at))
+            outs.append(out[: b - a])
         whole = np.concatenate(outs) if whole is None else whole
         np.testing.assert_array_equal(np.concatenate(outs), whole)

@@ -55,8 +55,8 @@ ONE = GOLDEN.with_name("qwen3_moe_mixed_yarn")
 
 
 EIGHT_BITS = {"atol": 0.05, "tie": 0.05}
-"""Within which answers over KV pages in fp8 are the notebook's: where a key differs in the last bit,
-one of its numbers may round the other way.
+"""Within which answers over KV pages in fp8 are the notebook's: where a key differs in its last bit
+a number may round the other way.
 """
 
 
