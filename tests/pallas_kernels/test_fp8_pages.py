@@ -3,11 +3,13 @@ e4m3 is ml_dtypes'.
 """
 
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import pairwise
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
+import mosaic
 import numpy as np
 import paged
 import pytest
@@ -17,7 +19,8 @@ from pallas_kernels import fp8_pages, native
 from pallas_kernels.backend import batched_only, noting, references_only, traced_for
 from pallas_kernels.fp8_pages import Fp8Pages
 from pallas_kernels.kv_write import Projection, split_heads, write_kv
-from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.paged_attention import mosaic as kernel
+from pallas_kernels.paged_attention import paged_attention, tiles
 from pallas_kernels.paged_attention import plan as plan_decode
 from pallas_kernels.prefill_attention import prefill_attention
 
@@ -213,7 +216,7 @@ def test_prefill_attention(form, shape, page_size, window):
 
 
 def test_rows_in_bfloat16_read_them():
-    """As on a GPU, where no kernel takes such pages yet."""
+    """As on a GPU, whose kernel takes no pages of 16."""
     rng, shape = np.random.default_rng(5), shape_of(4, 2, 64)
     k, v, table, keys, values = cache(rng, [70, 3], shape, 16, 6)
     q = jnp.asarray(rng.normal(size=(2, 4, 64)), jnp.bfloat16)
@@ -227,6 +230,38 @@ def test_rows_in_bfloat16_read_them():
         assert plan_decode(4, k, kv_len=at["kv_len"]) is None
         jax.eval_shape(lambda: paged_attention(q, k, v, **at))
     assert noted == {"attention": "batched XLA"}
+
+
+@pytest.mark.parametrize("run", [mosaic.run, pytest.param(mosaic.emulate, marks=pytest.mark.deep)])
+@pytest.mark.parametrize(
+    ("shape", "page_size", "window"),
+    [
+        (shape_of(6, 2, 64), 64, 0),
+        pytest.param(shape_of(7, 1, 128), 64, 33, marks=pytest.mark.deep),
+        pytest.param(shape_of(3, 1, 256), 128, 0, marks=pytest.mark.deep),
+    ],
+)
+def test_the_kernel_of_decode_attention(run, shape, page_size, window):
+    """In three blocks, which cut sequences wherever they can."""
+    rng, lengths = np.random.default_rng(7), [70, 3, 0, 193]
+    k, v, table, keys, values = cache(rng, lengths, shape, page_size, 5)
+    q = jnp.asarray(rng.normal(size=(4, shape.heads, shape.head_dim)), jnp.bfloat16)
+    if window:
+        table = paged.slid(table, [max(0, n - window) for n in lengths], page_size)
+        keys, values = ([one[-window:] for one in each] for each in (keys, values))
+    tile, sinks = tiles.choose(shape.head_dim, page_size, fp8=True), rng.normal(size=shape.heads)
+    assert tile is not None
+    assert kernel.supports(q, k, v)
+
+    def attend(q, k, v, layer, table, kv_len):
+        at = {"layer": layer, "block_table": table, "kv_len": kv_len, "window": window}
+        at |= {"sinks": jnp.asarray(sinks, F32), "num_blocks": 3}
+        small = replace(tile, min_tiles=1, merge_width=2)
+        return kernel.paged_attention(q, k, v, scale=0.125, tile=small, **at)
+
+    got = run(attend, q, k, v, jnp.int32(paged.LAYER), table, jnp.asarray(lengths, jnp.int32))
+    want = [paged.attend(*of, 0.125, sinks) for of in zip(q, keys, values, strict=True)]
+    np.testing.assert_allclose(got.astype(jnp.float32), want, rtol=0, atol=0.015)
 
 
 @pytest.mark.parametrize("window", [0, 9])
