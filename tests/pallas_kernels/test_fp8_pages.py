@@ -22,6 +22,7 @@ from pallas_kernels.kv_write import Projection, split_heads, write_kv
 from pallas_kernels.paged_attention import mosaic as kernel
 from pallas_kernels.paged_attention import paged_attention, tiles
 from pallas_kernels.paged_attention import plan as plan_decode
+from pallas_kernels.prefill_attention import mosaic as prefill_kernel
 from pallas_kernels.prefill_attention import prefill_attention
 
 pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
@@ -262,6 +263,31 @@ def test_the_kernel_of_decode_attention(run, shape, page_size, window):
     got = run(attend, q, k, v, jnp.int32(paged.LAYER), table, jnp.asarray(lengths, jnp.int32))
     want = [paged.attend(*of, 0.125, sinks) for of in zip(q, keys, values, strict=True)]
     np.testing.assert_allclose(got.astype(jnp.float32), want, rtol=0, atol=0.015)
+
+
+@pytest.mark.parametrize("run", [mosaic.run, pytest.param(mosaic.emulate, marks=pytest.mark.deep)])
+@pytest.mark.parametrize("window", [0, pytest.param(33, marks=pytest.mark.deep)])
+def test_the_kernel_of_prefill_attention_gets_a_copy(run, window):
+    rng, chunks, shape = np.random.default_rng(8), [(0, 5), (70, 9), (3, 0)], shape_of(4, 2, 64)
+    lengths = [old + new for old, new in chunks]
+    k, v, table, keys, values = cache(rng, lengths, shape, 16, 6)
+    start = np.cumsum([0, *(new for _, new in chunks)])
+    q = jnp.asarray(rng.normal(size=(16, 4, 64)), jnp.bfloat16)
+    assert prefill_kernel.supports(q, k, v, 0.125)
+
+    def attend(q, k, v, layer, table, kv_len, q_start):
+        at = {"layer": layer, "block_table": table, "kv_len": kv_len, "q_start": q_start}
+        at |= {"window": window, "num_blocks": 2}
+        interpreted = run is mosaic.run and not mosaic.ON_SM90
+        return prefill_kernel.prefill_attention(q, k, v, scale=0.125, interpreted=interpreted, **at)
+
+    given = table, jnp.asarray(lengths, jnp.int32), jnp.asarray(start, jnp.int32)
+    got = np.asarray(run(attend, q, k, v, jnp.int32(paged.LAYER), *given), F32)
+    for n, (old, new) in enumerate(chunks):
+        for row in range(new):
+            seen = slice(max(0, old + row + 1 - window) if window else 0, old + row + 1)
+            want = paged.attend(q[start[n] + row], keys[n][seen], values[n][seen], 0.125)
+            np.testing.assert_allclose(got[start[n] + row], want, rtol=0, atol=0.03)
 
 
 @pytest.mark.parametrize("window", [0, 9])
