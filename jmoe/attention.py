@@ -318,8 +318,9 @@ class Written(NamedTuple):
             q, *new = write_kv(projection, *cache, layer=layer, **self._asdict())
             return q, KVPages(*new)
         q, rows, _ = split_heads(projection)
-        at = cache.k.at[layer, self.page, :, self.offset]
-        return q, LatentPages(at.set(rows.astype(cache.k.dtype), mode="promise_in_bounds"))
+        assert isinstance(cache, LatentPages)
+        at = cache.latent.at[layer, self.page, :, self.offset]
+        return q, LatentPages(at.set(rows.astype(cache.latent.dtype), mode="promise_in_bounds"))
 
 
 class DecodeAttention(NamedTuple):

@@ -126,7 +126,8 @@ def loss_against(config: EvaluateConfig, folder: Path) -> tuple[float, float, fl
         if result is None or inputs.get("items_digest") != _digest(items):
             raise ValueError(f"{each} has no zero brownout of these {len(items)} items")
         found.append(result.right)
-    return paired_loss(by_families(*found, [item.family for item in items]))
+    exact, other = found
+    return paired_loss(by_families(exact, other, [item.family for item in items]))
 
 
 def _digest(items: Sequence[Task]) -> str:
