@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jmoe import checkpoint, display, layout, levels
+from jmoe.attention import with_kv_cache_dtype
 from jmoe.beside import digest_of
 from jmoe.brownout import Brownout, Control
 from jmoe.config import ModelConfig, read_config
@@ -146,6 +147,12 @@ class Model:
         weights = self.weights._replace(**changed)
         return replace(self, resident=ResidentWeights(weights, self.united, self.name, self.home))
 
+    def with_kv_cache_dtype(self, dtype: str) -> "Model":
+        """Returns the same model, with the same weights and ways, whose caches keep keys and values
+        as `dtype` says; see `load`. Raises ValueError as that.
+        """
+        return replace(self, config=with_kv_cache_dtype(self.config, dtype))
+
     @property
     def num_united_slots(self) -> int:
         """United experts a layer has slots for."""
@@ -248,6 +255,7 @@ def load(
     revision: str = "",
     chat_template: str | Path = "",
     quantize: str = "none",
+    kv_cache_dtype: str = "auto",
 ) -> Model:
     """Loads a Hugging Face directory as it stands, or one written by `save`.
 
@@ -268,6 +276,8 @@ def load(
         chat_template: a file, in place of the model's own template.
         quantize: `fp8` keeps experts in eight bits, with a scale for each block of 128 x 128
             weights; all other weights stay as `dtype` says.
+        kv_cache_dtype: `fp8` keeps keys and values in eight bits, with a scale for each token and
+            head; `auto`: in `dtype`.
 
     Raises HubError, ConfigError, CheckpointError or TokenizerError, each naming what is wrong;
     ValueError for a placement that does not fit.
@@ -280,6 +290,7 @@ def load(
     finite = kind if check_weights else None
     if checkpoint.is_native(directory):
         cfg, weights = checkpoint.load_native(directory, kind, check_weights)
+        cfg = with_kv_cache_dtype(cfg, kv_cache_dtype)
         check_tokenizer(tokenizer, cfg, directory)
         united = _united(directory, cfg, finite, ways, name)
         missing = num_united_slots(united)
@@ -291,6 +302,7 @@ def load(
         weights = weights if home is None else home.spread(weights)
     else:
         cfg = read_config(directory, allow_unknown_config=allow_unknown_config)
+        cfg = with_kv_cache_dtype(cfg, kv_cache_dtype)
         check_tokenizer(tokenizer, cfg, directory)
         united = _united(directory, cfg, finite, ways, name)
         home = _home(cfg, num_united_slots(united), mesh, placement)

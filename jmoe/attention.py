@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jmoe.kv_cache import CacheSizes, KVPages, LatentPages, Pages, make_pages
+from pallas_kernels.fp8_pages import rounded
 from pallas_kernels.kv_write import Heads, Projection, split_heads, write_kv
 from pallas_kernels.online_softmax import softmax
 from pallas_kernels.paged_attention import paged_attention
@@ -93,6 +94,10 @@ class Paged:
 
     window: int = 0  # positions that a row sees, its own included; 0: all
     sinks: bool = False  # whether layers have `sinks`: a score a head that has no value
+    fp8: bool = False
+    """Whether keys and values are kept in eight bits (`pallas_kernels.fp8_pages`). What attends
+    without a cache rounds them likewise.
+    """
 
     @property
     def shares_pages(self) -> bool:
@@ -106,7 +111,7 @@ class Paged:
 
     def cache(self, cfg: "ModelConfig", num_layers: int, sizes: CacheSizes) -> Pages:
         """See AttentionKind."""
-        return make_pages(cfg, num_layers, sizes)
+        return make_pages(cfg, num_layers, sizes, fp8=self.fp8)
 
     def step(self, cfg: "ModelConfig", cache: Pages, rows: StepRows) -> Attention:
         """See AttentionKind. A window that no position can exceed is none."""
@@ -137,7 +142,8 @@ class Paged:
 
     def causal(self, batch: int, length: int) -> "CausalAttention":
         """See AttentionKind."""
-        return CausalAttention(batch, length, self.window if self.window < length else 0)
+        window = self.window if self.window < length else 0
+        return CausalAttention(batch, length, window, self.fp8)
 
 
 FULL = Paged()
@@ -188,6 +194,32 @@ class ByKind(NamedTuple):
     def of(cls, each: tuple[Any, ...]) -> Any:
         """Returns it, or the one thing itself where all layers are of one kind."""
         return each[0] if len(each) == 1 else cls(each)
+
+
+KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")
+"""Names of what keys and values are kept in, as vLLM has them; the last two are one."""
+
+
+def with_kv_cache_dtype(cfg: "ModelConfig", dtype: str) -> "ModelConfig":
+    """Returns a configuration whose layers keep keys and values as `dtype` says, `auto`: as they
+    do. Layers that keep something else go on doing so. Raises ValueError for another name, and
+    where no layer keeps any.
+    """
+    if dtype not in KV_CACHE_DTYPES:
+        raise ValueError(
+            f"kv_cache_dtype is {dtype!r}; it must be one of {', '.join(KV_CACHE_DTYPES)}"
+        )
+    if dtype == "auto":
+        return cfg
+    kinds = tuple(
+        replace(kind, fp8=True) if type(kind) is Paged else kind for kind in cfg.layer_attention
+    )
+    if not any(type(kind) is Paged for kind in kinds):
+        raise ValueError(
+            f"kv_cache_dtype is {dtype!r}, and no layer of this {cfg.architecture} model keeps keys"
+            " and values (latents stay in dtype); leave it at auto"
+        )
+    return replace(cfg, layer_attention=kinds)
 
 
 def _window(kind: AttentionKind) -> int:
@@ -286,8 +318,9 @@ class Written(NamedTuple):
             q, *new = write_kv(projection, *cache, layer=layer, **self._asdict())
             return q, KVPages(*new)
         q, rows, _ = split_heads(projection)
-        at = cache.k.at[layer, self.page, :, self.offset]
-        return q, LatentPages(at.set(rows.astype(cache.k.dtype), mode="promise_in_bounds"))
+        assert isinstance(cache, LatentPages)
+        at = cache.latent.at[layer, self.page, :, self.offset]
+        return q, LatentPages(at.set(rows.astype(cache.latent.dtype), mode="promise_in_bounds"))
 
 
 class DecodeAttention(NamedTuple):
@@ -412,12 +445,15 @@ class CausalAttention:
     batch: int = field(metadata={"static": True})
     length: int = field(metadata={"static": True})
     window: int = field(default=0, metadata={"static": True})  # as of `Paged`
+    fp8: bool = field(default=False, metadata={"static": True})  # likewise
 
     def __call__(
         self, projection: Projection | Heads, layer: Int[Array, ""], cache: Any
     ) -> tuple[Float[Array, "T H D"], Any]:
         """See Attention."""
         q, k, v = split_heads(projection)
+        if self.fp8:
+            k, v = rounded(k), rounded(v)
         heads, kv_heads, head_dim = q.shape[1], k.shape[1], q.shape[2]
         shape = (self.batch, self.length)
         qg = q.reshape(*shape, kv_heads, heads // kv_heads, head_dim)

@@ -668,6 +668,8 @@ def save_native(
         "activation": _named("activation", cfg.activation),
         "layer_attention": [_named("layer_attention", kind) for kind in cfg.layer_attention],
     }
+    for kind in stored["layer_attention"]:
+        kind.pop("fp8", None)  # of caches
     del stored["strategy"], stored["fp8_block"], stored["int4"]  # of programs, and of other files
     need("train", "orbax")
     import orbax.checkpoint as ocp

@@ -5,6 +5,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from pallas_kernels import fp8_pages
+from pallas_kernels.fp8_pages import AnyPages
+
 if TYPE_CHECKING:
     from jmoe.config import ModelConfig
 
@@ -26,8 +29,8 @@ class KVPages(NamedTuple):
     is the padding page: what padding rows write goes there.
     """
 
-    k: Float[Array, "L P G S D"]
-    v: Float[Array, "L P G S D"]
+    k: AnyPages
+    v: AnyPages
 
     @property
     def padding_page(self) -> int:
@@ -69,7 +72,13 @@ class LatentPages(NamedTuple):
 Pages = KVPages | LatentPages
 
 
-def make_pages(cfg: "ModelConfig", num_layers: int, sizes: CacheSizes) -> KVPages:
-    """Returns zeroed pages of some layers, and the padding page."""
+def make_pages(
+    cfg: "ModelConfig", num_layers: int, sizes: CacheSizes, *, fp8: bool = False
+) -> KVPages:
+    """Returns zeroed pages of some layers, and the padding page; in eight bits, or of the sizes'
+    dtype.
+    """
     shape = num_layers, sizes.num_pages + 1, cfg.num_kv_heads, sizes.page_size, cfg.head_dim
+    if fp8:
+        return KVPages(fp8_pages.zeros(shape), fp8_pages.zeros(shape))
     return KVPages(jnp.zeros(shape, sizes.dtype), jnp.zeros(shape, sizes.dtype))

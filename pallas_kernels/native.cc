@@ -16,6 +16,10 @@
 #include <utility>
 #include <vector>
 
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
+
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
@@ -193,23 +197,81 @@ void Product(int rows, int columns, int depth, X x, W w, bool add, float* out, i
 
 constexpr int kKeys = 64;  // that are scored at a time
 
+// Widens a row of e4m3 numbers and multiplies it by its scale; the scale of a NaN is one, too. XLA's
+// threads take numbers that are not normal for zero, so nothing is computed of such.
+inline void Widen(const uint8_t* from, float scale, int n, float* to) {
+#ifdef __AVX512F__
+  scale *= 256.0f;  // as numbers of half precision, whose exponents are biased by eight more
+#endif
+  for (int i = 0; i < n; i += kLanes) {
+    Vec number;
+#ifdef __AVX512F__
+    const __m256i high = _mm256_slli_epi16(
+        _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i))), 8);
+    const __m256i half = _mm256_and_si256(_mm256_srai_epi16(high, 1), _mm256_set1_epi16(int16_t(0xbf80)));
+    const __m512 wide = _mm512_cvtph_ps(half);
+    std::memcpy(&number, &wide, sizeof number);
+#else
+    typedef uint8_t ByteVec __attribute__((vector_size(kLanes)));
+    ByteVec bytes;
+    std::memcpy(&bytes, from + i, sizeof bytes);
+    const IntVec wide = __builtin_convertvector(bytes, IntVec), size = wide & 0x7f;
+    const IntVec normal = (size << 20) + (120 << 23);  // a biased exponent of 7 becomes one of 127
+    const IntVec plus_one = (size << 20) + (121 << 23);  // (1 + m / 8) 2^-6 where no bit leads
+    Vec small;
+    std::memcpy(&number, &normal, sizeof number);
+    std::memcpy(&small, &plus_one, sizeof small);
+    number = size < 8 ? small - 0x1p-6f : number;
+    IntVec bits;
+    std::memcpy(&bits, &number, sizeof bits);
+    bits |= (wide & 0x80) << 24;
+    std::memcpy(&number, &bits, sizeof number);
+#endif
+    Store(to + i, number * scale);
+  }
+}
+
+// Pages of keys or values: in float32, or in e4m3 with a scale for each row of a head.
+struct Pages {
+  const float* wide;
+  const uint8_t* bits;
+  const float* scales;
+
+  static Pages Of(const ffi::AnyBuffer& numbers, const Floats& scales) {
+    if (numbers.element_type() == ffi::F32) return {numbers.typed_data<float>(), nullptr, nullptr};
+    return {nullptr, numbers.typed_data<uint8_t>(), scales.typed_data()};
+  }
+
+  // Returns a row, which is widened into `room` where it has to be.
+  const float* Row(int64_t row, int dim, float* room) const {
+    if (wide != nullptr) return wide + row * dim;
+    Widen(bits + row * dim, scales[row], dim, room);
+    return room;
+  }
+};
+
 struct Attention {
-  const float *q, *k, *v, *sinks;
+  const float *q, *sinks;
+  Pages k, v;
   const int32_t *table, *kv_len;
   float* out;
   int64_t first_page;
   int heads, kv_heads, head_dim, page_size, max_pages, window;
   float scale;
 
+  // Elements that `Find` needs as room for so many positions.
+  int64_t Room(int n) const { return k.wide != nullptr ? 0 : 2 * static_cast<int64_t>(n) * head_dim; }
+
   // Finds keys and values of positions that follow each other.
-  void Find(int sequence, int g, int position, int n, const float** keys, const float** values) const {
+  void Find(int sequence, int g, int position, int n, const float** keys, const float** values,
+            float* room) const {
     for (int c = 0; c < n;) {
       const int64_t entry = static_cast<int64_t>(sequence) * max_pages + (position + c) / page_size;
       int offset = (position + c) % page_size;
-      int64_t at = (((first_page + table[entry]) * kv_heads + g) * page_size + offset) * head_dim;
-      for (; c < n && offset < page_size; ++c, ++offset, at += head_dim) {
-        keys[c] = k + at;
-        values[c] = v + at;
+      int64_t row = ((first_page + table[entry]) * kv_heads + g) * page_size + offset;
+      for (; c < n && offset < page_size; ++c, ++offset, ++row) {
+        keys[c] = k.Row(row, head_dim, room + 2 * c * head_dim);
+        values[c] = v.Row(row, head_dim, room + (2 * c + 1) * head_dim);
       }
     }
   }
@@ -220,8 +282,9 @@ void AttendHead(const Attention& a, int b, int g) {
   const int group = a.heads / a.kv_heads, dim = a.head_dim, length = a.kv_len[b];
   const int64_t row = static_cast<int64_t>(b) * a.heads + g * group;
   thread_local std::vector<Vec> memory;  // is aligned
-  memory.assign(group * (dim + kKeys) / kLanes, Vec{});
+  memory.resize((group * (dim + kKeys) + 2 * a.Room(kKeys)) / kLanes);
   float *acc = reinterpret_cast<float*>(memory.data()), *scores = acc + group * dim;
+  std::fill_n(acc, group * dim, 0.0f);
   std::vector<float> top(a.sinks + row, a.sinks + row + group), norm(group);
   for (int h = 0; h < group; ++h) norm[h] = top[h] == -kInfinity ? 0.0f : 1.0f;
   IntVec lane;
@@ -229,10 +292,14 @@ void AttendHead(const Attention& a, int b, int g) {
   struct Block {
     int n;
     const float *keys[kKeys], *values[kKeys];
+    float* room;
   } blocks[2];  // one that is computed, and the one after it
+  blocks[0].room = scores + group * kKeys;
+  blocks[1].room = blocks[0].room + a.Room(kKeys);
   auto fetch = [&](Block& block, int at) {
     block.n = std::min(kKeys, length - at);
-    a.Find(b, g, at, block.n, block.keys, block.values);
+    a.Find(b, g, at, block.n, block.keys, block.values, block.room);
+    if (a.k.wide == nullptr) return;
     for (int c = 0; c < block.n; ++c)
       for (int d = 0; d < dim; d += kLanes) {
         __builtin_prefetch(block.keys[c] + d, 0, 2);
@@ -242,7 +309,7 @@ void AttendHead(const Attention& a, int b, int g) {
   int at = a.window > 0 ? std::max(0, length - a.window) : 0;
   fetch(blocks[0], at);
   for (int i = 0; at < length; ++i) {
-    const auto& [n, keys, values] = blocks[i % 2];
+    const auto& [n, keys, values, room] = blocks[i % 2];
     at += n;
     fetch(blocks[(i + 1) % 2], at);
     for (int h = 0; h < group; ++h) {
@@ -296,10 +363,13 @@ void AttendRows(const Attention& a, const Rows& rows, int g) {
   const int group = a.heads / a.kv_heads, dim = a.head_dim, queries = rows.count * group;
   const int vecs = (queries + kLanes - 1) / kLanes, wide = vecs * kLanes;
   thread_local std::vector<Vec> memory;  // is aligned
-  memory.assign(static_cast<int64_t>(vecs) * (2 * dim + kKeys + 3), Vec{});
+  const int64_t own = static_cast<int64_t>(vecs) * (2 * dim + kKeys + 3);
+  memory.resize(own + a.Room(kKeys) / kLanes);
+  std::fill_n(memory.begin(), own, Vec{});
   float *q = reinterpret_cast<float*>(memory.data()), *acc = q + dim * wide, *scores = acc + dim * wide;
   float *top = scores + kKeys * wide, *norm = top + wide;
   auto* seen = reinterpret_cast<IntVec*>(norm + wide);
+  float* room = norm + 2 * wide;
   auto query = [&](int i) {
     return (static_cast<int64_t>(rows.first + i / group) * a.heads + g * group + i % group) * dim;
   };
@@ -315,7 +385,7 @@ void AttendRows(const Attention& a, const Rows& rows, int g) {
   const float *keys[kKeys], *values[kKeys];
   for (int at = window > 0 ? std::max(0, rows.seen - window) : 0, n; at < end; at += n) {
     n = std::min(kKeys - at % kKeys, end - at);
-    a.Find(rows.chunk, g, at, n, keys, values);
+    a.Find(rows.chunk, g, at, n, keys, values, room);
     auto key = [&keys](int c, int d) { return keys[c][d]; };
     Product(n, wide, dim, key, Matrix{q, wide}, false, scores, wide);
     for (int j = 0; j < vecs; ++j) {
@@ -352,13 +422,14 @@ void AttendRows(const Attention& a, const Rows& rows, int g) {
       a.out[query(i) + d] = acc[d * wide + i] / (norm[i] < 1e-30f ? 1e-30f : norm[i]);
 }
 
-Attention Over(Floats q, Floats k, Floats v, Floats sinks, Ints layer, Ints table, Ints kv_len,
-               float scale, int32_t window, Result out) {
+Attention Over(Floats q, ffi::AnyBuffer k, ffi::AnyBuffer v, Floats k_scales, Floats v_scales,
+               Floats sinks, Ints layer, Ints table, Ints kv_len, float scale, int32_t window,
+               Result out) {
   const auto pages = k.dimensions();
   return {q.typed_data(),
-          k.typed_data(),
-          v.typed_data(),
           sinks.typed_data(),
+          Pages::Of(k, k_scales),
+          Pages::Of(v, v_scales),
           table.typed_data(),
           kv_len.typed_data(),
           out->typed_data(),
@@ -372,17 +443,21 @@ Attention Over(Floats q, Floats k, Floats v, Floats sinks, Ints layer, Ints tabl
           scale};
 }
 
-ffi::Error Attend(ffi::ThreadPool pool, Floats q, Floats k, Floats v, Floats sinks, Ints layer,
-                  Ints table, Ints kv_len, float scale, int32_t window, Result out) {
-  const Attention a = Over(q, k, v, sinks, layer, table, kv_len, scale, window, out);
+ffi::Error Attend(ffi::ThreadPool pool, Floats q, ffi::AnyBuffer k, ffi::AnyBuffer v, Floats k_scales,
+                  Floats v_scales, Floats sinks, Ints layer, Ints table, Ints kv_len, float scale,
+                  int32_t window, Result out) {
+  const Attention a =
+      Over(q, k, v, k_scales, v_scales, sinks, layer, table, kv_len, scale, window, out);
   const int rows = static_cast<int>(q.dimensions()[0]);
   Parallel(pool, rows * a.kv_heads, [a](int i) { AttendHead(a, i / a.kv_heads, i % a.kv_heads); });
   return ffi::Error::Success();
 }
 
-ffi::Error Prefill(ffi::ThreadPool pool, Floats q, Floats k, Floats v, Floats sinks, Ints layer,
-                   Ints table, Ints q_start, Ints kv_len, float scale, int32_t window, Result out) {
-  const Attention a = Over(q, k, v, sinks, layer, table, kv_len, scale, window, out);
+ffi::Error Prefill(ffi::ThreadPool pool, Floats q, ffi::AnyBuffer k, ffi::AnyBuffer v,
+                   Floats k_scales, Floats v_scales, Floats sinks, Ints layer, Ints table,
+                   Ints q_start, Ints kv_len, float scale, int32_t window, Result out) {
+  const Attention a =
+      Over(q, k, v, k_scales, v_scales, sinks, layer, table, kv_len, scale, window, out);
   const int chunks = static_cast<int>(table.dimensions()[0]);
   const int size = std::max(1, kQueries / (a.heads / a.kv_heads));
   const int32_t* start = q_start.typed_data();
@@ -500,6 +575,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jmoe_attend, Attend,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<Floats>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
                                   .Arg<Floats>()
                                   .Arg<Floats>()
                                   .Arg<Floats>()
@@ -514,6 +591,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jmoe_prefill, Prefill,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<Floats>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
                                   .Arg<Floats>()
                                   .Arg<Floats>()
                                   .Arg<Floats>()

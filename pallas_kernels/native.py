@@ -23,6 +23,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.activation import SILU
 from pallas_kernels.backend import backend, is_reference_wanted
+from pallas_kernels.fp8_pages import Fp8Pages
 
 SOURCE = Path(__file__).with_suffix(".cc")
 CACHE = Path("~/.cache/jmoe/native")
@@ -102,7 +103,17 @@ def _runs(*arrays: Array | jax.ShapeDtypeStruct) -> bool:
 
 def attends(q, k_pages, v_pages) -> bool:
     """Returns whether `paged_attention` and `prefill_attention` can be called for such arrays."""
-    return q.shape[-1] % LANES == 0 and _runs(q, k_pages, v_pages)
+    pages = [] if isinstance(k_pages, Fp8Pages) else [k_pages, v_pages]
+    return q.shape[-1] % LANES == 0 and _runs(q, *pages)
+
+
+def _parts(*pages) -> list[Array]:
+    """Returns what the calls take of pages: numbers of each, then their scales, of which float32
+    has none.
+    """
+    if isinstance(pages[0], Fp8Pages):
+        return [*(one.bits for one in pages), *(one.scales for one in pages)]
+    return [*pages, *(jnp.zeros(0, jnp.float32) for _ in pages)]
 
 
 def paged_attention(
@@ -114,7 +125,7 @@ def paged_attention(
     call = jax.ffi.ffi_call(_TARGETS[0], jax.ShapeDtypeStruct(q.shape, q.dtype))
     layer = jnp.asarray(layer, jnp.int32).reshape(1)
     return call(
-        q, k_pages, v_pages, sinks, layer, block_table, kv_len,
+        q, *_parts(k_pages, v_pages), sinks, layer, block_table, kv_len,
         scale=np.float32(scale), window=np.int32(window),
     )  # fmt: skip
 
@@ -128,7 +139,7 @@ def prefill_attention(
     call = jax.ffi.ffi_call(_TARGETS[1], jax.ShapeDtypeStruct(q.shape, q.dtype))
     layer = jnp.asarray(layer, jnp.int32).reshape(1)
     return call(
-        q, k_pages, v_pages, sinks, layer, block_table, q_start, kv_len,
+        q, *_parts(k_pages, v_pages), sinks, layer, block_table, q_start, kv_len,
         scale=np.float32(scale), window=np.int32(window),
     )  # fmt: skip
 

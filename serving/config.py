@@ -592,6 +592,12 @@ class EngineConfig:
     audit: AuditConfig = field(default_factory=AuditConfig)
     balance: BalanceConfig = field(default_factory=BalanceConfig)
     asynchronous: AsynchronousConfig = field(default_factory=AsynchronousConfig)
+    kv_cache_dtype: str = setting(
+        "auto",
+        "fp8 (fp8_e4m3): keep keys and values in eight bits (quantization.md). auto: in dtype.",
+        one_of("auto", "fp8", "fp8_e4m3"),
+        "Model",
+    )
 
     @property
     def reuses_prefixes(self) -> bool:

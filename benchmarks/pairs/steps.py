@@ -112,6 +112,43 @@ async def plans(settings: Mapping[str, Brownout | None], dry: bool) -> AsyncIter
     yield play
 
 
+@asynccontextmanager
+async def caches(settings: Mapping[str, tuple[int, int, str]], dry: bool) -> AsyncIterator[Play]:
+    """Yields what plays a setting: rows, context, and what keys and values are kept in.
+
+    The figures are a play's median decode step, and a prefill step of one row's whole context, in
+    this process's processor time.
+    """
+    model = jmoe.load("bundled", "float32", ways=[])
+    text = np.array(_tokens(model), np.int32)
+
+    def timed(step: Any, *arrays: np.ndarray) -> float:
+        start = time.process_time()
+        jax.block_until_ready(step(*arrays).tokens)
+        return 1e3 * (time.process_time() - start)
+
+    def prepared(rows: int, context: int, dtype: str) -> tuple[Any, ...]:
+        own = model.with_kv_cache_dtype(dtype)
+        stepper = Stepper(own, None, num_slots=rows, max_len=context + 1)
+        chunks = [np.stack([pack_row(i, kv_len=context, q_len=context)]) for i in range(rows)]
+        for slot, chunk in enumerate(chunks):
+            stepper.prefill(text[slot * context :][:context], chunk)
+        step = np.stack([pack_row(i, kv_len=context + 1) for i in range(rows)])
+        return stepper, step, text[:context], chunks[0]
+
+    steppers = {name: prepared(*setting) for name, setting in settings.items()}
+
+    async def play(name: str, number: int) -> Figures:
+        stepper, step, prompt, chunk = steppers[name]
+        times = range(1 if dry else 5)
+        return {
+            "decode_ms": statistics.median(timed(stepper.decode, step) for _ in times),
+            "prefill_ms": statistics.median(timed(stepper.prefill, prompt, chunk) for _ in times),
+        }
+
+    yield play
+
+
 def _program(runner: DeviceRunner, prompts: list[list[int]]) -> Any:
     """Returns a function that times a decode step of all slots under (threshold, strategy).
 

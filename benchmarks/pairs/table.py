@@ -3,7 +3,7 @@
 from benchmarks.pairs.engines import OUTPUTS, outputs, parts, prefixes
 from benchmarks.pairs.harness import Pair
 from benchmarks.pairs.served import STREAMS, Load, peers, served
-from benchmarks.pairs.steps import WAY, decode, expert_op, plans
+from benchmarks.pairs.steps import WAY, caches, decode, expert_op, plans
 from jmoe.brownout import Brownout, LowestGate
 
 _OUTPUTS = {
@@ -115,6 +115,21 @@ PAIRS: dict[str, Pair] = {
             ("weight, t 40", "visits, t 40"),
             ("weight, level 40", "visits, t 40"),
             ("own, nothing degraded", "zero"),
+        ],
+    ),
+    "kv_cache": Pair(
+        "Steps over KV pages in float32 and in fp8: decode, and prefill of one row's context.",
+        {
+            f"{dtype}, {rows} rows of {context}": (rows, context, given)
+            for rows, context in ((64, 64), (16, 500))
+            for dtype, given in (("float32", "auto"), ("fp8", "fp8"))
+        },
+        caches,
+        ("decode_ms", "prefill_ms"),
+        rounds=20,
+        against=[
+            (f"fp8, {rows} rows of {context}", f"float32, {rows} rows of {context}")
+            for rows, context in ((64, 64), (16, 500))
         ],
     ),
     "expert_op": Pair(

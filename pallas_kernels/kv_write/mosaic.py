@@ -39,7 +39,7 @@ _CHUNK = 16  # heads that are in registers at a time
 F32, BF16 = jnp.float32, jnp.bfloat16
 
 
-def supports(projection: Projection, k_pages: Array, v_pages: Array) -> bool:
+def supports(projection: Projection, k_pages: Any, v_pages: Any) -> bool:
     """Returns whether the kernel takes these: bfloat16, heads of 64, 128 or 256 of which a power of
     two turns, 32 elements at least, float32 angles.
     """

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.backend import KERNEL, hopper, note
+from pallas_kernels.fp8_pages import AnyPages, Fp8Pages
 from pallas_kernels.kv_write import reference
 
 
@@ -56,13 +57,13 @@ def split_heads(
 
 def write_kv(
     projection: Projection,
-    k_pages: Float[Array, "L P G S D"],
-    v_pages: Float[Array, "L P G S D"],
+    k_pages: AnyPages,
+    v_pages: AnyPages,
     *,
     layer: Int[Array, ""],
     page: Int[Array, "T"],
     offset: Int[Array, "T"],
-) -> tuple[Float[Array, "T H D"], Float[Array, "L P G S D"], Float[Array, "L P G S D"]]:
+) -> tuple[Float[Array, "T H D"], AnyPages, AnyPages]:
     """Returns queries, and the pages with key and value of row t at `[layer, page[t], :,
     offset[t]]`.
 
@@ -71,7 +72,7 @@ def write_kv(
     may have the same one but in the last page, P - 1: it belongs to nobody, padding rows are sent
     there, and what it holds afterwards is not defined.
     """
-    if hopper():
+    if hopper() and not isinstance(k_pages, Fp8Pages) and not isinstance(v_pages, Fp8Pages):
         from pallas_kernels.kv_write import mosaic  # Pallas is not imported where it is unused
 
         if mosaic.supports(projection, k_pages, v_pages):

@@ -4,6 +4,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from pallas_kernels import fp8_pages
 from pallas_kernels.norm import rms_norm
 
 
@@ -46,9 +47,5 @@ def _normed(x, weight, eps):
 def write_kv(projection, k_pages, v_pages, *, layer, page, offset):
     """See `op.write_kv`."""
     q, k, v = split_heads(projection)
-
-    def write(pages, rows):
-        at = pages.at[layer, page, :, offset]
-        return at.set(rows.astype(pages.dtype), mode="promise_in_bounds")
-
-    return q, write(k_pages, k), write(v_pages, v)
+    at = layer, page, slice(None), offset
+    return q, fp8_pages.write(k_pages, at, k), fp8_pages.write(v_pages, at, v)

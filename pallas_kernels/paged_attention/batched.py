@@ -9,6 +9,7 @@ pieces whose scores, weights and copies take `PIECE_BYTES` at most, but where on
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels import fp8_pages
 from pallas_kernels.online_softmax import softmax
 
 PIECE_BYTES = 2**31
@@ -52,7 +53,7 @@ def _attend(q, k_pages, v_pages, *, layer, block_table, kv_len, scale, window, s
 
     def read(pages):  # [B, G, 1, M S, D]; not page by page, which would order scores so
         at = layer, page[:, None, :], head[None, :, None], (place % page_size)[:, None, :]
-        return pages[at][:, :, None].astype(jnp.float32)
+        return fp8_pages.read(pages, at, jnp.float32)[:, :, None].astype(jnp.float32)
 
     live = live[:, None, None, :]
     qg = q.reshape(batch, kv_heads, group, 1, head_dim).astype(jnp.float32) * scale

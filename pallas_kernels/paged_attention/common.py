@@ -6,6 +6,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
+from pallas_kernels.fp8_pages import Fp8Pages
 from pallas_kernels.paged_attention import schedule
 from pallas_kernels.paged_attention.tiles import Tile, choose, occupancy
 
@@ -34,6 +35,7 @@ class Sizes(NamedTuple):
     stages: int  # tiles a block has room for; those it is not at work on are in flight
     num_blocks: int
     window: int = 0  # positions that a row sees; 0: all
+    fp8: bool = False  # whether pages are in eight bits
 
     @property
     def segments(self) -> int:
@@ -89,8 +91,9 @@ def sizes_of(
     kv_heads, page_size = k_pages.shape[2:4]
     group = heads // kv_heads
     columns = -(-group // 8) * 8
-    tile = tile or choose(head_dim, page_size)
-    fits = tile and occupancy(columns, head_dim, tile)
+    fp8 = isinstance(k_pages, Fp8Pages)
+    tile = tile or choose(head_dim, page_size, fp8=fp8)
+    fits = tile and occupancy(columns, head_dim, tile, fp8=fp8)
     if tile is None or fits is None:
         return None
     blocks_per_sm, stages = fits
@@ -107,6 +110,7 @@ def sizes_of(
         stages=stages,
         num_blocks=num_blocks or NUM_SMS * blocks_per_sm,
         window=window,
+        fp8=fp8,
     )
 
 

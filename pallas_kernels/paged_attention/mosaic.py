@@ -49,21 +49,25 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.fp8_pages import E4M3, AnyPages, Fp8Pages
 from pallas_kernels.layouts import product
 from pallas_kernels.paged_attention.common import NONE, PARAMS, TINY, Sizes, sizes_of, splat
 from pallas_kernels.paged_attention.merge import merge
 from pallas_kernels.paged_attention.schedule import At, Run, Schedule
-from pallas_kernels.paged_attention.tiles import MOST_GROUP, Tile
+from pallas_kernels.paged_attention.tiles import MOST_GROUP, MOST_GROUP_FP8, Tile
 
 
 def supports(q: Any, k_pages: Any, v_pages: Any) -> bool:
     """Returns whether the kernels take these: bfloat16, heads of 64, 128 or 256, pages of 16 or
-    more, and no more query heads a kv head than shared memory and registers have room for.
+    more (in eight bits, of multiples of 64), and no more query heads a kv head than shared memory
+    and registers have room for.
     """
     batch, heads, _ = q.shape
     kv_heads, page_size = k_pages.shape[2:4]
-    bf16 = all(a.dtype == jnp.bfloat16 for a in (q, k_pages, v_pages))
-    if not bf16 or batch == 0 or page_size < 16 or heads > MOST_GROUP * kv_heads:
+    fp8 = isinstance(k_pages, Fp8Pages)
+    bf16 = all(a.dtype == jnp.bfloat16 for a in ((q,) if fp8 else (q, k_pages, v_pages)))
+    most = MOST_GROUP_FP8.get(k_pages.shape[4], 0) if fp8 else MOST_GROUP
+    if not bf16 or batch == 0 or page_size < 16 or heads > most * kv_heads:
         return False
     if k_pages.shape[4] == 256 and heads > 32 * kv_heads:  # registers would spill
         return False
@@ -81,8 +85,8 @@ def plan(q: Any, k_pages: Any, kv_len: Int[Array, "B"], window: int = 0) -> Sche
 
 def paged_attention(
     q: Float[Array, "B H D"],
-    k_pages: Float[Array, "L P G S D"],
-    v_pages: Float[Array, "L P G S D"],
+    k_pages: AnyPages,
+    v_pages: AnyPages,
     *,
     layer: Int[Array, ""],
     block_table: Int[Array, "B M"],
@@ -110,6 +114,10 @@ def paged_attention(
         grouped_sinks = sinks.astype(jnp.float32).reshape(-1, sizes.group)
         padding = (0, 1), (0, sizes.columns - sizes.group)
         own = [jnp.pad(grouped_sinks * math.log2(math.e), padding, constant_values=NONE)]
+    paged = [k_pages, v_pages]
+    if isinstance(k_pages, Fp8Pages) and isinstance(v_pages, Fp8Pages):
+        own += [k_pages.scales, v_pages.scales]
+        paged = [lax.bitcast_convert_type(each.bits, E4M3) for each in (k_pages, v_pages)]
     out, pieces, log_sums = attend(sizes, scale, sinks is not None)(
         kv_len.astype(jnp.int32),
         block_table.astype(jnp.int32),
@@ -117,8 +125,7 @@ def paged_attention(
         todo.before,
         todo.runs,
         grouped,
-        k_pages,
-        v_pages,
+        *paged,
         *own,
     )
     out, pieces = (a.reshape(len(a), -1, sizes.line) for a in (out, pieces))
@@ -150,6 +157,11 @@ class _Refs(NamedTuple):
     k_full: Any
     v_full: Any
     sinks: Any = None  # base-2 ones [kv_heads or segments, columns], then a row of NONE
+    k_scales: Any = None  # of pages in eight bits, as are those that follow
+    v_scales: Any = None
+    scales_smem: Any = None  # [2, stages, tokens]: of keys, of values
+    k_wide: Any = None  # a tile in bfloat16
+    v_wide: Any = None
 
 
 def attend(sizes: Sizes, scale: float, has_sinks: bool = False):
@@ -157,10 +169,12 @@ def attend(sizes: Sizes, scale: float, has_sinks: bool = False):
     [slots, rows, D] of those that are cut, and their base-2 log-sum-exps [slots, columns].
     """
     tile, columns, head_dim = sizes.tile, sizes.columns, sizes.head_dim
+    own = ("sinks",) * has_sinks + ("k_scales", "v_scales") * sizes.fp8
+    buffers = ("k_wide", "v_wide", "scales_smem") * sizes.fp8
+    fields = (*_Refs._fields[:8], *own, *_Refs._fields[8:16], *buffers, *_Refs._fields[16:19])
 
     def attend_pieces(*refs):
-        given = 8 + has_sinks  # `sinks` are the last of what the kernel is called with
-        refs = _Refs(*refs[:8], *refs[given:], *refs[8:given])
+        refs = _Refs(**dict(zip(fields, refs, strict=True)))
         refs = refs._replace(layer=refs.layer[0])
         block = lax.axis_index("block")
         start, stop, *row = (refs.runs[block, field] for field in range(refs.runs.shape[1]))
@@ -169,7 +183,10 @@ def attend(sizes: Sizes, scale: float, has_sinks: bool = False):
         plgpu.wait_smem_to_gmem(0)
 
     smem = functools.partial(plgpu.SMEM, dtype=jnp.bfloat16)  # tiled and swizzled for wgmma
-    copies = tile.tokens // sizes.copy_rows
+    copies = tile.tokens // sizes.copy_rows * (2 if sizes.fp8 else 1)
+    kept = (sizes.stages, tile.tokens, head_dim), E4M3 if sizes.fp8 else jnp.bfloat16
+    scales = plgpu.SMEM((2, sizes.stages, tile.tokens), jnp.float32)
+    wide = smem((tile.tokens, head_dim))
     full = plgpu.Barrier(num_arrivals=copies, num_barriers=sizes.stages)
     shape = columns, head_dim
     return plgpu.kernel(
@@ -183,10 +200,11 @@ def attend(sizes: Sizes, scale: float, has_sinks: bool = False):
         grid_names=("block",),
         scratch_types=[
             smem(shape),
-            smem((sizes.stages, tile.tokens, head_dim)),
-            smem((sizes.stages, tile.tokens, head_dim)),
+            plgpu.SMEM(*kept),
+            plgpu.SMEM(*kept),
             smem((columns, tile.tokens)),
             plgpu.RefUnion(plgpu.SMEM(shape, jnp.float32), smem(shape)),
+            *([wide, wide, scales] if sizes.fp8 else []),
             plgpu.Barrier(),
             full,
             full,
@@ -209,8 +227,8 @@ def _attend_run(sizes: Sizes, refs: _Refs, scale: float, run: Run, first: At, bl
 
         @pl.when(ahead.tile < run.stop)
         def _(stage=stage, parts=parts):
-            _copy_parts(refs.k, parts, refs.k_smem.at[stage], refs.k_full.at[stage])
-            _copy_parts(refs.v, parts, refs.v_smem.at[stage], refs.v_full.at[stage])
+            _copy_keys(refs, parts, stage)
+            _copy_values(refs, parts, stage)
 
         ahead = run.step(ahead, 1)
 
@@ -251,8 +269,15 @@ def _attend_piece(sizes: Sizes, refs: _Refs, scale: float, run: Run, at: At, ahe
         parts = _locate(sizes, refs, run, ahead)  # early: to read their ids takes some time
 
         plgpu.barrier_wait(k_full)
-        s = product(k_smem, refs.q_smem.T)
-        pl.when(more)(lambda: _copy_parts(refs.k, parts, k_smem, k_full))
+        if sizes.fp8:
+            k_scales = _by_row(refs.scales_smem.at[0, stage])
+            _widen(k_smem, refs.k_wide)
+            plgpu.commit_smem()
+            s = product(refs.k_wide, refs.q_smem.T)
+            s = s * _to_columns(k_scales, s.shape)
+        else:
+            s = product(k_smem, refs.q_smem.T)
+        pl.when(more)(lambda: _copy_keys(refs, parts, stage))
         more_pieces = (i == count - 1) & (after.tile < run.stop)
         pl.when(more_pieces)(lambda: _copy_queries(sizes, refs, run, after))
         live = _iota(s.shape) < valid
@@ -263,13 +288,22 @@ def _attend_piece(sizes: Sizes, refs: _Refs, scale: float, run: Run, at: At, ahe
         keep = jnp.exp2(top - new_top)
         p = jnp.exp2(s - _to_rows(new_top, s.shape))
         norm = norm * _to_rows(keep, norm.shape) + p
+        if sizes.fp8:
+            plgpu.barrier_wait(v_full)
+            v_scales = _to_columns(_by_row(refs.scales_smem.at[1, stage]), p.shape)
+            p = jnp.where(live, p * v_scales, 0.0)
+            _widen(v_smem, refs.v_wide)
+            values = refs.v_wide
+        else:
+            values = v_smem
         refs.p_smem.T[...] = p.astype(jnp.bfloat16)
 
-        plgpu.barrier_wait(v_full)
-        pl.when(valid < tile.tokens)(lambda: _clear_rows(v_smem, valid))
+        if not sizes.fp8:
+            plgpu.barrier_wait(v_full)
+        pl.when(valid < tile.tokens)(lambda: _clear_rows(values, valid))
         plgpu.commit_smem()
-        acc = acc * _to_rows(keep, acc.shape) + product(v_smem.T, refs.p_smem.T)
-        pl.when(more)(lambda: _copy_parts(refs.v, parts, v_smem, v_full))
+        acc = acc * _to_rows(keep, acc.shape) + product(values.T, refs.p_smem.T)
+        pl.when(more)(lambda: _copy_values(refs, parts, stage))
         return run.step(ahead, 1), new_top, norm, acc
 
     top = splat(NONE, (columns,), plgpu.Layout.WGMMA.reduce(0))
@@ -350,6 +384,20 @@ def _locate(sizes: Sizes, refs: _Refs, run: Run, at: At) -> list[_Part]:
     return parts
 
 
+def _copy_keys(refs: _Refs, parts: list[_Part], stage) -> None:
+    smem, full = refs.k_smem.at[stage], refs.k_full.at[stage]
+    _copy_parts(refs.k, parts, smem, full)
+    if refs.k_scales is not None:
+        _copy_parts(refs.k_scales, parts, refs.scales_smem.at[0, stage], full)
+
+
+def _copy_values(refs: _Refs, parts: list[_Part], stage) -> None:
+    smem, full = refs.v_smem.at[stage], refs.v_full.at[stage]
+    _copy_parts(refs.v, parts, smem, full)
+    if refs.v_scales is not None:
+        _copy_parts(refs.v_scales, parts, refs.scales_smem.at[1, stage], full)
+
+
 def _copy_parts(paged, parts: list[_Part], smem, full):
     """Starts the copies of one tile; `full` counts them."""
     for part in parts:
@@ -362,6 +410,24 @@ def _clear_rows(smem, start):
         part = smem.at[:, column : column + 64]
         values = plgpu.layout_cast(part[...], plgpu.Layout.WGMMA)
         part[...] = jnp.where(_iota(values.shape) < start, values, jnp.zeros_like(values))
+
+
+def _widen(smem, wide) -> None:
+    """Writes a tile of eight bits into one of bfloat16, which holds each number as it is."""
+    width = 64
+    for column in range(0, smem.shape[1], width):
+        part = slice(column, column + width)
+        values = smem.at[:, part][...].astype(jnp.float32).astype(jnp.bfloat16)
+        wide.at[:, part][...] = values
+
+
+def _by_row(ref):
+    """Returns a value for each key of a tile."""
+    return plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+
+
+def _to_columns(column, shape):
+    return lax.broadcast_in_dim(column, shape, (0,))
 
 
 def _iota(shape):

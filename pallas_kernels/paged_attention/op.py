@@ -3,10 +3,12 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import native
 from pallas_kernels.backend import KERNEL, NATIVE, batched, hopper, note
+from pallas_kernels.fp8_pages import AnyPages, Fp8Pages
 from pallas_kernels.paged_attention import batched as few_launches
 from pallas_kernels.paged_attention import reference
 from pallas_kernels.paged_attention.schedule import Schedule
@@ -23,14 +25,15 @@ def plan(heads: int, pages: Any, *, kv_len: Int[Array, "B"], window: int = 0) ->
         return None
     from pallas_kernels.paged_attention import mosaic  # Pallas is not imported where unused
 
-    q = jax.ShapeDtypeStruct((kv_len.shape[0], heads, pages.shape[4]), pages.dtype)
+    dtype = jnp.bfloat16 if isinstance(pages, Fp8Pages) else pages.dtype
+    q = jax.ShapeDtypeStruct((kv_len.shape[0], heads, pages.shape[4]), dtype)
     return mosaic.plan(q, pages, kv_len, window) if mosaic.supports(q, pages, pages) else None
 
 
 def paged_attention(
     q: Float[Array, "B H D"],
-    k_pages: Float[Array, "L P G S D"],
-    v_pages: Float[Array, "L P G S D"],
+    k_pages: AnyPages,
+    v_pages: AnyPages,
     *,
     layer: Int[Array, ""],
     block_table: Int[Array, "B M"],

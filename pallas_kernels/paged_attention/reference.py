@@ -5,6 +5,7 @@ from jax import lax
 
 from pallas_kernels import online_softmax
 from pallas_kernels.backend import backend, trip_count
+from pallas_kernels.fp8_pages import read
 
 TOKENS_PER_STEP = 64
 """KV rows gathered an iteration: enough to amortise the loop, few enough to skip empty pages."""
@@ -25,8 +26,12 @@ def paged_attention(
 
     def one_chunk(i, state):
         ids = lax.dynamic_slice_in_dim(table, i * pages, pages, 1)
-        k = k_pages[layer, ids].swapaxes(1, 2).reshape(batch, kv_heads, chunk, head_dim)
-        v = v_pages[layer, ids].swapaxes(1, 2).reshape(batch, kv_heads, chunk, head_dim)
+        k, v = (
+            read(pages, (layer, ids), q.dtype)
+            .swapaxes(1, 2)
+            .reshape(batch, kv_heads, chunk, head_dim)
+            for pages in (k_pages, v_pages)
+        )
         s = jnp.einsum("bghd,bgcd->bghc", qg, k, preferred_element_type=jnp.float32) * scale
         position = i * chunk + jnp.arange(chunk, dtype=jnp.int32)
         live = position[None, :] < kv_len[:, None]

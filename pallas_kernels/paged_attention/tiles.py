@@ -1,6 +1,6 @@
 """Tile choices of the paged attention kernels, and how many blocks of them live side by side."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 SHARED_PER_SM = 228 * 1024
 """Bytes of shared memory of a Hopper multiprocessor."""
@@ -9,6 +9,10 @@ SHARED_RESERVED = 1024
 
 MOST_GROUP = 40
 """Query heads a kv head that a block's registers hold: 48 of 64 elements spill."""
+
+
+MOST_GROUP_FP8 = {64: 40, 128: 32, 256: 16}
+"""The same of pages in eight bits, by head size: 40 of 128 elements and 24 of 256 spill."""
 
 
 @dataclass(frozen=True)
@@ -28,9 +32,9 @@ _BY_HEAD_DIM = {
 }
 
 
-def choose(head_dim: int, page_size: int) -> Tile | None:
+def choose(head_dim: int, page_size: int, *, fp8: bool = False) -> Tile | None:
     """Returns the tile for heads of `head_dim` elements in pages of `page_size` tokens, if there is
-    one.
+    one; `fp8` are pages in eight bits, of which a tile is within one page.
 
     A tile is 32 KB, or 64 KB at 256 elements. `min_tiles` keeps a piece large beside what it costs
     to merge.
@@ -38,20 +42,28 @@ def choose(head_dim: int, page_size: int) -> Tile | None:
     tile = _BY_HEAD_DIM.get(head_dim)
     if tile is None or page_size % 8:
         return None
+    if fp8:
+        return replace(tile, tokens=64) if page_size % 64 == 0 else None
     return tile if tile.tokens % page_size == 0 or page_size % tile.tokens == 0 else None
 
 
-def shared_bytes(columns: int, head_dim: int, tokens: int, stages: int) -> int:
+def shared_bytes(
+    columns: int, head_dim: int, tokens: int, stages: int, *, fp8: bool = False
+) -> int:
     """Returns the shared memory of a block, without what the system takes: `attend`'s scratch.
 
     Queries and probabilities in bfloat16, a piece in float32, scratch of a maximum over keys; then
-    tiles of keys and values, and barriers.
+    tiles of keys and values, and barriers. `fp8`: tiles with scales, and one each in bfloat16.
     """
     of_columns = columns * (2 * head_dim + 2 * tokens + 4 * head_dim + 128)
-    return of_columns + stages * 4 * tokens * head_dim + 8 * (1 + 2 * stages)
+    wide, scales = 4 * tokens * head_dim, -(-8 * stages * tokens // 1024) * 1024
+    of_tiles = wide + stages * wide // 2 + scales if fp8 else stages * wide
+    return of_columns + of_tiles + 8 * (1 + 2 * stages)
 
 
-def occupancy(columns: int, head_dim: int, tile: Tile) -> tuple[int, int] | None:
+def occupancy(
+    columns: int, head_dim: int, tile: Tile, *, fp8: bool = False
+) -> tuple[int, int] | None:
     """Returns the blocks that one multiprocessor holds, and the tiles each has room for (stages).
 
     The most blocks, of those wanted, that have two stages each: it takes two to load while
@@ -61,13 +73,15 @@ def occupancy(columns: int, head_dim: int, tile: Tile) -> tuple[int, int] | None
     36 bytes a nanosecond to a multiprocessor needs 36 to hide a microsecond. None if there is no
     room for one block.
 
-    Registers bind later: three blocks may have 168 a thread and use about a hundred.
+    Registers bind later: three blocks may have 168 a thread and use about a hundred; in eight bits,
+    from which numbers are widened in them, 155, and more than 168 with more than eight query heads.
     """
-    for blocks in range(tile.blocks_per_sm, 0, -1):
+    most = min(tile.blocks_per_sm, 2) if fp8 and columns > 8 else tile.blocks_per_sm
+    for blocks in range(most, 0, -1):
         # Allocated in units of 128 bytes; ptxas adds a byte of its own.
         room = SHARED_PER_SM // blocks - SHARED_RESERVED - 128
-        fixed = shared_bytes(columns, head_dim, tile.tokens, 0)
-        stages = (room - fixed) // (4 * tile.tokens * head_dim + 16)
+        sizes = [shared_bytes(columns, head_dim, tile.tokens, n, fp8=fp8) for n in range(33)]
+        stages = sum(size <= room for size in sizes) - 1
         if stages >= 2:
             return blocks, stages
     return None

@@ -8,6 +8,7 @@ scores are a product, softmax is float32. Tiles run in pieces whose copies, scor
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels import fp8_pages
 from pallas_kernels.online_softmax import softmax
 
 PIECE_BYTES = 2**31
@@ -47,7 +48,7 @@ def prefill_attention(
     ahead = index - q_start[owner]
     at_tile, at_row = first[owner] + ahead // tile, ahead % tile
 
-    size = k_pages.dtype.itemsize
+    size = q.dtype.itemsize
     tile_bytes = heads * tile * keys * (4 + size) + 2 * kv_heads * keys * head_dim * size
     pieces = -(-num_tiles // max(1, PIECE_BYTES // tile_bytes))
     step = -(-num_tiles // pieces)
@@ -66,7 +67,7 @@ def prefill_attention(
         qt = qt.reshape(n, kv_heads, group * tile, head_dim)
 
         def read(pages, own=own, n=n):
-            found = pages[layer, block_table[own]].swapaxes(1, 2)
+            found = fp8_pages.read(pages, (layer, block_table[own]), q.dtype).swapaxes(1, 2)
             return found.reshape(n, kv_heads, keys, head_dim)
 
         s = jnp.einsum("ngtd,ngcd->ngtc", qt, read(k_pages), preferred_element_type=jnp.float32)
@@ -75,7 +76,7 @@ def prefill_attention(
         if window:
             live &= position[None, None, :] >= seen[:, :, None] - window
         s = jnp.where(live[:, None, None], s, DEAD)
-        weights = softmax(s, sinks).astype(v_pages.dtype).reshape(n, kv_heads, group * tile, keys)
+        weights = softmax(s, sinks).astype(q.dtype).reshape(n, kv_heads, group * tile, keys)
         # A weight of zero would not do: what another sequence left there may be infinite.
         written = position[None, :] < kv_len[own][:, None]
         if window:  # nobody sees what is before the first row's

@@ -40,6 +40,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.fp8_pages import AnyPages, Fp8Pages, read
 from pallas_kernels.prefill_attention import work
 from pallas_kernels.prefill_attention.attend import attend
 from pallas_kernels.prefill_attention.parts import Item, Refs, Shape, for_each_item, scratch, zero
@@ -53,9 +54,10 @@ _REGISTERS = {"load": 24, "multiply": 240}
 """A thread. Together no more than a launch gives: 3 x 168."""
 
 
-def supports(q: Array, k_pages: Array, v_pages: Array, scale: float) -> bool:
+def supports(q: Array, k_pages: Any, v_pages: Any, scale: float) -> bool:
     """Returns whether the kernel takes these shapes and dtypes."""
-    bf16 = all(a.dtype == jnp.bfloat16 for a in (q, k_pages, v_pages))
+    pages = () if isinstance(k_pages, Fp8Pages) else (k_pages, v_pages)
+    bf16 = all(a.dtype == jnp.bfloat16 for a in (q, *pages))
     kv_heads, page_size, head_dim = k_pages.shape[2:]
     sizes = head_dim in (64, 128, 256) and page_size in (16, 32, 64, 128)
     sizes = sizes and (head_dim, page_size) != (256, 32)  # registers would spill
@@ -89,8 +91,8 @@ def plan(
 
 def prefill_attention(
     q: Float[Array, "T H D"],
-    k_pages: Float[Array, "L P G S D"],
-    v_pages: Float[Array, "L P G S D"],
+    k_pages: AnyPages,
+    v_pages: AnyPages,
     *,
     layer: Int[Array, ""],
     block_table: Int[Array, "N M"],
@@ -110,8 +112,15 @@ def prefill_attention(
 
     `interpreted`: the product of probabilities and values is written for the interpreter, which
     has no wgmma with an operand in registers.
+
+    Pages in eight bits that the table names are copied first, in bfloat16.
     """
     num_rows, heads, head_dim = q.shape
+    if isinstance(k_pages, Fp8Pages):
+        at, size = (layer, block_table), k_pages.shape[2:]
+        k_pages, v_pages = (read(p, at, q.dtype).reshape(1, -1, *size) for p in (k_pages, v_pages))
+        count = jnp.arange(block_table.size, dtype=jnp.int32)
+        layer, block_table = jnp.int32(0), count.reshape(block_table.shape)
     kv_heads, page_size = k_pages.shape[2:4]
     tile = tile or choose(heads // kv_heads, head_dim, window)
     shape = Shape(

@@ -6,6 +6,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import native
 from pallas_kernels.backend import KERNEL, NATIVE, batched, hopper, note
+from pallas_kernels.fp8_pages import AnyPages
 from pallas_kernels.prefill_attention import batched as few_launches
 from pallas_kernels.prefill_attention import reference, work
 
@@ -34,8 +35,8 @@ def plan(
 
 def prefill_attention(
     q: Float[Array, "T H D"],
-    k_pages: Float[Array, "L P G S D"],
-    v_pages: Float[Array, "L P G S D"],
+    k_pages: AnyPages,
+    v_pages: AnyPages,
     *,
     layer: Int[Array, ""],
     block_table: Int[Array, "N M"],

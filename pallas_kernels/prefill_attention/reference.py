@@ -5,6 +5,7 @@ from jax import lax
 
 from pallas_kernels import online_softmax
 from pallas_kernels.backend import backend, trip_count
+from pallas_kernels.fp8_pages import read
 
 TILE = 32
 """Query rows an iteration."""
@@ -39,8 +40,10 @@ def prefill_attention(
 
         def one_step(i, state):
             ids = lax.dynamic_slice(table, (n, i * pages), (1, pages))[0]
-            k = k_pages[layer, ids].swapaxes(0, 1).reshape(kv_heads, step, head_dim)
-            v = v_pages[layer, ids].swapaxes(0, 1).reshape(kv_heads, step, head_dim)
+            k, v = (
+                read(pages, (layer, ids), q.dtype).swapaxes(0, 1).reshape(kv_heads, step, head_dim)
+                for pages in (k_pages, v_pages)
+            )
             s = jnp.einsum("ghtd,gcd->ghtc", qt, k, preferred_element_type=jnp.float32) * scale
             position = i * step + jnp.arange(step, dtype=jnp.int32)
             live, written = position[None, :] < seen[:, None], position < jnp.max(seen)

@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from serving.cli.options import AllowUnknownConfig, Quantize, family_flag, of_fields
+from serving.cli.options import (
+    AllowUnknownConfig,
+    KvCacheDtype,
+    Quantize,
+    family_flag,
+    of_fields,
+)
 from serving.settings.plugins import own_strategy
 from serving.telemetry.progress import progress_bar
 
@@ -37,6 +43,13 @@ def evaluate(
         str, typer.Option(help="Data type: bfloat16, float16 or float32.")
     ] = "bfloat16",
     quantize: Quantize = "none",
+    kv_cache_dtype: KvCacheDtype = "auto",
+    against: Annotated[
+        Path | None,
+        typer.Option(
+            help="--out of another run of the same items: print what zero brownout loses."
+        ),
+    ] = None,
     data: Annotated[
         Path | None, typer.Option(help="JSON lines with prompt, answer and family.")
     ] = None,
@@ -122,7 +135,7 @@ def evaluate(
     from jmoe.api import resolve
     from jmoe.expected_loss import FILE
     from training.evaluation.items import grid, integers, parse_only, with_levels
-    from training.evaluation.run import EvaluateConfig
+    from training.evaluation.run import EvaluateConfig, loss_against
     from training.evaluation.run import evaluate as run
 
     config = of_fields(EvaluateConfig, flags)
@@ -132,10 +145,14 @@ def evaluate(
         raise ValueError(
             "--sources, --distill-rows, --distill-steps and --refine-steps need --leave-one-out"
         )
-    if family is not None and (leave_one_out or sensitivity or quantize != "none"):
-        given = "--leave-one-out" if leave_one_out else "--sensitivity"
-        given = given if leave_one_out or sensitivity else "--quantize"
-        raise ValueError(f"{given} is of a single model; leave out --family")
+    single = {
+        "--leave-one-out": leave_one_out,
+        "--sensitivity": sensitivity,
+        "--quantize": quantize != "none",
+        "--against": against is not None,
+    }
+    if family is not None and (given := [name for name, is_given in single.items() if is_given]):
+        raise ValueError(f"{given[0]} is of a single model; leave out --family")
     if leave_one_out and (sensitivity or levels or only):
         given = "--sensitivity" if sensitivity else "--levels" if levels else "--only"
         raise ValueError(f"{given} does not go with --leave-one-out; run it by itself")
@@ -163,6 +180,9 @@ def evaluate(
     with progress_bar() as progress:
         found = run(config, settings, progress)
     _say(found)
+    if against is not None:
+        lost, low, high = loss_against(config, against)
+        print(f"of {against}, zero brownout loses {lost:.2f} % ({low:.2f} to {high:.2f})")
     print(f"tables and picture in {out}")
     if (out / FILE).exists():
         print("to have servers know what brownout costs:")
@@ -178,7 +198,7 @@ def _family(
 
     allowed = config.allow_unknown_config
     loaded = load_family(directories, config.family, config.dtype, allow_unknown_config=allowed)
-    for model in loaded:
+    for model in (one.with_kv_cache_dtype(config.kv_cache_dtype) for one in loaded):
         own = dataclasses.replace(config, model=str(model.path), out=config.out / model.name)
         with progress_bar() as progress:
             found = evaluate(own, settings, progress, model)

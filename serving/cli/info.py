@@ -191,12 +191,18 @@ def expert_parameters(cfg: "ModelConfig") -> int:
 
 def kv_bytes_per_token(cfg: "ModelConfig", dtype: str, past: int = 0) -> int:
     """Returns the bytes of what layers keep of one position; of one behind `past` others, those of
-    layers without a window that ends before.
+    layers without a window that ends before. `fp8`: keys and values in eight bits, 0 where none are
+    kept.
     """
     import jax.numpy as jnp
 
-    from jmoe.attention import page_bytes, page_windows
+    from jmoe.attention import page_bytes, page_windows, with_kv_cache_dtype
 
+    if dtype == "fp8":
+        try:
+            cfg, dtype = with_kv_cache_dtype(cfg, dtype), "bfloat16"
+        except ValueError:
+            return 0
     groups = zip(page_windows(cfg), page_bytes(cfg, 1, jnp.dtype(dtype)), strict=True)
     return sum(size for window, size in groups if not window or window > past)
 
@@ -224,8 +230,11 @@ def _describe(
         ("positions", f"{cfg.max_position:,}"),
         ("parameters", f"{count(total)}, {count(active)} active a token"),
     ]
-    for dtype in ("bfloat16", "float32"):
-        rows.append((f"weights in {dtype}", size(total * _BYTES[dtype])))
+    for dtype in ("bfloat16", "float32", "fp8"):
+        if dtype in _BYTES:
+            rows.append((f"weights in {dtype}", size(total * _BYTES[dtype])))
+        elif not kv_bytes_per_token(cfg, dtype):
+            continue
         kv = f"{kv_bytes_per_token(cfg, dtype):,} bytes a token"
         for window in filter(None, reversed(page_windows(cfg))):
             kv += f", {kv_bytes_per_token(cfg, dtype, window):,} past {window:,}"

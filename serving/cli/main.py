@@ -25,6 +25,7 @@ from serving.cli.options import (
     AllowUnknownConfig,
     Command,
     HubRevision,
+    KvCacheDtype,
     Quantize,
     family_flag,
     flag_keys,
@@ -274,6 +275,7 @@ def generate(
         str, typer.Option(help="Data type: bfloat16, float16 or float32.")
     ] = "bfloat16",
     quantize: Quantize = "none",
+    kv_cache_dtype: KvCacheDtype = "auto",
     tokens: Annotated[
         bool, typer.Option(help="Prompts are token ids, separated by commas.")
     ] = False,
@@ -329,6 +331,7 @@ def generate(
             models = [jmoe.load(directories[""], dtype, quantize=quantize, **shared)]
         else:
             models = [*jmoe.load_family(directories, family, dtype, **shared)]
+        models = [one.with_kv_cache_dtype(kv_cache_dtype) for one in models]
         results = [
             jmoe.generate(
                 one,

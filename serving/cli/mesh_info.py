@@ -134,6 +134,8 @@ def _kv(cfg: "ModelConfig", num_devices: int, left: int) -> str:
     tokens = left // kv_bytes_per_token(cfg, DTYPE)
     kv = f"{size(left)}, {tokens:,} tokens"
     kv += f" in {pages:,} pages of {page_size}"
+    if in_fp8 := kv_bytes_per_token(cfg, "fp8"):
+        kv += f" ({left // in_fp8:,} with fp8 KV)"
     if num_devices > 1:
         kv += f"; {num_devices * tokens:,} on all devices"
     if any(windows := page_windows(cfg)):

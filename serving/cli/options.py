@@ -43,6 +43,10 @@ AllowUnknownConfig = Annotated[
 ]
 
 Quantize = Annotated[Literal["none", "fp8"], typer.Option(help="fp8: keep experts in eight bits.")]
+KvCacheDtype = Annotated[
+    Literal["auto", "fp8", "fp8_e4m3"],
+    typer.Option(help="fp8: keep keys and values in eight bits. auto: in dtype."),
+]
 HubRevision = Annotated[
     str,
     typer.Option(

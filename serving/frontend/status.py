@@ -309,10 +309,10 @@ def _log_model(engine: "Engine", served_name: str, took_s: float) -> None:
         extra={"event": "model", **found},
     )
     log.info(
-        "capacity: %d sequences of up to %d tokens, %d KV pages of %d tokens (%s); "
+        "capacity: %d sequences of up to %d tokens, %d KV pages of %d tokens (%s, %s); "
         "%d programs; started in %.1f s",
         *(found["max_num_seqs"], found["max_model_len"], found["kv_pages"], found["page_size"]),
-        *(size(found["kv_bytes"]), found["num_programs"], took_s),
+        *(size(found["kv_bytes"]), found["kv_cache_dtype"], found["num_programs"], took_s),
         extra={"event": "capacity", **found},
     )
 
@@ -328,6 +328,7 @@ def _facts(engine: "Engine") -> dict[str, Any]:
     limits, device = engine.scheduler.limits, jax.devices()[0]
     page_sizes = page_bytes(model.config, config.page_size, model.dtype)
     kv_bytes = sum(map(mul, limits.group_pages, page_sizes))
+    in_fp8 = any(getattr(kind, "fp8", False) for kind in model.config.attention_kinds)
     return {
         "path": str(model.path),
         "architecture": model.config.architecture,
@@ -338,6 +339,7 @@ def _facts(engine: "Engine") -> dict[str, Any]:
         "platform": device.platform,
         "weight_bytes": family.weight_bytes,
         "kv_bytes": limits.num_ranks * kv_bytes,
+        "kv_cache_dtype": "fp8" if in_fp8 else str(model.dtype),
         "kv_pages": limits.num_pages,
         "page_size": config.page_size,
         "max_num_seqs": config.max_num_seqs,

@@ -32,7 +32,7 @@ from serving.pipeline.local_crew import LocalCrew
 from serving.plan import Limits
 from serving.scheduling.layers.picker import LayerPicker, Waiting, make_picker
 from serving.settings.composes import AEP, COMPOSES
-from serving.startup.loading import expected_losses, load_models
+from serving.startup.loading import expected_losses, family_of
 
 if TYPE_CHECKING:
     from serving.pipeline.remote_crew import RemoteCrew
@@ -98,7 +98,7 @@ def crew_of(config: EngineConfig, model: Model | Family | None, progress: Progre
     own = config.asynchronous
     make_layer_picker(own)  # fail early on a bad rule
     keep_programs(config.compilation_cache)
-    family = Family.of(load_models(config, None, progress) if model is None else model)
+    family = family_of(config, model, None, progress)
     if len(family) > 1:
         raise SettingsError(
             f"engine.mode is 'aep', and {len(family)} models are given: "

@@ -3,6 +3,7 @@
 import contextlib
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -67,6 +68,19 @@ def check_chat_templates(config: EngineConfig) -> None:
     named = named_models(config.models).values() if config.models else [config.model]
     found = [resolve(path, config.hub_revision) for path in named]
     check_templates(found, config.chat_template)
+
+
+def family_of(
+    config: EngineConfig, model: Model | Family | None, mesh: Mesh | None, progress: Progress
+) -> Family:
+    """Returns the models given, or else loads those that the settings name; their caches are as
+    the settings say. Raises what `load_models` and `Model.with_kv_cache_dtype` raise.
+    """
+    family = Family.of(load_models(config, mesh, progress) if model is None else model)
+    if config.kv_cache_dtype == "auto":
+        return family
+    models = tuple(one.with_kv_cache_dtype(config.kv_cache_dtype) for one in family)
+    return replace(family, models=models)
 
 
 def load_models(config: EngineConfig, mesh: Mesh | None, progress: Progress) -> Model | Family:

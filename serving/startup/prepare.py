@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import jax
 
 from jmoe.api import BUNDLED, Model, name_of, resolve
+from jmoe.attention import with_kv_cache_dtype
 from jmoe.beside import digest_of
 from jmoe.brownout import Own
 from jmoe.checkpoint import TensorFiles, is_native, united_ways
@@ -43,7 +44,7 @@ from serving.startup.asynchronous import make_layer_picker, prepare_crew, with_m
 from serving.startup.loading import (
     check_chat_templates,
     expected_losses,
-    load_models,
+    family_of,
     make_mesh_of,
 )
 
@@ -80,6 +81,7 @@ def check_start(config: EngineConfig) -> None:
         if not is_native(directory):
             cfg = read_config(directory, allow_unknown_config=config.allow_unknown_config)
             served_len(config, cfg, name_of(path))
+            with_kv_cache_dtype(cfg, config.kv_cache_dtype)
         if path == BUNDLED or Path(path).exists():
             if not is_native(directory):
                 TensorFiles(directory)
@@ -155,7 +157,7 @@ def build(
     as `prepare`.
     """
     mesh = make_mesh_of(config)
-    family = Family.of(load_models(config, mesh, progress) if model is None else model)
+    family = family_of(config, model, mesh, progress)
     loaded = family[0]
     check_composes(config, len(family))
     if len(family) > 1 and any(one.home is not None for one in family):

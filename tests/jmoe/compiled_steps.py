@@ -14,7 +14,7 @@ import yaml
 from sm90 import ptxas, sass
 
 from benchmarks.kernels.compile_for import compile_for, h200_mesh
-from jmoe.attention import page_windows
+from jmoe.attention import page_windows, with_kv_cache_dtype
 from jmoe.checkpoint import empty_pool
 from jmoe.config import ModelConfig, from_hf
 from jmoe.experts import make_table
@@ -47,6 +47,7 @@ class Case(NamedTuple):
     changes: Mapping[str, Any] | None = None  # of its configuration
     max_blocks: int = MAX_BLOCKS
     quantize: str = "none"  # as of `jmoe.load`
+    kv_cache_dtype: str = "auto"  # likewise
 
     @property
     def config(self) -> ModelConfig:
@@ -58,7 +59,8 @@ class Case(NamedTuple):
             path = root / "configs" / "models" / f"{self.name}.yaml"
             fields = yaml.safe_load(path.read_text())
         depth = {} if self.depth is None else {"num_hidden_layers": self.depth}
-        return from_hf(fields | depth | dict(self.changes or {}))
+        cfg = from_hf(fields | depth | dict(self.changes or {}))
+        return with_kv_cache_dtype(cfg, self.kv_cache_dtype)
 
     @property
     def num_slots(self) -> int:

@@ -18,6 +18,7 @@ from compiled_steps import (
     MIB,
     MIXTRAL,
     PAGE_SIZE,
+    PAGES,
     QWEN3,
     QWEN15,
     TEMPORARY,
@@ -147,6 +148,23 @@ def test_a_step_over_experts_in_fp8_copies_none_of_them(mesh, phase):
     experts = FP8_QWEN3.depth * FP8_QWEN3.num_slots * FP8_QWEN3.expert_bytes
     other = 2 * FP8_QWEN3.config.vocab_size * FP8_QWEN3.config.d_model * 2
     assert program.memory.argument_size_in_bytes < 0.55 * experts + 2 * other
+
+
+FP8_KV = QWEN3._replace(depth=2, kv_cache_dtype="fp8")
+
+
+@pytest.mark.parametrize("phase", ["decode", "prefill"])
+def test_a_step_over_pages_in_fp8_copies_none_of_them(mesh, phase):
+    """XLA writes them, and copies what a prefill step reads, for the kernel."""
+    program = compile_step(mesh, FP8_KV, *ROWS[phase])
+    if phase == "decode":
+        check_copies(program)
+    pages = f"[{FP8_KV.depth},{PAGES + 1},"
+    assert not [result for result in large_results(program.hlo, LARGE) if pages in result]
+    check_one_graph(program)
+    assert program.mosaic_kernels == (5 if phase == "decode" else 4) * FP8_KV.depth
+    of_rows = 2 * 8 * MAX_BLOCKS * PAGE_SIZE * 4 * 128 * 2  # keys and values of a prefill step
+    assert program.memory.temp_size_in_bytes < 1.2 * of_rows + 64 * MIB
 
 
 @pytest.mark.exhaustive

@@ -14,6 +14,7 @@ import yaml
 
 from benchmarks.kernels.compile_for import OTHER_GPUS, compile_for, gpu_mesh
 from benchmarks.kernels.launches import count_launches
+from jmoe.attention import with_kv_cache_dtype
 from jmoe.checkpoint import empty_pool
 from jmoe.config import from_hf
 from jmoe.experts import make_table
@@ -43,14 +44,14 @@ def mesh(request):
     return gpu_mesh(request.param)
 
 
-def compiled(mesh, name, phase, rows, depth):
+def compiled(mesh, name, phase, rows, depth, kv_cache_dtype="auto"):
     """Compiles the step of a model's first layers as a server runs it; returns it and its
     thunks.
     """
     cfg = from_hf(
         yaml.safe_load((MODELS / f"{name}.yaml").read_text()) | {"num_hidden_layers": depth}
     )
-    united = UNITED[name]
+    cfg, united = with_kv_cache_dtype(cfg, kv_cache_dtype), UNITED[name]
     params = jax.eval_shape(lambda: random_params(cfg, jax.random.key(0), BF16))
     pool = jax.eval_shape(lambda: empty_pool(cfg, depth * (cfg.num_experts + united), BF16))
     table = jax.eval_shape(lambda: make_table(depth, cfg.num_experts, united))
@@ -94,6 +95,14 @@ def check(mesh, name, phase, rows, most, temporary):
     assert memory.output_size_in_bytes - memory.alias_size_in_bytes < 2 * temporary
     assert launches[3] - launches[2] <= most
     return hlo
+
+
+@pytest.mark.parametrize("mesh", ["sm_80"], indirect=True)
+def test_a_decode_step_copies_no_pages_in_eight_bits(mesh):
+    exe, plan = compiled(mesh, "qwen3-30b-a3b", "decode", 64, 2, "fp8")
+    assert [line[:19] for line in plan if not line.startswith(" ")] == ["000: kCommandBuffer"]
+    assert exe.memory_analysis().temp_size_in_bytes < 2**26
+    assert not [result for result in large_results(exe.as_text(), 2**26) if "[2,2049," in result]
 
 
 @all_but(

@@ -15,6 +15,7 @@ from sm90 import ptxas, sass
 
 from benchmarks.kernels.compile_for import compile_for, h200_mesh
 from benchmarks.kernels.shapes import MODELS, QWEN3_30B_A3B, Shape
+from pallas_kernels.fp8_pages import Fp8Pages
 from pallas_kernels.paged_attention import common, paged_attention, schedule, tiles
 from pallas_kernels.paged_attention import mosaic as kernel
 
@@ -191,6 +192,13 @@ def abstract(of, batch, context, page_size, *, layers=48, num_pages=4000):
     return q, kv, kv, *ints
 
 
+def in_eight_bits(q, k_pages, v_pages, *ints):
+    """Returns the same with pages in eight bits."""
+    scales = jax.ShapeDtypeStruct(k_pages.shape[:-1], jnp.float32)
+    pages = Fp8Pages(jax.ShapeDtypeStruct(k_pages.shape, jnp.uint8), scales)
+    return q, pages, pages, *ints
+
+
 def over_layers(q, k_pages, v_pages, table, kv_len, sinks=None, window=0):
     def one(q, layer):
         common = {"layer": layer, "block_table": table, "kv_len": kv_len, "scale": 0.1}
@@ -233,15 +241,17 @@ def compile_and_fit(monkeypatch, folder, args, blocks, stages, sinks=(), window=
     assert (sizes.num_blocks, sizes.stages) == (common.NUM_SMS * blocks, stages)
     assert grid == common.NUM_SMS * blocks
     tile = sizes.tile
-    assert shared == tiles.shared_bytes(sizes.columns, sizes.head_dim, tile.tokens, stages)
+    of = functools.partial(
+        tiles.shared_bytes, sizes.columns, sizes.head_dim, tile.tokens, fp8=sizes.fp8
+    )
+    assert shared == of(stages)
     # Of 228 KB the system takes 1 KB a block, of which none may have more than 227.
     assert shared <= 227 * 1024
     assert blocks * (shared + 128 + 1024) <= 228 * 1024
-    more = tiles.shared_bytes(sizes.columns, sizes.head_dim, tile.tokens, stages + 1)
-    assert blocks * (more + 1024) > 228 * 1024
-    wanted = min(blocks + 1, tile.blocks_per_sm)
-    two = tiles.shared_bytes(sizes.columns, sizes.head_dim, tile.tokens, 2)
-    assert wanted == blocks or wanted * (two + 1024) > 228 * 1024
+    assert blocks * (of(stages + 1) + 1024) > 228 * 1024
+    by_registers = 2 if sizes.fp8 and sizes.columns > 8 else 3
+    wanted = min(blocks + 1, tile.blocks_per_sm, by_registers)
+    assert wanted == blocks or wanted * (of(2) + 1024) > 228 * 1024
     # Of 65,536 registers, in eights for each of a block's 128 threads.
     assert max(k.registers for k in kernels) <= 65536 // (128 * blocks) // 8 * 8
     return compiled
@@ -283,6 +293,50 @@ def test_compiles_without_spills_or_copies(monkeypatch, tmp_path, of, batch, con
 def test_other_shapes_compile_without_spills(monkeypatch, tmp_path, of, page_size, blocks, stages):
     args = abstract(of, 8, 4096, page_size)
     compile_and_fit(monkeypatch, tmp_path, args, blocks, stages)
+
+
+@pytest.mark.parametrize(
+    ("of", "page_size", "blocks", "stages"),
+    [
+        (QWEN3_30B_A3B, 64, 3, 2),
+        (shape(64, 8, 64), 64, 3, 6),
+        (shape(80, 2, 64), 64, 2, 8),
+        (shape(64, 2, 128), 128, 2, 2),
+        (shape(16, 2, 256), 64, 1, 4),
+        (shape(32, 2, 256), 64, 1, 4),
+    ],
+    ids=lambda x: getattr(x, "name", x),
+)
+def test_pages_in_eight_bits_compile_without_spills_or_copies(
+    monkeypatch, tmp_path, of, page_size, blocks, stages
+):
+    args = in_eight_bits(*abstract(of, 64, 4096, page_size))
+    compiled = compile_and_fit(monkeypatch, tmp_path, args, blocks, stages)
+    assert compiled.memory_analysis().temp_size_in_bytes < 16 * 2**20
+
+
+@pytest.mark.parametrize(
+    ("of", "window", "has_sinks"),
+    [(shape(32, 8, 128), 4096, False), (shape(64, 8, 64), 128, True)],  # Mixtral-8x7B, gpt-oss
+    ids=str,
+)
+def test_windows_and_sinks_over_eight_bits_spill_nothing(
+    monkeypatch, tmp_path, of, window, has_sinks
+):
+    sinks = [jax.ShapeDtypeStruct((of.heads,), BF16)] * has_sinks
+    args = in_eight_bits(*abstract(of, 64, 8192, 64))
+    stages = 2 if of.head_dim == 128 else 6
+    compile_and_fit(monkeypatch, tmp_path, args, 3, stages, sinks, window)
+
+
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "page_size", "taken"),
+    [(32, 128, 64, True), (33, 128, 64, False), (16, 256, 64, True), (17, 256, 64, False),
+     (40, 64, 128, True), (4, 128, 32, False), (4, 128, 96, False)],
+)  # fmt: skip
+def test_pages_in_eight_bits_that_the_kernel_takes(heads, head_dim, page_size, taken):
+    args = in_eight_bits(*abstract(shape(heads, 1, head_dim), 8, 64 * 96, page_size))
+    assert kernel.supports(*args[:3]) == taken
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,14 @@ def drawn(logits, samplings: Sequence[SamplingParams], positions) -> list[int]:
     return found
 
 
-def check(model, asked: Sequence[Asked], answers: Sequence[Answer], *, atol: float = 2e-4) -> None:
+def check(
+    model,
+    asked: Sequence[Asked],
+    answers: Sequence[Answer],
+    *,
+    atol: float = 2e-4,
+    tie: float = NEAR_TIE,
+) -> None:
     """Checks that each token is the one that the notebook writes after what came before it.
 
     Its logit is raised by a tie's width first, so that either of two may follow where they were as
@@ -148,7 +155,7 @@ def check(model, asked: Sequence[Asked], answers: Sequence[Answer], *, atol: flo
         assert len(got.top) == (len(got.tokens) if one.sampling.top_logprobs else 0)
         for count, (place, token) in enumerate(zip(at, got.tokens, strict=True)):
             row = changed(logits[place], prompt, got.tokens[:count], one.sampling)
-            row[token] += NEAR_TIE
+            row[token] += tie
             rows.append(row)
             samplings.append(one.sampling)
             positions.append(place + 1)

@@ -16,6 +16,7 @@ from jmoe.expected_loss import Kind
 from jmoe.ratios import ratio
 from training.evaluation.items import ZERO, choose, grid, integers, parse_only, read_tasks
 from training.evaluation.picture import draw
+from training.evaluation.run import EvaluateConfig, loss_against
 from training.evaluation.store import Result, Store, digest, model_digest
 from training.evaluation.tables import (
     expected_losses,
@@ -366,3 +367,27 @@ def test_picture_has_its_size(found, tmp_path):
     content = (tmp_path / "new" / "evaluate.png").read_bytes()
     assert content[:8] == b"\x89PNG\r\n\x1a\n"
     assert struct.unpack(">II", content[16:24])[0] == 1600
+
+
+def test_what_another_format_loses_is_paired_with_the_run_it_is_compared_with(tmp_path):
+    config = EvaluateConfig(generate_tasks=40, out=tmp_path / "other")
+    items = choose(None, None, 40, 0)
+    inputs = {"items_digest": digest(part for item in items for part in item)}
+    right = [number % 5 > 0 for number in range(40)]
+    for folder, answers in ((tmp_path / "exact", [True] * 40), (config.out, right)):
+        Store(folder, inputs).add(Result("zero", None, 100, answers, 0.0, [0.0]))
+    lost, low, high = loss_against(config, tmp_path / "exact")
+    families = [item.family for item in items]
+    by_name = [
+        [r for r, family in zip(right, families, strict=True) if family == name]
+        for name in set(families)
+    ]
+    share = np.mean(list(map(np.mean, by_name)))
+    assert lost == pytest.approx(100 * (1 - share))
+    assert low < lost < high
+    assert loss_against(config, config.out)[0] == 0
+    with pytest.raises(ValueError, match=r"none has no inputs.json; name the --out of another run"):
+        loss_against(config, tmp_path / "none")
+    other = EvaluateConfig(generate_tasks=39, out=config.out)
+    with pytest.raises(ValueError, match="exact has no zero brownout of these 39 items"):
+        loss_against(other, tmp_path / "exact")

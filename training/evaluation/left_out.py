@@ -187,6 +187,7 @@ def _equal(
         config.dtype,
         allow_unknown_config=config.allow_unknown_config,
         quantize=config.quantize,
+        kv_cache_dtype=config.kv_cache_dtype,
     )
     work = Work(model, sources_of.choose(config.data, None, None, config.seed), config)
     measure = work.divergence(slice(2 * config.batch))  # the last steps are not full

@@ -1,5 +1,6 @@
 """`jmoe evaluate`: every setting on the same items, kept setting by setting in a folder."""
 
+import json
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -18,8 +19,16 @@ from training.evaluation.divergence import Divergence
 from training.evaluation.items import ZERO, kind_of
 from training.evaluation.picture import draw
 from training.evaluation.quality import OutputError, losses, perplexity, sample_inputs, windows
-from training.evaluation.store import Result, Store, digest, model_digest
-from training.evaluation.tables import Score, expected_losses, scores, write_csv, write_markdown
+from training.evaluation.store import INPUTS, Result, Store, digest, model_digest
+from training.evaluation.tables import (
+    Score,
+    by_families,
+    expected_losses,
+    paired_loss,
+    scores,
+    write_csv,
+    write_markdown,
+)
 from training.tasks import Task
 
 Progress = Callable[[str, int, int], None]
@@ -45,6 +54,7 @@ class EvaluateConfig:
     allow_unknown_config: tuple[str, ...] = ()  # as of `jmoe.load`
     quantize: str = "none"  # likewise
     family: Path | None = None  # the map by which `model` shares its siblings' experts
+    kv_cache_dtype: str = "auto"  # likewise
 
     def __post_init__(self) -> None:
         """Raises ValueError for a number out of range."""
@@ -77,6 +87,7 @@ def evaluate(
         config.dtype,
         allow_unknown_config=config.allow_unknown_config,
         quantize=config.quantize,
+        kv_cache_dtype=config.kv_cache_dtype,
     )
     check_ways(model, settings)
     work = Work(model, items, config)
@@ -102,6 +113,30 @@ def evaluate(
     title = f"{model.name}: accuracy under brownout, {len(items):,} items, batch {config.batch}"
     draw(found, config.out / "evaluate.png", title)
     return found
+
+
+def loss_against(config: EvaluateConfig, folder: Path) -> tuple[float, float, float]:
+    """Returns what zero brownout of `config.out` loses, in percent of that of another folder, and
+    its 95 % interval (`paired_loss`): what another format of weights or of the cache costs.
+
+    Raises ValueError for a folder without it, and for one of other items.
+    """
+    items = sources.choose(config.data, config.num, config.generate_tasks, config.seed)
+    found = []
+    for each in (folder, config.out):
+        if not (each / INPUTS).exists():
+            raise ValueError(f"{each} has no {INPUTS}; name the --out of another run")
+        inputs = json.loads((each / INPUTS).read_text(encoding="utf-8"))
+        result = Store(each, inputs).results.get(ZERO)
+        if result is None or inputs.get("items_digest") != _digest(items):
+            raise ValueError(f"{each} has no zero brownout of these {len(items)} items")
+        found.append(result.right)
+    exact, other = found
+    return paired_loss(by_families(exact, other, [item.family for item in items]))
+
+
+def _digest(items: Sequence[Task]) -> str:
+    return digest(part for item in items for part in item)
 
 
 def check_ways(model: Model, settings: Sequence[Brownout]) -> None:
@@ -194,7 +229,7 @@ class Work:
             "dtype": config.dtype,
             "items": source,
             "num": len(self.items),
-            "items_digest": digest(part for item in self.items for part in item),
+            "items_digest": _digest(self.items),
             "text_digest": {
                 name: digest(str(rows.tolist()) for rows, _ in steps)
                 for name, steps in self.texts.items()
@@ -208,6 +243,7 @@ class Work:
                 if config.family is None
                 else {"family": digest([config.family.read_text("utf-8")])}
             ),
+            **({} if config.kv_cache_dtype == "auto" else {"kv_cache_dtype": "fp8"}),
         }
 
     def run(self, setting: Brownout, advance: Callable[[int], None]) -> Result:

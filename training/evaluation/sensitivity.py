@@ -162,6 +162,7 @@ def evaluate_levels(
         config.dtype,
         allow_unknown_config=config.allow_unknown_config,
         quantize=config.quantize,
+        kv_cache_dtype=config.kv_cache_dtype,
     )
     check_ways(model, [Brownout("partial", 0, way) for way in ways])
     layers, digest = model.config.num_moe_layers, digest_of(model.path)

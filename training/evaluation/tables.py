@@ -56,15 +56,16 @@ def scores(
     zero, found = results[ZERO], []
     for setting in (ZERO, *settings):
         result = zero if setting.threshold_percent == 100 else results[setting]
-        by_family = _pairs(zero.right, result.right, families)
+        by_family = by_families(zero.right, result.right, families)
         means = {name: float(right.mean()) for name, (_, right) in by_family.items()}
         found.append(Score(setting, result, means, _mean(means.values()), *paired_loss(by_family)))
     return found
 
 
-def _pairs(
+def by_families(
     zero: Sequence[bool], other: Sequence[bool], families: Sequence[str]
 ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Returns what of each family's items was right before and after, as `paired_loss` takes it."""
     before, after, family = np.array(zero), np.array(other), np.array(families)
     return {
         str(name): (before[family == name], after[family == name]) for name in np.unique(family)

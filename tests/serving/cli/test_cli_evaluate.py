@@ -47,6 +47,22 @@ def test_defaults_are_the_papers_grid(calls, monkeypatch, capsys) -> None:
     assert "zero brownout: 100.00 % right" in capsys.readouterr().out
 
 
+def test_another_cache_is_compared_with_another_run(calls, monkeypatch, capsys) -> None:
+    seen = []
+
+    def loss_against(config, folder):
+        seen.append(folder)
+        return 0.123, -0.01, 0.25
+
+    monkeypatch.setattr(run_module, "loss_against", loss_against)
+    flags = "--generate-tasks 9 --kv-cache-dtype fp8 --against exact"
+    assert run(monkeypatch, *flags.split()) == 0
+    assert calls[0][0].kv_cache_dtype == "fp8"
+    assert seen == [Path("exact")]
+    said = "of exact, zero brownout loses 0.12 % (-0.01 to 0.25)"
+    assert said in capsys.readouterr().out
+
+
 def test_no_loss_is_told_where_nothing_was_right(monkeypatch, capsys) -> None:
     results = {
         brownout: run_module.Result(brownout.strategy, None, 100, [False], 0.0, [0.0])
@@ -65,6 +81,7 @@ def test_flags_are_the_fields_of_the_configuration() -> None:
         "levels",
         "sensitivity",
         "search_items",
+        "against",
         "leave_one_out",
         "sources",
         "distill_rows",

@@ -59,7 +59,8 @@ def test_memory_of_qwen3_235b_on_eight_h200_by_hand(qwen):
     tokens = left // (2 * 94 * 4 * 128 * 2)
     assert gib(qwen["left for KV of 141 GB"]) == pytest.approx(left / GIB, abs=0.05)
     on_all = f"{8 * tokens:,} on all devices"
-    said = f" {tokens:,} tokens in {tokens // 64:,} pages of 64; {on_all}"
+    in_fp8 = left // (2 * 94 * 4 * (128 + 4))
+    said = f" {tokens:,} tokens in {tokens // 64:,} pages of 64 ({in_fp8:,} with fp8 KV); {on_all}"
     assert said in qwen["left for KV of 141 GB"]
 
 
@@ -94,7 +95,8 @@ def test_what_fits_in_one_device_and_over_how_few_others_do():
     of_step = 4096 * (4096 * 6 + 8 * (2 * 4096 + 1408) * 2)
     left = 141_000_000_000 - 2 * (experts // 2 + others + again) - of_step
     tokens, pages = left // 188_416, left // (64 * 188_416)
-    said = f"{left / 2**30:.1f} GiB, {tokens:,} tokens in {pages:,} pages of 64; "
+    said = f"{left / 2**30:.1f} GiB, {tokens:,} tokens in {pages:,} pages of 64 "
+    said += f"({left // (46 * 2 * 8 * (128 + 4)):,} with fp8 KV); "
     assert rows["left for KV, --mesh ep=2"] == f"{said}{2 * tokens:,} on all devices"
     small = dict(device_section(load_model_config("qwen3-30b-a3b"), 80.0)[1])
     assert not [name for name in small if "--mesh" in name]
