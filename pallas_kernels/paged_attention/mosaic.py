@@ -31,6 +31,9 @@ once from memory.
 - Over a window a sequence is what is in it, from the first page on that has a part there: the plan
   counts no tile before it, no block reads a page's id or a page. What that first page has before
   the window is the sequence's own, and so finite: scores of such keys are masked.
+- Pages in eight bits come with their scales, a tile within a page. A tile is widened through
+  registers into one of bfloat16, which holds every number of e4m3 as it is, and its place is free
+  for the next at once. Scores are multiplied by the scales of keys, weights by those of values.
 - A sink is taken in where a segment begins, as the score of a key without a value: by the one piece
   that has its first tile, so that the merge has nothing to do with it.
 - What no layer changes is made once a step (`op.plan`): where each run starts, and what is cut. A
@@ -413,12 +416,12 @@ def _clear_rows(smem, start):
 
 
 def _widen(smem, wide) -> None:
-    """Writes a tile of eight bits into one of bfloat16, which holds each number as it is."""
-    width = 64
-    for column in range(0, smem.shape[1], width):
-        part = slice(column, column + width)
-        values = smem.at[:, part][...].astype(jnp.float32).astype(jnp.bfloat16)
-        wide.at[:, part][...] = values
+    """Writes a tile of eight bits into one of bfloat16, a few columns at a time: with more, three
+    blocks would not have the registers.
+    """
+    for column in range(0, smem.shape[1], 64):
+        part = slice(column, column + 64)
+        wide.at[:, part][...] = smem.at[:, part][...].astype(jnp.float32).astype(jnp.bfloat16)
 
 
 def _by_row(ref):

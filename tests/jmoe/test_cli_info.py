@@ -69,6 +69,8 @@ def test_a_token_takes_less_past_a_window(capsys, monkeypatch, tmp_path):
     path.write_text(re.sub("sliding_window: .*", "sliding_window: 4096", name.read_text()))
     text = shown(capsys, monkeypatch, "--model-config", str(path))
     assert "131,072 bytes a token, 0 past 4,096\n" in text
+    in_fp8 = 32 * 2 * 8 * (128 + 4)
+    assert re.search(rf"KV cache in fp8 +{in_fp8:,} bytes a token, 0 past 4,096\n", text)
     cfg = cli_info.load_model_config(path)
     for layers, want in (((0, 8, 64) * 2, (6, 6, 4, 2, 2)), ((8, 8, 2), (3, 2, 0, 0, 0))):
         cfg = replace(
