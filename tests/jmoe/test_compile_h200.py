@@ -40,7 +40,7 @@ from jmoe.brownout import Control
 from jmoe.forward import _forward
 from jmoe.packed_rows import NUM_SHAPE_COLUMNS, num_words, seat_size
 from jmoe.shaping import make_shaping, seat
-from jmoe.steps import decode_step, draw_step, prefill_step, sample_step
+from jmoe.steps import decode_step, draw_step, prefill_step, sample_step, score_step
 from pallas_kernels import grouped_gemm, routing
 from pallas_kernels.backend import traced_for
 from tests.compiled import large_results
@@ -262,6 +262,21 @@ def test_drawing_of_changed_logits_waits_for_nothing_and_copies_no_slots(mesh):
     exe = compile_for(mesh, seat, held, told, donate_argnums=0)
     assert " while(" not in exe.as_text()
     assert exe.memory_analysis().alias_size_in_bytes >= 2 * 4 * BATCH * vocab
+
+
+def test_prompts_are_scored_in_parts_and_nothing_is_sorted(mesh):
+    """The logits of 8,192 rows take 4.6 GiB."""
+    cfg, count = QWEN15.config, 8192
+    width, vocab = cfg.d_model, cfg.vocab_size
+    sizes = {"final_norm": (width,), "embed": (vocab, width), "lm_head": (width, vocab)}
+    params = {name: jax.ShapeDtypeStruct(one, jnp.bfloat16) for name, one in sizes.items()}
+    hidden = jax.ShapeDtypeStruct((count, width), jnp.bfloat16)
+    score = partial(score_step, cfg)
+    exe = compile_for(mesh, score, params, hidden, int32(count), int32(16, 9))
+    assert exe.memory_analysis().temp_size_in_bytes < 1 << 30
+    loops = [line for line in exe.as_text().splitlines() if " while(" in line]
+    assert all("known_trip_count" in line for line in loops)
+    assert " sort(" not in exe.as_text()
 
 
 def test_the_control_without_our_options_computes_things_twice(mesh):

@@ -98,10 +98,12 @@ class Answer(Response):
                     "stream_options without stream; set stream to true, or leave them out",
                     "stream_options",
                 )
+            model = engine.names[number]
+            self._caller.check_allowed(model, priority(body))  # before a chat is rendered
             async with _while_there(receive):
                 tokenizer = None if engine.family is None else engine.family[number].tokenizer
                 choices = await self._endpoint.choices(body, engine, tokenizer)
-                model, request_id = engine.names[number], request_id_of(scope)
+                request_id = request_id_of(scope)
                 operation = self._endpoint.operation
                 headers = _trace_headers(scope) if server.tracer.is_on else {}
                 span = server.tracer.request(

@@ -47,7 +47,7 @@ _FIELDS = {
 """What an item of each type has to have."""
 _MORE = {"reasoning": {"content"}}
 """What it may have beside them."""
-_EVERY = {"type", "id", "status"}
+_EVERY = {"type", "id", "status", "phase", "parsed_arguments"}
 
 
 def chat_of(body: ResponsesRequest) -> ChatRequest:
@@ -103,11 +103,8 @@ def messages_of(body: ResponsesRequest) -> list[Message]:
             continue
         # Thoughts, text and calls of one answer are one message, in this order.
         last, is_call = found[-1] if found else None, item.type == "function_call"
-        if (
-            last is None
-            or last.role != "assistant"
-            or not (is_call or not (last.content or last.tool_calls))
-        ):
+        is_said = last is not None and bool(last.content or last.tool_calls)
+        if last is None or last.role != "assistant" or (is_said and not is_call):
             last = Message(role="assistant", content="")
             found.append(last)
         if item.type == "reasoning":
