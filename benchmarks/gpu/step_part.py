@@ -414,8 +414,7 @@ def decode_state(sizes: Sizes, model: Model, batches: tuple[int, ...]) -> State:
 
 @partial(jax.jit, donate_argnums=0)
 def _fill(pages: KVPages, layer: jax.Array, key: jax.Array) -> KVPages:
-    k, v = (
-        cache.at[layer].set(jax.random.normal(key, cache.shape[1:], cache.dtype))
-        for cache, key in zip(pages, jax.random.split(key), strict=True)
-    )
-    return KVPages(k, v)
+    def filled(cache: Any, key: jax.Array) -> jax.Array:
+        return cache.at[layer].set(jax.random.normal(key, cache.shape[1:], cache.dtype))
+
+    return KVPages(*map(filled, pages, jax.random.split(key)))
