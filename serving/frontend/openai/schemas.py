@@ -293,6 +293,7 @@ class FunctionCall(Strict):
 
     name: str
     arguments: str
+    parsed_arguments: Any = Field(None, description="of OpenAI's client; changes nothing")
 
 
 class ToolCall(Strict):
@@ -301,6 +302,7 @@ class ToolCall(Strict):
     id: str
     type: Literal["function"]
     function: FunctionCall
+    index: int | None = Field(None, description="comes with a stream; changes nothing")
 
 
 class Message(Strict):
@@ -315,6 +317,7 @@ class Message(Strict):
     )
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+    parsed: Any = Field(None, description="of OpenAI's client; changes nothing")
     function_call: None = None
     audio: None = None
     annotations: None = None
