@@ -240,7 +240,9 @@ def _message(message: Message, names: dict[str, str], template: Template) -> dic
             )
         names |= {call.id: call.function.name for call in message.tool_calls}
         made["content"] = content or template.empty
-        made["tool_calls"] = calls = [call.model_dump() for call in message.tool_calls]
+        without = {"index": True, "function": {"parsed_arguments"}}
+        calls = [call.model_dump(exclude=without) for call in message.tool_calls]
+        made["tool_calls"] = calls
         for call in () if template.joins else calls:
             call["function"]["arguments"] = _object(call["function"]["arguments"])
     name = message.name

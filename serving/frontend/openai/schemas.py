@@ -57,12 +57,12 @@ def supported(text: str, default: Any = None, wanted: str = "", **bounds: Any) -
 def accepted(why: str, wanted: str = "") -> Any:
     """Declares a field that is accepted but has no effect; `why` says that this does no harm."""
     extra: dict[str, Any] = {STATE: ACCEPTED} | ({WANTED: wanted} if wanted else {})
-    return Field(None, description=why, json_schema_extra=extra)
+    return Field(default=None, description=why, json_schema_extra=extra)
 
 
 def refused(why: str) -> Any:
     """Declares a field that must be null, because ignoring it would be wrong."""
-    return Field(None, description=why, json_schema_extra={STATE: REFUSED})
+    return Field(default=None, description=why, json_schema_extra={STATE: REFUSED})
 
 
 MAX_SEQUENCES = 64
@@ -293,6 +293,7 @@ class FunctionCall(Strict):
 
     name: str
     arguments: str
+    parsed_arguments: Any = Field(default=None, description="of OpenAI's client; changes nothing")
 
 
 class ToolCall(Strict):
@@ -301,6 +302,7 @@ class ToolCall(Strict):
     id: str
     type: Literal["function"]
     function: FunctionCall
+    index: int | None = Field(default=None, description="comes with a stream; changes nothing")
 
 
 class Message(Strict):
@@ -315,6 +317,7 @@ class Message(Strict):
     )
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+    parsed: Any = Field(default=None, description="of OpenAI's client; changes nothing")
     function_call: None = None
     audio: None = None
     annotations: None = None
@@ -419,10 +422,12 @@ class InputItem(Strict):
     output: _ItemParts | None = None
     summary: _ItemParts | None = None
     encrypted_content: None = None
-    phase: str | None = Field(None, description="comes with an answer; changes nothing")
+    phase: str | None = Field(default=None, description="comes with an answer; changes nothing")
     namespace: None = None
     caller: None = None
-    parsed_arguments: Object | None = Field(None, description="likewise, in OpenAI's client")
+    parsed_arguments: Object | None = Field(
+        default=None, description="likewise, in OpenAI's client"
+    )
 
 
 class FunctionTool(Strict):
@@ -446,7 +451,7 @@ class TextFormat(Strict):
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
-    schema_: Object | None = Field(None, alias="schema")
+    schema_: Object | None = Field(default=None, alias="schema")
     description: str | None = None
     strict: bool | None = None
 

@@ -20,7 +20,7 @@ CLIENTS = {
     "agents": ("openai-agents==0.24.0",),
     "instructor": ("instructor==1.17.0",),
 }
-LOOPS = {"openai": 3, "langchain": 4, "litellm": 1, "agents": 4}
+LOOPS = {"openai": 4, "langchain": 4, "litellm": 1, "agents": 4}
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "jmoe-tests"
 OWN = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 PARIS, ROME = ("temperature", '{"city": "Paris"}'), ("temperature", '{"city": "Rome"}')

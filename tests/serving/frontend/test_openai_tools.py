@@ -169,10 +169,16 @@ async def test_an_answer_goes_back_as_the_client_has_it():
     async with saying(PARIS) as s:
         message = (await s.chat(tools=[WEATHER])).choices[0].message
         result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "12"}
-        for sent in (message, message.model_dump()):
+        async with s.client.chat.completions.stream(
+            model="counter", messages=CHAT, tools=[WEATHER]
+        ) as stream:
+            streamed = (await stream.get_final_completion()).choices[0].message
+        streamed = streamed.model_dump(exclude_none=True)  # with `index` and what is parsed
+        streamed["tool_calls"][0]["id"] = message.tool_calls[0].id
+        for sent in (message, message.model_dump(), streamed):
             await s.chat([*CHAT, sent, result], tools=[WEATHER])
-        first, second = (call["prompt"] for call in s.engine.calls[1:])
-    assert first == second
+        first, second, third = (call["prompt"] for call in s.engine.calls[2:])
+    assert first == second == third
     assert first.messages[1]["tool_calls"][0]["function"]["arguments"] == {"city": "Paris"}
 
 

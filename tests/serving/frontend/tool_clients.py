@@ -54,7 +54,12 @@ def with_openai(url):
     import openai
 
     client = openai.OpenAI(base_url=url, api_key="any")
-    texts = [chat_loop(client.chat.completions.create)]
+
+    def streamed(**given):
+        with client.chat.completions.stream(**given) as stream:
+            return stream.get_final_completion()
+
+    texts = [chat_loop(create) for create in (client.chat.completions.create, streamed)]
     tools = [{"type": "function", **tool["function"]} for tool in TOOLS]
     for is_streamed in (False, True):
         items = [{"role": "user", "content": QUESTION}]
