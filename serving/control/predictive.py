@@ -43,6 +43,7 @@ would with them."""
 AT_ONCE = 0.5, 1.0
 """Waits, in the same, that call for the first and for all brownout at once; for them a queue begins
 where all slots are taken."""
+LEAST = 0.05  # share of all brownout; with less there is none
 SHARES = np.linspace(0, 1, 41)  # of all brownout, by its price
 SURE = 1.0  # standard deviations of step times by which the ITL objective is taken to be shorter
 
@@ -175,7 +176,9 @@ class Predictive:
         self._mean += gain * (min(share, 1.0) - self._mean)
         self._mean_at = now
         share = min(max(self._mean, at_once), 1.0)
-        return queue.chosen[int(share * (len(SHARES) - 1))]  # what a queue left behind ends
+        if share < LEAST:  # what a queue left behind ends
+            return 0, 0
+        return queue.chosen[int(share * (len(SHARES) - 1))]
 
     def _set_price(self, decode: PhaseSeen, unhelped: float) -> None:
         late = decode.late_share or 0.0

@@ -305,7 +305,7 @@ def test_where_first_tokens_come_later_than_expected_queues_count_as_slower(capl
         for n in range(1, 14)
     ]
     assert late[0] == before
-    assert late[-1] < 70
+    assert late[-1] <= 70
     assert late == sorted(late, reverse=True)
     assert not caplog.records
     mended = [controller.decide(seen(steady, now=4 + 0.25 * n)).prefill_percent for n in range(60)]
