@@ -280,6 +280,14 @@ def test_a_queue_that_comes_and_goes_by_chance_moves_thresholds_little():
     assert np.abs(np.array(found[600:]) - wanted).max() <= 5
 
 
+def test_what_a_queue_left_behind_ends():
+    """Of all brownout, e^-3 after 6 s is 5.0 %, and after a moment more there is none."""
+    controller, calm = Predictive(CONFIG), LOAD._replace(num_running=0)
+    assert controller.decide(seen(LOAD._replace(num_running=32, num_waiting=9)))[:2] == (0, 0)
+    found = [controller.decide(seen(calm, now=now))[:2] for now in (5.8, 6.2)]
+    assert found[0] != (100, 100) == found[1]
+
+
 def test_a_wait_of_half_the_room_is_answered_at_once():
     """All brownout where a request would be late, and half where it waits for 3/4 of the room."""
     queue = queue_of(LOAD, TIMES, 0.1, ITL_SLO_S)
@@ -471,6 +479,12 @@ def test_a_controller_of_ones_own_is_named_in_the_settings():
     controller = make_controller(SalcConfig(controller=f"{__name__}:Half"))
     assert controller.decide(seen()) == Decision(50, 50)
     assert not controller.by_step
+
+
+def test_predictive_is_the_default_and_algorithm_2_there_by_name():
+    assert make_controller(SalcConfig()).name == "predictive"
+    assert make_controller(SalcConfig()).by_step
+    assert not make_controller(SalcConfig(), "algorithm2").by_step
 
 
 def test_thresholds_stay_between_floor_and_ceiling():
