@@ -163,7 +163,7 @@ class SalcConfig:
     """SLO-aware latency control. The paper's values for its Algorithm 2: 0.8, 10, 0.8."""
 
     controller: str = setting(
-        "algorithm2",
+        "predictive",
         "What moves the thresholds: algorithm2, predictive, or your own module:Class or "
         "file.py:Class (controllers.md).",
         None,

@@ -18,7 +18,7 @@ from serving.scheduling.step_time import StepTimeModel
 
 GRID_PERCENT = np.linspace(100, 0, 21)
 """Thresholds to choose from; of two that are as good, the first."""
-TARGET = 0.045
+TARGET = 0.04
 """Late tokens that it lets pass. A P90 objective allows 0.1; what nobody foresees comes on top."""
 NEEDED = 0.07  # late without brownout: with fewer there is none
 MIN_SAMPLES, MAX_ERROR = 30, 0.5  # below and above: it knows too little
@@ -35,14 +35,15 @@ WINDOWS_S = 1.0, 5.0
 
 SLOTS = 0.8
 """Share of the slots beyond which requests count as a queue: it is there soon."""
-AHEAD = 2.0
-"""Times that a prompt ahead counts: no slots that fill announce a queue of prompts."""
-PRESSURE = 0.4, 1.2
-"""Waits, in what the TTFT objective leaves for them, at which brownout begins and is all there
-is."""
-PROMPT, SETTLE_S = 0.5, 2.0
-"""Share of brownout that follows the queue at once; the rest follows its mean over that time, so
-that thresholds move less."""
+FULL = 1.2
+"""Such a wait, in what the TTFT objective leaves for it, calls for all brownout if it lasts."""
+SETTLE_S = 2.0
+"""Of the mean wait that brownout follows: within less, queues come and go by chance, and thresholds
+would with them."""
+AT_ONCE = 0.5, 1.0
+"""Waits, in the same, that call for the first and for all brownout at once; for them a queue begins
+where all slots are taken."""
+LEAST = 0.05  # share of all brownout; with less there is none
 SHARES = np.linspace(0, 1, 41)  # of all brownout, by its price
 SURE = 1.0  # standard deviations of step times by which the ITL objective is taken to be shorter
 
@@ -107,8 +108,9 @@ class Predictive:
     decode step that ends it is launched: so gaps are kept step by step (`of_step`), each with as
     much brownout as makes up for the time already lost, and none where nothing is lost or
     everything is. The price of a late token, in degraded ones, moves until `TARGET` of them are
-    late. First tokens come late where requests queue: every step gets brownout by how long the
-    queue is as it begins and was lately, so that no rate of arrivals has to be guessed.
+    late. First tokens come late where requests queue: every step gets brownout by how long they
+    waited lately, or by how long they wait now if that is long, so that no rate of arrivals has to
+    be guessed.
 
     Where first tokens come later than was expected it takes queues to be slower. While it knows too
     little, or errs too much, Algorithm 2 decides.
@@ -119,7 +121,7 @@ class Predictive:
         self._helps = False
         self._price, self._prices = 2.0, BY_VISITS
         self._gaps: deque[Gap] = deque()
-        self._mean, self._mean_at = 0.0, 0.0  # share of brownout that queues called for
+        self._mean, self._mean_at = 0.0, -math.inf  # share of brownout that queues called for
         self._queue: Queue | None = None  # None: it knows too little
         self._ttft_s = math.nan  # expected at the last decision
         self._correction, self._wrong_for, self._distrusted_until = 1.0, 0, -math.inf
@@ -169,12 +171,14 @@ class Predictive:
 
     def _for_queue(self, queue: "Queue", load: Load, now: float) -> tuple[int, int]:
         """Returns where in the grid the thresholds are that the queue calls for."""
-        share = queue.called_for(load, self._correction)
+        share, at_once = queue.called_for(load, self._correction)
         gain = 1 - math.exp(-max(now - self._mean_at, 0.0) / SETTLE_S)
         self._mean += gain * (min(share, 1.0) - self._mean)
         self._mean_at = now
-        share = min(PROMPT * share + (1 - PROMPT) * self._mean, 1.0)
-        return queue.chosen[int(share * (len(SHARES) - 1))]  # what a queue left behind ends
+        share = min(max(self._mean, at_once), 1.0)
+        if share < LEAST:  # what a queue left behind ends
+            return 0, 0
+        return queue.chosen[int(share * (len(SHARES) - 1))]
 
     def _set_price(self, decode: PhaseSeen, unhelped: float) -> None:
         late = decode.late_share or 0.0
@@ -273,24 +277,21 @@ class Queue(NamedTuple):
     loss is known, the pair of least loss under which nobody waits longer than under that one."""
     room_s: float  # that the TTFT objective leaves beside `step_s` without brownout
 
-    def wait_s(
-        self, load: Load, at: tuple[int, int] = (0, 0), slots: float = 1.0, ahead: float = 1.0
-    ) -> float:
+    def wait_s(self, load: Load, at: tuple[int, int] = (0, 0), slots: float = 1.0) -> float:
         """Returns what a request that arrives now waits for under thresholds `at`: for one of that
-        share of the slots, and for the prompts that are ahead of the next step's, each counted
-        `ahead` times.
+        share of the slots, and for the prompts that are ahead of the next step's.
         """
-        prompts = ahead * max(load.num_waiting + load.num_prefilling - self.per_step, 0.0)
+        prompts = max(load.num_waiting + load.num_prefilling - self.per_step, 0.0)
         beyond = max(load.num_running + load.num_waiting - slots * load.max_running, 0.0)
         return float(prompts * self.prompt_s[at] + beyond * self.request_s[at])
 
-    def called_for(self, load: Load, slower: float = 1.0) -> float:
-        """Returns which share of all brownout a queue calls for that is so many times as slow as
-        expected; more than 1 where it is long.
+    def called_for(self, load: Load, slower: float = 1.0) -> tuple[float, float]:
+        """Returns which shares of all brownout a queue calls for that is so many times as slow as
+        expected: if it lasts, and at once. More than 1 where it is long, less than 0 where short.
         """
-        begins, ends = PRESSURE
-        pressure = slower * self.wait_s(load, slots=SLOTS, ahead=AHEAD) / self.room_s
-        return max(0.0, (pressure - begins) / (ends - begins))
+        slower, (begins, ends) = slower / self.room_s, AT_ONCE
+        lasting = slower * self.wait_s(load, slots=SLOTS) / FULL
+        return lasting, (slower * self.wait_s(load) - begins) / (ends - begins)
 
 
 def queue_of(

@@ -41,6 +41,9 @@ SPENT = 5.0
 """Points above the floor from which on brownout counts as exhausted."""
 CONFIRMED = 3
 """So many decisions in a row have to find brownout in vain before it stops."""
+CONFIRMED_S = 5.0
+"""And for so long that it saves nothing: where a machine changes its speed, times of thresholds
+that were not in use lately are still those of before."""
 LEAST_SAVING = 0.03
 """Share of a step's time that all of the brownout has to save."""
 TRY_AGAIN_S = 30.0
@@ -68,7 +71,7 @@ class PhaseControl:
         self._lowests: deque[float] = deque(maxlen=max(1, math.ceil(REUSE_S / salc.interval_s)))
         self.in_vain = ""  # why brownout cannot keep the objective; empty: it may
         self.least_s = math.nan  # the shortest objective that it could keep, if this one is shorter
-        self._num_in_vain = 0
+        self._num_in_vain, self._in_vain_since = 0, math.nan
         self._try_again_s, self._try_again_at = TRY_AGAIN_S, math.inf
 
     def tries_again(self, now: float) -> bool:
@@ -85,11 +88,15 @@ class PhaseControl:
         saves nothing.
         """
         self._num_in_vain = self._num_in_vain + 1 if in_vain else 0
+        if self._num_in_vain <= 1:
+            self._in_vain_since = now
+        for_s = CONFIRMED_S if math.isnan(least_s) else 0.0
+        is_sure = self._num_in_vain >= CONFIRMED and now - self._in_vain_since >= for_s
         before = self.in_vain
         if not in_vain:
             self.in_vain, self.least_s = "", math.nan
             self._try_again_s, self._try_again_at = TRY_AGAIN_S, math.inf
-        elif self.in_vain or self._num_in_vain >= CONFIRMED:
+        elif self.in_vain or is_sure:
             self.in_vain, self.least_s = in_vain, least_s
             if math.isnan(least_s):
                 self._try_again_at = min(self._try_again_at, now + self._try_again_s)

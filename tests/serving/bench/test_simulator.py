@@ -164,8 +164,8 @@ def case(**condition):
 
 @pytest.mark.deep
 def test_prediction_keeps_more_tokens_in_time_with_fewer_degraded_visits():
-    """The demo's shape on made-up steps, calibrated as the demo is. Of other tokens a P90 objective
-    lets a tenth be late.
+    """The demo's shape on made-up steps, calibrated as the demo is: late tokens are few more than
+    under all brownout.
     """
     known = calibrated(machine(), case().samples, ControllersConfig())
     assert known.full.capacity_per_s > known.zero.capacity_per_s
@@ -177,7 +177,7 @@ def test_prediction_keeps_more_tokens_in_time_with_fewer_degraded_visits():
     assert most["degraded"] == 100
     assert predictive["degraded"] < 90
     for late in ("late_first", "late_other"):
-        assert most[late] - 0.1 <= predictive[late] < 10  # steps fall otherwise
+        assert most[late] - 1 <= predictive[late] < most[late] + 6  # steps fall otherwise
     assert predictive["late_first"] < alone["late_first"] / 2
 
 

@@ -8,6 +8,7 @@ import logging
 import math
 from functools import partial
 
+import numpy as np
 import pytest
 from counting import collect
 
@@ -181,6 +182,7 @@ async def test_brownout_that_saves_nothing_stops(serve):
 async def useless(serve, monkeypatch):
     """An engine that has found that brownout saves nothing, and the load that goes on."""
     monkeypatch.setattr(slo, "TRY_AGAIN_S", 2.0)
+    monkeypatch.setattr(slo, "CONFIRMED_S", 0.0)
     engine = serve(floor=1.0, interval_s=0.1, window_s=0.3, shrink_ratio=0.5)
     await ask(engine, 5, 2)
     asking = asyncio.create_task(ask(engine, 60, 18, max_new=20))
@@ -220,3 +222,16 @@ async def test_what_saves_nothing_after_another_reason_is_tried_again_too():
     control.judge("brownout saves nothing", math.nan, 1e6)
     assert not control.tries_again(1e6 + slo.TRY_AGAIN_S - 1)
     assert control.tries_again(1e6 + slo.TRY_AGAIN_S)
+
+
+async def test_that_brownout_saves_nothing_is_believed_after_five_seconds():
+    control = slo.PhaseControl(SalcConfig(), 100.0)
+    for now in np.arange(0.0, 4.9, 0.25).tolist():
+        control.judge("brownout saves nothing", math.nan, now)
+    assert not control.in_vain
+    control.judge("", math.nan, 4.9)  # it was the machine's speed
+    for now in np.arange(5.0, 9.9, 0.25).tolist():
+        control.judge("brownout saves nothing", math.nan, now)
+    assert not control.in_vain
+    control.judge("brownout saves nothing", math.nan, 10.0)
+    assert control.in_vain
