@@ -18,12 +18,11 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from serving.errors import SettingsError
 from serving.request import Priority
-from serving.settings.reading import read_yaml
+from serving.settings.reading import read_yaml, to_yaml
 
 PREFIX = "jmoe_"
 """Prefix of every key, so that secret scanners can find leaked keys."""
@@ -145,7 +144,7 @@ def write(path: Path, keys: dict[str, Key]) -> None:
     handle, part = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # mode 0600
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(_HEADER + yaml.safe_dump(plain, sort_keys=False))
+            file.write(_HEADER + to_yaml(plain))
             file.flush()
             os.fsync(file.fileno())
         if path.exists() and (was := path.stat()).st_uid != os.geteuid():

@@ -138,9 +138,19 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+class _Dumper(yaml.SafeDumper):
+    """PyYAML's safe dumper, except that it quotes what the loader here reads as a number."""
+
+
 # PyYAML reads YAML 1.1, which wants a point in a number with an exponent. YAML 1.2 does not.
 _EXPONENT = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$")
-_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+0123456789"))
+for _of in (_Loader, _Dumper):
+    _of.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+0123456789"))
+
+
+def to_yaml(value: Any) -> str:
+    """Returns YAML that `read_yaml` reads as the same value."""
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False)
 
 
 def load(

@@ -27,6 +27,8 @@ def test_what_is_written_is_read(tmp_path):
     path = tmp_path / "keys.yaml"
     found = {
         "plain": Key("a" * 64),
+        "0e0": Key("1e" + "5" * 62),  # no numbers
+        "12": Key("7" * 64),
         "all": Key("b" * 64, True, True, ("m", "n"), (LS, BE), 1, 2, 3),
     }
     keys.write(path, found)
