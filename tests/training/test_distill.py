@@ -128,9 +128,9 @@ def test_layers_in_turn_are_the_model_of_transformers(gpt_oss, case):
     target = mean_answers(members, jnp.asarray(membership(groups)), h, "float32", cfg.activation)
     for row, picks in enumerate(rows.ids):
         np.testing.assert_allclose(target[picks, row], rows.outputs[row], atol=1e-4)
-    assert equation_4_error(members, h, target, cfg.activation)[0].max() < 1e-6
+    assert equation_4_error(Experts(members, cfg.activation), h, target)[0].max() < 1e-6
     if case == "gpt_oss":  # where SiLU would be wrong
-        assert equation_4_error(members, h, target)[0].min() > 1e-2
+        assert equation_4_error(Experts(members), h, target)[0].min() > 1e-2
 
 
 @pytest.mark.deep

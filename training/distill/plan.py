@@ -374,7 +374,7 @@ def _random_batch(cfg: ModelConfig, config: DistillConfig) -> Batch:
     tokens = np.random.default_rng(config.seed).integers(cfg.vocab_size, size=shape, dtype=np.int32)
     positions = np.tile(np.arange(shape[1], dtype=np.int32), (shape[0], 1))
     ones = np.ones(shape, np.int32)
-    return Batch(tokens, tokens, positions, ones, ones.astype(np.float32), ones, [])
+    return Batch(tokens, tokens, positions, ones, ones.astype(np.float32), ones, [[]] * shape[0])
 
 
 def _end_to_end_step(cfg: ModelConfig, config: DistillConfig, way: int) -> float:
