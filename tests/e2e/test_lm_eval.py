@@ -1,11 +1,7 @@
 """lm-evaluation-harness as it is, in an environment of its own, against the real server."""
 
 import json
-import os
-import re
 import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +9,7 @@ import pytest
 import jmoe
 from jmoe.api import resolve
 from serving.bench.scrape import free_port
+from tests.environments import OWN, interpreter_with
 
 from .conftest import serving
 
@@ -20,8 +17,6 @@ pytestmark = pytest.mark.exhaustive
 
 HARNESS = "lm_eval[api]==0.4.13", "transformers==5.24.0"
 DIRECTORY = resolve("bundled")
-CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "jmoe-tests"
-OWN = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 TASK = """\
 task: {name}
 dataset_path: json
@@ -45,21 +40,7 @@ KINDS = {
 @pytest.fixture(scope="module")
 def python():
     """Returns the environment's interpreter; the environment is made once."""
-    folder = CACHE / "-".join(re.sub(r"\W", "-", one) for one in HARNESS)
-    found, done = folder / "bin" / "python", folder / "made"
-    if not done.exists():
-        for command in (
-            [sys.executable, "-m", "venv", "--clear", folder],
-            [found, "-m", "pip", "install", "--quiet", *HARNESS],
-        ):
-            try:
-                made = subprocess.run(command, capture_output=True, text=True, timeout=300, env=OWN)
-            except subprocess.TimeoutExpired:
-                pytest.skip("lm_eval is not installed within 300 s")
-            if made.returncode:
-                pytest.skip(f"lm_eval cannot be installed here: {made.stderr[-300:]}")
-        done.touch()
-    return found
+    return interpreter_with(*HARNESS)
 
 
 @pytest.fixture(scope="module")

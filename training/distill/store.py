@@ -56,7 +56,7 @@ class Store:
             is_last = so_far.split(DEVICES_THEN)[-1] == own
             record["devices"] = so_far if is_last else so_far + DEVICES_THEN + own
         self.devices: str = record.get("devices", "")
-        if began is None or began["devices"] != self.devices:
+        if began is None or self.devices not in ("", began["devices"]):
             content = json.dumps(record, indent=1).encode()
             self._write(self.folder / RUN, lambda file: file.write(content))
         self._being_written: Any = None  # an Orbax checkpointer

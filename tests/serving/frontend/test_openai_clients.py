@@ -2,14 +2,13 @@
 
 import asyncio
 import json
-import os
-import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from openai_served import TOOLS_TEMPLATE, saying
+
+from tests.environments import OWN, interpreter_with
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(900)]
 
@@ -21,8 +20,6 @@ CLIENTS = {
     "instructor": ("instructor==1.17.0",),
 }
 LOOPS = {"openai": 4, "langchain": 4, "litellm": 1, "agents": 4}
-CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "jmoe-tests"
-OWN = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 PARIS, ROME = ("temperature", '{"city": "Paris"}'), ("temperature", '{"city": "Rome"}')
 TEXT = "It has 12 and 21 C."
 
@@ -76,21 +73,7 @@ FORMATS = {
 def python(request):
     """Returns the interpreter of a client's environment, which is made once."""
     wanted = CLIENTS[request.param]
-    folder = CACHE / "-".join(re.sub(r"\W", "-", one) for one in wanted)
-    found, done = folder / "bin" / "python", folder / "made"
-    if not done.exists():
-        for command in (
-            [sys.executable, "-m", "venv", "--clear", folder],
-            [found, "-m", "pip", "install", "--quiet", *wanted],
-        ):
-            try:
-                made = subprocess.run(command, capture_output=True, text=True, timeout=300, env=OWN)
-            except subprocess.TimeoutExpired:
-                pytest.skip(f"{wanted} are not installed within 300 s")
-            if made.returncode:
-                pytest.skip(f"{wanted} cannot be installed here: {made.stderr[-300:]}")
-        done.touch()
-    return request.param, found
+    return request.param, interpreter_with(*wanted)
 
 
 async def told(python, s):

@@ -1,0 +1,38 @@
+"""Environments of their own for clients that the project does not depend on."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "jmoe-tests"
+OWN = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+"""What a process of such an environment gets."""
+INSTALL_S = 300.0
+
+
+def interpreter_with(*packages: str) -> Path:
+    """Returns the interpreter of an environment with these packages, which is made once; skips the
+    test where they cannot be installed.
+    """
+    folder = CACHE / "-".join(re.sub(r"\W", "-", one) for one in packages)
+    found, done = folder / "bin" / "python", folder / "made"
+    if done.exists():
+        return found
+    for command in (
+        [sys.executable, "-m", "venv", "--clear", folder],
+        [found, "-m", "pip", "install", "--quiet", *packages],
+    ):
+        try:
+            made = subprocess.run(
+                command, capture_output=True, text=True, timeout=INSTALL_S, env=OWN
+            )
+        except subprocess.TimeoutExpired:
+            pytest.skip(f"{packages} are not installed within {INSTALL_S:g} s")
+        if made.returncode:
+            pytest.skip(f"{packages} cannot be installed here: {made.stderr[-300:]}")
+    done.touch()
+    return found
