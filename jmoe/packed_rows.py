@@ -11,13 +11,13 @@ import numpy as np
 from jaxtyping import Int
 
 # Columns of a packed row: one row a decode sequence, one a prefill chunk.
-SLOT, KV_LEN, Q_LEN, EXEMPT, SEED, TOP_K, TEMPERATURE, TOP_P, NEXT_TOKEN = range(9)
+SLOT, KV_LEN, Q_LEN, EXEMPT, SEED, TOP_K, TEMPERATURE, TOP_P, NEXT_TOKEN, TOP_PROMPT = range(10)
 # The control of a step: brownout, and which layers run (a step may run in parts).
 THRESHOLD_PERCENT, STRATEGY, FIRST_LAYER, STOP_LAYER = range(4)
 # A delta of the block table: where, and which page. A slot of -1 is no delta. Of block b of group g
 # of n groups of layers, the block is n b + g.
 DELTA_SLOT, DELTA_BLOCK, DELTA_PAGE = range(3)
-NUM_COLUMNS, NUM_DELTA_COLUMNS, NUM_CONTROL = 9, 3, 4
+NUM_COLUMNS, NUM_DELTA_COLUMNS, NUM_CONTROL = 10, 3, 4
 # What EXEMPT says of a row beside 0, degradable: in this step it is not degraded, or never may be.
 SPARED, REFUSES = 1, 2
 
@@ -48,14 +48,15 @@ def pack_row(
     temperature: float = 0.0,
     top_p: float = 1.0,
     next_token: int = 0,
+    top_prompt: int = 0,
 ) -> np.ndarray:
     """Returns one packed row. `kv_len` counts the positions after the step, its own `q_len`
     included.
 
     `exempt` is 0, `SPARED` or `REFUSES`. `next_token` is what follows a chunk in its prompt, for
-    the prompt's log-probabilities.
+    the prompt's log-probabilities; with a `top_prompt` above 0 the likeliest tokens are found, too.
     """
-    row = np.array([slot, kv_len, q_len, exempt, 0, top_k, 0, 0, next_token], np.int32)
+    row = np.array([slot, kv_len, q_len, exempt, 0, top_k, 0, 0, next_token, top_prompt], np.int32)
     row[SEED] = np.uint32(seed & 0xFFFFFFFF).view(np.int32)
     row[TEMPERATURE] = np.float32(temperature).view(np.int32)
     row[TOP_P] = np.float32(top_p).view(np.int32)

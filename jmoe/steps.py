@@ -36,9 +36,10 @@ from jmoe.packed_rows import (
     TEMPERATURE,
     TOP_K,
     TOP_P,
+    TOP_PROMPT,
 )
 from jmoe.parallel.replicas import Replication
-from jmoe.sampling import Sampling, Scored, greedy, sample, scored_with_top
+from jmoe.sampling import Sampling, Scored, greedy, sample, score_prompts
 from jmoe.shaping import Drawn, Shaping, draw
 from jmoe.weights import Params, Weights
 from pallas_kernels.backend import backend, batched
@@ -439,7 +440,7 @@ def score_step(
     rows: Int[Array, "B C"],
 ) -> Scored:
     """Returns the log-probability of the token that follows each one in its prompt, after a prefill
-    step, and the likeliest tokens there.
+    step, and, if any row asks for them, the likeliest tokens there (`score_prompts`).
 
     `hidden` is of the step's output, `tokens` and `rows` are the step's; at a chunk's end the row's
     NEXT_TOKEN follows. What padding gets means nothing.
@@ -447,11 +448,12 @@ def score_step(
     end = jnp.cumsum(rows[:, Q_LEN], dtype=jnp.int32) - 1
     end = jnp.where(rows[:, Q_LEN] > 0, end, tokens.shape[0])  # padding rows: dropped
     following = jnp.roll(tokens, -1).at[end].set(rows[:, NEXT_TOKEN], mode="drop")
+    top = jnp.any(rows[:, TOP_PROMPT] > 0)
     num_tokens, width = hidden.shape
     if num_tokens <= SCORED_ROWS or num_tokens % SCORED_ROWS:
-        return scored_with_top(head(cfg, params, hidden), following)
+        return score_prompts(head(cfg, params, hidden), following, top)
     parts = hidden.reshape(-1, SCORED_ROWS, width), following.reshape(-1, SCORED_ROWS)
-    found = lax.map(lambda part: scored_with_top(head(cfg, params, part[0]), part[1]), parts)
+    found = lax.map(lambda part: score_prompts(head(cfg, params, part[0]), part[1], top), parts)
     return jax.tree.map(lambda each: each.reshape(num_tokens, -1), found)
 
 

@@ -17,6 +17,7 @@ from jmoe.packed_rows import (
     NUM_SHAPE_COLUMNS,
     SLOT,
     SPARED,
+    TOP_PROMPT,
     empty_deltas,
     empty_rows,
     pack_seat,
@@ -442,7 +443,7 @@ class AttentionWorker:
 
     def _scores(self, unit: Unit) -> tuple[np.ndarray, ...]:
         """Returns the log-probability of the token that follows each of a chunk's in its prompt,
-        and the likeliest tokens there, as `Scored` has them.
+        and the likeliest tokens there if its request asks for them, as `Scored` has them.
         """
         assert unit.tokens is not None
         places, _, tokens = self._packed([unit], len(unit.places))
@@ -450,7 +451,7 @@ class AttentionWorker:
         following = np.roll(tokens, -1)
         following[len(unit.tokens) - 1] = unit.row[NEXT_TOKEN]
         count = len(unit.tokens)
-        found = self.device.score(places, following)
+        found = self.device.score(places, following, bool(unit.row[TOP_PROMPT]))
         return tuple(np.asarray(part)[:count] for part in found)
 
     def left(self, results: Sequence[Result]) -> Left:

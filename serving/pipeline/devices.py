@@ -19,7 +19,7 @@ from jmoe.config import ModelConfig
 from jmoe.experts import Pool, write_slots
 from jmoe.model import embed, head, layers_of
 from jmoe.packed_rows import SLOT, everything, sampling_mode
-from jmoe.sampling import Scored, greedy, scored_with_top
+from jmoe.sampling import Scored, greedy, score_prompts
 from jmoe.shaping import Shaping
 from jmoe.stages import StageVisits, WaitingRows, attend_stage, entering, expert_stage, merge
 from jmoe.steps import (
@@ -105,9 +105,11 @@ class AttentionDevice(Protocol):
         """Draws as `leave` does, with the logits of some rows changed (`jmoe.shaping.draw`)."""
         ...
 
-    def score(self, places: Int[np.ndarray, "T"], following: Int[np.ndarray, "T"]) -> Scored:
+    def score(
+        self, places: Int[np.ndarray, "T"], following: Int[np.ndarray, "T"], top: bool
+    ) -> Scored:
         """Returns, on the host, the log-probability of the token that follows each row that has
-        been through all layers, and the likeliest tokens.
+        been through all layers, and with `top` the likeliest tokens.
         """
         ...
 
@@ -229,10 +231,11 @@ def _score(
     store: Store,
     places: Int[Array, "T"],
     following: Int[Array, "T"],
+    top: Bool[Array, ""],
 ) -> Scored:
     at = jnp.minimum(places, len(store.x) - 1)
     x = merge(WaitingRows(store.x[at], store.weights[at]), store.parts[at])
-    return scored_with_top(head(cfg, params, x), following)
+    return score_prompts(head(cfg, params, x), following, top)
 
 
 class _Programs(NamedTuple):
@@ -412,9 +415,12 @@ class AttentionPrograms:
         tokens, logprobs, *top = jax.device_get(tuple(drawn))
         return Drawn(tokens.tolist(), logprobs.tolist(), *top)
 
-    def score(self, places: Int[np.ndarray, "T"], following: Int[np.ndarray, "T"]) -> Scored:
+    def score(
+        self, places: Int[np.ndarray, "T"], following: Int[np.ndarray, "T"], top: bool
+    ) -> Scored:
         """See AttentionDevice."""
-        return jax.device_get(self._programs.score(self._params, self._store, places, following))
+        found = self._programs.score(self._params, self._store, places, following, jnp.asarray(top))
+        return jax.device_get(found)
 
     def sent(self, h: Array, at: Int[np.ndarray, "n"] | None, to: Any) -> Array:
         """See AttentionDevice."""

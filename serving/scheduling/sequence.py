@@ -156,6 +156,7 @@ class SequenceState:
             top_k=sampling.top_k,
             temperature=sampling.temperature,
             top_p=sampling.top_p,
+            top_prompt=sampling.top_prompt_logprobs,
         )
         self.shape = None  # how its logits are changed before a token is drawn
         if sampling.shapes:

@@ -10,7 +10,7 @@ import pytest
 
 from jmoe import steps
 from jmoe.config import read_config
-from jmoe.packed_rows import empty_rows, pack_row, sampling_mode
+from jmoe.packed_rows import TOP_PROMPT, empty_rows, pack_row, sampling_mode
 from jmoe.sampling import Sampling, sample
 from jmoe.steps import sample_step
 
@@ -238,10 +238,11 @@ def test_prompts_are_scored_with_their_likeliest_tokens(monkeypatch, logits, row
     rows = empty_rows(3)
     rows[0], rows[1] = (
         pack_row(0, kv_len=5, q_len=5, next_token=40),
-        pack_row(1, kv_len=6, q_len=6),
+        pack_row(1, kv_len=6, q_len=6, top_prompt=2),  # one asks: all of them are found
     )
     given = logits[:16].astype(np.float32)
-    found = jax.jit(partial(steps.score_step, read_config(GOLDEN), {}))(given, tokens, rows)
+    score = jax.jit(partial(steps.score_step, read_config(GOLDEN), {}))
+    found = score(given, tokens, rows)
     want = given - np.logaddexp.reduce(given, axis=-1, keepdims=True)
     ids = np.argsort(-given, axis=-1, kind="stable")[:, :5]
     np.testing.assert_array_equal(found.top_ids, ids)
@@ -249,3 +250,8 @@ def test_prompts_are_scored_with_their_likeliest_tokens(monkeypatch, logits, row
     following = [1, 2, 3, 4, 40, 6, 7, 8, 9, 10, 0]
     np.testing.assert_allclose(found.logprobs[:11, 0], want[range(11), following], atol=1e-5)
     np.testing.assert_array_equal(found.logprobs[:, 1], found.top_logprobs[:, 0])
+    rows[1, TOP_PROMPT] = 0
+    alone = score(given, tokens, rows)
+    np.testing.assert_array_equal(alone.logprobs[:11], found.logprobs[:11])
+    assert not alone.top_ids.any()
+    assert not alone.top_logprobs.any()
