@@ -20,7 +20,6 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 COMMAND = re.compile(r"(?:python -m (?:benchmarks|training)|jmoe bench) ?[\w.]+[^`|&>#\n]*")
 COVERED = {
     "benchmarks.hostile": "tests/benchmarks/test_hostile.py",
-    "benchmarks.accuracy": "tests/training/test_accuracy_benchmark.py",
     "benchmarks.gpu": "tests/benchmarks/test_gpu_benchmark_dry.py",
     "benchmarks.kernels": "tests/benchmarks/test_kernel_benchmark_run.py",
     "benchmarks.kernels.roofline": "tests/benchmarks/test_roofline.py",
@@ -102,7 +101,6 @@ def test_flags_of_jmoe_bench_are_its_own(command):
 @pytest.mark.deep
 @pytest.mark.sized(
     exhaustive=(
-        "python -m benchmarks.demo_series --runs 5",
         "python -m benchmarks.pairs page_size",
         "python -m benchmarks.pairs preemption",
         "python -m benchmarks.pairs prefix_reuse",
