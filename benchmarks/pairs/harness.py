@@ -1,5 +1,6 @@
 """Plays the settings of a pair in turn and compares their figures."""
 
+import math
 import statistics
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -62,7 +63,8 @@ def ratios(pair: Pair, found: Sequence[Mapping[str, Figures]]) -> dict[str, dict
     result: dict[str, dict[str, Any]] = {}
     for top, base in pair.against or [(other, first) for other in others]:
         of_rounds = {
-            key: [one[top][key] / one[base][key] for one in found] for key in pair.ratios_of
+            key: [one[top][key] / one[base][key] if one[base][key] else math.nan for one in found]
+            for key in pair.ratios_of
         }
         result[f"{top} over {base}"] = {
             key: {"median": statistics.median(values), "min": min(values), "max": max(values)}

@@ -1,5 +1,6 @@
 """The pairs by name."""
 
+from benchmarks.pairs.burst import bursts
 from benchmarks.pairs.engines import OUTPUTS, outputs, parts, prefixes
 from benchmarks.pairs.harness import Pair
 from benchmarks.pairs.served import STREAMS, Load, peers, served
@@ -116,6 +117,13 @@ PAIRS: dict[str, Pair] = {
             ("weight, level 40", "visits, t 40"),
             ("own, nothing degraded", "zero"),
         ],
+    ),
+    "burst_loss": Pair(
+        "What the demo's burst costs its answers: by the paper's plan and controller, and today's.",
+        {"the paper's": {"keep": "visits", "controller": "algorithm2"}, "today's": {}},
+        bursts,
+        ("loss, millinats",),
+        rounds=4,
     ),
     "kv_cache": Pair(
         "Steps over KV pages in float32 and in fp8: decode, and prefill of one row's context.",

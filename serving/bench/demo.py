@@ -343,7 +343,7 @@ async def _warm_slowness(
 
     A processor that was idle before the calibration may be faster in it than it will be.
     """
-    pieces = burst_pieces(config.segment_s, *_rates(calibration, config), config.burst_at)
+    pieces = burst_pieces(config.segment_s, *rates(calibration, config), config.burst_at)
     times = piecewise_poisson_times(pieces, config.seed)
     arrivals = schedule(shuffled(tasks, config.seed), times)
     await use_variant(client, VARIANTS[config.variants[0]], own, config.strategy, calibration.slo)
@@ -376,7 +376,7 @@ async def _pair(
     segment that other programs disturbed is played again until that time of `time.monotonic`.
     """
     slo = Slo(calibration.slo.ttft_s * slowness, calibration.slo.itl_s * slowness)
-    steady_per_s, burst_per_s = (rate / slowness for rate in _rates(calibration, config))
+    steady_per_s, burst_per_s = (rate / slowness for rate in rates(calibration, config))
     burst_at_s, seed = config.segment_s * config.burst_at, config.seed + number
     pieces = burst_pieces(config.segment_s, steady_per_s, burst_per_s, config.burst_at)
     arrivals = schedule(shuffled(tasks, seed), piecewise_poisson_times(pieces, seed))
@@ -414,7 +414,7 @@ async def _pair(
 _OF_MEDIAN = ("seed", "slo", "steady_rate_per_s", "burst_rate_per_s", "num_requests", "runs")
 
 
-def _rates(calibration: Calibration, config: DemoConfig) -> tuple[float, float]:
+def rates(calibration: Calibration, config: DemoConfig) -> tuple[float, float]:
     """Returns the requests a second before the burst and in it."""
     zero, full = calibration.zero.capacity_per_s, calibration.full.capacity_per_s
     return config.steady_load * zero, zero**0.75 * full**0.25
@@ -518,7 +518,7 @@ def _phase(
 
 def _calibration_text(calibration: Calibration, config: DemoConfig) -> str:
     zero, full, slo = calibration.zero, calibration.full, calibration.slo
-    steady_per_s, burst_per_s = _rates(calibration, config)
+    steady_per_s, burst_per_s = rates(calibration, config)
     lines = [
         f"an unloaded first token takes {calibration.unloaded_ttft_s * 1e3:.0f} ms",
         *(
