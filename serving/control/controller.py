@@ -52,6 +52,7 @@ class Seen(NamedTuple):
     load: Load
     times: StepTimeModel
     loss: Loss | None = None  # None: not known
+    bounds: tuple[float, float] = (0.0, 100.0)  # floor and ceiling, to which thresholds are clipped
 
 
 class StepSeen(NamedTuple):
@@ -82,7 +83,7 @@ class Controller(Protocol):
     """Asked every `engine.salc.interval_s` while it is on."""
 
     def decide(self, seen: Seen) -> Decision:
-        """Returns thresholds in percent; they are clipped to the settings' floor and ceiling."""
+        """Returns thresholds in percent; they are clipped to `seen.bounds`."""
         ...
 
 

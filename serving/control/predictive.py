@@ -17,7 +17,7 @@ from serving.plan import Phase
 from serving.scheduling.step_time import StepTimeModel
 
 GRID_PERCENT = np.linspace(100, 0, 21)
-"""Thresholds to choose from; of two that are as good, the first."""
+"""Thresholds to choose from, clipped to floor and ceiling; of two that are as good, the first."""
 TARGET = 0.04
 """Late tokens that it lets pass. A P90 objective allows 0.1; what nobody foresees comes on top."""
 NEEDED = 0.07  # late without brownout: with fewer there is none
@@ -60,36 +60,38 @@ log = logging.getLogger(__name__)
 Curve = Float[np.ndarray, "K"]
 
 
-PRICE_OF_GRID = (100 - GRID_PERCENT) / 100 + np.maximum(DEAR_PERCENT - GRID_PERCENT, 0) / 100
-"""Of a token under each threshold of the grid, in degraded ones."""
 RISE = 1
 """Steps of the grid by which a threshold may rise as a queue grows, to degrade the other phase."""
 FREE = 1e-3
-"""Share of that price that a token has whatever the loss: what costs nothing saves something."""
+"""Share of the price by visits that a token has whatever the loss: what costs nothing saves
+something."""
 
 
 class Prices(NamedTuple):
     """What a token of each phase costs under each threshold of the grid."""
 
+    percent: Curve  # the grid: thresholds to choose from, falling
+    visits: Curve  # in degraded visits, the same in both phases
     prefill: Curve
     decode: Curve
+    by_loss: bool
 
     @classmethod
-    def of(cls, loss: Loss | None) -> "Prices":
-        """Returns prices by expected loss, of which the highest is that of all brownout; by
-        degraded visits where it is not known, or nothing.
+    def of(cls, loss: Loss | None = None, bounds: tuple[float, float] = (0.0, 100.0)) -> "Prices":
+        """Returns prices by expected loss, of which the highest is that of all brownout within the
+        bounds; by degraded visits where it is not known, or nothing.
         """
-        if loss is None:
-            return BY_VISITS
-        curves = [np.array(loss(phase)[::-5]) for phase in Phase]  # at the grid's thresholds
+        percent = np.clip(GRID_PERCENT, *bounds)
+        visits = (100 - percent) / 100 + np.maximum(DEAR_PERCENT - percent, 0) / 100
+        curves = [
+            np.zeros_like(percent) if loss is None else np.interp(percent, range(101), loss(phase))
+            for phase in Phase
+        ]
         highest = max(curve[-1] for curve in curves)
         if not highest:
-            return BY_VISITS
-        scale = PRICE_OF_GRID[-1] / highest
-        return cls(*(scale * curve + FREE * PRICE_OF_GRID for curve in curves))
-
-
-BY_VISITS = Prices(PRICE_OF_GRID, PRICE_OF_GRID)
+            return cls(percent, visits, visits, visits, by_loss=False)
+        scaled = (visits[-1] / highest * curve + FREE * visits for curve in curves)
+        return cls(percent, visits, *scaled, by_loss=True)
 
 
 class Gap(NamedTuple):
@@ -119,7 +121,7 @@ class Predictive:
     def __init__(self, config: SalcConfig) -> None:
         self._fallback = Algorithm2(config)
         self._helps = False
-        self._price, self._prices = 2.0, BY_VISITS
+        self._price, self._prices = 2.0, Prices.of()
         self._gaps: deque[Gap] = deque()
         self._mean, self._mean_at = 0.0, -math.inf  # share of brownout that queues called for
         self._queue: Queue | None = None  # None: it knows too little
@@ -140,10 +142,10 @@ class Predictive:
         self._set_price(seen.decode, min(map(_late_unhelped, (newest, self._gaps))))
         load = seen.load
         slos_s = seen.prefill.slo_s, seen.decode.slo_s
-        self._prices = Prices.of(seen.loss)
+        self._prices = Prices.of(seen.loss, seen.bounds)
         self._queue = queue = queue_of(load, seen.times, *slos_s, self._prices)
         at = self._for_queue(queue, load, seen.now)
-        prefill, decode = GRID_PERCENT[list(at)].tolist()
+        prefill, decode = self._prices.percent[list(at)].tolist()
         wait_s = self._correction * queue.wait_s(load, at)
         self._ttft_s = float(queue.step_s[at]) + wait_s + _company_s(load)
         itl_s = _expected_p90_s(newest, seen.times.spread)
@@ -195,18 +197,19 @@ class Predictive:
         if self._queue is None:
             return step.percent
         at = self._for_queue(self._queue, step.load, step.now)
-        prefill, decode = GRID_PERCENT[list(at)].tolist()
+        prefill, decode = self._prices.percent[list(at)].tolist()
         if step.phase is Phase.PREFILL:
             return self._of_prefill(step, prefill)
         return self._of_decode(step, decode)
 
     def _of_decode(self, step: StepSeen, percent: float) -> float:
-        gap_s = step.since_s + _curve(step.times, step.phase, step.size, step.exempt_share)
+        grid = self._prices.percent
+        gap_s = step.since_s + _curve(grid, step.times, step.phase, step.size, step.exempt_share)
         late = _late(gap_s, step.itl_slo_s, step.times.spread)
         if self._helps and step.size > FEW_ROWS:
             cost = self._price * late + self._prices.decode
-            percent = min(percent, float(GRID_PERCENT[np.argmin(cost)]))
-        expected_s = float(np.interp(percent, GRID_PERCENT[::-1], gap_s[::-1]))
+            percent = min(percent, float(grid[np.argmin(cost)]))
+        expected_s = float(np.interp(percent, grid[::-1], gap_s[::-1]))
         self._gaps.append(Gap(step.now, step.size, expected_s, float(late[0])))
         return percent
 
@@ -217,12 +220,13 @@ class Predictive:
         rows = step.num_decoding
         if not self._helps or rows <= FEW_ROWS:
             return percent
-        prefill_s = _curve(step.times, Phase.PREFILL, step.size, step.exempt_share)[:, None]
-        decode_s = _curve(step.times, Phase.DECODE, rows, step.exempt_share)[None, :]
+        grid, exempt = self._prices.percent, step.exempt_share
+        prefill_s = _curve(grid, step.times, Phase.PREFILL, step.size, exempt)[:, None]
+        decode_s = _curve(grid, step.times, Phase.DECODE, rows, exempt)[None, :]
         late = _late(step.since_s + prefill_s + decode_s, step.itl_slo_s, step.times.spread)
         of_decode = (rows * (self._price * late + self._prices.decode[None, :])).min(1)
         cost = of_decode + step.size * self._prices.prefill
-        return min(percent, float(GRID_PERCENT[np.argmin(cost)]))
+        return min(percent, float(grid[np.argmin(cost)]))
 
 
 def _knows_enough(seen: Seen) -> bool:
@@ -255,9 +259,11 @@ def _expected_p90_s(gaps: Collection[Gap], spread: float) -> float:
     return float(values[order][at])
 
 
-def _curve(times: StepTimeModel, phase: Phase, size: float, exempt_share: float) -> Curve:
+def _curve(
+    grid: Curve, times: StepTimeModel, phase: Phase, size: float, exempt_share: float
+) -> Curve:
     """Returns the seconds of a step under each threshold of the grid."""
-    return times.curve(phase, size, 100 - (100 - GRID_PERCENT) * (1 - exempt_share))
+    return times.curve(phase, size, 100 - (100 - grid) * (1 - exempt_share))
 
 
 def _late(seconds: np.ndarray, slo_s: float, spread: float) -> np.ndarray:
@@ -299,7 +305,7 @@ def queue_of(
     times: StepTimeModel,
     ttft_slo_s: float,
     itl_slo_s: float,
-    prices: Prices = BY_VISITS,
+    prices: Prices,
 ) -> Queue:
     """Returns what each pair of thresholds makes of the load.
 
@@ -316,23 +322,26 @@ def queue_of(
     largest = float(times.largest(Phase.PREFILL))
     tokens = max(min(prompt * freed, largest), load.prefill_tokens, 1.0)
     per_step = tokens / prompt
-    prefill_s = _curve(times, Phase.PREFILL, tokens, load.exempt_share)
+    prefill_s = _curve(prices.percent, times, Phase.PREFILL, tokens, load.exempt_share)
     rows, in_a_row, decode_s = 1.0, 1.0, np.zeros_like(GRID_PERCENT)
     if further and times.knows(Phase.DECODE):
         room_s = itl_slo_s * math.exp(-SURE * times.spread) - times.expected_s(Phase.DECODE, 1)
         in_a_row = max(room_s / prefill_s[0], 1.0)
         rows = min(max(further * per_step * in_a_row, 1.0), load.max_running)
-        decode_s = _curve(times, Phase.DECODE, rows, load.exempt_share)
+        decode_s = _curve(prices.percent, times, Phase.DECODE, rows, load.exempt_share)
     request_s = (prefill_s / per_step)[:, None] + (further / rows * decode_s)[None, :]
     step_s = prefill_s[:, None] + decode_s[None, :]
     prompt_s = (prefill_s[:, None] + decode_s[None, :] / in_a_row) / per_step
-    visits = _of_request(load, BY_VISITS)
-    share, price = visits / visits[-1, -1], _of_request(load, prices)
+    visits = _of_request(load, prices.visits, prices.visits)
+    share, price = (
+        visits / (visits[-1, -1] or 1.0),
+        _of_request(load, prices.prefill, prices.decode),
+    )
     chosen = [(0, 0)]
     for most in SHARES:  # of pairs that are as fast, the cheapest
         within = np.where(share <= most + 1e-9, request_s * (1 + 1e-6 * share), np.inf)
         at = _least(within)
-        if prices is not BY_VISITS:
+        if prices.by_loss:
             is_as_fast = (request_s <= request_s[at]) & (prompt_s <= prompt_s[at])
             prefill, decode = (max(0, last - RISE) for last in chosen[-1])
             is_as_fast[:prefill] = is_as_fast[:, :decode] = False
@@ -342,9 +351,9 @@ def queue_of(
     return Queue(request_s, per_step, prompt_s, step_s, chosen[1:], room_s)
 
 
-def _of_request(load: Load, prices: Prices) -> Float[np.ndarray, "K K"]:
+def _of_request(load: Load, prefill: Curve, decode: Curve) -> Float[np.ndarray, "K K"]:
     """Returns what a request costs under each pair of thresholds."""
-    return load.prompt_tokens * prices.prefill[:, None] + load.new_tokens * prices.decode[None, :]
+    return load.prompt_tokens * prefill[:, None] + load.new_tokens * decode[None, :]
 
 
 def _least(values: Float[np.ndarray, "K K"]) -> tuple[int, int]:

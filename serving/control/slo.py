@@ -473,7 +473,8 @@ class SloAnalyser:
                 max_running=max_running,
                 company=self._pace.company(self.ttft_slo_s, running) if in_company else None,
             )
-            seen = Seen(now, prefill, decode, load, self._pace.times, self._loss)
+            bounds = self.floor_percent, max(self.floor_percent, self.config.ceiling_percent)
+            seen = Seen(now, prefill, decode, load, self._pace.times, self._loss, bounds)
             decision = of.controller.decide(seen)
             is_full = of_class.slots_taken or running >= max_running
             if is_full or of_class.oldest_s > ttft_slo_s or math.isnan(of.strained_at):

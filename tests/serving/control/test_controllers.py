@@ -254,7 +254,7 @@ def test_prefill_alone_needs_no_decode_step_to_be_known():
 def test_brownout_follows_the_mean_of_the_queue():
     """After `SETTLE_S` it has 1 - 1/e of what a batch that stays full calls for."""
     controller, full = Predictive(CONFIG), LOAD._replace(num_running=32)
-    queue = queue_of(LOAD, TIMES, 0.1, ITL_SLO_S)
+    queue = queue_of(LOAD, TIMES, 0.1, ITL_SLO_S, Prices.of())
     lasting, at_once = queue.called_for(full)
     assert at_once < 0 < lasting
     controller.decide(seen())
@@ -274,7 +274,7 @@ def test_a_queue_that_comes_and_goes_by_chance_moves_thresholds_little():
     found = [
         controller.of_step(step(load=load, now=0.01 * number)) for number, load in enumerate(loads)
     ]
-    lasting, _ = queue_of(LOAD, TIMES, 0.1, ITL_SLO_S).called_for(loads[0])
+    lasting, _ = queue_of(LOAD, TIMES, 0.1, ITL_SLO_S, Prices.of()).called_for(loads[0])
     _, wanted = chosen()[int(lasting / 2 * 40)]
     assert 0 < wanted < 100
     assert np.abs(np.array(found[600:]) - wanted).max() <= 5
@@ -290,7 +290,7 @@ def test_what_a_queue_left_behind_ends():
 
 def test_a_wait_of_half_the_room_is_answered_at_once():
     """All brownout where a request would be late, and half where it waits for 3/4 of the room."""
-    queue = queue_of(LOAD, TIMES, 0.1, ITL_SLO_S)
+    queue = queue_of(LOAD, TIMES, 0.1, ITL_SLO_S, Prices.of())
     each_s = queue.prompt_s[0, 0] + queue.request_s[0, 0]  # of one more that waits
     full = LOAD._replace(num_running=32)
     for share, wanted in ((0.5, 0.0), (0.75, 0.5), (1.0, 1.0)):
@@ -418,7 +418,44 @@ def test_what_costs_nothing_is_taken_first_and_no_more_of_it_than_helps():
     assert found == [100, 50, 50, 100]
     assert helping().of_step(step(since_s=0.015)) > 50
     nothing = Prices.of(lambda phase: [0.0] * 101)
-    assert nothing is Prices.of(None)
+    assert not nothing.by_loss
+    np.testing.assert_array_equal(nothing.decode, Prices.of().decode)
+
+
+# -- between floor and ceiling -------------------------------------------------------------------
+
+BOUNDS = 40.0, 80.0
+
+
+def test_a_long_queue_gets_the_floor_and_expects_what_that_gives():
+    load = LOAD._replace(num_running=32, num_waiting=200)
+    bounded, free = Predictive(CONFIG), Predictive(CONFIG)
+    at_floor = bounded.decide(seen(load)._replace(bounds=BOUNDS))
+    at_zero = free.decide(seen(load))
+    assert at_floor[:2] == (40.0, 40.0)
+    assert at_zero[:2] == (0.0, 0.0)
+    assert at_floor.ttft_p90_s > 1.1 * at_zero.ttft_p90_s
+
+
+def test_no_queue_and_no_late_gap_gets_the_ceiling():
+    controller = Predictive(CONFIG)
+    quiet = seen(LOAD._replace(num_running=1))._replace(bounds=BOUNDS)
+    assert controller.decide(quiet)[:2] == (80.0, 80.0)
+    assert controller.of_step(step()) == 80.0
+
+
+def test_a_gap_that_only_what_is_below_the_floor_would_save_gets_none():
+    """A decode step of 32 rows takes 10.7 ms at 0 %, 12.8 at 40 and 14.9 at 80, of 20 for the gap.
+
+    Behind 8.2 ms it is in time below 22 %, behind 6.2 ms below 59.
+    """
+    controller = Predictive(CONFIG)
+    for _ in range(3):
+        controller.decide(seen(late=0.5)._replace(bounds=BOUNDS))
+    lost, saved = (controller.of_step(step(since_s=s, itl_slo_s=0.020)) for s in (0.0082, 0.0062))
+    assert lost == 80.0
+    assert 40.0 <= saved < 60.0
+    assert helping(late=0.5, updates=3).of_step(step(since_s=0.0082, itl_slo_s=0.020)) < 25.0
 
 
 # -- when it knows too little --------------------------------------------------------------------
