@@ -104,4 +104,4 @@ $(VENV)/.dev: $(VENV)/.base
 	@touch $@
 
 clean:
-	rm -rf $(VENV) out build *.egg-info
+	rm -rf $(VENV) .cache out build *.egg-info

@@ -1,6 +1,7 @@
 """Tests run with array shapes checked and without silent dtype or rank promotion."""
 
 import gc
+import hashlib
 import os
 import sys
 import time
@@ -19,10 +20,19 @@ os.environ.setdefault(
 
 import jax
 import pytest
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from jaxtyping import install_import_hook
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# Programs that took longer to compile than to read are kept from one run, and one worker, to the
+# next: a folder for each kind of processor.
+MACHINE = Path("/proc/cpuinfo").read_bytes() if Path("/proc/cpuinfo").exists() else b""
+FLAGS = b"".join(line for line in MACHINE.splitlines() if line.startswith((b"flags", b"Features")))
+PROGRAMS = Path(__file__).parents[1] / ".cache" / "xla" / hashlib.sha256(FLAGS).hexdigest()[:8]
+jax.config.update("jax_compilation_cache_dir", str(PROGRAMS))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
 
 install_import_hook(["jmoe", "pallas_kernels"], "beartype.beartype")
 
@@ -53,6 +63,17 @@ def any_http_port(monkeypatch):
     openai = sys.modules.get("serving.frontend.openai.app")
     if openai is not None:
         monkeypatch.setattr(openai, "FIRST_PORT", 0)
+
+
+@pytest.fixture(scope="module")
+def programs_are_compiled():
+    """Lets no program come out of XLA's cache: on a CPU such a one cannot be serialized again."""
+    folder = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", None)
+    reset_cache()
+    yield
+    jax.config.update("jax_compilation_cache_dir", folder)
+    reset_cache()
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from serving.execution import executables as module
 from serving.execution.executables import KEPT_S, Executables, sources
 from serving.request import BrownoutChange, SamplingParams
 
-pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
+pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry", "programs_are_compiled")
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "qwen2_moe"
 

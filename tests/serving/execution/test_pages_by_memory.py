@@ -185,7 +185,9 @@ TINY = EngineConfig(
 
 
 @pytest.mark.deep
-def test_a_runner_takes_what_its_programs_leave(monkeypatch, compiled_in_a_hurry, tmp_path):
+def test_a_runner_takes_what_its_programs_leave(
+    monkeypatch, compiled_in_a_hurry, programs_are_compiled, tmp_path
+):
     """What steps need is more than the largest logits, and is remembered by the disk."""
     loaded = jmoe.load("bundled", "float32")
     (size,) = page_bytes(loaded.config, 8, loaded.dtype)

@@ -19,7 +19,7 @@ from serving.execution.replay import Draw, Led, Run, Seat, replay, to_message
 from serving.execution.runner import DeviceRunner
 from serving.request import BrownoutChange, Priority, SamplingParams, Structure, StructureKind
 
-pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
+pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry", "programs_are_compiled")
 
 CONFIG = EngineConfig(
     model="bundled",
