@@ -109,15 +109,7 @@ def test_gradient_is_that_of_its_formula(activation):
     np.testing.assert_allclose(*grads, atol=1e-5)
 
 
-@pytest.mark.sized(
-    deep=(
-        "Silu()",
-        "Gelu(tanh=True)",
-        "Gelu(tanh=False)",
-        "Squared()",
-        "ClampedSwiglu(alpha=1.3, limit=0.5)",
-    )
-)
+@pytest.mark.deep
 @EACH
 def test_steps_and_the_whole_forward_pass_agree(activation):
     model, prompt = jmoe.load(GOLDEN, "float32"), [5, 9, 2, 40, 7]

@@ -45,7 +45,7 @@ def test_forward_equals_transformers(case):
     assert np.abs(logits - golden["logits"]).max() < 1e-4
 
 
-@pytest.mark.sized(deep=("qwen3_moe", "gpt_oss", "deepseek_v3"))
+@pytest.mark.deep
 @pytest.mark.parametrize("name", ["qwen2_moe", "qwen3_moe", "gpt_oss", "deepseek_v3"])
 def test_batched_forms_equal_transformers_greedy(name):
     """What a GPU without the Mosaic kernels runs, forced here: prompts by products and by sums."""

@@ -223,6 +223,7 @@ def test_pages_that_rows_were_given_are_written(family):
     assert deltas[0][DELTA_PAGE] == 7
 
 
+@pytest.mark.sized(deep=("full",))
 @pytest.mark.parametrize("strategy", ["partial", "full"])
 def test_rows_that_refuse_brownout_are_exact(family, strategy):
     """While others are degraded."""

@@ -75,7 +75,8 @@ class RingRows(NamedTuple):
         return jnp.einsum("thk,tkhd->thd", weights, v), KVPages(*kept)
 
 
-@pytest.mark.parametrize("chunk_size", [3, pytest.param(64, marks=pytest.mark.deep)])
+@pytest.mark.deep
+@pytest.mark.parametrize("chunk_size", [3, 64])
 def test_a_ring_beside_full_attention_is_a_window(root_dir, chunk_size):
     model = jmoe.load(root_dir / "tests/golden/qwen3_moe_mixed_yarn", dtype="float32")
     kinds = Ring(5), FULL, Ring(5), FULL

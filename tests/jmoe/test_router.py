@@ -122,7 +122,7 @@ def plain():
 ROUTERS = pytest.mark.parametrize("router", [Contrary(), ScoredTopK()], ids=["own", "scored"])
 
 
-@pytest.mark.sized(deep=("scored",))
+@pytest.mark.deep
 @ROUTERS
 def test_steps_and_the_whole_forward_pass_agree(router, plain):
     """And differ from the likeliest experts' answers."""

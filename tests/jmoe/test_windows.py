@@ -101,6 +101,7 @@ def test_chunks_and_decode_steps_over_pages_are_whole_sequences(model, chunk_siz
             )
 
 
+@pytest.mark.deep
 def test_generating_keeps_no_more_of_a_window_than_what_a_step_reads(windowed):
     model, kept = windowed(*CASES["three kinds"][:2]), []
 

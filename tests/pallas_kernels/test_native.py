@@ -257,6 +257,7 @@ def test_without_a_compiler_there_is_xla(variable, monkeypatch, tmp_path):
     assert done.stdout.strip() == "False"
 
 
+@pytest.mark.deep
 def test_where_nothing_can_be_kept_nothing_is_left(tmp_path):
     home, temporary = tmp_path / "home", tmp_path / "temporary"
     home.write_text("no folder")

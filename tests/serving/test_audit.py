@@ -309,6 +309,7 @@ async def test_callers_and_objectives_do_not_notice():
 
 
 @pytest.mark.usefixtures("compiled_in_a_hurry")
+@pytest.mark.deep
 async def test_the_exact_model_judges(tmp_path, monkeypatch):
     path, reads = shutil.copytree(GOLDEN, tmp_path / "model"), []
     add_united(path)

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
 ONE = GOLDEN.with_name("qwen3_moe_mixed_yarn")
 
 
+@pytest.mark.deep
 async def test_answers_have_the_same_bits_in_company_in_chunks_and_reused():
     """All steps are of one size, so that their products have the same bits."""
     given = {"max_num_seqs": 4, "max_prefill_seqs": 4, "part_layers": 4, "num_pages": 48}

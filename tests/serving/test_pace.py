@@ -21,6 +21,7 @@ STEP_S = 0.007
 
 
 @pytest.mark.simulated_time
+@pytest.mark.sized(deep=("0.0", "0.001", "0.004", "0.006"))
 @pytest.mark.parametrize("launch_s", [0.0, 0.001, 0.0025, 0.004, 0.006])
 async def test_a_device_that_steps_come_to_late_is_kept_busy(start, launch_s):
     """A device that waits could begin `launch_s` after the launch. Half of a stream is learnt by,

@@ -115,6 +115,7 @@ def test_brownout_that_saves_half_of_a_step_holds():
     assert len(result["pairs"]) == 2
 
 
+@pytest.mark.deep
 def test_noise_of_steps_is_no_change_of_the_machines_speed():
     """What a server expects of a step at one moment is off by a third where steps are as noisy."""
     moods = np.random.default_rng(0).lognormal(-0.06, 0.35, 2000)

@@ -331,7 +331,9 @@ def met(runs):
     return np.array([sum(len(r.token_s) for r in records) / spent_s, *p90s])
 
 
-@pytest.mark.sized(deep=("10-8-30.0-0.01",), exhaustive=("30-8-30.0-0.01", "45-8-30.0-0.03"))
+@pytest.mark.sized(
+    deep=("10-1-20.0-0.01", "10-8-30.0-0.01"), exhaustive=("30-8-30.0-0.01", "45-8-30.0-0.03")
+)
 @pytest.mark.parametrize(
     ("per_s", "seeds", "seconds", "most"),
     [(10, 1, 20.0, 0.01), (10, 8, 30.0, 0.01), (30, 8, 30.0, 0.01), (45, 8, 30.0, 0.03)],

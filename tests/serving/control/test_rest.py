@@ -70,7 +70,9 @@ def thresholds(engine):
     return state.prefill_threshold_percent, state.decode_threshold_percent
 
 
-@pytest.mark.sized(deep=("algorithm2-0.5", "algorithm2-2.4", "algorithm2-5", "predictive-0"))
+@pytest.mark.sized(
+    deep=("algorithm2-0", "algorithm2-0.5", "algorithm2-2.4", "algorithm2-5", "predictive-0")
+)
 @pytest.mark.parametrize(
     ("controller", "rate_per_s"),
     [
@@ -124,7 +126,7 @@ async def test_where_the_window_has_its_samples_the_papers_step_governs(serve):
     assert not engine.get_brownout().objective_state
 
 
-@pytest.mark.sized(deep=("0.0005-8", "0.0085-None"))
+@pytest.mark.sized(deep=("0.0005-8", "0.0085-None", "0.019-None"))
 @pytest.mark.parametrize(
     ("itl_slo_s", "least_ms"), [(0.0005, 8), (0.0075, 8), (0.0085, None), (0.019, None)]
 )
@@ -202,6 +204,7 @@ async def test_brownout_that_saved_nothing_is_tried_again(useless):
     assert "saves nothing" not in useless.get_brownout().objective_state
 
 
+@pytest.mark.deep
 async def test_brownout_that_goes_on_saving_nothing_is_tried_ever_more_rarely(useless, caplog):
     caplog.set_level(logging.INFO)
     launches, before = useless.executor.launches, len(useless.executor.launches)

@@ -335,6 +335,7 @@ def held(monkeypatch):
     return released, ran
 
 
+@pytest.mark.deep
 async def test_no_step_waits_for_a_late_program_or_fails_for_want_of_one(held, caplog):
     """Of two late sizes one is never there: compiling it fails."""
     released, ran = held

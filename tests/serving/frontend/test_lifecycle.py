@@ -186,6 +186,7 @@ async def test_a_drain_waits_for_a_slow_reader() -> None:
         assert await draining
 
 
+@pytest.mark.deep
 async def test_a_drain_that_could_not_deliver_says_so() -> None:
     async with Setup(ServerConfig(port=0, drain_timeout_s=0.3)) as s:
         await finished_but_not_read(s, 2000)
