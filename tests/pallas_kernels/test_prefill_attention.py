@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from prefill_contract import IMPLEMENTATIONS, check
+from prefill_contract import IMPLEMENTATIONS, SLOW, check
 
 from pallas_kernels.prefill_attention import mosaic
 
@@ -11,7 +11,14 @@ from pallas_kernels.prefill_attention import mosaic
 pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
 
 
-implementations = pytest.mark.parametrize("impl", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS)
+implementations = pytest.mark.parametrize(
+    "impl",
+    [
+        pytest.param(impl, id=name, marks=[pytest.mark.exhaustive] * (name in SLOW))
+        for name, impl in IMPLEMENTATIONS.items()
+        if name != "sm90-latent"
+    ],
+)
 in_jax = pytest.mark.parametrize(  # what concerns the order of chunks, not of instructions
     "impl",
     [IMPLEMENTATIONS[name] for name in ("public", "native", "batched", "mosaic")],
@@ -21,8 +28,14 @@ in_jax = pytest.mark.parametrize(  # what concerns the order of chunks, not of i
 
 def cases(field):
     """Returns every implementation with each of its own values of `field`."""
+    slow = pytest.mark.exhaustive if field == "page_sizes" else pytest.mark.deep
     return [
-        pytest.param(impl, value, id=f"{name}-{getattr(value, 'name', value)}")
+        pytest.param(
+            impl,
+            value,
+            id=f"{name}-{getattr(value, 'name', value)}",
+            marks=[slow] * (name in SLOW),
+        )
         for name, impl in IMPLEMENTATIONS.items()
         for value in getattr(impl, field)
     ]
