@@ -377,7 +377,7 @@ class DecodeAttention(NamedTuple):
         layer: Int[Array, ""],
         cache: Pages,
         sinks: Float[Array, "*B H"] | None = None,
-    ) -> Float[Array, "B H D"]:
+    ) -> Float[Array, "B H V"]:
         """Returns what the heads read of a cache that the rows are written to. `sinks` are the
         layer's, or each row's own.
         """

@@ -117,7 +117,6 @@ IMPLEMENTATIONS["mosaic-latent"] = IMPLEMENTATIONS["mosaic"]._replace(
 IMPLEMENTATIONS["sm90-latent"] = IMPLEMENTATIONS["mosaic-latent"]._replace(
     op=of_latents, run=interpreter.emulate
 )
-SLOW = {"mosaic-latent", "sm90-latent"}  # a row is as much as a sequence of decode
 
 
 def check(

@@ -90,22 +90,18 @@ IMPLEMENTATIONS |= {
 IMPLEMENTATIONS["sm90-latent"] = replace(
     IMPLEMENTATIONS["mosaic-latent"], op=kernel_of_latents, context=mosaic.emulated
 )
-SLOW = {"mosaic-latent": [pytest.mark.deep], "sm90-latent": [pytest.mark.exhaustive]}
 
 
 def each(of):
     """Returns each implementation with each value that `of` gives for it."""
     return [
-        pytest.param(op, x, id=f"{name}-{getattr(x, 'name', x)}", marks=SLOW.get(name, []))
+        pytest.param(op, x, id=f"{name}-{getattr(x, 'name', x)}")
         for name, op in IMPLEMENTATIONS.items()
         for x in of(op)
     ]
 
 
-implementations = pytest.mark.parametrize(
-    "op",
-    [pytest.param(op, id=name, marks=SLOW.get(name, [])) for name, op in IMPLEMENTATIONS.items()],
-)
+implementations = pytest.mark.parametrize("op", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS)
 
 
 def check(

@@ -264,23 +264,29 @@ def test_latents_that_the_kernel_takes(heads, width, latent, page_size, taken):
     assert not kernel.supports(jax.ShapeDtypeStruct(q.shape, jnp.float32), pages, None, latent)
 
 
-@pytest.mark.exhaustive
-def test_latents_of_the_published_size_are_emulated():
-    """Two parts of heads; sequences that are cut, one that is empty."""
-    of, lengths, latent = shape(128, 1, 576), [70, 5, 0, 130], 512
+@pytest.mark.sized(exhaustive=("emulated, of DeepSeek-V3",))
+@pytest.mark.parametrize(
+    ("heads", "width", "latent", "run"),
+    [(8, 192, 128, mosaic.run), (128, 576, 512, mosaic.emulate)],
+    ids=["interpreted", "emulated, of DeepSeek-V3"],
+)
+def test_latents_are_cut_as_keys_are(heads, width, latent, run):
+    """Of sequences that are cut, and one that is empty; the second case has two parts of heads."""
+    of, lengths, scale = shape(heads, 1, width), [70, 5, 0, 130], width**-0.5
     rng = np.random.default_rng(0)
     keys, _ = paged.make(rng, lengths, of, BF16)
     pages, _, table = paged.scatter(rng, keys, keys, 64, 4, unused=np.nan, dtype=BF16)
-    q = jnp.asarray(rng.normal(size=(4, 128, 576)).astype(BF16))
+    q = jnp.asarray(rng.normal(size=(4, heads, width)).astype(BF16))
     kv_len = jnp.asarray(lengths, jnp.int32)
 
-    def run(q, pages, layer, table, kv_len):
-        attend = {"layer": layer, "block_table": table, "kv_len": kv_len, "scale": 1 / 24}
-        attend |= {"tile": tiles.Tile(64, min_tiles=1), "num_blocks": 2}
-        return kernel.paged_attention(q, pages, None, latent=latent, **attend)
+    def attend(q, pages, layer, table, kv_len):
+        rows = {"layer": layer, "block_table": table, "kv_len": kv_len, "scale": scale}
+        cut = {"tile": tiles.Tile(64, min_tiles=1, merge_width=2), "num_blocks": 2}
+        cut |= {"interpreted": run == mosaic.run and not mosaic.ON_SM90}
+        return kernel.paged_attention(q, pages, None, latent=latent, **rows, **cut)
 
-    got = mosaic.emulate(run, q, pages, jnp.int32(paged.LAYER), table, kv_len)
-    want = [paged.attend(row, k, k[..., :latent], 1 / 24) for row, k in zip(q, keys, strict=True)]
+    got = run(attend, q, pages, jnp.int32(paged.LAYER), table, kv_len)
+    want = [paged.attend(row, k, k[..., :latent], scale) for row, k in zip(q, keys, strict=True)]
     np.testing.assert_allclose(got.astype(jnp.float32), np.stack(want), rtol=0, atol=0.015)
 
 

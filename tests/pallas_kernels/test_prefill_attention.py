@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from prefill_contract import IMPLEMENTATIONS, SLOW, check
+from prefill_contract import IMPLEMENTATIONS, check
 
 from pallas_kernels.prefill_attention import mosaic
 
@@ -11,14 +11,7 @@ from pallas_kernels.prefill_attention import mosaic
 pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
 
 
-implementations = pytest.mark.parametrize(
-    "impl",
-    [
-        pytest.param(impl, id=name, marks=[pytest.mark.exhaustive] * (name in SLOW))
-        for name, impl in IMPLEMENTATIONS.items()
-        if name != "sm90-latent"
-    ],
-)
+implementations = pytest.mark.parametrize("impl", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS)
 in_jax = pytest.mark.parametrize(  # what concerns the order of chunks, not of instructions
     "impl",
     [IMPLEMENTATIONS[name] for name in ("public", "native", "batched", "mosaic")],
@@ -28,13 +21,11 @@ in_jax = pytest.mark.parametrize(  # what concerns the order of chunks, not of i
 
 def cases(field):
     """Returns every implementation with each of its own values of `field`."""
-    slow = pytest.mark.exhaustive if field == "page_sizes" else pytest.mark.deep
     return [
         pytest.param(
             impl,
             value,
             id=f"{name}-{getattr(value, 'name', value)}",
-            marks=[slow] * (name in SLOW),
         )
         for name, impl in IMPLEMENTATIONS.items()
         for value in getattr(impl, field)

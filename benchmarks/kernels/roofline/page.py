@@ -114,7 +114,7 @@ refutes a loss.
 - Gaps between kernels, page-table walks, bank conflicts and what ptxas makes of a loop have no
   number here. On another GPU, the kernel benchmark takes that one's rates (`DEVICES`).
 - Rows of experts are one draw of a uniform router. Attention has all models but
-  DeepSeek-V2-Lite, of whose latents there is no kernel. Masks of windows have no number.
+  DeepSeek-V2-Lite, whose latents are not in the benchmark. Masks of windows have no number.
 
 ## What is lost, by op
 """
