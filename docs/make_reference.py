@@ -26,11 +26,11 @@ import jmoe
 import jmoe.plots
 import training.distill
 from jmoe.architectures import ARCHITECTURES, LACKING
-from jmoe.attention import Latent, page_windows
+from jmoe.attention import page_windows
 from jmoe.config import ModelConfig, from_hf
 from jmoe.display import count
 from jmoe.router import fused
-from serving.cli.info import kv_bytes_per_token, num_parameters
+from serving.cli.info import has_attention_kernel, kv_bytes_per_token, num_parameters
 from serving.config import ServerConfig, Setting
 
 ROOT = Path(__file__).parents[1]
@@ -300,10 +300,9 @@ def _released(name: str, cfg: ModelConfig) -> tuple[str, ...]:
     for window in filter(None, reversed(page_windows(cfg))):
         kv += f", {kv_bytes_per_token(cfg, 'bfloat16', window):,} past {window:,}"
     forms = ("XLA", "a kernel")
-    has_kernel = not any(isinstance(kind, Latent) for kind in cfg.layer_attention)
     sizes = count(total), count(active), f"{cfg.max_position:,}", kv
     routed = forms[fused(cfg, {}) is not None]
-    return name, f"`{cfg.architecture}`", *sizes, forms[has_kernel], routed
+    return name, f"`{cfg.architecture}`", *sizes, forms[has_attention_kernel(cfg)], routed
 
 
 _RELEASED = """\

@@ -23,7 +23,6 @@ from pallas_kernels.paged_attention import plan as plan_decode
 from pallas_kernels.paged_attention.schedule import Schedule
 from pallas_kernels.prefill_attention import plan as plan_prefill
 from pallas_kernels.prefill_attention import prefill_attention
-from pallas_kernels.prefill_attention.work import Work
 
 if TYPE_CHECKING:
     from jmoe.config import ModelConfig
@@ -104,6 +103,11 @@ class Paged:
         """See AttentionKind."""
         return True
 
+    @property
+    def latent(self) -> int:
+        """Elements of a key that are its value; 0: keys and values are kept apart."""
+        return 0
+
     def __post_init__(self) -> None:
         """Raises ValueError for a window below 0."""
         if self.window < 0:
@@ -171,6 +175,11 @@ class Latent(Paged):
     def scale(self) -> float:
         """What scores are multiplied by."""
         return self.score_scale * (self.nope + self.rope) ** -0.5
+
+    @property
+    def latent(self) -> int:
+        """See Paged."""
+        return self.kv_rank
 
     @property
     def width(self) -> int:
@@ -344,7 +353,9 @@ class DecodeAttention(NamedTuple):
         kind: Paged = FULL,
     ) -> "DecodeAttention":
         """Makes it with the kernel's work planned, once for all layers (`paged_attention`)."""
-        plan = plan_decode(num_heads, pages.k, kv_len=kv_len, window=kind.window)
+        plan = plan_decode(
+            num_heads, pages.k, kv_len=kv_len, window=kind.window, latent=kind.latent
+        )
         return cls(written, block_table, kv_len, plan, kind)
 
     def __call__(
@@ -366,7 +377,7 @@ class DecodeAttention(NamedTuple):
         layer: Int[Array, ""],
         cache: Pages,
         sinks: Float[Array, "*B H"] | None = None,
-    ) -> Float[Array, "B H D"]:
+    ) -> Float[Array, "B H V"]:
         """Returns what the heads read of a cache that the rows are written to. `sinks` are the
         layer's, or each row's own.
         """
@@ -380,6 +391,7 @@ class DecodeAttention(NamedTuple):
             scale=q.shape[-1] ** -0.5,
             window=self.kind.window,
             sinks=sinks,
+            latent=self.kind.latent,
             todo=self.plan,
         )
 
@@ -391,7 +403,7 @@ class PrefillAttention(NamedTuple):
     block_table: Int[Array, "N M"]
     q_start: Int[Array, "N1"]
     kv_len: Int[Array, "N"]
-    work: Work | None
+    work: Any
     kind: Paged = FULL
 
     @classmethod
@@ -409,6 +421,7 @@ class PrefillAttention(NamedTuple):
         """Makes it with the kernel's work planned, once for all layers (`prefill_attention`)."""
         rows = written.page.shape[0]
         chunks = {"q_start": q_start, "kv_len": kv_len, "window": kind.window}
+        chunks |= {"latent": kind.latent}
         work = plan_prefill(rows, num_heads, pages.k, **chunks)
         return cls(written, block_table, q_start, kv_len, work, kind)
 
@@ -429,6 +442,7 @@ class PrefillAttention(NamedTuple):
                 scale=q.shape[-1] ** -0.5,
                 window=self.kind.window,
                 sinks=projection.sinks,
+                latent=self.kind.latent,
                 todo=self.work,
             ),
             pages,

@@ -54,9 +54,8 @@ class LatentPages(NamedTuple):
         return self.latent
 
     @property
-    def v(self) -> Float[Array, "L P 1 S D"]:
-        """What is summed by weight."""
-        return self.latent
+    def v(self) -> None:
+        """Nothing: what is summed by weight is the first elements of the latents."""
 
     @property
     def padding_page(self) -> int:

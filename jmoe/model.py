@@ -101,7 +101,9 @@ def _latents(cfg: ModelConfig, layer: Params, h: Float[Array, "T d"], cos_sin: R
         q = rms_norm(linear(h, layer["wq_a"]), layer["q_a_norm"], LATENT_EPS)
     q = linear(q, layer["wq"]).reshape(h.shape[0], cfg.num_heads, -1)
     q, q_turned = jnp.split(q, [kind.nope], axis=2)
-    latent, k_turned = jnp.split(linear(h, layer["wkv_a"]), [kind.kv_rank], axis=1)
+    # XLA would make one product of two with the same rows, and so copy both weights in every step.
+    compressed = linear(lax.optimization_barrier(h), layer["wkv_a"])
+    latent, k_turned = jnp.split(compressed, [kind.kv_rank], axis=1)
     latent = rms_norm(latent, layer["kv_a_norm"], LATENT_EPS)[:, None]
     pairs = (q_turned, k_turned[:, None])
     if kind.interleaved:

@@ -103,7 +103,8 @@ def _runs(*arrays: Array | jax.ShapeDtypeStruct) -> bool:
 
 def attends(q, k_pages, v_pages) -> bool:
     """Returns whether `paged_attention` and `prefill_attention` can be called for such arrays."""
-    pages = [] if isinstance(k_pages, Fp8Pages) else [k_pages, v_pages]
+    fp8 = isinstance(k_pages, Fp8Pages)
+    pages = [] if fp8 else [each for each in (k_pages, v_pages) if each is not None]
     return q.shape[-1] % LANES == 0 and _runs(q, *pages)
 
 
@@ -117,31 +118,46 @@ def _parts(*pages) -> list[Array]:
 
 
 def paged_attention(
-    q, k_pages, v_pages, *, layer, block_table, kv_len, scale, window=0, sinks=None
+    q, k_pages, v_pages, *, layer, block_table, kv_len, scale, window=0, sinks=None, latent=0
 ):
     """See `paged_attention.op.paged_attention`."""
     none = jnp.full((), -jnp.inf, jnp.float32)
     sinks = jnp.broadcast_to(none if sinks is None else sinks.astype(jnp.float32), q.shape[:2])
     call = jax.ffi.ffi_call(_TARGETS[0], jax.ShapeDtypeStruct(q.shape, q.dtype))
     layer = jnp.asarray(layer, jnp.int32).reshape(1)
-    return call(
-        q, *_parts(k_pages, v_pages), sinks, layer, block_table, kv_len,
+    values = k_pages if v_pages is None else v_pages
+    out = call(
+        q, *_parts(k_pages, values), sinks, layer, block_table, kv_len,
         scale=np.float32(scale), window=np.int32(window),
     )  # fmt: skip
+    return out[..., :latent] if latent else out
 
 
 def prefill_attention(
-    q, k_pages, v_pages, *, layer, block_table, q_start, kv_len, scale, window=0, sinks=None
+    q,
+    k_pages,
+    v_pages,
+    *,
+    layer,
+    block_table,
+    q_start,
+    kv_len,
+    scale,
+    window=0,
+    sinks=None,
+    latent=0,
 ):
     """See `prefill_attention.op.prefill_attention`."""
     none = jnp.full(q.shape[1], -jnp.inf, jnp.float32)
     sinks = none if sinks is None else sinks.astype(jnp.float32)
     call = jax.ffi.ffi_call(_TARGETS[1], jax.ShapeDtypeStruct(q.shape, q.dtype))
     layer = jnp.asarray(layer, jnp.int32).reshape(1)
-    return call(
-        q, *_parts(k_pages, v_pages), sinks, layer, block_table, q_start, kv_len,
+    values = k_pages if v_pages is None else v_pages
+    out = call(
+        q, *_parts(k_pages, values), sinks, layer, block_table, q_start, kv_len,
         scale=np.float32(scale), window=np.int32(window),
     )  # fmt: skip
+    return out[..., :latent] if latent else out
 
 
 def mixes(x: Float[Array, "T d"], gate_up, down, activation, biases) -> bool:

@@ -15,7 +15,9 @@ OPS = (
     "grouped_gemm_fp8",
 )
 ATTENTION_OPS = ("paged_attention", "prefill_attention", "kv_write")
-"""Those that a model whose attention has no kernel has no cases of."""
+"""Of these a model with latents has cases of the first alone: decode's kernel runs its prefill, and
+none writes its pages.
+"""
 SOURCES = ("pallas_kernels",)  # what their figures depend on
 SKEWS = ("uniform", "exponential")
 _SKEWS = {"grouped_gemm": SKEWS, "grouped_gemm_fp8": SKEWS[:1]}
@@ -110,9 +112,10 @@ def count_attention(
         unseen = [(sum(some), some.start) for some in behind]
         pairs -= sum(pairs for pairs, _ in unseen)
         positions -= sum(first for _, first in unseen)
-    kv = 2 * positions * shape.kv_heads
-    rows = 2 * sum(n for n, _ in chunks) * shape.heads
-    return Count((kv + rows) * shape.head_dim * itemsize, 4 * pairs * shape.heads * shape.head_dim)
+    of_key_and_value = shape.head_dim + (shape.latent or shape.head_dim)
+    kv = positions * shape.kv_heads * (shape.head_dim if shape.latent else of_key_and_value)
+    rows = sum(n for n, _ in chunks) * shape.heads * of_key_and_value
+    return Count((kv + rows) * itemsize, 2 * pairs * shape.heads * of_key_and_value)
 
 
 def count_kv_write(shape: Shape, tokens: int, itemsize: int = 2) -> Count:
@@ -159,7 +162,7 @@ def all_cases(sizes: Sizes) -> list[Case]:
 
 def _cases_of(op: str, shape: Shape, sizes: Sizes) -> Iterator[Case]:
     decode, prefill = sizes.decode_tokens, sizes.prefill_tokens
-    if op in ATTENTION_OPS and not shape.heads:
+    if op in ATTENTION_OPS[1:] and shape.latent:
         return
     if op == "paged_attention":
         for tokens in decode:

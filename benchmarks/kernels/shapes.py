@@ -5,10 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of one model's MoE layer and attention, in elements.
-
-    No heads: attention is of a kind that has no kernel.
-    """
+    """Sizes of one model's MoE layer and attention, in elements."""
 
     name: str
     d_model: int
@@ -20,6 +17,7 @@ class Shape:
     head_dim: int
     d_ff_shared: int = 0  # of all shared experts together; 0: there are none
     window: int = 0  # positions that attention is measured over, too; 0: over all alone
+    latent: int = 0  # elements of a key that are its value; 0: values are others, as wide
 
     @property
     def expert_elements(self) -> int:
@@ -37,9 +35,12 @@ MODELS = (QWEN15_MOE_A27B, QWEN3_30B_A3B, MIXTRAL_8X7B)
 # By their published config.json files. Arithmetic and compilers need no more of them.
 OLMOE_1B_7B = Shape("OLMoE-1B-7B", 2048, 1024, 64, 8, 16, 16, 128)
 GLM_45_AIR = Shape("GLM-4.5-Air", 4096, 1408, 128, 8, 96, 8, 128, 1408)  # layer 0 is dense
-# Layer 0 is dense, too. Its attention is multi-head latent (MLA).
-DEEPSEEK_V2_LITE = Shape("DeepSeek-V2-Lite", 2048, 1408, 64, 6, 0, 0, 0, 2816)
-OTHER_MODELS = (OLMOE_1B_7B, GLM_45_AIR, DEEPSEEK_V2_LITE)
+# The first layer and the first three are dense, too. Attention is multi-head latent (MLA).
+DEEPSEEK_V2_LITE = Shape(
+    "DeepSeek-V2-Lite", 2048, 1408, 64, 6, 16, 1, 576, d_ff_shared=2816, latent=512
+)
+DEEPSEEK_V3 = Shape("DeepSeek-V3", 7168, 2048, 256, 8, 128, 1, 576, d_ff_shared=2048, latent=512)
+OTHER_MODELS = (OLMOE_1B_7B, GLM_45_AIR, DEEPSEEK_V2_LITE, DEEPSEEK_V3)
 
 BUNDLED = Shape("bundled", 128, 96, 60, 4, 4, 2, 32)
 

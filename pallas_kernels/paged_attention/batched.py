@@ -18,7 +18,7 @@ DEAD = -1e30
 
 
 def paged_attention(
-    q, k_pages, v_pages, *, layer, block_table, kv_len, scale, window=0, sinks=None
+    q, k_pages, v_pages, *, layer, block_table, kv_len, scale, window=0, sinks=None, latent=0
 ):
     """See `op.paged_attention`."""
     batch, heads, head_dim = q.shape
@@ -33,12 +33,12 @@ def paged_attention(
         rows = slice(start, start + step)
         given = {"layer": layer, "block_table": block_table[rows], "kv_len": kv_len[rows]}
         own = sinks[rows] if sinks is not None and sinks.ndim == 2 else sinks
-        given |= {"scale": scale, "window": window, "sinks": own}
+        given |= {"scale": scale, "window": window, "sinks": own, "latent": latent}
         outs.append(_attend(q[rows], k_pages, v_pages, **given))
     return outs[0] if pieces == 1 else jnp.concatenate(outs)
 
 
-def _attend(q, k_pages, v_pages, *, layer, block_table, kv_len, scale, window, sinks):
+def _attend(q, k_pages, v_pages, *, layer, block_table, kv_len, scale, window, sinks, latent):
     """Computes one piece's rows."""
     batch, heads, head_dim = q.shape
     kv_heads, page_size = k_pages.shape[2:4]
@@ -64,6 +64,7 @@ def _attend(q, k_pages, v_pages, *, layer, block_table, kv_len, scale, window, s
         sinks = sinks.reshape(-1, kv_heads, group)
     weights = lax.optimization_barrier(softmax(scores, sinks))
     # A weight of zero would not do: what another sequence left there may be infinite.
-    values = jnp.where(live[..., None], read(v_pages), 0)
+    values = read(k_pages)[..., :latent] if latent else read(v_pages)
+    values = jnp.where(live[..., None], values, 0)
     out = jnp.sum(weights[..., None] * values, axis=3)
-    return out.reshape(batch, heads, head_dim).astype(q.dtype)
+    return out.reshape(batch, heads, -1).astype(q.dtype)

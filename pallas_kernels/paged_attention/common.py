@@ -1,14 +1,24 @@
-"""What both kernels of paged attention need: sizes of a call, and a few constants."""
+"""What the kernels of paged attention share: sizes of a call, where tiles lie, a few constants."""
 
 from typing import Any, NamedTuple
 
+import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Int
 
 from pallas_kernels.fp8_pages import Fp8Pages
 from pallas_kernels.paged_attention import schedule
-from pallas_kernels.paged_attention.tiles import Tile, choose, occupancy
+from pallas_kernels.paged_attention.schedule import At, Run
+from pallas_kernels.paged_attention.tiles import (
+    LATENT_HEADS,
+    Tile,
+    choose,
+    choose_latent,
+    latent_stages,
+    occupancy,
+)
 
 NUM_SMS = 132
 """Multiprocessors of an H100 or H200."""
@@ -36,6 +46,12 @@ class Sizes(NamedTuple):
     num_blocks: int
     window: int = 0  # positions that a row sees; 0: all
     fp8: bool = False  # whether pages are in eight bits
+    latent: int = 0  # elements of a key, of which values are the first `head_dim`; 0: other arrays
+
+    @property
+    def parts(self) -> int:
+        """Blocks that take the same tiles of latents, each for `LATENT_HEADS` of the heads."""
+        return self.columns // LATENT_HEADS
 
     @property
     def segments(self) -> int:
@@ -114,6 +130,85 @@ def sizes_of(
     )
 
 
+def latent_sizes(
+    q: Any, pages: Any, latent: int, tile: Tile | None, num_blocks: int | None, window: int = 0
+) -> Sizes | None:
+    """Returns the same of keys whose first `latent` elements are values. `num_blocks` share the
+    tiles; there are as many for each part of the heads.
+    """
+    batch, heads, width = q.shape
+    page_size = pages.shape[3]
+    tile = tile or choose_latent(page_size)
+    stages = latent_stages(width, tile) if tile else 0
+    if tile is None or stages < 2:
+        return None
+    columns = -(-heads // LATENT_HEADS) * LATENT_HEADS
+    return Sizes(
+        batch,
+        kv_heads=1,
+        group=heads,
+        columns=columns,
+        rows=heads,
+        head_dim=latent,
+        page_size=page_size,
+        tile=tile,
+        stages=stages,
+        num_blocks=num_blocks or NUM_SMS // (columns // LATENT_HEADS),
+        window=window,
+        latent=width,
+    )
+
+
 def splat(value, shape, layout):
     """Returns a float32 array of one value."""
     return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+
+
+def iota(shape, axis):
+    """Returns row (0) or column numbers (1)."""
+    return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=plgpu.Layout.WGMMA)
+
+
+class Part(NamedTuple):
+    """The place of a tile's keys: the whole or a part of one page."""
+
+    index: tuple  # of the paged arrays
+    rows: slice  # of the tile
+
+
+def locate(sizes: Sizes, refs: Any, run: Run, at: At, line: Any) -> list[Part]:
+    """Returns the pages of a tile by a line of the table; of no tile, if `at` is past the run.
+
+    The table's ids past the end of the sequence are nobody's: in their place the tile's first page
+    is taken again. They are read all the same, so as not to wait for the length before the ids.
+    Over a window that is waited for: ids before its first page are not read.
+    """
+    page_size, tokens, size = sizes.page_size, sizes.tile.tokens, sizes.copy_rows
+    kv_head, offset, _ = run.segment(at)
+    length = refs.kv_len[at.row]
+    begin = sizes.begin(length)
+    starts = [begin + offset * tokens + row for row in range(0, tokens, size)]
+    last_column = refs.table.shape[1] - 1
+    columns = [lax.min(lax.div(start, page_size), last_column) for start in starts]
+    pages = [refs.table[line, column] for column in columns]
+    parts = []
+    for start, page in zip(starts, pages, strict=True):
+        index = refs.layer, jnp.where(start < length, page, pages[0]), kv_head
+        if size < page_size:
+            index = *index, pl.ds(pl.multiple_of(lax.rem(start, page_size), size), size)
+        parts.append(Part(index, slice(len(parts) * size, (len(parts) + 1) * size)))
+    return parts
+
+
+def copy_parts(paged: Any, parts: list[Part], smem: Any, full: Any) -> None:
+    """Starts the copies of one tile; `full` counts them."""
+    for part in parts:
+        plgpu.copy_gmem_to_smem(paged.at[part.index], smem.at[part.rows], full)
+
+
+def clear_rows(smem: Any, start: Any, columns: range | None = None) -> None:
+    """Zeroes rows from `start` on, a few columns at a time: a tile would not fit registers."""
+    for column in columns or range(0, smem.shape[1], 64):
+        part = smem.at[:, column : column + 64]
+        values = plgpu.layout_cast(part[...], plgpu.Layout.WGMMA)
+        part[...] = jnp.where(iota(values.shape, 0) < start, values, jnp.zeros_like(values))

@@ -36,6 +36,7 @@ once from memory.
   for the next at once. Scores are multiplied by the scales of keys, weights by those of values.
 - A sink is taken in where a segment begins, as the score of a key without a value: by the one piece
   that has its first tile, so that the merge has nothing to do with it.
+- Latents, keys whose first elements are the values, have an `attend` of their own (`latent`).
 - What no layer changes is made once a step (`op.plan`): where each run starts, and what is cut. A
   block reads its line and asks for its first tile. Groups of up to eight are padded inside.
 """
@@ -54,18 +55,45 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.fp8_pages import E4M3, AnyPages, Fp8Pages
 from pallas_kernels.layouts import product
-from pallas_kernels.paged_attention.common import NONE, PARAMS, TINY, Sizes, sizes_of, splat
+from pallas_kernels.paged_attention.common import (
+    NONE,
+    NUM_SMS,
+    PARAMS,
+    TINY,
+    Part,
+    Sizes,
+    clear_rows,
+    copy_parts,
+    iota,
+    latent_sizes,
+    locate,
+    sizes_of,
+    splat,
+)
+from pallas_kernels.paged_attention.latent import attend as attend_to_latents
 from pallas_kernels.paged_attention.merge import merge
 from pallas_kernels.paged_attention.schedule import At, Run, Schedule
-from pallas_kernels.paged_attention.tiles import MOST_GROUP, MOST_GROUP_FP8, Tile
+from pallas_kernels.paged_attention.tiles import LATENT_HEADS, MOST_GROUP, MOST_GROUP_FP8, Tile
 
 
-def supports(q: Any, k_pages: Any, v_pages: Any) -> bool:
+def supports(q: Any, k_pages: Any, v_pages: Any, latent: int = 0) -> bool:
     """Returns whether the kernels take these: bfloat16, heads of 64, 128 or 256, pages of 16 or
     more (in eight bits, of multiples of 64), and no more query heads a kv head than shared memory
     and registers have room for.
+
+    Latents are one head of up to 576 elements, a multiple of 64, of which up to 512, a multiple of
+    128, are values; query heads are a multiple of 8, above 64 one of 64.
     """
-    batch, heads, _ = q.shape
+    batch, heads, width = q.shape
+    if latent:
+        bf16 = q.dtype == k_pages.dtype == jnp.bfloat16
+        sizes = batch and k_pages.shape[2] == 1 and k_pages.shape[3] >= 16
+        rows = width <= 576 and width % 64 == 0 and latent <= min(512, width) and latent % 128 == 0
+        of_heads = heads % (LATENT_HEADS if heads > LATENT_HEADS else 8) == 0
+        of_heads &= heads <= NUM_SMS * LATENT_HEADS
+        return bool(
+            bf16 and sizes and rows and of_heads and latent_sizes(q, k_pages, latent, None, None)
+        )
     kv_heads, page_size = k_pages.shape[2:4]
     fp8 = isinstance(k_pages, Fp8Pages)
     bf16 = all(a.dtype == jnp.bfloat16 for a in ((q,) if fp8 else (q, k_pages, v_pages)))
@@ -77,51 +105,78 @@ def supports(q: Any, k_pages: Any, v_pages: Any) -> bool:
     return sizes_of(q, k_pages, None, None) is not None
 
 
-def plan(q: Any, k_pages: Any, kv_len: Int[Array, "B"], window: int = 0) -> Schedule:
+def plan(
+    q: Any, k_pages: Any, kv_len: Int[Array, "B"], window: int = 0, latent: int = 0
+) -> Schedule:
     """Returns what `paged_attention` takes as `todo`, for the tile and the blocks it chooses by
     itself. Of `q` and `k_pages` only sizes count; `supports` says of which.
     """
-    sizes = sizes_of(q, k_pages, None, None, window)
+    sizes = _sizes(q, k_pages, latent, window=window)
     assert sizes is not None, "not supported: ask `supports`"
     return sizes.plan(kv_len)
+
+
+def _sizes(
+    q: Any,
+    k_pages: Any,
+    latent: int,
+    tile: Tile | None = None,
+    num_blocks: int | None = None,
+    window: int = 0,
+) -> Sizes | None:
+    if latent:
+        return latent_sizes(q, k_pages, latent, tile, num_blocks, window)
+    return sizes_of(q, k_pages, tile, num_blocks, window)
 
 
 def paged_attention(
     q: Float[Array, "B H D"],
     k_pages: AnyPages,
-    v_pages: AnyPages,
+    v_pages: AnyPages | None,
     *,
     layer: Int[Array, ""],
-    block_table: Int[Array, "B M"],
+    block_table: Int[Array, "N M"],
     kv_len: Int[Array, "B"],
     scale: float,
     window: int = 0,
     sinks: Float[Array, "*B H"] | None = None,
+    latent: int = 0,
+    sequence: Int[Array, "B"] | None = None,
     todo: Schedule | None = None,
     tile: Tile | None = None,
     num_blocks: int | None = None,
-) -> Float[Array, "B H D"]:
+    interpreted: bool = False,
+) -> Float[Array, "B H V"]:
     """See `op.paged_attention`; `supports` says for what. `num_blocks`: persistent blocks, > 1.
 
-    `todo` is for the tile and the blocks that are chosen: give no others with it.
+    `todo` is for the tile and the blocks that are chosen: give no others with it. `interpreted`:
+    latents are attended to without what the interpreter has not, sums in accumulators. `sequence`:
+    over latents, the line of the block table that each row reads, where they do not go one by one.
     """
     batch, heads, head_dim = q.shape
-    sizes = sizes_of(q, k_pages, tile, num_blocks, window)
+    sizes = _sizes(q, k_pages, latent, tile, num_blocks, window)
     assert sizes is not None, "not supported: ask `supports`"
     todo = todo or sizes.plan(kv_len)
-    grouped = q.reshape(batch, sizes.kv_heads, sizes.group, head_dim)
-    if sizes.group > 8:  # up to eight rows, TMA adds the zeros; of more it takes whole eights
+    grouped = q if latent else q.reshape(batch, sizes.kv_heads, sizes.group, head_dim)
+    if (
+        sizes.group > 8 and not latent
+    ):  # up to eight rows, TMA adds the zeros; of more it takes whole eights
         grouped = jnp.pad(grouped, ((0, 0), (0, 0), (0, sizes.columns - sizes.group), (0, 0)))
     own = []
     if sinks is not None:
         grouped_sinks = sinks.astype(jnp.float32).reshape(-1, sizes.group)
         padding = (0, 1), (0, sizes.columns - sizes.group)
         own = [jnp.pad(grouped_sinks * math.log2(math.e), padding, constant_values=NONE)]
-    paged = [k_pages, v_pages]
+    paged = [k_pages] if v_pages is None else [k_pages, v_pages]
     if isinstance(k_pages, Fp8Pages) and isinstance(v_pages, Fp8Pages):
         own += [k_pages.scales, v_pages.scales]
         paged = [lax.bitcast_convert_type(each.bits, E4M3) for each in (k_pages, v_pages)]
-    out, pieces, log_sums = attend(sizes, scale, sinks is not None)(
+    kernel = attend(sizes, scale, sinks is not None)
+    if latent:
+        own = [each for each in (*own, sequence) if each is not None]
+        given = sinks is not None, sequence is not None
+        kernel = attend_to_latents(sizes, scale, *given, interpreted=interpreted)
+    out, pieces, log_sums = kernel(
         kv_len.astype(jnp.int32),
         block_table.astype(jnp.int32),
         layer.astype(jnp.int32).reshape(1),
@@ -133,8 +188,8 @@ def paged_attention(
     )
     out, pieces = (a.reshape(len(a), -1, sizes.line) for a in (out, pieces))
     out = merge(sizes, out, todo, pieces, log_sums)
-    out = out.reshape(batch, sizes.kv_heads, sizes.rows, head_dim)[:, :, : sizes.group]
-    return out.reshape(batch, heads, head_dim)
+    out = out.reshape(batch, sizes.kv_heads, -1, sizes.head_dim)[:, :, : sizes.group]
+    return out.reshape(batch, heads, sizes.head_dim)
 
 
 class _Refs(NamedTuple):
@@ -226,7 +281,7 @@ def _attend_run(sizes: Sizes, refs: _Refs, scale: float, run: Run, first: At, bl
         _copy_queries(sizes, refs, run, first)
 
     for stage in range(sizes.stages):
-        parts = _locate(sizes, refs, run, ahead)
+        parts = locate(sizes, refs, run, ahead, ahead.row)
 
         @pl.when(ahead.tile < run.stop)
         def _(stage=stage, parts=parts):
@@ -269,7 +324,9 @@ def _attend_piece(sizes: Sizes, refs: _Refs, scale: float, run: Run, at: At, ahe
         v_smem, v_full = refs.v_smem.at[stage], refs.v_full.at[stage]
         valid = length - (offset + i) * tile.tokens
         more = ahead.tile < run.stop
-        parts = _locate(sizes, refs, run, ahead)  # early: to read their ids takes some time
+        parts = locate(
+            sizes, refs, run, ahead, ahead.row
+        )  # early: to read their ids takes some time
 
         plgpu.barrier_wait(k_full)
         if sizes.fp8:
@@ -283,9 +340,9 @@ def _attend_piece(sizes: Sizes, refs: _Refs, scale: float, run: Run, at: At, ahe
         pl.when(more)(lambda: _copy_keys(refs, parts, stage))
         more_pieces = (i == count - 1) & (after.tile < run.stop)
         pl.when(more_pieces)(lambda: _copy_queries(sizes, refs, run, after))
-        live = _iota(s.shape) < valid
+        live = iota(s.shape, 0) < valid
         if sizes.window:
-            live &= _iota(s.shape) >= valid - sizes.window
+            live &= iota(s.shape, 0) >= valid - sizes.window
         s = jnp.where(live, s * scale, -jnp.inf)
         new_top = jnp.maximum(top, jnp.max(s, axis=0))
         keep = jnp.exp2(top - new_top)
@@ -303,7 +360,7 @@ def _attend_piece(sizes: Sizes, refs: _Refs, scale: float, run: Run, at: At, ahe
 
         if not sizes.fp8:
             plgpu.barrier_wait(v_full)
-        pl.when(valid < tile.tokens)(lambda: _clear_rows(values, valid))
+        pl.when(valid < tile.tokens)(lambda: clear_rows(values, valid))
         plgpu.commit_smem()
         acc = acc * _to_rows(keep, acc.shape) + product(values.T, refs.p_smem.T)
         pl.when(more)(lambda: _copy_values(refs, parts, stage))
@@ -317,7 +374,7 @@ def _attend_piece(sizes: Sizes, refs: _Refs, scale: float, run: Run, at: At, ahe
         row = jnp.where(offset == 0, own, last)
         layout = plgpu.Layout.WGMMA.reduce(0)
         top = plgpu.load(refs.sinks, (row,), layout=layout, optimized=False)
-        norm = jnp.where(_iota(norm.shape) == jnp.where(offset == 0, 0, -1), 1.0, norm)
+        norm = jnp.where(iota(norm.shape, 0) == jnp.where(offset == 0, 0, -1), 1.0, norm)
     start = top, norm, splat(0.0, (sizes.head_dim, columns), plgpu.Layout.WGMMA)
     ahead, *sums = lax.fori_loop(0, count, one_tile, (ahead, *start))
     return after, ahead, sums
@@ -356,63 +413,18 @@ def _copy_queries(sizes: Sizes, refs: _Refs, run: Run, at: At):
     plgpu.copy_gmem_to_smem(queries, refs.q_smem, refs.q_full)
 
 
-class _Part(NamedTuple):
-    """The place of a tile's keys: the whole or a part of one page."""
-
-    index: tuple  # of the paged arrays
-    rows: slice  # of the tile
-
-
-def _locate(sizes: Sizes, refs: _Refs, run: Run, at: At) -> list[_Part]:
-    """Returns the pages of a tile; of no tile, if `at` is past the run.
-
-    The table's ids past the end of the sequence are nobody's: in their place the tile's first page
-    is taken again. They are read all the same, so as not to wait for the length before the ids.
-    Over a window that is waited for: ids before its first page are not read.
-    """
-    page_size, tokens, size = sizes.page_size, sizes.tile.tokens, sizes.copy_rows
-    kv_head, offset, _ = run.segment(at)
-    length = refs.kv_len[at.row]
-    begin = sizes.begin(length)
-    starts = [begin + offset * tokens + row for row in range(0, tokens, size)]
-    last_column = refs.table.shape[1] - 1
-    columns = [lax.min(lax.div(start, page_size), last_column) for start in starts]
-    pages = [refs.table[at.row, column] for column in columns]
-    parts = []
-    for start, page in zip(starts, pages, strict=True):
-        index = refs.layer, jnp.where(start < length, page, pages[0]), kv_head
-        if size < page_size:
-            index = *index, pl.ds(pl.multiple_of(lax.rem(start, page_size), size), size)
-        parts.append(_Part(index, slice(len(parts) * size, (len(parts) + 1) * size)))
-    return parts
-
-
-def _copy_keys(refs: _Refs, parts: list[_Part], stage) -> None:
+def _copy_keys(refs: _Refs, parts: list[Part], stage) -> None:
     smem, full = refs.k_smem.at[stage], refs.k_full.at[stage]
-    _copy_parts(refs.k, parts, smem, full)
+    copy_parts(refs.k, parts, smem, full)
     if refs.k_scales is not None:
-        _copy_parts(refs.k_scales, parts, refs.scales_smem.at[0, stage], full)
+        copy_parts(refs.k_scales, parts, refs.scales_smem.at[0, stage], full)
 
 
-def _copy_values(refs: _Refs, parts: list[_Part], stage) -> None:
+def _copy_values(refs: _Refs, parts: list[Part], stage) -> None:
     smem, full = refs.v_smem.at[stage], refs.v_full.at[stage]
-    _copy_parts(refs.v, parts, smem, full)
+    copy_parts(refs.v, parts, smem, full)
     if refs.v_scales is not None:
-        _copy_parts(refs.v_scales, parts, refs.scales_smem.at[1, stage], full)
-
-
-def _copy_parts(paged, parts: list[_Part], smem, full):
-    """Starts the copies of one tile; `full` counts them."""
-    for part in parts:
-        plgpu.copy_gmem_to_smem(paged.at[part.index], smem.at[part.rows], full)
-
-
-def _clear_rows(smem, start):
-    """Zeroes rows from `start` on, a few columns at a time: a tile would not fit registers."""
-    for column in range(0, smem.shape[1], 64):
-        part = smem.at[:, column : column + 64]
-        values = plgpu.layout_cast(part[...], plgpu.Layout.WGMMA)
-        part[...] = jnp.where(_iota(values.shape) < start, values, jnp.zeros_like(values))
+        copy_parts(refs.v_scales, parts, refs.scales_smem.at[1, stage], full)
 
 
 def _widen(smem, wide) -> None:
@@ -431,11 +443,6 @@ def _by_row(ref):
 
 def _to_columns(column, shape):
     return lax.broadcast_in_dim(column, shape, (0,))
-
-
-def _iota(shape):
-    """Returns row numbers."""
-    return plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA)
 
 
 def _to_rows(row, shape):

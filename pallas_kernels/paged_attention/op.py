@@ -14,10 +14,13 @@ from pallas_kernels.paged_attention import reference
 from pallas_kernels.paged_attention.schedule import Schedule
 
 
-def plan(heads: int, pages: Any, *, kv_len: Int[Array, "B"], window: int = 0) -> Schedule | None:
+def plan(
+    heads: int, pages: Any, *, kv_len: Int[Array, "B"], window: int = 0, latent: int = 0
+) -> Schedule | None:
     """Returns how the kernel shares out a step's keys among its blocks; None where it does not run.
 
-    `heads` query heads; of `pages` [L, P, G, S, D] only sizes and dtype count. It depends on no
+    `heads` query heads; of `pages` [L, P, G, S, D] only sizes and dtype count; `latent` as in
+    `paged_attention`. It depends on no
     layer, and XLA does not take it out of a scan over layers by itself: a caller makes it before
     the scan.
     """
@@ -27,13 +30,15 @@ def plan(heads: int, pages: Any, *, kv_len: Int[Array, "B"], window: int = 0) ->
 
     dtype = jnp.bfloat16 if isinstance(pages, Fp8Pages) else pages.dtype
     q = jax.ShapeDtypeStruct((kv_len.shape[0], heads, pages.shape[4]), dtype)
-    return mosaic.plan(q, pages, kv_len, window) if mosaic.supports(q, pages, pages) else None
+    if not mosaic.supports(q, pages, pages, latent):
+        return None
+    return mosaic.plan(q, pages, kv_len, window, latent)
 
 
 def paged_attention(
     q: Float[Array, "B H D"],
     k_pages: AnyPages,
-    v_pages: AnyPages,
+    v_pages: AnyPages | None,
     *,
     layer: Int[Array, ""],
     block_table: Int[Array, "B M"],
@@ -41,8 +46,9 @@ def paged_attention(
     scale: float,
     window: int = 0,
     sinks: Float[Array, "*B H"] | None = None,
+    latent: int = 0,
     todo: Schedule | None = None,
-) -> Float[Array, "B H D"]:
+) -> Float[Array, "B H V"]:
     """Attends with one new row a sequence over its pages of `layer`.
 
     Position p of sequence b lives in page `block_table[b, p // S]` at offset `p % S`; positions
@@ -51,14 +57,20 @@ def paged_attention(
     result has q's dtype. `sinks` are scores, one a query head, or a row and query
     head, that take weight and have no value.
 
-    `todo` is `plan` of the same lengths, made here where it is not given.
+    Values are as wide as keys; or, of latents, the first `latent` elements of the keys themselves,
+    which are one head: `v_pages` is None then.
+
+    `todo` is `plan` of the same lengths, made here where it is not given. Raises ValueError for
+    values that are given twice, or not at all.
     """
+    if (v_pages is None) != (latent > 0):
+        raise ValueError(f"latent is {latent}; give v_pages or, of latents, their values' elements")
     rows = {"layer": layer, "block_table": block_table, "kv_len": kv_len, "scale": scale}
-    rows |= {"window": window, "sinks": sinks}
+    rows |= {"window": window, "sinks": sinks, "latent": latent}
     if hopper():
         from pallas_kernels.paged_attention import mosaic  # Pallas is not imported where unused
 
-        if mosaic.supports(q, k_pages, v_pages):
+        if mosaic.supports(q, k_pages, v_pages, latent):
             note("attention", KERNEL)
             return mosaic.paged_attention(q, k_pages, v_pages, todo=todo, **rows)
     if native.attends(q, k_pages, v_pages):

@@ -12,7 +12,7 @@ TOKENS_PER_STEP = 64
 
 
 def paged_attention(
-    q, k_pages, v_pages, *, layer, block_table, kv_len, scale, window=0, sinks=None
+    q, k_pages, v_pages, *, layer, block_table, kv_len, scale, window=0, sinks=None, latent=0
 ):
     """See `op.paged_attention`."""
     batch, heads, head_dim = q.shape
@@ -26,12 +26,13 @@ def paged_attention(
 
     def one_chunk(i, state):
         ids = lax.dynamic_slice_in_dim(table, i * pages, pages, 1)
-        k, v = (
-            read(pages, (layer, ids), q.dtype)
-            .swapaxes(1, 2)
-            .reshape(batch, kv_heads, chunk, head_dim)
-            for pages in (k_pages, v_pages)
-        )
+
+        def rows(pages):
+            found = read(pages, (layer, ids), q.dtype).swapaxes(1, 2)
+            return found.reshape(batch, kv_heads, chunk, head_dim)
+
+        k = rows(k_pages)
+        v = k[..., :latent] if latent else rows(v_pages)
         s = jnp.einsum("bghd,bgcd->bghc", qg, k, preferred_element_type=jnp.float32) * scale
         position = i * chunk + jnp.arange(chunk, dtype=jnp.int32)
         live = position[None, :] < kv_len[:, None]
@@ -50,10 +51,10 @@ def paged_attention(
 
     if sinks is not None:
         sinks = sinks.reshape(-1, kv_heads, heads // kv_heads)
-    state = online_softmax.start((batch, kv_heads, heads // kv_heads), head_dim, sinks)
+    state = online_softmax.start((batch, kv_heads, heads // kv_heads), latent or head_dim, sinks)
     longest, first = -(-jnp.max(kv_len) // chunk), 0
     if window and backend() == "cpu":
         least = jnp.min(jnp.where(kv_len > 0, kv_len, jnp.max(kv_len)))
         first = jnp.maximum(least - window, 0) // chunk
     state = lax.fori_loop(first, trip_count(longest, num_chunks), one_chunk, state)
-    return online_softmax.finish(state).reshape(batch, heads, head_dim).astype(q.dtype)
+    return online_softmax.finish(state).reshape(batch, heads, -1).astype(q.dtype)

@@ -15,6 +15,12 @@ MOST_GROUP_FP8 = {64: 40, 128: 32, 256: 16}
 """The same of pages in eight bits, by head size: 40 of 128 elements and 24 of 256 spill."""
 
 
+LATENT_HEADS = 64
+"""Query heads of a block over latents: wgmma's M."""
+LATENT_WARPGROUPS = 2
+"""Warpgroups of such a block, each with its part of a value's elements."""
+
+
 @dataclass(frozen=True)
 class Tile:
     """How the op is cut: a tile is `tokens` keys and values of one kv head."""
@@ -85,3 +91,26 @@ def occupancy(
         if stages >= 2:
             return blocks, stages
     return None
+
+
+def choose_latent(page_size: int) -> Tile | None:
+    """Returns the tile of latents in pages of `page_size` tokens, if there is one."""
+    tile = Tile(tokens=64, min_tiles=4)
+    return tile if 64 % page_size == 0 or page_size % 64 == 0 else None
+
+
+def latent_shared_bytes(width: int, tokens: int, stages: int) -> int:
+    """Returns the shared memory of a block over latents of `width` elements: queries, tiles and
+    weights in bfloat16, a number a head in float32, barriers.
+    """
+    queries, weights = 2 * LATENT_HEADS * width, 2 * LATENT_HEADS * tokens
+    return queries + stages * 2 * tokens * width + weights + 4 * LATENT_HEADS + 8 * (4 + stages)
+
+
+def latent_stages(width: int, tile: Tile) -> int:
+    """Returns the tiles that a block has room for: one lives on a multiprocessor, for the results
+    in its registers leave none to another.
+    """
+    room = SHARED_PER_SM - SHARED_RESERVED - 128
+    sizes = [latent_shared_bytes(width, tile.tokens, stages) for stages in range(9)]
+    return sum(size <= room for size in sizes) - 1

@@ -19,13 +19,24 @@ LEAST_TILE, LARGEST_TILE = 64, 256
 
 
 def prefill_attention(
-    q, k_pages, v_pages, *, layer, block_table, q_start, kv_len, scale, window=0, sinks=None
+    q,
+    k_pages,
+    v_pages,
+    *,
+    layer,
+    block_table,
+    q_start,
+    kv_len,
+    scale,
+    window=0,
+    sinks=None,
+    latent=0,
 ):
     """See `op.prefill_attention`."""
     num_rows, heads, head_dim = q.shape
     kv_heads, page_size = k_pages.shape[2:4]
     num_chunks, num_pages = block_table.shape
-    group, keys = heads // kv_heads, num_pages * page_size
+    group, keys, width = heads // kv_heads, num_pages * page_size, latent or head_dim
     if sinks is not None:
         sinks = sinks.reshape(1, kv_heads, group, 1)
     tile = LEAST_TILE
@@ -53,7 +64,7 @@ def prefill_attention(
     pieces = -(-num_tiles // max(1, PIECE_BYTES // tile_bytes))
     step = -(-num_tiles // pieces)
     position = jnp.arange(keys, dtype=jnp.int32)
-    out = jnp.zeros((num_rows, kv_heads, group, head_dim), jnp.float32)
+    out = jnp.zeros((num_rows, kv_heads, group, width), jnp.float32)
     for start in range(0, num_tiles, step):
         # One piece after another, or they would all be in memory at once.
         out, chunk = lax.optimization_barrier((out, chunk))
@@ -70,7 +81,8 @@ def prefill_attention(
             found = fp8_pages.read(pages, (layer, block_table[own]), q.dtype).swapaxes(1, 2)
             return found.reshape(n, kv_heads, keys, head_dim)
 
-        s = jnp.einsum("ngtd,ngcd->ngtc", qt, read(k_pages), preferred_element_type=jnp.float32)
+        k = read(k_pages)
+        s = jnp.einsum("ngtd,ngcd->ngtc", qt, k, preferred_element_type=jnp.float32)
         s = s.reshape(n, kv_heads, group, tile, keys) * scale
         live = position[None, None, :] < seen[:, :, None]
         if window:
@@ -82,11 +94,12 @@ def prefill_attention(
         if window:  # nobody sees what is before the first row's
             begin = kv_len[own] - (q_start[own + 1] - q_start[own]) + 1 - window
             written &= position[None, :] >= begin[:, None]
-        v = jnp.where(written[:, None, :, None], read(v_pages), 0)
+        v = k[..., :latent] if latent else read(v_pages)
+        v = jnp.where(written[:, None, :, None], v, 0)
         read_by = jnp.einsum("ngtc,ngcd->ngtd", weights, v, preferred_element_type=jnp.float32)
-        read_by = read_by.reshape(n, kv_heads, group, tile, head_dim)
+        read_by = read_by.reshape(n, kv_heads, group, tile, width)
         here = valid & (at_tile >= start) & (at_tile < start + n)
         place = jnp.clip(at_tile - start, 0, n - 1)
         new = read_by[place, :, :, at_row]
         out = jnp.where(here[:, None, None, None], new, out)
-    return out.reshape(num_rows, heads, head_dim).astype(q.dtype)
+    return out.reshape(num_rows, heads, width).astype(q.dtype)

@@ -2,13 +2,14 @@
 
 from typing import Any
 
+import jax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import native
 from pallas_kernels.backend import KERNEL, NATIVE, batched, hopper, note
 from pallas_kernels.fp8_pages import AnyPages
 from pallas_kernels.prefill_attention import batched as few_launches
-from pallas_kernels.prefill_attention import reference, work
+from pallas_kernels.prefill_attention import reference
 
 
 def plan(
@@ -19,24 +20,34 @@ def plan(
     q_start: Int[Array, "N1"],
     kv_len: Int[Array, "N"],
     window: int = 0,
-) -> work.Work | None:
+    latent: int = 0,
+) -> Any:
     """Returns what the kernel has to know of a step's chunks; None where it does not run.
 
-    `heads` query heads; of `pages` [L, P, G, S, D] only the sizes count. It depends on no layer,
+    `heads` query heads; of `pages` [L, P, G, S, D] only sizes and dtype count; `latent` as in
+    `prefill_attention`. It depends on no layer,
     and XLA does not take it out of a scan over layers by itself: a caller makes it before the scan.
     """
     if not hopper():
         return None
-    from pallas_kernels.prefill_attention import mosaic  # Pallas is not imported where unused
+    # Pallas is not imported where unused.
+    from pallas_kernels.paged_attention import mosaic as paged
+    from pallas_kernels.prefill_attention import latent as of_latents
+    from pallas_kernels.prefill_attention import mosaic
 
     chunks = {"q_start": q_start, "kv_len": kv_len, "window": window}
+    if latent:
+        q = jax.ShapeDtypeStruct((num_rows, heads, pages.shape[4]), pages.dtype)
+        if not paged.supports(q, pages, None, latent):
+            return None
+        return of_latents.plan(num_rows, heads, pages, **chunks, latent=latent)
     return mosaic.plan(num_rows, heads, pages, **chunks)
 
 
 def prefill_attention(
     q: Float[Array, "T H D"],
     k_pages: AnyPages,
-    v_pages: AnyPages,
+    v_pages: AnyPages | None,
     *,
     layer: Int[Array, ""],
     block_table: Int[Array, "N M"],
@@ -45,8 +56,9 @@ def prefill_attention(
     scale: float,
     window: int = 0,
     sinks: Float[Array, "H"] | None = None,
-    todo: work.Work | None = None,
-) -> Float[Array, "T H D"]:
+    latent: int = 0,
+    todo: Any = None,
+) -> Float[Array, "T H V"]:
     """Attends causally with N chunks of rows, packed one after another, over their pages.
 
     Rows `[q_start[n], q_start[n + 1])` are the last rows of a sequence whose pages hold `kv_len[n]`
@@ -56,8 +68,14 @@ def prefill_attention(
     float32; the result has q's dtype. `sinks` are scores, one a query head, that take weight and
     have no value.
 
-    `todo` is `plan` of the same chunks, made here where it is not given.
+    Values are as wide as keys; or, of latents, the first `latent` elements of the keys themselves,
+    which are one head: `v_pages` is None then.
+
+    `todo` is `plan` of the same chunks, made here where it is not given. Raises ValueError for
+    values that are given twice, or not at all.
     """
+    if (v_pages is None) != (latent > 0):
+        raise ValueError(f"latent is {latent}; give v_pages or, of latents, their values' elements")
     chunks = {
         "layer": layer,
         "block_table": block_table,
@@ -66,12 +84,21 @@ def prefill_attention(
         "scale": scale,
         "window": window,
         "sinks": sinks,
+        "latent": latent,
     }
     if hopper():
-        from pallas_kernels.prefill_attention import mosaic  # Pallas is not imported where unused
+        # Pallas is not imported where unused.
+        from pallas_kernels.paged_attention import mosaic as paged
+        from pallas_kernels.prefill_attention import latent as of_latents
+        from pallas_kernels.prefill_attention import mosaic
 
-        if mosaic.supports(q, k_pages, v_pages, scale):
+        if v_pages is None:
+            if paged.supports(q, k_pages, v_pages, latent):
+                note("attention", KERNEL)
+                return of_latents.prefill_attention(q, k_pages, todo=todo, **chunks)
+        elif mosaic.supports(q, k_pages, v_pages, scale):
             note("attention", KERNEL)
+            del chunks["latent"]
             return mosaic.prefill_attention(q, k_pages, v_pages, todo=todo, **chunks)
     if native.attends(q, k_pages, v_pages):
         note("attention", NATIVE)

@@ -14,7 +14,18 @@ TOKENS_PER_STEP = 128
 
 
 def prefill_attention(
-    q, k_pages, v_pages, *, layer, block_table, q_start, kv_len, scale, window=0, sinks=None
+    q,
+    k_pages,
+    v_pages,
+    *,
+    layer,
+    block_table,
+    q_start,
+    kv_len,
+    scale,
+    window=0,
+    sinks=None,
+    latent=0,
 ):
     """See `op.prefill_attention`."""
     num_rows, heads, head_dim = q.shape
@@ -25,7 +36,7 @@ def prefill_attention(
     num_steps = -(-max_pages // pages)
     table = jnp.pad(block_table, ((0, 0), (0, num_steps * pages - max_pages)))
     padded = jnp.pad(q, ((0, TILE), (0, 0), (0, 0)))
-    group = heads // kv_heads
+    group, width = heads // kv_heads, latent or head_dim
     if sinks is not None:
         sinks = sinks.reshape(kv_heads, group, 1)
 
@@ -40,10 +51,13 @@ def prefill_attention(
 
         def one_step(i, state):
             ids = lax.dynamic_slice(table, (n, i * pages), (1, pages))[0]
-            k, v = (
-                read(pages, (layer, ids), q.dtype).swapaxes(0, 1).reshape(kv_heads, step, head_dim)
-                for pages in (k_pages, v_pages)
-            )
+
+            def rows(pages):
+                found = read(pages, (layer, ids), q.dtype).swapaxes(0, 1)
+                return found.reshape(kv_heads, step, head_dim)
+
+            k = rows(k_pages)
+            v = k[..., :latent] if latent else rows(v_pages)
             s = jnp.einsum("ghtd,gcd->ghtc", qt, k, preferred_element_type=jnp.float32) * scale
             position = i * step + jnp.arange(step, dtype=jnp.int32)
             live, written = position[None, :] < seen[:, None], position < jnp.max(seen)
@@ -62,7 +76,7 @@ def prefill_attention(
             return online_softmax.update(state, jnp.where(live, s, -jnp.inf), weigh)
 
         steps = trip_count(-(-jnp.max(seen) // step), num_steps)
-        state = online_softmax.start((kv_heads, group, TILE), head_dim, sinks)
+        state = online_softmax.start((kv_heads, group, TILE), width, sinks)
         first = begin // step if backend() == "cpu" else 0
         return online_softmax.finish(lax.fori_loop(first, steps, one_step, state))
 
@@ -77,7 +91,7 @@ def prefill_attention(
             qt = lax.dynamic_slice_in_dim(padded, start, TILE)
             qt = qt.reshape(TILE, kv_heads, group, head_dim).transpose(1, 2, 0, 3)
             new = attend(qt, n, jnp.where(mine, row + offset + 1, 0))
-            new = new.transpose(2, 0, 1, 3).reshape(TILE, heads, head_dim).astype(q.dtype)
+            new = new.transpose(2, 0, 1, 3).reshape(TILE, heads, width).astype(q.dtype)
             old = lax.dynamic_slice_in_dim(out, start, TILE)
             # The tile's tail belongs to the next chunk: leave it as it was.
             new = jnp.where(mine[:, None, None], new, old)
@@ -86,4 +100,5 @@ def prefill_attention(
         tiles = trip_count(-(-(last - first) // TILE), -(-num_rows // TILE))
         return lax.fori_loop(0, tiles, one_tile, out)
 
-    return lax.fori_loop(0, num_chunks, one_chunk, jnp.zeros_like(padded))[:num_rows]
+    out = jnp.zeros((*padded.shape[:2], width), q.dtype)
+    return lax.fori_loop(0, num_chunks, one_chunk, out)[:num_rows]

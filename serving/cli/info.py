@@ -207,6 +207,28 @@ def kv_bytes_per_token(cfg: "ModelConfig", dtype: str, past: int = 0) -> int:
     return sum(size for window, size in groups if not window or window > past)
 
 
+def has_attention_kernel(cfg: "ModelConfig") -> bool:
+    """Returns whether a kernel attends in all layers of decode steps on a Hopper GPU, in bfloat16
+    and pages of 64 tokens.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    from jmoe.attention import Latent, Paged
+    from pallas_kernels.paged_attention import mosaic
+
+    def taken(kind: Any) -> bool:
+        if not isinstance(kind, Paged):
+            return False
+        latents = isinstance(kind, Latent)
+        heads, width = (1, kind.width) if latents else (cfg.num_kv_heads, cfg.head_dim)
+        q = jax.ShapeDtypeStruct((1, cfg.num_heads, width), jnp.bfloat16)
+        pages = jax.ShapeDtypeStruct((1, 1, heads, 64, width), jnp.bfloat16)
+        return mosaic.supports(q, pages, None if latents else pages, kind.latent)
+
+    return all(map(taken, cfg.attention_kinds))
+
+
 def _describe(
     cfg: "ModelConfig",
     directory: Path | None = None,
@@ -227,6 +249,7 @@ def _describe(
         ("layers", f"{cfg.num_layers}, {cfg.num_moe_layers} of them MoE"),
         ("experts a layer", f"{cfg.num_experts}, {cfg.experts_per_token} a token"),
         ("router", "softmax" if cfg.router is None else f"{cfg.router}{unfused}"),
+        ("attention on Hopper", "a kernel" if has_attention_kernel(cfg) else "XLA"),
         ("positions", f"{cfg.max_position:,}"),
         ("parameters", f"{count(total)}, {count(active)} active a token"),
     ]

@@ -63,6 +63,23 @@ def test_a_geometry_has_no_ways_at_all(capsys, monkeypatch):
     assert "131,072 bytes a token" in text
 
 
+@pytest.mark.parametrize(
+    ("name", "changes", "said"),
+    [
+        ("DeepSeek-V3-bf16", {}, "a kernel"),
+        ("DeepSeek-V2-Lite", {"kv_lora_rank": 640}, "XLA"),
+        ("gpt-oss-120b", {}, "a kernel"),
+        ("GLM-4.5-Air", {"head_dim": 96}, "XLA"),
+    ],
+)
+def test_it_says_what_attends_on_a_hopper_gpu(capsys, monkeypatch, tmp_path, name, changes, said):
+    published = Path(__file__).parents[1] / "published_configs" / f"{name}.json"
+    path = tmp_path / "model.yaml"
+    path.write_text(json.dumps(json.loads(published.read_text()) | changes))
+    text = shown(capsys, monkeypatch, "--model-config", str(path))
+    assert re.search(rf"attention on Hopper +{said}\n", text)
+
+
 def test_a_token_takes_less_past_a_window(capsys, monkeypatch, tmp_path):
     name = Path(__file__).parents[2] / "configs/models/mixtral-8x7b.yaml"
     path = tmp_path / "windowed.yaml"

@@ -61,6 +61,11 @@ WINDOWED_MIXTRAL = MIXTRAL._replace(
 LAYERS = {"layer_types": ["sliding_attention", "full_attention"]}
 GPT_OSS = Case("gpt-oss-20b", 4, (60, 56, 0), depth=2, changes=LAYERS)
 GLM_AIR = Case("GLM-4.5-Air", 16, (51, 50, 0), depth=2)
+GPT_OSS_120B = Case("gpt-oss-120b", 4, (60, 56, 0), depth=2, changes=LAYERS)
+# Latents have no kernel that writes pages.
+DEEPSEEK_V3 = Case(
+    "DeepSeek-V3-bf16", 16, (67, 70, 0), depth=2, changes={"first_k_dense_replace": 1}
+)
 unrolled = pytest.mark.parametrize(
     "case",
     [QWEN15, SHORT_QWEN3, SHORT_MIXTRAL, WINDOWED_MIXTRAL, GPT_OSS],
@@ -116,20 +121,37 @@ ROWS = {
 }
 
 
-@pytest.mark.sized(exhaustive=("H100-decode",))
+GEOMETRIES = (GLM_AIR, GPT_OSS_120B, DEEPSEEK_V3)
+
+
+@pytest.mark.sized(
+    exhaustive=tuple(
+        f"{gpu}-{case.name}-{phase}"
+        for case in GEOMETRIES
+        for gpu, phase in (("H200", "prefill"), ("H100", "decode"), ("H100", "prefill"))
+        if case is not GLM_AIR or (gpu, phase) == ("H100", "decode")
+    )
+)
 @pytest.mark.parametrize("phase", ROWS)
+@pytest.mark.parametrize("case", GEOMETRIES, ids=lambda case: case.name)
 @pytest.mark.parametrize("make_mesh", [h200_mesh, h100_mesh], ids=["H200", "H100"])
-def test_steps_of_glm_air_copy_neither_experts_nor_pages(make_mesh, phase):
-    """A dense layer and one of 128 experts, chosen by scores and biases, on both Hopper GPUs."""
+def test_two_layers_as_published_copy_neither_experts_nor_pages(make_mesh, case, phase):
+    """On both Hopper GPUs. GLM's and DeepSeek's are a dense layer and one of experts, chosen by
+    scores and biases; a layer of gpt-oss has a window, the other has none.
+    """
     pytest.importorskip("jax_plugins.xla_cuda13", reason="needs the extra: jmoe[aot]")
-    program = compile_step(make_mesh(), GLM_AIR, *ROWS[phase])
-    check_copies(program)
+    program = compile_step(make_mesh(), case, *ROWS[phase])
+    # What the sorted rows of one layer's experts become.
+    sorted_rows = ["custom-call f32[6016,7168]{1,0}"]
+    check_copies(program, sorted_rows if (case, phase) == (DEEPSEEK_V3, "prefill") else ())
     check_one_graph(program)
-    of_attention, of_experts = (3, 3) if phase == "decode" else (2, 3)
-    cfg = GLM_AIR.config
-    assert (cfg.num_layers, cfg.num_moe_layers) == (2, 1)
-    assert program.mosaic_kernels == 2 * of_attention + of_experts
-    assert sum(count_launches(program.hlo).values()) == GLM_AIR.launches[phase == "prefill"]
+    of_attention, of_experts = (3 if phase == "decode" else 2), 3
+    if case is DEEPSEEK_V3:
+        of_attention = 2
+    cfg = case.config
+    assert (cfg.num_layers, cfg.num_moe_layers) == (2, 2 if case is GPT_OSS_120B else 1)
+    assert program.mosaic_kernels == 2 * of_attention + cfg.num_moe_layers * of_experts
+    assert sum(count_launches(program.hlo).values()) == case.launches[phase == "prefill"]
 
 
 FP8_QWEN3 = QWEN3._replace(depth=2, quantize="fp8")

@@ -44,9 +44,9 @@ def attend(q, k, v, scale, sinks=None):
     """Attends with one query row [H, D] to keys and values [len, G, D], in float64; zeros without a
     key. A head's sink is a score without a value.
     """
-    heads, head_dim = q.shape
+    heads = len(q)
     if len(k) == 0:
-        return np.zeros((heads, head_dim))
+        return np.zeros((heads, v.shape[2]))
     q, k, v = (np.asarray(a, np.float64) for a in (q, k, v))
     out = []
     for h in range(heads):

@@ -1,5 +1,6 @@
 """Implementations of prefill attention, and their check against dense float64."""
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -12,7 +13,9 @@ import paged
 
 from benchmarks.kernels.shapes import TINY, Shape
 from pallas_kernels.backend import batched_only
-from pallas_kernels.prefill_attention import mosaic, prefill_attention
+from pallas_kernels.paged_attention import common, tiles
+from pallas_kernels.paged_attention import mosaic as paged_kernel
+from pallas_kernels.prefill_attention import latent, mosaic, prefill_attention
 
 
 class Implementation(NamedTuple):
@@ -26,6 +29,7 @@ class Implementation(NamedTuple):
     lengths: tuple[int, ...]  # of chunks, around those of a tile
     unused: tuple[float, ...]
     dtype: Any
+    latent: int = 0  # elements of keys that are the values
 
 
 def compiled(fn, *args):
@@ -76,11 +80,42 @@ IMPLEMENTATIONS = {
 }
 
 
+def of_latents(q, k_pages, v_pages, *, interpreted=False, **chunks):
+    """Runs the kernel in three blocks, which cut rows' keys wherever they can."""
+    tile = tiles.choose_latent(k_pages.shape[3])
+    assert tile is not None
+    assert paged_kernel.supports(q, k_pages, v_pages, chunks["latent"])
+    chunks = {"window": 0, "sinks": None, "interpreted": interpreted, **chunks}
+    rows = {name: chunks[name] for name in ("q_start", "kv_len", "window", "latent")}
+    planned = latent.plan(q.shape[0], q.shape[1], k_pages, **rows)
+    tile = dataclasses.replace(tile, min_tiles=1, merge_width=2)
+    sizes = common.latent_sizes(q, k_pages, chunks["latent"], tile, 3, chunks["window"])
+    todo = planned._replace(schedule=sizes.plan(planned.kv_len))
+    return latent.prefill_attention(q, k_pages, todo=todo, tile=tile, num_blocks=3, **chunks)
+
+
 IMPLEMENTATIONS["batched"] = IMPLEMENTATIONS["public"]._replace(run=batched, lengths=(31, 64, 70))
 
 
 IMPLEMENTATIONS["sm90"] = IMPLEMENTATIONS["mosaic"]._replace(
     op=partial(mosaic.prefill_attention, num_blocks=2), run=interpreter.emulate
+)
+LATENTS = wide(3, 1, 11), wide(5, 1, 16)
+IMPLEMENTATIONS |= {
+    f"{name}-latent": IMPLEMENTATIONS[name]._replace(
+        shapes=LATENTS, grouped=LATENTS[1], lengths=(33,), unused=(np.nan,), latent=7
+    )
+    for name in ("public", "batched")
+}
+IMPLEMENTATIONS["mosaic-latent"] = IMPLEMENTATIONS["mosaic"]._replace(
+    op=partial(of_latents, interpreted=not interpreter.ON_SM90),
+    shapes=(wide(8, 1, 128),),
+    grouped=wide(16, 1, 192),
+    lengths=(),
+    latent=128,
+)
+IMPLEMENTATIONS["sm90-latent"] = IMPLEMENTATIONS["mosaic-latent"]._replace(
+    op=of_latents, run=interpreter.emulate
 )
 
 
@@ -117,6 +152,9 @@ def check(
         table = paged.slid(table, begins, page_size)
     q = rng.normal(size=(num_rows + padding, shape.heads, shape.head_dim)).astype(dtype)
     scale = shape.head_dim**-0.5
+    if impl.latent:
+        windowed["latent"], v_pages = impl.latent, None
+        values = [k[..., : impl.latent] for k in keys]
 
     def run(q, k_pages, v_pages, layer, table, q_start, kv_len):
         return impl.op(
@@ -135,7 +173,7 @@ def check(
     args = jnp.asarray(q), k_pages, v_pages, layer, table, jnp.asarray(q_start), kv_len
     got = impl.run(run, *args)
     assert got.dtype == q.dtype
-    want = [np.zeros((0, shape.heads, shape.head_dim))]
+    want = [np.zeros((0, shape.heads, impl.latent or shape.head_dim))]
     for n, (cached, new) in enumerate(chunks):
         for i in range(new):
             seen = cached + i + 1

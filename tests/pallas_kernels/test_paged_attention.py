@@ -31,6 +31,14 @@ def interpreted_kernel(q, k_pages, v_pages, **kwargs):
     return kernel.paged_attention(q, k_pages, v_pages, tile=tile, num_blocks=3, **kwargs)
 
 
+def kernel_of_latents(q, k_pages, v_pages, *, interpreted=False, **kwargs):
+    tile = tiles.choose_latent(k_pages.shape[3])
+    assert tile is not None
+    assert kernel.supports(q, k_pages, v_pages, kwargs["latent"])
+    kwargs |= {"tile": replace(tile, min_tiles=1, merge_width=2), "num_blocks": 3}
+    return kernel.paged_attention(q, k_pages, v_pages, interpreted=interpreted, **kwargs)
+
+
 @dataclass(frozen=True)
 class Implementation:
     """An implementation, and what of the contract it can be held to."""
@@ -41,6 +49,7 @@ class Implementation:
     dtype: type = np.float32
     atol: float = 1e-5
     context: Callable[[], AbstractContextManager] = nullcontext
+    latent: int = 0  # elements of keys that are the values
 
     @property
     def grouped(self) -> Shape:
@@ -64,7 +73,23 @@ IMPLEMENTATIONS = {
     ),
 }
 IMPLEMENTATIONS["sm90"] = replace(IMPLEMENTATIONS["mosaic"], context=mosaic.emulated)
-implementations = pytest.mark.parametrize("op", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS)
+LATENTS = (Shape("latents", 1, 1, 1, 1, 3, 1, 11), Shape("latents in C++", 1, 1, 1, 1, 6, 1, 16))
+IMPLEMENTATIONS |= {
+    "public-latent": replace(IMPLEMENTATIONS["public"], shapes=LATENTS, latent=7),
+    "batched-latent": replace(IMPLEMENTATIONS["batched"], shapes=LATENTS, latent=7),
+    "mosaic-latent": Implementation(
+        functools.partial(kernel_of_latents, interpreted=not mosaic.ON_SM90),
+        (Shape("128 heads", 1, 1, 1, 1, 128, 1, 128), Shape("8 heads", 1, 1, 1, 1, 8, 1, 192)),
+        (16, 64),
+        jnp.bfloat16,
+        0.015,
+        mosaic.interpreted,
+        latent=128,
+    ),
+}
+IMPLEMENTATIONS["sm90-latent"] = replace(
+    IMPLEMENTATIONS["mosaic-latent"], op=kernel_of_latents, context=mosaic.emulated
+)
 
 
 def each(of):
@@ -74,6 +99,9 @@ def each(of):
         for name, op in IMPLEMENTATIONS.items()
         for x in of(op)
     ]
+
+
+implementations = pytest.mark.parametrize("op", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS)
 
 
 def check(
@@ -98,6 +126,9 @@ def check(
     q = jnp.asarray(rng.normal(size=(len(lengths), shape.heads, shape.head_dim)).astype(dtype))
     scale = shape.head_dim**-0.5
     k_pages, v_pages, table = pages
+    if op.latent:
+        windowed["latent"], v_pages = op.latent, None
+        values = [k[..., : op.latent] for k in keys]
     if window := windowed.get("window"):  # what is before it has been freed
         table = paged.slid(table, [max(0, n - window) for n in lengths], page_size)
         keys, values = ([a[-window:] for a in each] for each in (keys, values))
@@ -141,6 +172,15 @@ def test_a_group_at_which_the_kernel_would_spill_registers_is_not_taken(heads, t
         jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((8, heads, 256), (1, 4, 1, 64, 256))
     )
     assert kernel.supports(q, pages, pages) == taken
+
+
+def test_values_are_given_once():
+    q, pages = jnp.zeros((1, 2, 8)), jnp.zeros((1, 2, 1, 4, 8))
+    rows = {"layer": jnp.int32(0), "block_table": jnp.zeros((1, 1), jnp.int32)}
+    rows |= {"kv_len": jnp.ones(1, jnp.int32), "scale": 1.0}
+    for values, latent in ((None, 0), (pages, 4)):
+        with pytest.raises(ValueError, match=f"latent is {latent}; give v_pages or"):
+            paged_attention(q, pages, values, latent=latent, **rows)
 
 
 @implementations
@@ -208,6 +248,8 @@ def test_scores_far_apart_keep_their_precision(op):
     k_pages, v_pages, table = paged.scatter(rng, keys, values, 16, 13, dtype=op.dtype)
     q = rng.normal(size=(1, shape.heads, shape.head_dim)).astype(op.dtype)
     common = {"layer": jnp.int32(paged.LAYER), "block_table": table, "scale": 1.0}
+    if op.latent:
+        common["latent"], v_pages, values = op.latent, None, [keys[0][..., : op.latent]]
     with op.context():
         got = op.op(jnp.asarray(q), k_pages, v_pages, kv_len=jnp.asarray([200]), **common)
         jax.block_until_ready(got)

@@ -219,6 +219,77 @@ def test_blocks_and_stages(columns, head_dim, fit):
     assert tiles.occupancy(columns, head_dim, tile) == fit
 
 
+@pytest.mark.parametrize(
+    ("heads", "page_size", "batch", "sinks", "window"),
+    [(128, 64, 64, 0, 0), (128, 64, 1, 0, 0), (16, 16, 64, 0, 0), (64, 128, 64, 1, 0),
+     (128, 64, 64, 1, 100)],
+    ids=["V3", "V3, one row", "V2-Lite", "64 heads", "window"],
+)  # fmt: skip
+@pytest.mark.sized(exhaustive=("V3, one row", "64 heads", "window"))
+def test_latents_compile_without_spills_or_copies(
+    capfd, monkeypatch, heads, page_size, batch, sinks, window
+):
+    """Of DeepSeek-V3, V2-Lite and heads in between: 512 elements of 576 are values."""
+    q, pages, _, *ints = abstract(shape(heads, 1, 576), batch, 8192, page_size, layers=2)
+
+    def run(q, pages, table, kv_len, *sinks):
+        attend = {"layer": jnp.int32(1), "block_table": table, "kv_len": kv_len, "scale": 0.1}
+        attend |= {"latent": 512, "window": window, "sinks": sinks[0] if sinks else None}
+        return paged_attention(q, pages, None, **attend)
+
+    assert kernel.supports(q, pages, None, 512)
+    own = [jax.ShapeDtypeStruct((heads,), BF16)] * sinks
+    compiled, kernels = mosaic.compile_kernels(capfd, monkeypatch, run, q, pages, *ints, *own)
+    assert [(k.spill_bytes, k.registers <= 255) for k in kernels] == [(0, True)] * 2
+    sizes = common.latent_sizes(q, pages, 512, None, None)
+    assert sizes is not None
+    assert sizes.num_blocks * sizes.parts == common.NUM_SMS
+    assert sizes.stages == 2
+    assert tiles.latent_shared_bytes(576, 64, 2) <= 227 * 1024
+    padded = sizes.columns * 512
+    assert compiled.memory_analysis().temp_size_in_bytes < 2**20 + 4.1 * sizes.slots * padded + (
+        2 * batch * padded * (heads < sizes.columns)
+    )
+
+
+@pytest.mark.parametrize(
+    ("heads", "width", "latent", "page_size", "taken"),
+    [(128, 576, 512, 64, True), (16, 576, 512, 16, True), (72, 576, 512, 64, False),
+     (12, 576, 512, 64, False), (16, 640, 512, 64, False), (16, 576, 448, 64, False),
+     (16, 576, 512, 48, False), (16, 576, 512, 8, False)],
+)  # fmt: skip
+def test_latents_that_the_kernel_takes(heads, width, latent, page_size, taken):
+    q, pages, *_ = abstract(shape(heads, 1, width), 8, 64 * 48, page_size)
+    assert kernel.supports(q, pages, None, latent) == taken
+    assert not kernel.supports(jax.ShapeDtypeStruct(q.shape, jnp.float32), pages, None, latent)
+
+
+@pytest.mark.sized(exhaustive=("emulated, of DeepSeek-V3",))
+@pytest.mark.parametrize(
+    ("heads", "width", "latent", "run"),
+    [(8, 192, 128, mosaic.run), (128, 576, 512, mosaic.emulate)],
+    ids=["interpreted", "emulated, of DeepSeek-V3"],
+)
+def test_latents_are_cut_as_keys_are(heads, width, latent, run):
+    """Of sequences that are cut, and one that is empty; the second case has two parts of heads."""
+    of, lengths, scale = shape(heads, 1, width), [70, 5, 0, 130], width**-0.5
+    rng = np.random.default_rng(0)
+    keys, _ = paged.make(rng, lengths, of, BF16)
+    pages, _, table = paged.scatter(rng, keys, keys, 64, 4, unused=np.nan, dtype=BF16)
+    q = jnp.asarray(rng.normal(size=(4, heads, width)).astype(BF16))
+    kv_len = jnp.asarray(lengths, jnp.int32)
+
+    def attend(q, pages, layer, table, kv_len):
+        rows = {"layer": layer, "block_table": table, "kv_len": kv_len, "scale": scale}
+        cut = {"tile": tiles.Tile(64, min_tiles=1, merge_width=2), "num_blocks": 2}
+        cut |= {"interpreted": run == mosaic.run and not mosaic.ON_SM90}
+        return kernel.paged_attention(q, pages, None, latent=latent, **rows, **cut)
+
+    got = run(attend, q, pages, jnp.int32(paged.LAYER), table, kv_len)
+    want = [paged.attend(row, k, k[..., :latent], scale) for row, k in zip(q, keys, strict=True)]
+    np.testing.assert_allclose(got.astype(jnp.float32), np.stack(want), rtol=0, atol=0.015)
+
+
 def compile_and_fit(monkeypatch, folder, args, blocks, stages, sinks=(), window=0):
     """Compiles, and checks that nothing is spilled and that all blocks fit the multiprocessors."""
     pytest.importorskip("jax_plugins.xla_cuda13", reason="needs the extra: jmoe[aot]")

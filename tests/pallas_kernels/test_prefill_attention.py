@@ -22,7 +22,11 @@ in_jax = pytest.mark.parametrize(  # what concerns the order of chunks, not of i
 def cases(field):
     """Returns every implementation with each of its own values of `field`."""
     return [
-        pytest.param(impl, value, id=f"{name}-{getattr(value, 'name', value)}")
+        pytest.param(
+            impl,
+            value,
+            id=f"{name}-{getattr(value, 'name', value)}",
+        )
         for name, impl in IMPLEMENTATIONS.items()
         for value in getattr(impl, field)
     ]

@@ -27,6 +27,7 @@ from benchmarks.kernels.roofline.parts import (
 from pallas_kernels.paged_attention import common
 from pallas_kernels.paged_attention import mosaic as paged_kernel
 from pallas_kernels.paged_attention.merge import grid_of
+from pallas_kernels.paged_attention.tiles import LATENT_HEADS, LATENT_WARPGROUPS
 from pallas_kernels.prefill_attention import mosaic as prefill_kernel
 from pallas_kernels.prefill_attention.tiles import LANES, WARPGROUPS, choose
 
@@ -49,10 +50,18 @@ def decode(case: Case, page_size: int) -> Prediction:
     """Predicts `paged_attention`."""
     count = count_attention(case.shape, case.chunks(), window=case.window)
     q, pages = arrays(case, page_size)
-    if not taken(paged_kernel.supports, q, pages, pages):
+    latent = case.shape.latent
+    supports = partial(paged_kernel.supports, latent=latent)
+    if not taken(supports, q, pages, None if latent else pages):
         return by_reference(count)
-    sizes = common.sizes_of(q, pages, None, None, case.window)
+    if latent:
+        sizes = common.latent_sizes(q, pages, latent, None, None, case.window)
+    else:
+        sizes = common.sizes_of(q, pages, None, None, case.window)
     assert sizes is not None
+    if latent:
+        plan = small("plan of the step", h200.DECODE_PLAN_LAUNCHES)
+        return Prediction(count, [*plan, _attend_to_latents(case, sizes), _merge(case, sizes)])
     note, planned = "", sizes.num_blocks // h200.NUM_SMS
     if _resident(sizes) < planned:
         note = f"shared memory holds {_resident(sizes)} of {planned} planned blocks"
@@ -108,6 +117,36 @@ def _attend(case: Case, sizes: common.Sizes) -> Kernel:
     ]
     # One after the other: lengths, the page's id, the page; and the piece on its way out.
     return Kernel("paged_attention", floor_us, {**ladder(floor_us, steps), **fixed(trips=4)})
+
+
+def _attend_to_latents(case: Case, sizes: common.Sizes) -> Kernel:
+    """Predicts the kernel over latents: a run's tiles come from memory once for all its blocks."""
+    shape, tokens = case.shape, sizes.tile.tokens
+    total, active = _runs(case, sizes)
+    count = count_attention(shape, case.chunks(), window=case.window)
+    floor_us = max(h200.copy_us(count.bytes), h200.product_us(count.flops))
+    tile_bytes = 2 * tokens * sizes.latent
+    rows_bytes = 2 * case.tokens * shape.heads * (sizes.latent + sizes.head_dim)
+    streaming = h200.copy_us(total * tile_bytes + rows_bytes)
+    in_flight = active * sizes.stages * tile_bytes / h200.TRIP_US  # bytes a microsecond
+    # Of 64 heads: scores, then half of the values for each warpgroup.
+    products = sizes.latent // 16 * h200.wgmma_cycles(tokens)
+    products += (
+        tokens // 16 * LATENT_WARPGROUPS * h200.wgmma_cycles(sizes.head_dim // LATENT_WARPGROUPS)
+    )
+    exposed = LATENT_HEADS * tokens / h200.MUFU_PER_CLOCK + h200.SOFTMAX_CYCLES
+    mean = total / active / h200.PRODUCT_GHZ / 1e3  # microseconds, if a tile took a cycle
+    longest = -(-total // active) / (total / active)
+    multiplied = max(streaming, mean * products)
+    chained = max(multiplied, mean * (products + exposed))
+    steps = [
+        (PADDING, streaming),
+        (TAIL, max(streaming, mean * products)),
+        (SOFTMAX, chained),
+        (LATENCY, max(chained, total * tile_bytes / in_flight)),
+        (TAIL, chained * longest),
+    ]
+    return Kernel("latent_attention", floor_us, {**ladder(floor_us, steps), **fixed(trips=4)})
 
 
 def pieces_of_cut_segments(case: Case, sizes: common.Sizes) -> np.ndarray:

@@ -113,8 +113,8 @@ refutes a loss.
   plus losses, computed from the tile that the op chooses. **share**: the floor in it.
 - Gaps between kernels, page-table walks, bank conflicts and what ptxas makes of a loop have no
   number here. On another GPU, the kernel benchmark takes that one's rates (`DEVICES`).
-- Rows of experts are one draw of a uniform router. Attention has all models but
-  DeepSeek-V2-Lite, of whose latents there is no kernel. Masks of windows have no number.
+- Rows of experts are one draw of a uniform router. Masks of windows have no number. Of DeepSeek's
+  latents there is decode, which is not in the kernel benchmark yet.
 
 ## What is lost, by op
 """
