@@ -156,8 +156,12 @@ class Work:
 
     def __init__(self, model: Model, items: Sequence[Task], config: EvaluateConfig) -> None:
         """Without items, the texts' windows are items. Raises ValueError for items or texts the
-        model has no room for, or no tokenizer.
+        model has no room for, or no tokenizer, and over a mesh.
         """
+        if model.home is not None:
+            raise ValueError(
+                f"{model.name} is spread over a mesh; load it without one to evaluate it"
+            )
         if model.tokenizer is None:
             raise ValueError(
                 f"{model.name} has no tokenizer.json; its answers cannot be read. Add the file to "
