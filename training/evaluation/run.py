@@ -3,8 +3,8 @@
 import json
 import random
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from jmoe import expected_loss
 from jmoe.api import Model, load, resolve
 from jmoe.beside import digest_of
 from jmoe.brownout import Brownout
+from jmoe.sharing import Sharing
 from training.evaluation import items as sources
 from training.evaluation.answers import answer
 from training.evaluation.divergence import Divergence
@@ -55,6 +56,7 @@ class EvaluateConfig:
     quantize: str = "none"  # likewise
     family: Path | None = None  # the map by which `model` shares its siblings' experts
     kv_cache_dtype: str = "auto"  # likewise
+    united_of: str = ""  # fingerprint of the sibling whose united experts `model` uses
 
     def __post_init__(self) -> None:
         """Raises ValueError for a number out of range."""
@@ -133,6 +135,42 @@ def loss_against(config: EvaluateConfig, folder: Path) -> tuple[float, float, fl
         found.append(result.right)
     exact, other = found
     return paired_loss(by_families(exact, other, [item.family for item in items]))
+
+
+def uses_united(setting: Brownout) -> bool:
+    """Returns whether united experts may serve under a setting."""
+    return setting.name not in ("zero", "full") and setting.threshold_percent < 100
+
+
+def borrowing_within(
+    sharing: Sharing, found: Mapping[str, Sequence[Score]], bound_percent: float
+) -> Sharing:
+    """Returns the map in which siblings use the first model's united experts: those that may lose
+    at most `bound_percent` by each setting that `found` has of them, with these united experts.
+
+    What may be lost is the upper end of `Score.loss_percent`'s interval. The facts have the bound
+    and every loss. Raises ValueError for a model that has nothing right without brownout.
+    """
+    lenders, losses = [0], {}
+    for number, name in enumerate(sharing.names[1:], 1):
+        scores = [score for score in found[name] if uses_united(score.setting)]
+        if not found[name][0].accuracy:
+            raise ValueError(
+                f"{name} has nothing right without brownout, of which a share could be lost; give "
+                "items that it is for with --data"
+            )
+        worst = max(score.high_percent for score in scores)
+        lenders.append(0 if worst <= bound_percent else number)
+        losses[name] = {
+            label(score.setting): [
+                round(value, 3)
+                for value in (score.loss_percent, score.low_percent, score.high_percent)
+            ]
+            for score in scores
+        }
+    facts = {"of": sharing.names[0], "bound_percent": bound_percent, "loss_percent": losses}
+    united = tuple(lenders) if lenders != list(range(len(lenders))) else ()
+    return replace(sharing, united=united, facts={**sharing.facts, "united": facts})
 
 
 def _digest(items: Sequence[Task]) -> str:
@@ -248,6 +286,7 @@ class Work:
                 else {"family": digest([config.family.read_text("utf-8")])}
             ),
             **({} if config.kv_cache_dtype == "auto" else {"kv_cache_dtype": "fp8"}),
+            **({"united_of": config.united_of} if config.united_of else {}),
         }
 
     def run(self, setting: Brownout, advance: Callable[[int], None]) -> Result:

@@ -77,11 +77,18 @@ def test_no_loss_is_told_where_nothing_was_right(monkeypatch, capsys) -> None:
 def test_flags_are_the_fields_of_the_configuration() -> None:
     flags = {parameter.name for parameter in get_command(cli.app).commands["evaluate"].params}
     fields = {field.name for field in dataclasses.fields(EvaluateConfig)}
-    assert flags == fields | {"ways", "thresholds", "strategies", "keep", "only"} | {
+    assert flags == fields - {"united_of"} | {
+        "ways",
+        "thresholds",
+        "strategies",
+        "keep",
+        "only",
+    } | {
         "levels",
         "sensitivity",
         "search_items",
         "against",
+        "borrow_united",
         "leave_one_out",
         "sources",
         "distill_rows",
@@ -148,6 +155,7 @@ def test_leaving_one_out_is_as_short_as_it_is_asked_to_be(monkeypatch, capsys, t
         (["--generate-tasks", "9", "--text", "no.txt"], "cannot read no.txt"),
         (["--generate-tasks", "9", "--sources", "add"], "--refine-steps need --leave-one-out"),
         (["--generate-tasks", "9", "--distill-rows", "9"], "--refine-steps need --leave-one-out"),
+        (["--generate-tasks", "9", "--borrow-united", "1"], "--borrow-united needs --family"),
         (["--leave-one-out", "--only", "8:40"], "--only does not go with --leave-one-out"),
     ],
 )
