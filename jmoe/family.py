@@ -176,7 +176,8 @@ def load_family(
     lent = {name: names[at] for name, at in zip(found, lenders, strict=True)}
     finite = kind if check_weights else None
     own = {n: checkpoint.load_united(found[n], cfg, finite) for n in found if lent[n] == n}
-    united = _common_ways(own, lent, ways)
+    lent_ways = () if sharing is None or not sharing.united else sharing.united_ways
+    united = _common_ways(own, lent, ways, lent_ways)
     files = {
         n: HFLayers(path, cfg, kind, check_weights, params_on_host=params_on_host)
         for n, path in found.items()
@@ -322,9 +323,11 @@ def _common_ways(
     found: Mapping[str, dict[int, UnitedExperts]],
     lent: Mapping[str, str],
     wanted: Sequence[int] | None,
+    lent_ways: Sequence[int],
 ) -> dict[str, dict[int, UnitedExperts]]:
     """Returns the united experts of each model that uses its own: those of `wanted` ways, or of all
-    that every one of them has. `lent` says whose united experts a model uses.
+    that every one of them has. `lent` says whose united experts a model uses, and `lent_ways` of
+    which ways, if not of any.
     """
     for name, lender in lent.items():
         if name != lender and not found[lender]:
@@ -332,6 +335,13 @@ def _common_ways(
                 f"{name} is to use the united experts of {lender}, which has none; make some with "
                 "`jmoe distill`, or take a map in which each model uses its own"
             )
+    if lent_ways and not set(wanted or ()) <= set(lent_ways):
+        raise ValueError(
+            f"ways are {list(wanted or ())}; by this family's map united experts are lent of ways "
+            f"{', '.join(map(str, lent_ways))} alone, for which the loss was measured"
+        )
+    if wanted is None and lent_ways:
+        wanted = lent_ways
     if wanted is None:
         everyone = set.intersection(*(set(ways) for ways in found.values()))
         wanted = [way for way in next(iter(found.values())) if way in everyone]

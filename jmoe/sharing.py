@@ -49,6 +49,8 @@ class Sharing:
     united: tuple[int, ...] = ()
     """The model whose united experts each model uses: itself, or one that uses its own; empty: each
     uses its own."""
+    united_ways: tuple[int, ...] = ()
+    """Ways that the family is served with where `united` lends some; empty: any."""
 
     def __post_init__(self) -> None:
         """Raises SharingError for owners that are none of the models, and for united experts of one
@@ -140,7 +142,7 @@ def write_sharing(path: Path, sharing: Sharing) -> None:
     if sharing.residual_rank:
         head["residual_rank"] = sharing.residual_rank
     if sharing.united:
-        head["united"] = list(sharing.united)
+        head["united"] = {"of": list(sharing.united), "ways": list(sharing.united_ways)}
     text = json.dumps(head, indent=1).removesuffix("\n}")
     path.write_text(text + ',\n "owners": [\n' + ",\n".join(models) + "\n ]\n}\n", encoding="utf-8")
 
@@ -180,14 +182,15 @@ def read_sharing(path: Path, directories: Mapping[str, Path], shape: tuple[int, 
         facts, rank = dict(raw.get("facts", {})), raw.get("residual_rank", 0)
         if not (isinstance(rank, int) and rank >= 0):
             raise ValueError(f"residual_rank is {rank!r}, not a number of 0 or more")
-        united = tuple(raw.get("united", ()))
-        if not all(isinstance(at, int) for at in united):
-            raise ValueError(f"united is {list(united)}, no list of integers")
+        lent = raw.get("united", {})
+        united, ways = (tuple(lent.get(key, ())) for key in ("of", "ways"))
+        if not all(isinstance(at, int) for at in (*united, *ways)):
+            raise ValueError(f"united is {lent}, and has other than integers")
     except OSError as error:
         raise SharingError(f"{path} is not readable: {error}") from None
     except SharingError:
         raise
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise SharingError(
             f"{path} is no map of shared experts: {error!r}; `jmoe consolidate` writes one"
         ) from None
@@ -207,7 +210,7 @@ def read_sharing(path: Path, directories: Mapping[str, Path], shape: tuple[int, 
             "Serve all of them, or run `jmoe consolidate` for these"
         )
     sharing = Sharing(
-        tuple(names), owners.astype(np.int32), tuple(prints), facts, path.parent, rank, united
+        tuple(names), owners.astype(np.int32), tuple(prints), facts, path.parent, rank, united, ways
     )
     return _reordered(sharing, order, tuple(directories))
 

@@ -163,8 +163,8 @@ def evaluate(
     }
     if family is not None and (given := [name for name, is_given in single.items() if is_given]):
         raise ValueError(f"{given[0]} is of a single model; leave out --family")
-    if borrow_united is not None:
-        _check_borrowing(borrow_united, family)
+    if borrow_united is not None and family is None:
+        raise ValueError("--borrow-united needs --family, and --model NAME=DIR for each model")
     if leave_one_out and (sensitivity or levels or only):
         given = "--sensitivity" if sensitivity else "--levels" if levels else "--only"
         raise ValueError(f"{given} does not go with --leave-one-out; run it by itself")
@@ -201,13 +201,6 @@ def evaluate(
         print(shlex.join(["cp", str(out / FILE), str(resolve(config.model))]))
 
 
-def _check_borrowing(bound_percent: float, family: Path | None) -> None:
-    if family is None:
-        raise ValueError("--borrow-united needs --family, and --model NAME=DIR for each model")
-    if not 0 <= bound_percent <= 100:
-        raise ValueError(f"--borrow-united is {bound_percent}; it must be 0 to 100 percent")
-
-
 def _family(
     config: "EvaluateConfig",
     directories: dict[str, str],
@@ -219,17 +212,21 @@ def _family(
     """
     from jmoe.family import check_family, load_family
     from jmoe.sharing import read_sharing
-    from training.evaluation.run import evaluate, uses_united
+    from training.evaluation.run import check_bound, evaluate, uses_united
 
     family, allowed = config.family, config.allow_unknown_config
     assert family is not None
+    if borrow_united is not None:
+        check_bound(config, borrow_united)
+        if not any(map(uses_united, settings)):
+            raise ValueError("--borrow-united needs partial brownout at a threshold below 100 %")
     paths, cfgs, _ = check_family(directories, allowed)
     (cfg, *_) = cfgs.values()
     sharing = read_sharing(family, paths, (cfg.num_moe_layers, cfg.num_experts))
     if borrow_united is not None:
-        if not any(map(uses_united, settings)):
-            raise ValueError("--borrow-united needs partial brownout at a threshold below 100 %")
-        sharing = dataclasses.replace(sharing, united=(0,) * len(paths))
+        ways = {setting.way for setting in settings if setting.way and uses_united(setting)}
+        own = (0,) * len(paths)
+        sharing = dataclasses.replace(sharing, united=own, united_ways=tuple(sorted(ways)))
     loaded, found = load_family(paths, sharing, config.dtype, allow_unknown_config=allowed), {}
     for model, lender in zip(loaded, sharing.lenders, strict=True):
         model = model.with_kv_cache_dtype(config.kv_cache_dtype)

@@ -300,6 +300,8 @@ def _describe_family(
     lenders = {name: sharing.names[at] for name, at in zip(found, sharing.lenders, strict=True)}
     stored = [united_bytes(found[name]) for name in dict.fromkeys(lenders.values())]
     ways = [way for way in stored[0] if all(way in each for each in stored)]
+    if sharing.united_ways:
+        ways = [way for way in ways if way in sharing.united_ways]
     united = -(-cfg.num_experts // min(ways)) if ways else 0
     slots = sharing.num_slots + len(stored) * cfg.num_moe_layers * united
     differences = _difference_parameters(cfg, sharing.residual_rank) * int(sharing.differs.sum())

@@ -104,7 +104,7 @@ def family(tmp_path_factory):
         add_united(paths[name], ways=(3, 2) if name == "a" else (2, 3, 4))
     sharing = drawn_map(paths, read_config(paths["base"]))
     prints = tuple(map(weights_digest, paths.values()))
-    sharing = replace(sharing, fingerprints=prints, united=(0, 1, 0))
+    sharing = replace(sharing, fingerprints=prints, united=(0, 1, 0), united_ways=(2, 3))
     write_sharing(where / "family.json", sharing)
     return paths, where / "family.json"
 

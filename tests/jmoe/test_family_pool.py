@@ -193,6 +193,13 @@ def test_united_experts_that_nobody_has_to_lend(directories, tmp_path):
         load_family(paths, lending)
     with pytest.raises(ValueError, match=r"ways are \[5\]; base has united experts for: 2, 3"):
         load_family(directories, lending, ways=[5])
+    measured = replace(lending, united_ways=(3,))
+    with pytest.raises(
+        ValueError, match=r"ways are \[2\]; by this family's map .* of ways 3 alone"
+    ):
+        load_family(directories, measured, ways=[2])
+    for model in load_family(directories, measured):
+        assert list(model.united) == [3]
 
 
 def test_a_model_is_a_family_of_one(unshared):

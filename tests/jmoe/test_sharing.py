@@ -109,7 +109,7 @@ def test_a_file_is_read_as_it_was_written(written, directories):
 def test_models_are_known_by_their_weights_whatever_they_are_called(written, directories):
     path, sharing = written
     assert not lends_united(path)
-    sharing = replace(sharing, united=(0, 0, 2))  # law borrows of base
+    sharing = replace(sharing, united=(0, 0, 2), united_ways=(4,))  # of base
     write_sharing(path, sharing)
     assert lends_united(path)
     renamed = {
@@ -120,7 +120,7 @@ def test_models_are_known_by_their_weights_whatever_they_are_called(written, dir
     found = read_sharing(path, renamed, SHAPE)
     order = [2, 0, 1]  # of those in the file
     assert found.names == ("c", "b", "l")
-    assert found.lenders == (0, 1, 1)
+    assert (found.lenders, found.united_ways) == ((0, 1, 1), (4,))
     for new, old in enumerate(order):
         for at in np.ndindex(SHAPE):
             owner = int(sharing.owners[(old, *at)])
@@ -155,8 +155,9 @@ def test_a_map_sees_a_bit_that_changed_in_a_tensor(written, directories, tmp_pat
         ),
         (lambda raw: raw.pop("owners"), r"KeyError\('owners'\)"),
         (lambda raw: raw.update(owners=[[[0.5]]]), "no table of integers"),
-        (lambda raw: raw.update(united=[0, 0.5, 1]), r"united is \[0, 0.5, 1\], no list"),
-        (lambda raw: raw.update(united=[1, 0, 2]), r"united is \[1, 0, 2\]; it must have"),
+        (lambda raw: raw.update(united=[0, 0, 2]), "has no attribute 'get'"),
+        (lambda raw: raw.update(united={"of": [0, 0.5, 1]}), "united is .* other than integers"),
+        (lambda raw: raw.update(united={"of": [1, 0, 2]}), r"united is \[1, 0, 2\]; it must"),
         (lambda raw: raw["owners"][0][0].__setitem__(0, 9), "must be numbers of the 3 models"),
     ],
 )

@@ -1,6 +1,7 @@
 """`jmoe evaluate`: every setting on the same items, kept setting by setting in a folder."""
 
 import json
+import math
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -142,6 +143,22 @@ def uses_united(setting: Brownout) -> bool:
     return setting.name not in ("zero", "full") and setting.threshold_percent < 100
 
 
+def check_bound(config: EvaluateConfig, bound_percent: float) -> None:
+    """Raises ValueError for a bound of a loss that these items are too few to show: of n items of
+    which none changed, up to 300 / n percent may yet do (the rule of three).
+    """
+    items = sources.choose(config.data, config.num, config.generate_tasks, config.seed)
+    if not 0 < bound_percent <= 100:
+        raise ValueError(
+            f"--borrow-united is {bound_percent}; it must be above 0 and at most 100 %"
+        )
+    if 300 / len(items) > bound_percent:
+        raise ValueError(
+            f"--borrow-united is {bound_percent} %, and {len(items)} items show no loss below "
+            f"{300 / len(items):.3g} %; give {math.ceil(300 / bound_percent)} or more"
+        )
+
+
 def borrowing_within(
     sharing: Sharing, found: Mapping[str, Sequence[Score]], bound_percent: float
 ) -> Sharing:
@@ -170,7 +187,12 @@ def borrowing_within(
         }
     facts = {"of": sharing.names[0], "bound_percent": bound_percent, "loss_percent": losses}
     united = tuple(lenders) if lenders != list(range(len(lenders))) else ()
-    return replace(sharing, united=united, facts={**sharing.facts, "united": facts})
+    return replace(
+        sharing,
+        united=united,
+        united_ways=sharing.united_ways if united else (),
+        facts={**sharing.facts, "united": facts},
+    )
 
 
 def _digest(items: Sequence[Task]) -> str:
