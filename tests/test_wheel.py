@@ -71,7 +71,7 @@ def test_what_runs_is_the_wheel(installed):
     told = f"import {names}; print(*(one.__path__[0] for one in ({names})), sep='\\n')"
     found = run(python, "-c", told, cwd=here, env=env).splitlines()
     assert all(Path(each).is_relative_to(python.parents[1]) for each in found)
-    assert "pip" not in run(python.with_name("jmoe"), "--help", cwd=here, env=env)
+    run(python.with_name("jmoe"), "--help", cwd=here, env=env)
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
