@@ -400,16 +400,17 @@ def save(model: Model, path: str | Path) -> None:
     """Writes a model in jmoe's own format (Orbax), united experts and tokenizer included.
 
     `load` reads it back, over a plain pool; slots of united experts are saved as they are and reset
-    on load. Raises FileExistsError where the directory already holds a model, ValueError for a
-    model that is spread over a mesh.
+    on load. What is spread over a mesh is gathered in host memory, and saved as from one device.
+    Raises FileExistsError where the directory already holds a model, ValueError for a mesh of
+    several processes.
     """
     import shutil
 
-    if model.home is not None:
-        raise ValueError(f"{model.name} is spread over a mesh; load it without one to save it")
-    directory = Path(path)
-    table = model.table._replace(groups=jnp.full_like(model.table.groups, -1))
-    checkpoint.save_native(directory, model.config, model.weights._replace(table=table))
+    directory, home = Path(path), model.home
+    weights = model.weights if home is None else home.gathered(model.weights)
+    groups = jnp.full_like(weights.table.groups, -1)
+    table = weights.table._replace(groups=groups)
+    checkpoint.save_native(directory, model.config, weights._replace(table=table))
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         if (model.path / name).exists():
             shutil.copyfile(model.path / name, directory / name)

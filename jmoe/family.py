@@ -133,7 +133,8 @@ def load_family(
         sharing: `family.json` of `jmoe consolidate`, or the map itself; None: models share the
             experts of one position that their files have byte for byte alike.
         dtype: as for `jmoe.load`, likewise the arguments that follow.
-        ways: united experts to keep at hand; None keeps those that every model has.
+        ways: united experts to keep at hand; None keeps those that every model has, its own or by
+            `sharing` another's, which are in host memory and in the pool once.
         progress: called with (layers done, layers of all models).
         check_weights: as for `jmoe.load`.
         allow_unknown_config: as for `jmoe.load`.
@@ -148,10 +149,10 @@ def load_family(
 
     A tensor beside the experts that is equal in two models is on the device once.
 
-    Raises, before any weights are read, ValueError for no directories, a way that one lacks,
-    fewer resident experts than one model has, fewer spare slots than a row can need or some that
-    nothing would be fetched into, ConfigError for models that are not of one architecture and
-    vocabulary, SharingError for a map of other models; then as `jmoe.load`.
+    Raises, before any weights are read, ValueError for no directories, a way that one lacks, no
+    united experts to lend, fewer resident experts than one model has, fewer spare slots than a row
+    can need or some that nothing would be fetched into, ConfigError for models that are not of one
+    architecture and vocabulary, SharingError for a map of other models; then as `jmoe.load`.
     """
     kind = check_dtype(dtype)
     resident_experts = integer("resident_experts", resident_experts)
@@ -170,10 +171,13 @@ def load_family(
             f"the map of shared experts is of {', '.join(sharing.names)}, {sharing.owners.shape}; "
             f"those to load are {', '.join(found)}, {(len(found), *shape)}"
         )
+    names = tuple(found)
+    lenders = range(len(found)) if sharing is None else sharing.lenders
+    lent = {name: names[at] for name, at in zip(found, lenders, strict=True)}
     finite = kind if check_weights else None
-    united = _common_ways(
-        {n: checkpoint.load_united(path, cfg, finite) for n, path in found.items()}, ways
-    )
+    own = {n: checkpoint.load_united(found[n], cfg, finite) for n in found if lent[n] == n}
+    lent_ways = () if sharing is None or not sharing.united else sharing.united_ways
+    united = _common_ways(own, lent, ways, lent_ways)
     files = {
         n: HFLayers(path, cfg, kind, check_weights, params_on_host=params_on_host)
         for n, path in found.items()
@@ -184,20 +188,26 @@ def load_family(
         check_spare(spare_experts, needed_by_a_row(homes.users, cfg.experts_per_token))
     held_experts = sharing.slots()[1]
     num_united = num_united_slots(next(iter(united.values())))
-    tables = _tables(homes, num_united)
-    num_slots = homes.num_slots + len(found) * cfg.num_moe_layers * num_united
+    tables = _tables(homes, num_united, lenders)
+    num_slots = homes.num_slots + len(united) * cfg.num_moe_layers * num_united
     held = PoolHolder(checkpoint.empty_pool(cfg, num_slots, kind))
     reader = _Reader(held, held_experts, homes, cfg)
     if (sharing.owners == MERGED).any():
         _write_merged(reader, sharing, kind, check_weights)
-    models: list[Model] = []
-    for number, (name, path) in enumerate(found.items()):
+    params: list[Params] = []
+    for number, name in enumerate(names):
         done = _counted_on(progress, number, len(found))
-        params = reader.read(files[name], number, done)
-        params = _shared_leaves(params, [model.params for model in models])
-        weights = Weights(params, held.pool, tables[number])
-        resident = ResidentWeights(weights, united[name], name, held=held)
-        models.append(Model(name, path, cfgs[name], kind, resident, tokenizers[name]))
+        params.append(_shared_leaves(reader.read(files[name], number, done), params))
+    residents: dict[int, ResidentWeights] = {}
+    for number in sorted(range(len(names)), key=lambda at: lenders[at] != at):  # lenders first
+        weights, lender = Weights(params[number], held.pool, tables[number]), lenders[number]
+        residents[number] = ResidentWeights(
+            weights, united[names[lender]], names[number], held=held, lender=residents.get(lender)
+        )
+    models = [
+        Model(name, found[name], cfgs[name], kind, residents[number], tokenizers[name])
+        for number, name in enumerate(names)
+    ]
     offloaded = None
     if homes.offloaded is not None:
         source = OnHost(reader.on_host)
@@ -310,29 +320,53 @@ def _check_tokenizers(
 
 
 def _common_ways(
-    found: Mapping[str, dict[int, UnitedExperts]], wanted: Sequence[int] | None
+    found: Mapping[str, dict[int, UnitedExperts]],
+    lent: Mapping[str, str],
+    wanted: Sequence[int] | None,
+    lent_ways: Sequence[int],
 ) -> dict[str, dict[int, UnitedExperts]]:
-    """Returns the united experts of each model: those of `wanted` ways, or of all that every model
-    has.
+    """Returns the united experts of each model that uses its own: those of `wanted` ways, or of all
+    that every one of them has. `lent` says whose united experts a model uses, and `lent_ways` of
+    which ways, if not of any.
     """
+    for name, lender in lent.items():
+        if name != lender and not found[lender]:
+            raise ValueError(
+                f"{name} is to use the united experts of {lender}, which has none; make some with "
+                "`jmoe distill`, or take a map in which each model uses its own"
+            )
+    if lent_ways and not set(wanted or ()) <= set(lent_ways):
+        raise ValueError(
+            f"ways are {list(wanted or ())}; by this family's map united experts are lent of ways "
+            f"{', '.join(map(str, lent_ways))} alone, for which the loss was measured"
+        )
+    if wanted is None and lent_ways:
+        wanted = lent_ways
     if wanted is None:
         everyone = set.intersection(*(set(ways) for ways in found.values()))
         wanted = [way for way in next(iter(found.values())) if way in everyone]
     return {name: choose_ways(ways, wanted, name) for name, ways in found.items()}
 
 
-def _tables(homes: Homes, num_united: int) -> list[ExpertTable]:
-    """Returns a table for each model: the slots of its routed experts, and after all of those its
-    own slots for united ones.
+def _tables(homes: Homes, num_united: int, lenders: Sequence[int]) -> list[ExpertTable]:
+    """Returns a table for each model: the slots of its routed experts, and after all of those slots
+    for united ones, its own or its lender's.
     """
-    count, layers, experts = homes.routed.shape
-    own = np.arange(count * layers * num_united, dtype=np.int32) + homes.num_slots
-    own = own.reshape(count, layers, num_united)
+    _, layers, experts = homes.routed.shape
+    places = {lender: at for at, lender in enumerate(sorted(set(lenders)))}
+    own = np.arange(len(places) * layers * num_united, dtype=np.int32) + homes.num_slots
+    own = own.reshape(len(places), layers, num_united)
     groups = jnp.full((layers, experts), -1, jnp.int32)
-    offloaded = [None] * count if homes.offloaded is None else map(jnp.asarray, homes.offloaded)
+    offloaded = (
+        [None] * len(lenders) if homes.offloaded is None else map(jnp.asarray, homes.offloaded)
+    )
     return [
-        ExpertTable(jnp.asarray(np.concatenate([r, u], axis=1)), groups, offloaded=gone)
-        for r, u, gone in zip(homes.routed, own, offloaded, strict=True)
+        ExpertTable(
+            jnp.asarray(np.concatenate([routed, own[places[lender]]], axis=1)),
+            groups,
+            offloaded=gone,
+        )
+        for routed, lender, gone in zip(homes.routed, lenders, offloaded, strict=True)
     ]
 
 

@@ -11,7 +11,7 @@ from jmoe.brownout import Brownout
 from jmoe.forward import check_tokens
 from jmoe.numbers import integer, real
 from jmoe.packed_rows import Q_LEN, empty_rows, pack_row
-from jmoe.stepper import Stepper
+from jmoe.stepper import Stepper, bucket
 from jmoe.steps import StepOutput
 
 Prompt = str | Sequence[int]
@@ -84,7 +84,7 @@ def generate(
     """Continues prompts together: prefill in chunks of at most `chunk_size` tokens, then decode.
 
     Args:
-        model: as `load` returns it.
+        model: as `load` returns it; over a mesh, sequences are spread over its devices.
         prompts: token lists or strings.
         max_new_tokens: tokens to add at most.
         brownout: what may be degraded in prefill and decode; None is nothing.
@@ -222,16 +222,16 @@ class _Run:
                 tokens += part
                 indices.append(i)
                 rows.append(self._row(i, done[i], len(part)))
-            packed = empty_rows(_bucket(len(rows)))
+            packed = empty_rows(bucket(len(rows)))
             packed[: len(rows)] = rows
-            flat = np.zeros(_bucket(len(tokens)), np.int32)
+            flat = np.zeros(bucket(len(tokens)), np.int32)
             flat[: len(tokens)] = tokens
             assert packed[:, Q_LEN].sum() == len(tokens)
             self._keep(indices, self.stepper.prefill(flat, packed))
 
     def decode(self, live: list[int]) -> None:
         """Decodes one token for each sequence of `live`."""
-        packed = empty_rows(_bucket(len(live)))
+        packed = empty_rows(bucket(len(live)))
         for at, i in enumerate(live):
             packed[at] = self._row(i, len(self.prompts[i]) + len(self.tokens[i]))
         self._keep(live, self.stepper.decode(packed))
@@ -241,8 +241,3 @@ class _Run:
         for i in live:
             self.tokens[i].append(int(self.newest[i]))
             self.logprobs[i].append(float(self.newest_logprob[i]))
-
-
-def _bucket(count: int) -> int:
-    """Returns the next power of two: few shapes, few compilations."""
-    return 1 << (count - 1).bit_length()

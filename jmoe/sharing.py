@@ -46,9 +46,16 @@ class Sharing:
     residual_rank: int = 0
     """Where a model uses another's expert, it knows its own by a difference of this rank; 0: it is
     gone."""
+    united: tuple[int, ...] = ()
+    """The model whose united experts each model uses: itself, or one that uses its own; empty: each
+    uses its own."""
+    united_ways: tuple[int, ...] = ()
+    """Ways that the family is served with where `united` lends some; empty: any."""
 
     def __post_init__(self) -> None:
-        """Raises SharingError for owners that are none of the models."""
+        """Raises SharingError for owners that are none of the models, and for united experts of one
+        that has none of its own.
+        """
         count, found = len(self.names), self.owners
         if found.ndim != 3 or len(found) != count:
             raise SharingError(
@@ -59,6 +66,14 @@ class Sharing:
             raise SharingError(
                 f"owners are {found.min()} to {found.max()}; they must be numbers of the {count} "
                 f"models, 0 to {count - 1}, or {MERGED} for a merged expert"
+            )
+        lend = self.united
+        if lend and not (
+            len(lend) == count and all(0 <= at < count and lend[at] == at for at in lend)
+        ):
+            raise SharingError(
+                f"united is {list(lend)}; it must have, for each of the {count} models, the number "
+                "of one that uses united experts of its own, such as itself"
             )
 
     @classmethod
@@ -72,6 +87,11 @@ class Sharing:
         """Where a model knows its own expert by a difference from the one it shares."""
         own = np.arange(len(self.names))[:, None, None]
         return (self.owners != own) & bool(self.residual_rank)
+
+    @property
+    def lenders(self) -> tuple[int, ...]:
+        """The model whose united experts each model uses."""
+        return self.united or tuple(range(len(self.names)))
 
     @property
     def num_slots(self) -> int:
@@ -121,8 +141,21 @@ def write_sharing(path: Path, sharing: Sharing) -> None:
     head: dict[str, Any] = {"format": FORMAT, "models": identities, "facts": dict(sharing.facts)}
     if sharing.residual_rank:
         head["residual_rank"] = sharing.residual_rank
+    if sharing.united:
+        head["united"] = {"of": list(sharing.united), "ways": list(sharing.united_ways)}
     text = json.dumps(head, indent=1).removesuffix("\n}")
     path.write_text(text + ',\n "owners": [\n' + ",\n".join(models) + "\n ]\n}\n", encoding="utf-8")
+
+
+def lends_united(path: Path) -> bool:
+    """Returns whether `family.json` has a model use another's united experts. Nothing is checked:
+    of a file that is none, it does not.
+    """
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+        return bool(raw.get("united"))
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return False
 
 
 def read_sharing(path: Path, directories: Mapping[str, Path], shape: tuple[int, int]) -> Sharing:
@@ -149,11 +182,15 @@ def read_sharing(path: Path, directories: Mapping[str, Path], shape: tuple[int, 
         facts, rank = dict(raw.get("facts", {})), raw.get("residual_rank", 0)
         if not (isinstance(rank, int) and rank >= 0):
             raise ValueError(f"residual_rank is {rank!r}, not a number of 0 or more")
+        lent = raw.get("united", {})
+        united, ways = (tuple(lent.get(key, ())) for key in ("of", "ways"))
+        if not all(isinstance(at, int) for at in (*united, *ways)):
+            raise ValueError(f"united is {lent}, and has other than integers")
     except OSError as error:
         raise SharingError(f"{path} is not readable: {error}") from None
     except SharingError:
         raise
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise SharingError(
             f"{path} is no map of shared experts: {error!r}; `jmoe consolidate` writes one"
         ) from None
@@ -173,7 +210,7 @@ def read_sharing(path: Path, directories: Mapping[str, Path], shape: tuple[int, 
             "Serve all of them, or run `jmoe consolidate` for these"
         )
     sharing = Sharing(
-        tuple(names), owners.astype(np.int32), tuple(prints), facts, path.parent, rank
+        tuple(names), owners.astype(np.int32), tuple(prints), facts, path.parent, rank, united, ways
     )
     return _reordered(sharing, order, tuple(directories))
 
@@ -196,4 +233,5 @@ def _reordered(sharing: Sharing, order: Sequence[int], names: tuple[str, ...]) -
     number[MERGED] = MERGED  # the last entry
     owners = number[sharing.owners[list(order)]]
     prints = tuple(sharing.fingerprints[at] for at in order)
-    return replace(sharing, names=names, owners=owners, fingerprints=prints)
+    united = tuple(number[list(sharing.united)][list(order)].tolist()) if sharing.united else ()
+    return replace(sharing, names=names, owners=owners, fingerprints=prints, united=united)

@@ -57,16 +57,22 @@ class ResidentWeights:
         name: str = "the model",
         home: "Home | None" = None,
         held: PoolHolder | None = None,
+        lender: "ResidentWeights | None" = None,
     ) -> None:
         """`united` lie in host memory, by way; no way is loaded. `name` is for messages. `home`
         says where the weights lie, None: on one device. `held` holds a pool that other models have
-        experts in as well; None: the pool is this model's alone.
+        experts in as well; None: the pool is this model's alone. `lender` is whose united experts
+        the table names; what either loads, both have.
         """
         self.home = home
         self.held = held or PoolHolder(weights.pool)
         self.weights = weights
         self.united = dict(united)
-        self.way: int | None = None
+        self._lender = lender or self
+        self._users = [self] if lender is None else lender._users
+        if lender is not None:
+            self._users.append(self)
+        self._ways: list[int | None] = [None] * weights.table.groups.shape[0]  # of layers
         self._levels: Mapping[int, np.ndarray] = {}
         self._name = name
 
@@ -79,6 +85,17 @@ class ResidentWeights:
     def weights(self, weights: Weights) -> None:
         self._params, self.held.pool, self._table = weights
 
+    @property
+    def way(self) -> int | None:
+        """The way whose united experts are loaded; None: none, or not in every layer yet."""
+        ways = self._lender._ways
+        return ways[0] if len(set(ways)) == 1 else None
+
+    @way.setter
+    def way(self, way: int | None) -> None:
+        """Says which way every layer has, where slots and groups were written by other means."""
+        self._lender._ways = [way] * len(self._ways)
+
     def use_way(self, way: int) -> None:
         """Loads the united experts of `way`. Raises ValueError for one the model does not have."""
         if way == self.way:
@@ -90,18 +107,25 @@ class ResidentWeights:
         """Loads the united experts of `way` for one MoE layer; call it for each, in order.
 
         Until the last one is loaded layers are of different ways and `way` is None, so that a
-        change that is broken off is made again. Raises ValueError as `use_way`.
+        change that is broken off is made again. What a lender has loaded its borrowers have. Raises
+        ValueError as `use_way`.
         """
-        united, (params, pool, table) = self.united_of(way), self.weights
-        self.way = None
+        lender = self._lender
+        if lender is not self:
+            if lender._ways[layer] != way:
+                lender.load_way_layer(way, layer)
+            return
+        united, (_, pool, table) = self.united_of(way), self.weights
+        self._ways[layer] = None
         write = None if self.home is None else self.home.write
-        self.weights = Weights(params, *load_layer(pool, table, united, layer, write))
-        if self._levels:
-            levels = np.array(table.levels)
-            levels[layer] = self._levels[way][layer]
-            self.set_levels(levels)
-        if layer == table.groups.shape[0] - 1:
-            self.way = way
+        self.held.pool, table = load_layer(pool, table, united, layer, write)
+        for user in self._users:
+            user._table = user._table._replace(groups=table.groups)
+            if user._levels:
+                levels = np.array(user._table.levels)
+                levels[layer] = user._levels[way][layer]
+                user.set_levels(levels)
+        self._ways[layer] = united.way
 
     def use_levels(self, by_way: Mapping[int, np.ndarray]) -> None:
         """Gives programs thresholds by layer of whichever way is loaded from now on; `by_way` has

@@ -90,8 +90,8 @@ def compiled_in_a_hurry():
 
 ROTA_S = 120.0
 """How long tests of a rota are started for."""
-TOO_LONG = "tests/serving/test_engine_emulated.py"
-"""Takes ten minutes a case, and so is not in a rota."""
+TOO_LONG = "tests/serving/test_engine_emulated.py", "tests/test_wheel.py"
+"""Take ten minutes a case, or an environment of their own, and so are not in a rota."""
 
 
 def pytest_addoption(parser):

@@ -19,20 +19,27 @@ def interpreter_with(*packages: str) -> Path:
     test where they cannot be installed.
     """
     folder = CACHE / "-".join(re.sub(r"\W", "-", one) for one in packages)
-    found, done = folder / "bin" / "python", folder / "made"
-    if done.exists():
-        return found
+    if not (folder / "made").exists():
+        make(folder, *packages)
+        (folder / "made").touch()
+    return folder / "bin" / "python"
+
+
+def make(folder: Path, *wanted: str) -> Path:
+    """Makes an environment and returns its interpreter; `wanted` is for `pip install`. Skips the
+    test where that cannot be installed.
+    """
+    python = folder / "bin" / "python"
     for command in (
         [sys.executable, "-m", "venv", "--clear", folder],
-        [found, "-m", "pip", "install", "--quiet", *packages],
+        [python, "-m", "pip", "install", "--quiet", "--no-compile", *wanted],
     ):
         try:
             made = subprocess.run(
                 command, capture_output=True, text=True, timeout=INSTALL_S, env=OWN
             )
         except subprocess.TimeoutExpired:
-            pytest.skip(f"{packages} are not installed within {INSTALL_S:g} s")
+            pytest.skip(f"{wanted} are not installed within {INSTALL_S:g} s")
         if made.returncode:
-            pytest.skip(f"{packages} cannot be installed here: {made.stderr[-300:]}")
-    done.touch()
-    return found
+            pytest.skip(f"{wanted} cannot be installed here: {made.stderr[-300:]}")
+    return python

@@ -9,7 +9,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Shaped
 
-from jmoe.experts import ExpertTable, Pool
+from jmoe.experts import ExpertTable, Pool, make_table
 from jmoe.numbers import integer
 from jmoe.parallel.experts import AXIS, exchanged
 from jmoe.parallel.placement import Placement, rehosted
@@ -57,6 +57,29 @@ class Home(NamedTuple):
             own = weights.pool.read(slots[layer, :num_experts])
             pool = self.write(pool, layer, jax.tree.map(np.asarray, own))
         return Weights(self.whole(weights.params), pool, self.table(num_experts))
+
+    def gathered(self, weights: Weights) -> Weights:
+        """Returns what was spread as weights of one device, united experts too, in host memory.
+
+        A device's part of one array is in flight at a time. Raises ValueError over several
+        processes, of which none has all.
+        """
+        if self.mesh.is_multi_process:
+            raise ValueError("the mesh is of several processes, and each has a part of the experts")
+        local, num_experts = np.asarray(self.placement.local), weights.table.groups.shape[1]
+        num_layers, logical = local.shape[1:]
+
+        def whole(leaf: Array) -> np.ndarray:
+            found = np.empty((num_layers * logical, *leaf.shape[1:]), leaf.dtype)
+            for shard in leaf.addressable_shards:
+                device = (shard.index[0].start or 0) * self.mesh.size // len(leaf)
+                own = local[device].reshape(-1)
+                found[own >= 0] = np.asarray(shard.data)[own[own >= 0]]
+            return found
+
+        table = make_table(num_layers, num_experts, logical - num_experts)
+        params = jax.tree.map(np.asarray, weights.params)
+        return Weights(params, jax.tree.map(whole, weights.pool), table)
 
     def table(self, num_experts: int) -> ExpertTable:
         """Returns the table of `num_experts` routed experts a layer, without groups."""

@@ -20,6 +20,7 @@ from serving.telemetry.progress import progress_bar
 
 if TYPE_CHECKING:
     from jmoe.brownout import Brownout
+    from jmoe.family import Family
     from training.evaluation.run import EvaluateConfig
     from training.evaluation.tables import Score
 
@@ -37,6 +38,15 @@ def evaluate(
         typer.Option(
             help="family.json of `jmoe consolidate`: score each --model NAME=DIR as one of a "
             "family, in a folder of its own of --out."
+        ),
+    ] = None,
+    borrow_united: Annotated[
+        float | None,
+        typer.Option(
+            metavar="PERCENT",
+            help="With --family: score the others with the first model's united experts, and write "
+            "a map, family.json in --out, by which those use them that lose at most this share of "
+            "right answers, by the 95 % interval's upper end and in each setting.",
         ),
     ] = None,
     dtype: Annotated[
@@ -153,6 +163,8 @@ def evaluate(
     }
     if family is not None and (given := [name for name, is_given in single.items() if is_given]):
         raise ValueError(f"{given[0]} is of a single model; leave out --family")
+    if borrow_united is not None and family is None:
+        raise ValueError("--borrow-united needs --family, and --model NAME=DIR for each model")
     if leave_one_out and (sensitivity or levels or only):
         given = "--sensitivity" if sensitivity else "--levels" if levels else "--only"
         raise ValueError(f"{given} does not go with --leave-one-out; run it by itself")
@@ -175,7 +187,7 @@ def evaluate(
         )
     settings = with_levels(settings) if levels else settings
     if family is not None:
-        _family(config, directories, settings)
+        _family(config, directories, settings, borrow_united)
         return
     with progress_bar() as progress:
         found = run(config, settings, progress)
@@ -190,21 +202,77 @@ def evaluate(
 
 
 def _family(
-    config: "EvaluateConfig", directories: dict[str, str], settings: Sequence["Brownout"]
+    config: "EvaluateConfig",
+    directories: dict[str, str],
+    settings: Sequence["Brownout"],
+    borrow_united: float | None,
 ) -> None:
-    """Scores each model of a family over its pool."""
-    from jmoe.family import load_family
-    from training.evaluation.run import evaluate
+    """Scores each model of a family over its pool; with a bound, the others borrow the first one's
+    united experts.
+    """
+    from jmoe.family import check_family, load_family
+    from jmoe.sharing import read_sharing
+    from training.evaluation.run import check_bound, evaluate, uses_united
 
-    allowed = config.allow_unknown_config
-    loaded = load_family(directories, config.family, config.dtype, allow_unknown_config=allowed)
-    for model in (one.with_kv_cache_dtype(config.kv_cache_dtype) for one in loaded):
+    family, allowed = config.family, config.allow_unknown_config
+    assert family is not None
+    if borrow_united is not None:
+        check_bound(config, borrow_united)
+        if not any(map(uses_united, settings)):
+            raise ValueError("--borrow-united needs partial brownout at a threshold below 100 %")
+    paths, cfgs, _ = check_family(directories, allowed)
+    (cfg, *_) = cfgs.values()
+    sharing = read_sharing(family, paths, (cfg.num_moe_layers, cfg.num_experts))
+    if borrow_united is not None:
+        ways = {setting.way for setting in settings if setting.way and uses_united(setting)}
+        own = (0,) * len(paths)
+        sharing = dataclasses.replace(sharing, united=own, united_ways=tuple(sorted(ways)))
+    loaded, found = load_family(paths, sharing, config.dtype, allow_unknown_config=allowed), {}
+    for model, lender in zip(loaded, sharing.lenders, strict=True):
+        model = model.with_kv_cache_dtype(config.kv_cache_dtype)
         own = dataclasses.replace(config, model=str(model.path), out=config.out / model.name)
+        if borrow_united is not None and lender != len(found):
+            own = dataclasses.replace(
+                own, out=own.out / "borrowed", united_of=sharing.fingerprints[lender]
+            )
         with progress_bar() as progress:
-            found = evaluate(own, settings, progress, model)
+            found[model.name] = evaluate(own, settings, progress, model)
         print(f"{model.name}: ", end="")
-        _say(found)
+        _say(found[model.name])
         print(f"tables and picture in {own.out}")
+    if borrow_united is not None:
+        _lend(loaded, found, borrow_united, config)
+
+
+def _lend(
+    family: "Family",
+    found: dict[str, list["Score"]],
+    bound_percent: float,
+    config: "EvaluateConfig",
+) -> None:
+    """Writes the map of those whose loss is within the bound, and says what that saves."""
+    from jmoe.display import size
+    from jmoe.sharing import write_sharing
+    from training.evaluation.run import borrowing_within
+
+    (lender, *others) = family
+    sharing = borrowing_within(family.sharing, found, bound_percent)
+    in_pool = lender.config.num_moe_layers * lender.num_united_slots * lender.pool.slot_bytes
+    on_host = sum(united.num_bytes for united in lender.united.values())
+    for number, model in enumerate(others, 1):
+        losses = sharing.facts["united"]["loss_percent"][model.name].values()
+        lost = f"loses up to {max(high for *_, high in losses):.2f} % (bound {bound_percent:g} %)"
+        if sharing.lenders[number]:
+            print(f"{model.name} keeps its own united experts: {lost} with those of {lender.name}")
+            continue
+        print(
+            f"{model.name} uses the united experts of {lender.name}: {lost}; {size(in_pool)} of "
+            f"the pool and {size(on_host)} of host memory less"
+        )
+    path = config.out / "family.json"
+    write_sharing(path, sharing)
+    print("to have it served:")
+    print(shlex.join(["cp", str(path), str(config.family)]))
 
 
 def _say(found: Sequence["Score"]) -> None:

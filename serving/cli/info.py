@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from serving.cli.options import AllowUnknownConfig, ApiKeyEnv, HubRevision, TlsCa, TlsCert, TlsKey
+from serving.cli.options import (
+    AllowUnknownConfig,
+    ApiKeyEnv,
+    HubRevision,
+    TlsCa,
+    TlsCert,
+    TlsKey,
+    family_flag,
+)
 
 if TYPE_CHECKING:
     from jmoe.config import ModelConfig
@@ -30,6 +38,16 @@ def info(
         typer.Option(
             help="YAML file with a model's geometry, or a preset's name. Needs no weights."
         ),
+    ] = None,
+    family: Annotated[
+        Path | None,
+        typer.Option(
+            help="family.json of `jmoe consolidate`, with --model NAME=DIR for each model."
+        ),
+    ] = None,
+    models: Annotated[
+        list[str] | None,
+        typer.Option("--model", metavar="NAME=DIR", help="With --family: one of its models."),
     ] = None,
     address: Annotated[
         str | None,
@@ -97,9 +115,15 @@ def info(
         typer.Option("--json", help="With --address: print all that the server says, as JSON."),
     ] = False,
 ) -> None:
-    """Shows a model's memory, or the state of a running server."""
-    if (model, model_config, address).count(None) < 2:
-        raise ValueError("give one of MODEL, --model-config and --address")
+    """Shows the memory of a model or a family, or the state of a running server."""
+    if (model, model_config, address, family).count(None) < 3:
+        raise ValueError("give one of MODEL, --model-config, --family and --address")
+    if models and family is None:
+        raise ValueError(f"--model {models[0]} needs --family; of a single model, give MODEL")
+    if mesh and family is not None:
+        from serving.settings.composes import COMPOSES, SEVERAL
+
+        raise ValueError(f"--mesh is of a single model: {COMPOSES[SEVERAL, 'engine.mesh']}")
     if as_json and address is None:
         raise ValueError("--json needs a running server; give --address HOST:PORT as well")
     if address is not None and mesh is not None:
@@ -128,6 +152,11 @@ def info(
             print(_json(address, admin, trouble, messages))
             return
         sections = _in_words(address, admin, trouble, messages)
+    elif family is not None:
+        directories = family_flag(models or (), family)
+        sections = _describe_family(
+            directories, family, device_gb, allow_unknown_config or (), hub_revision
+        )
     elif model_config is not None:
         cfg = load_model_config(model_config)
         sections = _describe(cfg, mesh=mesh, device_gb=device_gb)
@@ -238,41 +267,23 @@ def _describe(
     """Describes what a model needs, in one device or over a mesh, and which united experts its
     directory has.
     """
-    from jmoe.attention import page_windows
     from jmoe.display import count, size
-    from jmoe.router import fused
 
     total, active = num_parameters(cfg), num_parameters(cfg, cfg.experts_per_token)
-    unfused = ": without the fused kernel" if fused(cfg, {}) is None else ""
     rows = [
-        ("architecture", cfg.architecture),
-        ("layers", f"{cfg.num_layers}, {cfg.num_moe_layers} of them MoE"),
-        ("experts a layer", f"{cfg.num_experts}, {cfg.experts_per_token} a token"),
-        ("router", "softmax" if cfg.router is None else f"{cfg.router}{unfused}"),
-        ("attention on Hopper", "a kernel" if has_attention_kernel(cfg) else "XLA"),
-        ("positions", f"{cfg.max_position:,}"),
+        *_geometry(cfg),
         ("parameters", f"{count(total)}, {count(active)} active a token"),
+        *_memory(cfg, total),
     ]
-    for dtype in ("bfloat16", "float32", "fp8"):
-        if dtype in _BYTES:
-            rows.append((f"weights in {dtype}", size(total * _BYTES[dtype])))
-        elif not kv_bytes_per_token(cfg, dtype):
-            continue
-        kv = f"{kv_bytes_per_token(cfg, dtype):,} bytes a token"
-        for window in filter(None, reversed(page_windows(cfg))):
-            kv += f", {kv_bytes_per_token(cfg, dtype, window):,} past {window:,}"
-        rows.append((f"KV cache in {dtype}", kv))
     if fp8 := fp8_bytes(cfg):
         rows.append(("weights in bfloat16, experts in fp8", size(fp8)))
     there = {} if directory is None else united_bytes(directory)
-
-    def a_layer(way: int) -> str:
-        return f"{-(-cfg.num_experts // way)} a layer"
-
-    found = [(f"way {k}", f"{a_layer(k)}, {size(stored)} on disk") for k, stored in there.items()]
+    found = [
+        (f"way {k}", f"{_a_layer(cfg, k)}, {size(stored)} on disk") for k, stored in there.items()
+    ]
     others = [way for way in _WAYS if way <= cfg.num_experts and way not in there]
     lacking = [
-        (f"way {way}", f"{a_layer(way)}, {size(_united_bytes_of(cfg, way))} in bfloat16")
+        (f"way {way}", f"{_a_layer(cfg, way)}, {size(_united_bytes_of(cfg, way))} in bfloat16")
         for way in others
     ]
     sections: list[Section] = [("", rows)]
@@ -289,6 +300,114 @@ def _describe(
     else:
         sections.append(device_section(cfg, size_gb))
     return sections
+
+
+def _describe_family(
+    directories: Mapping[str, str],
+    path: Path,
+    device_gb: float | None,
+    allowed: Sequence[str],
+    revision: str,
+) -> list[Section]:
+    """Describes what a family needs in one device, and whose experts its models use."""
+    from jmoe.display import size
+    from jmoe.family import check_family
+    from jmoe.sharing import read_sharing
+    from serving.cli.mesh_info import DEVICE_GB, family_section
+
+    found, cfgs, _ = check_family(directories, allowed, revision)
+    cfg = next(iter(cfgs.values()))
+    sharing = read_sharing(path, found, (cfg.num_moe_layers, cfg.num_experts))
+    count, expert, others = len(found), expert_parameters(cfg), num_parameters(cfg, 0)
+    lenders = {name: sharing.names[at] for name, at in zip(found, sharing.lenders, strict=True)}
+    stored = [united_bytes(found[name]) for name in dict.fromkeys(lenders.values())]
+    ways = [way for way in stored[0] if all(way in each for each in stored)]
+    if sharing.united_ways:
+        ways = [way for way in ways if way in sharing.united_ways]
+    united = -(-cfg.num_experts // min(ways)) if ways else 0
+    slots = sharing.num_slots + len(stored) * cfg.num_moe_layers * united
+    differences = _difference_parameters(cfg, sharing.residual_rank) * int(sharing.differs.sum())
+    own = count * cfg.num_moe_layers * cfg.num_experts
+    rows = [
+        ("models", ", ".join(found)),
+        *_geometry(cfg),
+        ("routed experts", f"{sharing.num_slots:,} slots for {own:,} of all models"),
+        ("shared", f"{sharing.shared_percent:.1f} % of what could be"),
+        (
+            "slots of united experts",
+            f"{slots - sharing.num_slots:,}, {united} a layer of each model that has its own",
+        ),
+        *((f"united experts of {n}", f"those of {at}") for n, at in lenders.items() if n != at),
+        ("pool in bfloat16", size(2 * slots * expert)),
+        (
+            "other weights of each model",
+            f"{size(2 * others)} in bfloat16; what two have alike once",
+        ),
+        *_memory(cfg, slots * expert + count * others + differences),
+    ]
+    if differences:
+        words = f"{size(2 * differences)} of all models, rank {sharing.residual_rank}"
+        rows.append(("differences from shared experts", words))
+    disk = [
+        (f"way {way}", f"{_a_layer(cfg, way)}, {size(sum(each[way] for each in stored))} on disk")
+        for way in ways
+    ]
+    return [
+        ("", rows),
+        ("United experts that all models have", disk or [("none", "")]),
+        family_section(
+            cfg,
+            count,
+            sharing.num_slots,
+            slots - sharing.num_slots,
+            differences,
+            DEVICE_GB if device_gb is None else device_gb,
+        ),
+    ]
+
+
+def _difference_parameters(cfg: "ModelConfig", rank: int) -> int:
+    """Returns the weights of one expert's difference of a rank from another."""
+    from jmoe import layout
+
+    return rank * sum(map(sum, layout.expert_shapes(cfg).values()))
+
+
+def _geometry(cfg: "ModelConfig") -> list[tuple[str, str]]:
+    """Describes what models of a family have in common, but for their number of weights."""
+    from jmoe.router import fused
+
+    unfused = ": without the fused kernel" if fused(cfg, {}) is None else ""
+    return [
+        ("architecture", cfg.architecture),
+        ("layers", f"{cfg.num_layers}, {cfg.num_moe_layers} of them MoE"),
+        ("experts a layer", f"{cfg.num_experts}, {cfg.experts_per_token} a token"),
+        ("router", "softmax" if cfg.router is None else f"{cfg.router}{unfused}"),
+        ("attention on Hopper", "a kernel" if has_attention_kernel(cfg) else "XLA"),
+        ("positions", f"{cfg.max_position:,}"),
+    ]
+
+
+def _memory(cfg: "ModelConfig", parameters: int) -> list[tuple[str, str]]:
+    """Describes the bytes of so many weights, and of a token's keys and values, by dtype."""
+    from jmoe.attention import page_windows
+    from jmoe.display import size
+
+    rows = []
+    for dtype in ("bfloat16", "float32", "fp8"):
+        if dtype in _BYTES:
+            rows.append((f"weights in {dtype}", size(parameters * _BYTES[dtype])))
+        elif not kv_bytes_per_token(cfg, dtype):
+            continue
+        kv = f"{kv_bytes_per_token(cfg, dtype):,} bytes a token"
+        for window in filter(None, reversed(page_windows(cfg))):
+            kv += f", {kv_bytes_per_token(cfg, dtype, window):,} past {window:,}"
+        rows.append((f"KV cache in {dtype}", kv))
+    return rows
+
+
+def _a_layer(cfg: "ModelConfig", way: int) -> str:
+    return f"{-(-cfg.num_experts // way)} a layer"
 
 
 def fp8_bytes(cfg: "ModelConfig") -> int:

@@ -65,6 +65,44 @@ def device_section(cfg: "ModelConfig", device_gb: float = DEVICE_GB) -> Section:
     return f"What fits in a GPU of {device_gb:g} GB, reckoned and not measured", rows
 
 
+def family_section(
+    cfg: "ModelConfig",
+    num_models: int,
+    routed: int,
+    united: int,
+    differences: int,
+    device_gb: float = DEVICE_GB,
+) -> Section:
+    """Describes what KV cache fits in one device beside a family: whole, and with as much as can be
+    in host memory there. Everything is in bfloat16.
+
+    Args:
+        cfg: of each model.
+        num_models: of the family.
+        routed: slots of its pool for routed experts.
+        united: those for united ones.
+        differences: weights of all experts' differences from those that serve them.
+        device_gb: memory of the device, in 1e9 bytes.
+
+    Raises ValueError for an invalid memory size.
+    """
+    from jmoe.display import size
+
+    _check(device_gb)
+    others, expert = num_parameters(cfg, 0), expert_parameters(cfg)
+    fewest, pool = cfg.num_moe_layers * cfg.num_experts, (routed + united) * expert + differences
+    forms = {"": num_models * others + pool, ", engine.resident_sets=1": others + pool}
+    if not differences and routed > fewest:
+        away = (routed - fewest) * expert
+        forms[f", and resident_experts={fewest}"] = others + pool - away
+    rows = []
+    for form, weights in forms.items():
+        left = _left(cfg, 1, device_gb, weights * DTYPE_BYTES)
+        said = _kv(cfg, 1, left) if left > 0 else f"nothing: {size(-left)} are missing"
+        rows.append((f"left for KV{form}", said))
+    return f"What fits in a GPU of {device_gb:g} GB, reckoned and not measured", rows
+
+
 def parallel_section(
     cfg: "ModelConfig", num_devices: int, device_gb: float = DEVICE_GB, ways: Collection[int] = ()
 ) -> Section:

@@ -20,6 +20,7 @@ from jmoe.family import Family
 from jmoe.levels import FILE, by_code, read
 from jmoe.offloaded import check_spare
 from jmoe.parallel.cost import exchange_bytes
+from jmoe.sharing import lends_united
 from jmoe.tokenizer import read_settings
 from pallas_kernels.backend import KERNEL, hopper
 from serving.cluster.secret import ClusterSecret
@@ -62,7 +63,8 @@ def check_start(config: EngineConfig) -> None:
     models' files, and what their configurations and ways say of the settings.
 
     Reads no weights, and fetches only what describes a model of the Hub: its weights and ways are
-    not checked. Raises what `prepare` would.
+    not checked, nor are ways of a family whose map lends united experts. Raises what `prepare`
+    would.
     """
     make_policy(config.policy)
     make_controller(config.salc)
@@ -76,6 +78,7 @@ def check_start(config: EngineConfig) -> None:
         )
     if config.asynchronous.attention:
         make_layer_picker(config.asynchronous)
+    lends = bool(config.family) and lends_united(Path(config.family))
     for path in named_models(config.models).values() if config.models else [config.model]:
         directory = resolve(path, config.hub_revision, weights=False)
         if not is_native(directory):
@@ -86,6 +89,8 @@ def check_start(config: EngineConfig) -> None:
             if not is_native(directory):
                 TensorFiles(directory)
             read_settings(directory, config.chat_template)
+            if lends:
+                continue
             ways = ways_among(united_ways(directory), config.brownout)
             if config.mesh and not is_native(directory):
                 united = max((-(-cfg.num_experts // way) for way in ways), default=0)

@@ -8,17 +8,25 @@ from dataclasses import replace
 from pathlib import Path
 
 import grpc
+import jax
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
 from jmoe.attention import Paged
-from jmoe.checkpoint import CheckpointError
+from jmoe.checkpoint import CheckpointError, weights_digest
+from jmoe.config import read_config
+from jmoe.display import size
+from jmoe.family import load_family
+from jmoe.sharing import write_sharing
 from serving.cli import info as cli_info
 from serving.cli import main as cli
 from serving.client.connection import Connection
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 from serving.proto.jmoe.v1 import jmoe_pb2_grpc as rpc
+from tests.jmoe.conftest import add_united
+from tests.jmoe.family_oracles import drawn_map
+from tests.variants import variant
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 
@@ -99,6 +107,85 @@ def test_a_token_takes_less_past_a_window(capsys, monkeypatch, tmp_path):
         of_a_layer = 2 * 8 * 128 * 2
         found = [cli_info.kv_bytes_per_token(cfg, "bfloat16", past) for past in (0, 7, 8, 64, 99)]
         assert found == [count * of_a_layer for count in want]
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory):
+    """Returns the directories of a base and two variants, of which the last borrows the base's
+    united experts, and their map.
+    """
+    where = tmp_path_factory.mktemp("family")
+    paths = {"base": variant(GOLDEN / "qwen2_moe", where / "base", 0)}
+    paths |= {name: variant(paths["base"], where / name, at) for at, name in enumerate("ab", 1)}
+    for name in ("base", "a"):
+        add_united(paths[name], ways=(3, 2) if name == "a" else (2, 3, 4))
+    sharing = drawn_map(paths, read_config(paths["base"]))
+    prints = tuple(map(weights_digest, paths.values()))
+    sharing = replace(sharing, fingerprints=prints, united=(0, 1, 0), united_ways=(2, 3))
+    write_sharing(where / "family.json", sharing)
+    return paths, where / "family.json"
+
+
+def test_a_family_takes_what_it_takes_once_it_is_loaded(family, capsys, monkeypatch):
+    paths, path = family
+    flags = [f"--model={name}={directory}" for name, directory in paths.items()]
+    text = shown(capsys, monkeypatch, "--family", str(path), *flags)
+    said = dict(re.split("  +", line, maxsplit=1) for line in text.splitlines() if "  " in line)
+    loaded = load_family(paths, path, "bfloat16")
+    cfg, pool = loaded.config, loaded[0].pool
+    assert said["models"] == "base, a, b"
+    own = 3 * cfg.num_moe_layers * cfg.num_experts
+    routed = loaded.sharing.num_slots
+    assert said["routed experts"] == f"{routed} slots for {own} of all models"
+    assert said["shared"] == f"{loaded.sharing.shared_percent:.1f} % of what could be"
+    united = pool.num_slots - routed
+    a_layer = loaded[0].num_united_slots
+    assert united == 2 * cfg.num_moe_layers * a_layer  # the base's and a's
+    assert said["slots of united experts"].startswith(f"{united}, {a_layer} a layer of each model")
+    assert said["united experts of b"] == "those of base"
+    assert said["pool in bfloat16"] == size(pool.num_slots * pool.slot_bytes)
+    others = [sum(leaf.nbytes for leaf in jax.tree.leaves(model.params)) for model in loaded]
+    assert said["other weights of each model"].startswith(size(others[0]))
+    whole = sum(others) + pool.num_slots * pool.slot_bytes
+    assert said["weights in bfloat16"] == size(whole)
+    assert sorted(loaded[2].united) == [2, 3]
+    section = text.split("United experts that all models have\n")[1].split("\n\n")[0]
+    assert re.findall(r"^way (\d) ", section, re.M) == ["2", "3"]
+    left = re.findall(r"left for KV.*? ([\d,]+) tokens", text)
+    each = cli_info.kv_bytes_per_token(cfg, "bfloat16")
+    fewest = cfg.num_moe_layers * cfg.num_experts
+    away = [0, 2 * others[0], 2 * others[0] + (routed - fewest) * pool.slot_bytes]
+    counts = [int(count.replace(",", "")) for count in left]
+    assert np.diff(counts).tolist() == pytest.approx(np.diff(away) / each, abs=1)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--family", "F", "bundled"], "give one of MODEL, --model-config, --family and --addr"),
+        (["--model", "a=b"], "--model a=b needs --family; of a single model, give MODEL"),
+        (["--family", "F", "--mesh", "ep=2"], "a family is served on one device"),
+        (["--family", "F"], "--family needs --model NAME=DIR for each model"),
+        (["--family", "nowhere.json", "--model", "a=b"], "--family is nowhere.json; there is no"),
+    ],
+)
+def test_a_family_that_cannot_be_described(flags, words, family, capsys, monkeypatch):
+    flags = [str(family[1]) if flag == "F" else flag for flag in flags]
+    monkeypatch.setattr(sys, "argv", ["jmoe", "info", *flags])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    assert caught.value.code == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_family_of_other_weights(family, capsys, monkeypatch):
+    paths, path = family
+    flags = [f"--model={name}={paths['base']}" for name in paths]
+    monkeypatch.setattr(sys, "argv", ["jmoe", "info", "--family", str(path), *flags])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    assert caught.value.code == 2
+    assert "was made with them and is not named" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("content", [b"no safetensors", None])

@@ -1,6 +1,7 @@
 """Models over one pool: each equals, bit for bit, one loaded with its owners' experts."""
 
 import json
+from dataclasses import replace
 
 import jax.numpy as jnp
 import numpy as np
@@ -116,6 +117,89 @@ def test_experts_stored_alike_lie_in_one_slot(directories, tmp_path, part):
     np.testing.assert_array_equal(family.sharing.owners, want)
     for name, model in zip(paths, family, strict=True):
         np.testing.assert_array_equal(logits(model), logits(alone(paths[name])))
+
+
+def with_united_of(directories, sharing, number, to):
+    """Makes the oracle: a model's directory with its lender's united experts beside it."""
+    names = list(directories)
+    path = variant(directories[names[number]], to, 0, scale=0.0)
+    tensors = load_file(directories[names[sharing.lenders[number]]] / "united.safetensors")
+    save_file(tensors, path / "united.safetensors")
+    return path
+
+
+@pytest.mark.parametrize("united", [(0, 0, 0), (2, 1, 2)], ids=str)
+def test_who_borrows_united_experts_has_its_lenders(directories, tmp_path, united):
+    """Also of ways that it has not itself; they take host memory and slots once for both."""
+    bare = variant(directories["law"], tmp_path / "bare", 0, scale=0.0)
+    paths = directories | ({"law": bare} if united[1] != 1 else {})
+    if united[1] != 1:
+        (bare / "united.safetensors").unlink()
+    cfg = jmoe.config.read_config(directories["base"])
+    plain = Sharing.none(tuple(paths), cfg.num_moe_layers, cfg.num_experts)
+    sharing = replace(plain, united=united)
+    family = load_family(paths, sharing, dtype="float32")
+    oracles = [
+        alone(with_united_of(paths, sharing, number, tmp_path / name))
+        for number, name in enumerate(paths)
+    ]
+    num_united = family[0].num_united_slots
+    experts = cfg.num_moe_layers * (3 * cfg.num_experts + len(set(united)) * num_united)
+    assert family[0].pool.num_slots == experts
+    for model, lender in zip(family, sharing.lenders, strict=True):
+        assert all(model.united[way] is family[lender].united[way] for way in (2, 3))
+    for way in (2, 3, 2):
+        brownout = jmoe.Brownout("partial", way=way, threshold_percent=30)
+        for model, oracle in zip(family, oracles, strict=True):
+            np.testing.assert_array_equal(logits(model, brownout), logits(oracle, brownout))
+            assert model.way == way
+
+
+def test_a_lender_and_its_borrowers_change_their_way_together(directories):
+    """Layer by layer, whoever is asked: groups never name what another way has in the slots."""
+    cfg = jmoe.config.read_config(directories["base"])
+    plain = Sharing.none(tuple(directories), cfg.num_moe_layers, cfg.num_experts)
+    base, law, code = load_family(directories, replace(plain, united=(0, 0, 2)), dtype="float32")
+    law.use_way(3)
+    assert (base.way, law.way, code.way) == (3, 3, None)
+    law.load_way_layer(2, 0)
+    assert (base.way, law.way) == (None, None)
+    for layer, way in enumerate((2, 3)):
+        want = base.united[way].groups[layer]
+        for model in (base, law):
+            np.testing.assert_array_equal(model.table.groups[layer], want)
+            at = np.asarray(model.table.slots)[layer, cfg.num_experts :][: want.max() + 1]
+            held = np.asarray(model.pool.down)[at]
+            np.testing.assert_array_equal(held, base.united[way].down[layer])
+    assert (np.asarray(code.table.groups) == -1).all()
+    written = base.pool
+    base.load_way_layer(2, 1)
+    assert (base.way, law.way) == (2, 2)
+    assert base.pool is not written  # by its own writer, while a borrower has nothing to write
+    written = base.pool
+    law.use_way(2)
+    law.load_way_layer(2, 1)
+    assert base.pool is written
+
+
+def test_united_experts_that_nobody_has_to_lend(directories, tmp_path):
+    bare = variant(directories["base"], tmp_path / "bare", 0, scale=0.0)
+    (bare / "united.safetensors").unlink()
+    paths = directories | {"base": bare}
+    cfg = jmoe.config.read_config(bare)
+    plain = Sharing.none(tuple(paths), cfg.num_moe_layers, cfg.num_experts)
+    lending = replace(plain, united=(0, 0, 2))
+    with pytest.raises(ValueError, match="law is to use the united experts of base, which has no"):
+        load_family(paths, lending)
+    with pytest.raises(ValueError, match=r"ways are \[5\]; base has united experts for: 2, 3"):
+        load_family(directories, lending, ways=[5])
+    measured = replace(lending, united_ways=(3,))
+    with pytest.raises(
+        ValueError, match=r"ways are \[2\]; by this family's map .* of ways 3 alone"
+    ):
+        load_family(directories, measured, ways=[2])
+    for model in load_family(directories, measured):
+        assert list(model.united) == [3]
 
 
 def test_a_model_is_a_family_of_one(unshared):

@@ -1,6 +1,7 @@
 """The map of shared experts: its slots against a dictionary, and family.json as a file."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from jmoe.sharing import (
     MERGED,
     Sharing,
     SharingError,
+    lends_united,
     read_sharing,
     write_sharing,
 )
@@ -66,6 +68,15 @@ def test_owners_that_are_none():
         Sharing(("a", "b", "c"), Sharing.none("ab", *SHAPE).owners)
 
 
+@pytest.mark.parametrize("united", [(0,), (0, 2), (-1, 1), (1, 0), (0, 0, 0)], ids=str)
+def test_united_experts_of_nobody_or_of_a_borrower(united):
+    plain = Sharing.none("ab", *SHAPE)
+    with pytest.raises(SharingError, match=r"united is .* for each of the 2 models, the number"):
+        replace(plain, united=united)
+    assert plain.lenders == (0, 1)
+    assert replace(plain, united=(1, 1)).lenders == (1, 1)
+
+
 # ---- the file ----
 
 
@@ -97,6 +108,10 @@ def test_a_file_is_read_as_it_was_written(written, directories):
 
 def test_models_are_known_by_their_weights_whatever_they_are_called(written, directories):
     path, sharing = written
+    assert not lends_united(path)
+    sharing = replace(sharing, united=(0, 0, 2), united_ways=(4,))  # of base
+    write_sharing(path, sharing)
+    assert lends_united(path)
     renamed = {
         "c": directories["code"],
         "b": directories["base"],
@@ -105,6 +120,7 @@ def test_models_are_known_by_their_weights_whatever_they_are_called(written, dir
     found = read_sharing(path, renamed, SHAPE)
     order = [2, 0, 1]  # of those in the file
     assert found.names == ("c", "b", "l")
+    assert (found.lenders, found.united_ways) == ((0, 1, 1), (4,))
     for new, old in enumerate(order):
         for at in np.ndindex(SHAPE):
             owner = int(sharing.owners[(old, *at)])
@@ -139,6 +155,9 @@ def test_a_map_sees_a_bit_that_changed_in_a_tensor(written, directories, tmp_pat
         ),
         (lambda raw: raw.pop("owners"), r"KeyError\('owners'\)"),
         (lambda raw: raw.update(owners=[[[0.5]]]), "no table of integers"),
+        (lambda raw: raw.update(united=[0, 0, 2]), "has no attribute 'get'"),
+        (lambda raw: raw.update(united={"of": [0, 0.5, 1]}), "united is .* other than integers"),
+        (lambda raw: raw.update(united={"of": [1, 0, 2]}), r"united is \[1, 0, 2\]; it must"),
         (lambda raw: raw["owners"][0][0].__setitem__(0, 9), "must be numbers of the 3 models"),
     ],
 )

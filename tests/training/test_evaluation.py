@@ -14,9 +14,10 @@ from jmoe import expected_loss
 from jmoe.brownout import Brownout, LowestGate
 from jmoe.expected_loss import Kind
 from jmoe.ratios import ratio
+from jmoe.sharing import Sharing
 from training.evaluation.items import ZERO, choose, grid, integers, parse_only, read_tasks
 from training.evaluation.picture import draw
-from training.evaluation.run import EvaluateConfig, loss_against
+from training.evaluation.run import EvaluateConfig, borrowing_within, loss_against
 from training.evaluation.store import Result, Store, digest, model_digest
 from training.evaluation.tables import (
     expected_losses,
@@ -391,3 +392,40 @@ def test_what_another_format_loses_is_paired_with_the_run_it_is_compared_with(tm
     other = EvaluateConfig(generate_tasks=39, out=config.out)
     with pytest.raises(ValueError, match="exact has no zero brownout of these 39 items"):
         loss_against(other, tmp_path / "exact")
+
+
+def scored_rights(*rights):
+    """Returns scores of zero brownout and of partial at 40 and 0, of which so many items of 40 are
+    right.
+    """
+    settings = Brownout("partial", 40, 2), Brownout("partial", 0, 2), Brownout("full", 0)
+    results = {
+        setting: Result(setting.name, None, 0, [at < right for at in range(40)], 0.0, [0.0])
+        for setting, right in zip((ZERO, *settings), (*rights, 0), strict=True)
+    }
+    return scores(settings, results, ["f"] * 40)
+
+
+def test_siblings_borrow_united_experts_where_every_loss_is_within_the_bound():
+    plain = Sharing.none(("base", "good", "fair", "poor"), 2, 8)
+    found = {
+        "base": scored_rights(40, 0, 0),
+        "good": scored_rights(40, 40, 40),
+        "fair": scored_rights(40, 40, 38),  # loses 5 %, and up to 12.5 % by the interval
+        "poor": scored_rights(20, 20, 0),
+    }
+    high = found["fair"][2].high_percent
+    assert found["fair"][2].loss_percent == pytest.approx(5)
+    assert 5 < high < 20
+    for bound, united in ((0, (0, 0, 2, 3)), (5, (0, 0, 2, 3)), (high, (0, 0, 0, 3))):
+        sharing = borrowing_within(plain, found, bound)
+        assert sharing.lenders == united
+        facts = sharing.facts["united"]
+        assert (facts["of"], facts["bound_percent"]) == ("base", bound)
+        assert facts["loss_percent"]["good"]["way 2, t 0 %"] == [0, 0, 0]
+        assert facts["loss_percent"]["poor"]["way 2, t 0 %"] == [100, 100, 100]
+        assert len(facts["loss_percent"]["poor"]) == 2  # full brownout has no united experts
+    every = borrowing_within(plain, dict.fromkeys(found, found["poor"]), 50)
+    assert (every.united, every.lenders) == ((), (0, 1, 2, 3))
+    with pytest.raises(ValueError, match="good has nothing right without brownout"):
+        borrowing_within(plain, found | {"good": scored_rights(0, 0, 0)}, 5)

@@ -75,7 +75,7 @@ def test_prompts_that_wait_for_a_slot_are_answered_as_all_others(model):
     want = jmoe.generate(model, PROMPTS, 7, ZERO, chunk_size=32).tokens
     assert out.tokens == [tokens[:limit] for tokens, limit in zip(want, limits, strict=True)]
     assert sum(ended) == 6
-    programs = stepper.programs()
+    programs = stepper.programs(None)
     compiled = [program._cache_size() for program in programs]
     answer(model, PROMPTS, limits, PARTIAL, batch=2, chunk=5)
     answer(model, PROMPTS[::-1], [2] * 6, Brownout("full", 10), batch=2, chunk=5)

@@ -1,10 +1,11 @@
 """`jmoe evaluate`: every setting on the same items, kept setting by setting in a folder."""
 
 import json
+import math
 import random
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from jmoe import expected_loss
 from jmoe.api import Model, load, resolve
 from jmoe.beside import digest_of
 from jmoe.brownout import Brownout
+from jmoe.sharing import Sharing
 from training.evaluation import items as sources
 from training.evaluation.answers import answer
 from training.evaluation.divergence import Divergence
@@ -55,6 +57,7 @@ class EvaluateConfig:
     quantize: str = "none"  # likewise
     family: Path | None = None  # the map by which `model` shares its siblings' experts
     kv_cache_dtype: str = "auto"  # likewise
+    united_of: str = ""  # fingerprint of the sibling whose united experts `model` uses
 
     def __post_init__(self) -> None:
         """Raises ValueError for a number out of range."""
@@ -135,6 +138,63 @@ def loss_against(config: EvaluateConfig, folder: Path) -> tuple[float, float, fl
     return paired_loss(by_families(exact, other, [item.family for item in items]))
 
 
+def uses_united(setting: Brownout) -> bool:
+    """Returns whether united experts may serve under a setting."""
+    return setting.name not in ("zero", "full") and setting.threshold_percent < 100
+
+
+def check_bound(config: EvaluateConfig, bound_percent: float) -> None:
+    """Raises ValueError for a bound of a loss that these items are too few to show: of n items of
+    which none changed, up to 300 / n percent may yet do (the rule of three).
+    """
+    items = sources.choose(config.data, config.num, config.generate_tasks, config.seed)
+    if not 0 < bound_percent <= 100:
+        raise ValueError(
+            f"--borrow-united is {bound_percent}; it must be above 0 and at most 100 %"
+        )
+    if 300 / len(items) > bound_percent:
+        raise ValueError(
+            f"--borrow-united is {bound_percent} %, and {len(items)} items show no loss below "
+            f"{300 / len(items):.3g} %; give {math.ceil(300 / bound_percent)} or more"
+        )
+
+
+def borrowing_within(
+    sharing: Sharing, found: Mapping[str, Sequence[Score]], bound_percent: float
+) -> Sharing:
+    """Returns the map in which siblings use the first model's united experts: those that may lose
+    at most `bound_percent` by each setting that `found` has of them, with these united experts.
+
+    What may be lost is the upper end of `Score.loss_percent`'s interval. The facts have the bound
+    and every loss. Raises ValueError for a model that has nothing right without brownout.
+    """
+    lenders, losses = [0], {}
+    for number, name in enumerate(sharing.names[1:], 1):
+        scores = [score for score in found[name] if uses_united(score.setting)]
+        if not found[name][0].accuracy:
+            raise ValueError(
+                f"{name} has nothing right without brownout, of which a share could be lost; give "
+                "items that it is for with --data"
+            )
+        worst = max(score.high_percent for score in scores)
+        lenders.append(0 if worst <= bound_percent else number)
+        losses[name] = {
+            label(score.setting): [
+                round(value, 3)
+                for value in (score.loss_percent, score.low_percent, score.high_percent)
+            ]
+            for score in scores
+        }
+    facts = {"of": sharing.names[0], "bound_percent": bound_percent, "loss_percent": losses}
+    united = tuple(lenders) if lenders != list(range(len(lenders))) else ()
+    return replace(
+        sharing,
+        united=united,
+        united_ways=sharing.united_ways if united else (),
+        facts={**sharing.facts, "united": facts},
+    )
+
+
 def _digest(items: Sequence[Task]) -> str:
     return digest(part for item in items for part in item)
 
@@ -156,8 +216,12 @@ class Work:
 
     def __init__(self, model: Model, items: Sequence[Task], config: EvaluateConfig) -> None:
         """Without items, the texts' windows are items. Raises ValueError for items or texts the
-        model has no room for, or no tokenizer.
+        model has no room for, or no tokenizer, and over a mesh.
         """
+        if model.home is not None:
+            raise ValueError(
+                f"{model.name} is spread over a mesh; load it without one to evaluate it"
+            )
         if model.tokenizer is None:
             raise ValueError(
                 f"{model.name} has no tokenizer.json; its answers cannot be read. Add the file to "
@@ -244,6 +308,7 @@ class Work:
                 else {"family": digest([config.family.read_text("utf-8")])}
             ),
             **({} if config.kv_cache_dtype == "auto" else {"kv_cache_dtype": "fp8"}),
+            **({"united_of": config.united_of} if config.united_of else {}),
         }
 
     def run(self, setting: Brownout, advance: Callable[[int], None]) -> Result:

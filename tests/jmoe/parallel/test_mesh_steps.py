@@ -6,7 +6,7 @@ from tests.on_devices import run_on_devices
 
 STEPS = Path(__file__).with_name("mesh_steps.py")
 SHORT = "copied_while and ranges and 30-partial or cannot or no_device or windows or forward_over"
-SHORT += " or oss or deepseek"
+SHORT += " or oss or deepseek or generate_over or saved_over"
 
 
 @pytest.mark.deep

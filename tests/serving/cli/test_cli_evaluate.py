@@ -8,11 +8,19 @@ import pytest
 from typer.main import get_command
 
 from jmoe.brownout import Brownout, LowestGate
+from jmoe.checkpoint import weights_digest
+from jmoe.config import read_config
+from jmoe.display import size
+from jmoe.family import load_family
+from jmoe.sharing import write_sharing
 from serving.cli import main as cli
+from tests.jmoe.conftest import add_united
+from tests.jmoe.family_oracles import drawn_map
+from tests.variants import variant
 from training.distill import DistillConfig
 from training.evaluation import left_out
 from training.evaluation import run as run_module
-from training.evaluation.items import STRATEGIES, THRESHOLDS, WAYS, grid
+from training.evaluation.items import STRATEGIES, THRESHOLDS, WAYS, ZERO, grid
 from training.evaluation.left_out import Compared
 from training.evaluation.run import EvaluateConfig
 
@@ -77,11 +85,18 @@ def test_no_loss_is_told_where_nothing_was_right(monkeypatch, capsys) -> None:
 def test_flags_are_the_fields_of_the_configuration() -> None:
     flags = {parameter.name for parameter in get_command(cli.app).commands["evaluate"].params}
     fields = {field.name for field in dataclasses.fields(EvaluateConfig)}
-    assert flags == fields | {"ways", "thresholds", "strategies", "keep", "only"} | {
+    assert flags == fields - {"united_of"} | {
+        "ways",
+        "thresholds",
+        "strategies",
+        "keep",
+        "only",
+    } | {
         "levels",
         "sensitivity",
         "search_items",
         "against",
+        "borrow_united",
         "leave_one_out",
         "sources",
         "distill_rows",
@@ -131,6 +146,76 @@ def test_leaving_one_out_is_as_short_as_it_is_asked_to_be(monkeypatch, capsys, t
     assert "sort, way 8, t 40 %: right 100.0 % distilled with it" in capsys.readouterr().out
 
 
+@pytest.fixture(scope="module")
+def family(tmp_path_factory):
+    """Returns flags of a base and two variants with united experts, and of their map."""
+    where = tmp_path_factory.mktemp("family")
+    golden = Path(__file__).parents[2] / "golden" / "qwen2_moe"
+    paths = {name: variant(golden, where / name, at) for at, name in enumerate(("base", "a", "b"))}
+    for path in paths.values():
+        add_united(path, ways=(4, 2))
+    sharing = drawn_map(paths, read_config(golden))
+    prints = tuple(map(weights_digest, paths.values()))
+    write_sharing(where / "family.json", dataclasses.replace(sharing, fingerprints=prints))
+    models = [f"--model={name}={path}" for name, path in paths.items()]
+    return paths, ["--family", str(where / "family.json"), *models]
+
+
+def test_siblings_that_lose_little_borrow_united_experts(family, monkeypatch, capsys, tmp_path):
+    """Scores are told; what is loaded, written and said to be saved is real."""
+    paths, flags = family
+    rights, seen = {"base": 100, "a": 100, "b": 60}, []
+
+    def evaluate(config, settings, progress, model):
+        seen.append((config.out, config.united_of, model.num_united_slots, model.pool.num_slots))
+        after = {s: s == ZERO or s.name == "full" for s in (ZERO, *settings)}
+        results = {
+            s: run_module.Result(
+                s.name, s.way, 0, [every or at < rights[model.name] for at in range(100)], 0, [0.0]
+            )
+            for s, every in after.items()
+        }
+        return run_module.scores(settings, results, ["f"] * 100)
+
+    monkeypatch.setattr(run_module, "evaluate", evaluate)
+    asked = f"--generate-tasks 100 --borrow-united 3 --ways 4 --thresholds 40 --out {tmp_path}"
+    assert run(monkeypatch, *flags, *asked.split()) == 0
+    said = capsys.readouterr().out
+    base, *others = (entry[:2] for entry in seen)
+    assert base == (tmp_path / "base", "")
+    lender = weights_digest(paths["base"])
+    assert others == [(tmp_path / name / "borrowed", lender) for name in ("a", "b")]
+    own = load_family(paths, Path(flags[1]), ways=[4])
+    assert list(own[0].united) == [4]
+    lent = load_family(paths, tmp_path / "family.json")
+    assert lent.sharing.lenders == (0, 0, 2)
+    saved = own[0].pool.num_slots - lent[0].pool.num_slots
+    assert seen[0][2:] == (own[0].num_united_slots, own[0].pool.num_slots - 2 * saved)
+    less = f"{size(saved * own[0].pool.slot_bytes)} of the pool"
+    assert f"a uses the united experts of base: loses up to 0.00 % (bound 3 %); {less}" in said
+    assert "b keeps its own united experts: loses up to " in said
+    assert f"cp {tmp_path / 'family.json'} {flags[1]}" in said
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ("--generate-tasks 100 --borrow-united 2.9", "100 items show no loss below 3 %; give 104"),
+        ("--generate-tasks 9 --borrow-united 0", "--borrow-united is 0.0; it must be above 0"),
+        ("--generate-tasks 9 --borrow-united nan", "--borrow-united is nan; it must be above 0"),
+        ("--generate-tasks 300 --borrow-united 3 --strategies full", "needs partial brownout at a"),
+        (
+            "--generate-tasks 300 --borrow-united 3 --ways 5 --thresholds 0",
+            "united experts for: 2, 4",
+        ),
+    ],
+)
+def test_what_cannot_be_borrowed(family, more, message, monkeypatch, capsys, tmp_path):
+    assert run(monkeypatch, *family[1], *more.split(), "--out", str(tmp_path / "out")) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -148,6 +233,7 @@ def test_leaving_one_out_is_as_short_as_it_is_asked_to_be(monkeypatch, capsys, t
         (["--generate-tasks", "9", "--text", "no.txt"], "cannot read no.txt"),
         (["--generate-tasks", "9", "--sources", "add"], "--refine-steps need --leave-one-out"),
         (["--generate-tasks", "9", "--distill-rows", "9"], "--refine-steps need --leave-one-out"),
+        (["--generate-tasks", "9", "--borrow-united", "1"], "--borrow-united needs --family"),
         (["--leave-one-out", "--only", "8:40"], "--only does not go with --leave-one-out"),
     ],
 )
