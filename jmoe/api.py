@@ -17,7 +17,7 @@ from jmoe.attention import with_kv_cache_dtype
 from jmoe.beside import digest_of
 from jmoe.brownout import Brownout, Control
 from jmoe.config import ModelConfig, read_config
-from jmoe.experts import ExpertTable, Fp8Pool, Pool, UnitedExperts, num_united_slots
+from jmoe.experts import ExpertTable, Pool, QuantizedPool, UnitedExperts, num_united_slots
 from jmoe.hub import locate
 from jmoe.numbers import integer
 from jmoe.packed import unpacked
@@ -30,7 +30,7 @@ BUNDLED = "bundled"
 """Stands for the model that comes with jmoe wherever a path is taken."""
 
 DTYPES = ("bfloat16", "float16", "float32")
-QUANTIZE = ("none", "fp8")
+QUANTIZE = ("auto", "none", "fp8", "int4", "mxfp4")
 
 PlacementOf = Callable[..., Placement]
 """Called as `jmoe.parallel.placement.contiguous` is, with num_united."""
@@ -254,7 +254,7 @@ def load(
     placement: Placement | PlacementOf | None = None,
     revision: str = "",
     chat_template: str | Path = "",
-    quantize: str = "none",
+    quantize: str = "auto",
     kv_cache_dtype: str = "auto",
 ) -> Model:
     """Loads a Hugging Face directory as it stands, or one written by `save`.
@@ -275,7 +275,9 @@ def load(
         revision: branch, tag or commit of a model of the Hub; empty: its main branch.
         chat_template: a file, in place of the model's own template.
         quantize: `fp8` keeps experts in eight bits, with a scale for each block of 128 x 128
-            weights; all other weights stay as `dtype` says.
+            weights; `int4` and `mxfp4` in four, in groups of 32, or as the files have them in that
+            format; all other weights stay as `dtype` says, as do experts with `none`. `auto`: as
+            the files have them, but `none` on a CPU, where each of these is slower.
         kv_cache_dtype: `fp8` keeps keys and values in eight bits, with a scale for each token and
             head; `auto`: in `dtype`.
 
@@ -297,8 +299,9 @@ def load(
         if missing > weights.num_united_slots:
             raise ValueError(f"{name} was saved without slots for ways {sorted(united)}")
         home = _home(cfg, weights.num_united_slots, mesh, placement)
-        if quantize == "fp8":
-            weights = weights._replace(pool=Fp8Pool.of(weights.pool.plain(), dtype))
+        if quantize not in ("auto", "none"):
+            pool = QuantizedPool.of(weights.pool.plain(), dtype, quantize)
+            weights = weights._replace(pool=pool)
         weights = weights if home is None else home.spread(weights)
     else:
         cfg = read_config(directory, allow_unknown_config=allow_unknown_config)
@@ -306,6 +309,9 @@ def load(
         check_tokenizer(tokenizer, cfg, directory)
         united = _united(directory, cfg, finite, ways, name)
         home = _home(cfg, num_united_slots(united), mesh, placement)
+        if quantize == "auto":
+            on_cpu = jax.default_backend() == "cpu"
+            quantize = "none" if on_cpu else checkpoint.stored_format(cfg)
         weights = checkpoint.load_hf(
             directory, cfg, kind, united, progress, check_weights, home, quantize
         )

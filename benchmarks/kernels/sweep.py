@@ -49,8 +49,8 @@ def chosen(case: Case) -> Any:
     shape = case.shape
     if case.op.startswith("grouped_gemm"):
         sizes = shape.num_experts, shape.d_model, shape.d_ff
-        is_quantized = case.op == "grouped_gemm_fp8"
-        return tiles.choose(case.tokens, shape.top_k, *sizes, is_quantized)
+        bits = 8 if case.op == "grouped_gemm_fp8" else 16
+        return tiles.choose(case.tokens, shape.top_k, *sizes, bits)
     if case.op == "paged_attention":
         return paged_tiles.choose(shape.head_dim, Sizes().page_size)
     if case.op == "prefill_attention":

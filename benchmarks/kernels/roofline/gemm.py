@@ -189,7 +189,7 @@ def products(case: Case, shape: Shape, weight_bytes: int) -> list[Product]:
     """Returns both products of a case, with the tile that the op would choose."""
     rows = rows_of_experts(shape, case.tokens, case.skew or "uniform")
     sizes = shape.num_experts, shape.d_model, shape.d_ff
-    tile = choose(case.tokens, shape.top_k, *sizes, weight_bytes == 1)
+    tile = choose(case.tokens, shape.top_k, *sizes, 8 * weight_bytes)
     d, f = shape.d_model, shape.d_ff
     return [
         Product("grouped_gemm_gate_up", tile, tile.gate_up, rows, d, 2 * f, f, 2, weight_bytes),
