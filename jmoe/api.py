@@ -30,7 +30,6 @@ BUNDLED = "bundled"
 """Stands for the model that comes with jmoe wherever a path is taken."""
 
 DTYPES = ("bfloat16", "float16", "float32")
-QUANTIZE = ("auto", "none", "fp8", "int4", "mxfp4")
 
 PlacementOf = Callable[..., Placement]
 """Called as `jmoe.parallel.placement.contiguous` is, with num_united."""
@@ -285,13 +284,12 @@ def load(
     ValueError for a placement that does not fit.
     """
     kind = check_dtype(dtype)
-    if quantize not in QUANTIZE:
-        raise ValueError(f"quantize is {quantize!r}; it must be one of {', '.join(QUANTIZE)}")
     directory, name = resolve(path, revision), name_of(path)
     tokenizer = Tokenizer.load(directory, chat_template)
     finite = kind if check_weights else None
     if checkpoint.is_native(directory):
         cfg, weights = checkpoint.load_native(directory, kind, check_weights)
+        quantize = checkpoint.quantize_as(quantize, cfg)
         cfg = with_kv_cache_dtype(cfg, kv_cache_dtype)
         check_tokenizer(tokenizer, cfg, directory)
         united = _united(directory, cfg, finite, ways, name)
@@ -299,7 +297,7 @@ def load(
         if missing > weights.num_united_slots:
             raise ValueError(f"{name} was saved without slots for ways {sorted(united)}")
         home = _home(cfg, weights.num_united_slots, mesh, placement)
-        if quantize not in ("auto", "none"):
+        if quantize != "none":
             pool = QuantizedPool.of(weights.pool.plain(), dtype, quantize)
             weights = weights._replace(pool=pool)
         weights = weights if home is None else home.spread(weights)
@@ -309,9 +307,7 @@ def load(
         check_tokenizer(tokenizer, cfg, directory)
         united = _united(directory, cfg, finite, ways, name)
         home = _home(cfg, num_united_slots(united), mesh, placement)
-        if quantize == "auto":
-            on_cpu = jax.default_backend() == "cpu"
-            quantize = "none" if on_cpu else checkpoint.stored_format(cfg)
+        quantize = checkpoint.quantize_as(quantize, cfg)
         weights = checkpoint.load_hf(
             directory, cfg, kind, united, progress, check_weights, home, quantize
         )

@@ -49,6 +49,7 @@ log = logging.getLogger(__name__)
 UNITED_FILE = "united.safetensors"
 DISTILLED_FROM = "distilled_from"
 """In the metadata of that file: `weights_digest` of the model whose experts it stands in for."""
+QUANTIZE = ("auto", "none", "fp8", "int4", "mxfp4")
 FLOATS = ("BF16", "F16", "F32", "F64")  # as safetensors names them
 FP8 = "F8_E4M3"
 SCALES = ("_scale_inv", "_scale")
@@ -421,9 +422,13 @@ class HFLayers:
         return all(self._files.has_packed(name, int4) for name in names)
 
     def _kept(self, experts: Sequence[Layout]) -> QuantizedPool:
-        """Reads experts as they are stored, into host memory."""
-        parts = [{key: self._kept_as(p) for key, p in own.items()} for own in experts]
-        stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *parts)
+        """Reads experts as they are stored, into host memory, where they are there once."""
+        stacked: Any = None
+        for at, own in enumerate(experts):
+            one = {key: self._kept_as(p) for key, p in own.items()}
+            if stacked is None:
+                stacked = jax.tree.map(lambda a: np.empty((len(experts), *a.shape), a.dtype), one)
+            jax.tree.map(lambda to, leaf, at=at: to.__setitem__(at, leaf), stacked, one)
         return QuantizedPool(
             **stacked, width=self._cfg.d_ff_expert, row_dtype=str(jnp.dtype(self._dtype))
         )
@@ -558,6 +563,18 @@ def stored_format(cfg: ModelConfig) -> str:
     return "fp8" if is_fp8 else "none"
 
 
+def quantize_as(quantize: str, cfg: ModelConfig) -> str:
+    """Returns how experts of a checkpoint are to be kept. Raises ValueError."""
+    if quantize not in QUANTIZE:
+        raise ValueError(f"quantize is {quantize!r}; it must be one of {', '.join(QUANTIZE)}")
+    if quantize != "auto" or (stored := stored_format(cfg)) == "none":
+        return quantize.replace("auto", "none")
+    if jax.default_backend() != "cpu":
+        return stored
+    log.info("experts in %s are dequantized: a CPU's steps take longer with them", stored)
+    return "none"
+
+
 def load_hf(
     directory: Path,
     cfg: ModelConfig,
@@ -618,6 +635,7 @@ def read_layers(
             layers.append(own)
             if experts is not None:
                 write(moe_layer, experts)
+                del experts  # or it would be in memory beside the next layer's
             moe_layer += is_moe
             if progress is not None:
                 progress(layer + 1, cfg.num_layers)
@@ -628,8 +646,7 @@ def read_layers(
 
 def empty_pool(cfg: ModelConfig, num_slots: int, dtype: jnp.dtype, quantize: str = "none") -> Pool:
     """Returns a zeroed pool of `num_slots` experts of the model's shape, kept as `quantize` says
-    (`none`, `fp8`, `int4` or `mxfp4`; the last two in groups of 32). Raises ValueError as
-    `QuantizedPool.of`.
+    (`none`, `fp8`, `int4` or `mxfp4`). Raises ValueError as `QuantizedPool.of`.
     """
     shapes = layout.expert_shapes(cfg)
 
@@ -638,7 +655,8 @@ def empty_pool(cfg: ModelConfig, num_slots: int, dtype: jnp.dtype, quantize: str
 
     if quantize == "none":
         return zeros(num_slots)
-    return QuantizedPool.of(zeros(1), str(jnp.dtype(dtype)), quantize).empty(num_slots)
+    one = QuantizedPool.of(zeros(1), str(jnp.dtype(dtype)), quantize, cfg.int4)
+    return one.empty(num_slots)
 
 
 def load_united(

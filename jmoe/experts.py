@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jmoe import display
+from jmoe.int4 import Int4
 from jmoe.numbers import integer
 from pallas_kernels import grouped_gemm
 from pallas_kernels.activation import Activation
@@ -35,6 +36,11 @@ class Pool(ABC):
     @abstractmethod
     def dtype(self) -> jnp.dtype:
         """The dtype of the rows that experts are given."""
+
+    @property
+    def format(self) -> str:
+        """What `quantize` makes pools of this kind; `none`: floating point."""
+        return "none"
 
     @abstractmethod
     def mlp(
@@ -163,15 +169,24 @@ class QuantizedPool(GroupedPool):
     row_dtype: str = field(default="bfloat16", metadata={"static": True})
 
     @classmethod
-    def of(cls, experts: ExpertPool, row_dtype: str, fmt: str = "fp8") -> "QuantizedPool":
-        """Quantizes experts to `fp8`, `int4` or `mxfp4`. Raises ValueError where d_model is not
-        whole blocks of fp8.
+    def of(
+        cls, experts: ExpertPool, row_dtype: str, fmt: str, int4: Int4 | None = None
+    ) -> "QuantizedPool":
+        """Quantizes experts to `fp8`, `int4` (in groups of 32 with zero points, or as a checkpoint
+        has them) or `mxfp4`. Raises ValueError where d_model is not whole blocks of fp8.
         """
         if fmt == "fp8":
-            fp8_blocks(experts.down.shape[-1])
+            if (d_model := experts.down.shape[-1]) % BLOCK:
+                raise ValueError(
+                    f"quantize is 'fp8', and d_model is {d_model}: experts in fp8 have blocks of "
+                    f"{BLOCK}, of which it must be a multiple; load the model without"
+                )
             return cls._made(experts, row_dtype, grouped_gemm.quantize, grouped_gemm.quantize)
-        scales = jnp.dtype(jnp.uint8 if fmt == "mxfp4" else jnp.bfloat16)
-        to = partial(four_bits.quantize, scales=scales)
+        to = partial(four_bits.quantize, scales=jnp.dtype(jnp.bfloat16))
+        if fmt == "mxfp4":
+            to = partial(four_bits.quantize, scales=jnp.dtype(jnp.uint8))
+        elif int4 is not None:
+            to = partial(to, group=int4.group, has_zeros=int4.has_zeros)
         return cls._made(experts, row_dtype, to, to)
 
     @classmethod
@@ -197,7 +212,7 @@ class QuantizedPool(GroupedPool):
 
     @property
     def format(self) -> str:
-        """`fp8`, `int4` or `mxfp4`."""
+        """See Pool."""
         if isinstance(self.down, QuantizedWeights):
             return "fp8"
         return "mxfp4" if self.down.is_mxfp4 else "int4"
@@ -223,15 +238,6 @@ class QuantizedPool(GroupedPool):
             f"{name}: {display.array(getattr(self, name).values)}" for name in ("gate_up", "down")
         )
         return f"QuantizedPool({self.format}, {', '.join(parts)})"
-
-
-def fp8_blocks(d_model: int) -> None:
-    """Raises ValueError where d_model is not whole blocks of fp8."""
-    if d_model % BLOCK:
-        raise ValueError(
-            f"quantize is 'fp8', and d_model is {d_model}: experts in fp8 have blocks of {BLOCK}, "
-            "of which it must be a multiple; load the model without"
-        )
 
 
 def _padded(halves: Float[Array, "*n f2"], padding: int) -> Float[Array, "*n F2"]:

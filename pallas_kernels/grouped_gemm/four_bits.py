@@ -64,10 +64,11 @@ def quantize(
     *,
     has_zeros: bool = True,
 ) -> PackedWeights:
-    """Quantizes weights by groups along k, to MXFP4 where `scales`, a dtype, is uint8. The last
-    group is filled up with zeros where k is no multiple.
+    """Quantizes weights by groups along k (0: one group), to MXFP4 where `scales`, a dtype, is
+    uint8. The last group is filled up with zeros where k is no multiple.
     """
     slots, k, columns = weights.shape
+    group = group or k
     padded = jnp.pad(weights.astype(jnp.float32), ((0, 0), (0, -k % group), (0, 0)))
     groups = padded.reshape(slots, -1, group, columns)
     if scales == jnp.uint8:

@@ -22,7 +22,7 @@ from jmoe.experts import QuantizedPool
 from jmoe.parallel.home import make_mesh
 from pallas_kernels import routing
 from pallas_kernels.activation import SILU
-from serving.cli.info import fp8_bytes
+from serving.cli.info import quantized_bytes
 from serving.config import EngineConfig
 from serving.startup.loading import load_models
 from tests.jmoe.conftest import GOLDEN, add_united
@@ -287,7 +287,7 @@ def test_it_takes_a_byte_a_weight(models):
     pool, cfg = models[0].pool, models[0].config
     experts = cfg.num_moe_layers * cfg.num_experts
     rest = models[0].num_parameters - experts * 3 * cfg.d_model * cfg.d_ff_expert
-    assert fp8_bytes(cfg) == experts * pool.slot_bytes + 2 * rest
+    assert quantized_bytes(cfg)["fp8"] == experts * pool.slot_bytes + 2 * rest
     d, f = 128, 128  # 96 wide, padded
     assert pool.slot_bytes == 3 * d * f + 3 * 4
     assert isinstance(pool.empty(4), QuantizedPool)
