@@ -113,10 +113,8 @@ def _to_mxfp4(groups: Float[Array, "slots n g columns"]) -> tuple[Array, Array, 
     return codes, (exponents + _EXPONENT_BIAS).astype(jnp.uint8), None
 
 
-def numbers(codes: Array, scales: Array, zeros: Array | None, *, is_mxfp4: bool) -> Array:
-    """Returns the float32 that int32 codes stand for; scales and zero points are as stored, and of
-    their shape.
-    """
+def _numbers(codes: Array, scales: Array, zeros: Array | None, *, is_mxfp4: bool) -> Array:
+    """Returns the float32 that int32 codes stand for; scales and zero points are as stored."""
     if not is_mxfp4:
         middle = MIDDLE if zeros is None else zeros.astype(jnp.int32)
         return (codes - middle).astype(jnp.float32) * scales.astype(jnp.float32)
@@ -140,5 +138,5 @@ def dequantize(weights: PackedWeights, dtype: Any) -> Float[Array, "*slots k col
     codes = jnp.pad(codes, [(0, 0)] * len(slots) + [(0, padding), (0, 0)])
     codes = codes.reshape(*slots, groups, weights.group, columns)
     zeros = None if weights.zeros is None else weights.zeros[..., None, :]
-    whole = numbers(codes, weights.scales[..., None, :], zeros, is_mxfp4=weights.is_mxfp4)
+    whole = _numbers(codes, weights.scales[..., None, :], zeros, is_mxfp4=weights.is_mxfp4)
     return whole.reshape(*slots, groups * weights.group, columns)[..., :k, :].astype(dtype)

@@ -36,9 +36,9 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, UInt16
 
-from pallas_kernels.grouped_gemm.four_bits import HALF, PackedWeights, numbers
+from pallas_kernels.grouped_gemm.four_bits import HALF, MIDDLE, PackedWeights
 from pallas_kernels.grouped_gemm.quantized import BLOCK, QuantizedWeights, Weights, weight_sizes
 from pallas_kernels.grouped_gemm.tiles import LANES, GemmTile, Tile
 from pallas_kernels.routing import tile_map
@@ -428,17 +428,13 @@ class _Block(NamedTuple):
         own = pl.ds(lax.axis_index("wg") * LANES, LANES)
         for part, acc in enumerate(accs):
             for pair in range(self.call.gemm.block_k // (2 * HALF)):
-                codes = self.w_smem[stage, part, own, pl.ds(pair * HALF, HALF)].astype(jnp.int32)
+                codes = self.w_smem[stage, part, own, pl.ds(pair * HALF, HALF)].astype(jnp.uint16)
                 for half, own_codes in enumerate((codes & 15, codes >> 4)):
                     first = (2 * pair + half) * HALF
                     group = min(first // self.packed.group, self.groups[0][1].shape[2] - 1)
-                    scale, *zero = (
-                        lax.broadcast_in_dim(staged[stage, part, group, own], codes.shape, [0])
-                        for _, staged in self.groups
-                    )
-                    wide = numbers(own_codes, scale, *zero or [None], is_mxfp4=self.packed.is_mxfp4)
+                    of_group = [staged[stage, part, group, own] for _, staged in self.groups]
                     x = self.x_smem.at[stage, pl.ds(0, width), pl.ds(first, HALF)].T
-                    plgpu.wgmma(acc, wide.astype(jnp.bfloat16), x)
+                    plgpu.wgmma(acc, _dequantized(own_codes, *of_group), x)
         plgpu.commit_smem()
 
     def block_scales(self, item: _Item, k) -> tuple:
@@ -486,6 +482,41 @@ class _Block(NamedTuple):
                 )
 
         lax.cond(item.rows > width - CHUNK, whole, ragged)
+
+
+def _dequantized(
+    codes: UInt16[Array, "LANES k"], scales: Any, zeros: Any = None
+) -> Float[Array, "LANES k"]:
+    """Returns the bfloat16 that uint16 codes of four bits stand for, as `four_bits.dequantize`
+    does; scales and zero points are a row's.
+
+    A code in the last bits of 128 is a number without a conversion, and two share a register.
+    """
+
+    def wide(of_rows: Any) -> Any:
+        return lax.broadcast_in_dim(of_rows, codes.shape, [0])
+
+    def number(code: Any) -> Any:
+        return lax.bitcast_convert_type(code | jnp.uint16(0x4300), jnp.bfloat16)
+
+    if scales.dtype != jnp.uint8:
+        middle = jnp.bfloat16(128 + MIDDLE)
+        if zeros is not None:
+            middle = wide((zeros.astype(jnp.float32) + 128).astype(jnp.bfloat16))
+        steps = number(codes) - middle
+        if scales.dtype == jnp.bfloat16:
+            return steps * wide(scales)
+        product = steps.astype(jnp.float32) * wide(scales.astype(jnp.float32))
+        return product.astype(jnp.bfloat16)
+    size = number(codes & jnp.uint16(7)) - jnp.bfloat16(128)
+    # Twice the magnitude of E2M1: 0 1 2 3 4 6 8 12.
+    zero = jnp.bfloat16(0)
+    twice = size + jnp.maximum(size - jnp.bfloat16(4), zero)
+    twice = twice + jnp.bfloat16(2) * jnp.maximum(size - jnp.bfloat16(6), zero)
+    sign = (codes & jnp.uint16(8)) << jnp.uint16(12)
+    bits = lax.bitcast_convert_type(twice, jnp.uint16) | sign
+    exponents = lax.bitcast_convert_type(scales.astype(jnp.uint16) << jnp.uint16(7), jnp.bfloat16)
+    return lax.bitcast_convert_type(bits, jnp.bfloat16) * wide(exponents * jnp.bfloat16(0.5))
 
 
 def _round_up(rows):

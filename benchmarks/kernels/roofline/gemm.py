@@ -102,11 +102,13 @@ class Product(NamedTuple):
         return products * h200.wgmma_cycles(self.width(rows), self.weight_bytes < 2)
 
     def dequantize(self) -> float:
-        """Returns the cycles that an item's weights take: two conversions and a product each; in
-        four bits also a shift or mask, and a difference.
+        """Returns the cycles that an item's weights take: two conversions and a product each. In
+        four bits two share a register: a byte is widened for them, a shift or mask, a mask, a
+        difference and a product.
         """
         each = 2 / h200.CONVERT_PER_CLOCK + 1 / h200.FP32_PER_CLOCK
-        each += 2 / h200.INT32_PER_CLOCK * (self.weight_bytes < 1)
+        if self.weight_bytes < 1:
+            each = (0.5 + 0.5 + 0.5) / h200.INT32_PER_CLOCK + (0.5 + 0.5) / h200.FP32_PER_CLOCK
         return self.k * self.gemm.parts * self.gemm.columns * each
 
     def load(self, rows: int) -> float:
