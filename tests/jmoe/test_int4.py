@@ -7,6 +7,7 @@ and GPTQModel's, compressed-tensors' `pack-quantized`): nothing is shared with w
 import json
 import shutil
 import tracemalloc
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -19,7 +20,9 @@ from jmoe.checkpoint import CheckpointError
 from jmoe.config import read_config
 from jmoe.config_fields import ConfigError
 from jmoe.experts import ExpertPool
+from jmoe.int4 import Int4
 from jmoe.parallel.home import make_mesh
+from serving.cli.info import num_parameters, quantized_bytes
 from tests.jmoe.conftest import GOLDEN, add_united
 
 COLUMNS_OF_AWQ = [0, 2, 4, 6, 1, 3, 5, 7]
@@ -406,3 +409,14 @@ def test_one_layer_is_in_memory_beside_the_result(tmp_path):
     expert = 12 * 2 * 256 * 256  # gate and up, unpacked to 32 bits on the way
     assert most < 1.1 * others + layer + expert
     assert peak("mxfp4")[1] > 1.5 * (others + layer + expert)  # a layer of it is in floats
+
+
+def test_info_counts_every_format():
+    cfg = read_config(jmoe.api.resolve("bundled"))
+    found, count = quantized_bytes(cfg), cfg.num_moe_layers * cfg.num_experts
+    others = found["mxfp4"] - count * pool_bytes(cfg, 32, 1)
+    assert found["int4"] == others + count * pool_bytes(cfg, 32, 3)
+    own = replace(cfg, int4=Int4("awq", 64, has_zeros=False))
+    assert quantized_bytes(own)["int4"] == others + count * pool_bytes(cfg, 64, 2)
+    experts = count * 3 * cfg.d_model * cfg.d_ff_expert
+    assert others == 2 * (num_parameters(cfg) - experts)
