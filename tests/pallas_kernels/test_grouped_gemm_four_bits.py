@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks.kernels.shapes import MIXTRAL_8X7B
 from pallas_kernels import grouped_gemm, routing
+from pallas_kernels.activation import SILU, ClampedSwiglu
 from pallas_kernels.grouped_gemm import mosaic
 from pallas_kernels.grouped_gemm.four_bits import (
     PackedWeights,
@@ -179,13 +180,21 @@ def test_what_is_not_supported():
     ],
 )
 def test_compiles_for_an_h200_without_spills(capfd, monkeypatch, fmt, num_rows):
-    """Steps of decode, and of prefill, which has every width, and clusters."""
+    """Steps of decode, and of prefill, which has every width, and clusters: of gpt-oss-20b, or
+    Mixtral in its formats.
+    """
     shape, (group, kind, has_zeros) = MIXTRAL_8X7B, FORMATS[fmt]
     d, f, m, top_k = shape.d_model, shape.d_ff, shape.num_experts, shape.top_k
+    activation, biases = SILU, None
+    if fmt == "mxfp4":
+        d, f, m, top_k = 2880, 2880, 32, 4
+        activation = ClampedSwiglu(1.702, 7.0)
+        biases = [jax.ShapeDtypeStruct((m, size), BF16) for size in (2 * f, d)]
 
-    def layer(x, gate_up, down, ids, weights, slots):
+    def layer(x, gate_up, down, ids, weights, slots, biases):
         work = routing.dispatch(ids, weights, slots, block_m=8, max_active=m)
-        return grouped_gemm.moe_mlp(x, gate_up, down, work)
+        biases = None if biases is None else tuple(biases)
+        return grouped_gemm.moe_mlp(x, gate_up, down, work, activation, biases)
 
     def weights(k, columns):
         own = k if group == 192 else group
@@ -201,7 +210,7 @@ def test_compiles_for_an_h200_without_spills(capfd, monkeypatch, fmt, num_rows):
     visits = [jax.ShapeDtypeStruct((num_rows, top_k), t) for t in (jnp.int32, jnp.float32)]
     slots = jax.ShapeDtypeStruct((m,), jnp.int32)
     x = jax.ShapeDtypeStruct((num_rows, d), BF16)
-    args = x, weights(d, 2 * f), weights(f, d), *visits, slots
+    args = x, weights(d, 2 * f), weights(f, d), *visits, slots, biases
     compiled, kernels = interpreter.compile_kernels(capfd, monkeypatch, layer, *args)
     assert len(kernels) == 2
     assert [kernel.spill_bytes for kernel in kernels] == [0, 0]
