@@ -103,7 +103,9 @@ class ProtoPage:
 
     def _messages(self) -> Iterator[tuple[str, d.DescriptorProto, _Path]]:
         """Those of the file and those inside them, but for entries of maps."""
-        queue = [(m.name, m, (_MESSAGES, at)) for at, m in enumerate(self._file.message_type)]
+        queue: list[tuple[str, d.DescriptorProto, _Path]] = [
+            (m.name, m, (_MESSAGES, at)) for at, m in enumerate(self._file.message_type)
+        ]
         while queue:
             name, message, path = queue.pop(0)
             yield name, message, path

@@ -17,7 +17,7 @@ from jmoe.attention import with_kv_cache_dtype
 from jmoe.beside import digest_of
 from jmoe.brownout import Brownout, Control
 from jmoe.config import ModelConfig, read_config
-from jmoe.experts import ExpertTable, Fp8Pool, Pool, UnitedExperts, num_united_slots
+from jmoe.experts import ExpertTable, Pool, QuantizedPool, UnitedExperts, num_united_slots
 from jmoe.hub import locate
 from jmoe.numbers import integer
 from jmoe.packed import unpacked
@@ -30,7 +30,6 @@ BUNDLED = "bundled"
 """Stands for the model that comes with jmoe wherever a path is taken."""
 
 DTYPES = ("bfloat16", "float16", "float32")
-QUANTIZE = ("none", "fp8")
 
 PlacementOf = Callable[..., Placement]
 """Called as `jmoe.parallel.placement.contiguous` is, with num_united."""
@@ -254,7 +253,7 @@ def load(
     placement: Placement | PlacementOf | None = None,
     revision: str = "",
     chat_template: str | Path = "",
-    quantize: str = "none",
+    quantize: str = "auto",
     kv_cache_dtype: str = "auto",
 ) -> Model:
     """Loads a Hugging Face directory as it stands, or one written by `save`.
@@ -275,7 +274,9 @@ def load(
         revision: branch, tag or commit of a model of the Hub; empty: its main branch.
         chat_template: a file, in place of the model's own template.
         quantize: `fp8` keeps experts in eight bits, with a scale for each block of 128 x 128
-            weights; all other weights stay as `dtype` says.
+            weights; `int4` and `mxfp4` in four, in groups of 32, or as the files have them in that
+            format; all other weights stay as `dtype` says, as do experts with `none`. `auto`: as
+            the files have them, but `none` on a CPU, where each of these is slower.
         kv_cache_dtype: `fp8` keeps keys and values in eight bits, with a scale for each token and
             head; `auto`: in `dtype`.
 
@@ -283,13 +284,12 @@ def load(
     ValueError for a placement that does not fit.
     """
     kind = check_dtype(dtype)
-    if quantize not in QUANTIZE:
-        raise ValueError(f"quantize is {quantize!r}; it must be one of {', '.join(QUANTIZE)}")
     directory, name = resolve(path, revision), name_of(path)
     tokenizer = Tokenizer.load(directory, chat_template)
     finite = kind if check_weights else None
     if checkpoint.is_native(directory):
         cfg, weights = checkpoint.load_native(directory, kind, check_weights)
+        quantize = checkpoint.quantize_as(quantize, cfg)
         cfg = with_kv_cache_dtype(cfg, kv_cache_dtype)
         check_tokenizer(tokenizer, cfg, directory)
         united = _united(directory, cfg, finite, ways, name)
@@ -297,8 +297,9 @@ def load(
         if missing > weights.num_united_slots:
             raise ValueError(f"{name} was saved without slots for ways {sorted(united)}")
         home = _home(cfg, weights.num_united_slots, mesh, placement)
-        if quantize == "fp8":
-            weights = weights._replace(pool=Fp8Pool.of(weights.pool.plain(), dtype))
+        if quantize != "none":
+            pool = QuantizedPool.of(weights.pool.plain(), dtype, quantize)
+            weights = weights._replace(pool=pool)
         weights = weights if home is None else home.spread(weights)
     else:
         cfg = read_config(directory, allow_unknown_config=allow_unknown_config)
@@ -306,6 +307,7 @@ def load(
         check_tokenizer(tokenizer, cfg, directory)
         united = _united(directory, cfg, finite, ways, name)
         home = _home(cfg, num_united_slots(united), mesh, placement)
+        quantize = checkpoint.quantize_as(quantize, cfg)
         weights = checkpoint.load_hf(
             directory, cfg, kind, united, progress, check_weights, home, quantize
         )

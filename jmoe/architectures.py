@@ -45,7 +45,7 @@ class Architecture:
     interleaved: bool = False
     """Whether experts are joined as in gpt-oss: `[in, out]`, gate and up in turn, with biases."""
     quantized: Collection[str] = ("fp8", "compressed-tensors", "awq", "gptq")
-    """Values of `quant_method` that are read: weights are dequantized as they are loaded."""
+    """Values of `quant_method` that are read (docs/quantization.md)."""
     older_class: str = ""
     rope_kinds: Collection[str] = ("default", "linear", "llama3", "yarn")
     router: str = "gate"
@@ -463,7 +463,7 @@ register(
         router="router",
         interleaved=True,
         quantized=("mxfp4",),
-        apart="windows in turn, sinks, biases everywhere, clamped SwiGLU; MXFP4 is dequantized",
+        apart="windows in turn, sinks, biases everywhere, clamped SwiGLU; experts in MXFP4",
     ),
 )
 _DEEPSEEK = (

@@ -4,7 +4,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from functools import partial
 from hashlib import sha256
 from itertools import islice
@@ -24,8 +24,8 @@ from jmoe.digests import file_digests
 from jmoe.experts import (
     ExpertPool,
     ExpertTable,
-    Fp8Pool,
     Pool,
+    QuantizedPool,
     UnitedExperts,
     make_table,
     num_united_slots,
@@ -40,12 +40,16 @@ from jmoe.parallel.home import Home
 from jmoe.router import ScoredTopK, SparseMixer
 from jmoe.weights import PoolHolder, Weights
 from pallas_kernels.activation import ClampedSwiglu, Gelu, Silu
+from pallas_kernels.grouped_gemm import QuantizedWeights
+from pallas_kernels.grouped_gemm.four_bits import PackedWeights
+from pallas_kernels.grouped_gemm.quantized import BLOCK
 
 log = logging.getLogger(__name__)
 
 UNITED_FILE = "united.safetensors"
 DISTILLED_FROM = "distilled_from"
 """In the metadata of that file: `weights_digest` of the model whose experts it stands in for."""
+QUANTIZE = ("auto", "none", "fp8", "int4", "mxfp4")
 FLOATS = ("BF16", "F16", "F32", "F64")  # as safetensors names them
 FP8 = "F8_E4M3"
 SCALES = ("_scale_inv", "_scale")
@@ -342,16 +346,19 @@ class HFLayers:
         *,
         experts_on_host: bool = False,
         params_on_host: bool = False,
-        experts_as: jnp.dtype | None = None,
+        quantize: str = "none",
     ) -> None:
-        """Checks every tensor's name and shape. `experts_as` is the dtype of experts, None: that of
-        all. Raises CheckpointError.
+        """Checks every tensor's name and shape. Raises CheckpointError.
+
+        Where experts are kept as `quantize` says, those that the files have in that format are read
+        as they are, and others in float32.
 
         `experts_on_host` leaves them there, for who places each on a device of its own, and
         `params_on_host` all other weights.
         """
         self._files, self._cfg, self._dtype = TensorFiles(directory), cfg, dtype
-        self._experts_as = experts_as or dtype
+        self._quantize, self._is_stored = quantize, stored_format(cfg) == quantize
+        self._experts_as = dtype if quantize == "none" else jnp.dtype(jnp.float32)
         self._experts_on_host, self._params_on_host = experts_on_host, params_on_host
         self._directory, self._check_weights = directory, check_weights
         _check(self._files, cfg, directory)
@@ -367,7 +374,7 @@ class HFLayers:
 
     def layer(
         self, index: int, numbers: Sequence[int] | None = None
-    ) -> tuple[dict[str, Any], ExpertPool | None]:
+    ) -> tuple[dict[str, Any], Pool | None]:
         """Returns one layer's parameters, and its routed experts in order; None for a dense layer,
         and where there are no `numbers` of experts to read (None: of all).
 
@@ -380,7 +387,9 @@ class HFLayers:
         if is_moe:
             numbers = range(self._cfg.num_experts) if numbers is None else numbers
             experts = [layout.expert(self._cfg, index, number) for number in numbers]
-        if experts:
+        if self._is_stored and all(map(self._as_kept, experts)) and experts:
+            pool = self._kept(experts)
+        elif experts:
             on_host = self._experts_on_host
             dtype = self._experts_as
             parts = [self._read(expert, on_host=on_host, dtype=dtype) for expert in experts]
@@ -388,6 +397,67 @@ class HFLayers:
             pool = ExpertPool(**{key: stack([p[key] for p in parts]) for key in parts[0]})
         self._refuse_not_finite((params, pool), [own, *experts])
         return params, pool
+
+    def like(self) -> Pool:
+        """Returns one slot's worth of how experts are kept; what is in it is not to be looked at.
+
+        Raises ValueError as `QuantizedPool.of`, and CheckpointError.
+        """
+        if self._is_stored:
+            for index, is_moe in enumerate(self._cfg.moe_layers):
+                one = layout.expert(self._cfg, index, 0) if is_moe else {}
+                if is_moe and self._as_kept(one):
+                    return self._kept([one])
+        return empty_pool(self._cfg, 1, self._dtype, self._quantize)
+
+    def _as_kept(self, expert: Layout) -> bool:
+        """Returns whether all matrices of an expert are stored as they are to be kept."""
+        int4 = self._cfg.int4
+        matrices = [p for p in expert.values() if p.kind == "matrix"]
+        if any(p.part is not None for p in matrices):
+            return False
+        names = [name for p in matrices for name in p.names]
+        if self._quantize == "fp8":
+            return all(self._files.shape(n) and self._files.kind(n) == FP8 for n in names)
+        return all(self._files.has_packed(name, int4) for name in names)
+
+    def _kept(self, experts: Sequence[Layout]) -> QuantizedPool:
+        """Reads experts as they are stored, into host memory, where they are there once."""
+        stacked: Any = None
+        for at, own in enumerate(experts):
+            one = {key: self._kept_as(p) for key, p in own.items()}
+            if stacked is None:
+                stacked = jax.tree.map(lambda a: np.empty((len(experts), *a.shape), a.dtype), one)
+            jax.tree.map(lambda to, leaf, at=at: to.__setitem__(at, leaf), stacked, one)
+        return QuantizedPool(
+            **stacked, width=self._cfg.d_ff_expert, row_dtype=str(jnp.dtype(self._dtype))
+        )
+
+    def _kept_as(self, parameter: layout.Parameter) -> Any:
+        """Reads a parameter of an expert as it is kept: gate and up side by side."""
+        names, shapes, files = parameter.names, parameter.stored, self._files
+        if parameter.kind == "mxfp4":
+            return parameter.kept(*(files.raw(name, parameter.part) for name in names))
+        if parameter.kind == "bias":
+            return self._read({"": parameter}, on_host=True)[""]
+        if self._cfg.int4 is None:
+            # Scales lie for each matrix by itself, so that each is filled up to whole blocks.
+            found: Any = [_whole_blocks(files.raw(n), files.raw(files.scales(n))) for n in names]
+            values, scales = (np.concatenate(parts) for parts in zip(*found, strict=True))
+            return QuantizedWeights(values, scales)  # pyright: ignore[reportArgumentType]
+        try:
+            packed = [self._cfg.int4.kept(files.get, *of) for of in zip(names, shapes, strict=True)]
+        except ValueError as error:
+            raise CheckpointError(f"{self._directory}: {error}") from None
+        values = np.concatenate([part.values for part in packed])
+        scales = np.concatenate([part.scales for part in packed], axis=1)
+        zeros = [part.zeros for part in packed if part.zeros is not None]
+        return replace(
+            packed[0],
+            values=values,
+            scales=scales,
+            zeros=np.concatenate(zeros, axis=1) if zeros else None,
+        )
 
     def same_expert(self, other: "HFLayers", index: int, number: int) -> bool:
         """Returns whether a layer's expert is stored byte for byte as in another directory of the
@@ -413,7 +483,7 @@ class HFLayers:
                     yield self._files.stored(self._files.scales(name))
 
     def _refuse_not_finite(self, read: Any, layouts: Iterable[Layout]) -> None:
-        if not self._check_weights or seem_finite(read):
+        if not self._check_weights or (seem_finite(read) and not _has_nan_exponents(read)):
             return
         faults = (
             self._fault(name, shape, parameter)
@@ -467,6 +537,44 @@ class HFLayers:
         return None
 
 
+def _whole_blocks(values: np.ndarray, scales: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Fills a matrix in fp8 up with zeros to blocks of `BLOCK`."""
+    padding = [(0, -size % BLOCK) for size in values.shape]
+    scales = scales.astype(np.float32).reshape(-(-values.shape[0] // BLOCK), -1)
+    return np.pad(values, padding), scales
+
+
+def _has_nan_exponents(read: Any) -> bool:
+    """Returns whether a scale of MXFP4 among what was read is no number."""
+    leaves = jax.tree.leaves(read, is_leaf=lambda leaf: isinstance(leaf, PackedWeights))
+    packed = (leaf for leaf in leaves if isinstance(leaf, PackedWeights) and leaf.is_mxfp4)
+    return any((np.asarray(leaf.scales) == layout.MXFP4_NAN).any() for leaf in packed)
+
+
+def stored_format(cfg: ModelConfig) -> str:
+    """Returns what `quantize` keeps a checkpoint's experts as they are stored: `fp8`, `int4`,
+    `mxfp4`, or `none`.
+    """
+    if cfg.mxfp4:
+        return "mxfp4"
+    if cfg.int4 is not None:
+        return "int4"
+    is_fp8 = cfg.fp8_block == (BLOCK, BLOCK) and cfg.d_model % BLOCK == 0
+    return "fp8" if is_fp8 else "none"
+
+
+def quantize_as(quantize: str, cfg: ModelConfig) -> str:
+    """Returns how experts of a checkpoint are to be kept. Raises ValueError."""
+    if quantize not in QUANTIZE:
+        raise ValueError(f"quantize is {quantize!r}; it must be one of {', '.join(QUANTIZE)}")
+    if quantize != "auto" or (stored := stored_format(cfg)) == "none":
+        return quantize.replace("auto", "none")
+    if jax.default_backend() != "cpu":
+        return stored
+    log.info("experts in %s are dequantized: a CPU's steps take longer with them", stored)
+    return "none"
+
+
 def load_hf(
     directory: Path,
     cfg: ModelConfig,
@@ -481,24 +589,20 @@ def load_hf(
 
     The pool is allocated once, with slots for the largest of `ways`, and filled in place, on the
     device or where `home` says; host memory never holds a second copy of the model.
-    `progress(done, total)` counts layers. Experts that are kept in fewer bits are quantized from
-    float32, which a layer of them is in meanwhile. Raises CheckpointError, and ValueError as
-    `empty_pool`.
+    `progress(done, total)` counts layers. Experts that are kept in fewer bits are taken as they are
+    stored, where that is as `quantize` says, or quantized from float32, which a layer of them is in
+    meanwhile. Raises CheckpointError, and ValueError as `empty_pool`.
     """
-    make = partial(empty_pool, cfg, dtype=dtype, quantize=quantize)
-    experts_as = dtype if quantize == "none" else jnp.dtype(jnp.float32)
     on_host = home is not None
     files = HFLayers(
-        directory, cfg, dtype, check_weights, experts_on_host=on_host, experts_as=experts_as
+        directory, cfg, dtype, check_weights, experts_on_host=on_host, quantize=quantize
     )
     table = make_table(cfg.num_moe_layers, cfg.num_experts, num_united_slots(ways))
     slots = np.asarray(table.slots)[:, : cfg.num_experts]
-    if home is None:
-        held = PoolHolder(make(num_slots=table.slots.size))
-    else:
-        held = PoolHolder(home.empty_pool(jax.eval_shape(partial(make, num_slots=1))))
+    like = files.like()
+    held = PoolHolder(like.empty(table.slots.size) if home is None else home.empty_pool(like))
 
-    def write(layer: int, experts: ExpertPool) -> None:
+    def write(layer: int, experts: Pool) -> None:
         if home is None:
             held.pool = write_slots(held.pool, jnp.asarray(slots[layer]), experts)
         else:
@@ -514,7 +618,7 @@ def read_layers(
     files: HFLayers,
     cfg: ModelConfig,
     progress: Callable[[int, int], None] | None,
-    write: Callable[[int, ExpertPool], None],
+    write: Callable[[int, Pool], None],
     numbers: Sequence[Sequence[int]] | None = None,
 ) -> dict[str, Any]:
     """Reads a model layer by layer, and returns all but its experts; those of each MoE layer go to
@@ -531,6 +635,7 @@ def read_layers(
             layers.append(own)
             if experts is not None:
                 write(moe_layer, experts)
+                del experts  # or it would be in memory beside the next layer's
             moe_layer += is_moe
             if progress is not None:
                 progress(layer + 1, cfg.num_layers)
@@ -541,7 +646,7 @@ def read_layers(
 
 def empty_pool(cfg: ModelConfig, num_slots: int, dtype: jnp.dtype, quantize: str = "none") -> Pool:
     """Returns a zeroed pool of `num_slots` experts of the model's shape, kept as `quantize` says
-    (`none` or `fp8`). Raises ValueError as `Fp8Pool.of`.
+    (`none`, `fp8`, `int4` or `mxfp4`). Raises ValueError as `QuantizedPool.of`.
     """
     shapes = layout.expert_shapes(cfg)
 
@@ -550,7 +655,8 @@ def empty_pool(cfg: ModelConfig, num_slots: int, dtype: jnp.dtype, quantize: str
 
     if quantize == "none":
         return zeros(num_slots)
-    return Fp8Pool.of(zeros(1), str(jnp.dtype(dtype))).empty(num_slots)
+    one = QuantizedPool.of(zeros(1), str(jnp.dtype(dtype)), quantize, cfg.int4)
+    return one.empty(num_slots)
 
 
 def load_united(

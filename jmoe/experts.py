@@ -12,10 +12,11 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jmoe import display
+from jmoe.int4 import Int4
 from jmoe.numbers import integer
 from pallas_kernels import grouped_gemm
 from pallas_kernels.activation import Activation
-from pallas_kernels.grouped_gemm import QuantizedWeights
+from pallas_kernels.grouped_gemm import PackedWeights, QuantizedWeights, four_bits
 from pallas_kernels.grouped_gemm.quantized import BLOCK, dequantize
 from pallas_kernels.routing import Dispatch, RowTiles, TableRow
 
@@ -35,6 +36,11 @@ class Pool(ABC):
     @abstractmethod
     def dtype(self) -> jnp.dtype:
         """The dtype of the rows that experts are given."""
+
+    @property
+    def format(self) -> str:
+        """What `quantize` makes pools of this kind; `none`: floating point."""
+        return "none"
 
     @abstractmethod
     def mlp(
@@ -84,7 +90,8 @@ class Pool(ABC):
 
     def with_experts(self, slots: Int[Array, "n"], experts: "Pool") -> "Pool":
         """Returns the pool with `experts`, of any kind, in `slots`; one out of range is dropped."""
-        kept = experts if isinstance(experts, type(self)) else self.kept(experts.plain())
+        is_alike = jax.tree.structure(experts) == jax.tree.structure(self)
+        kept = experts if is_alike else self.kept(experts.plain())
         return jax.tree.map(
             lambda held, new: held.at[slots].set(new.astype(held.dtype), mode="drop"), self, kept
         )
@@ -146,34 +153,52 @@ class ExpertPool(GroupedPool, _Plain):
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, repr=False)
-class Fp8Pool(GroupedPool):
-    """Weights in eight bits (float8_e4m3fn), with a float32 scale for each block of 128 x 128.
+class QuantizedPool(GroupedPool):
+    """Weights in eight bits (float8_e4m3fn), with a float32 scale for each block of 128 x 128, or
+    in four, with a scale a group along k.
 
-    The experts' width is padded to whole blocks with zeros, which add nothing to a row.
+    In eight bits the experts' width is padded to whole blocks with zeros, which add nothing to a
+    row.
     """
 
-    gate_up: QuantizedWeights  # values [slots, 2 F, d]: gate, then up, each padded to F
-    down: QuantizedWeights  # values [slots, d, F]
-    gate_up_bias: Float[Array, "slots F2"] | None = None  # in the dtype of the rows
-    down_bias: Float[Array, "slots d"] | None = None
+    gate_up: QuantizedWeights | PackedWeights  # columns: gate, then up, each padded
+    down: QuantizedWeights | PackedWeights
+    gate_up_bias: Any = None  # [slots, columns], in the dtype of the rows
+    down_bias: Any = None  # [slots, d]
     width: int = field(default=0, metadata={"static": True})  # f, without padding
     row_dtype: str = field(default="bfloat16", metadata={"static": True})
 
     @classmethod
-    def of(cls, experts: ExpertPool, row_dtype: str) -> "Fp8Pool":
-        """Quantizes experts. Raises ValueError where d_model is not whole blocks."""
-        width, d = experts.down.shape[1:]
-        if d % BLOCK:
-            raise ValueError(
-                f"quantize is 'fp8', and d_model is {d}: experts in fp8 have blocks of {BLOCK}, "
-                "of which it must be a multiple; load the model without"
-            )
-        padding = -width % BLOCK
-        rows = jnp.pad(experts.down, ((0, 0), (0, padding), (0, 0)))
+    def of(
+        cls, experts: ExpertPool, row_dtype: str, fmt: str, int4: Int4 | None = None
+    ) -> "QuantizedPool":
+        """Quantizes experts to `fp8`, `int4` (in groups of 32 with zero points, or as a checkpoint
+        has them) or `mxfp4`. Raises ValueError where d_model is not whole blocks of fp8.
+        """
+        if fmt == "fp8":
+            if (d_model := experts.down.shape[-1]) % BLOCK:
+                raise ValueError(
+                    f"quantize is 'fp8', and d_model is {d_model}: experts in fp8 have blocks of "
+                    f"{BLOCK}, of which it must be a multiple; load the model without"
+                )
+            return cls._made(experts, row_dtype, grouped_gemm.quantize, grouped_gemm.quantize)
+        to = partial(four_bits.quantize, scales=jnp.dtype(jnp.bfloat16))
+        if fmt == "mxfp4":
+            to = partial(four_bits.quantize, scales=jnp.dtype(jnp.uint8))
+        elif int4 is not None:
+            to = partial(to, group=int4.group, has_zeros=int4.has_zeros)
+        return cls._made(experts, row_dtype, to, to)
+
+    @classmethod
+    def _made(
+        cls, experts: ExpertPool, row_dtype: str, to_gate_up: Callable, to_down: Callable
+    ) -> "QuantizedPool":
+        width = experts.down.shape[1]
+        padding = -width % BLOCK if to_down is grouped_gemm.quantize else 0
         bias = experts.gate_up_bias
         return cls(
-            grouped_gemm.quantize(_padded(experts.gate_up, padding)),
-            grouped_gemm.quantize(rows),
+            to_gate_up(_padded(experts.gate_up, padding)),
+            to_down(jnp.pad(experts.down, ((0, 0), (0, padding), (0, 0)))),
             None if bias is None else _padded(bias, padding).astype(row_dtype),
             None if experts.down_bias is None else experts.down_bias.astype(row_dtype),
             width,
@@ -184,6 +209,13 @@ class Fp8Pool(GroupedPool):
     def dtype(self) -> jnp.dtype:
         """See Pool."""
         return jnp.dtype(self.row_dtype)
+
+    @property
+    def format(self) -> str:
+        """See Pool."""
+        if isinstance(self.down, QuantizedWeights):
+            return "fp8"
+        return "mxfp4" if self.down.is_mxfp4 else "int4"
 
     def plain(self) -> ExpertPool:
         """See Pool."""
@@ -196,15 +228,16 @@ class Fp8Pool(GroupedPool):
             self.down_bias,
         )
 
-    def kept(self, experts: ExpertPool) -> "Fp8Pool":
+    def kept(self, experts: ExpertPool) -> "QuantizedPool":
         """See Pool."""
-        return self.of(experts, self.row_dtype)
+        to = (getattr(w, "of", grouped_gemm.quantize) for w in (self.gate_up, self.down))
+        return self._made(experts, self.row_dtype, *to)
 
     def __repr__(self) -> str:
         parts = (
             f"{name}: {display.array(getattr(self, name).values)}" for name in ("gate_up", "down")
         )
-        return f"Fp8Pool({', '.join(parts)})"
+        return f"QuantizedPool({self.format}, {', '.join(parts)})"
 
 
 def _padded(halves: Float[Array, "*n f2"], padding: int) -> Float[Array, "*n F2"]:

@@ -7,6 +7,7 @@ with the same programs.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from jmoe import checkpoint, display, layout
 from jmoe.api import Model, check_dtype, check_tokenizer, choose_ways, resolve
 from jmoe.checkpoint import CheckpointError, HFLayers
 from jmoe.config import ConfigError, ModelConfig, read_config
-from jmoe.experts import ExpertPool, ExpertTable, UnitedExperts, num_united_slots, write_slots
+from jmoe.experts import ExpertPool, ExpertTable, Pool, UnitedExperts, num_united_slots, write_slots
 from jmoe.finite import seem_finite
 from jmoe.model_files import regular
 from jmoe.numbers import integer
@@ -125,6 +126,7 @@ def load_family(
     spare_experts: int = 0,
     revision: str = "",
     chat_template: str | Path = "",
+    quantize: str = "auto",
 ) -> Family:
     """Loads Hugging Face directories of one architecture into one pool.
 
@@ -146,6 +148,7 @@ def load_family(
         spare_experts: slots that those can be fetched into; 0: they never are.
         revision: branch, tag or commit of each model of the Hub; empty: its main branch.
         chat_template: a file, in place of every model's own template.
+        quantize: as for `jmoe.load`.
 
     A tensor beside the experts that is equal in two models is on the device once.
 
@@ -161,6 +164,7 @@ def load_family(
         directories, allow_unknown_config, revision, chat_template
     )
     cfg = next(iter(cfgs.values()))
+    quantize = checkpoint.quantize_as(quantize, cfg)
     shape = cfg.num_moe_layers, cfg.num_experts
     if isinstance(sharing, str | Path):
         sharing = read_sharing(Path(sharing), found, shape)
@@ -178,10 +182,8 @@ def load_family(
     own = {n: checkpoint.load_united(found[n], cfg, finite) for n in found if lent[n] == n}
     lent_ways = () if sharing is None or not sharing.united else sharing.united_ways
     united = _common_ways(own, lent, ways, lent_ways)
-    files = {
-        n: HFLayers(path, cfg, kind, check_weights, params_on_host=params_on_host)
-        for n, path in found.items()
-    }
+    opened = partial(HFLayers, params_on_host=params_on_host, quantize=quantize)
+    files = {n: opened(path, cfg, kind, check_weights) for n, path in found.items()}
     sharing = sharing or stored_alike(files, cfg)
     homes = Homes.of(sharing, resident_experts, spare_experts)
     if spare_experts:
@@ -190,7 +192,7 @@ def load_family(
     num_united = num_united_slots(next(iter(united.values())))
     tables = _tables(homes, num_united, lenders)
     num_slots = homes.num_slots + len(united) * cfg.num_moe_layers * num_united
-    held = PoolHolder(checkpoint.empty_pool(cfg, num_slots, kind))
+    held = PoolHolder(next(iter(files.values())).like().empty(num_slots))
     reader = _Reader(held, held_experts, homes, cfg)
     if (sharing.owners == MERGED).any():
         _write_merged(reader, sharing, kind, check_weights)
@@ -378,7 +380,7 @@ class _Reader:
     held_experts: Int[np.ndarray, "slots 3"]
     homes: Homes
     cfg: ModelConfig
-    on_host: dict[Expert, ExpertPool] = field(default_factory=dict)
+    on_host: dict[Expert, Pool] = field(default_factory=dict)  # in the kind of the pool
 
     def read(self, files: HFLayers, number: int, progress: Progress) -> Params:
         """Returns a model's parameters. Raises CheckpointError."""
@@ -389,16 +391,18 @@ class _Reader:
         ]
         numbers = [self.held_experts[own, 2].tolist() for own in at]
 
-        def write(moe_layer: int, experts: ExpertPool) -> None:
+        def write(moe_layer: int, experts: Pool) -> None:
             self._write(at[moe_layer], experts)
 
         return checkpoint.read_layers(files, self.cfg, progress, write, numbers)
 
-    def _write(self, at: Int[np.ndarray, "n"], experts: ExpertPool) -> None:
+    def _write(self, at: Int[np.ndarray, "n"], experts: Pool) -> None:
         slots = self.homes.slot[at]
         if len(at) == self.cfg.num_experts and (slots >= 0).all():
             self.held.pool = write_slots(self.held.pool, jnp.asarray(slots), experts)
             return
+        if jax.tree.structure(experts) != jax.tree.structure(self.held.pool):
+            experts = self.held.pool.kept(experts.plain())
         parts = jax.tree.map(np.asarray, experts)
         for place, slot in enumerate(slots):  # one by one: every number of them would be a program
             one = parts.read(np.array([place]))

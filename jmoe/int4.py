@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterator
 from typing import Literal, NamedTuple
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, UInt8
 
 from jmoe.config_fields import Fields
+from pallas_kernels.grouped_gemm.four_bits import PackedWeights, packed_codes
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Column of eight that each four bits hold, the lowest first."""
@@ -71,19 +72,19 @@ class Int4(NamedTuple):
         if self.method != "awq":
             yield PackedTensor(f"{stem}g_idx", (size,), ints, is_needed=False)
 
-    def dequantized(
+    def codes(
         self, read: Callable[[str], np.ndarray | None], name: str, shape: tuple[int, ...]
-    ) -> Float[np.ndarray, "out in"]:
-        """Returns a matrix as float32; `read` returns a tensor by its name, None where there is
-        none. Raises ValueError for groups that are none.
+    ) -> "Codes":
+        """Returns a matrix as it is stored; `read` returns a tensor by its name, None where there
+        is none. Raises ValueError for groups that are none.
         """
         (out, size), stem = shape, name.removesuffix("weight")
         at = np.arange(size) // (self.group or size)
         is_compressed = self.method == "compressed-tensors"
         own = read(f"{stem}weight_g_idx" if is_compressed else f"{stem}g_idx")
-        given = read(f"{stem}weight_scale" if is_compressed else f"{stem}scales")
-        assert given is not None
-        scales = given.astype(np.float32) if is_compressed else given.astype(np.float32).T
+        scales = read(f"{stem}weight_scale" if is_compressed else f"{stem}scales")
+        assert scales is not None
+        scales = scales if is_compressed else scales.T
         if own is not None and own.min() >= 0:  # -1: in order
             if own.max() >= scales.shape[1]:
                 raise ValueError(f"{stem}g_idx names group {own.max()} of {scales.shape[1]}")
@@ -101,25 +102,57 @@ class Int4(NamedTuple):
             assert zeros is not None
             values = unpacked(packed, axis=0).T
             # The first format stores a zero point less one.
-            middle = unpacked(zeros, axis=1).T + (self.method == "gptq")
-        values = values[:out, :size]
-        zero = np.float32(8) if middle is None else middle[:out, at].astype(np.float32)
-        return (values.astype(np.float32) - zero) * scales[:, at]
+            middle = unpacked(zeros, axis=1).T + np.uint8(self.method == "gptq")
+        return Codes(values[:out, :size], scales, None if middle is None else middle[:out], at)
+
+    def dequantized(
+        self, read: Callable[[str], np.ndarray | None], name: str, shape: tuple[int, ...]
+    ) -> Float[np.ndarray, "out in"]:
+        """Returns a matrix as float32; see `codes`."""
+        values, scales, zeros, at = self.codes(read, name, shape)
+        zero = np.float32(8) if zeros is None else zeros[:, at].astype(np.float32)
+        return (values.astype(np.float32) - zero) * scales.astype(np.float32)[:, at]
+
+    def kept(
+        self, read: Callable[[str], np.ndarray | None], name: str, shape: tuple[int, ...]
+    ) -> PackedWeights:
+        """Returns a matrix as an expert pool keeps it; see `codes`. Raises ValueError for groups
+        whose inputs are no neighbours.
+        """
+        values, scales, zeros, at = self.codes(read, name, shape)
+        group = self.group or shape[1]
+        if (at != np.arange(shape[1]) // group).any():
+            raise ValueError(
+                f"{name.removesuffix('weight')}g_idx orders inputs by their activations (desc_act),"
+                " and experts kept in four bits need groups of neighbours; load the model with "
+                "quantize 'none', or 'fp8'"
+            )
+        of_groups = scales.T, None if zeros is None else zeros.T
+        return PackedWeights(packed_codes(values), *of_groups, k=shape[1], group=group)
+
+
+class Codes(NamedTuple):
+    """A matrix in four bits, unpacked."""
+
+    values: UInt8[np.ndarray, "out in"]
+    scales: Float[np.ndarray, "out groups"]
+    zeros: UInt8[np.ndarray, "out groups"] | None  # None: they are 8
+    group_of: Int[np.ndarray, " in"]
 
 
 def unpacked(
     packed: Int[np.ndarray, "a b"], *, axis: int, order: tuple[int, ...] = tuple(range(8))
-) -> Int[np.ndarray, "c d"]:
+) -> UInt8[np.ndarray, "c d"]:
     """Returns the eight numbers of 0 to 15 in every int32, side by side along an axis; the i-th
     four bits, from the lowest, hold number `order[i]`.
     """
     bits = _BITS * np.argsort(order).astype(np.uint32)
     words = packed.view(np.uint32)
     if axis == 0:
-        return (
-            ((words[:, None] >> bits[:, None]) & 15).reshape(-1, packed.shape[1]).astype(np.int32)
-        )
-    return ((words[:, :, None] >> bits) & 15).reshape(packed.shape[0], -1).astype(np.int32)
+        found = ((words[:, None] >> bits[:, None]) & 15).reshape(-1, packed.shape[1])
+    else:
+        found = ((words[:, :, None] >> bits) & 15).reshape(packed.shape[0], -1)
+    return found.astype(np.uint8)
 
 
 def int4(fields: Fields) -> Int4 | None:

@@ -57,7 +57,8 @@ class Layers:
         a dense layer.
         """
         if self._files is not None:
-            return self._files.layer(index)
+            params, pool = self._files.layer(index)
+            return params, None if pool is None else pool.plain()
         for (is_moe, start, count), segment in zip(
             self.cfg.segments(), self._weights.params["segments"], strict=True
         ):

@@ -16,6 +16,7 @@ import numpy as np
 from jmoe.architectures import naming
 from jmoe.attention import Latent
 from jmoe.config import ModelConfig
+from pallas_kernels.grouped_gemm.four_bits import PackedWeights, packed_codes
 
 Kind = Literal["matrix", "laid out", "mxfp4", "embedding", "router", "norm", "bias", "gate"]
 """What a parameter is; who draws weights chooses by it how each one begins. A matrix that is laid
@@ -82,6 +83,14 @@ class Parameter:
             return tensors[0]
         on_host = isinstance(tensors[0], np.ndarray)
         return (np if on_host else jnp).concatenate(tensors, axis=-1)
+
+    def kept(self, blocks: Any, scales: Any) -> PackedWeights:
+        """Returns a parameter of MXFP4 as an expert pool keeps it; its tensors are NumPy's."""
+        codes = np.stack([blocks & 15, blocks >> 4], axis=-1).reshape(len(blocks), -1)
+        if self.in_turn:
+            codes, scales = (np.concatenate([x[::2], x[1::2]]) for x in (codes, scales))
+        values = packed_codes(codes)
+        return PackedWeights(values, scales.T, k=codes.shape[1], group=MXFP4_GROUP)
 
     def split(self, parameter: Any) -> dict[str, Any]:
         """Returns tensors by name, as the file has them: the inverse of `assemble`."""

@@ -383,9 +383,10 @@ class EngineConfig:
         "Model",
     )
     quantize: str = setting(
-        "none",
-        "fp8: keep routed and united experts in eight bits (quantization.md).",
-        one_of("none", "fp8"),
+        "auto",
+        "fp8: keep routed and united experts in eight bits; int4, mxfp4: in four "
+        "(quantization.md). auto: as the files have them, on a CPU none, which is faster there.",
+        one_of("auto", "none", "fp8", "int4", "mxfp4"),
         "Model",
     )
     mode: str = setting(

@@ -13,14 +13,22 @@ OPS = (
     "routing",
     "kv_write",
     "grouped_gemm_fp8",
+    "grouped_gemm_int4",
 )
+WEIGHT_BYTES = {"grouped_gemm": 2.0, "grouped_gemm_fp8": 1.0, "grouped_gemm_int4": 19 / 32}
+"""Of the grouped GEMMs. A group of 32 weights in int4 has 3 bytes of scale and zero point."""
 ATTENTION_OPS = ("paged_attention", "prefill_attention", "kv_write")
 """Of these a model with latents has cases of the first alone: decode's kernel runs its prefill, and
 none writes its pages.
 """
 SOURCES = ("pallas_kernels",)  # what their figures depend on
 SKEWS = ("uniform", "exponential")
-_SKEWS = {"grouped_gemm": SKEWS, "grouped_gemm_fp8": SKEWS[:1]}
+_SKEWS = {"grouped_gemm": SKEWS, "grouped_gemm_fp8": SKEWS[:1], "grouped_gemm_int4": SKEWS[:1]}
+
+
+def weight_bits(weight_bytes: float) -> int:
+    """Returns the bits of a weight that takes so many bytes with its part of a group's scale."""
+    return 4 if weight_bytes < 1 else round(8 * weight_bytes)
 
 
 @dataclass(frozen=True)
@@ -89,13 +97,13 @@ class Count(NamedTuple):
     flops: int
 
 
-def count_moe_mlp(shape: Shape, active_experts: int, rows: int, itemsize: int = 2) -> Count:
+def count_moe_mlp(shape: Shape, active_experts: int, rows: int, itemsize: float = 2.0) -> Count:
     """Counts the weights of the experts that have rows, and three products a row.
 
     Activations are left out, which makes the share of the bandwidth a lower bound.
     """
     elements = shape.expert_elements
-    return Count(active_experts * elements * itemsize, 2 * rows * elements)
+    return Count(round(active_experts * elements * itemsize), 2 * rows * elements)
 
 
 def count_attention(
@@ -155,7 +163,8 @@ def all_cases(sizes: Sizes) -> list[Case]:
     """
     cases = []
     for op in OPS:
-        shapes = sizes.quantized_models if op == "grouped_gemm_fp8" else sizes.models
+        is_quantized = WEIGHT_BYTES.get(op, 2) < 2
+        shapes = sizes.quantized_models if is_quantized else sizes.models
         cases += [case for shape in shapes for case in _cases_of(op, shape, sizes)]
     return sorted(cases, key=lambda case: target(case) is None)
 

@@ -1,11 +1,14 @@
 """Random inputs, drawn on the device where they are large."""
 
+from functools import partial
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.kernels.shapes import Shape
-from pallas_kernels.grouped_gemm import QuantizedWeights, quantize
+from pallas_kernels.grouped_gemm import four_bits, quantize
 
 DTYPE = jnp.bfloat16
 NUM_LAYERS, LAYER = 2, 1  # of the KV cache; a layer other than the first, so that its index counts
@@ -48,15 +51,16 @@ class Pool:
         self.gate_up = normal(rng, (self.num_layers * m, d, 2 * f), d**-0.5)
         self.down = normal(rng, (self.num_layers * m, f, d), f**-0.5)
         self._layers: list[tuple[jax.Array, jax.Array]] = []
-        self._quantized: tuple[QuantizedWeights, QuantizedWeights] | None = None
+        self._quantized: dict[float, tuple[Any, Any]] = {}
 
-    def quantized(self) -> tuple[QuantizedWeights, QuantizedWeights]:
-        """Returns the same experts in eight bits; made a few at a time, as float32 takes much
-        room.
+    def quantized(self, itemsize: float) -> tuple[Any, Any]:
+        """Returns the same experts in so many bytes a weight, fp8 or int4; made a few at a time, as
+        float32 takes much room.
         """
-        if self._quantized is None:
-            self._quantized = _in_eight_bits(self.gate_up), _in_eight_bits(self.down)
-        return self._quantized
+        if itemsize not in self._quantized:
+            made = (_quantized(w, itemsize) for w in (self.gate_up, self.down))
+            self._quantized = {itemsize: tuple(made)}
+        return self._quantized[itemsize]
 
     def layer(self, index: int) -> tuple[jax.Array, jax.Array]:
         """Returns one layer's experts in order of slot, as libraries without a pool need them:
@@ -69,9 +73,10 @@ class Pool:
         return self._layers[index]
 
 
-@jax.jit
-def _in_eight_bits(weights):
-    one = jax.lax.map(lambda w: quantize(w[None]), weights)
+@partial(jax.jit, static_argnums=1)
+def _quantized(weights, itemsize):
+    to = quantize if itemsize == 1 else four_bits.quantize
+    one = jax.lax.map(lambda w: to(w[None]), weights)
     return jax.tree.map(lambda leaf: leaf[:, 0], one)
 
 

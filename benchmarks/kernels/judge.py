@@ -16,6 +16,7 @@ from jax import lax
 from pallas_kernels import grouped_gemm
 from pallas_kernels import routing as ops
 from pallas_kernels.backend import references_only
+from pallas_kernels.grouped_gemm import PackedWeights
 
 ROWS = 256  # query rows of the attention reference at a time
 
@@ -55,6 +56,13 @@ def all_experts(x, gate_up, down, gates):
 
 def widened(weights: Any, count: int) -> jax.Array:
     """Returns the first `count` experts of quantized weights in float32, [count, k, columns]."""
+    if isinstance(weights, PackedWeights):
+        values, scales, zeros = (leaf[:count] for leaf in jax.tree.leaves(weights))
+        pairs = values.reshape(*values.shape[:-1], -1, 32)
+        codes = jnp.stack([pairs % 16, pairs // 16], axis=-2).reshape(*values.shape[:-1], -1)
+        wide = (jnp.repeat(x.astype(jnp.float32), weights.group, axis=1) for x in (zeros, scales))
+        zero, scale = (x[:, : weights.k] for x in wide)
+        return (codes.swapaxes(1, 2)[:, : weights.k].astype(jnp.float32) - zero) * scale
     values, scales = (leaf[:count].astype(jnp.float32) for leaf in weights)
     block = values.shape[1] // scales.shape[1]
     return (values * jnp.repeat(jnp.repeat(scales, block, axis=1), block, axis=2)).swapaxes(1, 2)

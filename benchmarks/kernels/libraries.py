@@ -226,4 +226,5 @@ _MAKERS: dict[str, dict[str, Maker]] = {
     "routing": {"XLA reference": _xla},
     "kv_write": {"XLA reference": _xla},
     "grouped_gemm_fp8": {"ours in bfloat16": _bfloat16},
+    "grouped_gemm_int4": {"ours in bfloat16": _bfloat16},
 }

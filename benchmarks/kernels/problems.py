@@ -11,6 +11,7 @@ import numpy as np
 
 from benchmarks.kernels import judge
 from benchmarks.kernels.cases import (
+    WEIGHT_BYTES,
     Case,
     Count,
     Sizes,
@@ -86,9 +87,9 @@ class MoeSet:
 
 def _grouped_gemm(case: Case, sizes: Sizes, rng: np.random.Generator, pools: Pools) -> Problem:
     shape, m = case.shape, case.shape.num_experts
-    pool, is_fp8 = pools.of(shape, rng), case.op == "grouped_gemm_fp8"
-    weights_of_all = pool.quantized() if is_fp8 else (pool.gate_up, pool.down)
-    itemsize = 1 if is_fp8 else 2
+    pool, itemsize = pools.of(shape, rng), WEIGHT_BYTES[case.op]
+    is_plain = itemsize == 2
+    weights_of_all = (pool.gate_up, pool.down) if is_plain else pool.quantized(itemsize)
     likely = min(m, case.tokens * shape.top_k)
     sets, inputs, active = [], [], []
 
@@ -112,7 +113,7 @@ def _grouped_gemm(case: Case, sizes: Sizes, rng: np.random.Generator, pools: Poo
     gates = np.zeros((case.tokens, m), np.float32)
     np.put_along_axis(gates, first.ids, first.weights, axis=1)
     busiest = int(np.bincount(first.ids.ravel()).max())
-    gate_up, down = (judge.widened(w, m) for w in weights_of_all) if is_fp8 else pool.layer(0)
+    gate_up, down = pool.layer(0) if is_plain else (judge.widened(w, m) for w in weights_of_all)
     return Problem(
         itself,
         grouped_gemm.moe_mlp,

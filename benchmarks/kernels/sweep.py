@@ -10,7 +10,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from benchmarks.kernels.cases import Case, Sizes
+from benchmarks.kernels.cases import WEIGHT_BYTES, Case, Sizes, weight_bits
 from pallas_kernels.grouped_gemm import tiles
 from pallas_kernels.paged_attention import tiles as paged_tiles
 from pallas_kernels.prefill_attention import tiles as prefill_tiles
@@ -49,8 +49,8 @@ def chosen(case: Case) -> Any:
     shape = case.shape
     if case.op.startswith("grouped_gemm"):
         sizes = shape.num_experts, shape.d_model, shape.d_ff
-        is_quantized = case.op == "grouped_gemm_fp8"
-        return tiles.choose(case.tokens, shape.top_k, *sizes, is_quantized)
+        bits = weight_bits(WEIGHT_BYTES[case.op])
+        return tiles.choose(case.tokens, shape.top_k, *sizes, bits)
     if case.op == "paged_attention":
         return paged_tiles.choose(shape.head_dim, Sizes().page_size)
     if case.op == "prefill_attention":

@@ -3,7 +3,7 @@
 import json
 import statistics
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -80,13 +80,41 @@ def _tokens(model: Model) -> list[int]:
 
 @asynccontextmanager
 async def plans(settings: Mapping[str, Brownout | None], dry: bool) -> AsyncIterator[Play]:
-    """Yields what plays a setting: decode steps as `jmoe.generate` runs them, with room for all
-    experts, behind exact prompts.
+    """Yields what plays a setting; see `_decodes`."""
+    decodes = _decodes(jmoe.load("bundled", "float32", ways=[WAY]), dry)
 
-    The figures are a play's median step, in time and in this process's processor time (which a busy
+    async def play(name: str, number: int) -> Figures:
+        return decodes(settings[name])
+
+    yield play
+
+
+@asynccontextmanager
+async def formats(
+    settings: Mapping[str, tuple[str, str, Brownout | None]], dry: bool
+) -> AsyncIterator[Play]:
+    """Yields what plays a setting: the dtype of rows, what experts are kept in, and brownout; see
+    `_decodes`.
+    """
+    loaded = {
+        kept: _decodes(jmoe.load("bundled", kept[0], ways=[WAY], quantize=kept[1]), dry)
+        for kept in dict.fromkeys((dtype, quantize) for dtype, quantize, _ in settings.values())
+    }
+
+    async def play(name: str, number: int) -> Figures:
+        dtype, quantize, brownout = settings[name]
+        return loaded[dtype, quantize](brownout)
+
+    yield play
+
+
+def _decodes(model: Model, dry: bool) -> Callable[[Brownout | None], Figures]:
+    """Returns what runs decode steps under a setting, as `jmoe.generate` runs them, with room for
+    all experts, behind exact prompts.
+
+    The figures are the median step, in time and in this process's processor time (which a busy
     machine disturbs less), and a layer's active experts.
     """
-    model = jmoe.load("bundled", "float32", ways=[WAY])
     text = np.array(_tokens(model)[: BATCH * CONTEXT], np.int32).reshape(BATCH, CONTEXT)
     stepper = Stepper(model, None, num_slots=BATCH, max_len=CONTEXT + 1)
     for slot, prompt in enumerate(text):
@@ -95,13 +123,13 @@ async def plans(settings: Mapping[str, Brownout | None], dry: bool) -> AsyncIter
     ends = np.stack([pack_row(slot, kv_len=CONTEXT) for slot in range(BATCH)])
     rows = np.stack([pack_row(slot, kv_len=CONTEXT + 1) for slot in range(BATCH)])
 
-    async def play(name: str, number: int) -> Figures:
+    def run(brownout: Brownout | None) -> Figures:
         times, active = [], 0.0
         clocks = time.perf_counter, time.process_time
         for _ in range(1 if dry else 5):
             stepper.use(None)
             jax.block_until_ready(stepper.prefill(text[:, -1], ends))  # all from the same token
-            stepper.use(settings[name])
+            stepper.use(brownout)
             start = [clock() for clock in clocks]
             out = jax.block_until_ready(stepper.decode(rows))
             times.append([1e3 * (clock() - at) for clock, at in zip(clocks, start, strict=True)])
@@ -109,7 +137,7 @@ async def plans(settings: Mapping[str, Brownout | None], dry: bool) -> AsyncIter
         step, cpu = map(statistics.median, zip(*times, strict=True))
         return {"step_ms": step, "cpu_ms": cpu, "active_experts": active}
 
-    yield play
+    return run
 
 
 @asynccontextmanager

@@ -4,7 +4,7 @@ from benchmarks.pairs.burst import bursts
 from benchmarks.pairs.engines import OUTPUTS, outputs, parts, prefixes
 from benchmarks.pairs.harness import Pair
 from benchmarks.pairs.served import STREAMS, Load, peers, served
-from benchmarks.pairs.steps import WAY, caches, decode, expert_op, plans
+from benchmarks.pairs.steps import WAY, caches, decode, expert_op, formats, plans
 from jmoe.brownout import Brownout, LowestGate
 
 _OUTPUTS = {
@@ -18,6 +18,11 @@ _MASKED = [
     if kind in ("regex", "schema")
     for base in ("greedy", "sampled")
 ]
+_KEPT = {
+    "bfloat16": ("bfloat16", "none"),
+    "float32": ("float32", "none"),
+    **{fmt: ("bfloat16", fmt) for fmt in ("fp8", "int4", "mxfp4")},
+}
 PAIRS: dict[str, Pair] = {
     "secured": Pair(
         "What keys and TLS cost a server whose steps last 16 ms.",
@@ -138,6 +143,20 @@ PAIRS: dict[str, Pair] = {
         against=[
             (f"fp8, {rows} rows of {context}", f"float32, {rows} rows of {context}")
             for rows, context in ((64, 64), (16, 500))
+        ],
+    ),
+    "formats": Pair(
+        "A decode step of 64 rows by what experts are kept in, without brownout and with.",
+        {
+            f"{name}{', t 40' if brownout else ''}": (dtype, quantize, brownout)
+            for brownout in (None, Brownout("partial", 40, WAY))
+            for name, (dtype, quantize) in _KEPT.items()
+        },
+        formats,
+        ("step_ms", "cpu_ms"),
+        rounds=12,
+        against=[
+            (f"{name}{at}", f"bfloat16{at}") for at in ("", ", t 40") for name in list(_KEPT)[1:]
         ],
     ),
     "expert_op": Pair(

@@ -15,7 +15,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.activation import SILU, Activation, gated
-from pallas_kernels.grouped_gemm.quantized import QuantizedWeights, Weights, slot_weights
+from pallas_kernels.grouped_gemm.quantized import Weights, slot_weights, weight_sizes
 from pallas_kernels.grouped_gemm.tiles import BLOCK_M
 
 PIECE_BYTES = 2**31
@@ -65,13 +65,13 @@ def moe_mlp(x, gate_up, down, plan, activation: Activation = SILU, biases=None):
 
 def _block_bytes(x: Array, down: Weights, block_m: int) -> int:
     """Returns the bytes of a block's copied weights and of its rows between products."""
-    f, d = (down.values if isinstance(down, QuantizedWeights) else down).shape[1:]
+    f, d = weight_sizes(down)
     size = x.dtype.itemsize
     return 3 * d * f * size + block_m * (2 * f * 4 + f * size + d * 4 + d * size)
 
 
 def _weights(weights: Weights, slots: Int[Array, "N"], dtype) -> Float[Array, "N k columns"]:
-    if not isinstance(weights, QuantizedWeights):
+    if isinstance(weights, jax.Array):
         return weights[slots]
     return jax.vmap(lambda slot: slot_weights(weights, slot, dtype))(slots)
 

@@ -4,7 +4,8 @@ Weights are on wgmma's M side and rows on its N side. A warpgroup multiplies 64 
 twice that, by 8 to 128 rows: an expert of five rows is not padded to 64, and NaN in a row stays in
 its column of the accumulator. Rows come from shared memory; weights too, as they lie in the pool,
 `[k, columns]`, transposed by wgmma. Quantized ones, `[columns, k]`, go through registers, where
-they become bfloat16 on the way.
+they become bfloat16 on the way. Of bytes with two codes of four bits, shifts make two tiles of 32
+neighbours along k, each multiplied by itself; scales of groups are staged with what they scale.
 
 - Persistent blocks walk over (row tile, column) pairs, neighbours on neighbouring columns of one
   expert. Row tiles of one expert in one group go through a column together, so that L2 holds its
@@ -35,8 +36,9 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, UInt16
 
+from pallas_kernels.grouped_gemm.four_bits import HALF, MIDDLE, PackedWeights
 from pallas_kernels.grouped_gemm.quantized import BLOCK, QuantizedWeights, Weights, weight_sizes
 from pallas_kernels.grouped_gemm.tiles import LANES, GemmTile, Tile
 from pallas_kernels.routing import tile_map
@@ -81,24 +83,35 @@ class Gemm(NamedTuple):
         width, stages = tile.widths[-1], gemm.stages
         columns = weight_sizes(weights)[1]
         block = (gemm.block_k, gemm.columns)
-        operands = [rows, weights]
+        operands: list[Any] = [rows, weights]
+        packed, of_groups = None, []
         if isinstance(weights, QuantizedWeights):
             block = block[::-1]
             operands = [rows, weights.values, weights.scales]
+        elif isinstance(weights, PackedWeights):
+            packed, block = weights, (gemm.columns, gemm.block_k // 2)
+            operands = [rows, *jax.tree.leaves(weights)]
+            shape = stages, gemm.parts, max(1, gemm.block_k // packed.group), gemm.columns
+            of_groups = [plgpu.SMEM(shape, leaf.dtype) for leaf in operands[2:]]
         num_own = len(operands)
         if bias is not None:
             operands.append(bias.astype(jnp.float32))
         num_given = len(operands)
         if then is not None and tile.cluster == 1:
             after, weights = then
-            operands.append(weights.values if isinstance(weights, QuantizedWeights) else weights)
+            operands.append(getattr(weights, "values", weights))
         else:
             after = None
         num_operands = len(operands)
 
         def body(tiles, *refs):
-            scales = refs[2:num_own] or (None,)
-            block = _Block(self, columns, tiles, *refs[:2], *scales, *refs[num_operands:])
+            own, num_staged = refs[2:num_own], len(refs) - len(of_groups)
+            scales = own if packed is None and own else (None,)
+            rest = refs[num_operands:num_staged]
+            block = _Block(self, columns, tiles, *refs[:2], *scales, *rest)
+            if packed is not None:
+                groups = tuple(zip(own, refs[num_staged:], strict=True))
+                block = block._replace(packed=packed, groups=groups)
             if bias is not None:
                 block = block._replace(bias=refs[num_own])
             if after is not None:
@@ -118,9 +131,12 @@ class Gemm(NamedTuple):
                 plgpu.SMEM((stages, width, gemm.block_k), rows.dtype),
                 plgpu.SMEM((stages, gemm.parts, *block), operands[1].dtype),
                 plgpu.SMEM((gemm.consumers, width, LANES), out_dtype),
-                plgpu.Barrier(num_arrivals=gemm.parts + 1, num_barriers=stages),
+                plgpu.Barrier(
+                    num_arrivals=gemm.parts * (1 + len(of_groups)) + 1, num_barriers=stages
+                ),
                 self.empty_barrier(),
                 plgpu.Barrier(num_arrivals=1),
+                *of_groups,
             ],
             compiler_params=plgpu.CompilerParams(
                 approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup
@@ -169,6 +185,8 @@ class _Block(NamedTuple):
     ahead: Any  # barrier: the first consumer has its lead in this item
     then: tuple[Gemm, int, Any] | None = None  # the next product, its columns and its weights
     bias: Any = None  # [slots, columns], float32
+    packed: PackedWeights | None = None  # weights in four bits: what is static of them
+    groups: tuple = ()  # their scales, and zero points: in global memory, and [stages, parts, ..]
 
     def run(self) -> None:
         gemm = self.call.gemm
@@ -269,6 +287,7 @@ class _Block(NamedTuple):
         gemm = call.gemm
         block = self._replace(call=call, columns=columns, rows=self.out, weights=weights)
         step_bytes = gemm.block_k * gemm.parts * gemm.columns * weights.dtype.itemsize
+        step_bytes //= 1 if self.packed is None else 2
         steps = max(1, min(gemm.stages, block.num_k, _PREFETCHED // step_bytes))
 
         @pl.when(block.num_items > 0)
@@ -281,21 +300,32 @@ class _Block(NamedTuple):
     def weights_at(self, item: _Item, part: int, k) -> Any:
         """Returns what a stage holds of a part, in global memory."""
         gemm = self.call.gemm
-        ks = pl.ds(k * gemm.block_k, gemm.block_k)
+        size = gemm.block_k if self.packed is None else gemm.block_k // 2
+        ks = pl.ds(k * size, size)
         columns = pl.ds(self.first_column(item, part), gemm.columns)
-        at = (ks, columns) if self.scales is None else (columns, ks)
+        is_plain = self.scales is None and self.packed is None
+        at = (ks, columns) if is_plain else (columns, ks)
         return self.weights.at[item.slot, *at]
 
     def load_stage(self, item: _Item, k, stage) -> None:
         gemm, tile = self.call.gemm, self.call.tile
         ks = pl.ds(k * gemm.block_k, gemm.block_k)
         for part in range(gemm.parts):
-            plgpu.copy_gmem_to_smem(
-                self.weights_at(item, part, k),
-                self.w_smem.at[stage, part],
-                self.full.at[stage],
-                collective_axes=("rank",) if tile.cluster > 1 else None,
-            )
+            copies = [(self.weights_at(item, part, k), self.w_smem)]
+            for of_all, staged in self.groups:
+                assert self.packed is not None
+                columns = pl.ds(self.first_column(item, part), gemm.columns)
+                first = lax.div(k * gemm.block_k, self.packed.group)
+                copies.append(
+                    (of_all.at[item.slot, pl.ds(first, staged.shape[2]), columns], staged)
+                )
+            for source, staged in copies:
+                plgpu.copy_gmem_to_smem(
+                    source,
+                    staged.at[stage, part],
+                    self.full.at[stage],
+                    collective_axes=("rank",) if tile.cluster > 1 else None,
+                )
 
         def load_rows(width: int) -> None:
             plgpu.copy_gmem_to_smem(
@@ -329,6 +359,7 @@ class _Block(NamedTuple):
     def products(self, i, item: _Item, width: int) -> Sequence[Float[Array, "LANES width"]]:
         gemm, num_k = self.call.gemm, self.num_k
         product = self.product if self.scales is None else self.quantized_product
+        product = product if self.packed is None else self.packed_product
 
         def accumulate(*accs):
             def one_step(k, scales):
@@ -372,7 +403,7 @@ class _Block(NamedTuple):
 
         0 where weights come from registers, which the next stage's are about to take.
         """
-        return self.call.gemm.parts if self.scales is None else 0
+        return self.call.gemm.parts if self.scales is None and self.packed is None else 0
 
     def free(self, step, condition) -> None:
         stage = lax.rem(step, self.call.gemm.stages)
@@ -391,6 +422,20 @@ class _Block(NamedTuple):
             values = self.w_smem[stage, part, own].astype(jnp.float32)
             plgpu.wgmma(acc, (values * scales[part]).astype(jnp.bfloat16), x)
         plgpu.commit_smem()  # TMA overwrites what was read here by other means than its own
+
+    def packed_product(self, accs, stage, width: int, scales: tuple) -> None:
+        assert self.packed is not None
+        own = pl.ds(lax.axis_index("wg") * LANES, LANES)
+        for part, acc in enumerate(accs):
+            for pair in range(self.call.gemm.block_k // (2 * HALF)):
+                codes = self.w_smem[stage, part, own, pl.ds(pair * HALF, HALF)].astype(jnp.uint16)
+                for half, own_codes in enumerate((codes & 15, codes >> 4)):
+                    first = (2 * pair + half) * HALF
+                    group = min(first // self.packed.group, self.groups[0][1].shape[2] - 1)
+                    of_group = [staged[stage, part, group, own] for _, staged in self.groups]
+                    x = self.x_smem.at[stage, pl.ds(0, width), pl.ds(first, HALF)].T
+                    plgpu.wgmma(acc, _dequantized(own_codes, *of_group), x)
+        plgpu.commit_smem()
 
     def block_scales(self, item: _Item, k) -> tuple:
         """Returns the scales of this warpgroup's weights in the k-th step, read a step ahead of
@@ -437,6 +482,41 @@ class _Block(NamedTuple):
                 )
 
         lax.cond(item.rows > width - CHUNK, whole, ragged)
+
+
+def _dequantized(
+    codes: UInt16[Array, "LANES k"], scales: Any, zeros: Any = None
+) -> Float[Array, "LANES k"]:
+    """Returns the bfloat16 that uint16 codes of four bits stand for, as `four_bits.dequantize`
+    does; scales and zero points are a row's.
+
+    A code in the last bits of 128 is a number without a conversion, and two share a register.
+    """
+
+    def wide(of_rows: Any) -> Any:
+        return lax.broadcast_in_dim(of_rows, codes.shape, [0])
+
+    def number(code: Any) -> Any:
+        return lax.bitcast_convert_type(code | jnp.uint16(0x4300), jnp.bfloat16)
+
+    if scales.dtype != jnp.uint8:
+        middle = jnp.bfloat16(128 + MIDDLE)
+        if zeros is not None:
+            middle = wide((zeros.astype(jnp.float32) + 128).astype(jnp.bfloat16))
+        steps = number(codes) - middle
+        if scales.dtype == jnp.bfloat16:
+            return steps * wide(scales)
+        product = steps.astype(jnp.float32) * wide(scales.astype(jnp.float32))
+        return product.astype(jnp.bfloat16)
+    size = number(codes & jnp.uint16(7)) - jnp.bfloat16(128)
+    # Twice the magnitude of E2M1: 0 1 2 3 4 6 8 12.
+    zero = jnp.bfloat16(0)
+    twice = size + jnp.maximum(size - jnp.bfloat16(4), zero)
+    twice = twice + jnp.bfloat16(2) * jnp.maximum(size - jnp.bfloat16(6), zero)
+    sign = (codes & jnp.uint16(8)) << jnp.uint16(12)
+    bits = lax.bitcast_convert_type(twice, jnp.uint16) | sign
+    exponents = lax.bitcast_convert_type(scales.astype(jnp.uint16) << jnp.uint16(7), jnp.bfloat16)
+    return lax.bitcast_convert_type(bits, jnp.bfloat16) * wide(exponents * jnp.bfloat16(0.5))
 
 
 def _round_up(rows):

@@ -7,14 +7,16 @@ gathered before the first and combined after the second by XLA: Hopper's TMA gat
 from collections.abc import Callable
 from functools import partial
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
 from pallas_kernels.activation import SILU, Activation, ClampedSwiglu, Silu
+from pallas_kernels.grouped_gemm.four_bits import HALF, PackedWeights
 from pallas_kernels.grouped_gemm.kernel import CHUNK, Gemm
 from pallas_kernels.grouped_gemm.op import Biases, tile_for
-from pallas_kernels.grouped_gemm.quantized import BLOCK, QuantizedWeights, Weights, weight_sizes
+from pallas_kernels.grouped_gemm.quantized import BLOCK, Weights, weight_bits, weight_sizes
 from pallas_kernels.grouped_gemm.tiles import LANES, Tile
 from pallas_kernels.routing import RowTiles, map_tiles
 from pallas_kernels.routing.op import Dispatch
@@ -28,29 +30,39 @@ def supports(
 ) -> bool:
     """Returns whether the kernels take these shapes and dtypes, and the activation (`JOINS`).
 
-    Rows are bfloat16; d and f multiples of 64 in a pool of bfloat16, of 128 in a quantized one.
+    Rows are bfloat16; d and f multiples of 64 in a pool of bfloat16 or four bits, of 128 in one of
+    eight. Four bits also want both to be 128 at least, and groups of 32 or of a multiple of 64.
     """
     f, d = weight_sizes(down)
     block_m = plan.row_token.shape[0] // plan.block_slot.shape[0]
-    unit = BLOCK if isinstance(down, QuantizedWeights) else LANES
+    bits, weights = weight_bits(down), (gate_up, down)
+    unit = BLOCK if bits == 8 else LANES
     bf16 = x.dtype == jnp.bfloat16 and all(
-        isinstance(w, QuantizedWeights) or w.dtype == jnp.bfloat16 for w in (gate_up, down)
+        w.dtype == jnp.bfloat16 for w in weights if isinstance(w, jax.Array)
     )
-    alike = isinstance(gate_up, QuantizedWeights) == isinstance(down, QuantizedWeights)
+    grouped = all(_takes_groups(w) for w in weights if isinstance(w, PackedWeights))
     return (
         type(activation) in JOINS
         and bf16
-        and alike
+        and weight_bits(gate_up) == bits
+        and grouped
         and d % unit == 0
         and f % unit == 0
+        and (bits > 4 or min(d, f) >= 2 * LANES)
         and block_m % CHUNK == 0
     )
 
 
+def _takes_groups(weights: PackedWeights) -> bool:
+    """Returns whether no stage begins within a group and ends behind it."""
+    group = weights.group
+    return group == HALF or group % (2 * HALF) == 0 or group >= weights.k
+
+
 def moe_mlp(
     x: Float[Array, "T d"],
-    gate_up: Float[Array, "slots d f2"] | QuantizedWeights,
-    down: Float[Array, "slots f d"] | QuantizedWeights,
+    gate_up: Weights,
+    down: Weights,
     plan: Dispatch,
     activation: Activation = SILU,
     biases: Biases | None = None,

@@ -7,7 +7,7 @@ from pallas_kernels.activation import SILU, Activation
 from pallas_kernels.backend import KERNEL, NATIVE, batched, hopper, note
 from pallas_kernels.grouped_gemm import batched as few_launches
 from pallas_kernels.grouped_gemm import reference
-from pallas_kernels.grouped_gemm.quantized import QuantizedWeights, Weights, weight_sizes
+from pallas_kernels.grouped_gemm.quantized import Weights, weight_bits, weight_sizes
 from pallas_kernels.grouped_gemm.tiles import BLOCK_M, Tile, choose
 from pallas_kernels.routing.op import Dispatch
 from pallas_kernels.routing.tile_map import RowTiles
@@ -21,7 +21,7 @@ Biases = tuple[Float[Array, "slots f2"], Float[Array, "slots d"]]
 def tile_for(num_rows: int, top_k: int, num_experts: int, down: Weights) -> Tile:
     """Returns the kernels' tile for `num_rows` rows with `top_k` visits each over `num_experts`."""
     f, d = weight_sizes(down)
-    return choose(num_rows, top_k, num_experts, d, f, isinstance(down, QuantizedWeights))
+    return choose(num_rows, top_k, num_experts, d, f, weight_bits(down))
 
 
 def block_rows(num_visits: int, max_active: int) -> int:
@@ -45,8 +45,8 @@ def row_tiles(num_rows: int, top_k: int, num_experts: int, down: Weights) -> Row
 
 def moe_mlp(
     x: Float[Array, "T d"],
-    gate_up: Float[Array, "slots d f2"] | QuantizedWeights,
-    down: Float[Array, "slots f d"] | QuantizedWeights,
+    gate_up: Weights,
+    down: Weights,
     plan: Dispatch,
     activation: Activation = SILU,
     biases: Biases | None = None,
@@ -55,9 +55,9 @@ def moe_mlp(
     each product with its bias where there are `biases`.
 
     `gate_up` is [slots, d, 2f], gate columns first, and `down` [slots, f, d]; or both are
-    `QuantizedWeights` of these. The whole pool is passed and only the slots in `plan` are read, so
-    no slice of it is made per layer. Products accumulate in float32. Returns float32 rows; a row
-    without visits is zero.
+    `QuantizedWeights` or `PackedWeights` of these. The whole pool is passed and only the slots in
+    `plan` are read, so no slice of it is made per layer. Products accumulate in float32. Returns
+    float32 rows; a row without visits is zero.
     """
     if hopper():
         from pallas_kernels.grouped_gemm import mosaic  # Pallas is not imported where it is unused

@@ -2,8 +2,12 @@
 
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
+
+from pallas_kernels.grouped_gemm import four_bits
+from pallas_kernels.grouped_gemm.four_bits import PackedWeights
 
 BLOCK = 128
 """Rows and columns of the blocks that share a scale."""
@@ -23,17 +27,26 @@ class QuantizedWeights(NamedTuple):
     scales: Float[Array, "slots column_blocks k_blocks"]  # float32
 
 
-Weights = Float[Array, "slots _ _"] | QuantizedWeights
-"""A pool's `gate_up` or `down`, [slots, k, columns], in either number format."""
+Weights = Float[Array, "slots _ _"] | QuantizedWeights | PackedWeights
+"""A pool's `gate_up` or `down`, [slots, k, columns], in any number format."""
 
 
 def weight_sizes(weights: Weights) -> tuple[int, int]:
     """Returns (k, columns) of a pool's weights."""
     if isinstance(weights, QuantizedWeights):
         _, columns, k = weights.values.shape
+    elif isinstance(weights, PackedWeights):
+        k, columns = weights.k, weights.values.shape[1]
     else:
         _, k, columns = weights.shape
     return k, columns
+
+
+def weight_bits(weights: Weights) -> int:
+    """Returns the bits of one of a pool's weights, at most 16, without its scales."""
+    if isinstance(weights, PackedWeights):
+        return 4
+    return 8 if isinstance(weights, QuantizedWeights) else 16
 
 
 def quantize(weights: Float[Array, "slots k columns"]) -> QuantizedWeights:
@@ -56,13 +69,16 @@ def slot_weights(weights: Weights, slot: Int[Array, ""], dtype: Any) -> Float[Ar
     """Returns one slot's weights; quantized ones rounded to `dtype` from float32, as the kernels
     do.
     """
-    if not isinstance(weights, QuantizedWeights):
-        return weights[slot]
-    return dequantize(QuantizedWeights(weights.values[slot], weights.scales[slot]), dtype)
+    own = jax.tree.map(lambda leaf: leaf[slot], weights)
+    return dequantize(own, dtype) if isinstance(own, QuantizedWeights | PackedWeights) else own
 
 
-def dequantize(weights: QuantizedWeights, dtype: Any) -> Float[Array, "*slots k columns"]:
+def dequantize(
+    weights: QuantizedWeights | PackedWeights, dtype: Any
+) -> Float[Array, "*slots k columns"]:
     """Returns weights in `dtype`, rounded from float32; of one slot, or of any number."""
+    if isinstance(weights, PackedWeights):
+        return four_bits.dequantize(weights, dtype)
     *slots, columns, k = weights.values.shape
     shape = *slots, columns // BLOCK, BLOCK, k // BLOCK, BLOCK
     blocks = weights.values.astype(jnp.float32).reshape(shape)

@@ -53,12 +53,12 @@ class Tile:
         return self.widths[-1] * self.cluster
 
 
-def _fill(width: int, gemm: GemmTile, out_bytes: int, weight_bytes: int = 2) -> GemmTile:
+def _fill(width: int, gemm: GemmTile, out_bytes: int, weight_bytes: float = 2.0) -> GemmTile:
     """Returns `gemm` with as many stages as shared memory holds beside the staged results."""
     columns = gemm.parts * gemm.columns
     stage_bytes = gemm.block_k * (2 * width + weight_bytes * columns)
     stages = (SHARED_BYTES - gemm.consumers * width * LANES * out_bytes) // stage_bytes
-    return replace(gemm, stages=min(_MAX_STAGES, stages))
+    return replace(gemm, stages=min(_MAX_STAGES, int(stages)))
 
 
 def decode(width: int, consumers: int) -> Tile:
@@ -89,9 +89,19 @@ def quantized(width: int, cluster: int) -> Tile:
     stage's weights.
     """
     widths = tuple(w for w in (8, 16, 32, 64, 128) if w <= width)
-    gate_up = _fill(width, GemmTile(128, 2, 2), 2, weight_bytes=1)
-    down = _fill(width, GemmTile(128, 1, 2), 2, weight_bytes=1)
+    gate_up = _fill(width, GemmTile(128, 2, 2), 2, weight_bytes=1.0)
+    down = _fill(width, GemmTile(128, 1, 2), 2, weight_bytes=1.0)
     return Tile(widths, cluster, 16, gate_up, down, jnp.dtype(jnp.bfloat16))
+
+
+def packed(width: int, cluster: int) -> Tile:
+    """Returns the tile of weights in four bits: as `quantized`, of stages that divide every
+    multiple of 64. A weight has at most five bytes of scale and zero point for 32 of it.
+    """
+    tile, weight_bytes = quantized(width, cluster), 1 / 2 + 5 / 32
+    gate_up = _fill(width, GemmTile(64, 2, 2), 2, weight_bytes)
+    down = _fill(width, GemmTile(64, 1, 2), 2, weight_bytes)
+    return replace(tile, gate_up=gate_up, down=down)
 
 
 def choose(
@@ -100,7 +110,7 @@ def choose(
     num_experts: int,
     d_model: int,
     d_ff: int,
-    is_quantized: bool = False,
+    weight_bits: int = 16,
 ) -> Tile:
     """Returns the tile for a step of `num_rows` rows with `top_k` visits over `num_experts`
     experts.
@@ -112,8 +122,8 @@ def choose(
     visits = num_rows * top_k
     mean = visits / max(1, min(visits, num_experts))
     width = next((w for w in (8, 16, 32, 64) if num_rows <= w), 128)
-    if is_quantized:
-        return quantized(width, 2 if mean > 64 else 1)
+    if weight_bits < 16:
+        return {8: quantized, 4: packed}[weight_bits](width, 2 if mean > 64 else 1)
     if num_rows > 128 and mean > _PREFILL_MEAN:
         tile = prefill()
     else:

@@ -52,7 +52,7 @@ def evaluate(
     dtype: Annotated[
         str, typer.Option(help="Data type: bfloat16, float16 or float32.")
     ] = "bfloat16",
-    quantize: Quantize = "none",
+    quantize: Quantize = "auto",
     kv_cache_dtype: KvCacheDtype = "auto",
     against: Annotated[
         Path | None,
@@ -158,7 +158,7 @@ def evaluate(
     single = {
         "--leave-one-out": leave_one_out,
         "--sensitivity": sensitivity,
-        "--quantize": quantize != "none",
+        "--quantize": quantize != "auto",
         "--against": against is not None,
     }
     if family is not None and (given := [name for name, is_given in single.items() if is_given]):

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -275,8 +276,9 @@ def _describe(
         ("parameters", f"{count(total)}, {count(active)} active a token"),
         *_memory(cfg, total),
     ]
-    if fp8 := fp8_bytes(cfg):
-        rows.append(("weights in bfloat16, experts in fp8", size(fp8)))
+    for fmt, whole in quantized_bytes(cfg).items():
+        said = f"{size(whole)}, slower than bfloat16 on a CPU"
+        rows.append((f"weights in bfloat16, experts in {fmt}", said))
     there = {} if directory is None else united_bytes(directory)
     found = [
         (f"way {k}", f"{_a_layer(cfg, k)}, {size(stored)} on disk") for k, stored in there.items()
@@ -410,22 +412,25 @@ def _a_layer(cfg: "ModelConfig", way: int) -> str:
     return f"{-(-cfg.num_experts // way)} a layer"
 
 
-def fp8_bytes(cfg: "ModelConfig") -> int:
-    """Returns the bytes of a model with experts in fp8 (`--quantize fp8`) and the rest in bfloat16;
-    0 where they cannot be.
+def quantized_bytes(cfg: "ModelConfig") -> dict[str, int]:
+    """Returns the bytes of a model with experts in each format that `--quantize` knows and that the
+    model can have, and the rest in bfloat16.
     """
     import jax
 
     from jmoe.checkpoint import empty_pool
 
-    try:
-        pool = jax.eval_shape(lambda: empty_pool(cfg, 1, jax.numpy.dtype("bfloat16"), "fp8"))
-    except ValueError:
-        return 0
-    count = cfg.num_moe_layers * cfg.num_experts
-    rest = num_parameters(cfg) - count * expert_parameters(cfg)
-    expert = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(pool))
-    return count * expert + rest * _BYTES["bfloat16"]
+    count, found = cfg.num_moe_layers * cfg.num_experts, {}
+    rest = (num_parameters(cfg) - count * expert_parameters(cfg)) * _BYTES["bfloat16"]
+    for fmt in ("fp8", "int4", "mxfp4"):
+        make = partial(empty_pool, cfg, 1, jax.numpy.dtype("bfloat16"), fmt)
+        try:
+            pool = jax.eval_shape(make)
+        except ValueError:
+            continue
+        expert = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(pool))
+        found[fmt] = count * expert + rest
+    return found
 
 
 def _united_bytes_of(cfg: "ModelConfig", way: int) -> int:

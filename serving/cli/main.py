@@ -274,7 +274,7 @@ def generate(
     dtype: Annotated[
         str, typer.Option(help="Data type: bfloat16, float16 or float32.")
     ] = "bfloat16",
-    quantize: Quantize = "none",
+    quantize: Quantize = "auto",
     kv_cache_dtype: KvCacheDtype = "auto",
     tokens: Annotated[
         bool, typer.Option(help="Prompts are token ids, separated by commas.")
@@ -315,8 +315,6 @@ def generate(
         kind: Any = own_strategy(strategy or "") or strategy or "partial"
         brownout = jmoe.Brownout(kind, brownout_threshold, way, keep, levels)
     directories = family_flag(model or ["bundled"], family)
-    if family is not None and quantize != "none":
-        raise ValueError(f"--quantize {quantize} is of a single model; leave out --family")
     with progress_bar() as progress:
 
         def loading(done: int, total: int) -> None:
@@ -326,9 +324,10 @@ def generate(
             "progress": loading,
             "allow_unknown_config": allow_unknown_config or (),
             "revision": hub_revision,
+            "quantize": quantize,
         }
         if family is None:
-            models = [jmoe.load(directories[""], dtype, quantize=quantize, **shared)]
+            models = [jmoe.load(directories[""], dtype, **shared)]
         else:
             models = [*jmoe.load_family(directories, family, dtype, **shared)]
         models = [one.with_kv_cache_dtype(kv_cache_dtype) for one in models]

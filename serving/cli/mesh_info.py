@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from serving.cli.info import (
     Section,
     expert_parameters,
-    fp8_bytes,
     kv_bytes_per_token,
     num_parameters,
+    quantized_bytes,
 )
 
 if TYPE_CHECKING:
@@ -51,10 +51,12 @@ def device_section(cfg: "ModelConfig", device_gb: float = DEVICE_GB) -> Section:
 
     _check(device_gb)
     rows, whole = [], num_parameters(cfg) * DTYPE_BYTES
-    forms = {f"all in {DTYPE}": whole, "experts in fp8": fp8_bytes(cfg)}
+    forms = {
+        f"all in {DTYPE}": whole,
+        **{f"experts in {fmt}": size for fmt, size in quantized_bytes(cfg).items()},
+    }
     for form, weights in forms.items():
-        if weights:
-            rows.append((f"left for KV, {form}", _kv(cfg, 1, _left(cfg, 1, device_gb, weights))))
+        rows.append((f"left for KV, {form}", _kv(cfg, 1, _left(cfg, 1, device_gb, weights))))
     if _left(cfg, 1, device_gb, whole) <= 0:
         for n in _MESHES:
             slots = cfg.num_moe_layers * slots_per_layer(cfg.num_experts, n)

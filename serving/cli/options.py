@@ -42,7 +42,13 @@ AllowUnknownConfig = Annotated[
     ),
 ]
 
-Quantize = Annotated[Literal["none", "fp8"], typer.Option(help="fp8: keep experts in eight bits.")]
+Quantize = Annotated[
+    Literal["auto", "none", "fp8", "int4", "mxfp4"],
+    typer.Option(
+        help="fp8: keep experts in eight bits; int4, mxfp4: in four. auto: as the files have them, "
+        "on a CPU none."
+    ),
+]
 KvCacheDtype = Annotated[
     Literal["auto", "fp8", "fp8_e4m3"],
     typer.Option(help="fp8: keep keys and values in eight bits. auto: in dtype."),

@@ -497,7 +497,7 @@ class AttentionWorker:
                     if self._moe_layers[layer]:
                         warm_copies(self.device, h, size, self._experts[0])
                 if group == PREFILL:
-                    self.device.score(places, np.zeros(size, np.int32))
+                    self.device.score(places, np.zeros(size, np.int32), False)
         for size in {MOST_CHUNKS, *self._buckets[DECODE]}:
             shapes = np.zeros((size, NUM_SHAPE_COLUMNS), np.int32)
             for row in rows_of_all_modes():

@@ -92,6 +92,12 @@ def load_models(config: EngineConfig, mesh: Mesh | None, progress: Progress) -> 
     def layers(done: int, total: int) -> None:
         progress("loading", done, total)
 
+    if config.quantize not in ("auto", "none") and jax.default_backend() == "cpu":
+        log.warning(
+            "engine.quantize is %s: a CPU's steps take longer with it, since experts are "
+            "dequantized in each",
+            config.quantize,
+        )
     if config.models:
         return load_family(
             named_models(config.models),
@@ -106,6 +112,7 @@ def load_models(config: EngineConfig, mesh: Mesh | None, progress: Progress) -> 
             params_on_host=0 < config.resident_sets < len(config.models),
             revision=config.hub_revision,
             chat_template=config.chat_template,
+            quantize=config.quantize,
         )
     directory = resolve(config.model, config.hub_revision)
     if config.model not in (BUNDLED, str(directory)):
@@ -113,12 +120,6 @@ def load_models(config: EngineConfig, mesh: Mesh | None, progress: Progress) -> 
     if mesh is not None and not is_native(directory):
         cfg = read_config(directory, allow_unknown_config=config.allow_unknown_config)
         check_mesh(cfg, jnp.dtype(config.dtype).itemsize, mesh.size, config.balance)
-    if config.quantize != "none" and jax.default_backend() == "cpu":
-        log.warning(
-            "engine.quantize is %s: a CPU's steps take longer with it, since experts are "
-            "dequantized in each",
-            config.quantize,
-        )
     return load(
         config.model,
         config.dtype,

@@ -18,11 +18,11 @@ import jmoe
 from jmoe.checkpoint import CheckpointError
 from jmoe.config import read_config
 from jmoe.config_fields import ConfigError
-from jmoe.experts import Fp8Pool
+from jmoe.experts import QuantizedPool
 from jmoe.parallel.home import make_mesh
 from pallas_kernels import routing
 from pallas_kernels.activation import SILU
-from serving.cli.info import fp8_bytes
+from serving.cli.info import quantized_bytes
 from serving.config import EngineConfig
 from serving.startup.loading import load_models
 from tests.jmoe.conftest import GOLDEN, add_united
@@ -261,6 +261,10 @@ def test_forward_and_generate_run_over_it(models, way):
 def test_a_checkpoint_of_whole_blocks_keeps_its_bits(tmp_path):
     source = jmoe.api.resolve("bundled")
     directory, _ = write(source, tmp_path / "fp8", "published", keep=("shared_expert_gate.weight",))
+    # Not what quantizing would choose: the largest element is not 448.
+    name = "model.layers.1.mlp.experts.3.gate_proj.weight"
+    halved = load_file_fp8(directory / "model.safetensors")[name].astype(np.float32) / 4
+    retensor(directory, **{name: halved.astype(FP8)})
     pool, cfg = jmoe.load(directory, quantize="fp8", ways=[]).pool, read_config(directory)
     at = "model.layers.1.mlp.experts.3."
     tensors, slot = load_file_fp8(directory / "model.safetensors"), cfg.num_experts + 3
@@ -272,14 +276,14 @@ def test_a_checkpoint_of_whole_blocks_keeps_its_bits(tmp_path):
     assert not got[width:row].astype(np.float32).any()
     np.testing.assert_array_equal(np.asarray(pool.down.values[slot])[:, :width], down)
     scales = [tensors[f"{at}{name}_proj.weight_scale_inv"][0, 0] for name in ("gate", "up")]
-    np.testing.assert_allclose(pool.gate_up.scales[slot][:, 0], scales, rtol=1e-6)
+    np.testing.assert_array_equal(pool.gate_up.scales[slot][:, 0], scales)
 
 
 def test_a_server_on_a_cpu_says_that_it_is_slower(caplog):
     config = EngineConfig(model="bundled", dtype="float32", quantize="fp8")
     model = load_models(config, None, lambda *_: None)
     assert isinstance(model, jmoe.api.Model)
-    assert isinstance(model.pool, Fp8Pool)
+    assert isinstance(model.pool, QuantizedPool)
     assert "engine.quantize is fp8: a CPU's steps take longer" in caplog.text
 
 
@@ -287,10 +291,10 @@ def test_it_takes_a_byte_a_weight(models):
     pool, cfg = models[0].pool, models[0].config
     experts = cfg.num_moe_layers * cfg.num_experts
     rest = models[0].num_parameters - experts * 3 * cfg.d_model * cfg.d_ff_expert
-    assert fp8_bytes(cfg) == experts * pool.slot_bytes + 2 * rest
+    assert quantized_bytes(cfg)["fp8"] == experts * pool.slot_bytes + 2 * rest
     d, f = 128, 128  # 96 wide, padded
     assert pool.slot_bytes == 3 * d * f + 3 * 4
-    assert isinstance(pool.empty(4), Fp8Pool)
+    assert isinstance(pool.empty(4), QuantizedPool)
     assert pool.empty(4).num_slots == 4
 
 
@@ -307,7 +311,7 @@ def test_it_is_spread_and_saved(models, tmp_path):
 
 
 def test_what_cannot_be_kept_in_fp8_is_named(tmp_path):
-    with pytest.raises(ValueError, match="quantize is 'int3'; it must be one of none, fp8"):
+    with pytest.raises(ValueError, match=r"quantize is 'int3'; .* auto, none, fp8, int4, mxfp4"):
         jmoe.load("bundled", quantize="int3")
     shutil.copytree(GOLDEN / "qwen2_moe", tmp_path / "model")
     add_united(tmp_path / "model")

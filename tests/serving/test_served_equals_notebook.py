@@ -119,6 +119,20 @@ class Made:
         models = {"": model.with_kv_cache_dtype("fp8")}
         return Mode(partial(aep.settings, kv_cache_dtype="fp8"), models, None, EIGHT_BITS)
 
+    def int4_workers(self) -> Mode:
+        """Makes a mode of asynchronous workers whose experts are in four bits."""
+        given = {**AEP, "model": str(GOLDEN), "compilation_cache": "", "quantize": "int4"}
+        return self.of({"": jmoe.load(GOLDEN, "float32", quantize="int4")}, **given)
+
+    def mxfp4_host_experts(self) -> Mode:
+        """Makes a mode of `host experts` whose experts are in four bits, there too."""
+        host = self("host experts")
+        models = {
+            name: jmoe.load(path, "float32", quantize="mxfp4")
+            for name, path in self.directories.items()
+        }
+        return Mode(partial(host.settings, quantize="mxfp4"), models)
+
     def bundled(self) -> Mode:
         model = jmoe.load("bundled", "float32")
         return Mode(config, {"": model}, model)
@@ -620,6 +634,7 @@ ROWS = {
     "one: fp8 KV": Row("fp8 kv", parts, RESTLESS),
     "family: fp8 KV": Row("fp8 kv family", mixes),
     "workers: fp8 KV": Row("fp8 kv workers", many_at_once),
+    "workers: int4": Row("int4 workers", many_at_once),
     "workers: prefix reuse": Row("workers", prefix_reuse(range(6), *REUSED), WORKERS_REUSE),
     "workers: shaped, room": Row("workers", shaped(evicted=False), {"max_model_len": 96}),
     "workers: shaped, evictions": Row(
@@ -631,6 +646,7 @@ ROWS = {
     "host experts: ls_first": Row("host experts", fetched, exhaustive=True),
     "host experts: restless": Row("host experts", fetched, RESTLESS),
     "host experts: sets that come and go": Row("host experts", fetched, {"resident_sets": 2}),
+    "host experts: mxfp4": Row("mxfp4 host experts", fetched, RESTLESS),
     "host experts: differences": Row("differences", fetched_differences),
     "mixed: three interleavings": Row("mixed", mixes),
     "mixed: beside brownout": Row(

@@ -250,7 +250,6 @@ ASKING = {
     "engine.mixed_models": 3,
     "engine.brownout.strategy": "module:Class",
     "engine.brownout.levels": True,
-    "engine.quantize": "fp8",
     "engine.model_stay_s": 1.0,
     "engine.brownout.best_effort_ttft_slo_s": 1.0,
     "engine.brownout.best_effort_itl_slo_s": 1.0,

@@ -54,7 +54,7 @@ class EvaluateConfig:
     seed: int = 0
     out: Path = Path("out/evaluate")
     allow_unknown_config: tuple[str, ...] = ()  # as of `jmoe.load`
-    quantize: str = "none"  # likewise
+    quantize: str = "auto"  # likewise
     family: Path | None = None  # the map by which `model` shares its siblings' experts
     kv_cache_dtype: str = "auto"  # likewise
     united_of: str = ""  # fingerprint of the sibling whose united experts `model` uses
@@ -301,7 +301,7 @@ class Work:
             "batch": config.batch,
             "chunk": config.chunk,
             "error_steps": config.error_steps,
-            **({} if config.quantize == "none" else {"quantize": config.quantize}),
+            **({} if (kept := self.model.pool.format) == "none" else {"quantize": kept}),
             **(
                 {}
                 if config.family is None

@@ -63,6 +63,9 @@ CONVERT_PER_CLOCK = 64
 FP32_PER_CLOCK = 128
 """Multiplications and additions in float32 (the same table)."""
 
+INT32_PER_CLOCK = 64
+"""Shifts, masks and additions of int32 (the same table)."""
+
 EPILOGUE_CYCLES = 300
 """Of an item of the grouped GEMM beside its elements: waiting for the accumulators, a fence and the
 start of the store. An estimate."""

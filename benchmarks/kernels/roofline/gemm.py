@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.kernels.cases import Case, count_moe_mlp
+from benchmarks.kernels.cases import WEIGHT_BYTES, Case, count_moe_mlp, weight_bits
 from benchmarks.kernels.inputs import choices
 from benchmarks.kernels.roofline import assumptions as h200
 from benchmarks.kernels.roofline.parts import (
@@ -52,7 +52,7 @@ class Product(NamedTuple):
     columns: int
     out_columns: int
     out_bytes: int  # of an element
-    weight_bytes: int  # of an element
+    weight_bytes: float  # of an element
 
     @property
     def workers(self) -> int:
@@ -65,7 +65,7 @@ class Product(NamedTuple):
         return -(-self.columns // (self.gemm.parts * self.gemm.columns))
 
     @property
-    def matrix_bytes(self) -> int:
+    def matrix_bytes(self) -> float:
         """Weights of one expert."""
         return self.k * self.columns * self.weight_bytes
 
@@ -99,11 +99,16 @@ class Product(NamedTuple):
         products.
         """
         products = self.k / 16 * self.gemm.parts * self.gemm.consumers
-        return products * h200.wgmma_cycles(self.width(rows), self.weight_bytes == 1)
+        return products * h200.wgmma_cycles(self.width(rows), self.weight_bytes < 2)
 
     def dequantize(self) -> float:
-        """Returns the cycles that an item's weights take: two conversions and a product each."""
+        """Returns the cycles that an item's weights take: two conversions and a product each. In
+        four bits two share a register: a byte is widened for them, a shift or mask, a mask, a
+        difference and a product.
+        """
         each = 2 / h200.CONVERT_PER_CLOCK + 1 / h200.FP32_PER_CLOCK
+        if self.weight_bytes < 1:
+            each = (0.5 + 0.5 + 0.5) / h200.INT32_PER_CLOCK + (0.5 + 0.5) / h200.FP32_PER_CLOCK
         return self.k * self.gemm.parts * self.gemm.columns * each
 
     def load(self, rows: int) -> float:
@@ -169,7 +174,7 @@ class Product(NamedTuple):
             (PADDING, mean_us(multiply)),
             (REREADS, max(h200.copy_us(again), l2_us, mean_us(local))),
         ]
-        if self.weight_bytes == 1:
+        if self.weight_bytes < 2:
             alone = self.dequantize()
             # One warpgroup converts while the other multiplies; each does both by itself.
             local = np.maximum(local, alone) + np.minimum(local, alone) / self.gemm.consumers
@@ -185,11 +190,11 @@ def _us(cycles: float) -> float:
     return cycles / h200.PRODUCT_GHZ / 1e3
 
 
-def products(case: Case, shape: Shape, weight_bytes: int) -> list[Product]:
+def products(case: Case, shape: Shape, weight_bytes: float) -> list[Product]:
     """Returns both products of a case, with the tile that the op would choose."""
     rows = rows_of_experts(shape, case.tokens, case.skew or "uniform")
     sizes = shape.num_experts, shape.d_model, shape.d_ff
-    tile = choose(case.tokens, shape.top_k, *sizes, weight_bytes == 1)
+    tile = choose(case.tokens, shape.top_k, *sizes, weight_bits(weight_bytes))
     d, f = shape.d_model, shape.d_ff
     return [
         Product("grouped_gemm_gate_up", tile, tile.gate_up, rows, d, 2 * f, f, 2, weight_bytes),
@@ -201,13 +206,12 @@ def products(case: Case, shape: Shape, weight_bytes: int) -> list[Product]:
 
 
 def predict(case: Case) -> Prediction:
-    """Predicts `grouped_gemm` and `grouped_gemm_fp8`."""
-    shape, tokens = case.shape, case.tokens
-    weight_bytes = 1 if case.op == "grouped_gemm_fp8" else 2
+    """Predicts a grouped GEMM, in any number format."""
+    shape, tokens, weight_bytes = case.shape, case.tokens, WEIGHT_BYTES[case.op]
     rows = rows_of_experts(shape, tokens, case.skew or "uniform")
     active = sum(r > 0 for r in rows)
     count = count_moe_mlp(shape, active, sum(rows), weight_bytes)
-    unit = LANES if weight_bytes == 2 else 128
+    unit = 128 if weight_bytes == 1 else LANES
     if shape.d_model % unit or shape.d_ff % unit:
         return by_reference(count)
     up, down = products(case, shape, weight_bytes)

@@ -412,10 +412,6 @@ FAMILY = ((1, "one"), (2, "two"))
         (["--model", "a=x", "--family", "none.json"], "--family is none.json; there is no such"),
         (["--family", __file__], "--family needs --model NAME=DIR for each"),
         (["--model", "a=x", "--family", __file__], "--family needs --model NAME=DIR for each"),
-        (
-            ["--model", "a=x", "--model", "b=y", "--family", __file__, "--quantize", "fp8"],
-            "is of a single model; leave out --family",
-        ),
     ],
 )
 def test_models_of_a_family_that_cannot_be_are_named(
