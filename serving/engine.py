@@ -791,6 +791,8 @@ class Engine:
             if not request.is_audit:
                 latencies.add(request.priority, sequence.arrived_at, sequence.previous_at)
             sequence.previous_at = now
+            if not sequence.tokens:
+                sequence.first_at = now
             self._price(sequence, curves[request.model], percents[at])
             token, logprob = result.tokens[at], result.logprobs[at]
             try:

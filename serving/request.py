@@ -431,3 +431,4 @@ class EngineStats:
     refused: tuple[Refused, ...] = ()  # `requests_rejected`, apart by key and class
     priced_tokens: int = 0  # sampled tokens whose expected loss is known
     expected_loss_nats: float = 0.0  # of them together
+    prefix_queries: int = 0  # prompt tokens that were looked up for prefix reuse
