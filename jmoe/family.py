@@ -38,13 +38,17 @@ Progress = Callable[[int, int], None] | None
 """`(layers done, layers in all)`."""
 
 
-@dataclass(frozen=True, repr=False, eq=False)
+@dataclass(repr=False, eq=False)
 class Family(Sequence[Model]):
-    """Models of one architecture over one pool, in the order in which they were named."""
+    """Models of one architecture over one pool, in the order in which they were named. Only which
+    model is at a place changes, and only where models may come and go (`jmoe.arrival`).
+    """
 
     models: tuple[Model, ...]
     sharing: Sharing
     offloaded: OffloadedExperts | None = None  # experts without a slot for good
+    routed_slots: int = 0  # of the pool, for models that come and go; 0: none do
+    vacant: frozenset[int] = frozenset()  # places without a model, which stand for the first
 
     @classmethod
     def of(cls, model: "Model | Family") -> "Family":
@@ -61,8 +65,15 @@ class Family(Sequence[Model]):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the models."""
-        return tuple(model.name for model in self.models)
+        """Names of the models, by place; empty where it is vacant."""
+        return tuple("" if at in self.vacant else one.name for at, one in enumerate(self.models))
+
+    def put(self, number: int, model: Model | None) -> None:
+        """Puts a model at a place, between two programs; None: what was there leaves."""
+        models = list(self.models)
+        models[number] = model or models[0]
+        self.models = tuple(models)
+        self.vacant = (self.vacant | {number}) if model is None else (self.vacant - {number})
 
     @property
     def weight_bytes(self) -> int:
@@ -125,6 +136,7 @@ def load_family(
     spare_experts: int = 0,
     revision: str = "",
     chat_template: str | Path = "",
+    spare_models: int = 0,
 ) -> Family:
     """Loads Hugging Face directories of one architecture into one pool.
 
@@ -145,6 +157,7 @@ def load_family(
         spare_experts: slots that those can be fetched into; 0: they never are.
         revision: branch, tag or commit of each model of the Hub; empty: its main branch.
         chat_template: a file, in place of every model's own template.
+        spare_models: further places, with slots for all experts of as many models that come later.
 
     A tensor beside the experts that is equal in two models is on the device once.
 
@@ -154,6 +167,13 @@ def load_family(
     vocabulary, SharingError for a map of other models; then as `jmoe.load`.
     """
     kind = check_dtype(dtype)
+    comes_and_goes = sharing is None and not resident_experts
+    spare_models = integer("spare_models", spare_models)
+    if spare_models and not comes_and_goes:
+        raise ValueError(
+            f"spare_models is {spare_models}; models come and go in a family without a map of "
+            "shared experts and with all experts on the device"
+        )
     resident_experts = integer("resident_experts", resident_experts)
     spare_experts = integer("spare_experts", spare_experts)
     found, cfgs, tokenizers = check_family(
@@ -184,8 +204,10 @@ def load_family(
         check_spare(spare_experts, needed_by_a_row(homes.users, cfg.experts_per_token))
     held_experts = sharing.slots()[1]
     num_united = num_united_slots(next(iter(united.values())))
-    tables = _tables(homes, num_united)
-    num_slots = homes.num_slots + len(found) * cfg.num_moe_layers * num_united
+    routed_slots = homes.num_slots + spare_models * cfg.num_moe_layers * cfg.num_experts
+    tables = _tables(homes, num_united, routed_slots)
+    num_places = len(found) + spare_models
+    num_slots = routed_slots + num_places * cfg.num_moe_layers * num_united
     held = PoolHolder(checkpoint.empty_pool(cfg, num_slots, kind))
     reader = _Reader(held, held_experts, homes, cfg)
     if (sharing.owners == MERGED).any():
@@ -207,7 +229,13 @@ def load_family(
             residuals = read_residuals(sharing, experts, cfg, check_weights)
             source = ByDifference(residuals, number, homes.substitute)
         offloaded = OffloadedExperts(homes.spare, source, homes.users, homes.substitute)
-    return Family(tuple(models), sharing, offloaded)
+    return Family(
+        (*models, *models[:1] * spare_models),
+        sharing,
+        offloaded,
+        routed_slots if comes_and_goes else 0,
+        frozenset(range(len(models), num_places)),
+    )
 
 
 def check_family(
@@ -321,12 +349,12 @@ def _common_ways(
     return {name: choose_ways(ways, wanted, name) for name, ways in found.items()}
 
 
-def _tables(homes: Homes, num_united: int) -> list[ExpertTable]:
-    """Returns a table for each model: the slots of its routed experts, and after all of those its
-    own slots for united ones.
+def _tables(homes: Homes, num_united: int, first: int) -> list[ExpertTable]:
+    """Returns a table for each model: the slots of its routed experts, and its own slots for united
+    ones, from `first` on.
     """
     count, layers, experts = homes.routed.shape
-    own = np.arange(count * layers * num_united, dtype=np.int32) + homes.num_slots
+    own = np.arange(count * layers * num_united, dtype=np.int32) + first
     own = own.reshape(count, layers, num_united)
     groups = jnp.full((layers, experts), -1, jnp.int32)
     offloaded = [None] * count if homes.offloaded is None else map(jnp.asarray, homes.offloaded)

@@ -232,12 +232,13 @@ def check_count(what: str, count: int, most: int, param: str | None = None) -> N
 
 
 def number_of(model: str, names: Sequence[str]) -> int:
-    """Returns the number of the model with this name; empty: the first.
+    """Returns the number of the model with this name; empty: the first. A name that is empty among
+    `names` is a vacant place's.
 
     Raises NotFound, which lists the served models.
     """
     if model and model not in names:
-        have = ", ".join(map(shown, names))
+        have = ", ".join(shown(name) for name in names if name)
         verb = "is" if len(names) == 1 else "are"
         raise NotFound(f"model {shown(model)} is not served; {have} {verb}")
     return names.index(model) if model else 0
@@ -286,6 +287,7 @@ class Request:
     allow_audit: bool = True  # False: its answer is never scored again
     key: str = ""  # name of the caller's API key
     is_audit: bool = False  # the engine's own: it scores an answer, and counts for no caller
+    model_name: str = ""  # under which it is served
 
 
 @dataclass(frozen=True)

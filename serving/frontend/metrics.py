@@ -480,12 +480,12 @@ class ModelLoad:
     """What each model's finished requests had; further numbers if several models are served."""
 
     def __init__(self) -> None:
-        self.finished, self.degraded = Counter[int](), Counter[int]()
-        self._lengths = defaultdict[str, dict[int, Histogram]](dict)  # by metric and model
+        self.finished, self.degraded = Counter[str](), Counter[str]()
+        self._lengths = defaultdict[str, dict[str, Histogram]](dict)  # by metric and model
 
     def request_finished(self, sequence: "SequenceState", output: Output, now: float) -> None:
         """Counts a finished request of a model."""
-        model, usage, began_at = sequence.request.model, output.usage, sequence.began_at
+        model, usage, began_at = sequence.request.model_name, output.usage, sequence.began_at
         self.finished[model] += 1
         self.degraded[model] += usage.degraded_visits
         for name, value in (
@@ -501,8 +501,6 @@ class ModelLoad:
 
     def collect(self, engine: "Engine | None") -> Iterator[Metric]:
         """Yields metric families with the model as label."""
-        if engine is None:
-            return
         for name, about in (
             ("prompt_tokens", "Tokens of a finished request's prompt"),
             ("generation_tokens", "Tokens of its answer"),
@@ -511,25 +509,27 @@ class ModelLoad:
         ):
             made = HistogramMetricFamily(PREFIX + "request_" + name, about, labels=["model_name"])
             for model, histogram in sorted(self._lengths[name].items()):
-                histogram.add_to(made, [engine.names[model]])
+                histogram.add_to(made, [model])
             yield made
-        if len(engine.names) < 2:
+        if engine is None or len(engine.names) < 2:
             return
         scheduler, registry, fetcher = engine.scheduler, engine.registry, engine.fetcher
-        running = Counter(s.request.model for s in list(scheduler.running))
-        waiting = Counter(s.request.model for s in scheduler.waiting)
+        running = Counter(s.request.model_name for s in list(scheduler.running))
+        waiting = Counter(s.request.model_name for s in scheduler.waiting)
         for kind, name, about, counts in (
             (_COUNTER, "degraded_visits", "Degraded visits of finished requests", self.degraded),
             (GaugeMetricFamily, "num_requests_running", "Requests that hold pages", running),
             (GaugeMetricFamily, "num_requests_waiting", "Requests in the queue", waiting),
         ):
-            named = {model: counts[number] for number, model in enumerate(engine.names)}
+            named = {model: counts[model] for model in engine.names if model}
             yield family(kind, f"{name}_by_model", about, "model_name", named)
         yield counter(
             "mixed_steps", "Decode steps with rows of several models", scheduler.num_mixed
         )
         yield gauge(
-            "resident_models", "Models whose weights are on the device", registry.num_resident
+            "resident_models",
+            "Models whose weights are on the device",
+            len(scheduler.models or list(filter(None, engine.names))),
         )
         about = "Sets of non-expert weights copied in the place of others"
         yield counter("model_swaps", about, registry.num_swaps)

@@ -81,16 +81,13 @@ class Server:
 
     @property
     def model_names(self) -> Sequence[str]:
-        """The served models' names, which are known before loading."""
+        """The names of the models that are served now, which are known before loading."""
+        if self.engine is not None:
+            return [name for name in self.engine.names if name]
         config = self.config
         if config.engine.models:
             return list(named_models(config.engine.models))
-        if config.served_model_name:
-            return [config.served_model_name]
-        family = None if self.engine is None else self.engine.family
-        if family is not None:
-            return family.names
-        return [self._model_name]
+        return [config.served_model_name or self._model_name]
 
     def readiness(self) -> tuple[bool, str]:
         """Returns whether health is SERVING, and a word that says why. Thread-safe."""
@@ -142,8 +139,11 @@ class Server:
 
     async def attach(self, engine: "Engine") -> None:
         """Starts serving with `engine`, which `drain` and `stop` will stop."""
+        config = self.config
+        if config.engine.models or config.served_model_name or engine.family is None:
+            names = self.model_names
+            engine.names[: len(names)] = names
         self.engine = engine
-        engine.names = tuple(self.model_names)
         engine.request_timeout_s = self.config.request_timeout_s
         if self.config.exit_on_failure:
             engine.on_unresponsive = _exit_at_once

@@ -162,6 +162,21 @@ class AdminService(rpc.AdminServicer):
         after = await status.set_brownout(engine, change, context.peer())
         return convert.brownout_state(after)
 
+    async def LoadModel(self, request: pb.LoadModelRequest, context: Any) -> pb.ServedModels:
+        """Loads a model beside the others; answers when requests may name it."""
+        await self._server.ready_engine().load_model(request.name, request.directory)
+        return self._served()
+
+    async def UnloadModel(self, request: pb.UnloadModelRequest, context: Any) -> pb.ServedModels:
+        """Unloads a model; answers when what it took is free."""
+        ended = await self._server.ready_engine().unload_model(request.name, request.drain_s)
+        return self._served(ended)
+
+    def _served(self, num_ended: int = 0) -> pb.ServedModels:
+        names = self._server.model_names
+        vacant = len(self._server.ready_engine().names) - len(names)
+        return pb.ServedModels(names=names, num_vacant=vacant, num_ended=num_ended)
+
     async def GetStats(self, request: pb.GetStatsRequest, context: Any) -> pb.Stats:
         """Returns the current counters and gauges."""
         return convert.stats(self._server.ready_engine().stats())

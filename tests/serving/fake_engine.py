@@ -45,7 +45,7 @@ class FakeEngine:
         self.config = config or EngineConfig(
             max_model_len=2048, threshold_buckets_percent=(20, 40, 70, 100)
         )
-        self.status, self.names = "ready", ("counter",)
+        self.status, self.names = "ready", ["counter"]
         most = self.config.max_model_len
         self.bounds = Bounds(most - 1, 4 * most, 100, self.config.max_logprobs_per_call)
         model = SimpleNamespace(

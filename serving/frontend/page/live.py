@@ -232,18 +232,19 @@ def _models(engine: "Engine", metrics: "Metrics") -> list[dict[str, Any]]:
     scheduler, finished = engine.scheduler, metrics.by_model.finished
 
     def count(sequences: "Iterable[SequenceState]") -> Counter[int]:
-        return Counter(s.request.model for s in sequences)
+        return Counter(s.request.model_name for s in sequences)
 
     running, waiting = count(scheduler.running), count(scheduler.waiting)
     return [
         {
             "name": name,
             "resident": scheduler.models is None or number in scheduler.models,
-            "running": running[number],
-            "waiting": waiting[number],
-            "finished": finished[number],
+            "running": running[name],
+            "waiting": waiting[name],
+            "finished": finished[name],
         }
         for number, name in enumerate(engine.names)
+        if name
     ]
 
 

@@ -74,7 +74,10 @@ def busy() -> Metrics:
     metrics.step_read(step("prefill"), read([[1, 2]]), 0.0, 1.0)
     last = Output("a", "", (1,), (), Usage(7, 3, 0, 0), "length")
     asked = SimpleNamespace(
-        arrived_at=10.0, began_at=10.5, first_at=12.0, request=SimpleNamespace(priority=LS, model=0)
+        arrived_at=10.0,
+        began_at=10.5,
+        first_at=12.0,
+        request=SimpleNamespace(priority=LS, model_name="counter"),
     )
     metrics.request_finished(asked, last, now=14.0)
     for error in (QueuedTooLong(""), DeadlineExceeded(""), Aborted(""), None):

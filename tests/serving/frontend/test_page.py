@@ -312,9 +312,9 @@ async def test_models_of_a_family_and_workers_are_shown() -> None:
     async with serving() as s:
         engine, metrics = s.engine, s.server.metrics
         engine.names, engine.scheduler.models = ("a", "b"), {1}
-        of_b = SimpleNamespace(request=SimpleNamespace(priority=LS, model=1))
+        of_b = SimpleNamespace(request=SimpleNamespace(priority=LS, model_name="b"))
         engine.scheduler.running, engine.scheduler.waiting = [of_b], [of_b, of_b]
-        metrics.by_model.finished[0] += 4
+        metrics.by_model.finished["a"] += 4
         worker = {"name": "expert 0", "is_up": False, "stages": 3, "rows": 2, "oldest_s": 0.5}
         engine.executor.seen = lambda: [SimpleNamespace(_asdict=lambda: worker)]
         engine.executor.record, engine.executor.unreachable = lambda: None, ""

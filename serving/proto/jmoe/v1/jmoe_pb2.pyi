@@ -16,6 +16,32 @@ PRIORITY_UNSPECIFIED: Priority
 LATENCY_SENSITIVE: Priority
 BEST_EFFORT: Priority
 
+class LoadModelRequest(_message.Message):
+    __slots__ = ("name", "directory")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    DIRECTORY_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    directory: str
+    def __init__(self, name: _Optional[str] = ..., directory: _Optional[str] = ...) -> None: ...
+
+class UnloadModelRequest(_message.Message):
+    __slots__ = ("name", "drain_s")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    DRAIN_S_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    drain_s: float
+    def __init__(self, name: _Optional[str] = ..., drain_s: _Optional[float] = ...) -> None: ...
+
+class ServedModels(_message.Message):
+    __slots__ = ("names", "num_vacant", "num_ended")
+    NAMES_FIELD_NUMBER: _ClassVar[int]
+    NUM_VACANT_FIELD_NUMBER: _ClassVar[int]
+    NUM_ENDED_FIELD_NUMBER: _ClassVar[int]
+    names: _containers.RepeatedScalarFieldContainer[str]
+    num_vacant: int
+    num_ended: int
+    def __init__(self, names: _Optional[_Iterable[str]] = ..., num_vacant: _Optional[int] = ..., num_ended: _Optional[int] = ...) -> None: ...
+
 class TokenIds(_message.Message):
     __slots__ = ("ids",)
     IDS_FIELD_NUMBER: _ClassVar[int]
