@@ -72,6 +72,7 @@ from serving.request import (
     BrownoutState,
     Chat,
     EngineStats,
+    Expected,
     Output,
     Priority,
     Request,
@@ -527,6 +528,13 @@ class Engine:
             await asyncio.shield(loaded)  # goes on even if this caller is cancelled
         self.slo.apply(change, self._clock())
         return self.slo.state()
+
+    def what_if(self, change: BrownoutChange) -> dict[Phase, Expected]:
+        """Returns what a change of brownout lets expect at the present load; nothing is changed.
+        Raises InvalidRequest as `set_brownout`.
+        """
+        self._check_composes(change)
+        return self.slo.what_if(change)
 
     async def load_model(self, name: str, directory: str) -> None:
         """Loads a further model of the family's architecture while others are served; returns when

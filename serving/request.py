@@ -375,6 +375,18 @@ class BrownoutState:
     least_threshold_percent: int = 0  # the lowest within that bound
 
 
+class Expected(NamedTuple):
+    """What a change of brownout lets expect of one phase at the present load; NaN: not known."""
+
+    threshold_percent: float  # that is set, or that a controller would need for the objective
+    threshold_now_percent: float
+    step_s: float  # a whole step of it
+    step_now_s: float
+    loss: float  # of the threshold, nats a token, of whichever model loses most
+    loss_now: float
+    is_kept: bool | None  # whether steps are short enough for the objective; None: not known
+
+
 @dataclass(frozen=True)
 class AuditState:
     """What brownout cost a model's answers to an API key, of those that the audit scored; intervals

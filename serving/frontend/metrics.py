@@ -8,6 +8,7 @@ not in TYPE and HELP lines. Nothing here imports jax.
 import importlib.metadata
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from math import inf, isnan, nan
 from threading import Lock
@@ -117,6 +118,7 @@ _LENGTHS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 _E2E = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240)
 
 
+REFUSED = ("429", "RESOURCE_EXHAUSTED")
 MAX_SERIES = 20_000
 """Of the counter of calls; beyond them the calls of further keys and models count together."""
 OTHERS = "other keys"
@@ -151,6 +153,16 @@ class Calls:
 
         return ended
 
+    def refused(self) -> Counter[tuple[str, str]]:
+        """Returns the calls that were refused for load or rate, by key and model."""
+        with self._lock:
+            counts = list(self._counts.items())
+        found = Counter[tuple[str, str]]()
+        for (_, _, code, key, model), count in counts:
+            if code in REFUSED:
+                found[key, model] += count
+        return found
+
     def collect(self) -> Metric:
         """Returns the metric family."""
         with self._lock:
@@ -163,6 +175,20 @@ class Calls:
 @cache
 def _build() -> tuple[str, str, str]:
     return jmoe_version(), commit() or "", importlib.metadata.version("jax")
+
+
+MAX_CALLERS = 1000
+"""Pairs of a key and a model with figures of their own."""
+
+
+@dataclass
+class CallerLoad:
+    """What finished requests of one key to one model had, since the start."""
+
+    requests: int = 0
+    late: int = 0  # first token, or the mean time between further ones, beyond its objective
+    visits: int = 0
+    degraded: int = 0
 
 
 class Metrics(Observer):
@@ -187,6 +213,7 @@ class Metrics(Observer):
         self.expired: Counter[str] = Counter(deadline=0, queue=0)
         self.prompt_tokens = self.prefill_tokens = self.generation_tokens = 0
         self.calls = Calls()
+        self.by_caller = defaultdict[tuple[str, str], CallerLoad](CallerLoad)  # and model
         self.by_model = ModelLoad()
         self.mesh = MeshLoad({phase: Histogram(_IMBALANCE) for phase in PHASES})
         self.engine: Engine | None = None  # set it when the engine is ready
@@ -256,6 +283,18 @@ class Metrics(Observer):
         took_s = np.array([now - sequence.arrived_at])
         self.e2e.of[sequence.request.priority].observe(took_s)
         self.by_model.request_finished(sequence, output, now)
+        request = sequence.request
+        who = request.key, request.model_name
+        if who not in self.by_caller and len(self.by_caller) >= MAX_CALLERS:
+            who = OTHERS, ""
+        load, usage = self.by_caller[who], output.usage
+        load.requests += 1
+        load.visits += usage.expert_visits
+        load.degraded += usage.degraded_visits
+        if self.engine is not None and request.priority is Priority.LATENCY_SENSITIVE:
+            ttft_s, itl_s = self.engine.slo.objectives(request.priority)
+            mean_s = (now - sequence.first_at) / max(1, usage.completion_tokens - 1)
+            load.late += sequence.first_at - sequence.arrived_at > ttft_s or mean_s > itl_s
 
     def request_ended(self, sequence: "SequenceState", error: ServingError | None) -> None:
         """See Observer."""

@@ -77,7 +77,7 @@ def busy() -> Metrics:
         arrived_at=10.0,
         began_at=10.5,
         first_at=12.0,
-        request=SimpleNamespace(priority=LS, model_name="counter"),
+        request=SimpleNamespace(priority=LS, model_name="counter", key=""),
     )
     metrics.request_finished(asked, last, now=14.0)
     for error in (QueuedTooLong(""), DeadlineExceeded(""), Aborted(""), None):
