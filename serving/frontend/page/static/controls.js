@@ -222,7 +222,7 @@ function expected(phases) {
       ...each.map((e) => `${percent(e.threshold_now_percent)} → ${percent(e.threshold_percent)}`),
     ],
     ["step", ...each.map((e) => `${seconds(e.step_now_s)} → ${seconds(e.step_s)}`)],
-    ["nats a token", ...each.map((e) => `${fixed(e.loss_now)} → ${fixed(e.loss)}`)],
+    ["loss", ...each.map((e) => `${fixed(e.loss_now)} → ${fixed(e.loss)}`)],
   ];
   const table = document.createElement("table");
   rows.forEach((row, at) => {
@@ -235,7 +235,7 @@ function expected(phases) {
   });
   const missed = Object.entries(phases).filter(([, e]) => e.is_kept === false);
   const caption = table.createCaption();
-  caption.textContent = "Expected at the present load, now → then.";
+  caption.textContent = "Expected at the present load, now → then; loss in nats a token.";
   if (missed.length) {
     const names = missed.map(([name]) => name).join(" and ");
     const note = document.createElement("b");
