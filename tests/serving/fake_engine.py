@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from serving.config import EngineConfig
 from serving.control.window import LatencyWindow
 from serving.errors import Aborted, InvalidRequest, ServingError, Unavailable
-from serving.plan import Phase
 from serving.request import (
     Bounds,
     BrownoutState,
@@ -217,7 +216,7 @@ class FakeEngine:
         self.brownout = replace(self.brownout, **given)
         return self.brownout
 
-    def what_if(self, change) -> dict[Phase, Expected]:
+    def what_if(self, change) -> dict[str, Expected]:
         self.check(change)
         percents = change.prefill_threshold_percent, change.decode_threshold_percent
         now = self.brownout.prefill_threshold_percent, self.brownout.decode_threshold_percent
@@ -227,7 +226,7 @@ class FakeEngine:
                 *(0.0001 * (was if percent is None else percent), 0.0001 * was),
                 *(0.002 if percent is None else 0.02, 0.002, percent is None or percent < 90),
             )
-            for phase, percent, was in zip(Phase, percents, now, strict=True)
+            for phase, percent, was in zip(("prefill", "decode"), percents, now, strict=True)
         }
 
     def check(self, change) -> None:
