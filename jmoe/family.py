@@ -39,13 +39,17 @@ Progress = Callable[[int, int], None] | None
 """`(layers done, layers in all)`."""
 
 
-@dataclass(frozen=True, repr=False, eq=False)
+@dataclass(repr=False, eq=False)
 class Family(Sequence[Model]):
-    """Models of one architecture over one pool, in the order in which they were named."""
+    """Models of one architecture over one pool, in the order in which they were named. Only which
+    model is at a place changes, and only where models may come and go (`jmoe.arrival`).
+    """
 
     models: tuple[Model, ...]
     sharing: Sharing
     offloaded: OffloadedExperts | None = None  # experts without a slot for good
+    routed_slots: int = 0  # of the pool, for models that come and go; 0: none do
+    vacant: frozenset[int] = frozenset()  # places without a model, which stand for the first
 
     @classmethod
     def of(cls, model: "Model | Family") -> "Family":
@@ -62,8 +66,15 @@ class Family(Sequence[Model]):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the models."""
-        return tuple(model.name for model in self.models)
+        """Names of the models, by place; empty where it is vacant."""
+        return tuple("" if at in self.vacant else one.name for at, one in enumerate(self.models))
+
+    def put(self, number: int, model: Model | None) -> None:
+        """Puts a model at a place, between two programs; None: what was there leaves."""
+        models = list(self.models)
+        models[number] = model or models[0]
+        self.models = tuple(models)
+        self.vacant = (self.vacant | {number}) if model is None else (self.vacant - {number})
 
     @property
     def weight_bytes(self) -> int:
@@ -127,6 +138,7 @@ def load_family(
     revision: str = "",
     chat_template: str | Path = "",
     quantize: str = "auto",
+    spare_models: int = 0,
 ) -> Family:
     """Loads Hugging Face directories of one architecture into one pool.
 
@@ -149,6 +161,7 @@ def load_family(
         revision: branch, tag or commit of each model of the Hub; empty: its main branch.
         chat_template: a file, in place of every model's own template.
         quantize: as for `jmoe.load`.
+        spare_models: further places, with slots for all experts of as many models that come later.
 
     A tensor beside the experts that is equal in two models is on the device once.
 
@@ -158,6 +171,13 @@ def load_family(
     architecture and vocabulary, SharingError for a map of other models; then as `jmoe.load`.
     """
     kind = check_dtype(dtype)
+    comes_and_goes = sharing is None and not resident_experts
+    spare_models = integer("spare_models", spare_models)
+    if spare_models and not comes_and_goes:
+        raise ValueError(
+            f"spare_models is {spare_models}; models come and go in a family without a map of "
+            "shared experts and with all experts on the device"
+        )
     resident_experts = integer("resident_experts", resident_experts)
     spare_experts = integer("spare_experts", spare_experts)
     found, cfgs, tokenizers = check_family(
@@ -190,8 +210,10 @@ def load_family(
         check_spare(spare_experts, needed_by_a_row(homes.users, cfg.experts_per_token))
     held_experts = sharing.slots()[1]
     num_united = num_united_slots(next(iter(united.values())))
-    tables = _tables(homes, num_united, lenders)
-    num_slots = homes.num_slots + len(united) * cfg.num_moe_layers * num_united
+    routed_slots = homes.num_slots + spare_models * cfg.num_moe_layers * cfg.num_experts
+    tables = _tables(homes, num_united, lenders, routed_slots)
+    num_places = len(united) + spare_models
+    num_slots = routed_slots + num_places * cfg.num_moe_layers * num_united
     held = PoolHolder(next(iter(files.values())).like().empty(num_slots))
     reader = _Reader(held, held_experts, homes, cfg)
     if (sharing.owners == MERGED).any():
@@ -219,7 +241,13 @@ def load_family(
             residuals = read_residuals(sharing, experts, cfg, check_weights)
             source = ByDifference(residuals, number, homes.substitute)
         offloaded = OffloadedExperts(homes.spare, source, homes.users, homes.substitute)
-    return Family(tuple(models), sharing, offloaded)
+    return Family(
+        (*models, *models[:1] * spare_models),
+        sharing,
+        offloaded,
+        routed_slots if comes_and_goes else 0,
+        frozenset(range(len(models), num_places)),
+    )
 
 
 def check_family(
@@ -350,13 +378,13 @@ def _common_ways(
     return {name: choose_ways(ways, wanted, name) for name, ways in found.items()}
 
 
-def _tables(homes: Homes, num_united: int, lenders: Sequence[int]) -> list[ExpertTable]:
-    """Returns a table for each model: the slots of its routed experts, and after all of those slots
+def _tables(homes: Homes, num_united: int, lenders: Sequence[int], first: int) -> list[ExpertTable]:
+    """Returns a table for each model: the slots of its routed experts, and from `first` on slots
     for united ones, its own or its lender's.
     """
     _, layers, experts = homes.routed.shape
     places = {lender: at for at, lender in enumerate(sorted(set(lenders)))}
-    own = np.arange(len(places) * layers * num_united, dtype=np.int32) + homes.num_slots
+    own = np.arange(len(places) * layers * num_united, dtype=np.int32) + first
     own = own.reshape(len(places), layers, num_united)
     groups = jnp.full((layers, experts), -1, jnp.int32)
     offloaded = (

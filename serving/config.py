@@ -365,6 +365,12 @@ class EngineConfig:
         "Further slots, into which experts are fetched from host memory or rebuilt from a "
         "difference; at least as many as a token can visit.",
     )
+    spare_models: int = setting(
+        0,
+        "Further places for models of engine.models' architecture, which LoadModel of the admin "
+        "service fills while others are served; each takes slots for all experts of a model.",
+        NOT_NEGATIVE,
+    )
     model_stay_s: float = setting(
         0.0,
         "Seconds that a busy model keeps its place on the device. 0: nine times what a swap "

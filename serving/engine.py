@@ -18,7 +18,7 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -33,12 +33,14 @@ from serving.control.experts_loader import ExpertsLoader, allowed_ways
 from serving.control.fetcher import Fetcher
 from serving.control.guarded import make_controller
 from serving.control.losses import Curve, Curves, Losses
+from serving.control.models import CurvesOf, Models
 from serving.control.registry import Registry
 from serving.control.slo import SloAnalyser
 from serving.errors import (
     NOT_OURS,
     Aborted,
     InvalidRequest,
+    NotFound,
     Overloaded,
     ServingError,
     Unavailable,
@@ -65,10 +67,12 @@ from serving.intake.admission import Admission, Deadlines
 from serving.intake.structure import allowed_tokens
 from serving.plan import Phase, StepControl, StepResult
 from serving.request import (
+    Bounds,
     BrownoutChange,
     BrownoutState,
     Chat,
     EngineStats,
+    Expected,
     Output,
     Priority,
     Request,
@@ -83,6 +87,7 @@ from serving.scheduling.sequence import SequenceState
 from serving.scheduling.step import ScheduledStep
 from serving.settings.composes import COMPANY, why_not
 from serving.settings.reading import check
+from serving.startup.arrivals import arriving
 from serving.startup.prepare import prepare
 from serving.telemetry.accounting import Accounts
 from serving.telemetry.latencies import Latencies
@@ -118,7 +123,6 @@ class Engine:
         """
         self.config, self.executor = config, executor
         self.family = None if model is None else Family.of(model)
-        self.names = ("",) if self.family is None else self.family.names  # model names in requests
         self.status = "starting"
         self.failure = ""  # why it failed, once it did
         self.pace = Pace(executor.limits.num_layers, waits=config.prefill_company)
@@ -126,17 +130,20 @@ class Engine:
         way = ways[0] if ways else 0
         slow_s = config.plugin_slow_ms / 1e3 or math.inf
         levels = config.brownout.levels
-        expected = Losses(self.names, losses, levels=levels)
+        names = list(("",) if self.family is None else self.family.names)
+        self.names = names  # of models in requests, by place; empty: vacant
+        self.losses = Losses(names, losses, levels=levels)
         self.slo = SloAnalyser(
             config.brownout,
             config.salc,
             way=way,
             pace=self.pace,
             slow_s=slow_s,
-            losses=expected,
+            losses=self.losses,
         )
         observers = [observer] if isinstance(observer, Observer) else observer or ()
         self.loader = ExpertsLoader(executor, self.family, ways, self.slo, config.balance)
+        self.models = Models(config, executor, self.family, names, self.loader, arriving)
         audit = replace(config.audit, share=0) if config.resident_experts else config.audit
         self.auditor = Auditor(audit, self.names, self._score, self._audits, clock)
         own = self.slo.load, *self.loader.observers, self.auditor
@@ -153,11 +160,9 @@ class Engine:
             executor.in_order,
         )
         self._work = asyncio.Event()  # a request or news has come
-        count, wake = len(self.names), self._work.set
-        self.registry = Registry(executor, self.scheduler, count, config.model_stay_s, wake)
+        self.registry = Registry(executor, self.scheduler, config.model_stay_s, self._work.set)
         self.fetcher = Fetcher(executor, self.scheduler, self.family, clock)
         self.admission = Admission(config, executor.limits, self.family)
-        self.bounds = self.admission.bounds
         self.request_timeout_s = 0.0  # of requests that name none; 0: they have none
         self.deadlines = Deadlines(config.queue_timeout_s, clock, self._end)
         stuck = f"a step took longer than {config.watchdog_s:g} s (engine.watchdog_s)"
@@ -170,6 +175,7 @@ class Engine:
         self._in_flight = deque[ScheduledStep]()  # none where rows complete singly
         self._news = deque[Any]()  # what the executor told (serving.execution.executor)
         self._workers = executor if isinstance(executor, HasWorkers) else None
+        self._changes = set[asyncio.Task[Any]]()  # of models
         self._open: set[SequenceState] = set()  # admitted and not ended
         self._idle = asyncio.Event()
         self._failed = asyncio.Event()
@@ -241,6 +247,8 @@ class Engine:
         if self.status != "failed":
             self.status = "stopped"
         self._fail_all(partial(Aborted, "the engine stopped"))
+        for change in self._changes:
+            change.cancel()
         if self._audit_task is not None:
             self._audit_task.cancel()
         if self._loop_task is not None:
@@ -275,6 +283,11 @@ class Engine:
             self.on_unresponsive(f"{reason}, and the event loop does not answer")
 
     # ---- callers ----------------------------------------------------------------------------
+
+    @property
+    def bounds(self) -> Bounds:
+        """Limits of a prompt's size."""
+        return self.admission.bounds
 
     @property
     def model(self) -> Model | None:
@@ -375,10 +388,11 @@ class Engine:
             number,
             servers,
             reuse_prefix,
-            salt,
+            self.models.salt(number) + salt,
             max_degraded_percent,
             allow_audit,
             key,
+            model_name=self.names[number],
         )
         sequence = await self._admit(request)
         try:
@@ -430,10 +444,13 @@ class Engine:
 
     async def _admit(self, request: Request) -> SequenceState:
         self._check_workers(request)
-        arrived_at = self._clock()
+        arrived_at, generations = self._clock(), self.models.generations
+        generation = generations[request.model]
         sequence = await self.admission.sequence(request, arrived_at)
         if not request.is_audit:  # again, since tokenizing a long text takes time
             self.check_admission(request.priority, request.key)
+        if generations[request.model] != generation:
+            raise NotFound(f"model {shown(request.model_name)} is not served any more")
         self.deadlines.watch(sequence)
         self.scheduler.add(sequence, self._clock())
         self.accounts.request_admitted(sequence, arrived_at)
@@ -471,6 +488,7 @@ class Engine:
 
     def _retire(self, sequence: SequenceState) -> None:
         self._open.discard(sequence)
+        self.models.retired.set()
         try:
             self.scheduler.finish(sequence)
         except Exception as error:
@@ -483,6 +501,7 @@ class Engine:
         time holds on to the generators of all of them, which are then closed while they run.
         """
         self.loader.abandon(error())
+        self.models.abandon(error())
         for sequence in list(self._open):
             self._end(sequence, error())
 
@@ -509,6 +528,52 @@ class Engine:
             await asyncio.shield(loaded)  # goes on even if this caller is cancelled
         self.slo.apply(change, self._clock())
         return self.slo.state()
+
+    def what_if(self, change: BrownoutChange) -> dict[Phase, Expected]:
+        """Returns what a change of brownout lets expect at the present load; nothing is changed.
+        Raises InvalidRequest as `set_brownout`.
+        """
+        self._check_composes(change)
+        return self.slo.what_if(change)
+
+    async def load_model(self, name: str, directory: str) -> None:
+        """Loads a further model of the family's architecture while others are served; returns when
+        requests may name it. Goes on even if this caller is cancelled.
+
+        Raises InvalidRequest for a model that cannot be served beside the others, or has no place,
+        slots or memory, and Unavailable if the engine does not run.
+        """
+
+        async def joined(number: int, model: Model, curves: CurvesOf) -> None:
+            await self.admission.put(number, model)
+            self.losses.put(number, curves)
+
+        await self._kept_on(self.models.load(name, directory, self._work.set, joined))
+
+    async def unload_model(self, name: str, drain_s: float = 0.0) -> int:
+        """Unloads a model: nobody finds it from now on. Its requests may go on for `drain_s`
+        seconds; those that are left end with ModelUnloaded. Returns how many.
+
+        Raises NotFound, InvalidRequest for the first model, and Unavailable if the engine does not
+        run.
+        """
+
+        async def left(number: int, first: Model) -> None:
+            self.losses.put(number, None)
+            self.auditor.forget(number)
+            await self.admission.put(number, first)
+
+        return await self._kept_on(self.models.unload(name, drain_s, self._open, self._end, left))
+
+    async def _kept_on[T](self, change: Coroutine[Any, Any, T]) -> T:
+        """Makes a change of models, even if its caller is cancelled."""
+        if self.status != "ready":
+            change.close()
+            raise Unavailable(f"the engine is {self.status}; its models stay as they are")
+        task = asyncio.create_task(change, name="jmoe-models")
+        self._changes.add(task)
+        task.add_done_callback(self._changes.discard)
+        return await asyncio.shield(task)
 
     def _check_composes(self, change: BrownoutChange) -> None:
         """Raises InvalidRequest for a change that the settings do not go with."""
@@ -568,7 +633,7 @@ class Engine:
         if step is None or not self._has_room:
             comes = self._in_flight or self.scheduler.singles or self.loader.is_waiting
             if step is None and not (comes or self._news):
-                if not self.loader.busy:
+                if not (self.loader.busy or self.models.busy):
                     self.registry.advance(now, idle=True)
                     return False
                 await asyncio.sleep(0)  # lets other tasks run between two layers of another way
@@ -649,6 +714,7 @@ class Engine:
         self.loader.advance(now, len(self.scheduler.singles))
         if self.loader.is_waiting and not waited:
             self.watchdog.launched += 1  # a device that hangs over it must not go unnoticed
+        self.models.advance()
         self.registry.advance(now)
         self.fetcher.advance(now)
 
@@ -791,6 +857,8 @@ class Engine:
             if not request.is_audit:
                 latencies.add(request.priority, sequence.arrived_at, sequence.previous_at)
             sequence.previous_at = now
+            if not sequence.tokens:
+                sequence.first_at = now
             self._price(sequence, curves[request.model], percents[at])
             token, logprob = result.tokens[at], result.logprobs[at]
             try:

@@ -85,6 +85,10 @@ class WorkerLost(Unavailable):
         self.retry_after_s = retry_after_s
 
 
+class ModelUnloaded(Unavailable):
+    """The request's model was unloaded while it was served: UNAVAILABLE."""
+
+
 class DeadlineExceeded(ServingError):
     """The request's time ran out; its pages are free again: DEADLINE_EXCEEDED."""
 

@@ -232,12 +232,13 @@ def check_count(what: str, count: int, most: int, param: str | None = None) -> N
 
 
 def number_of(model: str, names: Sequence[str]) -> int:
-    """Returns the number of the model with this name; empty: the first.
+    """Returns the number of the model with this name; empty: the first. A name that is empty among
+    `names` is a vacant place's.
 
     Raises NotFound, which lists the served models.
     """
     if model and model not in names:
-        have = ", ".join(map(shown, names))
+        have = ", ".join(shown(name) for name in names if name)
         verb = "is" if len(names) == 1 else "are"
         raise NotFound(f"model {shown(model)} is not served; {have} {verb}")
     return names.index(model) if model else 0
@@ -286,6 +287,7 @@ class Request:
     allow_audit: bool = True  # False: its answer is never scored again
     key: str = ""  # name of the caller's API key
     is_audit: bool = False  # the engine's own: it scores an answer, and counts for no caller
+    model_name: str = ""  # under which it is served
 
 
 @dataclass(frozen=True)
@@ -373,6 +375,18 @@ class BrownoutState:
     least_threshold_percent: int = 0  # the lowest within that bound
 
 
+class Expected(NamedTuple):
+    """What a change of brownout lets expect of one phase at the present load; NaN: not known."""
+
+    threshold_percent: float  # that is set, or that a controller would need for the objective
+    threshold_now_percent: float
+    step_s: float  # a whole step of it
+    step_now_s: float
+    loss: float  # of the threshold, nats a token, of whichever model loses most
+    loss_now: float
+    is_kept: bool | None  # whether steps are short enough for the objective; None: not known
+
+
 @dataclass(frozen=True)
 class AuditState:
     """What brownout cost a model's answers to an API key, of those that the audit scored; intervals
@@ -431,3 +445,4 @@ class EngineStats:
     refused: tuple[Refused, ...] = ()  # `requests_rejected`, apart by key and class
     priced_tokens: int = 0  # sampled tokens whose expected loss is known
     expected_loss_nats: float = 0.0  # of them together
+    prefix_queries: int = 0  # prompt tokens that were looked up for prefix reuse

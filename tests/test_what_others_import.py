@@ -88,6 +88,8 @@ def test_names_on_the_wire():
         "jmoe.v1.Admin/GetBrownout",
         "jmoe.v1.Admin/SetBrownout",
         "jmoe.v1.Admin/GetStats",
+        "jmoe.v1.Admin/LoadModel",
+        "jmoe.v1.Admin/UnloadModel",
     }
 
 

@@ -133,6 +133,16 @@ class Client:
         request = pb.SetBrownoutRequest(**change)  # type: ignore[arg-type]
         return await (await self._admin()).SetBrownout(request, metadata=self._metadata)
 
+    async def load_model(self, name: str, directory: str) -> pb.ServedModels:
+        """Loads a model of the server's machine, or of the Hub, beside those that it serves."""
+        request = pb.LoadModelRequest(name=name, directory=directory)
+        return await (await self._admin()).LoadModel(request, metadata=self._metadata)
+
+    async def unload_model(self, name: str, drain_s: float = 0.0) -> pb.ServedModels:
+        """Unloads a model, whose requests may go on for `drain_s` seconds."""
+        request = pb.UnloadModelRequest(name=name, drain_s=drain_s)
+        return await (await self._admin()).UnloadModel(request, metadata=self._metadata)
+
     async def stats(self) -> pb.Stats:
         """Returns the engine's counters and gauges."""
         return await (await self._admin()).GetStats(pb.GetStatsRequest(), metadata=self._metadata)

@@ -198,6 +198,16 @@ class Auditor(Observer):
         log.info("brownout of %s is tried again", self._whose(model, key))
         return False
 
+    def forget(self, model: int) -> None:
+        """Forgets a model that is gone: what was measured of it, and answers that wait."""
+        self._waiting = [offer for offer in self._waiting if offer.model != model]
+        if not self._waiting:
+            self._offered.clear()
+        for of_model, key in list(self._measured):
+            if of_model == model:
+                del self._measured[of_model, key]
+        self._measured[model, ""] = _Measured()
+
     def state(self) -> tuple[AuditState, ...]:
         """Returns the figures of each model, and of each API key that it answered."""
         now = self._clock()
@@ -213,6 +223,7 @@ class Auditor(Observer):
                 one.expected,
             )
             for (model, key), one in list(self._measured.items())
+            if self._names[model] or len(self._names) == 1
         )
 
     def _of(self, offer: Offer) -> _Measured:

@@ -20,11 +20,17 @@ class Losses:
 
     def __init__(self, names: Sequence[str], curves: Curves = (), *, levels: bool) -> None:
         """`curves` are in the order of `names`; none: nothing is known of any."""
-        self._names, self._curves = names, curves or [{}] * len(names)
+        self._names, self._curves = names, list(curves) or [{}] * len(names)
         self._levels = levels
         self.curves = cache(self._find)
         self.highest = cache(self._highest)
         self.least_percent = cache(self._least)
+
+    def put(self, number: int, curves: Mapping[Kind, Curve] | None) -> None:
+        """Replaces a model's curves; None: it is gone, and the first one's count."""
+        self._curves[number] = self._curves[0] if curves is None else curves
+        for known in (self.curves, self.highest, self.least_percent):
+            known.cache_clear()
 
     def _find(self, code: int, way: int) -> tuple[Curve | None, ...]:
         """Returns each model's curve under a strategy's code; None where it is not known."""

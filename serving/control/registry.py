@@ -32,13 +32,11 @@ class Registry:
         self,
         executor: Executor,
         scheduler: Scheduler,
-        num_models: int,
         stay_s: float,
         wake: Callable[[], None],
     ) -> None:
         """`stay_s` 0 is derived from what a change takes. `wake` is called when one is done."""
         self._scheduler, self._wake = scheduler, wake
-        self._num_models = num_models
         self._executor = executor if isinstance(executor, SwapsModels) else None
         resident = self._executor and self._executor.resident_models
         self._since = dict.fromkeys(resident or (), 0.0)  # resident models; since when
@@ -56,12 +54,6 @@ class Registry:
     def stay_s(self) -> float:
         """The least time for which a busy model keeps its place."""
         return self._stay_s or self.swap_s * (1 / SHARE_OF_COPIES - 1)
-
-    @property
-    def num_resident(self) -> int:
-        """Models that may run."""
-        models = self._scheduler.models
-        return self._num_models if models is None else len(models)
 
     @property
     def swapping(self) -> bool:

@@ -6,6 +6,8 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
+
 from jmoe.brownout import check_threshold, strategy_code
 from serving.config import BrownoutConfig, SalcConfig
 from serving.control.controller import Decision, Load, Loss, PhaseSeen, Seen, StepSeen
@@ -15,7 +17,7 @@ from serving.control.losses import Curve, Losses
 from serving.control.window import LatencyWindow
 from serving.errors import InvalidRequest, SettingsError, shown
 from serving.plan import Phase, StepControl
-from serving.request import BrownoutChange, BrownoutState, Priority
+from serving.request import BrownoutChange, BrownoutState, Expected, Priority
 from serving.scheduling.pace import Pace
 from serving.scheduling.prefixes import EXACT, NOBODYS, Brownout
 from serving.scheduling.scheduler import FEW_DECODING
@@ -235,6 +237,10 @@ def starting_strategy(wanted: str, way: int) -> str:
     if wanted == "auto":
         return "partial" if way else "zero"
     return wanted
+
+
+def _read(curve: Curve | None, percent: float) -> float:
+    return math.nan if curve is None else curve[round(percent)]
 
 
 class SloAnalyser:
@@ -599,6 +605,58 @@ class SloAnalyser:
         if missing:
             raise InvalidRequest(f"max_expected_loss is {most:g}, and {missing}")
 
+    def what_if(self, change: BrownoutChange) -> dict[Phase, Expected]:
+        """Returns what a change lets expect at the present load, by the times that steps are known
+        to take; nothing is changed. Raises InvalidRequest as `check`.
+
+        Step times under another strategy or way are not known before steps have run under it.
+        """
+        self.check(change)
+        strategy, way = change.strategy or self.strategy, change.way or self.way
+        code, most = strategy_code(strategy, change.keep or self.keep), change.max_expected_loss
+        most = self.max_expected_loss if most is None else most
+        least = self._losses.least_percent(code, way, most) if most and strategy != "zero" else 0
+        given = {
+            Phase.DECODE: change.decode_threshold_percent,
+            Phase.PREFILL: change.prefill_threshold_percent,
+        }
+        salc = change.salc_enabled
+        if salc is None:
+            salc = self.salc_enabled and not any(one is not None for one in given.values())
+        is_same = strategy == "zero" or (strategy, way) == self._learnt
+        slos_s = change.ttft_slo_s or self.ttft_slo_s, change.itl_slo_s or self.itl_slo_s
+        slo_s = dict(zip(Phase, slos_s, strict=True))
+        sizes = max(self._load.prompt_tokens, 1), max(self._load.num_running, 1)
+        size = dict(zip(Phase, sizes, strict=True))
+        curve, curve_now = (
+            self._losses.highest(*of) for of in ((code, way), (self.code, self.way))
+        )
+        found, before_s = dict[Phase, Expected](), 0.0  # a first token waits for a decode step
+        for phase, by_hand in given.items():
+            shown = max(self.ls.of(phase).shown_percent, self.least_percent)
+            shown = 100.0 if self.strategy == "zero" else shown
+            steps_s = self._pace.times.curve(phase, size[phase], np.arange(101.0))
+            percent = shown if by_hand is None else float(by_hand)
+            if strategy == "zero":
+                percent = 100.0
+            elif salc and not np.isnan(steps_s).any():
+                room_s = slo_s[phase] * self.config.warning_factor - before_s
+                fits = np.flatnonzero(steps_s <= room_s)[-1:].tolist()
+                percent = min(max(self.config.floor_percent, *fits, 0), self.config.ceiling_percent)
+            percent = float(max(percent, least))
+            step_s = float(steps_s[round(percent)]) if is_same else math.nan
+            found[phase] = Expected(
+                percent,
+                shown,
+                step_s,
+                float(steps_s[round(shown)]),
+                _read(curve, percent),
+                _read(curve_now, shown),
+                None if math.isnan(step_s) else step_s + before_s <= slo_s[phase],
+            )
+            before_s = 0.0 if math.isnan(step_s) else step_s
+        return {phase: found[phase] for phase in Phase}
+
     def use_way(self, way: int, now: float) -> None:
         """Records that every layer has the united experts of `way`; earlier samples no longer
         count.
@@ -679,6 +737,17 @@ class SloAnalyser:
         spent = min(shown_percents) <= self.floor_percent + SPENT
         spent = "brownout is exhausted, " if spent else ""
         overloaded = f"overloaded: {spent}refusing {refused_per_s:.3g}/s" if refused_per_s else ""
+        if spent and not overloaded and self.controls:
+            late = [
+                f"{name} P90 of {1e3 * of.p90_s:.4g} ms over its objective of {1e3 * slo_s:.4g} ms"
+                for name, of, slo_s in (
+                    ("TTFT", prefill, self.ttft_slo_s),
+                    ("ITL", decode, self.itl_slo_s),
+                )
+                if of.p90_s > slo_s and of.shown_percent <= self.floor_percent + SPENT
+            ]
+            if late:
+                overloaded = f"overloaded: brownout is exhausted, {' and '.join(late)}"
         return BrownoutState(
             strategy=self.strategy,
             way=self.way,

@@ -15,7 +15,10 @@ from jaxtyping import Bool, Float, Int
 from serving.plan import Limits, Phase, StepControl, StepPlan, StepResult
 
 if TYPE_CHECKING:  # front ends look at what an executor can do, and import no jax
+    from jmoe.api import Model
+    from jmoe.arrival import Arrival
     from jmoe.offloaded import Expert
+    from jmoe.weights import Params
 
 STEPS_AT_ONCE = 2
 """Steps that a step runner takes before it completes the first: one runs, one waits behind it."""
@@ -252,6 +255,33 @@ class SwapsModels(Protocol):
 
         The future is done when the model can run.
         """
+        ...
+
+
+@runtime_checkable
+class TakesModels(Protocol):
+    """Has models of its family come and go while others run (Multi-MoE)."""
+
+    def place_params(self, params: "Params") -> "Params":
+        """Returns a model's weights but the experts on the device, shared with other models where
+        they are equal; in a thread of the caller's.
+        """
+        ...
+
+    def write_experts(self, arrival: "Arrival") -> None:
+        """Writes the next few experts of a model that arrives, between two steps."""
+        ...
+
+    def load_united(self, model: "Model", way: int, layer: int) -> None:
+        """Writes one MoE layer's united experts of a model that arrives, between two steps."""
+        ...
+
+    def install(self, number: int, model: "Model") -> None:
+        """Puts a model at a place; from now on steps may have rows of it."""
+        ...
+
+    def vacate(self, number: int) -> None:
+        """Lets go what is at a place, of which no step that is submitted from now on has rows."""
         ...
 
 

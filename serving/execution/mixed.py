@@ -36,19 +36,18 @@ def mixed_models(config: EngineConfig, family: Family) -> int:
     device, and one where a router or a strategy of their own would choose among all models'
     experts, or each model has levels of its own.
     """
-    cfg = family.config
+    cfg, there = family.config, len(family) - len(family.vacant)
     own = {
         "routers": cfg.router is not None,
         "a strategy": cfg.strategy is not None,
         "levels": config.brownout.levels,
     }
     if any(own.values()):
-        if len(family) > 1 < config.mixed_models:
+        if there > 1 < config.mixed_models:
             kinds = " and ".join(kind for kind, holds in own.items() if holds)
             log.info("no decode step has rows of several models: they have %s of their own", kinds)
         return 1
-    resident = config.resident_sets or len(family)
-    return max(1, min(config.mixed_models, len(family), resident))
+    return max(1, min(config.mixed_models, there, config.resident_sets or there))
 
 
 class MixedSteps:

@@ -35,12 +35,13 @@ class ParamSets:
         `jmoe.steps.served`. The first `num_resident` sets are on the device then.
         """
         self.bytes_copied = 0
+        self._eager = eager
         self._thread: ThreadPoolExecutor | None = None
         num_resident = num_resident or len(params)
         if num_resident >= len(params):
-            each = [served(one, eager=eager) for one in params]
-            self.options = each[0][1]
-            self._on_device: list[Params | None] = [found for found, _ in each]
+            once = {id(one): served(one, eager=eager) for one in params}
+            self.options = once[id(params[0])][1]
+            self._on_device: list[Params | None] = [once[id(one)][0] for one in params]
             return
         cpu = jax.devices("cpu")[0]
         leaves = []
@@ -83,6 +84,26 @@ class ParamSets:
         device.
         """
         return [] if self.all_resident else self._host[model]
+
+    def placed(self, params: Params) -> Params:
+        """Returns a set of host memory, as `served`, on the device; a tensor that another set has
+        as well is that one.
+        """
+        with jax.default_device(jax.devices("cpu")[0]):
+            found, _ = served(params, eager=self._eager)
+        others = {id(other): other for other in self._on_device if other is not None}
+
+        def one(leaf: jax.Array | np.ndarray, *same: jax.Array) -> jax.Array:
+            host = np.asarray(leaf)
+            alike = (other for other in same if np.array_equal(np.asarray(other), host))
+            found = next(alike, None)
+            return _on_device(host) if found is None else found
+
+        return jax.tree.map(one, found, *others.values())
+
+    def put(self, model: int, params: Params) -> None:
+        """Makes a set of the device a model's, where all sets are there; what it was is let go."""
+        self._on_device[model] = params
 
     def replace(self, victim: int, model: int) -> "Future[None]":
         """Copies a model's set into the place of another's, which no step may use any more.

@@ -140,8 +140,8 @@ class Programs:
         # XLA's compiler lets other threads run; tracing and lowering do not, and stay in this one.
         workers = 1 if late else min(MAX_COMPILERS, os.cpu_count() or 1)
         with (
-            _giving_way() if late else nullcontext(),
-            ThreadPoolExecutor(workers, initializer=_be_nice if late else None) as pool,
+            giving_way() if late else nullcontext(),
+            ThreadPoolExecutor(workers, initializer=be_nice if late else None) as pool,
         ):
             jobs = []
             try:
@@ -397,7 +397,7 @@ class Programs:
 
 
 @contextmanager
-def _giving_way() -> Iterator[None]:
+def giving_way() -> Iterator[None]:
     """Lets other threads take the interpreter soon, and counts no compilation of this one."""
     with _giving_way_alone:
         before = sys.getswitchinterval()
@@ -409,7 +409,7 @@ def _giving_way() -> Iterator[None]:
             sys.setswitchinterval(before)
 
 
-def _be_nice() -> None:
+def be_nice() -> None:
     """Gives this thread what the machine's cores have left, on Linux, where that goes by thread."""
     if sys.platform == "linux":
         with suppress(OSError):

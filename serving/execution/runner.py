@@ -20,11 +20,13 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from jmoe.api import Model
+from jmoe.arrival import Arrival, arrival_bytes, compile_writes
 from jmoe.attention import page_windows
 from jmoe.family import Family
 from jmoe.model import LOOKAHEAD
 from jmoe.offloaded import Expert
 from jmoe.packed_rows import NUM_SHAPE_COLUMNS, everything, pack_row, pack_seat
+from jmoe.weights import Params
 from pallas_kernels.backend import backend
 from pallas_kernels.routing import OWN
 from serving.config import EngineConfig
@@ -140,6 +142,7 @@ class DeviceRunner(StepExecutor):
             return programs.step_bytes(executables)
 
         beside = states.shaping_bytes(self.limits)
+        beside += len(family.vacant) * arrival_bytes(family)[0]
         if goes_by_memory(config):
             self.limits = by_memory(config, self.limits, model, step_bytes, beside=beside)
         else:
@@ -187,6 +190,8 @@ class DeviceRunner(StepExecutor):
             self._measure_copies()
         if (offloaded := self.family.offloaded) is not None and offloaded.spare:
             self.fetch_experts(offloaded.first_fetched())  # and what that takes is compiled
+        if self.family.routed_slots and len(self.family) > 1:
+            compile_writes(self.family)
         if self._measures_parts:
             self._measure_parts()
         self.mixed.measure()
@@ -475,6 +480,28 @@ class DeviceRunner(StepExecutor):
         """See Executor."""
         self._in_order(lambda: None)  # steps of the victim have read its weights
         return self.sets.replace(victim, model)
+
+    def place_params(self, params: Params) -> Params:
+        """See Executor."""
+        return self.sets.placed(params)
+
+    def write_experts(self, arrival: Arrival) -> None:
+        """See Executor."""
+        self._in_order(partial(arrival.write_piece, self.model.resident.held))
+
+    def load_united(self, model: Model, way: int, layer: int) -> None:
+        """See Executor."""
+        self._in_order(partial(model.load_way_layer, way, layer))
+
+    def install(self, number: int, model: Model) -> None:
+        """See Executor."""
+        self.family.put(number, model)
+        self.sets.put(number, model.params)
+
+    def vacate(self, number: int) -> None:
+        """See Executor."""
+        self.family.put(number, None)
+        self.sets.put(number, self.sets[0])
 
     def fetch_experts(self, experts: Mapping[Expert, int]) -> None:
         """See Executor."""

@@ -182,7 +182,10 @@ class Caller:
                 )
 
     def check_allowed(self, model: str, priority: Priority, count: int = 1) -> None:
-        """Raises PermissionDenied for a request that this key can never make."""
+        """Raises PermissionDenied for a request that this key can never make. Notes the model that
+        was asked for.
+        """
+        asked_model.set(model)
         key = self.key
         # Anybody with a key can list the served models (`GetServerInfo`, `/v1/models`), so the
         # error need not hide that the model exists.
@@ -211,7 +214,9 @@ def _not_allowed(what: str, wanted: str, allowed: Collection[str]) -> str:
 ANYBODY = Caller()
 
 current: ContextVar[Caller] = ContextVar("caller", default=ANYBODY)
-"""The caller that a task serves. The port's guard sets it before it receives a message."""
+"""The caller that a task or thread serves, as soon as it is known."""
+asked_model: ContextVar[str] = ContextVar("asked_model", default="")
+"""The served name of the model whose answer is asked for, likewise."""
 
 
 class Access(Watched[dict[str, Key]]):
@@ -234,7 +239,8 @@ class Access(Watched[dict[str, Key]]):
         return f"Access({len(self.callers)} keys)"
 
     def caller(self, authorization: str | None) -> Caller:
-        """Returns the caller for the value of an `authorization` header ("Bearer KEY").
+        """Returns the caller for the value of an `authorization` header ("Bearer KEY"), and notes
+        it as `current`.
 
         Raises the same Unauthenticated for a missing, malformed or unknown key. All cases take the
         same steps as a known key: a hash, a look-up by the hash, a comparison. So timing reveals
@@ -248,6 +254,7 @@ class Access(Watched[dict[str, Key]]):
         is_known = hmac.compare_digest(found, stored)
         if not (is_known and scheme.lower() == "bearer"):
             raise Unauthenticated(_UNAUTHENTICATED)
+        current.set(caller)
         return caller
 
     def read(self) -> dict[str, Key]:

@@ -31,7 +31,7 @@ from serving.errors import (
     Unavailable,
     WorkerLost,
 )
-from serving.frontend.access import Caller, current
+from serving.frontend.access import current
 from serving.frontend.inbox import MAX_MESSAGE_BYTES, RETRY_AFTER_S, Inbox
 from serving.frontend.streams import Streams
 from serving.request import Bounds
@@ -203,7 +203,7 @@ class Guard(grpc.aio.ServerInterceptor):
         async def call(_: object, context: Any) -> Any:
             async with self._answering(method, context):
                 if not is_health:
-                    current.set(self._identify(method, context))
+                    self._identify(method, context)
                 self._admit(method)
                 with place():  # if there is no room, refuse before receiving the message
                     pass
@@ -220,7 +220,7 @@ class Guard(grpc.aio.ServerInterceptor):
 
         async def stream(_: object, context: Any) -> None:
             async with self._answering(method, context):
-                current.set(self._identify(method, context))
+                self._identify(method, context)
                 if self.num_streams >= MAX_STREAMS:
                     raise Overloaded(f"{MAX_STREAMS} calls of {method} are open", RETRY_AFTER_S)
                 self.num_streams += 1
@@ -241,7 +241,7 @@ class Guard(grpc.aio.ServerInterceptor):
 
         async def stream(_: object, context: Any) -> None:
             async with self._answering(method, context):
-                current.set(self._identify(method, context))
+                self._identify(method, context)
                 self._admit(method)
                 parse = functools.partial(self._parsed, method, handler)
                 with self.streams.open(context, parse) as messages:
@@ -249,12 +249,11 @@ class Guard(grpc.aio.ServerInterceptor):
 
         return stream
 
-    def _identify(self, method: str, context: Any) -> Caller:
+    def _identify(self, method: str, context: Any) -> None:
         caller = self._server.access.caller(authorization(context))
         service = self._services.get(method)
         if service is not None and service.needs_admin:
             caller.require_admin()
-        return caller
 
     def _admit(self, method: str) -> None:
         """Raises the error with which a call is refused before its message is received.

@@ -5,14 +5,17 @@ Names have no colon, since the client library's OpenMetrics output replaces colo
 not in TYPE and HELP lines. Nothing here imports jax.
 """
 
-from collections import Counter, deque
+import importlib.metadata
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
 from math import inf, isnan, nan
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.metrics_core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -21,8 +24,10 @@ from prometheus_client.metrics_core import (
 )
 
 from serving.errors import DeadlineExceeded, QueuedTooLong, ServingError
+from serving.frontend.access import asked_model, current
 from serving.request import AuditState, Output, Priority
 from serving.telemetry.observer import Observer
+from serving.telemetry.version import commit, jmoe_version
 
 if TYPE_CHECKING:
     from serving.engine import Engine
@@ -109,14 +114,23 @@ SETTLED_STEPS = 1000  # after which the times of steps are known
 _TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10)
 _ITL = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5)
 _IMBALANCE = (1.01, 1.02, 1.05, 1.1, 1.2, 1.3, 1.5, 1.75, 2, 2.5, 3, 4, 6, 8)
+_LENGTHS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))  # as vLLM's
 _E2E = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240)
 
 
+REFUSED = ("429", "RESOURCE_EXHAUSTED")
+MAX_SERIES = 20_000
+"""Of the counter of calls; beyond them the calls of further keys and models count together."""
+OTHERS = "other keys"
+
+
 class Calls:
-    """Counts the calls that have ended, by protocol, route and code. Thread-safe."""
+    """Counts the calls that have ended: by protocol, route, code, and the caller's key and the
+    model asked for, as far as the call came to know them. Thread-safe.
+    """
 
     def __init__(self) -> None:
-        self._counts: Counter[tuple[str, str, str]] = Counter()
+        self._counts: Counter[tuple[str, str, str, str, str]] = Counter()
         self._lock = Lock()
 
     def door(
@@ -127,21 +141,54 @@ class Calls:
         `failed` is the code of a fault of the server. For each of `routes` it is counted from 0,
         since Prometheus sees no increase in a series that begins at 1.
         """
-        self._counts.update(dict.fromkeys(((protocol, route, failed) for route in routes), 0))
+        self._counts.update({(protocol, route, failed, "", ""): 0 for route in routes})
 
         def ended(route: str, code: str | int) -> None:
+            who = current.get().name, asked_model.get()
             with self._lock:
-                self._counts[protocol, route, str(code)] += 1
+                of = protocol, route, str(code), *who
+                if of not in self._counts and len(self._counts) >= MAX_SERIES:
+                    of = protocol, route, str(code), OTHERS, ""
+                self._counts[of] += 1
 
         return ended
+
+    def refused(self) -> Counter[tuple[str, str]]:
+        """Returns the calls that were refused for load or rate, by key and model."""
+        with self._lock:
+            counts = list(self._counts.items())
+        found = Counter[tuple[str, str]]()
+        for (_, _, code, key, model), count in counts:
+            if code in REFUSED:
+                found[key, model] += count
+        return found
 
     def collect(self) -> Metric:
         """Returns the metric family."""
         with self._lock:
             counts = dict(self._counts)
         about = "Calls that have ended, by HTTP status or gRPC code"
-        labels = ["protocol", "route", "code"]
+        labels = ["protocol", "route", "code", "key", "model_name"]
         return family(_COUNTER, "calls", about, labels, counts)
+
+
+@cache
+def _build() -> tuple[str, str, str]:
+    return jmoe_version(), commit() or "", importlib.metadata.version("jax")
+
+
+MAX_CALLERS = 1000
+"""Pairs of a key and a model with figures of their own."""
+
+
+@dataclass
+class CallerLoad:
+    """What finished requests of one key to one model had, since the start."""
+
+    requests: int = 0
+    late: int = 0  # first token, or the mean time between further ones, beyond its objective
+    visits: int = 0
+    degraded: int = 0
 
 
 class Metrics(Observer):
@@ -166,12 +213,14 @@ class Metrics(Observer):
         self.expired: Counter[str] = Counter(deadline=0, queue=0)
         self.prompt_tokens = self.prefill_tokens = self.generation_tokens = 0
         self.calls = Calls()
+        self.by_caller = defaultdict[tuple[str, str], CallerLoad](CallerLoad)  # and model
         self.by_model = ModelLoad()
         self.mesh = MeshLoad({phase: Histogram(_IMBALANCE) for phase in PHASES})
         self.engine: Engine | None = None  # set it when the engine is ready
         self._reference_step_s = 0.0  # of a full decode step, as soon as steps are known
         self.access: Access | None = None  # keys to report metrics of, and to check at a scrape
         self.registry.register(self)
+        ProcessCollector(registry=self.registry)
 
     def speed(self, engine: "Engine") -> float:
         """Returns the speed of the machine over that of the first time that anybody asked after a
@@ -233,7 +282,19 @@ class Metrics(Observer):
         self.finished[output.finish_reason or "stop"] += 1
         took_s = np.array([now - sequence.arrived_at])
         self.e2e.of[sequence.request.priority].observe(took_s)
-        self.by_model.request_finished(sequence.request.model, output)
+        self.by_model.request_finished(sequence, output, now)
+        request = sequence.request
+        who = request.key, request.model_name
+        if who not in self.by_caller and len(self.by_caller) >= MAX_CALLERS:
+            who = OTHERS, ""
+        load, usage = self.by_caller[who], output.usage
+        load.requests += 1
+        load.visits += usage.expert_visits
+        load.degraded += usage.degraded_visits
+        if self.engine is not None and request.priority is Priority.LATENCY_SENSITIVE:
+            ttft_s, itl_s = self.engine.slo.objectives(request.priority)
+            mean_s = (now - sequence.first_at) / max(1, usage.completion_tokens - 1)
+            load.late += sequence.first_at - sequence.arrived_at > ttft_s or mean_s > itl_s
 
     def request_ended(self, sequence: "SequenceState", error: ServingError | None) -> None:
         """See Observer."""
@@ -264,6 +325,8 @@ class Metrics(Observer):
         yield from self.by_model.collect(self.engine)
         yield from _keys(self.access)
         yield self.calls.collect()
+        about, labels = "1; what runs", ["version", "commit", "jax"]
+        yield family(GaugeMetricFamily, "build_info", about, labels, {_build(): 1})
         yield self.e2e.collect("e2e_request_latency_seconds", "Arrival to last token")
         yield counter("prompt_tokens", "Prompt tokens of finished requests", self.prompt_tokens)
         yield counter(
@@ -320,8 +383,10 @@ def _engine_families(engine: "Engine") -> Iterator[Metric]:
     yield gauge("kv_cache_usage_perc", "KV pages in use; 1 is all", usage)
     about = "KV pages that nobody has, kept for prompts that begin alike"
     yield gauge("prefix_pages_kept", about, stats.kv_pages_kept)
-    about = "Tokens of prompts that an earlier request had computed"
-    yield counter("prefix_tokens_reused", about, stats.reused_tokens)
+    about = "Tokens of prompts that were looked up among those kept"
+    yield counter("prefix_cache_queries", about, stats.prefix_queries)
+    about = "Of those, found: an earlier request had computed them"
+    yield counter("prefix_cache_hits", about, stats.reused_tokens)
     about = "Kept KV pages that had to make room"
     yield counter("prefix_pages_evicted", about, stats.kept_pages_evicted)
     yield counter("expert_visits", "(token, layer, pick) visits", stats.expert_visits)
@@ -383,10 +448,10 @@ def _audits(audits: Iterable[AuditState]) -> Iterator[Metric]:
         (GaugeMetricFamily, "exempt", "1: brownout cost more than the bound", "is_exempt"),
     ):
         counts = {(audit.model, audit.key): float(getattr(audit, field)) for audit in scored}
-        yield family(kind, f"audit_{name}", about, ["model", "key"], counts)
+        yield family(kind, f"audit_{name}", about, ["model_name", "key"], counts)
     expected = {(a.model, a.key): a.expected_nats for a in scored if not isnan(a.expected_nats)}
     about = "The excess that the thresholds of those answers let expect"
-    yield family(GaugeMetricFamily, "audit_expected_nats", about, ["model", "key"], expected)
+    yield family(GaugeMetricFamily, "audit_expected_nats", about, ["model_name", "key"], expected)
     for name, about in (
         ("excess_nats", "A token's log-probability above that under the exact model"),
         ("disagreement", "Share of greedy tokens that are not the exact model's first choice"),
@@ -402,7 +467,7 @@ def _audits(audits: Iterable[AuditState]) -> Iterator[Metric]:
             )
         }
         known = {at: value for at, value in values.items() if not isnan(value)}
-        labels = ["model", "key", "bound"]
+        labels = ["model_name", "key", "bound"]
         yield family(GaugeMetricFamily, f"audit_{name}", about, labels, known)
 
 
@@ -451,42 +516,59 @@ def _workers(engine: "Engine | None") -> Iterator[Metric]:
 
 
 class ModelLoad:
-    """Counters of each model's finished requests; reported only if several models are served."""
+    """What each model's finished requests had; further numbers if several models are served."""
 
     def __init__(self) -> None:
-        self.finished, self.prompt_tokens = Counter[int](), Counter[int]()
-        self.generation_tokens, self.degraded = Counter[int](), Counter[int]()
+        self.finished, self.degraded = Counter[str](), Counter[str]()
+        self._lengths = defaultdict[str, dict[str, Histogram]](dict)  # by metric and model
 
-    def request_finished(self, model: int, output: Output) -> None:
+    def request_finished(self, sequence: "SequenceState", output: Output, now: float) -> None:
         """Counts a finished request of a model."""
-        usage = output.usage
+        model, usage, began_at = sequence.request.model_name, output.usage, sequence.began_at
         self.finished[model] += 1
-        self.prompt_tokens[model] += usage.prompt_tokens
-        self.generation_tokens[model] += usage.completion_tokens
         self.degraded[model] += usage.degraded_visits
+        for name, value in (
+            ("prompt_tokens", usage.prompt_tokens),
+            ("generation_tokens", usage.completion_tokens),
+            ("prefill_time_seconds", sequence.first_at - began_at),
+            ("decode_time_seconds", now - sequence.first_at),
+        ):
+            bounds = _LENGTHS if name.endswith("tokens") else _E2E
+            into = self._lengths[name].setdefault(model, Histogram(bounds))
+            if not isnan(value):  # a step of workers that began again may not say when
+                into.observe(np.array([value]))
 
     def collect(self, engine: "Engine | None") -> Iterator[Metric]:
         """Yields metric families with the model as label."""
+        for name, about in (
+            ("prompt_tokens", "Tokens of a finished request's prompt"),
+            ("generation_tokens", "Tokens of its answer"),
+            ("prefill_time_seconds", "From its first layers to its first token"),
+            ("decode_time_seconds", "From its first token to its last"),
+        ):
+            made = HistogramMetricFamily(PREFIX + "request_" + name, about, labels=["model_name"])
+            for model, histogram in sorted(self._lengths[name].items()):
+                histogram.add_to(made, [model])
+            yield made
         if engine is None or len(engine.names) < 2:
             return
         scheduler, registry, fetcher = engine.scheduler, engine.registry, engine.fetcher
-        running = Counter(s.request.model for s in list(scheduler.running))
-        waiting = Counter(s.request.model for s in scheduler.waiting)
+        running = Counter(s.request.model_name for s in list(scheduler.running))
+        waiting = Counter(s.request.model_name for s in scheduler.waiting)
         for kind, name, about, counts in (
-            (_COUNTER, "requests_finished", "Requests that got their last token", self.finished),
-            (_COUNTER, "prompt_tokens", "Prompt tokens of finished requests", self.prompt_tokens),
-            (_COUNTER, "generation_tokens", "Tokens of finished requests", self.generation_tokens),
             (_COUNTER, "degraded_visits", "Degraded visits of finished requests", self.degraded),
             (GaugeMetricFamily, "num_requests_running", "Requests that hold pages", running),
             (GaugeMetricFamily, "num_requests_waiting", "Requests in the queue", waiting),
         ):
-            named = {model: counts[number] for number, model in enumerate(engine.names)}
-            yield family(kind, f"{name}_by_model", about, "model", named)
+            named = {model: counts[model] for model in engine.names if model}
+            yield family(kind, f"{name}_by_model", about, "model_name", named)
         yield counter(
             "mixed_steps", "Decode steps with rows of several models", scheduler.num_mixed
         )
         yield gauge(
-            "resident_models", "Models whose weights are on the device", registry.num_resident
+            "resident_models",
+            "Models whose weights are on the device",
+            len(scheduler.models or list(filter(None, engine.names))),
         )
         about = "Sets of non-expert weights copied in the place of others"
         yield counter("model_swaps", about, registry.num_swaps)

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 log = logging.getLogger(__name__)
@@ -20,6 +20,7 @@ class Watched[T](ABC):
         """`what` says in the log what the files hold."""
         self.what, self.paths = what, tuple(paths)
         self._seen = self._look()
+        self.heard: Callable[[str], object] = lambda what: None  # called when files were read again
 
     @abstractmethod
     def read(self) -> T:
@@ -65,6 +66,7 @@ class Watched[T](ABC):
         where = ", ".join(map(str, self.paths))
         extra = {"event": "reloaded", "what": self.what}
         log.info("%s were read again from %s", self.what, where, extra=extra)
+        self.heard(f"{self.what} were read again")
         return True
 
     async def watch(self, every_s: float = LOOKS_EVERY_S) -> None:

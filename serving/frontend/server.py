@@ -11,7 +11,10 @@ import os
 import signal
 import ssl
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,14 +29,31 @@ from serving.frontend.inbox import MAX_MESSAGE_BYTES
 from serving.frontend.listen import GrpcPort
 from serving.frontend.metrics import Metrics
 from serving.frontend.reload import Watched
-from serving.frontend.status import StatusLog
+from serving.frontend.status import StatusLog, changes, set_brownout
 from serving.frontend.tracing import Tracer
+from serving.request import BrownoutChange, BrownoutState
 from serving.settings.reading import named_models
 
 if TYPE_CHECKING:
     from serving.engine import Engine
 
 log = logging.getLogger(__name__)
+
+
+MAX_EVENTS = 200
+MERGED_S = 5.0
+"""Within which events of one kind that are counted are one event."""
+
+
+@dataclass
+class Event:
+    """Something that happened, for the live page."""
+
+    time_s: float  # Unix time
+    kind: str  # settings, models, reloaded, refused, evicted, workers
+    text: str
+    count: int = 0  # of what is counted
+    until_s: float = 0.0  # when that was last
 
 
 class Server:
@@ -71,6 +91,7 @@ class Server:
         self.main = GrpcPort(self, self.guard, config.host, config.port, config.max_connections)
         self.front_ends = front_ends.make_all(self)
         self.addresses: dict[str, str] = {}  # of front ends, after start
+        self.events: deque[Event] = deque(maxlen=MAX_EVENTS)
 
     @property
     def status(self) -> str:
@@ -81,16 +102,13 @@ class Server:
 
     @property
     def model_names(self) -> Sequence[str]:
-        """The served models' names, which are known before loading."""
+        """The names of the models that are served now, which are known before loading."""
+        if self.engine is not None:
+            return [name for name in self.engine.names if name]
         config = self.config
         if config.engine.models:
             return list(named_models(config.engine.models))
-        if config.served_model_name:
-            return [config.served_model_name]
-        family = None if self.engine is None else self.engine.family
-        if family is not None:
-            return family.names
-        return [self._model_name]
+        return [config.served_model_name or self._model_name]
 
     def readiness(self) -> tuple[bool, str]:
         """Returns whether health is SERVING, and a word that says why. Thread-safe."""
@@ -122,8 +140,29 @@ class Server:
         for name, front_end in self.front_ends.items():
             self.addresses[name] = await front_end.start()
         for watched in self._watched():
+            watched.heard = partial(self.happened, "reloaded")
             self.keep_running(watched.watch(), f"jmoe-{watched.what}")
         await self.main.start()
+
+    def happened(self, kind: str, text: str, count: int = 0) -> None:
+        """Notes an event; `text` may have `{count}`, and such an event goes on for as long as it
+        happens again within seconds.
+        """
+        now = time.time()
+        last = next((one for one in reversed(self.events) if one.kind == kind), None)
+        if count and last is not None and now - last.until_s <= MERGED_S:
+            last.count, last.until_s = last.count + count, now
+            last.text = text.replace("{count}", f"{last.count:,}")
+            return
+        self.events.append(Event(now, kind, text.replace("{count}", f"{count:,}"), count, now))
+
+    async def set_brownout(self, change: BrownoutChange, peer: str) -> BrownoutState:
+        """Changes settings for `peer`, and notes it. Raises what `Engine.set_brownout` raises."""
+        engine = self.ready_engine()
+        before = engine.get_brownout()
+        after = await set_brownout(engine, change, peer)
+        self.happened("settings", f"{peer}: {changes(change, before, after)[1]}")
+        return after
 
     def keep_running(self, work: Coroutine[Any, Any, None], name: str) -> None:
         """Runs `work` in a task until the server stops."""
@@ -142,8 +181,11 @@ class Server:
 
     async def attach(self, engine: "Engine") -> None:
         """Starts serving with `engine`, which `drain` and `stop` will stop."""
+        config = self.config
+        if config.engine.models or config.served_model_name or engine.family is None:
+            names = self.model_names
+            engine.names[: len(names)] = names
         self.engine = engine
-        engine.names = tuple(self.model_names)
         engine.request_timeout_s = self.config.request_timeout_s
         if self.config.exit_on_failure:
             engine.on_unresponsive = _exit_at_once

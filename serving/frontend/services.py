@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from serving.errors import NotFound
-from serving.frontend import access, convert, status
+from serving.frontend import access, convert
 from serving.frontend.guard import Guard, Service
 from serving.frontend.listen import GrpcPort
 from serving.frontend.status import noted
@@ -146,6 +146,12 @@ def _how_steps_run(executor: "Executor | None") -> tuple[Mapping[str, int], Mapp
     )
 
 
+def who(context: Any) -> str:
+    """Returns how log and page name an operator: the key's name, and the address."""
+    name = access.current.get().name
+    return f"{name} at {context.peer()}" if name else context.peer()
+
+
 class AdminService(rpc.AdminServicer):
     """`jmoe.v1.Admin`."""
 
@@ -158,9 +164,26 @@ class AdminService(rpc.AdminServicer):
 
     async def SetBrownout(self, request: pb.SetBrownoutRequest, context: Any) -> pb.BrownoutState:
         """Changes the fields that are set; if the way changes, answers once it is loaded."""
-        engine, change = self._server.ready_engine(), convert.brownout_change(request)
-        after = await status.set_brownout(engine, change, context.peer())
-        return convert.brownout_state(after)
+        self._server.ready_engine()
+        change = convert.brownout_change(request)
+        return convert.brownout_state(await self._server.set_brownout(change, who(context)))
+
+    async def LoadModel(self, request: pb.LoadModelRequest, context: Any) -> pb.ServedModels:
+        """Loads a model beside the others; answers when requests may name it."""
+        await self._server.ready_engine().load_model(request.name, request.directory)
+        self._server.happened("models", f"{who(context)}: loaded {request.name}")
+        return self._served()
+
+    async def UnloadModel(self, request: pb.UnloadModelRequest, context: Any) -> pb.ServedModels:
+        """Unloads a model; answers when what it took is free."""
+        ended = await self._server.ready_engine().unload_model(request.name, request.drain_s)
+        self._server.happened("models", f"{who(context)}: unloaded {request.name}")
+        return self._served(ended)
+
+    def _served(self, num_ended: int = 0) -> pb.ServedModels:
+        names = self._server.model_names
+        vacant = len(self._server.ready_engine().names) - len(names)
+        return pb.ServedModels(names=names, num_vacant=vacant, num_ended=num_ended)
 
     async def GetStats(self, request: pb.GetStatsRequest, context: Any) -> pb.Stats:
         """Returns the current counters and gauges."""

@@ -194,6 +194,24 @@ def log_brownout_change(
             peer,
             extra={**extra, "took_s": took_s},
         )
+    changed, text = changes(change, before, after)
+    log.info(
+        "brownout set by %s: %s",
+        peer,
+        text,
+        extra={
+            "event": "brownout_set",
+            "peer": peer,
+            "before": {name: was for name, (was, _) in changed.items()},
+            "after": {name: is_ for name, (_, is_) in changed.items()},
+        },
+    )
+
+
+def changes(
+    change: BrownoutChange, before: BrownoutState, after: BrownoutState
+) -> tuple[dict[str, tuple[object, object]], str]:
+    """Returns the settings that a caller has changed, before and after, and a text of them."""
     # A controller may also have moved thresholds; list only those that this caller set.
     own = [
         name
@@ -205,20 +223,8 @@ def log_brownout_change(
         for name in own
         if getattr(before, name) != getattr(after, name)
     }
-    text = ", ".join(
-        f"{name} from {_show(was)} to {_show(is_)}" for name, (was, is_) in changed.items()
-    )
-    log.info(
-        "brownout set by %s: %s",
-        peer,
-        text or "nothing changed",
-        extra={
-            "event": "brownout_set",
-            "peer": peer,
-            "before": {name: was for name, (was, _) in changed.items()},
-            "after": {name: is_ for name, (_, is_) in changed.items()},
-        },
-    )
+    parts = [f"{name} from {_show(was)} to {_show(is_)}" for name, (was, is_) in changed.items()]
+    return changed, ", ".join(parts) or "nothing changed"
 
 
 def _ways(extra: dict[str, Any]) -> tuple[int, int]:

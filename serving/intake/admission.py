@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from jmoe.api import Model
 from jmoe.family import Family
 from jmoe.tokenizer import Tokenizer
 from serving.config import EngineConfig
@@ -87,20 +88,25 @@ class Capacity:
         return fmean(self._held_s) / self._num_slots * num_waiting
 
 
+def _written(tokenizer: Tokenizer) -> tuple[object, ...]:
+    """Returns what a chat's text depends on."""
+    return tokenizer.chat_template, *tokenizer.special_tokens.items()
+
+
 class Admission:
     """An engine's admission checks, and the thread that tokenizes long prompts."""
 
     def __init__(self, config: EngineConfig, limits: Limits, family: Family | None) -> None:
         """Without `family` (in tests), only prompts of token ids are taken."""
         self._config, self._limits = config, limits
-        self._tokenizers = [None] if family is None else [model.tokenizer for model in family]
-        self._eos = [()] if family is None else [model.config.eos_token_ids for model in family]
+        of_models = [] if family is None else list(family)
+        self._tokenizers: list[Tokenizer | None] = [one.tokenizer for one in of_models] or [None]
+        self._eos: list[tuple[int, ...]] = [one.config.eos_token_ids for one in of_models] or [()]
         self.capacity = {priority: Capacity(limits.decode_rows) for priority in Priority}
         self.num_tokenizing = Counter[Priority]()  # chats and long texts, waiting for their tokens
-        models = () if family is None else family
         self._structures = [
-            Structures(model.tokenizer, model.config.vocab_size, model.config.eos_token_ids)
-            for model in models
+            Structures(one.tokenizer, one.config.vocab_size, one.config.eos_token_ids)
+            for one in of_models
         ]
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="jmoe-tokenize")
         most = config.max_model_len - 1
@@ -112,9 +118,27 @@ class Admission:
         self._templates: dict[tuple[object, ...], ChatTemplate] = {}
         self._asked_at: dict[str, float] = {}  # by API key, the longest ago first
 
+    async def put(self, number: int, model: Model) -> None:
+        """Makes a model the one that requests to `number` are for; what only the one before needed
+        is ended.
+        """
+        cfg, tokenizer = model.config, model.tokenizer
+        self._tokenizers[number], self._eos[number] = tokenizer, cfg.eos_token_ids
+        before, self._structures[number] = (
+            self._structures[number],
+            Structures(tokenizer, cfg.vocab_size, cfg.eos_token_ids),
+        )
+        longest = max(1 if one is None else one.longest_token for one in self._tokenizers)
+        most = self.bounds.max_prompt_tokens * longest
+        self.bounds = replace(self.bounds, max_prompt_chars=most)
+        used = {_written(one) for one in self._tokenizers if one is not None}
+        gone = [self._templates.pop(what) for what in list(self._templates) if what not in used]
+        for limited in (before, *gone):
+            await limited.close()
+
     def _template(self, tokenizer: Tokenizer) -> ChatTemplate:
         """Returns a model's chat template; models that have the same one share it."""
-        what = tokenizer.chat_template, *tokenizer.special_tokens.items()
+        what = _written(tokenizer)
         if what not in self._templates:
             self._templates[what] = ChatTemplate(tokenizer, self.bounds)
         return self._templates[what]

@@ -43,7 +43,8 @@ class Reuse:
         reuse off.
         """
         self.is_on = accepted is not None
-        self.num_reused = 0  # positions taken from the cache instead of computed
+        self.num_asked = 0  # positions of prompts that were looked up
+        self.num_reused = 0  # ... that were taken from the cache instead of computed
         self._limits, self._places = limits, places
         self._accepted = accepted or (lambda sequence: EXACT)
         # By rank and name: who will fill a page by prefill; removed once its results are read.
@@ -144,6 +145,8 @@ class Reuse:
         if not prefix.num_admitted:
             sequence.cached_tokens = sequence.num_computed
             self.num_reused += sequence.num_computed
+            looked_up = self._shares(sequence) and not sequence.scores_prompt
+            self.num_asked += len(sequence.prompt) * looked_up
         prefix.num_admitted += 1
 
     def read(

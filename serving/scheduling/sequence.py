@@ -170,7 +170,8 @@ class SequenceState:
         self.detokenizer = Detokenizer(tokenizer, sampling.stop, sampling.skip_special_tokens)
         self.started_at = math.nan  # when its first step was launched
         self.began_at = math.nan  # when the device began that step
-        self.previous_at = math.nan  # when its newest token arrived
+        self.first_at = math.nan  # when its first token arrived
+        self.previous_at = math.nan  # ... and its newest
         self.visits_per_token = visits_per_token
         self.degraded_visits = 0
         self.visited_tokens = 0

@@ -15,6 +15,9 @@ MESH = "experts over a mesh"
 SEVERAL = "several models"
 ALL_THERE = "every model on the device"
 ONE_THERE = "one model on the device at a time"
+IN_TURN = "sets that come and go (engine.resident_sets)"
+MAPPED = "a map of shared experts (engine.family)"
+HOSTED = "experts in host memory (engine.resident_experts)"
 
 MODES: dict[str, Callable[[EngineConfig, int], bool]] = {
     AEP: lambda engine, count: engine.mode == "aep" or engine.asynchronous.attention > 0,
@@ -22,10 +25,15 @@ MODES: dict[str, Callable[[EngineConfig, int], bool]] = {
     SEVERAL: lambda engine, count: bool(engine.models) or count > 1,
     ALL_THERE: lambda engine, count: count > 0 and not 0 < engine.resident_sets < count,
     ONE_THERE: lambda engine, count: 1 in (count, engine.resident_sets),
+    IN_TURN: lambda engine, count: engine.resident_sets > 0,
+    MAPPED: lambda engine, count: bool(engine.family),
+    HOSTED: lambda engine, count: engine.resident_experts > 0,
 }
 """Whether settings ask for a mode; `count` is the number of models, 0 where that is not known."""
 
 COMPANY = "SetBrownout prefill_company"
+COMING = "engine.spare_models"
+"""And with it LoadModel and UnloadModel."""
 
 OWN_STRATEGY = "engine.brownout.strategy"
 
@@ -49,11 +57,16 @@ COMPOSES: dict[tuple[str, str], str] = {
     (AEP, "engine.enforce_eager"): "stages are always compiled",
     (AEP, OWN_STRATEGY): "workers answer with visits, and cannot say that a plan is out of range",
     (AEP, "engine.brownout.levels"): "a row's threshold is the same in every layer",
+    (AEP, COMING): _ONE,
+    (MESH, COMING): "a family is served on one device",
     (MESH, OWN_STRATEGY): "devices agree on integers alone, and floats may differ in the last bit",
     (MESH, "engine.brownout.levels"): "devices make plans with one threshold a step",
     (SEVERAL, "engine.mesh"): "a family is served on one device",
     (ALL_THERE, "engine.model_stay_s"): "no model takes another's place (engine.resident_sets)",
     (ONE_THERE, "engine.mixed_models"): "models of one step have to be on the device together",
+    (IN_TURN, COMING): "a model's set comes and goes already",
+    (MAPPED, COMING): "the map is of certain models, and says whose experts serve whom",
+    (HOSTED, COMING): "experts stand in for a sibling's, which would be gone",
 }
 """Why a mode does not go with a feature: a setting (`key=value`: only that value), a field of
 SetBrownout, or what a model has.

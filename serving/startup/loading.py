@@ -5,6 +5,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -113,6 +114,7 @@ def load_models(config: EngineConfig, mesh: Mesh | None, progress: Progress) -> 
             revision=config.hub_revision,
             chat_template=config.chat_template,
             quantize=config.quantize,
+            spare_models=config.spare_models,
         )
     directory = resolve(config.model, config.hub_revision)
     if config.model not in (BUNDLED, str(directory)):
@@ -147,21 +149,11 @@ def expected_losses(config: EngineConfig, family: Family, ways: Sequence[int]) -
     most = brownout.max_expected_loss
     if config.family or config.resident_experts:
         return []
-    found: list[Mapping[Kind, Curve]] = []
-    for model in family:
-        there = (model.path / expected_loss.FILE).exists()
-        try:
-            # Weights are hashed only where there is a table to belong to them.
-            tables = expected_loss.read(model.path, digest_of(model.path) if there else "")
-        except ValueError as error:
-            if most:
-                raise SettingsError(
-                    f"engine.brownout.max_expected_loss is {most:g}, and {error}"
-                ) from None
-            if there:
-                log.warning("expected loss is not known: %s", error)
-            tables = {}
-        found.append({kind: table.curve() for kind, table in tables.items()})
+    found = [
+        {} if at in family.vacant else curves_of(model.path, most)
+        for at, model in enumerate(family)
+    ]
+    found = [found[0] if at in family.vacant else own for at, own in enumerate(found)]
     if most:
         way = ways[0] if ways else 0
         strategy = starting_strategy(brownout.strategy, way)
@@ -169,3 +161,22 @@ def expected_losses(config: EngineConfig, family: Family, ways: Sequence[int]) -
         if missing := losses.missing(strategy, way, brownout.keep):
             raise SettingsError(f"engine.brownout.max_expected_loss is {most:g}, and {missing}")
     return found
+
+
+def curves_of(directory: Path, most: float) -> Mapping[Kind, Curve]:
+    """Returns the curves of expected loss that lie beside a model. `most` is the bound on it, 0:
+    none. Raises SettingsError as `expected_losses` does for a table.
+    """
+    there = (directory / expected_loss.FILE).exists()
+    try:
+        # Weights are hashed only where there is a table to belong to them.
+        tables = expected_loss.read(directory, digest_of(directory) if there else "")
+    except ValueError as error:
+        if most:
+            raise SettingsError(
+                f"engine.brownout.max_expected_loss is {most:g}, and {error}"
+            ) from None
+        if there:
+            log.warning("expected loss is not known: %s", error)
+        tables = {}
+    return {kind: table.curve() for kind, table in tables.items()}

@@ -170,6 +170,7 @@ class Accounts:
             joins=scheduler.num_joins,
             evictions=sum(scheduler.num_evictions.values()),
             reused_tokens=scheduler.reuse.num_reused,
+            prefix_queries=scheduler.reuse.num_asked,
             kv_pages_kept=places.num_idle_pages,
             kept_pages_evicted=places.num_evicted_pages,
             full_decode_step_s=full_decode_step_s,

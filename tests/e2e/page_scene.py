@@ -11,12 +11,21 @@ from fake_engine import FakeEngine
 
 from serving.config import ServerConfig
 from serving.frontend.page.live import ExpertLoad, Sampler
-from serving.frontend.server import Server
+from serving.frontend.server import Event, Server
 from serving.request import Priority
 
 TTFT_SLO_S, ITL_SLO_S = 0.3, 0.025
 BURST = range(-200, -70)  # seconds before now
 LAYERS, ROUTED, UNITED = 24, 60, 8
+HAPPENED = (
+    (-262, -262, "reloaded", "keys were read again"),
+    (-215, -215, "settings", "ops at http:10.0.0.7:51334: itl_slo_s from 0.03 to 0.025"),
+    (-190, -80, "refused", "258 refused for load"),
+    (-150, -148, "evicted", "3 evicted, to be run again"),
+    (-120, -120, "workers", "expert 2 is lost"),
+    (-60, -60, "models", "ops at ipv4:10.0.0.7:40112: loaded law"),
+)
+"""Seconds before now, until when, kind and text."""
 
 
 class Scene:
@@ -64,6 +73,9 @@ class Scene:
             live._sampler._wall = lambda: began_at + self._at
             live.tick()
         live._sampler, live._load = Sampler(self.server), ExpertLoad(time.monotonic)
+        self.server.events.clear()
+        for at, until, kind, text in HAPPENED:
+            self.server.events.append(Event(began_at + at, kind, text, until_s=began_at + until))
 
     def second(self, at: int) -> None:
         """Sets what an engine under the burst's load reports so many seconds before now."""
@@ -87,9 +99,12 @@ class Scene:
         self.engine.counters = counted | {"kv_pages_used": 10 + 60 * pressed + draw(0, 1)}
         self.engine.counters["kv_pages_used"] = round(self.engine.counters["kv_pages_used"])
         self.engine.scheduler.running = [
-            SimpleNamespace(request=SimpleNamespace(priority=priority, model=0))
-            for priority in [Priority.LATENCY_SENSITIVE] * running + [Priority.BEST_EFFORT] * 5
+            self._running(number, priority, pressed)
+            for number, priority in enumerate(
+                [Priority.LATENCY_SENSITIVE] * running + [Priority.BEST_EFFORT] * 5
+            )
         ]
+        self._tell_who(rate, in_burst, share)
         waiting = round(9 * pressed * abs(draw(1, 0.3))) if in_burst else 0
         self.engine.scheduler.queues = {
             Priority.LATENCY_SENSITIVE: [None] * waiting,
@@ -106,6 +121,38 @@ class Scene:
         rows[:, ROUTED:] = rows[:, ROUTED:] * pressed
         self._rows = self._rows + rows
         metrics.expert_rows = self._rows
+
+    def _running(self, number: int, priority: Priority, pressed: float) -> SimpleNamespace:
+        key = ("alice", "batch", "")[number % 3]
+        request = SimpleNamespace(
+            priority=priority,
+            model_name="bundled",
+            key=key,
+            request_id=f"chatcmpl-{number:08x}",
+            is_audit=False,
+        )
+        return SimpleNamespace(
+            request=request,
+            arrived_at=time.monotonic() - 40 / (1 + number),
+            prompt=[1] * (20 + 7 * number),
+            tokens=[1] * (300 // (1 + number)),
+            degraded_visits=round(100 * pressed),
+            visited_tokens=100,
+            visits_per_token=4,
+        )
+
+    def _tell_who(self, rate: int, in_burst: bool, share: float) -> None:
+        """Spreads what ends over two keys, of which one sends too much."""
+        metrics = self.server.metrics
+        for key, part in (("alice", 3), ("batch", 1)):
+            load = metrics.by_caller[key, "bundled"]
+            load.requests += rate // part
+            load.visits += 400 * (rate // part)
+            load.degraded += round(400 * (rate // part) * max(0.0, share))
+            load.late += in_burst * (rate // part > 3)
+        if in_burst:
+            of = "http", "/v1/completions", "429", "batch", ""
+            metrics.calls._counts[of] += 2
 
     def _say(self, phase: str, slo_s: float, times: float) -> None:
         late = max(0.0, 0.1 * (times - 0.7))

@@ -5,10 +5,12 @@ With JMOE_PICTURES=FOLDER each test leaves a picture of what it saw there.
 
 import asyncio
 import contextlib
+import math
 import os
 import re
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -30,7 +32,7 @@ pytestmark = [
 
 from keyed import KeysFile  # noqa: E402
 from openai_served import serving_http  # noqa: E402
-from page_scene import LAYERS, ROUTED, UNITED, Scene  # noqa: E402
+from page_scene import HAPPENED, LAYERS, ROUTED, UNITED, Scene  # noqa: E402
 
 DESKTOP, PHONE = {"width": 1360, "height": 1000}, {"width": 390, "height": 844}
 WAIT_MS = 20_000
@@ -190,6 +192,96 @@ async def test_edits_stay_while_the_server_goes_on_and_can_be_undone():
         await page.locator("#itl").fill("")
         await page.keyboard.press("Enter")
         await page.locator("#refusal", has_text="number").wait_for()
+
+
+async def test_what_a_change_lets_expect_is_asked_before_it_is_made_and_it_is_undone(pictures):
+    async with live_scene() as scene, browsing() as page:
+        await opened(page, scene)
+        before = scene.engine.brownout
+        await page.locator("#by-hand").check()
+        await page.locator("#decode").fill("95")
+        await page.locator("#try").click()
+        whatif = page.locator("#whatif")
+        await whatif.locator("caption", has_text="The objective of decode would not be").wait_for()
+        decode = await whatif.locator("td:nth-child(3)").all_inner_texts()
+        assert [one.split(" → ")[1] for one in decode] == ["95 %", "9.5 ms", "0.0200"]
+        assert scene.engine.brownout.salc_enabled == before.salc_enabled  # nothing is changed
+        assert await page.locator("#undo").is_hidden()
+        await shoot(page, pictures, "whatif")
+        await page.locator("#apply").click()
+        await page.locator("#outcome", has_text="Applied").wait_for()
+        assert await whatif.is_hidden()
+        assert not scene.engine.brownout.salc_enabled
+        await page.locator("#undo").focus()
+        await page.keyboard.press("Enter")
+        await page.locator("#outcome", has_text="Undone").wait_for()
+        assert scene.engine.brownout.salc_enabled
+        assert await page.locator("#undo").is_hidden()
+        texts = page.locator("#event-list li")
+        await texts.filter(has_text="salc_enabled from off to on").wait_for()
+        await texts.filter(has_text="salc_enabled from on to off").wait_for()
+
+
+async def test_what_happened_is_a_strip_on_the_time_axis_and_a_list():
+    async with live_scene() as scene, browsing() as page:
+        await opened(page, scene)
+        assert await page.locator("#strip rect.event").count() == len(HAPPENED)
+        refused = page.locator("#strip rect.refused")
+        box, whole = await refused.bounding_box(), await page.locator("#strip").bounding_box()
+        share = box["width"] / (whole["width"] - 68)  # margins of the charts
+        assert share == pytest.approx(110 / 300, abs=0.03)
+        assert "258 refused for load" in await refused.locator("title").text_content()
+        lines = await page.locator("#event-list li").all_inner_texts()
+        assert "loaded law" in lines[0]  # the newest first
+        scene.server.happened("settings", "<b>who</b> & what")
+        await page.locator("#event-list li", has_text="<b>who</b> & what").wait_for()
+
+
+async def test_who_is_late_degraded_or_refused_and_what_runs_for_longest():
+    async with live_scene() as scene, browsing() as page:
+        await opened(page, scene)
+        rows = page.locator("#who tbody tr")
+        text = await rows.filter(has_text="alice").inner_text()
+        assert re.search(r"alice\s+bundled\s+[\d,]+\s+\d+ %\s+\d+ %\s+0", text)
+        assert re.search(r"batch\s+–\s+0\s+–\s+–\s+260", await rows.nth(2).inner_text())
+        oldest = page.locator("#oldest tbody tr")
+        assert await oldest.count() == 10
+        first = await oldest.nth(0).inner_text()
+        assert re.search(r"…mpl-00000000\s+alice, bundled\s+4\d(\.\d)? s\s+20\s+300", first), first
+
+
+async def test_latencies_are_shown_on_a_log_scale():
+    async with live_scene() as scene, browsing() as page:
+        await opened(page, scene)
+        figure = page.locator("figure.chart", has_text="Time to first token")
+        before = await figure.locator("svg text.left").all_text_contents()
+        assert before[0] == "0 ms"
+        await page.get_by_label("Latency on a log scale").focus()
+        await page.keyboard.press("Space")
+        await page.wait_for_function(
+            "document.querySelectorAll('figure.chart')[2].querySelector('text.left')"
+            ".textContent !== '0 ms'"
+        )
+        ticks = await figure.locator("svg text.left").all_text_contents()
+        values = [float(tick.split()[0]) * (1000 if tick.endswith(" s") else 1) for tick in ticks]
+        assert len(values) >= 2
+        assert all(value > 0 for value in values)
+        marks = await figure.locator("svg text.left").all()
+        heights = [float(await one.get_attribute("y")) for one in marks]
+        slopes = [
+            (b - a) / (math.log(w) - math.log(v))
+            for a, b, v, w in zip(heights, heights[1:], values, values[1:], strict=False)
+        ]
+        assert max(slopes) - min(slopes) < 0.1  # equal ratios are equal distances
+
+
+async def test_a_server_whose_brownout_is_exhausted_is_overloaded():
+    async with live_scene() as scene, browsing() as page:
+        await opened(page, scene)
+        why = "overloaded: brownout is exhausted, ITL P90 of 40 ms over its objective of 25 ms"
+        scene.engine.brownout = replace(scene.engine.brownout, objective_state=why)
+        await page.locator("#status", has_text="overloaded").wait_for()
+        await page.locator("#banner", has_text=why).wait_for()
 
 
 async def test_a_moment_is_looked_at_by_keyboard_and_by_pointer():

@@ -14,6 +14,7 @@ from serving.request import (
     BrownoutState,
     Chat,
     EngineStats,
+    Expected,
     Output,
     Priority,
     SamplingParams,
@@ -45,7 +46,7 @@ class FakeEngine:
         self.config = config or EngineConfig(
             max_model_len=2048, threshold_buckets_percent=(20, 40, 70, 100)
         )
-        self.status, self.names = "ready", ("counter",)
+        self.status, self.names = "ready", ["counter"]
         most = self.config.max_model_len
         self.bounds = Bounds(most - 1, 4 * most, 100, self.config.max_logprobs_per_call)
         model = SimpleNamespace(
@@ -92,7 +93,10 @@ class FakeEngine:
             num_evictions={LS: 0, BE: 4},
         )
         prefill, decode = (SimpleNamespace(window=LatencyWindow(4.0)) for _ in range(2))
-        self.slo = SimpleNamespace(ls=SimpleNamespace(prefill=prefill, decode=decode))
+        self.slo = SimpleNamespace(
+            ls=SimpleNamespace(prefill=prefill, decode=decode),
+            objectives=lambda priority: (self.brownout.ttft_slo_s, self.brownout.itl_slo_s),
+        )
         self.counters: dict = {}  # fields of stats that a test sets
         self.calls: list[dict] = []
         self.running = self.closed = 0
@@ -203,6 +207,29 @@ class FakeEngine:
         self.changes = change
         if change.way is not None and change.way not in self.model.united:
             raise ValueError(f"way is {change.way}; counter has united experts for: 2, 8")
+        self.check(change)
+        if change.way not in (None, self.brownout.way):
+            await self.way_gate.wait()
+        given = {name: value for name, value in asdict(change).items() if value is not None}
+        if {"prefill_threshold_percent", "decode_threshold_percent"} & set(given):
+            given = {"salc_enabled": False} | given
+        self.brownout = replace(self.brownout, **given)
+        return self.brownout
+
+    def what_if(self, change) -> dict[str, Expected]:
+        self.check(change)
+        percents = change.prefill_threshold_percent, change.decode_threshold_percent
+        now = self.brownout.prefill_threshold_percent, self.brownout.decode_threshold_percent
+        return {
+            phase: Expected(
+                *((was if percent is None else percent), was),
+                *(0.0001 * (was if percent is None else percent), 0.0001 * was),
+                *(0.002 if percent is None else 0.02, 0.002, percent is None or percent < 90),
+            )
+            for phase, percent, was in zip(("prefill", "decode"), percents, now, strict=True)
+        }
+
+    def check(self, change) -> None:
         if change.strategy not in (None, "zero", "partial", "full"):
             raise InvalidRequest(f"strategy is {change.strategy[:100]!r}")
         for name in ("prefill_threshold_percent", "decode_threshold_percent"):
@@ -213,13 +240,6 @@ class FakeEngine:
             slo_s = getattr(change, name)
             if slo_s is not None and not 0 < slo_s < math.inf:
                 raise InvalidRequest(f"{name} is {slo_s}")
-        if change.way not in (None, self.brownout.way):
-            await self.way_gate.wait()
-        given = {name: value for name, value in asdict(change).items() if value is not None}
-        if {"prefill_threshold_percent", "decode_threshold_percent"} & set(given):
-            given = {"salc_enabled": False} | given
-        self.brownout = replace(self.brownout, **given)
-        return self.brownout
 
     def stats(self) -> EngineStats:
         stats = EngineStats(self.running, 3, 25, 100, 0, self.closed, 1, 2, 5, 6, 800, 200, 1.5, 4)

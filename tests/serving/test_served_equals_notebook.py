@@ -876,10 +876,13 @@ async def test_over_a_socket_with_shared_experts_under_brownout(made, asked_for)
         found = jmoe.generate(model, [[3, 1, 4]], max_new_tokens=5, brownout=brownout)
         assert served[model.name] == found.tokens[0]
     lines = {f.name: f for f in metrics.by_model.collect(engine)}
-    finished = lines["jmoe_requests_finished_by_model"].samples
-    assert {s.labels["model"]: s.value for s in finished} == {"base": 2, "law": 1, "code": 1}
-    generated = lines["jmoe_generation_tokens_by_model"].samples
-    assert [s.value for s in generated] == [10, 5, 5]
+    generated = {
+        (s.name.rpartition("_")[2], s.labels["model_name"]): s.value
+        for s in lines["jmoe_request_generation_tokens"].samples
+    }
+    for model, count in {"base": 2, "law": 1, "code": 1}.items():
+        assert generated["count", model] == count
+        assert generated["sum", model] == 5 * count
 
 
 # ---- the oracle ---------------------------------------------------------------------------------

@@ -29,8 +29,8 @@ class TokenEndpoint(Protocol):
 
     async def answer(
         self, engine: "Engine", body: Any, model: str, tokenizer: "Tokenizer"
-    ) -> dict[str, Any]:
-        """Returns what a call gets. Raises InvalidRequest."""
+    ) -> tuple[dict[str, Any], int]:
+        """Returns what a call gets, and how many tokens it has. Raises InvalidRequest."""
         ...
 
 
@@ -48,11 +48,12 @@ class TokenAnswer(Response):
         of_call = self._server, self._caller, self._endpoint.request, scope, receive
         async with received(*of_call) as (body, number):
             model = engine.names[number]
-            self._caller.check_allowed(model, Priority.LATENCY_SENSITIVE)
             tokenizer = None if engine.family is None else engine.family[number].tokenizer
             if tokenizer is None:
                 raise HttpError("this model has no tokenizer; it takes token ids alone", "model")
-            found = await self._endpoint.answer(engine, body, model, tokenizer)
+            with self._caller.request(model, Priority.LATENCY_SENSITIVE) as caller:
+                found, num_tokens = await self._endpoint.answer(engine, body, model, tokenizer)
+                caller.used(num_tokens)
         answer = Response(orjson.dumps(found), media_type="application/json")
         await answer(scope, receive, send)
 
@@ -64,7 +65,7 @@ class Tokenize:
 
     async def answer(
         self, engine: "Engine", body: TokenizeRequest, model: str, tokenizer: "Tokenizer"
-    ) -> dict[str, Any]:
+    ) -> tuple[dict[str, Any], int]:
         """See TokenEndpoint."""
         tokens = await engine.tokenize(
             _prompt(body, tokenizer), model, special_tokens=body.add_special_tokens is not False
@@ -76,12 +77,13 @@ class Tokenize:
                 return [tokenizer.decode([token], skip_special_tokens=False) for token in tokens]
 
             texts = await asyncio.to_thread(each)
-        return {
+        found = {
             "count": len(tokens),
             "max_model_len": engine.config.max_model_len,
             "tokens": tokens,
             "token_strs": texts,
         }
+        return found, len(tokens)
 
 
 def _prompt(body: TokenizeRequest, tokenizer: "Tokenizer") -> str | Chat:
@@ -118,7 +120,7 @@ class Detokenize:
 
     async def answer(
         self, engine: "Engine", body: DetokenizeRequest, model: str, tokenizer: "Tokenizer"
-    ) -> dict[str, Any]:
+    ) -> tuple[dict[str, Any], int]:
         """See TokenEndpoint."""
         engine.bounds.check_tokens(len(body.tokens))
         try:
@@ -127,4 +129,4 @@ class Detokenize:
             raise InvalidRequest(
                 f"tokens {shown(body.tokens)} has numbers that are no tokens", "tokens"
             ) from None
-        return {"prompt": text}
+        return {"prompt": text}, len(body.tokens)

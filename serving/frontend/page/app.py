@@ -34,7 +34,6 @@ from serving.errors import (
 )
 from serving.frontend.page.live import Live
 from serving.frontend.page.shield import Shield
-from serving.frontend.status import set_brownout
 from serving.frontend.web import Listener
 from serving.request import BrownoutChange
 
@@ -126,12 +125,24 @@ def make_app(server: "Server", live: Live) -> FastAPI:
         """Changes the fields that are set; if the way changes, answers once it is loaded."""
         caller = admin(request)
         change = await _read_change(request, server.config.message_timeout_s)
-        engine = server.ready_engine()
+        server.ready_engine()
         try:
-            after = await set_brownout(engine, change, _peer(caller, request))
+            after = await server.set_brownout(change, _peer(caller, request))
         except (InvalidRequest, ValueError) as error:  # ValueError: the model lacks this way
             raise FieldRefused(str(error), _field_of(change, str(error))) from None
         return Response(orjson.dumps(asdict(after)), media_type="application/json")
+
+    @app.post("/api/whatif")
+    async def what_if(request: Request) -> Response:
+        """Returns what a change lets expect at the present load, by phase; changes nothing."""
+        admin(request)
+        change = await _read_change(request, server.config.message_timeout_s)
+        try:
+            found = server.ready_engine().what_if(change)
+        except (InvalidRequest, ValueError) as error:
+            raise FieldRefused(str(error), _field_of(change, str(error))) from None
+        told = {str(phase): expected._asdict() for phase, expected in found.items()}
+        return Response(orjson.dumps(told), media_type="application/json")
 
     app.mount("/", StaticFiles(directory=STATIC, html=True))
     return app

@@ -12,6 +12,7 @@ import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from heapq import nsmallest
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -200,7 +201,7 @@ def now(server: "Server") -> dict[str, Any]:
     engine = server.engine
     found: dict[str, Any] = {"status": _word(server), "failure": server.failure or ""}
     if engine is None:
-        nothing = {"models": [], "workers": [], "audits": [], "uptime_s": math.nan}
+        nothing = {"models": [], "workers": [], "audits": [], "oldest": [], "uptime_s": math.nan}
         return found | {"brownout": None, **nothing}
     stats = engine.stats()
     return found | {
@@ -208,6 +209,7 @@ def now(server: "Server") -> dict[str, Any]:
         "models": _models(engine, server.metrics),
         "workers": _workers(engine.executor),
         "audits": [asdict(audit) for audit in stats.audits if audit.num_scored],
+        "oldest": _oldest(engine),
         "uptime_s": stats.uptime_s,
     }
 
@@ -231,20 +233,115 @@ def _models(engine: "Engine", metrics: "Metrics") -> list[dict[str, Any]]:
         return []
     scheduler, finished = engine.scheduler, metrics.by_model.finished
 
-    def count(sequences: "Iterable[SequenceState]") -> Counter[int]:
-        return Counter(s.request.model for s in sequences)
+    def count(sequences: "Iterable[SequenceState]") -> Counter[str]:
+        return Counter(s.request.model_name for s in sequences)
 
     running, waiting = count(scheduler.running), count(scheduler.waiting)
     return [
         {
             "name": name,
             "resident": scheduler.models is None or number in scheduler.models,
-            "running": running[number],
-            "waiting": waiting[number],
-            "finished": finished[number],
+            "running": running[name],
+            "waiting": waiting[name],
+            "finished": finished[name],
         }
         for number, name in enumerate(engine.names)
+        if name
     ]
+
+
+OLDEST = 10
+
+
+def _oldest(engine: "Engine") -> list[dict[str, Any]]:
+    """Returns the requests that have been running for longest."""
+    now = time.monotonic()
+    oldest = nsmallest(OLDEST, list(engine.scheduler.running), key=lambda one: one.arrived_at)
+    return [
+        {
+            "id": one.request.request_id,
+            "key": one.request.key,
+            "model": one.request.model_name,
+            "class": one.request.priority,
+            "age_s": now - one.arrived_at,
+            "prompt_tokens": len(one.prompt),
+            "output_tokens": len(one.tokens),
+            "degraded_share": one.degraded_visits
+            / max(1, one.visited_tokens * one.visits_per_token),
+        }
+        for one in oldest
+        if not one.request.is_audit
+    ]
+
+
+WHO_EVERY_S = 10.0
+WHO_ROWS = 30
+
+
+class Who:
+    """Whose requests were late, degraded or refused in the last five minutes."""
+
+    def __init__(self, server: "Server", clock: Callable[[], float]) -> None:
+        self._server, self._clock = server, clock
+        self._past = deque([(-math.inf, Counter[tuple[str, str, str]]())])
+
+    def look(self) -> list[dict[str, Any]]:
+        """Returns a row for each key and model with requests, the busiest first."""
+        metrics, now = self._server.metrics, self._clock()
+        counts = Counter[tuple[str, str, str]]()
+        for who, load in list(metrics.by_caller.items()):
+            for name, value in vars(load).items():
+                counts[*who, name] = value
+        for who, count in metrics.calls.refused().items():
+            counts[*who, "refused"] = count
+        if now - self._past[-1][0] >= WHO_EVERY_S:
+            self._past.append((now, counts))
+            while len(self._past) > 1 and self._past[1][0] <= now - HISTORY * INTERVAL_S:
+                self._past.popleft()
+        recent = counts - self._past[0][1]
+        rows = []
+        for key, model in {of[:2] for of in recent}:
+            requests, late, visits, degraded, refused = (
+                recent[key, model, name]
+                for name in ("requests", "late", "visits", "degraded", "refused")
+            )
+            if requests or refused:
+                row = {"key": key, "model": model, "requests": requests, "refused": refused}
+                late_share = late / requests if requests else math.nan
+                share = degraded / visits if visits else math.nan
+                rows.append(row | {"late_share": late_share, "degraded_share": share})
+        rows.sort(key=lambda row: (-row["requests"] - row["refused"], row["key"], row["model"]))
+        return rows[:WHO_ROWS]
+
+
+class Watcher:
+    """Notes as events what counters and workers show between two samples."""
+
+    def __init__(self, server: "Server") -> None:
+        self._server = server
+        self._counts: tuple[int, int] | None = None
+        self._up: dict[str, bool] = {}
+
+    def look(self) -> None:
+        """Compares with the last look."""
+        server, engine = self._server, self._server.engine
+        if engine is None:
+            return
+        evicted = sum(engine.scheduler.num_evictions.values())
+        counts, before = (engine.stats().requests_rejected, evicted), self._counts
+        self._counts = counts
+        texts = (
+            ("refused", "{count} refused for load"),
+            ("evicted", "{count} evicted, to be run again"),
+        )
+        for (kind, text), now, last in zip(texts, counts, before or counts, strict=True):
+            if now > last:
+                server.happened(kind, text, now - last)
+        up = {worker["name"]: worker["is_up"] for worker in _workers(engine.executor)}
+        for name in up.keys() & self._up.keys():
+            if up[name] != self._up[name]:
+                server.happened("workers", f"{name} is {'there again' if up[name] else 'lost'}")
+        self._up = up
 
 
 def _workers(executor: "Executor") -> list[dict[str, Any]]:
@@ -263,6 +360,8 @@ EXPERTS_EVERY = 4
 """Expert load, the only large part of the data, is updated once in so many samples."""
 RECHECK_EVERY = 10
 """A stream's key is checked again after so many messages."""
+MAX_EVENTS = 60
+"""Newest events of the last minutes that viewers get."""
 MAX_VIEWERS = 32
 """Concurrent streams. One whose client does not read counts until its connection ends."""
 RETRY_AFTER_S = 5.0
@@ -279,6 +378,7 @@ class Live:
         self._server = server
         self._sampler = Sampler(server, clock)
         self._load = ExpertLoad(clock)
+        self._watcher, self._who = Watcher(server), Who(server, clock)
         self._history: deque[bytes] = deque(maxlen=HISTORY)
         self._now = b""  # server state at the newest sample, as JSON
         self._experts, self._experts_at = b"null", 0  # newest load, and `count` at that time
@@ -315,12 +415,18 @@ class Live:
     def tick(self) -> None:
         """Takes a sample and wakes all viewers."""
         self._history.append(_dump(self._sampler.take()))
-        self._now = _dump(now(self._server))
+        self._watcher.look()
+        self._now = _dump(self._state())
         if self.count % EXPERTS_EVERY == 0:
             self._look_at_experts()
         self.count += 1
         woken, self._next = self._next, asyncio.Event()
         woken.set()
+
+    def _state(self) -> dict[str, Any]:
+        since = time.time() - HISTORY * INTERVAL_S
+        events = [asdict(one) for one in self._server.events if one.until_s >= since]
+        return now(self._server) | {"events": events[-MAX_EVENTS:], "who": self._who.look()}
 
     def _look_at_experts(self) -> None:
         engine = self._server.engine
@@ -380,7 +486,7 @@ class Live:
     def _message(
         self, samples: Sequence[bytes], *, whole: bool = False, experts: bool = False
     ) -> bytes:
-        current = _dump(now(self._server)) if whole else self._now
+        current = _dump(self._state()) if whole else self._now
         parts = [b'"samples":[' + b",".join(samples) + b"]", b'"now":' + current]
         if whole:
             parts.append(b'"about":' + _dump(about(self._server)))

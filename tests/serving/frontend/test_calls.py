@@ -2,6 +2,8 @@
 
 import asyncio
 import logging
+from collections import Counter
+from contextvars import Context
 from urllib.error import HTTPError
 from urllib.request import urlopen
 
@@ -13,10 +15,13 @@ from kserve_requests import infer
 from openai_served import NO_CERTIFICATES, head, serving_http
 from served import collect, failure, serving, until
 
+from serving.frontend.access import Caller, current
+from serving.frontend.keys import Key, changing, digest, new_key
 from serving.frontend.metrics import Calls
 from serving.frontend.metrics_http import MetricsPort
 from serving.proto.inference import inference_pb2_grpc as inference_rpc
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
+from serving.proto.jmoe.v1 import jmoe_pb2_grpc as rpc
 
 FOUR = {"max_tokens": 4}
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
@@ -26,12 +31,11 @@ STREAM = "/inference.GRPCInferenceService/ModelStreamInfer"
 
 def counted(s, protocol):
     """Returns the counts other than 0, by route and code."""
-    samples = s.server.metrics.calls.collect().samples
-    return {
-        (sample.labels["route"], sample.labels["code"]): sample.value
-        for sample in samples
-        if sample.labels["protocol"] == protocol and sample.value
-    }
+    found = Counter()
+    for sample in s.server.metrics.calls.collect().samples:
+        if sample.labels["protocol"] == protocol and sample.value:
+            found[sample.labels["route"], sample.labels["code"]] += sample.value
+    return found
 
 
 async def test_calls_over_http():
@@ -191,6 +195,54 @@ async def test_calls_of_the_page_and_of_metrics():
     }
 
 
+async def test_every_call_is_of_a_key_and_a_model_once(tmp_path):
+    """Whatever the protocol: calls of alice are hers, with the model that she asked for; those of a
+    stream's requests have each its own; what names no model that is served has none.
+    """
+    path = tmp_path / "keys.yml"
+    keys = {name: new_key() for name in ("alice", "bob")}
+    limits = {"alice": {"models": ("counter",)}, "bob": {"models": ("nobody",)}}
+    with changing(path) as there:
+        for name, key in keys.items():
+            there[name] = Key(digest(key).hex(), **limits[name])
+    says = {name: f"Bearer {key}" for name, key in keys.items()}
+    async with serving_http(keys_file=str(path)) as s:
+        for name, model in (("alice", "counter"), ("alice", "stranger"), ("bob", "counter")):
+            heads = {"authorization": says[name]}
+            body = {"model": model, "prompt": "ab", "max_tokens": 2}
+            await s.http.post(COMPLETIONS, json=body, headers=heads)
+            told = [("authorization", says[name])]
+            asked = pb.GenerateRequest(text="ab", model=model, sampling={"max_new_tokens": 2})
+            async with grpc.aio.insecure_channel(s.server.address) as channel:
+                call = rpc.GenerationStub(channel).Generate(asked, metadata=told)
+                await (collect(call) if (name, model) == ("alice", "counter") else failure(call))
+                stub = inference_rpc.GRPCInferenceServiceStub(channel)
+                request = infer(id="a", sampling=FOUR)
+                request.model_name = model
+                async for _ in stub.ModelStreamInfer(iter([request] * 2), metadata=told):
+                    pass
+        await s.http.get("/v1/models")
+    found = {
+        tuple(sample.labels.values()): sample.value
+        for sample in s.server.metrics.calls.collect().samples
+        if sample.value
+    }
+    assert found == {
+        ("http", COMPLETIONS, "200", "alice", "counter"): 1,
+        ("http", COMPLETIONS, "404", "alice", ""): 1,
+        ("http", COMPLETIONS, "403", "bob", "counter"): 1,
+        ("http", "/v1/models", "401", "", ""): 1,
+        ("grpc", GENERATE, "OK", "alice", "counter"): 1,
+        ("grpc", GENERATE, "NOT_FOUND", "alice", ""): 1,
+        ("grpc", GENERATE, "PERMISSION_DENIED", "bob", "counter"): 1,
+        ("kserve", STREAM, "OK", "alice", ""): 2,
+        ("kserve", STREAM, "OK", "bob", ""): 1,
+        ("kserve", f"{STREAM}/request", "OK", "alice", "counter"): 2,
+        ("kserve", f"{STREAM}/request", "NOT_FOUND", "alice", ""): 2,
+        ("kserve", f"{STREAM}/request", "PERMISSION_DENIED", "bob", "counter"): 2,
+    }
+
+
 def test_faults_are_counted_from_0():
     """Of a series that begins at 1 Prometheus would see no increase."""
     calls = Calls()
@@ -198,7 +250,17 @@ def test_faults_are_counted_from_0():
     ended("/a", 200)
     found = {tuple(sample.labels.values()): sample.value for sample in calls.collect().samples}
     assert found == {
-        ("http", "/a", "500"): 0,
-        ("http", "other", "500"): 0,
-        ("http", "/a", "200"): 1,
+        ("http", "/a", "500", "", ""): 0,
+        ("http", "other", "500", "", ""): 0,
+        ("http", "/a", "200", "", ""): 1,
     }
+
+
+def test_keys_beyond_the_bound_count_together(monkeypatch):
+    monkeypatch.setattr("serving.frontend.metrics.MAX_SERIES", 2)
+    calls = Calls()
+    ended = calls.door("http", ["/a"], "500")
+    for name in ("alice", "bob", "carol", "alice"):
+        Context().run(lambda name=name: (current.set(Caller(name)), ended("/a", 200)))
+    found = {tuple(sample.labels.values())[3]: sample.value for sample in calls.collect().samples}
+    assert found == {"": 0, "alice": 2, "other keys": 2}

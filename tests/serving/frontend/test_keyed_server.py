@@ -188,7 +188,10 @@ async def test_what_keys_did_is_counted_by_their_names(file):
     assert 'jmoe_requests_running_by_key{key="alice"} 0.0' in lines
     assert 'jmoe_refused_by_key_total{key="alice",reason="requests"} 3.0' in lines
     assert 'jmoe_refused_by_key_total{key="root",reason="requests"} 0.0' in lines
-    labels = 'code="UNAUTHENTICATED",protocol="grpc",route="/jmoe.v1.Generation/Generate"'
+    labels = (
+        'code="UNAUTHENTICATED",key="",model_name="",protocol="grpc",'
+        'route="/jmoe.v1.Generation/Generate"'
+    )
     assert f"jmoe_calls_total{{{labels}}} 2.0" in lines
 
 

@@ -1,6 +1,7 @@
 """Metrics as Prometheus reads them."""
 
 import contextlib
+import importlib.metadata
 import re
 import socket
 from dataclasses import replace
@@ -72,13 +73,19 @@ def busy() -> Metrics:
     metrics.further_tokens(np.array([0.01, 0.2, 0.1]), 0.1, LS)
     metrics.step_read(step("prefill"), read([[1, 2]]), 0.0, 1.0)
     last = Output("a", "", (1,), (), Usage(7, 3, 0, 0), "length")
-    asked = SimpleNamespace(arrived_at=10.0, request=SimpleNamespace(priority=LS, model=0))
+    asked = SimpleNamespace(
+        arrived_at=10.0,
+        began_at=10.5,
+        first_at=12.0,
+        request=SimpleNamespace(priority=LS, model_name="counter", key=""),
+    )
     metrics.request_finished(asked, last, now=14.0)
     for error in (QueuedTooLong(""), DeadlineExceeded(""), Aborted(""), None):
         metrics.request_ended(asked, error)
     metrics.engine = FakeEngine()
     metrics.engine.counters["refused"] = (Refused("alice", "any", 2),)
     metrics.engine.counters |= {"priced_tokens": 4, "expected_loss_nats": 0.5}
+    metrics.engine.counters |= {"prefix_queries": 40, "reused_tokens": 30}
     metrics.engine.brownout = replace(metrics.engine.brownout, max_expected_loss=0.25)
     metrics.calls.door("http", ["/v1/completions"], "500")("/v1/completions", 200)
     return metrics
@@ -115,8 +122,12 @@ def test_names_are_the_same_in_every_format(accept: str) -> None:
     }
     # The scrape before is one of these, and is counted once its answer has gone.
     got.pop(("jmoe_calls_total", "200", "metrics", "/metrics"), None)
-    assert got == samples(plain)
-    assert all(re.fullmatch("jmoe_[a-z0-9_]+", name) for name, *_ in got)
+    known = samples(plain)
+    assert {at for at in got if "process" in at[0]} == {at for at in known if "process" in at[0]}
+    assert {at: value for at, value in got.items() if "process" not in at[0]} == {
+        at: value for at, value in known.items() if "process" not in at[0]
+    }
+    assert all(re.fullmatch("(jmoe|process)_[a-z0-9_]+", name) for name, *_ in got)
     for family in families:
         assert {sample.name.startswith(family.name) for sample in family.samples} == {True}
         if family.type == "counter":
@@ -164,7 +175,20 @@ def test_scrape_over_http() -> None:
         ("jmoe_requests_rejected_by_key_total", "alice", "any"): 2,
         ("jmoe_requests_expired_total", "queue"): 1,
         ("jmoe_requests_expired_total", "deadline"): 1,
+        ("jmoe_request_prompt_tokens_bucket", "5.0", "counter"): 0,
+        ("jmoe_request_prompt_tokens_bucket", "10.0", "counter"): 1,
+        ("jmoe_request_prompt_tokens_sum", "counter"): 7,
+        ("jmoe_request_generation_tokens_sum", "counter"): 3,
+        ("jmoe_request_prefill_time_seconds_sum", "counter"): 1.5,
+        ("jmoe_request_decode_time_seconds_sum", "counter"): 2,
+        ("jmoe_request_decode_time_seconds_count", "counter"): 1,
+        ("jmoe_prefix_cache_queries_total",): 40,
+        ("jmoe_prefix_cache_hits_total",): 30,
     }
+    (build,) = (at for at in got if at[0] == "jmoe_build_info")
+    assert got[build] == 1
+    assert importlib.metadata.version("jax") in build
+    assert got["process_resident_memory_bytes",] > 2**20
     assert {key: got[key] for key in expected} == expected
     assert ("jmoe_controller_p90_seconds", "prefill", "expected") not in got  # NaN: nothing is
 

@@ -2,6 +2,7 @@
 
 import pytest
 from counting import counting_engine, model_with
+from keyed import KeysFile
 from openai_served import CHAT, TEMPLATE, TOOLS_TEMPLATE, HttpSetup, serving_http
 from tokenizers_of_kinds import characters
 
@@ -106,3 +107,29 @@ async def test_an_engine_tokenizes_as_it_does_to_generate():
         too_long = await ask(s, "/tokenize", prompt="a" * 100_000)
     assert bare["tokens"] == [97, 98]
     assert too_long.status_code == 400
+
+
+async def test_calls_count_towards_a_keys_limits_as_completions_do(tmp_path):
+    keys = KeysFile(
+        tmp_path / "keys.yaml",
+        few={"requests_per_min": 2},
+        short={"tokens_per_min": 5},
+        other={"models": ("another",)},
+    )
+    async with serving_http(keys_file=str(keys.path)) as s:
+
+        async def status(name, path="/tokenize", **fields):
+            heads = {"authorization": f"Bearer {keys.text(name)}"}
+            body = {"model": "counter", **(fields or {"prompt": "ab"})}
+            answer = await s.http.post(path, json=body, headers=heads)
+            return answer.status_code
+
+        assert [await status("few") for _ in range(3)] == [200, 200, 429]
+        assert await status("few", "/v1/completions", prompt="a", max_tokens=1) == 429
+        tokens = [97] * 9
+        assert await status("short", "/detokenize", tokens=tokens) == 200
+        assert await status("short", "/detokenize", tokens=tokens) == 429
+        assert await status("other") == 403
+        callers = s.server.access.callers
+        assert (callers["few"].num_requests, callers["few"].num_running) == (2, 0)
+        assert callers["short"].num_tokens == 9

@@ -9,6 +9,8 @@ import re
 import shlex
 import socket
 import subprocess
+import time
+from contextvars import Context
 from dataclasses import replace
 from math import inf, nan
 from pathlib import Path
@@ -24,12 +26,22 @@ from served import Setup, serving, until
 from serving.bench.simulated_time import SimulatedLoop
 from serving.config import ServerConfig
 from serving.errors import PermissionDenied, Unauthenticated, Unavailable
-from serving.frontend.access import Caller
+from serving.execution.executor import WorkerSeen
+from serving.frontend.access import Caller, current
+from serving.frontend.metrics import Metrics
 from serving.frontend.page import live as live_module
 from serving.frontend.page.app import STATIC
-from serving.frontend.page.live import HISTORY, MAX_VIEWERS, Counted, ExpertLoad, Live, Sampler
+from serving.frontend.page.live import (
+    HISTORY,
+    MAX_VIEWERS,
+    Counted,
+    ExpertLoad,
+    Live,
+    Sampler,
+    Who,
+)
 from serving.frontend.page.shield import POLICY
-from serving.request import AuditState, Priority
+from serving.request import AuditState, Output, Priority, Usage
 
 LS, BE = Priority.LATENCY_SENSITIVE, Priority.BEST_EFFORT
 
@@ -223,6 +235,9 @@ async def test_while_it_loads_it_says_so_and_then_shows_what_is_served() -> None
                 "workers": [],
                 "audits": [],
                 "uptime_s": None,
+                "events": [],
+                "oldest": [],
+                "who": [],
             }
             assert first["about"]["models"] == ["mine"]
             await s.ready()
@@ -308,13 +323,140 @@ def test_more_degraded_than_visited_is_all_and_none_is_nothing() -> None:
     assert zero.rates_since(zero) == {}
 
 
+def running_request(model: str, number: int = 0, **fields) -> SimpleNamespace:
+    """Returns what the page reads of a request that has been running for `number` seconds."""
+    request = SimpleNamespace(
+        priority=LS, model_name=model, key="alice", request_id=f"r{number}", is_audit=False
+    )
+    return SimpleNamespace(
+        request=request,
+        arrived_at=time.monotonic() - number,
+        prompt=[1] * 5,
+        tokens=[1] * number,
+        **{"degraded_visits": 3, "visited_tokens": 2, "visits_per_token": 6, **fields},
+    )
+
+
+async def test_the_ten_oldest_requests_are_shown() -> None:
+    async with serving() as s:
+        s.engine.scheduler.running = [running_request("counter", n) for n in range(1, 13)]
+        s.engine.scheduler.running[11].request.is_audit = True  # the engine's own
+        async with client(s) as http:
+            oldest = (await http.get("/api/state")).json()["now"]["oldest"]
+    assert [one["id"] for one in oldest] == [f"r{n}" for n in range(11, 2, -1)]
+    assert oldest[0]["age_s"] == pytest.approx(11, abs=1)
+    del oldest[0]["age_s"]
+    assert oldest[0] == {
+        "id": "r11",
+        "key": "alice",
+        "model": "counter",
+        "class": "latency_sensitive",
+        "prompt_tokens": 5,
+        "output_tokens": 11,
+        "degraded_share": 0.25,
+    }
+
+
+async def test_who_was_late_degraded_or_refused_lately() -> None:
+    """By key and model, of the last five minutes; a call that was refused unread names no model."""
+    async with serving() as s:
+        metrics, at = s.server.metrics, [1000.0]
+        who = Who(s.server, lambda: at[0])
+        s.engine.brownout = replace(s.engine.brownout, ttft_slo_s=1.0, itl_slo_s=0.1)
+
+        def finish(key, first_s, last_s, degraded):
+            one = running_request("counter", 0)
+            one.request.key, one.arrived_at, one.began_at = key, 0.0, 0.0
+            one.first_at = first_s
+            output = Output("r", "", (1,), (), Usage(7, 3, 40, degraded), "stop")
+            metrics.request_finished(one, output, last_s)
+
+        finish("old", 5.0, 5.1, 40)
+        who.look()
+        at[0] += 400
+        finish("alice", 0.5, 0.7, 0)  # in time: two further tokens in 0.2 s
+        finish("alice", 0.5, 0.71, 10)  # 105 ms a token
+        finish("bob", 1.1, 1.2, 40)
+        who.look()
+        at[0] += 100
+        ended = metrics.calls.door("http", ["/v1/completions"], "500")
+        caller = Caller("bob")
+        for _ in range(3):
+            Context().run(lambda: (current.set(caller), ended("/v1/completions", 429)))
+        found = who.look()
+    alice, refused, bob = (
+        {"key": "alice", "model": "counter", "requests": 2, "refused": 0},
+        {"key": "bob", "model": "", "requests": 0, "refused": 3},
+        {"key": "bob", "model": "counter", "requests": 1, "refused": 0},
+    )
+    assert found[0] | {"late_share": None, "degraded_share": None} == refused | dict.fromkeys(
+        ("late_share", "degraded_share")
+    )
+    assert found[1:] == [
+        alice | {"late_share": 0.5, "degraded_share": 10 / 80},
+        bob | {"late_share": 1.0, "degraded_share": 1.0},
+    ]
+
+
+async def test_what_happened_is_told_with_who_did_it() -> None:
+    async with serving() as s:
+        live, engine = s.page.live, s.engine
+        s.server.access = Keys()
+        await set_brownout(s, {"strategy": "full"}, authorization="Bearer root")
+        workers = [WorkerSeen("expert 0", True, 3, 0, 0.0)]
+        engine.executor.seen = lambda: workers
+        engine.executor.record, engine.executor.unreachable = lambda: None, ""
+        engine.executor.retry_after_s = 1.0
+        live.tick()
+        for refused, evicted in ((4, 5), (7, 5)):  # one event that goes on
+            engine.counters["requests_rejected"] = refused
+            engine.scheduler.num_evictions[BE] = evicted
+            live.tick()
+        workers[0] = workers[0]._replace(is_up=False)
+        live.tick()
+        workers[0] = workers[0]._replace(is_up=True)
+        live.tick()
+        async with client(s) as http:
+            answer = await http.get("/api/state", headers={"authorization": "Bearer root"})
+            events = answer.json()["now"]["events"]
+    texts = [(one["kind"], one["text"]) for one in events]
+    kind, text = texts.pop(0)
+    assert kind == "settings"
+    assert re.fullmatch(r"ops at http:127\.0\.0\.1:\d+: strategy from 'partial' to 'full'", text)
+    assert texts == [
+        ("refused", "5 refused for load"),  # 2 before
+        ("evicted", "1 evicted, to be run again"),  # 4 before
+        ("workers", "expert 0 is lost"),
+        ("workers", "expert 0 is there again"),
+    ]
+    assert all(one["until_s"] >= one["time_s"] for one in events)
+
+
+async def test_what_if_answers_and_changes_nothing() -> None:
+    async with serving() as s:
+        before = s.engine.brownout
+        async with client(s) as http:
+            change = {"decode_threshold_percent": 40}
+            found = (await http.post("/api/whatif", json=change)).json()
+            refused = await http.post("/api/whatif", json={"decode_threshold_percent": 101})
+            unknown = await http.post("/api/whatif", json={"zzz": 1})
+            s.server.access = Keys()
+            denied = await http.post("/api/whatif", json=change)
+    assert list(found) == ["prefill", "decode"]
+    assert found["decode"]["threshold_percent"] == 40
+    assert found["decode"]["is_kept"] is True
+    assert (refused.status_code, refused.json()["field"]) == (400, "decode_threshold_percent")
+    assert (unknown.status_code, denied.status_code) == (400, 401)
+    assert s.engine.brownout == before
+
+
 async def test_models_of_a_family_and_workers_are_shown() -> None:
     async with serving() as s:
         engine, metrics = s.engine, s.server.metrics
         engine.names, engine.scheduler.models = ("a", "b"), {1}
-        of_b = SimpleNamespace(request=SimpleNamespace(priority=LS, model=1))
+        of_b = running_request("b")
         engine.scheduler.running, engine.scheduler.waiting = [of_b], [of_b, of_b]
-        metrics.by_model.finished[0] += 4
+        metrics.by_model.finished["a"] += 4
         worker = {"name": "expert 0", "is_up": False, "stages": 3, "rows": 2, "oldest_s": 0.5}
         engine.executor.seen = lambda: [SimpleNamespace(_asdict=lambda: worker)]
         engine.executor.record, engine.executor.unreachable = lambda: None, ""
@@ -610,9 +752,9 @@ async def test_a_live_page_of_a_fake_engine_alone() -> None:
         failure=None,
         model_names=["counter"],
         config=ServerConfig(),
-        metrics=SimpleNamespace(
-            prefill_tokens=0, generation_tokens=0, expert_rows=None, speed=lambda engine: np.nan
-        ),
+        metrics=Metrics(),
+        events=[],
+        happened=lambda *event: None,
     )
     live = Live(face)
     live.tick()

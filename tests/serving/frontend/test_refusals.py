@@ -3,6 +3,7 @@
 A row is a refusal; protocols are in `protocols.py`. What only one protocol knows is in its file.
 """
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -254,12 +255,11 @@ async def s(setup):
 
 
 def counted(s: HttpSetup, protocol: str) -> dict[tuple[str, str], float]:
-    samples = s.server.metrics.calls.collect().samples
-    return {
-        (sample.labels["route"], sample.labels["code"]): sample.value
-        for sample in samples
-        if sample.labels["protocol"] == protocol
-    }
+    found = Counter[tuple[str, str]]()
+    for sample in s.server.metrics.calls.collect().samples:
+        if sample.labels["protocol"] == protocol:
+            found[sample.labels["route"], sample.labels["code"]] += sample.value
+    return found
 
 
 def cases():

@@ -30,6 +30,7 @@ function nice(value) {
 // least, the smallest; marks(sample), a word that is written where it changes; axis: whether time
 // is written below.
 export class Chart {
+  log = false; // latencies on a log scale
   #spec;
   #svg = make("svg", { role: "img" });
   #values = [];
@@ -89,10 +90,16 @@ export class Chart {
     const bottom = this.#height - (this.#spec.axis ? 20 : 6);
     const now = samples.at(-1).time_s;
     const x = (s) => LEFT + (1 - (now - s.time_s) / spanS) * (this.#width - LEFT - RIGHT);
-    const most = this.#top(samples);
-    const y = (value) => TOP + (1 - Math.min(value, most) / most) * (bottom - TOP);
+    const logs = this.log && this.#spec.latency;
+    const most = logs ? this.#highest(samples) : this.#top(samples);
+    const least = logs ? this.#lowest(samples, most) : 0;
+    const part = logs
+      ? (value) => Math.log(Math.max(value, least) / least) / Math.log(most / least)
+      : (value) => Math.min(value, most) / most;
+    const y = (value) => TOP + (1 - part(value)) * (bottom - TOP);
     const marked = limit?.(samples.at(-1)) ?? null;
-    const ticks = marked === null ? [0, most / 2, most] : [0, marked];
+    const plain = marked === null ? [0, most / 2, most] : [0, marked];
+    const ticks = logs ? decades(least, most) : plain;
     const parts = [this.#grid(ticks, y, bottom, spanS)];
     let below = samples.map(() => 0);
     for (const one of series) {
@@ -146,6 +153,19 @@ export class Chart {
     const limits = samples.map(limit).filter((value) => value !== null);
     const now = limits.length ? Math.max(...limits) : most;
     return Math.min(Math.max(most * 1.05, now * 1.5), now * CAP);
+  }
+
+  // On a log scale nothing is cut off: from below the least value to above the largest.
+  #highest(samples) {
+    const { series, limit, least } = this.#spec;
+    const all = samples.flatMap((s) => [...series.map((one) => one.of(s)), limit?.(s) ?? 0]);
+    return 1.2 * Math.max(10 * least, ...all.map((value) => value ?? 0));
+  }
+
+  #lowest(samples, most) {
+    const { series } = this.#spec;
+    const all = samples.flatMap((s) => series.map((one) => one.of(s))).filter((value) => value > 0);
+    return Math.min(most / 10, 0.8 * Math.min(most, ...all));
   }
 
   #grid(ticks, y, bottom, spanS) {
@@ -208,6 +228,15 @@ export class Chart {
         make("circle", { class: `dot ${one.style}`, cx: x(look), cy: y(one.of(look)), r: 3.5 }),
       );
   }
+}
+
+// Powers of ten within the axis, and 2 and 5 times them where there are few.
+function decades(least, most) {
+  const found = [];
+  const steps = most / least > 300 ? [1] : most / least > 30 ? [1, 3] : [1, 2, 5];
+  for (let unit = 10 ** Math.floor(Math.log10(least)); unit <= most; unit *= 10)
+    found.push(...steps.map((step) => step * unit).filter((at) => at >= least && at <= most));
+  return found;
 }
 
 // Runs of samples that have values, without a gap between them.

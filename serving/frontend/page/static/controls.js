@@ -1,5 +1,7 @@
 // The brownout form: what is in force, what somebody edits, and what the server said of that.
 
+import { fixed, percent, seconds } from "./format.js";
+
 const FIELDS = [
   "strategy",
   "keep",
@@ -33,6 +35,10 @@ export class Controls {
   #reset = document.getElementById("reset");
   #outcome = document.getElementById("outcome");
   #refusal = document.getElementById("refusal");
+  #try = document.getElementById("try");
+  #back = document.getElementById("undo");
+  #whatif = document.getElementById("whatif");
+  #before = null; // what the last change was made from
   #edited = new Set();
   #state = null; // in force
   #busy = false;
@@ -46,6 +52,8 @@ export class Controls {
       if (this.#edited.size && !this.#busy) this.#send();
     });
     this.#reset.addEventListener("click", () => this.#undo());
+    this.#try.addEventListener("click", () => this.#ask());
+    this.#back.addEventListener("click", () => this.#post(this.#before, true));
   }
 
   // What may be chosen.
@@ -83,11 +91,13 @@ export class Controls {
     if (text === shown(name, this.#state[name])) this.#edited.delete(name);
     else this.#edited.add(name);
     this.#outcome.textContent = "";
+    this.#whatif.hidden = true;
     this.#say("", null);
     this.#enable();
   }
 
   #undo() {
+    this.#whatif.hidden = true;
     this.#edited.clear();
     this.#say("", null);
     this.show(this.#state);
@@ -102,46 +112,73 @@ export class Controls {
     elements.way.disabled = elements.way.options.length < 2 || !this.#state;
     for (const name of FIELDS)
       labelled(elements[name])?.classList.toggle("edited", this.#edited.has(name));
-    this.#apply.disabled = this.#reset.disabled = this.#busy || !this.#edited.size;
+    const nothing = this.#busy || !this.#edited.size;
+    this.#apply.disabled = this.#reset.disabled = this.#try.disabled = nothing;
+    this.#back.hidden = !this.#before;
+    this.#back.disabled = this.#busy;
   }
 
-  async #send() {
+  // What is edited; null where a number is missing, which is said.
+  #change() {
     const change = {};
     for (const name of FIELDS) {
       const control = this.#form.elements[name];
       if (!this.#edited.has(name) || control.disabled) continue;
       change[name] = meant(name, control.value);
-      if (change[name] === null) return this.#say("This needs a number.", name);
+      if (change[name] === null) return this.#say("This needs a number.", name) ?? null;
     }
+    return change;
+  }
+
+  #send() {
+    const change = this.#change();
+    if (change) this.#post(change, false);
+  }
+
+  // What the edits let expect; nothing is changed.
+  async #ask() {
+    const change = this.#change();
+    if (!change) return;
+    this.#say("", null);
+    const [ok, body] = await this.#fetch("api/whatif", change);
+    if (!ok) return this.#say(body.error, body.field);
+    this.#whatif.replaceChildren(expected(body));
+    this.#whatif.hidden = false;
+  }
+
+  async #post(change, undoes) {
     // Thresholds of their own turn the controller off already.
     this.#say("", null);
     this.#busy = true;
     this.#enable();
     this.#outcome.textContent = "way" in change ? "Loading the way …" : "Applying …";
-    try {
-      const answer = await fetch("api/brownout", {
-        method: "POST",
-        headers: { "Content-Type": "application/json", ...this.#headers() },
-        body: JSON.stringify(change),
-      });
-      const body = await answer.json();
-      if (answer.ok) this.#done(body);
-      else this.#say(body.error, body.field);
-    } catch {
-      this.#say(
-        "The server did not answer; whether the change was made, the page will show.",
-        null,
-      );
+    const before = undone(change, this.#state);
+    const [ok, body] = await this.#fetch("api/brownout", change);
+    if (!ok) this.#say(body.error, body.field);
+    else {
+      this.#before = undoes ? null : before;
+      this.#edited.clear();
+      this.#whatif.hidden = true;
+      this.show(body);
+      this.#outcome.textContent = undoes ? "Undone." : "Applied.";
     }
     if (this.#outcome.textContent.endsWith("…")) this.#outcome.textContent = "";
     this.#busy = false;
     this.#enable();
   }
 
-  #done(state) {
-    this.#edited.clear();
-    this.show(state);
-    this.#outcome.textContent = "Applied.";
+  async #fetch(path, body) {
+    try {
+      const answer = await fetch(path, {
+        method: "POST",
+        headers: { "Content-Type": "application/json", ...this.#headers() },
+        body: JSON.stringify(body),
+      });
+      return [answer.ok, await answer.json()];
+    } catch {
+      const error = "The server did not answer; whether the change was made, the page will show.";
+      return [false, { error, field: null }];
+    }
   }
 
   // A refusal, beside the control that it is about.
@@ -162,6 +199,50 @@ export class Controls {
     control.setAttribute("aria-describedby", "refusal");
     control.focus();
   }
+}
+
+// The change that takes another one back: with a controller it sets no thresholds, which are that
+// one's to move.
+function undone(change, state) {
+  const names = new Set([...Object.keys(change), "salc_enabled"]);
+  const thresholds = ["prefill_threshold_percent", "decode_threshold_percent"];
+  if (!state.salc_enabled) thresholds.forEach((name) => names.add(name));
+  else thresholds.forEach((name) => names.delete(name));
+  const whole = (name) => (name.endsWith("percent") ? Math.round(state[name]) : state[name]);
+  return Object.fromEntries([...names].map((name) => [name, whole(name)]));
+}
+
+// A table of what a change lets expect, a column for each phase.
+function expected(phases) {
+  const each = Object.values(phases);
+  const rows = [
+    ["", ...Object.keys(phases)],
+    [
+      "threshold",
+      ...each.map((e) => `${percent(e.threshold_now_percent)} → ${percent(e.threshold_percent)}`),
+    ],
+    ["step", ...each.map((e) => `${seconds(e.step_now_s)} → ${seconds(e.step_s)}`)],
+    ["loss", ...each.map((e) => `${fixed(e.loss_now)} → ${fixed(e.loss)}`)],
+  ];
+  const table = document.createElement("table");
+  rows.forEach((row, at) => {
+    const line = table.insertRow();
+    row.forEach((words, column) =>
+      line.append(
+        Object.assign(document.createElement(at && column ? "td" : "th"), { textContent: words }),
+      ),
+    );
+  });
+  const missed = Object.entries(phases).filter(([, e]) => e.is_kept === false);
+  const caption = table.createCaption();
+  caption.textContent = "Expected at the present load, now → then; loss in nats a token.";
+  if (missed.length) {
+    const names = missed.map(([name]) => name).join(" and ");
+    const note = document.createElement("b");
+    note.textContent = ` The objective of ${names} would not be kept.`;
+    caption.append(note);
+  }
+  return table;
 }
 
 function fill(select, options) {

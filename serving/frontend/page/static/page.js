@@ -1,6 +1,7 @@
 // The page: who is served, how it goes, and the form for the key where one is asked for.
 
 import { Controls } from "./controls.js";
+import { Events } from "./events.js";
 import { Feed } from "./feed.js";
 import { NONE, count, duration, fixed, rate, seconds, share } from "./format.js";
 import { Heat } from "./heat.js";
@@ -12,6 +13,7 @@ const key = () => sessionStorage.getItem(KEY) ?? "";
 
 const past = new Past();
 const heat = new Heat();
+const events = new Events();
 const controls = new Controls(() => (key() ? { Authorization: `Bearer ${key()}` } : {}));
 const feed = new Feed({ open: () => past.begin([]), line, link, refused }, key);
 let about = null;
@@ -35,6 +37,9 @@ function line(message) {
   status(message.now);
   controls.show(message.now.brownout);
   if (past.newest) tiles(past.newest);
+  events.show(message.now.events, past.newest);
+  table("who", WHO, message.now.who);
+  table("oldest", OLDEST, message.now.oldest);
   table("family", MODELS, message.now.models);
   table("audits", AUDITS, message.now.audits);
   table("workers", WORKERS, message.now.workers);
@@ -85,7 +90,7 @@ function tiles(s) {
     [
       "Output tokens",
       rate(s.output_tokens_per_s, "/s"),
-      `prompt tokens ${rate(s.prompt_tokens_per_s, "/s")}`,
+      `prompt ${rate(s.prompt_tokens_per_s, "/s")}`,
       "",
     ],
     [
@@ -94,7 +99,7 @@ function tiles(s) {
       `${count(s.kv_pages_used)} of ${count(s.kv_pages_total)}`,
       "",
     ],
-    ["Machine speed", share(s.machine_speed), "of what it was at first", ""],
+    ["Machine speed", share(s.machine_speed), "of that at first", ""],
   ];
   const root = byId("tiles");
   if (!root.children.length) {
@@ -117,6 +122,23 @@ const slo = (slo_s, late) => (slo_s === null ? "" : `SLO ${seconds(slo_s)} · ${
 const verdict = (p90, limit) =>
   p90 === null || limit === null ? "" : p90 > limit ? "bad" : "good";
 
+const WHO = [
+  ["Key", (w) => w.key || NONE],
+  ["Model", (w) => w.model || NONE],
+  ["Answered", (w) => count(w.requests)],
+  ["Late", (w) => share(w.late_share)],
+  ["Degraded", (w) => share(w.degraded_share)],
+  ["Refused", (w) => count(w.refused)],
+];
+const OLDEST = [
+  ["Request", (r) => cut(r.id)],
+  ["Key, model", (r) => [r.key, r.model].filter(Boolean).join(", ") || NONE],
+  ["For", (r) => seconds(r.age_s)],
+  ["Tokens in", (r) => count(r.prompt_tokens)],
+  ["Out", (r) => count(r.output_tokens)],
+  ["Degraded", (r) => share(r.degraded_share)],
+];
+const cut = (id) => (id.length > 14 ? `…${id.slice(-12)}` : id); // ids begin alike
 const MODELS = [
   ["Model", (m) => m.name],
   ["Weights", (m) => (m.resident ? "on the device" : "on the host")],

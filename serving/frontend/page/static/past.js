@@ -27,6 +27,7 @@ const SPECS = [
     title: "Time to first token, P90",
     format: seconds,
     least: 0.001,
+    latency: true,
     limit: (s) => s.ttft_slo_s,
     series: [{ name: "", style: "prefill", kind: "line", of: (s) => s.ttft_p90_s }],
   },
@@ -34,6 +35,7 @@ const SPECS = [
     title: "Time between tokens, P90",
     format: seconds,
     least: 0.001,
+    latency: true,
     limit: (s) => s.itl_slo_s,
     series: [{ name: "", style: "decode", kind: "line", of: (s) => s.itl_p90_s }],
   },
@@ -120,6 +122,10 @@ export class Past {
       this.draw();
     });
     this.#back.addEventListener("input", () => this.draw());
+    document.getElementById("log").addEventListener("change", (event) => {
+      for (const chart of this.#charts) chart.log = event.target.checked;
+      this.draw();
+    });
     this.#back.addEventListener("keydown", (event) => {
       if (event.key !== "Escape") return;
       this.#back.value = 0;

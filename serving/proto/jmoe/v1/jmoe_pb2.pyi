@@ -16,6 +16,32 @@ PRIORITY_UNSPECIFIED: Priority
 LATENCY_SENSITIVE: Priority
 BEST_EFFORT: Priority
 
+class LoadModelRequest(_message.Message):
+    __slots__ = ("name", "directory")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    DIRECTORY_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    directory: str
+    def __init__(self, name: _Optional[str] = ..., directory: _Optional[str] = ...) -> None: ...
+
+class UnloadModelRequest(_message.Message):
+    __slots__ = ("name", "drain_s")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    DRAIN_S_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    drain_s: float
+    def __init__(self, name: _Optional[str] = ..., drain_s: _Optional[float] = ...) -> None: ...
+
+class ServedModels(_message.Message):
+    __slots__ = ("names", "num_vacant", "num_ended")
+    NAMES_FIELD_NUMBER: _ClassVar[int]
+    NUM_VACANT_FIELD_NUMBER: _ClassVar[int]
+    NUM_ENDED_FIELD_NUMBER: _ClassVar[int]
+    names: _containers.RepeatedScalarFieldContainer[str]
+    num_vacant: int
+    num_ended: int
+    def __init__(self, names: _Optional[_Iterable[str]] = ..., num_vacant: _Optional[int] = ..., num_ended: _Optional[int] = ...) -> None: ...
+
 class TokenIds(_message.Message):
     __slots__ = ("ids",)
     IDS_FIELD_NUMBER: _ClassVar[int]
@@ -360,7 +386,7 @@ class GetStatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class Stats(_message.Message):
-    __slots__ = ("num_running", "num_waiting", "kv_pages_used", "kv_pages_total", "compilations_since_ready", "requests_finished", "requests_aborted", "requests_rejected", "steps_prefill", "steps_decode", "expert_visits", "degraded_visits", "uptime_s", "requests_failed", "parks", "joins", "evictions", "reused_tokens", "kv_pages_kept", "kept_pages_evicted", "full_decode_step_s", "refused", "audits", "priced_tokens", "expected_loss_nats")
+    __slots__ = ("num_running", "num_waiting", "kv_pages_used", "kv_pages_total", "compilations_since_ready", "requests_finished", "requests_aborted", "requests_rejected", "steps_prefill", "steps_decode", "expert_visits", "degraded_visits", "uptime_s", "requests_failed", "parks", "joins", "evictions", "reused_tokens", "kv_pages_kept", "kept_pages_evicted", "full_decode_step_s", "refused", "audits", "priced_tokens", "expected_loss_nats", "prefix_queries")
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     KV_PAGES_USED_FIELD_NUMBER: _ClassVar[int]
@@ -386,6 +412,7 @@ class Stats(_message.Message):
     AUDITS_FIELD_NUMBER: _ClassVar[int]
     PRICED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_LOSS_NATS_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_QUERIES_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_waiting: int
     kv_pages_used: int
@@ -411,4 +438,5 @@ class Stats(_message.Message):
     audits: _containers.RepeatedCompositeFieldContainer[Audit]
     priced_tokens: int
     expected_loss_nats: float
-    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., kv_pages_used: _Optional[int] = ..., kv_pages_total: _Optional[int] = ..., compilations_since_ready: _Optional[int] = ..., requests_finished: _Optional[int] = ..., requests_aborted: _Optional[int] = ..., requests_rejected: _Optional[int] = ..., steps_prefill: _Optional[int] = ..., steps_decode: _Optional[int] = ..., expert_visits: _Optional[int] = ..., degraded_visits: _Optional[int] = ..., uptime_s: _Optional[float] = ..., requests_failed: _Optional[int] = ..., parks: _Optional[int] = ..., joins: _Optional[int] = ..., evictions: _Optional[int] = ..., reused_tokens: _Optional[int] = ..., kv_pages_kept: _Optional[int] = ..., kept_pages_evicted: _Optional[int] = ..., full_decode_step_s: _Optional[float] = ..., refused: _Optional[_Iterable[_Union[Refused, _Mapping]]] = ..., audits: _Optional[_Iterable[_Union[Audit, _Mapping]]] = ..., priced_tokens: _Optional[int] = ..., expected_loss_nats: _Optional[float] = ...) -> None: ...
+    prefix_queries: int
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., kv_pages_used: _Optional[int] = ..., kv_pages_total: _Optional[int] = ..., compilations_since_ready: _Optional[int] = ..., requests_finished: _Optional[int] = ..., requests_aborted: _Optional[int] = ..., requests_rejected: _Optional[int] = ..., steps_prefill: _Optional[int] = ..., steps_decode: _Optional[int] = ..., expert_visits: _Optional[int] = ..., degraded_visits: _Optional[int] = ..., uptime_s: _Optional[float] = ..., requests_failed: _Optional[int] = ..., parks: _Optional[int] = ..., joins: _Optional[int] = ..., evictions: _Optional[int] = ..., reused_tokens: _Optional[int] = ..., kv_pages_kept: _Optional[int] = ..., kept_pages_evicted: _Optional[int] = ..., full_decode_step_s: _Optional[float] = ..., refused: _Optional[_Iterable[_Union[Refused, _Mapping]]] = ..., audits: _Optional[_Iterable[_Union[Audit, _Mapping]]] = ..., priced_tokens: _Optional[int] = ..., expected_loss_nats: _Optional[float] = ..., prefix_queries: _Optional[int] = ...) -> None: ...

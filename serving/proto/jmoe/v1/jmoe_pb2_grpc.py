@@ -212,6 +212,16 @@ class AdminStub:
                 request_serializer=serving_dot_proto_dot_jmoe_dot_v1_dot_jmoe__pb2.GetStatsRequest.SerializeToString,
                 response_deserializer=serving_dot_proto_dot_jmoe_dot_v1_dot_jmoe__pb2.Stats.FromString,
                 _registered_method=True)
+        self.LoadModel = channel.unary_unary(
+                '/jmoe.v1.Admin/LoadModel',
+                request_serializer=serving_dot_proto_dot_jmoe_dot_v1_dot_jmoe__pb2.LoadModelRequest.SerializeToString,
+                response_deserializer=serving_dot_proto_dot_jmoe_dot_v1_dot_jmoe__pb2.ServedModels.FromString,
+                _registered_method=True)
+        self.UnloadModel = channel.unary_unary(
+                '/jmoe.v1.Admin/UnloadModel',
+                request_serializer=serving_dot_proto_dot_jmoe_dot_v1_dot_jmoe__pb2.UnloadModelRequest.SerializeToString,
+                response_deserializer=serving_dot_proto_dot_jmoe_dot_v1_dot_jmoe__pb2.ServedModels.FromString,
+                _registered_method=True)
 
 
 class AdminServicer:
@@ -237,6 +247,20 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LoadModel(self, request, context):
+        """Loads a further model beside the others, while they are served; answers when requests may name it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnloadModel(self, request, context):
+        """From now on nobody finds the model. Answers when its place and memory are free.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -254,6 +278,16 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.GetStats,
                     request_deserializer=serving_dot_proto_dot_jmoe_dot_v1_dot_jmoe__pb2.GetStatsRequest.FromString,
                     response_serializer=serving_dot_proto_dot_jmoe_dot_v1_dot_jmoe__pb2.Stats.SerializeToString,
+            ),
+            'LoadModel': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadModel,
+                    request_deserializer=serving_dot_proto_dot_jmoe_dot_v1_dot_jmoe__pb2.LoadModelRequest.FromString,
+                    response_serializer=serving_dot_proto_dot_jmoe_dot_v1_dot_jmoe__pb2.ServedModels.SerializeToString,
+            ),
+            'UnloadModel': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnloadModel,
+                    request_deserializer=serving_dot_proto_dot_jmoe_dot_v1_dot_jmoe__pb2.UnloadModelRequest.FromString,
+                    response_serializer=serving_dot_proto_dot_jmoe_dot_v1_dot_jmoe__pb2.ServedModels.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -338,6 +372,60 @@ class Admin:
             '/jmoe.v1.Admin/GetStats',
             serving_dot_proto_dot_jmoe_dot_v1_dot_jmoe__pb2.GetStatsRequest.SerializeToString,
             serving_dot_proto_dot_jmoe_dot_v1_dot_jmoe__pb2.Stats.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadModel(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jmoe.v1.Admin/LoadModel',
+            serving_dot_proto_dot_jmoe_dot_v1_dot_jmoe__pb2.LoadModelRequest.SerializeToString,
+            serving_dot_proto_dot_jmoe_dot_v1_dot_jmoe__pb2.ServedModels.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnloadModel(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jmoe.v1.Admin/UnloadModel',
+            serving_dot_proto_dot_jmoe_dot_v1_dot_jmoe__pb2.UnloadModelRequest.SerializeToString,
+            serving_dot_proto_dot_jmoe_dot_v1_dot_jmoe__pb2.ServedModels.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,0 +1,205 @@
+"""Models of a family that come and go while others are served (Multi-MoE).
+
+A model is read in a thread; its experts are written a few a tick, then its united experts of the
+way in force, a layer a tick; between two steps it is there. A model that is unloaded is not found
+from that moment on; its requests may go on for a while, and end with an error then. What it leaves
+is free for the next: a place, slots of the pool that no other model uses, memory of its other
+weights.
+"""
+
+import asyncio
+import logging
+import math
+from collections import Counter
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from dataclasses import dataclass, field
+
+from jmoe.api import Model
+from jmoe.arrival import Arrival
+from jmoe.expected_loss import Kind
+from jmoe.family import Family
+from jmoe.weights import Params
+from serving.config import EngineConfig
+from serving.control.experts_loader import ExpertsLoader
+from serving.control.losses import Curve
+from serving.errors import InvalidRequest, ModelUnloaded, NotFound, ServingError, shown
+from serving.execution.executor import Executor, TakesModels
+from serving.scheduling.sequence import SequenceState
+from serving.settings.composes import COMING, why_not
+
+log = logging.getLogger(__name__)
+
+MAX_NAME_CHARS = 256
+
+CurvesOf = Mapping[Kind, Curve]
+"""A model's curves of expected loss."""
+Read = Callable[[EngineConfig, Family, TakesModels, str, str], tuple[Arrival, Params, CurvesOf]]
+"""`serving.startup.arrivals.arriving`."""
+
+
+@dataclass
+class _Coming:
+    """A model whose weights are being written."""
+
+    arrival: Arrival
+    params: Params
+    done: "asyncio.Future[Model]" = field(default_factory=asyncio.Future)
+    model: Model | None = None  # once its experts are there
+    layer: int = 0  # of its united experts
+
+
+class Models:
+    """The models of an engine, by place, and the one that is coming."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        executor: Executor,
+        family: Family | None,
+        names: list[str],
+        loader: ExpertsLoader,
+        read: Read,
+    ) -> None:
+        """`names` are those of the family, by place, and empty where it is vacant; they are changed
+        as models come and go.
+        """
+        self._config, self._family, self._loader, self._read = config, family, loader, read
+        self._executor = executor if isinstance(executor, TakesModels) else None
+        self.names = names
+        self.generations = Counter[int]()  # how often each place was left
+        self.retired = asyncio.Event()  # a request has ended
+        self._changing = asyncio.Lock()
+        self._coming: _Coming | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether the tick has weights to write."""
+        return self._coming is not None
+
+    def salt(self, number: int) -> str:
+        """Returns what keeps KV pages of a model apart from those that another wrote which was
+        there before.
+        """
+        return f"{self.generations[number]}:" if self.generations[number] else ""
+
+    async def load(
+        self,
+        name: str,
+        directory: str,
+        wake: Callable[[], None],
+        joined: Callable[[int, Model, CurvesOf], Awaitable[None]],
+    ) -> None:
+        """Loads a model; returns when it is served. One comes or goes at a time. `wake` is called
+        when the tick has something to write, `joined` before anybody can ask for the model.
+
+        Raises InvalidRequest for a model that cannot be served here, or has no place, slots or
+        memory.
+        """
+        async with self._changing:
+            family, executor = self._changeable()
+            if not name or len(name) > MAX_NAME_CHARS or name != name.strip():
+                wanted = f"1 to {MAX_NAME_CHARS} printable characters, without space around them"
+                raise InvalidRequest(f"name is {shown(name)}; it must be {wanted}", "name")
+            if not name.isprintable() or name in self.names:
+                why = "is served already" if name in self.names else "is not printable"
+                raise InvalidRequest(f"the name {shown(name)} {why}; choose another", "name")
+            of_model = self._config, family, executor, name, directory
+            try:
+                arrival, params, curves = await asyncio.to_thread(self._read, *of_model)
+            except (ValueError, OSError) as error:
+                raise InvalidRequest(f"{shown(name)} was not loaded: {error}") from None
+            self._coming = _Coming(arrival, params)
+            wake()
+            model = await self._coming.done
+            await joined(arrival.number, model, curves)
+            self.names[arrival.number] = name
+            log.info("model %s is served", shown(name), extra={"event": "model_loaded"})
+
+    async def unload(
+        self,
+        name: str,
+        drain_s: float,
+        open_sequences: Collection[SequenceState],
+        end: Callable[[SequenceState, ModelUnloaded], None],
+        left: Callable[[int, Model], Awaitable[None]],
+    ) -> int:
+        """Unloads a model. Its requests may go on for `drain_s` seconds; `end` ends those that are
+        there still, and `left` is called when nobody uses it. Returns how many were ended.
+
+        Raises NotFound, and InvalidRequest for the first model and a time that is none.
+        """
+        async with self._changing:
+            family, executor = self._changeable()
+            if not name or name not in self.names:
+                have = ", ".join(shown(one) for one in self.names if one)
+                raise NotFound(f"model {shown(name)} is not served; {have} are")
+            if not (math.isfinite(drain_s) and drain_s >= 0):
+                raise InvalidRequest(f"drain_s is {drain_s}; it must be 0 or more", "drain_s")
+            number = self.names.index(name)
+            if not number:
+                raise InvalidRequest(
+                    f"{shown(name)} is the first model, which answers requests that name none; "
+                    "unload another",
+                    "name",
+                )
+            self.names[number] = ""
+            self.generations[number] += 1
+
+            def under_way() -> list[SequenceState]:
+                return [one for one in open_sequences if one.request.model == number]
+
+            try:
+                async with asyncio.timeout(drain_s):
+                    while under_way():
+                        self.retired.clear()
+                        await self.retired.wait()
+            except TimeoutError:
+                pass
+            ended = under_way()
+            for sequence in ended:
+                end(sequence, ModelUnloaded(f"model {shown(name)} was unloaded; ask another"))
+            executor.vacate(number)
+            await left(number, family[0])
+            extra = {"event": "model_unloaded", "ended": len(ended)}
+            what = "model %s is unloaded; %d of its requests were ended"
+            log.info(what, shown(name), len(ended), extra=extra)
+            return len(ended)
+
+    def _changeable(self) -> tuple[Family, TakesModels]:
+        if why := why_not(self._config, COMING, len(self.names)):
+            raise InvalidRequest(f"models do not come and go {why}")
+        family = self._family
+        if self._executor is None or family is None or not family.routed_slots:
+            raise InvalidRequest(
+                "models come and go where the server was started with several, or with "
+                "engine.spare_models"
+            )
+        return family, self._executor
+
+    def abandon(self, error: ServingError) -> None:
+        """Gives up the model that is coming, since the engine no longer ticks."""
+        if self._coming is not None and not self._coming.done.done():
+            self._coming.done.set_exception(error)
+        self._coming = None
+
+    def advance(self) -> None:
+        """Writes a little of the model that is coming. The tick calls it between two steps."""
+        coming, executor = self._coming, self._executor
+        if coming is None or self._loader.busy:  # which may change the way
+            return
+        assert executor is not None
+        assert self._family is not None
+        if coming.arrival.pieces:
+            executor.write_experts(coming.arrival)
+            return
+        if coming.model is None:
+            coming.model = coming.arrival.model(self._family, coming.params)
+        model, way = coming.model, self._family[0].way or 0
+        if way and model.way != way:
+            executor.load_united(model, way, coming.layer)
+            coming.layer = (coming.layer + 1) % model.config.num_moe_layers
+            return
+        executor.install(coming.arrival.number, model)
+        self._coming = None
+        if not coming.done.done():
+            coming.done.set_result(model)
