@@ -111,7 +111,8 @@ def read_arrival(
 
     def keep(moe_layer: int, experts: Pool) -> None:
         if jax.tree.structure(experts) != jax.tree.structure(first.pool):
-            experts = jax.tree.map(np.asarray, first.pool.kept(experts.plain()))
+            floats = jax.tree.map(jnp.asarray, experts).plain()
+            experts = jax.tree.map(np.asarray, first.pool.kept(floats))
         own = slots[moe_layer, numbers[moe_layer]]
         size = _piece(family)
         for start in range(0, len(own), size):

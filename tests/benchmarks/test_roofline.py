@@ -22,7 +22,6 @@ from benchmarks.kernels.cases import (
     Sizes,
     all_cases,
 )
-from benchmarks.kernels.compile_for import compile_for, h200_mesh
 from benchmarks.kernels.launches import count_launches
 from benchmarks.kernels.roofline import assumptions, attention, gemm, page, parts
 from benchmarks.kernels.shapes import (
@@ -37,6 +36,7 @@ from benchmarks.kernels.shapes import (
     Shape,
 )
 from jmoe.config import from_hf
+from pallas_kernels.compile_for import compile_for, h200_mesh
 from pallas_kernels.grouped_gemm.tiles import GemmTile, Tile
 from pallas_kernels.paged_attention import common, schedule
 from pallas_kernels.prefill_attention import mosaic as prefill_kernel

@@ -13,7 +13,6 @@ import pytest
 import yaml
 from sm90 import ptxas, sass
 
-from benchmarks.kernels.compile_for import compile_for, h200_mesh
 from jmoe.attention import page_windows, with_kv_cache_dtype
 from jmoe.checkpoint import empty_pool
 from jmoe.config import ModelConfig, from_hf
@@ -22,6 +21,7 @@ from jmoe.random_model import random_params
 from jmoe.steps import make_state, served
 from jmoe.weights import Weights
 from pallas_kernels.backend import traced_for
+from pallas_kernels.compile_for import compile_for, h200_mesh
 from tests.compiled import large_results
 
 BATCH, PAGES, PAGE_SIZE, MAX_BLOCKS = 64, 2048, 64, 64

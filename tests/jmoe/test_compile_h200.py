@@ -33,7 +33,6 @@ from compiled_steps import (
 )
 from jax import lax
 
-from benchmarks.kernels.compile_for import compile_for, h100_mesh, h200_mesh
 from benchmarks.kernels.launches import count_launches, count_loop_launches
 from jmoe import load, model
 from jmoe.brownout import Control
@@ -43,6 +42,7 @@ from jmoe.shaping import make_shaping, seat
 from jmoe.steps import decode_step, draw_step, prefill_step, sample_step, score_step
 from pallas_kernels import grouped_gemm, routing
 from pallas_kernels.backend import traced_for
+from pallas_kernels.compile_for import compile_for, h100_mesh, h200_mesh
 from tests.compiled import large_results
 from tests.equal_kernels import equal_kernels_are_compiled_once
 

@@ -17,10 +17,10 @@ from compiled_steps import (
     mesh,
 )
 
-from benchmarks.kernels.compile_for import compile_for
 from jmoe.mixed import MixedWeights, mixed_decode_step
 from jmoe.steps import served
 from pallas_kernels.backend import traced_for
+from pallas_kernels.compile_for import compile_for
 from pallas_kernels.routing.parts import MAX_LOGICAL, MAX_ROUTED
 from tests.equal_kernels import equal_kernels_are_compiled_once
 

@@ -8,7 +8,6 @@ import mosaic
 import numpy as np
 import pytest
 
-from benchmarks.kernels.compile_for import compile_for, h200_mesh
 from benchmarks.kernels.launches import count_launches
 from benchmarks.kernels.shapes import (
     GLM_45_AIR,
@@ -19,6 +18,7 @@ from benchmarks.kernels.shapes import (
     Shape,
 )
 from pallas_kernels.backend import references_only
+from pallas_kernels.compile_for import compile_for, h200_mesh
 from pallas_kernels.kv_write import Projection, split_heads, write_kv
 from pallas_kernels.kv_write import mosaic as kernel
 

@@ -13,8 +13,8 @@ import pytest
 from jax import lax
 from sm90 import ptxas, sass
 
-from benchmarks.kernels.compile_for import compile_for, h200_mesh
 from benchmarks.kernels.shapes import MODELS, QWEN3_30B_A3B, Shape
+from pallas_kernels.compile_for import compile_for, h200_mesh
 from pallas_kernels.fp8_pages import Fp8Pages
 from pallas_kernels.paged_attention import common, paged_attention, schedule, tiles
 from pallas_kernels.paged_attention import mosaic as kernel

@@ -8,10 +8,10 @@ import mosaic as interpreter
 import numpy as np
 import pytest
 
-from benchmarks.kernels.compile_for import compile_for, h200_mesh
 from benchmarks.kernels.launches import count_launches
 from pallas_kernels import planning
 from pallas_kernels.backend import references_only
+from pallas_kernels.compile_for import compile_for, h200_mesh
 from pallas_kernels.planning import mosaic
 from tests.planned import decide, draw
 

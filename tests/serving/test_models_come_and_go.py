@@ -15,6 +15,7 @@ from served import collect as messages_of
 from served import failure
 
 import jmoe
+from jmoe.arrival import read_arrival
 from serving.bench.fake import FakeRunner
 from serving.config import BrownoutConfig, EngineConfig, ServerConfig
 from serving.engine import Engine
@@ -279,6 +280,28 @@ def free_slots(family):
     experts = family.config.num_experts
     used = {int(s) for m in models for s in np.asarray(m.table.slots)[:, :experts].ravel()}
     return family.routed_slots - len(used)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("quantize", ["int4", "mxfp4"])
+def test_its_experts_are_kept_as_the_familys_are(directories, quantize):
+    known = {name: directories[name] for name in ("base", "law", "code")}
+    family = jmoe.load_family(
+        {"base": known["base"], "law": known["law"]},
+        dtype="float32",
+        quantize=quantize,
+        spare_models=1,
+    )
+    arrival = read_arrival(family, "code", known["code"])
+    held = family[0].resident.held
+    while arrival.pieces:
+        arrival.write_piece(held)
+    whole = jmoe.load_family(known, dtype="float32", quantize=quantize)
+    routed = slice(family.config.num_experts)
+    found = held.pool.read(arrival.table[:, routed].reshape(-1))
+    wanted = whole[2].pool.read(np.asarray(whole[2].table.slots)[:, routed].reshape(-1))
+    assert found.format == quantize
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
 
 
 @pytest.mark.deep

@@ -10,9 +10,9 @@ import yaml
 from distilled import CONFIGS
 from jax.sharding import NamedSharding, PartitionSpec
 
-from benchmarks.kernels.compile_for import compile_for, h200_mesh
 from jmoe.config import from_hf
 from jmoe.random_model import random_params
+from pallas_kernels.compile_for import compile_for, h200_mesh
 from training.distill import DistillConfig, refine
 from training.distill.fit import Problem, _optimizer, _steps
 from training.distill.objectives import CapturedRows

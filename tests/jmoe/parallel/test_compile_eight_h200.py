@@ -17,7 +17,6 @@ import yaml
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from benchmarks.kernels.compile_for import compile_for, h200_mesh
 from benchmarks.kernels.launches import count_launches
 from jmoe.checkpoint import empty_pool
 from jmoe.config import from_hf
@@ -30,6 +29,7 @@ from jmoe.steps import decode_step, make_state, prefill_step, served
 from jmoe.weights import Weights
 from pallas_kernels import grouped_gemm, routing
 from pallas_kernels.backend import traced_for
+from pallas_kernels.compile_for import compile_for, h200_mesh
 from tests.compiled import large_results
 from tests.equal_kernels import equal_kernels_are_compiled_once
 
