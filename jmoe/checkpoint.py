@@ -357,7 +357,8 @@ class HFLayers:
         `params_on_host` all other weights.
         """
         self._files, self._cfg, self._dtype = TensorFiles(directory), cfg, dtype
-        self._quantize, self._is_stored = quantize, stored_format(cfg) == quantize
+        self._quantize = quantize
+        self._is_stored = quantize != "none" and stored_format(cfg) == quantize
         self._experts_as = dtype if quantize == "none" else jnp.dtype(jnp.float32)
         self._experts_on_host, self._params_on_host = experts_on_host, params_on_host
         self._directory, self._check_weights = directory, check_weights

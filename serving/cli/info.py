@@ -116,7 +116,7 @@ def info(
         typer.Option("--json", help="With --address: print all that the server says, as JSON."),
     ] = False,
 ) -> None:
-    """Shows the memory of a model or a family, or the state of a running server."""
+    """Shows the memory of a model or family, or a server's state."""
     if (model, model_config, address, family).count(None) < 3:
         raise ValueError("give one of MODEL, --model-config, --family and --address")
     if models and family is None:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scheduled import LS, sequence_of
 
-from jmoe.packed_rows import KV_LEN, Q_LEN, SLOT, pack_row
+from jmoe.packed_rows import KV_LEN, NUM_COLUMNS, Q_LEN, SLOT, pack_row
 from serving.bench.fake import FakeRunner
 from serving.execution.ranks import ByRank
 from serving.plan import Limits, Phase, StepControl, StepPlan
@@ -96,7 +96,7 @@ def test_rows_and_tokens_come_back_in_order(chunks):
     tokens = np.arange(sum(q_len for _, q_len in chunks), dtype=np.int32)
     hidden = LIMITS.hidden_per_rank
     ranks = np.repeat([slot // 3 for slot, _ in chunks], [q for _, q in chunks]).astype(np.int32)
-    packed = np.stack(rows) if rows else np.zeros((0, 9), np.int32)
+    packed = np.stack(rows) if rows else np.zeros((0, NUM_COLUMNS), np.int32)
     places = ranks * hidden + 3 + tokens % 8
     step = ByRank.of(StepPlan(Phase.PREFILL, packed, tokens=tokens, places=places), LIMITS)
     assert step.size == max(np.bincount(ranks), default=0)
