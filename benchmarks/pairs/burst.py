@@ -78,8 +78,11 @@ class _Noting(Client):
 
 
 @asynccontextmanager
-async def bursts(settings: Mapping[str, Mapping[str, Any]], dry: bool) -> AsyncIterator[Play]:
-    """Starts the demo's server; a play is the demo's burst under fields of `SetBrownoutRequest`.
+async def bursts(
+    settings: Mapping[str, Mapping[str, Any] | None], dry: bool
+) -> AsyncIterator[Play]:
+    """Starts the demo's server; a play is the demo's burst under fields of `SetBrownoutRequest`, or
+    without brownout (None).
 
     Objectives and load are those of one calibration. Settings meet the same requests in a round.
     """
@@ -107,8 +110,9 @@ async def bursts(settings: Mapping[str, Mapping[str, Any]], dry: bool) -> AsyncI
                 burst_pieces(config.segment_s, *rates(known, config), config.burst_at), number
             )
             await wait_idle(client, config.pause_s)
-            change = {"keep": own.keep, **settings[name]}
-            await use_variant(client, Variant(name, "", settings=change), own, "partial", known.slo)
+            change = settings[name]
+            variant = Variant(name, "", change is not None, {"keep": own.keep, **(change or {})})
+            await use_variant(client, variant, own, "partial", known.slo)
             client.degraded.clear()
             arrivals = schedule(shuffled(tasks, number), times)
             run = await play_load(client, arrivals, time_limit_s=4 * config.segment_s)

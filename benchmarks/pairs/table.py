@@ -125,10 +125,15 @@ PAIRS: dict[str, Pair] = {
     ),
     "burst_loss": Pair(
         "What the demo's burst costs its answers: by the paper's plan and controller, and today's.",
-        {"the paper's": {"keep": "visits", "controller": "algorithm2"}, "today's": {}},
+        {
+            "no brownout": None,
+            "the paper's": {"keep": "visits", "controller": "algorithm2"},
+            "today's": {},
+        },
         bursts,
-        ("loss, millinats",),
+        ("loss, millinats", "degraded_share"),
         rounds=4,
+        against=[("today's", "the paper's")],
     ),
     "kv_cache": Pair(
         "Steps over KV pages in float32 and in fp8: decode, and prefill of one row's context.",
