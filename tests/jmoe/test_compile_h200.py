@@ -37,7 +37,7 @@ from benchmarks.kernels.launches import count_launches, count_loop_launches
 from jmoe import load, model
 from jmoe.brownout import Control
 from jmoe.forward import _forward
-from jmoe.packed_rows import NUM_SHAPE_COLUMNS, num_words, seat_size
+from jmoe.packed_rows import NUM_COLUMNS, NUM_SHAPE_COLUMNS, num_words, seat_size
 from jmoe.shaping import make_shaping, seat
 from jmoe.steps import decode_step, draw_step, prefill_step, sample_step, score_step
 from pallas_kernels import grouped_gemm, routing
@@ -78,7 +78,7 @@ scanned = pytest.mark.parametrize(
 
 
 def compile_decode(mesh, case, **options):
-    rows = int32(BATCH, 9), int32(8, 3), int32(2)
+    rows = int32(BATCH, NUM_COLUMNS), int32(8, 3), int32(2)
     return compile_step(mesh, case, decode_step, *rows, **options)
 
 
@@ -106,7 +106,7 @@ def test_a_decode_step_is_one_graph_and_copies_neither_experts_nor_pages(mesh, c
 @pytest.mark.sized(exhaustive=("qwen1.5-moe-a2.7b", "qwen3-30b-a3b", "gpt-oss-20b-window"))
 @unrolled
 def test_a_prefill_step_is_one_graph_and_copies_neither_experts_nor_pages(mesh, case):
-    rows = int32(512), int32(8, 9), int32(8, 3), int32(2)
+    rows = int32(512), int32(8, NUM_COLUMNS), int32(8, 3), int32(2)
     program = compile_step(mesh, case, prefill_step, *rows)
     check_copies(program)
     check_one_graph(program)
@@ -116,8 +116,8 @@ def test_a_prefill_step_is_one_graph_and_copies_neither_experts_nor_pages(mesh, 
 
 
 ROWS = {
-    "decode": (decode_step, int32(BATCH, 9), int32(8, 3), int32(2)),
-    "prefill": (prefill_step, int32(512), int32(8, 9), int32(8, 3), int32(2)),
+    "decode": (decode_step, int32(BATCH, NUM_COLUMNS), int32(8, 3), int32(2)),
+    "prefill": (prefill_step, int32(512), int32(8, NUM_COLUMNS), int32(8, 3), int32(2)),
 }
 
 
@@ -162,7 +162,7 @@ FP8_QWEN3 = QWEN3._replace(depth=2, quantize="fp8")
 def test_a_step_over_experts_in_fp8_copies_none_of_them(mesh, phase):
     step = decode_step if phase == "decode" else prefill_step
     tokens = () if phase == "decode" else (int32(512),)
-    rows = int32(BATCH if phase == "decode" else 8, 9), int32(8, 3), int32(2)
+    rows = int32(BATCH if phase == "decode" else 8, NUM_COLUMNS), int32(8, 3), int32(2)
     program = compile_step(mesh, FP8_QWEN3, step, *tokens, *rows)
     check_copies(program)
     check_one_graph(program)
@@ -202,7 +202,7 @@ def test_thresholds_by_layer_are_one_launch_of_a_whole_step(mesh):
 def test_a_prefill_of_1024_rows_launches_as_little_as_one_of_512(mesh):
     counts = []
     for num_rows in (512, 1024):
-        rows = int32(num_rows), int32(8, 9), int32(8, 3), int32(2)
+        rows = int32(num_rows), int32(8, NUM_COLUMNS), int32(8, 3), int32(2)
         program = compile_step(mesh, QWEN15._replace(depth=3), prefill_step, *rows)
         counts.append(sum(count_launches(program.hlo).values()))
     assert counts[1] <= counts[0] + 1  # one more beside the layers
@@ -261,7 +261,7 @@ def test_an_eager_step_scans_its_layers_and_copies_nothing(mesh, case):
 def test_sampling_waits_for_nothing(mesh, truncate):
     logits = jax.ShapeDtypeStruct((BATCH, QWEN15.config.vocab_size), jnp.float32)
     draw = partial(sample_step, truncate=truncate)
-    exe = compile_for(mesh, draw, int32(BATCH), logits, int32(BATCH, 9), donate_argnums=0)
+    exe = compile_for(mesh, draw, int32(BATCH), logits, int32(BATCH, NUM_COLUMNS), donate_argnums=0)
     assert " while(" not in exe.as_text()
     assert " conditional(" not in exe.as_text()
     assert exe.memory_analysis().temp_size_in_bytes < TEMPORARY
@@ -273,7 +273,7 @@ def test_drawing_of_changed_logits_waits_for_nothing_and_copies_no_slots(mesh):
     logits = jax.ShapeDtypeStruct((BATCH, vocab), jnp.float32)
     held = jax.eval_shape(partial(make_shaping, BATCH, vocab))
     shapes, allowed = int32(BATCH, NUM_SHAPE_COLUMNS), int32(BATCH, num_words(vocab))
-    rows, draw = int32(BATCH, 9), partial(draw_step, truncate=True)
+    rows, draw = int32(BATCH, NUM_COLUMNS), partial(draw_step, truncate=True)
     arguments = int32(BATCH), held, logits, rows, shapes, allowed
     exe = compile_for(mesh, draw, *arguments, donate_argnums=(0, 1))
     assert " while(" not in exe.as_text()

@@ -18,6 +18,7 @@ from compiled_steps import (
 )
 
 from jmoe.mixed import MixedWeights, mixed_decode_step
+from jmoe.packed_rows import NUM_COLUMNS
 from jmoe.steps import served
 from pallas_kernels.backend import traced_for
 from pallas_kernels.compile_for import compile_for
@@ -43,7 +44,7 @@ def test_a_mixed_step_copies_neither_experts_nor_pages(mesh, case):
         params = jax.eval_shape(lambda params: served(params)[0], one.params)
     weights = MixedWeights(one.pool, (params, params), (one.table, one.table))
     step = partial(mixed_decode_step, cfg, max_active=2 * cfg.num_experts)
-    rows = int32(2 * ROWS, 9), int32(2 * ROWS, 3), int32(4)
+    rows = int32(2 * ROWS, NUM_COLUMNS), int32(2 * ROWS, 3), int32(4)
     held = weights, abstract_state(case)
     exe = compile_for(mesh, step, *held, *rows, donate_argnums=1, options=options)
     program = Program(exe.as_text(), exe.memory_analysis(), None)

@@ -17,6 +17,7 @@ from jmoe.attention import with_kv_cache_dtype
 from jmoe.checkpoint import empty_pool
 from jmoe.config import from_hf
 from jmoe.experts import make_table
+from jmoe.packed_rows import NUM_COLUMNS
 from jmoe.random_model import random_params
 from jmoe.steps import decode_step, make_state, prefill_step, served
 from jmoe.weights import Weights
@@ -58,8 +59,8 @@ def compiled(mesh, name, phase, rows, depth, kv_cache_dtype="auto"):
     sizes = {"num_slots": max(rows, 64), "num_pages": 2048, "page_size": 64, "max_blocks": 64}
     state = jax.eval_shape(lambda: make_state(cfg, dtype=BF16, **sizes))
     step, shapes = {
-        "decode": (decode_step, [(rows, 9), (8, 3), (2,)]),
-        "prefill": (prefill_step, [(rows,), (8, 9), (8, 3), (2,)]),
+        "decode": (decode_step, [(rows, NUM_COLUMNS), (8, 3), (2,)]),
+        "prefill": (prefill_step, [(rows,), (8, NUM_COLUMNS), (8, 3), (2,)]),
     }[phase]
     with batched_only(), traced_for("cuda"), tempfile.TemporaryDirectory() as folder:
         params = jax.eval_shape(lambda params: served(params)[0], params)

@@ -15,7 +15,7 @@ from jmoe.attention import FULL, Paged, page_windows
 from jmoe.brownout import strategy_code
 from jmoe.experts import ExpertPool
 from jmoe.model import LOOKAHEAD, layers_of, unstack
-from jmoe.packed_rows import empty_deltas, empty_rows, pack_row
+from jmoe.packed_rows import NUM_COLUMNS, empty_deltas, empty_rows, pack_row
 from jmoe.parallel import steps as on
 from jmoe.parallel.copies import with_copies
 from jmoe.parallel.home import Home, make_mesh
@@ -192,7 +192,11 @@ def check_same(
     state = on.make_states(mesh, partial(state_of, model, SLOTS))
     got = play(model, prefill, decode, state, weights, together)
 
-    real = [row for _, rows in steps[:1] for row in np.flatnonzero(rows.reshape(-1, 9)[:, 0] >= 0)]
+    real = [
+        row
+        for _, rows in steps[:1]
+        for row in np.flatnonzero(rows.reshape(-1, NUM_COLUMNS)[:, 0] >= 0)
+    ]
     layers = model.config.num_moe_layers
     for one, many in zip(want, got, strict=True):
         logits, degraded = one.logits[: len(real)], one.degraded[: len(real)]

@@ -21,6 +21,7 @@ from benchmarks.kernels.launches import count_launches
 from jmoe.checkpoint import empty_pool
 from jmoe.config import from_hf
 from jmoe.experts import ExpertPool, ExpertTable
+from jmoe.packed_rows import NUM_COLUMNS
 from jmoe.parallel.experts import AXIS
 from jmoe.parallel.replicas import Replication
 from jmoe.parallel.steps import STEPS, spread
@@ -162,10 +163,10 @@ def compile_step(mesh, phase, num_layers, replication=None):
     state = jax.eval_shape(lambda: make_state(cfg, max_blocks=MAX_BLOCKS, dtype=BF16, **sizes))
     specs, deltas, control = STEPS[phase], shape((8, 3)), shape((2,))
     if phase == "decode":
-        step, rows = partial(decode_step, cfg), (shape((BATCH, 9)),)
+        step, rows = partial(decode_step, cfg), (shape((BATCH, NUM_COLUMNS)),)
     else:
         step = partial(prefill_step, cfg, replication=replication)
-        rows = shape((TOKENS,)), shape((CHUNKS, 9))
+        rows = shape((TOKENS,)), shape((CHUNKS, NUM_COLUMNS))
     of_each = (state, *rows, deltas)
     where = specs.arguments[: len(of_each) + 2]
     exe = compile_for(
