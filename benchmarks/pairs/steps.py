@@ -115,13 +115,14 @@ def _decodes(model: Model, dry: bool) -> Callable[[Brownout | None], Figures]:
     The figures are the median step, in time and in this process's processor time (which a busy
     machine disturbs less), and a layer's active experts.
     """
-    text = np.array(_tokens(model)[: BATCH * CONTEXT], np.int32).reshape(BATCH, CONTEXT)
-    stepper = Stepper(model, None, num_slots=BATCH, max_len=CONTEXT + 1)
+    batch = 4 if dry else BATCH
+    text = np.array(_tokens(model)[: batch * CONTEXT], np.int32).reshape(batch, CONTEXT)
+    stepper = Stepper(model, None, num_slots=batch, max_len=CONTEXT + 1)
     for slot, prompt in enumerate(text):
         rows = np.stack([pack_row(slot, kv_len=CONTEXT, q_len=CONTEXT)])
         stepper.prefill(prompt, rows)
-    ends = np.stack([pack_row(slot, kv_len=CONTEXT) for slot in range(BATCH)])
-    rows = np.stack([pack_row(slot, kv_len=CONTEXT + 1) for slot in range(BATCH)])
+    ends = np.stack([pack_row(slot, kv_len=CONTEXT) for slot in range(batch)])
+    rows = np.stack([pack_row(slot, kv_len=CONTEXT + 1) for slot in range(batch)])
 
     def run(brownout: Brownout | None) -> Figures:
         times, active = [], 0.0
