@@ -149,6 +149,8 @@ class Auditor(Observer):
         """Scores answers for ever, for at most `share` of the time."""
         while True:
             await self._offered.wait()
+            if not self._waiting:  # those that were offered are of a model that has gone since
+                continue
             at = random.randrange(len(self._waiting))
             is_stale = self._clock() - self._waiting[at].ended_at > STALE_S
             if not is_stale and not self._has_room(self._waiting[at].model):

@@ -246,7 +246,8 @@ class Access(Watched[dict[str, Key]]):
         same steps as a known key: a hash, a look-up by the hash, a comparison. So timing reveals
         nothing but the hash of what the caller sent.
         """
-        current.set(ANYBODY)
+        current.set(ANYBODY)  # and nothing of a call before it is left over
+        asked_model.set("")
         if self._path is None:
             return ANYBODY
         scheme, _, sent = (authorization or "").strip().partition(" ")
