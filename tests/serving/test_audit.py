@@ -5,6 +5,7 @@ import dataclasses
 import math
 import shutil
 from collections import Counter
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from jmoe.packed_rows import EXEMPT, SLOT
 from serving.bench.fake import FakeRunner
 from serving.config import AuditConfig, BrownoutConfig, EngineConfig
 from serving.control import audit as audit_module
-from serving.control.audit import MAX_WAITING
+from serving.control.audit import MAX_WAITING, Auditor, Scores
 from serving.control.controller import Decision
 from serving.engine import Engine
 from serving.frontend.metrics import Metrics
@@ -346,3 +347,36 @@ async def test_the_exact_model_judges(tmp_path, monkeypatch):
     assert (state.expected_nats, len(reads)) == (pytest.approx(0.25), 1)
     assert state.disagreement == pytest.approx(others.mean())
     assert 0 < others.mean() < 1
+
+
+@pytest.mark.simulated_time
+async def test_an_answer_whose_model_goes_before_it_is_drawn_ends_no_audit():
+    scored = []
+
+    async def score(offer):
+        scored.append(offer.model)
+        return Scores([-1.0], [-1.0])
+
+    clock = asyncio.get_running_loop().time
+    auditor = Auditor(AuditConfig(share=0.5), ["base", "law"], score, lambda model: True, clock)
+    task = asyncio.create_task(auditor.run())
+    await asyncio.sleep(0)
+
+    def finish(model):
+        request = SimpleNamespace(
+            model=model, key="", allow_audit=True, sampling=SamplingParams(max_new_tokens=1)
+        )
+        sequence = SimpleNamespace(
+            request=request, degraded_visits=1, context=[1, 2], logprobs=[-0.5]
+        )
+        output = SimpleNamespace(usage=SimpleNamespace(expected_loss=0.0))
+        auditor.request_finished(sequence, output, clock())
+
+    finish(1)
+    auditor.forget(1)  # before the task is woken
+    await asyncio.sleep(1)
+    assert not task.done()
+    finish(0)
+    await asyncio.sleep(1)
+    assert scored == [0]
+    task.cancel()
