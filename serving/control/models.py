@@ -22,7 +22,15 @@ from jmoe.weights import Params
 from serving.config import EngineConfig
 from serving.control.experts_loader import ExpertsLoader
 from serving.control.losses import Curve
-from serving.errors import InvalidRequest, ModelUnloaded, NotFound, ServingError, shown
+from serving.errors import (
+    NOT_OURS,
+    InvalidRequest,
+    ModelUnloaded,
+    NotFound,
+    RequestFailed,
+    ServingError,
+    shown,
+)
 from serving.execution.executor import Executor, TakesModels
 from serving.scheduling.sequence import SequenceState
 from serving.settings.composes import COMING, why_not
@@ -183,7 +191,18 @@ class Models:
         self._coming = None
 
     def advance(self) -> None:
-        """Writes a little of the model that is coming. The tick calls it between two steps."""
+        """Writes a little of the model that is coming. The tick calls it between two steps. What
+        goes wrong ends that model's arrival alone.
+        """
+        try:
+            self._write()
+        except NOT_OURS:
+            raise
+        except Exception as error:
+            log.exception("a model that was coming is given up")
+            self.abandon(RequestFailed(f"the model was not loaded: {error}"))
+
+    def _write(self) -> None:
         coming, executor = self._coming, self._executor
         if coming is None or self._loader.busy:  # which may change the way
             return

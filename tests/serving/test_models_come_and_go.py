@@ -19,7 +19,7 @@ from jmoe.arrival import read_arrival
 from serving.bench.fake import FakeRunner
 from serving.config import BrownoutConfig, EngineConfig, ServerConfig
 from serving.engine import Engine
-from serving.errors import InvalidRequest, ModelUnloaded, NotFound
+from serving.errors import InvalidRequest, ModelUnloaded, NotFound, RequestFailed
 from serving.execution.executor import TakesModels
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 from serving.request import SamplingParams
@@ -191,6 +191,23 @@ async def test_the_first_model_and_those_of_a_fixed_family_stay():
     engine = placing(resident_sets=1)
     with pytest.raises(InvalidRequest, match="do not come and go with sets that come and go"):
         await engine.load_model("third", "there")
+    await engine.stop()
+
+
+async def test_what_goes_wrong_while_a_model_is_written_ends_its_arrival_alone():
+    engine = placing()
+
+    def broken(number, model):
+        raise OSError("no memory is left")
+
+    engine.executor.install, install = broken, engine.executor.install
+    with pytest.raises(RequestFailed, match="not loaded: no memory is left"):
+        await engine.load_model("third", "there")
+    assert engine.names == ["counter", "second", ""]
+    assert tokens(await collect(engine, [7], 3)) == [8, 9, 10]
+    engine.executor.install = install
+    await engine.load_model("third", "there")
+    assert tokens(await collect(engine, [7], 3, model="third")) == [10, 13, 16]
     await engine.stop()
 
 
