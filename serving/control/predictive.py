@@ -35,12 +35,12 @@ WINDOWS_S = 1.0, 5.0
 
 SLOTS = 0.8
 """Share of the slots beyond which requests count as a queue: it is there soon."""
-FULL = 1.2
+FULL = 1.6
 """Such a wait, in what the TTFT objective leaves for it, calls for all brownout if it lasts."""
 SETTLE_S = 2.0
 """Of the mean wait that brownout follows: within less, queues come and go by chance, and thresholds
 would with them."""
-AT_ONCE = 0.5, 1.0
+AT_ONCE = 0.6, 1.0
 """Waits, in the same, that call for the first and for all brownout at once; for them a queue begins
 where all slots are taken."""
 LEAST = 0.05  # share of all brownout; with less there is none

@@ -288,12 +288,12 @@ def test_what_a_queue_left_behind_ends():
     assert found[0] != (100, 100) == found[1]
 
 
-def test_a_wait_of_half_the_room_is_answered_at_once():
-    """All brownout where a request would be late, and half where it waits for 3/4 of the room."""
+def test_a_wait_of_most_of_the_room_is_answered_at_once():
+    """All brownout where a request would be late, and half where it waits for 0.8 of the room."""
     queue = queue_of(LOAD, TIMES, 0.1, ITL_SLO_S, Prices.of())
     each_s = queue.prompt_s[0, 0] + queue.request_s[0, 0]  # of one more that waits
     full = LOAD._replace(num_running=32)
-    for share, wanted in ((0.5, 0.0), (0.75, 0.5), (1.0, 1.0)):
+    for share, wanted in ((0.6, 0.0), (0.8, 0.5), (1.0, 1.0)):
         waiting = (share * queue.room_s + queue.per_step * queue.prompt_s[0, 0]) / each_s
         assert queue.called_for(full._replace(num_waiting=waiting))[1] == pytest.approx(wanted)
     controller = Predictive(CONFIG)
@@ -313,7 +313,7 @@ def test_where_first_tokens_come_later_than_expected_queues_count_as_slower(capl
         for n in range(1, 14)
     ]
     assert late[0] == before
-    assert late[-1] <= 70
+    assert late[-1] <= before - 10
     assert late == sorted(late, reverse=True)
     assert not caplog.records
     mended = [controller.decide(seen(steady, now=4 + 0.25 * n)).prefill_percent for n in range(60)]
