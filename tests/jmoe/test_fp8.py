@@ -139,13 +139,32 @@ def fp8(tmp_path):
 EXPERT = "model__layers__0__mlp__experts__0__down_proj__weight"
 
 
-def test_scales_of_activations_and_of_the_cache_are_not_needed(fp8):
+def test_scales_of_activations_and_of_the_cache_are_not_used_and_named(fp8, caplog):
     one = np.ones(1, np.float32)
     at = "model__layers__0__self_attn__"
     more = {f"{at}q_proj__input_scale": one, f"{at}k_proj__k_scale": one, f"{at}v_scale": one}
     before = jmoe.load(fp8, "float32").weights
+    assert "not used" not in caplog.text
     retensor(fp8, **more)
     jax.tree.map(np.testing.assert_array_equal, jmoe.load(fp8, "float32").weights, before)
+    at = at.replace("__", ".")
+    assert f"{at}q_proj.input_scale are not used: activations are not quantized" in caplog.text
+    assert f"{at}k_proj.k_scale and 1 more are not used: keys and values in fp8" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model__layers__0__self_attn__q_scale",  # no such scale is known,
+        "model__layers__0__mlp__k_scale",  # nor here,
+        "model__layers__9__self_attn__k_scale",  # nor beside layers that there are not
+        "model__layers__0__mlp__experts__99__down_proj__input_scale",
+    ],
+)
+def test_a_scale_that_belongs_to_nothing_is_named(fp8, name):
+    retensor(fp8, **{name: np.ones(1, np.float32)})
+    with pytest.raises(CheckpointError, match=f"left out:\n  {name.replace('__', '.')}"):
+        jmoe.load(fp8, "float32")
 
 
 def test_experts_with_other_scales_are_not_stored_alike(fp8, tmp_path):
