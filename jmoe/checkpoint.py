@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from functools import partial
@@ -54,8 +55,12 @@ FLOATS = ("BF16", "F16", "F32", "F64")  # as safetensors names them
 FP8 = "F8_E4M3"
 SCALES = ("_scale_inv", "_scale")
 """Behind the name of a matrix in fp8: its scales, as DeepSeek and compressed-tensors call them."""
-UNUSED_SCALES = (".input_scale", ".k_scale", ".v_scale")
-"""Of activations and of keys and values, which are not kept in fp8."""
+UNUSED_SCALES = {
+    r"\.input_scale$": "activations are not quantized",
+    r"self_attn\.(k_proj\.|v_proj\.)?[kv]_scale$": "keys and values in fp8 have a scale for each "
+    "token and head, which clips nothing",
+}
+"""What scales of a quantized checkpoint are called that are not used, and why not."""
 FAULTS_SHOWN, FAULTS_COUNTED = 20, 1000
 
 
@@ -241,6 +246,7 @@ def _check(files: TensorFiles, cfg: ModelConfig, directory: Path) -> None:
                 f"{directory}: lm_head.weight is not model.embed_tokens.weight, though "
                 "tie_word_embeddings is true; with false it is read"
             )
+    unread = _without_unused_scales(unread, read, cfg, directory)
     behind = tuple(f"model.layers.{cfg.num_layers + i}." for i in range(cfg.unused_layers))
     if extra := [name for name in unread if name.startswith(behind)]:
         layers = ", ".join(f"{at}*" for at in behind)
@@ -256,11 +262,29 @@ def _check(files: TensorFiles, cfg: ModelConfig, directory: Path) -> None:
         (
             name
             for name in unread
-            if not name.endswith(".rotary_emb.inv_freq")
-            and name not in extra
-            and not (cfg.fp8_block and name.endswith(UNUSED_SCALES))
+            if not name.endswith(".rotary_emb.inv_freq") and name not in extra
         ),
     )
+
+
+def _without_unused_scales(
+    unread: Sequence[str], read: set[str], cfg: ModelConfig, directory: Path
+) -> list[str]:
+    """Returns the names that are none of `UNUSED_SCALES` beside a tensor that is read, and says
+    which are, and why they are not used.
+    """
+    rest = list(unread)
+    if not (cfg.fp8_block or cfg.int4):
+        return rest
+    modules = {name.rpartition(".")[0] for name in read}
+    modules |= {name.rpartition(".")[0] for name in modules}
+    for pattern, why in UNUSED_SCALES.items():
+        found = [n for n in rest if re.search(pattern, n) and n.rpartition(".")[0] in modules]
+        rest = [name for name in rest if name not in set(found)]
+        if found:
+            more = "" if len(found) == 1 else f" and {len(found) - 1} more"
+            log.warning("%s: %s%s are not used: %s", directory, found[0], more, why)
+    return rest
 
 
 def _unlike(files: TensorFiles, cfg: ModelConfig, read: set[str]) -> Iterator[str]:

@@ -55,12 +55,23 @@ def quantize(
     """
     wide = rows.astype(jnp.float32)
     largest = jnp.max(jnp.abs(wide), axis=-1)
+    # XLA's maximum passes over NaN on a CPU.
+    largest = jnp.where(jnp.all(jnp.isfinite(wide), axis=-1), largest, jnp.nan)
+    scales, inverse = scales_of(largest)
+    numbers = (wide * inverse[..., None]).astype(E4M3)
+    return lax.bitcast_convert_type(numbers, jnp.uint8), scales
+
+
+def scales_of(
+    largest: Float32[Array, "*rows"],
+) -> tuple[Float32[Array, "*rows"], Float32[Array, "*rows"]]:
+    """Returns the scales of rows by their largest magnitude, and what the rows are multiplied by.
+    Kernels call it, too.
+    """
     scales = jnp.where(largest < LEAST, 0.0, largest * np.float32(1 / LARGEST))
     scales = jnp.where(largest < jnp.inf, scales, jnp.nan)
     # Products alone: XLA may turn a quotient into one, and bits are not to depend on it.
-    inverse = jnp.where(scales == 0.0, 0.0, 1.0 / scales)
-    numbers = (wide * inverse[..., None]).astype(E4M3)
-    return lax.bitcast_convert_type(numbers, jnp.uint8), scales
+    return scales, jnp.where(scales == 0.0, 0.0, 1.0 / scales)
 
 
 def dequantize(

@@ -15,6 +15,9 @@ and the way back. In prefill it is moving every row once in and once out.
   over the lanes of a warp; that of all heads is taken first, over all warps.
 - Values without a bias or a bound are never looked at: they go from one copy into the next.
 - Rows whose page is the last, nobody's, write no page.
+- For pages in eight bits a head's largest magnitude is a maximum over the lanes of a warp, as the
+  norm's sum is; its numbers lie beside the row's in shared memory. Scales are too far apart in a
+  page for TMA: threads store them one by one.
 
 Lane semantics: the layout is named here, and rows of a page start anywhere.
 """
@@ -32,6 +35,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.fp8_pages import E4M3, AnyPages, Fp8Pages, scales_of
 from pallas_kernels.kv_write.op import Projection
 
 _SMEM = 200 * 1024  # bytes that a row's heads may take: less than a block may have
@@ -40,13 +44,15 @@ F32, BF16 = jnp.float32, jnp.bfloat16
 
 
 def supports(projection: Projection, k_pages: Any, v_pages: Any) -> bool:
-    """Returns whether the kernel takes these: bfloat16, heads of 64, 128 or 256 of which a power of
-    two turns, 32 elements at least, float32 angles.
+    """Returns whether the kernel takes these: bfloat16, pages perhaps in eight bits, heads of 64,
+    128 or 256 of which a power of two turns, 32 elements at least, float32 angles.
     """
     num_rows, _, head_dim = projection.rows.shape
     heads, kv_heads = projection.heads, projection.kv_heads
     vectors = (projection.bias, projection.q_norm, projection.k_norm)
-    narrow = [projection.rows, k_pages, v_pages, *(v for v in vectors if v is not None)]
+    narrow = [projection.rows, *(v for v in vectors if v is not None)]
+    is_fp8 = isinstance(k_pages, Fp8Pages)
+    narrow += [] if is_fp8 else [k_pages, v_pages]
     if any(a.dtype != BF16 for a in narrow) or projection.cos.dtype != F32:
         return False
     half = projection.cos.shape[1]
@@ -59,19 +65,21 @@ def supports(projection: Projection, k_pages: Any, v_pages: Any) -> bool:
         # What lies in a unit past the last head is no zero, which a sum over all heads would need.
         if norm is not None and norm.size != head_dim and count % room.unit:
             return False
-    return 2 * head_dim * (room.padded(heads) + 2 * room.padded(kv_heads)) <= _SMEM
+    beside = 2 * (head_dim + 4) * room.padded(kv_heads) * is_fp8
+    return 2 * head_dim * (room.padded(heads) + 2 * room.padded(kv_heads)) + beside <= _SMEM
 
 
 def write_kv(
     projection: Projection,
-    k_pages: Float[Array, "L P G S D"],
-    v_pages: Float[Array, "L P G S D"],
+    k_pages: AnyPages,
+    v_pages: AnyPages,
     *,
     layer: Int[Array, ""],
     page: Int[Array, "T"],
     offset: Int[Array, "T"],
-) -> tuple[Float[Array, "T H D"], Float[Array, "L P G S D"], Float[Array, "L P G S D"]]:
+) -> tuple[Float[Array, "T H D"], AnyPages, AnyPages]:
     """See `op.write_kv`; `supports` says for what."""
+    is_fp8 = isinstance(k_pages, Fp8Pages)
     rows, heads, kv_heads = projection.rows, projection.heads, projection.kv_heads
     num_rows, _, head_dim = rows.shape
     room = Layout(head_dim, projection.cos.shape[1])
@@ -82,9 +90,13 @@ def write_kv(
         "rows": rows,
         "cos": projection.cos,
         "sin": projection.sin,
-        "k_pages": jax.new_ref(k_pages),
-        "v_pages": jax.new_ref(v_pages),
     }
+    kept: dict[str, Any] = {"k_pages": k_pages, "v_pages": v_pages}
+    if isinstance(k_pages, Fp8Pages) and isinstance(v_pages, Fp8Pages):
+        kept = {"k_pages": k_pages.bits, "v_pages": v_pages.bits}
+        kept |= {"k_scales": k_pages.scales, "v_scales": v_pages.scales}
+    kept = {name: jax.new_ref(array) for name, array in kept.items()}
+    operands |= kept
     if projection.bias is not None:
         ragged = heads % room.unit or kv_heads % room.unit  # then heads past the last are read
         operands["bias"] = jnp.pad(projection.bias, ((0, room.unit if ragged else 0), (0, 0)))
@@ -98,14 +110,19 @@ def write_kv(
         named = dict(zip(operands, given, strict=True))
         _Row(projection, room, lax.axis_index("row"), queries, **named, **scratch).run()
 
+    own = room.padded(kv_heads)
     smem = [plgpu.SMEM((room.padded(n), head_dim), BF16) for n in (heads, kv_heads, kv_heads)]
+    names = ["q_smem", "k_smem", "v_smem"]
+    if is_fp8:
+        smem += 2 * [plgpu.SMEM((own, head_dim), jnp.uint8)] + 2 * [plgpu.SMEM((own,), F32)]
+        names += ["k_bits", "v_bits", "k_scales_smem", "v_scales_smem"]
     queries = plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((num_rows, heads, head_dim), BF16),
         grid=(num_rows,),
         grid_names=("row",),
         scratch_types={
-            **dict(zip(("q_smem", "k_smem", "v_smem"), smem, strict=True)),
+            **dict(zip(names, smem, strict=True)),
             "full": plgpu.Barrier(num_arrivals=3),
         },
         compiler_params=plgpu.CompilerParams(
@@ -114,7 +131,9 @@ def write_kv(
         ),
         kernel_name="kv_write",
     )(*operands.values())
-    return queries, jax.freeze(operands["k_pages"]), jax.freeze(operands["v_pages"])
+    written = [jax.freeze(ref) for ref in kept.values()]
+    k_pages, v_pages = map(Fp8Pages, written[:2], written[2:]) if is_fp8 else written
+    return queries, k_pages, v_pages
 
 
 class Layout:
@@ -184,37 +203,54 @@ class _Row(NamedTuple):
     bias: Any = None
     q_norm: Any = None
     k_norm: Any = None
+    k_scales: Any = None  # of pages in eight bits, as are those that follow
+    v_scales: Any = None
+    k_bits: Any = None  # [G, D], padded
+    v_bits: Any = None
+    k_scales_smem: Any = None
+    v_scales_smem: Any = None
 
     def run(self) -> None:
         heads, kv_heads = self.projection.heads, self.projection.kv_heads
         own = pl.ds(0, kv_heads)
+        k_kept, v_kept, is_fp8 = self.k_smem, self.v_smem, self.k_bits is not None
+        if is_fp8:
+            k_kept, v_kept = self.k_bits, self.v_bits
         parts = [
-            (self.q_smem, 0, heads, self.q_norm),
-            (self.k_smem, heads, kv_heads, self.k_norm),
-            (self.v_smem, heads + kv_heads, kv_heads, None),
+            (self.q_smem, 0, heads, self.q_norm, self.q_smem, None),
+            (self.k_smem, heads, kv_heads, self.k_norm, k_kept, self.k_scales_smem),
+            (self.v_smem, heads + kv_heads, kv_heads, None, v_kept, self.v_scales_smem),
         ]
-        for smem, first, count, _ in parts:
+        for smem, first, count, *_into in parts:
             heads_of_row = self.rows.at[self.index, pl.ds(first, count)]
             plgpu.copy_gmem_to_smem(heads_of_row, smem.at[pl.ds(0, count)], self.full)
         layer, page, offset = self.layer[0], self.page[self.index], self.offset[self.index]
         angles = [self.room.load_vector(ref.at[self.index]) for ref in (self.cos, self.sin)]
         plgpu.barrier_wait(self.full)
-        for smem, first, count, norm in parts:
+        for smem, first, count, norm, *into in parts:
             is_value = smem is self.v_smem
-            if not is_value or self.bias is not None or self.projection.clip:
-                self.finish(smem, first, count, norm, None if is_value else angles)
+            if not is_value or self.bias is not None or self.projection.clip or is_fp8:
+                self.finish(smem, first, count, norm, None if is_value else angles, *into)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(self.q_smem.at[pl.ds(0, heads)], self.queries.at[self.index])
 
         @pl.when(page < self.k_pages.shape[1] - 1)
         def _():
-            for smem, pages in ((self.k_smem, self.k_pages), (self.v_smem, self.v_pages)):
+            for smem, pages in ((k_kept, self.k_pages), (v_kept, self.v_pages)):
                 plgpu.copy_smem_to_gmem(smem.at[own], pages.at[layer, page, :, offset])
+            if is_fp8:
+
+                @pl.loop(0, kv_heads)
+                def _(head):
+                    self.k_scales[layer, page, head, offset] = self.k_scales_smem[head]
+                    self.v_scales[layer, page, head, offset] = self.v_scales_smem[head]
 
         plgpu.wait_smem_to_gmem(0)
 
-    def finish(self, smem, first: int, count: int, norm, angles) -> None:
-        """Applies bias, norm, bound and rotation to some heads in place."""
+    def finish(self, smem, first: int, count: int, norm, angles, into, scales) -> None:
+        """Applies bias, norm, bound and rotation to some heads; the result goes `into` the same
+        place, or in eight bits into another, with scales.
+        """
         room = self.room
         of_all = norm is not None and len(norm.shape) == 2
         root = self.root_of_all(smem, first, count) if of_all else None
@@ -228,8 +264,15 @@ class _Row(NamedTuple):
             if angles is not None:
                 (a, b, *rest), (cos, sin) = x, (room.spread(angle, heads, 1) for angle in angles)
                 x = [a * cos - b * sin, b * cos + a * sin, *rest]
+            at, x = pl.ds(start, heads), [part.astype(BF16) for part in x]
+            if scales is not None:
+                wide = [part.astype(F32) for part in x]
+                scales[at], inverse = scales_of(_largest(wide))
+                inverse = room.spread(inverse, heads, 0)
+                numbers = [(part * inverse).astype(E4M3) for part in wide]
+                x = [lax.bitcast_convert_type(part, jnp.uint8) for part in numbers]
             for piece, values in zip(room.pieces, x, strict=True):
-                smem[pl.ds(start, heads), piece] = values.astype(BF16)
+                into[at, piece] = values
 
     def chunks(self, count: int) -> Iterator[tuple[int, int]]:
         """Yields the first of some heads that are in registers together, and how many they are."""
@@ -269,6 +312,11 @@ class _Row(NamedTuple):
 def _squares(x: list):
     """Returns the sum of each head's squares."""
     return jnp.sum(reduce(add, [part * part for part in x]), axis=1)
+
+
+def _largest(x: list):
+    """Returns each head's largest magnitude."""
+    return jnp.max(reduce(jnp.maximum, map(jnp.abs, x)), axis=1)
 
 
 def _rounded(x):

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.backend import KERNEL, hopper, note
-from pallas_kernels.fp8_pages import AnyPages, Fp8Pages
+from pallas_kernels.fp8_pages import AnyPages
 from pallas_kernels.kv_write import reference
 
 
@@ -72,7 +72,7 @@ def write_kv(
     may have the same one but in the last page, P - 1: it belongs to nobody, padding rows are sent
     there, and what it holds afterwards is not defined.
     """
-    if hopper() and not isinstance(k_pages, Fp8Pages) and not isinstance(v_pages, Fp8Pages):
+    if hopper():
         from pallas_kernels.kv_write import mosaic  # Pallas is not imported where it is unused
 
         if mosaic.supports(projection, k_pages, v_pages):

@@ -57,7 +57,8 @@ def evaluate(
     against: Annotated[
         Path | None,
         typer.Option(
-            help="--out of another run of the same items: print what zero brownout loses."
+            help="--out of another run of the same items: print what zero brownout and the "
+            "settings of both lose of its zero brownout."
         ),
     ] = None,
     data: Annotated[
@@ -144,8 +145,8 @@ def evaluate(
     }
     from jmoe.api import resolve
     from jmoe.expected_loss import FILE
-    from training.evaluation.items import grid, integers, parse_only, with_levels
-    from training.evaluation.run import EvaluateConfig, loss_against
+    from training.evaluation.items import ZERO, grid, integers, parse_only, with_levels
+    from training.evaluation.run import EvaluateConfig, label, losses_against
     from training.evaluation.run import evaluate as run
 
     config = of_fields(EvaluateConfig, flags)
@@ -193,8 +194,14 @@ def evaluate(
         found = run(config, settings, progress)
     _say(found)
     if against is not None:
-        lost, low, high = loss_against(config, against)
-        print(f"of {against}, zero brownout loses {lost:.2f} % ({low:.2f} to {high:.2f})")
+        for setting, (lost, low, high, beyond, margin) in losses_against(config, against).items():
+            name, more = "zero brownout", ""
+            if setting != ZERO:
+                name, more = (
+                    label(setting),
+                    f", {beyond:+.2f} ± {margin:.2f} beyond the sum of both",
+                )
+            print(f"of {against}, {name} loses {lost:.2f} % ({low:.2f} to {high:.2f}){more}")
     print(f"tables and picture in {out}")
     if (out / FILE).exists():
         print("to have servers know what brownout costs:")

@@ -5,7 +5,9 @@ compressed-tensors' `float-quantized`): nothing is shared with what reads them.
 """
 
 import json
+import math
 import shutil
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -15,13 +17,15 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import jmoe
+from jmoe import layout
 from jmoe.checkpoint import CheckpointError
-from jmoe.config import read_config
+from jmoe.config import from_hf, read_config
 from jmoe.config_fields import ConfigError
 from jmoe.experts import QuantizedPool
 from jmoe.parallel.home import make_mesh
 from pallas_kernels import routing
 from pallas_kernels.activation import SILU
+from pallas_kernels.compile_for import compile_for, h200_mesh
 from serving.cli.info import quantized_bytes
 from serving.config import EngineConfig
 from serving.startup.loading import load_models
@@ -139,13 +143,32 @@ def fp8(tmp_path):
 EXPERT = "model__layers__0__mlp__experts__0__down_proj__weight"
 
 
-def test_scales_of_activations_and_of_the_cache_are_not_needed(fp8):
+def test_scales_of_activations_and_of_the_cache_are_not_used_and_named(fp8, caplog):
     one = np.ones(1, np.float32)
     at = "model__layers__0__self_attn__"
     more = {f"{at}q_proj__input_scale": one, f"{at}k_proj__k_scale": one, f"{at}v_scale": one}
     before = jmoe.load(fp8, "float32").weights
+    assert "not used" not in caplog.text
     retensor(fp8, **more)
     jax.tree.map(np.testing.assert_array_equal, jmoe.load(fp8, "float32").weights, before)
+    at = at.replace("__", ".")
+    assert f"{at}q_proj.input_scale are not used: activations are not quantized" in caplog.text
+    assert f"{at}k_proj.k_scale and 1 more are not used: keys and values in fp8" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model__layers__0__self_attn__q_scale",  # no such scale is known,
+        "model__layers__0__mlp__k_scale",  # nor here,
+        "model__layers__9__self_attn__k_scale",  # nor beside layers that there are not
+        "model__layers__0__mlp__experts__99__down_proj__input_scale",
+    ],
+)
+def test_a_scale_that_belongs_to_nothing_is_named(fp8, name):
+    retensor(fp8, **{name: np.ones(1, np.float32)})
+    with pytest.raises(CheckpointError, match=f"left out:\n  {name.replace('__', '.')}"):
+        jmoe.load(fp8, "float32")
 
 
 def test_experts_with_other_scales_are_not_stored_alike(fp8, tmp_path):
@@ -317,3 +340,53 @@ def test_what_cannot_be_kept_in_fp8_is_named(tmp_path):
     add_united(tmp_path / "model")
     with pytest.raises(ValueError, match=r"quantize is 'fp8', and d_model is \d+: .*multiple"):
         jmoe.load(tmp_path / "model", quantize="fp8")
+
+
+# ---- what is not kept in fp8 ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "more_gb", "share"),
+    [("DeepSeek-V3-bf16", 15.16, 0.022), ("Qwen3-30B-A3B", 0.91, 0.028)],
+)
+def test_attention_and_dense_matrices_in_bfloat16_take_little_more_than_in_fp8(
+    name, more_gb, share
+):
+    published = Path(__file__).parents[1] / "published_configs" / f"{name}.json"
+    cfg = from_hf(json.loads(published.read_text(encoding="utf-8")))
+    layers = (layout.layer(cfg, at, is_moe) for at, is_moe in enumerate(cfg.moe_layers))
+    matrices = (p.shape for layer in layers for p in layer.values() if p.kind == "matrix")
+    more = sum(map(math.prod, matrices))  # a byte each
+    assert more / 1e9 == pytest.approx(more_gb, abs=0.01)
+    assert more / quantized_bytes(cfg)["fp8"] == pytest.approx(share, abs=0.001)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("gemm", [False, True], ids=["cuBLAS", "Triton"])
+def test_xla_would_write_a_matrix_in_blocks_in_bfloat16_in_every_step(gemm):
+    """Which is why they are not kept so. A scale a column goes into Triton's product."""
+    pytest.importorskip("jax_plugins.xla_cuda13")
+    rows, k, columns = 64, 7168, 18432  # DeepSeek-V3's dense layers
+
+    def blocks(x, values, scales):
+        whole = values.astype(jnp.float32).reshape(columns // 128, 128, k // 128, 128)
+        whole = (whole * scales[:, None, :, None]).reshape(columns, k).astype(jnp.bfloat16)
+        return jnp.einsum("tk,ck->tc", x, whole)
+
+    def by_column(x, values, scales):
+        whole = values.astype(jnp.bfloat16)
+        out = jnp.einsum("tk,ck->tc", x, whole, preferred_element_type=jnp.float32)
+        return (out * scales[None]).astype(jnp.bfloat16)
+
+    def is_written(product, *scales):
+        args = (
+            jax.ShapeDtypeStruct((rows, k), jnp.bfloat16),
+            jax.ShapeDtypeStruct((columns, k), jnp.float8_e4m3fn),
+            jax.ShapeDtypeStruct(scales, jnp.float32),
+        )
+        options = {"xla_gpu_enable_triton_gemm": gemm}
+        program = compile_for(h200_mesh(), product, *args, options=options)
+        return program.memory_analysis().temp_size_in_bytes >= 2 * k * columns
+
+    assert is_written(blocks, columns // 128, k // 128)
+    assert is_written(by_column, columns) != gemm

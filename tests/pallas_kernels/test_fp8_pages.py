@@ -83,6 +83,16 @@ def test_rows_that_no_scale_fits():
     assert np.isnan(read[6:]).all()
 
 
+@pytest.mark.parametrize("at", [0, 77, 127, slice(None)], ids=str)
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_row_of_many_that_is_not_finite_is_read_as_nan(bad, at):
+    """XLA's maximum of many rows passes over NaN on a CPU."""
+    rows = np.random.default_rng(0).normal(size=(7, 32, 128)).astype(F32)
+    rows[6, 31, at] = bad
+    _, scales = jax.jit(fp8_pages.quantize)(jnp.asarray(rows))
+    assert np.argwhere(np.isnan(scales)).tolist() == [[6, 31]]
+
+
 def draw(rng, num_rows, heads=4, kv_heads=2, dim=16):
     angle = rng.random((num_rows, dim // 2)) * 6
     return Projection(

@@ -19,6 +19,7 @@ from benchmarks.kernels.shapes import (
 )
 from pallas_kernels.backend import references_only
 from pallas_kernels.compile_for import compile_for, h200_mesh
+from pallas_kernels.fp8_pages import Fp8Pages
 from pallas_kernels.kv_write import Projection, split_heads, write_kv
 from pallas_kernels.kv_write import mosaic as kernel
 
@@ -195,3 +196,74 @@ def test_interpreted_bits_are_those_of_the_reference():
         np.testing.assert_array_equal(a, b)
     queries, *_ = split_heads(Projection(**arrays, kv_heads=2))
     np.testing.assert_array_equal(got[0], queries)
+
+
+# ---- pages in eight bits -------------------------------------------------------------------------
+
+
+def eight(pages):
+    """Returns the shapes of pages in eight bits."""
+    return Fp8Pages(sds(*pages.shape, dtype=jnp.uint8), sds(*pages.shape[:-1], dtype=F32))
+
+
+@pytest.mark.parametrize(
+    "of", [*MODELS, shape(17, 1, 64), shape(16, 2, 256)], ids=lambda of: of.name
+)
+def test_pages_in_eight_bits_take_one_launch_without_spills(capfd, monkeypatch, of):
+    form = {"bias": of is QWEN15_MOE_A27B, "norms": of is QWEN3_30B_A3B}
+    arrays, pages, _, *at = abstract(of, 64, num_pages=600, **form)
+    args = arrays, eight(pages), eight(pages), *at
+    compiled, kernels = mosaic.compile_kernels(
+        capfd, monkeypatch, partial(once, of), *args, donate_argnums=(1, 2)
+    )
+    assert [k.spill_bytes for k in kernels] == [0]
+    assert kernels[0].registers <= (64 if of.head_dim < 256 else 96)
+    assert sum(count_launches(compiled.as_text()).values()) == 1
+    memory = compiled.memory_analysis()
+    queries = 2 * 64 * of.heads * of.head_dim
+    assert memory.temp_size_in_bytes < 2**20
+    assert memory.output_size_in_bytes - memory.alias_size_in_bytes < 2**20 + queries
+
+
+@pytest.mark.parametrize("context", [mosaic.interpreted, mosaic.emulated])
+@pytest.mark.parametrize(
+    "of",  # 18 key heads: more than are in registers at once
+    [shape(6, 2, 64), shape(17, 3, 128), shape(6, 3, 256), shape(18, 18, 128)],
+    ids=lambda of: of.name,
+)
+def test_pages_in_eight_bits_get_the_bits_of_the_reference(context, of):
+    """A head of zeros, one that is not finite, and one so small that it becomes zeros among them;
+    nothing else changes, and nobody's page may hold anything.
+    """
+    rng, half = np.random.default_rng(of.heads), of.head_dim // 2
+    rows = rng.normal(size=(4, of.heads + 2 * of.kv_heads, of.head_dim))
+    rows *= 10.0 ** rng.integers(-6, 6, size=rows.shape[:2])[..., None]
+    rows[0, of.heads], rows[1, -1], rows[2, -1] = 0, 1e-37, np.nan
+    angle = rng.normal(size=(4, half))
+    arrays = {"rows": jnp.asarray(rows, BF16)}
+    arrays |= {"cos": jnp.asarray(np.cos(angle), F32), "sin": jnp.asarray(np.sin(angle), F32)}
+    size = (2, 5, of.kv_heads, 16, of.head_dim)
+    old = Fp8Pages(
+        jnp.asarray(rng.integers(0, 256, size), jnp.uint8), jnp.full(size[:-1], jnp.nan, F32)
+    )
+    page, offset = jnp.asarray([2, 0, 2, 4], jnp.int32), jnp.asarray([15, 0, 7, 3], jnp.int32)
+
+    def run(op, arrays):
+        projection = Projection(**arrays, kv_heads=of.kv_heads)
+        return op(projection, old, old, layer=jnp.int32(1), page=page, offset=offset)
+
+    with context():
+        got = jax.block_until_ready(jax.jit(partial(run, kernel.write_kv))(arrays))
+    want = jax.jit(partial(run, write_kv))(arrays)
+    np.testing.assert_array_equal(got[0], want[0])
+    for ours, reference in zip(got[1:], want[1:], strict=True):
+        at = 1, np.asarray(page)[:3], slice(None), np.asarray(offset)[:3]
+        scales = np.asarray(reference.scales)
+        finite = ~np.isnan(scales)  # numbers of a row that is not finite may be any
+        np.testing.assert_array_equal(np.asarray(ours.scales)[:, :4], scales[:, :4])
+        same = np.asarray(ours.bits == reference.bits)[:, :4]
+        assert same[finite[:, :4]].all()
+        untouched = np.ones(size[:-1], bool)
+        untouched[at] = False
+        assert same[untouched[:, :4]].all()
+        assert finite[at].sum() >= 3 * of.kv_heads - 1

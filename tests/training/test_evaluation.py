@@ -17,7 +17,7 @@ from jmoe.ratios import ratio
 from jmoe.sharing import Sharing
 from training.evaluation.items import ZERO, choose, grid, integers, parse_only, read_tasks
 from training.evaluation.picture import draw
-from training.evaluation.run import EvaluateConfig, borrowing_within, loss_against
+from training.evaluation.run import EvaluateConfig, borrowing_within, losses_against
 from training.evaluation.store import Result, Store, digest, model_digest
 from training.evaluation.tables import (
     expected_losses,
@@ -377,7 +377,10 @@ def test_what_another_format_loses_is_paired_with_the_run_it_is_compared_with(tm
     right = [number % 5 > 0 for number in range(40)]
     for folder, answers in ((tmp_path / "exact", [True] * 40), (config.out, right)):
         Store(folder, inputs).add(Result("zero", None, 100, answers, 0.0, [0.0]))
-    lost, low, high = loss_against(config, tmp_path / "exact")
+    [(setting, (lost, low, high, beyond, margin))] = losses_against(
+        config, tmp_path / "exact"
+    ).items()
+    assert (setting, beyond, margin) == (ZERO, 0, 0)
     families = [item.family for item in items]
     by_name = [
         [r for r, family in zip(right, families, strict=True) if family == name]
@@ -386,12 +389,40 @@ def test_what_another_format_loses_is_paired_with_the_run_it_is_compared_with(tm
     share = np.mean(list(map(np.mean, by_name)))
     assert lost == pytest.approx(100 * (1 - share))
     assert low < lost < high
-    assert loss_against(config, config.out)[0] == 0
+    assert losses_against(config, config.out)[ZERO].loss_percent == 0
     with pytest.raises(ValueError, match=r"none has no inputs.json; name the --out of another run"):
-        loss_against(config, tmp_path / "none")
+        losses_against(config, tmp_path / "none")
     other = EvaluateConfig(generate_tasks=39, out=config.out)
     with pytest.raises(ValueError, match="exact has no zero brownout of these 39 items"):
-        loss_against(other, tmp_path / "exact")
+        losses_against(other, tmp_path / "exact")
+
+
+def test_losses_of_a_format_and_of_brownout_add_or_not(tmp_path):
+    """Of each family's ten items the format has the first wrong, brownout the second; together
+    they have three wrong, and so one of ten more than both by themselves, of nothing wrong.
+    """
+    names, setting = ["a", "b"], Brownout("partial", 20, 4)
+    rows = [Task("p", str(number), names[number % 2]) for number in range(20)]
+    text = "\n".join(json.dumps(row._asdict()) for row in rows)
+    (tmp_path / "items.jsonl").write_text(text, encoding="utf-8")
+    config = EvaluateConfig(data=tmp_path / "items.jsonl", out=tmp_path / "other")
+    items = choose(config.data, None, None, 0)
+    inputs = {"items_digest": digest(part for item in items for part in item)}
+
+    def stored(folder, *wrongs):
+        store = Store(folder, inputs)
+        for one, wrong in zip((ZERO, setting), wrongs, strict=True):
+            right = [int(item.answer) // 2 not in wrong for item in items]
+            store.add(Result(one.strategy, one.way, one.threshold_percent, right, 0.0, [0.0]))
+
+    stored(tmp_path / "exact", (), (1,))
+    stored(config.out, (0,), (0, 1, 2))
+    found = losses_against(config, tmp_path / "exact")
+    assert found[ZERO].loss_percent == pytest.approx(10)
+    both = found[setting]
+    assert both.loss_percent == pytest.approx(30)
+    assert both.beyond == pytest.approx(10)
+    assert both.margin == pytest.approx(100 * 1.96 * np.sqrt(2 * 0.09 / 10) / 2)
 
 
 def scored_rights(*rights):

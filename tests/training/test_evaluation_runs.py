@@ -23,9 +23,9 @@ from jmoe.sharing import Sharing, write_sharing
 from jmoe.steps import StepOutput
 from training.evaluation import run as run_module
 from training.evaluation.answers import answer
-from training.evaluation.items import ZERO
+from training.evaluation.items import ZERO, choose
 from training.evaluation.quality import OutputError, losses, perplexity, sample_inputs, windows
-from training.evaluation.run import EvaluateConfig, evaluate
+from training.evaluation.run import EvaluateConfig, Work, evaluate
 from training.tasks import write_jsonl
 
 pytestmark = pytest.mark.deep
@@ -378,3 +378,20 @@ def test_a_model_of_a_family_is_scored_over_its_pool(united_dir, tiny_dir, tmp_p
     alone = dataclasses.replace(config, family=None, out=tmp_path / "alone")
     _, apart = evaluate(alone, [Brownout("partial", 50, 2)])
     assert apart.result.output_error != found["sibling"][1].result.output_error
+
+
+@pytest.mark.usefixtures("compiled_in_a_hurry")
+@pytest.mark.parametrize("brownout", [ZERO, PARTIAL], ids=str)
+def test_a_cpu_evaluates_quantized_experts_in_floats(united_dir, brownout):
+    """They have the values of their format, united ones too; the results are of that format."""
+    kept = jmoe.load(united_dir, "float32", quantize="int4")
+    work = Work(kept, choose(None, None, 3, 0), EvaluateConfig(generate_tasks=3))
+    assert work.inputs()["quantize"] == "int4"
+    assert (kept.pool.format, work.model.pool.format) == ("int4", "none")
+    exact = jmoe.load(united_dir, "float32")
+    got, want, other = (
+        np.asarray(jmoe.forward(one, [PROMPTS[3]], brownout)) for one in (work.model, kept, exact)
+    )
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-4)
+    assert np.abs(got - other).max() > 1e-3
+    assert kept.pool.format == "int4"

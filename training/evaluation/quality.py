@@ -22,6 +22,7 @@ from jmoe.sampling import scored, token_logprobs
 from jmoe.weights import Params, Weights
 
 CAPTURE_BATCH = 32  # sequences of a forward pass that captures inputs
+_LENGTHS = 32  # lengths of those that score answers are multiples of it: few programs
 
 
 def windows(
@@ -90,17 +91,19 @@ def losses(
     of its tokens are not the exact model's first choice.
     """
     whole = [[*p, *a] for p, a in zip(prompts, answers, strict=True)]
-    length, excess, others = max(map(len, whole)), [], []
+    by_length = sorted(range(len(whole)), key=lambda at: len(whole[at]))
+    excess, others = [0.0] * len(whole), [0] * len(whole)
     for start in range(0, len(whole), CAPTURE_BATCH):
-        part = range(start, min(start + CAPTURE_BATCH, len(whole)))
-        rows = np.zeros((CAPTURE_BATCH, length), np.int32)
+        part = by_length[start : start + CAPTURE_BATCH]
+        length = -(-len(whole[part[-1]]) // _LENGTHS) * _LENGTHS
+        rows = np.zeros((CAPTURE_BATCH, min(length, model.config.max_position)), np.int32)
         for row, at in zip(rows, part, strict=False):
             row[: len(whole[at])] = whole[at]
         exact = np.asarray(_next_logprobs(forward(model, rows), jnp.asarray(rows)), np.float64)
         for row, at in zip(exact, part, strict=False):
             own, best = row[len(prompts[at]) - 1 : len(whole[at]) - 1].T
-            excess.append(float(np.sum(logprobs[at]) - own.sum()))
-            others.append(int(np.sum(own < best)))
+            excess[at] = float(np.sum(logprobs[at]) - own.sum())
+            others[at] = int(np.sum(own < best))
     return excess, others
 
 

@@ -6,15 +6,21 @@ import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
 
 from jmoe import expected_loss
 from jmoe.api import Model, load, resolve
 from jmoe.beside import digest_of
 from jmoe.brownout import Brownout
+from jmoe.experts import UnitedExperts
 from jmoe.sharing import Sharing
+from jmoe.weights import ResidentWeights
 from training.evaluation import items as sources
 from training.evaluation.answers import answer
 from training.evaluation.divergence import Divergence
@@ -118,24 +124,51 @@ def evaluate(
     return found
 
 
-def loss_against(config: EvaluateConfig, folder: Path) -> tuple[float, float, float]:
-    """Returns what zero brownout of `config.out` loses, in percent of that of another folder, and
-    its 95 % interval (`paired_loss`): what another format of weights or of the cache costs.
+class Compared(NamedTuple):
+    """What a setting of another format of weights or of the cache loses, in percent of zero
+    brownout in the format that it is compared with; and the interval of that (`paired_loss`).
+    """
+
+    loss_percent: float
+    low_percent: float
+    high_percent: float
+    beyond: float = 0.0
+    """Points above what format and brownout lose by themselves; 0 of zero brownout."""
+    margin: float = 0.0  # half of the 95 % interval of `beyond`, by family
+
+
+def losses_against(config: EvaluateConfig, folder: Path) -> dict[Brownout, Compared]:
+    """Returns what zero brownout of `config.out` loses, and each setting that another folder has
+    too, against zero brownout of that folder.
 
     Raises ValueError for a folder without it, and for one of other items.
     """
     items = sources.choose(config.data, config.num, config.generate_tasks, config.seed)
-    found = []
+    families, found = [item.family for item in items], []
+    family = np.array(families)
     for each in (folder, config.out):
         if not (each / INPUTS).exists():
             raise ValueError(f"{each} has no {INPUTS}; name the --out of another run")
         inputs = json.loads((each / INPUTS).read_text(encoding="utf-8"))
-        result = Store(each, inputs).results.get(ZERO)
-        if result is None or inputs.get("items_digest") != _digest(items):
+        results = Store(each, inputs).results
+        if ZERO not in results or inputs.get("items_digest") != _digest(items):
             raise ValueError(f"{each} has no zero brownout of these {len(items)} items")
-        found.append(result.right)
+        found.append({setting: result.right for setting, result in results.items()})
     exact, other = found
-    return paired_loss(by_families(exact, other, [item.family for item in items]))
+
+    def compared(setting: Brownout) -> Compared:
+        rights = exact[ZERO], exact[setting], other[ZERO], other[setting]
+        zero, by_brownout, by_format, both = (np.array(right, int) for right in rights)
+        beyond = by_brownout + by_format - zero - both
+        own = [family == name for name in np.unique(family)]
+        right = np.mean([zero[at].mean() for at in own])
+        mean = np.mean([beyond[at].mean() for at in own])
+        error = math.sqrt(sum(beyond[at].var() / at.sum() for at in own)) / len(own)
+        share = 100 / right if right else math.nan
+        loss = paired_loss(by_families(rights[0], rights[3], families))
+        return Compared(*loss, float(share * mean), float(share * 1.96 * error))
+
+    return {setting: compared(setting) for setting in other if setting in exact}
 
 
 def uses_united(setting: Brownout) -> bool:
@@ -211,6 +244,27 @@ def check_ways(model: Model, settings: Sequence[Brownout]) -> None:
         )
 
 
+def _in_floats(model: Model) -> Model:
+    """Returns a model whose experts have the values of their format in its dtype: on a CPU the same
+    answers in less time, as steps do not dequantize them again. Elsewhere it is the model itself.
+    """
+    pool, kept = model.pool, jax.jit(type(model.pool).kept)  # compiled, as when a way is loaded
+    if pool.format == "none" or jax.default_backend() != "cpu":
+        return model
+
+    def rounded(united: UnitedExperts) -> UnitedExperts:
+        cast = partial(jnp.asarray, dtype=pool.dtype)
+        layers = [
+            kept(pool, jax.tree.map(cast, united.layer(layer))).plain()
+            for layer in range(len(united.groups))
+        ]
+        return replace(united, **jax.tree.map(lambda *parts: np.stack(parts), *layers).arrays)
+
+    weights = model.weights._replace(pool=pool.plain())
+    united = {way: rounded(each) for way, each in model.united.items()}
+    return replace(model, resident=ResidentWeights(weights, united, model.name))
+
+
 class Work:
     """What every setting is run on, tokenized once."""
 
@@ -228,7 +282,8 @@ class Work:
                 "the model's directory"
             )
         encode = model.tokenizer.encode
-        self.model, self.items, self.config = model, items, config
+        self.kept = model.pool.format
+        self.model, self.items, self.config = _in_floats(model), items, config
         self.prompts = [encode(item.prompt) for item in items]
         self.answers = [encode(item.answer) for item in items]
         self.limits = [len(tokens) + 1 for tokens in self.answers]  # and its end token
@@ -301,7 +356,7 @@ class Work:
             "batch": config.batch,
             "chunk": config.chunk,
             "error_steps": config.error_steps,
-            **({} if (kept := self.model.pool.format) == "none" else {"quantize": kept}),
+            **({} if self.kept == "none" else {"quantize": self.kept}),
             **(
                 {}
                 if config.family is None

@@ -58,17 +58,21 @@ def test_defaults_are_the_papers_grid(calls, monkeypatch, capsys) -> None:
 def test_another_cache_is_compared_with_another_run(calls, monkeypatch, capsys) -> None:
     seen = []
 
-    def loss_against(config, folder):
+    def losses_against(config, folder):
         seen.append(folder)
-        return 0.123, -0.01, 0.25
+        both = run_module.Compared(1.5, 1.25, 1.75, -0.125, 0.25)
+        zero = run_module.Compared(0.123, -0.01, 0.25)
+        return {Brownout("zero"): zero, Brownout("partial", 20, 4): both}
 
-    monkeypatch.setattr(run_module, "loss_against", loss_against)
+    monkeypatch.setattr(run_module, "losses_against", losses_against)
     flags = "--generate-tasks 9 --kv-cache-dtype fp8 --against exact"
     assert run(monkeypatch, *flags.split()) == 0
     assert calls[0][0].kv_cache_dtype == "fp8"
     assert seen == [Path("exact")]
-    said = "of exact, zero brownout loses 0.12 % (-0.01 to 0.25)"
-    assert said in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "of exact, zero brownout loses 0.12 % (-0.01 to 0.25)\n" in said
+    both = "way 4, t 20 % loses 1.50 % (1.25 to 1.75), -0.12 ± 0.25 beyond the sum of both\n"
+    assert f"of exact, {both}" in said
 
 
 def test_no_loss_is_told_where_nothing_was_right(monkeypatch, capsys) -> None:
