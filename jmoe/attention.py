@@ -21,8 +21,9 @@ from pallas_kernels.online_softmax import softmax
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paged_attention import plan as plan_decode
 from pallas_kernels.paged_attention.schedule import Schedule
+from pallas_kernels.prefill_attention import expanded_attention, plan_expanded, prefill_attention
 from pallas_kernels.prefill_attention import plan as plan_prefill
-from pallas_kernels.prefill_attention import prefill_attention
+from pallas_kernels.prefill_attention.work import Work
 
 if TYPE_CHECKING:
     from jmoe.config import ModelConfig
@@ -108,6 +109,19 @@ class Paged:
         """Elements of a key that are its value; 0: keys and values are kept apart."""
         return 0
 
+    def plan_expanded(
+        self,
+        num_rows: int,
+        num_heads: int,
+        pages: Pages,
+        q_start: Int[Array, "N1"],
+        kv_len: Int[Array, "N"],
+    ) -> Any:
+        """Returns the plan of prefill that makes keys and values of what is kept; None: there is
+        nothing to make.
+        """
+        return None
+
     def __post_init__(self) -> None:
         """Raises ValueError for a window below 0."""
         if self.window < 0:
@@ -161,6 +175,7 @@ class Latent(Paged):
 
     Queries are taken to the latents (the projection of keys is absorbed), which are then one key
     head for all, and their own values; `jmoe.model.attended` makes heads of what is read of them.
+    Or, where `PrefillAttention.expands`, each head's keys and values are made of latents.
     """
 
     kv_rank: int = 0
@@ -185,6 +200,20 @@ class Latent(Paged):
     def width(self) -> int:
         """Elements that are kept of a position."""
         return self.kv_rank + self.rope
+
+    def plan_expanded(
+        self,
+        num_rows: int,
+        num_heads: int,
+        pages: Pages,
+        q_start: Int[Array, "N1"],
+        kv_len: Int[Array, "N"],
+    ) -> Any:
+        """See Paged."""
+        if self.window or self.sinks:
+            return None
+        sizes = {"rank": self.kv_rank, "key": self.nope + self.rope, "value": self.value}
+        return plan_expanded(num_rows, num_heads, pages.k, q_start=q_start, kv_len=kv_len, **sizes)
 
     def cache(self, cfg: "ModelConfig", num_layers: int, sizes: CacheSizes) -> LatentPages:
         """See AttentionKind."""
@@ -326,8 +355,8 @@ class Written(NamedTuple):
         if isinstance(projection, Projection):
             q, *new = write_kv(projection, *cache, layer=layer, **self._asdict())
             return q, KVPages(*new)
-        q, rows, _ = split_heads(projection)
         assert isinstance(cache, LatentPages)
+        q, rows = projection.q, projection.k
         at = cache.latent.at[layer, self.page, :, self.offset]
         return q, LatentPages(at.set(rows.astype(cache.latent.dtype), mode="promise_in_bounds"))
 
@@ -406,6 +435,13 @@ class PrefillAttention(NamedTuple):
     work: Any
     kind: Paged = FULL
 
+    @property
+    def expands(self) -> bool:
+        """Whether it takes queries that are not taken to the latents, and weights to expand
+        these.
+        """
+        return self.kind.latent > 0 and isinstance(self.work, Work)
+
     @classmethod
     def of(
         cls,
@@ -418,11 +454,15 @@ class PrefillAttention(NamedTuple):
         kv_len: Int[Array, "N"],
         kind: Paged = FULL,
     ) -> "PrefillAttention":
-        """Makes it with the kernel's work planned, once for all layers (`prefill_attention`)."""
+        """Makes it with the kernel's work planned, once for all layers (`prefill_attention`, or
+        `expanded_attention`).
+        """
         rows = written.page.shape[0]
         chunks = {"q_start": q_start, "kv_len": kv_len, "window": kind.window}
         chunks |= {"latent": kind.latent}
-        work = plan_prefill(rows, num_heads, pages.k, **chunks)
+        work = kind.plan_expanded(rows, num_heads, pages, q_start, kv_len)
+        if work is None:
+            work = plan_prefill(rows, num_heads, pages.k, **chunks)
         return cls(written, block_table, q_start, kv_len, work, kind)
 
     def __call__(
@@ -430,23 +470,33 @@ class PrefillAttention(NamedTuple):
     ) -> tuple[Float[Array, "T H D"], Pages]:
         """See Attention."""
         q, pages = self.written.write(projection, layer, cache)
-        return (
-            prefill_attention(
-                q,
-                pages.k,
-                pages.v,
-                layer=layer,
-                block_table=self.block_table,
-                q_start=self.q_start,
-                kv_len=self.kv_len,
-                scale=q.shape[-1] ** -0.5,
-                window=self.kind.window,
-                sinks=projection.sinks,
-                latent=self.kind.latent,
-                todo=self.work,
-            ),
-            pages,
+        chunks = {
+            "layer": layer,
+            "block_table": self.block_table,
+            "q_start": self.q_start,
+            "kv_len": self.kv_len,
+            "todo": self.work,
+        }
+        if self.expands:
+            assert isinstance(projection, Heads)
+            assert projection.expand is not None
+            assert isinstance(self.kind, Latent)
+            assert isinstance(pages, LatentPages)
+            scale = self.kind.scale
+            return expanded_attention(
+                q, projection.expand, pages.latent, scale=scale, **chunks
+            ), pages
+        out = prefill_attention(
+            q,
+            pages.k,
+            pages.v,
+            scale=q.shape[-1] ** -0.5,
+            window=self.kind.window,
+            sinks=projection.sinks,
+            latent=self.kind.latent,
+            **chunks,
         )
+        return out, pages
 
 
 @jax.tree_util.register_dataclass

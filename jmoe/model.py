@@ -68,13 +68,19 @@ def embed(cfg: ModelConfig, params: Params, tokens: Int[Array, "T"]) -> Float[Ar
 
 
 def project(
-    cfg: ModelConfig, layer: Params, h: Float[Array, "T d"], cos_sin: Rotation
+    cfg: ModelConfig,
+    layer: Params,
+    h: Float[Array, "T d"],
+    cos_sin: Rotation,
+    *,
+    expands: bool = False,
 ) -> Projection | Heads:
     """Returns the QKV product of normed rows; what `Projection` has of them is still to be
-    applied. Of latent attention, queries and latents as they are.
+    applied. Of latent attention, queries and latents as they are: taken to each other, or, where
+    attention `expands` these, not.
     """
     if "wkv_a" in layer:
-        return _latents(cfg, layer, h, cos_sin)
+        return _latents(cfg, layer, h, cos_sin, expands)
     shape = (-1, cfg.num_heads + 2 * cfg.num_kv_heads, cfg.head_dim)
     return Projection(
         linear(h, layer["wqkv"]).reshape(shape),
@@ -94,7 +100,9 @@ def latent_of(cfg: ModelConfig) -> Latent:
     return next(kind for kind in cfg.attention_kinds if isinstance(kind, Latent))
 
 
-def _latents(cfg: ModelConfig, layer: Params, h: Float[Array, "T d"], cos_sin: Rotation) -> Heads:
+def _latents(
+    cfg: ModelConfig, layer: Params, h: Float[Array, "T d"], cos_sin: Rotation, expands: bool
+) -> Heads:
     kind = latent_of(cfg)
     q = h
     if kind.q_rank:
@@ -109,11 +117,14 @@ def _latents(cfg: ModelConfig, layer: Params, h: Float[Array, "T d"], cos_sin: R
     if kind.interleaved:
         pairs = (jnp.concatenate([x[..., ::2], x[..., 1::2]], axis=-1) for x in pairs)
     q_turned, k_turned = (turn(x, *cos_sin) for x in pairs)
+    k = jnp.concatenate([latent, k_turned], axis=2)
+    if expands:
+        q = jnp.concatenate([q, q_turned], axis=2)
+        return Heads(q, k, k, layer.get("sinks"), layer["wkv_b"])
     keys, _ = _of_latents(cfg, layer)
     q = jnp.concatenate([jnp.einsum("thn,rhn->thr", q, keys), q_turned], axis=2)
     # Attention scales by the root of the width that it sees.
     q = (q.astype(jnp.float32) * (kind.scale * kind.width**0.5)).astype(q.dtype)
-    k = jnp.concatenate([latent, k_turned], axis=2)
     return Heads(q, k, k, layer.get("sinks"))
 
 
@@ -137,15 +148,20 @@ def attend(
 ) -> tuple[Float[Array, "T d"], Any]:
     """Runs attention of layer `index` with its residual; returns the cache, too."""
     h = normed(cfg, layer, "attn_norm", x)
-    out, cache = attention(project(cfg, layer, h, cos_sin), index, cache)
-    return attended(cfg, layer, x, out), cache
+    expands = getattr(attention, "expands", False)
+    out, cache = attention(project(cfg, layer, h, cos_sin, expands=expands), index, cache)
+    return attended(cfg, layer, x, out, expands), cache
 
 
 def attended(
-    cfg: ModelConfig, layer: Params, x: Float[Array, "T d"], out: Float[Array, "T H D"]
+    cfg: ModelConfig,
+    layer: Params,
+    x: Float[Array, "T d"],
+    out: Float[Array, "T H D"],
+    expanded: bool = False,
 ) -> Float[Array, "T d"]:
-    """Adds to the rows what their heads have read."""
-    if "wkv_b" in layer:
+    """Adds to the rows what their heads have read: of latents, or of values made of them."""
+    if "wkv_b" in layer and not expanded:
         _, values = _of_latents(cfg, layer)
         out = jnp.einsum("thr,rhv->thv", out[..., : values.shape[0]].astype(values.dtype), values)
     out = linear(out.reshape(x.shape[0], -1), layer["wo"]).astype(x.dtype)

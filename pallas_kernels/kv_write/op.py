@@ -38,12 +38,16 @@ class Projection:
 
 @dataclass(frozen=True)
 class Heads:
-    """Queries, keys and values as attention takes them, where nothing is left to be applied."""
+    """Queries, keys and values as attention takes them, where nothing is left to be applied.
 
-    q: Float[Array, "T H D"]
+    Or queries, and latents of which `expand` makes keys and values (`expanded_attention`).
+    """
+
+    q: Float[Array, "T H Q"]
     k: Float[Array, "T G D"]
     v: Float[Array, "T G D"]
     sinks: Float[Array, "H"] | None = None
+    expand: Float[Array, "R X"] | None = None
 
 
 def split_heads(

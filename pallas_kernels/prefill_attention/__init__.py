@@ -1,5 +1,10 @@
 """Prefill attention over KV pages: a ragged batch of chunks, each with a cached prefix."""
 
-from pallas_kernels.prefill_attention.op import plan, prefill_attention
+from pallas_kernels.prefill_attention.op import (
+    expanded_attention,
+    plan,
+    plan_expanded,
+    prefill_attention,
+)
 
-__all__ = ["plan", "prefill_attention"]
+__all__ = ["expanded_attention", "plan", "plan_expanded", "prefill_attention"]

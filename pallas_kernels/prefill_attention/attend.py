@@ -18,21 +18,33 @@ from pallas_kernels.prefill_attention.tiles import LANES, WARPGROUPS
 
 def attend(shape: Shape, refs: Refs, warpgroup) -> None:
     """Runs a warpgroup that multiplies."""
+
+    def item(at: Item, steps):
+        zeros = partial(nothing, shape, refs)
+        store(shape, refs, warpgroup, at, lax.cond(at.blocks > 0, of_item(at, steps), zeros))
+        return steps + at.blocks
+
+    def of_item(at: Item, steps):
+        return Attention(shape, refs, warpgroup, at, steps)
+
     plgpu.barrier_arrive(refs.q_empty)
+    multiply(shape, refs, warpgroup, item)
+
+
+def nothing(shape: Shape, refs: Refs) -> Array:
+    """Returns the result of rows without keys."""
+    zeros = jnp.zeros((LANES, shape.head_dim), refs.out.dtype)
+    return plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
+
+
+def multiply(shape: Shape, refs: Refs, warpgroup, item: Callable[[Item, Any], Any]) -> None:
+    """Runs `item` for all of the block's in a warpgroup that multiplies (`for_each_item`)."""
     for stage in range(shape.tile.stages):
         plgpu.barrier_arrive(refs.empty.at[stage])
 
     @pl.when(warpgroup == 1)
     def _():
         plgpu.barrier_arrive(refs.turn.at[0])
-
-    def item(at: Item, steps) -> None:
-        def nothing():
-            zeros = jnp.zeros((LANES, shape.head_dim), refs.out.dtype)
-            return plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
-
-        out = lax.cond(at.blocks > 0, _Attention(shape, refs, warpgroup, at, steps), nothing)
-        _store(shape, refs, warpgroup, at, out)
 
     for_each_item(shape, refs, item)
     plgpu.wait_smem_to_gmem(0)
@@ -46,7 +58,7 @@ NONE = -1e30
 """The largest score of a row that has seen no key: finite, so that it can be subtracted."""
 
 
-class _Attention:
+class Attention:
     """Attention of a warpgroup's rows over one item's keys."""
 
     def __init__(self, shape: Shape, refs: Refs, warpgroup, at: Item, steps) -> None:
@@ -65,14 +77,17 @@ class _Attention:
         return lax.rem(self.steps + step, self.tile.value_stages)
 
     def wait_for_values(self, step) -> None:
+        """Waits until the step's values are there."""
         stage = self.tile.key_stages + self.value_stage(step)
         plgpu.barrier_wait(self.refs.full.at[stage])
 
     def release_values(self, step) -> None:
+        """Lets the step's values be overwritten."""
         stage = self.tile.key_stages + self.value_stage(step)
         plgpu.barrier_arrive(self.refs.empty.at[stage])
 
     def __call__(self) -> Array:
+        """Returns the rows' results."""
         at, refs = self.at, self.refs
         plgpu.barrier_wait(refs.q_full)
         state = self.first()
@@ -80,9 +95,7 @@ class _Attention:
         def rest(acc):
             # Steps below `whole` hold no key that is too late for a row of this warpgroup, those
             # from `first` on none that is too early.
-            first_row = lax.max(self.row, at.lo)
-            whole = lax.div(first_row + at.offset + 1, self.tile.block_kv)
-            whole = lax.min(lax.max(whole, 1), at.blocks)
+            whole = lax.max(self.whole(), 1)
             first, now = 1, state
             if self.shape.window:
                 early = lax.min(self.row + self.tile.rows, at.hi) + at.offset - self.shape.window
@@ -99,8 +112,14 @@ class _Attention:
             return self.last(acc, p), norm
 
         out, norm = self.accumulator(rest)
-        out = out * _across(1.0 / norm, out.shape)
+        out = out * across(1.0 / norm, out.shape)
         return out.astype(refs.out.dtype)
+
+    def whole(self):
+        """Returns how many steps have no key that is too late for a row of the warpgroup."""
+        first_row = lax.max(self.row, self.at.lo)
+        whole = lax.div(first_row + self.at.offset + 1, self.tile.block_kv)
+        return lax.min(lax.max(whole, 0), self.at.blocks)
 
     def scores(self, step, queue_more: Callable[[], int], masked: bool) -> Array:
         """Computes the unscaled scores of the step's keys.
@@ -112,8 +131,11 @@ class _Attention:
 
         def product(scores):
             plgpu.barrier_wait(refs.full.at[stage])
+            if refs.latents is not None:
+                plgpu.barrier_wait(refs.full.at[self.tile.stages + stage])
             plgpu.barrier_wait(refs.turn.at[self.warpgroup])
-            plgpu.wgmma(scores, self.queries(step), refs.k_smem.at[stage].T)
+            for of in (refs,) if refs.latents is None else (refs, refs.latents):
+                plgpu.wgmma(scores, self.queries(step, of.q_smem), of.k_smem.at[stage].T)
             more = queue_more()
             plgpu.barrier_arrive(refs.turn.at[1 - self.warpgroup])
             return plgpu.wgmma_accumulator_load(scores, wait_n=more)
@@ -123,15 +145,16 @@ class _Attention:
         plgpu.barrier_arrive(refs.empty.at[stage])
         return self.mask(s, step) if masked else s
 
-    def queries(self, step):
+    def queries(self, step, smem):
         """Returns the warpgroup's rows."""
         mine = self.warpgroup
-        if self.shape.head_dim > 128:
+        if self.shape.head_dim > 128 or self.shape.rope:
             # Plus zero, but see `zero`: their many descriptors are not to be held in registers.
             mine = mine + lax.min(self.steps + step, 0)
-        return self.refs.q_smem.at[mine]
+        return smem.at[mine]
 
     def mask(self, s, step):
+        """Returns the scores without those of keys that a row does not see."""
         shape, layout = s.shape, plgpu.Layout.WGMMA
         if self.shape.window:
             # A number a row: of as many as there are scores the differences from columns would be
@@ -143,7 +166,7 @@ class _Attention:
             self.row + self.at.offset - step * self.tile.block_kv
         )
         if self.shape.window:
-            last = _across(last, s.shape)
+            last = across(last, s.shape)
         # `column <= last`, written so that a thread's columns differ by constants alone. As sums
         # with the lane they would be computed once and held in 32 registers through every loop.
         seen = (column & -8) <= last - (column & 7)
@@ -160,14 +183,14 @@ class _Attention:
         if self.shape.window:  # a row may see none of the first step's keys
             top = jnp.maximum(top, NONE)
         if self.refs.sinks is None:
-            p = jnp.exp2(s * self.factor - _across(top, s.shape))
+            p = jnp.exp2(s * self.factor - across(top, s.shape))
             norm = jnp.sum(p, axis=1)
         else:  # a score more, of a key without a value
             at = lax.div(self.at.head, self.tile.pack)
             layout = plgpu.Layout.WGMMA.reduce(1)
             sinks = plgpu.load(self.refs.sinks, (at,), layout=layout, optimized=False)
             top = jnp.maximum(top, sinks)
-            p = jnp.exp2(s * self.factor - _across(top, s.shape))
+            p = jnp.exp2(s * self.factor - across(top, s.shape))
             norm = jnp.sum(p, axis=1) + jnp.exp2(sinks - top)
         self.wait_for_values(0)
         return top, norm, self.narrow(p)
@@ -183,13 +206,13 @@ class _Attention:
         s = self.scores(step, values, masked)
         new_top = jnp.maximum(top, jnp.max(s, axis=1) * self.factor)
         keep = jnp.exp2(top - new_top)
-        p = jnp.exp2(s * self.factor - _across(new_top, s.shape))
+        p = jnp.exp2(s * self.factor - across(new_top, s.shape))
         norm = norm * keep + jnp.sum(p, axis=1)
         # The next step weighs this one's values. They are waited for here because that ends a basic
         # block: within one, ptxas moves the wait for the product, which the accumulator needs, up
         # to before the exponentials.
         self.wait_for_values(step)
-        acc[...] = acc[...] * _across(keep, acc.shape)
+        acc[...] = acc[...] * across(keep, acc.shape)
         self.release_values(step - 1)
         return new_top, norm, self.narrow(p)
 
@@ -263,12 +286,12 @@ class _Attention:
         )
 
 
-def _across(rows, shape):
+def across(rows, shape):
     """Returns an array with a row's value in all of its columns."""
     return lax.broadcast_in_dim(rows, shape, [0])
 
 
-def _store(shape: Shape, refs: Refs, warpgroup, at: Item, out) -> None:
+def store(shape: Shape, refs: Refs, warpgroup, at: Item, out) -> None:
     """Stores the rows [lo, hi) of a warpgroup's results."""
     rows, pack = shape.tile.rows, shape.tile.pack
     mine = warpgroup + zero(at)

@@ -2,11 +2,10 @@
 
 Of DeepSeek-V3 (128 heads, keys of 576 elements, values the first 512) a row and position take
 278,528 operations in this, the absorbed form, and 81,920 with keys of 192 and values of 128, to
-which a chunk's latents would have to be expanded first, 33.6 million operations a position. So this
-form has fewer up to 170 rows a chunk, and 1.9 times as many at 512, 3.4 at most. It needs no memory
-for what is expanded, and none of the loops that would go over a context tile by tile, whose static
-number of turns the longest context would give. Of a byte of pages come 242 operations, whatever
-the chunk: no row waits for memory on an H200, whether L2 has what the row before has read or not.
+which a chunk's latents would have to be expanded first (`expanded`), 33.6 million operations a
+position. So this form has fewer up to 170 rows a chunk, and takes no memory for what is expanded.
+Of a byte of pages come 242 operations, whatever the chunk: no row waits for memory on an H200,
+whether L2 has what the row before has read or not.
 """
 
 from typing import Any, NamedTuple

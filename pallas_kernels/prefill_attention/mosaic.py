@@ -43,14 +43,22 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.fp8_pages import AnyPages, Fp8Pages, read
 from pallas_kernels.prefill_attention import work
 from pallas_kernels.prefill_attention.attend import attend
-from pallas_kernels.prefill_attention.parts import Item, Refs, Shape, for_each_item, scratch, zero
+from pallas_kernels.prefill_attention.parts import (
+    Item,
+    Refs,
+    Shape,
+    drain,
+    for_each_item,
+    scratch,
+    zero,
+)
 from pallas_kernels.prefill_attention.tiles import LANES, WARPGROUPS, Tile, choose
 
 NUM_BLOCKS = 132
 """Multiprocessors of an H100 or H200: one persistent block each."""
 
-_LOADER = WARPGROUPS  # index of the warpgroup that loads
-_REGISTERS = {"load": 24, "multiply": 240}
+LOADER = WARPGROUPS  # index of the warpgroup that loads
+REGISTERS = {"load": 24, "multiply": 240}
 """A thread. Together no more than a launch gives: 3 x 168."""
 
 
@@ -155,14 +163,14 @@ def _call(shape: Shape, q: Array, has_sinks: bool) -> Callable[..., Array]:
         warpgroup = lax.axis_index("wg")
 
         def load():
-            plgpu.set_max_registers(_REGISTERS["load"], action="decrease")
+            plgpu.set_max_registers(REGISTERS["load"], action="decrease")
             _load(shape, refs)
 
         def multiply():
-            plgpu.set_max_registers(_REGISTERS["multiply"], action="increase")
+            plgpu.set_max_registers(REGISTERS["multiply"], action="increase")
             attend(shape, refs, warpgroup)
 
-        lax.cond(warpgroup == _LOADER, load, multiply)
+        lax.cond(warpgroup == LOADER, load, multiply)
 
     return plgpu.kernel(
         body,
@@ -184,7 +192,7 @@ def _load(shape: Shape, refs: Refs) -> None:
     tile, rows, layer = shape.tile, shape.copy_rows, refs.layer[0]
     group = shape.heads // shape.kv_heads
 
-    def item(at: Item, steps) -> None:
+    def item(at: Item, steps):
         kv_head = lax.div(at.head, group)
         last = lax.div(at.kv_len - 1, rows) * rows
 
@@ -226,11 +234,11 @@ def _load(shape: Shape, refs: Refs) -> None:
 
             values(at.blocks - 1)
 
+        return steps + at.blocks
+
     for_each_item(shape, refs, item)
-    # Every phase of a barrier is to be seen by someone.
     plgpu.barrier_wait(refs.q_empty)
-    for stage in range(tile.stages):
-        plgpu.barrier_wait(refs.empty.at[stage])
+    drain(shape, refs)
 
 
 def _load_queries(shape: Shape, refs: Refs, at: Item) -> None:

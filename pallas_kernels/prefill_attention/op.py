@@ -106,3 +106,66 @@ def prefill_attention(
     note("attention")
     op = few_launches if batched() else reference
     return op.prefill_attention(q, k_pages, v_pages, **chunks)
+
+
+def plan_expanded(
+    num_rows: int,
+    heads: int,
+    pages: Any,
+    *,
+    q_start: Int[Array, "N1"],
+    kv_len: Int[Array, "N"],
+    rank: int,
+    key: int,
+    value: int,
+) -> Any:
+    """Returns what `expanded_attention` has to know of a step's chunks; None where it does not run,
+    or where as many rows of one chunk would take fewer operations in the absorbed form.
+
+    `pages` as in `plan`; heads have keys of `key` elements, of which those that turn are in the
+    pages, after `rank` others, and values of `value`.
+    """
+    if not hopper():
+        return None
+    from pallas_kernels.prefill_attention import expanded  # Pallas is not imported where unused
+
+    sds = jax.ShapeDtypeStruct
+    q = sds((num_rows, heads, key), pages.dtype)
+    weights = sds((rank, heads * (key + value - (pages.shape[4] - rank))), pages.dtype)
+    if not expanded.supports(q, pages, weights) or not expanded.pays(num_rows, heads, rank):
+        return None
+    return expanded.plan(num_rows, heads, q_start=q_start, kv_len=kv_len)
+
+
+def expanded_attention(
+    q: Float[Array, "T H K"],
+    weights: Float[Array, "R X"],
+    pages: Float[Array, "L P 1 S D"],
+    *,
+    layer: Int[Array, ""],
+    block_table: Int[Array, "N M"],
+    q_start: Int[Array, "N1"],
+    kv_len: Int[Array, "N"],
+    scale: float,
+    todo: Any,
+) -> Float[Array, "T H V"]:
+    """Attends as `prefill_attention` does, to keys and values that are made of latents.
+
+    `weights` make of a latent's first R elements, for each head in turn, the elements of its key
+    that do not turn and those of its value; the other D - R end every head's key. `todo` is
+    `plan_expanded` of the same chunks, which says where this runs.
+    """
+    from pallas_kernels.prefill_attention import expanded  # Pallas is not imported where unused
+
+    note("attention", KERNEL)
+    return expanded.prefill_attention(
+        q,
+        weights,
+        pages,
+        layer=layer,
+        block_table=block_table,
+        q_start=q_start,
+        kv_len=kv_len,
+        scale=scale,
+        todo=todo,
+    )

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.prefill_attention import work
-from pallas_kernels.prefill_attention.tiles import LANES, WARPGROUPS, Tile
+from pallas_kernels.prefill_attention.tiles import LANES, WARPGROUPS, Expanded, Tile
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,9 @@ class Shape:
     scale: float
     interpreted: bool
     window: int = 0  # positions that a row sees; 0: all
+    rank: int = 0  # of latents: elements of which keys and values are made, `head_dim` of each
+    rope: int = 0  # the others, which are part of every head's key
+    expanded: Expanded | None = None  # of latents
 
     @property
     def packs(self) -> int:
@@ -45,7 +48,7 @@ class Shape:
     @property
     def staged(self) -> int:
         """Columns of results staged at a time: what shared memory has left."""
-        return min(self.head_dim, 128)
+        return LANES if self.rope else min(self.head_dim, 128)
 
 
 class Refs(NamedTuple):
@@ -68,10 +71,11 @@ class Refs(NamedTuple):
     full: Any  # of each stage of keys, then of values
     empty: Any
     turn: Any  # one a warpgroup: the tensor cores are its own
-    clean: Any  # both warpgroups have cleaned their part of the last values
+    clean: Any = None  # both warpgroups have cleaned their part of the last values
     p_smem: Any = None  # weights and results of a warpgroup, while interpreted
     acc_smem: Any = None
     sinks: Any = None  # base-2 ones [packs, 64], of each row of a warpgroup; None: there are none
+    latents: Any = None  # what only these have (`expanded`)
 
 
 def scratch(shape: Shape, dtype) -> dict[str, Any]:
@@ -112,10 +116,22 @@ class Item(NamedTuple):
     kv_len: Any
     head: Any  # first query head
     base: Any = 0
+    number: Any = None  # of all
 
 
-def for_each_item(shape: Shape, refs: Refs, run: Callable[[Item, Any], None]) -> None:
-    """Calls `run(item, steps)` for the block's items; `steps` over keys were done before it.
+def read_item(shape: Shape, refs: Refs, number) -> Item:
+    """Returns an item of the plan."""
+    tile = lax.div(number, shape.packs)
+    fields = [refs.tiles[tile, field] for field in range(work.KV_LEN + 1)]
+    head = lax.rem(number, shape.packs) * shape.tile.pack
+    base = refs.tiles[tile, work.BASE] if shape.window else 0
+    item = Item(*fields, head=head, base=base, number=number)
+    return item._replace(row=pl.multiple_of(item.row, work.ALIGN))
+
+
+def for_each_item(shape: Shape, refs: Refs, run: Callable[[Item, Any], Any]) -> None:
+    """Calls `run(item, steps)` for the block's items: after `steps` over keys, it returns how many
+    there are after it.
 
     Items are dealt out back and forth, so that the block with the longest of one round gets the
     shortest of the next.
@@ -130,15 +146,15 @@ def for_each_item(shape: Shape, refs: Refs, run: Callable[[Item, Any], None]) ->
     items = rounds + jnp.where(place(rounds) < total - rounds * blocks, 1, 0)
 
     def one(i, steps):
-        at = i * blocks + place(i)
-        tile = lax.div(at, shape.packs)
-        fields = [refs.tiles[tile, field] for field in range(work.KV_LEN + 1)]
-        head = lax.rem(at, shape.packs) * shape.tile.pack
-        item = Item(*fields, head=head, base=refs.tiles[tile, work.BASE] if shape.window else 0)
-        run(item._replace(row=pl.multiple_of(item.row, work.ALIGN)), steps)
-        return steps + item.blocks
+        return run(read_item(shape, refs, i * blocks + place(i)), steps)
 
     lax.fori_loop(0, items, one, jnp.int32(0))
+
+
+def drain(shape: Shape, refs: Refs) -> None:
+    """Ends the warpgroup that loads: every phase of a barrier is to be seen by someone."""
+    for stage in range(shape.tile.stages):
+        plgpu.barrier_wait(refs.empty.at[stage])
 
 
 def zero(at: Item):

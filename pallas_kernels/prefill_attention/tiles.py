@@ -54,3 +54,23 @@ def choose(group: int, head_dim: int, window: int = 0) -> Tile:
     if head_dim > 64:
         return Tile(128, key_stages=2, value_stages=3, pack=pack)
     return Tile(128, key_stages=3, value_stages=4, pack=pack)
+
+
+@dataclass(frozen=True)
+class Expanded:
+    """What a thread block takes of latents: rows attend to positions after these were expanded."""
+
+    rows: int  # a multiple of those that its warpgroups take at once
+    keys: int  # positions that are expanded at once, a multiple of a step's
+
+
+def choose_expanded(num_rows: int, heads: int, num_blocks: int) -> Expanded:
+    """Returns as many rows as leave an item, which is of one head, for almost every block: what is
+    expanded serves them all. More than 1,024 would save a seventh at most.
+    """
+    step = WARPGROUPS * LANES
+    rows = step
+    most = min(1024, num_rows)
+    while rows < most and -(-num_rows // (2 * rows)) * heads >= num_blocks * 0.9:
+        rows *= 2
+    return Expanded(rows, keys=512)
