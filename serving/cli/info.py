@@ -597,6 +597,13 @@ def _brownout_in_words(state: Any) -> Section:
         rows.append(
             ("most expected loss", f"{most}: {state.least_threshold_percent} % kept at least")
         )
+    for own in state.models:
+        slos = ("TTFT", own.ttft_slo_s), ("ITL", own.itl_slo_s)
+        has = [f"SLO {name} {1e3 * slo_s:,.4g} ms" for name, slo_s in slos if slo_s]
+        if (bounds := (own.floor_percent, own.ceiling_percent)) != (0, 100):
+            has.append("{} to {} % of visits kept exact".format(*bounds))
+        if has:
+            rows.append((f"of {own.name}", ", ".join(has)))
     if state.objective_state:
         refuses = state.objective_state.startswith("overloaded")
         rows.append(("state" if refuses else "brownout in vain", state.objective_state))
