@@ -23,9 +23,18 @@
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
+// A handler's binding follows from its function's parameters; this one the headers leave out.
+template <>
+struct xla::ffi::CtxBinding<ffi::ThreadPool> {
+  using Ctx = ffi::ThreadPool;
+};
+
 using Floats = ffi::Buffer<ffi::F32>;
 using Ints = ffi::Buffer<ffi::S32>;
 using Result = ffi::ResultBuffer<ffi::F32>;
+constexpr char kScale[] = "scale", kWindow[] = "window";
+using Scale = ffi::Attr<float, kScale>;
+using Window = ffi::Attr<int32_t, kWindow>;
 
 namespace {
 
@@ -423,7 +432,7 @@ void AttendRows(const Attention& a, const Rows& rows, int g) {
 }
 
 Attention Over(Floats q, ffi::AnyBuffer k, ffi::AnyBuffer v, Floats k_scales, Floats v_scales,
-               Floats sinks, Ints layer, Ints table, Ints kv_len, float scale, int32_t window,
+               Floats sinks, Ints layer, Ints table, Ints kv_len, Scale scale, Window window,
                Result out) {
   const auto pages = k.dimensions();
   return {q.typed_data(),
@@ -439,13 +448,13 @@ Attention Over(Floats q, ffi::AnyBuffer k, ffi::AnyBuffer v, Floats k_scales, Fl
           static_cast<int>(pages[4]),
           static_cast<int>(pages[3]),
           static_cast<int>(table.dimensions()[1]),
-          window,
-          scale};
+          *window,
+          *scale};
 }
 
 ffi::Error Attend(ffi::ThreadPool pool, Floats q, ffi::AnyBuffer k, ffi::AnyBuffer v, Floats k_scales,
-                  Floats v_scales, Floats sinks, Ints layer, Ints table, Ints kv_len, float scale,
-                  int32_t window, Result out) {
+                  Floats v_scales, Floats sinks, Ints layer, Ints table, Ints kv_len, Scale scale,
+                  Window window, Result out) {
   const Attention a =
       Over(q, k, v, k_scales, v_scales, sinks, layer, table, kv_len, scale, window, out);
   const int rows = static_cast<int>(q.dimensions()[0]);
@@ -455,7 +464,7 @@ ffi::Error Attend(ffi::ThreadPool pool, Floats q, ffi::AnyBuffer k, ffi::AnyBuff
 
 ffi::Error Prefill(ffi::ThreadPool pool, Floats q, ffi::AnyBuffer k, ffi::AnyBuffer v,
                    Floats k_scales, Floats v_scales, Floats sinks, Ints layer, Ints table,
-                   Ints q_start, Ints kv_len, float scale, int32_t window, Result out) {
+                   Ints q_start, Ints kv_len, Scale scale, Window window, Result out) {
   const Attention a =
       Over(q, k, v, k_scales, v_scales, sinks, layer, table, kv_len, scale, window, out);
   const int chunks = static_cast<int>(table.dimensions()[0]);
@@ -571,49 +580,6 @@ ffi::Error MoeMlp(ffi::ThreadPool pool, Floats x, Floats up, Floats down, Ints r
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jmoe_attend, Attend,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<Floats>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<Floats>()
-                                  .Arg<Floats>()
-                                  .Arg<Floats>()
-                                  .Arg<Ints>()
-                                  .Arg<Ints>()
-                                  .Arg<Ints>()
-                                  .Attr<float>("scale")
-                                  .Attr<int32_t>("window")
-                                  .Ret<Floats>());
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jmoe_prefill, Prefill,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<Floats>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<Floats>()
-                                  .Arg<Floats>()
-                                  .Arg<Floats>()
-                                  .Arg<Ints>()
-                                  .Arg<Ints>()
-                                  .Arg<Ints>()
-                                  .Arg<Ints>()
-                                  .Attr<float>("scale")
-                                  .Attr<int32_t>("window")
-                                  .Ret<Floats>());
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jmoe_moe_mlp, MoeMlp,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<Floats>()
-                                  .Arg<Floats>()
-                                  .Arg<Floats>()
-                                  .Arg<Ints>()
-                                  .Arg<Ints>()
-                                  .Arg<Ints>()
-                                  .Arg<Ints>()
-                                  .Arg<Floats>()
-                                  .Ret<Floats>()
-                                  .Ret<Floats>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jmoe_attend, Attend);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jmoe_prefill, Prefill);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jmoe_moe_mlp, MoeMlp);

@@ -156,6 +156,11 @@ class BrownoutConfig:
         NOT_NEGATIVE,
         "Brownout",
     )
+    models: tuple[str, ...] = setting(
+        (),
+        "NAME:KEY=VALUE of what a model of engine.models has of its own: objectives (ttft_slo_s, "
+        "itl_slo_s), bounds of its thresholds (floor_percent, ceiling_percent) (families.md).",
+    )
 
 
 @dataclass(frozen=True)

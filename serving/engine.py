@@ -73,6 +73,7 @@ from serving.request import (
     Chat,
     EngineStats,
     Expected,
+    ModelBrownout,
     Output,
     Priority,
     Request,
@@ -86,7 +87,7 @@ from serving.scheduling.scheduler import Scheduler
 from serving.scheduling.sequence import SequenceState
 from serving.scheduling.step import ScheduledStep
 from serving.settings.composes import COMPANY, why_not
-from serving.settings.reading import check
+from serving.settings.reading import brownout_of_models, check
 from serving.startup.arrivals import arriving
 from serving.startup.prepare import prepare
 from serving.telemetry.accounting import Accounts
@@ -133,6 +134,7 @@ class Engine:
         names = list(("",) if self.family is None else self.family.names)
         self.names = names  # of models in requests, by place; empty: vacant
         self.losses = Losses(names, losses, levels=levels)
+        own = brownout_of_models(config.brownout.models)
         self.slo = SloAnalyser(
             config.brownout,
             config.salc,
@@ -140,6 +142,7 @@ class Engine:
             pace=self.pace,
             slow_s=slow_s,
             losses=self.losses,
+            models=[own.get(name, ModelBrownout(name)) for name in names],
         )
         observers = [observer] if isinstance(observer, Observer) else observer or ()
         self.loader = ExpertsLoader(executor, self.family, ways, self.slo, config.balance)
@@ -294,12 +297,15 @@ class Engine:
         """The first model, which serves requests that name none; None in tests."""
         return None if self.family is None else self.family[0]
 
-    def check_admission(self, priority: Priority | None = None, key: str = "") -> None:
+    def check_admission(
+        self, priority: Priority | None = None, key: str = "", model: int | None = None
+    ) -> None:
         """Raises Unavailable or Overloaded if requests of a class are not admitted now; None: if
         those of no class are.
 
         This is cheap, so that it can be checked before a request is read. `key` names the caller's
-        API key: while the queue is long, who has more than a share of it is refused first.
+        API key: while the queue is long, who has more than a share of it is refused first. `model`
+        None: not known yet.
         """
         if self.status != "ready":
             why = f": {self.failure}" if self.failure else ""
@@ -309,7 +315,7 @@ class Engine:
         refusal: Overloaded | None = None
         for one in Priority if priority is None else (priority,):
             try:
-                self._check_queue(one, key)
+                self._check_queue(one, key, model)
             except Overloaded as error:
                 refusal = refusal or error
             else:
@@ -319,14 +325,15 @@ class Engine:
         self._refused_at.append(self._clock())
         raise refusal
 
-    def _check_queue(self, priority: Priority, key: str) -> None:
+    def _check_queue(self, priority: Priority, key: str, model: int | None) -> None:
         admission, objective_s = self.config.admission, math.inf
         queued = self.scheduler.queues[priority]
         requests = (sequence.request for sequence in (self._open if queued else ()))
         keys = (request.key for request in requests if request.priority is priority)
         room, steps_s, prompts_s = self.admission.room(key, keys, self._clock()), 0.0, 0.0
         if admission == "objective" or (admission == "auto" and self.slo.is_own_objective):
-            objective_s = self.slo.objectives(priority)[0]
+            asked = range(len(self.names)) if model is None else (model,)
+            objective_s = max(self.slo.objectives(priority, one)[0] for one in asked)
             if priority is LS:
                 prompts_s, steps_s = self.slo.first_token_s(len(self.scheduler.queues[LS]))
         caution = self.slo.room(priority)
@@ -374,9 +381,9 @@ class Engine:
 
         Raises NotFound, InvalidRequest, RequestFailed, and other errors of `serving.errors`.
         """
-        self.check_admission(priority, key)
-        servers = timeout_s is None and self.request_timeout_s > 0
         number = number_of(model, self.names)
+        self.check_admission(priority, key, number)
+        servers = timeout_s is None and self.request_timeout_s > 0
         allow_brownout = allow_brownout and max_degraded_percent != 0
         request = Request(
             request_id or uuid.uuid4().hex,
@@ -448,7 +455,7 @@ class Engine:
         generation = generations[request.model]
         sequence = await self.admission.sequence(request, arrived_at)
         if not request.is_audit:  # again, since tokenizing a long text takes time
-            self.check_admission(request.priority, request.key)
+            self.check_admission(request.priority, request.key, request.model)
         if generations[request.model] != generation:
             raise NotFound(f"model {shown(request.model_name)} is not served any more")
         self.deadlines.watch(sequence)
@@ -547,6 +554,7 @@ class Engine:
         async def joined(number: int, model: Model, curves: CurvesOf) -> None:
             await self.admission.put(number, model)
             self.losses.put(number, curves)
+            self.slo.put(number, ModelBrownout(name))
 
         await self._kept_on(self.models.load(name, directory, self._work.set, joined))
 
@@ -560,6 +568,7 @@ class Engine:
 
         async def left(number: int, first: Model) -> None:
             self.losses.put(number, None)
+            self.slo.put(number, ModelBrownout(""))
             self.auditor.forget(number)
             await self.admission.put(number, first)
 
@@ -692,7 +701,7 @@ class Engine:
         if self.loader.holds:
             return None
         num_running, since_s = len(self.scheduler.running), 0.0
-        slack_s, company = -math.inf, self.pace.company(self.slo.ttft_slo_s, num_running)
+        slack_s, company = -math.inf, self.pace.company(self.slo.in_force[0], num_running)
         if self._in_flight:
             before = self._in_flight[-1]
             tokens_at = self.scheduler.tokens_at()
@@ -705,7 +714,8 @@ class Engine:
         return step
 
     def _decide(self, now: float) -> None:
-        waiting = {c: self.scheduler.waits(c, now) for c in (LS, BE)}
+        shares = {LS: self.slo.shares, BE: {}}
+        waiting = {c: self.scheduler.waits(c, now, shares[c]) for c in (LS, BE)}
         self.slo.maybe_update(now, waiting, self.scheduler.limits.decode_rows)
 
     def _advance_controllers(self, now: float) -> None:
@@ -855,7 +865,7 @@ class Engine:
                 continue
             request = sequence.request
             if not request.is_audit:
-                latencies.add(request.priority, sequence.arrived_at, sequence.previous_at)
+                latencies.add(request, sequence.arrived_at, sequence.previous_at)
             sequence.previous_at = now
             if not sequence.tokens:
                 sequence.first_at = now
@@ -873,9 +883,8 @@ class Engine:
                 if not request.is_audit:
                     self.admission.capacity[request.priority].observe(now - sequence.started_at)
                 self._retire(sequence)
-        for priority in (LS, BE):
-            self.slo.observe(priority, latencies, step.launched_at, now)
-            self.accounts.tokens(priority, latencies, self.slo.objectives(priority), now)
+        self.slo.observe(latencies, step.launched_at, now)
+        self.accounts.tokens(latencies, self.slo.objectives, now)
 
     def _price(self, sequence: SequenceState, curve: Curve | None, percent: int) -> None:
         """Adds what a token's threshold lets expect that it costs; NaN where that is not known."""

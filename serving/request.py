@@ -345,6 +345,36 @@ class BrownoutChange:
     prefill_company: bool | None = None
     keep: str | None = None
     max_expected_loss: float | None = None  # in nats a token; 0: no bound
+    model: str | None = None  # that objectives and bounds are of; None: objectives are of all
+    floor_percent: int | None = None  # of a model's thresholds
+    ceiling_percent: int | None = None
+
+
+@dataclass(frozen=True)
+class ModelBrownout:
+    """What one of several models has of its own: objectives of its latency-sensitive requests (0:
+    those of all), and bounds of its thresholds. Raises InvalidRequest for a value out of range.
+    """
+
+    name: str
+    ttft_slo_s: float = 0.0
+    itl_slo_s: float = 0.0
+    floor_percent: int = 0
+    ceiling_percent: int = 100
+
+    def __post_init__(self) -> None:
+        """Checks types and ranges."""
+        of = f"of model {shown(self.name)}"
+        for name in ("ttft_slo_s", "itl_slo_s"):
+            value = getattr(self, name)
+            wanted = "a number of seconds, or 0 (the objective of all models)"
+            _check(_real(value) and value >= 0, name, value, wanted, f"{name} {of}")
+        for name in ("floor_percent", "ceiling_percent"):
+            value = getattr(self, name)
+            _check(_whole(value, 0, 101), name, value, "a whole percentage", f"{name} {of}")
+        floor, ceiling = self.floor_percent, self.ceiling_percent
+        wanted = f"at most its ceiling_percent, {ceiling}"
+        _check(floor <= ceiling, "floor_percent", floor, wanted, f"floor_percent {of}")
 
 
 @dataclass(frozen=True)
@@ -373,6 +403,7 @@ class BrownoutState:
     keep: str = "visits"  # which experts stay exact: visits or weight
     max_expected_loss: float = 0.0  # bound on a threshold's, in nats a token; 0: none
     least_threshold_percent: int = 0  # the lowest within that bound
+    models: tuple[ModelBrownout, ...] = ()  # that are served, with what each has of its own
 
 
 class Expected(NamedTuple):

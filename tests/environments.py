@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -25,21 +26,34 @@ def interpreter_with(*packages: str) -> Path:
     return folder / "bin" / "python"
 
 
+def modules_with(*packages: str) -> Path:
+    """Returns a folder in which Node finds these packages of npm, which is made once; skips the
+    test where there is no Node, or they cannot be installed.
+    """
+    if missing := [name for name in ("node", "npm") if shutil.which(name) is None]:
+        pytest.skip(f"{' and '.join(missing)} is not installed here")
+    folder = CACHE / "-".join(re.sub(r"\W", "-", one) for one in ("node", *packages))
+    if not (folder / "made").exists():
+        _run("npm", "install", "--no-audit", "--no-fund", "--prefix", folder, *packages)
+        (folder / "made").touch()
+    return folder
+
+
 def make(folder: Path, *wanted: str) -> Path:
     """Makes an environment and returns its interpreter; `wanted` is for `pip install`. Skips the
     test where that cannot be installed.
     """
     python = folder / "bin" / "python"
-    for command in (
-        [sys.executable, "-m", "venv", "--clear", folder],
-        [python, "-m", "pip", "install", "--quiet", "--no-compile", *wanted],
-    ):
-        try:
-            made = subprocess.run(
-                command, capture_output=True, text=True, timeout=INSTALL_S, env=OWN
-            )
-        except subprocess.TimeoutExpired:
-            pytest.skip(f"{wanted} are not installed within {INSTALL_S:g} s")
-        if made.returncode:
-            pytest.skip(f"{wanted} cannot be installed here: {made.stderr[-300:]}")
+    _run(sys.executable, "-m", "venv", "--clear", folder)
+    _run(python, "-m", "pip", "install", "--quiet", "--no-compile", *wanted)
     return python
+
+
+def _run(*command: str | Path) -> None:
+    said = " ".join(map(str, command))
+    try:
+        made = subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_S, env=OWN)
+    except subprocess.TimeoutExpired:
+        pytest.skip(f"not within {INSTALL_S:g} s: {said}")
+    if made.returncode:
+        pytest.skip(f"fails here: {said}: {made.stderr[-300:]}")

@@ -152,15 +152,19 @@ def info(
         if as_json:
             print(_json(address, admin, trouble, messages))
             return
-        sections = _in_words(address, admin, trouble, messages)
-    elif family is not None:
+        print(_text(_in_words(address, admin, trouble, messages)))
+        return
+    from serving.cli.mesh_info import DEVICE_GB, parse_mesh
+
+    device_gb = DEVICE_GB if device_gb is None else device_gb
+    if family is not None:
         directories = family_flag(models or (), family)
         sections = _describe_family(
             directories, family, device_gb, allow_unknown_config or (), hub_revision
         )
     elif model_config is not None:
         cfg = load_model_config(model_config)
-        sections = _describe(cfg, mesh=mesh, device_gb=device_gb)
+        sections = _describe(cfg, None, mesh, device_gb)
     else:
         from jmoe.api import BUNDLED, resolve
         from jmoe.config import read_config
@@ -171,14 +175,13 @@ def info(
         sections = _describe(cfg, directory if there else None, mesh, device_gb)
     if mesh and in_flight is not None:
         from serving.cli.async_info import CONTEXT, HOST_US, asynchronous_section, parse_imbalance
-        from serving.cli.mesh_info import DEVICE_GB, parse_mesh
 
         sections.append(
             asynchronous_section(
                 cfg,
                 parse_mesh(mesh),
                 in_flight,
-                device_gb=DEVICE_GB if device_gb is None else device_gb,
+                device_gb=device_gb,
                 context=CONTEXT if context is None else context,
                 imbalance=parse_imbalance(imbalance or "1,1"),
                 host_us=HOST_US if host_us is None else host_us,
@@ -260,15 +263,13 @@ def has_attention_kernel(cfg: "ModelConfig") -> bool:
 
 
 def _describe(
-    cfg: "ModelConfig",
-    directory: Path | None = None,
-    mesh: str | None = None,
-    device_gb: float | None = None,
+    cfg: "ModelConfig", directory: Path | None, mesh: str | None, device_gb: float
 ) -> list[Section]:
     """Describes what a model needs, in one device or over a mesh, and which united experts its
     directory has.
     """
     from jmoe.display import count, size
+    from serving.cli.mesh_info import device_section, parallel_section, parse_mesh
 
     total, active = num_parameters(cfg), num_parameters(cfg, cfg.experts_per_token)
     rows = [
@@ -280,9 +281,6 @@ def _describe(
         said = f"{size(whole)}, slower than bfloat16 on a CPU"
         rows.append((f"weights in bfloat16, experts in {fmt}", said))
     there = {} if directory is None else united_bytes(directory)
-    found = [
-        (f"way {k}", f"{_a_layer(cfg, k)}, {size(stored)} on disk") for k, stored in there.items()
-    ]
     others = [way for way in _WAYS if way <= cfg.num_experts and way not in there]
     lacking = [
         (f"way {way}", f"{_a_layer(cfg, way)}, {size(_united_bytes_of(cfg, way))} in bfloat16")
@@ -290,24 +288,32 @@ def _describe(
     ]
     sections: list[Section] = [("", rows)]
     if directory is not None:
-        sections.append(("United experts that are there", found or [("none", "")]))
+        sections.append(("United experts that are there", _on_disk(cfg, there)))
     further = "What each further way would take" if there else "What united experts would take"
     if lacking:
         sections.append((further, lacking))
-    from serving.cli.mesh_info import DEVICE_GB, device_section, parallel_section, parse_mesh
-
-    size_gb = DEVICE_GB if device_gb is None else device_gb
     if mesh:
-        sections.append(parallel_section(cfg, parse_mesh(mesh), size_gb, tuple(there)))
+        sections.append(parallel_section(cfg, parse_mesh(mesh), device_gb, tuple(there)))
     else:
-        sections.append(device_section(cfg, size_gb))
+        sections.append(device_section(cfg, device_gb))
     return sections
+
+
+def _on_disk(cfg: "ModelConfig", stored: Mapping[int, int]) -> list[tuple[str, str]]:
+    """Describes united experts by their way and bytes."""
+    from jmoe.display import size
+
+    rows = [
+        (f"way {way}", f"{_a_layer(cfg, way)}, {size(taken)} on disk")
+        for way, taken in stored.items()
+    ]
+    return rows or [("none", "")]
 
 
 def _describe_family(
     directories: Mapping[str, str],
     path: Path,
-    device_gb: float | None,
+    device_gb: float,
     allowed: Sequence[str],
     revision: str,
 ) -> list[Section]:
@@ -315,7 +321,7 @@ def _describe_family(
     from jmoe.display import size
     from jmoe.family import check_family
     from jmoe.sharing import read_sharing
-    from serving.cli.mesh_info import DEVICE_GB, family_section
+    from serving.cli.mesh_info import family_section
 
     found, cfgs, _ = check_family(directories, allowed, revision)
     cfg = next(iter(cfgs.values()))
@@ -350,21 +356,12 @@ def _describe_family(
     if differences:
         words = f"{size(2 * differences)} of all models, rank {sharing.residual_rank}"
         rows.append(("differences from shared experts", words))
-    disk = [
-        (f"way {way}", f"{_a_layer(cfg, way)}, {size(sum(each[way] for each in stored))} on disk")
-        for way in ways
-    ]
+    taken = {way: sum(each[way] for each in stored) for way in ways}
+    pool = sharing.num_slots, slots - sharing.num_slots
     return [
         ("", rows),
-        ("United experts that all models have", disk or [("none", "")]),
-        family_section(
-            cfg,
-            count,
-            sharing.num_slots,
-            slots - sharing.num_slots,
-            differences,
-            DEVICE_GB if device_gb is None else device_gb,
-        ),
+        ("United experts that all models have", _on_disk(cfg, taken)),
+        family_section(cfg, count, *pool, differences, device_gb),
     ]
 
 
@@ -597,6 +594,13 @@ def _brownout_in_words(state: Any) -> Section:
         rows.append(
             ("most expected loss", f"{most}: {state.least_threshold_percent} % kept at least")
         )
+    for own in state.models:
+        slos = ("TTFT", own.ttft_slo_s), ("ITL", own.itl_slo_s)
+        has = [f"SLO {name} {1e3 * slo_s:,.4g} ms" for name, slo_s in slos if slo_s]
+        if (bounds := (own.floor_percent, own.ceiling_percent)) != (0, 100):
+            has.append("{} to {} % of visits kept exact".format(*bounds))
+        if has:
+            rows.append((f"of {own.name}", ", ".join(has)))
     if state.objective_state:
         refuses = state.objective_state.startswith("overloaded")
         rows.append(("state" if refuses else "brownout in vain", state.objective_state))

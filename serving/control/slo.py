@@ -3,8 +3,8 @@
 import logging
 import math
 from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
@@ -17,13 +17,20 @@ from serving.control.losses import Curve, Losses
 from serving.control.window import LatencyWindow
 from serving.errors import InvalidRequest, SettingsError, shown
 from serving.plan import Phase, StepControl
-from serving.request import BrownoutChange, BrownoutState, Expected, Priority
+from serving.request import (
+    BrownoutChange,
+    BrownoutState,
+    Expected,
+    ModelBrownout,
+    Priority,
+    number_of,
+)
 from serving.scheduling.pace import Pace
 from serving.scheduling.prefixes import EXACT, NOBODYS, Brownout
 from serving.scheduling.scheduler import FEW_DECODING
 from serving.scheduling.sequence import SequenceState
 from serving.scheduling.step import ScheduledStep
-from serving.scheduling.waiting import QueuedClass
+from serving.scheduling.waiting import WHOLE, QueuedClass, Shares
 from serving.telemetry.latencies import Latencies
 
 log = logging.getLogger(__name__)
@@ -149,10 +156,17 @@ class PhaseControl:
         )
 
     def seen(
-        self, now: float, slo_s: float, waiting_age_s: float, *, by_step: bool = False
+        self,
+        now: float,
+        slo_s: float,
+        waiting_age_s: float,
+        share: float = 1.0,
+        *,
+        by_step: bool = False,
     ) -> PhaseSeen:
-        """Returns what a controller sees; `by_step`: steps have thresholds of their own, and an
-        operator reads the P90 of all samples in the window.
+        """Returns what a controller sees, with that share of the objective and of latencies in its
+        seconds; `by_step`: steps have thresholds of their own, and an operator reads the P90 of all
+        samples in the window.
 
         Latency that is still growing counts too: `waiting_age_s`, the age of the oldest request
         that waits for its first token, is a lower bound of what it will report.
@@ -168,7 +182,8 @@ class PhaseControl:
             p90_s = waiting_age_s
             self.p90_s = p90_s if math.isfinite(p90_s) else self.p90_s
         late_share = self.window.late_share(now, slo_s, self._min_samples)
-        return PhaseSeen(self.threshold_percent, slo_s, p90_s, late_share)
+        p90_s = None if p90_s is None else share * p90_s
+        return PhaseSeen(self.threshold_percent, share * slo_s, p90_s, late_share)
 
 
 @dataclass
@@ -255,10 +270,11 @@ class SloAnalyser:
         pace: Pace | None = None,
         slow_s: float = math.inf,
         losses: Losses | None = None,
+        models: Sequence[ModelBrownout] = (ModelBrownout(""),),
     ) -> None:
         """`way` is the one that is loaded, 0 for none; `pace` knows what steps take. Calls of a
         controller that take longer than `slow_s` are logged. `losses`: what thresholds are expected
-        to cost; None: not known.
+        to cost; None: not known. `models`: what each has of its own, by place.
 
         Raises SettingsError as `starting_strategy`, and ValueError for a controller that cannot be
         made.
@@ -272,7 +288,11 @@ class SloAnalyser:
         self._losses = losses or Losses([""], levels=brownout.levels)
         self.salc_enabled = brownout.salc
         self.ttft_slo_s, self.itl_slo_s = brownout.ttft_slo_s, brownout.itl_slo_s
-        self.is_own_objective = False  # somebody set the one of first tokens while serving
+        self.models = list(models)
+        self.is_own_objective = any(one.ttft_slo_s for one in models)
+        """Whether a model has its own of first tokens, or somebody set one while serving."""
+        self.shares = self._own_shares()
+        self._shares_in_force = WHOLE
         self.config, self._slow_s = salc, slow_s
         self.load = LoadMeter()
         self._pace = pace or Pace()
@@ -294,14 +314,41 @@ class SloAnalyser:
         """
         return self._of(priority).room
 
-    def objectives(self, priority: Priority) -> tuple[float, float]:
-        """Returns a class's SLO of first tokens and of the others, in seconds; infinite without
-        one.
+    def objectives(self, priority: Priority, model: int) -> tuple[float, float]:
+        """Returns the SLO of first tokens and of the others of a class's requests to a model, in
+        seconds; infinite without one.
         """
         if priority is Priority.LATENCY_SENSITIVE:
-            return self.ttft_slo_s, self.itl_slo_s
+            own = self.models[model]
+            return own.ttft_slo_s or self.ttft_slo_s, own.itl_slo_s or self.itl_slo_s
         first_s, further_s = self._best_effort_slo_s
         return first_s, further_s
+
+    def _own_shares(self) -> dict[int, Shares]:
+        """Returns the shares of latency-sensitive requests to models with objectives of their own.
+
+        Windows have latencies over these shares, and so in seconds of the class's objectives: a
+        token that took all of its model's counts as one that took all of the class's.
+        """
+        return {
+            model: ((own.ttft_slo_s or ttft) / ttft, (own.itl_slo_s or itl) / itl)
+            for ttft, itl in [(self.ttft_slo_s, self.itl_slo_s)]
+            for model, own in enumerate(self.models)
+            if own.ttft_slo_s or own.itl_slo_s
+        }
+
+    def put(self, model: int, own: ModelBrownout) -> None:
+        """Replaces what the model in a place has of its own."""
+        self.models[model] = own
+        self.shares = self._own_shares()
+
+    @property
+    def in_force(self) -> tuple[float, float]:
+        """The shortest SLOs of latency-sensitive requests that are there, of first tokens and of
+        the others, in seconds. All steps hold them up, whichever model's they are.
+        """
+        ttft_share, itl_share = self._shares_in_force
+        return ttft_share * self.ttft_slo_s, itl_share * self.itl_slo_s
 
     def control(
         self, step: ScheduledStep, since_s: float, num_decoding: int, now: float
@@ -310,7 +357,9 @@ class SloAnalyser:
         `since_s` for a token as it begins.
 
         The latency-sensitive class sets the threshold of every step, since all of them hold it up;
-        best effort with an objective of its own may lower that of steps which are all its own.
+        best effort with an objective of its own may lower that of steps which are all its own. A
+        model's own bounds hold for its rows: of a mixed step, those that shall have a higher
+        threshold than others are exempt.
         """
         percent = self.ls.of(step.phase).percent
         if not step.has_ls:
@@ -326,13 +375,23 @@ class SloAnalyser:
                 since_s=since_s,
                 exempt_share=step.exempt_share,
                 percent=self.ls.of(step.phase).threshold_percent,
-                itl_slo_s=self.itl_slo_s,
+                itl_slo_s=self.in_force[1],
                 times=self._pace.times,
                 load=self._load,
             )
             percent = max(self.ls.controller.of_step(seen), self.least_percent)
             self.ls.of(step.phase).note_step(percent, step.size)
-        return StepControl(max(percent, self.least_percent), self.code, self.least_percent)
+        percents = {model: self._bounded(percent, model) for model in step.models}
+        lowest = min(percents.values())
+        if spared := [model for model in percents if percents[model] > lowest]:
+            step.spare(spared)
+        floors = (self.models[model].floor_percent for model in percents.keys() - spared)
+        return StepControl(lowest, self.code, max(self.least_percent, *floors))
+
+    def _bounded(self, percent: int, model: int) -> int:
+        own = self.models[model]
+        bounded = min(max(percent, own.floor_percent), own.ceiling_percent)
+        return max(bounded, self.least_percent)
 
     def accepted(self, sequence: SequenceState) -> Brownout:
         """Returns the brownout under which a request's prompt would be computed if it were now, or
@@ -344,7 +403,7 @@ class SloAnalyser:
         percent = self.ls.prefill.lowest_percent
         if sequence.priority is Priority.BEST_EFFORT:
             percent = min(percent, self.best_effort.prefill.lowest_percent)
-        return Brownout(max(percent, self.least_percent), (self.code, self.way))
+        return Brownout(self._bounded(percent, request.model), (self.code, self.way))
 
     def suffered(self, step: ScheduledStep) -> Brownout:
         """Returns the brownout of those of a step's rows that were degraded. Without a threshold it
@@ -424,33 +483,32 @@ class SloAnalyser:
             for phase, size in ((Phase.PREFILL, prefill_tokens), (Phase.DECODE, num_decoding))
         ]
         ends_at = self._pace.ends_at(before)
-        return self._pace.itl_slack_s(self.itl_slo_s, ends_at, steps)
+        return self._pace.itl_slack_s(self.in_force[1], ends_at, steps)
 
     def _of(self, priority: Priority) -> ClassControl:
         return self.best_effort if priority is Priority.BEST_EFFORT else self.ls
 
-    def observe(
-        self, priority: Priority, latencies: Latencies, launched_at: float, now: float
-    ) -> None:
-        """Records tokens of a class that came at `now`, of a step launched then."""
-        of, arrived_at = self._of(priority), latencies.first(priority)
-        ttft_slo_s, itl_slo_s = self.objectives(priority)
-        if arrived_at.size and now - float(arrived_at.min()) > ttft_slo_s:
-            of.strained_at = now
-        if arrived_at.size:
-            of.prefill.window.add(float(arrived_at.min()), now, now - arrived_at)
-        previous_at = latencies.further(priority)
-        if previous_at.size and now - float(previous_at.min()) > itl_slo_s:
-            of.strained_at = now
-        if previous_at.size:
-            began_at = min(float(previous_at.min()), launched_at)
-            of.decode.window.add(began_at, now, now - previous_at)
+    def observe(self, latencies: Latencies, launched_at: float, now: float) -> None:
+        """Records tokens that came at `now`, of a step launched then."""
+        for (priority, model, _), arrived_at, previous_at in latencies:
+            of, (ttft_slo_s, itl_slo_s) = self._of(priority), self.objectives(priority, model)
+            is_ls = priority is Priority.LATENCY_SENSITIVE
+            first, further = self.shares.get(model, WHOLE) if is_ls else WHOLE
+            if arrived_at.size:
+                began_at = float(arrived_at.min())
+                of.strained_at = now if now - began_at > ttft_slo_s else of.strained_at
+                of.prefill.window.add(began_at, now, (now - arrived_at) / first)
+            if previous_at.size:
+                began_at = float(previous_at.min())
+                of.strained_at = now if now - began_at > itl_slo_s else of.strained_at
+                of.decode.window.add(min(began_at, launched_at), now, (now - previous_at) / further)
 
     def maybe_update(
         self, now: float, waiting: Mapping[Priority, QueuedClass], max_running: int = 1
     ) -> None:
         """Lets every controller with an objective decide, once an interval."""
         urgent = waiting[Priority.LATENCY_SENSITIVE]
+        self._shares_in_force = urgent.shares
         self._load = self._load._replace(
             num_running=urgent.num_running,
             num_waiting=urgent.num_queued,
@@ -460,11 +518,14 @@ class SloAnalyser:
             return
         self._next_update = now + self.config.interval_s
         for priority, of_class in waiting.items():
-            of, (ttft_slo_s, itl_slo_s) = self._of(priority), self.objectives(priority)
-            starved = of_class.slots_taken and of_class.oldest_s > ttft_slo_s
+            of, ttft_slo_s, itl_slo_s = self._of(priority), *self._best_effort_slo_s
+            if priority is Priority.LATENCY_SENSITIVE:
+                ttft_slo_s, itl_slo_s = self.ttft_slo_s, self.itl_slo_s
+            (first, further), oldest_s = of_class.shares, of_class.oldest_s
+            starved = of_class.slots_taken and oldest_s > ttft_slo_s
             by_step, late_s = of.controller.by_step, math.inf if starved else 0.0
-            prefill = of.prefill.seen(now, ttft_slo_s, of_class.oldest_s, by_step=by_step)
-            decode = of.decode.seen(now, itl_slo_s, late_s, by_step=by_step)
+            prefill = of.prefill.seen(now, ttft_slo_s, oldest_s, first, by_step=by_step)
+            decode = of.decode.seen(now, itl_slo_s, late_s, further, by_step=by_step)
             of.set_room(prefill.late_share)
             if not self.controls:
                 of.stop()
@@ -477,19 +538,24 @@ class SloAnalyser:
                 num_waiting=of_class.num_queued,
                 num_prefilling=of_class.num_prefilling,
                 max_running=max_running,
-                company=self._pace.company(self.ttft_slo_s, running) if in_company else None,
+                company=self._pace.company(self.in_force[0], running) if in_company else None,
             )
             bounds = self.floor_percent, max(self.floor_percent, self.config.ceiling_percent)
             seen = Seen(now, prefill, decode, load, self._pace.times, self._loss, bounds)
             decision = of.controller.decide(seen)
             is_full = of_class.slots_taken or running >= max_running
-            if is_full or of_class.oldest_s > ttft_slo_s or math.isnan(of.strained_at):
+            if is_full or oldest_s > ttft_slo_s or math.isnan(of.strained_at):
                 of.strained_at = now
             if priority is Priority.LATENCY_SENSITIVE:
                 self._load = load
                 self._judge(load, now)
             released = self._released(of, seen, of_class.slots_taken)
-            of.take(decision._replace(**released), seen, self.least_percent)
+            decision = decision._replace(
+                ttft_p90_s=decision.ttft_p90_s / first,
+                itl_p90_s=decision.itl_p90_s / further,
+                **released,
+            )
+            of.take(decision, seen, self.least_percent)
 
     def _released(self, of: ClassControl, seen: Seen, is_queue: bool) -> dict[str, float]:
         """Returns the ceiling, as fields of a Decision, for the phases that need no brownout or
@@ -536,8 +602,8 @@ class SloAnalyser:
             self.config.ceiling_percent,
         )
         for phase, name, slo_s, size, words in (
-            (Phase.PREFILL, "TTFT", self.ttft_slo_s, load.prompt_tokens, "a prompt alone"),
-            (Phase.DECODE, "ITL", self.itl_slo_s, load.num_running, "the present batch"),
+            (Phase.PREFILL, "TTFT", self.in_force[0], load.prompt_tokens, "a prompt alone"),
+            (Phase.DECODE, "ITL", self.in_force[1], load.num_running, "the present batch"),
         ):
             if self.ls.of(phase).tries_again(now):
                 times.forget_brownout(phase)
@@ -560,7 +626,17 @@ class SloAnalyser:
             self.ls.of(phase).judge(in_vain, least_s, now)
 
     def check(self, change: BrownoutChange) -> None:
-        """Raises InvalidRequest for a value out of range; nothing is changed."""
+        """Raises InvalidRequest for a value out of range, and NotFound for a model that is not
+        served; nothing is changed.
+        """
+        if change.model is not None:
+            self._of_model(change)
+            return
+        for name in ("floor_percent", "ceiling_percent"):
+            if (value := getattr(change, name)) is not None:
+                raise InvalidRequest(
+                    f"{name} is {value}, of no model; name one as model, or set engine.salc.{name}"
+                )
         try:
             strategy = change.strategy or self.strategy
             if ":" in strategy and strategy != self._configured:  # as with controllers
@@ -593,6 +669,22 @@ class SloAnalyser:
             )
         self._check_bound(change, strategy, way)
 
+    def _of_model(self, change: BrownoutChange) -> tuple[int, ModelBrownout]:
+        """Returns a model's place, and what it has of its own after a change. Raises as `check`."""
+        own = {field.name for field in fields(ModelBrownout)}
+        given = {name: value for name, value in vars(change).items() if value is not None}
+        model = given.pop("model")
+        for name, value in given.items():
+            if name not in own:
+                raise InvalidRequest(
+                    f"{name} is {shown(value)} of model {shown(model)}; it is the same for all "
+                    "models: leave out model"
+                )
+        if not model:
+            raise InvalidRequest("model is empty; name one, or leave it out for all")
+        number = number_of(model, [one.name for one in self.models])
+        return number, replace(self.models[number], **given)
+
     def _check_bound(self, change: BrownoutChange, strategy: str, way: int) -> None:
         """Raises InvalidRequest for a bound on the expected loss of what nobody has measured."""
         most = change.max_expected_loss
@@ -612,6 +704,10 @@ class SloAnalyser:
         Step times under another strategy or way are not known before steps have run under it.
         """
         self.check(change)
+        if change.model is not None:
+            raise InvalidRequest(
+                f"model is {shown(change.model)}; what is expected is of all models: leave it out"
+            )
         strategy, way = change.strategy or self.strategy, change.way or self.way
         code, most = strategy_code(strategy, change.keep or self.keep), change.max_expected_loss
         most = self.max_expected_loss if most is None else most
@@ -624,7 +720,7 @@ class SloAnalyser:
         if salc is None:
             salc = self.salc_enabled and not any(one is not None for one in given.values())
         is_same = strategy == "zero" or (strategy, way) == self._learnt
-        slos_s = change.ttft_slo_s or self.ttft_slo_s, change.itl_slo_s or self.itl_slo_s
+        slos_s = change.ttft_slo_s or self.in_force[0], change.itl_slo_s or self.in_force[1]
         slo_s = dict(zip(Phase, slos_s, strict=True))
         sizes = max(self._load.prompt_tokens, 1), max(self._load.num_running, 1)
         size = dict(zip(Phase, sizes, strict=True))
@@ -633,10 +729,10 @@ class SloAnalyser:
         )
         found, before_s = dict[Phase, Expected](), 0.0  # a first token waits for a decode step
         for phase, by_hand in given.items():
-            shown = max(self.ls.of(phase).shown_percent, self.least_percent)
-            shown = 100.0 if self.strategy == "zero" else shown
+            present = max(self.ls.of(phase).shown_percent, self.least_percent)
+            present = 100.0 if self.strategy == "zero" else present
             steps_s = self._pace.times.curve(phase, size[phase], np.arange(101.0))
-            percent = shown if by_hand is None else float(by_hand)
+            percent = present if by_hand is None else float(by_hand)
             if strategy == "zero":
                 percent = 100.0
             elif salc and not np.isnan(steps_s).any():
@@ -647,11 +743,11 @@ class SloAnalyser:
             step_s = float(steps_s[round(percent)]) if is_same else math.nan
             found[phase] = Expected(
                 percent,
-                shown,
+                present,
                 step_s,
-                float(steps_s[round(shown)]),
+                float(steps_s[round(present)]),
                 _read(curve, percent),
-                _read(curve_now, shown),
+                _read(curve_now, present),
                 None if math.isnan(step_s) else step_s + before_s <= slo_s[phase],
             )
             before_s = 0.0 if math.isnan(step_s) else step_s
@@ -674,6 +770,10 @@ class SloAnalyser:
         Samples of before count on unless steps are others now: a caller who sets nothing, or the
         same again, holds up no controller.
         """
+        if change.model is not None:
+            self.put(*self._of_model(change))
+            self.is_own_objective = self.is_own_objective or bool(change.ttft_slo_s)
+            return
         named = change.controller not in (None, self.ls.controller.name)
         controller = self.ls.controller
         if named:
@@ -689,6 +789,7 @@ class SloAnalyser:
         self.is_own_objective = self.is_own_objective or change.ttft_slo_s is not None
         self.ttft_slo_s = change.ttft_slo_s or self.ttft_slo_s
         self.itl_slo_s = change.itl_slo_s or self.itl_slo_s
+        self.shares = self._own_shares()
         self.ls.controller = controller
         if change.prefill_company is not None:
             self._pace.waits = change.prefill_company
@@ -769,4 +870,5 @@ class SloAnalyser:
             least_itl_s=decode.least_s,
             predicted_ttft_p90_s=prefill.predicted_p90_s,
             predicted_itl_p90_s=decode.predicted_p90_s,
+            models=tuple(own for own in self.models if own.name),
         )

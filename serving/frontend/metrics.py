@@ -66,23 +66,39 @@ class Histogram:
         family.add_metric(labels, list(zip(bounds, counts, strict=True)), self.sum)
 
 
-class ByClass:
-    """A histogram for each class of requests; one metric family, with the class as label."""
+MAX_MODELS = 100
+"""Names of models with histograms of their own: models come and go. Further ones share theirs."""
+OTHER_MODELS = "other models"
 
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self.of = {priority: Histogram(bounds) for priority in Priority}
 
-    @property
-    def count(self) -> int:
-        """The number of samples so far, over all classes."""
-        return sum(histogram.count for histogram in self.of.values())
+class Histograms:
+    """Histograms of one metric family, by labels, of which the last may be a model's name."""
 
-    def collect(self, name: str, about: str) -> HistogramMetricFamily:
-        """Returns the metric family."""
-        made = HistogramMetricFamily(PREFIX + name, about, labels=["priority"])
-        for priority, histogram in self.of.items():
-            histogram.add_to(made, [priority.value])
-        return made
+    def __init__(self, bounds: Sequence[float], *labels: str) -> None:
+        self._bounds, self._labels = bounds, labels
+        self._of: dict[tuple[str, ...], Histogram] = {}
+
+    def observe(self, samples: np.ndarray, *values: str) -> None:
+        """Counts samples under these values of the labels."""
+        if values not in self._of:
+            known = {labels[-1] for labels in self._of}
+            if values[-1] not in known and len(known) >= MAX_MODELS:
+                values = *values[:-1], OTHER_MODELS
+            self._of.setdefault(values, Histogram(self._bounds))
+        self._of[values].observe(samples)
+
+    def count(self, *values: str) -> int:
+        """Returns the number of samples so far under labels that begin with these."""
+        found = list(self._of.items())
+        return sum(one.count for labels, one in found if labels[: len(values)] == values)
+
+    def collect(self, name: str, about: str) -> Iterator[HistogramMetricFamily]:
+        """Yields the metric family, once it has a sample."""
+        made = HistogramMetricFamily(PREFIX + name, about, labels=self._labels)
+        for labels, histogram in sorted(self._of.items()):
+            histogram.add_to(made, labels)
+        if made.samples:
+            yield made
 
 
 def gauge(name: str, about: str, value: float) -> Metric:
@@ -201,8 +217,11 @@ class Metrics(Observer):
     def __init__(self) -> None:
         super().__init__()
         self.registry = CollectorRegistry()
-        self.ttft, self.itl, self.e2e = ByClass(_TTFT), ByClass(_ITL), ByClass(_E2E)
-        self.queue, self.wait = ByClass(_TTFT), ByClass(_TTFT)
+        by = "priority", "model_name"
+        self.ttft, self.itl, self.e2e = (Histograms(of, *by) for of in (_TTFT, _ITL, _E2E))
+        self.queue, self.wait = Histograms(_TTFT, by[0]), Histograms(_TTFT, by[0])
+        for priority in Priority:  # there from the start, without a sample
+            self.requests_began(np.zeros(0), np.zeros(0), priority)
         self.prefill_in_itl = Histogram(_ITL)
         # [start, end) of prefill steps since the last decode step. Few occur between two tokens of
         # a sequence; but if every request wants one token, no decode step ever clears them.
@@ -215,7 +234,7 @@ class Metrics(Observer):
         self.calls = Calls()
         self.by_caller = defaultdict[tuple[str, str], CallerLoad](CallerLoad)  # and model
         self.by_model = ModelLoad()
-        self.mesh = MeshLoad({phase: Histogram(_IMBALANCE) for phase in PHASES})
+        self.mesh = MeshLoad()
         self.engine: Engine | None = None  # set it when the engine is ready
         self._reference_step_s = 0.0  # of a full decode step, as soon as steps are known
         self.access: Access | None = None  # keys to report metrics of, and to check at a scrape
@@ -257,23 +276,30 @@ class Metrics(Observer):
     def requests_began(self, queue_s: np.ndarray, wait_s: np.ndarray, priority: Priority) -> None:
         """See Observer."""
         super().requests_began(queue_s, wait_s, priority)
-        self.queue.of[priority].observe(queue_s)
-        self.wait.of[priority].observe(wait_s)
+        self.queue.observe(queue_s, priority)
+        self.wait.observe(wait_s, priority)
 
-    def first_tokens(self, ttft_s: np.ndarray, slo_s: float, priority: Priority) -> None:
+    def first_tokens(
+        self, ttft_s: np.ndarray, slo_s: float, priority: Priority, model: str
+    ) -> None:
         """See Observer."""
-        super().first_tokens(ttft_s, slo_s, priority)
-        self._tokens("prefill", self.ttft.of[priority], ttft_s, slo_s)
+        super().first_tokens(ttft_s, slo_s, priority, model)
+        self.ttft.observe(ttft_s, priority, model)
+        self._tokens("prefill", ttft_s, slo_s, model)
 
-    def further_tokens(self, itl_s: np.ndarray, slo_s: float, priority: Priority) -> None:
+    def further_tokens(
+        self, itl_s: np.ndarray, slo_s: float, priority: Priority, model: str
+    ) -> None:
         """See Observer."""
-        super().further_tokens(itl_s, slo_s, priority)
-        self._tokens("decode", self.itl.of[priority], itl_s, slo_s)
+        super().further_tokens(itl_s, slo_s, priority, model)
+        self.itl.observe(itl_s, priority, model)
+        self._tokens("decode", itl_s, slo_s, model)
 
-    def _tokens(self, phase: str, into: Histogram, samples: np.ndarray, slo_s: float) -> None:
-        into.observe(samples)
+    def _tokens(self, phase: str, samples: np.ndarray, slo_s: float, model: str) -> None:
         self.generation_tokens += len(samples)
-        self.violations[phase] += int(np.count_nonzero(samples > slo_s))
+        late = int(np.count_nonzero(samples > slo_s))
+        self.violations[phase] += late
+        self.by_model.late[model, phase] += late
 
     def request_finished(self, sequence: "SequenceState", output: Output, now: float) -> None:
         """See Observer."""
@@ -281,9 +307,9 @@ class Metrics(Observer):
         self.prompt_tokens += output.usage.prompt_tokens
         self.finished[output.finish_reason or "stop"] += 1
         took_s = np.array([now - sequence.arrived_at])
-        self.e2e.of[sequence.request.priority].observe(took_s)
-        self.by_model.request_finished(sequence, output, now)
         request = sequence.request
+        self.e2e.observe(took_s, request.priority, request.model_name)
+        self.by_model.request_finished(sequence, output, now)
         who = request.key, request.model_name
         if who not in self.by_caller and len(self.by_caller) >= MAX_CALLERS:
             who = OTHERS, ""
@@ -292,7 +318,7 @@ class Metrics(Observer):
         load.visits += usage.expert_visits
         load.degraded += usage.degraded_visits
         if self.engine is not None and request.priority is Priority.LATENCY_SENSITIVE:
-            ttft_s, itl_s = self.engine.slo.objectives(request.priority)
+            ttft_s, itl_s = self.engine.slo.objectives(request.priority, request.model)
             mean_s = (now - sequence.first_at) / max(1, usage.completion_tokens - 1)
             load.late += sequence.first_at - sequence.arrived_at > ttft_s or mean_s > itl_s
 
@@ -304,15 +330,15 @@ class Metrics(Observer):
 
     def collect(self) -> Iterator[Metric]:
         """Yields all metric families; the registry calls this at a scrape."""
-        yield self.ttft.collect("time_to_first_token_seconds", "Arrival to first token")
-        yield self.itl.collect("inter_token_latency_seconds", "Between tokens of a request")
+        yield from self.ttft.collect("time_to_first_token_seconds", "Arrival to first token")
+        yield from self.itl.collect("inter_token_latency_seconds", "Between tokens of a request")
         inside = HistogramMetricFamily(
             PREFIX + "inter_token_prefill_seconds", "Prefill steps inside an inter-token latency"
         )
         self.prefill_in_itl.add_to(inside, [])
         yield inside
-        yield self.queue.collect("request_queue_time_seconds", "Arrival to the first layers")
-        yield self.wait.collect(
+        yield from self.queue.collect("request_queue_time_seconds", "Arrival to the first layers")
+        yield from self.wait.collect(
             "preemption_latency_seconds", "From slot and pages being there to the first layers"
         )
         if self.expert_rows is not None:
@@ -327,7 +353,7 @@ class Metrics(Observer):
         yield self.calls.collect()
         about, labels = "1; what runs", ["version", "commit", "jax"]
         yield family(GaugeMetricFamily, "build_info", about, labels, {_build(): 1})
-        yield self.e2e.collect("e2e_request_latency_seconds", "Arrival to last token")
+        yield from self.e2e.collect("e2e_request_latency_seconds", "Arrival to last token")
         yield counter("prompt_tokens", "Prompt tokens of finished requests", self.prompt_tokens)
         yield counter(
             "prefill_tokens",
@@ -515,12 +541,24 @@ def _workers(engine: "Engine | None") -> Iterator[Metric]:
         yield family(kind, f"worker_{name}", about, "worker", seen)
 
 
+_OF_A_REQUEST = {
+    "prompt_tokens": "Tokens of a finished request's prompt",
+    "generation_tokens": "Tokens of its answer",
+    "prefill_time_seconds": "From its first layers to its first token",
+    "decode_time_seconds": "From its first token to its last",
+}
+
+
 class ModelLoad:
     """What each model's finished requests had; further numbers if several models are served."""
 
     def __init__(self) -> None:
         self.finished, self.degraded = Counter[str](), Counter[str]()
-        self._lengths = defaultdict[str, dict[str, Histogram]](dict)  # by metric and model
+        self.late = Counter[tuple[str, str]]()  # tokens later than their objective, by phase
+        self._lengths = {
+            name: Histograms(_LENGTHS if name.endswith("tokens") else _E2E, "model_name")
+            for name in _OF_A_REQUEST
+        }
 
     def request_finished(self, sequence: "SequenceState", output: Output, now: float) -> None:
         """Counts a finished request of a model."""
@@ -533,23 +571,13 @@ class ModelLoad:
             ("prefill_time_seconds", sequence.first_at - began_at),
             ("decode_time_seconds", now - sequence.first_at),
         ):
-            bounds = _LENGTHS if name.endswith("tokens") else _E2E
-            into = self._lengths[name].setdefault(model, Histogram(bounds))
             if not isnan(value):  # a step of workers that began again may not say when
-                into.observe(np.array([value]))
+                self._lengths[name].observe(np.array([value]), model)
 
     def collect(self, engine: "Engine | None") -> Iterator[Metric]:
         """Yields metric families with the model as label."""
-        for name, about in (
-            ("prompt_tokens", "Tokens of a finished request's prompt"),
-            ("generation_tokens", "Tokens of its answer"),
-            ("prefill_time_seconds", "From its first layers to its first token"),
-            ("decode_time_seconds", "From its first token to its last"),
-        ):
-            made = HistogramMetricFamily(PREFIX + "request_" + name, about, labels=["model_name"])
-            for model, histogram in sorted(self._lengths[name].items()):
-                histogram.add_to(made, [model])
-            yield made
+        for name, about in _OF_A_REQUEST.items():
+            yield from self._lengths[name].collect(f"request_{name}", about)
         if engine is None or len(engine.names) < 2:
             return
         scheduler, registry, fetcher = engine.scheduler, engine.registry, engine.fetcher
@@ -562,6 +590,22 @@ class ModelLoad:
         ):
             named = {model: counts[model] for model in engine.names if model}
             yield family(kind, f"{name}_by_model", about, "model_name", named)
+        late, about = {}, "Tokens later than their objective"
+        objectives, bounds = dict[tuple[str, str], float](), dict[tuple[str, str], float]()
+        for number, own in enumerate(engine.slo.models):
+            if own.name:
+                slos_s = engine.slo.objectives(Priority.LATENCY_SENSITIVE, number)
+                for phase, slo_s in zip(PHASES, slos_s, strict=True):
+                    late[own.name, phase] = self.late[own.name, phase]
+                    objectives[own.name, phase] = slo_s
+                bounds[own.name, "floor"] = own.floor_percent
+                bounds[own.name, "ceiling"] = own.ceiling_percent
+        labels = ["model_name", "phase"]
+        yield family(_COUNTER, "slo_violations_by_model", about, labels, late)
+        about = "Objectives of latency-sensitive requests"
+        yield family(GaugeMetricFamily, "objective_seconds", about, labels, objectives)
+        about, labels = "Bounds of a model's thresholds", ["model_name", "bound"]
+        yield family(GaugeMetricFamily, "model_threshold_bound_percent", about, labels, bounds)
         yield counter(
             "mixed_steps", "Decode steps with rows of several models", scheduler.num_mixed
         )
@@ -583,9 +627,8 @@ class ModelLoad:
 class MeshLoad:
     """Load of a mesh's devices, accumulated over steps."""
 
-    def __init__(self, imbalance: dict[str, Histogram]) -> None:
-        """`imbalance` has an empty histogram for each phase."""
-        self.imbalance = imbalance
+    def __init__(self) -> None:
+        self.imbalance = Histograms(_IMBALANCE, "phase")
         self.rows: np.ndarray | None = None  # int64 [MoE layers, D], computed by experts
         self.expected = self.right = self.copied = 0
         self.positions = self.padding = 0.0
@@ -597,7 +640,7 @@ class MeshLoad:
         rows = result.device_rows.astype(np.int64)
         self.rows = rows if self.rows is None else self.rows + rows
         if rows.any():  # each layer waits for its busiest device
-            self.imbalance[phase].observe(np.array([rows.max(1).sum() / rows.mean(1).sum()]))
+            self.imbalance.observe(np.array([rows.max(1).sum() / rows.mean(1).sum()]), phase)
         if result.copies is not None:
             foreseen = result.copies.copied > 0
             self.expected += int(rows[foreseen].sum())
@@ -614,14 +657,8 @@ class MeshLoad:
         of_devices = {at: int(count) for at, count in counts}
         labels = ["layer", "device"]
         yield family(_COUNTER, "device_expert_rows", about, labels, of_devices)
-        imbalance = HistogramMetricFamily(
-            PREFIX + "imbalance_ratio",
-            "Rows of the fullest device over the mean, of a step's layers together",
-            labels=["phase"],
-        )
-        for phase, histogram in self.imbalance.items():
-            histogram.add_to(imbalance, [phase])
-        yield imbalance
+        about = "Rows of the fullest device over the mean, of a step's layers together"
+        yield from self.imbalance.collect("imbalance_ratio", about)
         lacking = self.padding / max(1.0, self.padding + self.positions)
         yield gauge("padded_rows_perc", "Rows that were padding; 1 is all", lacking)
         yield counter(

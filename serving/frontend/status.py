@@ -28,10 +28,10 @@ log = logging.getLogger(__name__)
 
 LS = Priority.LATENCY_SENSITIVE  # the class whose latencies and SLO violations are counted
 
+_CHANGED = {field.name for field in fields(BrownoutChange)}
+
 NEWS_OF_SPEED = 0.1
 """The status line has the machine's speed where that has changed by more than this share."""
-
-_STATE_FIELDS = tuple(field.name for field in fields(BrownoutChange))
 
 
 # ---- the status line --------------------------------------------------------------------------
@@ -77,9 +77,9 @@ class Snapshot:
             visits=stats.expert_visits,
             degraded_visits=stats.degraded_visits,
             ended=ended + stats.requests_failed + stats.requests_rejected,
-            first_tokens=metrics.ttft.of[LS].count,
+            first_tokens=metrics.ttft.count(LS),
             late_first_tokens=metrics.violations["prefill"],
-            further_tokens=metrics.itl.of[LS].count,
+            further_tokens=metrics.itl.count(LS),
             late_further_tokens=metrics.violations["decode"],
             strategy=brownout.strategy,
             way=brownout.way,
@@ -212,19 +212,24 @@ def changes(
     change: BrownoutChange, before: BrownoutState, after: BrownoutState
 ) -> tuple[dict[str, tuple[object, object]], str]:
     """Returns the settings that a caller has changed, before and after, and a text of them."""
+    was, is_now = _values(before, change.model), _values(after, change.model)
     # A controller may also have moved thresholds; list only those that this caller set.
-    own = [
-        name
-        for name in _STATE_FIELDS
-        if name in ("salc_enabled", "way") or getattr(change, name) is not None
-    ]
     changed = {
-        name: (getattr(before, name), getattr(after, name))
-        for name in own
-        if getattr(before, name) != getattr(after, name)
+        name: (was[name], is_now[name])
+        for name, value in vars(change).items()
+        if name in was and (value is not None or name in ("salc_enabled", "way"))
+        if was[name] != is_now[name]
     }
-    parts = [f"{name} from {_show(was)} to {_show(is_)}" for name, (was, is_) in changed.items()]
+    of = "" if change.model is None else f" of model {shown(change.model)}"
+    parts = [f"{name}{of} from {_show(a)} to {_show(b)}" for name, (a, b) in changed.items()]
     return changed, ", ".join(parts) or "nothing changed"
+
+
+def _values(state: BrownoutState, model: str | None) -> dict[str, Any]:
+    """Returns the settings of all models, or what one has of its own."""
+    if model is None:
+        return vars(state)
+    return next((vars(own) for own in state.models if own.name == model), {})
 
 
 def _ways(extra: dict[str, Any]) -> tuple[int, int]:
@@ -389,7 +394,7 @@ def _log_brownout(engine: "Engine") -> None:
         extra={
             "event": "brownout",
             "ways": list(ways),
-            **{name: getattr(state, name) for name in _STATE_FIELDS},
+            **{name: have for name, have in vars(state).items() if name in _CHANGED},
         },
     )
 

@@ -10,7 +10,7 @@ evicted before.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from types import MappingProxyType
 
 import numpy as np
@@ -37,7 +37,7 @@ from serving.scheduling.queues import Queues, RoundRobin, Share, of_one_model
 from serving.scheduling.reuse import Reuse
 from serving.scheduling.sequence import SequenceState, SequenceStatus, is_best_effort
 from serving.scheduling.step import Chunks, ScheduledStep, SingleRows, StagingRegions, gathered
-from serving.scheduling.waiting import QueuedClass
+from serving.scheduling.waiting import QueuedClass, Shares
 
 FEW_DECODING = 1 / 3
 """Share of a decode step's rows. With fewer decoding, prompts do not wait for company: another
@@ -151,10 +151,13 @@ class Scheduler:
         """
         return sum(self.places.admissible(self.running, priority))
 
-    def waits(self, priority: Priority, now: float) -> QueuedClass:
-        """Summarizes the waiting and running sequences of a class."""
+    def waits(
+        self, priority: Priority, now: float, shares: Mapping[int, Shares] = MappingProxyType({})
+    ) -> QueuedClass:
+        """Summarizes the waiting and running sequences of a class (`QueuedClass.of`)."""
         running = [s for s in self.running if s.request.priority is priority]
-        return QueuedClass.of(self.queues[priority], running, self.num_free_slots(priority), now)
+        free = self.num_free_slots(priority)
+        return QueuedClass.of(self.queues[priority], running, free, now, shares)
 
     def check_idle(self) -> None:
         """Raises AssertionError if it is not idle, or if a slot, page or region has leaked."""

@@ -11,7 +11,7 @@ whenever it gets there, with whichever rows were batched with it.
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from itertools import count
 
@@ -20,11 +20,13 @@ from jaxtyping import Int
 
 from jmoe.packed_rows import (
     DELTA_SLOT,
+    EXEMPT,
     KV_LEN,
     NUM_DELTA_COLUMNS,
     NUM_SHAPE_COLUMNS,
     Q_LEN,
     SLOT,
+    SPARED,
     empty_deltas,
 )
 from serving.plan import (
@@ -121,6 +123,11 @@ class ScheduledStep(StepPlan):
         if all(urgent):
             return control.threshold_percent
         return spare_latency_sensitive(self.rows, np.array(urgent), control)
+
+    def spare(self, models: Collection[int]) -> None:
+        """Exempts the rows of these models from brownout, in a mixed step."""
+        spared = np.isin(self.row_models, list(models))
+        self.rows[spared, EXEMPT] = np.maximum(self.rows[spared, EXEMPT], SPARED)
 
     def share_prompt_logprobs(self, result: StepResult) -> None:
         """Stores the prompt log-probabilities that the sequences' chunks yielded.

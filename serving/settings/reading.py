@@ -2,8 +2,9 @@
 
 import json
 import re
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from difflib import get_close_matches
 from math import inf
 from operator import attrgetter
@@ -14,7 +15,8 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from serving.config import BrownoutConfig, EngineConfig, ServerConfig, described, keys
-from serving.errors import SettingsError
+from serving.errors import InvalidRequest, SettingsError
+from serving.request import ModelBrownout
 from serving.settings.composes import refused_settings
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -45,6 +47,32 @@ def named_models(models: Sequence[str]) -> dict[str, str]:
 def _name_and_directory(model: str) -> tuple[str, str]:
     name, _, directory = model.partition("=")
     return name.strip(), directory.strip()
+
+
+def brownout_of_models(entries: Sequence[str]) -> dict[str, ModelBrownout]:
+    """Returns what models have of their own, by name, of `engine.brownout.models`.
+
+    Raises SettingsError.
+    """
+    kinds = {field.name: type(field.default) for field in fields(ModelBrownout)[1:]}
+    given = defaultdict[str, dict[str, Any]](dict)
+    for entry in entries:
+        rest, _, value = entry.rpartition("=")
+        name, _, key = (part.strip() for part in rest.rpartition(":"))
+        try:
+            number = kinds[key](value)
+        except (KeyError, ValueError):
+            raise SettingsError(
+                f"engine.brownout.models has {entry!r}; it must be NAME:KEY=VALUE, a KEY of "
+                f"{', '.join(kinds)} and a number"
+            ) from None
+        if key in given[name]:
+            raise SettingsError(f"engine.brownout.models has {name}:{key} twice; leave one out")
+        given[name][key] = number
+    try:
+        return {name: ModelBrownout(name, **own) for name, own in given.items()}
+    except InvalidRequest as error:
+        raise SettingsError(f"engine.brownout.models: {error}") from None
 
 
 def _check_models(config: ServerConfig, require: Any) -> None:
@@ -92,6 +120,12 @@ def _check_models(config: ServerConfig, require: Any) -> None:
             names.count(name) == 1,
             "engine.models",
             f"a name of its own for each model, and {name!r} is there twice",
+        )
+    for name in brownout_of_models(engine.brownout.models):
+        require(
+            name in names,
+            "engine.brownout.models",
+            f"of models that engine.models names, and {name!r} is none",
         )
     for origin in config.allowed_origins:
         require(

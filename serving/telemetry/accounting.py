@@ -107,14 +107,20 @@ class Accounts:
                 self._tell(Observer.requests_began, queue_s, wait_s, priority)
 
     def tokens(
-        self, priority: Priority, latencies: Latencies, slo_s: tuple[float, float], now: float
+        self,
+        latencies: Latencies,
+        objectives: Callable[[Priority, int], tuple[float, float]],
+        now: float,
     ) -> None:
-        """Reports the latencies of a class's tokens in one step; `slo_s` is its (TTFT, ITL) SLO."""
-        arrived_at, previous_at = latencies.first(priority), latencies.further(priority)
-        if arrived_at.size:
-            self._tell(Observer.first_tokens, now - arrived_at, slo_s[0], priority)
-        if previous_at.size:
-            self._tell(Observer.further_tokens, now - previous_at, slo_s[1], priority)
+        """Reports the latencies of one step's tokens; `objectives` returns the (TTFT, ITL) SLO of a
+        class's requests to a model.
+        """
+        for (priority, number, model), arrived_at, previous_at in latencies:
+            ttft_slo_s, itl_slo_s = objectives(priority, number)
+            if arrived_at.size:
+                self._tell(Observer.first_tokens, now - arrived_at, ttft_slo_s, priority, model)
+            if previous_at.size:
+                self._tell(Observer.further_tokens, now - previous_at, itl_slo_s, priority, model)
 
     def request_admitted(self, sequence: SequenceState, now: float) -> None:
         """Reports that a request was admitted."""

@@ -51,13 +51,17 @@ class Observer:
         available for them.
         """
 
-    def first_tokens(self, ttft_s: np.ndarray, slo_s: float, priority: Priority) -> None:
-        """Called with a class's times to first token in one step, including queueing; inf:
-        no SLO.
+    def first_tokens(
+        self, ttft_s: np.ndarray, slo_s: float, priority: Priority, model: str
+    ) -> None:
+        """Called with the times to first token of a class and a model in one step, including
+        queueing; inf: no SLO.
         """
 
-    def further_tokens(self, itl_s: np.ndarray, slo_s: float, priority: Priority) -> None:
-        """Called with a class's inter-token latencies in one step."""
+    def further_tokens(
+        self, itl_s: np.ndarray, slo_s: float, priority: Priority, model: str
+    ) -> None:
+        """Called with the inter-token latencies of a class and a model in one step."""
 
     def request_finished(self, sequence: SequenceState, output: Output, now: float) -> None:
         """Called when a request got its last token."""

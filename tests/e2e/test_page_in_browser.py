@@ -17,6 +17,7 @@ import pytest
 
 from serving.errors import PermissionDenied, Unauthenticated
 from serving.frontend.access import Caller
+from serving.request import ModelBrownout
 
 sys.path.append(str(Path(__file__).parents[1] / "serving"))  # fake_engine
 sys.path.append(str(Path(__file__).parent))
@@ -248,6 +249,24 @@ async def test_who_is_late_degraded_or_refused_and_what_runs_for_longest():
         assert await oldest.count() == 10
         first = await oldest.nth(0).inner_text()
         assert re.search(r"…mpl-00000000\s+alice, bundled\s+4\d(\.\d)? s\s+20\s+300", first), first
+
+
+async def test_what_a_model_has_of_its_own_stands_beside_it():
+    async with live_scene() as scene, browsing(viewport=PHONE) as page:
+        law = ModelBrownout("law", itl_slo_s=0.05, floor_percent=60)
+        scene.engine.names = ("base", "law")
+        scene.engine.brownout = replace(scene.engine.brownout, models=(ModelBrownout("base"), law))
+        await opened(page, scene)
+        table = page.locator("#family")
+        await table.locator("td", has_text="law").wait_for()
+        heads = await table.locator("th").all_text_contents()
+        cells = await table.locator("td").all_text_contents()
+        rows = [
+            dict(zip(heads, cells[at : at + len(heads)], strict=True)) for at in (0, len(heads))
+        ]
+        own = [(one["TTFT objective"], one["ITL objective"], one["Thresholds"]) for one in rows]
+        assert own == [("as all", "as all", "0 % to 100 %"), ("as all", "50 ms", "60 % to 100 %")]
+        assert await page.evaluate("document.documentElement.scrollWidth") == PHONE["width"]
 
 
 async def test_latencies_are_shown_on_a_log_scale():

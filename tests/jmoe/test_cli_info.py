@@ -231,6 +231,10 @@ class Server(rpc.GenerationServicer, rpc.AdminServicer):
             objective_state="overloaded: brownout is exhausted, refusing 3/s",
             max_expected_loss=0.05,
             least_threshold_percent=30,
+            models=[
+                pb.ModelBrownout(name="m", ceiling_percent=100),
+                pb.ModelBrownout(name="n", itl_slo_s=0.0123, floor_percent=60, ceiling_percent=90),
+            ],
         )
 
     async def GetStats(self, request, context):
@@ -304,6 +308,8 @@ def test_a_server_says_in_words_where_its_admin_service_is_and_how_it_does():
     assert "best-effort token" not in values
     assert values["uptime"] == "14 d 6 h 56 min 8 s"
     assert values["most expected loss"] == "0.05 nats a token: 30 % kept at least"
+    assert values["of n"] == "SLO ITL 12.3 ms, 60 to 90 % of visits kept exact"
+    assert "of m" not in values
     assert values["expected loss"] == "0.0125 nats a token, of 2,000 tokens"
     assert ", 0.0125 expected, of 60 answers audited" in values["brownout of m"]
     assert "expected" not in values["brownout of n"]

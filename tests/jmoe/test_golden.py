@@ -1,5 +1,6 @@
 """Logits and greedy tokens against Hugging Face transformers (tests/golden)."""
 
+import json
 from pathlib import Path
 from unittest import mock
 
@@ -43,6 +44,32 @@ def test_forward_equals_transformers(case):
     logits = np.asarray(jmoe.forward(model, golden["tokens"]))
     assert logits.dtype == np.float32
     assert np.abs(logits - golden["logits"]).max() < 1e-4
+
+
+@pytest.mark.deep
+def test_likelihoods_of_texts_equal_transformers():
+    """Of the bundled model, whose tests/e2e/test_lm_eval.py compares with the same file."""
+    model, told = jmoe.load("bundled", "float32"), []
+    known = [json.loads(line) for line in (GOLDEN / "bundled_likelihoods.jsonl").open()]
+    for one in known:
+        context, whole = (
+            model.tokenizer.encode(text, special_tokens=False)
+            for text in (one["context"], one["context"] + one["text"])
+        )
+        if not context:
+            context, whole = [0], [0, *whole]
+        padded = np.zeros((1, -(-len(whole) // 128) * 128), np.int32)  # few shapes to compile
+        padded[0, : len(whole)] = whole
+        logits = np.asarray(jmoe.forward(model, padded), np.float64)[0, len(context) - 1 :]
+        wanted = whole[len(context) :]
+        logprobs = logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True)
+        at = np.arange(len(wanted))
+        greedy = bool((logits[at].argmax(-1) == wanted).all())
+        told.append((logprobs[at, wanted].sum(), greedy))
+    assert [greedy for _, greedy in told] == [one["greedy"] for one in known]
+    off = np.array([value for value, _ in told]) - [one["logprob"] for one in known]
+    assert np.abs(off).max() < 1e-3
+    assert len(known) == 36
 
 
 @pytest.mark.deep

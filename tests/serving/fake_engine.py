@@ -95,7 +95,8 @@ class FakeEngine:
         prefill, decode = (SimpleNamespace(window=LatencyWindow(4.0)) for _ in range(2))
         self.slo = SimpleNamespace(
             ls=SimpleNamespace(prefill=prefill, decode=decode),
-            objectives=lambda priority: (self.brownout.ttft_slo_s, self.brownout.itl_slo_s),
+            objectives=lambda *of: (self.brownout.ttft_slo_s, self.brownout.itl_slo_s),
+            models=[],
         )
         self.counters: dict = {}  # fields of stats that a test sets
         self.calls: list[dict] = []
@@ -126,7 +127,7 @@ class FakeEngine:
         self.dead.set()
         self.gate.set()
 
-    def check_admission(self, priority=None, key: str = "") -> None:
+    def check_admission(self, priority=None, key: str = "", model=None) -> None:
         if self.status != "ready":
             raise Unavailable(f"the engine is {self.status}")
         if self.refusal is not None:

@@ -297,8 +297,8 @@ async def test_callers_and_objectives_do_not_notice():
     metrics.engine = engine
     await asyncio.gather(*(collect(engine, [n], 5) for n in range(3)))
     await until_audited(engine, 3)
-    assert metrics.ttft.of[Priority.BEST_EFFORT].count == 0
-    assert metrics.queue.of[Priority.BEST_EFFORT].count == 0
+    assert metrics.ttft.count(Priority.BEST_EFFORT) == 0
+    assert metrics.queue.count(Priority.BEST_EFFORT) == 0
     assert metrics.finished == Counter(length=3, stop=0)
     found = {f.name: f for f in metrics.collect()}
     assert found["jmoe_audit_answers"].samples[0].value == 3

@@ -221,8 +221,8 @@ def test_a_caller_who_changes_nothing_holds_up_no_controller(change):
         now = tick / 2
         slo.use_way(8, now)
         slo.apply(BrownoutChange(**change), now)
-        late = Latencies(previous_at={LS: [now - 0.02] * 8})
-        slo.observe(LS, late, now - 0.03, now)
+        late = Latencies(previous_at={(LS, 0, ""): [now - 0.02] * 8})
+        slo.observe(late, now - 0.03, now)
         slo.maybe_update(now, {LS: QueuedClass()})
     assert slo.ls.decode.threshold_percent < 20
 

@@ -245,10 +245,23 @@ async def test_over_the_admin_service_the_list_of_models_follows():
         asked.sampling.max_new_tokens = 2
         found = [t for m in await messages_of(s.stub.Generate(asked)) for t in m.token_ids]
         assert found == [7, 10]
+        own = pb.SetBrownoutRequest(model="third", itl_slo_s=0.5, floor_percent=60)
+        state = await s.admin.SetBrownout(own)
+        bounds = {"itl_slo_s": 0.5, "floor_percent": 60, "ceiling_percent": 100}
+        assert state.models[2] == pb.ModelBrownout(name="third", **bounds)
+        told = s.server.events[-1].text
+        assert "itl_slo_s of model 'third' from 0 to 0.5, floor_percent of model" in told
         told = await s.admin.UnloadModel(pb.UnloadModelRequest(name="third"))
         assert (list(told.names), told.num_vacant, told.num_ended) == (["counter", "second"], 1, 0)
         assert await listed() == ["counter", "second"]
         assert (await failure(s.stub.Generate(asked))).code() == grpc.StatusCode.NOT_FOUND
+        state = await s.admin.GetBrownout(pb.GetBrownoutRequest())
+        assert [own.name for own in state.models] == ["counter", "second"]
+        error = await failure(s.admin.SetBrownout(own))
+        assert error.code() == grpc.StatusCode.NOT_FOUND
+        await s.admin.LoadModel(pb.LoadModelRequest(name="third", directory="there"))
+        state = await s.admin.GetBrownout(pb.GetBrownoutRequest())
+        assert state.models[2] == pb.ModelBrownout(name="third", ceiling_percent=100)
 
 
 # ---- weights -------------------------------------------------------------------------------------

@@ -521,8 +521,8 @@ async def mixes(run):
 
 
 async def mixes_beside_brownout(run):
-    """Checks that requests that refuse brownout are exact in steps whose other rows are
-    degraded.
+    """Checks that requests that refuse brownout, and those to a model with a floor of 100, are
+    exact in steps whose other rows are degraded.
     """
     mix_whenever_possible(run.engine)
     asked = list(for_mixing(2, 16))
@@ -530,6 +530,8 @@ async def mixes_beside_brownout(run):
         interleaved(run, asked, 4), interleaved(run, asked, 5, allow_brownout=False)
     )
     run.judge(asked, got)
+    of_law = [pair for pair in zip(asked, degraded, strict=True) if pair[0].model == "law"]
+    run.judge(*zip(*of_law, strict=True))
     assert run.engine.scheduler.num_mixed > 5
     assert sum(one.degraded for one in degraded) > 0
 
@@ -652,7 +654,11 @@ ROWS = {
     "mixed: beside brownout": Row(
         "mixed",
         mixes_beside_brownout,
-        {"brownout": BrownoutConfig("partial", 2, (), 20, 20, salc=False)},
+        {
+            "brownout": BrownoutConfig(
+                "partial", 2, (), 20, 20, salc=False, models=("law:floor_percent=100",)
+            )
+        },
     ),
     "mixed: beside experts in host memory": Row("mixed host experts", mixes_and_fetches),
     "mixed: sets that come and go": Row(

@@ -20,7 +20,7 @@ import orjson
 
 from serving.errors import Overloaded, ServingError
 from serving.frontend.status import loadable_ways
-from serving.request import BrownoutState, Priority
+from serving.request import BrownoutState, ModelBrownout, Priority
 from serving.settings.composes import why_not
 from serving.telemetry.version import jmoe_version
 
@@ -228,7 +228,9 @@ def _word(server: "Server") -> str:
 
 
 def _models(engine: "Engine", metrics: "Metrics") -> list[dict[str, Any]]:
-    """Returns, for each model of a family, its residency and numbers of requests."""
+    """Returns, for each model of a family, its residency, numbers of requests, and what it has of
+    its own.
+    """
     if len(engine.names) < 2:
         return []
     scheduler, finished = engine.scheduler, metrics.by_model.finished
@@ -237,6 +239,7 @@ def _models(engine: "Engine", metrics: "Metrics") -> list[dict[str, Any]]:
         return Counter(s.request.model_name for s in sequences)
 
     running, waiting = count(scheduler.running), count(scheduler.waiting)
+    own = {one.name: one for one in engine.get_brownout().models}
     return [
         {
             "name": name,
@@ -245,6 +248,7 @@ def _models(engine: "Engine", metrics: "Metrics") -> list[dict[str, Any]]:
             "waiting": waiting[name],
             "finished": finished[name],
         }
+        | asdict(own.get(name, ModelBrownout(name)))
         for number, name in enumerate(engine.names)
         if name
     ]

@@ -74,12 +74,13 @@ def analyser(**brownout):
     return SloAnalyser(config, SalcConfig(interval_s=1.0, min_samples=5), way=8)
 
 
-def first(slo, arrived_at, now, priority=LS):
-    slo.observe(priority, Latencies(arrived_at={priority: arrived_at.tolist()}), now, now)
+def first(slo, arrived_at, now, priority=LS, model=0):
+    slo.observe(Latencies(arrived_at={(priority, model, ""): arrived_at.tolist()}), now, now)
 
 
-def further(slo, previous_at, launched_at, now, priority=LS):
-    slo.observe(priority, Latencies(previous_at={priority: previous_at.tolist()}), launched_at, now)
+def further(slo, previous_at, launched_at, now, priority=LS, model=0):
+    of = priority, model, ""
+    slo.observe(Latencies(previous_at={of: previous_at.tolist()}), launched_at, now)
 
 
 def control(slo, phase, *, ls=True):
@@ -214,7 +215,7 @@ def test_best_effort_without_an_objective_moves_no_threshold():
         update(slo, float(now), 0.0, best_effort=3600.0)
     assert control(slo, "prefill") == control(slo, "decode") == (100, BY_WEIGHT)
     assert control(slo, "decode", ls=False) == (100, BY_WEIGHT)
-    assert slo.objectives(BE) == (math.inf, math.inf)
+    assert slo.objectives(BE, 0) == (math.inf, math.inf)
 
 
 def test_best_effort_with_an_objective_lowers_its_own_steps_only():

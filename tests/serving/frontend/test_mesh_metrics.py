@@ -7,12 +7,12 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from jmoe.experts import ExpertPool
-from serving.frontend.metrics import Histogram, MeshLoad
+from serving.frontend.metrics import MeshLoad
 from serving.plan import Copies, Phase
 
 
 def load_of():
-    return MeshLoad({phase: Histogram((1.1, 1.5, 2.0)) for phase in Phase})
+    return MeshLoad()
 
 
 def read(device_rows, copies=None, padded_share=0.0):

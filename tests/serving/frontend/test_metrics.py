@@ -19,12 +19,13 @@ from prometheus_client.openmetrics.parser import (
 )
 from prometheus_client.parser import text_string_to_metric_families
 
-from serving.config import ServerConfig
+from serving.config import BrownoutConfig, SalcConfig, ServerConfig
+from serving.control.slo import SloAnalyser
 from serving.errors import Aborted, DeadlineExceeded, QueuedTooLong
 from serving.frontend import metrics_http
-from serving.frontend.metrics import Histogram, Metrics
+from serving.frontend.metrics import MAX_MODELS, OTHER_MODELS, PHASES, Histogram, Metrics
 from serving.frontend.server import Server
-from serving.request import Output, Priority, Refused, Usage
+from serving.request import ModelBrownout, Output, Priority, Refused, Usage
 
 LS = Priority.LATENCY_SENSITIVE
 
@@ -69,8 +70,8 @@ async def test_a_port_that_is_taken_is_named_with_the_flag() -> None:
 def busy() -> Metrics:
     """Returns metrics that have observed events of every kind."""
     metrics = Metrics()
-    metrics.first_tokens(np.array([0.5, 3.0]), 1.0, LS)
-    metrics.further_tokens(np.array([0.01, 0.2, 0.1]), 0.1, LS)
+    metrics.first_tokens(np.array([0.5, 3.0]), 1.0, LS, "counter")
+    metrics.further_tokens(np.array([0.01, 0.2, 0.1]), 0.1, LS, "counter")
     metrics.step_read(step("prefill"), read([[1, 2]]), 0.0, 1.0)
     last = Output("a", "", (1,), (), Usage(7, 3, 0, 0), "length")
     asked = SimpleNamespace(
@@ -141,13 +142,13 @@ def test_scrape_over_http() -> None:
     with served(busy()) as url, urlopen(url) as answer:
         got = samples(answer.read().decode())
     expected = {
-        ("jmoe_time_to_first_token_seconds_count", "latency_sensitive"): 2,
-        ("jmoe_time_to_first_token_seconds_sum", "latency_sensitive"): 3.5,
-        ("jmoe_time_to_first_token_seconds_bucket", "0.25", "latency_sensitive"): 0,
-        ("jmoe_time_to_first_token_seconds_bucket", "0.5", "latency_sensitive"): 1,
-        ("jmoe_time_to_first_token_seconds_bucket", "+Inf", "latency_sensitive"): 2,
-        ("jmoe_inter_token_latency_seconds_count", "latency_sensitive"): 3,
-        ("jmoe_e2e_request_latency_seconds_sum", "latency_sensitive"): 4,
+        ("jmoe_time_to_first_token_seconds_count", "counter", "latency_sensitive"): 2,
+        ("jmoe_time_to_first_token_seconds_sum", "counter", "latency_sensitive"): 3.5,
+        ("jmoe_time_to_first_token_seconds_bucket", "0.25", "counter", "latency_sensitive"): 0,
+        ("jmoe_time_to_first_token_seconds_bucket", "0.5", "counter", "latency_sensitive"): 1,
+        ("jmoe_time_to_first_token_seconds_bucket", "+Inf", "counter", "latency_sensitive"): 2,
+        ("jmoe_inter_token_latency_seconds_count", "counter", "latency_sensitive"): 3,
+        ("jmoe_e2e_request_latency_seconds_sum", "counter", "latency_sensitive"): 4,
         ("jmoe_prompt_tokens_total",): 7,
         ("jmoe_generation_tokens_total",): 5,
         ("jmoe_prefill_tokens_total",): 12,
@@ -267,9 +268,65 @@ def test_expert_load_adds_up_over_steps() -> None:
     assert got == rows | {("1", "0"): 1, ("1", "1"): 0, ("1", "2"): 4}
 
 
+def test_latencies_are_by_model_and_those_of_ever_new_ones_are_one() -> None:
+    metrics, priorities = Metrics(), tuple(Priority)
+    for at in range(MAX_MODELS + 3):
+        for priority in priorities:
+            metrics.first_tokens(np.array([0.5] * (1 + at)), 1.0, priority, f"m{at}")
+    metrics.first_tokens(np.array([2.0]), 1.0, LS, "m7")
+    (family,) = metrics.ttft.collect("x", "about")
+    counts = {
+        (s.labels["priority"], s.labels["model_name"]): s.value
+        for s in family.samples
+        if s.name.endswith("_count")
+    }
+    assert len(counts) == len(priorities) * (MAX_MODELS + 1)
+    for priority in priorities:
+        new = sum(range(MAX_MODELS + 1, MAX_MODELS + 4))
+        assert counts[priority, OTHER_MODELS] == new
+        assert counts[priority, "m7"] == 8 + (priority is LS)
+        assert metrics.ttft.count(priority) == sum(range(MAX_MODELS + 4)) + (priority is LS)
+
+
+def test_objectives_bounds_and_late_tokens_of_models() -> None:
+    metrics = Metrics()
+    metrics.engine = SimpleNamespace(
+        names=["base", "law", ""],
+        scheduler=SimpleNamespace(running=[], waiting=[], num_mixed=0, models=None),
+        registry=SimpleNamespace(num_swaps=0),
+        fetcher=SimpleNamespace(fetches={"miss": 0, "ahead": 0}, fetched_bytes=0, num_reruns=0),
+        slo=SloAnalyser(
+            BrownoutConfig(ttft_slo_s=1.0, itl_slo_s=0.1),
+            SalcConfig(),
+            way=0,
+            models=[ModelBrownout("base"), ModelBrownout("law", 0.0, 0.05, 60), ModelBrownout("")],
+        ),
+    )
+    metrics.further_tokens(np.array([0.06, 0.04]), 0.05, LS, "law")
+    found = {
+        (s.name, *s.labels.values()): s.value
+        for family in metrics.by_model.collect(metrics.engine)
+        for s in family.samples
+    }
+
+    def of(name):
+        return {tuple(at): value for (known, *at), value in found.items() if known == name}
+
+    late = of("jmoe_slo_violations_by_model_total")
+    assert late == {("base", p): 0 for p in PHASES} | {("law", "prefill"): 0, ("law", "decode"): 1}
+    slos = of("jmoe_objective_seconds")
+    assert (slos["law", "prefill"], slos["law", "decode"], slos["base", "decode"]) == (1, 0.05, 0.1)
+    bounds = of("jmoe_model_threshold_bound_percent")
+    assert (bounds["law", "floor"], bounds["law", "ceiling"], bounds["base", "floor"]) == (
+        60,
+        100,
+        0,
+    )
+
+
 def test_two_servers_do_not_share_metrics() -> None:
     one, other = Metrics(), Metrics()
-    one.first_tokens(np.array([1.0]), 1.0, LS)
+    one.first_tokens(np.array([1.0]), 1.0, LS, "")
     assert (one.generation_tokens, other.generation_tokens) == (1, 0)
 
 

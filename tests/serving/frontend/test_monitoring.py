@@ -25,18 +25,21 @@ promtool = pytest.mark.skipif(
 
 
 def audited():
-    """Returns metrics of a server that has audited some answers."""
+    """Returns metrics of a server that has given some answers, and audited them."""
     metrics = Metrics()
     metrics.engine = FakeEngine()
     audit = AuditState("counter", 3, 0, 0.1, 0.0, 0.2, 0.1, 0.0, 0.2, False, "", 0.1)
     metrics.engine.counters["audits"] = (audit,)
+    for priority in Priority:
+        metrics.first_tokens(np.array([0.5]), 1.0, priority, "counter")
+        metrics.further_tokens(np.array([0.05]), 1.0, priority, "counter")
+        metrics.e2e.observe(np.array([1.0]), priority, "counter")
     return metrics
 
 
 def labels_by_name():
     """Returns the labels of every sample that a server with some traffic has."""
     metrics = audited()
-    metrics.first_tokens(np.array([0.5]), 1.0, Priority.LATENCY_SENSITIVE)
     metrics.expert_rows = np.ones((1, 2), np.int64)
     metrics.calls.door("http", ["other"], "500")
     found = {}

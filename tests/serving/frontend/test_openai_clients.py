@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from openai_served import TOOLS_TEMPLATE, saying
 
-from tests.environments import OWN, interpreter_with
+from tests.environments import OWN, interpreter_with, modules_with
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(900)]
 
@@ -19,7 +19,8 @@ CLIENTS = {
     "agents": ("openai-agents==0.24.0",),
     "instructor": ("instructor==1.17.0",),
 }
-LOOPS = {"openai": 4, "langchain": 4, "litellm": 1, "agents": 4}
+NODE = "openai@6.30.1"
+LOOPS = {"openai": 4, "node": 4, "langchain": 4, "litellm": 1, "agents": 4}
 PARIS, ROME = ("temperature", '{"city": "Paris"}'), ("temperature", '{"city": "Rome"}')
 TEXT = "It has 12 and 21 C."
 
@@ -69,19 +70,24 @@ FORMATS = {
 }
 
 
+HERE = Path(__file__).parent
+
+
 @pytest.fixture(scope="module")
-def python(request):
-    """Returns the interpreter of a client's environment, which is made once."""
-    wanted = CLIENTS[request.param]
-    return request.param, interpreter_with(*wanted)
+def client(request):
+    """Returns a client's name, and the command that runs it in its environment, which is made
+    once.
+    """
+    if request.param == "node":
+        return "node", ["node", HERE / "tool_clients.mjs", modules_with(NODE)]
+    python = interpreter_with(*CLIENTS[request.param])
+    return request.param, [python, HERE / "tool_clients.py", request.param]
 
 
-async def told(python, s):
+async def told(command, s):
     """Returns what a client prints."""
-    client, interpreter = python
-    script = Path(__file__).with_name("tool_clients.py")
     process = await asyncio.create_subprocess_exec(
-        *(interpreter, script, client, f"http://{s.address}/v1"),
+        *(*command, f"http://{s.address}/v1"),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         env=OWN,
@@ -92,8 +98,8 @@ async def told(python, s):
 
 
 @pytest.mark.parametrize("marker", FORMATS)
-@pytest.mark.parametrize("python", LOOPS, indirect=True)
-async def test_a_loop_of_tools(python, marker):
+@pytest.mark.parametrize("client", LOOPS, indirect=True)
+async def test_a_loop_of_tools(client, marker):
     written = FORMATS[marker]
 
     def said(prompt):
@@ -108,10 +114,10 @@ async def test_a_loop_of_tools(python, marker):
     template = TOOLS_TEMPLATE.replace("<tool_call>", marker).replace("</tool_call>", "")
     template += "{# </think> #}"  # so that the engine gets the text
     async with saying(said, template) as s:
-        got = await told(python, s)
+        got = await told(client[1], s)
         count = len(s.engine.calls)
         held = all(call["sampling"].structure is not None for call in s.engine.calls)
-    loops = LOOPS[python[0]]
+    loops = LOOPS[client[0]]
     assert got["texts"] == [TEXT] * loops
     one = [["temperature", "Paris"], ["temperature", "Rome"]]
     cities = [sorted(part) for part in zip(got["asked"][0::3], got["asked"][1::3], strict=True)]
@@ -121,15 +127,15 @@ async def test_a_loop_of_tools(python, marker):
     assert held == (written is not harmony)
 
 
-@pytest.mark.parametrize("python", ["instructor"], indirect=True)
-async def test_an_answer_with_a_type(python):
+@pytest.mark.parametrize("client", ["instructor"], indirect=True)
+async def test_an_answer_with_a_type(client):
     arguments = '{"city": "Paris", "degrees": 12}'
 
     def said(prompt):
         return hermes(("Weather", arguments)) if prompt.options.get("tools") else arguments
 
     async with saying(said) as s:
-        got = await told(python, s)
+        got = await told(client[1], s)
         held = [call["sampling"].structure is not None for call in s.engine.calls]
     assert got["texts"] == [{"city": "Paris", "degrees": 12}] * 3
     assert held == [True] * 3

@@ -415,21 +415,23 @@ _BODIES = st.fixed_dictionaries(
 )
 
 
-async def test_no_request_is_a_fault_of_the_server():
-    bodies = []
+@pytest.mark.sized(exhaustive=[f"{parser}-5000" for parser in PARSERS])
+@pytest.mark.parametrize("count", [40, 5_000])
+@pytest.mark.parametrize("parser", PARSERS)
+async def test_no_request_is_a_fault_of_the_server(parser, count):
+    bodies, statuses = [], set()
 
-    @settings(max_examples=80, database=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=count, database=None, suppress_health_check=list(HealthCheck))
     @given(body=_BODIES, stream=st.booleans())
     def draw(body, stream):
         bodies.append({"model": "counter", "stream": stream, **body})
 
     draw()
-    for parser in PARSERS:
-        statuses = set()
-        async with saying(BOTH, tool_call_parser=parser) as s:
-            for body in bodies:
-                answer = await s.http.post(PATH, json=body)
-                statuses.add(answer.status_code)
-                failed = answer.status_code != 400 and '"server_error"' in answer.text
-                assert not failed, (body, answer.text)
-        assert statuses == {200, 400}
+    async with saying(BOTH, tool_call_parser=parser) as s:
+        for body in bodies:
+            answer = await s.http.post(PATH, json=body)
+            statuses.add(answer.status_code)
+            failed = answer.status_code != 400 and '"server_error"' in answer.text
+            assert not failed, (body, answer.text)
+    assert statuses == {200, 400}
+    assert len(bodies) >= count

@@ -41,7 +41,7 @@ from serving.frontend.page.live import (
     Who,
 )
 from serving.frontend.page.shield import POLICY
-from serving.request import AuditState, Output, Priority, Usage
+from serving.request import AuditState, ModelBrownout, Output, Priority, Usage
 
 LS, BE = Priority.LATENCY_SENSITIVE, Priority.BEST_EFFORT
 
@@ -286,7 +286,7 @@ async def test_a_sample_is_what_was_counted_since_the_last_one() -> None:
         before = sampler.take()
         assert before.time_s == 1000.0
         assert np.isnan([before.requests_per_s, before.degraded_share]).all()
-        metrics.first_tokens(np.array([0.1, 0.2, 0.3]), 1.0, LS)
+        metrics.first_tokens(np.array([0.1, 0.2, 0.3]), 1.0, LS, "")
         metrics.prefill_tokens += 500
         ends = np.linspace(0.01, 0.10, 10)
         engine.slo.ls.decode.window.add(11.0, 11.5, ends)
@@ -326,7 +326,12 @@ def test_more_degraded_than_visited_is_all_and_none_is_nothing() -> None:
 def running_request(model: str, number: int = 0, **fields) -> SimpleNamespace:
     """Returns what the page reads of a request that has been running for `number` seconds."""
     request = SimpleNamespace(
-        priority=LS, model_name=model, key="alice", request_id=f"r{number}", is_audit=False
+        priority=LS,
+        model=0,
+        model_name=model,
+        key="alice",
+        request_id=f"r{number}",
+        is_audit=False,
     )
     return SimpleNamespace(
         request=request,
@@ -454,6 +459,8 @@ async def test_models_of_a_family_and_workers_are_shown() -> None:
     async with serving() as s:
         engine, metrics = s.engine, s.server.metrics
         engine.names, engine.scheduler.models = ("a", "b"), {1}
+        own = ModelBrownout("b", itl_slo_s=0.5, floor_percent=40)
+        engine.brownout = replace(engine.brownout, models=(own,))
         of_b = running_request("b")
         engine.scheduler.running, engine.scheduler.waiting = [of_b], [of_b, of_b]
         metrics.by_model.finished["a"] += 4
@@ -465,8 +472,8 @@ async def test_models_of_a_family_and_workers_are_shown() -> None:
         async with client(s) as http:
             now = (await http.get("/api/state")).json()["now"]
     assert now["models"] == [
-        {"name": "a", "resident": False, "running": 0, "waiting": 0, "finished": 4},
-        {"name": "b", "resident": True, "running": 1, "waiting": 2, "finished": 0},
+        {"resident": False, "running": 0, "waiting": 0, "finished": 4, **vars(ModelBrownout("a"))},
+        {"resident": True, "running": 1, "waiting": 2, "finished": 0, **vars(own)},
     ]
     assert now["workers"] == [worker]
 

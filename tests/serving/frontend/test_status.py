@@ -56,8 +56,8 @@ async def test_the_status_line_is_about_the_last_interval(status, caplog) -> Non
     engine.counters = {"num_running": 12, "num_waiting": 3, "kv_pages_used": 43}
     engine.counters |= {"expert_visits": 1800, "degraded_visits": 400}  # 800 and 200 before
     metrics.prefill_tokens = 3102
-    metrics.first_tokens(np.full(50, 0.5), 1.0, LS)
-    metrics.further_tokens(np.linspace(0.001, 0.2, 200), 0.19, LS)
+    metrics.first_tokens(np.full(50, 0.5), 1.0, LS, "")
+    metrics.further_tokens(np.linspace(0.001, 0.2, 200), 0.19, LS, "")
     await asyncio.sleep(INTERVAL_S)
     (record,) = events(caplog, "status")
     assert record.getMessage() == (

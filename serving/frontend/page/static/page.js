@@ -3,7 +3,7 @@
 import { Controls } from "./controls.js";
 import { Events } from "./events.js";
 import { Feed } from "./feed.js";
-import { NONE, count, duration, fixed, rate, seconds, share } from "./format.js";
+import { NONE, count, duration, fixed, percent, rate, seconds, share } from "./format.js";
 import { Heat } from "./heat.js";
 import { Past } from "./past.js";
 
@@ -145,7 +145,11 @@ const MODELS = [
   ["Running", (m) => count(m.running)],
   ["Waiting", (m) => count(m.waiting)],
   ["Finished", (m) => count(m.finished)],
+  ["TTFT objective", (m) => (m.ttft_slo_s ? seconds(m.ttft_slo_s) : COMMON)],
+  ["ITL objective", (m) => (m.itl_slo_s ? seconds(m.itl_slo_s) : COMMON)],
+  ["Thresholds", (m) => `${percent(m.floor_percent)} to ${percent(m.ceiling_percent)}`],
 ];
+const COMMON = "as all";
 const AUDITS = [
   ["Model", (a) => a.model],
   ["Key", (a) => a.key || NONE],

@@ -274,7 +274,7 @@ class GetBrownoutRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class SetBrownoutRequest(_message.Message):
-    __slots__ = ("strategy", "way", "prefill_threshold_percent", "decode_threshold_percent", "salc_enabled", "ttft_slo_s", "itl_slo_s", "controller", "prefill_company", "keep", "max_expected_loss")
+    __slots__ = ("strategy", "way", "prefill_threshold_percent", "decode_threshold_percent", "salc_enabled", "ttft_slo_s", "itl_slo_s", "controller", "prefill_company", "keep", "max_expected_loss", "model", "floor_percent", "ceiling_percent")
     STRATEGY_FIELD_NUMBER: _ClassVar[int]
     WAY_FIELD_NUMBER: _ClassVar[int]
     PREFILL_THRESHOLD_PERCENT_FIELD_NUMBER: _ClassVar[int]
@@ -286,6 +286,9 @@ class SetBrownoutRequest(_message.Message):
     PREFILL_COMPANY_FIELD_NUMBER: _ClassVar[int]
     KEEP_FIELD_NUMBER: _ClassVar[int]
     MAX_EXPECTED_LOSS_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    FLOOR_PERCENT_FIELD_NUMBER: _ClassVar[int]
+    CEILING_PERCENT_FIELD_NUMBER: _ClassVar[int]
     strategy: str
     way: int
     prefill_threshold_percent: int
@@ -297,10 +300,27 @@ class SetBrownoutRequest(_message.Message):
     prefill_company: bool
     keep: str
     max_expected_loss: float
-    def __init__(self, strategy: _Optional[str] = ..., way: _Optional[int] = ..., prefill_threshold_percent: _Optional[int] = ..., decode_threshold_percent: _Optional[int] = ..., salc_enabled: _Optional[bool] = ..., ttft_slo_s: _Optional[float] = ..., itl_slo_s: _Optional[float] = ..., controller: _Optional[str] = ..., prefill_company: _Optional[bool] = ..., keep: _Optional[str] = ..., max_expected_loss: _Optional[float] = ...) -> None: ...
+    model: str
+    floor_percent: int
+    ceiling_percent: int
+    def __init__(self, strategy: _Optional[str] = ..., way: _Optional[int] = ..., prefill_threshold_percent: _Optional[int] = ..., decode_threshold_percent: _Optional[int] = ..., salc_enabled: _Optional[bool] = ..., ttft_slo_s: _Optional[float] = ..., itl_slo_s: _Optional[float] = ..., controller: _Optional[str] = ..., prefill_company: _Optional[bool] = ..., keep: _Optional[str] = ..., max_expected_loss: _Optional[float] = ..., model: _Optional[str] = ..., floor_percent: _Optional[int] = ..., ceiling_percent: _Optional[int] = ...) -> None: ...
+
+class ModelBrownout(_message.Message):
+    __slots__ = ("name", "ttft_slo_s", "itl_slo_s", "floor_percent", "ceiling_percent")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    TTFT_SLO_S_FIELD_NUMBER: _ClassVar[int]
+    ITL_SLO_S_FIELD_NUMBER: _ClassVar[int]
+    FLOOR_PERCENT_FIELD_NUMBER: _ClassVar[int]
+    CEILING_PERCENT_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    ttft_slo_s: float
+    itl_slo_s: float
+    floor_percent: int
+    ceiling_percent: int
+    def __init__(self, name: _Optional[str] = ..., ttft_slo_s: _Optional[float] = ..., itl_slo_s: _Optional[float] = ..., floor_percent: _Optional[int] = ..., ceiling_percent: _Optional[int] = ...) -> None: ...
 
 class BrownoutState(_message.Message):
-    __slots__ = ("strategy", "way", "prefill_threshold_percent", "decode_threshold_percent", "salc_enabled", "ttft_slo_s", "itl_slo_s", "warning_factor", "ttft_p90_s", "itl_p90_s", "controller", "prefill_company", "predicted_ttft_p90_s", "predicted_itl_p90_s", "objective_state", "least_ttft_s", "least_itl_s", "keep", "max_expected_loss", "least_threshold_percent")
+    __slots__ = ("strategy", "way", "prefill_threshold_percent", "decode_threshold_percent", "salc_enabled", "ttft_slo_s", "itl_slo_s", "warning_factor", "ttft_p90_s", "itl_p90_s", "controller", "prefill_company", "predicted_ttft_p90_s", "predicted_itl_p90_s", "objective_state", "least_ttft_s", "least_itl_s", "keep", "max_expected_loss", "least_threshold_percent", "models")
     STRATEGY_FIELD_NUMBER: _ClassVar[int]
     WAY_FIELD_NUMBER: _ClassVar[int]
     PREFILL_THRESHOLD_PERCENT_FIELD_NUMBER: _ClassVar[int]
@@ -321,6 +341,7 @@ class BrownoutState(_message.Message):
     KEEP_FIELD_NUMBER: _ClassVar[int]
     MAX_EXPECTED_LOSS_FIELD_NUMBER: _ClassVar[int]
     LEAST_THRESHOLD_PERCENT_FIELD_NUMBER: _ClassVar[int]
+    MODELS_FIELD_NUMBER: _ClassVar[int]
     strategy: str
     way: int
     prefill_threshold_percent: float
@@ -341,7 +362,8 @@ class BrownoutState(_message.Message):
     keep: str
     max_expected_loss: float
     least_threshold_percent: int
-    def __init__(self, strategy: _Optional[str] = ..., way: _Optional[int] = ..., prefill_threshold_percent: _Optional[float] = ..., decode_threshold_percent: _Optional[float] = ..., salc_enabled: _Optional[bool] = ..., ttft_slo_s: _Optional[float] = ..., itl_slo_s: _Optional[float] = ..., warning_factor: _Optional[float] = ..., ttft_p90_s: _Optional[float] = ..., itl_p90_s: _Optional[float] = ..., controller: _Optional[str] = ..., prefill_company: _Optional[bool] = ..., predicted_ttft_p90_s: _Optional[float] = ..., predicted_itl_p90_s: _Optional[float] = ..., objective_state: _Optional[str] = ..., least_ttft_s: _Optional[float] = ..., least_itl_s: _Optional[float] = ..., keep: _Optional[str] = ..., max_expected_loss: _Optional[float] = ..., least_threshold_percent: _Optional[int] = ...) -> None: ...
+    models: _containers.RepeatedCompositeFieldContainer[ModelBrownout]
+    def __init__(self, strategy: _Optional[str] = ..., way: _Optional[int] = ..., prefill_threshold_percent: _Optional[float] = ..., decode_threshold_percent: _Optional[float] = ..., salc_enabled: _Optional[bool] = ..., ttft_slo_s: _Optional[float] = ..., itl_slo_s: _Optional[float] = ..., warning_factor: _Optional[float] = ..., ttft_p90_s: _Optional[float] = ..., itl_p90_s: _Optional[float] = ..., controller: _Optional[str] = ..., prefill_company: _Optional[bool] = ..., predicted_ttft_p90_s: _Optional[float] = ..., predicted_itl_p90_s: _Optional[float] = ..., objective_state: _Optional[str] = ..., least_ttft_s: _Optional[float] = ..., least_itl_s: _Optional[float] = ..., keep: _Optional[str] = ..., max_expected_loss: _Optional[float] = ..., least_threshold_percent: _Optional[int] = ..., models: _Optional[_Iterable[_Union[ModelBrownout, _Mapping]]] = ...) -> None: ...
 
 class Audit(_message.Message):
     __slots__ = ("model", "num_scored", "num_unscored", "excess_nats", "excess_low_nats", "excess_high_nats", "disagreement", "disagreement_low", "disagreement_high", "is_exempt", "key", "expected_nats")
