@@ -5,7 +5,7 @@ import json
 import httpx2
 import openai
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 from openai_served import CHAT, NO_CERTIFICATES, TOOLS_TEMPLATE, saying
 from served import Setup
@@ -415,12 +415,14 @@ _BODIES = st.fixed_dictionaries(
 )
 
 
-@pytest.mark.sized(exhaustive=[f"{parser}-5000" for parser in PARSERS])
-@pytest.mark.parametrize("count", [40, 5_000])
+@pytest.mark.sized(exhaustive=[f"{parser}-5000-{part}" for parser in PARSERS for part in range(4)])
+@pytest.mark.parametrize(("count", "part"), [(40, 0), *((5_000, part) for part in range(4))])
 @pytest.mark.parametrize("parser", PARSERS)
-async def test_no_request_is_a_fault_of_the_server(parser, count):
+async def test_no_request_is_a_fault_of_the_server(parser, count, part):
+    """100,000 requests in all, of which a run has a part."""
     bodies, statuses = [], set()
 
+    @seed(part)
     @settings(max_examples=count, database=None, suppress_health_check=list(HealthCheck))
     @given(body=_BODIES, stream=st.booleans())
     def draw(body, stream):
