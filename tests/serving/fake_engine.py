@@ -212,6 +212,8 @@ class FakeEngine:
         if change.way not in (None, self.brownout.way):
             await self.way_gate.wait()
         given = {name: value for name, value in asdict(change).items() if value is not None}
+        if {"model", "floor_percent", "ceiling_percent"} & set(given):
+            raise InvalidRequest("counter is one model")
         if {"prefill_threshold_percent", "decode_threshold_percent"} & set(given):
             given = {"salc_enabled": False} | given
         self.brownout = replace(self.brownout, **given)
