@@ -120,7 +120,8 @@ def _latents(
     k = jnp.concatenate([latent, k_turned], axis=2)
     if expands:
         q = jnp.concatenate([q, q_turned], axis=2)
-        return Heads(q, k, k, layer.get("sinks"), layer["wkv_b"])
+        keys, values = (one.reshape(kind.kv_rank, -1) for one in _of_latents(cfg, layer))
+        return Heads(q, k, k, layer.get("sinks"), (keys, values))
     keys, _ = _of_latents(cfg, layer)
     q = jnp.concatenate([jnp.einsum("thn,rhn->thr", q, keys), q_turned], axis=2)
     # Attention scales by the root of the width that it sees.
@@ -132,8 +133,12 @@ def _of_latents(
     cfg: ModelConfig, layer: Params
 ) -> tuple[Float[Array, "r H nope"], Float[Array, "r H value"]]:
     """Returns what makes each head's keys, and its values, of latents."""
-    weights = layer["wkv_b"].reshape(-1, cfg.num_heads, layer["wkv_b"].shape[1] // cfg.num_heads)
-    keys, values = jnp.split(weights, [latent_of(cfg).nope], axis=2)
+    if "wkv_b" in layer:
+        layer = with_split_latents(layer)
+    keys, values = (
+        layer[name].reshape(-1, cfg.num_heads, layer[name].shape[1] // cfg.num_heads)
+        for name in ("wk_b", "wv_b")
+    )
     return keys, values
 
 
@@ -161,7 +166,7 @@ def attended(
     expanded: bool = False,
 ) -> Float[Array, "T d"]:
     """Adds to the rows what their heads have read: of latents, or of values made of them."""
-    if "wkv_b" in layer and not expanded:
+    if "wkv_a" in layer and not expanded:
         _, values = _of_latents(cfg, layer)
         out = jnp.einsum("thr,rhv->thv", out[..., : values.shape[0]].astype(values.dtype), values)
     out = linear(out.reshape(x.shape[0], -1), layer["wo"]).astype(x.dtype)
@@ -575,6 +580,8 @@ def unstack(params: Params) -> Params:
     for segment in params["segments"]:
         if "router" in segment:
             segment = with_wide_router(segment)
+        if "wkv_b" in segment:
+            segment = with_split_latents(segment)
         count = len(jax.tree.leaves(segment)[0])
         segments.append(tuple(jax.tree.map(itemgetter(i), segment) for i in range(count)))
     return {**params, "segments": segments}
@@ -588,6 +595,25 @@ def in_turn(body: Callable, state: Any, xs: Sequence[Any], layers: range) -> Any
         state, out = one(state, xs[index])
         outs.append(out)
     return state, jax.tree.map(lambda *parts: jnp.stack(parts), *outs)
+
+
+def with_split_latents(layers: Params) -> Params:
+    """Returns the same weights of one layer or several, with those that make keys of latents apart
+    from those that make values.
+
+    In a checkpoint each head's columns of both follow each other. cuBLAS would take one of the two
+    in place, but XLA hands it whole arrays only, and would copy both in every step.
+    """
+    others = dict(layers)
+    joined = others.pop("wkv_b")
+    rank, columns = joined.shape[-2:]
+    of_values = others["wo"].shape[-2]
+    turned = others["wq"].shape[-1] - (columns - of_values)  # of queries
+    heads = turned // (others["wkv_a"].shape[-1] - rank)
+    by_head = joined.reshape(*joined.shape[:-1], heads, columns // heads)
+    keys, values = jnp.split(by_head, [(columns - of_values) // heads], axis=-1)
+    keys, values = (one.reshape(*joined.shape[:-1], -1) for one in (keys, values))
+    return others | {"wk_b": keys, "wv_b": values}
 
 
 def with_wide_router(segment: Any) -> Any:

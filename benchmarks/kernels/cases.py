@@ -4,7 +4,14 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from benchmarks.kernels.shapes import MODELS, QWEN3_30B_A3B, QWEN15_MOE_A27B, Shape
+from benchmarks.kernels.shapes import (
+    EXPANDED,
+    LATENT_MODELS,
+    MODELS,
+    QWEN3_30B_A3B,
+    QWEN15_MOE_A27B,
+    Shape,
+)
 
 OPS = (
     "grouped_gemm",
@@ -18,9 +25,7 @@ OPS = (
 WEIGHT_BYTES = {"grouped_gemm": 2.0, "grouped_gemm_fp8": 1.0, "grouped_gemm_int4": 19 / 32}
 """Of the grouped GEMMs. A group of 32 weights in int4 has 3 bytes of scale and zero point."""
 ATTENTION_OPS = ("paged_attention", "prefill_attention", "kv_write")
-"""Of these a model with latents has cases of the first alone: decode's kernel runs its prefill, and
-none writes its pages.
-"""
+"""Of these a model with latents has no case of the last: no kernel writes its pages."""
 SOURCES = ("pallas_kernels",)  # what their figures depend on
 SKEWS = ("uniform", "exponential")
 _SKEWS = {"grouped_gemm": SKEWS, "grouped_gemm_fp8": SKEWS[:1], "grouped_gemm_int4": SKEWS[:1]}
@@ -37,6 +42,7 @@ class Sizes:
 
     models: tuple[Shape, ...] = MODELS
     quantized_models: tuple[Shape, ...] = MODELS  # whole blocks of 128 by 128
+    latent_models: tuple[Shape, ...] = LATENT_MODELS  # of which attention alone is measured
     decode_tokens: tuple[int, ...] = (1, 8, 32, 64, 128, 256)
     prefill_tokens: tuple[int, ...] = (1024, 4096, 16384)
     contexts: tuple[int, ...] = (1024, 8192, 32768)
@@ -48,6 +54,7 @@ class Sizes:
 DRY = Sizes(
     models=(Shape("tiny", 16, 8, 4, 2, 4, 2, 8, 8, window=5),),
     quantized_models=(Shape("tiny blocks", 128, 128, 4, 2, 4, 2, 8, 128),),
+    latent_models=(Shape("tiny latents", 16, 8, 4, 2, 4, 1, 12, latent=8),),
     decode_tokens=(4,),
     prefill_tokens=(8,),
     contexts=(8, 16),
@@ -126,6 +133,19 @@ def count_attention(
     return Count((kv + rows) * itemsize, 2 * pairs * shape.heads * of_key_and_value)
 
 
+def count_expanded(shape: Shape, chunks: Sequence[tuple[int, int]], itemsize: int = 2) -> Count:
+    """Counts causal attention over latents that keys and values are made of, once a position and
+    head; queries in, rows out, and weights once.
+    """
+    pairs, rows = count_attention(shape, chunks).flops, sum(n for n, _ in chunks)
+    pairs //= 2 * shape.heads * (shape.head_dim + shape.latent)
+    positions = sum(c for _, c in chunks)
+    of_row = shape.heads * (EXPANDED.key + EXPANDED.value)
+    made = shape.heads * (EXPANDED.key - (shape.head_dim - shape.latent) + EXPANDED.value)
+    moved = positions * shape.head_dim + shape.latent * made + rows * of_row
+    return Count(moved * itemsize, 2 * (pairs * of_row + positions * shape.latent * made))
+
+
 def count_kv_write(shape: Shape, tokens: int, itemsize: int = 2) -> Count:
     """Counts each token's query, key and value heads, read and written, and its float32 angles."""
     heads = shape.heads + 2 * shape.kv_heads
@@ -148,7 +168,8 @@ def target(case: Case) -> Target | None:
         return Target("tflop_s", 500.0 if small else 650.0)
     if case.window:
         return None
-    if case.op == "paged_attention" and case.tokens * case.context >= 128 * 1024:
+    decode = case.op == "paged_attention" and not case.shape.latent
+    if decode and case.tokens * case.context >= 128 * 1024:
         return Target("tb_s", 4.0)
     prefill = case.op == "prefill_attention" and case.shape.head_dim == 128
     if prefill and case.tokens == 16384 and case.context >= 16384:
@@ -165,13 +186,14 @@ def all_cases(sizes: Sizes) -> list[Case]:
     for op in OPS:
         is_quantized = WEIGHT_BYTES.get(op, 2) < 2
         shapes = sizes.quantized_models if is_quantized else sizes.models
+        shapes += sizes.latent_models * (op in ATTENTION_OPS[:2])
         cases += [case for shape in shapes for case in _cases_of(op, shape, sizes)]
     return sorted(cases, key=lambda case: target(case) is None)
 
 
 def _cases_of(op: str, shape: Shape, sizes: Sizes) -> Iterator[Case]:
     decode, prefill = sizes.decode_tokens, sizes.prefill_tokens
-    if op in ATTENTION_OPS[1:] and shape.latent:
+    if op == "kv_write" and shape.latent:
         return
     if op == "paged_attention":
         for tokens in decode:

@@ -76,32 +76,60 @@ def attended(q, k_pages, v_pages, table, window=0):
     The rows of a sequence are the last of its context, which fills its pages. A row sees the last
     `window` positions, its own included; 0: all.
     """
-    num_sequences, heads, head_dim = table.shape[0], *q.shape[1:]
-    kv_heads = k_pages.shape[1]
-    rows = q.shape[0] // num_sequences
-    tile = min(rows, ROWS)
-    tiles = q.reshape(num_sequences, rows // tile, tile, kv_heads, heads // kv_heads, head_dim)
+    of_sequences = q.reshape(table.shape[0], -1, *q.shape[1:])
 
     def one_sequence(args):
-        tiles, pages = args
-        k, v = (
-            cache[pages].astype(jnp.float32).swapaxes(1, 2).reshape(-1, kv_heads, head_dim)
-            for cache in (k_pages, v_pages)
-        )
+        q, pages = args
+        own = (cache[pages].astype(jnp.float32).swapaxes(1, 2) for cache in (k_pages, v_pages))
+        return _causal(q, *(one.reshape(-1, *one.shape[2:]) for one in own), window)
 
-        def one_tile(args):
-            tile_index, qt = args
+    out = lax.map(one_sequence, (of_sequences, table))
+    return out.reshape(*q.shape[:2], -1)
+
+
+def _causal(q, k, v, window):
+    """Attends with the last rows [T, H, D] of keys [C, G, D] and values [C, G, V] in float32."""
+    (rows, heads, head_dim), (positions, kv_heads, _) = q.shape, k.shape
+    tile = min(rows, ROWS)
+    tiles = q.reshape(rows // tile, tile, kv_heads, heads // kv_heads, head_dim)
+
+    def one_tile(args):
+        tile_index, qt = args
+        with jax.default_matmul_precision("highest"):
+            scores = jnp.einsum("tgnd,cgd->gntc", qt.astype(jnp.float32), k) * head_dim**-0.5
+            position = positions - rows + tile_index * tile + jnp.arange(tile)
+            behind = position[:, None] - jnp.arange(positions)[None, :]
+            seen = (behind >= 0) & (behind < (window or positions))
+            p = jax.nn.softmax(jnp.where(seen[None, None], scores, -jnp.inf), axis=-1)
+            return jnp.einsum("gntc,cgd->tgnd", p, v)
+
+    return lax.map(one_tile, (jnp.arange(rows // tile), tiles)).reshape(rows, heads, -1)
+
+
+@_slow
+def expanded(q, weights, pages, table):
+    """Returns what `attended` does of keys and values that are made of one layer's latents, a head
+    at a time.
+    """
+    heads, rank = q.shape[1], weights[0].shape[0]
+    of_heads = [w.reshape(rank, heads, -1).swapaxes(0, 1).astype(jnp.float32) for w in weights]
+    of_sequences = q.reshape(table.shape[0], -1, *q.shape[1:])
+
+    def one_sequence(args):
+        q, own = args
+        latents = pages[own].astype(jnp.float32).reshape(-1, pages.shape[-1])
+
+        def one_head(args):
+            q, *made_by = args
             with jax.default_matmul_precision("highest"):
-                scores = jnp.einsum("tgnd,cgd->gntc", qt.astype(jnp.float32), k) * head_dim**-0.5
-                position = k.shape[0] - rows + tile_index * tile + jnp.arange(tile)
-                behind = position[:, None] - jnp.arange(k.shape[0])[None, :]
-                seen = (behind >= 0) & (behind < (window or k.shape[0]))
-                p = jax.nn.softmax(jnp.where(seen[None, None], scores, -jnp.inf), axis=-1)
-                return jnp.einsum("gntc,cgd->tgnd", p, v)
+                key, value = (latents[:, :rank] @ own for own in made_by)
+            key = jnp.concatenate([key, latents[:, rank:]], axis=1)
+            return _causal(q[:, None], key[:, None], value[:, None], 0)[:, 0]
 
-        return lax.map(one_tile, (jnp.arange(rows // tile), tiles))
+        return lax.map(one_head, (q.swapaxes(0, 1), *of_heads)).swapaxes(0, 1)
 
-    return lax.map(one_sequence, (tiles, table)).reshape(q.shape)
+    out = lax.map(one_sequence, (of_sequences, table))
+    return out.reshape(*q.shape[:2], -1)
 
 
 def routing(args: tuple[Any, ...], top_k: int) -> Callable[[Any], float]:

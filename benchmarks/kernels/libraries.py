@@ -32,10 +32,10 @@ Maker = Callable[[Case, Problem], Program]
 
 
 def of(case: Case) -> Iterator[tuple[str, Maker]]:
-    """Yields name and maker of each program to compare a case with; none over a window. A maker may
-    raise Skip.
+    """Yields name and maker of each program to compare a case with; none over a window or latents.
+    A maker may raise Skip.
     """
-    if not case.window:
+    if not case.window and not (case.shape.latent and case.context):
         yield from _MAKERS[case.op].items()
 
 

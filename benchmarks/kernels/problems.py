@@ -16,17 +16,18 @@ from benchmarks.kernels.cases import (
     Count,
     Sizes,
     count_attention,
+    count_expanded,
     count_kv_write,
     count_moe_mlp,
 )
 from benchmarks.kernels.inputs import DTYPE, LAYER, NUM_LAYERS, Pools, choices, normal, pages
-from benchmarks.kernels.shapes import QWEN3_30B_A3B, QWEN15_MOE_A27B
+from benchmarks.kernels.shapes import EXPANDED, QWEN3_30B_A3B, QWEN15_MOE_A27B
 from pallas_kernels import grouped_gemm, routing
 from pallas_kernels.backend import references_only
 from pallas_kernels.kv_write import Projection, write_kv
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paged_attention import plan as plan_decode
-from pallas_kernels.prefill_attention import prefill_attention
+from pallas_kernels.prefill_attention import expanded_attention, plan_expanded, prefill_attention
 
 TOLERANCE = 1e-2
 """Relative Frobenius error against float32. bfloat16 operands and results cost about 3e-3."""
@@ -66,6 +67,8 @@ def build(case: Case, sizes: Sizes, seed: int, pools: Pools) -> Problem:
     if case.op.startswith("grouped_gemm"):
         return _grouped_gemm(case, sizes, rng, pools)
     pools.drop()
+    if case.phase == "prefill" and case.shape.latent and expands(case, sizes):
+        return _expanded(case, sizes, rng)
     makers = {"routing": _routing, "kv_write": _kv_write}
     return makers.get(case.op, _attention)(case, sizes, rng)
 
@@ -138,18 +141,13 @@ class AttentionSet:
 
 def _attention(case: Case, sizes: Sizes, rng: np.random.Generator) -> Problem:
     shape, chunks, size = case.shape, case.chunks(), sizes.page_size
-    pages_each = -(-case.context // size)
     window = {"window": case.window}
     count = count_attention(shape, chunks, **window)
-    sets_wanted = num_sets(count.bytes, sizes)
-    page_bytes = 2 * shape.kv_heads * size * shape.head_dim * 2
-    wanted = sets_wanted * len(chunks) * pages_each
-    num_pages = min(wanted, max(pages_each, sizes.kv_bytes // page_bytes))
+    tables, num_pages = _tables(case, sizes, rng, count)
     cache = (NUM_LAYERS, num_pages, shape.kv_heads, size, shape.head_dim)
-    k_pages, v_pages = pages(rng, cache), pages(rng, cache)
-    rounds = -(-wanted // num_pages)
-    picks = np.concatenate([rng.permutation(num_pages) for _ in range(rounds)])[:wanted]
-    tables = jnp.asarray(picks.reshape(sets_wanted, len(chunks), pages_each), jnp.int32)
+    k_pages = pages(rng, cache)
+    v_pages = None if shape.latent else pages(rng, cache)
+    of_latents = {"latent": shape.latent} if shape.latent else {}
     rows = sum(n for n, _ in chunks)
     inputs = [
         AttentionSet(normal(rng, (rows, shape.heads, shape.head_dim)), table) for table in tables
@@ -161,29 +159,104 @@ def _attention(case: Case, sizes: Sizes, rng: np.random.Generator) -> Problem:
     if case.phase == "prefill":
         rest["q_start"] = jnp.asarray(np.cumsum([0, *(n for n, _ in chunks)]), jnp.int32)
     else:  # once a step, so that it is no layer's time
-        planned["todo"] = plan_decode(shape.heads, k_pages, kv_len=kv_len, **window)
+        planned["todo"] = plan_decode(shape.heads, k_pages, kv_len=kv_len, **window, **of_latents)
 
     def with_op(op):
         def call(q, k_pages, v_pages, table, rest, planned):
             if op is not paged_attention:  # such as a tile that is tried: its plan is another
                 planned = {}
-            more = {**rest, **planned, **window}
+            more = {**rest, **planned, **window, **of_latents}
             return op(q, k_pages, v_pages, block_table=table, scale=scale, **more)
+
+        return call
+
+    first, keys = inputs[0], k_pages[LAYER]
+    values = keys[..., : shape.latent] if v_pages is None else v_pages[LAYER]
+    return Problem(
+        with_op,
+        paged_attention if case.phase == "decode" else prefill_attention,
+        [(s.q, k_pages, v_pages, s.table, rest, planned) for s in inputs],
+        lambda out: judge.relative_error(
+            out, judge.attended(first.q, keys, values, first.table, **window)
+        ),
+        TOLERANCE,
+        count,
+        facts={"sequences": len(chunks), "pages": num_pages, "page_reads": tables.size},
+        data=(inputs, k_pages, v_pages),
+    )
+
+
+def _tables(
+    case: Case, sizes: Sizes, rng: np.random.Generator, count: Count
+) -> tuple[jax.Array, int]:
+    """Returns block tables [sets, sequences, pages], and the number of pages."""
+    shape, num_sequences = case.shape, len(case.chunks())
+    pages_each = -(-case.context // sizes.page_size)
+    sets_wanted = num_sets(count.bytes, sizes)
+    arrays = 1 if shape.latent else 2
+    page_bytes = arrays * shape.kv_heads * sizes.page_size * shape.head_dim * 2
+    wanted = sets_wanted * num_sequences * pages_each
+    num_pages = min(wanted, max(pages_each, sizes.kv_bytes // page_bytes))
+    rounds = -(-wanted // num_pages)
+    picks = np.concatenate([rng.permutation(num_pages) for _ in range(rounds)])[:wanted]
+    tables = jnp.asarray(picks.reshape(sets_wanted, num_sequences, pages_each), jnp.int32)
+    return tables, num_pages
+
+
+# ---- Latents that the kernel expands ----
+
+
+def _plan_expanded(case: Case, latents: Any, q_start: jax.Array, kv_len: jax.Array) -> Any:
+    of_head = {"rank": case.shape.latent, **EXPANDED._asdict()}
+    chunks = {"q_start": q_start, "kv_len": kv_len}
+    return plan_expanded(case.tokens, case.shape.heads, latents, **chunks, **of_head)
+
+
+def expands(case: Case, sizes: Sizes) -> bool:
+    """Returns whether a server expands the latents of such chunks."""
+    shape, sequences = case.shape, len(case.chunks())
+    latents = jax.ShapeDtypeStruct((1, 1, 1, sizes.page_size, shape.head_dim), DTYPE)
+    starts, lengths = (jnp.zeros(n, jnp.int32) for n in (sequences + 1, sequences))
+    return _plan_expanded(case, latents, starts, lengths) is not None
+
+
+def _expanded(case: Case, sizes: Sizes, rng: np.random.Generator) -> Problem:
+    shape, chunks = case.shape, case.chunks()
+    count = count_expanded(shape, chunks)
+    tables, num_pages = _tables(case, sizes, rng, count)
+    latents = pages(rng, (NUM_LAYERS, num_pages, 1, sizes.page_size, shape.head_dim))
+    unturned, rank = EXPANDED.key - (shape.head_dim - shape.latent), shape.latent
+    weights = tuple(
+        normal(rng, (rank, shape.heads * each), rank**-0.5) for each in (unturned, EXPANDED.value)
+    )
+    inputs = [
+        AttentionSet(normal(rng, (case.tokens, shape.heads, EXPANDED.key)), table)
+        for table in tables
+    ]
+    rest = {
+        "kv_len": jnp.asarray([c for _, c in chunks], jnp.int32),
+        "q_start": jnp.asarray(np.cumsum([0, *(n for n, _ in chunks)]), jnp.int32),
+    }
+
+    def with_op(op):
+        def call(q, weights, latents, table, rest):
+            more = {**rest, "layer": jnp.int32(LAYER), "scale": EXPANDED.key**-0.5}
+            todo = _plan_expanded(case, latents, **rest)
+            return op(q, weights, latents, block_table=table, todo=todo, **more)
 
         return call
 
     first = inputs[0]
     return Problem(
         with_op,
-        paged_attention if case.phase == "decode" else prefill_attention,
-        [(s.q, k_pages, v_pages, s.table, rest, planned) for s in inputs],
+        expanded_attention,
+        [(s.q, weights, latents, s.table, rest) for s in inputs],
         lambda out: judge.relative_error(
-            out, judge.attended(first.q, k_pages[LAYER], v_pages[LAYER], first.table, **window)
+            out, judge.expanded(first.q, weights, latents[LAYER], first.table)
         ),
         TOLERANCE,
         count,
-        facts={"sequences": len(chunks), "pages": num_pages, "page_reads": wanted},
-        data=(inputs, k_pages, v_pages),
+        facts={"sequences": len(chunks), "pages": num_pages, "page_reads": tables.size},
     )
 
 

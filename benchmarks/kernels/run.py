@@ -61,7 +61,7 @@ def main(argv: list[str], about: str = "") -> int:
         )
         return 2
     if args.sweep:
-        cases = [case for case in cases if case.op in sweep.AXES]
+        cases = [c for c in cases if c.op in sweep.AXES and not (c.shape.latent and c.context)]
     return _run(args, sizes, cases)
 
 

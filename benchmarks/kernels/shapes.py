@@ -1,6 +1,7 @@
 """Shapes of an MoE step that tests and benchmarks share."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,19 @@ DEEPSEEK_V2_LITE = Shape(
     "DeepSeek-V2-Lite", 2048, 1408, 64, 6, 16, 1, 576, d_ff_shared=2816, latent=512
 )
 DEEPSEEK_V3 = Shape("DeepSeek-V3", 7168, 2048, 256, 8, 128, 1, 576, d_ff_shared=2048, latent=512)
+LATENT_MODELS = (DEEPSEEK_V2_LITE, DEEPSEEK_V3)
 OTHER_MODELS = (OLMOE_1B_7B, GLM_45_AIR, DEEPSEEK_V2_LITE, DEEPSEEK_V3)
+
+
+class Head(NamedTuple):
+    """Elements of a head's key and value that are made of latents."""
+
+    key: int  # of which those that turn are in the latent itself
+    value: int
+
+
+EXPANDED = Head(192, 128)
+"""Of all models with latents."""
 
 BUNDLED = Shape("bundled", 128, 96, 60, 4, 4, 2, 32)
 

@@ -11,6 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from benchmarks.kernels.cases import WEIGHT_BYTES, Case, Sizes, weight_bits
+from benchmarks.kernels.roofline.assumptions import NUM_SMS
 from pallas_kernels.grouped_gemm import tiles
 from pallas_kernels.paged_attention import tiles as paged_tiles
 from pallas_kernels.prefill_attention import tiles as prefill_tiles
@@ -51,6 +52,10 @@ def chosen(case: Case) -> Any:
         sizes = shape.num_experts, shape.d_model, shape.d_ff
         bits = weight_bits(WEIGHT_BYTES[case.op])
         return tiles.choose(case.tokens, shape.top_k, *sizes, bits)
+    if case.op in AXES and shape.latent and case.context:  # not searched
+        if case.phase == "prefill":
+            return prefill_tiles.choose_expanded(case.tokens, shape.heads, NUM_SMS)
+        return paged_tiles.choose_latent(Sizes().page_size)
     if case.op == "paged_attention":
         return paged_tiles.choose(shape.head_dim, Sizes().page_size)
     if case.op == "prefill_attention":

@@ -47,7 +47,7 @@ class Heads:
     k: Float[Array, "T G D"]
     v: Float[Array, "T G D"]
     sinks: Float[Array, "H"] | None = None
-    expand: Float[Array, "R X"] | None = None
+    expand: tuple[Float[Array, "R X"], Float[Array, "R Y"]] | None = None
 
 
 def split_heads(

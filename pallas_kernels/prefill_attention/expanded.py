@@ -71,8 +71,9 @@ _REGISTERS = {"load": 40, "multiply": 232}
 
 
 class _Latents(NamedTuple):
-    """What the kernel has beside `Refs`, whose keys are pages and whose values are weights."""
+    """What the kernel has beside `Refs`, whose keys are pages and whose values make keys."""
 
+    weights: Any  # that make values
     made: Any  # [block, 2, keys, SIZE], keys and values
     sums: Any  # [block, rows, SIZE]
     tops: Any  # [block, rows]
@@ -81,13 +82,14 @@ class _Latents(NamedTuple):
     k_smem: Any  # `Refs.full` has their barriers after those of values
 
 
-def supports(q: Any, pages: Any, weights: Any) -> bool:
+def supports(q: Any, pages: Any, weights: tuple[Any, Any]) -> bool:
     """Returns whether the kernel takes these: bfloat16, heads of DeepSeek's sizes, latents of a
     multiple of 128 elements, and pages of 16, 32, 64 or 128 positions.
     """
-    rank = weights.shape[0]
-    bf16 = q.dtype == pages.dtype == weights.dtype == jnp.bfloat16
-    sizes = q.shape[2] == SIZE + ROPE and weights.shape[1] == q.shape[1] * 2 * SIZE
+    rank = weights[0].shape[0]
+    bf16 = all(one.dtype == jnp.bfloat16 for one in (q, pages, *weights))
+    sizes = q.shape[2] == SIZE + ROPE
+    sizes &= all(one.shape[1] == q.shape[1] * SIZE for one in weights)
     sizes &= pages.shape[2] == 1 and pages.shape[4] == rank + ROPE and rank % SIZE == 0
     return bool(bf16 and sizes and pages.shape[3] in (16, 32, 64, 128))
 
@@ -123,7 +125,7 @@ def plan(
 
 def prefill_attention(
     q: Float[Array, "T H 192"],
-    weights: Float[Array, "R H*256"],
+    weights: tuple[Float[Array, "R H*128"], Float[Array, "R H*128"]],
     pages: Float[Array, "L P 1 S D"],
     *,
     layer: Int[Array, ""],
@@ -144,7 +146,7 @@ def prefill_attention(
     chosen = size or choose_expanded(num_rows, heads, NUM_BLOCKS)
     if todo is None:
         todo = plan(num_rows, heads, q_start=q_start, kv_len=kv_len, size=size)
-    rank = weights.shape[0]
+    rank = weights[0].shape[0]
     shape = Shape(
         heads,
         heads,
@@ -166,7 +168,7 @@ def prefill_attention(
         block_table.astype(jnp.int32),
         q,
         pages,
-        weights,
+        *weights,
     )
     return out[:num_rows]
 
@@ -176,10 +178,10 @@ def _call(shape: Shape, q: Array) -> Callable[..., Any]:
     rows, keys, blocks = shape.expanded.rows, shape.expanded.keys, shape.num_blocks
 
     def body(*arrays, **buffers):
-        own, (made, sums, tops, norms) = arrays[:-4], arrays[-4:]
+        own, (of_values, out, *kept) = arrays[:7], arrays[7:]
         turned = {name: buffers.pop(f"latent_{name}") for name in ("q_smem", "k_smem")}
-        latents = _Latents(made, sums, tops, norms, **turned)
-        refs = Refs(*own, **buffers)._replace(latents=latents)
+        buffers |= {"out": out, "latents": _Latents(of_values, *kept, **turned)}
+        refs = Refs(*own, **buffers)
         warpgroup = lax.axis_index("wg")
 
         def load():
@@ -306,9 +308,9 @@ def _load(shape: Shape, refs: Refs) -> None:
 
         return source
 
-    def weights(at: Item, part, row):
-        column = pl.ds(pl.multiple_of((2 * at.head + part) * SIZE, SIZE), SIZE)
-        return lambda start: refs.v.at[pl.ds(pl.multiple_of(row + start, work.ALIGN), rows), column]
+    def weights(own, at: Item, row):
+        column = pl.ds(pl.multiple_of(at.head * SIZE, SIZE), SIZE)
+        return lambda start: own.at[pl.ds(pl.multiple_of(row + start, work.ALIGN), rows), column]
 
     def item(at: Item, steps):
         def expand(of: _Turn, steps) -> None:
@@ -322,8 +324,10 @@ def _load(shape: Shape, refs: Refs) -> None:
                 full = refs.full.at[tile.key_stages + stage]
                 fetch(paged(of.at, first, pl.ds(row, SIZE)), refs.v_smem.at[stage], full, of.at)
                 stage = key_place(steps + i)
-                own = weights(of.at, lax.rem(lax.div(i, chunks), 2), row)
-                fetch(own, refs.k_smem.at[stage], refs.full.at[stage], of.at)
+                smem, full = refs.k_smem.at[stage], refs.full.at[stage]
+                for part, own in enumerate((refs.v, latents.weights)):
+                    is_next = lax.rem(lax.div(i, chunks), 2) == part
+                    pl.when(is_next)(partial(fetch, weights(own, of.at, row), smem, full, of.at))
 
         def keys(of: _Turn, steps, step) -> None:
             stage = key_place(steps + step)

@@ -131,7 +131,8 @@ def plan_expanded(
 
     sds = jax.ShapeDtypeStruct
     q = sds((num_rows, heads, key), pages.dtype)
-    weights = sds((rank, heads * (key + value - (pages.shape[4] - rank))), pages.dtype)
+    of_keys = sds((rank, heads * (key - (pages.shape[4] - rank))), pages.dtype)
+    weights = of_keys, sds((rank, heads * value), pages.dtype)
     if not expanded.supports(q, pages, weights) or not expanded.pays(num_rows, heads, rank):
         return None
     return expanded.plan(num_rows, heads, q_start=q_start, kv_len=kv_len)
@@ -139,7 +140,7 @@ def plan_expanded(
 
 def expanded_attention(
     q: Float[Array, "T H K"],
-    weights: Float[Array, "R X"],
+    weights: tuple[Float[Array, "R X"], Float[Array, "R Y"]],
     pages: Float[Array, "L P 1 S D"],
     *,
     layer: Int[Array, ""],
@@ -152,7 +153,7 @@ def expanded_attention(
     """Attends as `prefill_attention` does, to keys and values that are made of latents.
 
     `weights` make of a latent's first R elements, for each head in turn, the elements of its key
-    that do not turn and those of its value; the other D - R end every head's key. `todo` is
+    that do not turn, and those of its value; the other D - R end every head's key. `todo` is
     `plan_expanded` of the same chunks, which says where this runs.
     """
     from pallas_kernels.prefill_attention import expanded  # Pallas is not imported where unused

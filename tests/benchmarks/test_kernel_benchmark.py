@@ -22,7 +22,14 @@ from benchmarks.kernels import (
     timing,
 )
 from benchmarks.kernels.cases import DRY, Sizes, all_cases
-from benchmarks.kernels.shapes import MIXTRAL_8X7B, QWEN3_30B_A3B, QWEN15_MOE_A27B, Shape
+from benchmarks.kernels.shapes import (
+    DEEPSEEK_V3,
+    MIXTRAL_8X7B,
+    QWEN3_30B_A3B,
+    QWEN15_MOE_A27B,
+    Shape,
+)
+from pallas_kernels.prefill_attention import prefill_attention
 
 pytestmark = pytest.mark.deep
 
@@ -82,10 +89,11 @@ def test_every_case_is_there_once():
     count = {op: sum(case.op == op for case in every) for op in cases.OPS}
     # 3 models x 9 token counts x 2 skews; x 6 x 3; x (3 + 4 + 4 contexts); x 9 (three times).
     # Mixtral's window is shorter than 2 contexts of decode, and than 2, 2 and 3 of prefill.
+    # Two models with latents have attention alone.
     assert count == {
         "grouped_gemm": 54,
-        "paged_attention": 54 + 6 * 2,
-        "prefill_attention": 33 + 7,
+        "paged_attention": 54 + 6 * 2 + 36,
+        "prefill_attention": 33 + 7 + 22,
         "routing": 27,
         "kv_write": 27,
         "grouped_gemm_fp8": 27,
@@ -168,6 +176,29 @@ def test_a_wrong_result_does_not():
     seen = checked(1.02 * WANT, 1.02 * WANT)
     assert not seen.passed
     assert seen.error == pytest.approx(0.02, rel=1e-4)
+
+
+def absorbed(q, weights, latents, *, todo, scale, **chunks):
+    """Does as `expanded_attention`, with queries that are taken to latents."""
+    heads, rank = q.shape[1], weights[0].shape[0]
+    keys, values = (one.astype(jnp.float32).reshape(rank, heads, -1) for one in weights)
+    q, turned = jnp.split(q.astype(jnp.float32), [keys.shape[2]], axis=2)
+    q = jnp.concatenate([jnp.einsum("thn,rhn->thr", q, keys), turned], axis=2)
+    out = prefill_attention(q, latents.astype(q.dtype), None, scale=scale, latent=rank, **chunks)
+    return jnp.einsum("thr,rhv->thv", out, values)
+
+
+@pytest.mark.parametrize("context", [8, 24])
+def test_what_latents_are_expanded_to_is_judged_by_the_absorbed_form(monkeypatch, context):
+    """Chunks that are whole prompts, and the end of one."""
+    shape = replace(DEEPSEEK_V3, heads=2)
+    case = cases.Case("prefill_attention", shape, "prefill", 16, context)
+    sizes = replace(DRY, latent_models=(shape,))
+    monkeypatch.setattr(problems, "expands", lambda case, sizes: True)
+    problem = problems.build(case, sizes, 0, inputs.Pools())
+    assert problem.error(problem.with_op(absorbed)(*problem.sets[0])) < 1e-5
+    off = problem.with_op(lambda *args, kv_len, **kw: absorbed(*args, kv_len=kv_len - 1, **kw))
+    assert problem.error(off(*problem.sets[0])) > 0.05
 
 
 def test_poison_that_was_left_does_not():
@@ -359,6 +390,6 @@ def test_axes_are_fields_of_the_kernels_tiles(op):
         if case.op != op:
             continue
         tile = sweep.chosen(case)
-        for field, values in sweep.AXES[op].items():
+        for field, values in sweep.AXES[op].items() if not case.shape.latent else ():
             assert sweep.replaced(tile, field, values[0]) is not None
         json.dumps(sweep.stored(tile), allow_nan=False)

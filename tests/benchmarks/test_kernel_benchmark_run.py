@@ -147,7 +147,7 @@ def test_list_needs_no_gpu(capsys):
     assert run.main(["--list", "--only", "prefill_attention", "--model", "mixtral"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "prefill_attention/Mixtral-8x7B/prefill/t16384/c16384 tflop_s 620.0"
-    assert len(lines) == 11
+    assert len(lines) == 11 + 7  # over all positions, and over its window
 
 
 def test_summary():
@@ -221,10 +221,10 @@ def _sweep_tiles(tmp_path, monkeypatch):
 
 
 def test_a_sweep_stores_every_tile_and_tries_none_again(sweep_tiles, capsys):
-    assert sweep_tiles() == [16, 128, 32]
+    assert sweep_tiles() == 2 * [16, 128, 32]  # over all positions, and over a window
     records = records_of(sweep_tiles.folder)
-    assert [r["tile"] for r in records] == [{"m": 16}, {"m": 128}, {"m": 32}]
-    assert [r.get("failed") for r in records] == [None, "ValueError: too large", None]
+    assert [r["tile"] for r in records] == 2 * [{"m": 16}, {"m": 128}, {"m": 32}]
+    assert [r.get("failed") for r in records] == 2 * [None, "ValueError: too large", None]
     assert all(("timing" in r) != ("failed" in r) for r in records)
     assert "best of 2" in capsys.readouterr().out
     assert sweep_tiles() == []

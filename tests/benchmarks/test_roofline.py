@@ -136,6 +136,23 @@ def test_latents_are_read_once_and_multiplied_by_all_heads():
     assert 0.7 < many.share < 2176 / (2176 + 456)
 
 
+def test_latents_that_are_expanded_by_hand():
+    """A chunk of 1,024 rows is one item a head, which expands 8,192 positions in 64 tiles."""
+    of = predict("prefill_attention", DEEPSEEK_V3, "prefill", 1024, 8192)
+    pairs = 1024 * (8192 - 1024) + 1024 * 1025 // 2
+    assert of.count.flops == 2 * 128 * (pairs * (192 + 128) + 8192 * 512 * 256)
+    moved = 8192 * 576 + 512 * 128 * 256 + 1024 * 128 * (192 + 128)
+    assert of.count.bytes == 2 * moved
+    assert of.floor_us == pytest.approx(of.count.flops / 790e6)
+    # Its 128 items are of 132 blocks: none has two, and four have none.
+    assert of.main.name == "expanded_attention"
+    assert of.main.losses[parts.TAIL] < 0.05 * of.us
+    # Nearly all positions that are expanded and multiplied are seen.
+    assert of.main.losses[parts.PADDING] < 0.1 * of.floor_us
+    # In the absorbed form it would take 2,176 operations a pair instead of 640 and 512.
+    assert of.us < 2 * 128 * pairs * (576 + 512) / 790e6
+
+
 def test_the_tensor_cores():
     assert pytest.approx(1.461, abs=1e-3) == assumptions.PRODUCT_GHZ
     # Two operands of 2 KB at 128 bytes a clock; below 64 columns they take longer than products.
@@ -271,7 +288,7 @@ def test_every_case_has_a_prediction_that_adds_up(rows):
 
 def test_what_jmoe_does_not_serve_is_left_out(rows):
     of_deepseek = {case.op for case, _ in rows if case.shape is DEEPSEEK_V2_LITE}
-    assert of_deepseek.intersection(ATTENTION_OPS) == {"paged_attention"}
+    assert of_deepseek.intersection(ATTENTION_OPS) == set(ATTENTION_OPS[:2])
     assert {"grouped_gemm", "routing"} <= of_deepseek
     of_glm = {case.op for case, _ in rows if case.shape is GLM_45_AIR}
     assert of_glm == of_deepseek | set(ATTENTION_OPS)
@@ -306,11 +323,12 @@ def test_the_command_starts_no_device():
 
 
 @pytest.mark.deep
-def test_launches_are_those_of_compiled_programs():
-    """Of every op in bfloat16, at small sizes."""
+def test_launches_are_those_of_compiled_programs(monkeypatch):
+    """Of every op in bfloat16, at small sizes, and of attention to latents."""
     pytest.importorskip("jax_plugins.xla_cuda13", reason="needs the extra jmoe[aot]")
     steps = {"decode_tokens": (8,), "prefill_tokens": (1024,), "contexts": (1024,)}
-    models = {"models": (SMALL,), "quantized_models": ()}
+    models = {"models": (SMALL,), "quantized_models": (), "latent_models": (DEEPSEEK_V3,)}
+    monkeypatch.setattr(problems, "expands", lambda case, sizes: True)  # as on the GPU
     sizes = Sizes(**models, **steps, rotated_bytes=0, kv_bytes=1 << 20)
     found, expected = {}, {}
     for case in all_cases(sizes):

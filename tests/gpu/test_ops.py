@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from benchmarks.kernels import judge, problems
-from benchmarks.kernels.cases import OPS, Sizes, all_cases
+from benchmarks.kernels.cases import OPS, Case, Sizes, all_cases
 from benchmarks.kernels.inputs import Pools
+from benchmarks.kernels.shapes import LATENT_MODELS
 from benchmarks.kernels.timing import JaxProgram
 from pallas_kernels.backend import KERNEL, noting, references_only
 from pallas_kernels.paged_attention import paged_attention
@@ -27,6 +28,12 @@ SIZES = Sizes(
     kv_bytes=1 << 30,
 )
 CASES = [case for case in all_cases(SIZES) if case.skew != "uniform"]
+# Chunks after prefixes: latents are expanded in turns, or few rows take the absorbed form.
+CASES += [
+    Case("prefill_attention", shape, "prefill", rows, 8192)
+    for shape in LATENT_MODELS
+    for rows in (1024, 64)
+]
 
 
 @pytest.fixture(scope="module")

@@ -14,14 +14,15 @@ PROMPTS = [[3, 5, 7, 11, 13, 17, 19, 23, 29, 31], [40, 2], [8, 9, 10] * 15]
 
 def dense(q, weights, pages, *, layer, block_table, q_start, kv_len, scale, todo):
     """Does as `expanded_attention` says, with all positions of all chunks at once."""
-    (num_rows, heads, size), rank, chunks = q.shape, weights.shape[0], kv_len.shape[0]
+    (num_rows, heads, _), rank, chunks = q.shape, weights[0].shape[0], kv_len.shape[0]
     turned = pages.shape[4] - rank
     row = jnp.arange(num_rows)
     chunk = jnp.sum(q_start[None, 1:] <= row[:, None], axis=1)
     own = jnp.minimum(chunk, chunks - 1)
     latents = pages[layer, block_table][:, :, 0].reshape(chunks, -1, pages.shape[4])
-    made = (latents[..., :rank] @ weights).reshape(*latents.shape[:2], heads, -1)
-    keys, values = jnp.split(made, [size - turned], axis=3)
+    keys, values = (
+        (latents[..., :rank] @ part).reshape(*latents.shape[:2], heads, -1) for part in weights
+    )
     turning = jnp.broadcast_to(latents[:, :, None, rank:], (*keys.shape[:3], turned))
     keys = jnp.concatenate([keys, turning], axis=3)[own]
     seen = jnp.where(chunk < chunks, row + (kv_len - q_start[1:])[own] + 1, 1)

@@ -174,10 +174,12 @@ def stacked_and_not(request, case):
 
 
 @pytest.mark.deep
-@pytest.mark.sized(exhaustive=("qwen3_moe_mixed_yarn",))
-@pytest.mark.parametrize("case", ["qwen2_moe", "qwen3_moe_mixed_yarn"])
+@pytest.mark.sized(exhaustive=("qwen3_moe_mixed_yarn", "deepseek_v2_scaled"))
+@pytest.mark.parametrize(
+    "case", ["qwen2_moe", "qwen3_moe_mixed_yarn", "deepseek_v3", "deepseek_v2_scaled"]
+)
 def test_layers_in_arrays_of_their_own_are_the_same_model(case, request):
-    """The mixed one has runs of dense and of MoE layers."""
+    """The mixed one has runs of dense and of MoE layers; DeepSeek's have weights split in two."""
     models = stacked_and_not(request, case)
     logits = [jmoe.forward(model, TOKENS, Brownout("full", 50)) for model in models]
     np.testing.assert_allclose(*logits, atol=1e-5)

@@ -32,7 +32,7 @@ def check(chunks, heads, rank, page_size, size, num_blocks=2, *, padding=3, run=
     )
     q_start = np.cumsum([0, *(new for _, new in chunks)]).astype(np.int32)
     q = rng.normal(size=(q_start[-1] + padding, heads, KEY)).astype(jnp.bfloat16)
-    weights = (rng.normal(size=(rank, heads * 256)) * rank**-0.5).astype(jnp.bfloat16)
+    made = (rng.normal(size=(2, rank, heads * 128)) * rank**-0.5).astype(jnp.bfloat16)
     scale = 1.3 * KEY**-0.5  # as yarn has it
 
     def attend(q, weights, pages, layer, table, q_start, kv_len):
@@ -50,12 +50,12 @@ def check(chunks, heads, rank, page_size, size, num_blocks=2, *, padding=3, run=
             interpreted=run is interpreter.run and not interpreter.ON_SM90,
         )
 
-    args = q, weights, pages, jnp.int32(paged.LAYER), table, q_start, np.int32(lengths)
-    got = np.asarray(run(attend, *map(jnp.asarray, args)), np.float64)
-    made = weights.astype(np.float64).reshape(rank, heads, 256)
+    args = q, tuple(made), pages, jnp.int32(paged.LAYER), table, q_start, np.int32(lengths)
+    got = np.asarray(run(attend, *jax.tree.map(jnp.asarray, args)), np.float64)
+    made = made.astype(np.float64).reshape(2, rank, heads, 128)
     for n, (cached, new) in enumerate(chunks):
         own = latents[n][:, 0].astype(np.float64)
-        keys, values = np.split(np.einsum("cr,rhx->chx", own[:, :rank], made), 2, axis=2)
+        keys, values = np.einsum("cr,prhx->pchx", own[:, :rank], made)
         turned = np.repeat(own[:, None, rank:], heads, axis=1)
         keys = np.concatenate([keys, turned], axis=2)
         for i in range(new):
@@ -95,7 +95,7 @@ def arguments(shape, num_tokens, page_size):
     ints = partial(jax.ShapeDtypeStruct, dtype=I32)
     return (
         sds((num_tokens, shape.heads, KEY)),
-        sds((shape.latent, shape.heads * 256)),
+        (sds((shape.latent, shape.heads * 128)),) * 2,
         sds((2, 4096, 1, page_size, shape.head_dim)),
         ints(()),
         ints((8, 512)),

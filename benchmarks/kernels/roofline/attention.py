@@ -5,7 +5,7 @@ from functools import partial
 import jax
 import numpy as np
 
-from benchmarks.kernels.cases import Case, count_attention
+from benchmarks.kernels.cases import Case, Count, count_attention, count_expanded
 from benchmarks.kernels.inputs import DTYPE
 from benchmarks.kernels.roofline import assumptions as h200
 from benchmarks.kernels.roofline.parts import (
@@ -28,8 +28,9 @@ from pallas_kernels.paged_attention import common
 from pallas_kernels.paged_attention import mosaic as paged_kernel
 from pallas_kernels.paged_attention.merge import grid_of
 from pallas_kernels.paged_attention.tiles import LATENT_HEADS, LATENT_WARPGROUPS
+from pallas_kernels.prefill_attention import expanded
 from pallas_kernels.prefill_attention import mosaic as prefill_kernel
-from pallas_kernels.prefill_attention.tiles import LANES, WARPGROUPS, choose
+from pallas_kernels.prefill_attention.tiles import LANES, WARPGROUPS, choose, choose_expanded
 
 SOFTMAX = "softmax"
 MERGE = "merge of pieces"
@@ -183,6 +184,8 @@ def prefill(case: Case, page_size: int) -> Prediction:
     """Predicts `prefill_attention`, which plans the step itself, as in the benchmark."""
     count = count_attention(case.shape, case.chunks(), window=case.window)
     q, pages = arrays(case, page_size)
+    if case.shape.latent:
+        return _of_latents(case, count, q, pages)
     if not taken(partial(prefill_kernel.supports, scale=1.0), q, pages, pages):
         return by_reference(count)
     plan = small("plan of the step", h200.PREFILL_PLAN_LAUNCHES)
@@ -248,6 +251,74 @@ def _prefill(case: Case, page_size: int) -> Kernel:
     losses = ladder(floor_us, times)
     losses |= {FILL: 3 * h200.IDLE_TRIP_US, LAUNCHES: h200.KERNEL_US}
     return Kernel("prefill_attention", floor_us, losses)
+
+
+def _of_latents(
+    case: Case, absorbed: Count, q: jax.ShapeDtypeStruct, pages: jax.ShapeDtypeStruct
+) -> Prediction:
+    shape = case.shape
+    q = jax.ShapeDtypeStruct((case.tokens, shape.heads, expanded.SIZE + expanded.ROPE), DTYPE)
+    weights = jax.ShapeDtypeStruct((shape.latent, shape.heads * expanded.SIZE), DTYPE)
+    if not taken(expanded.supports, q, pages, (weights, weights)):
+        return by_reference(absorbed)
+    plan = small("plan of the step", h200.PREFILL_PLAN_LAUNCHES)
+    return Prediction(count_expanded(shape, case.chunks()), [*plan, _expanded(case)])
+
+
+def _expanded(case: Case) -> Kernel:
+    """Predicts the kernel that expands latents: an item is rows of a head, a turn the positions
+    that are expanded at once.
+    """
+    shape, tile, d = case.shape, expanded.TILE, expanded.SIZE
+    size = choose_expanded(case.tokens, shape.heads, h200.NUM_SMS)
+    count = count_expanded(shape, case.chunks())
+    floor_us = max(h200.copy_us(count.bytes), h200.product_us(count.flops))
+    made, steps, turns = [], [], []  # of each item: tiles expanded, steps of rows, turns of rows
+    for rows, context in case.chunks():
+        for first in range(0, rows, size.rows):
+            lasts = np.arange(first, min(rows, first + size.rows), tile.block_rows)
+            seen = np.minimum(lasts + tile.block_rows, rows) + context - rows
+            made.append(-(-int(seen.max()) // tile.block_kv))
+            steps.append(int((-(-seen // tile.block_kv)).sum()))
+            turns.append(int((-(-seen // size.keys)).sum()))
+    made, steps, turns = (np.repeat(each, shape.heads) for each in (made, steps, turns))
+
+    # Both warpgroups make half a tile's keys, then of its values.
+    product = h200.wgmma_cycles(d)
+    making = WARPGROUPS * 2 * shape.latent / 16 * product
+    scores = (d + expanded.ROPE) / 16 * product
+    values = tile.block_kv / 16 * h200.wgmma_cycles(d, registers=True)
+    elements = LANES * tile.block_kv
+    softmax = h200.SOFTMAX_CYCLES + LANES * d / h200.FP32_PER_CLOCK
+    softmax += elements * (1 / h200.MUFU_PER_CLOCK + 4 / h200.FP32_PER_CLOCK)
+    # A warpgroup's products and its softmax follow each other; the other's go on meanwhile.
+    attending = WARPGROUPS * (scores + values)
+    bound = max(attending, scores + values + softmax) + h200.PREFILL_EXPOSED_CYCLES
+    stored = WARPGROUPS * 2 * LANES * d / h200.CONVERT_PER_CLOCK + h200.EPILOGUE_CYCLES
+    kept = 2 * tile.block_rows * (d + 2) * 4 / h200.L2_BYTES_PER_CLOCK
+
+    def us(cycles: float) -> float:
+        return float(cycles) / h200.PRODUCT_GHZ / 1e3
+
+    products = made * making + steps * attending
+    chained = made * making + steps * bound
+    whole = chained + made * stored + turns * kept
+    busiest = np.bincount(_dealt(len(whole)), whole, h200.NUM_SMS).max()
+    # Latents come twice and weights once for a tile of keys; keys and values for each step.
+    l2_bytes = made * 4 * shape.latent * (tile.block_kv + d) + steps * 2 * tile.block_kv * (
+        2 * d + expanded.ROPE
+    )
+    l2_cycles = float(l2_bytes.sum()) / h200.L2_BYTES_PER_CLOCK / h200.NUM_SMS
+    times = [
+        (PADDING, us(products.sum() / h200.NUM_SMS)),
+        (REREADS, us(l2_cycles)),
+        (SOFTMAX, us(chained.sum() / h200.NUM_SMS)),
+        (EPILOGUE, us(whole.sum() / h200.NUM_SMS)),
+        (TAIL, us(busiest)),
+    ]
+    losses = ladder(floor_us, times)
+    losses |= {FILL: 3 * h200.IDLE_TRIP_US, LAUNCHES: h200.KERNEL_US}
+    return Kernel("expanded_attention", floor_us, losses)
 
 
 def _dealt(num_items: int) -> np.ndarray:

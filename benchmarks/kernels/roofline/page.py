@@ -9,7 +9,7 @@ from benchmarks.kernels.roofline.parts import Prediction
 from benchmarks.kernels.shapes import MODELS, OTHER_MODELS
 
 CATALOGUE = (*MODELS, *OTHER_MODELS)
-GRID = Sizes(models=CATALOGUE, quantized_models=CATALOGUE)
+GRID = Sizes(models=CATALOGUE, quantized_models=CATALOGUE, latent_models=())
 PAGE_TOKENS = {"decode": 64, "prefill": 4096}
 PAGE_CONTEXT = 8192
 """The context of the page's rows; the command prints every case."""
@@ -113,8 +113,7 @@ refutes a loss.
   plus losses, computed from the tile that the op chooses. **share**: the floor in it.
 - Gaps between kernels, page-table walks, bank conflicts and what ptxas makes of a loop have no
   number here. On another GPU, the kernel benchmark takes that one's rates (`DEVICES`).
-- Rows of experts are one draw of a uniform router. Masks of windows have no number. Of DeepSeek's
-  latents there is decode, which is not in the kernel benchmark yet.
+- Rows of experts are one draw of a uniform router. Masks of windows have no number.
 
 ## What is lost, by op
 """
