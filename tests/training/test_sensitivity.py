@@ -98,7 +98,11 @@ def test_windows_of_texts_are_items_whose_second_half_is_the_answer(tmp_path):
     text.write_text(letters)
     tokenizer = SimpleNamespace(encode=lambda text: list(text.encode()))
     model: Any = SimpleNamespace(
-        tokenizer=tokenizer, name="tiny", config=SimpleNamespace(max_position=64), home=None
+        tokenizer=tokenizer,
+        name="tiny",
+        config=SimpleNamespace(max_position=64),
+        home=None,
+        pool=SimpleNamespace(format="none"),
     )
     work = Work(model, [], EvaluateConfig(text=(text,), text_window=8, chunk=64))
     found = {(bytes(p), bytes(a)) for p, a in zip(work.prompts, work.answers, strict=True)}
