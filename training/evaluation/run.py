@@ -248,9 +248,10 @@ def _in_floats(model: Model) -> Model:
     """Returns a model whose experts have the values of their format in its dtype: on a CPU the same
     answers in less time, as steps do not dequantize them again. Elsewhere it is the model itself.
     """
-    pool, kept = model.pool, jax.jit(type(model.pool).kept)  # compiled, as when a way is loaded
+    pool = model.pool
     if pool.format == "none" or jax.default_backend() != "cpu":
         return model
+    kept = jax.jit(type(pool).kept)  # compiled, as when a way is loaded
 
     def rounded(united: UnitedExperts) -> UnitedExperts:
         cast = partial(jnp.asarray, dtype=pool.dtype)
