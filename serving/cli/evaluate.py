@@ -146,7 +146,7 @@ def evaluate(
     from jmoe.api import resolve
     from jmoe.expected_loss import FILE
     from training.evaluation.items import ZERO, grid, integers, parse_only, with_levels
-    from training.evaluation.run import EvaluateConfig, label, losses_against
+    from training.evaluation.run import EvaluateConfig, label, losses_against, right_answers
     from training.evaluation.run import evaluate as run
 
     config = of_fields(EvaluateConfig, flags)
@@ -169,6 +169,9 @@ def evaluate(
     if leave_one_out and (sensitivity or levels or only):
         given = "--sensitivity" if sensitivity else "--levels" if levels else "--only"
         raise ValueError(f"{given} does not go with --leave-one-out; run it by itself")
+    if against is not None and (leave_one_out or sensitivity):
+        given = "--leave-one-out" if leave_one_out else "--sensitivity"
+        raise ValueError(f"--against does not go with {given}; run that by itself")
     if leave_one_out:
         numbers = integers("ways", ways), integers("thresholds", thresholds)
         settings = grid(*numbers, ["partial"], keep.split(","))
@@ -190,6 +193,8 @@ def evaluate(
     if family is not None:
         _family(config, directories, settings, borrow_united)
         return
+    if against is not None:
+        right_answers(config, against)  # before minutes of work
     with progress_bar() as progress:
         found = run(config, settings, progress)
     _say(found)

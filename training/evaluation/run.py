@@ -90,7 +90,7 @@ def evaluate(
     Raises ValueError for inputs that do not fit the model or each other, and for a folder that
     belongs to other inputs.
     """
-    items = sources.choose(config.data, config.num, config.generate_tasks, config.seed)
+    items = _items_of(config)
     model = model or load(
         config.model,
         config.dtype,
@@ -137,24 +137,30 @@ class Compared(NamedTuple):
     margin: float = 0.0  # half of the 95 % interval of `beyond`, by family
 
 
+def right_answers(config: EvaluateConfig, folder: Path) -> dict[Brownout, list[bool]]:
+    """Returns which of the items were answered right under each setting in a folder.
+
+    Raises ValueError for a folder without zero brownout, and for one of other items.
+    """
+    if not (folder / INPUTS).exists():
+        raise ValueError(f"{folder} has no {INPUTS}; name the --out of another run")
+    inputs = json.loads((folder / INPUTS).read_text(encoding="utf-8"))
+    results, items = Store(folder, inputs).results, _items_of(config)
+    if ZERO not in results or inputs.get("items_digest") != _digest(items):
+        raise ValueError(f"{folder} has no zero brownout of these {len(items)} items")
+    return {setting: result.right for setting, result in results.items()}
+
+
 def losses_against(config: EvaluateConfig, folder: Path) -> dict[Brownout, Compared]:
     """Returns what zero brownout of `config.out` loses, and each setting that another folder has
     too, against zero brownout of that folder.
 
-    Raises ValueError for a folder without it, and for one of other items.
+    Raises ValueError as `right_answers`.
     """
-    items = sources.choose(config.data, config.num, config.generate_tasks, config.seed)
-    families, found = [item.family for item in items], []
+    items = _items_of(config)
+    families = [item.family for item in items]
     family = np.array(families)
-    for each in (folder, config.out):
-        if not (each / INPUTS).exists():
-            raise ValueError(f"{each} has no {INPUTS}; name the --out of another run")
-        inputs = json.loads((each / INPUTS).read_text(encoding="utf-8"))
-        results = Store(each, inputs).results
-        if ZERO not in results or inputs.get("items_digest") != _digest(items):
-            raise ValueError(f"{each} has no zero brownout of these {len(items)} items")
-        found.append({setting: result.right for setting, result in results.items()})
-    exact, other = found
+    exact, other = (right_answers(config, each) for each in (folder, config.out))
 
     def compared(setting: Brownout) -> Compared:
         rights = exact[ZERO], exact[setting], other[ZERO], other[setting]
@@ -180,7 +186,7 @@ def check_bound(config: EvaluateConfig, bound_percent: float) -> None:
     """Raises ValueError for a bound of a loss that these items are too few to show: of n items of
     which none changed, up to 300 / n percent may yet do (the rule of three).
     """
-    items = sources.choose(config.data, config.num, config.generate_tasks, config.seed)
+    items = _items_of(config)
     if not 0 < bound_percent <= 100:
         raise ValueError(
             f"--borrow-united is {bound_percent}; it must be above 0 and at most 100 %"
@@ -226,6 +232,10 @@ def borrowing_within(
         united_ways=sharing.united_ways if united else (),
         facts={**sharing.facts, "united": facts},
     )
+
+
+def _items_of(config: EvaluateConfig) -> list[Task]:
+    return sources.choose(config.data, config.num, config.generate_tasks, config.seed)
 
 
 def _digest(items: Sequence[Task]) -> str:

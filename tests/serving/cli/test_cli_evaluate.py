@@ -65,6 +65,7 @@ def test_another_cache_is_compared_with_another_run(calls, monkeypatch, capsys) 
         return {Brownout("zero"): zero, Brownout("partial", 20, 4): both}
 
     monkeypatch.setattr(run_module, "losses_against", losses_against)
+    monkeypatch.setattr(run_module, "right_answers", lambda config, folder: {})
     flags = "--generate-tasks 9 --kv-cache-dtype fp8 --against exact"
     assert run(monkeypatch, *flags.split()) == 0
     assert calls[0][0].kv_cache_dtype == "fp8"
@@ -73,6 +74,22 @@ def test_another_cache_is_compared_with_another_run(calls, monkeypatch, capsys) 
     assert "of exact, zero brownout loses 0.12 % (-0.01 to 0.25)\n" in said
     both = "way 4, t 20 % loses 1.50 % (1.25 to 1.75), -0.12 ± 0.25 beyond the sum of both\n"
     assert f"of exact, {both}" in said
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ("--against none", "none has no inputs.json"),
+        ("--against none --sensitivity", "does not go with --sensitivity"),
+        ("--against none --leave-one-out", "does not go with --leave-one-out"),
+    ],
+)
+def test_what_nothing_is_compared_with_is_named_before_anything_runs(
+    calls, monkeypatch, capsys, flags, named
+) -> None:
+    assert run(monkeypatch, "--generate-tasks", "9", *flags.split()) != 0
+    assert named in capsys.readouterr().err
+    assert not calls
 
 
 def test_no_loss_is_told_where_nothing_was_right(monkeypatch, capsys) -> None:
