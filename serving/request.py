@@ -371,7 +371,9 @@ class ModelBrownout:
             _check(_real(value) and value >= 0, name, value, wanted, f"{name} {of}")
         for name in ("floor_percent", "ceiling_percent"):
             value = getattr(self, name)
-            _check(_whole(value, 0, 101), name, value, "a whole percentage", f"{name} {of}")
+            _check(
+                _whole(value, 0, 101), name, value, "a whole percentage, 0 to 100", f"{name} {of}"
+            )
         floor, ceiling = self.floor_percent, self.ceiling_percent
         wanted = f"at most its ceiling_percent, {ceiling}"
         _check(floor <= ceiling, "floor_percent", floor, wanted, f"floor_percent {of}")
