@@ -749,6 +749,24 @@ class ServerConfig:
         "Log",
         metavar="FILE",
     )
+    capture: str = setting(
+        "",
+        "File that the token ids of some requests and answers are added to, for `jmoe distill "
+        "--data FILE`: united experts of what is really asked (distillation.md). They are as good "
+        "as the text (security.md).",
+        None,
+        "Brownout",
+        metavar="FILE",
+    )
+    capture_share: float = setting(
+        0.01,
+        "Share of the requests, drawn at random, that are captured; never those with allow_audit "
+        "false.",
+        SHARE,
+    )
+    capture_max_mib: float = setting(
+        64.0, "Size of the file, in MiB, at which capturing stops.", POSITIVE
+    )
     engine: EngineConfig = field(default_factory=EngineConfig)
 
 

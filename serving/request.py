@@ -284,7 +284,7 @@ class Request:
     reuse_prefix: bool = True  # False: neither uses nor fills the prefix cache
     salt: str = ""  # requests with different ones share no prefix
     max_degraded_percent: int = 100  # of its expert visits, at every moment
-    allow_audit: bool = True  # False: its answer is never scored again
+    allow_audit: bool = True  # False: its answer is never scored again, nor captured
     key: str = ""  # name of the caller's API key
     is_audit: bool = False  # the engine's own: it scores an answer, and counts for no caller
     model_name: str = ""  # under which it is served

@@ -9,7 +9,7 @@ Letters: T rows, L MoE layers, d model width, K picks a row, m experts.
 
 import argparse
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -128,7 +128,9 @@ def main() -> None:
             raise ValueError(f"{model.name} has no tokenizer, which the texts need")
         data = args.data or directory / "tasks.jsonl"
         texts = [
-            model.tokenizer.encode(text.prompt + text.answer)
+            [*chain(*text.token_ids)]
+            if text.token_ids
+            else model.tokenizer.encode(text.prompt + text.answer)
             for text in read_texts(data, model.tokenizer)
         ]
         probes = fit_probes(model, texts, num_rows=args.rows, ridge=args.ridge)

@@ -186,6 +186,7 @@ def serve(
     from serving.frontend.metrics import Metrics
     from serving.frontend.tracing import make_tracer
     from serving.settings import reading as settings
+    from serving.telemetry.capture import Capture
     from serving.telemetry.observer import Observer
     from serving.telemetry.timeline import Timeline
 
@@ -210,6 +211,10 @@ def serve(
         drawn = Timeline()
         drawn.write(path)  # a file that cannot be written is to be known now
         observers.append(drawn)
+    captured = None
+    if loaded.capture:
+        captured = Capture(Path(loaded.capture), loaded.capture_share, loaded.capture_max_mib)
+        observers.append(captured)
 
     async def start_engine() -> Any:
         return await _start_engine(loaded, *observers)
@@ -220,6 +225,8 @@ def serve(
         finally:
             if drawn is not None:
                 drawn.write(path)
+            if captured is not None:
+                captured.close()
     except Unavailable as error:
         logs.say(f"jmoe: {error}", logging.ERROR)
         os._exit(1)  # an ordinary exit would wait for a device that may hang

@@ -74,6 +74,10 @@ def test_no_special_token_between_prompt_and_answer(tiny_dir, tmp_path):
         ({"messages": TALK[1:2]}, "line 2: expected a JSON object.*at least two"),
         ({"messages": [{"role": "user"}, TALK[1]]}, "line 2: expected a JSON object.*content"),
         ({"messages": "hello"}, "line 2: expected a JSON object"),
+        ({"token_ids": [1]}, "line 2: expected a JSON object.*prompt_token_ids"),
+        ({"prompt_token_ids": [1], "token_ids": [-1]}, "line 2: .*whole numbers from 0"),
+        ({"prompt_token_ids": [1], "token_ids": [2**31]}, "line 2: .*whole numbers from 0"),
+        ({"prompt_token_ids": [1.5], "token_ids": []}, "line 2: .*whole numbers from 0"),
         (["a"], "line 2: expected a JSON object"),
         (5, "line 2: expected a JSON object"),
     ],
@@ -117,8 +121,24 @@ def test_a_token_that_the_model_lacks_is_named_by_line(tiny_dir, tmp_path):
     cfg = dataclasses.replace(read_config(tiny_dir.path), vocab_size=most, eos_token_ids=(0,))
     path = tmp_path / "a.txt"
     path.write_text("zq 7\n")
-    with pytest.raises(ValueError, match=r"a.txt, line 1: .*another model's tokenizer"):
+    with pytest.raises(ValueError, match=r"a.txt, line 1: has token .*another model's"):
         pack_files([path], cfg, tokenizer, 64, 0)
+
+
+def test_captured_token_ids_are_those_of_the_text_and_end_once(tiny_dir, tmp_path):
+    tokenizer, cfg = Tokenizer.load(tiny_dir.path), read_config(tiny_dir.path)
+    end = cfg.eos_token_ids[0]
+    prompt, answer = (tokenizer.encode(text, special_tokens=False) for text in ("ab", "cd"))
+    found = [
+        pack_files([written(tmp_path / "a.jsonl", row)], cfg, tokenizer, 128, 0).rows(slice(None))
+        for row in (
+            {"prompt": "ab", "answer": "cd"},
+            {"prompt_token_ids": prompt, "token_ids": answer},
+            {"prompt_token_ids": prompt, "token_ids": [*answer, end]},
+        )
+    ]
+    for one in found[1:]:
+        np.testing.assert_equal(vars(one), vars(found[0]))
 
 
 def test_texts_of_one_token_are_no_data(tiny_dir, tmp_path):

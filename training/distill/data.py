@@ -29,6 +29,7 @@ class Text(NamedTuple):
     prompt: str
     answer: str
     chat: bool = False
+    token_ids: tuple[list[int], list[int]] | None = None  # of prompt and answer, in place of both
 
 
 def read_texts(data: Path, tokenizer: Tokenizer | None = None) -> Iterator[Text]:
@@ -36,8 +37,9 @@ def read_texts(data: Path, tokenizer: Tokenizer | None = None) -> Iterator[Text]
     line.
 
     A JSON line, or a row of Parquet, has `prompt` and `answer`; or `text`, or `prompt` alone, a
-    plain text; or `messages`, a list of `role` and `content` whose last is the assistant's. Those
-    get the model's chat template, and need `tokenizer`. Raises ValueError for a file that is
+    plain text; or `messages`, a list of `role` and `content` whose last is the assistant's, which
+    get the model's chat template, and need `tokenizer`; or `prompt_token_ids` and `token_ids`, as a
+    server captures them (`serving.telemetry.capture`). Raises ValueError for a file that is
     missing, empty, not UTF-8, or malformed, and for messages without a chat template, naming the
     line.
     """
@@ -54,7 +56,8 @@ def read_texts(data: Path, tokenizer: Tokenizer | None = None) -> Iterator[Text]
         except _NOT_A_TEXT as error:
             raise ValueError(
                 f"{data}, line {number}: expected a JSON object with string `prompt` and optional "
-                f"`answer`, with `text`, or with `messages` ({error!r})"
+                f"`answer`, with `text`, with `messages`, or with `prompt_token_ids` and "
+                f"`token_ids` ({error!r})"
             ) from None
         except ValueError as error:  # what the chat template says
             raise ValueError(f"{data}, line {number}: {error}") from None
@@ -112,6 +115,10 @@ def _from_json(line: str) -> Any:
 
 
 def _of_row(row: Any, number: int, tokenizer: Tokenizer | None) -> Text:
+    if "token_ids" in row:
+        return Text(
+            number, "", "", token_ids=(_ids(row["prompt_token_ids"]), _ids(row["token_ids"]))
+        )
     if "messages" in row:
         return _from_messages(row["messages"], number, tokenizer)
     if "text" in row and "prompt" not in row:
@@ -120,6 +127,14 @@ def _of_row(row: Any, number: int, tokenizer: Tokenizer | None) -> Text:
     if not (isinstance(prompt, str) and isinstance(answer, str)):
         raise TypeError("not a string")
     return Text(number, prompt, answer) if answer else Text(number, "", prompt)
+
+
+def _ids(ids: Any) -> list[int]:
+    if not isinstance(ids, list) or any(
+        type(one) is not int or not 0 <= one < 2**31 for one in ids
+    ):
+        raise TypeError("token ids must be a list of whole numbers from 0")
+    return ids
 
 
 def _from_messages(messages: Any, number: int, tokenizer: Tokenizer | None) -> Text:
@@ -226,11 +241,12 @@ def pack_files(
     with tempfile.TemporaryFile(dir=folder) as kept:
         for file in files:
             for line, prompt, ids in _tokens(read_texts(file, tokenizer), tokenizer):
-                ids = np.concatenate([ids, np.array(cfg.eos_token_ids[:1], np.int32)])
+                if not np.isin(ids[-1:], cfg.eos_token_ids).any():
+                    ids = np.concatenate([ids, np.array(cfg.eos_token_ids[:1], np.int32)])
                 if (highest := int(ids.max(initial=0))) >= cfg.vocab_size:
                     raise ValueError(
-                        f"{file}, line {line}: the tokenizer makes token {highest}, but the model "
-                        f"has {cfg.vocab_size}: it is another model's tokenizer"
+                        f"{file}, line {line}: has token {highest}, but the model has "
+                        f"{cfg.vocab_size}: the tokenizer, or the token ids, are another model's"
                     )
                 for at in range(0, max(1, len(ids) - 1), length):
                     piece = ids[at : at + length + 1]
@@ -264,6 +280,10 @@ def _tokens(
         asked += [(text.answer, not text.prompt) for text in some]
         ids = encode_all(tokenizer, asked)
         for text, prompt, answer in zip(some, ids[: len(some)], ids[len(some) :], strict=True):
+            if text.token_ids is not None:
+                prompt, answer = (np.array(part, np.int32) for part in text.token_ids)
+                yield text.line, len(prompt), np.concatenate([prompt, answer])
+                continue
             prompt = prompt if text.prompt else prompt[:0]
             yield text.line, len(prompt), np.concatenate([prompt, answer])
 
@@ -274,7 +294,7 @@ def _together(texts: Iterable[Text]) -> Iterator[list[Text]]:
     size = 0
     for text in texts:
         some.append(text)
-        size += len(text.prompt) + len(text.answer)
+        size += len(text.prompt) + len(text.answer) + sum(map(len, text.token_ids or ()))
         if size >= _PART:
             yield some
             some, size = [], 0

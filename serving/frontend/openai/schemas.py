@@ -145,7 +145,8 @@ class Generating(OfModel):
     )
     allow_brownout: bool | None = supported("jmoe's: false exempts the request from brownout")
     allow_audit: bool | None = supported(
-        "jmoe's: false: the answer is never scored again, to measure what brownout costs"
+        "jmoe's: false: the answer is never scored again, to measure what brownout costs, nor "
+        "captured"
     )
     max_degraded_percent: int | None = supported(
         "jmoe's: most of the request's expert visits that brownout may degrade, at every token; "

@@ -1,0 +1,90 @@
+"""Captures what a server is asked and answers, as data for the distillation of its united experts.
+
+United experts are only as good as the match of their data and the traffic (docs/distillation.md).
+Token ids are kept rather than hidden rows: a row is as telling, a hundred times as large, and that
+of a degraded step is not what the exact model sees. `Capture` is an observer like any other: `jmoe
+serve --capture FILE` has one, and so may a notebook: `Engine.start(config, observer=capture)`.
+"""
+
+import errno
+import json
+import logging
+import os
+import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from serving.errors import SettingsError
+from serving.request import Output
+from serving.scheduling.sequence import SequenceState
+from serving.telemetry.observer import Observer
+
+log = logging.getLogger(__name__)
+
+MAX_WAITING = 64
+"""Requests whose line is yet to be written; while a disk hangs, further ones are not captured."""
+
+
+class Capture(Observer):
+    """Appends the token ids of requests, drawn at random, to a file that `jmoe distill --data`
+    reads.
+    """
+
+    def __init__(self, path: Path, share: float, max_mib: float) -> None:
+        """Draws `share` of the requests that finish, until the file has `max_mib`. Those that may
+        not be audited (`allow_audit`) are left out.
+
+        Raises SettingsError for a file that cannot be written.
+        """
+        super().__init__()
+        self.path, self._share, self._max_bytes = path, share, int(max_mib * 2**20)
+        self._writer = ThreadPoolExecutor(1, "jmoe-capture")
+        self._room = threading.BoundedSemaphore(MAX_WAITING)
+        self._why = ""  # nothing is written, as it was logged
+        try:
+            self._append(b"")
+        except OSError as error:
+            raise SettingsError(
+                f"capture is {str(path)!r}: {error.strerror}; name a file in a folder that is there"
+            ) from None
+
+    def request_finished(self, sequence: SequenceState, output: Output, now: float) -> None:
+        """See Observer."""
+        is_drawn = sequence.request.allow_audit and random.random() < self._share
+        if is_drawn and self._room.acquire(blocking=False):
+            ids = {"prompt_token_ids": sequence.prompt, "token_ids": sequence.tokens}
+            self._writer.submit(self._write, json.dumps(ids, separators=(",", ":")))
+
+    def close(self) -> None:
+        """Returns once all is written."""
+        self._writer.shutdown()
+
+    def _write(self, line: str) -> None:
+        try:
+            is_full = not self._append(f"{line}\n".encode())
+            why = (
+                f"it has the {self._max_bytes / 2**20:.3g} MiB of capture_max_mib"
+                if is_full
+                else ""
+            )
+        except OSError as error:
+            why = error.strerror or str(error)
+        if why and why != self._why:
+            log.warning("no requests are captured to %s: %s", self.path, why)
+        self._why = why
+        self._room.release()
+
+    def _append(self, line: bytes) -> bool:
+        """Adds a line, and returns whether there was room. The file may be moved at any time."""
+        number = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        try:
+            size = os.fstat(number).st_size
+            if size + len(line) > self._max_bytes:
+                return False
+            if os.write(number, line) < len(line):  # no half lines
+                os.ftruncate(number, size)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return True
+        finally:
+            os.close(number)

@@ -1,0 +1,91 @@
+"""Requests captured for distillation: which, into what, and what a file that is full does."""
+
+import json
+import logging
+import random
+import stat
+from pathlib import Path
+
+import pytest
+from counting import collect, counting_engine
+
+from serving.errors import SettingsError
+from serving.telemetry.capture import Capture
+from training.distill.data import read_texts
+
+PROMPTS = [[one, 2, 3] for one in range(20)]
+
+
+async def captured(path, share=1.0, max_mib=1.0, **request):
+    """Asks every prompt of an engine that counts up, and returns the file's lines."""
+    capture = Capture(path, share, max_mib)
+    engine = counting_engine(observer=capture)
+    for prompt in PROMPTS:
+        await collect(engine, prompt, 4, **request)
+    await engine.stop()
+    capture.close()
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+async def test_what_was_asked_and_answered_is_data_of_a_distillation(tmp_path):
+    path = tmp_path / "asked.jsonl"
+    lines = await captured(path)
+    assert lines == [{"prompt_token_ids": p, "token_ids": [4, 5, 6, 7]} for p in PROMPTS]
+    texts = [text.token_ids for text in read_texts(path)]
+    assert texts == [(prompt, [4, 5, 6, 7]) for prompt in PROMPTS]
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+async def test_a_file_that_is_there_is_added_to(tmp_path):
+    for _ in range(2):
+        lines = await captured(tmp_path / "asked.jsonl")
+    assert len(lines) == 2 * len(PROMPTS)
+
+
+async def test_a_share_is_drawn(tmp_path, monkeypatch):
+    monkeypatch.setattr(random, "random", random.Random(0).random)
+    lines = await captured(tmp_path / "asked.jsonl", share=0.4)
+    drawn = random.Random(0)
+    of = [prompt for prompt in PROMPTS if drawn.random() < 0.4]
+    assert 0 < len(of) < len(PROMPTS)
+    assert [line["prompt_token_ids"] for line in lines] == of
+
+
+async def test_who_refuses_is_left_out(tmp_path):
+    assert await captured(tmp_path / "asked.jsonl", allow_audit=False) == []
+
+
+async def test_a_full_file_takes_no_more_says_so_once_and_goes_on_when_it_is_moved(
+    tmp_path, caplog
+):
+    path, whole = tmp_path / "asked.jsonl", 56 / 2**20
+    with caplog.at_level(logging.WARNING):
+        lines = await captured(path, max_mib=2.5 * whole)
+    assert len(lines) == 2
+    assert [r.getMessage() for r in caplog.records] == [
+        f"no requests are captured to {path}: it has the 0.000134 MiB of capture_max_mib"
+    ]
+    path.rename(tmp_path / "before.jsonl")
+    assert len(await captured(path)) == len(PROMPTS)
+
+
+async def test_a_disk_that_is_full_costs_no_answer(tmp_path, caplog):
+    full = Path("/dev/full")
+    if not full.exists():
+        pytest.skip("/dev/full is not there")
+    path = tmp_path / "asked.jsonl"
+    capture = Capture(path, 1.0, 1.0)
+    path.unlink()
+    path.symlink_to(full)
+    engine = counting_engine(observer=capture)
+    answers = [await collect(engine, prompt, 4) for prompt in PROMPTS]
+    await engine.stop()
+    capture.close()
+    assert all(len(answer) == 4 for answer in answers)
+    (line,) = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+    assert line == f"no requests are captured to {path}: No space left on device"
+
+
+def test_a_file_that_cannot_be_written_is_known_at_the_start(tmp_path):
+    with pytest.raises(SettingsError, match=r"capture is '.*none/asked.jsonl': No such file"):
+        Capture(tmp_path / "none" / "asked.jsonl", 1.0, 1.0)
