@@ -24,8 +24,9 @@ import training.distill.run as distillation
 from jmoe.checkpoint import CheckpointError
 from jmoe.layers import Layers
 from jmoe.tokenizer import Tokenizer
-from training.distill import DistillConfig, DistillError, distill
+from training.distill import DistillConfig, DistillError, distill, refine
 from training.distill.data import pack_files
+from training.distill.fit import HELD_OUT
 
 pytestmark = pytest.mark.deep
 
@@ -42,6 +43,36 @@ def finished(tiny_dir, tmp_path_factory):
         out = tmp_path_factory.mktemp("finished")
         seen = []
         return out, run(tiny_dir, out, lambda *args: seen.append(args)), seen
+
+
+def test_what_is_held_out_is_told_by_data_file(tiny_dir, tmp_path):
+    """By hand: the whole's divergence is the files' mean, by their tokens that were measured."""
+    known, strange = tiny_dir.path / "tasks.jsonl", tmp_path / "strange.txt"
+    rng = random.Random(0)
+    letters = ("".join(rng.choices("abcdefghij ", k=60)) for _ in range(600))
+    strange.write_text("\n".join(letters), encoding="utf-8")
+    config = dataclasses.replace(QUICK, refine_steps=2, refine_rows=16)
+    empty = tmp_path / "one.txt"
+    empty.write_text("ab")
+    files = [known, strange, empty]
+    _, (refined,) = distill(tiny_dir.path, [4], files, tmp_path / "out", config)
+    tokenizer, cfg = Tokenizer.load(tiny_dir.path), jmoe.load(tiny_dir.path).config
+    packed = pack_files(files, cfg, tokenizer, config.length, config.seed)
+    rows = refine._rows(packed, HELD_OUT, config)
+    counts = np.zeros(3)
+    for items, weights, of_row in zip(rows.items, rows.weights, rows.families, strict=True):
+        for number, file in enumerate(of_row, 1):
+            counts[int(file)] += weights[items == number].sum()
+    assert counts[2] == 0
+    assert np.isnan(refined.by_file[2])
+    mean = np.average(refined.by_file[:2], weights=counts[:2])
+    assert mean == pytest.approx(refined.after, rel=1e-4)
+    assert refined.by_file[0] != pytest.approx(refined.by_file[1], rel=0.01)
+    report = (tmp_path / "out" / "distill.md").read_text()
+    assert "| way | tasks.jsonl | strange.txt | one.txt |" in report
+    assert f"| 4 | {refined.by_file[0]:.4f} | {refined.by_file[1]:.4f} | nan |" in report
+    again = distill(tiny_dir.path, [4], files, tmp_path / "out", config)[1][0]
+    np.testing.assert_equal(again.by_file, refined.by_file)
 
 
 def test_it_writes_what_jmoe_loads(tiny_dir, finished, tmp_path):
@@ -314,7 +345,7 @@ def test_bad_data_is_named(tiny_dir, tmp_path, name, content, message):
 def test_another_models_tokenizer_is_refused(tiny_dir):
     cfg = dataclasses.replace(Layers(tiny_dir.path).cfg, vocab_size=40)
     tokenizer = Tokenizer.load(tiny_dir.path)
-    with pytest.raises(ValueError, match="another model's tokenizer"):
+    with pytest.raises(ValueError, match="has token .*another model's"):
         pack_files([tiny_dir.path / "tasks.jsonl"], cfg, tokenizer, 64, 0)
 
 

@@ -155,7 +155,7 @@ _NOT_A_TEXT = (json.JSONDecodeError, KeyError, TypeError, AttributeError, Recurs
 
 class Corpus:
     """Packed rows of the texts of data files. Token ids lie in a file, so that texts of any size
-    take 20 bytes of memory a piece; rows are made as they are asked for.
+    take 24 bytes of memory a piece; rows are made as they are asked for.
 
     A piece has at most `length` + 1 tokens; pieces fill rows in an order drawn from `seed`, and one
     that does not fit begins the next row.
@@ -166,10 +166,13 @@ class Corpus:
         ids: Int[np.ndarray, " T"],
         starts: Int[np.ndarray, " P_and_1"],
         num_prompt: Int[np.ndarray, " P"],
+        files: Int[np.ndarray, " P"],
         length: int,
         seed: int,
     ) -> None:
+        """`files` has the number of each piece's data file, which is its family in a `Batch`."""
         self._ids, self._starts, self._num_prompt = ids, starts, num_prompt
+        self._files = files
         self.length = length
         order = array("q", range(len(num_prompt)))
         random.Random(f"distill/{seed}").shuffle(order)
@@ -208,7 +211,7 @@ class Corpus:
             Encoded(
                 self._ids[self._starts[piece] : self._starts[piece + 1]],
                 int(self._num_prompt[piece]),
-                "",
+                str(self._files[piece]),
             )
             for piece in pieces
         ]
@@ -237,9 +240,9 @@ def pack_files(
         raise ValueError(f"layers attend by {others[0]}, and training in full and over windows")
     if not files:
         raise ValueError("no data file was given; name at least one with --data")
-    starts, num_prompt = array("q", [0]), array("i")
+    starts, num_prompt, of_file = array("q", [0]), array("i"), array("i")
     with tempfile.TemporaryFile(dir=folder) as kept:
-        for file in files:
+        for number, file in enumerate(files):
             for line, prompt, ids in _tokens(read_texts(file, tokenizer), tokenizer):
                 if not np.isin(ids[-1:], cfg.eos_token_ids).any():
                     ids = np.concatenate([ids, np.array(cfg.eos_token_ids[:1], np.int32)])
@@ -254,11 +257,13 @@ def pack_files(
                         _keep(kept, piece)
                         starts.append(starts[-1] + len(piece))
                         num_prompt.append(max(1, prompt - at))
+                        of_file.append(number)
         if not num_prompt:
             raise ValueError(f"no text of {', '.join(map(str, files))} has two tokens or more")
         kept.flush()
         all_ids = np.memmap(kept, np.int32, "r")
-    return Corpus(all_ids, np.array(starts), np.array(num_prompt), length, seed)
+    pieces = np.array(starts), np.array(num_prompt), np.array(of_file)
+    return Corpus(all_ids, *pieces, length, seed)
 
 
 def _keep(kept: IO[bytes], ids: Int[np.ndarray, " T"]) -> None:

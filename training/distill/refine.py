@@ -235,13 +235,17 @@ class Progressing(NamedTuple):
 def begin(united: dict[str, np.ndarray], config: DistillConfig, d_model: int) -> Progressing:
     """Returns the state before the first step, spread over the devices."""
     mesh = data_mesh()
-    params = jax.device_put(
-        {name: np.asarray(leaf, np.float32) for name, leaf in united.items()},
-        {name: NamedSharding(mesh, spec) for name, spec in _specs(united).items()},
-    )
+    params = _united_over(mesh, united)
     init = _optimizer(config, d_model).init
     places = _placed(jax.eval_shape(init, params), mesh)
     return Progressing(params, jax.jit(init, out_shardings=places)(params), 0, math.nan)
+
+
+def _united_over(mesh: Mesh, united: dict[str, np.ndarray]) -> Stacked:
+    return jax.device_put(
+        {name: np.asarray(leaf, np.float32) for name, leaf in united.items()},
+        {name: NamedSharding(mesh, spec) for name, spec in _specs(united).items()},
+    )
 
 
 def _placed(tree: Any, mesh: Mesh) -> Any:
@@ -327,6 +331,34 @@ def refine(
     return on_host(united), before, held_out()
 
 
+def held_out_by_file(
+    cfg: ModelConfig,
+    frozen: Frozen,
+    united: dict[str, np.ndarray],
+    data: Corpus,
+    num_files: int,
+    key: Array,
+    config: DistillConfig,
+) -> tuple[float, ...]:
+    """Returns the divergence of united experts on the held-out rows that `refine` measures, over
+    the texts of each data file; NaN of a file that has none there.
+    """
+    mesh = data_mesh()
+    placed, own = _united_over(mesh, united), _rows(data, HELD_OUT, config)
+    files = [
+        np.array([-1, *map(int, of_row)])[items]
+        for of_row, items in zip(own.families, own.items, strict=True)
+    ]
+    key = jax.random.fold_in(key, HELD_OUT)
+    found = []
+    for number in range(num_files):
+        weights = own.weights * (np.stack(files) == number)
+        arrays = _over(mesh, own, weights)
+        of_file = _divergence(cfg, placed, frozen, arrays, key, config, mesh)
+        found.append(float(of_file) if weights.any() else math.nan)
+    return tuple(found)
+
+
 def time_step(
     cfg: ModelConfig, frozen: Frozen, at: Progressing, data: Batch | Corpus, config: DistillConfig
 ) -> float:
@@ -343,14 +375,20 @@ def time_step(
 
 
 def _batch(data: Batch | Corpus, step: int, config: DistillConfig, mesh: Mesh) -> Arrays:
-    """Returns the rows of a step, spread over the devices; the last tenth of the data only
-    measures.
-    """
+    """Returns the rows of a step, spread over the devices."""
+    own = _rows(data, step, config)
+    return _over(mesh, own, own.weights)
+
+
+def _over(mesh: Mesh, own: Batch, weights: Float[np.ndarray, "B S"]) -> Arrays:
+    split = NamedSharding(mesh, PartitionSpec("data"))
+    return jax.device_put((own.tokens, own.positions, own.items, weights), split)
+
+
+def _rows(data: Batch | Corpus, step: int, config: DistillConfig) -> Batch:
+    """Returns the rows of a step; the last tenth of the data only measures."""
     num_rows = len(data)
     cut = max(1, num_rows - num_rows // 10)
     rng = np.random.default_rng([config.seed, step])
     low, high = (cut, num_rows) if step == HELD_OUT and cut < num_rows else (0, cut)
-    rows = rng.integers(low, high, config.refine_rows)
-    split = NamedSharding(mesh, PartitionSpec("data"))
-    own = data.rows(rows)
-    return jax.device_put((own.tokens, own.positions, own.items, own.weights), split)
+    return data.rows(rng.integers(low, high, config.refine_rows))

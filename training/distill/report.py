@@ -26,17 +26,24 @@ class LayerResult:
 
 @dataclasses.dataclass(frozen=True)
 class RefineResult:
-    """Divergence from the exact model in nats a token on held-out rows, before and after."""
+    """Divergence from the exact model in nats a token on held-out rows, before and after; after
+    also by data file, where there are several (NaN: none of its texts is held out).
+    """
 
     way: int
     before: float
     after: float
+    by_file: Sequence[float] = ()
 
 
 def write_report(
-    out: Path, layers: Sequence[LayerResult], refined: Sequence[RefineResult], settings: str
+    out: Path,
+    layers: Sequence[LayerResult],
+    refined: Sequence[RefineResult],
+    files: Sequence[str],
+    settings: str,
 ) -> None:
-    """Writes `distill.md` and `distill.png` into `out`."""
+    """Writes `distill.md` and `distill.png` into `out`; `files` are the names of the data's."""
     ways = sorted({r.way for r in layers})
     lines = [
         "# Distillation of united experts",
@@ -58,6 +65,15 @@ def write_report(
             "| way | before | after |",
             "|---|---|---|",
             *(f"| {r.way} | {r.before:.4f} | {r.after:.4f} |" for r in refined),
+        ]
+    if any(r.by_file for r in refined):
+        lines += [
+            "",
+            "After, by data file:",
+            "",
+            f"| way | {' | '.join(files)} |",
+            f"|---|{'---|' * len(files)}",
+            *(f"| {r.way} | {' | '.join(f'{d:.4f}' for d in r.by_file)} |" for r in refined),
         ]
     (out / "distill.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
     _draw(out / "distill.png", layers, ways)

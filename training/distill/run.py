@@ -28,7 +28,7 @@ from training.distill.grouping import make_groups
 from training.distill.parallel import is_first, on_the_host, wait_for_all
 from training.distill.plan import layers_dtype
 from training.distill.prepare import DEFAULT_WAYS, prepare
-from training.distill.refine import Progressing, begin, freeze, refine
+from training.distill.refine import Progressing, begin, freeze, held_out_by_file, refine
 from training.distill.report import REPORT_FILES, LayerResult, RefineResult, write_report
 from training.distill.sizes import SAVE_EVERY
 from training.distill.start import make_start
@@ -140,7 +140,8 @@ def distill(
             whole = partial(
                 load, model_dir, config.dtype, ways=(), allow_unknown_config=allow_unknown_config
             )
-            refined = [_refine(whole, cfg, way, packed, store, config, note) for way in own]
+            refine_way = partial(_refine, whole, cfg, packed, len(data), store, config, note)
+            refined = [refine_way(way) for way in own]
     united = {way: _united(store, way, cfg.num_moe_layers, bool(refined)) for way in own}
     if weights_digest(directory) != fingerprint["model"]:
         raise DistillError(
@@ -150,7 +151,7 @@ def distill(
         )
     if is_first():
         write_united(out, united, fingerprint["model"])
-        write_report(out, results, refined, f"Settings: {config}")
+        write_report(out, results, refined, [path.name for path in data], f"Settings: {config}")
     store.close()
     record = {
         **fingerprint,
@@ -169,7 +170,10 @@ def _results(
     record: dict[str, Any], ways: Sequence[int] | None
 ) -> tuple[list[LayerResult], list[RefineResult]]:
     """Returns the results that a finished run returned, in the order of `ways`."""
-    refined = {result["way"]: RefineResult(**result) for result in record["refined"]}
+    refined = {
+        one["way"]: RefineResult(**one | {"by_file": tuple(one.get("by_file", ()))})
+        for one in record["refined"]
+    }
     order = [way for way in ways or refined if way in refined]
     return [LayerResult(**result) for result in record["layers"]], [refined[way] for way in order]
 
@@ -297,15 +301,17 @@ def _united(store: Store, way: int, num_layers: int, refined: bool) -> United:
 def _refine(
     load_model: Callable[[], Model],
     cfg: ModelConfig,
-    way: int,
     data: Corpus,
+    num_files: int,
     store: Store,
     config: DistillConfig,
     note: _Note,
+    way: int,
 ) -> RefineResult:
     """Trains a way end to end and keeps it in the store, or takes it from there."""
     if (done := store.refined(way)) is not None:
-        return RefineResult(way, *done[1:])
+        before, after, *by_file = done[1]
+        return RefineResult(way, before, after, tuple(by_file))
     united = _stacked(store, way, cfg.num_moe_layers)
     weights = {key: leaf for key, leaf in united.items() if key != "groups"}
     advice = f"lower refine_rows ({config.refine_rows} now), leave this stage out (refine_steps 0)"
@@ -318,23 +324,27 @@ def _refine(
         kept = store.refinement(way, at._asdict())
         if kept is not None:
             at = Progressing(**{**kept, "step": int(kept["step"]), "before": float(kept["before"])})
+        key = _key(config, way, 1_000_000)
         trained, before, after = refine(
             cfg,
             frozen,
             at,
             data,
-            _key(config, way, 1_000_000),
+            key,
             config,
             save=lambda state: store.save_refinement(way, state.step, state._asdict()),
             save_every=SAVE_EVERY,
             note=partial(note, f"way {way}, end to end"),
         )
-    if after < before:
-        united |= trained
-    else:  # united experts that were that good already are left as they were
-        after = before
-    store.save_refined(way, narrow(united), before, after)
-    return RefineResult(way, before, after)
+        if after < before:
+            weights = trained
+        else:  # united experts that were that good already are left as they were
+            after = before
+        by_file = ()
+        if num_files > 1:
+            by_file = held_out_by_file(cfg, frozen, weights, data, num_files, key, config)
+    store.save_refined(way, narrow(united | weights), (before, after, *by_file))
+    return RefineResult(way, before, after, by_file)
 
 
 def _digests(directory: Path) -> dict[str, str]:

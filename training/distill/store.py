@@ -155,22 +155,21 @@ class Store:
         steps = {path.name.rpartition("-")[2]: path for path in found}
         return {int(step): path for step, path in steps.items() if step.isdigit()}
 
-    def refined(self, way: int) -> tuple[dict[str, np.ndarray], float, float] | None:
+    def refined(self, way: int) -> tuple[dict[str, np.ndarray], list[float]] | None:
         """Returns united experts after a finished end-to-end stage, and its divergences at both
-        ends.
+        ends and by data file.
         """
         tree = self._restore(self.folder / f"{self.stage}-{way}-done")
         if tree is None:
             return None
-        before, after = map(float, tree["divergences"])
-        return tree["united"], before, after
+        return tree["united"], tree["divergences"].tolist()
 
     def save_refined(
-        self, way: int, united: dict[str, np.ndarray], before: float, after: float
+        self, way: int, united: dict[str, np.ndarray], divergences: Sequence[float]
     ) -> None:
         """Stores a finished stage in place of the states that led to it."""
         self._finish()
-        tree = {"united": united, "divergences": np.array([before, after])}
+        tree = {"united": united, "divergences": np.array(divergences)}
         self._save(self.folder / f"{self.stage}-{way}-done", tree)
         wait_for_all("a stage is stored")
         for path in self._states(way).values() if is_first() else ():
