@@ -14,6 +14,7 @@ import tarfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.part import WEIGHTS, Case, Context, Part, RunCase, plant
@@ -37,9 +38,13 @@ PARTS = (
 )
 """In order of worth: what is right first, then the headline figures."""
 
+ON_DEMAND = ("sweep",)
+"""Parts that run only where they are asked for."""
+
 FIRST = (
     ("light", ""),
-    ("kernels", ""),
+    ("kernels", "decode/t64"),
+    ("kernels", "prefill/t4096"),
     ("tests", "test_models"),
     ("step", "zero/"),
     ("serve", "capacity/sharegpt"),
@@ -53,9 +58,10 @@ OWNS_MEMORY = ("step", "family", "mesh", "distill")
 once, as a server does. XLA's own choice, three quarters, is too little for `step` on 80 GB."""
 MEMORY = {"XLA_PYTHON_CLIENT_PREALLOCATE": "true", "XLA_CLIENT_MEM_FRACTION": "0.92"}
 
-SHARE_MEMORY = ("kernels", "layers")
-"""Parts that have PyTorch beside jax, which would take three quarters of the memory at once. A part
-that starts a server must not do so: the server would inherit it, and leave its memory in pieces."""
+SHARE_MEMORY = ("kernels", "sweep", "layers")
+"""Parts that may have PyTorch beside jax, which would take three quarters of the memory at once. A
+part that starts a server must not do so: the server would inherit it, and leave its memory in
+pieces."""
 
 LOST = 3
 """Exit status of a part whose device gives nothing but errors any more: a new process goes on."""
@@ -73,11 +79,28 @@ def module(part: str) -> Part:
 
 def parse(argv: Sequence[str], about: str) -> argparse.Namespace:
     """Returns the command line."""
-    parser = command.parser("python -m benchmarks.gpu", about)
-    command.add_choices(parser, "--parts", PARTS)
-    parser.add_argument("--retry", action="store_true", help="also what failed before")
-    parser.add_argument("--size", action="append", default=[], help=SIZE_HELP)
-    parser.add_argument("--report", action="store_true", help="tables of what is there")
+
+    def chosen(text: str) -> list[str]:
+        for name in text.split(","):
+            if name not in (*PARTS, *ON_DEMAND):
+                known = ", ".join((*PARTS, *ON_DEMAND))
+                raise argparse.ArgumentTypeError(f"{name!r} is none of {known}")
+        return text.split(",")
+
+    words = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("python -m benchmarks.gpu", None, about, formatter_class=words)
+    add = parser.add_argument
+    add("--parts", type=chosen, default=list(PARTS), help="some of them, with commas")
+    add("--match", default="", help="part of a case's name")
+    add("--limit-s", type=float, default=math.inf, help="be done within it")
+    add("--out", type=Path, help="folder; default: benchmarks/<device>")
+    add("--commit", help="what is measured, where there is no git to ask")
+    add("--again", action="store_true", help="also what is stored already")
+    add("--retry", action="store_true", help="also what failed before")
+    add("--size", action="append", default=[], help=SIZE_HELP)
+    add("--dry-run", action="store_true", help="tiny, on a CPU: tests this program")
+    add("--list", action="store_true", help="print cases, run nothing")
+    add("--report", action="store_true", help="tables of what is there")
     return parser.parse_args(argv)
 
 
@@ -98,7 +121,7 @@ def main(argv: Sequence[str], about: str = "") -> int:
             for case in module(part).cases(sizes):
                 print(f"{part:12} {case.name:44} {case.estimate_s:5.0f} s")
         return 0
-    device = "dry-run" if args.dry_run else device_name()
+    device = "dry-run" if args.dry_run else store.nvidia_smi("name")
     if device is None:
         print(
             "benchmarks.gpu needs an NVIDIA GPU, and nvidia-smi names none here. `--dry-run` runs "
@@ -118,16 +141,6 @@ def main(argv: Sequence[str], about: str = "") -> int:
             os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
         return run_part(args, sizes, device, clock)
     return run_parts(args, sizes, clock)
-
-
-def device_name() -> str | None:
-    """Returns the first GPU's name as its driver has it; None where there is none."""
-    words = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.splitlines()[0].strip() if done.stdout.strip() else None
 
 
 # -- several parts: a process each, so that each has the GPU's memory to itself --------------------
@@ -288,10 +301,13 @@ def _child(
 # -- one part -------------------------------------------------------------------------------------
 
 
+def depends(part: str) -> list[str]:
+    """Returns the folders and files that a part's figures depend on."""
+    return ["benchmarks/gpu/sizes.py", f"benchmarks/gpu/{part}_part.py", *module(part).DEPENDS]
+
+
 def _store(args: argparse.Namespace, part: str) -> store.Store:
-    return store.Store(
-        args.out, {"sources": store.sources(module(part).DEPENDS), "sizes": args.size}
-    )
+    return store.Store(args.out, {"sources": store.sources(depends(part)), "sizes": args.size})
 
 
 def todo(args: argparse.Namespace, kept: store.Store, part: str, sizes: Sizes) -> list[Case]:
@@ -313,8 +329,7 @@ def run_part(args: argparse.Namespace, sizes: Sizes, device: str, clock: command
     (part,) = args.parts
     kept = _store(args, part)
     wanted = todo(args, kept, part, sizes)
-    there = len(module(part).cases(sizes)) - len(wanted)
-    print(f"== {part}: {len(wanted)} cases to do, {there} stored in {args.out}", flush=True)
+    print(f"== {part}: {len(wanted)} cases to do, to {args.out}", flush=True)
     if not wanted:
         return 0
     about: dict[str, Any] = {
@@ -338,7 +353,8 @@ def run_part(args: argparse.Namespace, sizes: Sizes, device: str, clock: command
                     break
                 why = _run_case(part, case, run_case, context, about)
                 failed += bool(why)
-                if any(word in why for word in LOST_WORDS) and part in OWNS_MEMORY:
+                lost = any(word in why for word in LOST_WORDS)
+                if lost and part in (*OWNS_MEMORY, *SHARE_MEMORY):
                     print(f"{part}: the device is lost to this process", flush=True)
                     return LOST
     except Exception:  # the session did not begin: nothing is stored, and the next call tries again

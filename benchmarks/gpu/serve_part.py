@@ -22,7 +22,7 @@ from serving.bench.loadgen import play, saturate
 from serving.bench.results import Run
 from serving.bench.workload import Arrival, poisson_times, schedule
 
-DEPENDS = (*ENGINE, "benchmarks/gpu/serve_part.py")
+DEPENDS = ENGINE
 START_S = 150.0  # cold; a third of it with compiled programs at hand
 PERCENTILES = (50, 90, 99)
 

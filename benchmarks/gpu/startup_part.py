@@ -19,7 +19,7 @@ from benchmarks.gpu.sizes import SETTINGS, Sizes
 from benchmarks.harness import store
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 
-DEPENDS = (*ENGINE, "benchmarks/gpu/hf_dir.py", "benchmarks/gpu/startup_part.py")
+DEPENDS = (*ENGINE, "benchmarks/gpu/hf_dir.py")
 START_S = 1.0
 TARGET_S = 60.0  # warm
 REPLY_S = 120.0

@@ -19,9 +19,7 @@ from benchmarks.harness import store
 
 DEPENDS = (
     "benchmarks/gpu/hf_dir.py",
-    "benchmarks/gpu/sizes.py",
     "benchmarks/gpu/torch_generate.py",
-    "benchmarks/gpu/transformers_part.py",
     "jmoe/random_model.py",
     "serving/bench/workload.py",
 )
@@ -34,19 +32,9 @@ def cases(sizes: Sizes) -> list[Case]:
 
 
 def run(context: Context, case: Case) -> dict[str, Any]:
-    """Runs the case."""
-    return run_torch(context)
-
-
-session = alone(run)
-
-
-def run_torch(context: Context, python: str = sys.executable) -> dict[str, Any]:
-    """Runs PyTorch; returns the record: figures by mix, or why a mix has none. `python` has PyTorch
-    and transformers.
-    """
+    """Runs PyTorch; returns the record: figures by mix, or why a mix has none."""
     sizes = context.sizes
-    if sizes.dry and python == sys.executable and importlib.util.find_spec("torch") is None:
+    if sizes.dry and importlib.util.find_spec("torch") is None:
         return {"figures": {}, "skipped": "a dry run without PyTorch"}
     source, out = (context.scratch / f"transformers-{name}.json" for name in ("in", "out"))
     out.unlink(missing_ok=True)
@@ -58,7 +46,7 @@ def run_torch(context: Context, python: str = sys.executable) -> dict[str, Any]:
         for mix in sizes.mixes
     }
     source.write_text(json.dumps({**asked, "max_batch": sizes.batch}), encoding="utf-8")
-    command = [python, "benchmarks/gpu/torch_generate.py", checkpoint(context), source, out]
+    command = [sys.executable, "benchmarks/gpu/torch_generate.py", checkpoint(context), source, out]
     done = subprocess.run(
         list(map(str, command)), cwd=store.ROOT, stderr=subprocess.PIPE, text=True
     )
@@ -85,3 +73,6 @@ def run_torch(context: Context, python: str = sys.executable) -> dict[str, Any]:
     if wrong or len(mixes) < len(asked):
         record["failed"] = "; ".join(wrong) or f"only {list(mixes)} ran: {done.stderr[-300:]}"
     return record
+
+
+session = alone(run)

@@ -19,6 +19,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from serving.telemetry import version
+
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "torch", "triton")
 
@@ -29,21 +31,19 @@ def device_folder(kind: str) -> Path:
     return ROOT / "benchmarks" / ("-".join(words) or "unknown")
 
 
-def _output(*command: str) -> str:
-    """Returns what a command prints; an empty string where it cannot be run."""
+def nvidia_smi(field: str) -> str | None:
+    """Returns what the driver says of the first GPU; None where there is none."""
+    words = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader"]
     try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
+        done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return next(iter(done.stdout.strip().splitlines()), None)
 
 
 def commit(given: str | None = None) -> str:
     """Returns the commit that was measured: `given`, or git's; "unknown" where there is neither."""
-    if given is not None:
-        return given
-    found = _output("git", "rev-parse", "HEAD")
-    return (found + "-dirty" * bool(_output("git", "status", "--porcelain", "*.py"))) or "unknown"
+    return given or version.commit(ROOT) or "unknown"
 
 
 def sources(paths: Sequence[str]) -> str:
@@ -61,23 +61,23 @@ def sources(paths: Sequence[str]) -> str:
     return digest.hexdigest()[:16]
 
 
-def revision(given: str | None, paths: Sequence[str]) -> dict[str, str]:
-    """Returns commit and sources, as records name them."""
-    return {"commit": commit(given), "sources": sources(paths)}
-
-
 def machine(device_kind: str) -> dict[str, str]:
     """Returns device, driver and versions."""
     found = {"device": device_kind, "python": platform.python_version()}
-    driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-    if driver:
-        found["driver"] = driver.splitlines()[0]
+    if driver := nvidia_smi("driver_version"):
+        found["driver"] = driver
     for name in PACKAGES:
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
     return found
+
+
+def origin(command: str) -> dict[str, Any]:
+    """Returns what a result names of where it is from: its command, commit, date and machine."""
+    cpus = f"{os.cpu_count()} CPUs, {platform.platform()}"
+    return {"command": command, "commit": commit(), "date": now(), "machine": machine(cpus)}
 
 
 def now() -> str:

@@ -26,7 +26,6 @@ WEIGHT_BYTES = {"grouped_gemm": 2.0, "grouped_gemm_fp8": 1.0, "grouped_gemm_int4
 """Of the grouped GEMMs. A group of 32 weights in int4 has 3 bytes of scale and zero point."""
 ATTENTION_OPS = ("paged_attention", "prefill_attention", "kv_write")
 """Of these a model with latents has no case of the last: no kernel writes its pages."""
-SOURCES = ("pallas_kernels",)  # what their figures depend on
 SKEWS = ("uniform", "exponential")
 _SKEWS = {"grouped_gemm": SKEWS, "grouped_gemm_fp8": SKEWS[:1], "grouped_gemm_int4": SKEWS[:1]}
 

@@ -229,7 +229,8 @@ def test_a_lost_device_ends_a_process_and_a_new_one_goes_on(command, monkeypatch
 
 def test_a_case_that_hangs_or_ends_the_process_costs_itself_alone(command, monkeypatch, tmp_path):
     fake, ended, limits = FakePart(), iter([-6, run.LOST, 0]), []
-    revision = {"sources": store.sources(fake.DEPENDS), "sizes": []}
+    monkeypatch.setattr(run, "module", lambda name: fake)
+    revision = {"sources": store.sources(run.depends("step")), "sizes": []}
     kept = store.Store(tmp_path, revision)
 
     def child(words, limit_s, env, most_s):
@@ -244,7 +245,6 @@ def test_a_case_that_hangs_or_ends_the_process_costs_itself_alone(command, monke
         return status
 
     monkeypatch.setattr(run, "_child", child)
-    monkeypatch.setattr(run, "module", lambda name: fake)
     args = run.parse(["--dry-run", "--out", str(tmp_path)], "")
     assert run._some(args, DRY, command_line.Clock(500), "step", "") == 1
     assert fake.ran == ["c"]
@@ -258,24 +258,26 @@ def test_a_case_that_hangs_or_ends_the_process_costs_itself_alone(command, monke
 
 
 def test_without_a_gpu_it_says_what_can_be_done(monkeypatch, capsys):
-    monkeypatch.setattr(run, "device_name", lambda: None)
+    monkeypatch.setattr(store, "nvidia_smi", lambda field: None)
     assert run.main(["--parts", "step"]) == 2
     assert "--dry-run" in capsys.readouterr().err
+    assert run.parse([], "").parts == list(run.PARTS)
+    assert run.parse(["--parts", "step,sweep"], "").parts == ["step", "sweep"]
     with pytest.raises(SystemExit):
-        run.main(["--parts", "speed"])
+        run.main(["--parts", "step,speed"])
+    assert "'speed' is none of light, kernels" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("of", [FULL, DRY], ids=["full", "dry"])
 def test_every_part_names_its_cases_and_what_they_depend_on(of):
-    for name in run.PARTS:
+    for name in (*run.PARTS, *run.ON_DEMAND):
         module = run.module(name)
         names = [case.name for case in module.cases(of)]
         assert names
         assert len(set(names)) == len(names)
         assert all(case.estimate_s > 0 for case in module.cases(of))
-        for path in module.DEPENDS:
+        for path in run.depends(name):
             assert (store.ROOT / path).exists(), path
-        assert f"benchmarks/gpu/{name}_part.py" in module.DEPENDS
         # The longest piece of work and its start fit a call of nine minutes.
         assert module.START_S + max(case.estimate_s for case in module.cases(of)) < 540
 

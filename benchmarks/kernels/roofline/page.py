@@ -104,7 +104,7 @@ Made by `python -m benchmarks.kernels.roofline --page docs/roofline.md`; change
 every case of the kernel benchmark: every model, batch and skew.
 
 **All of it is arithmetic for an H200. Nothing here was measured.** The kernel benchmark
-(`python -m benchmarks.kernels`) keeps expected and measured times side by side. A measured time
+(`python -m benchmarks.gpu --parts kernels`) keeps expected and measured times side by side. A measured time
 10 % above the expected one says that a loss is missing here or an assumption is wrong; one below it
 refutes a loss.
 
