@@ -66,10 +66,10 @@ def _decode(
 ) -> dict[str, Any]:
     """Times the steps of one number of rows and returns the record."""
     batch = case.about["batch"]
-    mixed_us, _ = _measure(_mixed(sizes, family, batch), ruler)
+    mixed_us = ruler.measure(_mixed(sizes, family, batch)).span_us
     gc.collect()
-    each_us, carry = _measure(_in_turn(sizes, family, batch), ruler)
-    seen = carry[1]
+    in_turn = _in_turn(sizes, family, batch)
+    each_us, seen = ruler.measure(in_turn).span_us, in_turn.carry[1]
     active = float(jnp.sum(seen.active)) / float(jnp.sum(seen.steps))
     both = float(seen.both / seen.steps[1])
     cfg, dtype = family.config, family[0].dtype
@@ -94,11 +94,6 @@ def _decode(
             "active_experts_of_both": both,
         },
     }
-
-
-def _measure(program: StepProgram, ruler: Ruler) -> tuple[float, Any]:
-    """Returns microseconds from one call to the next, and what the calls left behind."""
-    return ruler.measure(program).span_us, program.carry
 
 
 # -- programs -------------------------------------------------------------------------------------

@@ -136,16 +136,8 @@ def judged(lines: list[str], status: int, hung: bool, limit_s: float) -> tuple[s
     found = json.loads(result)
     if found["ok"]:
         return "ok", {"found": found}
-    known = {
-        "first": "first at",
-        "share": "share",
-        "nan": "NaN",
-        "tiles": "tiles",
-        "error": "error",
-        "unwritten": "unwritten",
-        "runs_differ": "runs differ",
-    }
-    words = [f"{word} {_short(found[key])}" for key, word in known.items() if found.get(key)]
+    known = ("first", "share", "nan", "tiles", "error", "unwritten", "runs_differ")
+    words = [f"{key} {_short(found[key])}" for key in known if found.get(key)]
     return f"WRONG: {', '.join(words)}", {"found": found}
 
 

@@ -203,13 +203,19 @@ def _some(
     return worst
 
 
-def _say_how_it_ended(kept: store.Store, part: str, wanted: list[Case], status: int) -> None:
-    """Stores why the case that ran as its part's process ended has no result."""
+def _under_way(kept: store.Store, part: str, wanted: list[Case]) -> Case | None:
+    """Returns the case that was started and has not ended."""
     records = kept.records(part)
     for case in wanted:
-        record = records.get(case.name, {})
-        if record.get("failed") != command.STARTED or not kept.has(part, case.name, failed=True):
-            continue
+        started = records.get(case.name, {}).get("failed") == command.STARTED
+        if started and kept.has(part, case.name, failed=True):
+            return case
+    return None
+
+
+def _say_how_it_ended(kept: store.Store, part: str, wanted: list[Case], status: int) -> None:
+    """Stores why the case that ran as its part's process ended has no result."""
+    while case := _under_way(kept, part, wanted):
         if status == LOST:
             how = f"HANG: nothing for {SLACK_S + 2 * case.estimate_s:.0f} s, and it was killed"
         elif status < 0:
@@ -218,48 +224,35 @@ def _say_how_it_ended(kept: store.Store, part: str, wanted: list[Case], status: 
             how = "OUT OF TIME: it was killed"
         else:
             how = f"CRASH: its process ended with status {status}"
-        kept.put(part, {**record, "failed": how})
+        kept.put(part, {**kept.records(part)[case.name], "failed": how})
 
 
 def _at_most(
     args: argparse.Namespace, kept: store.Store, part: str, wanted: list[Case]
 ) -> tuple[str, float]:
     """Returns the case that runs now, or "start", and the seconds that it may take at most."""
-    records, start_s = kept.records(part), module(part).START_S
-    for case in wanted:
-        known = records.get(case.name, {})
-        if known.get("failed") == command.STARTED and kept.has(part, case.name, failed=True):
-            # One that is tried again may have been left so by the process before.
-            again_s = start_s if args.retry or args.again else 0.0
-            return case.name, SLACK_S + 2 * case.estimate_s + again_s
-    return "start", SLACK_S + 2 * start_s
+    start_s, case = module(part).START_S, _under_way(kept, part, wanted)
+    if case is None:
+        return "start", SLACK_S + 2 * start_s
+    # One that is tried again may have been left so by the process before.
+    again_s = start_s if args.retry or args.again else 0.0
+    return case.name, SLACK_S + 2 * case.estimate_s + again_s
 
 
 def _pack(args: argparse.Namespace, sizes: Sizes, absent: dict[str, str]) -> str:
-    """Writes the table, and one archive of all results; returns the table."""
-    rows = []
-    for part in args.parts:
-        if part in absent:
-            rows.append([part, "-", "left out", "-", "-", absent[part]])
-            continue
-        records = _store(args, part).records(part)
-        for case in module(part).cases(sizes):
-            record = records.get(case.name)
-            if args.match not in case.name:
-                continue
-            failed = (record or {}).get("failed")
-            verdict = "not run" if record is None else "FAILED" if failed else "ok"
-            own_s = (record or {}).get("figures", {}).get("took_s")  # of cases that run at a time
-            took_s = own_s or (record or {}).get("wall_s")
-            took = None if took_s is None else f"{took_s:.0f}"
-            rows.append([part, case.name, verdict, f"{case.estimate_s:.0f}", took, failed])
-    columns = ["part", "case", "verdict", "estimate, s", "took, s", "why"]
-    table = "\n".join(command.markdown(columns, rows))
+    """Writes the report of all parts that were asked for, and one archive of all results; returns
+    the report.
+    """
+    from benchmarks.gpu import report
+
+    stored = {part: _store(args, part).records(part) for part in args.parts if part not in absent}
+    text = report.text(stored, sizes)
+    text += "".join(f"\n- {part}: left out, as {why}" for part, why in absent.items())
     args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "table.md").write_text(table + "\n", encoding="utf-8")
+    (args.out / "table.md").write_text(text + "\n", encoding="utf-8")
     with tarfile.open(args.out.with_name(f"{args.out.name}.tar.gz"), "w:gz") as packed:
         packed.add(args.out, args.out.name)
-    return table
+    return text
 
 
 def _child(

@@ -20,11 +20,6 @@ class Setting(NamedTuple):
         """Key in what is stored."""
         return f"way{self.way}-t{self.threshold_percent}" if self.way else "zero"
 
-    @property
-    def label(self) -> str:
-        """As tables and figures have it."""
-        return f"({self.way}, {self.threshold_percent})" if self.way else "zero"
-
 
 ZERO = Setting(0, 100)
 EAGER = "-eager"  # after a setting's name: steps launched kernel by kernel

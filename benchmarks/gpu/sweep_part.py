@@ -50,7 +50,7 @@ def session(context: Context) -> Iterator[RunCase]:
             if done is None:
                 if time.monotonic() > ends_at:
                     return math.inf
-                record = {"case": {"name": name}, **kept.revision, "tile": sweep.stored(tile)}
+                record = {"case": {"name": name}, **kept.revision, "tile": str(tile)}
                 trial = partial(_timed, bench, problem, partial(op, tile=tile))
                 done = command.attempt(kept, TILES, record, trial)
             return done["timing"]["us"] if "timing" in done else math.inf
@@ -60,7 +60,7 @@ def session(context: Context) -> Iterator[RunCase]:
         if us == math.inf:
             return {"failed": "no tile works"}
         return {
-            "tile": sweep.stored(best),
+            "tile": str(best),
             "figures": {"us": us, "us_before": tried[0][1], "tiles": len(tried)},
             "unfinished": time.monotonic() > ends_at,
         }

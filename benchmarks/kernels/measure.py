@@ -43,7 +43,7 @@ class Bench:
         problem = problems.build(case, self.sizes, seed, self.pools)
         program = JaxProgram(problem.call, problem.sets, problem.carry)
         record["implementation"] = "mosaic" if program.has_mosaic else "xla"
-        record["tile"] = sweep.stored(sweep.chosen(case)) if program.has_mosaic else None
+        record["tile"] = str(sweep.chosen(case)) if program.has_mosaic else None
         record["facts"] = problem.facts
         seen = judge.check(program, problem.error, problem.tolerance)
         record["check"] = {**seen._asdict(), "passed": seen.passed}
