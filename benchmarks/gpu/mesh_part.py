@@ -11,11 +11,8 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from benchmarks.gpu import models, step_part
 from benchmarks.gpu.part import Case, Context, RunCase
@@ -114,16 +111,7 @@ def _program(
     arrays = decode_rows(range(batch), sizes.context)
     step: Any = partial(decode_step, cfg, max_active=cfg.num_experts)
     if home is not None:
-        lies = on_mesh.STEPS["decode"]
-        step = on_mesh.spread(home.mesh, step, lies)
-        _, of_state, *of_arrays = jax.tree.map(
-            lambda spec: NamedSharding(home.mesh, spec),
-            lies.arguments,
-            is_leaf=lambda one: isinstance(one, P),
-        )
-        state = jax.device_put(state, of_state)
-        arrays = tuple(map(jax.device_put, arrays, of_arrays))
-
+        step = on_mesh.spread(home.mesh, step, on_mesh.STEPS["decode"])
     carry = state, jnp.zeros((cfg.num_moe_layers, cfg.num_experts), jnp.int32)
     call = compiled(counted(step), carry, weights, *arrays, options=options)
     return StepProgram(call, carry, in_other_arrays((weights,), arrays))

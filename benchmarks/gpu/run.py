@@ -135,18 +135,18 @@ def main(argv: Sequence[str], about: str = "") -> int:
         os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # compiling is what takes the time
     dry = store.ROOT / "out" / "gpu-dry-run"
     args.out = args.out or (dry if args.dry_run else store.device_folder(device))
-    clock = command.Clock(args.limit_s)
+    ends_at = time.monotonic() + args.limit_s
     if len(args.parts) == 1:
         if args.parts[0] in SHARE_MEMORY:
             os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-        return run_part(args, sizes, device, clock)
-    return run_parts(args, sizes, clock)
+        return run_part(args, sizes, device, ends_at)
+    return run_parts(args, sizes, ends_at)
 
 
 # -- several parts: a process each, so that each has the GPU's memory to itself --------------------
 
 
-def run_parts(args: argparse.Namespace, sizes: Sizes, clock: command.Clock) -> int:
+def run_parts(args: argparse.Namespace, sizes: Sizes, ends_at: float) -> int:
     """Runs every part in a process of its own, what is `FIRST` first; then prints a table of all.
 
     A part that cannot be imported costs itself alone. A case that hangs or ends its process costs
@@ -159,7 +159,7 @@ def run_parts(args: argparse.Namespace, sizes: Sizes, clock: command.Clock) -> i
     try:
         for part, match in [*first, *((part, args.match) for part in args.parts)]:
             try:
-                worst = max(worst, _some(args, sizes, clock, part, match))
+                worst = max(worst, _some(args, sizes, ends_at, part, match))
             except ImportError as error:
                 worst = 1
                 if part not in absent:
@@ -170,20 +170,19 @@ def run_parts(args: argparse.Namespace, sizes: Sizes, clock: command.Clock) -> i
     return worst
 
 
-def _some(
-    args: argparse.Namespace, sizes: Sizes, clock: command.Clock, part: str, match: str
-) -> int:
+def _some(args: argparse.Namespace, sizes: Sizes, ends_at: float, part: str, match: str) -> int:
     """Runs cases of a part in processes of its own until none is left that may be tried."""
     args = argparse.Namespace(**{**vars(args), "match": match})
     of, kept = module(part), _store(args, part)
     worst, before = 0, math.inf
     wanted = todo(args, kept, part, sizes)
     while wanted and len(wanted) < before:
-        if clock.left_s < of.START_S + min(case.estimate_s for case in wanted):
+        left_s = ends_at - time.monotonic()
+        if left_s < of.START_S + min(case.estimate_s for case in wanted):
             print(f"{part}: {len(wanted)} {command.CALL_AGAIN}", flush=True)
             break
         words = [sys.executable, "-m", "benchmarks.gpu", "--parts", part, "--out", str(args.out)]
-        words += ["--match", match, "--limit-s", f"{clock.left_s:.1f}"]
+        words += ["--match", match, "--limit-s", f"{left_s:.1f}"]
         words += [word for pair in args.size for word in ("--size", pair)]
         words += ["--commit", args.commit] if args.commit else []
         words += [f"--{f}" for f in ("retry", "again") if getattr(args, f)]
@@ -193,7 +192,7 @@ def _some(
         def most_s(wanted: list[Case] = wanted) -> tuple[str, float]:
             return _at_most(args, kept, part, wanted)
 
-        status = _child(words, clock.left_s + 15, env, most_s)
+        status = _child(words, left_s + 15, env, most_s)
         worst = max(worst, int(status != 0))
         _say_how_it_ended(kept, part, wanted, status)
         # What hung, crashed or lost the device is stored as failed: a new process goes on.
@@ -317,7 +316,7 @@ def todo(args: argparse.Namespace, kept: store.Store, part: str, sizes: Sizes) -
     ]
 
 
-def run_part(args: argparse.Namespace, sizes: Sizes, device: str, clock: command.Clock) -> int:
+def run_part(args: argparse.Namespace, sizes: Sizes, device: str, ends_at: float) -> int:
     """Runs one part's cases that are not stored yet, in this process; returns its exit status."""
     (part,) = args.parts
     kept = _store(args, part)
@@ -341,7 +340,7 @@ def run_part(args: argparse.Namespace, sizes: Sizes, device: str, clock: command
     try:
         with module(part).session(context) as run_case:
             for done, case in enumerate(wanted):
-                if not clock.has_time(case.estimate_s):
+                if time.monotonic() + case.estimate_s > ends_at:
                     print(f"{part}: {len(wanted) - done} {command.CALL_AGAIN}", flush=True)
                     break
                 why = _run_case(part, case, run_case, context, about)

@@ -8,15 +8,12 @@ kind are served, and whatever compiles then is counted: it has to be nothing.
 
 import asyncio
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.live import ENGINE, Live, flags, live, requests, settings
-from benchmarks.gpu.part import Case, Context, alone
+from benchmarks.gpu.part import Case, Context, alone, in_a_process
 from benchmarks.gpu.sizes import SETTINGS, Sizes
-from benchmarks.harness import store
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 
 DEPENDS = (*ENGINE, "benchmarks/gpu/hf_dir.py")
@@ -65,19 +62,14 @@ session = alone(run)
 def checkpoint(context: Context) -> Path:
     """Returns the served model as a Hugging Face directory; written by another process unless it is
     there.
-
-    Raises RuntimeError where it cannot be written.
     """
+    from benchmarks.gpu import hf_dir  # not above: it brings jax
+
     sizes = context.sizes
     name = f"{sizes.model}-seed{sizes.seed}-skew{sizes.skew:g}-way{max(sizes.ways)}"
     directory = context.scratch / name
     if not (directory / "config.json").exists():
-        command = [sys.executable, "-m", "benchmarks.gpu.hf_dir", str(directory)]
-        command += ["--dry-run"] if sizes.dry else []
-        command += [word for pair in context.changes for word in ("--size", pair)]
-        done = subprocess.run(command, cwd=store.ROOT, stderr=subprocess.PIPE, text=True)
-        if done.returncode:
-            raise RuntimeError(f"the checkpoint cannot be written: {done.stderr[-400:]}")
+        in_a_process(hf_dir.write_served, directory, sizes)
     return directory
 
 

@@ -1,4 +1,4 @@
-"""What benchmarks share beside the store: the clock, one case from a stored start to its record,
+"""What benchmarks share beside the store: one case from a stored start to its record,
 tables and files of figures.
 
 No jax here: a benchmark whose figures come from other processes must not hold the GPU's memory.
@@ -15,22 +15,6 @@ from benchmarks.harness.store import Store, rounded
 
 STARTED = "it was started, and no more is known"  # a kernel may hang, a process may be killed
 CALL_AGAIN = "cases left, and no time for them; call again"
-
-
-class Clock:
-    """Tells what is left of the time, and whether a case still fits."""
-
-    def __init__(self, limit_s: float) -> None:
-        self._end = time.monotonic() + limit_s
-
-    @property
-    def left_s(self) -> float:
-        """Seconds that are left."""
-        return self._end - time.monotonic()
-
-    def has_time(self, estimate_s: float) -> bool:
-        """Returns whether a case of `estimate_s` would still fit; asked before each case."""
-        return estimate_s < self.left_s
 
 
 def attempt(

@@ -160,11 +160,12 @@ class Run:
     async def _is_as_before(self, when: str) -> bool:
         """Waits until the server has nothing more to do, for a minute at most."""
         most_files, give_up_at = self._files + _SPARE_FILES, time.monotonic() + _TIMEOUT_S
-        serving = await over_grpc.serves(self.facts.address)
-        self.lines.append(must_be(f"serving after {when}", "yes", "yes" if serving else "no"))
-        if not serving:
-            return False
         async with Client(self.facts.address, self.facts.admin_address) as client:
+            try:
+                await client.wait_ready(_TIMEOUT_S)
+            except TimeoutError:
+                self.lines.append(must_be(f"serving after {when}", "yes", "no"))
+                return False
             while True:
                 try:
                     stats, files = await client.stats(), probes.num_files(self.pid)

@@ -240,16 +240,6 @@ def test_folder_of_a_device():
     assert store.device_folder("NVIDIA H100 80GB HBM3").name == "h100-80gb-hbm3"
 
 
-def test_a_case_fits_while_its_estimate_does(monkeypatch):
-    now = 100.0
-    monkeypatch.setattr(command.time, "monotonic", lambda: now)
-    clock = command.Clock(20)
-    now = 112.5
-    assert clock.left_s == 7.5
-    assert clock.has_time(7.0)
-    assert not clock.has_time(8.0)
-
-
 def test_a_case_is_stored_before_it_runs_and_after(tmp_path):
     kept = store.Store(tmp_path, {})
 
