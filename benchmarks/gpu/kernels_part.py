@@ -31,6 +31,7 @@ def bench_of(context: Context) -> Bench:
     sizes = context.sizes
     ruler = Ruler(0.0, 0.0) if sizes.dry else Ruler()
     ceilings = measure_ceilings(ruler, sizes.copy_bytes, 32 if sizes.dry else 8192)
+    print(f"times by {'CUPTI' if ruler.reads_kernels else f'difference: {ruler.why_not}'}")
     return Bench(grid_of(sizes), ruler, ceilings)
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks.gpu.part import WEIGHTS, Case, Context, Part, RunCase, plant
 from benchmarks.gpu.sizes import DRY, SIZE_HELP, Sizes, changed
-from benchmarks.harness import command, store
+from benchmarks.harness import store
 
 PARTS = (
     "light",
@@ -179,7 +179,7 @@ def _some(args: argparse.Namespace, sizes: Sizes, ends_at: float, part: str, mat
     while wanted and len(wanted) < before:
         left_s = ends_at - time.monotonic()
         if left_s < of.START_S + min(case.estimate_s for case in wanted):
-            print(f"{part}: {len(wanted)} {command.CALL_AGAIN}", flush=True)
+            print(f"{part}: {len(wanted)} {store.CALL_AGAIN}", flush=True)
             break
         words = [sys.executable, "-m", "benchmarks.gpu", "--parts", part, "--out", str(args.out)]
         words += ["--match", match, "--limit-s", f"{left_s:.1f}"]
@@ -206,7 +206,7 @@ def _under_way(kept: store.Store, part: str, wanted: list[Case]) -> Case | None:
     """Returns the case that was started and has not ended."""
     records = kept.records(part)
     for case in wanted:
-        started = records.get(case.name, {}).get("failed") == command.STARTED
+        started = records.get(case.name, {}).get("failed") == store.STARTED
         if started and kept.has(part, case.name, failed=True):
             return case
     return None
@@ -341,7 +341,7 @@ def run_part(args: argparse.Namespace, sizes: Sizes, device: str, ends_at: float
         with module(part).session(context) as run_case:
             for done, case in enumerate(wanted):
                 if time.monotonic() + case.estimate_s > ends_at:
-                    print(f"{part}: {len(wanted) - done} {command.CALL_AGAIN}", flush=True)
+                    print(f"{part}: {len(wanted) - done} {store.CALL_AGAIN}", flush=True)
                     break
                 why = _run_case(part, case, run_case, context, about)
                 failed += bool(why)
@@ -367,7 +367,7 @@ def _run_case(
             plant(f"{part}/{case.name}")
         return run_case(case)
 
-    record = command.attempt(context.kept, part, record, run)
+    record = store.attempt(context.kept, part, record, run)
     print(f"{part} {case.name}: {record['wall_s']:.1f} s, {_line(record)}", flush=True)
     return str(record.get("failed", ""))
 

@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks.gpu import kernels_part
 from benchmarks.gpu.part import Case, Context, RunCase
 from benchmarks.gpu.sizes import Sizes
-from benchmarks.harness import command
+from benchmarks.harness import store
 from benchmarks.kernels import judge, problems, sweep
 from benchmarks.kernels.cases import all_cases
 from benchmarks.kernels.measure import Bench
@@ -52,7 +52,7 @@ def session(context: Context) -> Iterator[RunCase]:
                     return math.inf
                 record = {"case": {"name": name}, **kept.revision, "tile": str(tile)}
                 trial = partial(_timed, bench, problem, partial(op, tile=tile))
-                done = command.attempt(kept, TILES, record, trial)
+                done = store.attempt(kept, TILES, record, trial)
             return done["timing"]["us"] if "timing" in done else math.inf
 
         tried = list(sweep.search(sweep.chosen(one), sweep.AXES[one.op], cost))

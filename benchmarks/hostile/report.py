@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from benchmarks.harness.command import markdown
+from benchmarks.harness.store import markdown
 from benchmarks.hostile.probes import Samples, between, latencies
 
 HEALTH_P999_S, MOST_GAP_RATIO, MOST_COMPANY_RATIO = 0.1, 3.0, 1.5

@@ -163,7 +163,7 @@ class Run:
         async with Client(self.facts.address, self.facts.admin_address) as client:
             try:
                 await client.wait_ready(_TIMEOUT_S)
-            except TimeoutError:
+            except (TimeoutError, grpc.aio.AioRpcError):
                 self.lines.append(must_be(f"serving after {when}", "yes", "no"))
                 return False
             while True:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import store
-from benchmarks.harness.command import write_figures
+from benchmarks.harness.store import write_figures
 
 STUDIES = ("aep", "forecast", "balance", "drift", "libra")
 

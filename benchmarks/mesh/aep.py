@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
-from benchmarks.harness.command import markdown
+from benchmarks.harness.store import markdown
 from benchmarks.mesh import cases, synchronous
-from benchmarks.mesh.asynchronous import UNLIMITED
 from benchmarks.mesh.cases import PAPER, Case, play
 from benchmarks.mesh.compare import PAPERS
+from benchmarks.mesh.core import UNLIMITED
 from benchmarks.mesh.rates import NODE
 from jmoe.parallel.asynchronous import NO_OVERHEADS, Overheads
 

@@ -6,12 +6,10 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks.mesh import core
-from benchmarks.mesh.core import Costs, Picker, State
+from benchmarks.mesh.core import UNLIMITED, Costs, Picker, State
 from benchmarks.mesh.routing import Placement, Routing
 from jmoe.parallel.asynchronous import DEFAULT_OVERHEADS, Overheads
 from jmoe.parallel.stage_times import StageTimes
-
-UNLIMITED = 1 << 62
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.harness.command import markdown
+from benchmarks.harness.store import markdown
 from jmoe.parallel import placement
 from pallas_kernels import planning
 

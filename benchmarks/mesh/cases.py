@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.mesh import core, synchronous
-from benchmarks.mesh.asynchronous import UNLIMITED, Run, Simulation, System
-from benchmarks.mesh.core import Picker
+from benchmarks.mesh.asynchronous import Run, Simulation, System
+from benchmarks.mesh.core import UNLIMITED, Picker
 from benchmarks.mesh.rates import A100, H200
 from benchmarks.mesh.routing import Routing, draw_routing, exponential, place, zipf
 from jmoe.parallel.asynchronous import Overheads, collective_s

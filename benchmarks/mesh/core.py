@@ -20,7 +20,7 @@ from jaxtyping import Float, Int
 from serving.scheduling.layers.compiled import decide, jit
 
 ARRIVE, DONE, FREE, WAKE = range(4)
-NONE = -1
+NONE, UNLIMITED = -1, 1 << 62
 # Of `State.numbers` and `State.seconds`.
 SEQUENCE, TURN, PRODUCED, STAGES, NUM_ITL = range(5)
 NOW, ITL_SUM = range(2)
@@ -104,29 +104,6 @@ def no_events() -> list[tuple[float, int, int, int, int, int, int]]:
     from numba.typed import List
 
     return List.empty_list(numba.types.Tuple([numba.float64] + [numba.int64] * 6))
-
-
-@jit
-def advance(s: State, c: Costs, until_s: float) -> int:
-    """Plays events up to the next one at which a worker's host has to choose: that worker.
-
-    NONE once the next event is after `until_s`, or there is none. Every event of that very moment
-    is played before a choice is made, so that rows which come together are seen together.
-    """
-    while len(s.events) > 0 and s.events[0][0] <= until_s:
-        now, _, kind, worker, layer, head, count = heappop(s.events)
-        s.seconds[NOW] = now
-        if kind == ARRIVE:
-            _arrive(s, c, worker, layer, head)
-        elif kind == DONE:
-            _done(s, c, worker, layer, head)
-        elif kind == FREE or (s.idle[worker] == 1 and s.epoch[worker] == head):
-            # Whatever else happens at this moment comes first.
-            if layer == 0 and len(s.events) > 0 and s.events[0][0] == now:
-                push(s, now, kind, worker, 1, head, count)
-            else:
-                return worker
-    return NONE
 
 
 @jit
@@ -223,33 +200,44 @@ def wait(s: State, worker: int, wake_s: float) -> None:
 
 
 @jit
-def play(
-    s: State,
-    c: Costs,
-    until_s: float,
-    attention: Picker,
-    experts: Picker,
-    most: int,
-) -> None:
-    """Plays events and choices; an attention stage takes `most` rows."""
-    while True:
-        worker = advance(s, c, until_s)
-        if worker == NONE:
-            return
-        at_experts = worker >= c.num_attention
-        counts, oldest = s.counts[worker], s.oldest[worker]
-        rule, weights, least, wait_s, age_s = experts if at_experts else attention
-        more = at_experts or counts.sum() < s.running[worker]
-        now = s.seconds[NOW]
-        flat = decide(rule, weights, counts, counts, False, oldest, now, least, wait_s, age_s, more)
-        if flat >= 0:
-            start(s, c, worker, flat, 0, s.counts[worker, flat, 0] if at_experts else most)
-            continue
-        since = np.inf
-        for layer in range(counts.shape[0]):
-            if counts[layer, 0] > 0:
-                since = min(since, oldest[layer, 0])
-        wait(s, worker, since + min(wait_s, age_s))
+def play(s: State, c: Costs, until_s: float, attention: Picker, experts: Picker, most: int) -> None:
+    """Plays events up to `until_s`; an attention stage takes `most` rows.
+
+    Every event of a moment is played before a worker's host chooses, so that rows which come
+    together are seen together.
+    """
+    while len(s.events) > 0 and s.events[0][0] <= until_s:
+        now, _, kind, worker, layer, head, count = heappop(s.events)
+        s.seconds[NOW] = now
+        if kind == ARRIVE:
+            _arrive(s, c, worker, layer, head)
+        elif kind == DONE:
+            _done(s, c, worker, layer, head)
+        elif kind == FREE or (s.idle[worker] == 1 and s.epoch[worker] == head):
+            if layer == 0 and len(s.events) > 0 and s.events[0][0] == now:
+                push(s, now, kind, worker, 1, head, count)  # whatever else happens now comes first
+            elif worker >= c.num_attention:
+                _choose(s, c, worker, experts, True, UNLIMITED)
+            else:  # it knows its sequences: with all of them here, nothing else can come
+                more = s.counts[worker].sum() < s.running[worker]
+                _choose(s, c, worker, attention, more, most)
+
+
+@jit
+def _choose(s: State, c: Costs, worker: int, picker: Picker, more: bool, most: int) -> None:
+    """A worker's host launches a stage, or waits for rows."""
+    counts, oldest = s.counts[worker], s.oldest[worker]
+    rule, weights, least, wait_s, age_s = picker
+    now = s.seconds[NOW]
+    flat = decide(rule, weights, counts, counts, False, oldest, now, least, wait_s, age_s, more)
+    if flat >= 0:
+        start(s, c, worker, flat, 0, most)
+        return
+    since = np.inf
+    for layer in range(counts.shape[0]):
+        if counts[layer, 0] > 0:
+            since = min(since, oldest[layer, 0])
+    wait(s, worker, since + min(wait_s, age_s))
 
 
 @jit

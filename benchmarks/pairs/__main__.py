@@ -16,7 +16,7 @@ from pathlib import Path
 import uvloop
 
 from benchmarks.harness import store
-from benchmarks.harness.command import markdown, write_figures
+from benchmarks.harness.store import markdown, write_figures
 from benchmarks.pairs import harness
 from benchmarks.pairs.table import PAIRS
 

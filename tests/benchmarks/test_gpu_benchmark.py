@@ -13,7 +13,6 @@ import pytest
 from benchmarks.gpu import live, report, run, serve_part, sizes, step_part, tests_part
 from benchmarks.gpu.part import Case
 from benchmarks.gpu.sizes import DRY, SETTINGS, Sizes
-from benchmarks.harness import command as command_line
 from benchmarks.harness import store
 from serving.bench.results import Record, Run
 
@@ -134,7 +133,7 @@ def test_a_case_that_ends_the_process_is_known_to_have_been_started(command, tmp
 
     with pytest.raises(Gone):
         command(Hangs(), "--parts", "step")
-    assert stored(tmp_path)["a"]["failed"] == command_line.STARTED
+    assert stored(tmp_path)["a"]["failed"] == store.STARTED
 
 
 def test_an_unfinished_case_is_taken_up_again(command):
@@ -241,7 +240,7 @@ def test_a_case_that_hangs_or_ends_the_process_costs_itself_alone(command, monke
         if status == 0:
             return command(fake, "--parts", "step")
         name = run.todo(run.parse(words[3:], ""), kept, "step", DRY)[0].name
-        kept.put("step", {"case": {"name": name}, **revision, "failed": command_line.STARTED})
+        kept.put("step", {"case": {"name": name}, **revision, "failed": store.STARTED})
         limits.append(most_s())
         return status
 
@@ -378,7 +377,7 @@ def test_brownout_is_held_to_its_own_zero_brownout():
     assert "target" not in beside
 
 
-def test_the_report_has_a_table_a_kind_and_names_what_is_missing(tmp_path):
+def test_the_report_has_a_table_a_kind_and_names_what_is_missing(tmp_path, capsys):
     met = {"over_floor": 1.15, "met": True}
     records = [
         step_record(SETTINGS[0], 64, 8000.0, 7500.0, target=met),
@@ -388,18 +387,17 @@ def test_the_report_has_a_table_a_kind_and_names_what_is_missing(tmp_path):
     records[2].pop("figures")
     prefill = {**records[1], "case": {"name": "prefill/zero/t4096"}, "figures": {"tflop_s": 412.34}}
     (tmp_path / "step.json").write_text(json.dumps([*records, prefill]))
-    out = SimpleNamespace(text="")
-    out.write = lambda text: setattr(out, "text", out.text + text)
-    assert report.main(tmp_path, FULL, out) == 0
-    assert "| case | span_us | kernels_us | floor_us | over_floor | active_experts |" in out.text
+    assert report.main(tmp_path, FULL) == 0
+    text = capsys.readouterr().out
+    assert "| case | span_us | kernels_us | floor_us | over_floor | active_experts |" in text
     row = "| decode/zero/b64 | 8,000 | 8,000 | 7,500 | 1.067 | 50 | met (over_floor 1.15) |"
-    assert row in out.text
-    assert "| decode/way2-t0/b64 | 7,000 | 7,000 | 6,000 | 1.167 | 50 |  |" in out.text
-    assert "| case | tflop_s |\n|---|---|\n| prefill/zero/t4096 | 412.3 |" in out.text
-    assert "FAILED decode/way8-t40/b64: no memory" in out.text
-    assert "decode/zero/b128" in out.text.split("not measured:")[1]
-    assert "- device: NVIDIA H200" in out.text
-    assert out.text.count("Nothing is stored.") == len(run.PARTS) - 1
+    assert row in text
+    assert "| decode/way2-t0/b64 | 7,000 | 7,000 | 6,000 | 1.167 | 50 |  |" in text
+    assert "| case | tflop_s |\n|---|---|\n| prefill/zero/t4096 | 412.3 |" in text
+    assert "FAILED decode/way8-t40/b64: no memory" in text
+    assert "decode/zero/b128" in text.split("not measured:")[1]
+    assert "- device: NVIDIA H200" in text
+    assert text.count("Nothing is stored.") == len(run.PARTS) - 1
 
 
 def test_a_report_of_nothing_says_so(tmp_path, capsys):

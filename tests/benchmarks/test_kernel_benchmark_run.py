@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks.gpu import kernels_part, run, sweep_part
-from benchmarks.harness import command, store
+from benchmarks.harness import store
 from benchmarks.kernels import judge, sweep
 from benchmarks.kernels.cases import DRY, all_cases
 from pallas_kernels.paged_attention import paged_attention
@@ -146,4 +146,4 @@ def test_a_tile_that_ends_the_program_is_not_tried_again(sweep_tiles, monkeypatc
         sweep_tiles()
     monkeypatch.undo()
     records = json.loads((sweep_tiles.folder / "sweeps.json").read_text())
-    assert [r["failed"] for r in records] == [command.STARTED]
+    assert [r["failed"] for r in records] == [store.STARTED]

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from benchmarks.harness.command import markdown
+from benchmarks.harness.store import markdown
 from benchmarks.kernels.cases import OPS, Case, Sizes, all_cases
 from benchmarks.kernels.roofline import predict
 from benchmarks.kernels.roofline.parts import Prediction
