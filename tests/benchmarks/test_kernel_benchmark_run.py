@@ -49,7 +49,7 @@ KEYS = {
     "seed": int,
     "machine": dict,
     "implementation": str,
-    "tile": (dict, type(None)),
+    "tile": (str, type(None)),
     "check": dict,
     "facts": dict,
     "ceilings": dict,
@@ -129,13 +129,13 @@ def _sweep_tiles(tmp_path, monkeypatch):
 def test_a_sweep_stores_every_tile_and_tries_none_again(sweep_tiles):
     assert sweep_tiles() == 2 * [16, 128, 32]  # over all positions, and over a window
     records = json.loads((sweep_tiles.folder / "sweeps.json").read_text())
-    assert [r["tile"] for r in records] == 2 * [{"m": 16}, {"m": 128}, {"m": 32}]
+    assert [r["tile"] for r in records] == 2 * ["Tile(m=16)", "Tile(m=128)", "Tile(m=32)"]
     assert [r.get("failed") for r in records] == 2 * [None, "ValueError: too large", None]
     assert all(("timing" in r) != ("failed" in r) for r in records)
     whole, windowed = json.loads((sweep_tiles.folder / "sweep.json").read_text())
-    of_tile = {r["tile"]["m"]: r["timing"]["us"] for r in records[:3] if "timing" in r}
-    assert whole["figures"]["us"] == min(of_tile.values()) == of_tile[whole["tile"]["m"]]
-    assert whole["figures"]["us_before"] == of_tile[16]
+    of_tile = {r["tile"]: r["timing"]["us"] for r in records[:3] if "timing" in r}
+    assert whole["figures"]["us"] == min(of_tile.values()) == of_tile[whole["tile"]]
+    assert whole["figures"]["us_before"] == of_tile["Tile(m=16)"]
     assert windowed["figures"]["tiles"] == 3
     assert sweep_tiles("--again") == []
 
