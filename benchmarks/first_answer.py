@@ -10,7 +10,6 @@ others use it, too, processor seconds (`_cpu`) change less than seconds.
 import argparse
 import json
 import os
-import platform
 import re
 import resource
 import shutil
@@ -22,9 +21,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from serving.telemetry.version import commit
-
-ROOT = Path(__file__).parents[1]
+from benchmarks.harness import store
 
 
 def commands(readme: str) -> tuple[str, str, str]:
@@ -45,7 +42,7 @@ def measure(readme: str, folder: Path, env: Mapping[str, str]) -> dict[str, floa
     home.mkdir()
     env = {**env, "HOME": str(home), "PATH": f"{folder}/venv/bin:{env['PATH']}"}
     begun, begun_cpu = time.monotonic(), cpu_s()
-    script = install.replace("REPOSITORY", str(ROOT))
+    script = install.replace("REPOSITORY", str(store.ROOT))
     subprocess.run(["bash", "-ec", script], cwd=folder, env=env, check=True)
     seconds = {"install": time.monotonic() - begun, "install_cpu": cpu_s() - begun_cpu}
     for start in ("first", "second"):
@@ -88,7 +85,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--dry-run", action="store_true", help="only print what would be run")
     args = parser.parse_args()
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    readme = (store.ROOT / "README.md").read_text(encoding="utf-8")
     if args.dry_run:
         print(*commands(readme), sep="\n")
         return
@@ -105,10 +102,7 @@ def main() -> None:
             shutil.rmtree(folder)
     medians = {key: statistics.median(one[key] for one in rounds[1:]) for key in rounds[0]}
     told = {
-        "command": f"python -m benchmarks.first_answer --rounds {args.rounds}",
-        "commit": commit(),
-        "cpus": os.cpu_count(),
-        "machine": platform.machine(),
+        **store.origin(f"python -m benchmarks.first_answer --rounds {args.rounds}"),
         "with_download_s": rounds[0],
         "rounds_s": rounds[1:],
         "medians_s": medians,

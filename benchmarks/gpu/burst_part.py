@@ -20,7 +20,7 @@ from serving.bench.results import Slo
 from serving.bench.variants import VARIANTS, use_variant
 from serving.bench.workload import burst_pieces, piecewise_poisson_times, schedule
 
-DEPENDS = (*ENGINE, "benchmarks/gpu/burst_part.py")
+DEPENDS = ENGINE
 START_S = 150.0
 DRAIN_S = 12.0  # after the last arrival; what is not answered by then has failed
 STEADY_LOAD, BURST_LOAD, BURST_AT = 0.55, 1.1, 0.3

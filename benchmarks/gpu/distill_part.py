@@ -23,13 +23,7 @@ from training.distill.start import make_start
 from training.distill.stream import LayerRows, run_layer
 from training.packing import Batch
 
-DEPENDS = (
-    "pallas_kernels",
-    "training",
-    "jmoe/random_model.py",
-    "benchmarks/gpu/sizes.py",
-    "benchmarks/gpu/distill_part.py",
-)
+DEPENDS = ("pallas_kernels", "training", "jmoe/random_model.py")
 START_S = 10.0
 
 

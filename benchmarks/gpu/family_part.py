@@ -10,19 +10,25 @@ rows.
 
 import asyncio
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from benchmarks.gpu import models
+from benchmarks.gpu import models, step_part
 from benchmarks.gpu.part import Case, Context, RunCase
 from benchmarks.gpu.sizes import Sizes
-from benchmarks.gpu.step_part import StepProgram, compiled, decode_rows, decode_state, rulers
+from benchmarks.gpu.step_part import (
+    StepProgram,
+    compiled,
+    decode_rows,
+    decode_state,
+    in_other_arrays,
+    rulers,
+)
 from benchmarks.kernels.timing import Ceilings, Ruler
 from jmoe.family import Family
 from jmoe.mixed import MixedWeights, mixed_decode_step
@@ -30,16 +36,7 @@ from jmoe.steps import State, decode_step, served
 from jmoe.weights import Weights
 from serving.config import BrownoutConfig, EngineConfig
 
-DEPENDS = (
-    "pallas_kernels",
-    "jmoe",
-    "serving",
-    "benchmarks/gpu/family_part.py",
-    "benchmarks/gpu/models.py",
-    "benchmarks/gpu/sizes.py",
-    "benchmarks/gpu/step_part.py",
-    "benchmarks/kernels/timing.py",
-)
+DEPENDS = (*step_part.DEPENDS, "serving", "benchmarks/gpu/step_part.py")
 START_S = 75.0
 
 
@@ -69,10 +66,10 @@ def _decode(
 ) -> dict[str, Any]:
     """Times the steps of one number of rows and returns the record."""
     batch = case.about["batch"]
-    mixed_us, _ = _measure(_mixed(sizes, family, batch), ruler)
+    mixed_us = ruler.measure(_mixed(sizes, family, batch)).span_us
     gc.collect()
-    each_us, carry = _measure(_in_turn(sizes, family, batch), ruler)
-    seen = carry[1]
+    in_turn = _in_turn(sizes, family, batch)
+    each_us, seen = ruler.measure(in_turn).span_us, in_turn.carry[1]
     active = float(jnp.sum(seen.active)) / float(jnp.sum(seen.steps))
     both = float(seen.both / seen.steps[1])
     cfg, dtype = family.config, family[0].dtype
@@ -99,11 +96,6 @@ def _decode(
     }
 
 
-def _measure(program: StepProgram, ruler: Ruler) -> tuple[float, Any]:
-    """Returns microseconds from one call to the next, and what the calls left behind."""
-    return ruler.measure(program).span_us, program.carry
-
-
 # -- programs -------------------------------------------------------------------------------------
 
 
@@ -127,7 +119,7 @@ def _mixed(sizes: Sizes, family: Family, batch: int) -> StepProgram:
 
     carry = decode_state(sizes, family[0], sizes.family_batches)
     call = compiled(mixed, carry, weights, *rows, options=options)
-    return StepProgram(call, carry, (weights,), rows)
+    return StepProgram(call, carry, in_other_arrays((weights,), rows))
 
 
 class Visits(NamedTuple):
@@ -155,29 +147,9 @@ class Visits(NamedTuple):
         )
 
 
-class InTurn(StepProgram):
-    """The same program with one model's weights and rows, then with the next one's."""
-
-    num_sets = 4
-
-    def __init__(
-        self,
-        compiled: Any,
-        carry: Any,
-        held: Sequence[tuple[Any, ...]],
-        rows: Sequence[tuple[jax.Array, ...]],
-    ) -> None:
-        """`held` and `rows` are each model's."""
-        super().__init__(compiled, carry, held[0], rows[0])
-        turns = [number % len(held) for number in range(self.num_sets)]
-        self._sets = [
-            (*held[turn], *(jnp.array(a, copy=True) for a in rows[turn])) for turn in turns
-        ]
-
-
-def _in_turn(sizes: Sizes, family: Family, batch: int) -> InTurn:
-    """Returns a step with half of the rows for each model; the models' rows have slots of their
-    own.
+def _in_turn(sizes: Sizes, family: Family, batch: int) -> StepProgram:
+    """Returns a step with half of the rows for each model: the same program with one model's
+    weights and rows, then with the next one's. The models' rows have slots of their own.
     """
     cfg, (each, options), half = family.config, _weights(family), batch // 2
     shared = jnp.asarray(family.sharing.owners[1] == 0)
@@ -193,7 +165,8 @@ def _in_turn(sizes: Sizes, family: Family, batch: int) -> InTurn:
     nothing = jnp.zeros(2, jnp.int32), jnp.zeros(2), jnp.zeros(shared.shape, bool), jnp.zeros(())
     carry = decode_state(sizes, family[0], sizes.family_batches), Visits(*nothing)
     call = compiled(in_turn, carry, *held[0], *rows[0], options=options)
-    return InTurn(call, carry, held, rows)
+    turns = [*zip(held, rows, strict=True)] * 2
+    return StepProgram(call, carry, [in_other_arrays(*turn, count=1)[0] for turn in turns])
 
 
 # -- the engine's choice --------------------------------------------------------------------------

@@ -1,10 +1,5 @@
-"""A model in memory as a Hugging Face directory, a file a layer: what PyTorch and servers load.
+"""A model in memory as a Hugging Face directory, a file a layer: what PyTorch and servers load."""
 
-`python -m benchmarks.gpu.hf_dir DIR [--dry-run]` writes the model that is served, with the united
-experts of its largest way, in a process that then gives the GPU's memory back.
-"""
-
-import argparse
 import json
 import shutil
 from collections.abc import Iterator, Mapping
@@ -17,7 +12,7 @@ import numpy as np
 from safetensors.flax import save_file
 
 from benchmarks.gpu import models
-from benchmarks.gpu.sizes import DRY, SIZE_HELP, Sizes, changed, hf_config
+from benchmarks.gpu.sizes import Sizes, hf_config
 from jmoe import layout
 from jmoe.api import Model
 from jmoe.architectures import ARCHITECTURES
@@ -106,16 +101,6 @@ def _united(ways: Mapping[int, UnitedExperts]) -> Tensors:
     return tensors
 
 
-def main() -> None:
-    """Runs the command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("directory", type=Path)
-    parser.add_argument("--dry-run", action="store_true")
-    parser.add_argument("--size", action="append", default=[], help=SIZE_HELP)
-    args = parser.parse_args()
-    sizes = changed(DRY if args.dry_run else Sizes(), args.size)
-    write(args.directory, hf_config(sizes.model), models.make(sizes, ways=(max(sizes.ways),)))
-
-
-if __name__ == "__main__":
-    main()
+def write_served(directory: Path, sizes: Sizes) -> None:
+    """Writes the model that is served, with the united experts of its largest way."""
+    write(directory, hf_config(sizes.model), models.make(sizes, ways=(max(sizes.ways),)))

@@ -1,59 +1,47 @@
-"""The kernel benchmark (`python -m benchmarks.kernels`), one case an op; it keeps its own files."""
+"""Every kernel at full size: checked against float32, then timed beside libraries and ceilings."""
 
-import subprocess
-import sys
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any
 
-from benchmarks.gpu.part import Case, Context, alone
+from benchmarks.gpu.part import Case, Context, RunCase
 from benchmarks.gpu.sizes import Sizes
-from benchmarks.harness import store
-from benchmarks.harness.command import CALL_AGAIN
-from benchmarks.kernels.cases import OPS, SOURCES
+from benchmarks.kernels import cases as grid
+from benchmarks.kernels.measure import Bench
+from benchmarks.kernels.timing import Ruler, measure_ceilings
 
-DEPENDS = (
-    "pallas_kernels",
-    "benchmarks/kernels",
-    "benchmarks/mesh/rates.py",
-    "benchmarks/gpu/kernels_part.py",
-)
-START_S = 0.0
-SECONDS = {"grouped_gemm": 80.0, "paged_attention": 60.0, "prefill_attention": 60.0}
-"""Given to an op, others 40; what it does not finish is left for the next call."""
+DEPENDS = ("pallas_kernels", "benchmarks/kernels", "benchmarks/mesh/rates.py")
+START_S = 30.0
 
 
 def cases(sizes: Sizes) -> list[Case]:
-    """Returns a case for each op."""
-    return [Case(op, 30.0 if sizes.dry else SECONDS.get(op, 40.0)) for op in OPS]
+    """Returns every case of the grid, those with a target first."""
+    return [Case(one.name, 10.0, asdict(one)) for one in grid.all_cases(grid_of(sizes))]
 
 
-def run_op(context: Context, case: Case) -> dict[str, Any]:
-    """Runs an op's cases; returns how many are stored, and how many of their targets were met."""
-    command = [sys.executable, "-m", "benchmarks.kernels", "--only", case.name]
-    command += ["--out", str(context.kept.folder), "--limit-s", str(case.estimate_s)]
-    command += ["--commit", context.commit]
-    command += ["--dry-run"] if context.sizes.dry else []
-    limit_s = 60 + 2 * case.estimate_s
-    done = subprocess.run(command, cwd=store.ROOT, capture_output=True, text=True, timeout=limit_s)
-    lines = done.stdout.strip().splitlines()
-    left = next((line for line in lines if line.endswith(CALL_AGAIN)), None)
-    now = store.revision(context.commit, SOURCES)
-    found = context.kept.records(case.name).values()
-    records = [r for r in found if all(r[key] == value for key, value in now.items())]
-    targets = [r["target"] for r in records if r.get("target")]
-    record: dict[str, Any] = {
-        "figures": {
-            "stored": len(records),
-            "failed_cases": sum("failed" in r for r in records),
-            "targets": len(targets),
-            "targets_met": sum(t["met"] for t in targets),
-        },
-        "summary": lines[-12:],
-    }
-    if done.returncode:
-        record["failed"] = f"status {done.returncode}: {(done.stderr or done.stdout)[-400:]}"
-    elif left:
-        record["unfinished"] = left
-    return record
+def grid_of(sizes: Sizes) -> grid.Sizes:
+    """Returns the sizes of the kernels' cases."""
+    return grid.DRY if sizes.dry else grid.Sizes()
 
 
-session = alone(run_op)
+def bench_of(context: Context) -> Bench:
+    """Returns what measures cases, beside the device's ceilings as measured now."""
+    sizes = context.sizes
+    ruler = Ruler(0.0, 0.0) if sizes.dry else Ruler()
+    ceilings = measure_ceilings(ruler, sizes.copy_bytes, 32 if sizes.dry else 8192)
+    print(f"times by {'CUPTI' if ruler.reads_kernels else f'difference: {ruler.why_not}'}")
+    return Bench(grid_of(sizes), ruler, ceilings)
+
+
+@contextmanager
+def session(context: Context) -> Iterator[RunCase]:
+    """Yields what runs a case; neighbouring cases share a model's weights."""
+    bench = bench_of(context)
+    by_name = {one.name: one for one in grid.all_cases(bench.sizes)}
+
+    def run(case: Case) -> dict[str, Any]:
+        return bench.run(by_name[case.name], secrets.randbits(31))
+
+    yield run

@@ -8,8 +8,8 @@ paged cache.
 """
 
 import math
+import os
 import shutil
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.gpu import hf_dir, models, torch_logits
+from benchmarks.gpu import hf_dir, models
 from benchmarks.gpu.part import Case, Context, alone
 from benchmarks.gpu.sizes import Sizes, hf_config, skew_of
 from jmoe import api
@@ -30,19 +30,11 @@ from jmoe.random_model import random_model
 from jmoe.sampling import token_logprobs
 from jmoe.steps import decode_step, make_state, prefill_step, score_step
 
-DEPENDS = (
-    "pallas_kernels",
-    "jmoe",
-    "benchmarks/gpu/hf_dir.py",
-    "benchmarks/gpu/layers_part.py",
-    "benchmarks/gpu/sizes.py",
-    "benchmarks/gpu/torch_logits.py",
-)
+DEPENDS = ("pallas_kernels", "jmoe", "benchmarks/gpu/hf_dir.py")
 START_S = 10.0
 ALLOWED = {0.5: 1.5, 0.75: 2.0}
 """Quantile of the rows' errors: how many times PyTorch's own it may be."""
-
-Logits = Callable[[Path, list[np.ndarray]], dict[str, list[np.ndarray]]]
+DTYPES = ("bfloat16", "float32")
 
 
 def cases(sizes: Sizes) -> list[Case]:
@@ -50,10 +42,8 @@ def cases(sizes: Sizes) -> list[Case]:
     return [Case(model, 75.0, {"depth": sizes.layer_depth}) for model in sizes.layer_models]
 
 
-def compare(context: Context, case: Case, reference: Logits | None = None) -> dict[str, Any]:
-    """Compares one model and returns the record; `reference` stands in for PyTorch, as in a dry
-    run.
-    """
+def compare(context: Context, case: Case) -> dict[str, Any]:
+    """Compares one model and returns the record."""
     sizes = context.sizes
     models.use_compilation_cache(context.cache)
     config = hf_config(case.name, sizes.layer_depth)
@@ -67,8 +57,7 @@ def compare(context: Context, case: Case, reference: Logits | None = None) -> di
     ]
     try:
         model = api.load(directory, "bfloat16")
-        find = reference or (_stand_in if sizes.dry else torch_logits.logits)
-        theirs = find(directory, batches)
+        theirs = (_stand_in if sizes.dry else _by_torch)(directory, batches)
         checks = [
             _check(model, tokens, decoded, theirs["float32"][i], theirs["bfloat16"][i])
             for i, (tokens, (_, _, decoded)) in enumerate(
@@ -106,8 +95,44 @@ def _stand_in(directory: Path, batches: list[np.ndarray]) -> dict[str, list[np.n
     """
     return {
         dtype: [np.asarray(forward(api.load(directory, dtype), tokens)) for tokens in batches]
-        for dtype in torch_logits.DTYPES
+        for dtype in DTYPES
     }
+
+
+def _by_torch(directory: Path, batches: list[np.ndarray]) -> dict[str, list[np.ndarray]]:
+    """Returns logits by Hugging Face transformers: float32 [batch, length, vocab] of int [batch,
+    length], by the dtype that was computed in.
+
+    The weights are loaded once, as bfloat16, and widened for float32. Attention and experts are the
+    eager implementations: products of PyTorch, without tf32.
+    """
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # there is nothing to be had from it
+    import torch  # pyright: ignore[reportMissingImports]
+    from transformers import AutoModelForCausalLM  # pyright: ignore[reportMissingImports]
+
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = AutoModelForCausalLM.from_pretrained(
+        directory,
+        dtype=torch.bfloat16,
+        attn_implementation="eager",
+        experts_implementation="eager",
+    ).to(device)
+    model.eval()
+    found: dict[str, list[np.ndarray]] = {}
+    for name in DTYPES:
+        model = model.to(getattr(torch, name))
+        found[name] = []
+        for tokens in batches:
+            with torch.no_grad():
+                ids = torch.from_numpy(np.asarray(tokens, np.int64)).to(device)
+                out = model(input_ids=ids, use_cache=False).logits
+            found[name].append(out.float().cpu().numpy())
+    del model
+    if device == "cuda":
+        torch.cuda.empty_cache()
+    return found
 
 
 def _check(

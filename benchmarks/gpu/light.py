@@ -42,19 +42,6 @@ def _phase(name: str, case: str = "") -> None:
 def _smoke(_: str, dry: bool, case: str) -> dict[str, Any]:
     """Runs the smallest kernel there is: a copy by TMA that adds one."""
     import jax
-    import jax.numpy as jnp
-
-    add_one: Any = _add_one()
-    x = jnp.arange(128, dtype=jnp.float32)
-    _phase("compile")
-    compiled = jax.jit((lambda x: x + 1) if dry else add_one).lower(x).compile()
-    _phase("run", case)
-    out = _spoiled(compiled(x), case)
-    _phase("compare")
-    return _difference([out], [x + 1])
-
-
-def _add_one() -> Any:
     import jax.experimental.pallas.mosaic_gpu as plgpu
     import jax.numpy as jnp
 
@@ -66,13 +53,18 @@ def _add_one() -> Any:
         plgpu.copy_smem_to_gmem(smem, out)
         plgpu.wait_smem_to_gmem(0)
 
-    import jax
-
-    return plgpu.kernel(
+    add_one: Any = plgpu.kernel(
         kernel,
         out_type=jax.ShapeDtypeStruct((128,), jnp.float32),
         scratch_types={"smem": plgpu.SMEM((128,), jnp.float32), "barrier": plgpu.Barrier()},
     )
+    x = jnp.arange(128, dtype=jnp.float32)
+    _phase("compile")
+    compiled = jax.jit((lambda x: x + 1) if dry else add_one).lower(x).compile()
+    _phase("run", case)
+    out = _spoiled(compiled(x), case)
+    _phase("compare")
+    return _difference([out], [x + 1])
 
 
 STEPS = ("references", "eager", "graph", "graph/united", "graph/slots", "prefill")
@@ -162,10 +154,12 @@ def _op(name: str, dry: bool, _: str) -> dict[str, Any]:
     case = next(case for case in op_cases(dry=dry) if case.name == name)
     _phase("draw")
     problem = problems.build(case, sizes, secrets.randbits(31), Pools())
+
+    def call(*args: Any) -> Any:
+        return jax.tree.map(lambda leaf: _spoiled(leaf, name), problem.call(*args))
+
     _phase("compile")
-    program: Any = JaxProgram(problem.call, problem.sets, problem.carry)
-    if planted(f"light/{name}") == "wrong":
-        program = _Spoiled(program, name)
+    program = JaxProgram(call, problem.sets, problem.carry)
     _phase("run", name)
     seen = judge.check(program, problem.error, problem.tolerance)
     _phase("compare")
@@ -185,23 +179,8 @@ def _op(name: str, dry: bool, _: str) -> dict[str, Any]:
     return found
 
 
-class _Spoiled:
-    """A program whose results have a tile of NaN, as a kernel that skips one has."""
-
-    def __init__(self, program: Any, case: str) -> None:
-        self._program = program
-        self._case = case
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._program, name)
-
-    def __call__(self, i: int) -> Any:
-        import jax
-
-        return jax.tree.map(lambda leaf: _spoiled(leaf, self._case), self._program(i))
-
-
 def _spoiled(out: Any, case: str) -> Any:
+    """Returns a result, with a tile of NaN where that is planted, as of a kernel that skips one."""
     import jax.numpy as jnp
 
     if planted(f"light/{case}") != "wrong":

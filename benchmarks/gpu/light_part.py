@@ -6,11 +6,9 @@ as processors allow. What one that failed has printed is kept in `light-logs`, b
 
 import json
 import os
-import queue
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,13 +21,7 @@ from benchmarks.gpu.part import Case, Context, RunCase
 from benchmarks.gpu.sizes import Sizes
 from benchmarks.harness import store
 
-DEPENDS = (
-    "pallas_kernels",
-    "jmoe",
-    "benchmarks/kernels",
-    "benchmarks/gpu/light.py",
-    "benchmarks/gpu/light_part.py",
-)
+DEPENDS = ("pallas_kernels", "jmoe", "benchmarks/kernels", "benchmarks/gpu/light.py")
 START_S = 0.0
 AT_ONCE = max(4, min(10, (os.cpu_count() or 4) * 5 // 8))
 LIMIT_S = 75.0
@@ -99,25 +91,14 @@ def run_case(name: str, dry: bool, limit_s: float, logs: Path) -> dict[str, Any]
         text=True,
         start_new_session=True,
     )
-    lines: list[str] = []
-    ended: queue.Queue[None] = queue.Queue()
-
-    def read() -> None:
-        assert process.stdout is not None
-        lines.extend(line.rstrip() for line in process.stdout)
-        ended.put(None)
-
-    threading.Thread(target=read, daemon=True).start()
-    hung = False
     try:
-        ended.get(timeout=limit_s)
-    except queue.Empty:
-        hung = True
+        printed, hung = process.communicate(timeout=limit_s)[0], False
+    except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
-        ended.get(timeout=10)
-    status = process.wait()
+        printed, hung = process.communicate(timeout=10)[0], True
+    lines = [line.rstrip() for line in printed.splitlines()]
     took_s = time.monotonic() - began
-    verdict, more = judged(lines, status, hung, limit_s)
+    verdict, more = judged(lines, process.returncode, hung, limit_s)
     record: dict[str, Any] = {"figures": {"verdict": verdict, "took_s": took_s}, **more}
     if verdict != "ok":
         record["failed"] = verdict
@@ -155,16 +136,8 @@ def judged(lines: list[str], status: int, hung: bool, limit_s: float) -> tuple[s
     found = json.loads(result)
     if found["ok"]:
         return "ok", {"found": found}
-    known = {
-        "first": "first at",
-        "share": "share",
-        "nan": "NaN",
-        "tiles": "tiles",
-        "error": "error",
-        "unwritten": "unwritten",
-        "runs_differ": "runs differ",
-    }
-    words = [f"{word} {_short(found[key])}" for key, word in known.items() if found.get(key)]
+    known = ("first", "share", "nan", "tiles", "error", "unwritten", "runs_differ")
+    words = [f"{key} {_short(found[key])}" for key in known if found.get(key)]
     return f"WRONG: {', '.join(words)}", {"found": found}
 
 

@@ -11,13 +11,10 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
-from benchmarks.gpu import models
+from benchmarks.gpu import models, step_part
 from benchmarks.gpu.part import Case, Context, RunCase
 from benchmarks.gpu.sizes import Sizes
 from benchmarks.gpu.step_part import (
@@ -26,6 +23,7 @@ from benchmarks.gpu.step_part import (
     counted,
     decode_rows,
     decode_state,
+    in_other_arrays,
     rulers,
 )
 from benchmarks.kernels.timing import Ceilings, Ruler
@@ -36,15 +34,7 @@ from jmoe.parallel.placement import contiguous
 from jmoe.steps import decode_step, served
 from jmoe.weights import Weights
 
-DEPENDS = (
-    "pallas_kernels",
-    "jmoe",
-    "benchmarks/gpu/mesh_part.py",
-    "benchmarks/gpu/models.py",
-    "benchmarks/gpu/sizes.py",
-    "benchmarks/gpu/step_part.py",
-    "benchmarks/kernels/timing.py",
-)
+DEPENDS = (*step_part.DEPENDS, "benchmarks/gpu/step_part.py")
 START_S = 120.0  # experts go through host memory, layer by layer, to lie on the mesh
 
 
@@ -121,16 +111,7 @@ def _program(
     arrays = decode_rows(range(batch), sizes.context)
     step: Any = partial(decode_step, cfg, max_active=cfg.num_experts)
     if home is not None:
-        lies = on_mesh.STEPS["decode"]
-        step = on_mesh.spread(home.mesh, step, lies)
-        _, of_state, *of_arrays = jax.tree.map(
-            lambda spec: NamedSharding(home.mesh, spec),
-            lies.arguments,
-            is_leaf=lambda one: isinstance(one, P),
-        )
-        state = jax.device_put(state, of_state)
-        arrays = tuple(map(jax.device_put, arrays, of_arrays))
-
+        step = on_mesh.spread(home.mesh, step, on_mesh.STEPS["decode"])
     carry = state, jnp.zeros((cfg.num_moe_layers, cfg.num_experts), jnp.int32)
     call = compiled(counted(step), carry, weights, *arrays, options=options)
-    return StepProgram(call, carry, (weights,), arrays)
+    return StepProgram(call, carry, in_other_arrays((weights,), arrays))

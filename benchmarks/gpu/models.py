@@ -1,6 +1,5 @@
 """Random models of a size, and what their steps cannot do without."""
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -83,5 +82,5 @@ def prefill_flops(cfg: ModelConfig, chunks: list[tuple[int, int]]) -> int:
 
 
 def floor_us(num_bytes: float, copy_tb_s: float) -> float:
-    """Returns microseconds to move bytes at the copy's rate; NaN where no rate was measured."""
-    return num_bytes / copy_tb_s / 1e6 if copy_tb_s else math.nan
+    """Returns microseconds to move bytes at the copy's rate."""
+    return num_bytes / copy_tb_s / 1e6

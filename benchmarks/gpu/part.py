@@ -4,9 +4,11 @@ Parts whose work happens in other processes must not hold the GPU's memory, so n
 them import may import jax.
 """
 
+import multiprocessing
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -90,6 +92,12 @@ def alone(
 ) -> Callable[[Context], AbstractContextManager[RunCase]]:
     """Returns the session of a part whose cases share nothing: `run` runs one."""
     return lambda context: nullcontext(partial(run, context))
+
+
+def in_a_process[T](function: Callable[..., T], *args: Any) -> T:
+    """Returns what a function does in a process of its own, which gives the GPU's memory back."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(function, *args).result()
 
 
 class Part(Protocol):

@@ -26,7 +26,7 @@ from serving.bench.results import Run
 from serving.bench.workload import two_classes
 from serving.config import EngineConfig
 
-DEPENDS = (*ENGINE, "benchmarks/gpu/serve_part.py", "benchmarks/gpu/priority_part.py")
+DEPENDS = (*ENGINE, "benchmarks/gpu/serve_part.py")
 START_S = 180.0  # programs for parts of steps are compiled as well
 RESTART_S = 60.0  # another policy is another server, which finds its programs compiled
 TARGET = 1.5  # P99 TTFT of the latency-sensitive beside best effort, over theirs alone

@@ -4,24 +4,22 @@ Prints Markdown, each table with the command that makes its numbers. What is not
 missing, never guessed. Needs no device.
 """
 
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.run import PARTS, module
 from benchmarks.gpu.sizes import Sizes
-from benchmarks.harness.command import markdown
-from benchmarks.harness.store import Store
+from benchmarks.harness.store import Store, markdown
 
 Records = Mapping[str, Mapping[str, Any]]
 
 
-def main(folder: Path, sizes: Sizes, out: Any = None) -> int:
+def main(folder: Path, sizes: Sizes) -> int:
     """Prints the report of a folder; returns 0 if there is anything in it, else 1."""
     kept = Store(folder, {})
     stored = {part: kept.records(part) for part in PARTS}
-    print(text(stored, sizes), file=out or sys.stdout)
+    print(text(stored, sizes))
     return int(not any(stored.values()))
 
 

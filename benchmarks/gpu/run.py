@@ -14,11 +14,12 @@ import tarfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.part import WEIGHTS, Case, Context, Part, RunCase, plant
 from benchmarks.gpu.sizes import DRY, SIZE_HELP, Sizes, changed
-from benchmarks.harness import command, store
+from benchmarks.harness import store
 
 PARTS = (
     "light",
@@ -37,9 +38,13 @@ PARTS = (
 )
 """In order of worth: what is right first, then the headline figures."""
 
+ON_DEMAND = ("sweep",)
+"""Parts that run only where they are asked for."""
+
 FIRST = (
     ("light", ""),
-    ("kernels", ""),
+    ("kernels", "decode/t64"),
+    ("kernels", "prefill/t4096"),
     ("tests", "test_models"),
     ("step", "zero/"),
     ("serve", "capacity/sharegpt"),
@@ -53,9 +58,10 @@ OWNS_MEMORY = ("step", "family", "mesh", "distill")
 once, as a server does. XLA's own choice, three quarters, is too little for `step` on 80 GB."""
 MEMORY = {"XLA_PYTHON_CLIENT_PREALLOCATE": "true", "XLA_CLIENT_MEM_FRACTION": "0.92"}
 
-SHARE_MEMORY = ("kernels", "layers")
-"""Parts that have PyTorch beside jax, which would take three quarters of the memory at once. A part
-that starts a server must not do so: the server would inherit it, and leave its memory in pieces."""
+SHARE_MEMORY = ("kernels", "sweep", "layers")
+"""Parts that may have PyTorch beside jax, which would take three quarters of the memory at once. A
+part that starts a server must not do so: the server would inherit it, and leave its memory in
+pieces."""
 
 LOST = 3
 """Exit status of a part whose device gives nothing but errors any more: a new process goes on."""
@@ -73,11 +79,28 @@ def module(part: str) -> Part:
 
 def parse(argv: Sequence[str], about: str) -> argparse.Namespace:
     """Returns the command line."""
-    parser = command.parser("python -m benchmarks.gpu", about)
-    command.add_choices(parser, "--parts", PARTS)
-    parser.add_argument("--retry", action="store_true", help="also what failed before")
-    parser.add_argument("--size", action="append", default=[], help=SIZE_HELP)
-    parser.add_argument("--report", action="store_true", help="tables of what is there")
+
+    def chosen(text: str) -> list[str]:
+        for name in text.split(","):
+            if name not in (*PARTS, *ON_DEMAND):
+                known = ", ".join((*PARTS, *ON_DEMAND))
+                raise argparse.ArgumentTypeError(f"{name!r} is none of {known}")
+        return text.split(",")
+
+    words = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("python -m benchmarks.gpu", None, about, formatter_class=words)
+    add = parser.add_argument
+    add("--parts", type=chosen, default=list(PARTS), help="some of them, with commas")
+    add("--match", default="", help="part of a case's name")
+    add("--limit-s", type=float, default=math.inf, help="be done within it")
+    add("--out", type=Path, help="folder; default: benchmarks/<device>")
+    add("--commit", help="what is measured, where there is no git to ask")
+    add("--again", action="store_true", help="also what is stored already")
+    add("--retry", action="store_true", help="also what failed before")
+    add("--size", action="append", default=[], help=SIZE_HELP)
+    add("--dry-run", action="store_true", help="tiny, on a CPU: tests this program")
+    add("--list", action="store_true", help="print cases, run nothing")
+    add("--report", action="store_true", help="tables of what is there")
     return parser.parse_args(argv)
 
 
@@ -98,7 +121,7 @@ def main(argv: Sequence[str], about: str = "") -> int:
             for case in module(part).cases(sizes):
                 print(f"{part:12} {case.name:44} {case.estimate_s:5.0f} s")
         return 0
-    device = "dry-run" if args.dry_run else device_name()
+    device = "dry-run" if args.dry_run else store.nvidia_smi("name")
     if device is None:
         print(
             "benchmarks.gpu needs an NVIDIA GPU, and nvidia-smi names none here. `--dry-run` runs "
@@ -112,28 +135,18 @@ def main(argv: Sequence[str], about: str = "") -> int:
         os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # compiling is what takes the time
     dry = store.ROOT / "out" / "gpu-dry-run"
     args.out = args.out or (dry if args.dry_run else store.device_folder(device))
-    clock = command.Clock(args.limit_s)
+    ends_at = time.monotonic() + args.limit_s
     if len(args.parts) == 1:
         if args.parts[0] in SHARE_MEMORY:
             os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-        return run_part(args, sizes, device, clock)
-    return run_parts(args, sizes, clock)
-
-
-def device_name() -> str | None:
-    """Returns the first GPU's name as its driver has it; None where there is none."""
-    words = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.splitlines()[0].strip() if done.stdout.strip() else None
+        return run_part(args, sizes, device, ends_at)
+    return run_parts(args, sizes, ends_at)
 
 
 # -- several parts: a process each, so that each has the GPU's memory to itself --------------------
 
 
-def run_parts(args: argparse.Namespace, sizes: Sizes, clock: command.Clock) -> int:
+def run_parts(args: argparse.Namespace, sizes: Sizes, ends_at: float) -> int:
     """Runs every part in a process of its own, what is `FIRST` first; then prints a table of all.
 
     A part that cannot be imported costs itself alone. A case that hangs or ends its process costs
@@ -146,7 +159,7 @@ def run_parts(args: argparse.Namespace, sizes: Sizes, clock: command.Clock) -> i
     try:
         for part, match in [*first, *((part, args.match) for part in args.parts)]:
             try:
-                worst = max(worst, _some(args, sizes, clock, part, match))
+                worst = max(worst, _some(args, sizes, ends_at, part, match))
             except ImportError as error:
                 worst = 1
                 if part not in absent:
@@ -157,20 +170,19 @@ def run_parts(args: argparse.Namespace, sizes: Sizes, clock: command.Clock) -> i
     return worst
 
 
-def _some(
-    args: argparse.Namespace, sizes: Sizes, clock: command.Clock, part: str, match: str
-) -> int:
+def _some(args: argparse.Namespace, sizes: Sizes, ends_at: float, part: str, match: str) -> int:
     """Runs cases of a part in processes of its own until none is left that may be tried."""
     args = argparse.Namespace(**{**vars(args), "match": match})
     of, kept = module(part), _store(args, part)
     worst, before = 0, math.inf
     wanted = todo(args, kept, part, sizes)
     while wanted and len(wanted) < before:
-        if clock.left_s < of.START_S + min(case.estimate_s for case in wanted):
-            print(f"{part}: {len(wanted)} {command.CALL_AGAIN}", flush=True)
+        left_s = ends_at - time.monotonic()
+        if left_s < of.START_S + min(case.estimate_s for case in wanted):
+            print(f"{part}: {len(wanted)} {store.CALL_AGAIN}", flush=True)
             break
         words = [sys.executable, "-m", "benchmarks.gpu", "--parts", part, "--out", str(args.out)]
-        words += ["--match", match, "--limit-s", f"{clock.left_s:.1f}"]
+        words += ["--match", match, "--limit-s", f"{left_s:.1f}"]
         words += [word for pair in args.size for word in ("--size", pair)]
         words += ["--commit", args.commit] if args.commit else []
         words += [f"--{f}" for f in ("retry", "again") if getattr(args, f)]
@@ -180,7 +192,7 @@ def _some(
         def most_s(wanted: list[Case] = wanted) -> tuple[str, float]:
             return _at_most(args, kept, part, wanted)
 
-        status = _child(words, clock.left_s + 15, env, most_s)
+        status = _child(words, left_s + 15, env, most_s)
         worst = max(worst, int(status != 0))
         _say_how_it_ended(kept, part, wanted, status)
         # What hung, crashed or lost the device is stored as failed: a new process goes on.
@@ -190,13 +202,19 @@ def _some(
     return worst
 
 
-def _say_how_it_ended(kept: store.Store, part: str, wanted: list[Case], status: int) -> None:
-    """Stores why the case that ran as its part's process ended has no result."""
+def _under_way(kept: store.Store, part: str, wanted: list[Case]) -> Case | None:
+    """Returns the case that was started and has not ended."""
     records = kept.records(part)
     for case in wanted:
-        record = records.get(case.name, {})
-        if record.get("failed") != command.STARTED or not kept.has(part, case.name, failed=True):
-            continue
+        started = records.get(case.name, {}).get("failed") == store.STARTED
+        if started and kept.has(part, case.name, failed=True):
+            return case
+    return None
+
+
+def _say_how_it_ended(kept: store.Store, part: str, wanted: list[Case], status: int) -> None:
+    """Stores why the case that ran as its part's process ended has no result."""
+    while case := _under_way(kept, part, wanted):
         if status == LOST:
             how = f"HANG: nothing for {SLACK_S + 2 * case.estimate_s:.0f} s, and it was killed"
         elif status < 0:
@@ -205,48 +223,35 @@ def _say_how_it_ended(kept: store.Store, part: str, wanted: list[Case], status: 
             how = "OUT OF TIME: it was killed"
         else:
             how = f"CRASH: its process ended with status {status}"
-        kept.put(part, {**record, "failed": how})
+        kept.put(part, {**kept.records(part)[case.name], "failed": how})
 
 
 def _at_most(
     args: argparse.Namespace, kept: store.Store, part: str, wanted: list[Case]
 ) -> tuple[str, float]:
     """Returns the case that runs now, or "start", and the seconds that it may take at most."""
-    records, start_s = kept.records(part), module(part).START_S
-    for case in wanted:
-        known = records.get(case.name, {})
-        if known.get("failed") == command.STARTED and kept.has(part, case.name, failed=True):
-            # One that is tried again may have been left so by the process before.
-            again_s = start_s if args.retry or args.again else 0.0
-            return case.name, SLACK_S + 2 * case.estimate_s + again_s
-    return "start", SLACK_S + 2 * start_s
+    start_s, case = module(part).START_S, _under_way(kept, part, wanted)
+    if case is None:
+        return "start", SLACK_S + 2 * start_s
+    # One that is tried again may have been left so by the process before.
+    again_s = start_s if args.retry or args.again else 0.0
+    return case.name, SLACK_S + 2 * case.estimate_s + again_s
 
 
 def _pack(args: argparse.Namespace, sizes: Sizes, absent: dict[str, str]) -> str:
-    """Writes the table, and one archive of all results; returns the table."""
-    rows = []
-    for part in args.parts:
-        if part in absent:
-            rows.append([part, "-", "left out", "-", "-", absent[part]])
-            continue
-        records = _store(args, part).records(part)
-        for case in module(part).cases(sizes):
-            record = records.get(case.name)
-            if args.match not in case.name:
-                continue
-            failed = (record or {}).get("failed")
-            verdict = "not run" if record is None else "FAILED" if failed else "ok"
-            own_s = (record or {}).get("figures", {}).get("took_s")  # of cases that run at a time
-            took_s = own_s or (record or {}).get("wall_s")
-            took = None if took_s is None else f"{took_s:.0f}"
-            rows.append([part, case.name, verdict, f"{case.estimate_s:.0f}", took, failed])
-    columns = ["part", "case", "verdict", "estimate, s", "took, s", "why"]
-    table = "\n".join(command.markdown(columns, rows))
+    """Writes the report of all parts that were asked for, and one archive of all results; returns
+    the report.
+    """
+    from benchmarks.gpu import report
+
+    stored = {part: _store(args, part).records(part) for part in args.parts if part not in absent}
+    text = report.text(stored, sizes)
+    text += "".join(f"\n- {part}: left out, as {why}" for part, why in absent.items())
     args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "table.md").write_text(table + "\n", encoding="utf-8")
+    (args.out / "table.md").write_text(text + "\n", encoding="utf-8")
     with tarfile.open(args.out.with_name(f"{args.out.name}.tar.gz"), "w:gz") as packed:
         packed.add(args.out, args.out.name)
-    return table
+    return text
 
 
 def _child(
@@ -288,10 +293,13 @@ def _child(
 # -- one part -------------------------------------------------------------------------------------
 
 
+def depends(part: str) -> list[str]:
+    """Returns the folders and files that a part's figures depend on."""
+    return ["benchmarks/gpu/sizes.py", f"benchmarks/gpu/{part}_part.py", *module(part).DEPENDS]
+
+
 def _store(args: argparse.Namespace, part: str) -> store.Store:
-    return store.Store(
-        args.out, {"sources": store.sources(module(part).DEPENDS), "sizes": args.size}
-    )
+    return store.Store(args.out, {"sources": store.sources(depends(part)), "sizes": args.size})
 
 
 def todo(args: argparse.Namespace, kept: store.Store, part: str, sizes: Sizes) -> list[Case]:
@@ -308,13 +316,12 @@ def todo(args: argparse.Namespace, kept: store.Store, part: str, sizes: Sizes) -
     ]
 
 
-def run_part(args: argparse.Namespace, sizes: Sizes, device: str, clock: command.Clock) -> int:
+def run_part(args: argparse.Namespace, sizes: Sizes, device: str, ends_at: float) -> int:
     """Runs one part's cases that are not stored yet, in this process; returns its exit status."""
     (part,) = args.parts
     kept = _store(args, part)
     wanted = todo(args, kept, part, sizes)
-    there = len(module(part).cases(sizes)) - len(wanted)
-    print(f"== {part}: {len(wanted)} cases to do, {there} stored in {args.out}", flush=True)
+    print(f"== {part}: {len(wanted)} cases to do, to {args.out}", flush=True)
     if not wanted:
         return 0
     about: dict[str, Any] = {
@@ -333,12 +340,13 @@ def run_part(args: argparse.Namespace, sizes: Sizes, device: str, clock: command
     try:
         with module(part).session(context) as run_case:
             for done, case in enumerate(wanted):
-                if not clock.has_time(case.estimate_s):
-                    print(f"{part}: {len(wanted) - done} {command.CALL_AGAIN}", flush=True)
+                if time.monotonic() + case.estimate_s > ends_at:
+                    print(f"{part}: {len(wanted) - done} {store.CALL_AGAIN}", flush=True)
                     break
                 why = _run_case(part, case, run_case, context, about)
                 failed += bool(why)
-                if any(word in why for word in LOST_WORDS) and part in OWNS_MEMORY:
+                lost = any(word in why for word in LOST_WORDS)
+                if lost and part in (*OWNS_MEMORY, *SHARE_MEMORY):
                     print(f"{part}: the device is lost to this process", flush=True)
                     return LOST
     except Exception:  # the session did not begin: nothing is stored, and the next call tries again
@@ -359,7 +367,7 @@ def _run_case(
             plant(f"{part}/{case.name}")
         return run_case(case)
 
-    record = command.attempt(context.kept, part, record, run)
+    record = store.attempt(context.kept, part, record, run)
     print(f"{part} {case.name}: {record['wall_s']:.1f} s, {_line(record)}", flush=True)
     return str(record.get("failed", ""))
 

@@ -7,7 +7,6 @@ what came in the window counts. Settings are switched while the server runs.
 
 import asyncio
 import itertools
-import statistics
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,7 +21,7 @@ from serving.bench.loadgen import play, saturate
 from serving.bench.results import Run
 from serving.bench.workload import Arrival, poisson_times, schedule
 
-DEPENDS = (*ENGINE, "benchmarks/gpu/serve_part.py")
+DEPENDS = ENGINE
 START_S = 150.0  # cold; a third of it with compiled programs at hand
 PERCENTILES = (50, 90, 99)
 
@@ -53,7 +52,7 @@ def cases(sizes: Sizes) -> list[Case]:
 
 def _about(mix: Mix, setting: Setting) -> dict[str, Any]:
     way = {"way": setting.way, "threshold_percent": setting.threshold_percent}
-    return {"mix": mix._asdict(), "setting": setting.label, **way}
+    return {"mix": mix._asdict(), "setting": setting.name, **way}
 
 
 @contextmanager
@@ -118,7 +117,6 @@ async def _point(context: Context, server: Live, case: Case) -> dict[str, Any]:
         group.create_task(probe_at(duration_s - 0.1))
         playing = group.create_task(play(server.client, arrivals, time_limit_s=duration_s))
     run = playing.result()
-    samples = [s for s in run.samples if s.at_s >= sizes.ramp_s]
     steps = between(*probes)
     return {
         "figures": {
@@ -129,8 +127,6 @@ async def _point(context: Context, server: Live, case: Case) -> dict[str, Any]:
             "compilations_since_ready": steps["compilations_since_ready"],
         },
         "server_steps": steps,
-        "waiting_mean": statistics.fmean(s.num_waiting for s in samples) if samples else None,
-        "running_mean": statistics.fmean(s.num_running for s in samples) if samples else None,
         "latest_send_ms": 1e3 * max((r.sent_s - r.at_s for r in run.records), default=0.0),
         "client_cpu_share": run.client_cpu_s / run.duration_s,
     }

@@ -93,9 +93,7 @@ def main() -> None:
 
     async def start_engine() -> Any:
         # In a thread, so that health is answered while jax is imported.
-        return await _engine(config, sizes, await asyncio.to_thread(_make, config, sizes), progress)
-
-    async def _engine(config: Any, sizes: Sizes, model: Any, progress: Any) -> Any:
+        model = await asyncio.to_thread(_make, config, sizes)
         from serving.engine import Engine
 
         probe = Probe(args.stats)

@@ -20,11 +20,6 @@ class Setting(NamedTuple):
         """Key in what is stored."""
         return f"way{self.way}-t{self.threshold_percent}" if self.way else "zero"
 
-    @property
-    def label(self) -> str:
-        """As tables and figures have it."""
-        return f"({self.way}, {self.threshold_percent})" if self.way else "zero"
-
 
 ZERO = Setting(0, 100)
 EAGER = "-eager"  # after a setting's name: steps launched kernel by kernel
@@ -131,9 +126,8 @@ def changed(sizes: Sizes, pairs: Sequence[str]) -> Sizes:
     """
     for key, _, text in (pair.partition("=") for pair in pairs):
         old = getattr(sizes, key, None)
-        kind = type(old[0] if isinstance(old, tuple) and old else old)
-        if kind not in (int, float):
-            numbers = [k for k, v in vars(Sizes()).items() if _is_number(v)]
+        if (kind := _kind(old)) not in (int, float):
+            numbers = [k for k, v in vars(sizes).items() if _kind(v) in (int, float)]
             raise ValueError(f"{key!r} is none of {', '.join(numbers)}")
         try:
             values = tuple(map(kind, text.split(",")))
@@ -143,9 +137,8 @@ def changed(sizes: Sizes, pairs: Sequence[str]) -> Sizes:
     return sizes
 
 
-def _is_number(value: Any) -> bool:
-    first = value[0] if isinstance(value, tuple) else value
-    return type(first) in (int, float)
+def _kind(value: Any) -> type:
+    return type(value[0] if isinstance(value, tuple) else value)
 
 
 _TINY = {

@@ -31,14 +31,7 @@ from jmoe.packed_rows import empty_deltas, pack_row
 from jmoe.steps import State, decode_step, make_state, prefill_step, served
 from pallas_kernels.routing import STRATEGIES, max_active_experts
 
-DEPENDS = (
-    "pallas_kernels",
-    "jmoe",
-    "benchmarks/gpu/models.py",
-    "benchmarks/gpu/sizes.py",
-    "benchmarks/gpu/step_part.py",
-    "benchmarks/kernels/timing.py",
-)
+DEPENDS = ("pallas_kernels", "jmoe", "benchmarks/gpu/models.py", "benchmarks/kernels/timing.py")
 START_S = 120.0
 COMPILERS = 8
 TARGET, TARGET_BATCH = 1.15, 64  # span over floor, at this batch and more
@@ -233,7 +226,7 @@ class _Steps:
             program = self._lowered(case, carry, held, rows)
             options = self._served(key)[1] or None
             self._compiled[key] = program.compile(compiler_options=options)
-        return StepProgram(self._compiled[key], carry, held, rows)
+        return StepProgram(self._compiled[key], carry, in_other_arrays(held, rows))
 
     def _lowered(self, case: Case, carry: Any, held: Any, rows: Any) -> Any:
         key, cfg = _key(case), self.model.config
@@ -249,7 +242,10 @@ class _Steps:
     def _arguments(self, case: Case) -> tuple[Any, Any, tuple[jax.Array, ...]]:
         """Returns what a case's program is called with: carry, weights, rows."""
         model, key = self.model, _key(case)
-        arrays = self._decode_rows(case) if key.phase == "decode" else self._prefill_rows(case)
+        if key.phase == "decode":
+            arrays = decode_rows(range(key.size), case.about["context"])[:-1]
+        else:
+            arrays = self._prefill_rows(key.size)
         strategy = STRATEGIES["partial" if case.about["way"] else "zero"]
         control = jnp.asarray([case.about["threshold_percent"], strategy], jnp.int32)
         held = (model.weights._replace(params=self._served(key)[0]),)
@@ -258,11 +254,8 @@ class _Steps:
         carry = (state, jnp.zeros((model.config.num_moe_layers, width), jnp.int32))
         return carry, held, (*arrays, control)
 
-    def _decode_rows(self, case: Case) -> tuple[jax.Array, ...]:
-        return decode_rows(range(case.about["batch"]), case.about["context"])[:-1]
-
-    def _prefill_rows(self, case: Case) -> tuple[jax.Array, ...]:
-        tokens, chunks = case.about["tokens"], _chunks(self.sizes, case.about["tokens"])
+    def _prefill_rows(self, tokens: int) -> tuple[jax.Array, ...]:
+        chunks = _chunks(self.sizes, tokens)
         drawn = np.random.default_rng(tokens).integers(self.model.config.vocab_size, size=tokens)
         rows = np.stack([pack_row(i, kv_len=c, q_len=n) for i, (n, c) in enumerate(chunks)])
         return tuple(map(jnp.asarray, (drawn.astype(np.int32), rows, empty_deltas(1))))
@@ -309,22 +302,26 @@ def compiled(call: Callable[..., Any], carry: Any, *args: Any, options: dict[str
     return lowered.compile(compiler_options=options or None)
 
 
+def in_other_arrays(
+    held: tuple[Any, ...], rows: tuple[jax.Array, ...], count: int = 3
+) -> list[tuple[Any, ...]]:
+    """Returns what a step is called with, `count` times: each has copies of the rows."""
+    return [(*held, *(jnp.array(a, copy=True) for a in rows)) for _ in range(count)]
+
+
 class StepProgram:
     """A compiled step over its donated carry (see benchmarks.kernels.timing.Program).
 
-    Its rows are the same ones in several sets of arrays.
+    `sets` are what it is called with beside that, in turn: weights, and rows.
     """
 
-    num_sets, judged = 3, False
+    judged = False
     span_us = JaxProgram.span_us
     wait = JaxProgram.wait
 
-    def __init__(
-        self, compiled: Any, carry: Any, held: tuple[Any, ...], rows: tuple[jax.Array, ...]
-    ) -> None:
+    def __init__(self, compiled: Any, carry: Any, sets: Sequence[tuple[Any, ...]]) -> None:
         self._compiled, self.carry, self.calls = compiled, carry, 0
-        copies = [[jnp.array(a, copy=True) for a in rows] for _ in range(self.num_sets)]
-        self._sets = [(*held, *copy) for copy in copies]
+        self._sets, self.num_sets = sets, len(sets)
         memory = compiled.memory_analysis()
         self.temp_bytes = memory.temp_size_in_bytes if memory else 0
 

@@ -17,15 +17,7 @@ FILES = {
     "test_models": 150.0,
     "test_served": 180.0,
 }
-DEPENDS = (
-    "pallas_kernels",
-    "jmoe",
-    "serving",
-    "tests/gpu",
-    "benchmarks/kernels",
-    "benchmarks/gpu/sizes.py",
-    "benchmarks/gpu/tests_part.py",
-)
+DEPENDS = ("pallas_kernels", "jmoe", "serving", "tests/gpu", "benchmarks/kernels")
 START_S = 0.0
 
 

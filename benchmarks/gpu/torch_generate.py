@@ -1,13 +1,6 @@
-"""Tokens a second of Hugging Face transformers' continuous batching. No jax.
+"""Tokens a second of Hugging Face transformers' continuous batching. No jax."""
 
-`python benchmarks/gpu/torch_generate.py DIR REQUESTS.json OUT.json`: REQUESTS maps a name to a list
-of [prompt ids, new tokens]; and "max_batch" to sequences in flight. OUT gets, by name, requests,
-tokens and seconds, or the error that came instead; it is written after every workload.
-"""
-
-import json
 import os
-import sys
 import time
 import traceback
 from pathlib import Path
@@ -62,15 +55,14 @@ def generate(model: Any, requests: list[list[Any]], max_batch: int) -> dict[str,
     }
 
 
-def main() -> None:
-    """Runs the command line."""
+def run(directory: Path, asked: dict[str, list[list[Any]]], max_batch: int) -> dict[str, Any]:
+    """Serves requests, [prompt ids, new tokens], by name: returns requests, tokens and seconds of
+    each, or the error that came instead; and versions.
+    """
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # it would look there for attention kernels
     import torch  # pyright: ignore[reportMissingImports]
     import transformers  # pyright: ignore[reportMissingImports]
 
-    directory, source, out = map(Path, sys.argv[1:])
-    asked = json.loads(source.read_text(encoding="utf-8"))
-    max_batch = asked.pop("max_batch")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     begin = time.perf_counter()
     model = transformers.AutoModelForCausalLM.from_pretrained(
@@ -90,8 +82,4 @@ def main() -> None:
         except Exception as error:
             traceback.print_exc()
             found[name] = {"error": f"{type(error).__name__}: {error}"[:600]}
-        out.write_text(json.dumps(found), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()
+    return found

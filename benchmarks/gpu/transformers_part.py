@@ -6,22 +6,17 @@ PyTorch runs in a process of its own (`torch_generate`), and what goes wrong the
 
 import importlib.util
 import itertools
-import json
-import subprocess
-import sys
 from typing import Any
 
+from benchmarks.gpu import torch_generate
 from benchmarks.gpu.live import requests
-from benchmarks.gpu.part import Case, Context, alone
+from benchmarks.gpu.part import Case, Context, alone, in_a_process
 from benchmarks.gpu.sizes import SETTINGS, ZERO, Sizes
 from benchmarks.gpu.startup_part import checkpoint
-from benchmarks.harness import store
 
 DEPENDS = (
     "benchmarks/gpu/hf_dir.py",
-    "benchmarks/gpu/sizes.py",
     "benchmarks/gpu/torch_generate.py",
-    "benchmarks/gpu/transformers_part.py",
     "jmoe/random_model.py",
     "serving/bench/workload.py",
 )
@@ -34,22 +29,10 @@ def cases(sizes: Sizes) -> list[Case]:
 
 
 def run(context: Context, case: Case) -> dict[str, Any]:
-    """Runs the case."""
-    return run_torch(context)
-
-
-session = alone(run)
-
-
-def run_torch(context: Context, python: str = sys.executable) -> dict[str, Any]:
-    """Runs PyTorch; returns the record: figures by mix, or why a mix has none. `python` has PyTorch
-    and transformers.
-    """
+    """Runs PyTorch; returns the record: figures by mix, or why a mix has none."""
     sizes = context.sizes
-    if sizes.dry and python == sys.executable and importlib.util.find_spec("torch") is None:
+    if sizes.dry and importlib.util.find_spec("torch") is None:
         return {"figures": {}, "skipped": "a dry run without PyTorch"}
-    source, out = (context.scratch / f"transformers-{name}.json" for name in ("in", "out"))
-    out.unlink(missing_ok=True)
     asked: dict[str, Any] = {
         mix.name: [
             [list(one.prompt), one.max_new_tokens]
@@ -57,15 +40,8 @@ def run_torch(context: Context, python: str = sys.executable) -> dict[str, Any]:
         ]
         for mix in sizes.mixes
     }
-    source.write_text(json.dumps({**asked, "max_batch": sizes.batch}), encoding="utf-8")
-    command = [python, "benchmarks/gpu/torch_generate.py", checkpoint(context), source, out]
-    done = subprocess.run(
-        list(map(str, command)), cwd=store.ROOT, stderr=subprocess.PIPE, text=True
-    )
-    if not out.exists():
-        return {"failed": f"status {done.returncode}: {done.stderr[-600:]}"}
-    found = json.loads(out.read_text(encoding="utf-8"))
-    mixes = {name: found.pop(name) for name in asked if name in found}
+    found = in_a_process(torch_generate.run, checkpoint(context), asked, sizes.batch)
+    mixes = {name: found.pop(name) for name in asked}
     record: dict[str, Any] = {
         "figures": {
             f"{name}_tokens_s": mix["output_tokens_s"]
@@ -82,6 +58,9 @@ def run_torch(context: Context, python: str = sys.executable) -> dict[str, Any]:
             ratio = ours["figures"]["output_tokens_s"] / theirs_s
             record["figures"][f"{name}_jmoe_{setting.name}_over_it"] = ratio
     wrong = [f"{name}: {mix['error']}" for name, mix in mixes.items() if "error" in mix]
-    if wrong or len(mixes) < len(asked):
-        record["failed"] = "; ".join(wrong) or f"only {list(mixes)} ran: {done.stderr[-300:]}"
+    if wrong:
+        record["failed"] = "; ".join(wrong)
     return record
+
+
+session = alone(run)

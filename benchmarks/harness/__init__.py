@@ -1,1 +1,1 @@
-"""What the benchmarks for a GPU share: the command line, the records, and the loop over cases."""
+"""What benchmarks share: records, tables, and where they are from."""

@@ -1,4 +1,7 @@
-"""Where figures are kept: `benchmarks/<device>/<file>.json`, a list of records, one a case.
+"""Where figures are kept, where they are from, and how they are shown. No jax here: a benchmark
+whose figures come from other processes must not hold the GPU's memory.
+
+Of a GPU they are kept in `benchmarks/<device>/<file>.json`, a list of records, one a case.
 
 A record has: case (its name and what tells it from others), commit, sources (a digest), date,
 machine (device, driver, versions), wall_s, and what its benchmark measured. `failed` says why there
@@ -14,12 +17,18 @@ import os
 import platform
 import re
 import subprocess
-from collections.abc import Sequence
+import time
+import traceback
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from serving.telemetry import version
+
 ROOT = Path(__file__).parents[2]
+STARTED = "it was started, and no more is known"  # a kernel may hang, a process may be killed
+CALL_AGAIN = "cases left, and no time for them; call again"
 PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "torch", "triton")
 
 
@@ -29,21 +38,19 @@ def device_folder(kind: str) -> Path:
     return ROOT / "benchmarks" / ("-".join(words) or "unknown")
 
 
-def _output(*command: str) -> str:
-    """Returns what a command prints; an empty string where it cannot be run."""
+def nvidia_smi(field: str) -> str | None:
+    """Returns what the driver says of the first GPU; None where there is none."""
+    words = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader"]
     try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
+        done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return next(iter(done.stdout.strip().splitlines()), None)
 
 
 def commit(given: str | None = None) -> str:
     """Returns the commit that was measured: `given`, or git's; "unknown" where there is neither."""
-    if given is not None:
-        return given
-    found = _output("git", "rev-parse", "HEAD")
-    return (found + "-dirty" * bool(_output("git", "status", "--porcelain", "*.py"))) or "unknown"
+    return given or version.commit(ROOT) or "unknown"
 
 
 def sources(paths: Sequence[str]) -> str:
@@ -61,23 +68,23 @@ def sources(paths: Sequence[str]) -> str:
     return digest.hexdigest()[:16]
 
 
-def revision(given: str | None, paths: Sequence[str]) -> dict[str, str]:
-    """Returns commit and sources, as records name them."""
-    return {"commit": commit(given), "sources": sources(paths)}
-
-
 def machine(device_kind: str) -> dict[str, str]:
     """Returns device, driver and versions."""
     found = {"device": device_kind, "python": platform.python_version()}
-    driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-    if driver:
-        found["driver"] = driver.splitlines()[0]
+    if driver := nvidia_smi("driver_version"):
+        found["driver"] = driver
     for name in PACKAGES:
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
     return found
+
+
+def origin(command: str) -> dict[str, Any]:
+    """Returns what a result names of where it is from: its command, commit, date and machine."""
+    cpus = f"{os.cpu_count()} CPUs, {platform.platform()}"
+    return {"command": command, "commit": commit(), "date": now(), "machine": machine(cpus)}
 
 
 def now() -> str:
@@ -130,3 +137,52 @@ def rounded(value: Any) -> Any:
     if isinstance(value, float):
         return float(f"{value:.6g}") if math.isfinite(value) else None
     return value
+
+
+def attempt(
+    kept: Store, file: str, record: dict[str, Any], run: Callable[[], dict[str, Any]]
+) -> dict[str, Any]:
+    """Runs a case, then stores and returns its record: `record` and what `run` returns.
+
+    What goes wrong is kept in `failed`, not raised: one case must not cost the others. It is stored
+    as failed before it starts, so that one that ends the process is not tried for ever.
+    """
+    kept.put(file, {**record, "failed": STARTED})
+    start = time.monotonic()
+    try:
+        record = record | run()
+    except Exception as error:
+        traceback.print_exc(limit=-5)
+        record = record | {"failed": f"{type(error).__name__}: {str(error).strip()[:600]}"}
+    record["wall_s"] = time.monotonic() - start
+    kept.put(file, record)
+    return record
+
+
+# ---- Tables, and files for people to read ----
+
+
+def markdown(columns: list[str], rows: list[list[Any]]) -> list[str]:
+    """Returns the lines of a table; None is a dash."""
+    cells = [["-" if cell is None else str(cell) for cell in row] for row in rows]
+    return [
+        f"| {' | '.join(columns)} |",
+        f"|{'---|' * len(columns)}",
+        *(f"| {' | '.join(row)} |" for row in cells),
+    ]
+
+
+def write_figures(path: Path, found: dict[str, Any]) -> None:
+    """Writes JSON for people to read and to compare: a record a line, six digits a figure."""
+    lines = []
+    for name, value in rounded(found).items():
+        text = json.dumps(value)
+        if isinstance(value, list | dict) and len(text) > 100:
+            records = [json.dumps(record) for record in value]
+            if isinstance(value, dict):
+                records = [f"{json.dumps(key)}: {json.dumps(item)}" for key, item in value.items()]
+            ends = "[]" if isinstance(value, list) else "{}"
+            text = f"{ends[0]}\n  " + ",\n  ".join(records) + f"\n {ends[1]}"
+        lines.append(f" {json.dumps(name)}: {text}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")

@@ -12,8 +12,6 @@ import argparse
 import asyncio
 import contextlib
 import json
-import os
-import platform
 import re
 import shlex
 import signal
@@ -48,7 +46,6 @@ def _parsed() -> argparse.Namespace:
     add("--seed", type=int, default=7)
     add("--fuzz", type=_count(0), default=100_000, help="messages to each service; 0: none")
     add("--idle-s", type=float, default=10.0, help="how long the idle server is watched, before")
-    add("--limit-s", type=float, default=1200.0, help="of the load, and of each service's fuzz")
     add("--set", action="append", default=[], metavar="KEY=VALUE", help="of the demo's server")
     add("--step-ms", help="start a server whose steps only pass so much time")
     add("--out", type=Path, help="the figures, as JSON")
@@ -86,13 +83,10 @@ async def _main(args: argparse.Namespace) -> bool:
         run = Run(args, await learn(address, http_address), pid)
         await run.play()
     lines = run.lines + lines
-    print(table(lines), flush=True)
+    print("\n".join(table(lines)), flush=True)
     if args.out:
         told = {
-            "command": shlex.join(["python", "-m", "benchmarks.hostile", *sys.argv[1:]]),
-            "commit": store.commit(),
-            "date": store.now(),
-            "machine": store.machine(f"{os.cpu_count()} CPUs, {platform.platform()}"),
+            **store.origin(shlex.join(["python", "-m", "benchmarks.hostile", *sys.argv[1:]])),
             "server": asdict(run.facts) | {"texts": len(run.facts.texts)},
             "lines": [asdict(line) for line in lines],
             **run.figures,

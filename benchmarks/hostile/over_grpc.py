@@ -11,7 +11,7 @@ from typing import Any
 
 import grpc
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
 from benchmarks.hostile.attempts import Attempt, Ended, Facts
@@ -49,17 +49,6 @@ def left_to_code() -> Iterator[None]:
         task = asyncio.current_task()
         if task is None or task.cancelling():
             raise
-
-
-async def serves(address: str, timeout_s: float = 30.0) -> bool:
-    """Whether the server says that it serves."""
-    async with grpc.aio.insecure_channel(address) as channel:
-        stub: Any = health_pb2_grpc.HealthStub(channel)
-        try:
-            reply = await stub.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
-        except grpc.aio.AioRpcError:
-            return False
-        return reply.status == health_pb2.HealthCheckResponse.SERVING
 
 
 # ---- attempts ---------------------------------------------------------------------------------

@@ -6,15 +6,15 @@ All times are of the monotonic clock, which every process of a machine shares.
 import asyncio
 import bisect
 import contextlib
-import math
 import multiprocessing
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import grpc
+import numpy as np
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from serving.client import Client
@@ -170,11 +170,8 @@ def latencies(samples: Samples, stalled: Samples) -> dict[str, Any]:
         nearest = bisect.bisect_left(ends, begin)  # the first stall that was not over
         if nearest == len(stalled) or stalled[nearest][0] > end:
             clean.append(end - begin)
-    names = {"p50_s": 50, "p99_s": 99, "p999_s": 99.9, "max_s": 100} if clean else {}
-    found: dict[str, Any] = {name: percentile(clean, percent) for name, percent in names.items()}
-    return {"count": len(clean), "in_stalls": len(samples) - len(clean), **found}
-
-
-def percentile(values: Sequence[float], percent: float) -> float:
-    """Returns the nearest rank. There must be values."""
-    return sorted(values)[max(0, math.ceil(len(values) * percent / 100) - 1)]
+    found: dict[str, Any] = {"count": len(clean), "in_stalls": len(samples) - len(clean)}
+    if clean:
+        ranks = np.percentile(clean, (50, 99, 99.9, 100), method="inverted_cdf")
+        found |= zip(("p50_s", "p99_s", "p999_s", "max_s"), map(float, ranks), strict=True)
+    return found

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from benchmarks.harness.store import markdown
 from benchmarks.hostile.probes import Samples, between, latencies
 
 HEALTH_P999_S, MOST_GAP_RATIO, MOST_COMPANY_RATIO = 0.1, 3.0, 1.5
@@ -129,10 +130,8 @@ def _memory(
     return {"requests_in_first_and_last": part, "samples": len(samples), **found}
 
 
-def table(lines: list[Line]) -> str:
-    """Returns the lines as text, in columns."""
+def table(lines: list[Line]) -> list[str]:
+    """Returns a table of the lines."""
     verdicts = {True: "ok", False: "FAILED", None: "not measured"}
-    rows = [("what", "must be", "seen", "")]
-    rows += [(line.name, line.must, line.seen, verdicts[line.ok]) for line in lines]
-    widths = [max(len(row[column]) for row in rows) for column in range(4)]
-    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+    rows = [[line.name, line.must, line.seen, verdicts[line.ok]] for line in lines]
+    return markdown(["what", "must be", "seen", ""], rows)

@@ -1,1 +1,1 @@
-"""Figures of the kernels on a GPU: `python -m benchmarks.kernels`; see `__main__`."""
+"""Figures of the kernels on a GPU: the parts `kernels` and `sweep` of `benchmarks.gpu`."""

@@ -26,7 +26,6 @@ WEIGHT_BYTES = {"grouped_gemm": 2.0, "grouped_gemm_fp8": 1.0, "grouped_gemm_int4
 """Of the grouped GEMMs. A group of 32 weights in int4 has 3 bytes of scale and zero point."""
 ATTENTION_OPS = ("paged_attention", "prefill_attention", "kv_write")
 """Of these a model with latents has no case of the last: no kernel writes its pages."""
-SOURCES = ("pallas_kernels",)  # what their figures depend on
 SKEWS = ("uniform", "exponential")
 _SKEWS = {"grouped_gemm": SKEWS, "grouped_gemm_fp8": SKEWS[:1], "grouped_gemm_int4": SKEWS[:1]}
 
@@ -113,6 +112,10 @@ def count_moe_mlp(shape: Shape, active_experts: int, rows: int, itemsize: float 
     return Count(round(active_experts * elements * itemsize), 2 * rows * elements)
 
 
+def _causal_pairs(chunks: Sequence[tuple[int, int]]) -> int:
+    return sum(n * (c - n) + n * (n + 1) // 2 for n, c in chunks)
+
+
 def count_attention(
     shape: Shape, chunks: Sequence[tuple[int, int]], itemsize: int = 2, window: int = 0
 ) -> Count:
@@ -120,8 +123,7 @@ def count_attention(
 
     The i-th of n rows at the end of c positions sees c - n + i + 1 of them, or the last `window`.
     """
-    pairs = sum(n * (c - n) + n * (n + 1) // 2 for n, c in chunks)
-    positions = sum(c for _, c in chunks)
+    pairs, positions = _causal_pairs(chunks), sum(c for _, c in chunks)
     if window:
         behind = (range(max(0, c - n + 1 - window), max(0, c + 1 - window)) for n, c in chunks)
         unseen = [(sum(some), some.start) for some in behind]
@@ -137,8 +139,7 @@ def count_expanded(shape: Shape, chunks: Sequence[tuple[int, int]], itemsize: in
     """Counts causal attention over latents that keys and values are made of, once a position and
     head; queries in, rows out, and weights once.
     """
-    pairs, rows = count_attention(shape, chunks).flops, sum(n for n, _ in chunks)
-    pairs //= 2 * shape.heads * (shape.head_dim + shape.latent)
+    pairs, rows = _causal_pairs(chunks), sum(n for n, _ in chunks)
     positions = sum(c for _, c in chunks)
     of_row = shape.heads * (EXPANDED.key + EXPANDED.value)
     made = shape.heads * (EXPANDED.key - (shape.head_dim - shape.latent) + EXPANDED.value)

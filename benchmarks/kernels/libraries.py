@@ -5,7 +5,6 @@ the op's before it is timed. Sorting rows by expert and making pages contiguous 
 library's time, as the op's plan is left out of the op's.
 """
 
-import importlib
 import importlib.util
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -37,13 +36,6 @@ def of(case: Case) -> Iterator[tuple[str, Maker]]:
     """
     if not case.window and not (case.shape.latent and case.context):
         yield from _MAKERS[case.op].items()
-
-
-def need(module: str) -> Any:
-    """Returns the module. Raises Skip where it is not installed."""
-    if importlib.util.find_spec(module) is None:
-        raise Skip(f"{module} is not installed")
-    return importlib.import_module(module)
 
 
 def on_gpu() -> None:
@@ -199,7 +191,8 @@ def _torch(name: str) -> Maker:
 
     def make(case: Case, problem: Problem) -> Program:
         on_gpu()
-        need("torch")
+        if importlib.util.find_spec("torch") is None:
+            raise Skip("torch is not installed")
         from benchmarks.kernels import torch_libraries
 
         return getattr(torch_libraries, name)(case, problem)
@@ -207,22 +200,15 @@ def _torch(name: str) -> Maker:
     return make
 
 
+_ATTENTION: dict[str, Maker] = {"cuDNN": _cudnn, "torch SDPA flash": _torch("sdpa_flash")}
 _MAKERS: dict[str, dict[str, Maker]] = {
     "grouped_gemm": {
         "lax.ragged_dot": _ragged_dot,
         "jax ragged_dot_mgpu": _jax_kernel,
         "torch._grouped_mm": _torch("grouped_mm"),
     },
-    "paged_attention": {
-        "cuDNN": _cudnn,
-        "torch SDPA flash": _torch("sdpa_flash"),
-        "FlashAttention": _torch("flash_attention"),
-    },
-    "prefill_attention": {
-        "cuDNN": _cudnn,
-        "torch SDPA flash": _torch("sdpa_flash"),
-        "FlashAttention": _torch("flash_attention"),
-    },
+    "paged_attention": _ATTENTION,
+    "prefill_attention": _ATTENTION,
     "routing": {"XLA reference": _xla},
     "kv_write": {"XLA reference": _xla},
     "grouped_gemm_fp8": {"ours in bfloat16": _bfloat16},

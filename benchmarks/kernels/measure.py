@@ -1,6 +1,7 @@
 """One case, from inputs to a record: correct first, then timed, then the libraries."""
 
 import gc
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -11,21 +12,14 @@ from benchmarks.kernels.roofline import assumptions
 from benchmarks.kernels.timing import Ceilings, JaxProgram, Program, Ruler, Timing
 
 
+@dataclass(frozen=True)
 class Bench:
     """What the cases of one run share."""
 
-    def __init__(
-        self,
-        sizes: Sizes,
-        ruler: Ruler,
-        ceilings: Ceilings,
-        about: dict[str, Any],
-        only_libraries: str | None = None,
-    ) -> None:
-        """`about` goes into every record. `only_libraries`: those whose name holds it."""
-        self.sizes, self.ruler, self.ceilings, self.about = sizes, ruler, ceilings, about
-        self.only_libraries = only_libraries
-        self.pools = inputs.Pools()
+    sizes: Sizes
+    ruler: Ruler
+    ceilings: Ceilings
+    pools: inputs.Pools = field(default_factory=inputs.Pools)
 
     def run(self, case: Case, seed: int) -> dict[str, Any]:
         """Checks and times a case; returns what its record holds, `failed` among it if results are
@@ -40,7 +34,7 @@ class Bench:
             gc.collect()  # gigabytes of inputs
 
     def _measured(self, case: Case, seed: int) -> dict[str, Any]:
-        record: dict[str, Any] = {"ceilings": self.ceilings._asdict()}
+        record: dict[str, Any] = {"seed": seed, "ceilings": self.ceilings._asdict()}
         with assumptions.on(jax.devices()[0].device_kind) as device:
             record["expected"] = {
                 **roofline.predict(case, self.sizes).record(),
@@ -49,7 +43,7 @@ class Bench:
         problem = problems.build(case, self.sizes, seed, self.pools)
         program = JaxProgram(problem.call, problem.sets, problem.carry)
         record["implementation"] = "mosaic" if program.has_mosaic else "xla"
-        record["tile"] = sweep.stored(sweep.chosen(case)) if program.has_mosaic else None
+        record["tile"] = str(sweep.chosen(case)) if program.has_mosaic else None
         record["facts"] = problem.facts
         seen = judge.check(program, problem.error, problem.tolerance)
         record["check"] = {**seen._asdict(), "passed": seen.passed}
@@ -58,12 +52,15 @@ class Bench:
             return record
         timing = self.ruler.measure(program)
         record["timing"] = timing._asdict()
+        expected_us = record["expected"]["expected_us"]
+        values = record["figures"] = {"us": timing.us, "expected_us": expected_us}
         if problem.count is not None:
             record["count"] = problem.count._asdict()
-            record["figures"] = figures(*problem.count, timing.us, self.ceilings)
-        record["target"] = judged_target(case, record.get("figures", {}))
+            values |= figures(*problem.count, timing.us, self.ceilings)
+        record["target"] = judged_target(case, values)
         del program
-        record["libraries"] = self._libraries(case, problem, timing)
+        found = record["libraries"] = self._libraries(case, problem, timing)
+        values |= {f"{n} over it": one["ratio"] for n, one in found.items() if "ratio" in one}
         return record
 
     def _libraries(
@@ -71,8 +68,6 @@ class Bench:
     ) -> dict[str, dict[str, Any]]:
         found: dict[str, dict[str, Any]] = {}
         for name, make in libraries.of(case):
-            if self.only_libraries is not None and self.only_libraries not in name:
-                continue
             try:
                 found[name] = self._library(make(case, problem), problem, ours)
             except Exception as error:  # most are not there, or cannot take the case
@@ -126,4 +121,4 @@ def judged_target(case: Case, values: dict[str, float]) -> dict[str, Any] | None
     goal = target(case)
     if goal is None:
         return None
-    return {**goal._asdict(), "met": values[goal.figure] >= goal.at_least}
+    return {goal.figure: goal.at_least, "met": values[goal.figure] >= goal.at_least}

@@ -56,11 +56,6 @@ class Problem:
         return self.with_op(self.op)
 
 
-def itself(op: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `op` itself: for `with_op`, where a set's arrays are the op's arguments."""
-    return op
-
-
 def build(case: Case, sizes: Sizes, seed: int, pools: Pools) -> Problem:
     """Draws the inputs of a case. `pools` keeps a model's weights from one case to the next."""
     rng = np.random.default_rng(seed)
@@ -118,7 +113,7 @@ def _grouped_gemm(case: Case, sizes: Sizes, rng: np.random.Generator, pools: Poo
     busiest = int(np.bincount(first.ids.ravel()).max())
     gate_up, down = pool.layer(0) if is_plain else (judge.widened(w, m) for w in weights_of_all)
     return Problem(
-        itself,
+        lambda op: op,
         grouped_gemm.moe_mlp,
         sets,
         lambda out: judge.relative_error(

@@ -74,14 +74,6 @@ def kernel(case: Case) -> Callable[..., Any]:
     return call
 
 
-def stored(tile: Any) -> dict[str, Any] | None:
-    """Returns a tile as a record keeps it: numbers as they are, anything else as text."""
-    if tile is None:
-        return None
-    fields = dataclasses.asdict(tile)
-    return {k: v if isinstance(v, int | float | dict) else str(v) for k, v in fields.items()}
-
-
 def replaced(tile: Any, field: str, value: Any) -> Any:
     """Returns `tile` with another value in `field`, which may be "a.b", or "" for all of it."""
     if not field:

@@ -1,4 +1,4 @@
-"""What PyTorch, and kernels that come with PyTorch libraries, make of a case. Needs a GPU.
+"""What PyTorch makes of a case. Needs a GPU.
 
 Inputs are the op's own arrays, lent by DLPack. A call runs as PyTorch launches it, operation by
 operation; `span_us` is of a CUDA graph, where no launch is waited for.
@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
 from benchmarks.kernels.cases import Case
-from benchmarks.kernels.libraries import kv_sets, moe_sets, need, square
+from benchmarks.kernels.libraries import kv_sets, moe_sets, square
 from benchmarks.kernels.problems import Problem
 from benchmarks.kernels.timing import difference
 
@@ -108,15 +108,5 @@ def sdpa_flash(case: Case, problem: Problem) -> TorchProgram:
                 q, k, v, attn_mask=mask, is_causal=prefill and not ragged, enable_gqa=True
             )
         return out.transpose(1, 2).flatten(0, 1)
-
-    return TorchProgram(call, kv_sets(case, problem))
-
-
-def flash_attention(case: Case, problem: Problem) -> TorchProgram:
-    """Runs the flash-attn package; its causal mask ends at the last key, as ours does."""
-    flash_attn_func = need("flash_attn").flash_attn_func
-
-    def call(q, k, v):
-        return flash_attn_func(q, k, v, causal=case.phase == "prefill").flatten(0, 1)
 
     return TorchProgram(call, kv_sets(case, problem))

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import store
-from benchmarks.harness.command import write_figures
+from benchmarks.harness.store import write_figures
 
 STUDIES = ("aep", "forecast", "balance", "drift", "libra")
 
@@ -41,9 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     if args.json and args.json.exists() and not args.dry_run:
         found = json.loads(args.json.read_text(encoding="utf-8"))
     if not args.tables or args.dry_run:
-        command = f"python -m benchmarks.mesh {args.study}"
-        made = {"command": command, "commit": store.commit(), "date": store.now()}
-        found = made | {"machine": store.machine("cpu")} | found | made
+        found |= store.origin(f"python -m benchmarks.mesh {args.study}")
         for name in names:
             found[name] = study.PARTS[name](args.dry_run)
         if args.json and not args.dry_run:

@@ -7,14 +7,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
-from benchmarks.harness.command import markdown
+from benchmarks.harness.store import markdown
 from benchmarks.mesh import cases, synchronous
-from benchmarks.mesh.asynchronous import UNLIMITED
 from benchmarks.mesh.cases import PAPER, Case, play
 from benchmarks.mesh.compare import PAPERS
+from benchmarks.mesh.core import UNLIMITED
 from benchmarks.mesh.rates import NODE
 from jmoe.parallel.asynchronous import NO_OVERHEADS, Overheads
-from serving.scheduling.layers.picker import Waiting, make_picker
 
 MODELS = (("mixtral-8x7b", 1), ("mixtral-8x7b", 2), ("qwen3-30b-a3b", 8))
 SKEWS = ((0.0, False), (0.5, True), (0.5, False), (1.0, False))
@@ -83,7 +82,7 @@ def host_cost(_: bool) -> list[dict[str, Any]]:
 
 def paper(_: bool) -> dict[str, Any]:
     """Returns the paper's machine: its 2.7 times in parts."""
-    parts, picker = [], make_picker("defrag", Waiting(max_age_s=1.0))
+    parts = []
     for top_k in (1, 2):
         for same in (True, False):
             case = replace(PAPER, top_k=top_k, same=same)
@@ -98,7 +97,7 @@ def paper(_: bool) -> dict[str, Any]:
             for name, over in (("async", NO_OVERHEADS), ("async with its host", PAPER_OVERHEADS)):
                 # Four and four, as in the paper; attention takes all rows that there are.
                 system = replace(case.system(4, 0, over), max_attention_rows=UNLIMITED)
-                run = play(system, case.in_flight, (picker, picker), itl_s)
+                run = play(system, case.in_flight, cases.pickers_of(system, case.in_flight), itl_s)
                 rates[name] = run.tokens_per_s
             parts.append({"top_k": top_k, "same": same} | rates)
             print(f"paper top-{top_k} same {same}: {rates}", flush=True)

@@ -6,13 +6,10 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks.mesh import core
-from benchmarks.mesh.core import Costs, State
+from benchmarks.mesh.core import UNLIMITED, Costs, Picker, State
 from benchmarks.mesh.routing import Placement, Routing
 from jmoe.parallel.asynchronous import DEFAULT_OVERHEADS, Overheads
 from jmoe.parallel.stage_times import StageTimes
-from serving.scheduling.layers.picker import LayerPicker
-
-UNLIMITED = 1 << 62
 
 
 @dataclass(frozen=True)
@@ -42,17 +39,13 @@ def make_state(system: System, num_sequences: int, seed: int) -> State:
     num_layers, num_sets, top_k = system.routing.sets.shape
     num_experts = system.placement.num_hosts.shape[1]
     visits, shape = num_sequences * top_k, (workers, num_layers, 1)
-    # A batch on its way has a row of its own; a worker has a stage, a choice and old wake-ups.
-    events = visits + 64 * workers + 1024
     rng, home = np.random.default_rng(seed), np.arange(num_sequences) % system.num_attention
     ints, floats = (lambda *n: np.zeros(n, np.int64)), (lambda *n: np.zeros(n))
     seconds = ("host_s", "device_s", "busy_s", "out_s", "in_s")
     return State(
-        numbers=ints(6),
+        numbers=ints(5),
         seconds=floats(2),
-        event_s=floats(events),
-        event_order=ints(events),
-        event=ints(events, 5),
+        events=core.no_events(),
         counts=ints(*shape),
         oldest=np.full(shape, np.inf),
         heads=np.full(shape, core.NONE),
@@ -80,16 +73,13 @@ def make_state(system: System, num_sequences: int, seed: int) -> State:
 
 
 class Simulation:
-    """Plays a system.
-
-    Pickers are asked at every choice; built-in rules with numba without a way back to Python.
-    """
+    """Plays a system."""
 
     def __init__(
         self,
         system: System,
         in_flight: int,
-        pickers: tuple[LayerPicker, LayerPicker],
+        pickers: tuple[Picker, Picker],
         *,
         seed: int = 0,
     ) -> None:
@@ -113,23 +103,7 @@ class Simulation:
 
     def play(self, until_s: float) -> None:
         """Up to that time of the simulated clock."""
-        s, c = self.state, self.costs
-        settings = [picker.compiled_settings for picker in self.pickers]
-        most = self.system.max_attention_rows
-        if None not in settings:  # pickers and loops are machine code alike
-            core.play(s, c, until_s, *settings, most)
-            return
-        while (worker := core.advance(s, c, until_s)) != core.NONE:
-            at_experts = bool(worker >= c.num_attention)
-            picker, counts, oldest = self.pickers[at_experts], s.counts[worker], s.oldest[worker]
-            # An attention worker knows its sequences: with all of them here, nothing else can come.
-            more = at_experts or counts.sum() < s.running[worker]
-            now = float(s.seconds[core.NOW])
-            picked = picker.pick(counts, oldest, now, more_may_come=bool(more))
-            if picked is None:
-                core.wait(s, worker, picker.wake_at(counts, oldest))
-            else:
-                core.start(s, c, worker, *picked, UNLIMITED if at_experts else most)
+        core.play(self.state, self.costs, until_s, *self.pickers, self.system.max_attention_rows)
 
     def measure(self, warm_s: float, for_s: float) -> Run:
         """Plays `warm_s`, and then `for_s` for figures."""

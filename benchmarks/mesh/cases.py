@@ -7,14 +7,16 @@ from typing import Any
 import numpy as np
 
 from benchmarks.mesh import core, synchronous
-from benchmarks.mesh.asynchronous import UNLIMITED, Run, Simulation, System
+from benchmarks.mesh.asynchronous import Run, Simulation, System
+from benchmarks.mesh.core import UNLIMITED, Picker
 from benchmarks.mesh.rates import A100, H200
 from benchmarks.mesh.routing import Routing, draw_routing, exponential, place, zipf
 from jmoe.parallel.asynchronous import Overheads, collective_s
 from jmoe.parallel.stage_times import Device, Geometry, StageTimes, roofline, sequences_that_fit
 from serving.cli.info import load_model_config
-from serving.scheduling.layers.picker import LayerPicker, Waiting, make_picker
+from serving.scheduling.layers.rules import Defragging
 
+DEFRAG = Defragging()
 SPARE = 2  # slots for copies a device, where there are replicas
 WAVES = 4  # parts of an attention worker's rows that it takes at once, where it has enough
 ENOUGH_ROWS = 1024
@@ -119,16 +121,14 @@ def split(case: Case, overheads: Overheads | None = None) -> int:
     return min(found, key=lambda ours: found[ours])
 
 
-def pickers_of(
-    system: System, in_flight: int, wait_s: float = 0.0
-) -> tuple[LayerPicker, LayerPicker]:
+def pickers_of(system: System, in_flight: int, wait_s: float = 0.0) -> tuple[Picker, Picker]:
     """Returns the paper's Algorithm 1 for attention and for experts."""
     rows = min(in_flight / system.num_attention, system.max_attention_rows)
     visits = in_flight * system.routing.sets.shape[2] / system.num_expert_workers
 
-    def picker(full: float) -> LayerPicker:
+    def picker(full: float) -> Picker:
         least = max(1, int(full / 2)) if wait_s else 1
-        return make_picker("defrag", Waiting(least, wait_s, MAX_AGE_S))
+        return Picker(DEFRAG.number, DEFRAG.weights, least, wait_s, MAX_AGE_S)
 
     return picker(rows), picker(visits)
 
@@ -136,7 +136,7 @@ def pickers_of(
 def play(
     system: System,
     in_flight: int,
-    pickers: tuple[LayerPicker, LayerPicker],
+    pickers: tuple[Picker, Picker],
     begin_s: float,
     warm: int = WARM,
     counted: int = COUNTED,

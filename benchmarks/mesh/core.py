@@ -11,6 +11,7 @@ device runs one stage at a time. A batch of rows to one worker takes both ends o
 `max(message_s, bytes / bandwidth)`, one after another, and `latency_s` between.
 """
 
+from heapq import heappop, heappush
 from typing import NamedTuple
 
 import numpy as np
@@ -19,21 +20,19 @@ from jaxtyping import Float, Int
 from serving.scheduling.layers.compiled import decide, jit
 
 ARRIVE, DONE, FREE, WAKE = range(4)
-NONE = -1
+NONE, UNLIMITED = -1, 1 << 62
 # Of `State.numbers` and `State.seconds`.
-NUM_EVENTS, SEQUENCE, TURN, PRODUCED, STAGES, NUM_ITL = range(6)
+SEQUENCE, TURN, PRODUCED, STAGES, NUM_ITL = range(5)
 NOW, ITL_SUM = range(2)
 
 
 class State(NamedTuple):
     """All that changes, and the tables that events look at."""
 
-    numbers: Int[np.ndarray, "6"]
+    numbers: Int[np.ndarray, "5"]
     seconds: Float[np.ndarray, "2"]
-    # The heap: by time, then by order of entry.
-    event_s: Float[np.ndarray, "events"]
-    event_order: Int[np.ndarray, "events"]
-    event: Int[np.ndarray, "events 5"]  # kind, worker, layer, head of a chain, its length
+    # A heap: time, order of entry, kind, worker, layer, head of a chain, its length.
+    events: list[tuple[float, int, int, int, int, int, int]]
     # Queues of workers.
     counts: Int[np.ndarray, "W L G"]
     oldest: Float[np.ndarray, "W L G"]
@@ -68,6 +67,16 @@ class State(NamedTuple):
     reads_s: Float[np.ndarray, "experts_1"]
 
 
+class Picker(NamedTuple):
+    """A worker's rule and how long rows wait, as `serving.scheduling.layers` has them."""
+
+    rule: int
+    weights: Float[np.ndarray, "K"]
+    min_batch: int
+    max_wait_s: float
+    max_age_s: float
+
+
 class Costs(NamedTuple):
     """Seconds that are not a stage's own."""
 
@@ -81,80 +90,20 @@ class Costs(NamedTuple):
 
 
 @jit
-def _move(s: State, at: int, to: int) -> None:
-    s.event_s[to], s.event_order[to] = s.event_s[at], s.event_order[at]
-    for i in range(5):
-        s.event[to, i] = s.event[at, i]
-
-
-@jit
-def _earlier(s: State, one: int, other: int) -> bool:
-    if s.event_s[one] == s.event_s[other]:
-        return s.event_order[one] < s.event_order[other]
-    return s.event_s[one] < s.event_s[other]
-
-
-@jit
 def push(s: State, at_s: float, kind: int, worker: int, layer: int, head: int, count: int) -> None:
     """Adds an event."""
-    child = s.numbers[NUM_EVENTS]
-    s.numbers[NUM_EVENTS] += 1
-    while child > 0 and s.event_s[(child - 1) >> 1] > at_s:
-        _move(s, (child - 1) >> 1, child)
-        child = (child - 1) >> 1
-    s.event_s[child], s.event_order[child] = at_s, s.numbers[SEQUENCE]
     s.numbers[SEQUENCE] += 1
-    s.event[child, 0], s.event[child, 1], s.event[child, 2] = kind, worker, layer
-    s.event[child, 3], s.event[child, 4] = head, count
+    heappush(s.events, (at_s, s.numbers[SEQUENCE], kind, worker, layer, head, count))
 
 
-@jit
-def _drop_first(s: State) -> None:
-    """Takes the first event off the heap."""
-    s.numbers[NUM_EVENTS] -= 1
-    last, hole = s.numbers[NUM_EVENTS], 0
-    while 2 * hole + 1 < last:
-        child = 2 * hole + 1
-        if child + 1 < last and _earlier(s, child + 1, child):
-            child += 1
-        if _earlier(s, last, child):
-            break
-        _move(s, child, hole)
-        hole = child
-    _move(s, last, hole)
+def no_events() -> list[tuple[float, int, int, int, int, int, int]]:
+    """Returns an empty heap, of the type that these loops take, compiled or not."""
+    if not hasattr(push, "py_func"):
+        return []
+    import numba
+    from numba.typed import List
 
-
-@jit
-def advance(s: State, c: Costs, until_s: float) -> int:
-    """Plays events up to the next one at which a worker's host has to choose: that worker.
-
-    NONE once the next event is after `until_s`, or there is none. Every event of that very moment
-    is played before a choice is made, so that rows which come together are seen together.
-    """
-    while s.numbers[NUM_EVENTS] > 0 and s.event_s[0] <= until_s:
-        s.seconds[NOW] = s.event_s[0]
-        kind, worker, layer = s.event[0, 0], s.event[0, 1], s.event[0, 2]
-        head, count = s.event[0, 3], s.event[0, 4]
-        if kind in (FREE, WAKE):
-            # Whatever else happens at this moment comes first.
-            if kind == WAKE and (s.idle[worker] != 1 or s.epoch[worker] != head):
-                _drop_first(s)
-                continue
-            now, waiting = s.seconds[NOW], False
-            if s.numbers[NUM_EVENTS] > 1 and layer == 0:
-                waiting = s.event_s[1] == now
-                waiting |= s.numbers[NUM_EVENTS] > 2 and s.event_s[2] == now
-            _drop_first(s)
-            if waiting:
-                push(s, now, kind, worker, 1, head, count)
-                continue
-            return worker
-        _drop_first(s)
-        if kind == ARRIVE:
-            _arrive(s, c, worker, layer, head)
-        else:
-            _done(s, c, worker, layer, head)
-    return NONE
+    return List.empty_list(numba.types.Tuple([numba.float64] + [numba.int64] * 6))
 
 
 @jit
@@ -251,36 +200,44 @@ def wait(s: State, worker: int, wake_s: float) -> None:
 
 
 @jit
-def play(
-    s: State,
-    c: Costs,
-    until_s: float,
-    attention: tuple[int, Float[np.ndarray, "K"], int, float, float],
-    experts: tuple[int, Float[np.ndarray, "K"], int, float, float],
-    most: int,
-) -> None:
-    """Does what `Simulation.play` does, for pickers whose decisions are machine code.
+def play(s: State, c: Costs, until_s: float, attention: Picker, experts: Picker, most: int) -> None:
+    """Plays events up to `until_s`; an attention stage takes `most` rows.
 
-    `attention` and `experts` are their `compiled_settings`, `most` the rows of an attention stage.
+    Every event of a moment is played before a worker's host chooses, so that rows which come
+    together are seen together.
     """
-    while True:
-        worker = advance(s, c, until_s)
-        if worker == NONE:
-            return
-        at_experts = worker >= c.num_attention
-        counts, oldest = s.counts[worker], s.oldest[worker]
-        rule, weights, least, wait_s, age_s = experts if at_experts else attention
-        more = at_experts or counts.sum() < s.running[worker]
-        now = s.seconds[NOW]
-        flat = decide(rule, weights, counts, counts, False, oldest, now, least, wait_s, age_s, more)
-        if flat >= 0:
-            start(s, c, worker, flat, 0, s.counts[worker, flat, 0] if at_experts else most)
-            continue
-        since = np.inf
-        for layer in range(counts.shape[0]):
-            if counts[layer, 0] > 0:
-                since = min(since, oldest[layer, 0])
-        wait(s, worker, since + min(wait_s, age_s))
+    while len(s.events) > 0 and s.events[0][0] <= until_s:
+        now, _, kind, worker, layer, head, count = heappop(s.events)
+        s.seconds[NOW] = now
+        if kind == ARRIVE:
+            _arrive(s, c, worker, layer, head)
+        elif kind == DONE:
+            _done(s, c, worker, layer, head)
+        elif kind == FREE or (s.idle[worker] == 1 and s.epoch[worker] == head):
+            if layer == 0 and len(s.events) > 0 and s.events[0][0] == now:
+                push(s, now, kind, worker, 1, head, count)  # whatever else happens now comes first
+            elif worker >= c.num_attention:
+                _choose(s, c, worker, experts, True, UNLIMITED)
+            else:  # it knows its sequences: with all of them here, nothing else can come
+                more = s.counts[worker].sum() < s.running[worker]
+                _choose(s, c, worker, attention, more, most)
+
+
+@jit
+def _choose(s: State, c: Costs, worker: int, picker: Picker, more: bool, most: int) -> None:
+    """A worker's host launches a stage, or waits for rows."""
+    counts, oldest = s.counts[worker], s.oldest[worker]
+    rule, weights, least, wait_s, age_s = picker
+    now = s.seconds[NOW]
+    flat = decide(rule, weights, counts, counts, False, oldest, now, least, wait_s, age_s, more)
+    if flat >= 0:
+        start(s, c, worker, flat, 0, most)
+        return
+    since = np.inf
+    for layer in range(counts.shape[0]):
+        if counts[layer, 0] > 0:
+            since = min(since, oldest[layer, 0])
+    wait(s, worker, since + min(wait_s, age_s))
 
 
 @jit

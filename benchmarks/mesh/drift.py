@@ -17,7 +17,7 @@ from typing import Any, cast
 import numpy as np
 from jaxtyping import Float
 
-from benchmarks.harness.command import markdown
+from benchmarks.harness.store import markdown
 from jmoe.parallel.copies import device_loads, with_copies
 from jmoe.parallel.placement import contiguous
 from serving.config import BalanceConfig

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.harness import store
-from benchmarks.harness.command import markdown
+from benchmarks.harness.store import markdown
 from benchmarks.mesh.cases import SPARE, Case
 from benchmarks.mesh.compare import errors
 from benchmarks.mesh.routing import place

@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterator
 from math import comb
 from typing import Any, NamedTuple
 
-from benchmarks.harness.command import markdown
+from benchmarks.harness.store import markdown
 from benchmarks.mesh import rates
 from benchmarks.mesh.compare import PAPERS, errors
 from benchmarks.mesh.rates import NIC_BYTES_PER_S, NODE

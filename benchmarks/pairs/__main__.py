@@ -10,17 +10,15 @@ test the benchmark, and writes nothing.
 """
 
 import argparse
-import os
-import platform
 from dataclasses import replace
 from pathlib import Path
 
 import uvloop
 
-from benchmarks.harness.command import markdown, write_figures
+from benchmarks.harness import store
+from benchmarks.harness.store import markdown, write_figures
 from benchmarks.pairs import harness
 from benchmarks.pairs.table import PAIRS
-from serving.telemetry.version import commit, jmoe_version
 
 
 def main() -> None:
@@ -64,10 +62,7 @@ def main() -> None:
             print(f"{figure}, {names}: {ratio['median']:.3f} ({span})")
     if args.out and not args.dry_run:
         result = {
-            "command": f"{command} --rounds {rounds}",
-            "commit": commit(),
-            "cpus": os.cpu_count(),
-            "versions": {"python": platform.python_version(), "jmoe": jmoe_version()},
+            **store.origin(f"{command} --rounds {rounds}"),
             "medians": medians,
             "ratios": ratios,
             "rounds": found,

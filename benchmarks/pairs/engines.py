@@ -5,7 +5,7 @@ import json
 import random
 import statistics
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -103,9 +103,7 @@ async def prefixes(settings: Mapping[str, dict[str, Any]], dry: bool) -> AsyncIt
         yield play
 
 
-async def step_ms_of(
-    engine: Engine, prompts: Sequence[str | list[int]], new_tokens: int, kind: str
-) -> float:
+async def _step_ms(engine: Engine, rows: int, new_tokens: int, kind: str) -> float:
     """Returns the median milliseconds between two tokens of a request while all are decoding.
 
     `kind` is a key of OUTPUTS.
@@ -113,19 +111,19 @@ async def step_ms_of(
     gaps_s: list[float] = []
     decoding = 0  # requests that have their first token and are not done
 
-    async def one(seed: int, prompt: str | list[int]) -> None:
+    async def one(seed: int) -> None:
         nonlocal decoding
         sampling = SamplingParams(max_new_tokens=new_tokens, seed=seed, **OUTPUTS[kind])
         last_at, counts = 0.0, False
-        async for output in engine.generate(prompt, sampling):
+        async for output in engine.generate(PROMPT, sampling):
             now = time.perf_counter()
             decoding += not last_at
             if counts and output.finish_reason is None:
                 gaps_s.append(now - last_at)
-            last_at, counts = now, decoding == len(prompts)
+            last_at, counts = now, decoding == rows
         decoding -= 1
 
-    await asyncio.gather(*(one(seed, prompt) for seed, prompt in enumerate(prompts)))
+    await asyncio.gather(*map(one, range(rows)))
     return 1e3 * statistics.median(gaps_s)
 
 
@@ -140,7 +138,7 @@ async def outputs(settings: Mapping[str, tuple[float, str]], dry: bool) -> Async
 
     async def play(name: str, number: int) -> Figures:
         step_ms, kind = settings[name]
-        return {"step_ms": await step_ms_of(engines[step_ms], [PROMPT] * rows, new_tokens, kind)}
+        return {"step_ms": await _step_ms(engines[step_ms], rows, new_tokens, kind)}
 
     started = {
         step_ms: passing_engine(step_ms / 1e3)

@@ -31,6 +31,14 @@ from serving.frontend import keys
 OUT_TOKENS = 128
 PROMPT_LEN = 128
 STREAMS = (1, 8, 32, 64)
+PEER_FIGURES = {
+    "tokens/s": "output_throughput",
+    "TTFT P99, ms": "p99_ttft_ms",
+    "ITL P99, ms": "p99_itl_ms",
+    "TPOT mean, ms": "mean_tpot_ms",
+    "TPOT P99, ms": "p99_tpot_ms",
+}
+"""Of each number of streams: the field of a run's summary."""
 _OPENSSL = (
     "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 "
     "-subj /CN=localhost -addext subjectAltName=IP:127.0.0.1"
@@ -168,13 +176,7 @@ async def peers(settings: Mapping[str, str], dry: bool) -> AsyncIterator[Play]:
                     )
                 )
                 found = summarize(run, percentiles=(99,))
-                figures |= {
-                    f"{streams}: tokens/s": found["output_throughput"],
-                    f"{streams}: TTFT P99, ms": found["p99_ttft_ms"],
-                    f"{streams}: ITL P99, ms": found["p99_itl_ms"],
-                    f"{streams}: TPOT mean, ms": found["mean_tpot_ms"],
-                    f"{streams}: TPOT P99, ms": found["p99_tpot_ms"],
-                }
+                figures |= {f"{streams}: {name}": found[of] for name, of in PEER_FIGURES.items()}
             return figures
 
         yield play

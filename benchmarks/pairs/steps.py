@@ -14,7 +14,6 @@ import numpy as np
 
 import jmoe
 from benchmarks.kernels.shapes import BUNDLED as SHAPE
-from benchmarks.pairs.engines import step_ms_of
 from benchmarks.pairs.harness import Figures, Play
 from benchmarks.pairs.passing_time import BATCH, CONFIG
 from jmoe.api import Model
@@ -23,7 +22,6 @@ from jmoe.packed_rows import pack_row
 from jmoe.stepper import Stepper
 from pallas_kernels import grouped_gemm, routing
 from serving.config import BrownoutConfig
-from serving.engine import Engine
 from serving.execution.buckets import Key
 from serving.execution.ranks import ByRank
 from serving.execution.runner import DeviceRunner
@@ -43,31 +41,20 @@ ENGINE = replace(
 
 
 @asynccontextmanager
-async def decode(settings: Mapping[str, tuple[int, int] | None], dry: bool) -> AsyncIterator[Play]:
-    """Yields what plays a setting: threshold and strategy of the program, or None for a whole
-    engine's step.
-
-    The figure is the median time of a play's runs, or that between two tokens of a request.
+async def decode(settings: Mapping[str, tuple[int, int]], dry: bool) -> AsyncIterator[Play]:
+    """Yields what plays a setting, threshold and strategy of an engine's program. The figure is the
+    median time of a play's runs.
     """
     model = jmoe.load("bundled", "float32", ways=[WAY])
     text = _tokens(model)
     runner = DeviceRunner(model, ENGINE)
     runner.start(WAY, (WAY,))
     time_program = _program(runner, [text[i * CONTEXT :][:CONTEXT] for i in range(BATCH)])
-    engine = await Engine.start(ENGINE, model=model)
 
     async def play(name: str, number: int) -> Figures:
-        control = settings[name]
-        if control is not None:
-            return {"step_ms": 1e3 * statistics.median(map(time_program, [control] * 5))}
-        rows, length = 4 if dry else BATCH, CONTEXT - 24  # contexts are CONTEXT on average
-        prompts = [text[i * length :][:length] for i in range(rows)]
-        return {"step_ms": await step_ms_of(engine, prompts, 48, "greedy")}
+        return {"step_ms": 1e3 * statistics.median(map(time_program, [settings[name]] * 5))}
 
-    try:
-        yield play
-    finally:
-        await engine.stop()
+    yield play
 
 
 def _tokens(model: Model) -> list[int]:
@@ -76,17 +63,6 @@ def _tokens(model: Model) -> list[int]:
     lines = (model.path / "tasks.jsonl").read_text(encoding="utf-8").splitlines()
     texts = [item["prompt"] + item["answer"] for item in map(json.loads, lines)]
     return [token for one in texts for token in model.tokenizer.encode(one)]
-
-
-@asynccontextmanager
-async def plans(settings: Mapping[str, Brownout | None], dry: bool) -> AsyncIterator[Play]:
-    """Yields what plays a setting; see `_decodes`."""
-    decodes = _decodes(jmoe.load("bundled", "float32", ways=[WAY]), dry)
-
-    async def play(name: str, number: int) -> Figures:
-        return decodes(settings[name])
-
-    yield play
 
 
 @asynccontextmanager

@@ -3,8 +3,8 @@
 from benchmarks.pairs.burst import bursts
 from benchmarks.pairs.engines import OUTPUTS, outputs, parts, prefixes
 from benchmarks.pairs.harness import Pair
-from benchmarks.pairs.served import STREAMS, Load, peers, served
-from benchmarks.pairs.steps import WAY, caches, decode, expert_op, formats, plans
+from benchmarks.pairs.served import PEER_FIGURES, STREAMS, Load, peers, served
+from benchmarks.pairs.steps import WAY, caches, decode, expert_op, formats
 from jmoe.brownout import Brownout, LowestGate
 
 _OUTPUTS = {
@@ -49,17 +49,7 @@ PAIRS: dict[str, Pair] = {
         "Servers of OpenAI's completions under 1 to 64 streams: 128 random tokens in, 128 out.",
         {"jmoe": "http://127.0.0.1:8000", "vllm": "http://127.0.0.1:8100"},
         peers,
-        [
-            f"{streams}: {figure}"
-            for streams in STREAMS
-            for figure in (
-                "tokens/s",
-                "TTFT P99, ms",
-                "ITL P99, ms",
-                "TPOT mean, ms",
-                "TPOT P99, ms",
-            )
-        ],
+        [f"{streams}: {figure}" for streams in STREAMS for figure in PEER_FIGURES],
         rounds=5,
     ),
     "prefix_reuse": Pair(
@@ -92,13 +82,12 @@ PAIRS: dict[str, Pair] = {
         rounds=3,
     ),
     "step_time": Pair(
-        "A decode step of 64 rows at context 64, without and with brownout, and in the engine.",
+        "A decode step of 64 rows at context 64, without and with brownout.",
         {
             "zero": (100, 0),
             "way 8, t 40": (40, 2),
             "way 8, t 0": (0, 2),
             "full, t 0": (0, 1),
-            "zero, in the engine": None,
         },
         decode,
         ("step_ms",),
@@ -108,13 +97,13 @@ PAIRS: dict[str, Pair] = {
         "A decode step of 64 rows by which experts stay exact, at equal active experts; and what a "
         "strategy of one's own costs: one that degrades nothing.",
         {
-            "visits, t 40": Brownout("partial", 40, WAY),
-            "weight, t 40": Brownout("partial", 40, WAY, "weight"),
-            "weight, level 40": Brownout("partial", 40, WAY, "weight", levels=True),
-            "zero": None,
-            "own, nothing degraded": Brownout(LowestGate(), 99),
+            "visits, t 40": ("float32", "none", Brownout("partial", 40, WAY)),
+            "weight, t 40": ("float32", "none", Brownout("partial", 40, WAY, "weight")),
+            "weight, level 40": ("float32", "none", Brownout("partial", 40, WAY, "weight", True)),
+            "zero": ("float32", "none", None),
+            "own, nothing degraded": ("float32", "none", Brownout(LowestGate(), 99)),
         },
-        plans,
+        formats,
         ("step_ms", "cpu_ms", "active_experts"),
         rounds=60,
         against=[

@@ -21,7 +21,6 @@ COMMAND = re.compile(r"(?:python -m (?:benchmarks|training)|jmoe bench) ?[\w.]+[
 COVERED = {
     "benchmarks.hostile": "tests/benchmarks/test_hostile.py",
     "benchmarks.gpu": "tests/benchmarks/test_gpu_benchmark_dry.py",
-    "benchmarks.kernels": "tests/benchmarks/test_kernel_benchmark_run.py",
     "benchmarks.kernels.roofline": "tests/benchmarks/test_roofline.py",
     "jmoe bench balance": "tests/serving/bench/test_balance_bench.py",
     "jmoe bench controllers": "tests/serving/bench/test_simulator.py",

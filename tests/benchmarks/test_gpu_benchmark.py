@@ -1,5 +1,6 @@
 """The GPU benchmark as a command, on a CPU: what it runs, stores, takes up again and reports."""
 
+import itertools
 import json
 import math
 import os
@@ -12,7 +13,6 @@ import pytest
 from benchmarks.gpu import live, report, run, serve_part, sizes, step_part, tests_part
 from benchmarks.gpu.part import Case
 from benchmarks.gpu.sizes import DRY, SETTINGS, Sizes
-from benchmarks.harness import command as command_line
 from benchmarks.harness import store
 from serving.bench.results import Record, Run
 
@@ -133,7 +133,7 @@ def test_a_case_that_ends_the_process_is_known_to_have_been_started(command, tmp
 
     with pytest.raises(Gone):
         command(Hangs(), "--parts", "step")
-    assert stored(tmp_path)["a"]["failed"] == command_line.STARTED
+    assert stored(tmp_path)["a"]["failed"] == store.STARTED
 
 
 def test_an_unfinished_case_is_taken_up_again(command):
@@ -144,12 +144,10 @@ def test_an_unfinished_case_is_taken_up_again(command):
 
 
 def test_no_case_is_begun_that_the_time_does_not_hold(command, monkeypatch, capsys):
+    now = itertools.count(step=8.0)  # 0 as it starts, 8 before the first case, 16 before the second
     fake = FakePart()
-    left = iter([100.0, 9.0])
-    monkeypatch.setattr(
-        command_line.Clock, "has_time", lambda self, estimate_s: estimate_s < next(left)
-    )
-    assert command(fake, "--parts", "step") == 0
+    monkeypatch.setattr(run, "time", SimpleNamespace(monotonic=lambda: next(now)))
+    assert command(fake, "--parts", "step", "--limit-s", "20") == 0
     assert fake.ran == ["a"]
     assert "2 cases left" in capsys.readouterr().out
 
@@ -208,7 +206,9 @@ def test_a_part_that_cannot_be_imported_costs_itself_alone(command, monkeypatch,
     assert [c[c.index("--parts") + 1] for c in children] == ["mesh"]
     text = capsys.readouterr().out
     assert "serve: left out, as No module named 'grpc_health'" in text
-    assert "| serve | - | left out |" in text
+    assert "- serve: left out, as No module named 'grpc_health'" in text
+    assert "## mesh" in text
+    assert "## serve" not in text
     with tarfile.open(tmp_path / "x.tar.gz") as packed:
         assert "x/table.md" in packed.getnames()
 
@@ -229,7 +229,8 @@ def test_a_lost_device_ends_a_process_and_a_new_one_goes_on(command, monkeypatch
 
 def test_a_case_that_hangs_or_ends_the_process_costs_itself_alone(command, monkeypatch, tmp_path):
     fake, ended, limits = FakePart(), iter([-6, run.LOST, 0]), []
-    revision = {"sources": store.sources(fake.DEPENDS), "sizes": []}
+    monkeypatch.setattr(run, "module", lambda name: fake)
+    revision = {"sources": store.sources(run.depends("step")), "sizes": []}
     kept = store.Store(tmp_path, revision)
 
     def child(words, limit_s, env, most_s):
@@ -239,14 +240,13 @@ def test_a_case_that_hangs_or_ends_the_process_costs_itself_alone(command, monke
         if status == 0:
             return command(fake, "--parts", "step")
         name = run.todo(run.parse(words[3:], ""), kept, "step", DRY)[0].name
-        kept.put("step", {"case": {"name": name}, **revision, "failed": command_line.STARTED})
+        kept.put("step", {"case": {"name": name}, **revision, "failed": store.STARTED})
         limits.append(most_s())
         return status
 
     monkeypatch.setattr(run, "_child", child)
-    monkeypatch.setattr(run, "module", lambda name: fake)
     args = run.parse(["--dry-run", "--out", str(tmp_path)], "")
-    assert run._some(args, DRY, command_line.Clock(500), "step", "") == 1
+    assert run._some(args, DRY, run.time.monotonic() + 500, "step", "") == 1
     assert fake.ran == ["c"]
     assert {name: r.get("failed") for name, r in stored(tmp_path).items()} == {
         "a": "CRASH: its process was ended by SIGABRT",
@@ -258,30 +258,32 @@ def test_a_case_that_hangs_or_ends_the_process_costs_itself_alone(command, monke
 
 
 def test_without_a_gpu_it_says_what_can_be_done(monkeypatch, capsys):
-    monkeypatch.setattr(run, "device_name", lambda: None)
+    monkeypatch.setattr(store, "nvidia_smi", lambda field: None)
     assert run.main(["--parts", "step"]) == 2
     assert "--dry-run" in capsys.readouterr().err
+    assert run.parse([], "").parts == list(run.PARTS)
+    assert run.parse(["--parts", "step,sweep"], "").parts == ["step", "sweep"]
     with pytest.raises(SystemExit):
-        run.main(["--parts", "speed"])
+        run.main(["--parts", "step,speed"])
+    assert "'speed' is none of light, kernels" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("of", [FULL, DRY], ids=["full", "dry"])
 def test_every_part_names_its_cases_and_what_they_depend_on(of):
-    for name in run.PARTS:
+    for name in (*run.PARTS, *run.ON_DEMAND):
         module = run.module(name)
         names = [case.name for case in module.cases(of)]
         assert names
         assert len(set(names)) == len(names)
         assert all(case.estimate_s > 0 for case in module.cases(of))
-        for path in module.DEPENDS:
+        for path in run.depends(name):
             assert (store.ROOT / path).exists(), path
-        assert f"benchmarks/gpu/{name}_part.py" in module.DEPENDS
         # The longest piece of work and its start fit a call of nine minutes.
         assert module.START_S + max(case.estimate_s for case in module.cases(of)) < 540
 
 
 def test_the_grid_is_the_papers():
-    assert [s.label for s in SETTINGS] == ["zero", "(2, 0)", "(4, 20)", "(8, 40)"]
+    assert [s.name for s in SETTINGS] == ["zero", "way2-t0", "way4-t20", "way8-t40"]
     assert sorted(FULL.batches) == [1, 8, 32, 64, 128, 256]
     assert (FULL.batch, FULL.max_model_len, FULL.burst_s) == (64, 2048, 250.0)
     step = [case.name for case in run.module("step").cases(FULL)]
@@ -375,7 +377,7 @@ def test_brownout_is_held_to_its_own_zero_brownout():
     assert "target" not in beside
 
 
-def test_the_report_has_a_table_a_kind_and_names_what_is_missing(tmp_path):
+def test_the_report_has_a_table_a_kind_and_names_what_is_missing(tmp_path, capsys):
     met = {"over_floor": 1.15, "met": True}
     records = [
         step_record(SETTINGS[0], 64, 8000.0, 7500.0, target=met),
@@ -385,18 +387,17 @@ def test_the_report_has_a_table_a_kind_and_names_what_is_missing(tmp_path):
     records[2].pop("figures")
     prefill = {**records[1], "case": {"name": "prefill/zero/t4096"}, "figures": {"tflop_s": 412.34}}
     (tmp_path / "step.json").write_text(json.dumps([*records, prefill]))
-    out = SimpleNamespace(text="")
-    out.write = lambda text: setattr(out, "text", out.text + text)
-    assert report.main(tmp_path, FULL, out) == 0
-    assert "| case | span_us | kernels_us | floor_us | over_floor | active_experts |" in out.text
+    assert report.main(tmp_path, FULL) == 0
+    text = capsys.readouterr().out
+    assert "| case | span_us | kernels_us | floor_us | over_floor | active_experts |" in text
     row = "| decode/zero/b64 | 8,000 | 8,000 | 7,500 | 1.067 | 50 | met (over_floor 1.15) |"
-    assert row in out.text
-    assert "| decode/way2-t0/b64 | 7,000 | 7,000 | 6,000 | 1.167 | 50 |  |" in out.text
-    assert "| case | tflop_s |\n|---|---|\n| prefill/zero/t4096 | 412.3 |" in out.text
-    assert "FAILED decode/way8-t40/b64: no memory" in out.text
-    assert "decode/zero/b128" in out.text.split("not measured:")[1]
-    assert "- device: NVIDIA H200" in out.text
-    assert out.text.count("Nothing is stored.") == len(run.PARTS) - 1
+    assert row in text
+    assert "| decode/way2-t0/b64 | 7,000 | 7,000 | 6,000 | 1.167 | 50 |  |" in text
+    assert "| case | tflop_s |\n|---|---|\n| prefill/zero/t4096 | 412.3 |" in text
+    assert "FAILED decode/way8-t40/b64: no memory" in text
+    assert "decode/zero/b128" in text.split("not measured:")[1]
+    assert "- device: NVIDIA H200" in text
+    assert text.count("Nothing is stored.") == len(run.PARTS) - 1
 
 
 def test_a_report_of_nothing_says_so(tmp_path, capsys):

@@ -41,7 +41,7 @@ RESULT = "result: "
             ],
             0,
             False,
-            "WRONG: first at [3, 0], share 0.25, NaN 7, tiles [[0, 0]], runs differ True",
+            "WRONG: first [3, 0], share 0.25, nan 7, tiles [[0, 0]], runs_differ True",
         ),
     ],
 )
@@ -118,7 +118,7 @@ def test_planted_faults_cost_their_cases_alone(tmp_path, monkeypatch):
     assert found.pop("smoke").startswith("HANG in run")
     assert found.pop("routing/tiny/decode/t4").startswith("CRASH in run, status -6")
     wrong = found.pop("grouped_gemm/tiny/decode/t4/exponential")
-    assert wrong.startswith("WRONG: first at [1, 0], share 0.5, NaN ")
+    assert wrong.startswith("WRONG: first [1, 0], share 0.5, nan ")
     assert set(found.values()) == {"ok"}
     assert len(found) > 5
 

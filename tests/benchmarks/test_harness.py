@@ -4,6 +4,7 @@ import json
 import math
 import os
 import sys
+import time
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 from benchmarks.first_answer import measure
-from benchmarks.harness import command, store
+from benchmarks.harness import store
 from benchmarks.pairs import __main__ as pairs
 from benchmarks.pairs.harness import Pair, medians, ratios
 from benchmarks.pairs.harness import measure as measure_pair
@@ -107,11 +108,11 @@ def plan(rows, waits=False):
 
 def test_steps_pass_time_one_after_another():
     runner = PassingTime(SimpleNamespace(num_layers=1), 0.05, [7, 8, 9])
-    began = command.time.monotonic()
+    began = time.monotonic()
     first, second = (runner.launch(plan(rows), None) for rows in (2, 3))
     assert first.result(5).tokens == [7, 8]
     assert second.result(5).tokens == [7, 8, 9]
-    assert command.time.monotonic() - began >= 0.1
+    assert time.monotonic() - began >= 0.1
     runner.close()
 
 
@@ -226,13 +227,13 @@ def test_sources_are_code_and_data_at_the_paths(tmp_path, monkeypatch):
     for path, content in {"op/a.py": "1", "op/notes.md": "1", "one.py": "1"}.items():
         (tmp_path / path).parent.mkdir(exist_ok=True)
         (tmp_path / path).write_text(content)
-    first = store.revision("abc", ["op", "one.py"])
+    first = store.sources(["op", "one.py"])
     (tmp_path / "op" / "notes.md").write_text("2")
-    assert store.revision("abc", ["op", "one.py"]) == first
-    assert first["commit"] == "abc"
+    assert store.sources(["op", "one.py"]) == first
+    assert store.commit("abc") == "abc"
     assert store.commit() == "unknown"  # there is no git to ask
     (tmp_path / "one.py").write_text("2")
-    assert store.sources(["op"]) != store.sources(["op", "one.py"]) != first["sources"]
+    assert store.sources(["op"]) != store.sources(["op", "one.py"]) != first
 
 
 def test_folder_of_a_device():
@@ -240,25 +241,14 @@ def test_folder_of_a_device():
     assert store.device_folder("NVIDIA H100 80GB HBM3").name == "h100-80gb-hbm3"
 
 
-def test_clock_stops_while_the_longest_piece_would_still_fit(monkeypatch):
-    now = 100.0
-    monkeypatch.setattr(command.time, "monotonic", lambda: now)
-    clock = command.Clock(20)
-    for now, has_time in ((100.0, True), (108.0, True), (111.0, True), (112.5, False)):  # noqa: B007
-        assert clock.has_time() == has_time
-    assert clock.left_s == 7.5
-    assert clock.has_time(7.0)
-    assert not clock.has_time(8.0)
-
-
 def test_a_case_is_stored_before_it_runs_and_after(tmp_path):
     kept = store.Store(tmp_path, {})
 
     def fine():
-        assert kept.records("op")["x"]["failed"] == command.STARTED
+        assert kept.records("op")["x"]["failed"] == store.STARTED
         return {"us": 1}
 
-    done = command.attempt(kept, "op", record("x"), fine)
+    done = store.attempt(kept, "op", record("x"), fine)
     assert done["us"] == 1
     assert "failed" not in kept.records("op")["x"]
     assert kept.records("op")["x"]["wall_s"] >= 0
@@ -266,27 +256,17 @@ def test_a_case_is_stored_before_it_runs_and_after(tmp_path):
     def broken():
         raise RuntimeError("no memory")
 
-    assert command.attempt(kept, "op", record("x"), broken)["failed"] == "RuntimeError: no memory"
+    assert store.attempt(kept, "op", record("x"), broken)["failed"] == "RuntimeError: no memory"
     with pytest.raises(KeyboardInterrupt):  # what ends the process leaves the stored start
-        command.attempt(kept, "op", record("x"), lambda: (_ for _ in ()).throw(KeyboardInterrupt))
-    assert kept.records("op")["x"]["failed"] == command.STARTED
-
-
-def test_choices_name_what_is_none_of_them(capsys):
-    parser = command.parser("bench", "about")
-    command.add_choices(parser, "--only", ("a", "b"))
-    assert parser.parse_args([]).only == ["a", "b"]
-    assert parser.parse_args(["--only", "b"]).only == ["b"]
-    with pytest.raises(SystemExit):
-        parser.parse_args(["--only", "a,c"])
-    assert "'c' is none of a, b" in capsys.readouterr().err
+        store.attempt(kept, "op", record("x"), lambda: (_ for _ in ()).throw(KeyboardInterrupt))
+    assert kept.records("op")["x"]["failed"] == store.STARTED
 
 
 def test_figures_are_written_a_record_a_line(tmp_path):
     long = [{"rows": n, "us": [n / 3, None, True]} for n in range(9)]
     found = {"commit": "a", "few": [1, 2], "none": {}, "records": long, "by": {"x": long, "y": 1}}
     path = tmp_path / "found.json"
-    command.write_figures(path, {**found, "by": {"x": long, 16: math.nan}})
+    store.write_figures(path, {**found, "by": {"x": long, 16: math.nan}})
     found["by"] = {"x": long, "16": None}
     text = path.read_text(encoding="utf-8")
     for record in long:

@@ -11,11 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.mesh import synchronous
+from benchmarks.mesh.core import Picker
 from benchmarks.mesh.routing import Placement, Routing, draw_routing, place, zipf
 from jmoe.parallel.asynchronous import NO_OVERHEADS, Overheads
 from jmoe.parallel.stage_times import StageTimes
 from serving.scheduling.layers import compiled
-from serving.scheduling.layers.picker import LayerPicker, Waiting
+from serving.scheduling.layers.picker import Waiting
 from serving.scheduling.layers.rules import Defragging, FirstLayerFirst, MostTokensFirst
 
 
@@ -59,7 +60,9 @@ def watched(aep):
 
 
 def pickers(rule=None, waiting=None):
-    picker = LayerPicker(rule or Defragging(), waiting, use_numba=False)
+    rule, waiting = rule or Defragging(), waiting or Waiting()
+    limits = waiting.min_batch, waiting.max_wait_s, waiting.max_age_s
+    picker = Picker(rule.number, rule.weights, *limits)
     return picker, picker
 
 
@@ -208,18 +211,15 @@ def test_compiled_loops_are_the_plain_ones(aep, monkeypatch):
     times = straight(30, 60, 6, 0.3, 0.2, 0.5, 0.1)
     over = Overheads(0.05, 0.03, 0.2, 0.01)
     played = system(aep, (3, 6, 2, 2, 3), times, overheads=over, row_s=0.02)
-    states, waiting = [], Waiting(2, 0.5)
+    states = []
     for loops in (aep.core, machine_code):
         with monkeypatch.context() as patch:
             patch.setattr(aep, "core", loops)
-            for together in (False, True):
-                picker = LayerPicker(Defragging(), waiting, use_numba=together)
-                simulation = aep.Simulation(played, 30, (picker, picker))
-                simulation.measure(50.0, 100.0)
-                states.append(simulation.state)
-    for other in states[1:]:
-        for one, two in zip(states[0], other, strict=True):
-            np.testing.assert_array_equal(one, two)
+            simulation = aep.Simulation(played, 30, pickers(waiting=Waiting(2, 0.5)))
+            simulation.measure(50.0, 100.0)
+            states.append(simulation.state)
+    for one, two in zip(*states, strict=True):
+        np.testing.assert_array_equal(one, two)
 
 
 def test_queues_in_the_picture_are_those_of_the_scheduler(aep):

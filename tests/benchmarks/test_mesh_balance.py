@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from benchmarks.mesh import __main__ as mesh
-from benchmarks.mesh import balance, traces
+from benchmarks.mesh import balance
 
 pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
 
@@ -16,20 +16,20 @@ def step(made, **changes):
 
 
 def test_traces_are_skewed_and_follow_from_the_seed():
-    some, more = traces.draw(3, 5), traces.draw(4, 5)
+    some, more = balance.draw(3, 5), balance.draw(4, 5)
     for one, same in zip(some, more, strict=False):
         np.testing.assert_array_equal(one.made, same.made)
         np.testing.assert_array_equal(one.predicted(0.6), same.predicted(0.6))
         assert one.made.shape == one.history.shape == (8, 128)
-        assert one.made.max() <= traces.NUM_ROWS
-        assert traces.imbalance(one.at_home) >= traces.LEAST_IMBALANCE
-        np.testing.assert_allclose(one.history.sum(axis=1), traces.NUM_ROWS * 8, rtol=1e-3)
-    assert (traces.draw(1, 6)[0].made != some[0].made).any()
+        assert one.made.max() <= balance.NUM_ROWS
+        assert balance.imbalance(one.at_home) >= balance.LEAST_IMBALANCE
+        np.testing.assert_allclose(one.history.sum(axis=1), balance.NUM_ROWS * 8, rtol=1e-3)
+    assert (balance.draw(1, 6)[0].made != some[0].made).any()
 
 
 @pytest.mark.parametrize("accuracy", [0.85, 0.6, 0.437])
 def test_a_prediction_is_as_right_as_was_asked_for(accuracy):
-    for trace in traces.draw(3, 7):
+    for trace in balance.draw(3, 7):
         guess = trace.predicted(accuracy)
         right = np.minimum(guess, trace.made).sum() / trace.made.sum()
         assert right == pytest.approx(accuracy, abs=0.003)
@@ -53,7 +53,7 @@ def test_baselines_by_hand():
 
 @pytest.mark.deep
 def test_every_strategy_on_the_same_traces():
-    rows = balance.by_strategy(traces.draw(2, 5), 0.85)
+    rows = balance.by_strategy(balance.draw(2, 5), 0.85)
     assert set(rows) == set(balance.STRATEGIES)
     assert all(1 <= row["median"] <= row["p99"] for row in rows.values())
     assert rows["Libra, modelled"]["p99"] < 1.1 < rows["none"]["median"]

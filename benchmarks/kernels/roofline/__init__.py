@@ -7,9 +7,7 @@ floor to an expected time. Nothing here is measured: `assumptions` has what is t
 
 from benchmarks.kernels.cases import Case, Sizes
 from benchmarks.kernels.roofline import attention, gemm, small
-from benchmarks.kernels.roofline.parts import Kernel, Prediction
-
-__all__ = ["Kernel", "Prediction", "predict"]
+from benchmarks.kernels.roofline.parts import Prediction
 
 
 def predict(case: Case, sizes: Sizes) -> Prediction:

@@ -91,11 +91,8 @@ BLOCKS_PER_SM = 16
 """One-warpgroup blocks that live on a multiprocessor at most: 2,048 threads."""
 
 TILE_MAP_LAUNCHES = 2
-"""What XLA starts for the grouped GEMM's tile map. This and what follows is counted in programs
-compiled for an H200 (`tests/benchmarks/test_roofline.py`)."""
-
-GEMM_LAUNCHES = {"gather": 1, "combine": 1}
-"""What else XLA starts around the two products."""
+"""What XLA starts for the grouped GEMM's tile map, beside a gather and a combine. This and what
+follows is counted in programs compiled for an H200 (`tests/benchmarks/test_roofline.py`)."""
 
 DECODE_PLAN_LAUNCHES = 5
 """What XLA starts to plan decode attention's step; the same for prefill's, below. The benchmark
@@ -144,6 +141,11 @@ def copy_us(num_bytes: float) -> float:
 def product_us(flops: float) -> float:
     """Returns the microseconds that tensor cores take for so many operations."""
     return flops / (1e6 * PRODUCT_TFLOP_S)
+
+
+def cycles_us(cycles: float) -> float:
+    """Returns the microseconds of so many cycles of a kernel that is bound by products."""
+    return float(cycles) / PRODUCT_GHZ / 1e3
 
 
 def wgmma_cycles(columns: float, registers: bool = False) -> float:

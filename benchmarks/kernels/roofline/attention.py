@@ -1,5 +1,6 @@
 """Attention over pages: decode in two kernels, prefill in one."""
 
+from collections.abc import Sequence
 from functools import partial
 
 import jax
@@ -55,19 +56,17 @@ def decode(case: Case, page_size: int) -> Prediction:
     supports = partial(paged_kernel.supports, latent=latent)
     if not taken(supports, q, pages, None if latent else pages):
         return by_reference(count)
+    plan = small("plan of the step", h200.DECODE_PLAN_LAUNCHES)
     if latent:
         sizes = common.latent_sizes(q, pages, latent, None, None, case.window)
-    else:
-        sizes = common.sizes_of(q, pages, None, None, case.window)
+        assert sizes is not None
+        return Prediction(count, [plan, _attend_to_latents(case, sizes), _merge(case, sizes)])
+    sizes = common.sizes_of(q, pages, None, None, case.window)
     assert sizes is not None
-    if latent:
-        plan = small("plan of the step", h200.DECODE_PLAN_LAUNCHES)
-        return Prediction(count, [*plan, _attend_to_latents(case, sizes), _merge(case, sizes)])
     note, planned = "", sizes.num_blocks // h200.NUM_SMS
     if _resident(sizes) < planned:
         note = f"shared memory holds {_resident(sizes)} of {planned} planned blocks"
-    plan = small("plan of the step", h200.DECODE_PLAN_LAUNCHES)
-    return Prediction(count, [*plan, _attend(case, sizes), _merge(case, sizes)], note)
+    return Prediction(count, [plan, _attend(case, sizes), _merge(case, sizes)], note)
 
 
 def _resident(sizes: common.Sizes) -> int:
@@ -189,7 +188,7 @@ def prefill(case: Case, page_size: int) -> Prediction:
     if not taken(partial(prefill_kernel.supports, scale=1.0), q, pages, pages):
         return by_reference(count)
     plan = small("plan of the step", h200.PREFILL_PLAN_LAUNCHES)
-    return Prediction(count, [*plan, _prefill(case, page_size)])
+    return Prediction(count, [plan, _prefill(case, page_size)])
 
 
 def steps_of_tiles(case: Case, page_size: int) -> np.ndarray:
@@ -213,7 +212,6 @@ def _prefill(case: Case, page_size: int) -> Kernel:
     packs = shape.heads // tile.pack
     steps = np.sort(np.repeat(steps_of_tiles(case, page_size), packs))[::-1]
     count = count_attention(shape, case.chunks(), window=case.window)
-    floor_us = max(h200.copy_us(count.bytes), h200.product_us(count.flops))
 
     # Cycles of a step: both products of a warpgroup, and what its softmax takes.
     scores = d / 16 * h200.wgmma_cycles(tile.block_kv)
@@ -229,9 +227,6 @@ def _prefill(case: Case, page_size: int) -> Kernel:
     finish = LANES * d * (1 / h200.CONVERT_PER_CLOCK + 4 / h200.SMEM_BYTES_PER_CLOCK)
     alone = softmax + finish + h200.EPILOGUE_CYCLES
 
-    def us(cycles: float) -> float:
-        return float(cycles) / h200.PRODUCT_GHZ / 1e3
-
     total = float(steps.sum())
     kv_bytes = count.bytes - 4 * d * shape.heads * case.tokens  # all but queries and results
     rounds = len(steps) / h200.NUM_SMS
@@ -242,15 +237,13 @@ def _prefill(case: Case, page_size: int) -> Kernel:
     worker = _dealt(len(steps))
     busiest = np.bincount(worker, steps * bound + alone, h200.NUM_SMS).max()
     times = [
-        (PADDING, us(total * product / h200.NUM_SMS)),
-        (REREADS, max(h200.copy_us(again), us(l2_cycles))),
-        (SOFTMAX, us(total * bound / h200.NUM_SMS)),
-        (EPILOGUE, us((total * bound + len(steps) * alone) / h200.NUM_SMS)),
-        (TAIL, us(busiest)),
+        h200.cycles_us(total * product / h200.NUM_SMS),
+        max(h200.copy_us(again), h200.cycles_us(l2_cycles)),
+        h200.cycles_us(total * bound / h200.NUM_SMS),
+        h200.cycles_us((total * bound + len(steps) * alone) / h200.NUM_SMS),
+        h200.cycles_us(busiest),
     ]
-    losses = ladder(floor_us, times)
-    losses |= {FILL: 3 * h200.IDLE_TRIP_US, LAUNCHES: h200.KERNEL_US}
-    return Kernel("prefill_attention", floor_us, losses)
+    return _in_tiles("prefill_attention", count, times)
 
 
 def _of_latents(
@@ -262,7 +255,7 @@ def _of_latents(
     if not taken(expanded.supports, q, pages, (weights, weights)):
         return by_reference(absorbed)
     plan = small("plan of the step", h200.PREFILL_PLAN_LAUNCHES)
-    return Prediction(count_expanded(shape, case.chunks()), [*plan, _expanded(case)])
+    return Prediction(count_expanded(shape, case.chunks()), [plan, _expanded(case)])
 
 
 def _expanded(case: Case) -> Kernel:
@@ -272,7 +265,6 @@ def _expanded(case: Case) -> Kernel:
     shape, tile, d = case.shape, expanded.TILE, expanded.SIZE
     size = choose_expanded(case.tokens, shape.heads, h200.NUM_SMS)
     count = count_expanded(shape, case.chunks())
-    floor_us = max(h200.copy_us(count.bytes), h200.product_us(count.flops))
     made, steps, turns = [], [], []  # of each item: tiles expanded, steps of rows, turns of rows
     for rows, context in case.chunks():
         for first in range(0, rows, size.rows):
@@ -297,9 +289,6 @@ def _expanded(case: Case) -> Kernel:
     stored = WARPGROUPS * 2 * LANES * d / h200.CONVERT_PER_CLOCK + h200.EPILOGUE_CYCLES
     kept = 2 * tile.block_rows * (d + 2) * 4 / h200.L2_BYTES_PER_CLOCK
 
-    def us(cycles: float) -> float:
-        return float(cycles) / h200.PRODUCT_GHZ / 1e3
-
     products = made * making + steps * attending
     chained = made * making + steps * bound
     whole = chained + made * stored + turns * kept
@@ -310,15 +299,21 @@ def _expanded(case: Case) -> Kernel:
     )
     l2_cycles = float(l2_bytes.sum()) / h200.L2_BYTES_PER_CLOCK / h200.NUM_SMS
     times = [
-        (PADDING, us(products.sum() / h200.NUM_SMS)),
-        (REREADS, us(l2_cycles)),
-        (SOFTMAX, us(chained.sum() / h200.NUM_SMS)),
-        (EPILOGUE, us(whole.sum() / h200.NUM_SMS)),
-        (TAIL, us(busiest)),
+        h200.cycles_us(products.sum() / h200.NUM_SMS),
+        h200.cycles_us(l2_cycles),
+        h200.cycles_us(chained.sum() / h200.NUM_SMS),
+        h200.cycles_us(whole.sum() / h200.NUM_SMS),
+        h200.cycles_us(busiest),
     ]
-    losses = ladder(floor_us, times)
+    return _in_tiles("expanded_attention", count, times)
+
+
+def _in_tiles(name: str, count: Count, times: Sequence[float]) -> Kernel:
+    """Predicts a kernel over tiles from times of ever more complete models."""
+    floor_us = max(h200.copy_us(count.bytes), h200.product_us(count.flops))
+    losses = ladder(floor_us, zip((PADDING, REREADS, SOFTMAX, EPILOGUE, TAIL), times, strict=True))
     losses |= {FILL: 3 * h200.IDLE_TRIP_US, LAUNCHES: h200.KERNEL_US}
-    return Kernel("expanded_attention", floor_us, losses)
+    return Kernel(name, floor_us, losses)
 
 
 def _dealt(num_items: int) -> np.ndarray:

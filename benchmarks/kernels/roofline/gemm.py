@@ -159,13 +159,15 @@ class Product(NamedTuple):
             return np.array([cost(int(r)) for r in rows])[item]
 
         def mean_us(cycles: np.ndarray) -> float:
-            return _us(float(np.sum(cycles)) / self.workers)
+            return h200.cycles_us(float(np.sum(cycles)) / self.workers)
 
         weights = active * self.matrix_bytes
         in_bytes, out_bytes = 2 * total * self.k, total * self.out_columns * self.out_bytes
         moved = out_bytes + (in_bytes if in_bytes > h200.L2_BYTES / 2 else 0)
         again = len(self.groups()) * self.matrix_bytes + moved
-        l2_us = _us(float(np.sum(by_item(self.from_l2))) / h200.L2_BYTES_PER_CLOCK / h200.NUM_SMS)
+        l2_us = h200.cycles_us(
+            float(np.sum(by_item(self.from_l2))) / h200.L2_BYTES_PER_CLOCK / h200.NUM_SMS
+        )
         floor_us = max(h200.copy_us(weights), h200.product_us(2 * total * self.k * self.columns))
         multiply = by_item(self.multiply)
         local = np.maximum(multiply, by_item(self.load))
@@ -182,12 +184,10 @@ class Product(NamedTuple):
         local = local + by_item(self.finish)
         steps.append((EPILOGUE, mean_us(local)))
         busiest = np.bincount(np.arange(len(local)) % self.workers, local, self.workers).max()
-        steps.append((TAIL, max(_us(float(busiest)), self.streamed_us(again, len(local)))))
+        steps.append(
+            (TAIL, max(h200.cycles_us(float(busiest)), self.streamed_us(again, len(local))))
+        )
         return Kernel(self.name, floor_us, {**ladder(floor_us, steps), **fixed()})
-
-
-def _us(cycles: float) -> float:
-    return cycles / h200.PRODUCT_GHZ / 1e3
 
 
 def products(case: Case, shape: Shape, weight_bytes: float) -> list[Product]:
@@ -222,10 +222,10 @@ def predict(case: Case) -> Prediction:
     return Prediction(
         count,
         [
-            *small("tile map", h200.TILE_MAP_LAUNCHES),
-            outside("gather", gathered, h200.GEMM_LAUNCHES["gather"]),
+            small("tile map", h200.TILE_MAP_LAUNCHES),
+            outside("gather", gathered),
             up.kernel(),
             down.kernel(),
-            outside("combine", combined, h200.GEMM_LAUNCHES["combine"]),
+            outside("combine", combined),
         ],
     )

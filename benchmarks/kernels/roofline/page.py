@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
+from benchmarks.harness.store import markdown
 from benchmarks.kernels.cases import OPS, Case, Sizes, all_cases
 from benchmarks.kernels.roofline import predict
 from benchmarks.kernels.roofline.parts import Prediction
@@ -14,10 +15,8 @@ PAGE_TOKENS = {"decode": 64, "prefill": 4096}
 PAGE_CONTEXT = 8192
 """The context of the page's rows; the command prints every case."""
 
-_HEADER = (
-    *("op", "model", "tokens"),
-    *("floor, µs", "expected, µs", "share", "largest loss, µs"),
-)
+_SUMMARY = ["op", "phase", "cases", "share, least to most", "largest loss in most cases"]
+_CASES = ["op", "model", "tokens", "floor, µs", "expected, µs", "share", "largest loss, µs"]
 
 Row = tuple[Case, Prediction]
 
@@ -60,14 +59,13 @@ def _number(value: float) -> str:
 def page() -> str:
     """Returns the whole text of docs/roofline.md."""
     rows = predictions()
-    own = [
+    cases = [
         [case.op, _model(case), str(case.tokens), *_times(of)]
         for case, of in rows
         if _is_on_page(case)
     ]
-    parts = [_INTRODUCTION, _table(*_summary(rows)), _TABLE, _table(_HEADER, *own)]
-    parts += [_ASSUMED]
-    return "\n".join(parts)
+    tables = markdown(_SUMMARY, [*_summary(rows)]), markdown(_CASES, cases)
+    return _PAGE.format(*map("\n".join, tables))
 
 
 def _model(case: Case) -> str:
@@ -79,13 +77,7 @@ def _is_on_page(case: Case) -> bool:
     return usual and case.context in (0, PAGE_CONTEXT) and case.skew in ("", "uniform")
 
 
-def _table(*rows: Sequence[str]) -> str:
-    lines = ["| " + " | ".join(row) + " |" for row in rows]
-    return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:], ""])
-
-
-def _summary(rows: Sequence[Row]) -> Iterator[Sequence[str]]:
-    yield "op", "phase", "cases", "share, least to most", "largest loss in most cases"
+def _summary(rows: Sequence[Row]) -> Iterator[list[str]]:
     for op in OPS:
         for phase in ("decode", "prefill"):
             own = [of for case, of in rows if (case.op, case.phase) == (op, phase)]
@@ -94,19 +86,19 @@ def _summary(rows: Sequence[Row]) -> Iterator[Sequence[str]]:
             shares = [of.share for of in own]
             [(loss, number)] = Counter(of.largest_loss for of in own).most_common(1)
             spread = f"{min(shares):.0%} to {max(shares):.0%}"
-            yield op, phase, str(len(own)), spread, f"{loss} ({number})"
+            yield [op, phase, str(len(own)), spread, f"{loss} ({number})"]
 
 
-_INTRODUCTION = """# Roofline of the kernels
+_PAGE = """# Roofline of the kernels
 
 Made by `python -m benchmarks.kernels.roofline --page docs/roofline.md`; change
 `benchmarks/kernels/roofline`, not this page. The command needs no GPU; without `--page` it prints
 every case of the kernel benchmark: every model, batch and skew.
 
 **All of it is arithmetic for an H200. Nothing here was measured.** The kernel benchmark
-(`python -m benchmarks.kernels`) keeps expected and measured times side by side. A measured time
-10 % above the expected one says that a loss is missing here or an assumption is wrong; one below it
-refutes a loss.
+(`python -m benchmarks.gpu --parts kernels`) keeps expected and measured times side by side. A
+measured time 10 % above the expected one says that a loss is missing here or an assumption is
+wrong; one below it refutes a loss.
 
 - **floor**: the larger of the bytes that no version of the op can do without (for the grouped GEMM:
   weights) over the copy rate, and the operations over the product rate. **expected**: the floor
@@ -116,13 +108,15 @@ refutes a loss.
 - Rows of experts are one draw of a uniform router. Masks of windows have no number.
 
 ## What is lost, by op
-"""
 
-_TABLE = """## 64 rows of decode, 4,096 tokens of prefill
+{}
+
+## 64 rows of decode, 4,096 tokens of prefill
 Attention at a context of 8,192 tokens.
-"""
 
-_ASSUMED = """## Assumptions
+{}
+
+## Assumptions
 `benchmarks/mesh/rates.py` has the rates, 4.3 TB/s of copies and 790 TFLOP/s of products, and
 `benchmarks/kernels/roofline/assumptions.py` all else, such as 1.5 us a launch; both name their
 sources. Published beside them: FlashAttention-3's 661 TFLOP/s at head size 128 without a mask, 582

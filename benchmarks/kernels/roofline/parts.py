@@ -110,23 +110,21 @@ def ladder(floor_us: float, steps: Iterable[tuple[str, float]]) -> dict[str, flo
     return losses
 
 
-def fixed(trips: float = 2.0, launches: int = 1) -> dict[str, float]:
-    """Returns losses that every kernel has: launches, and trips to memory at its start and end that
+def fixed(trips: float = 2.0) -> dict[str, float]:
+    """Returns losses that every kernel has: a launch, and trips to memory at its start and end that
     nothing hides; by default, the first bytes in and the last results out.
     """
-    return {FILL: trips * h200.IDLE_TRIP_US, LAUNCHES: launches * h200.KERNEL_US}
+    return {FILL: trips * h200.IDLE_TRIP_US, LAUNCHES: h200.KERNEL_US}
 
 
-def outside(name: str, num_bytes: float, launches: int) -> Kernel:
-    """Predicts XLA's kernels around an op's own, which a better op would not have."""
-    losses = {OUTSIDE: h200.copy_us(num_bytes), LAUNCHES: launches * h200.KERNEL_US}
-    return Kernel(name, 0.0, losses, launches)
+def outside(name: str, num_bytes: float) -> Kernel:
+    """Predicts one of XLA's kernels around an op's own, which a better op would not have."""
+    return Kernel(name, 0.0, {OUTSIDE: h200.copy_us(num_bytes), LAUNCHES: h200.KERNEL_US})
 
 
-def small(name: str, launches: int) -> list[Kernel]:
-    """Predicts XLA's kernels with next to nothing to move, if there are any."""
-    losses = {LAUNCHES: launches * h200.KERNEL_US}
-    return [Kernel(name, 0.0, losses, launches)] if launches else []
+def small(name: str, launches: int) -> Kernel:
+    """Predicts XLA's kernels with next to nothing to move."""
+    return Kernel(name, 0.0, {LAUNCHES: launches * h200.KERNEL_US}, launches)
 
 
 def taken(supports: Callable[..., bool], *args: Any) -> bool:

@@ -91,7 +91,7 @@ def routing(case: Case) -> Prediction:
     trips = 1 + turns + (4 if blocks > 1 else 0)
     kernel = Kernel("routing", floor_us, {INSTRUCTIONS: compute_us, **fixed(trips)})
     rest = small("results in other forms", h200.ROUTE_LAUNCHES)
-    return Prediction(count, [kernel, *rest])
+    return Prediction(count, [kernel, rest])
 
 
 def instructions(m: int, k: int, logical: int) -> float:

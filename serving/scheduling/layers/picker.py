@@ -118,19 +118,6 @@ class LayerPicker:
         )
         return None if flat < 0 else divmod(flat, counts.shape[1])
 
-    @property
-    def compiled_settings(self) -> tuple[int, Float[np.ndarray, "K"], int, float, float] | None:
-        """What `compiled.decide` needs beside a worker's arrays, for callers that are compiled as
-        well.
-
-        Number of the rule, its weights, min_batch, max_wait_s, max_age_s; None for a picker that
-        is not compiled.
-        """
-        if not self._compiled or self._number is None:
-            return None
-        weights = self.rule.weights  # pyright: ignore[reportAttributeAccessIssue]
-        return self._number, weights, *self._limits
-
     def wake_at(
         self, counts: Int[np.ndarray, "layers groups"], oldest: Float[np.ndarray, "layers groups"]
     ) -> float:
