@@ -8,6 +8,7 @@ import numpy as np
 
 from benchmarks.harness import store
 from benchmarks.harness.command import markdown
+from benchmarks.mesh.aep import DESIGNED
 from benchmarks.mesh.cases import SPARE, Case
 from benchmarks.mesh.compare import errors
 from benchmarks.mesh.routing import place
@@ -49,7 +50,8 @@ def imbalances(case: Case) -> dict[str, float]:
 def compare(simulated: dict[str, Any], uneven: dict[str, Any]) -> dict[str, Any]:
     """Forecasts a simulated case, at its split and at the best, whether the KV fits or not."""
     case, systems = case_of(simulated), simulated["systems"]
-    found = Deployment(case.geometry(), case.devices, case.in_flight, case.times(), **uneven)
+    sizes = case.geometry(), case.devices, case.in_flight, case.times()
+    found = Deployment(*sizes, overheads=DESIGNED, **uneven)
     best = max(asynchronous.forecasts(found), key=lambda split: split.tokens_per_s)
     ways = {
         "synchronous": asynchronous.synchronous_tokens_per_s(found),

@@ -281,15 +281,15 @@ async def test_a_follower_lost_while_the_server_starts_ends_it(hosts):
         assert "jmoe: process 1 of 2 is gone" in started.log(0)
 
 
-@pytest.mark.sized(deep=("1",), exhaustive=("10",))
-@pytest.mark.parametrize("rounds", [1, 10], ids=str)
-async def test_a_group_whose_process_was_killed_serves_again_by_itself(hosts, rounds):
-    """A follower is killed, then the leader, in turn, under load."""
+@pytest.mark.sized(deep=("2-1",), exhaustive=tuple(f"6-{run}" for run in range(3)))
+@pytest.mark.parametrize(("kills", "run"), [(2, 1), *((6, run) for run in range(3))])
+async def test_a_group_whose_process_was_killed_serves_again_by_itself(hosts, kills, run):
+    """A follower is killed, then the leader, in turn, under load: 20 times in all runs."""
     model = jmoe.load("bundled", "float32")
     with hosts((), (), "--restart") as started:
         address, began = started.address(), time.monotonic()
         load_s = began - started.started_at
-        for number in range(2 * rounds):
+        for number in range(kills):
             victim = (number + 1) % 2
             pid = started.served(victim)
             killed = []
