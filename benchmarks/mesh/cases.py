@@ -126,6 +126,17 @@ def split(case: Case, overheads: Overheads = DEFAULT_OVERHEADS) -> int:
     return min(found, key=lambda ours: found[ours])
 
 
+def least_attention(case: Case) -> int:
+    """Returns the fewest attention workers whose memory holds the KV of all that is in flight.
+    Raises ValueError where no split has room.
+    """
+    for ours in range(1, case.devices):
+        sizes = case.device, case.geometry(), case.context, ours, case.devices - ours
+        if sequences_that_fit(*sizes) >= case.in_flight:
+            return ours
+    raise ValueError(f"KV of {case.in_flight} sequences fits on no split of {case.devices} devices")
+
+
 def pickers_of(
     system: System, in_flight: int, wait_s: float = 0.0
 ) -> tuple[LayerPicker, LayerPicker]:
@@ -163,10 +174,10 @@ def play(
 
 
 def best_async(
-    case: Case, guess_s: float, overheads: Overheads = DEFAULT_OVERHEADS
+    case: Case, guess_s: float, overheads: Overheads = DEFAULT_OVERHEADS, *, least: int = 1
 ) -> dict[str, Any]:
-    """Returns the better of the cost model's split and one with more attention, then
-    of `WAITS_S`.
+    """Returns the better of the cost model's split, with `least` attention workers or more, and one
+    with more attention, then of `WAITS_S`.
     """
 
     def one(ours: int, wait_s: float) -> dict[str, Any]:
@@ -180,7 +191,7 @@ def best_async(
     def better(found: list[dict[str, Any]]) -> dict[str, Any]:
         return max(found, key=lambda one: one["tokens_per_s"])
 
-    model = split(case, overheads)
+    model = max(least, split(case, overheads))
     more = min(case.devices - 1, model + max(1, case.devices // 8))
     chosen = better([one(ours, WAITS_S[0]) for ours in sorted({model, more})])
     return better([chosen, *(one(chosen["attention_devices"], w) for w in WAITS_S[1:])])
