@@ -316,5 +316,10 @@ def test_the_page_has_the_table_of_the_regime():
     assert "\n".join(by_transport(SIMULATED["late"])) in PAGE
 
 
-def test_the_page_has_the_table_of_the_forecasts():
-    assert "\n".join(accuracy(FORECAST["cases"])) in PAGE
+def test_the_page_says_how_far_forecasts_are_off():
+    rows = [line.split("|")[1:-1] for line in accuracy(FORECAST["cases"])[2:]]
+    few, many, beyond = (row[5].split()[0] for row in rows)
+    same, cases = np.sum([[*map(int, row[6].split(" of "))] for row in rows[:2]], axis=0)
+    said = " ".join(PAGE.split())
+    assert f"{few} on average to 2,048 in flight and {many} from 8,192, on the same side" in said
+    assert f"of 1.1 in {same} of {cases} cases; beyond 16 devices, by {beyond}." in said
