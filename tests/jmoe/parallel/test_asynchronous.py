@@ -323,3 +323,5 @@ def test_the_page_says_how_far_forecasts_are_off():
     said = " ".join(PAGE.split())
     assert f"{few} on average to 2,048 in flight and {many} from 8,192, on the same side" in said
     assert f"of 1.1 in {same} of {cases} cases; beyond 16 devices, by {beyond}." in said
+    off = [row["forecast"]["async"] / row["simulated"]["async"] for row in FORECAST["late"]]
+    assert f"that of asynchrony is up to {max(off):.1f} times too high" in said
