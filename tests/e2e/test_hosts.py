@@ -146,7 +146,7 @@ async def tokens(client, text, **sampling):
 
 async def streams(address, count, begun, *kinds):
     """Runs streams and returns how they end; `begun` is called in the middle of them."""
-    samplings = list(islice(cycle(kinds or (ENDLESS,)), count))
+    samplings, waits_ms = list(islice(cycle(kinds or (ENDLESS,)), count)), list[int]()
     async with Client(address) as client:
 
         async def one(number):
@@ -157,10 +157,14 @@ async def streams(address, count, begun, *kinds):
                     if number == 0 and seen == 3:
                         begun()
             except grpc.aio.AioRpcError as error:
+                if "PeerLost" in error.details():
+                    waits_ms.append(int(dict(error.trailing_metadata())["grpc-retry-pushback-ms"]))
                 return error.code(), error.details()
             return grpc.StatusCode.OK, seen
 
-        return await asyncio.gather(*map(one, range(count)))
+        ends = await asyncio.gather(*map(one, range(count)))
+    assert all(wait_ms > 0 for wait_ms in waits_ms)
+    return ends
 
 
 @contextmanager
