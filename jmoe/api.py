@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
+from jaxtyping import Bool
 
 from jmoe import checkpoint, display, layout, levels
 from jmoe.attention import with_kv_cache_dtype
@@ -33,6 +34,9 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 PlacementOf = Callable[..., Placement]
 """Called as `jmoe.parallel.placement.contiguous` is, with num_united."""
+
+ExpertsOf = Callable[[int, int, int], Bool[np.ndarray, "layers E"]]
+"""Called with the numbers of MoE layers, logical experts, and united ones among them."""
 
 
 @dataclass(repr=False, eq=False)
@@ -255,6 +259,7 @@ def load(
     chat_template: str | Path = "",
     quantize: str = "auto",
     kv_cache_dtype: str = "auto",
+    experts: ExpertsOf | None = None,
 ) -> Model:
     """Loads a Hugging Face directory as it stands, or one written by `save`.
 
@@ -279,6 +284,8 @@ def load(
             the files have them, but `none` on a CPU, where each of these is slower.
         kv_cache_dtype: `fp8` keeps keys and values in eight bits, with a scale for each token and
             head; `auto`: in `dtype`.
+        experts: says which routed experts to read, for who needs no others and has no mesh: slots
+            of the rest stay zero. A model in jmoe's own format is read whole.
 
     Raises HubError, ConfigError, CheckpointError or TokenizerError, each naming what is wrong;
     ValueError for a placement that does not fit.
@@ -308,8 +315,13 @@ def load(
         united = _united(directory, cfg, finite, ways, name)
         home = _home(cfg, num_united_slots(united), mesh, placement)
         quantize = checkpoint.quantize_as(quantize, cfg)
+        numbers = None
+        if experts is not None:
+            num_united = num_united_slots(united)
+            wanted = experts(cfg.num_moe_layers, cfg.num_experts + num_united, num_united)
+            numbers = [np.flatnonzero(row[: cfg.num_experts]).tolist() for row in wanted]
         weights = checkpoint.load_hf(
-            directory, cfg, kind, united, progress, check_weights, home, quantize
+            directory, cfg, kind, united, progress, check_weights, home, quantize, numbers
         )
     resident = ResidentWeights(weights, united, name, home)
     return Model(name, directory, cfg, kind, resident, tokenizer)

@@ -609,6 +609,7 @@ def load_hf(
     check_weights: bool = True,
     home: Home | None = None,
     quantize: str = "none",
+    numbers: Sequence[Sequence[int]] | None = None,
 ) -> Weights:
     """Loads a Hugging Face directory, one layer's experts in flight at a time.
 
@@ -616,7 +617,9 @@ def load_hf(
     device or where `home` says; host memory never holds a second copy of the model.
     `progress(done, total)` counts layers. Experts that are kept in fewer bits are taken as they are
     stored, where that is as `quantize` says, or quantized from float32, which a layer of them is in
-    meanwhile. Raises CheckpointError, and ValueError as `empty_pool`.
+    meanwhile. Of each MoE layer only the experts of `numbers` are read, where there are any, and
+    slots of others stay zero; for who has no `home`. Raises CheckpointError, and ValueError as
+    `empty_pool`.
     """
     on_host = home is not None
     files = HFLayers(
@@ -629,11 +632,12 @@ def load_hf(
 
     def write(layer: int, experts: Pool) -> None:
         if home is None:
-            held.pool = write_slots(held.pool, jnp.asarray(slots[layer]), experts)
+            own = slots[layer] if numbers is None else slots[layer][[*numbers[layer]]]
+            held.pool = write_slots(held.pool, jnp.asarray(own), experts)
         else:
             held.pool = home.write(held.pool, layer, experts)
 
-    params = read_layers(files, cfg, progress, write)
+    params = read_layers(files, cfg, progress, write, numbers)
     if home is None:
         return Weights(params, held.pool, table)
     return Weights(home.whole(params), held.pool, home.table(cfg.num_experts))

@@ -402,9 +402,9 @@ class EngineConfig:
     )
     mode: str = setting(
         "auto",
-        "steps: all devices run each step together. aep: attention and experts on devices of "
-        "their own (async-expert-parallelism.md). auto: steps, unless workers are asked for "
-        "and the forecast favours aep.",
+        "steps: all devices run each step together. aep, experimental: attention and experts on "
+        "devices of their own (async-expert-parallelism.md). auto: steps, unless workers are asked "
+        "for and the forecast favours aep.",
         one_of("auto", "steps", "aep"),
         "Parallelism",
     )

@@ -126,6 +126,7 @@ class Engine:
         self.family = None if model is None else Family.of(model)
         self.status = "starting"
         self.failure = ""  # why it failed, once it did
+        self.restart_s: float | None = None  # until a process that ends with it serves again
         self.pace = Pace(executor.limits.num_layers, waits=config.prefill_company)
         ways = allowed_ways(config.brownout, self.family)
         way = ways[0] if ways else 0
@@ -271,7 +272,7 @@ class Engine:
         self.status, self.failure = "failed", reason
         self._in_flight.clear()
         self.scheduler.abandon()  # nothing will leave any more
-        self._fail_all(partial(Unavailable, f"the engine failed: {reason}"))
+        self._fail_all(partial(Unavailable, f"the engine failed: {reason}", self.restart_s))
         self._failed.set()
         if self._loop_task is not None and asyncio.current_task() is not self._loop_task:
             self._loop_task.cancel()
@@ -310,7 +311,8 @@ class Engine:
         if self.status != "ready":
             why = f": {self.failure}" if self.failure else ""
             raise Unavailable(
-                f"the engine is {self.status}{why}; try another replica or come back later"
+                f"the engine is {self.status}{why}; try another replica or come back later",
+                self.restart_s if self.failure else None,
             )
         refusal: Overloaded | None = None
         for one in Priority if priority is None else (priority,):

@@ -35,6 +35,9 @@ class SettingsError(ValueError):
 class ServingError(Exception):
     """Base of all errors that the engine reports to callers."""
 
+    retry_after_s: float | None = None
+    """After which to try again, where that is known; callers are told."""
+
 
 class InvalidRequest(ServingError):
     """The request can never be served as it is: INVALID_ARGUMENT."""
@@ -76,13 +79,13 @@ class Overloaded(ServingError):
 class Unavailable(ServingError):
     """The engine is starting, draining or has failed: UNAVAILABLE."""
 
+    def __init__(self, message: str, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
 
 class WorkerLost(Unavailable):
     """A worker is gone that the request needs: UNAVAILABLE, with the time to try again after."""
-
-    def __init__(self, message: str, retry_after_s: float) -> None:
-        super().__init__(message)
-        self.retry_after_s = retry_after_s
 
 
 class ModelUnloaded(Unavailable):

@@ -8,7 +8,7 @@ import numpy as np
 from benchmarks.mesh import core
 from benchmarks.mesh.core import UNLIMITED, Costs, Picker, State
 from benchmarks.mesh.routing import Placement, Routing
-from jmoe.parallel.asynchronous import DEFAULT_OVERHEADS, Overheads
+from jmoe.parallel.asynchronous import DEFAULT_OVERHEADS, ON_TIME, Late, Overheads
 from jmoe.parallel.stage_times import StageTimes
 
 
@@ -24,6 +24,7 @@ class System:
     row_s: float  # of a row's bytes on a link
     overheads: Overheads = DEFAULT_OVERHEADS
     max_attention_rows: int = UNLIMITED
+    late: Late = ON_TIME
 
 
 class Run(NamedTuple):
@@ -68,6 +69,7 @@ def make_state(system: System, num_sequences: int, seed: int) -> State:
         num_hosts=system.placement.num_hosts,
         # Turns begin anywhere, or all experts' first visits would go to their homes.
         turns=rng.integers(0, system.placement.num_hosts).astype(np.int64),
+        late=np.where(rng.random(1 << 16) < system.late.share, system.late.factor, 1.0),
         **{name: time for name, time in system.times._asdict().items() if name != "fixed_s"},
     )
 

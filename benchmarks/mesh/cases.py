@@ -11,7 +11,7 @@ from benchmarks.mesh.asynchronous import Run, Simulation, System
 from benchmarks.mesh.core import UNLIMITED, Picker
 from benchmarks.mesh.rates import A100, H200
 from benchmarks.mesh.routing import Routing, draw_routing, exponential, place, zipf
-from jmoe.parallel.asynchronous import Overheads, collective_s
+from jmoe.parallel.asynchronous import DEFAULT_OVERHEADS, ON_TIME, Late, Overheads, collective_s
 from jmoe.parallel.stage_times import Device, Geometry, StageTimes, roofline, sequences_that_fit
 from serving.cli.info import load_model_config
 from serving.scheduling.layers.rules import Defragging
@@ -21,6 +21,7 @@ SPARE = 2  # slots for copies a device, where there are replicas
 WAVES = 4  # parts of an attention worker's rows that it takes at once, where it has enough
 ENOUGH_ROWS = 1024
 WARM, COUNTED = 3, 5  # tokens a sequence
+STEPS, LATE_STEPS = 3, 30  # of a synchronous system
 MAX_AGE_S = 1.0
 LONG = 3_000_000  # visits an iteration, from which on fewer iterations are played
 WAITS_S = (0.0, 4e-3)
@@ -41,6 +42,7 @@ class Case:
     law: str = "zipf"
     device: Device = H200
     multi_query: bool = False  # one head of keys and values, as in the paper's evaluation
+    late: Late = ON_TIME
 
     def geometry(self) -> Geometry:
         """Describes the model; with as many experts as devices where it has fewer."""
@@ -56,7 +58,7 @@ class Case:
 
     def routing(self) -> Routing:
         """Returns the same draws whatever is in flight."""
-        return _routing(replace(self, in_flight=0))
+        return _routing(replace(self, in_flight=0, late=ON_TIME))
 
     def mesh(self, spare: int) -> synchronous.Mesh:
         """Returns all devices in step; `spare` slots for copies."""
@@ -68,9 +70,12 @@ class Case:
             self.devices,
             self.geometry().row_bytes / self.device.bandwidth(self.devices),
             collective_s(self.devices),
+            late=self.late,
         )
 
-    def system(self, num_attention: int, spare: int, overheads: Overheads | None = None) -> System:
+    def system(
+        self, num_attention: int, spare: int, overheads: Overheads = DEFAULT_OVERHEADS
+    ) -> System:
         """Returns the workers of each kind, that many for attention."""
         routing, experts = self.routing(), self.devices - num_attention
         own = -(-self.in_flight // num_attention)
@@ -80,9 +85,11 @@ class Case:
             place(routing.popularity, experts, spare),
             num_attention,
             experts,
-            self.geometry().row_bytes / self.device.bandwidth(self.devices),
-            overheads or Overheads(),
+            self.geometry().row_bytes
+            / min(self.device.bandwidth(self.devices), overheads.bytes_per_s),
+            overheads,
             max_attention_rows=-(-own // WAVES) if own >= ENOUGH_ROWS else UNLIMITED,
+            late=self.late,
         )
 
 
@@ -98,14 +105,14 @@ def _routing(case: Case) -> Routing:
     return draw_routing(geometry.num_layers, weights, case.top_k, case.same, 20)
 
 
-def split(case: Case, overheads: Overheads | None = None) -> int:
+def split(case: Case, overheads: Overheads = DEFAULT_OVERHEADS) -> int:
     """Returns the attention workers of the split whose busiest worker has least to do for a token
     of each.
 
     Devices' own times, with whole batches, and at least a host's launch a stage; copies level the
     experts' load.
     """
-    times, over = case.times(), overheads or Overheads()
+    times, over = case.times(), overheads
     popularity = case.routing().popularity
     num_layers, num_experts = popularity.shape
     found = {}
@@ -119,6 +126,17 @@ def split(case: Case, overheads: Overheads | None = None) -> int:
         experts_s = np.maximum(times.experts_s(loads, active), over.expert_host_s).sum(axis=0)
         found[ours] = max(attention_s, experts_s.max())
     return min(found, key=lambda ours: found[ours])
+
+
+def least_attention(case: Case) -> int:
+    """Returns the fewest attention workers whose memory holds the KV of all that is in flight.
+    Raises ValueError where no split has room.
+    """
+    for ours in range(1, case.devices):
+        sizes = case.device, case.geometry(), case.context, ours, case.devices - ours
+        if sequences_that_fit(*sizes) >= case.in_flight:
+            return ours
+    raise ValueError(f"KV of {case.in_flight} sequences fits on no split of {case.devices} devices")
 
 
 def pickers_of(system: System, in_flight: int, wait_s: float = 0.0) -> tuple[Picker, Picker]:
@@ -155,9 +173,11 @@ def play(
     return simulation.measure(0.0, counted * iteration)
 
 
-def best_async(case: Case, guess_s: float, overheads: Overheads | None = None) -> dict[str, Any]:
-    """Returns the better of the cost model's split and one with more attention, then
-    of `WAITS_S`.
+def best_async(
+    case: Case, guess_s: float, overheads: Overheads = DEFAULT_OVERHEADS, *, least: int = 1
+) -> dict[str, Any]:
+    """Returns the better of the cost model's split, with `least` attention workers or more, and one
+    with more attention, then of `WAITS_S`.
     """
 
     def one(ours: int, wait_s: float) -> dict[str, Any]:
@@ -171,26 +191,17 @@ def best_async(case: Case, guess_s: float, overheads: Overheads | None = None) -
     def better(found: list[dict[str, Any]]) -> dict[str, Any]:
         return max(found, key=lambda one: one["tokens_per_s"])
 
-    model = split(case, overheads)
+    model = max(least, split(case, overheads))
     more = min(case.devices - 1, model + max(1, case.devices // 8))
     chosen = better([one(ours, WAITS_S[0]) for ours in sorted({model, more})])
     return better([chosen, *(one(chosen["attention_devices"], w) for w in WAITS_S[1:])])
 
 
-def compare(case: Case) -> dict[str, Any]:
+def compare(case: Case, overheads: Overheads = DEFAULT_OVERHEADS) -> dict[str, Any]:
     """Returns tokens a second and ITL of every system on a case."""
-    found: dict[str, Any] = {}
-    plain, level = case.mesh(0), case.mesh(SPARE)
-    for name, mesh, halves in (
-        ("synchronous", plain, False),
-        ("half batches", plain, True),
-        ("libra", level, False),
-        ("libra, half batches", level, True),
-    ):
-        rate, itl_s = synchronous.tokens_per_s(mesh, case.in_flight, halves=halves)
-        found[name] = {"tokens_per_s": rate, "itl_ms": 1e3 * itl_s}
+    found = together(case)
     best = max(one["tokens_per_s"] for one in found.values())
-    found["async"] = best_async(case, found["synchronous"]["itl_ms"] / 1e3)
+    found["async"] = best_async(case, found["synchronous"]["itl_ms"] / 1e3, overheads)
     ours, rate = found["async"]["attention_devices"], found["async"]["tokens_per_s"]
     return asdict(case) | {
         "device": case.device.name,
@@ -201,3 +212,18 @@ def compare(case: Case) -> dict[str, Any]:
         "ratio": rate / found["synchronous"]["tokens_per_s"],
         "ratio_to_best": rate / best,
     }
+
+
+def together(case: Case) -> dict[str, dict[str, Any]]:
+    """Returns tokens a second and ITL of every synchronous system on a case."""
+    found, steps = {}, LATE_STEPS if case.late.share else STEPS
+    plain, level = case.mesh(0), case.mesh(SPARE)
+    for name, mesh, halves in (
+        ("synchronous", plain, False),
+        ("half batches", plain, True),
+        ("libra", level, False),
+        ("libra, half batches", level, True),
+    ):
+        rate, itl_s = synchronous.tokens_per_s(mesh, case.in_flight, steps=steps, halves=halves)
+        found[name] = {"tokens_per_s": rate, "itl_ms": 1e3 * itl_s}
+    return found

@@ -65,6 +65,7 @@ class State(NamedTuple):
     attention_s: Float[np.ndarray, "rows"]
     products_s: Float[np.ndarray, "visits_1"]
     reads_s: Float[np.ndarray, "experts_1"]
+    late: Float[np.ndarray, "stages"]  # the factors of stages, in turn
 
 
 class Picker(NamedTuple):
@@ -179,6 +180,7 @@ def start(s: State, c: Costs, worker: int, layer: int, group: int, most: int) ->
     else:
         host_s = c.attention_host_s
         stage_s = s.first_s[rows] if layer == 0 else s.attention_s[rows]
+    stage_s *= s.late[s.numbers[STAGES] % len(s.late)]
     ready_s = now + host_s
     end_s = max(ready_s, s.device_s[worker]) + stage_s
     s.device_s[worker] = end_s

@@ -8,11 +8,19 @@ import numpy as np
 
 from benchmarks.harness import store
 from benchmarks.harness.store import markdown
+from benchmarks.mesh.aep import DESIGNED, TRANSPORTS
 from benchmarks.mesh.cases import SPARE, Case
 from benchmarks.mesh.compare import errors
 from benchmarks.mesh.routing import place
 from jmoe.parallel import asynchronous
-from jmoe.parallel.asynchronous import MARGIN, MOST_DEVICES, Deployment
+from jmoe.parallel.asynchronous import (
+    MARGIN,
+    MOST_DEVICES,
+    ON_TIME,
+    Deployment,
+    Late,
+    Overheads,
+)
 
 SIMULATED = store.ROOT / "benchmarks" / "results" / "aep_simulated.json"
 KEYS = ("model", "top_k", "devices", "in_flight", "skew", "same")
@@ -46,10 +54,16 @@ def imbalances(case: Case) -> dict[str, float]:
     }
 
 
-def compare(simulated: dict[str, Any], uneven: dict[str, Any]) -> dict[str, Any]:
+def compare(
+    simulated: dict[str, Any],
+    uneven: dict[str, Any],
+    overheads: Overheads = DESIGNED,
+    late: Late = ON_TIME,
+) -> dict[str, Any]:
     """Forecasts a simulated case, at its split and at the best, whether the KV fits or not."""
     case, systems = case_of(simulated), simulated["systems"]
-    found = Deployment(case.geometry(), case.devices, case.in_flight, case.times(), **uneven)
+    sizes = case.geometry(), case.devices, case.in_flight, case.times()
+    found = Deployment(*sizes, overheads=overheads, late=late, **uneven)
     best = max(asynchronous.forecasts(found), key=lambda split: split.tokens_per_s)
     ways = {
         "synchronous": asynchronous.synchronous_tokens_per_s(found),
@@ -76,8 +90,19 @@ def cases(dry: bool) -> list[dict[str, Any]]:
     return [compare(row, imbalances(case_of(row))) for row in rows]
 
 
-PARTS: dict[str, Callable[[bool], Any]] = {"cases": cases}
-DRY = ("cases",)
+def late(dry: bool) -> list[dict[str, Any]]:
+    """Forecasts every case of the part `late` of aep_simulated.json; dry, one."""
+    rows = json.loads(SIMULATED.read_text(encoding="utf-8"))["late"]
+    found, uneven = [], imbalances(case_of(rows[0]))
+    for row in rows[-1:] if dry else rows:
+        transport, late = row["transport"], Late(*row["late"])
+        one = compare(row, uneven, TRANSPORTS[transport], late)
+        found.append(one | {"transport": transport, "late": late})
+    return found
+
+
+PARTS: dict[str, Callable[[bool], Any]] = {"cases": cases, "late": late}
+DRY = ("cases", "late")
 
 
 def _group(row: dict[str, Any]) -> int:
@@ -107,4 +132,15 @@ def accuracy(rows: list[dict[str, Any]]) -> list[str]:
 
 def table(found: dict[str, Any]) -> list[str]:
     """Returns how far forecasts are off."""
-    return accuracy(found["cases"])
+    lines = accuracy(found["cases"]) if "cases" in found else []
+    return [*lines, "", *of_late(found["late"])] if "late" in found else lines
+
+
+def of_late(rows: list[dict[str, Any]]) -> list[str]:
+    """Returns forecast over simulated by transport, at the same split."""
+    cells = [
+        [row["transport"], *row["late"]]
+        + [f"{row['forecast'][way] / row['simulated'][way]:.2f}" for way in WAYS]
+        for row in rows
+    ]
+    return markdown(["transport", "late by", "of stages", *WAYS], cells)

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from benchmarks.mesh.routing import Placement, Routing
-from jmoe.parallel.asynchronous import COLLECTIVE_S, exchange_s
+from jmoe.parallel.asynchronous import COLLECTIVE_S, ON_TIME, Late, exchange_s
 from jmoe.parallel.stage_times import StageTimes
 
 
@@ -27,6 +27,7 @@ class Mesh:
     row_s: float  # of a row's bytes on a link
     exchange_s: float = COLLECTIVE_S  # of a collective beside the bytes, in a node
     layer_overhead_s: float = 0.0  # of the host, that nothing hides
+    late: Late = ON_TIME
 
 
 def visits_of_step(
@@ -64,13 +65,26 @@ def _attention_s(mesh: Mesh, rows: float) -> Float[np.ndarray, "layers"]:
     return found
 
 
+def _late(
+    mesh: Mesh, rng: np.random.Generator, stage_s: np.ndarray
+) -> Float[np.ndarray, "layers devices"]:
+    """Returns the times of a stage on each device, [layers] or [layers, devices], some of them
+    late.
+    """
+    times = stage_s if stage_s.ndim == 2 else np.tile(stage_s[:, None], mesh.num_devices)
+    if not mesh.late.share:
+        return times
+    return times * np.where(rng.random(times.shape) < mesh.late.share, mesh.late.factor, 1.0)
+
+
 def step_s(mesh: Mesh, num_rows: int, rng: np.random.Generator) -> float:
     """Returns the seconds of a step of `num_rows`."""
     shares = mesh.placement.shares(mesh.num_devices)
     visits, active = loads(mesh, visits_of_step(mesh, num_rows, rng), shares)
-    experts_s = mesh.times.experts_s(visits, active).max(axis=1)
+    experts_s = _late(mesh, rng, mesh.times.experts_s(visits, active)).max(axis=1)
+    attention_s = _late(mesh, rng, _attention_s(mesh, num_rows)).max(axis=1)
     one_way_s = _exchange_s(mesh, num_rows, visits)
-    layers = _attention_s(mesh, num_rows) + experts_s + 2 * one_way_s + mesh.layer_overhead_s
+    layers = attention_s + experts_s + 2 * one_way_s + mesh.layer_overhead_s
     return float(layers.sum())
 
 
@@ -88,8 +102,9 @@ def half_batches_s(mesh: Mesh, num_rows: int, rng: np.random.Generator) -> float
     times = []
     for rows in halves:
         visits, active = loads(mesh, visits_of_step(mesh, rows, rng), shares)
-        experts_s = mesh.times.experts_s(visits, active)
-        times.append((_attention_s(mesh, rows), experts_s, _exchange_s(mesh, rows, visits)))
+        experts_s = _late(mesh, rng, mesh.times.experts_s(visits, active))
+        attention_s = _late(mesh, rng, _attention_s(mesh, rows))
+        times.append((attention_s, experts_s, _exchange_s(mesh, rows, visits)))
     free_s, there_s = np.zeros(mesh.num_devices), [0.0, 0.0]
     for layer in range(len(mesh.routing.sets)):
         for part in (0, 1):  # attention, then experts

@@ -54,20 +54,49 @@ MOST_DEVICES = 16
 
 @dataclass(frozen=True)
 class Overheads:
-    """What is neither a stage's own time nor a row's bytes; seconds.
+    """What is neither a stage's own time nor its share of a link; seconds.
 
-    The defaults are those of the design: one process launches 7,000 to 10,000 stages a second
-    (measured on a CPU), ZeroMQ takes 47 us from one process to another (measured), a batch of rows
-    another 50 us beside its bytes and 5 us of the thread that sends or takes it (both assumed).
+    The defaults are those of what is built, on two cores: a worker's loop has 0.6 to 1.3 ms a
+    stage, and rows go through host memory and ZeroMQ at 1.3 GB/s (both measured); 47 us of ZeroMQ
+    (measured) and 50 us more from one process to another, and 5 us of the thread that sends or
+    takes a batch (both assumed).
     """
 
-    attention_host_s: float = 100e-6
-    expert_host_s: float = 100e-6
+    attention_host_s: float = 1.3e-3
+    expert_host_s: float = 0.6e-3
     latency_s: float = 100e-6
     message_s: float = 5e-6
+    bytes_per_s: float = 1.3e9  # of a worker's rows in one direction; inf: the link's alone
 
 
-DEFAULT_OVERHEADS, NO_OVERHEADS = Overheads(), Overheads(0.0, 0.0, 0.0, 0.0)
+DEFAULT_OVERHEADS, NO_OVERHEADS = Overheads(), Overheads(0.0, 0.0, 0.0, 0.0, inf)
+
+
+class Late(NamedTuple):
+    """A stage of any device, whatever the way, takes `factor` times as long with a probability of
+    `share`, independently of all others.
+    """
+
+    factor: float = 1.0
+    share: float = 0.0
+
+    @property
+    def mean(self) -> float:
+        """The mean factor of a stage."""
+        return 1 + (self.factor - 1) * self.share
+
+    def last_s(self, fullest_s: float, other_s: float, num_devices: int) -> float:
+        """Returns the mean of the time that the last of some devices takes for a stage, of which
+        one takes `fullest_s` and the others `other_s`, if none is late.
+        """
+        late_s, on_time = max(fullest_s, self.factor * other_s), 1 - self.share
+        none = on_time ** (num_devices - 1)
+        return self.share * self.factor * fullest_s + on_time * (
+            none * fullest_s + (1 - none) * late_s
+        )
+
+
+ON_TIME = Late()
 
 
 @dataclass(frozen=True)
@@ -88,6 +117,7 @@ class Deployment:
     imbalance_with_copies: float = 1.0  # with `spare_slots` copies on each device
     imbalance_over_layers: float = 1.0  # of expert workers, with copies, over all layers together
     spare_slots: int = 2  # for copies of busy experts, of a layer and device
+    late: Late = ON_TIME
 
     def __post_init__(self) -> None:
         for name, least in (("num_devices", 2), ("in_flight", 1), ("spare_slots", 0)):
@@ -100,8 +130,14 @@ class Deployment:
                 wanted = f"it must be between 1 and the number of devices ({self.num_devices})"
                 raise ValueError(f"{name} is {value}; {wanted}")
         for name, value in vars(self.overheads).items():
-            if not (isfinite(value) and value >= 0):
+            if name == "bytes_per_s":
+                if not value > 0:
+                    raise ValueError(f"{name} is {value}; it must be above 0")
+            elif not (isfinite(value) and value >= 0):
                 raise ValueError(f"{name} is {value}; it must be 0 or more")
+        if not (1 <= self.late.factor < inf and 0 <= self.late.share <= 1):
+            wanted = "a factor of 1 or more and a share between 0 and 1"
+            raise ValueError(f"late is {tuple(self.late)}; it must be {wanted}")
 
     @classmethod
     def of(
@@ -138,6 +174,11 @@ class Deployment:
     def row_s(self) -> float:
         """Seconds of a row's bytes on a link."""
         return self.geometry.row_bytes / self.device.bandwidth(self.num_devices)
+
+    @property
+    def sent_row_s(self) -> float:
+        """Seconds of a row's bytes between asynchronous workers."""
+        return max(self.row_s, self.geometry.row_bytes / self.overheads.bytes_per_s)
 
 
 class Forecast(NamedTuple):
@@ -238,7 +279,7 @@ def _attention(d: Deployment, ours: int, theirs: int) -> _Kind:
     """
     rows = np.arange(1, ceil(d.in_flight / ours) + 1)
     head_s = (d.times.first_s[rows] - d.times.attention_s[rows]) / d.geometry.num_layers
-    stage_s = d.times.attention_s[rows] + head_s
+    stage_s = (d.times.attention_s[rows] + head_s) * d.late.mean
     sent = rows * d.geometry.top_k
     interval_s = _interval_s(d, d.overheads.attention_host_s, stage_s, sent, ours, theirs)
     return _Kind(stage_s, interval_s, d.in_flight / ours)
@@ -251,7 +292,8 @@ def _experts(d: Deployment, ours: int, theirs: int) -> _Kind:
     all_visits = d.in_flight * d.geometry.top_k
     own = min(all_visits / theirs * d.imbalance_over_layers, all_visits)
     visits = np.arange(1, ceil(own) + 1)
-    stage_s = d.times.experts_s(visits, distinct(visits, _held(d, theirs, d.spare_slots)))
+    held = _held(d, theirs, d.spare_slots)
+    stage_s = d.times.experts_s(visits, distinct(visits, held)) * d.late.mean
     interval_s = _interval_s(d, d.overheads.expert_host_s, stage_s, visits, theirs, ours)
     return _Kind(stage_s, interval_s, own)
 
@@ -269,7 +311,7 @@ def _interval_s(
     A link takes `message_s` for each worker that any of the `sent` rows goes to, or the time of
     their bytes; at the other kind of workers, which may be fewer, all these messages arrive.
     """
-    link_s = np.maximum(distinct(sent, there) * d.overheads.message_s, sent * d.row_s)
+    link_s = np.maximum(distinct(sent, there) * d.overheads.message_s, sent * d.sent_row_s)
     return np.maximum(np.maximum(stage_s, host_s), link_s * max(1.0, here / there))
 
 
@@ -295,13 +337,18 @@ def synchronous_tokens_per_s(deployment: Deployment, *, copies: bool = False) ->
     copies = copies and d.imbalance_with_copies < d.imbalance
     rows = ceil(d.in_flight / devices)
     even = d.in_flight * g.top_k / devices
-    fullest = np.array([even * (d.imbalance_with_copies if copies else d.imbalance)])
+    fullest = even * (d.imbalance_with_copies if copies else d.imbalance)
+    visits = np.array([fullest, even])
     held = _held(d, devices, d.spare_slots if copies else 0)
-    experts_s = d.times.experts_s(fullest, distinct(fullest, held))
-    one_way_s = exchange_s(even, fullest, devices, d.row_s, collective_s(devices))
-    layer_s = float((experts_s + 2 * one_way_s)[0] + d.times.attention_s[rows])
-    step_s = g.num_layers * layer_s + float(d.times.first_s[rows] - d.times.attention_s[rows])
-    return d.in_flight / step_s
+    full_s, mean_s = d.times.experts_s(visits, distinct(visits, held)).tolist()
+    one_way_s = float(exchange_s(even, visits[:1], devices, d.row_s, collective_s(devices))[0])
+
+    def all_s(attention_s: float) -> float:
+        return d.late.last_s(attention_s, attention_s, devices)
+
+    attention_s, first_s = float(d.times.attention_s[rows]), float(d.times.first_s[rows])
+    layer_s = d.late.last_s(full_s, mean_s, devices) + 2 * one_way_s + all_s(attention_s)
+    return d.in_flight / (g.num_layers * layer_s + all_s(first_s) - all_s(attention_s))
 
 
 def collective_s(num_devices: int) -> float:

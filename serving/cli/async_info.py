@@ -10,7 +10,8 @@ if TYPE_CHECKING:
     from jmoe.config import ModelConfig
     from jmoe.parallel.asynchronous import Advice, Forecast
 
-CONTEXT, HOST_US = 256.0, 100.0
+CONTEXT = 256.0
+HOSTS = "attention_host_s", "expert_host_s"
 MOST_SPLITS = 16
 """On more devices only the split that is advised is shown."""
 MOST_DEVICES, MOST_IN_FLIGHT = 1024, 1_000_000
@@ -38,7 +39,7 @@ def asynchronous_section(
     device_gb: float,
     context: float = CONTEXT,
     imbalance: tuple[float, float] = (1.0, 1.0),
-    host_us: float = HOST_US,
+    host_us: float | None = None,
     stage_times: Path | None = None,
 ) -> Section:
     """Describes every split of a mesh's devices, the synchronous ways, and the advice.
@@ -50,7 +51,8 @@ def asynchronous_section(
         device_gb: memory of each device, in 1e9 bytes; a tenth is left free.
         context: tokens of KV a sequence, on average.
         imbalance: without and with copies, as `parse_imbalance` has it.
-        host_us: microseconds in which a worker's host launches a stage.
+        host_us: microseconds in which a worker's host launches a stage, of either kind; None:
+            those of `Overheads`.
         stage_times: file of measured times (`jmoe.parallel.stage_times.measured`).
 
     Raises ValueError for a number that is none, or a file without stage times.
@@ -59,6 +61,7 @@ def asynchronous_section(
     from jmoe.parallel.asynchronous import Deployment, Overheads, advise, forecasts
     from jmoe.parallel.stage_times import H200
 
+    given = {} if host_us is None else dict.fromkeys(HOSTS, 1e-6 * host_us)
     _check(num_devices, in_flight, context, imbalance, host_us)
     deployment = Deployment.of(
         cfg,
@@ -68,7 +71,7 @@ def asynchronous_section(
         device=H200._replace(memory_bytes=0.9 * 1e9 * device_gb),
         context=context,
         stage_times=stage_times,
-        overheads=Overheads(attention_host_s=1e-6 * host_us, expert_host_s=1e-6 * host_us),
+        overheads=Overheads(**given),
         imbalance=imbalance[0],
         imbalance_with_copies=imbalance[1],
     )
@@ -82,7 +85,8 @@ def asynchronous_section(
         [
             *((f"{_split(one)}, attention + experts", _forecast(one)) for one in every),
             (f"stages of whole batches, {_split(found.forecast)}", " and ".join(whole)),
-            ("host of a stage", f"{seconds(found.host_s[0])}, given and not measured"),
+            ("host of a stage", _hosts(found.host_s, given=bool(given))),
+            ("rows travel at", f"{1e-9 * deployment.overheads.bytes_per_s:g} GB/s, as built"),
             ("synchronous", f"{found.synchronous_tokens_per_s:,.0f} tokens/s"),
             ("synchronous with copies", f"{found.copies_tokens_per_s:,.0f} tokens/s"),
             ("asynchronous", _asynchronous(found)),
@@ -96,7 +100,7 @@ def _check(
     in_flight: int,
     context: float,
     imbalance: tuple[float, float],
-    host_us: float,
+    host_us: float | None,
 ) -> None:
     """Raises ValueError that names the option at fault; `Deployment` checks all else."""
     if not 2 <= num_devices <= MOST_DEVICES:
@@ -106,12 +110,20 @@ def _check(
         raise ValueError(f"--in-flight is {in_flight}; it must be between 1 and {MOST_IN_FLIGHT:,}")
     if not 0 < context < 1e9:
         raise ValueError(f"--context is {context:g}; it must be above 0")
-    if not 0 <= host_us < 1e9:
+    if host_us is not None and not 0 <= host_us < 1e9:
         raise ValueError(f"--host-us is {host_us:g}; it must be 0 or more")
     if not all(1 <= one <= num_devices for one in imbalance):
         given = ",".join(f"{one:g}" for one in imbalance)
         wanted = f"both must be between 1 and the number of devices ({num_devices})"
         raise ValueError(f"--imbalance is {given}; {wanted}")
+
+
+def _hosts(host_s: tuple[float, float], *, given: bool) -> str:
+    from jmoe.display import seconds
+
+    if given:
+        return f"{seconds(host_s[0])}, given and not measured"
+    return " and ".join(map(seconds, host_s)) + ", as built"
 
 
 def _split(found: "Forecast") -> str:

@@ -173,6 +173,14 @@ def serve(
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="Log every request.", rich_help_panel="Log")
     ] = False,
+    restart: Annotated[
+        bool,
+        typer.Option(
+            "--restart",
+            help="Start again when this process ended by a fault, such as the loss of another one "
+            "of its mesh; not after SIGTERM, nor where a setting cannot be used.",
+        ),
+    ] = False,
     **flags: Any,
 ) -> None:
     """Serves a model, or a family of them, over gRPC and HTTP.
@@ -180,21 +188,27 @@ def serve(
     SIGTERM and SIGINT end it, once streams have ended (drain_timeout_s).
     """
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until there is something to read again
-    import uvloop
-
-    from serving.frontend import server
-    from serving.frontend.metrics import Metrics
-    from serving.frontend.tracing import make_tracer
     from serving.settings import reading as settings
-    from serving.telemetry.capture import Capture
-    from serving.telemetry.observer import Observer
-    from serving.telemetry.timeline import Timeline
 
     given = {key: flags[name] for name, key in flag_keys().items() if flags[name] != []}
     given |= models_flag([*(models or []), *(model or [])])
     loaded = settings.settled(settings.load(config, overrides(given, set_ or []), os.environ))
     verbose = verbose or logging.getLogger("serving").level == logging.DEBUG
     logs.configure(loaded.log_format, verbose=verbose)
+    if restart:
+        from serving.cli.restart import keep_running
+
+        again = [word for word in sys.orig_argv[1:] if word != "--restart"]
+        raise typer.Exit(keep_running([sys.executable, *again]))
+    import uvloop
+
+    from serving.frontend import server
+    from serving.frontend.metrics import Metrics
+    from serving.frontend.tracing import make_tracer
+    from serving.telemetry.capture import Capture
+    from serving.telemetry.observer import Observer
+    from serving.telemetry.timeline import Timeline
+
     if loaded.log_format == "json":
         logs.wrap_stderr()
     if loaded.engine.process_index > 0:

@@ -165,7 +165,7 @@ class Followers:
 
     def _hear(self, name: str, message: Any) -> None:
         match message:
-            case Join():
+            case Join() if not self.lost.reason:  # else it finds the process 0 that comes next
                 self._answer(message)
             case Failed(reason):
                 self._say_lost(f"{name} failed: {reason}")
@@ -239,8 +239,8 @@ class Leader:
             host, there = self._reach(until)
             port = _port_of(f"process {self.index}", host, 0, self._secret)
             try:
-                left_s = until - time.monotonic()
-                peer = join(port, "process 0", there, self.index, self._facts, left_s)
+                left_s, silence_s = until - time.monotonic(), self._stops_within_s
+                peer = join(port, "process 0", there, self.index, self._facts, left_s, silence_s)
             except BaseException:
                 port.close()
                 raise

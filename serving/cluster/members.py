@@ -55,6 +55,7 @@ class Refused(NamedTuple):
 
     to: str
     reason: str
+    for_good: bool = True  # not where another has its number, which may be its own dead past
 
 
 class Alive(NamedTuple):
@@ -69,24 +70,34 @@ GREETINGS = (Join, Welcome, Refused)
 
 
 def join(
-    port: Port, name: str, address: str, index: int, facts: Mapping[str, str], timeout_s: float
+    port: Port,
+    name: str,
+    address: str,
+    index: int,
+    facts: Mapping[str, str],
+    timeout_s: float,
+    silence_s: float = 0.0,
 ) -> Peer:
     """Asks the port at an address of ZeroMQ to let this process in, and returns it, as a peer of a
-    name. It has yet to be connected to.
+    name. It has yet to be connected to. Refused since another process has its number, it goes on
+    asking for `silence_s`, within which one that is dead is missed.
 
     Raises SettingsError where it refuses this process, and TimeoutError where it does not answer.
     """
     own = port.peer
     asked = Join(index, own.address, own.incarnation, [Fact(*fact) for fact in facts.items()])
-    until = time.monotonic() + timeout_s
+    until, yields_at = time.monotonic() + timeout_s, math.inf
     while (left_s := until - time.monotonic()) > 0:
         port.greet(address, asked)
         for _, message in port.receive(min(left_s, ASKS_EVERY_S)):
             match message:
                 case Welcome(to, incarnation) if to == own.incarnation:
                     return Peer(name, address, incarnation)
-                case Refused(to, reason) if to == own.incarnation:
-                    raise SettingsError(reason)
+                case Refused(to, reason, for_good) if to == own.incarnation:
+                    now = time.monotonic()
+                    yields_at = min(yields_at, now + silence_s)
+                    if for_good or now >= yields_at:
+                        raise SettingsError(reason)
     raise TimeoutError(f"{name} did not answer at {address} within {timeout_s:g} s")
 
 
@@ -179,8 +190,9 @@ class Members:
         try:
             peer = Peer(name, join.address, join.incarnation)
             if self._peers.get(name) != peer:  # it may have missed the answer
-                fact = ""
+                fact, for_good = "", True
                 if not refusal and name in self._peers:
+                    for_good = False
                     refusal = f"{name} has joined already; give each process a number of its own"
                 elif not refusal:
                     fact, refusal = difference(facts, dict(join.facts), own.name, name)
@@ -189,7 +201,7 @@ class Members:
                     told = refusal
                     if fact and not tells_values:
                         told = f"{fact} differs from {own.name}'s, whose log has both values"
-                    self._port.greet(join.address, Refused(join.incarnation, told))
+                    self._port.greet(join.address, Refused(join.incarnation, told, for_good))
                     return refusal
                 self.meet(peer)
             self._port.greet(join.address, Welcome(join.incarnation, own.incarnation))

@@ -29,7 +29,6 @@ from serving.errors import (
     ServingError,
     Unauthenticated,
     Unavailable,
-    WorkerLost,
 )
 from serving.frontend.access import current
 from serving.frontend.inbox import MAX_MESSAGE_BYTES, RETRY_AFTER_S, Inbox
@@ -398,7 +397,7 @@ def code_of(error: Exception) -> grpc.StatusCode:
 
 
 def _trailing(error: Exception) -> tuple[tuple[str, str], ...]:
-    if not isinstance(error, Overloaded | WorkerLost):
+    if not isinstance(error, ServingError) or error.retry_after_s is None:
         return ()
     wait_ms = ceil(round(error.retry_after_s * 1000, 6))  # an earlier retry would be refused again
     return (("grpc-retry-pushback-ms", str(max(1, wait_ms))),)

@@ -81,6 +81,7 @@ class Server:
         self._failed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._draining = False
+        self._began_at = 0.0
         self.health = Health()
         self.access = Access(Path(config.keys_file) if config.keys_file else None)
         self.certificates = exposure.certificates(config)
@@ -135,6 +136,7 @@ class Server:
 
     async def start(self) -> None:
         """Starts listening, NOT_SERVING at first. Raises OSError if an address cannot be bound."""
+        self._began_at = time.monotonic()
         exposure.warn(self.config)
         self.main.bind()
         for name, front_end in self.front_ends.items():
@@ -189,6 +191,7 @@ class Server:
         engine.request_timeout_s = self.config.request_timeout_s
         if self.config.exit_on_failure:
             engine.on_unresponsive = _exit_at_once
+            engine.restart_s = time.monotonic() - self._began_at
         self.metrics.engine = engine
         self.health.set(engine.status == "ready")
         self.keep_running(self._watch_engine(engine), "jmoe-watch-engine")

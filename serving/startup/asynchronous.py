@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool
 
-from jmoe.api import Model, resolve
+from jmoe.api import ExpertsOf, Model, resolve
 from jmoe.attention import page_windows
 from jmoe.config import read_config
 from jmoe.family import Family
@@ -90,15 +90,21 @@ class CrewParts(NamedTuple):
         return self.family[0]
 
 
-def crew_of(config: EngineConfig, model: Model | Family | None, progress: Progress) -> CrewParts:
-    """Loads the model unless it is given, and plans how to divide it among workers.
+def crew_of(
+    config: EngineConfig,
+    model: Model | Family | None,
+    progress: Progress,
+    experts: ExpertsOf | None = None,
+) -> CrewParts:
+    """Loads the model unless it is given, and plans how to divide it among workers; `experts` as of
+    `jmoe.load`.
 
     Raises SettingsError for what a crew does not support, and what `jmoe.load` raises.
     """
     own = config.asynchronous
     make_layer_picker(own)  # fail early on a bad rule
     keep_programs(config.compilation_cache)
-    family = family_of(config, model, None, progress)
+    family = family_of(config, model, None, progress, experts)
     if len(family) > 1:
         raise SettingsError(
             f"engine.mode is 'aep', and {len(family)} models are given: "
@@ -236,12 +242,18 @@ def worker_devices(config: AsynchronousConfig) -> list[Any]:
 def placement_of(config: AsynchronousConfig, model: Model) -> Placement:
     """Places a range of experts on each worker; with copies, also on the next workers."""
     num_layers, num_experts = model.table.slots.shape
-    placed = contiguous(
-        num_layers, num_experts, config.experts, num_united=num_experts - model.config.num_experts
-    )
+    hosts = hosts_of(config, num_layers, num_experts, num_experts - model.config.num_experts)
+    return from_hosts(hosts, spare=num_experts)
+
+
+def hosts_of(
+    config: AsynchronousConfig, num_layers: int, num_experts: int, num_united: int
+) -> Bool[np.ndarray, "layers E W"]:
+    """Returns the expert workers that have each logical expert, of which the last are united."""
+    placed = contiguous(num_layers, num_experts, config.experts, num_united=num_united)
     hosts = np.asarray(placed.hosts)
     every = [np.roll(hosts, shift, axis=-1) for shift in range(config.copies)]
-    return from_hosts(np.logical_or.reduce(every), spare=num_experts)
+    return np.logical_or.reduce(every)
 
 
 def sizes_of(config: EngineConfig, limits: Limits) -> Sizes:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jmoe import expected_loss
-from jmoe.api import BUNDLED, Model, load, resolve
+from jmoe.api import BUNDLED, ExpertsOf, Model, load, resolve
 from jmoe.beside import digest_of
 from jmoe.checkpoint import is_native
 from jmoe.config import read_config
@@ -72,20 +72,26 @@ def check_chat_templates(config: EngineConfig) -> None:
 
 
 def family_of(
-    config: EngineConfig, model: Model | Family | None, mesh: Mesh | None, progress: Progress
+    config: EngineConfig,
+    model: Model | Family | None,
+    mesh: Mesh | None,
+    progress: Progress,
+    experts: ExpertsOf | None = None,
 ) -> Family:
     """Returns the models given, or else loads those that the settings name; their caches are as
     the settings say. Raises what `load_models` and `Model.with_kv_cache_dtype` raise.
     """
-    family = Family.of(load_models(config, mesh, progress) if model is None else model)
+    family = Family.of(load_models(config, mesh, progress, experts) if model is None else model)
     if config.kv_cache_dtype == "auto":
         return family
     models = tuple(one.with_kv_cache_dtype(config.kv_cache_dtype) for one in family)
     return replace(family, models=models)
 
 
-def load_models(config: EngineConfig, mesh: Mesh | None, progress: Progress) -> Model | Family:
-    """Loads the model or family that the settings name.
+def load_models(
+    config: EngineConfig, mesh: Mesh | None, progress: Progress, experts: ExpertsOf | None = None
+) -> Model | Family:
+    """Loads the model or family that the settings name; `experts` as of `jmoe.load`, for one model.
 
     Raises what `jmoe.load` and `load_family` raise.
     """
@@ -134,6 +140,7 @@ def load_models(config: EngineConfig, mesh: Mesh | None, progress: Progress) -> 
         revision=config.hub_revision,
         chat_template=config.chat_template,
         quantize=config.quantize,
+        experts=experts,
     )
 
 

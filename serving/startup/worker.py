@@ -20,10 +20,10 @@ from serving.execution.programs import Progress, limit_cpu_threads
 from serving.pipeline.attention import AttentionWorker
 from serving.pipeline.experts import ExpertWorker
 from serving.pipeline.local import attention_of, experts_of
-from serving.pipeline.messages import ATTENTION, RowNumbers
+from serving.pipeline.messages import ATTENTION, EXPERTS, RowNumbers
 from serving.pipeline.queues import buckets
 from serving.pipeline.worker_process import Assignment, Worker, work
-from serving.startup.asynchronous import crew_of, make_layer_picker
+from serving.startup.asynchronous import crew_of, hosts_of, make_layer_picker
 from serving.telemetry import logs
 
 log = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ def make_worker(
     limit_cpu_threads(assignment.config.cpu_threads)
     claim_memory(assignment.config.memory_fraction)
     device = jax.local_devices()[0]
-    # The whole model is loaded on the CPU; the device gets only the worker's part.
+    # Read in the CPU's memory: the device gets only the worker's part.
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         worker, sizes = _worker_of(assignment, send, device, progress)
     worker.warm(sizes)
@@ -53,7 +53,14 @@ def _worker_of(
 ) -> tuple[Worker, list[int]]:
     """Makes the worker; also returns the message sizes to warm it with."""
     config, number = assignment.config, assignment.number
-    crew = crew_of(config, None, progress)
+
+    def reads(num_layers: int, num_experts: int, num_united: int) -> np.ndarray:
+        hosts = hosts_of(config.asynchronous, num_layers, num_experts, num_united)
+        return (
+            hosts[:, :, number] if assignment.kind == EXPERTS else np.zeros(hosts.shape[:2], bool)
+        )
+
+    crew = crew_of(config, None, progress, reads)
     own, sizes, model = config.asynchronous, crew.sizes, crew.model
     numbers = RowNumbers(own.attention, sizes.num_rows)
     picker = make_layer_picker(own)

@@ -4,6 +4,8 @@ import importlib.util
 import sys
 from collections import defaultdict, namedtuple
 from contextlib import contextmanager
+from dataclasses import replace
+from math import inf
 
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ from hypothesis import strategies as st
 from benchmarks.mesh import synchronous
 from benchmarks.mesh.core import Picker
 from benchmarks.mesh.routing import Placement, Routing, draw_routing, place, zipf
-from jmoe.parallel.asynchronous import NO_OVERHEADS, Overheads
+from jmoe.parallel.asynchronous import NO_OVERHEADS, Late, Overheads
 from jmoe.parallel.stage_times import StageTimes
 from serving.scheduling.layers import compiled
 from serving.scheduling.layers.picker import Waiting
@@ -123,6 +125,23 @@ def test_a_host_launches_while_its_device_works(aep):
     run = simulation.measure(0.0, 100.0)
     assert run.itl_s == pytest.approx(2.0)
     assert simulation.state.busy_s[0] - before == pytest.approx(100.0)
+
+
+def test_a_late_stage_takes_so_many_times_as_long(aep):
+    """All of them: as if times were doubled. A quarter of them, by five: twice on average, and a
+    worker that always finds rows makes half as many."""
+    times, over = straight(10, 10, 1, product=0.5), Overheads(0.1, 0.1, 0.2, 0.1, inf)
+    double = straight(10, 10, 1, attention=2.0, product=1.0)
+
+    def run(times, late, for_s=300.0):
+        one = system(aep, (1, 1, 1, 1, 1), times, overheads=over, late=late)
+        return aep.Simulation(one, 10, pickers()).measure(10.0, for_s)
+
+    assert run(times, Late(2.0, 1.0)) == run(double, Late())
+    busy = straight(1, 1, 1, product=0.0)  # a second of attention a token, and nothing else
+    one = system(aep, (1, 1, 1, 1, 1), busy, late=Late(5.0, 0.25), max_attention_rows=1)
+    got = aep.Simulation(one, 1, pickers()).measure(10.0, 8000.0)
+    assert got.tokens_per_s == pytest.approx(1 / 2, rel=0.05)
 
 
 def test_even_load_without_overheads_is_the_closed_form(aep):
@@ -250,6 +269,8 @@ def test_synchronous_steps_by_hand():
     assert synchronous.step_s(one, 8, rng) == pytest.approx(4 + 2 * (0.5 + 0.4) + 17)
     slow = mesh(times, [[0]], [0, 1], 2, row_s=0.1, exchange_s=0.5, layer_overhead_s=2.0)
     assert synchronous.step_s(slow, 8, rng) == pytest.approx(4 + 1.8 + 17 + 2)
+    late = replace(one, late=Late(3.0, 1.0))
+    assert synchronous.step_s(late, 8, rng) == pytest.approx(3 * 4 + 1.8 + 3 * 17)
     rate, step = synchronous.tokens_per_s(one, 8)
     assert (rate, step) == pytest.approx((8 / 22.8, 22.8))
 

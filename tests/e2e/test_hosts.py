@@ -36,7 +36,7 @@ LONG = pb.SamplingParams(max_new_tokens=60, ignore_eos=True)
 class Hosts:
     """Two processes, and what they have printed."""
 
-    def __init__(self, folder, ports, changes):
+    def __init__(self, folder, ports, changes, flags=()):
         self.processes, self._folder, self.started_at = [], folder, time.monotonic()
         coordinator, port = ports
         for index in (0, 1):
@@ -48,7 +48,7 @@ class Hosts:
             command += ["--num-processes", "2", "--process-index", str(index), "--port", str(port)]
             command += ["--secret-file", str(self._secret(index))]
             command += ["--set", f"engine.compilation_cache={folder.parent / 'programs'}"]
-            command += [part for value in settings for part in ("--set", value)]
+            command += [part for value in settings for part in ("--set", value)] + [*flags]
             with self._out(index).open("w") as out, self._err(index).open("w") as err:
                 self.processes.append(
                     subprocess.Popen(
@@ -90,6 +90,16 @@ class Hosts:
         """Returns the address once requests are served."""
         return self.wait_for(0, r"jmoe ready on (\S+)").group(1)
 
+    def served(self, index):
+        """Returns the process of `jmoe serve --restart` that serves or follows now."""
+        children = Path(f"/proc/{self.processes[index].pid}/task/{self.processes[index].pid}")
+        (child,) = (children / "children").read_text().split()
+        return int(child)
+
+    def ready_times(self):
+        """Returns how often process 0 has got ready."""
+        return self._out(0).read_text().count("jmoe ready on")
+
     def ended(self, timeout_s):
         """Waits for both processes to end; returns their exit statuses."""
         return [process.wait(timeout_s) for process in self.processes]
@@ -115,10 +125,10 @@ def hosts(tmp_path_factory, ports):
     folder = tmp_path_factory.mktemp("hosts")
 
     @contextmanager
-    def start(leaders=(), followers=()):
+    def start(leaders=(), followers=(), *flags):
         own = folder / f"run{len(list(folder.iterdir()))}"
         own.mkdir()
-        started = Hosts(own, ports, (leaders, followers))
+        started = Hosts(own, ports, (leaders, followers), flags)
         try:
             yield started
         finally:
@@ -136,7 +146,7 @@ async def tokens(client, text, **sampling):
 
 async def streams(address, count, begun, *kinds):
     """Runs streams and returns how they end; `begun` is called in the middle of them."""
-    samplings = list(islice(cycle(kinds or (ENDLESS,)), count))
+    samplings, waits_ms = list(islice(cycle(kinds or (ENDLESS,)), count)), list[int]()
     async with Client(address) as client:
 
         async def one(number):
@@ -147,10 +157,14 @@ async def streams(address, count, begun, *kinds):
                     if number == 0 and seen == 3:
                         begun()
             except grpc.aio.AioRpcError as error:
+                if "PeerLost" in error.details():
+                    waits_ms.append(int(dict(error.trailing_metadata())["grpc-retry-pushback-ms"]))
                 return error.code(), error.details()
             return grpc.StatusCode.OK, seen
 
-        return await asyncio.gather(*map(one, range(count)))
+        ends = await asyncio.gather(*map(one, range(count)))
+    assert all(wait_ms > 0 for wait_ms in waits_ms)
+    return ends
 
 
 @contextmanager
@@ -269,3 +283,35 @@ async def test_a_follower_lost_while_the_server_starts_ends_it(hosts):
         started.processes[1].kill()
         assert started.processes[0].wait(PEER_TIMEOUT_S + EXIT_S) == 1
         assert "jmoe: process 1 of 2 is gone" in started.log(0)
+
+
+@pytest.mark.sized(deep=("2-1",), exhaustive=tuple(f"6-{run}" for run in range(3)))
+@pytest.mark.parametrize(("kills", "run"), [(2, 1), *((6, run) for run in range(3))])
+async def test_a_group_whose_process_was_killed_serves_again_by_itself(hosts, kills, run):
+    """A follower is killed, then the leader, in turn, under load: 20 times in all runs."""
+    model = jmoe.load("bundled", "float32")
+    with hosts((), (), "--restart") as started:
+        address, began = started.address(), time.monotonic()
+        load_s = began - started.started_at
+        for number in range(kills):
+            victim = (number + 1) % 2
+            pid = started.served(victim)
+            killed = []
+
+            def kill(pid=pid, killed=killed):
+                killed.append(time.monotonic())
+                os.kill(pid, signal.SIGKILL)
+
+            ends = await streams(address, 4, kill)
+            assert all(code is grpc.StatusCode.UNAVAILABLE for code, *_ in ends)
+            if victim:
+                assert all("PeerLost: process 1 of 2 is gone" in details for _, details in ends)
+            while started.ready_times() < number + 2:
+                assert [each.poll() for each in started.processes] == [None, None]
+                assert time.monotonic() - killed[0] < load_s + 30, started.log(0)[-2000:]
+                await asyncio.sleep(0.1)
+            took_s = time.monotonic() - killed[0]
+            print(f"process {victim}: {took_s:.1f} s; the first start: {load_s:.1f} s")
+            await check_exact_answers(address, model)
+        started.processes[0].send_signal(signal.SIGTERM)
+        assert started.ended(EXIT_S) == [0, 0]

@@ -131,6 +131,7 @@ async def test_whatever_ends_the_tick_ends_every_request_with_a_reason(start, er
             return super().launch(plan, control)
 
     engine = start(step_s=0.01, runner=Broken)
+    engine.restart_s = 40.0
     tasks = [asyncio.create_task(collect(engine, [i], 50)) for i in range(6)]  # two of them wait
     died = asyncio.create_task(engine.died())
     await asyncio.sleep(0.1)
@@ -139,11 +140,13 @@ async def test_whatever_ends_the_tick_ends_every_request_with_a_reason(start, er
     for result in results:
         assert isinstance(result, Unavailable)
         assert type(error).__name__ in str(result)
+        assert result.retry_after_s == 40.0
     assert len({id(result) for result in results}) == 6  # a traceback is one caller's
     assert type(error).__name__ in await died
     assert engine.status == "failed"
-    with pytest.raises(Unavailable, match=type(error).__name__):  # who comes later hears it, too
-        engine.check_admission()
+    with pytest.raises(Unavailable, match=type(error).__name__) as refused:
+        engine.check_admission()  # who comes later hears it, too
+    assert refused.value.retry_after_s == 40.0
     assert await engine.drain(1)
     assert engine.status == "failed"
 

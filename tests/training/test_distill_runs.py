@@ -345,7 +345,7 @@ def test_bad_data_is_named(tiny_dir, tmp_path, name, content, message):
 def test_another_models_tokenizer_is_refused(tiny_dir):
     cfg = dataclasses.replace(Layers(tiny_dir.path).cfg, vocab_size=40)
     tokenizer = Tokenizer.load(tiny_dir.path)
-    with pytest.raises(ValueError, match="has token .*another model's"):
+    with pytest.raises(ValueError, match=r"has token .*another model's"):
         pack_files([tiny_dir.path / "tasks.jsonl"], cfg, tokenizer, 64, 0)
 
 

@@ -93,7 +93,7 @@ def body(error: Exception, param: str | None) -> bytes:
 
 def headers(error: Exception) -> Headers:
     """Returns the headers that tell clients of OpenAI's API whether and when to retry."""
-    if isinstance(error, Overloaded | WorkerLost):
+    if isinstance(error, ServingError) and error.retry_after_s is not None:
         ms = max(1, math.ceil(error.retry_after_s * 1000))
         seconds = max(1, math.ceil(error.retry_after_s))
         return [(b"retry-after", b"%d" % seconds), (b"retry-after-ms", b"%d" % ms)]

@@ -223,7 +223,7 @@ async def _refuse(request: Request, error: Exception) -> Response:
     status = next((code for kind, code in _STATUS.items() if isinstance(error, kind)), 500)
     if status == 401:
         headers["www-authenticate"] = "Bearer"
-    if isinstance(error, Overloaded):
+    if isinstance(error, ServingError) and error.retry_after_s is not None:
         headers["retry-after"] = str(math.ceil(error.retry_after_s))
     field = error.field if isinstance(error, FieldRefused) else None
     return JSONResponse({"error": str(error), "field": field}, status, headers)

@@ -1,7 +1,9 @@
 """The forecast of asynchronous expert parallelism: by hand, what always holds, and the advice."""
 
+import itertools
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.mesh.aep import DESIGNED, by_transport
 from benchmarks.mesh.forecast import accuracy, case_of, compare
 from jmoe.config import from_hf
 from jmoe.parallel import asynchronous
@@ -17,6 +20,7 @@ from jmoe.parallel.asynchronous import (
     MOST_DEVICES,
     NO_OVERHEADS,
     Deployment,
+    Late,
     Overheads,
     advise,
     exchange_s,
@@ -98,6 +102,36 @@ def test_synchronous_by_hand():
     assert synchronous_tokens_per_s(one, copies=True) == synchronous_tokens_per_s(one)
     assert exchange_s(4.0, np.array([6.0]), 2, 0.5, 1.0) == pytest.approx(1 + 6 * 0.5 * 0.5)
     assert exchange_s(4.0, np.array([6.0]), 1, 0.5, 1.0) == 0
+
+
+@pytest.mark.parametrize(("factor", "share"), [(1.0, 0.3), (10.0, 0.0), (4.0, 0.25), (2.0, 1.0)])
+@pytest.mark.parametrize("fullest_s", [1.0, 1.5, 6.0])
+def test_the_last_of_some_devices_is_the_mean_over_all_ways_to_be_late(factor, share, fullest_s):
+    stage_s, mean_s = [fullest_s, 1.0, 1.0, 1.0], 0.0
+    for late in itertools.product((False, True), repeat=4):
+        chance = np.prod([share if each else 1 - share for each in late])
+        mean_s += chance * max(
+            s * (factor if each else 1) for s, each in zip(stage_s, late, strict=True)
+        )
+    assert Late(factor, share).last_s(fullest_s, 1.0, 4) == pytest.approx(mean_s)
+
+
+def test_late_stages_cost_workers_their_mean_and_a_mesh_its_last():
+    """Stages of a second, a quarter of which takes five: 2 s on average. Two devices in step wait
+    for the later one, 1 + 4 (1 - 0.75^2) = 2.75 s."""
+    times, late = straight(12, attention=0.0, product=0.0, fixed=1.0), Late(5.0, 0.25)
+    one = replace(tiny(times=times), late=late)
+    slow = straight(12, attention=0.0, product=0.0, fixed=2.0)
+    assert forecast(one, 1).tokens_per_s == forecast(tiny(times=slow), 1).tokens_per_s
+    layer_s = 2 * 2.75 + 2 * asynchronous.COLLECTIVE_S
+    assert synchronous_tokens_per_s(one) == pytest.approx(12 / (2 * layer_s))
+
+
+def test_rows_between_workers_go_at_the_transports_rate_and_others_at_the_links():
+    """Sixteen bytes a row at 8 B/s: twelve rows hold a link up for 24 s."""
+    slow = tiny(overheads=replace(NO_OVERHEADS, bytes_per_s=8.0))
+    assert forecast(slow, 1).itl_s / 2 >= 24
+    assert synchronous_tokens_per_s(slow) == synchronous_tokens_per_s(tiny())
 
 
 def test_messages_to_many_workers_hold_a_stage_up():
@@ -184,23 +218,27 @@ def test_an_uneven_load_slows_the_synchronous_way_alone(one, share):
 
 def test_reasons():
     """Each rule in a sentence with its numbers, in the order of the rules."""
-    big = Deployment.of(MIXTRAL, 8, 32768)
+    of = partial(Deployment.of, MIXTRAL, 8, overheads=DESIGNED)
+    big = of(32768)
     assert not advise(big).pays
     assert (
         advise(big).reason == "KV of 32,768 sequences fits on no split; most fit on 7 + 1: 25,803"
     )
-    short = advise(Deployment.of(MIXTRAL, 8, 512))
+    short = advise(of(512))
     assert not short.pays
     assert "too short for their hosts on every split that has room: on " in short.reason
     assert "less than 5 times the 0.10 ms that its host takes" in short.reason
-    little = advise(Deployment.of(MIXTRAL, 8, 4096, imbalance=1.7, imbalance_with_copies=1.3))
+    little = advise(of(4096, imbalance=1.7, imbalance_with_copies=1.3))
     assert not little.pays
     assert "times the 120,068 of synchronous with copies; 1.1 times are asked for" in little.reason
     # Copies are no help, and layers have different busy experts.
-    one = Deployment.of(MIXTRAL, 8, 8192, context=64.0, imbalance=2.0, imbalance_with_copies=2.0)
+    one = of(8192, context=64.0, imbalance=2.0, imbalance_with_copies=2.0)
     uneven = replace(one, imbalance_over_layers=1.0)
     assert advise(uneven).pays
     assert advise(uneven).reason.endswith("of synchronous")
+    built = advise(replace(uneven, overheads=Overheads()))
+    assert not built.pays
+    assert "less than 5 times the 1.30 ms" in built.reason
     many = replace(uneven, num_devices=24, overheads=NO_OVERHEADS)
     assert advise(many).ratio >= MARGIN
     assert not advise(many).pays
@@ -230,6 +268,9 @@ def test_measured_times_take_the_place_of_the_roofline(tmp_path):
         ({"imbalance": 0.5}, "imbalance is 0.5; it must be between 1 and the number of devices"),
         ({"imbalance_with_copies": 9.0}, "imbalance_with_copies is 9.0"),
         ({"overheads": Overheads(message_s=-1.0)}, "message_s is -1.0; it must be 0 or more"),
+        ({"overheads": Overheads(bytes_per_s=0.0)}, "bytes_per_s is 0.0; it must be above 0"),
+        ({"late": Late(0.5, 0.1)}, "late is .0.5, 0.1.; it must be a factor of 1 or more and a sh"),
+        ({"late": Late(2.0, 1.5)}, "late is .2.0, 1.5.; it must be a factor of 1 or more and a sh"),
     ],
 )
 def test_wrong_numbers_are_refused_by_name(changes, message):
@@ -271,5 +312,16 @@ def test_the_advice_is_no_in_every_simulated_case():
             assert not advise(one).pays
 
 
-def test_the_page_has_the_table_of_the_forecasts():
-    assert "\n".join(accuracy(FORECAST["cases"])) in PAGE
+def test_the_page_has_the_table_of_the_regime():
+    assert "\n".join(by_transport(SIMULATED["late"])) in PAGE
+
+
+def test_the_page_says_how_far_forecasts_are_off():
+    rows = [line.split("|")[1:-1] for line in accuracy(FORECAST["cases"])[2:]]
+    few, many, beyond = (row[5].split()[0] for row in rows)
+    same, cases = np.sum([[*map(int, row[6].split(" of "))] for row in rows[:2]], axis=0)
+    said = " ".join(PAGE.split())
+    assert f"{few} on average to 2,048 in flight and {many} from 8,192, on the same side" in said
+    assert f"of 1.1 in {same} of {cases} cases; beyond 16 devices, by {beyond}." in said
+    off = [row["forecast"]["async"] / row["simulated"]["async"] for row in FORECAST["late"]]
+    assert f"that of asynchrony is up to {max(off):.1f} times too high" in said

@@ -47,7 +47,11 @@ def test_what_is_shown_is_what_is_forecast():
     assert shown["synchronous"] == f"{found.synchronous_tokens_per_s:,.0f} tokens/s"
     assert shown["synchronous with copies"] == f"{found.copies_tokens_per_s:,.0f} tokens/s"
     assert shown["asynchronous"].startswith(f"{found.tokens_per_s:,.0f} tokens/s, ")
-    assert shown["host of a stage"] == "100.00 us, given and not measured"
+    assert shown["host of a stage"] == "1.30 ms and 0.60 ms, as built"
+    assert shown["rows travel at"] == "1.3 GB/s, as built"
+    given = dict(asynchronous_section(cfg, 8, 8192, device_gb=141.0, host_us=100.0, **more)[1])
+    assert given["host of a stage"] == "100.00 us, given and not measured"
+    assert given["asynchronous"] != shown["asynchronous"]
     assert shown["advice"] == f"do not use it: {found.reason}"
     best = f"{found.forecast.attention_devices} + {found.forecast.expert_devices}"
     assert f"stages of whole batches, {best}" in shown

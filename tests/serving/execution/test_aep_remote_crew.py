@@ -408,7 +408,7 @@ def test_a_process_that_is_not_alike_is_refused_by_name_and_another_may_come(nam
     assert len(setup.up) == 3
     again = setup.joins("experts-1", FACTS, "cd" * 16)
     assert again == Refused(
-        "cd" * 16, "experts-1 has joined already; give each process a number of its own"
+        "cd" * 16, "experts-1 has joined already; give each process a number of its own", False
     )
     assert len(setup.up) == 3
 

@@ -1,5 +1,6 @@
 """Process 0 and its followers over a real socket, in threads of one process."""
 
+import contextlib
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -8,6 +9,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
+from serving.cluster import followers, members
 from serving.cluster.followers import Followers, Leader
 from serving.cluster.wire import Wire, to_frames
 from serving.errors import Lost, PeerLost, SettingsError, Unavailable
@@ -76,9 +78,9 @@ def leading(count=2, facts=FACTS, timeout_s=30.0):
         leader.close(stop=False)
 
 
-def follower(leader, index=1, facts=FACTS):
+def follower(leader, index=1, facts=FACTS, timeout_s=30.0):
     address = f"127.0.0.1:{leader.port}"
-    return Leader(address, leader.num_processes, index, facts, peer_timeout_s=30)
+    return Leader(address, leader.num_processes, index, facts, peer_timeout_s=timeout_s)
 
 
 @contextmanager
@@ -144,10 +146,28 @@ def test_what_has_to_be_alike_is_refused_by_name_and_may_come_again():
         join = pool.submit(right.join, 60)
         leader.wait_for_all(60)
         with pytest.raises(SettingsError, match="process 1 of 2 has joined already"):
-            follower(leader).join(60)
+            follower(leader, timeout_s=0.5).join(60)
         leader.begin("there:1")
         assert join.result() == "there:1"
         right.close()
+
+
+def test_who_comes_back_before_its_own_death_is_noticed_is_not_taken_for_another():
+    """It asks until process 0 has missed the one before, and finds the next process 0."""
+    with ThreadPoolExecutor(1) as pool, leading(timeout_s=1.0) as leader:
+        there = f"127.0.0.1:{leader.port}"
+        before = followers._port_of("process 1", "127.0.0.1", 0, None)
+        members.join(before, "process 0", f"tcp://{there}", 1, FACTS, 60)
+        right = follower(leader)  # the one before says nothing more
+        again = pool.submit(right.join, 60)
+        assert "process 1 of 2 is gone" in reason(leader.lost)
+        leader.close(stop=False)
+        with contextlib.closing(Followers(there, 2, FACTS, peer_timeout_s=30)) as after:
+            after.wait_for_all(60)
+            after.begin("there:2")
+            assert again.result(60) == "there:2"
+            right.close()
+        before.close()
 
 
 def test_who_does_not_come_is_named():

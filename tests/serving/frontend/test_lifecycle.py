@@ -196,6 +196,13 @@ async def test_a_drain_that_could_not_deliver_says_so() -> None:
 # ---- a failed engine ---------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("ends", [True, False])
+async def test_an_engine_whose_process_ends_with_it_knows_how_long_a_start_takes(ends) -> None:
+    async with serving(exit_on_failure=ends) as s:
+        assert (getattr(s.engine, "restart_s", None) is not None) == ends
+        assert not ends or 0 < s.engine.restart_s < 600
+
+
 async def test_a_failed_engine_is_not_serving_before_anyone_calls(caplog) -> None:
     async with serving() as s:
         s.engine.gate.clear()

@@ -84,6 +84,7 @@ RAISED = {
     "NotFound": raised(errors.NotFound("no"), "not found"),
     "Overloaded": raised(errors.Overloaded("no", 1.25), "overloaded", 1250),
     "Unavailable": raised(errors.Unavailable("no"), "unavailable"),
+    "Unavailable, and started again": raised(errors.Unavailable("no", 12.0), "unavailable", 12_000),
     "WorkerLost": raised(errors.WorkerLost("no", 0.2), "worker lost", 200),
     "DeadlineExceeded": raised(errors.DeadlineExceeded("no"), "late"),
     "QueuedTooLong": raised(errors.QueuedTooLong("no"), "late"),
