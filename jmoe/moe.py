@@ -182,12 +182,15 @@ def compute(
     *,
     max_active: int,
     activation: Activation,
+    max_visits: int | None = None,
 ) -> tuple[Float[Array, "N d"], Int[Array, "E"]]:
     """Runs the experts of planned visits (-1: none), through one layer's table row: dispatch,
-    grouped GEMM, and each row's sum by gate weight. Returns each expert's rows, too.
+    grouped GEMM, and each row's sum by gate weight. Returns each expert's rows, too. `max_visits`
+    is as of `routing.dispatch`.
     """
-    block_m = pool.block_rows(expert_ids.size, max_active)
-    work = routing.dispatch(expert_ids, weights, slots, block_m=block_m, max_active=max_active)
+    block_m = pool.block_rows(max_visits or expert_ids.size, max_active)
+    sizes: dict[str, Any] = {"max_active": max_active, "max_visits": max_visits}
+    work = routing.dispatch(expert_ids, weights, slots, block_m=block_m, **sizes)
     return pool.mlp(h, work, activation).astype(h.dtype), work.expert_rows
 
 

@@ -246,8 +246,8 @@ class BalanceConfig:
     )
     replicas_min_tokens: int = setting(
         0,
-        "Tokens per device from which prefill steps copy experts. 0: by the cost model on a "
-        "GPU, every step on a CPU.",
+        "Tokens per device from which prefill steps copy experts. 0: on a GPU where the "
+        "measured imbalance makes them gain, every step on a CPU.",
         NOT_NEGATIVE,
     )
     spare_slots: int = setting(

@@ -5,6 +5,7 @@
     python -m benchmarks.mesh balance   ways to balance one step; on CPUs: JAX_PLATFORMS=cpu
     python -m benchmarks.mesh drift     the server's mover before a load that drifts; the same
     python -m benchmarks.mesh libra     Libra's published times, and larger meshes
+    python -m benchmarks.mesh gain      when copies while a step runs pay
 
 `aep` and `forecast` want numba (the extra `aep`); without it loops are plain Python, for tests
 alone. All but the milliseconds of `balance` and `drift` follows from seeds.
@@ -20,7 +21,7 @@ from typing import Any
 from benchmarks.harness import store
 from benchmarks.harness.store import write_figures
 
-STUDIES = ("aep", "forecast", "balance", "drift", "libra")
+STUDIES = ("aep", "forecast", "balance", "drift", "libra", "gain")
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:

@@ -8,6 +8,8 @@ Arithmetic on the host, without arrays. Letters: D devices, T rows a device, E e
 them a row, N replicas a device.
 """
 
+import math
+from functools import partial
 from typing import NamedTuple
 
 from jmoe.config import ModelConfig
@@ -28,6 +30,22 @@ H200 = Machine("H200", 600e12, 360e9, 4.3e12)
 bfloat16), 900 GB/s of NVLink in both directions together and 4.8 TB/s of memory; taken are 0.6 of
 the first, as grouped products on ragged numbers of rows reach, 0.8 of 450 GB/s, and 0.9 of the
 third. A faster product makes the window shorter, a faster link the copies."""
+
+
+OVER = 2
+"""Times a device's mean visits that its sorted rows have room for. With 1.25 instead an eighth more
+of their time would be saved, and lost where a second pass reads the experts' weights again: most
+steps without copies are above it (a median of 1.7), and few above 2."""
+
+LOOP_S = 30e-6
+"""Of a loop that the host is asked about: a copy of four bytes, a wait and a launch between a GPU's
+last kernel before and its first one after, and five small kernels that number the passes. Not
+measured by jmoe."""
+
+
+COPYING_S = 130e-6
+"""Of what a layer that copies experts launches beside one that does not: 52 small kernels (eight
+H200s, `tests/jmoe/parallel/test_compile_eight_h200.py`) at 2.5 us. Not measured by jmoe."""
 
 
 class Fit(NamedTuple):
@@ -131,6 +149,97 @@ def replicas_that_fit(
     return Fit(0, 0, window, copy, carried, reason)
 
 
+def layer_s(
+    cfg: ModelConfig,
+    num_devices: int,
+    tokens_per_device: int,
+    dtype_bytes: int,
+    fit: Fit | None = None,
+    machine: Machine = H200,
+    *,
+    imbalance: float = 1.0,
+    alpha: float = 0.5,
+    loop_s: float = LOOP_S,
+) -> float:
+    """Returns the seconds of an MoE layer's exchange and experts on the fullest device of a prefill
+    step, without what is the same with copies of experts and without.
+
+    Without copies (`fit` None) rows travel, and then its visits are computed, `imbalance` times the
+    mean. With those of `fit` the load is level; rows travel while visits of own rows are computed,
+    copies while the others are, after they were put together; and rows are sorted for own experts
+    and for copies, each for own rows and for others'.
+
+    Args: as of `replicas_that_fit`; `loop_s` is as of `visits_of_pass`, infinite where sorted rows
+    have room for all visits.
+    """
+    own, elements = tokens_per_device * cfg.experts_per_token, cfg.d_model * dtype_bytes
+    given = cfg, num_devices, tokens_per_device, dtype_bytes
+    others = visits_of_pass(*given, machine, loop_s=loop_s)
+    held, one = cfg.num_experts / num_devices, expert_bytes(cfg, dtype_bytes)
+
+    def computed_s(visits: float, experts: float) -> float:
+        products = 6 * cfg.d_model * cfg.d_ff_expert * visits / machine.flops_per_s
+        return max(products, min(visits, experts) * one / machine.memory_bytes_per_s)
+
+    gather_s = exchange_bytes(*given).gathered / cfg.num_moe_layers / machine.link_bytes_per_s
+    total, sorted_rows = 0.0 if others is None else loop_s, others or num_devices * own
+    if fit is None:
+        total += gather_s + computed_s(imbalance * own, held)
+    else:
+        num_copies, sent = fit.num_replicas, fit.per_pair * num_devices * one
+        local = min(1.0, (held + int(alpha * num_copies)) / cfg.num_experts)
+        experts = held + num_copies
+        total += max(gather_s, computed_s(local * own, experts)) + COPYING_S
+        total += max(fit.copy_s, computed_s((1 - local) * own, experts))
+        total += 2 * sent / machine.memory_bytes_per_s
+        sorted_rows = 2 * (own + sorted_rows)
+    return total + sorted_rows * elements / machine.memory_bytes_per_s
+
+
+def break_even(
+    cfg: ModelConfig,
+    num_devices: int,
+    tokens_per_device: int,
+    dtype_bytes: int,
+    fit: Fit,
+    machine: Machine = H200,
+    *,
+    loop_s: float = LOOP_S,
+) -> float:
+    """Returns the imbalance without copies above which a prefill step takes less time with those of
+    `fit`; at most `num_devices` is possible. Args: as of `layer_s`.
+    """
+    run = partial(layer_s, cfg, num_devices, tokens_per_device, dtype_bytes, loop_s=loop_s)
+    longest_s, copying_s = run(imbalance=float(num_devices), machine=machine), run(fit, machine)
+    own = tokens_per_device * cfg.experts_per_token
+    product_s = 6 * cfg.d_model * cfg.d_ff_expert * own / machine.flops_per_s  # all that grows
+    return max(1.0, num_devices - (longest_s - copying_s) / product_s)
+
+
+def replicas_that_gain(
+    cfg: ModelConfig,
+    num_devices: int,
+    tokens_per_device: int,
+    dtype_bytes: int,
+    per_pair: int,
+    machine: Machine = H200,
+    *,
+    alpha: float = 0.5,
+) -> tuple[Fit, float]:
+    """Returns the most replicas that can be hidden, or else the fewest that can be sent, and the
+    imbalance above which they gain (`break_even`), infinite where no device lacks an expert. Args:
+    as of `replicas_that_fit`.
+    """
+    given = cfg, num_devices, tokens_per_device, dtype_bytes
+    fit = replicas_that_fit(*given, per_pair, machine, alpha=alpha)
+    lacking = cfg.num_experts - -(-cfg.num_experts // num_devices)
+    if not lacking:
+        return fit, math.inf
+    if not fit.num_replicas:
+        fit = fit._replace(num_replicas=min(num_devices - 1, lacking), per_pair=1)
+    return fit, break_even(*given, fit, machine)
+
+
 def _check(
     num_devices: int,
     tokens_per_device: int,
@@ -173,15 +282,36 @@ def exchange_bytes(
     return ExchangeBytes(hops * (elements + 4 * (2 * cfg.experts_per_token + 1)), hops * elements)
 
 
+def visits_of_pass(
+    cfg: ModelConfig,
+    num_devices: int,
+    tokens_per_device: int,
+    dtype_bytes: int,
+    machine: Machine = H200,
+    *,
+    loop_s: float = LOOP_S,
+) -> int | None:
+    """Returns the visits after which a device leaves further rows to another pass: `OVER` times the
+    mean; None: sorted rows with room for the visits of all devices take less time.
+
+    Such a row is written, in the order of experts, whether it is a visit or not; less room saves
+    the rest, and costs a loop. In one pass neither depends on how uneven the visits are.
+    """
+    own = tokens_per_device * cfg.experts_per_token
+    saved = max(0, num_devices - OVER) * own * cfg.d_model * dtype_bytes
+    return OVER * own if saved / machine.memory_bytes_per_s > loop_s else None
+
+
 def gathered_buffer_bytes(
     cfg: ModelConfig, num_devices: int, tokens_per_device: int, dtype_bytes: int
 ) -> int:
     """Returns the bytes that an MoE layer's rows take on each device, reckoned from shapes.
 
-    The gathered rows and their sums in float32; and the visits' rows, hidden rows and results,
-    which have room for every visit of all devices, since all may fall to one.
+    The gathered rows and their sums in float32; and the visits' rows, hidden rows and results, of
+    one pass (`visits_of_pass`) or of all devices.
     """
     rows = num_devices * tokens_per_device
-    visits = rows * cfg.experts_per_token
+    visits = visits_of_pass(cfg, num_devices, tokens_per_device, dtype_bytes)
+    visits = visits or rows * cfg.experts_per_token
     per_visit = 2 * cfg.d_model + cfg.d_ff_expert
     return rows * cfg.d_model * (dtype_bytes + 4) + visits * per_visit * dtype_bytes

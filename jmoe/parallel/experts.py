@@ -5,11 +5,15 @@ of its own, the same number everywhere; all of them, in the order of devices, ar
 travel to every device in one all-gather, each device computes the visits that fall to it, and a
 reduce-scatter brings a row's parts home (Libra, section 3.1).
 
+A device's part of the visits varies, up to all of them; arrays of rows sorted for experts have room
+for `cost.OVER` times the mean, and the rows that are over wait for further passes (`in_passes`).
+
 What all devices have to agree on, the brownout plan and who computes a visit, is a function of
 gathered bits alone. Two devices that compute the same number each for itself may differ in its last
 bit, and a visit would be computed twice or by nobody.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -20,7 +24,9 @@ from jaxtyping import Array, Bool, Float, Int
 from jmoe.config import ModelConfig
 from jmoe.experts import ExpertTable, Pool
 from jmoe.moe import Answered, Asked, LayerStats, compute, gate, planned
+from jmoe.parallel import cost
 from pallas_kernels import routing
+from pallas_kernels.backend import backend
 
 AXIS = "ep"
 """The mesh axis that experts are spread over."""
@@ -31,11 +37,17 @@ VALID, EXEMPT = 1, 2  # bits of a row's flags
 class AllRows(NamedTuple):
     """What experts have to know of the rows of all devices."""
 
-    h: Float[Array, "N d"]  # normed
+    sent: Int[Array, "N words"]  # as they travelled; begins with the rows
     weights: Float[Array, "N K"]  # gate weights, float32
     ids: Int[Array, "N K"]  # experts that the routers chose, int32
     valid: Bool[Array, "N"]
     exempt: Bool[Array, "N"]
+
+    def h(self, own: Float[Array, "T d"]) -> Float[Array, "N d"]:
+        """Returns the normed rows, of which `own` are this device's. Where it is called they are
+        read out of what was sent; a loop that was given them would want a copy.
+        """
+        return _from_words(self.sent[:, : own.shape[1]], own.dtype)
 
 
 def gather_rows(
@@ -54,11 +66,11 @@ def gather_rows(
     parts = [_to_words(a, word) for a in (h, weights.astype(jnp.float32), numbers)]
     sent = lax.all_gather(jnp.concatenate(parts, axis=1), AXIS, tiled=True)
     ends = (parts[0].shape[1], parts[0].shape[1] + parts[1].shape[1])
-    rows, weights, numbers = jnp.split(sent, ends, axis=1)
+    _, weights, numbers = jnp.split(sent, ends, axis=1)
     numbers = _from_words(numbers, jnp.int32)
     flags = numbers[:, -1]
     return AllRows(
-        _from_words(rows, h.dtype),
+        sent,
         _from_words(weights, jnp.float32),
         numbers[:, :-1],
         (flags & VALID) > 0,
@@ -118,11 +130,60 @@ def gathered(
     device = lax.axis_index(AXIS)
     own = hosts_in_turn(plan.expert_ids, table.hosts) == device
     visits, slots = jnp.where(own, plan.expert_ids, -1), jnp.maximum(table.slots, 0)
-    room = room_of(cfg, pool, max_active)
-    given: dict[str, Any] = {"max_active": room, "activation": cfg.activation}
-    parts, expert_rows = compute(pool, rows.h, rows.weights, visits, slots, **given)
+    given: dict[str, Any] = {"max_active": room_of(cfg, pool, max_active)}
+
+    def run(ids: Array, max_visits: int | None) -> tuple[Array, Array]:
+        sizes = given | {"activation": cfg.activation, "max_visits": max_visits}
+        return compute(pool, rows.h(asked.h), rows.weights, ids, slots, **sizes)
+
+    parts, expert_rows = in_passes(run, visits, visits_of_pass(cfg, asked.h, len(rows.ids)))
     out = lax.psum_scatter(parts, AXIS, tiled=True)
     return Answered(out, ids, LayerStats(own_degraded(plan, device, num_rows), expert_rows))
+
+
+def visits_of_pass(cfg: ModelConfig, h: Float[Array, "T d"], num_rows: int) -> int | None:
+    """Returns the visits after which a device leaves further rows to another pass, where `h` are
+    its own ones of `num_rows` in all; None: room for all visits costs less. A CPU's loops cost
+    nothing.
+    """
+    sizes = num_rows // len(h), len(h), h.dtype.itemsize
+    return cost.visits_of_pass(cfg, *sizes, loop_s=0.0 if backend() == "cpu" else cost.LOOP_S)
+
+
+def in_passes(
+    run: Callable[[Array, int | None], tuple[Float[Array, "N d"], Int[Array, "E"]]],
+    expert_ids: Int[Array, "N K"],
+    per_pass: int | None,
+) -> tuple[Float[Array, "N d"], Int[Array, "E"]]:
+    """Runs visits (-1: none) row by row in passes, the next one from `per_pass` visits on (None:
+    all are one pass). `run` is given visits and a bound of their number, and returns each row's sum
+    and the rows by expert.
+
+    A row's visits are all in one pass, so that its sum has the same bits in any number of them. No
+    other device has to know how many these are, as long as `run` has no collective.
+    """
+    if per_pass is None:
+        return run(expert_ids, None)
+    visits = jnp.sum(expert_ids >= 0, axis=1, dtype=jnp.int32)
+    pass_of = (jnp.cumsum(visits, dtype=jnp.int32) - visits) // per_pass
+    last = jnp.max(jnp.where(visits > 0, pass_of, 0))
+    most = per_pass + expert_ids.shape[1] - 1  # the last row may begin just before the end
+
+    @jax.jit  # lowered once for both uses
+    def only(number: Array) -> tuple[Array, Array, Array]:
+        here = (pass_of == number)[:, None]
+        return here, *run(jnp.where(here, expert_ids, -1), most)
+
+    def one_more(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        number, before, expert_rows = state
+        here, out, more_rows = only(number)
+        return number - 1, jnp.where(here, out, before), expert_rows + more_rows
+
+    # The first is no part of the loop, which would have to begin with an array of zeros, and with
+    # one more question whether it goes on.
+    _, *found = only(jnp.int32(0))
+    _, out, expert_rows = lax.while_loop(lambda state: state[0] > 0, one_more, (last, *found))
+    return out, expert_rows
 
 
 def room_of(cfg: ModelConfig, pool: Pool, max_active: int) -> int:

@@ -23,7 +23,16 @@ from jaxtyping import Array, Bool, Float, Int
 from jmoe.config import ModelConfig
 from jmoe.experts import ExpertTable, Pool
 from jmoe.moe import Answered, Asked, Balance, LayerStats, compute, gate, planned, router
-from jmoe.parallel.experts import AXIS, EXEMPT, VALID, exchanged, own_degraded, room_of
+from jmoe.parallel.experts import (
+    AXIS,
+    EXEMPT,
+    VALID,
+    exchanged,
+    in_passes,
+    own_degraded,
+    room_of,
+    visits_of_pass,
+)
 from jmoe.parallel.probe import Probe
 from jmoe.weights import Params
 from pallas_kernels import routing
@@ -211,7 +220,11 @@ class Copying(NamedTuple):
         # last.
         out, own_rows = where.compute(h, weights, own)
         out, all_h, outgoing = lax.optimization_barrier((out, all_h, outgoing))
-        parts, other_rows = where.compute(all_h, rows.weights, others)
+        parts, other_rows = in_passes(
+            partial(where.compute, all_h, rows.weights),
+            others,
+            visits_of_pass(cfg, h, len(all_h)),
+        )
         arriving = None if outgoing is None else outgoing.sent()
         parts, arriving = lax.optimization_barrier((parts, arriving))
         out = out + lax.psum_scatter(parts, AXIS, tiled=True)
@@ -261,11 +274,17 @@ class _Held(NamedTuple):
     activation: Activation
 
     def compute(
-        self, h: Float[Array, "R d"], weights: Float[Array, "R K"], ids: Int[Array, "R K"]
+        self,
+        h: Float[Array, "R d"],
+        weights: Float[Array, "R K"],
+        ids: Int[Array, "R K"],
+        max_visits: int | None = None,
     ) -> tuple[Float[Array, "R d"], Int[Array, "E"]]:
-        """Returns the sum of visits (`ids` -1: none) for each row, and rows by logical expert."""
+        """Returns the sum of visits (`ids` -1: none; `max_visits` at most) for each row, and rows
+        by logical expert.
+        """
         copies, slots = self.replicas, jnp.maximum(self.slots, 0)
-        run = partial(compute, activation=self.activation)
+        run = partial(compute, activation=self.activation, max_visits=max_visits)
         if copies is None:
             return run(self.pool, h, weights, ids, slots, max_active=self.max_active)
         is_copy = (ids >= 0) & (copies.slots[jnp.maximum(ids, 0)] >= 0)

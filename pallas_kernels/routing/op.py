@@ -157,13 +157,15 @@ def dispatch(
     *,
     block_m: int,
     max_active: int,
+    max_visits: int | None = None,
 ) -> Dispatch:
     """Sorts visits by logical expert and cuts them into blocks of one expert each.
 
-    A row whose picks meet in one expert is computed once with the summed weight. `max_active`
-    (static) sizes the arrays; the caller guarantees that no more experts are touched.
+    A row whose picks meet in one expert is computed once with the summed weight. `max_active` and
+    `max_visits` (static; None: T K) size the arrays; the caller guarantees that no more experts are
+    touched, and no more visits made.
     """
-    num_visits = expert_ids.shape[0] * expert_ids.shape[1]
+    num_visits = expert_ids.size if max_visits is None else min(max_visits, expert_ids.size)
     num_blocks = max_blocks(num_visits, max_active, block_m)
     return Dispatch(
         *reference.dispatch(expert_ids, weights, slots, block_m=block_m, num_blocks=num_blocks)

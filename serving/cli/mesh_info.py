@@ -208,7 +208,13 @@ def _steps(cfg: "ModelConfig", num_devices: int) -> list[tuple[str, str]]:
     hidden.
     """
     from jmoe.display import size
-    from jmoe.parallel.cost import H200, exchange_bytes, expert_bytes, replicas_that_fit
+    from jmoe.parallel.cost import (
+        H200,
+        exchange_bytes,
+        expert_bytes,
+        replicas_that_fit,
+        replicas_that_gain,
+    )
 
     sent, replicas = [], []
     for tokens in (DECODE_BUCKET, *PREFILL_BUCKETS):
@@ -220,5 +226,9 @@ def _steps(cfg: "ModelConfig", num_devices: int) -> list[tuple[str, str]]:
         room = 2 * fit.num_replicas * expert_bytes(cfg, DTYPE_BYTES)
         takes = f" ({size(room)} for two layers)" if room else ""
         text = f"{fit.num_replicas}{takes}: {fit.reason}"
+        _, least = replicas_that_gain(cfg, num_devices, tokens, DTYPE_BYTES, PER_PAIR, H200)
+        if math.isfinite(least):
+            which = "they gain" if fit.num_replicas else "1 a pair gains"
+            text += f"; {which} from an imbalance of {least:.2f} on"
         replicas.append((f"replicas at {tokens:,} tokens a device", text))
     return sent + replicas

@@ -27,6 +27,8 @@ class Key(NamedTuple):
     A mixed decode step has `size` rows of each of several `models`.
     `score`, `sample` and `draw` run behind a step whose rows ask for it; `truncate` is `sample`
     with top-k and top-p (`sampling_phases`). `seat` has the positions of a sequence.
+    Of a size whose prefill steps copy experts while they run, `copies` False is the one that does
+    not.
     """
 
     phase: str
@@ -34,12 +36,14 @@ class Key(NamedTuple):
     bucket_percent: int
     layers: tuple[int, int] | None = None
     models: int = 1
+    copies: bool = True
 
     @property
     def name(self) -> str:
         """Name of its entry on disk."""
         part = "" if self.layers is None else "-layers-{}-{}".format(*self.layers)
         part += "" if self.models == 1 else f"-models-{self.models}"
+        part += "" if self.copies else "-no-copies"
         return f"{self.phase}-{self.size}-{self.bucket_percent}{part}"
 
 
@@ -121,6 +125,8 @@ class Buckets:
         )
         self._decode = self.decode  # and those late ones that are there
         self.prefill = config.prefill_buckets
+        self.switched: frozenset[int] = frozenset()
+        """Prefill sizes that have programs which copy experts and programs which do not."""
         self.thresholds = config.threshold_buckets_percent
         self.chunks = limits.max_prefill_seqs
         self._page_size, self._groups = limits.page_size, len(limits.windows)
@@ -138,13 +144,19 @@ class Buckets:
         """Returns every program that serving may need, the ones most needed first."""
         thresholds = sorted(self.thresholds, reverse=True)
         keys = [Key("decode", n, t) for t in thresholds for n in reversed(self.decode)]
-        keys += [Key("prefill", n, t) for t in thresholds for n in reversed(self.prefill)]
+        prefill = [Key("prefill", n, t) for t in thresholds for n in reversed(self.prefill)]
+        keys += self._forms(prefill)
         keys += self.mixed_keys()
         keys.append(Key("score", self.prefill[-1], FULL_CAPACITY))
         mixed = {count * size for count in self.mixed for size in self.decode}
         rows = sorted({*self.decode, self.chunks, *mixed})
         keys += [Key(phase, n, FULL_CAPACITY) for phase in sampling_phases() for n in rows]
         return [*keys, self.seat]
+
+    def _forms(self, keys: list[Key]) -> list[Key]:
+        """Returns programs of steps, and those of switched sizes that copy no experts."""
+        switched = [key for key in keys if key.phase == "prefill" and key.size in self.switched]
+        return keys + [key._replace(copies=False) for key in switched]
 
     def late_keys(self, size: int) -> list[Key]:
         """Returns the programs that a late size takes."""
@@ -191,12 +203,14 @@ class Buckets:
 
         They have capacity for every threshold: less would multiply them.
         """
-        return [
-            Key(phase, size, FULL_CAPACITY, layers)
-            for (phase, size), count in sorted(at_once.items(), reverse=True)
-            if count < self._num_layers
-            for layers in cuts(count, self._num_layers)
-        ]
+        return self._forms(
+            [
+                Key(phase, size, FULL_CAPACITY, layers)
+                for (phase, size), count in sorted(at_once.items(), reverse=True)
+                if count < self._num_layers
+                for layers in cuts(count, self._num_layers)
+            ]
+        )
 
     def choose(
         self,

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
+from operator import attrgetter
 from threading import Lock, get_native_id
 from types import FunctionType
 from typing import Any
@@ -168,7 +169,9 @@ class Programs:
         an executable that was read from the disk does not say.
         """
         code = _traced_code(self._model.config)
-        by_size = sorted(self._buckets.keys(), key=lambda k: (k.models, k.size, k.bucket_percent))
+        by_size = sorted(
+            self._buckets.keys(), key=attrgetter("models", "size", "bucket_percent", "copies")
+        )
         largest, needed = {key.phase: key for key in by_size}, list[int]()
         jobs: list[Future[int]] = []
 
@@ -335,7 +338,8 @@ class Programs:
 
     def _replicates(self, key: Key) -> Replication | None:
         """Returns how a step copies experts while it runs; None: it copies none."""
-        return self._replication.get(key.size) if key.phase == "prefill" else None
+        copies = key.phase == "prefill" and key.copies
+        return self._replication.get(key.size) if copies else None
 
     def _max_active(self, key: Key) -> int:
         num_experts = key.models * self._model.config.num_experts

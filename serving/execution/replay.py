@@ -26,6 +26,7 @@ class Program(NamedTuple):
     size: int
     bucket_percent: int
     layers: list[int] | None  # of a program for a part: the first, and the one to stop at
+    copies: bool
 
 
 class Numbers(NamedTuple):
@@ -192,16 +193,16 @@ def replay(device: Calls, calls: Iterable[Any], progress: Progress | None = None
 def to_program(key: Key) -> Program:
     """Returns a key as a message."""
     layers = None if key.layers is None else [*key.layers]
-    return Program(key.phase, key.size, key.bucket_percent, layers)
+    return Program(key.phase, key.size, key.bucket_percent, layers, key.copies)
 
 
 def to_key(program: Program) -> Key:
     """Returns the key that `to_program` was given. Raises ValueError for layers that are none."""
-    phase, size, bucket_percent, layers = program
-    if layers is None:
-        return Key(phase, size, bucket_percent)
-    first, stop = layers
-    return Key(phase, size, bucket_percent, (first, stop))
+    phase, size, bucket_percent, layers, copies = program
+    if layers is not None:
+        first, stop = layers
+        layers = first, stop
+    return Key(phase, size, bucket_percent, layers, copies=copies)
 
 
 def to_message(*arrays: np.ndarray) -> Numbers:

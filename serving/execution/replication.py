@@ -1,10 +1,13 @@
 """Copies of experts while a step runs: in which programs, how many, and by whose guess."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from jaxtyping import Bool, Int
 
 from jmoe.api import Model
-from jmoe.parallel.cost import replicas_that_fit
+from jmoe.parallel.cost import replicas_that_gain
 from jmoe.parallel.home import Home
 from jmoe.parallel.probe import PROBE_FILE, Probe, load_probes
 from jmoe.parallel.replicas import Replication
@@ -15,46 +18,113 @@ from serving.errors import SettingsError
 log = logging.getLogger(__name__)
 
 
-def replication_of(
-    config: BalanceConfig, model: Model, sizes: Sequence[int]
-) -> dict[int, Replication]:
-    """Returns how prefill steps copy experts while they run, by tokens a device; sizes that are not
-    there copy none.
+UNEVEN = 2.0
+"""Imbalance that steps seldom have: a size whose copies gain from more has no program for them."""
+MARGIN = 0.05
+"""What the imbalance has to be above that from which copies gain, for steps to begin with them."""
+WEIGHT = 0.1  # of the newest step in a mean
 
-    On a GPU, unless the settings say from which size on, in as many as can be hidden behind the
-    layer before (`jmoe.parallel.cost`); a CPU has nothing to hide them behind, and copies always.
+
+class CopiesRule:
+    """Which prefill steps copy experts while they run.
+
+    On a GPU those where that gains (`jmoe.parallel.cost.break_even`) at the imbalance that recent
+    prefill steps had, or would have had, without copies; unless the settings say from which size
+    on. A CPU has nothing to hide copies behind, and copies always.
+
+    One process decides; steps of other processes are those that it tells them to make.
+    """
+
+    def __init__(
+        self, replication: Mapping[int, Replication], gains_from: Mapping[int, float]
+    ) -> None:
+        """`replication` is by tokens a device; a size that is not there copies nothing, and one
+        that `gains_from` does not name always copies.
+        """
+        self.replication, self.gains_from = replication, gains_from
+        self.imbalance: float | None = None
+        """Mean of the rows of the fullest device over the mean without copies; None: no step was
+        read."""
+        self.remaining = 1.0  # the same of steps with copies
+        self._on = dict.fromkeys(gains_from, False)
+
+    def copies(self, size: int) -> bool:
+        """Returns whether a step of this size copies experts."""
+        return self._on.get(size, size in self.replication)
+
+    def seen(
+        self,
+        expert_rows: Int[np.ndarray, "layers E"],
+        device_rows: Int[np.ndarray, "layers D"],
+        hosts: Bool[np.ndarray, "layers E D"],
+        copied: bool,
+    ) -> None:
+        """Takes a prefill step's rows by expert and by device, and whether it copied experts."""
+        if not expert_rows.any():
+            return
+        shares = expert_rows / hosts.sum(axis=2)
+        alone = _imbalance(np.matmul(shares[:, None], hosts)[:, 0])
+        self.imbalance = _mean(alone if self.imbalance is None else self.imbalance, alone)
+        if copied:
+            self.remaining = _mean(self.remaining, _imbalance(device_rows))
+        # What is left of it counts against copies: they were reckoned to leave none.
+        gained = self.imbalance - self.remaining + 1
+        for size, least in self.gains_from.items():
+            on = gained > least + MARGIN * (not self._on[size])
+            if on != self._on[size]:
+                self._on[size] = on
+                log.info(
+                    "prefill steps of %d tokens a device %s experts: imbalance is %.2f without "
+                    "copies and %.2f with them, which gain from %.2f on",
+                    size,
+                    "copy" if on else "no longer copy",
+                    self.imbalance,
+                    self.remaining,
+                    least,
+                )
+
+
+def _imbalance(rows: np.ndarray) -> float:
+    """Returns rows of the fullest device over the mean; each layer waits for its own."""
+    return float(rows.max(axis=1).sum() / rows.mean(axis=1).sum())
+
+
+def _mean(mean: float, newest: float) -> float:
+    return mean + WEIGHT * (newest - mean)
+
+
+def copies_rule(config: BalanceConfig, model: Model, sizes: Sequence[int]) -> CopiesRule:
+    """Returns the rule for prefill steps of these tokens a device; none copies unless the settings
+    ask for it.
     """
     if not config.replicas or model.home is None:
-        return {}
+        return CopiesRule({}, {})
     if backend() != "cpu":
         _warn_of_loops(config, model.config.num_experts + model.num_united_slots, model.home)
     asked = Replication(config.replicas, config.replicas_per_pair, config.replicas_local_share)
     if config.replicas_min_tokens or backend() == "cpu":
-        return {size: asked for size in sizes if size >= config.replicas_min_tokens}
-    found, reason = {}, ""
+        return CopiesRule({n: asked for n in sizes if n >= config.replicas_min_tokens}, {})
+    found, gains_from, reason = {}, {}, ""
     for size in sizes:
-        fit = replicas_that_fit(
-            model.config,
-            model.home.mesh.size,
-            size,
-            model.dtype.itemsize,
-            asked.per_pair,
-            alpha=asked.alpha,
-        )
-        reason = fit.reason
-        if fit.num_replicas:
+        devices, dtype_bytes = model.home.mesh.size, model.dtype.itemsize
+        given = model.config, devices, size, dtype_bytes, asked.per_pair
+        fit, least = replicas_that_gain(*given, alpha=asked.alpha)
+        reason = f"from an imbalance of {least:.2f} on, since {fit.reason}"
+        if least <= UNEVEN:
             most = min(asked.num_replicas, fit.num_replicas)
             found[size] = asked._replace(num_replicas=most, per_pair=fit.per_pair)
+            gains_from[size] = least
+            log.info("copies in prefill steps of %d tokens a device gain %s", size, reason)
     if not found:
         log.warning(
-            "engine.balance.replicas is %d, and no prefill step is large enough to hide copies: in "
-            "one of %d tokens a device, %s; raise engine.max_prefill_tokens, or set "
+            "engine.balance.replicas is %d, and no prefill step is large enough to gain by copies:"
+            " one of %d tokens a device would %s; raise engine.max_prefill_tokens, or set "
             "engine.balance.replicas_min_tokens",
             config.replicas,
             sizes[-1],
             reason,
         )
-    return found
+    return CopiesRule(found, gains_from)
 
 
 def _warn_of_loops(config: BalanceConfig, num_experts: int, home: Home) -> None:

@@ -43,7 +43,7 @@ from serving.execution.param_sets import ParamSets
 from serving.execution.programs import Programs, Progress
 from serving.execution.ranks import ByRank
 from serving.execution.replay import Led
-from serving.execution.replication import probes_of, replication_of
+from serving.execution.replication import copies_rule, probes_of
 from serving.execution.states import States
 from serving.plan import Limits, Phase, Seat, StepControl, StepPlan, StepResult
 
@@ -116,6 +116,8 @@ class DeviceRunner(StepExecutor):
         stacked = not any(isinstance(segment, tuple) for segment in self.sets[0]["segments"])
         self._parts_by_number = stacked and backend() == "cpu"
         self.buckets = Buckets(config, self.limits, mixed_models(config, family))
+        self.copies_rule = copies_rule(config.balance, model, self.buckets.prefill)
+        self.buckets.switched = frozenset(self.copies_rule.gains_from)
         num_layers = self.limits.num_layers
         wanted = parks and config.part_layers < num_layers
         self._runs_parts = self._parts_by_number or wanted
@@ -133,7 +135,7 @@ class DeviceRunner(StepExecutor):
             self.buckets,
             params=self.sets,
             parts_by_number=self._parts_by_number,
-            replication=replication_of(config.balance, model, self.buckets.prefill),
+            replication=self.copies_rule.replication,
         )
 
         def step_bytes(limits: Limits) -> int:
@@ -315,6 +317,20 @@ class DeviceRunner(StepExecutor):
 
     def launch(self, plan: StepPlan, control: StepControl) -> "Future[StepResult]":
         """See Executor."""
+        done = self._begin(plan, control)
+        if self.buckets.switched and plan.phase is Phase.PREFILL:
+            done.add_done_callback(self._note_load)
+        return done
+
+    def _note_load(self, done: "Future[StepResult]") -> None:
+        """Tells the rule about copies what a prefill step computed where."""
+        if not done.cancelled() and done.exception() is None and self.model.home is not None:
+            result, hosts = done.result(), np.asarray(self.model.home.placement.hosts)
+            if result.device_rows is not None:
+                rows = result.expert_rows, result.device_rows
+                self.copies_rule.seen(*rows, hosts, copied=result.copies is not None)
+
+    def _begin(self, plan: StepPlan, control: StepControl) -> "Future[StepResult]":
         step = ByRank.of(plan, self.limits)
         key = self.buckets.choose(
             plan.phase,
@@ -326,6 +342,8 @@ class DeviceRunner(StepExecutor):
         if not self._parts_by_number and plan.num_layers < self.limits.num_layers:
             layers = plan.first_layer, plan.stop_layer
             key = self.buckets.part(key, layers, self._layers_at_once)
+        if plan.phase is Phase.PREFILL and key.size in self.buckets.switched:
+            key = key._replace(copies=self.copies_rule.copies(key.size))
         arrays = self.device.arrays(key, step, control)
         score = plan.is_last and plan.prompt_logprobs
         run = partial(self._calls.run, key, arrays, models=plan.models, score=score)

@@ -5,12 +5,16 @@ devices.
 import asyncio
 from pathlib import Path
 
+import numpy as np
 import pytest
 from notebook import Asked, answer, check
 from shaped import PROMPTS, SHAPED, STRUCTURES, config, matches
 
 import jmoe
+from jmoe.parallel.replicas import Replication
 from serving.engine import Engine
+from serving.execution import runner
+from serving.execution.replication import CopiesRule
 from serving.request import SamplingParams
 
 pytestmark = pytest.mark.asyncio
@@ -69,3 +73,31 @@ async def test_two_devices_write_what_the_notebook_writes(golden: str, kv_cache_
         await engine.stop()
     model = jmoe.load(GOLDEN / golden, "float32", kv_cache_dtype=kv_cache_dtype)
     check(model, asked, found, tie=1e-3 if kv_cache_dtype == "auto" else 0.05)
+
+
+async def test_steps_begin_and_cease_to_copy_experts_between_two_of_a_size(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By a rule that has seen nothing, then the load of the first step, then what ends it."""
+    rule, of_steps = CopiesRule({32: Replication(2, 2)}, {32: 1.0}), list[bool]()
+
+    def seen(*rows: np.ndarray, copied: bool) -> None:
+        of_steps.append(copied)
+        if len(of_steps) == 4:
+            rule.gains_from = {32: 9.0}
+        CopiesRule.seen(rule, *rows, copied=copied)
+
+    monkeypatch.setattr(rule, "seen", seen)
+    monkeypatch.setattr(runner, "copies_rule", lambda *_: rule)
+    sizes = {"decode_buckets": (8,), "prefill_buckets": (32,), "threshold_buckets_percent": (100,)}
+    given = {"model": str(GOLDEN / "qwen2_moe"), "mesh": "ep=2", "max_num_seqs": 8}
+    engine = await Engine.start(config(**given, **sizes, compilation_cache=""))
+    params = SamplingParams(max_new_tokens=3, ignore_eos=True)
+    asked = [Asked([*range(7, 16), 20 + n], params) for n in range(6)]
+    try:
+        found = [await answer(engine, one) for one in asked]
+        assert engine.stats().compilations_since_ready == 0
+    finally:
+        await engine.stop()
+    assert of_steps == [False, True, True, True, False, False]
+    check(jmoe.load(GOLDEN / "qwen2_moe", "float32"), asked, found)

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from jmoe.brownout import strategy_code
 from jmoe.experts import ExpertPool
 from jmoe.model import LOOKAHEAD, layers_of, unstack
 from jmoe.packed_rows import NUM_COLUMNS, empty_deltas, empty_rows, pack_row
+from jmoe.parallel import cost
 from jmoe.parallel import steps as on
 from jmoe.parallel.copies import with_copies
 from jmoe.parallel.home import Home, make_mesh
@@ -46,8 +48,14 @@ TOLERANCE = 5e-5  # of logits in float32: devices add a row's parts in another o
 
 @cache
 def model_of(name):
-    if name == "bundled":
+    if name.endswith("bundled"):
         model = jmoe.load(dtype="float32", ways=[4])
+        if name == "skewed bundled":  # all rows choose the first experts
+            params = jax.tree.map(lambda leaf: leaf, model.params)
+            for segment in params["segments"]:
+                if "router" in segment:
+                    segment["router"] = 0 * segment["router"]
+            model = model.with_weights(params=params)
         model.use_way(4)
         return model
     config = jmoe.load(GOLDEN / name.removeprefix("windows of "), dtype="float32").config
@@ -78,11 +86,18 @@ def one_device(name):
 
 
 @cache
-def many_devices(name, count, phase, replication=None):
+def many_devices(name, count, phase, replication=None, per_pass=None):
+    """`per_pass` is of visits, where it is not as many as are served."""
     cfg = model_of(name).config
     step = decode_step if phase == "decode" else partial(prefill_step, replication=replication)
     step = partial(step, cfg, max_active=cfg.num_experts)
-    return jax.jit(on.spread(make_mesh(count), step, on.STEPS[phase]))
+    sized = cost.visits_of_pass if per_pass is None else lambda *_, **__: per_pass
+
+    def traced(*arguments):
+        with mock.patch.object(cost, "visits_of_pass", sized):
+            return step(*arguments)
+
+    return jax.jit(on.spread(make_mesh(count), traced, on.STEPS[phase]))
 
 
 def state_of(model, num_slots):
@@ -155,10 +170,18 @@ def play(model, prefill, decode, state, weights, step_arrays):
 
 
 def check_same(
-    name, count, placement, percent, strategy, replication=None, served=None, moved=None
+    name,
+    count,
+    placement,
+    percent,
+    strategy,
+    replication=None,
+    served=None,
+    moved=None,
+    per_pass=None,
 ):
     """`served` makes parameters of the model's, and `moved` changes the weights on the mesh, before
-    they are used.
+    they are used; `per_pass` is as of `many_devices`.
     """
     model, (prefill, decode) = model_of(name), one_device(name)
     control = np.array([percent, strategy_code(strategy)], np.int32)
@@ -172,8 +195,8 @@ def check_same(
     want = play(model, prefill, decode, state_of(model, MOST * SLOTS), model.weights, alone)
 
     mesh = make_mesh(count)
-    prefill = many_devices(name, count, "prefill", replication)
-    decode = many_devices(name, count, "decode")
+    prefill = many_devices(name, count, "prefill", replication, per_pass)
+    decode = many_devices(name, count, "decode", per_pass=per_pass)
     home = Home(mesh, placement)
     resident = ResidentWeights(home.spread(model.weights), model.united, home=home)
     resident.use_way(model.way)
@@ -304,6 +327,32 @@ def test_experts_copied_while_a_step_runs(lies, replication, percent, strategy):
     made = got.expert_rows.reshape(count, model.config.num_moe_layers, -1).sum((0, 2))
     assert (right[0] <= made).all()
     assert right[0, 1:].sum() > 0.3 * made[1:].sum()
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "per_pass", "strategy", "replication"),
+    [
+        ("bundled", 1, 2, "partial", None),
+        ("bundled", 2, 1, "full", None),
+        ("bundled", 8, 3, "partial", None),
+        ("bundled", 4, 2, "partial", Replication(6, 2)),
+        ("skewed bundled", 8, None, "zero", None),
+        ("qwen2_moe", 4, 2, "full", None),
+        ("gpt_oss", 4, 1, "full", None),
+        ("deepseek_v3", 4, 3, "full", Replication(2, 1)),
+    ],
+)
+def test_rows_over_the_bound_wait_for_another_pass(name, count, per_pass, strategy, replication):
+    """In every layer of every step; of the skewed model, whose visits are all on one device, with
+    the bound that is served.
+    """
+    model = model_of(name)
+    spare = spare_of(name, count) if count in ROOM.get(name, {}) else 0
+    placement = contiguous(*size_of(model), count, spare=spare)
+    got = check_same(name, count, placement, 30, strategy, replication, per_pass=per_pass)
+    by_device = got[0].expert_rows.reshape(count, model.config.num_moe_layers, -1).sum(2)
+    bound = per_pass or cost.OVER * TOKENS * model.config.experts_per_token
+    assert (by_device.max(0) > bound).all()
 
 
 def router_as_probes(model):

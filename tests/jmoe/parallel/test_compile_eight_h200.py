@@ -22,6 +22,7 @@ from jmoe.checkpoint import empty_pool
 from jmoe.config import from_hf
 from jmoe.experts import ExpertPool, ExpertTable
 from jmoe.packed_rows import NUM_COLUMNS
+from jmoe.parallel import cost
 from jmoe.parallel.experts import AXIS
 from jmoe.parallel.replicas import Replication
 from jmoe.parallel.steps import STEPS, spread
@@ -44,7 +45,7 @@ SLOTS, PAGES, PAGE_SIZE, MAX_BLOCKS, CHUNKS = 64, 1024, 64, 64, 8
 REPLICATION = Replication(8, 2)
 BF16 = jnp.dtype(jnp.bfloat16)
 LARGE = 100 * 2**20  # below the experts of a layer, whichever half of them
-TEMPORARY = 5 * 2**30
+GIB = 2**30
 SMALL = 4 * 2**20  # a collective that nothing has to hide: choices, not rows
 
 
@@ -55,7 +56,8 @@ def config_of(num_layers):
 
 CONFIG = config_of(1)
 OWN_VISITS = TOKENS * CONFIG.experts_per_token
-ALL_VISITS = DEVICES * OWN_VISITS
+PASS_VISITS = cost.OVER * OWN_VISITS
+PADDED = 16 * 8 + 256  # gaps behind 16 experts, and a tile that may begin in the last rows
 WEIGHTS = {
     f"{CONFIG.d_model},{2 * CONFIG.d_ff_expert}]",
     f"{CONFIG.d_ff_expert},{CONFIG.d_model}]",
@@ -181,20 +183,22 @@ def compile_step(mesh, phase, num_layers, replication=None):
     return Program.of(exe)
 
 
-def check_memory(program):
+def check_memory(program, most):
     memory = program.memory
-    assert memory.temp_size_in_bytes < TEMPORARY
+    assert memory.temp_size_in_bytes < most
     assert memory.output_size_in_bytes - memory.alias_size_in_bytes < LARGE
     assert ".remat" not in program.hlo
     assert " conditional(" not in program.hlo
 
 
-@pytest.mark.sized(exhaustive=("prefill-186",))
-@pytest.mark.parametrize(("phase", "launches"), [("decode", 155), ("prefill", 186)])
+@pytest.mark.sized(exhaustive=("prefill-205",))
+@pytest.mark.parametrize(("phase", "launches"), [("decode", 155), ("prefill", 205)])
 def test_a_step_copies_nothing_and_exchanges_rows_once_each_way(mesh, phase, launches):
-    """As many layers as where experts are copied, whose kernels are these in part."""
+    """As many layers as where experts are copied, whose kernels are these in part. Rows over the
+    bound have a loop a layer in prefill, whose body is no launch here.
+    """
     program = compile_step(mesh, phase, 3)
-    check_memory(program)
+    check_memory(program, 0.05 * GIB if phase == "decode" else 0.7 * GIB)
     assert program.copied() == {}
     # Nothing there to be done meanwhile: routers come before, all products between.
     counts = count_launches(program.hlo)
@@ -203,8 +207,14 @@ def test_a_step_copies_nothing_and_exchanges_rows_once_each_way(mesh, phase, lau
         "reduce-scatter": 3,
     }
     assert not [kind for kind in counts if kind.endswith("-start")]
-    assert "while" not in counts
+    loops = {} if phase == "decode" else {"while": 3}
+    assert {kind: counts[kind] for kind in counts if kind == "while"} == loops
+    assert program.hlo.count(" while(") == len(loops) * 3
     assert sum(counts.values()) <= launches
+    if loops:
+        rows = sorted_rows(program.schedule)
+        assert len(rows) == 6
+        assert all(PASS_VISITS < each <= PASS_VISITS + PADDED for each in rows)
 
 
 class TestCopiesOfExperts:
@@ -217,7 +227,7 @@ class TestCopiesOfExperts:
     @pytest.mark.exhaustive
     def test_only_what_is_sent_is_written(self, program):
         """What leaves is put together once, and arrives once, in both arrays of two layers."""
-        check_memory(program)
+        check_memory(program, 2.7 * GIB)
         transfers = {"all-to-all-start": 4, "all-to-all-done": 4}
         assert program.copied() == {"fusion": 4, **transfers}
 
@@ -226,13 +236,15 @@ class TestCopiesOfExperts:
         under = program.under("all-gather")
         sizes = [len(sorted_rows(each)) for each in under]
         assert sizes == [2, 4, 4]  # the first layer has no copies to compute with
-        assert all(OWN_VISITS < rows < ALL_VISITS for each in under for rows in sorted_rows(each))
+        assert all(OWN_VISITS < rows < PASS_VISITS for each in under for rows in sorted_rows(each))
 
     @pytest.mark.exhaustive
     def test_both_arrays_travel_under_visits_of_other_rows(self, program):
+        """And under further passes, where there are any."""
         under = program.under("all-to-all")
         assert [len(sorted_rows(each)) for each in under] == [2, 2, 4, 4]
-        assert all(rows > ALL_VISITS for each in under for rows in sorted_rows(each))
+        assert all(rows > PASS_VISITS for each in under for rows in sorted_rows(each))
+        assert [sum(one.opcode == "while" for one in each) for each in under] == [1, 1, 1, 1]
 
     @pytest.mark.exhaustive
     def test_only_the_sum_waits(self, program):
@@ -241,10 +253,12 @@ class TestCopiesOfExperts:
 
     @pytest.mark.exhaustive
     def test_launches(self, program):
-        """Planning is two kernels a layer, and none of its loops is the host's."""
+        """Planning is two kernels a layer, and none of its loops is the host's: those are of
+        further passes, one a layer.
+        """
         counts = count_launches(program.hlo)
-        assert "while" not in counts
-        assert sum(counts.values()) <= 346
+        assert counts["while"] == program.hlo.count(" while(") == 3
+        assert sum(counts.values()) <= 361
 
 
 @pytest.mark.sized(exhaustive=("True",))

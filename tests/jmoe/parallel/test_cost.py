@@ -1,6 +1,7 @@
 """The cost model: by hand, by what it may never do, and against the exchange that is served."""
 
 import json
+import math
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -181,3 +182,50 @@ def test_buffers_by_hand():
     # 2 devices, 3 rows each: 6 gathered rows of 5 with float32 sums, 12 visits.
     expected = 6 * 5 * (2 + 4) + 12 * (5 + 4 + 5) * 2
     assert cost.gathered_buffer_bytes(SMALL, 2, 3, 2) == expected
+    # 8 devices of 10,000 rows: of 160,000 visits, 20,000 are a device's mean.
+    expected = 80_000 * 5 * (2 + 4) + 40_000 * (5 + 4 + 5) * 2
+    assert cost.gathered_buffer_bytes(SMALL, 8, 10_000, 2) > expected  # so small rows cost nothing
+    wide = replace(SMALL, d_model=1000)
+    expected = 80_000 * 1000 * (2 + 4) + 40_000 * (1000 + 4 + 1000) * 2
+    assert cost.gathered_buffer_bytes(wide, 8, 10_000, 2) == expected
+
+
+def test_passes_by_hand():
+    """Of 4 devices, 3 rows each with 2 visits of 10 bytes: 24 visits, of which 12 have room."""
+    passes = partial(cost.visits_of_pass, SMALL, 4, 3, 2)
+    slow = SLOW._replace(memory_bytes_per_s=120.0)  # 12 are saved in a second
+    assert passes(slow, loop_s=0.99) == 12
+    assert passes(slow, loop_s=1.01) is None
+    assert cost.visits_of_pass(SMALL, 2, 3, 2, loop_s=0.0) is None  # nothing is saved
+    assert cost.visits_of_pass(SMALL, 1, 3, 2, loop_s=0.0) is None
+
+
+def test_copies_gain_by_hand():
+    """A visit takes a second, as an expert on the link does; memory is free."""
+    machine, run = SLOW._replace(memory_bytes_per_s=1e12), partial(cost.layer_s, SMALL, 4, 40, 2)
+    # 40 rows go to 3 devices: 5 elements, 4 numbers of picks and a flag are 30 bytes.
+    assert run(machine=machine) == pytest.approx(30 + 80, rel=1e-3)
+    assert run(machine=machine, imbalance=1.5) == pytest.approx(30 + 120, rel=1e-3)
+    # Of 4 experts a device has its own, and of 3 copies one for its own rows, that hide the rest.
+    hidden = cost.Fit(3, 1, 40.0, 3.0, 3, "")
+    assert run(hidden, machine) == pytest.approx(40 + 40, rel=1e-3)
+    late = hidden._replace(copy_s=80.0)
+    assert run(late, machine) == pytest.approx(40 + 80, rel=1e-3)
+    assert cost.break_even(SMALL, 4, 40, 2, hidden, machine) == 1
+    assert cost.break_even(SMALL, 4, 40, 2, late, machine) == pytest.approx(90 / 80, rel=1e-3)
+
+
+def test_copies_of_a_large_model_gain_from_less_imbalance_with_passes():
+    """By the same arithmetic, where copies begin to be hidden and at 16,384 tokens."""
+    for tokens, before, after in ((1713, 1.47, 1.29), (2048, 1.42, 1.24)):
+        found = fit(QWEN, 8, tokens, machine=cost.H200)
+        even = partial(cost.break_even, QWEN, 8, tokens, 2, found)
+        assert found.per_pair == 1
+        assert even(loop_s=math.inf) == pytest.approx(before, abs=0.01)
+        assert even() == pytest.approx(after, abs=0.01)
+
+
+def test_passes_of_a_large_model():
+    """Prefill steps have them, and no decode step of a usual size."""
+    assert cost.visits_of_pass(QWEN, 8, 2048, 2) == 2 * 2048 * 8
+    assert cost.visits_of_pass(QWEN, 8, 256, 2) is None

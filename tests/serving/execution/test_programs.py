@@ -380,6 +380,21 @@ def test_buckets_that_are_set_are_kept_but_for_those_that_no_step_reaches():
     assert buckets(max_num_seqs=20, **sizes) == ((2, 8, 32), (32, 128, 512), (40, 100))
 
 
+def test_sizes_that_switch_have_programs_without_copies_of_experts_beside():
+    config = EngineConfig(max_prefill_tokens=128, threshold_buckets_percent=(40, 100))
+    of = Buckets(config, limits_of(config, 4))
+    whole, at_once = of.keys(), {("prefill", 32): 2, ("prefill", 128): 2, ("decode", 4): 2}
+    parts = of.parts(at_once)
+    of.switched = frozenset({128})
+    for before, found in ((whole, of.keys()), (parts, of.parts(at_once))):
+        without = [key for key in found if not key.copies]
+        assert [key for key in found if key.copies] == before
+        assert [key._replace(copies=True) for key in without] == [
+            key for key in before if (key.phase, key.size) == ("prefill", 128)
+        ]
+        assert len({key.name for key in found}) == len(found)
+
+
 def test_every_step_has_a_program():
     config = EngineConfig(max_num_seqs=40, max_prefill_tokens=100)
     found = Buckets(config, limits_of(config))
