@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from benchmarks.harness.command import markdown
+from benchmarks.harness.store import markdown
 from jmoe.config import from_hf
 from jmoe.parallel.cost import LOOP_S, break_even, layer_s, replicas_that_gain
 
