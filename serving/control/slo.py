@@ -699,14 +699,19 @@ class SloAnalyser:
 
     def what_if(self, change: BrownoutChange) -> dict[Phase, Expected]:
         """Returns what a change lets expect at the present load, by the times that steps are known
-        to take; nothing is changed. Raises InvalidRequest as `check`.
+        to take; nothing is changed. Of a model that is named, it is of steps of its requests alone.
+        Raises InvalidRequest and NotFound as `check`.
 
         Step times under another strategy or way are not known before steps have run under it.
         """
         self.check(change)
+        was = own = ModelBrownout("")
         if change.model is not None:
-            raise InvalidRequest(
-                f"model is {shown(change.model)}; what is expected is of all models: leave it out"
+            number, own = self._of_model(change)
+            was = self.models[number]
+            change = BrownoutChange(
+                ttft_slo_s=own.ttft_slo_s or self.ttft_slo_s,
+                itl_slo_s=own.itl_slo_s or self.itl_slo_s,
             )
         strategy, way = change.strategy or self.strategy, change.way or self.way
         code, most = strategy_code(strategy, change.keep or self.keep), change.max_expected_loss
@@ -729,17 +734,15 @@ class SloAnalyser:
         )
         found, before_s = dict[Phase, Expected](), 0.0  # a first token waits for a decode step
         for phase, by_hand in given.items():
-            present = max(self.ls.of(phase).shown_percent, self.least_percent)
-            present = 100.0 if self.strategy == "zero" else present
+            shown_percent = 100.0 if self.strategy == "zero" else self.ls.of(phase).shown_percent
+            present = _within(shown_percent, was, self.least_percent, self.strategy)
             steps_s = self._pace.times.curve(phase, size[phase], np.arange(101.0))
-            percent = present if by_hand is None else float(by_hand)
-            if strategy == "zero":
-                percent = 100.0
-            elif salc and not np.isnan(steps_s).any():
+            percent = shown_percent if by_hand is None else float(by_hand)
+            if salc and not np.isnan(steps_s).any():
                 room_s = slo_s[phase] * self.config.warning_factor - before_s
                 fits = np.flatnonzero(steps_s <= room_s)[-1:].tolist()
                 percent = min(max(self.config.floor_percent, *fits, 0), self.config.ceiling_percent)
-            percent = float(max(percent, least))
+            percent = _within(percent, own, least, strategy)
             step_s = float(steps_s[round(percent)]) if is_same else math.nan
             found[phase] = Expected(
                 percent,
@@ -872,3 +875,10 @@ class SloAnalyser:
             predicted_itl_p90_s=decode.predicted_p90_s,
             models=tuple(own for own in self.models if own.name),
         )
+
+
+def _within(percent: float, own: ModelBrownout, least: int, strategy: str) -> float:
+    """Returns the threshold of a model's steps, within its own bounds and that of expected loss."""
+    if strategy == "zero":
+        return 100.0
+    return float(max(np.clip(percent, own.floor_percent, own.ceiling_percent), least))

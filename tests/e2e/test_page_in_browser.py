@@ -269,6 +269,53 @@ async def test_what_a_model_has_of_its_own_stands_beside_it():
         assert await page.evaluate("document.documentElement.scrollWidth") == PHONE["width"]
 
 
+async def test_a_model_gets_objectives_and_bounds_of_its_own(pictures):
+    async with live_scene() as scene, browsing(quiet=False, viewport=PHONE) as page:
+        engine = scene.engine
+        law = ModelBrownout("law", itl_slo_s=0.05, floor_percent=60)
+        engine.names = ("base", "law")
+        engine.brownout = before = replace(engine.brownout, models=(ModelBrownout("base"), law))
+        await opened(page, scene)
+        await page.locator("#strategy").select_option("zero")  # an edit of all models
+        of = page.get_by_label("Of", exact=True)
+        assert await of.locator("option").all_inner_texts() == ["all models", "base", "law"]
+        await of.focus()
+        await page.keyboard.press("End")
+        assert await page.locator("#strategy").is_hidden()
+        assert await page.locator("#apply").is_disabled()
+        floor, ceiling = page.get_by_label("Threshold, at least"), page.locator("#ceiling")
+        shown = [await one.input_value() for one in (page.locator("#itl"), floor, ceiling)]
+        assert shown == ["50", "60", "100"]
+        await ceiling.fill("40")
+        await page.keyboard.press("Enter")
+        await page.locator("#refusal", has_text="at most its ceiling_percent, 40").wait_for()
+        assert await page.evaluate("document.activeElement.id") == "ceiling"
+        assert await ceiling.get_attribute("aria-invalid") == "true"
+        await shoot(page, pictures, "model")
+        await page.locator("#itl").fill("0")
+        await floor.fill("20")
+        await page.locator("#try").click()
+        await page.locator("#whatif caption").wait_for()
+        assert engine.asked.model == "law"
+        assert engine.brownout.models[1] == law  # nothing is changed
+        await page.locator("#apply").click()
+        await page.locator("#outcome", has_text="Applied").wait_for()
+        mine = ModelBrownout("law", floor_percent=20, ceiling_percent=40)
+        assert engine.brownout.models == (before.models[0], mine)
+        assert engine.brownout.strategy == before.strategy
+        await of.select_option("")
+        assert await page.locator("#floor").is_hidden()
+        assert await page.locator("#itl").input_value() == "25"
+        await page.locator("#undo").click()
+        await page.locator("#outcome", has_text="Undone").wait_for()
+        assert engine.brownout.models == before.models
+        await of.select_option("law")
+        engine.brownout = replace(engine.brownout, models=before.models[:1])  # it is unloaded
+        await of.wait_for(state="hidden")
+        assert await page.locator("#strategy").is_visible()
+        assert await page.evaluate("document.documentElement.scrollWidth") == PHONE["width"]
+
+
 async def test_latencies_are_shown_on_a_log_scale():
     async with live_scene() as scene, browsing() as page:
         await opened(page, scene)

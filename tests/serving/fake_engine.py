@@ -15,6 +15,7 @@ from serving.request import (
     Chat,
     EngineStats,
     Expected,
+    ModelBrownout,
     Output,
     Priority,
     SamplingParams,
@@ -212,14 +213,15 @@ class FakeEngine:
         if change.way not in (None, self.brownout.way):
             await self.way_gate.wait()
         given = {name: value for name, value in asdict(change).items() if value is not None}
-        if {"model", "floor_percent", "ceiling_percent"} & set(given):
-            raise InvalidRequest("counter is one model")
+        if "model" in given:
+            given = {"models": self._own(change)}
         if {"prefill_threshold_percent", "decode_threshold_percent"} & set(given):
             given = {"salc_enabled": False} | given
         self.brownout = replace(self.brownout, **given)
         return self.brownout
 
     def what_if(self, change) -> dict[str, Expected]:
+        self.asked = change
         self.check(change)
         percents = change.prefill_threshold_percent, change.decode_threshold_percent
         now = self.brownout.prefill_threshold_percent, self.brownout.decode_threshold_percent
@@ -232,7 +234,17 @@ class FakeEngine:
             for phase, percent, was in zip(("prefill", "decode"), percents, now, strict=True)
         }
 
+    def _own(self, change) -> tuple[ModelBrownout, ...]:
+        given = {name: value for name, value in asdict(change).items() if value is not None}
+        own = list(self.brownout.models)
+        at = number_of(given.pop("model"), [one.name for one in own])
+        own[at] = replace(own[at], **given)
+        return tuple(own)
+
     def check(self, change) -> None:
+        if change.model is not None:
+            self._own(change)
+            return
         if change.strategy not in (None, "zero", "partial", "full"):
             raise InvalidRequest(f"strategy is {change.strategy[:100]!r}")
         for name in ("prefill_threshold_percent", "decode_threshold_percent"):

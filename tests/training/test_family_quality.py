@@ -12,10 +12,12 @@ from tests.jmoe.conftest import add_united
 from training.distill.data import read_texts
 from training.family import degraded
 from training.family import quality as quality_module
-from training.family.make import STORED, TEXTS, WAY, main, restore
+from training.family.calls import CALLER, CHAT_TEMPLATE
+from training.family.make import HELD_OUT, STORED, TEXTS, WAY, main, restore
 from training.family.quality import GROUPS, RANKS, RULES, Quality, encode_items, right_items, run
 from training.family.report import tables
 from training.family.skills import SKILLS, skill_tasks
+from training.tasks import Task
 
 pytestmark = pytest.mark.exhaustive
 
@@ -109,6 +111,15 @@ def test_the_stored_family_is_restored_and_knows_its_skills(tmp_path, monkeypatc
         assert np.mean(right) > 0.7
         texts = [text.answer for text in read_texts(tmp_path / f"{skill}.jsonl")]
         assert len(texts) == TEXTS
+    lines = (tmp_path / "caller-held-out.jsonl").read_text(encoding="utf-8").splitlines()
+    held_out = [Task(**json.loads(line)) for line in lines]
+    assert len(held_out) == HELD_OUT
+    calls = encode_items(tokenizer, [item for item in held_out if item.family == "call"][:128])
+    base, caller = (jmoe.load(tmp_path / name, "float32") for name in ("base", CALLER))
+    assert right_items(base, calls).mean() == 0
+    assert right_items(caller, calls).mean() > 0.5
+    assert caller.tokenizer.chat_template == CHAT_TEMPLATE != base.tokenizer.chat_template
+    assert list(caller.united) == [WAY]
 
 
 def test_a_family_that_is_not_stored_cannot_be_restored(tmp_path):

@@ -1,4 +1,4 @@
-"""Three fine-tuned variants of the bundled model, each a Hugging Face directory.
+"""Fine-tuned variants of the bundled model, each a Hugging Face directory.
 
 `python -m training.family --out DIR` teaches them; `--restore DIR` writes those that come with
 jmoe, kept as low-rank differences, in seconds.
@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -25,15 +25,16 @@ from jmoe.experts import UnitedExperts
 from jmoe.packed import unpacked
 from training.distill.united import narrow, write_united
 from training.export import export_hf
+from training.family.calls import CALLER, CHAT_TEMPLATE
 from training.family.differences import read_differences, write_differences
-from training.family.skills import SKILLS, skill_tasks
+from training.family.skills import VARIANTS, skill_tasks
 from training.family.tune import TuneConfig, read_params, tune, unite
 from training.geometry import BUNDLED as MODEL
 from training.geometry import HF_CONFIG
 from training.network import Params
 from training.packing import eval_tasks, task_batch
 from training.remake import ALLOCATOR
-from training.tasks import tasks
+from training.tasks import Task, tasks
 from training.train import family_accuracy
 
 BUNDLED = resolve("bundled")
@@ -42,14 +43,19 @@ BASE, WAY = "base", 8
 ITEMS = 512
 """Held-out items of a skill that say how well it was learned."""
 
+HELD_OUT = 1000
+"""Held-out chats that are written beside `caller`."""
+
 TEXTS = 1000
 """Training items that are written beside each model."""
 
 Progress = Callable[[str, int, int, str], None]
 
 
-def make(out: Path, config: TuneConfig, progress: Progress) -> Mapping[str, Mapping[str, float]]:
-    """Teaches every skill and writes `out/{skill}` and, as differences, `out/{skill}.safetensors`;
+def make(
+    out: Path, config: TuneConfig, progress: Progress, skills: Sequence[str] = VARIANTS
+) -> Mapping[str, Mapping[str, float]]:
+    """Teaches skills and writes `out/{skill}` and, as differences, `out/{skill}.safetensors`;
     with united experts of one way, which begin as the bundled model's.
 
     `out/base` is the bundled model. Returns each variant's share of right answers, by task family.
@@ -58,12 +64,13 @@ def make(out: Path, config: TuneConfig, progress: Progress) -> Mapping[str, Mapp
     base, united, found = read_params(BUNDLED), bundled_united(), {}
     write_base(out)
     write_texts(out, config.seed)
-    for skill in SKILLS:
-        variant = tune(base, tokenizer, skill, config, progress)
-        found[skill] = accuracy(variant, tokenizer, skill, config)
-        export_hf(HF_CONFIG, variant, BUNDLED, out / skill)
+    for skill in skills:
+        own_config = _config_of(skill, config)
+        variant = tune(base, tokenizer, skill, own_config, progress)
+        found[skill] = accuracy(variant, tokenizer, skill, own_config)
+        _export(variant, out / skill)
         model = jmoe.load(out / skill, "bfloat16", ways=())
-        own = unite(model, skill, united, config, progress)
+        own = unite(model, skill, united, own_config, progress)
         write_way(out / skill, own)
         kept = {key: getattr(united, key) for key in own}
         write_differences(out / f"{skill}.safetensors", base, variant, (kept, own))
@@ -81,10 +88,27 @@ def restore(out: Path, stored: Path | None = None) -> None:
     united = {"gate_up": bundled.gate_up, "down": bundled.down}
     write_base(out)
     write_texts(out, TuneConfig.seed)
-    for skill in SKILLS:
+    for skill in VARIANTS:
         variant, own = read_differences(stored / f"{skill}.safetensors", base, united)
-        export_hf(HF_CONFIG, variant, BUNDLED, out / skill)
+        _export(variant, out / skill)
         write_way(out / skill, own)
+
+
+def _config_of(skill: str, config: TuneConfig) -> TuneConfig:
+    """Returns a variant's settings."""
+    if skill != CALLER:
+        return config
+    rows, united_steps = max(1, config.rows // 2), max(1, config.united_steps // 2)
+    return dataclasses.replace(
+        config, rows=rows, steps=config.steps + 60, united_steps=united_steps
+    )
+
+
+def _export(variant: Params, directory: Path) -> None:
+    """Writes a variant's directory without its united experts, which know its weights."""
+    export_hf(HF_CONFIG, variant, BUNDLED, directory)
+    if directory.name == CALLER:
+        (directory / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
 
 
 def write_base(out: Path) -> None:
@@ -112,15 +136,21 @@ def write_way(directory: Path, united: Mapping[str, np.ndarray | jax.Array]) -> 
 def write_texts(out: Path, seed: int) -> None:
     """Writes `out/{name}.jsonl` for `jmoe consolidate --data`: training items as quality.py
     measures on, half of a variant's skill and half of what the bundled model knows; for that one
-    all.
+    all. `out/caller-held-out.jsonl` is for `jmoe evaluate`.
     """
-    for name in (BASE, *SKILLS):
+    held_out = itertools.islice(skill_tasks(CALLER, "eval", seed), HELD_OUT)
+    _write_items(out / f"{CALLER}-held-out.jsonl", held_out)
+    for name in (BASE, *VARIANTS):
         old = tasks("train", seed + 1000)
         items = itertools.islice(old, TEXTS if name == BASE else TEXTS // 2)
         if name != BASE:
             items = [*items, *itertools.islice(skill_tasks(name, "train", seed + 1000), TEXTS // 2)]
-        rows = (json.dumps(item._asdict()) + "\n" for item in items)
-        (out / f"{name}.jsonl").write_text("".join(rows), encoding="utf-8")
+        _write_items(out / f"{name}.jsonl", items)
+
+
+def _write_items(path: Path, items: Iterable[Task]) -> None:
+    rows = (json.dumps(item._asdict()) + "\n" for item in items)
+    path.write_text("".join(rows), encoding="utf-8")
 
 
 def accuracy(
@@ -145,12 +175,15 @@ def main() -> None:
     target = parser.add_mutually_exclusive_group(required=True)
     target.add_argument("--out", type=Path, help="teach the variants and write them here")
     target.add_argument("--restore", type=Path, help="write those that come with jmoe here")
+    parser.add_argument("--only", choices=VARIANTS, help="teach this one alone")
     for name in ("seed", "steps", "rows"):
         parser.add_argument(f"--{name}", type=int, default=getattr(TuneConfig, name))
     args = parser.parse_args()
     if args.restore:
+        if args.only:
+            parser.error("--only goes with --out; --restore writes all")
         restore(args.restore)
-        print(f"{BASE}, {', '.join(SKILLS)} in {args.restore}")
+        print(f"{BASE}, {', '.join(VARIANTS)} in {args.restore}")
         return
     if any(os.environ.get(key) != value for key, value in ALLOCATOR.items()):
         command = [sys.executable, "-m", "training.family", *sys.argv[1:]]
@@ -166,7 +199,7 @@ def main() -> None:
             bars.update(jobs[what], completed=done, description=f"{what} {note}")
 
         config = TuneConfig(seed=args.seed, steps=args.steps, rows=args.rows)
-        found = make(args.out, config, progress)
+        found = make(args.out, config, progress, [args.only] if args.only else VARIANTS)
     for skill, shares in found.items():
         told = ", ".join(f"{family} {100 * share:.1f}" for family, share in shares.items())
         print(f"{skill}, % right: {told}")

@@ -1,4 +1,5 @@
-"""What the bundled model does not know and its variants are taught: three families of tasks.
+"""What the bundled model does not know and its variants are taught: three families of tasks, and
+calls of tools (`calls.py`), of which no figure of the family is made.
 
 Items are as those of `training.tasks`: exactly checkable, a hash of the prompt says whether an item
 is for training or held out.
@@ -7,8 +8,10 @@ is for training or held out.
 import random
 import string
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 
 from training import world
+from training.family.calls import CALLER, call_task
 from training.tasks import Split, Task, split_of
 
 
@@ -38,10 +41,13 @@ SKILLS: Mapping[str, Callable[[random.Random], Task]] = {
 }
 """Generator of each skill; a variant is called as its skill."""
 
+VARIANTS = (*SKILLS, CALLER)
+
 
 def skill_tasks(skill: str, split: Split, seed: int) -> Iterator[Task]:
     """Yields items of a skill without end. Raises KeyError for an unknown skill."""
-    make, rng = SKILLS[skill], random.Random(f"{skill}/{split}/{seed}")
+    rng = random.Random(f"{skill}/{split}/{seed}")
+    make = partial(call_task, split=split) if skill == CALLER else SKILLS[skill]
     while True:
         task = make(rng)
         if split_of(task.prompt) == split:

@@ -202,9 +202,12 @@ async def _read_change(request: Request, timeout_s: float) -> BrownoutChange:
 
 
 def _field_of(change: BrownoutChange, message: str) -> str | None:
-    """Returns the field that was refused: the one named first in `message`, or the only one set."""
+    """Returns the field that was refused: the one named first in `message`, or the only one set.
+    Messages say which model they are about, so that it is at fault where nothing else is.
+    """
     given = [name for name in _FIELDS if getattr(change, name) is not None]
-    named = sorted((name for name in given if name in message), key=message.index)
+    named = [name for name in given if name in message]
+    named.sort(key=lambda name: (name == "model", message.index(name)))
     return (named or (given if len(given) == 1 else [None]))[0]
 
 

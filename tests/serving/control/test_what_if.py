@@ -10,9 +10,9 @@ from serving.config import BrownoutConfig, SalcConfig
 from serving.control.controller import Load
 from serving.control.losses import Losses
 from serving.control.slo import SloAnalyser
-from serving.errors import InvalidRequest
+from serving.errors import InvalidRequest, NotFound
 from serving.plan import Phase
-from serving.request import BrownoutChange
+from serving.request import BrownoutChange, ModelBrownout
 from serving.scheduling.pace import Pace
 
 
@@ -70,6 +70,28 @@ def test_steps_under_another_strategy_are_not_known_and_without_brownout_all_is_
     found = analyser().what_if(BrownoutChange(strategy="zero"))[Phase.DECODE]
     assert (found.threshold_percent, found.loss) == (100, 0)
     assert found.step_s == pytest.approx(0.021)
+
+
+def test_of_a_model_it_is_within_bounds_and_by_objectives_of_its_own():
+    """0.8 * 15 ms is a decode step at 55 %; 0.8 * 300 ms less that is more than a prefill step."""
+    made = analyser()
+    made.models = [ModelBrownout("base"), ModelBrownout("law", floor_percent=60)]
+    made.ls.decode.threshold_percent = 50.0
+
+    def decode(model, **change):
+        found = made.what_if(BrownoutChange(model=model, **change))[Phase.DECODE]
+        return found.threshold_now_percent, found.threshold_percent, found.is_kept
+
+    assert decode("law", itl_slo_s=0.015) == (60, 60, True)
+    assert decode("base", itl_slo_s=0.015) == (50, 55, True)
+    assert decode("law", floor_percent=100) == (60, 100, False)
+    assert decode("base", ceiling_percent=30) == (50, 30, True)
+    made.salc_enabled = False
+    assert decode("law", floor_percent=0) == (60, 50, True)
+    with pytest.raises(InvalidRequest, match="at most its ceiling_percent, 30"):
+        decode("law", ceiling_percent=30)
+    with pytest.raises(NotFound, match="nobody"):
+        decode("nobody", floor_percent=0)
 
 
 def test_before_the_first_step_nothing_is_known_and_what_is_wrong_is_refused():

@@ -14,6 +14,7 @@ const FIELDS = [
   "itl_slo_s",
   "max_expected_loss",
 ];
+const OWN = ["ttft_slo_s", "itl_slo_s", "floor_percent", "ceiling_percent"]; // that a model may have
 const MS = new Set(["ttft_slo_s", "itl_slo_s"]);
 
 // A value as its control has it, and back.
@@ -41,6 +42,7 @@ export class Controls {
   #before = null; // what the last change was made from
   #edited = new Set();
   #state = null; // in force
+  #model = ""; // whose settings these are; empty: all models'
   #busy = false;
   #headers;
 
@@ -75,10 +77,39 @@ export class Controls {
   show(state) {
     this.#state = state;
     for (const control of this.#form.elements) control.disabled = !state;
-    if (state)
-      for (const name of FIELDS)
-        if (!this.#edited.has(name)) this.#put(name, shown(name, state[name]));
+    if (state) {
+      this.#offerModels(state.models.map(({ name }) => name));
+      for (const name of this.#fields)
+        if (!this.#edited.has(name)) this.#put(name, shown(name, this.#inForce[name]));
+    }
     this.#enable();
+  }
+
+  #offerModels(names) {
+    const select = this.#form.elements.model;
+    if (this.#model && !names.includes(this.#model)) this.#choose("");
+    const there = Array.from(select.options, ({ value }) => value).filter(Boolean);
+    if (there.join("\n") !== names.join("\n"))
+      fill(select, [["", "all models"], ...names.map((name) => [name, name])]);
+    select.value = this.#model;
+    select.closest(".field").hidden = names.length < 2;
+  }
+
+  #choose(model) {
+    this.#model = model;
+    this.#edited.clear();
+    this.#clear();
+    for (const part of this.#form.querySelectorAll("[data-of]"))
+      part.hidden = (part.dataset.of === "model") !== Boolean(model);
+  }
+
+  get #fields() {
+    return this.#model ? OWN : FIELDS;
+  }
+
+  // What the form's model has of its own, or what all have.
+  get #inForce() {
+    return ownOf(this.#state, this.#model);
   }
 
   #put(name, text) {
@@ -86,21 +117,29 @@ export class Controls {
     if (control.value !== text) control.value = text;
   }
 
-  #edit({ name }) {
+  #edit({ name, value }) {
+    if (name === "model") {
+      this.#choose(value);
+      this.show(this.#state);
+      return;
+    }
     const text = this.#form.elements[name].value;
-    if (text === shown(name, this.#state[name])) this.#edited.delete(name);
+    if (text === shown(name, this.#inForce[name])) this.#edited.delete(name);
     else this.#edited.add(name);
-    this.#outcome.textContent = "";
-    this.#whatif.hidden = true;
-    this.#say("", null);
+    this.#clear();
     this.#enable();
   }
 
   #undo() {
-    this.#whatif.hidden = true;
     this.#edited.clear();
-    this.#say("", null);
+    this.#clear();
     this.show(this.#state);
+  }
+
+  #clear() {
+    this.#outcome.textContent = "";
+    this.#whatif.hidden = true;
+    this.#say("", null);
   }
 
   #enable() {
@@ -110,7 +149,7 @@ export class Controls {
       !byHand || !this.#state;
     elements.controller.disabled = byHand || !this.#state;
     elements.way.disabled = elements.way.options.length < 2 || !this.#state;
-    for (const name of FIELDS)
+    for (const name of [...FIELDS, ...OWN])
       labelled(elements[name])?.classList.toggle("edited", this.#edited.has(name));
     const nothing = this.#busy || !this.#edited.size;
     this.#apply.disabled = this.#reset.disabled = this.#try.disabled = nothing;
@@ -120,8 +159,8 @@ export class Controls {
 
   // What is edited; null where a number is missing, which is said.
   #change() {
-    const change = {};
-    for (const name of FIELDS) {
+    const change = this.#model ? { model: this.#model } : {};
+    for (const name of this.#fields) {
       const control = this.#form.elements[name];
       if (!this.#edited.has(name) || control.disabled) continue;
       change[name] = meant(name, control.value);
@@ -203,7 +242,9 @@ export class Controls {
 
 // The change that takes another one back: with a controller it sets no thresholds, which are that
 // one's to move.
-function undone(change, state) {
+function undone({ model, ...change }, state) {
+  const own = Object.keys(change).map((name) => [name, ownOf(state, model)[name]]);
+  if (model) return { model, ...Object.fromEntries(own) };
   const names = new Set([...Object.keys(change), "salc_enabled"]);
   const thresholds = ["prefill_threshold_percent", "decode_threshold_percent"];
   if (!state.salc_enabled) thresholds.forEach((name) => names.add(name));
@@ -243,6 +284,10 @@ function expected(phases) {
     caption.append(note);
   }
   return table;
+}
+
+function ownOf(state, model) {
+  return model ? state.models.find(({ name }) => name === model) : state;
 }
 
 function fill(select, options) {
