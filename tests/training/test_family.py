@@ -59,7 +59,7 @@ def test_words_spelled_backwards_are_the_words():
 @pytest.mark.parametrize("skill", VARIANTS)
 def test_held_out_items_are_in_no_training_data(skill):
     train, held_out = ({task.prompt for task in some(skill, s, 1000)} for s in ("train", "eval"))
-    assert len(train) > 950
+    assert len(train) > 900
     assert not train & held_out
     assert some(skill, "eval") == some(skill, "eval")
     assert skill not in FAMILIES

@@ -95,13 +95,13 @@ def restore(out: Path, stored: Path | None = None) -> None:
 
 
 def _config_of(skill: str, config: TuneConfig) -> TuneConfig:
-    """Returns a variant's settings."""
+    """Returns a variant's settings. Calls take longer to learn than a skill of single characters,
+    in more and smaller steps.
+    """
     if skill != CALLER:
         return config
     rows, united_steps = max(1, config.rows // 2), max(1, config.united_steps // 2)
-    return dataclasses.replace(
-        config, rows=rows, steps=config.steps + 60, united_steps=united_steps
-    )
+    return dataclasses.replace(config, rows=rows, steps=3 * config.steps, united_steps=united_steps)
 
 
 def _export(variant: Params, directory: Path) -> None:
