@@ -134,17 +134,21 @@ def here(text, s):
     return text.replace("127.0.0.1:8000", s.address).replace('"bundled"', '"counter"')
 
 
-async def test_curl_gets_an_answer():
-    (example,) = examples("sh")
+@pytest.mark.parametrize("number", range(len(examples("sh"))))
+async def test_curl_gets_an_answer(number):
     async with serving_http(engine=EngineConfig(max_model_len=128)) as s:
-        command = shlex.split(here(example, s).replace("\\\n", ""))
+        command = shlex.split(here(examples("sh")[number], s).replace("\\\n", ""))
         done = await to_thread(
             subprocess.run, [*command, "-sS"], capture_output=True, text=True, timeout=60
         )
         (call,) = s.engine.calls
     assert done.returncode == 0, done.stderr
-    assert call["sampling"].max_new_tokens == 16
-    assert '"text":";<=>?@ABCDEFGHIJ"' in done.stdout
+    if number == 0:
+        assert call["sampling"].max_new_tokens == 16
+        assert '"text":";<=>?@ABCDEFGHIJ"' in done.stdout
+    else:
+        assert done.stdout.startswith("data: ")
+        assert done.stdout.endswith("data: [DONE]\n\n")
 
 
 async def test_the_clients_example_runs():
