@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import math
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from types import SimpleNamespace
 
 from serving.config import EngineConfig
@@ -242,6 +242,13 @@ class FakeEngine:
         return tuple(own)
 
     def check(self, change) -> None:
+        given = {name for name, value in asdict(change).items() if value is not None}
+        if change.model is None:
+            odd = given & {"floor_percent", "ceiling_percent"}
+        else:
+            odd = given - {one.name for one in fields(ModelBrownout)} - {"model"}
+        if odd:
+            raise InvalidRequest(f"{odd.pop()} is set, of {change.model or 'no model'}")
         if change.model is not None:
             self._own(change)
             return

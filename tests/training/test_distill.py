@@ -204,7 +204,7 @@ def test_packed_data_is_all_of_the_text(tiny_dir):
         for row, own in zip(data.tokens, data.items, strict=True)
         for n in range(1, own.max() + 1)
     }
-    for _, prompt, answer, _ in read_texts(path):
+    for _, prompt, answer, *_ in read_texts(path):
         ids = tokenizer.encode(prompt) + tokenizer.encode(answer)
         assert all(tuple(ids[at : at + 64]) in pieces for at in range(0, len(ids), 64))
 
