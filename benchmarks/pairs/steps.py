@@ -5,6 +5,7 @@ import statistics
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -14,14 +15,46 @@ import numpy as np
 import jmoe
 from benchmarks.kernels.shapes import BUNDLED as SHAPE
 from benchmarks.pairs.harness import Figures, Play
-from benchmarks.pairs.passing_time import BATCH
+from benchmarks.pairs.passing_time import BATCH, CONFIG
 from jmoe.api import Model
 from jmoe.brownout import Brownout
 from jmoe.packed_rows import pack_row
 from jmoe.stepper import Stepper
 from pallas_kernels import grouped_gemm, routing
+from serving.config import BrownoutConfig
+from serving.execution.buckets import Key
+from serving.execution.ranks import ByRank
+from serving.execution.runner import DeviceRunner
+from serving.plan import Phase, StepControl, StepPlan
 
 CONTEXT, WAY = 64, 8
+ENGINE = replace(
+    CONFIG,
+    page_size=16,
+    max_prefill_tokens=256,
+    decode_buckets=(BATCH,),
+    prefill_buckets=(256,),
+    threshold_buckets_percent=(40, 100),
+    brownout=BrownoutConfig(strategy="zero", way=WAY),
+)
+"""The demo's sizes, with only the programs that are timed."""
+
+
+@asynccontextmanager
+async def decode(settings: Mapping[str, tuple[int, int]], dry: bool) -> AsyncIterator[Play]:
+    """Yields what plays a setting, threshold and strategy of an engine's program. The figure is the
+    median time of a play's runs.
+    """
+    model = jmoe.load("bundled", "float32", ways=[WAY])
+    text = _tokens(model)
+    runner = DeviceRunner(model, ENGINE)
+    runner.start(WAY, (WAY,))
+    time_program = _program(runner, [text[i * CONTEXT :][:CONTEXT] for i in range(BATCH)])
+
+    async def play(name: str, number: int) -> Figures:
+        return {"step_ms": 1e3 * statistics.median(map(time_program, [settings[name]] * 5))}
+
+    yield play
 
 
 def _tokens(model: Model) -> list[int]:
@@ -119,6 +152,42 @@ async def caches(settings: Mapping[str, tuple[int, int, str]], dry: bool) -> Asy
         }
 
     yield play
+
+
+def _program(runner: DeviceRunner, prompts: list[list[int]]) -> Any:
+    """Returns a function that times a decode step of all slots under (threshold, strategy).
+
+    Slots hold keys of real text, so that routing is real; their length stays CONTEXT.
+    """
+    layers, state = runner.model.config.num_layers, runner.device.state
+    slots, blocks = state.block_table.shape
+    pages = np.arange(slots * blocks, dtype=np.int32).reshape(slots, blocks)
+    pages[BATCH:] = 0  # slots that no sequence of these has
+    state = state._replace(block_table=jnp.asarray(pages))
+    for slot, prompt in enumerate(prompts):
+        rows = np.stack([pack_row(slot, kv_len=CONTEXT, q_len=CONTEXT)])
+        plan = StepPlan(Phase.PREFILL, rows, tokens=np.array(prompt, np.int32), stop_layer=layers)
+        key = Key("prefill", 256, 100)
+        step = ByRank.of(plan, runner.limits)
+        args = runner.device.arrays(key, step, StepControl(100, 0))
+        state = runner.programs.run(key, state, *args)[0]
+    rows = np.stack([pack_row(slot, kv_len=CONTEXT) for slot in range(BATCH)])
+    step = ByRank.of(StepPlan(Phase.DECODE, rows, stop_layer=layers), runner.limits)
+    newest = np.zeros(slots, np.int32)
+    newest[:BATCH] = [prompt[-1] for prompt in prompts]
+
+    def run(control: tuple[int, int]) -> float:
+        nonlocal state
+        state = state._replace(last_token=jnp.array(newest))  # a copy: the state is donated
+        key = Key("decode", BATCH, 40 if control[1] else 100)
+        args = runner.device.arrays(key, step, StepControl(*control))
+        jax.block_until_ready(state)
+        start = time.perf_counter()
+        state, out = runner.programs.run(key, state, *args)
+        jax.block_until_ready(out)
+        return time.perf_counter() - start
+
+    return run
 
 
 def spread(num_rows: int, active: int, seed: int) -> np.ndarray:

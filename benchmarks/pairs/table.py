@@ -4,7 +4,7 @@ from benchmarks.pairs.burst import bursts
 from benchmarks.pairs.engines import OUTPUTS, outputs, parts, prefixes
 from benchmarks.pairs.harness import Pair
 from benchmarks.pairs.served import PEER_FIGURES, STREAMS, Load, peers, served
-from benchmarks.pairs.steps import WAY, caches, expert_op, formats
+from benchmarks.pairs.steps import WAY, caches, decode, expert_op, formats
 from jmoe.brownout import Brownout, LowestGate
 
 _OUTPUTS = {
@@ -84,13 +84,13 @@ PAIRS: dict[str, Pair] = {
     "step_time": Pair(
         "A decode step of 64 rows at context 64, without and with brownout.",
         {
-            "zero": ("float32", "none", None),
-            "way 8, t 40": ("float32", "none", Brownout("partial", 40, WAY)),
-            "way 8, t 0": ("float32", "none", Brownout("partial", 0, WAY)),
-            "full, t 0": ("float32", "none", Brownout("full", 0)),
+            "zero": (100, 0),
+            "way 8, t 40": (40, 2),
+            "way 8, t 0": (0, 2),
+            "full, t 0": (0, 1),
         },
-        formats,
-        ("step_ms", "cpu_ms"),
+        decode,
+        ("step_ms",),
         rounds=20,
     ),
     "plans": Pair(
