@@ -77,7 +77,10 @@ class Capture(Observer):
 
     def _append(self, line: bytes) -> bool:
         """Adds a line, and returns whether there was room. The file may be moved at any time."""
-        number = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        flags = (
+            os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK
+        )  # no wait for a FIFO's reader
+        number = os.open(self.path, flags, 0o600)
         try:
             size = os.fstat(number).st_size
             if size + len(line) > self._max_bytes:

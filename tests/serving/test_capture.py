@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import random
 import stat
 from pathlib import Path
@@ -87,5 +88,8 @@ async def test_a_disk_that_is_full_costs_no_answer(tmp_path, caplog):
 
 
 def test_a_file_that_cannot_be_written_is_known_at_the_start(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(SettingsError, match=r"capture is '.*pipe': No such device"):
+        Capture(tmp_path / "pipe", 1.0, 1.0)
     with pytest.raises(SettingsError, match=r"capture is '.*none/asked.jsonl': No such file"):
         Capture(tmp_path / "none" / "asked.jsonl", 1.0, 1.0)

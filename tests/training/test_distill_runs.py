@@ -69,8 +69,7 @@ def test_what_is_held_out_is_told_by_data_file(tiny_dir, tmp_path):
     assert mean == pytest.approx(refined.after, rel=1e-4)
     assert refined.by_file[0] != pytest.approx(refined.by_file[1], rel=0.01)
     report = (tmp_path / "out" / "distill.md").read_text()
-    assert "| way | tasks.jsonl | strange.txt | one.txt |" in report
-    assert f"| 4 | {refined.by_file[0]:.4f} | {refined.by_file[1]:.4f} | nan |" in report
+    assert f"| 4 | strange.txt | {refined.by_file[1]:.4f} |\n| 4 | one.txt | nan |" in report
     again = distill(tiny_dir.path, [4], files, tmp_path / "out", config)[1][0]
     np.testing.assert_equal(again.by_file, refined.by_file)
 

@@ -71,9 +71,13 @@ def write_report(
             "",
             "After, by data file:",
             "",
-            f"| way | {' | '.join(files)} |",
-            f"|---|{'---|' * len(files)}",
-            *(f"| {r.way} | {' | '.join(f'{d:.4f}' for d in r.by_file)} |" for r in refined),
+            "| way | file | divergence |",
+            "|---|---|---|",
+            *(
+                f"| {r.way} | {file} | {divergence:.4f} |"
+                for r in refined
+                for file, divergence in zip(files, r.by_file, strict=True)
+            ),
         ]
     (out / "distill.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
     _draw(out / "distill.png", layers, ways)
