@@ -53,6 +53,9 @@ class StepRows(NamedTuple):
     kv_len: Int[Array, "N"]  # positions of each, the step's included; 0: padding
     q_start: Int[Array, "N1"] | None = None
     """First row of each sequence's chunk; None: a decode step, one row a sequence."""
+    num_decodes: int = 0
+    """The first sequences of a hybrid step, which decode: one row each, padding behind them. A kind
+    may take them for chunks."""
 
 
 @runtime_checkable
@@ -141,6 +144,16 @@ class Paged:
         own = kind._in_sight(table[rows.slots], cache, rows)
         if rows.q_start is None:
             return DecodeAttention.of(written, cache, own, num_heads=heads, **lengths)
+        if rows.num_decodes:
+            return HybridAttention.of(
+                written,
+                cache,
+                own,
+                rows.num_decodes,
+                num_heads=heads,
+                q_start=rows.q_start,
+                **lengths,
+            )
         return PrefillAttention.of(
             written, cache, own, num_heads=heads, q_start=rows.q_start, **lengths
         )
@@ -453,14 +466,16 @@ class PrefillAttention(NamedTuple):
         q_start: Int[Array, "N1"],
         kv_len: Int[Array, "N"],
         kind: Paged = FULL,
+        may_expand: bool = True,
     ) -> "PrefillAttention":
         """Makes it with the kernel's work planned, once for all layers (`prefill_attention`, or
-        `expanded_attention`).
+        `expanded_attention`, if it `may_expand`).
         """
-        rows = written.page.shape[0]
+        rows, work = written.page.shape[0], None
         chunks = {"q_start": q_start, "kv_len": kv_len, "window": kind.window}
         chunks |= {"latent": kind.latent}
-        work = kind.plan_expanded(rows, num_heads, pages, q_start, kv_len)
+        if may_expand:
+            work = kind.plan_expanded(rows, num_heads, pages, q_start, kv_len)
         if work is None:
             work = plan_prefill(rows, num_heads, pages.k, **chunks)
         return cls(written, block_table, q_start, kv_len, work, kind)
@@ -470,6 +485,16 @@ class PrefillAttention(NamedTuple):
     ) -> tuple[Float[Array, "T H D"], Pages]:
         """See Attention."""
         q, pages = self.written.write(projection, layer, cache)
+        return self.read(q, layer, pages, projection), pages
+
+    def read(
+        self,
+        q: Float[Array, "T H D"],
+        layer: Int[Array, ""],
+        cache: Pages,
+        projection: Projection | Heads,
+    ) -> Float[Array, "T H V"]:
+        """Returns what the heads read of a cache that the rows are written to."""
         chunks = {
             "layer": layer,
             "block_table": self.block_table,
@@ -481,22 +506,63 @@ class PrefillAttention(NamedTuple):
             assert isinstance(projection, Heads)
             assert projection.expand is not None
             assert isinstance(self.kind, Latent)
-            assert isinstance(pages, LatentPages)
+            assert isinstance(cache, LatentPages)
             scale = self.kind.scale
-            return expanded_attention(
-                q, projection.expand, pages.latent, scale=scale, **chunks
-            ), pages
-        out = prefill_attention(
+            return expanded_attention(q, projection.expand, cache.latent, scale=scale, **chunks)
+        return prefill_attention(
             q,
-            pages.k,
-            pages.v,
+            cache.k,
+            cache.v,
             scale=q.shape[-1] ** -0.5,
             window=self.kind.window,
             sinks=projection.sinks,
             latent=self.kind.latent,
             **chunks,
         )
-        return out, pages
+
+
+class HybridAttention(NamedTuple):
+    """Rows of sequences that decode, and behind them chunks of prompts. All are written before any
+    are read, since XLA would copy the cache for a read between two writes.
+    """
+
+    decode: DecodeAttention  # of the first rows, as many as may decode
+    prefill: PrefillAttention  # of all rows; those that decode are in no chunk
+
+    @classmethod
+    def of(
+        cls,
+        written: Written,
+        pages: Pages,
+        block_table: Int[Array, "N M"],
+        num_decodes: int,
+        *,
+        num_heads: int,
+        q_start: Int[Array, "N1"],
+        kv_len: Int[Array, "N"],
+        kind: Paged = FULL,
+    ) -> "HybridAttention":
+        """Makes it of the first `num_decodes` sequences and the others. Latents are read as they
+        are by all.
+        """
+        n, given = num_decodes, {"num_heads": num_heads, "kind": kind}
+        chunks = {"q_start": q_start[n:], "kv_len": kv_len[n:], "may_expand": False}
+        return cls(
+            DecodeAttention.of(written, pages, block_table[:n], kv_len=kv_len[:n], **given),
+            PrefillAttention.of(written, pages, block_table[n:], **chunks, **given),
+        )
+
+    def __call__(
+        self, projection: Projection | Heads, layer: Int[Array, ""], cache: Pages
+    ) -> tuple[Float[Array, "T H D"], Pages]:
+        """See Attention."""
+        q, pages = self.decode.write(projection, layer, cache)
+        count = self.decode.kv_len.shape[0]
+        decoded = self.decode.read(q[:count], layer, pages, projection.sinks)
+        read = self.prefill.read(q, layer, pages, projection)
+        decodes = jnp.arange(count, dtype=jnp.int32) < self.prefill.q_start[0]
+        first = jnp.where(decodes[:, None, None], decoded, read[:count])
+        return read.at[:count].set(first), pages
 
 
 @jax.tree_util.register_dataclass

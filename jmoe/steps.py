@@ -220,9 +220,10 @@ def prefill_data(
     num_tokens: int,
     rows: Int[Array, "B C"],
     control: Int[Array, "controls"],
+    num_decodes: int = 0,
 ) -> tuple[Int[Array, "T"], Int[Array, "B+1"], StepData]:
     """Returns the chunk that each row of a prefill step belongs to, where chunks begin, and what
-    the step's layers need of its rows.
+    the step's layers need of its rows. `num_decodes` as of `prefill_step`.
     """
     num_chunks = rows.shape[0]
     q_start = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(rows[:, Q_LEN])])
@@ -235,7 +236,14 @@ def prefill_data(
     first_position = rows[:, KV_LEN] - rows[:, Q_LEN]
     position = jnp.where(valid, first_position[owner] + index - q_start[owner], 0)
     step_rows = StepRows(
-        state.block_table, slots[owner], position, valid, slots, rows[:, KV_LEN], q_start
+        state.block_table,
+        slots[owner],
+        position,
+        valid,
+        slots,
+        rows[:, KV_LEN],
+        q_start,
+        num_decodes,
     )
     return owner, q_start, _step_data(cfg, state, step_rows, rows[owner, EXEMPT], control)
 
@@ -478,9 +486,14 @@ def prefill_step(
     keep_hidden: bool = False,
     layers: range | None = None,
     replication: Replication | None = None,
+    num_decodes: int = 0,
 ) -> tuple[State, StepOutput]:
     """Runs chunks of prompts, packed one after another into `tokens`; row b owns its `q_len` next
     ones.
+
+    A hybrid step decodes beside them (Sarathi-Serve, arXiv 2403.02310, section 4.1): of its rows,
+    the first `num_decodes` (static) are those of a decode step, padding last. Each real one owns
+    one of `tokens`, -1, which stands for the newest token of its slot.
 
     A token comes of the last row of every chunk; the host uses it where the chunk ends its prompt.
     `keep_hidden` (static) returns rows after the last layer, for `score_step`. For parts of a step
@@ -488,8 +501,12 @@ def prefill_step(
     `replication` (static): over a mesh, how each layer copies experts for the next one.
     """
     state = with_deltas(state, deltas, layers)
-    owner, q_start, step = prefill_data(cfg, state, tokens.shape[0], rows, control)
+    num_tokens = tokens.shape[0]
+    owner, q_start, step = prefill_data(cfg, state, num_tokens, rows, control, num_decodes)
     valid = step.rows.valid
+    if num_decodes:
+        newest = state.last_token[jnp.maximum(rows[owner, SLOT], 0)]
+        tokens = jnp.where(tokens < 0, newest, tokens)
     part = _Part.of(cfg, weights, state, control, max_active, layers, replication)
     x, state, stats = part.run(lambda: tokens, step, places, valid)
     last = jnp.maximum(q_start[1:] - 1, 0)

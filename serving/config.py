@@ -525,6 +525,12 @@ class EngineConfig:
     prefill_buckets: tuple[int, ...] = setting(
         (), "Token counts compiled for. Empty: by device.", ASCENDING
     )
+    hybrid_steps: str = setting(
+        "auto",
+        "Decode beside prompts in one step, where that takes less than a step of each and nothing "
+        "is degraded (operating.md). auto: on GPUs.",
+        one_of("auto", "on", "off"),
+    )
     threshold_buckets_percent: tuple[int, ...] = setting(
         (),
         "Thresholds compiled for; the last is 100. Empty: by device.",

@@ -50,6 +50,7 @@ from serving.errors import (
 from serving.execution.executor import (
     STEPS_AT_ONCE,
     Completed,
+    DecodesBesidePrompts,
     Draws,
     Executor,
     FailedRows,
@@ -163,6 +164,8 @@ class Engine:
             slow_s,
             executor.in_order,
         )
+        has_hybrid = isinstance(executor, DecodesBesidePrompts) and executor.has_hybrid
+        self._beside = self._decodes_beside if has_hybrid else None
         self._work = asyncio.Event()  # a request or news has come
         self.registry = Registry(executor, self.scheduler, config.model_stay_s, self._work.set)
         self.fetcher = Fetcher(executor, self.scheduler, self.family, clock)
@@ -703,17 +706,26 @@ class Engine:
         if self.loader.holds:
             return None
         num_running, since_s = len(self.scheduler.running), 0.0
-        slack_s, company = -math.inf, self.pace.company(self.slo.in_force[0], num_running)
+        beside = self._beside is not None and self.slo.is_exact
+        company = self.pace.company(self.slo.in_force[0], num_running, beside=beside)
+        slack_s = -math.inf
         if self._in_flight:
             before = self._in_flight[-1]
             tokens_at = self.scheduler.tokens_at()
             since_s = self.pace.since_tokens_s(before, tokens_at)
             tokens = self.scheduler.next_prefill_tokens()
             slack_s = self.slo.itl_slack_s(before, tokens, num_running)
-        step = self.scheduler.next_step(slack_s, now, company)
+        step = self.scheduler.next_step(slack_s, now, company, self._beside)
         if step is not None:
             self._submit(step, now, since_s)
         return step
+
+    def _decodes_beside(self, num_tokens: int, num_rows: int) -> bool:
+        """Returns whether rows are to decode in a prefill step: while nothing is degraded, since
+        each phase has a threshold of its own, and where that takes less than a step of each.
+        """
+        fits = num_tokens + num_rows <= self.executor.limits.max_prefill_tokens
+        return fits and self.slo.is_exact and self.pace.times.hybrid_pays(num_tokens, num_rows)
 
     def _decide(self, now: float) -> None:
         shares = {LS: self.slo.shares, BE: {}}
@@ -739,8 +751,9 @@ class Engine:
         if self.executor.in_order:  # otherwise whichever rows are in a layer together decide
             percent = step.degrade_best_effort_first(control)
             control = control._replace(threshold_percent=percent)
-            for sequence, exempt in zip(step.sequences, step.exempt.tolist(), strict=True):
-                sequence.note_threshold(step.phase, 100 if exempt else percent)
+            for at, exempt in enumerate(step.exempt.tolist()):
+                phase, sequence = step.phase_of(at), step.sequences[at]
+                sequence.note_threshold(phase, 100 if exempt else percent)
             step.launched_at = step.started_at = launched_at
             self._in_flight.append(step)
         elif step.waits:  # for nothing: the tokens before have all been read

@@ -205,11 +205,19 @@ class StepPlan:
     is_last: bool = True  # whether it includes the model's last layer, and yields tokens
     shapes: Shapes | None = None  # in a last part, if some row's logits are changed
     singles: Singles | None = None  # where rows complete singly; the step has all layers
+    num_decodes: int = 0
+    """Rows of a hybrid step that decode: the first ones of a prefill step, with a token of -1 each.
+    It runs whole."""
 
     @property
     def size(self) -> int:
         """The number of positions that it computes: one for each row of a decode step."""
         return len(self.rows) if self.phase is Phase.DECODE else int(self.q_lens.sum())
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """The number of positions of prompts' chunks; of a decode step, of all rows."""
+        return self.size - self.num_decodes
 
     @property
     def models(self) -> tuple[int, ...]:

@@ -64,9 +64,9 @@ def prefill_attention(
     Rows `[q_start[n], q_start[n + 1])` are the last rows of a sequence whose pages hold `kv_len[n]`
     positions, these rows' own keys included: row i of the chunk sits at position
     `kv_len[n] - chunk_len + i` and sees positions up to its own, or the last `window` of those; 0:
-    all. Chunks may be empty. Rows past `q_start[N]` yield zeros. Softmax and accumulation are
-    float32; the result has q's dtype. `sinks` are scores, one a query head, that take weight and
-    have no value.
+    all. Chunks may be empty. Rows before `q_start[0]` yield anything, those past `q_start[N]`
+    zeros. Softmax and accumulation are float32; the result has q's dtype. `sinks` are scores, one a
+    query head, that take weight and have no value.
 
     Values are as wide as keys; or, of latents, the first `latent` elements of the keys themselves,
     which are one head: `v_pages` is None then.

@@ -39,6 +39,7 @@ class FakeRunner(StepExecutor):
     compilations_since_ready: int = 0
     num_programs: int = 0
     launch_s: float = 0.0  # from a launch until a device that waits could begin
+    has_hybrid: bool = False  # whether rows decode in prefill steps
     launches: list[tuple[Phase, int, StepControl]] = field(default_factory=list)
     _last: dict[int, int] = field(default_factory=dict)
     _table: dict[tuple[int, int], int] = field(default_factory=dict)
@@ -70,6 +71,7 @@ class FakeRunner(StepExecutor):
             if plan.phase is Phase.PREFILL:
                 new, places = plan.tokens[at : at + q_len].tolist(), plan.places[at : at + q_len]
                 at += q_len
+                new = [self._last[slot]] if new == [-1] else new  # of a hybrid step
             else:
                 new, places = [self._last[slot]], [self.limits.hidden_row(slot)]
             start = kv_len - q_len
@@ -142,7 +144,8 @@ class FakeRunner(StepExecutor):
             return
         tokens = np.bincount(rank, plan.rows[:, Q_LEN])
         assert tokens.max() <= limits.max_prefill_tokens
-        assert np.bincount(rank).max() <= limits.max_prefill_seqs
+        assert np.bincount(rank[plan.num_decodes :]).max() <= limits.max_prefill_seqs
+        assert not plan.num_decodes or (self.has_hybrid and plan.is_first and plan.is_last)
         assert (plan.places // limits.hidden_per_rank == np.repeat(rank, plan.q_lens)).all()
 
     def draw(self, allowed: np.ndarray) -> None:

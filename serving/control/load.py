@@ -49,8 +49,10 @@ class LoadMeter(Observer):
         """See Observer."""
         if step.is_last and step.has_ls:
             if step.phase is Phase.PREFILL:
-                self._prefill_tokens.add(step.size)
-                for sequence, ends in zip(step.sequences, step.sampled, strict=True):
+                self._prefill_tokens.add(step.num_prompt_tokens)
+                chunks = slice(step.num_decodes, None)
+                prompts = zip(step.sequences[chunks], step.sampled[chunks], strict=True)
+                for sequence, ends in prompts:
                     urgent = sequence.request.priority is Priority.LATENCY_SENSITIVE
                     if ends and urgent and not sequence.tokens:
                         self._prompt_tokens.add(len(sequence.prompt) - sequence.cached_tokens)

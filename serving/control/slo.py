@@ -359,34 +359,53 @@ class SloAnalyser:
         The latency-sensitive class sets the threshold of every step, since all of them hold it up;
         best effort with an objective of its own may lower that of steps which are all its own. A
         model's own bounds hold for its rows: of a mixed step, those that shall have a higher
-        threshold than others are exempt.
+        threshold than others are exempt. A hybrid step has the higher one of its phases: of
+        neither, more is degraded than it may be.
         """
-        percent = self.ls.of(step.phase).percent
-        if not step.has_ls:
-            percent = min(percent, self.best_effort.of(step.phase).percent)
-        elif self.controls and self.ls.controller.by_step and not self.ls.of(step.phase).in_vain:
-            # A row that completes singly has the company of all that decode.
-            by_itself = step.singles is not None and step.phase is Phase.DECODE
-            seen = StepSeen(
-                now=now,
-                phase=step.phase,
-                size=num_decoding if by_itself else step.size,
-                num_decoding=num_decoding,
-                since_s=since_s,
-                exempt_share=step.exempt_share,
-                percent=self.ls.of(step.phase).threshold_percent,
-                itl_slo_s=self.in_force[1],
-                times=self._pace.times,
-                load=self._load,
+        if step.num_decodes:
+            times, rows = self._pace.times, step.num_decodes
+            more_s = times.hybrid_s(step.num_prompt_tokens, rows)
+            more_s -= times.expected_s(Phase.DECODE, rows)
+            percent = max(
+                self._percent(step, Phase.PREFILL, since_s, num_decoding + rows, now),
+                self._percent(step, Phase.DECODE, since_s + more_s, num_decoding, now),
             )
-            percent = max(self.ls.controller.of_step(seen), self.least_percent)
-            self.ls.of(step.phase).note_step(percent, step.size)
+        else:
+            percent = self._percent(step, step.phase, since_s, num_decoding, now)
         percents = {model: self._bounded(percent, model) for model in step.models}
         lowest = min(percents.values())
         if spared := [model for model in percents if percents[model] > lowest]:
             step.spare(spared)
         floors = (self.models[model].floor_percent for model in percents.keys() - spared)
         return StepControl(lowest, self.code, max(self.least_percent, *floors))
+
+    def _percent(
+        self, step: ScheduledStep, phase: Phase, since_s: float, num_decoding: int, now: float
+    ) -> int:
+        """Returns the threshold of those of a step's rows that are in this phase."""
+        of = self.ls.of(phase)
+        if not step.has_ls:
+            return min(of.percent, self.best_effort.of(phase).percent)
+        if not (self.controls and self.ls.controller.by_step) or of.in_vain:
+            return of.percent
+        size = step.num_prompt_tokens if step.phase is phase else step.num_decodes
+        # A row that completes singly has the company of all that decode.
+        by_itself = step.singles is not None and phase is Phase.DECODE
+        seen = StepSeen(
+            now=now,
+            phase=phase,
+            size=num_decoding if by_itself else size,
+            num_decoding=num_decoding,
+            since_s=since_s,
+            exempt_share=step.exempt_share,
+            percent=of.threshold_percent,
+            itl_slo_s=self.in_force[1],
+            times=self._pace.times,
+            load=self._load,
+        )
+        percent = max(self.ls.controller.of_step(seen), self.least_percent)
+        of.note_step(percent, size)
+        return percent
 
     def _bounded(self, percent: int, model: int) -> int:
         own = self.models[model]
@@ -452,6 +471,13 @@ class SloAnalyser:
     def way_in_force(self) -> int:
         """The way of every layer; -1 while they change."""
         return -1 if self.way_changes else self.way
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether nothing of the latency-sensitive class is to be degraded now."""
+        of_phases = self.ls.prefill.percent, self.ls.decode.percent
+        ceilings = (own.ceiling_percent for own in self.models)
+        return self.strategy == "zero" or min(*of_phases, *ceilings) == 100
 
     @property
     def controls(self) -> bool:

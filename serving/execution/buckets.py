@@ -28,7 +28,7 @@ class Key(NamedTuple):
     `score`, `sample` and `draw` run behind a step whose rows ask for it; `truncate` is `sample`
     with top-k and top-p (`sampling_phases`). `seat` has the positions of a sequence.
     Of a size whose prefill steps copy experts while they run, `copies` False is the one that does
-    not.
+    not. Of a hybrid step's tokens, the first up to `num_decodes` are of rows that decode.
     """
 
     phase: str
@@ -37,6 +37,7 @@ class Key(NamedTuple):
     layers: tuple[int, int] | None = None
     models: int = 1
     copies: bool = True
+    num_decodes: int = 0
 
     @property
     def name(self) -> str:
@@ -44,6 +45,7 @@ class Key(NamedTuple):
         part = "" if self.layers is None else "-layers-{}-{}".format(*self.layers)
         part += "" if self.models == 1 else f"-models-{self.models}"
         part += "" if self.copies else "-no-copies"
+        part += f"-decodes-{self.num_decodes}" if self.num_decodes else ""
         return f"{self.phase}-{self.size}-{self.bucket_percent}{part}"
 
 
@@ -127,6 +129,10 @@ class Buckets:
         self.prefill = config.prefill_buckets
         self.switched: frozenset[int] = frozenset()
         """Prefill sizes that have programs which copy experts and programs which do not."""
+        wanted = config.hybrid_steps == "on" or (
+            config.hybrid_steps == "auto" and backend() != "cpu"
+        )
+        self.has_hybrid = wanted and limits.num_ranks == 1 and config.mode != "aep"
         self.thresholds = config.threshold_buckets_percent
         self.chunks = limits.max_prefill_seqs
         self._page_size, self._groups = limits.page_size, len(limits.windows)
@@ -146,10 +152,12 @@ class Buckets:
         keys = [Key("decode", n, t) for t in thresholds for n in reversed(self.decode)]
         prefill = [Key("prefill", n, t) for t in thresholds for n in reversed(self.prefill)]
         keys += self._forms(prefill)
+        hybrid = [self._hybrid(n) for n in reversed(self.prefill) if self.has_hybrid]
+        keys += hybrid
         keys += self.mixed_keys()
         keys.append(Key("score", self.prefill[-1], FULL_CAPACITY))
         mixed = {count * size for count in self.mixed for size in self.decode}
-        rows = sorted({*self.decode, self.chunks, *mixed})
+        rows = sorted({*self.decode, self.chunks, *mixed, *map(self.rows, hybrid)})
         keys += [Key(phase, n, FULL_CAPACITY) for phase in sampling_phases() for n in rows]
         return [*keys, self.seat]
 
@@ -178,9 +186,13 @@ class Buckets:
         ]
 
     def step_keys(self) -> list[Key]:
-        """Returns the keys of whole steps of one model."""
+        """Returns the keys of steps of one model and one phase."""
         steps = (key for key in self.keys() if key.phase in ("prefill", "decode"))
-        return [key for key in steps if key.models == 1]
+        return [key for key in steps if key.models == 1 and not key.num_decodes]
+
+    def _hybrid(self, size: int) -> Key:
+        """Returns the program of a hybrid step of `size` tokens."""
+        return Key("prefill", size, FULL_CAPACITY, num_decodes=min(size, self.decode[-1]))
 
     def part(
         self, key: Key, layers: tuple[int, int], at_once: Mapping[tuple[str, int], int]
@@ -220,11 +232,14 @@ class Buckets:
         *,
         prompt_logprobs: bool,
         models: int = 1,
+        hybrid: bool = False,
     ) -> Key:
         """Returns the smallest program that serves a step whose experts a threshold bounds.
 
         With `prompt_logprobs` it is the largest prefill program, the one that `score` follows.
         """
+        if hybrid:
+            return self._hybrid(self.bucket(phase, size))
         if prompt_logprobs:
             fits = self.prefill[-1]
         elif phase == "decode" and models == 1:
@@ -241,7 +256,8 @@ class Buckets:
 
     def rows(self, key: Key) -> int:
         """Returns the packed rows of a program."""
-        return self.chunks if key.phase in ("prefill", "score") else key.size
+        chunked = key.phase in ("prefill", "score")
+        return self.chunks + key.num_decodes if chunked else key.size
 
     def deltas(self, key: Key) -> int:
         """Returns how many block-table deltas a step can have: a page a row, and those its tokens
@@ -251,4 +267,4 @@ class Buckets:
             return self._groups * key.size
         filled = key.size // self._page_size + self.chunks
         most = max(filled, self.chunks * self._max_blocks) if self._reuses else filled
-        return self._groups * most
+        return self._groups * (most + key.num_decodes)

@@ -195,6 +195,18 @@ class Mixes(Protocol):
 
 
 @runtime_checkable
+class DecodesBesidePrompts(Protocol):
+    """Runs hybrid steps, in which rows decode beside chunks of prompts."""
+
+    @property
+    def has_hybrid(self) -> bool:
+        """Whether there are such steps, of at most `max_prefill_tokens`, those of rows that decode
+        included.
+        """
+        ...
+
+
+@runtime_checkable
 class ChoosesImplementations(Protocol):
     """Has several implementations of an op, by device and size."""
 

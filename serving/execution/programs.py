@@ -170,7 +170,8 @@ class Programs:
         """
         code = _traced_code(self._model.config)
         by_size = sorted(
-            self._buckets.keys(), key=attrgetter("models", "size", "bucket_percent", "copies")
+            self._buckets.keys(),
+            key=attrgetter("models", "size", "bucket_percent", "copies", "num_decodes"),
         )
         largest, needed = {key.phase: key for key in by_size}, list[int]()
         jobs: list[Future[int]] = []
@@ -307,7 +308,7 @@ class Programs:
         elif key.phase == "decode":
             step = partial(decode_step, cfg, max_active=max_active, layers=layers)
         else:  # `score` follows the largest one alone
-            keep = key.size == self._buckets.prefill[-1]
+            keep = key.size == self._buckets.prefill[-1] and not key.num_decodes
             keep &= layers is None or layers.stop == cfg.num_layers
             step = partial(
                 prefill_step,
@@ -316,6 +317,7 @@ class Programs:
                 keep_hidden=keep,
                 layers=layers,
                 replication=self._replicates(key),
+                num_decodes=key.num_decodes,
             )
         step = self._spread(step, on_mesh.STEPS[key.phase])
         step.__name__ = key.name.replace("-", "_")  # type: ignore[attr-defined]

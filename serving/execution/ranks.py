@@ -57,8 +57,13 @@ class ByRank(NamedTuple):
         return int(np.bincount(ranks, minlength=1).max())
 
     def row_at(self, num_rows: int) -> Int[np.ndarray, "B"]:
-        """Returns where each row is among `num_rows` a rank."""
-        return _at(self.rank, num_rows)
+        """Returns where each row is among `num_rows` a rank: of a hybrid step, first those that
+        decode, and last the chunks.
+        """
+        at = _at(self.rank, num_rows)
+        if self.plan.num_decodes:
+            at[self.plan.num_decodes :] += num_rows - len(at)
+        return at
 
     def token_at(self, num_tokens: int) -> Int[np.ndarray, "T"]:
         """Returns where each token is among `num_tokens` a rank."""

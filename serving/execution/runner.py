@@ -338,6 +338,7 @@ class DeviceRunner(StepExecutor):
             self._capacity_percent(plan, control),
             prompt_logprobs=plan.prompt_logprobs,
             models=len(plan.models),
+            hybrid=plan.num_decodes > 0,
         )
         if not self._parts_by_number and plan.num_layers < self.limits.num_layers:
             layers = plan.first_layer, plan.stop_layer
@@ -469,6 +470,11 @@ class DeviceRunner(StepExecutor):
     def mixes(self, counts: Sequence[int]) -> bool:
         """See Executor; measured at the start."""
         return self.mixed.pays(counts)
+
+    @property
+    def has_hybrid(self) -> bool:
+        """See Executor."""
+        return self.buckets.has_hybrid
 
     @property
     def part_layers_by_size(self) -> dict[str, int]:

@@ -261,7 +261,7 @@ class Metrics(Observer):
             self.expert_rows = rows if self.expert_rows is None else self.expert_rows + rows
         self.mesh.step_read(step.phase, step.size, result)
         if step.phase == "prefill":
-            self.prefill_tokens += step.size * step.is_last
+            self.prefill_tokens += step.num_prompt_tokens * step.is_last
             self._prefills.append((started_at, now))
         elif step.is_last and self._prefills:
             starts, ends = np.array(self._prefills).T

@@ -102,8 +102,13 @@ class Pace:
         seconds = (ended_at - step.started_at) / self._share(step)
         if not size:
             self._observe_lead(step, ended_at)
-        self.times.observe(step.phase, size or step.size, step.mean_threshold_percent, seconds)
-        if step.phase is Phase.DECODE and step.is_last:
+        percent = step.mean_threshold_percent
+        if step.num_decodes:
+            sizes = step.num_prompt_tokens, step.num_decodes
+            self.times.observe_hybrid(*sizes, percent, seconds)
+        else:
+            self.times.observe(step.phase, size or step.size, percent, seconds)
+        if step.decodes and step.is_last:
             self._decoded_at = ended_at
 
     def _observe_lead(self, step: ScheduledStep, ended_at: float) -> None:
@@ -138,10 +143,13 @@ class Pace:
         """
         return (max_wait_s or math.inf) + 4 * self.times.longest_s
 
-    def company(self, ttft_slo_s: float, num_decoding: int) -> Company | None:
+    def company(
+        self, ttft_slo_s: float, num_decoding: int, *, beside: bool = False
+    ) -> Company | None:
         """Returns what a prompt should wait for while `num_decoding` rows decode; None: nothing.
 
         A prefill step of n tokens takes a + b n, so with a / b tokens its fixed cost is half of it.
+        Where rows decode `beside` them, it takes the place of their own step, and costs that less.
         Waiting may use four fifths of what the TTFT objective leaves after the prefill step and the
         decode steps before and after it.
         """
@@ -149,9 +157,12 @@ class Pace:
         if not self.waits or line is None or not self.times.knows(Phase.DECODE):
             return None
         fixed_s, per_token_s = line
+        decode_s = self.times.expected_s(Phase.DECODE, num_decoding)
+        if beside:
+            ratio = self.times.hybrid_ratio
+            fixed_s = max(0.0, ratio * (fixed_s + decode_s) - decode_s)
         tokens = fixed_s / per_token_s if per_token_s > 0 else math.inf
         prefill_s = self.times.expected_s(Phase.PREFILL, tokens)
-        decode_s = self.times.expected_s(Phase.DECODE, num_decoding)
         return Company(tokens, max(0.0, WAIT * (ttft_slo_s - 2 * decode_s - prefill_s)))
 
     def idle_s(self, step: ScheduledStep) -> float:
@@ -189,7 +200,7 @@ class Pace:
         They had their last token at `tokens_at` (NaN: no sequence has one). 0 if the step itself
         yields their tokens.
         """
-        if math.isnan(tokens_at) or (step.phase is Phase.DECODE and step.is_last):
+        if math.isnan(tokens_at) or (step.decodes and step.is_last):
             return 0.0
         return max(0.0, step.started_at + self._expected_s(step, 0.0) - tokens_at)
 
@@ -202,5 +213,9 @@ class Pace:
         return step.num_layers / self._num_layers
 
     def _expected_s(self, step: ScheduledStep, unknown_s: float) -> float:
-        expected_s = self.times.expected_s(step.phase, step.size, step.mean_threshold_percent)
+        percent = step.mean_threshold_percent
+        if step.num_decodes:
+            expected_s = self.times.hybrid_s(step.num_prompt_tokens, step.num_decodes, percent)
+        else:
+            expected_s = self.times.expected_s(step.phase, step.size, percent)
         return unknown_s if math.isnan(expected_s) else self._share(step) * expected_s

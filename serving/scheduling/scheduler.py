@@ -44,6 +44,10 @@ FEW_DECODING = 1 / 3
 prefill step delays few. Simulated, this more than halves a steady load's wait for first tokens."""
 
 
+Beside = Callable[[int, int], bool]
+"""`(num_tokens, num_rows)`: whether so many rows are to decode beside a prefill step's tokens."""
+
+
 class Scheduler:
     """Continuous batching: new sequences join and finished ones leave between any two steps.
 
@@ -88,7 +92,7 @@ class Scheduler:
         self.queues = Queues(self.policy)
         self.running: list[SequenceState] = []  # in PREFILL or DECODE, by admission
         self.under_way: list[ScheduledStep] = []  # begun, but not launched to the last layer
-        self.num_parks = self.num_joins = self.num_mixed = 0
+        self.num_parks = self.num_joins = self.num_mixed = self.num_hybrid = 0
         self.num_evictions = dict.fromkeys(Priority, 0)
         self._layers_at_once = layers_at_once or (lambda phase, size: limits.num_layers)
         self._max_wait_s = max_wait_s
@@ -99,6 +103,7 @@ class Scheduler:
             None  # the one under way whose layers were launched last
         )
         self._has_best_effort = False  # as the next step is planned
+        self._beside: Beside | None = None  # likewise
 
     # ---- requests ---------------------------------------------------------------------------
 
@@ -224,13 +229,15 @@ class Scheduler:
         itl_slack_s: float = -math.inf,
         now: float = 0.0,
         company: Company | None = None,
+        beside: Beside | None = None,
     ) -> ScheduledStep | None:
         """Returns the layers to launch next, or None if there is nothing to run.
 
         It allocates their pages and advances their sequences. `itl_slack_s` is the time that the
         policy may spend on a prefill step out of turn, and `company` what a prompt should wait for
-        (see View).
+        (see View). `beside` says when rows decode in a prefill step; None: never.
         """
+        self._beside = beside
         self._has_best_effort = bool(self.queues[BE]) or any(map(is_best_effort, self.running))
         self._promote(now)
         view = self._view(itl_slack_s, now, company)
@@ -323,7 +330,7 @@ class Scheduler:
         elif taken.is_last:
             self._end(step)
         self._newest = step if step in self.under_way else None
-        self._last_phase = step.phase
+        self._last_phase = Phase.DECODE if step.decodes else step.phase
         return taken
 
     def _begin(self, step: ScheduledStep, now: float) -> ScheduledStep:
@@ -480,6 +487,10 @@ class Scheduler:
 
     def _begin_prefill(self, order: Order, now: float) -> ScheduledStep | None:
         chunks = Chunks(self.limits, self.exact, self.staging.ranks)
+        if rows := len(self._to_decode(self._candidates((LS,), SequenceStatus.DECODE))):
+            left = self.limits.max_prefill_tokens - rows
+            if self._may_be_hybrid and self._beside is not None and self._beside(left, rows):
+                chunks.leave(rows)
         for number, group in enumerate(order):
             if number and chunks:  # later groups fill up the step at no extra cost
                 if self._parked(Phase.PREFILL, chunks.model) is not None:
@@ -488,13 +499,39 @@ class Scheduler:
             self._fill_prefill(group, chunks, now)
         if not chunks:
             return None
-        step = self._begin(chunks.pack(), now)
+        decoding = self._to_decode(self._candidates((LS,), SequenceStatus.DECODE))
+        step = chunks.pack()
+        self._decode_beside(step, decoding)
+        self._begin(step, now)
         ranks = (self.limits.rank(sequence.slot) for sequence in step.sequences)
         step.place(self.staging.take(ranks), self.limits)
         parked = self._parked(Phase.PREFILL, step.model)
         if parked is not None and step.has_room_for(parked, self.limits):
             step.parts.joins = self._joins(step, parked)
         return step
+
+    @property
+    def _may_be_hybrid(self) -> bool:
+        """Whether no step could be parked, nor a row be run again."""
+        return not (self._has_best_effort or self.under_way or self.exact.models)
+
+    def _decode_beside(self, step: ScheduledStep, decoding: list[SequenceState]) -> None:
+        """Makes a prefill step a hybrid one if all `decoding` sequences can be in it and it pays.
+
+        It takes the place of a decode step: whoever it left out could wait for as long as there are
+        prompts. Nobody is evicted for it.
+        """
+        if not (decoding and self._may_be_hybrid and self._beside is not None):
+            return
+        if step.scores_prompts or any(s.request.model != step.model for s in decoding):
+            return
+        if self._beside(step.size, len(decoding)) and all(map(self._has_page, decoding)):
+            step.decode_beside(self._decode_step(decoding))
+            self.num_hybrid += 1
+
+    def _has_page(self, sequence: SequenceState) -> bool:
+        has = sequence.num_computed < sequence.room
+        return has or self._takes_pages(sequence)
 
     def _parked(self, phase: Phase, model: int | None) -> ScheduledStep | None:
         if self.exact.models:
@@ -569,7 +606,6 @@ class Scheduler:
 
     def _begin_decode(self, order: Order, now: float) -> ScheduledStep | None:
         scheduled: list[SequenceState] = []
-        grown: list[SequenceState] = []  # that have a further page
         candidates = self._decoding(order)
         if not candidates:
             return None
@@ -583,19 +619,26 @@ class Scheduler:
             if not room[rank] or sequence.status is not SequenceStatus.DECODE:
                 continue  # no row is left, or it was evicted for an earlier one
             if sequence.num_computed >= sequence.room:
-                if self._slides or not self.places.extend(sequence):
-                    num_running, found = len(self.running), self._finds_pages(sequence)
-                    if len(self.running) < num_running:
-                        stay = [s for s in scheduled if s.status is SequenceStatus.DECODE]
-                        room[rank] += len(scheduled) - len(stay)
-                        scheduled = stay
-                    if not found:
-                        continue
-                grown.append(sequence)
+                num_running, found = len(self.running), self._finds_pages(sequence)
+                if len(self.running) < num_running:
+                    stay = [s for s in scheduled if s.status is SequenceStatus.DECODE]
+                    room[rank] += len(scheduled) - len(stay)
+                    scheduled = stay
+                if not found:
+                    continue
             scheduled.append(sequence)
             room[rank] -= 1
         if not scheduled:
             return None
+        step = self._begin(self._decode_step(scheduled), now)
+        self.num_mixed += len(step.models) > 1
+        step.parts.joins = self._joins(step, parked)
+        return step
+
+    def _decode_step(self, scheduled: list[SequenceState]) -> ScheduledStep:
+        """Returns a step in which these sequences decode, and advances them; they have the pages
+        for it.
+        """
         for sequence in scheduled:
             sequence.num_computed += 1
             sequence.num_sampled += 1
@@ -606,15 +649,14 @@ class Scheduler:
         rows[:, KV_LEN] = [sequence.num_computed for sequence in scheduled]
         rows[:, Q_LEN] = 1
         models = [sequence.request.model for sequence in scheduled]
+        size = self.limits.page_size
         deltas = [
             delta
-            for sequence in grown
-            if sequence.status is SequenceStatus.DECODE
-            for delta in sequence.mapped(
-                sequence.prefix.num_mapped, sequence.room // limits.page_size
-            )
+            for sequence in scheduled
+            if sequence.prefix.num_mapped * size < sequence.room
+            for delta in sequence.mapped(sequence.prefix.num_mapped, sequence.room // size)
         ]
-        step = ScheduledStep(
+        return ScheduledStep(
             Phase.DECODE,
             rows,
             np.array(deltas, np.int32).reshape(-1, NUM_DELTA_COLUMNS),
@@ -623,10 +665,6 @@ class Scheduler:
             sequences=scheduled,
             sampled=[True] * len(scheduled),
         )
-        self._begin(step, now)
-        self.num_mixed += len(step.models) > 1
-        step.parts.joins = self._joins(step, parked)
-        return step
 
     def _decoding(self, order: Order) -> list[SequenceState]:
         """Returns sequences to decode by group: of one model, or of several if none can park."""
@@ -642,18 +680,8 @@ class Scheduler:
     def _finds_pages(self, sequence: SequenceState) -> bool:
         """Allocates pages for a running sequence's next positions, and evicts for the first of them
         if necessary; False if it waits for pages, or was evicted itself.
-
-        Those behind a window are given back before, though where pages are short nobody can share
-        what was not read yet.
         """
-        decodes = sequence.status is SequenceStatus.DECODE
-        more = self.places.extend if decodes else self.places.refill
-        if self._slides:
-            self.places.slide(sequence, self.reuse.num_settled(sequence))
-        found = more(sequence)
-        if self._slides and not found:
-            self.places.slide(sequence)
-            found = more(sequence)
+        found = self._takes_pages(sequence)
         while not found and sequence.num_computed >= sequence.room:
             victim = self._victim_for(sequence)
             if victim is None:
@@ -661,8 +689,27 @@ class Scheduler:
             self._preempt(victim)
             if victim is sequence:
                 return False
-            found = more(sequence)
+            found = self._more_pages(sequence)
         return True
+
+    def _takes_pages(self, sequence: SequenceState) -> bool:
+        """Allocates pages for a running sequence's next positions, and evicts nobody; False if
+        there are none.
+
+        Those behind a window are given back before, though where pages are short nobody can share
+        what was not read yet.
+        """
+        if self._slides:
+            self.places.slide(sequence, self.reuse.num_settled(sequence))
+        found = self._more_pages(sequence)
+        if self._slides and not found:
+            self.places.slide(sequence)
+            found = self._more_pages(sequence)
+        return found
+
+    def _more_pages(self, sequence: SequenceState) -> bool:
+        decodes = sequence.status is SequenceStatus.DECODE
+        return (self.places.extend if decodes else self.places.refill)(sequence)
 
     def _victim_for(self, sequence: SequenceState) -> SequenceState | None:
         """Returns the sequence to evict so that a running one gets a page; None: nobody can be yet.

@@ -82,6 +82,15 @@ class ScheduledStep(StepPlan):
     started_at: float = math.nan  # when the device could begin: then, or after the previous step
 
     @property
+    def decodes(self) -> bool:
+        """Whether rows decode in it: in a decode step, and in a hybrid one."""
+        return self.phase is Phase.DECODE or self.num_decodes > 0
+
+    def phase_of(self, row: int) -> Phase:
+        """Returns the phase that a row's sequence is in."""
+        return Phase.DECODE if row < self.num_decodes else self.phase
+
+    @property
     def has_ls(self) -> bool:
         """Whether it contains a latency-sensitive request, or a promoted one."""
         return any(s.priority is LS for s in self.sequences)
@@ -94,7 +103,8 @@ class ScheduledStep(StepPlan):
     @property
     def scores_prompts(self) -> bool:
         """Whether a prompt's log-probabilities are computed."""
-        return self.phase is Phase.PREFILL and any(s.scores_prompt for s in self.sequences)
+        chunks = self.sequences[self.num_decodes :]
+        return self.phase is Phase.PREFILL and any(s.scores_prompt for s in chunks)
 
     @property
     def exempt_share(self) -> float:
@@ -123,6 +133,15 @@ class ScheduledStep(StepPlan):
         if all(urgent):
             return control.threshold_percent
         return spare_latency_sensitive(self.rows, np.array(urgent), control)
+
+    def decode_beside(self, step: "ScheduledStep") -> None:
+        """Makes this prefill step a hybrid one, which computes a decode step's rows, too."""
+        self.num_decodes = len(step.rows)
+        self.tokens = np.concatenate([np.full(self.num_decodes, -1, np.int32), self.tokens])
+        self.rows = np.concatenate([step.rows, self.rows])
+        self.deltas = np.concatenate([step.deltas, self.deltas])
+        self.sequences = step.sequences + self.sequences
+        self.sampled = step.sampled + self.sampled
 
     def spare(self, models: Collection[int]) -> None:
         """Exempts the rows of these models from brownout, in a mixed step."""
@@ -267,8 +286,9 @@ class ScheduledStep(StepPlan):
         for row, sequence, used in zip(rows, self.sequences, self.sampled, strict=True):
             if used and sequence.shape is not None:
                 row[:] = sequence.shape
-        prefill = self.phase is Phase.PREFILL
-        seats = [s.seat() for s in drawn if prefill and s.shape is not None]
+        seated = self.num_decodes if self.phase is Phase.PREFILL else len(self.sequences)
+        ends = zip(self.sequences[seated:], self.sampled[seated:], strict=True)
+        seats = [s.seat() for s, used in ends if used and s.shape is not None]
         return Shapes(rows, seats, waits=any(s.matcher is not None for s in drawn))
 
 
@@ -340,6 +360,10 @@ class Chunks:
     def drop_evicted(self) -> None:
         """Drops chunks of sequences that were evicted to admit another one."""
         self._taken = [c for c in self._taken if c[0].status is not SequenceStatus.WAITING]
+
+    def leave(self, num_tokens: int) -> None:
+        """Leaves room for so many tokens of rows that decode."""
+        self._most -= num_tokens
 
     def keep_to_bucket(self) -> None:
         """Limits further chunks to the token bucket that the step already costs."""

@@ -19,6 +19,10 @@ GUESS = [0.75 + percent / 400 for percent in THRESHOLDS_PERCENT]
 controller that expected no gain from brownout would never try it.
 """
 
+FIRST_RATIO, WORTHWHILE, RATIO_GAIN, FORGET = 0.8, 0.97, 0.1, 0.001
+"""Assumed ratio of a hybrid step's time to that of a step of each phase, until some have run; the
+largest that is worth it; how fast it is learnt; and how much of it is forgotten each time it is too
+large, so that such steps are tried again."""
 MOOD_GAIN = 0.1
 GAIN = 0.02  # least learning rate of an entry with many observations
 YOUNG = 5  # an entry is the median of its first steps, so many; later ones move it
@@ -46,6 +50,8 @@ class StepTimeModel:
         self.mood = 1.0
         self.error = 0.0
         """Recent mean relative error of predictions, each made before learning from its step."""
+        self.hybrid_ratio = FIRST_RATIO
+        """Recent mean time of hybrid steps over that of a step of each phase."""
         self._variance = 0.0
         self._tables = {phase: _Table() for phase in Phase}
 
@@ -77,6 +83,33 @@ class StepTimeModel:
             self.mood *= 1 + MOOD_GAIN * min(max(error, -CLIP), CLIP)
             self.mood **= 0.99  # lasting changes move into the table
         table.learn(size, threshold_percent, error)
+
+    def observe_hybrid(
+        self, num_tokens: int, num_rows: int, threshold_percent: float, seconds: float
+    ) -> None:
+        """Learns from a step in which `num_rows` decoded beside `num_tokens` of prompts."""
+        if seconds > 0:  # else no time passed on its clock
+            expected_s = self.hybrid_s(num_tokens, num_rows, threshold_percent)
+            error = seconds / expected_s - 1
+            self._note(error)
+            self.hybrid_ratio *= 1 + RATIO_GAIN * min(max(error, -CLIP), CLIP)
+
+    def hybrid_s(self, num_tokens: int, num_rows: int, threshold_percent: float = 100.0) -> float:
+        """Returns the expected time (s) of such a step; NaN before there was one of each phase."""
+        sizes = (Phase.PREFILL, num_tokens), (Phase.DECODE, num_rows)
+        return self.hybrid_ratio * sum(self.expected_s(*of, threshold_percent) for of in sizes)
+
+    def hybrid_pays(self, num_tokens: int, num_rows: int) -> bool:
+        """Returns whether such a step takes less than one of each phase; False where too few of
+        these were observed to tell.
+        """
+        sizes = {Phase.PREFILL: num_tokens, Phase.DECODE: num_rows}
+        if not all(self._tables[of].is_taught(size, 100.0) for of, size in sizes.items()):
+            return False
+        if self.hybrid_ratio > WORTHWHILE:
+            self.hybrid_ratio *= 1 - FORGET
+            return False
+        return True
 
     def forget_brownout(self, *phases: Phase) -> None:
         """Forgets times with brownout, of all phases if none is named: of another strategy or way,

@@ -36,6 +36,7 @@ COMING = "engine.spare_models"
 """And with it LoadModel and UnloadModel."""
 
 OWN_STRATEGY = "engine.brownout.strategy"
+HYBRID = "engine.hybrid_steps=on"
 
 _ONE = "workers serve one model; several need engine.mode steps"
 
@@ -55,10 +56,12 @@ COMPOSES: dict[tuple[str, str], str] = {
     (AEP, COMPANY): "no prompt waits for another's step",
     (AEP, "engine.threshold_buckets_percent"): "stages have capacity for every threshold",
     (AEP, "engine.enforce_eager"): "stages are always compiled",
+    (AEP, HYBRID): "there is no step for rows of both phases",
     (AEP, OWN_STRATEGY): "workers answer with visits, and cannot say that a plan is out of range",
     (AEP, "engine.brownout.levels"): "a row's threshold is the same in every layer",
     (AEP, COMING): _ONE,
     (MESH, COMING): "a family is served on one device",
+    (MESH, HYBRID): "each phase has exchanges of its own between devices",
     (MESH, OWN_STRATEGY): "devices agree on integers alone, and floats may differ in the last bit",
     (MESH, "engine.brownout.levels"): "devices make plans with one threshold a step",
     (SEVERAL, "engine.mesh"): "a family is served on one device",
@@ -66,6 +69,7 @@ COMPOSES: dict[tuple[str, str], str] = {
     (ONE_THERE, "engine.mixed_models"): "models of one step have to be on the device together",
     (IN_TURN, COMING): "a model's set comes and goes already",
     (MAPPED, COMING): "the map is of certain models, and says whose experts serve whom",
+    (HOSTED, HYBRID): "a row that runs again for want of its experts is a prompt's",
     (HOSTED, COMING): "experts stand in for a sibling's, which would be gone",
 }
 """Why a mode does not go with a feature: a setting (`key=value`: only that value), a field of

@@ -71,6 +71,7 @@ class Timeline(Observer):
             "rows": len(step.rows),
             "best_effort_rows": best_effort,
             "tokens": step.size,
+            "decodes": step.num_decodes if step.phase == "prefill" else len(step.rows),
             "exempt_tokens": step.num_exempt,
             "degraded_visits": sum(result.degraded),
         }

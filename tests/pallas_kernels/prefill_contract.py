@@ -130,8 +130,11 @@ def check(
     dtype=None,
     window=0,
     sinks=None,
+    before=0,
 ):
-    """Checks an implementation. `chunks`: (cached positions, new rows) of each sequence."""
+    """Checks an implementation. `chunks`: (cached positions, new rows) of each sequence. The first
+    `before` rows are in no chunk.
+    """
     shape, page_size = shape or impl.grouped, page_size or impl.page_sizes[-2]
     dtype = dtype or impl.dtype
     rng = np.random.default_rng(page_size)
@@ -142,6 +145,7 @@ def check(
         rng, keys, values, page_size, max_pages, unused=unused, dtype=dtype
     )
     q_start = np.concatenate([[0], np.cumsum([new for _, new in chunks])]).astype(np.int32)
+    q_start += np.int32(before)
     num_rows = int(q_start[-1])
     windowed = {"window": window} if window else {}
     if sinks is not None:
@@ -182,5 +186,6 @@ def check(
             want.append(row[None])
     atol = 1e-5 if dtype == np.float32 else 0.03
     want = np.concatenate(want)
-    np.testing.assert_allclose(got[:num_rows].astype(jnp.float32), want, rtol=0, atol=atol)
+    own = got[before:num_rows].astype(jnp.float32)
+    np.testing.assert_allclose(own, want, rtol=0, atol=atol)
     assert not np.asarray(got[num_rows:]).any()

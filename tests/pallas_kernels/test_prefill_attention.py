@@ -59,6 +59,13 @@ def test_no_rows_but_padding(impl):
     check(impl, [(0, 0), (4, 0)], padding=8)
 
 
+@implementations
+@pytest.mark.parametrize("before", [1, 8, 13, 70])
+def test_rows_before_the_chunks_are_left_alone(impl, before):
+    """Those that decode in a hybrid step, which read by themselves."""
+    check(impl, [(0, 5), (60, 4), (6, 0), (3, 2)], before=before, unused=np.nan)
+
+
 @pytest.mark.parametrize(("page_size", "taken"), [(16, True), (32, False), (64, True)])
 def test_a_page_size_at_which_the_kernel_would_spill_registers_is_not_taken(page_size, taken):
     q, pages = (jnp.zeros(s, jnp.bfloat16) for s in ((8, 2, 256), (1, 4, 1, page_size, 256)))

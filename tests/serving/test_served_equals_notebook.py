@@ -581,6 +581,28 @@ async def begin_alike(run):
     assert sum(run.engine.scheduler.num_evictions.values()) > 0
 
 
+def beside(play):
+    """Returns a play in whose steps rows decode beside prompts wherever they can, whatever is
+    measured.
+    """
+
+    async def played(run):
+        run.engine.pace.times.hybrid_pays = lambda num_tokens, num_rows: True
+        await play(run)
+        assert run.engine.scheduler.num_hybrid > 5
+
+    return played
+
+
+async def urgent(run):
+    """Plays requests of one class, more than slots; some are scored, and their steps are apart."""
+    rng, names = random.Random(7), run.engine.names
+    given = {"names": names if len(names) > 1 else ("",), "scores": 0.1, "priority": LS}
+    drawn = requests(rng, 30, prompt_below=30, fewest=4, below=24, **given)
+    asked = [one._replace(wait_s=0.004 * at) for at, one in enumerate(drawn)]
+    run.judge(asked, await run.together(asked))
+
+
 class Row(NamedTuple):
     """A mode, the play, and changed settings."""
 
@@ -591,6 +613,7 @@ class Row(NamedTuple):
 
 
 RESTLESS = {"policy": "restless:Restless"}
+HYBRID = {"hybrid_steps": "on"}
 SETS = {"resident_sets": 2, "model_stay_s": 0.02}
 REUSE = {
     "max_num_seqs": 6,
@@ -635,6 +658,14 @@ ROWS = {
     "one: fp8": Row("fp8", shaped(evicted=False), {"max_model_len": 96}),
     "one: fp8 KV": Row("fp8 kv", parts, RESTLESS),
     "family: fp8 KV": Row("fp8 kv family", mixes),
+    "one: hybrid steps": Row("one", beside(urgent), HYBRID),
+    "one: hybrid steps, evictions": Row("one", beside(urgent), {**HYBRID, "num_pages": 14}),
+    "one: hybrid steps, shaped": Row(
+        "bundled", beside(shaped(evicted=False)), {**HYBRID, "max_model_len": 96}
+    ),
+    "one: hybrid steps, structures": Row("bundled", beside(structures), HYBRID),
+    "one: hybrid steps, fp8 KV": Row("fp8 kv", beside(urgent), HYBRID),
+    "family: hybrid steps": Row("family", beside(urgent), HYBRID),
     "workers: fp8 KV": Row("fp8 kv workers", many_at_once),
     "workers: int4": Row("int4 workers", many_at_once),
     "workers: prefix reuse": Row("workers", prefix_reuse(range(6), *REUSED), WORKERS_REUSE),
@@ -682,6 +713,7 @@ OFTEN = {
     "prefixes, evictions": ("olmoe_clip_gqa", "deepseek_v3"),
     "family": ("granitemoe_attention_bias", "phimoe_attention_bias"),
     "workers": ("gpt_oss", "deepseek_v3"),
+    "hybrid steps": ("gpt_oss", "deepseek_v3"),
 }
 """Architectures that each row is played on every time; the others take turns."""
 for golden in ARCHITECTURES:
@@ -690,6 +722,7 @@ for golden in ARCHITECTURES:
         "prefixes, evictions": Row(f"one of {golden}", begin_alike, FEW_PAGES),
         "family": Row(f"family of {golden}", alternating(sets=False), {**RESTLESS, **ROOM}),
         "workers": Row(f"aep of {golden}", many_at_once),
+        "hybrid steps": Row(f"one of {golden}", beside(urgent), HYBRID),
     }
     for what, row in own.items():
         ROWS[f"{golden}: {what}"] = row._replace(exhaustive=golden not in OFTEN[what])
