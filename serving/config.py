@@ -528,7 +528,7 @@ class EngineConfig:
     hybrid_steps: str = setting(
         "auto",
         "Decode beside prompts in one step, where that takes less than a step of each and nothing "
-        "is degraded (operating.md). auto: on GPUs.",
+        "is degraded (architecture.md). auto: on GPUs.",
         one_of("auto", "on", "off"),
     )
     threshold_buckets_percent: tuple[int, ...] = setting(

@@ -402,6 +402,7 @@ def _engine_families(engine: "Engine") -> Iterator[Metric]:
     yield family(GaugeMetricFamily, "num_requests_waiting_by_priority", about, "priority", queues)
     yield counter("parks", "Steps that another went before, between layers", scheduler.num_parks)
     yield counter("joins", "Parked steps whose rows another took along", scheduler.num_joins)
+    yield counter("hybrid_steps", "Steps that decoded beside prompts", scheduler.num_hybrid)
     evictions = {priority.value: count for priority, count in scheduler.num_evictions.items()}
     about = "Requests that gave up their pages, to be computed again"
     yield family(_COUNTER, "evictions", about, "priority", evictions)

@@ -121,6 +121,8 @@ ROWS = {
 }
 
 
+SORTED_ROWS = ["custom-call f32[6016,7168]{1,0}"]
+"""What the sorted rows of one layer of DeepSeek-V3's experts become in a prefill step."""
 GEOMETRIES = (GLM_AIR, GPT_OSS_120B, DEEPSEEK_V3)
 
 
@@ -141,9 +143,7 @@ def test_two_layers_as_published_copy_neither_experts_nor_pages(make_mesh, case,
     """
     pytest.importorskip("jax_plugins.xla_cuda13", reason="needs the extra: jmoe[aot]")
     program = compile_step(make_mesh(), case, *ROWS[phase])
-    # What the sorted rows of one layer's experts become.
-    sorted_rows = ["custom-call f32[6016,7168]{1,0}"]
-    check_copies(program, sorted_rows if (case, phase) == (DEEPSEEK_V3, "prefill") else ())
+    check_copies(program, SORTED_ROWS if (case, phase) == (DEEPSEEK_V3, "prefill") else ())
     check_one_graph(program)
     of_attention, of_experts = (3 if phase == "decode" else 2), 3
     if case is DEEPSEEK_V3:
@@ -157,6 +157,29 @@ def test_two_layers_as_published_copy_neither_experts_nor_pages(make_mesh, case,
     assert (cfg.num_layers, cfg.num_moe_layers) == (2, 2 if case is GPT_OSS_120B else 1)
     assert program.mosaic_kernels == 2 * of_attention + cfg.num_moe_layers * of_experts
     assert sum(count_launches(program.hlo).values()) == case.launches[phase == "prefill"]
+
+
+HYBRIDS = (QWEN15._replace(depth=2), GPT_OSS, DEEPSEEK_V3)
+
+
+@pytest.mark.sized(exhaustive=("gpt-oss-20b", "DeepSeek-V3-bf16"))
+@pytest.mark.parametrize("case", HYBRIDS, ids=lambda case: case.name)
+def test_a_hybrid_step_is_one_graph_and_copies_neither_experts_nor_pages(mesh, case):
+    """Beside a prefill step's launches a layer has those of decode attention, and what puts their
+    rows together.
+    """
+    step = partial(prefill_step, num_decodes=BATCH)
+    rows = int32(512), int32(BATCH + 8, NUM_COLUMNS), int32(8, 3), int32(2)
+    program = compile_step(mesh, case, step, *rows)
+    latent = case is DEEPSEEK_V3  # whose pages no kernel writes
+    check_copies(program, SORTED_ROWS if latent else ())
+    check_one_graph(program)
+    of_attention = 2 if latent else 3
+    of_experts = 3 * case.config.num_moe_layers
+    assert program.mosaic_kernels == 2 * (of_attention + (not latent)) + of_experts
+    prefill = compile_step(mesh, case, *ROWS["prefill"])
+    counts = [sum(count_launches(each.hlo).values()) for each in (program, prefill)]
+    assert counts[0] - counts[1] <= 9 * case.config.num_layers
 
 
 FP8_QWEN3 = QWEN3._replace(depth=2, quantize="fp8")

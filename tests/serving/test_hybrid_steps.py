@@ -159,7 +159,7 @@ async def test_nobody_is_evicted_for_a_hybrid_step(start):
 
 
 WORKERS = AsynchronousConfig(attention=1, experts=1)
-HOSTED = {"models": ("one", "other"), "resident_experts": 8, "spare_experts": 8}
+HOSTED = {"models": ("one=a", "other=b"), "resident_experts": 8, "spare_experts": 8}
 
 
 @pytest.mark.parametrize(
