@@ -91,6 +91,7 @@ class FakeEngine:
             models=None,
             num_parks=5,
             num_joins=2,
+            num_hybrid=3,
             num_evictions={LS: 0, BE: 4},
         )
         prefill, decode = (SimpleNamespace(window=LatencyWindow(4.0)) for _ in range(2))
