@@ -221,6 +221,7 @@ def step(phase: str, *previous_at: float) -> SimpleNamespace:
     return SimpleNamespace(
         phase=phase,
         size=12,
+        num_prompt_tokens=12,
         is_last=True,
         sequences=[SimpleNamespace(previous_at=at, done=np.isnan(at)) for at in previous_at],
     )
