@@ -839,6 +839,11 @@ def is_native(directory: Path) -> bool:
     return (directory / "jmoe.json").exists()
 
 
+def native_config(directory: Path) -> ModelConfig:
+    """Returns the configuration in a directory that `save_native` wrote."""
+    return _config_from_json(json.loads(read_text(directory / "jmoe.json")))
+
+
 def load_native(
     directory: Path, dtype: jnp.dtype, check_weights: bool = True
 ) -> tuple[ModelConfig, Weights]:
@@ -848,7 +853,7 @@ def load_native(
 
     directory = directory.absolute()
     try:
-        cfg = _config_from_json(json.loads(read_text(directory / "jmoe.json")))
+        cfg = native_config(directory)
         with ocp.StandardCheckpointer() as checkpointer:
             tree = checkpointer.restore(directory / "state")
         stored = dict(tree["params"]), ExpertPool(**tree["pool"]), ExpertTable(**tree["table"])

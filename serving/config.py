@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
 from math import inf
-from typing import Any, get_type_hints
+from typing import Any, Literal, get_type_hints
 
 GROUPS = ("Model", "Network", "Security", "Capacity", "Brownout", "Parallelism", "Log")
 """Of the flags of `jmoe serve --help`, in their order."""
@@ -58,6 +58,9 @@ NOT_NEGATIVE = Range("0 or more", lambda value: 0 <= value < inf)
 PORT = Range("between 0 and 65535", lambda value: 0 <= value <= 65535)
 PORT_OR_OFF = Range("between 0 and 65535, or -1: off", lambda value: -1 <= value <= 65535)
 PERCENT = Range("between 0 and 100", lambda value: 0 <= value <= 100)
+NOT_NEGATIVE_OR_AUTO = Range(
+    "0 or more, or auto", lambda value: value == "auto" or 0 <= value < inf
+)
 SHARE = Range("between 0 and 1", lambda value: 0 <= value <= 1)
 SHARE_ABOVE_0 = Range("above 0 and at most 1", lambda value: 0 < value <= 1)
 ASCENDING = Range(
@@ -218,6 +221,9 @@ class AuditConfig:
     )
 
 
+CountOrAuto = int | Literal["auto"]
+
+
 @dataclass(frozen=True)
 class BalanceConfig:
     """Over a mesh: copies of busy experts.
@@ -226,11 +232,11 @@ class BalanceConfig:
     slots, for recent load.
     """
 
-    replicas: int = setting(
+    replicas: int | Literal["auto"] = setting(
         0,
-        "Experts that each device copies for a layer of a prefill step. 0: none "
-        "(expert-parallelism.md).",
-        NOT_NEGATIVE,
+        "Experts that each device copies for a layer of a prefill step. 0: none. auto: as many "
+        "as gain most, on a CPU none (expert-parallelism.md).",
+        NOT_NEGATIVE_OR_AUTO,
     )
     replicas_per_pair: int = setting(
         2, "Most of these copies from one device to another.", POSITIVE
@@ -250,10 +256,11 @@ class BalanceConfig:
         "measured imbalance makes them gain, every step on a CPU.",
         NOT_NEGATIVE,
     )
-    spare_slots: int = setting(
+    spare_slots: int | Literal["auto"] = setting(
         0,
-        "Slots per layer and device for copies that stay. 0: none.",
-        NOT_NEGATIVE,
+        "Slots per layer and device for copies that stay. 0: none. auto: by past load, and by the "
+        "memory beside KV pages (expert-parallelism.md).",
+        NOT_NEGATIVE_OR_AUTO,
     )
     interval_s: float = setting(5.0, "Seconds between looks at expert load.", POSITIVE)
     half_life_s: float = setting(

@@ -25,6 +25,23 @@ def imbalance(load: Float[np.ndarray, "E"], hosts: Bool[np.ndarray, "E D"]) -> f
     return float(loads.max() / loads.mean()) if loads.any() else 1.0
 
 
+def spare_that_gains(
+    load: Float[np.ndarray, "L E"], homes: Bool[np.ndarray, "L E D"], most: int, min_gain: float
+) -> int:
+    """Returns the fewest spare slots of each device whose copies leave the fullest devices, over
+    all layers, at most 1 + `min_gain` times the load that `most` would leave them.
+    """
+
+    def fullest(spare: int) -> float:
+        copied = (with_copies(*layer, spare) for layer in zip(load, homes, strict=True))
+        return sum(
+            float(device_loads(one, hosts).max()) for one, hosts in zip(load, copied, strict=True)
+        )
+
+    enough = (1 + min_gain) * fullest(most)
+    return next(spare for spare in range(most + 1) if fullest(spare) <= enough)
+
+
 def with_copies(
     load: Float[np.ndarray, "E"], homes: Bool[np.ndarray, "E D"], spare: int
 ) -> Bool[np.ndarray, "E D"]:

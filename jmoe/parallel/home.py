@@ -156,8 +156,7 @@ class Home(NamedTuple):
     @property
     def spare(self) -> int:
         """Slots that each device has for each layer beside its part of the experts."""
-        _, num_experts, devices = self.placement.hosts.shape
-        return max(0, self.placement.room - -(-num_experts // devices))
+        return self.placement.spare
 
 
 def _put(mesh: Mesh, spec: P, value: Any) -> Array:

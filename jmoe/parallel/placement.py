@@ -30,6 +30,12 @@ class Placement(NamedTuple):
         """Devices of the mesh."""
         return self.local.shape[0]
 
+    @property
+    def spare(self) -> int:
+        """Slots that each device has for each layer beside its part of the experts."""
+        _, num_experts, devices = self.hosts.shape
+        return max(0, self.room - -(-num_experts // devices))
+
 
 def slots_per_layer(num_experts: int, num_devices: int, spare: int = 0) -> int:
     """Returns the slots that each device needs for a layer: its part of the experts, rounded up,

@@ -193,13 +193,21 @@ def _room(
 ) -> list[tuple[str, str]]:
     """Describes what a device has left for KV pages beside its weights and the largest step."""
     from jmoe.display import size
+    from serving.config import EngineConfig
+    from serving.execution.memory import COPIES_SHARE, spare_slots_in
 
     again, rows = _beside(cfg, num_devices)
     left = _left(cfg, num_devices, device_gb, weights)
+    one = expert_parameters(cfg) * DTYPE_BYTES
+    spare = spare_slots_in(left, EngineConfig(), cfg, num_devices, one)
+    text = f"{spare}, {size(cfg.num_moe_layers * one)} each"
+    text += f", beside KV of {EngineConfig().max_num_seqs} full sequences, or in "
+    text += f"{100 * COPIES_SHARE:g} % of its room"
     return [
         ("layers without experts, again", f"{size(again)}, on a GPU, for CUDA graphs"),
         (f"a step of {KV_BUCKET:,} tokens a device", size(rows)),
         (f"left for KV of {device_gb:g} GB", _kv(cfg, num_devices, left)),
+        ("spare slots of auto, at most", text),
     ]
 
 
@@ -210,6 +218,7 @@ def _steps(cfg: "ModelConfig", num_devices: int) -> list[tuple[str, str]]:
     from jmoe.display import size
     from jmoe.parallel.cost import (
         H200,
+        best_replicas,
         exchange_bytes,
         expert_bytes,
         replicas_that_fit,
@@ -230,5 +239,8 @@ def _steps(cfg: "ModelConfig", num_devices: int) -> list[tuple[str, str]]:
         if math.isfinite(least):
             which = "they gain" if fit.num_replicas else "1 a pair gains"
             text += f"; {which} from an imbalance of {least:.2f} on"
+            best, least = best_replicas(cfg, num_devices, tokens, DTYPE_BYTES, PER_PAIR, H200)
+            if fit.num_replicas and best.per_pair != fit.per_pair:
+                text += f", the {best.num_replicas} of auto from {least:.2f}"
         replicas.append((f"replicas at {tokens:,} tokens a device", text))
     return sent + replicas

@@ -8,6 +8,8 @@ layer a tick, between two steps, as another way of united experts is loaded; not
 
 import logging
 import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -16,7 +18,7 @@ from jax.experimental.multihost_utils import broadcast_one_to_all
 from jaxtyping import Bool, Float
 
 from jmoe.api import Model
-from jmoe.parallel.copies import imbalance, with_copies
+from jmoe.parallel.copies import imbalance, spare_that_gains, with_copies
 from jmoe.parallel.placement import Placement, contiguous, from_hosts
 from serving.config import BalanceConfig
 from serving.errors import NOT_OURS, SettingsError
@@ -26,6 +28,10 @@ from serving.scheduling.step import ScheduledStep
 from serving.telemetry.observer import Observer
 
 log = logging.getLogger(__name__)
+
+SPARE = 2
+"""Slots that `auto` takes without past load: where load drifts, one leaves an imbalance of 1.14,
+two 1.07 and four 1.05 (`benchmarks.mesh drift`), two within `min_gain` of four."""
 
 
 class Mover(Observer):
@@ -44,6 +50,7 @@ class Mover(Observer):
         """
         super().__init__()
         self._config, self._executor, self._copy_s = config, executor, copy_s
+        self._spare = placement.spare if config.spare_slots == "auto" else config.spare_slots
         self.hosts = np.array(placement.hosts)
         layers, experts, devices = self.hosts.shape
         homes = contiguous(layers, experts, devices, num_united=num_united)
@@ -91,7 +98,7 @@ class Mover(Observer):
         """Changes a layer's copies where others would pay."""
         self.layers_looked_at += 1
         load, hosts = self.load[layer], self.hosts[layer]
-        wanted = with_copies(load, self._homes[layer], self._config.spare_slots)
+        wanted = with_copies(load, self._homes[layer], self._spare)
         gain = 1 - imbalance(load, wanted) / imbalance(load, hosts)
         # What the layer's part of the device's time shrinks by while the load is as it was.
         saved_s = gain * self._busy * self._config.half_life_s / len(self.load)
@@ -130,7 +137,7 @@ class Mover(Observer):
 
 def make_mover(config: BalanceConfig, executor: Executor, model: Model | None) -> Mover | None:
     """Makes the mover that the settings ask for; None: experts stay where they are."""
-    if not config.spare_slots or model is None or model.home is None:
+    if not config.spare_slots or model is None or model.home is None or not model.home.spare:
         return None
     if not isinstance(executor, CopiesExperts):
         return None
@@ -172,21 +179,37 @@ def starting_placement(
     num_devices: int,
     *,
     num_united: int = 0,
+    spare_that_fits: Callable[[int], int] = lambda _: 0,
 ) -> Placement:
     """Returns ranges of experts, with copies by the load that an earlier server stored.
 
-    Of several processes, process 0 alone reads it and tells the others, which wait for that. Raises
-    SettingsError as `read_load` does.
+    Where the settings leave spare slots to `auto` there are as many as gain by that load
+    (`spare_that_gains`), or `SPARE`, up to those that fit, which is asked with `num_united`.
+
+    Of several processes, process 0 alone reads the load and tells the others, which wait for that.
+    Raises SettingsError as `read_load` does.
     """
-    base = contiguous(
-        num_layers, num_experts, num_devices, num_united=num_united, spare=config.spare_slots
-    )
-    if not config.load_file:
-        return base
-    hosts = np.asarray(base.hosts)
+    place = partial(contiguous, num_layers, num_experts, num_devices, num_united=num_united)
+    hosts = np.asarray(place().hosts)
     is_first = jax.process_index() == 0
     load = read_load(config, (num_layers, num_experts)) if is_first else None
+    spare, most = config.spare_slots, 0
+    if spare == "auto":
+        most = spare_that_fits(num_united)
+        spare = min(SPARE, most)
+        if load is not None and load.any():
+            spare = spare_that_gains(load, hosts, most, config.min_gain)
+        if jax.process_count() > 1:
+            spare = int(broadcast_one_to_all(np.int32(spare)))
+        log.info(
+            "engine.balance.spare_slots is auto: %d a layer and device, by %s; memory has room "
+            "for %d",
+            spare,
+            "what earlier servers saw" if load is not None else "forecast",
+            most,
+        )
+    if not config.load_file:
+        return place(spare=spare)
     if load is not None:
-        copied = [with_copies(*one, config.spare_slots) for one in zip(load, hosts, strict=True)]
-        hosts = np.stack(copied)
-    return from_hosts(broadcast_one_to_all(hosts), spare=config.spare_slots)
+        hosts = np.stack([with_copies(*one, spare) for one in zip(load, hosts, strict=True)])
+    return from_hosts(broadcast_one_to_all(hosts), spare=spare)

@@ -10,27 +10,24 @@ page belongs to a sequence that has a slot. Pages are counted of the group of la
 import logging
 import os
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 from jmoe.api import Model
 from jmoe.attention import page_bytes
 from serving.config import EngineConfig
 from serving.errors import SettingsError
-from serving.execution.memory import GIB, SHARE, kv_bytes_of
+from serving.execution.memory import GIB, SHARE, STEPS_UNDER_WAY, kv_bytes_of, smallest
 from serving.plan import Limits
 
 log = logging.getLogger(__name__)
 
 FRACTION, OLD_FRACTION = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
 """Two names of one variable; XLA refuses to have both."""
-STEPS_UNDER_WAY = 2
-"""Each with memory of its own: the one that runs, and the one that is launched behind it."""
 SIGNIFICANT_BITS = 6
 """Of a number of pages by memory; at most 3 % of them are left. What is in use when pages are
 counted differs a little between two starts, and programs are compiled for a number of pages: one
@@ -102,14 +99,11 @@ def by_memory(
         kv_bytes = partial(kv_bytes_of, limits, sizes)
         memory = min(known, key=lambda one: one.limit - one.in_use)
         fitting = pages_that_fit(memory, steps, kv_bytes, most)
-        if mesh is not None and mesh.is_multi_process:
-            fitting = _smallest(fitting)  # before one of them may refuse: all have to ask
+        fitting = smallest(fitting, mesh)  # before one of them may refuse: all have to ask
         _check(config, memory, steps, sum(sizes), fitting, blocks)
         _log(memory, steps, kv_bytes(fitting) - sum(sizes), fitting, limits.page_size, most)
         return replace(limits, num_pages=fitting * limits.num_ranks)
-    if mesh is not None and mesh.is_multi_process:
-        fitting = _smallest(fitting)
-    return replace(limits, num_pages=fitting * limits.num_ranks)
+    return replace(limits, num_pages=smallest(fitting, mesh) * limits.num_ranks)
 
 
 def pages_that_fit(
@@ -165,11 +159,3 @@ def _log(
         left / GIB,
         extra={"event": "memory", **facts},
     )
-
-
-def _smallest(pages: int) -> int:
-    """Returns the smallest over all processes of a mesh, each of which has to call it."""
-    from jax.experimental.multihost_utils import process_allgather
-
-    counts: Sequence[int] = np.ravel(process_allgather(np.array(pages))).tolist()
-    return min(counts)

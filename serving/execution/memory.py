@@ -1,24 +1,39 @@
-"""Whether the KV pages fit, told before they are allocated."""
+"""Whether KV pages fit, told before they are allocated, and how many copies of experts may."""
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
 
 from jmoe.api import Model
-from jmoe.attention import page_bytes
+from jmoe.attention import page_bytes, page_windows, with_kv_cache_dtype
+from jmoe.checkpoint import empty_pool, quantize_as
 from jmoe.config import ModelConfig
 from jmoe.free_memory import free_device_bytes, free_host_bytes
-from jmoe.parallel.cost import check_copies, expert_bytes
+from jmoe.parallel.cost import check_copies, expert_bytes, gathered_buffer_bytes
 from jmoe.parallel.placement import check_room, slots_per_layer
-from serving.config import BalanceConfig
+from jmoe.random_model import random_params
+from serving.config import BalanceConfig, CountOrAuto, EngineConfig
 from serving.errors import SettingsError
+from serving.execution.fitting import limits_of, served_len
 from serving.plan import Limits
 
 GIB = 2**30
 SHARE = 0.95
 """Of the free memory that pages may take; step programs need a little, too."""
+STEPS_UNDER_WAY = 2
+"""Each with memory of its own: the one that runs, and the one that is launched behind it."""
+HELD = 3
+"""Layers whose copies a step holds: the one that computes, the next one, and what is being sent."""
+COPIES_SHARE = 0.1
+"""Of the memory beside weights and steps, what copies of experts that are left to `auto` may take
+though KV pages of all sequences at full length would fill it."""
 
 
 def check_memory(model: Model, limits: Limits, *, beside: int = 0) -> None:
@@ -71,13 +86,13 @@ def check_balance(
         check_copies(
             cfg.num_experts,
             num_devices,
-            replicas=balance.replicas,
+            replicas=_asked(balance.replicas),
             per_pair=balance.replicas_per_pair,
-            spare_slots=balance.spare_slots,
+            spare_slots=_asked(balance.spare_slots),
         )
     except ValueError as error:
         raise SettingsError(f"engine.balance.{error}") from None
-    if spare is not None and balance.spare_slots > spare:
+    if spare is not None and _asked(balance.spare_slots) > spare:
         raise SettingsError(
             f"engine.balance.spare_slots is {balance.spare_slots}, and the model given was spread "
             f"with {spare}: set it to {spare}, or load the model with a placement that has as many"
@@ -97,16 +112,15 @@ def check_mesh(
     if jax.local_devices()[0].platform == "cpu":  # whose devices share the host's memory
         free //= num_devices
     room = int(SHARE * free) // expert_bytes(cfg, dtype_bytes)
-    layers, spare = cfg.num_moe_layers, balance.spare_slots
+    layers, spare = cfg.num_moe_layers, _asked(balance.spare_slots)
     try:
         check_room(layers, cfg.num_experts, num_devices, room, spare=spare)
     except ValueError as error:
         raise SettingsError(f"engine.mesh is 'ep={num_devices}': {error}") from None
-    if not balance.replicas:
+    if not _asked(balance.replicas):
         return
     left = room - layers * slots_per_layer(cfg.num_experts, num_devices, spare)
-    # Of the layer that computes, of the next one, and those that are being sent.
-    of_one = 3 * num_devices
+    of_one = HELD * num_devices
     if of_one * balance.replicas_per_pair > left:
         fits = left // of_one
         advice = f"{fits} would fit" if fits else "set engine.balance.replicas to 0"
@@ -116,6 +130,77 @@ def check_mesh(
             f"{of_one * balance.replicas_per_pair} experts, and beside its own a device has room "
             f"for {left}; {advice}"
         )
+
+
+def _asked(count: CountOrAuto) -> int:
+    """Returns how many copies the settings insist on."""
+    return 0 if count == "auto" else count
+
+
+def spare_slots_that_fit(
+    config: EngineConfig, cfg: ModelConfig, mesh: Mesh, num_united: int
+) -> int:
+    """Returns how many spare slots of each layer every device of a mesh has room for, before
+    weights load; 0 where its memory is not known. Layers of a GPU count twice, for CUDA graphs.
+    """
+    free, dtype, num_devices = free_bytes(), jnp.dtype(config.dtype), mesh.size
+    fitting = 0
+    if free is not None:
+        on_cpu = jax.local_devices()[0].platform == "cpu"
+        params = jax.eval_shape(partial(random_params, cfg, dtype=dtype), jax.random.key(0))
+        others = _size(params) + (0 if on_cpu else _size(params["segments"]))
+        quantize = quantize_as(config.quantize, cfg)
+        slot = _size(jax.eval_shape(partial(empty_pool, cfg, 1, dtype, quantize)))
+        held = cfg.num_moe_layers * slots_per_layer(cfg.num_experts + num_united, num_devices)
+        rows = gathered_buffer_bytes(cfg, num_devices, config.max_prefill_tokens, dtype.itemsize)
+        free = free // num_devices if on_cpu else free  # CPU devices share the host's memory
+        left = int(SHARE * free) - others - held * slot - STEPS_UNDER_WAY * rows
+        fitting = spare_slots_in(left, config, cfg, num_devices, slot)
+    return smallest(fitting, mesh)
+
+
+def spare_slots_in(
+    left: int, config: EngineConfig, cfg: ModelConfig, num_devices: int, slot_bytes: int
+) -> int:
+    """Returns how many spare slots of each layer, of `slot_bytes` each, a device may have where
+    `left` bytes are beside weights and steps: in what KV pages of `max_num_seqs` sequences of
+    `max_model_len` do not take, or, where the settings leave pages to memory, in `COPIES_SHARE` of
+    all.
+    """
+    cfg = with_kv_cache_dtype(cfg, config.kv_cache_dtype)
+    length = served_len(config, cfg, config.model, num_devices)
+    windows = page_windows(cfg)
+    limits = limits_of(replace(config, max_model_len=length), cfg.num_layers, num_devices, windows)
+    sizes = page_bytes(cfg, limits.page_size, jnp.dtype(config.dtype))
+    room = left - kv_bytes_of(limits, sizes, limits.pages_per_rank)
+    if not config.num_pages:
+        room = max(room, int(COPIES_SHARE * left))
+    lacking = cfg.num_experts - -(-cfg.num_experts // num_devices)
+    return min(max(0, room) // (cfg.num_moe_layers * slot_bytes), lacking)
+
+
+def pairs_that_fit(cfg: ModelConfig, dtype_bytes: int, mesh: Mesh, most: int) -> int:
+    """Returns how many experts, up to `most`, each device may send each other one in a step, so
+    that copies take at most `COPIES_SHARE` of the memory that is left.
+    """
+    if (free := free_bytes()) is not None:
+        of_one = HELD * mesh.size * expert_bytes(cfg, dtype_bytes)
+        most = min(most, int(COPIES_SHARE * free) // of_one)
+    return smallest(most, mesh)
+
+
+def smallest(count: int, mesh: Mesh | None) -> int:
+    """Returns the smallest over all processes of a mesh, each of which has to call it."""
+    if mesh is None or not mesh.is_multi_process:
+        return count
+    from jax.experimental.multihost_utils import process_allgather
+
+    counts: Sequence[int] = np.ravel(process_allgather(np.array(count))).tolist()
+    return min(counts)
+
+
+def _size(tree: Any) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def free_bytes() -> int | None:

@@ -7,13 +7,14 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from jmoe.api import Model
-from jmoe.parallel.cost import replicas_that_gain
+from jmoe.parallel.cost import best_replicas, replicas_that_gain
 from jmoe.parallel.home import Home
 from jmoe.parallel.probe import PROBE_FILE, Probe, load_probes
 from jmoe.parallel.replicas import Replication
 from pallas_kernels.backend import backend
 from serving.config import BalanceConfig
 from serving.errors import SettingsError
+from serving.execution.memory import pairs_that_fit
 
 log = logging.getLogger(__name__)
 
@@ -95,36 +96,54 @@ def _mean(mean: float, newest: float) -> float:
 
 def copies_rule(config: BalanceConfig, model: Model, sizes: Sequence[int]) -> CopiesRule:
     """Returns the rule for prefill steps of these tokens a device; none copies unless the settings
-    ask for it.
+    ask for it, and by `auto` none on a CPU.
     """
-    if not config.replicas or model.home is None:
+    if not (home := _home_of_copies(config, model)):
         return CopiesRule({}, {})
     if backend() != "cpu":
-        _warn_of_loops(config, model.config.num_experts + model.num_united_slots, model.home)
-    asked = Replication(config.replicas, config.replicas_per_pair, config.replicas_local_share)
-    if config.replicas_min_tokens or backend() == "cpu":
-        return CopiesRule({n: asked for n in sizes if n >= config.replicas_min_tokens}, {})
-    found, gains_from, reason = {}, {}, ""
+        _warn_of_loops(config, model.config.num_experts + model.num_united_slots, home)
+    asked, per_pair, alpha = config.replicas, config.replicas_per_pair, config.replicas_local_share
+    if asked != "auto" and (config.replicas_min_tokens or backend() == "cpu"):
+        always = Replication(asked, per_pair, alpha)
+        return CopiesRule({n: always for n in sizes if n >= config.replicas_min_tokens}, {})
+    cfg, dtype_bytes, chosen = model.config, model.dtype.itemsize, replicas_that_gain
+    if asked == "auto":
+        per_pair = pairs_that_fit(cfg, dtype_bytes, home.mesh, per_pair)
+        chosen = best_replicas
+    found, gains_from, reason = {}, {}, "have no room for any"
     for size in sizes:
-        devices, dtype_bytes = model.home.mesh.size, model.dtype.itemsize
-        given = model.config, devices, size, dtype_bytes, asked.per_pair
-        fit, least = replicas_that_gain(*given, alpha=asked.alpha)
+        if size < config.replicas_min_tokens or not per_pair:
+            continue
+        fit, least = chosen(cfg, home.mesh.size, size, dtype_bytes, per_pair, alpha=alpha)
         reason = f"from an imbalance of {least:.2f} on, since {fit.reason}"
         if least <= UNEVEN:
-            most = min(asked.num_replicas, fit.num_replicas)
-            found[size] = asked._replace(num_replicas=most, per_pair=fit.per_pair)
+            most = fit.num_replicas if asked == "auto" else min(asked, fit.num_replicas)
+            found[size] = Replication(most, fit.per_pair, alpha)
             gains_from[size] = least
-            log.info("copies in prefill steps of %d tokens a device gain %s", size, reason)
+            log.info(
+                "copies in prefill steps of %d tokens a device, %d on each, gain %s",
+                size,
+                most,
+                reason,
+            )
     if not found:
         log.warning(
-            "engine.balance.replicas is %d, and no prefill step is large enough to gain by copies:"
+            "engine.balance.replicas is %s, and no prefill step is large enough to gain by copies:"
             " one of %d tokens a device would %s; raise engine.max_prefill_tokens, or set "
             "engine.balance.replicas_min_tokens",
-            config.replicas,
+            asked,
             sizes[-1],
             reason,
         )
     return CopiesRule(found, gains_from)
+
+
+def _home_of_copies(config: BalanceConfig, model: Model) -> Home | None:
+    """Returns the mesh whose steps may copy experts; None: none does. A CPU has nothing to hide
+    copies behind.
+    """
+    by_gain = config.replicas == "auto"
+    return model.home if config.replicas and not (by_gain and backend() == "cpu") else None
 
 
 def _warn_of_loops(config: BalanceConfig, num_experts: int, home: Home) -> None:
@@ -133,7 +152,7 @@ def _warn_of_loops(config: BalanceConfig, num_experts: int, home: Home) -> None:
 
     if not mosaic.supports(num_experts, home.mesh.size):
         log.warning(
-            "engine.balance.replicas is %d: for %d experts on %d devices planning copies is loops "
+            "engine.balance.replicas is %s: for %d experts on %d devices planning copies is loops "
             "that wait for the host in every layer; copies that stay (engine.balance.spare_slots) "
             "cost a step nothing",
             config.replicas,
@@ -147,7 +166,8 @@ def probes_of(config: BalanceConfig, model: Model) -> Probe | None:
     or no copies are made. Raises SettingsError for probes that are asked for and not there, or no
     probes.
     """
-    if not config.replicas or config.predictor == "router" or model.home is None:
+    home = _home_of_copies(config, model)
+    if home is None or config.predictor == "router":
         return None
     try:
         found = load_probes(model.path, model.config)
@@ -158,4 +178,4 @@ def probes_of(config: BalanceConfig, model: Model) -> Probe | None:
             f"engine.balance.predictor is 'probe', and no {PROBE_FILE} is in {model.path}; fit one "
             "with `python -m training.lookahead`, or take auto"
         )
-    return None if found is None else model.home.whole(found)
+    return None if found is None else home.whole(found)

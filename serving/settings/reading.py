@@ -14,7 +14,14 @@ from typing import Any
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from serving.config import BrownoutConfig, EngineConfig, ServerConfig, described, keys
+from serving.config import (
+    BrownoutConfig,
+    CountOrAuto,
+    EngineConfig,
+    ServerConfig,
+    described,
+    keys,
+)
 from serving.errors import InvalidRequest, SettingsError
 from serving.request import ModelBrownout
 from serving.settings.composes import refused_settings
@@ -27,6 +34,7 @@ _TYPES = {
     int: "an integer",
     float: "a number",
     bool: "true or false",
+    CountOrAuto: "an integer, or auto",
     tuple[int, ...]: "a list of integers",
     tuple[str, ...]: "a list of strings",
 }

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from jmoe import expected_loss
 from jmoe.api import BUNDLED, ExpertsOf, Model, load, resolve
 from jmoe.beside import digest_of
-from jmoe.checkpoint import is_native
+from jmoe.checkpoint import is_native, native_config
 from jmoe.config import read_config
 from jmoe.expected_loss import Kind
 from jmoe.family import Family, load_family
@@ -24,7 +24,7 @@ from serving.control.losses import Curve, Curves, Losses
 from serving.control.mover import starting_placement
 from serving.control.slo import starting_strategy
 from serving.errors import SettingsError
-from serving.execution.memory import check_mesh
+from serving.execution.memory import check_mesh, spare_slots_that_fit
 from serving.execution.programs import Progress
 from serving.intake.chat_templates import check_templates
 from serving.settings.reading import mesh_devices, named_models
@@ -125,9 +125,15 @@ def load_models(
     directory = resolve(config.model, config.hub_revision)
     if config.model not in (BUNDLED, str(directory)):
         log.info("%s of the Hugging Face Hub, in %s", config.model, directory)
-    if mesh is not None and not is_native(directory):
-        cfg = read_config(directory, allow_unknown_config=config.allow_unknown_config)
-        check_mesh(cfg, jnp.dtype(config.dtype).itemsize, mesh.size, config.balance)
+    placement = None
+    if mesh is not None:
+        if is_native(directory):
+            cfg = native_config(directory)
+        else:
+            cfg = read_config(directory, allow_unknown_config=config.allow_unknown_config)
+            check_mesh(cfg, jnp.dtype(config.dtype).itemsize, mesh.size, config.balance)
+        fits = partial(spare_slots_that_fit, config, cfg, mesh)
+        placement = partial(starting_placement, config.balance, spare_that_fits=fits)
     return load(
         config.model,
         config.dtype,
@@ -136,7 +142,7 @@ def load_models(
         check_weights=config.check_weights,
         allow_unknown_config=config.allow_unknown_config,
         mesh=mesh,
-        placement=None if mesh is None else partial(starting_placement, config.balance),
+        placement=placement,
         revision=config.hub_revision,
         chat_template=config.chat_template,
         quantize=config.quantize,

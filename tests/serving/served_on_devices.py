@@ -12,6 +12,7 @@ from shaped import PROMPTS, SHAPED, STRUCTURES, config, matches
 
 import jmoe
 from jmoe.parallel.replicas import Replication
+from serving.config import BalanceConfig
 from serving.engine import Engine
 from serving.execution import runner
 from serving.execution.replication import CopiesRule
@@ -31,8 +32,10 @@ ARCHITECTURES = (
 
 
 async def test_rows_of_every_rank_are_shaped_as_on_one_device() -> None:
-    engine = await Engine.start(config(mesh="ep=4", max_num_seqs=16))
+    balance = BalanceConfig(replicas="auto", spare_slots="auto")
+    engine = await Engine.start(config(mesh="ep=4", max_num_seqs=16, balance=balance))
     try:
+        assert engine.loader.mover is not None  # with slots that `auto` took
         asked = [
             Asked(prompt, SamplingParams(max_new_tokens=16, ignore_eos=True, **more))
             for prompt in PROMPTS

@@ -1,6 +1,7 @@
 """What can be wrong with `engine.mesh`."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,7 +11,9 @@ import pytest
 
 import jmoe
 from jmoe.config import read_config
+from jmoe.parallel.cost import gathered_buffer_bytes
 from jmoe.parallel.home import make_mesh
+from jmoe.random_model import random_params
 from serving.config import BalanceConfig, EngineConfig
 from serving.errors import SettingsError
 from serving.execution import memory
@@ -58,6 +61,21 @@ def test_copies_need_a_mesh(name):
     settings.load("demo", {key: 2, "engine.mesh": "ep=2"})
     with pytest.raises(SettingsError, match=rf"{key} is -1"):
         settings.load("demo", {key: -1, "engine.mesh": "ep=2"})
+
+
+@pytest.mark.parametrize("name", ["replicas", "spare_slots"])
+def test_copies_may_be_left_to_auto(name, tmp_path):
+    key, mesh = f"engine.balance.{name}", {"engine.mesh": "ep=2"}
+    found = settings.load("demo", {key: "auto", **mesh})
+    assert getattr(found.engine.balance, name) == "auto"
+    assert getattr(settings.load("demo", {key: "3", **mesh}).engine.balance, name) == 3
+    file = tmp_path / "own.yaml"
+    file.write_text(f"engine:\n  mesh: ep=2\n  balance:\n    {name}: auto\n")
+    assert getattr(settings.load(file).engine.balance, name) == "auto"
+    with pytest.raises(SettingsError, match=f"{key} is 'most'; it must be an integer, or auto"):
+        settings.load("demo", {key: "most", **mesh})
+    with pytest.raises(SettingsError, match=f"{key} is 'auto'; it must be 0 unless engine.mesh"):
+        settings.load("demo", {key: "auto"})
 
 
 def test_a_file_for_load_that_nobody_looks_at_is_refused():
@@ -129,7 +147,59 @@ def test_more_copies_than_a_device_can_get_are_refused(copies, words, monkeypatc
         memory.check_mesh(geometry(), 2, 4, BalanceConfig(**copies))
 
 
+def on_mesh(devices):
+    return SimpleNamespace(size=devices, is_multi_process=False)
+
+
+def test_spare_slots_are_what_kv_pages_leave_or_a_tenth():
+    """Two sequences a device, of 32 positions, are 4 pages and one for padding."""
+    cfg, slot = geometry(), 24_576
+    config = EngineConfig(dtype="bfloat16", max_num_seqs=8, max_model_len=32, page_size=16)
+    kv = 5 * 2 * 2 * cfg.num_kv_heads * 16 * cfg.head_dim * 2
+
+    def found(left, config=config):
+        return memory.spare_slots_in(left, config, cfg, 4, slot)
+
+    assert found(kv + 2 * 3 * slot) == 3  # of two layers
+    assert found(kv + 2 * 3 * slot - 1) == 2
+    assert found(kv + 2 * 60 * slot) == 48  # all that a device lacks
+    assert found(2 * 40 * slot, replace(config, max_num_seqs=10**6)) == 4
+    assert found(2 * 40 * slot, replace(config, max_num_seqs=10**6, num_pages=4 * 10**6)) == 0
+    assert found(-1) == 0
+
+
+def test_memory_beside_weights_and_steps_has_room_for_spare_slots(monkeypatch):
+    """Twice: a device of four, with 16 experts of 64 and one of two united ones in each layer."""
+    cfg = replace(geometry(), d_ff_shared=0)
+    config = EngineConfig(
+        dtype="bfloat16", max_num_seqs=8, max_model_len=32, page_size=16, max_prefill_tokens=64
+    )
+    shapes = jax.eval_shape(
+        partial(random_params, cfg, dtype=np.dtype("float32")), jax.random.key(0)
+    )
+    others = 2 * sum(leaf.size for leaf in jax.tree.leaves(shapes))
+    rows = gathered_buffer_bytes(cfg, 4, 64, 2)
+    kv = 5 * 2 * 2 * cfg.num_kv_heads * 16 * cfg.head_dim * 2
+    held = others + 2 * 17 * 24_576 + 2 * rows + kv
+    for room, wanted in ((2 * 3 * 24_576 + 100, 3), (2 * 3 * 24_576 - 100, 2)):
+        free = int((held + room) / memory.SHARE * 4)
+        monkeypatch.setattr(memory, "free_bytes", lambda free=free: free)
+        assert memory.spare_slots_that_fit(config, cfg, on_mesh(4), 2) == wanted
+    monkeypatch.setattr(memory, "free_bytes", lambda: None)
+    assert memory.spare_slots_that_fit(config, cfg, on_mesh(4), 2) == 0
+
+
+def test_copies_of_a_step_are_bounded_by_a_tenth_of_the_memory(monkeypatch):
+    """One of each of four devices, three times, is 12 experts."""
+    for experts, pairs in ((119, 0), (121, 1), (241, 2), (1000, 2)):
+        monkeypatch.setattr(memory, "free_bytes", lambda n=experts: n * 24_576)
+        assert memory.pairs_that_fit(geometry(), 2, on_mesh(4), 2) == pairs
+    monkeypatch.setattr(memory, "free_bytes", lambda: None)
+    assert memory.pairs_that_fit(geometry(), 2, on_mesh(4), 2) == 2
+
+
 def test_a_model_given_has_to_have_the_spare_slots():
+    memory.check_balance(geometry(), 4, BalanceConfig(spare_slots="auto", replicas="auto"), spare=0)
     memory.check_balance(geometry(), 4, BalanceConfig(spare_slots=2), spare=2)
     with pytest.raises(
         SettingsError, match=r"spare_slots is 3, and the model .* with 2: set it to"

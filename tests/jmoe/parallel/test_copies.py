@@ -8,7 +8,13 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from jmoe.parallel.copies import _Search, device_loads, imbalance, with_copies
+from jmoe.parallel.copies import (
+    _Search,
+    device_loads,
+    imbalance,
+    spare_that_gains,
+    with_copies,
+)
 from jmoe.parallel.placement import contiguous, rehosted
 
 
@@ -32,6 +38,25 @@ def test_loads_by_hand():
     np.testing.assert_array_equal(device_loads(load, hosts), [5, 4])
     assert imbalance(load, hosts) == 5 / 4.5
     assert imbalance(0 * load, hosts) == 1
+
+
+def test_spare_slots_that_gain_by_hand():
+    """Two experts on each of two devices. One busy expert is level with one slot. Of two on one
+    device, of 6 visits each, a slot takes 3 to the other device, and two slots take 6.
+    """
+    homes = np.stack([homes_of(4, 2)] * 2)
+    one, two = np.array([12.0, 0, 0, 0]), np.array([6.0, 6, 0, 0])
+
+    def found(*load, gain=0.02, most=3):
+        return spare_that_gains(np.stack(load), homes[: len(load)], most, gain)
+
+    assert found(one) == 1
+    assert [imbalance(two, with_copies(two, homes[0], n)) for n in (0, 1, 2)] == [2, 1.5, 1]
+    assert found(two) == found(one, two) == 2
+    assert found(two, gain=0.5) == 1  # 9 are at most 1.5 times 6
+    assert found(one, two, gain=0.24) == 2  # (6 + 9) / (6 + 6) is 1.25
+    assert found(one, two, gain=0.25) == 1
+    assert found(two, gain=2.0) == found(two, most=0) == found(0 * one) == found(one**0) == 0
 
 
 def test_near_the_best_of_all():

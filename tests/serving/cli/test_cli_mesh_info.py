@@ -58,6 +58,8 @@ def test_memory_of_qwen3_235b_on_eight_h200_by_hand(qwen):
     left = 141 * 10**9 - experts - 2 * layers - embeddings - step
     tokens = left // (2 * 94 * 4 * 128 * 2)
     assert gib(qwen["left for KV of 141 GB"]) == pytest.approx(left / GIB, abs=0.05)
+    slot, kv = 94 * 3 * 4096 * 1536 * 2, (8 * 2048 + 64) * 2 * 94 * 4 * 128 * 2
+    assert qwen["spare slots of auto, at most"].startswith(f"{(left - kv) // slot}, 3.3 GiB each, ")
     on_all = f"{8 * tokens:,} on all devices"
     in_fp8 = left // (2 * 94 * 4 * (128 + 4))
     said = f" {tokens:,} tokens in {tokens // 64:,} pages of 64 ({in_fp8:,} with fp8 KV); {on_all}"
@@ -72,8 +74,10 @@ def test_replicas_of_qwen3_235b_on_eight_h200(qwen):
     assert "less than remote visits'" in found["replicas at 2,048 tokens a device"]
     assert "carries 2 of 7" in found["replicas at 512 tokens a device"]
     least = {
-        name: re.search(r"an imbalance of ([\d.]+) on$", text)[1] for name, text in found.items()
+        name: re.search(r"an imbalance of ([\d.]+) on", text)[1] for name, text in found.items()
     }
+    assert found["replicas at 4,096 tokens a device"].endswith("1.14 on, the 7 of auto from 1.10")
+    assert found["replicas at 2,048 tokens a device"].endswith("on")
     assert least["replicas at 2,048 tokens a device"] == "1.24"
     assert float(least["replicas at 512 tokens a device"]) > 4
 

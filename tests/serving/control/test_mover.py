@@ -4,6 +4,8 @@ import os
 import socket
 import subprocess
 import sys
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,7 +14,7 @@ import pytest
 
 from jmoe.parallel.placement import contiguous
 from serving.config import BalanceConfig, EngineConfig
-from serving.control.mover import Mover, read_load, starting_placement
+from serving.control.mover import SPARE, Mover, make_mover, read_load, starting_placement
 from serving.errors import SettingsError
 from serving.startup.prepare import check_start
 
@@ -120,6 +122,51 @@ def test_load_is_kept_over_a_restart(tmp_path):
     assert placement.hosts[1, 2].all()
     assert Mover(config, Noting(), placement, 0.0).load[1, 2] > 100
     assert [path.name for path in tmp_path.iterdir()] == ["load.npy"]
+
+
+AUTO = BalanceConfig(spare_slots="auto")
+
+
+def test_auto_takes_what_is_forecast_or_fits():
+    def placed(fits):
+        asked = []
+        place = partial(starting_placement, spare_that_fits=lambda n: asked.append(n) or fits)
+        found = place(AUTO, LAYERS, EXPERTS, DEVICES, num_united=1)
+        assert asked == [1]
+        assert found.room == 2 + found.spare  # of eight experts on four devices
+        return found.spare
+
+    assert [placed(fits) for fits in (0, 1, 2, 5)] == [0, 1, SPARE, SPARE]
+
+
+def test_auto_counts_what_gains_by_the_load_that_was_stored(tmp_path, caplog):
+    """One of eight experts is busy: a slot on each device levels it."""
+    caplog.set_level("INFO")
+    config = replace(AUTO, load_file=str(tmp_path / "load.npy"))
+    place = partial(starting_placement, config, LAYERS, EXPERTS, DEVICES)
+    assert place(spare_that_fits=lambda _: 5).spare == SPARE  # no server has stored any
+    assert "2 a layer and device, by forecast; memory has room for 5" in caplog.text
+    np.save(tmp_path / "load.npy", np.array([[0.0, 0, 8, 0, 0, 0, 0, 0]] * LAYERS))
+    found = place(spare_that_fits=lambda _: 5)
+    assert found.spare == 1
+    assert found.hosts[:, 2].all()
+    assert "1 a layer and device, by what earlier servers saw" in caplog.text
+    assert place(spare_that_fits=lambda _: 0).spare == 0
+
+
+def test_the_mover_fills_the_slots_that_auto_took():
+    executor, home = Noting(), partial(contiguous, LAYERS, EXPERTS, DEVICES)
+    mover = Mover(AUTO, executor, home(spare=1), 0.0)
+    read(mover, skewed(), 0.0)
+    for now in range(20):
+        mover.advance(float(now))
+    assert executor.told[0][1].sum() == EXPERTS + DEVICES
+    for spare, wanted in ((0, False), (1, True)):
+        model = SimpleNamespace(
+            home=SimpleNamespace(placement=home(spare=spare), spare=spare), num_united_slots=0
+        )
+        executor.copy_s = 0.0
+        assert (make_mover(AUTO, executor, model) is not None) is wanted
 
 
 PLACES = """

@@ -1,5 +1,6 @@
 """Which steps copy experts while they run, and what is said of it. As on a GPU, without one."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ from jmoe.config import from_hf
 from jmoe.parallel.replicas import Replication
 from serving.cli.info import load_model_config
 from serving.config import BalanceConfig
-from serving.execution import replication
+from serving.execution import memory, replication
 
 GEOMETRY = {
     "model_type": "mixtral",
@@ -28,7 +29,7 @@ CONFIG = BalanceConfig(replicas=4, replicas_min_tokens=64)
 
 
 def model_over(devices):
-    home = SimpleNamespace(mesh=SimpleNamespace(size=devices))
+    home = SimpleNamespace(mesh=SimpleNamespace(size=devices, is_multi_process=False))
     return SimpleNamespace(
         config=from_hf(GEOMETRY), dtype=jnp.dtype("bfloat16"), home=home, num_united_slots=0
     )
@@ -75,6 +76,37 @@ def test_sizes_that_may_gain_are_those_of_the_cost_model(on_a_gpu):
     }
     assert rule.gains_from[2048] == pytest.approx(1.24, abs=0.01)
     assert rule.gains_from[4096] < rule.gains_from[2048] < rule.gains_from[1280] < 2
+
+
+def test_auto_takes_what_gains_from_the_lowest_imbalance(on_a_gpu, monkeypatch, caplog):
+    """One a pair sends less, two leave less: from 8,192 tokens on, two."""
+    caplog.set_level("INFO")
+    model, config = model_over(8), BalanceConfig(replicas="auto")
+    model.config = load_model_config("qwen3-235b-a22b")
+    sizes = (512, 2048, 4096, 8192)
+
+    def found(config=config):
+        rule = replication.copies_rule(config, model, sizes)
+        assert rule.replication.keys() == rule.gains_from.keys()
+        return {n: (r.num_replicas, r.per_pair) for n, r in rule.replication.items()}
+
+    monkeypatch.setattr(memory, "free_bytes", lambda: 10**12)
+    assert found() == {2048: (7, 1), 4096: (7, 1), 8192: (14, 2)}
+    assert "prefill steps of 4096 tokens a device, 7 on each, gain from an imb" in caplog.text
+    assert found(replace(config, replicas_min_tokens=4096)).keys() == {4096, 8192}
+    one = 3 * 4096 * 1536 * 2
+    monkeypatch.setattr(memory, "free_bytes", lambda: 10 * 24 * one + 100)
+    assert found() == {2048: (7, 1), 4096: (7, 1), 8192: (7, 1)}
+    monkeypatch.setattr(memory, "free_bytes", lambda: 10 * 24 * one - 100)
+    assert found() == {}
+    assert "replicas is auto, and no prefill step" in caplog.text
+    assert "would have no room for any" in caplog.text
+
+
+def test_auto_copies_nothing_on_a_cpu():
+    rule = replication.copies_rule(BalanceConfig(replicas="auto"), model_over(8), (32, 64))
+    assert (rule.replication, rule.gains_from) == ({}, {})
+    assert replication.probes_of(BalanceConfig(replicas="auto"), model_over(8)) is None
 
 
 def rows(*of_devices):
