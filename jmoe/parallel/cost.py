@@ -53,6 +53,11 @@ LEFT_BY_ONE = 0.026
 experts, 85 % of predictions right (means of `python -m benchmarks.mesh balance`)."""
 
 
+HALVES_S = 58e-6
+"""Of what a layer launches more whose rows travel in two halves: 23 small kernels (eight H200s,
+`tests/jmoe/parallel/test_compile_eight_h200.py`) at 2.5 us. Not measured by jmoe."""
+
+
 class Fit(NamedTuple):
     """How many replicas a device may get in a layer of one token bucket, and why."""
 
@@ -170,9 +175,10 @@ def layer_s(
     step, without what is the same with copies of experts and without.
 
     Without copies (`fit` None) rows travel, and then its visits are computed, `imbalance` times the
-    mean. With those of `fit` the load is level; rows travel while visits of own rows are computed,
-    copies while the others are, after they were put together; and rows are sorted for own experts
-    and for copies, each for own rows and for others'.
+    mean, or both in halves where that saves some (`saved_by_halves`). With those of `fit` the load
+    is level; rows travel while visits of own rows are computed, copies while the others are, after
+    they were put together; and rows are sorted for own experts and for copies, each for own rows
+    and for others'.
 
     Args: as of `replicas_that_fit`; `loop_s` is as of `visits_of_pass`, infinite where sorted rows
     have room for all visits.
@@ -183,13 +189,13 @@ def layer_s(
     held, one = cfg.num_experts / num_devices, expert_bytes(cfg, dtype_bytes)
 
     def computed_s(visits: float, experts: float) -> float:
-        products = 6 * cfg.d_model * cfg.d_ff_expert * visits / machine.flops_per_s
-        return max(products, min(visits, experts) * one / machine.memory_bytes_per_s)
+        return _experts_s(cfg, experts, dtype_bytes, machine, visits)
 
     gather_s = exchange_bytes(*given).gathered / cfg.num_moe_layers / machine.link_bytes_per_s
     total, sorted_rows = 0.0 if others is None else loop_s, others or num_devices * own
     if fit is None:
         total += gather_s + computed_s(imbalance * own, held)
+        total -= max(0.0, saved_by_halves(*given, machine, loop_s=loop_s))
     else:
         num_copies, sent = fit.num_replicas, fit.per_pair * num_devices * one
         local = min(1.0, (held + int(alpha * num_copies)) / cfg.num_experts)
@@ -243,6 +249,55 @@ def replicas_that_gain(
     if not fit.num_replicas:
         fit = fit._replace(num_replicas=min(num_devices - 1, lacking), per_pair=1)
     return fit, break_even(*given, fit, machine)
+
+
+def saved_by_halves(
+    cfg: ModelConfig,
+    num_devices: int,
+    tokens_per_device: int,
+    dtype_bytes: int,
+    machine: Machine = H200,
+    *,
+    loop_s: float = LOOP_S,
+) -> float:
+    """Returns the seconds a layer that a step saves whose rows travel in two halves, the second
+    half's there and the first half's home while visits of the other half are computed; below 0: it
+    takes longer, by the launches and, where few rows visit an expert, by reading weights twice.
+
+    Reckoned for an even load: experts of an uneven one take longer, which hides no less. `loop_s`
+    is as of `layer_s`.
+    """
+    given = cfg, num_devices, tokens_per_device
+    sent = exchange_bytes(*given, dtype_bytes)
+    there_s, home_s = (
+        part / cfg.num_moe_layers / machine.link_bytes_per_s / 2
+        for part in (sent.gathered, sent.scattered)
+    )
+    held = cfg.num_experts / num_devices
+
+    def computed_s(tokens: int) -> float:
+        visits = float(tokens * cfg.experts_per_token)
+        return _experts_s(cfg, held, dtype_bytes, machine, visits)
+
+    def sorted_s(tokens: int) -> float:
+        per_pass = visits_of_pass(cfg, num_devices, tokens, dtype_bytes, machine, loop_s=loop_s)
+        rows = per_pass or num_devices * tokens * cfg.experts_per_token
+        written_s = rows * cfg.d_model * dtype_bytes / machine.memory_bytes_per_s
+        return written_s + (loop_s if per_pass else 0.0)
+
+    half = tokens_per_device // 2
+    whole_s = there_s + computed_s(tokens_per_device) + home_s + sorted_s(tokens_per_device)
+    under_s = max(there_s, computed_s(half)) + max(home_s, computed_s(half))
+    return whole_s - under_s - 2 * sorted_s(half) - HALVES_S
+
+
+def _experts_s(
+    cfg: ModelConfig, experts: float, dtype_bytes: int, machine: Machine, visits: float
+) -> float:
+    """Returns the seconds of visits to so many experts: their products, or reading weights."""
+    products = 6 * cfg.d_model * cfg.d_ff_expert * visits / machine.flops_per_s
+    read = min(visits, experts) * expert_bytes(cfg, dtype_bytes)
+    return max(products, read / machine.memory_bytes_per_s)
 
 
 def best_replicas(

@@ -5,6 +5,9 @@ of its own, the same number everywhere; all of them, in the order of devices, ar
 travel to every device in one all-gather, each device computes the visits that fall to it, and a
 reduce-scatter brings a row's parts home (Libra, section 3.1).
 
+Where that gains (`cost.saved_by_halves`) rows travel in two halves, every second row each: the
+second one comes under visits of the first, whose sums leave under visits of the second.
+
 A device's part of the visits varies, up to all of them; arrays of rows sorted for experts have room
 for `cost.OVER` times the mean, and the rows that are over wait for further passes (`in_passes`).
 
@@ -37,13 +40,13 @@ VALID, EXEMPT = 1, 2  # bits of a row's flags
 class AllRows(NamedTuple):
     """What experts have to know of the rows of all devices."""
 
-    sent: Int[Array, "N words"]  # as they travelled; begins with the rows
+    sent: Int[Array, "R words"]  # as they travelled, all or a half; begins with the rows
     weights: Float[Array, "N K"]  # gate weights, float32
     ids: Int[Array, "N K"]  # experts that the routers chose, int32
     valid: Bool[Array, "N"]
     exempt: Bool[Array, "N"]
 
-    def h(self, own: Float[Array, "T d"]) -> Float[Array, "N d"]:
+    def h(self, own: Float[Array, "T d"]) -> Float[Array, "R d"]:
         """Returns the normed rows, of which `own` are this device's. Where it is called they are
         read out of what was sent; a loop that was given them would want a copy.
         """
@@ -51,40 +54,36 @@ class AllRows(NamedTuple):
 
 
 def gather_rows(
-    h: Float[Array, "T d"],
+    h: Float[Array, "R d"],
     weights: Float[Array, "T K"],
     ids: Int[Array, "T K"],
     valid: Bool[Array, "T"],
     exempt: Bool[Array, "T"],
 ) -> AllRows:
     """Returns the rows of all devices in one collective, to the bit: all travels as integers of h's
-    width.
+    width. Where `h` are every second row, those between them are known but for themselves.
     """
     word = jnp.dtype(f"uint{8 * h.dtype.itemsize}")
     flags = jnp.where(valid, VALID, 0) | jnp.where(exempt, EXEMPT, 0)
     numbers = jnp.concatenate([ids, flags.astype(jnp.int32)[:, None]], axis=1)
-    parts = [_to_words(a, word) for a in (h, weights.astype(jnp.float32), numbers)]
+    given = h, weights.astype(jnp.float32), numbers
+    parts = [lax.bitcast_convert_type(a, word).reshape(len(h), -1) for a in given]
     sent = lax.all_gather(jnp.concatenate(parts, axis=1), AXIS, tiled=True)
     ends = (parts[0].shape[1], parts[0].shape[1] + parts[1].shape[1])
     _, weights, numbers = jnp.split(sent, ends, axis=1)
-    numbers = _from_words(numbers, jnp.int32)
+    numbers = _from_words(numbers, jnp.int32).reshape(-1, ids.shape[1] + 1)
     flags = numbers[:, -1]
     return AllRows(
         sent,
-        _from_words(weights, jnp.float32),
+        _from_words(weights, jnp.float32).reshape(-1, ids.shape[1]),
         numbers[:, :-1],
         (flags & VALID) > 0,
         (flags & EXEMPT) > 0,
     )
 
 
-def _to_words(a: Array, word: jnp.dtype) -> Array:
-    """Returns a matrix's bits as integers of its own width or narrower: [T, columns * words]."""
-    return lax.bitcast_convert_type(a, word).reshape(a.shape[0], -1)
-
-
 def _from_words(words: Array, kind: jnp.dtype | type) -> Array:
-    """Returns the matrix that `_to_words` was given."""
+    """Returns the matrix whose bits they are."""
     per_element = jnp.dtype(kind).itemsize // words.dtype.itemsize
     if per_element > 1:
         words = words.reshape(words.shape[0], -1, per_element)
@@ -122,8 +121,10 @@ def gathered(
     """
     assert table.hosts is not None
     num_rows = asked.h.shape[0]
+    parts = 2 if in_halves(cfg, asked.h, table.hosts.shape[1]) else 1
+    h = asked.h.reshape(-1, parts, asked.h.shape[1])
     weights, ids = gate(cfg, asked.logits, asked.layer)
-    rows = gather_rows(asked.h, weights, ids, asked.rows.valid, asked.rows.exempt)
+    rows = gather_rows(h[:, 0], weights, ids, asked.rows.valid, asked.rows.exempt)
     plan = planned(
         cfg, rows.ids, rows.weights, table.groups, rows.valid, rows.exempt, asked.control
     )
@@ -132,13 +133,38 @@ def gathered(
     visits, slots = jnp.where(own, plan.expert_ids, -1), jnp.maximum(table.slots, 0)
     given: dict[str, Any] = {"max_active": room_of(cfg, pool, max_active)}
 
-    def run(ids: Array, max_visits: int | None) -> tuple[Array, Array]:
-        sizes = given | {"activation": cfg.activation, "max_visits": max_visits}
-        return compute(pool, rows.h(asked.h), rows.weights, ids, slots, **sizes)
+    def computed(part: int, rows: AllRows) -> tuple[Array, Array]:
+        def run(ids: Array, max_visits: int | None) -> tuple[Array, Array]:
+            sizes = given | {"activation": cfg.activation, "max_visits": max_visits}
+            return compute(pool, rows.h(asked.h), rows.weights[part::parts], ids, slots, **sizes)
 
-    parts, expert_rows = in_passes(run, visits, visits_of_pass(cfg, asked.h, len(rows.ids)))
-    out = lax.psum_scatter(parts, AXIS, tiled=True)
+        own = visits[part::parts]
+        return in_passes(run, own, visits_of_pass(cfg, h[:, part], len(own)))
+
+    if parts == 1:
+        sums, expert_rows = computed(0, rows)
+        out = lax.psum_scatter(sums, AXIS, tiled=True)
+    else:
+        # What a transfer is to be hidden by is tied to its end.
+        word = rows.sent.dtype
+        others = lax.all_gather(lax.bitcast_convert_type(h[:, 1], word), AXIS, tiled=True)
+        sums, expert_rows = computed(0, rows)
+        sums, others = lax.optimization_barrier((sums, others))
+        first = lax.psum_scatter(sums, AXIS, tiled=True)
+        sums, more = computed(1, rows._replace(sent=others))
+        sums, first = lax.optimization_barrier((sums, first))
+        second = lax.psum_scatter(sums, AXIS, tiled=True)
+        expert_rows, out = expert_rows + more, jnp.stack([first, second], 1).reshape(asked.h.shape)
     return Answered(out, ids, LayerStats(own_degraded(plan, device, num_rows), expert_rows))
+
+
+def in_halves(cfg: ModelConfig, h: Float[Array, "T d"], num_devices: int) -> bool:
+    """Returns whether rows travel in two halves, where `h` are a device's own: a CPU computes
+    nothing meanwhile.
+    """
+    if backend() == "cpu" or len(h) % 2:
+        return False
+    return cost.saved_by_halves(cfg, num_devices, len(h), h.dtype.itemsize) > 0
 
 
 def visits_of_pass(cfg: ModelConfig, h: Float[Array, "T d"], num_rows: int) -> int | None:

@@ -215,7 +215,7 @@ def _steps(cfg: "ModelConfig", num_devices: int) -> list[tuple[str, str]]:
     """Describes, by bucket, what a device sends in a step, and how many replicas' copies are
     hidden.
     """
-    from jmoe.display import size
+    from jmoe.display import seconds, size
     from jmoe.parallel.cost import (
         H200,
         best_replicas,
@@ -223,12 +223,15 @@ def _steps(cfg: "ModelConfig", num_devices: int) -> list[tuple[str, str]]:
         expert_bytes,
         replicas_that_fit,
         replicas_that_gain,
+        saved_by_halves,
     )
 
     sent, replicas = [], []
     for tokens in (DECODE_BUCKET, *PREFILL_BUCKETS):
         gathered, scattered = exchange_bytes(cfg, num_devices, tokens, DTYPE_BYTES)
         text = f"{size(gathered)} by all-gather, {size(scattered)} by reduce-scatter"
+        if (saved_s := saved_by_halves(cfg, num_devices, tokens, DTYPE_BYTES, H200)) > 0:
+            text += f"; in halves, which takes {seconds(saved_s)} a layer less"
         sent.append((f"sent at {tokens:,} tokens a device", text))
     for tokens in PREFILL_BUCKETS:
         fit = replicas_that_fit(cfg, num_devices, tokens, DTYPE_BYTES, PER_PAIR, H200)

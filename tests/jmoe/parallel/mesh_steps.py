@@ -17,7 +17,7 @@ from jmoe.brownout import strategy_code
 from jmoe.experts import ExpertPool
 from jmoe.model import LOOKAHEAD, layers_of, unstack
 from jmoe.packed_rows import NUM_COLUMNS, empty_deltas, empty_rows, pack_row
-from jmoe.parallel import cost
+from jmoe.parallel import cost, experts
 from jmoe.parallel import steps as on
 from jmoe.parallel.copies import with_copies
 from jmoe.parallel.home import Home, make_mesh
@@ -86,15 +86,18 @@ def one_device(name):
 
 
 @cache
-def many_devices(name, count, phase, replication=None, per_pass=None):
-    """`per_pass` is of visits, where it is not as many as are served."""
+def many_devices(name, count, phase, replication=None, per_pass=None, halves=False):
+    """`per_pass` is of visits, where it is not as many as are served; `halves`: rows travel so."""
     cfg = model_of(name).config
     step = decode_step if phase == "decode" else partial(prefill_step, replication=replication)
     step = partial(step, cfg, max_active=cfg.num_experts)
     sized = cost.visits_of_pass if per_pass is None else lambda *_, **__: per_pass
 
     def traced(*arguments):
-        with mock.patch.object(cost, "visits_of_pass", sized):
+        with (
+            mock.patch.object(cost, "visits_of_pass", sized),
+            mock.patch.object(experts, "in_halves", return_value=halves),
+        ):
             return step(*arguments)
 
     return jax.jit(on.spread(make_mesh(count), traced, on.STEPS[phase]))
@@ -179,9 +182,10 @@ def check_same(
     served=None,
     moved=None,
     per_pass=None,
+    halves=False,
 ):
     """`served` makes parameters of the model's, and `moved` changes the weights on the mesh, before
-    they are used; `per_pass` is as of `many_devices`.
+    they are used; `per_pass` and `halves` are as of `many_devices`.
     """
     model, (prefill, decode) = model_of(name), one_device(name)
     control = np.array([percent, strategy_code(strategy)], np.int32)
@@ -195,8 +199,8 @@ def check_same(
     want = play(model, prefill, decode, state_of(model, MOST * SLOTS), model.weights, alone)
 
     mesh = make_mesh(count)
-    prefill = many_devices(name, count, "prefill", replication, per_pass)
-    decode = many_devices(name, count, "decode", per_pass=per_pass)
+    prefill = many_devices(name, count, "prefill", replication, per_pass, halves)
+    decode = many_devices(name, count, "decode", per_pass=per_pass, halves=halves)
     home = Home(mesh, placement)
     resident = ResidentWeights(home.spread(model.weights), model.united, home=home)
     resident.use_way(model.way)
@@ -353,6 +357,37 @@ def test_rows_over_the_bound_wait_for_another_pass(name, count, per_pass, strate
     by_device = got[0].expert_rows.reshape(count, model.config.num_moe_layers, -1).sum(2)
     bound = per_pass or cost.OVER * TOKENS * model.config.experts_per_token
     assert (by_device.max(0) > bound).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "per_pass", "strategy"),
+    [
+        ("bundled", 8, 3, "partial"),
+        ("skewed bundled", 8, None, "zero"),
+        ("qwen2_moe", 4, None, "full"),
+        *(
+            pytest.param(*case, marks=pytest.mark.exhaustive)
+            for case in (
+                ("bundled", 1, None, "partial"),
+                ("bundled", 2, None, "full"),
+                ("bundled", 8, None, "partial"),
+                ("qwen3_moe_mixed_yarn", 4, 2, "full"),
+                ("gpt_oss", 4, None, "full"),
+                ("deepseek_v3", 4, 1, "full"),
+            )
+        ),
+    ],
+)
+def test_rows_that_travel_in_halves(name, count, per_pass, strategy):
+    """As on one device; and with the bits of those that travel at once."""
+    model = model_of(name)
+    spare = spare_of(name, count) if count in ROOM.get(name, {}) else 0
+    placement = contiguous(*size_of(model), count, spare=spare)
+    given = name, count, placement, 30, strategy
+    whole, halves = (check_same(*given, per_pass=per_pass, halves=so) for so in (False, True))
+    for one, other in zip(whole, halves, strict=True):
+        np.testing.assert_array_equal(one.tokens, other.tokens)
+        np.testing.assert_array_equal(one.logits, other.logits)
 
 
 def router_as_probes(model):

@@ -22,7 +22,7 @@ from jmoe.checkpoint import empty_pool
 from jmoe.config import from_hf
 from jmoe.experts import ExpertPool, ExpertTable
 from jmoe.packed_rows import NUM_COLUMNS
-from jmoe.parallel import cost
+from jmoe.parallel import cost, experts
 from jmoe.parallel.experts import AXIS
 from jmoe.parallel.replicas import Replication
 from jmoe.parallel.steps import STEPS, spread
@@ -193,10 +193,12 @@ def check_memory(program, most):
 
 @pytest.mark.sized(exhaustive=("prefill-205",))
 @pytest.mark.parametrize(("phase", "launches"), [("decode", 155), ("prefill", 205)])
-def test_a_step_copies_nothing_and_exchanges_rows_once_each_way(mesh, phase, launches):
+def test_a_step_copies_nothing_and_exchanges_rows_once_each_way(mesh, phase, launches, monkeypatch):
     """As many layers as where experts are copied, whose kernels are these in part. Rows over the
-    bound have a loop a layer in prefill, whose body is no launch here.
+    bound have a loop a layer in prefill, whose body is no launch here; they travel at once.
     """
+    if phase == "prefill":
+        monkeypatch.setattr(experts, "in_halves", lambda *_: False)
     program = compile_step(mesh, phase, 3)
     check_memory(program, 0.05 * GIB if phase == "decode" else 0.7 * GIB)
     assert program.copied() == {}
@@ -215,6 +217,26 @@ def test_a_step_copies_nothing_and_exchanges_rows_once_each_way(mesh, phase, lau
         rows = sorted_rows(program.schedule)
         assert len(rows) == 6
         assert all(PASS_VISITS < each <= PASS_VISITS + PADDED for each in rows)
+
+
+def test_halves_travel_under_visits_of_the_other_half(mesh):
+    """A prefill step's, as the cost model takes it: the second half's rows come under the first
+    half's products and further passes, whose sums leave under those of the second.
+    """
+    program = compile_step(mesh, "prefill", 2)
+    check_memory(program, 0.45 * GIB)
+    assert program.copied() == {}
+    counts = count_launches(program.hlo)
+    for kind in ("all-gather", "reduce-scatter"):
+        assert (counts[kind], counts[f"{kind}-start"]) == (2, 2)
+        under = program.under(kind)
+        assert [len(sorted_rows(each)) for each in under] == [2, 2]
+        assert [sum(one.opcode == "while" for one in each) for each in under] == [1, 1]
+    assert program.synchronous() == {"all-gather": 2, "reduce-scatter": 2}
+    rows = sorted_rows(program.schedule)
+    assert len(rows) == 8
+    assert all(PASS_VISITS < 2 * each <= PASS_VISITS + 2 * PADDED for each in rows)
+    assert sum(counts.values()) <= 190
 
 
 class TestCopiesOfExperts:

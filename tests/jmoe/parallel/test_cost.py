@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from jmoe.config import from_hf
 from jmoe.parallel import cost
-from jmoe.parallel.experts import AXIS, gather_rows
+from jmoe.parallel.experts import AXIS, gather_rows, in_halves
+from pallas_kernels.backend import traced_for
 
 PUBLISHED = Path(__file__).parents[2] / "published_configs"
 QWEN = from_hf(json.loads((PUBLISHED / "Qwen3-235B-A22B.json").read_text()))
@@ -203,21 +204,54 @@ def test_passes_by_hand():
 def test_copies_gain_by_hand():
     """A visit takes a second, as an expert on the link does; memory is free."""
     machine, run = SLOW._replace(memory_bytes_per_s=1e12), partial(cost.layer_s, SMALL, 4, 40, 2)
-    # 40 rows go to 3 devices: 5 elements, 4 numbers of picks and a flag are 30 bytes.
-    assert run(machine=machine) == pytest.approx(30 + 80, rel=1e-3)
-    assert run(machine=machine, imbalance=1.5) == pytest.approx(30 + 120, rel=1e-3)
+    # 40 rows go to 3 devices: 5 elements, 4 numbers of picks and a flag are 30 bytes. Half of that
+    # is hidden, and half of the way home, 40 times 10 bytes.
+    assert run(machine=machine) == pytest.approx(30 + 80 - 20, rel=1e-3)
+    assert run(machine=machine, imbalance=1.5) == pytest.approx(30 + 120 - 20, rel=1e-3)
     # Of 4 experts a device has its own, and of 3 copies one for its own rows, that hide the rest.
     hidden = cost.Fit(3, 1, 40.0, 3.0, 3, "")
     assert run(hidden, machine) == pytest.approx(40 + 40, rel=1e-3)
     late = hidden._replace(copy_s=80.0)
     assert run(late, machine) == pytest.approx(40 + 80, rel=1e-3)
     assert cost.break_even(SMALL, 4, 40, 2, hidden, machine) == 1
-    assert cost.break_even(SMALL, 4, 40, 2, late, machine) == pytest.approx(90 / 80, rel=1e-3)
+    assert cost.break_even(SMALL, 4, 40, 2, late, machine) == pytest.approx(110 / 80, rel=1e-3)
+
+
+def test_halves_save_what_is_hidden_by_hand():
+    """As above: 30 s there, 10 s home, a visit a second, of 80."""
+    free, saved = SLOW._replace(memory_bytes_per_s=1e12), partial(cost.saved_by_halves, SMALL, 4)
+    assert saved(40, 2, free) == pytest.approx(15 + 5 - cost.HALVES_S)
+    # Products a tenth as long: 8 s, half of it under 15 s there, and half over 5 s home: 9 - 4.
+    assert saved(40, 2, free._replace(flops_per_s=1200.0)) == pytest.approx(4 + 4, rel=1e-3)
+    # Reading a device's expert takes 100 s for half of the visits, too, and nothing else does.
+    read = free._replace(memory_bytes_per_s=1.2, flops_per_s=1e12)
+    sorted_s = 2 * 10 * 80 / 1.2  # twice the mean in two passes, at most
+    assert 2 * sorted_s > 100
+    assert saved(40, 2, read, loop_s=0.0) == pytest.approx(15 + 5 - 100, rel=1e-3)
+    assert saved(40, 2, read, loop_s=7.0) == pytest.approx(15 + 5 - 100 - 7, rel=1e-3)
+    assert cost.saved_by_halves(SMALL, 1, 40, 2, free) < 0  # nothing travels
+
+
+def test_a_step_travels_in_halves_where_that_saves_some():
+    rows = partial(jnp.zeros, dtype=jnp.bfloat16)
+    large, small, odd = (rows((n, QWEN.d_model)) for n in (1024, 512, 1025))
+    assert not in_halves(QWEN, large, 8)  # on a CPU
+    with traced_for("cuda"):
+        assert [in_halves(QWEN, h, 8) for h in (large, small, odd)] == [True, False, False]
+        assert not in_halves(QWEN, large, 2)
+
+
+@pytest.mark.parametrize(
+    ("devices", "tokens", "ms"),
+    [(8, 32, -0.19), (8, 512, -0.02), (8, 1024, 0.08), (8, 2048, 0.24), (2, 2048, -0.10)],
+)
+def test_halves_gain_in_large_steps_over_several_devices(devices, tokens, ms):
+    assert 1e3 * cost.saved_by_halves(QWEN, devices, tokens, 2) == pytest.approx(ms, abs=0.006)
 
 
 def test_copies_of_a_large_model_gain_from_less_imbalance_with_passes():
     """By the same arithmetic, where copies begin to be hidden and at 16,384 tokens."""
-    for tokens, before, after in ((1713, 1.47, 1.29), (2048, 1.42, 1.24)):
+    for tokens, before, after in ((1713, 1.72, 1.50), (2048, 1.68, 1.47)):
         found = fit(QWEN, 8, tokens, machine=cost.H200)
         even = partial(cost.break_even, QWEN, 8, tokens, 2, found)
         assert found.per_pair == 1
