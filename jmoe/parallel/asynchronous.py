@@ -17,7 +17,7 @@ layer is two hosts, two stages and two messages, and at each of its two workers 
 stage before its own. C is the cycle that is as long as this way.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import ceil, inf, isfinite
 from pathlib import Path
@@ -48,6 +48,8 @@ asynchrony made 1.0 to 1.4 times ideal synchronous where it does, and 0.75 at 2.
 MARGIN = 1.1
 """A gain must be larger than the forecast's own error, which is 7 % on average at 8,192 tokens in
 flight and more, and than the 5 % within which the simplest way is taken anyway."""
+LATE_FROM, ENOUGH = 3.0, 20
+"""Times its kind's median, from which a stage counts as late; and stages that make a median."""
 MOST_DEVICES = 16
 """Beyond, the simulator sees batches fall into fragments that the forecast does not."""
 
@@ -79,6 +81,19 @@ class Late(NamedTuple):
 
     factor: float = 1.0
     share: float = 0.0
+
+    @classmethod
+    def measured(cls, stages: Iterable[Sequence[float]]) -> "Late":
+        """Returns how late stages were whose seconds are given, each with those of its kind: late
+        is what takes `LATE_FROM` times their median or longer. Raises ValueError where no kind has
+        `ENOUGH` stages; others are left out.
+        """
+        kinds = [np.array(kind) for kind in stages if len(kind) >= ENOUGH]
+        if not kinds:
+            raise ValueError(f"it has no {ENOUGH} stages of one kind")
+        times = np.concatenate([kind / np.median(kind) for kind in kinds])
+        late = times[times >= LATE_FROM]
+        return cls(float(late.mean()), len(late) / len(times)) if len(late) else cls()
 
     @property
     def mean(self) -> float:
@@ -153,6 +168,7 @@ class Deployment:
         overheads: Overheads = DEFAULT_OVERHEADS,
         imbalance: float = 1.0,
         imbalance_with_copies: float = 1.0,
+        late: Late = ON_TIME,
     ) -> "Deployment":
         """Describes a model whose stages take what a roofline says, or a file
         (`stage_times.measured`).
@@ -168,7 +184,8 @@ class Deployment:
         else:
             times = measured(stage_times, geometry, max(in_flight, 1))
         uneven = imbalance, imbalance_with_copies, imbalance_with_copies
-        return cls(geometry, num_devices, in_flight, times, device, context, overheads, *uneven)
+        given = geometry, num_devices, in_flight, times, device, context, overheads
+        return cls(*given, *uneven, late=late)
 
     @property
     def row_s(self) -> float:

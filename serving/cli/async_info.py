@@ -1,14 +1,17 @@
 """`jmoe info MODEL --mesh ep=N --in-flight T`: what asynchronous expert parallelism would make."""
 
+import json
+from collections import defaultdict
+from collections.abc import Collection
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from serving.cli.info import Section
 from serving.cli.mesh_info import DTYPE, DTYPE_BYTES
 
 if TYPE_CHECKING:
     from jmoe.config import ModelConfig
-    from jmoe.parallel.asynchronous import Advice, Forecast
+    from jmoe.parallel.asynchronous import Advice, Forecast, Late
 
 CONTEXT = 256.0
 HOSTS = "attention_host_s", "expert_host_s"
@@ -31,6 +34,40 @@ def parse_imbalance(text: str) -> tuple[float, float]:
     return before, after
 
 
+def parse_late(text: str) -> "Late":
+    """Parses `FACTOR,SHARE`, or measures the stages in a timeline of a server of mode aep.
+
+    Raises ValueError for anything else.
+    """
+    from jmoe.parallel.asynchronous import Late
+
+    if not Path(text).exists():
+        try:
+            factor, share = map(float, text.split(","))
+        except ValueError:
+            raise ValueError(
+                f"--late is '{text}'; write two numbers, as 10,0.02: times as long, and the share "
+                "of stages; or name a file of `jmoe serve --mode aep --timeline FILE`"
+            ) from None
+        return Late(factor, share)
+    try:
+        return Late.measured(_stages(json.loads(Path(text).read_text(encoding="utf-8"))))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"--late is {text}, a timeline without stages: {error}") from None
+
+
+def _stages(timeline: dict[str, Any]) -> Collection[list[float]]:
+    """Returns the microseconds of a timeline's stages, by worker, rows (in powers of two), and
+    whether it is of the first layer, whose attention has the head beside it.
+    """
+    found = defaultdict[Any, list[float]](list)
+    for event in timeline["traceEvents"]:
+        if event["ph"] == "X" and "waiting" in (args := event.get("args", {})):
+            kind = event["tid"], int(args["rows"]).bit_length(), args["layer"] == 0
+            found[kind].append(event["dur"])
+    return found.values()
+
+
 def asynchronous_section(
     cfg: "ModelConfig",
     num_devices: int,
@@ -41,6 +78,7 @@ def asynchronous_section(
     imbalance: tuple[float, float] = (1.0, 1.0),
     host_us: float | None = None,
     stage_times: Path | None = None,
+    late: str = "",
 ) -> Section:
     """Describes every split of a mesh's devices, the synchronous ways, and the advice.
 
@@ -54,11 +92,12 @@ def asynchronous_section(
         host_us: microseconds in which a worker's host launches a stage, of either kind; None:
             those of `Overheads`.
         stage_times: file of measured times (`jmoe.parallel.stage_times.measured`).
+        late: as `parse_late` has it; empty: no stage is.
 
     Raises ValueError for a number that is none, or a file without stage times.
     """
     from jmoe.display import seconds
-    from jmoe.parallel.asynchronous import Deployment, Overheads, advise, forecasts
+    from jmoe.parallel.asynchronous import ON_TIME, Deployment, Overheads, advise, forecasts
     from jmoe.parallel.stage_times import H200
 
     given = {} if host_us is None else dict.fromkeys(HOSTS, 1e-6 * host_us)
@@ -74,7 +113,10 @@ def asynchronous_section(
         overheads=Overheads(**given),
         imbalance=imbalance[0],
         imbalance_with_copies=imbalance[1],
+        late=parse_late(late) if late else ON_TIME,
     )
+    factor, share = deployment.late
+    lateness = f"{100 * share:.3g} % of stages take {factor:.3g} times as long"
     found = advise(deployment)
     every = forecasts(deployment) if num_devices <= MOST_SPLITS else [found.forecast]
     whole = [seconds(stage_s) for stage_s in found.stage_s]
@@ -87,6 +129,7 @@ def asynchronous_section(
             (f"stages of whole batches, {_split(found.forecast)}", " and ".join(whole)),
             ("host of a stage", _hosts(found.host_s, given=bool(given))),
             ("rows travel at", f"{1e-9 * deployment.overheads.bytes_per_s:g} GB/s, as built"),
+            ("late", f"{lateness}, by {late}" if late else "none"),
             ("synchronous", f"{found.synchronous_tokens_per_s:,.0f} tokens/s"),
             ("synchronous with copies", f"{found.copies_tokens_per_s:,.0f} tokens/s"),
             ("asynchronous", _asynchronous(found)),

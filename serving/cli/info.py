@@ -106,6 +106,15 @@ def info(
             metavar="FILE",
         ),
     ] = None,
+    late: Annotated[
+        str | None,
+        typer.Option(
+            help="For --in-flight: a timeline of workers (`jmoe serve --mode aep --timeline "
+            "FILE`), whose late stages are measured; or as 10,0.02: ten times as long, 2 %. "
+            "Default: none is late.",
+            metavar="FILE|FACTOR,SHARE",
+        ),
+    ] = None,
     api_key_env: ApiKeyEnv = None,
     tls_ca: TlsCa = None,
     tls_cert: TlsCert = None,
@@ -138,6 +147,7 @@ def info(
         "--imbalance": imbalance,
         "--host-us": host_us,
         "--stage-times": stage_times,
+        "--late": late,
     }
     for name, value in of_forecast.items():
         if value is not None and in_flight is None:
@@ -186,6 +196,7 @@ def info(
                 imbalance=parse_imbalance(imbalance or "1,1"),
                 host_us=host_us,
                 stage_times=stage_times,
+                late=late or "",
             )
         )
     print(_text(sections))

@@ -3,12 +3,15 @@
 import re
 import sys
 
+import numpy as np
 import pytest
 
-from jmoe.parallel.asynchronous import Deployment, advise
+from jmoe.parallel.asynchronous import Deployment, Late, advise
 from serving.cli import main as cli
-from serving.cli.async_info import asynchronous_section, parse_imbalance
+from serving.cli.async_info import asynchronous_section, parse_imbalance, parse_late
 from serving.cli.info import load_model_config
+from serving.execution.executor import Stages
+from serving.telemetry.timeline import Timeline
 
 MODEL = ("--model-config", "mixtral-8x7b")
 HEADING = "Asynchronous expert parallelism, "
@@ -86,12 +89,49 @@ FORECAST = (*MESH, "--in-flight", "64")
         ((*FORECAST, "--imbalance", "2"), "--imbalance is '2'; write two numbers, as 1.7,1.3"),
         ((*FORECAST, "--imbalance", "9,1"), "--imbalance is 9,1; both must be between 1 and the"),
         ((*FORECAST, "--stage-times", "/none.json"), "/none.json has no stage times"),
+        ((*FORECAST, "--late", "/none.json"), "--late is '/none.json'; write two numbers, as 10,0"),
+        ((*FORECAST, "--late", "0.5,0.1"), "late is (0.5, 0.1); it must be a factor of 1 or more"),
+        (("--late", "10,0.02"), "--late needs --mesh ep=N and --in-flight T"),
     ],
 )
 def test_bad_values_are_named_with_the_fix(monkeypatch, capsys, arguments, message):
     code, _, said = run(monkeypatch, capsys, *arguments)
     assert code == 2
     assert message in said
+
+
+def test_late_stages_are_those_of_a_timeline(tmp_path):
+    """Of two workers, as the server writes it: of 80 stages 4 take 10 times as long as others of
+    their rows, which differ, and one of two that are too few to say so is left out.
+    """
+    timeline, file = Timeline(), tmp_path / "timeline.json"
+    for worker, us in (("attention 0", 1000.0), ("experts 0", 500.0)):
+        layers, rows = np.tile([1, 2], 20), np.repeat([8, 64], 20)
+        took = us * np.where(rows == 8, 1, 3)
+        took[[3, 33]] *= 10
+        began = np.arange(40.0)
+        timeline.stages_ran(
+            Stages(worker, layers, rows, began, began + 1e-6 * took, np.zeros((40, 3), int))
+        )
+    few = np.array([0.0, 1.0])
+    timeline.stages_ran(
+        Stages("experts 0", np.array([0, 0]), np.array([8, 8]), few, few + 1e-3, np.zeros((2, 3)))
+    )
+    timeline.write(file)
+    assert parse_late(str(file)) == pytest.approx(Late(10.0, 4 / 80))
+    cfg = load_model_config("mixtral-8x7b")
+    shown, alone = (
+        dict(asynchronous_section(cfg, 8, 2048, device_gb=141.0, late=late)[1])
+        for late in (str(file), "")
+    )
+    assert shown["late"] == f"5 % of stages take 10 times as long, by {file}"
+    assert alone["late"] == "none"
+    found = advise(Deployment.of(cfg, 8, 2048, late=Late(10.0, 0.05)))
+    assert shown["synchronous"] == f"{found.synchronous_tokens_per_s:,.0f} tokens/s"
+    assert shown["synchronous"] != alone["synchronous"]
+    file.write_text('{"traceEvents": []}')
+    with pytest.raises(ValueError, match=r"a timeline without stages: it has no 20 stages of one"):
+        parse_late(str(file))
 
 
 def test_an_imbalance_is_two_numbers():
