@@ -176,16 +176,18 @@ import numpy as np
 from serving.config import BalanceConfig
 from serving.control.mover import starting_placement
 
-address, index, file, kept = sys.argv[1:]
+address, index, file, kept, spare = sys.argv[1:]
 jax.distributed.initialize(address, 2, int(index))
-config = BalanceConfig(spare_slots=1, load_file=file)
-np.save(kept, starting_placement(config, 3, 8, 4).hosts)
+config = BalanceConfig(spare_slots="auto" if spare == "auto" else int(spare), load_file=file)
+placed = starting_placement(config, 3, 8, 4, spare_that_fits=lambda _: 3)
+np.savez(kept, hosts=placed.hosts, room=placed.room)
 jax.distributed.shutdown()
 """
 
 
 @pytest.mark.deep
-def test_two_processes_place_experts_by_the_file_of_process_0(tmp_path):
+@pytest.mark.parametrize("spare", [1, "auto"])
+def test_two_processes_place_experts_by_the_file_of_process_0(tmp_path, spare):
     np.save(tmp_path / "load0.npy", skewed())
     np.save(tmp_path / "load1.npy", skewed()[::-1, ::-1])
     with socket.socket() as free:
@@ -193,8 +195,8 @@ def test_two_processes_place_experts_by_the_file_of_process_0(tmp_path):
         address = f"127.0.0.1:{free.getsockname()[1]}"
     placing = []
     for index in range(2):
-        files = tmp_path / f"load{index}.npy", tmp_path / f"hosts{index}.npy"
-        command = [sys.executable, "-c", PLACES, address, index, *files]
+        files = tmp_path / f"load{index}.npy", tmp_path / f"hosts{index}.npz"
+        command = [sys.executable, "-c", PLACES, address, index, *files, spare]
         environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2"}
         root = Path(__file__).parents[3]
         placing.append(subprocess.Popen(list(map(str, command)), cwd=root, env=environment))
@@ -203,11 +205,15 @@ def test_two_processes_place_experts_by_the_file_of_process_0(tmp_path):
     finally:
         for one in placing:
             one.kill()
-    config = BalanceConfig(spare_slots=1, load_file=str(tmp_path / "load0.npy"))
-    wanted = starting_placement(config, LAYERS, EXPERTS, DEVICES).hosts
-    assert wanted[1, 2].all()
+    config = BalanceConfig(spare_slots=spare, load_file=str(tmp_path / "load0.npy"))
+    place = partial(starting_placement, config, LAYERS, EXPERTS, DEVICES)
+    wanted = place(spare_that_fits=lambda _: 3)
+    assert wanted.hosts[1, 2].all()
+    assert wanted.spare > 0
     for index in range(2):
-        np.testing.assert_array_equal(np.load(tmp_path / f"hosts{index}.npy"), wanted)
+        found = np.load(tmp_path / f"hosts{index}.npz")
+        np.testing.assert_array_equal(found["hosts"], wanted.hosts)
+        assert found["room"] == wanted.room
 
 
 def test_a_load_file_that_is_none_is_refused(tmp_path):
