@@ -165,16 +165,18 @@ def spare_slots_in(
     """Returns how many spare slots of each layer, of `slot_bytes` each, a device may have where
     `left` bytes are beside weights and steps: in what KV pages of `max_num_seqs` sequences of
     `max_model_len` do not take, or, where the settings leave pages to memory, in `COPIES_SHARE` of
-    all.
+    all, if one such sequence fits beside them.
     """
     cfg = with_kv_cache_dtype(cfg, config.kv_cache_dtype)
     length = served_len(config, cfg, config.model, num_devices)
     windows = page_windows(cfg)
     limits = limits_of(replace(config, max_model_len=length), cfg.num_layers, num_devices, windows)
     sizes = page_bytes(cfg, limits.page_size, jnp.dtype(config.dtype))
-    room = left - kv_bytes_of(limits, sizes, limits.pages_per_rank)
+    beside_all = left - kv_bytes_of(limits, sizes, limits.pages_per_rank)
+    beside_one = left - kv_bytes_of(limits, sizes, len(limits.blocks(0, 0, length)))
+    room = beside_all
     if not config.num_pages:
-        room = max(room, int(COPIES_SHARE * left))
+        room = max(beside_all, min(int(COPIES_SHARE * left), beside_one))
     lacking = cfg.num_experts - -(-cfg.num_experts // num_devices)
     return min(max(0, room) // (cfg.num_moe_layers * slot_bytes), lacking)
 

@@ -166,6 +166,12 @@ def test_spare_slots_are_what_kv_pages_leave_or_a_tenth():
     assert found(2 * 40 * slot, replace(config, max_num_seqs=10**6)) == 4
     assert found(2 * 40 * slot, replace(config, max_num_seqs=10**6, num_pages=4 * 10**6)) == 0
     assert found(-1) == 0
+    # With sequences of 32,000 positions one takes 2,000 pages, and one for padding.
+    cfg = replace(cfg, max_position=32_000)
+    large = replace(config, max_num_seqs=4 * 10**6, max_model_len=32_000)
+    one = 2001 * kv // 5
+    assert [found(one + n * 2 * slot, large) for n in (-1, 0, 1, 7)] == [0, 0, 1, 7]
+    assert one > 10 * 7 * 2 * slot
 
 
 def test_memory_beside_weights_and_steps_has_room_for_spare_slots(monkeypatch):

@@ -7,7 +7,7 @@ from tests.on_devices import run_on_devices
 STEPS = Path(__file__).with_name("mesh_steps.py")
 SHORT = "copied_while and ranges and 30-partial or cannot or no_device or windows or forward_over"
 SHORT += " or (placements and (oss or deepseek)) or generate_over or saved_over"
-SHORT += " or (over_the_bound and (bundled-8 or bundled-4))"
+SHORT += " or (over_the_bound and (bundled-8 or bundled-4)) or (in_halves and bundled-8-3)"
 
 
 @pytest.mark.deep
