@@ -104,7 +104,9 @@ def play(scene: Scene, popularity: np.ndarray, config: BalanceConfig) -> dict[st
     """
     written: list[int] = []
     runner = SimpleNamespace(host_layer=lambda layer, hosts: written.append(layer))
-    placement = contiguous(scene.layers, scene.experts, scene.devices, spare=config.spare_slots)
+    placement = contiguous(
+        scene.layers, scene.experts, scene.devices, spare=cast("int", config.spare_slots)
+    )
     mover = Mover(config, cast("Any", runner), placement, COPIES_S / scene.layers)
     rng = np.random.default_rng([scene.seed, 7])
     seen, ms, most = [], [], 0
