@@ -1,6 +1,6 @@
 """The pairs by name."""
 
-from benchmarks.pairs.burst import bursts
+from benchmarks.pairs.burst import bursts, replays
 from benchmarks.pairs.engines import OUTPUTS, outputs, parts, prefixes
 from benchmarks.pairs.harness import Pair
 from benchmarks.pairs.served import PEER_FIGURES, STREAMS, Load, peers, served
@@ -123,6 +123,17 @@ PAIRS: dict[str, Pair] = {
         ("loss, millinats", "degraded_share"),
         rounds=4,
         against=[("today's", "the paper's")],
+    ),
+    "burst_replayed": Pair(
+        "What it costs them on simulated time, whose steps the model computes.",
+        {
+            "the paper's": (False, {"keep": "visits", "controller": "algorithm2"}),
+            "today's": (False, {}),
+            "today's in levels": (True, {}),
+        },
+        replays,
+        ("loss, millinats", "late_share", "degraded_share"),
+        rounds=20,
     ),
     "kv_cache": Pair(
         "Steps over KV pages in float32 and in fp8: decode, and prefill of one row's context.",

@@ -23,8 +23,8 @@ from serving.plan import Limits, Phase, StepControl, StepPlan, StepResult
 class SimulatedDevice(StepExecutor):
     """Runs launches one after another, each as long as `times` and the machine's `mood` say.
 
-    See serving.execution.executor. Tokens are all 0. Of the visits that may be degraded, the
-    share that the threshold says is.
+    See serving.execution.executor. Tokens are all 0, and of the visits that may be degraded, the
+    share that the threshold says is; with a `runner`, which computes the launches, both are real.
     """
 
     limits: Limits
@@ -34,6 +34,7 @@ class SimulatedDevice(StepExecutor):
     """From when on (s) the machine is how fast, over the recorded one."""
     noise: float = 1.0  # how far moods lie from 1, over the recorded ones
     seed: int = 0
+    runner: StepExecutor | None = None
     compilations_since_ready: int = 0
     num_programs: int = 0
     busy_s: float = 0.0
@@ -92,6 +93,8 @@ class SimulatedDevice(StepExecutor):
         return degradable * (1 - control.threshold_percent / 100)
 
     def _result(self, plan: StepPlan, control: StepControl) -> StepResult:
+        if self.runner is not None:
+            return self.runner.launch(plan, control).result()
         visits = plan.num_layers * self.visits_per_layer
         share = 1 - control.threshold_percent / 100 if control.strategy else 0.0
         degraded = np.rint(np.where(plan.exempt, 0, plan.q_lens) * visits * share).astype(int)

@@ -11,13 +11,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 import numpy as np
 
 from jmoe.api import resolve
 from jmoe.config import read_config
+from jmoe.family import Family
 from jmoe.tokenizer import Tokenizer
 from serving.bench.loadgen import play
 from serving.bench.results import Run
@@ -26,8 +27,10 @@ from serving.bench.simulator.device import SimulatedDevice, simulated_model
 from serving.bench.simulator.step_times import StepTimes, read_steps
 from serving.bench.workload import Arrival
 from serving.config import AuditConfig, EngineConfig
+from serving.control.losses import Curves
 from serving.engine import Engine
 from serving.errors import ServingError
+from serving.execution.executor import StepExecutor
 from serving.execution.fitting import limits_of
 from serving.frontend import convert
 from serving.frontend.guard import code_of
@@ -48,6 +51,14 @@ class Machine:
     noise: float = 1.0
 
 
+class Served(NamedTuple):
+    """Models that answer, with what computes their steps, as `serving.startup.prepare` has them."""
+
+    family: Family
+    runner: StepExecutor | None  # None: tokens are all 0
+    losses: Curves = ()
+
+
 class SimulatedServer:
     """A server on a simulated machine, and its client: it has calls of `serving.client.Client`.
 
@@ -56,11 +67,22 @@ class SimulatedServer:
     """
 
     def __init__(
-        self, machine: Machine, config: EngineConfig, seed: int = 0, exempt_share: float = 0.0
+        self,
+        machine: Machine,
+        config: EngineConfig,
+        seed: int = 0,
+        exempt_share: float = 0.0,
+        served: Served | None = None,
     ) -> None:
-        """`exempt_share` of the requests, drawn by `seed`, allow no brownout."""
+        """`exempt_share` of the requests, drawn by `seed`, allow no brownout. The models of
+        `served` compute what is answered, which takes no simulated time.
+        """
         clock = asyncio.get_running_loop().time
         limits = limits_of(config, machine.num_layers)
+        if served is None:
+            model = simulated_model(limits, machine.visits_per_layer, config.brownout.way)
+            served = Served(Family.of(model), None)
+        family, runner, losses = served
         self.device = SimulatedDevice(
             limits,
             machine.times,
@@ -68,10 +90,10 @@ class SimulatedServer:
             machine.speeds,
             machine.noise,
             seed,
+            runner,
         )
-        model = simulated_model(limits, machine.visits_per_layer, config.brownout.way)
         config = replace(config, watchdog_s=0, audit=AuditConfig(share=0))  # nothing to score
-        self.engine = Engine(config, self.device, model, clock=clock)
+        self.engine = Engine(config, self.device, family, clock=clock, losses=losses)
         self._overhead_s, self._exempt_share = machine.overhead_s, exempt_share
         self._rng = np.random.default_rng(seed)
 
@@ -97,6 +119,7 @@ class SimulatedServer:
         priority: pb.Priority = pb.PRIORITY_UNSPECIFIED,
         model: str = "",
         timeout_s: float | None = None,
+        allow_brownout: bool = True,
     ) -> AsyncIterator[pb.GenerateResponse]:
         """See Client."""
         is_exempt = self._rng.random() < self._exempt_share
@@ -104,7 +127,7 @@ class SimulatedServer:
         outputs = self.engine.generate(
             prompt,
             convert.sampling(sampling or pb.SamplingParams(), self.engine.bounds),
-            allow_brownout=not is_exempt,
+            allow_brownout=allow_brownout and not is_exempt,
             priority=convert.priority(pb.GenerateRequest(priority=priority)),
             timeout_s=None if timeout_s == math.inf else timeout_s,
             model=model,
@@ -141,11 +164,12 @@ def run_simulated[T](
     drive: Callable[[SimulatedServer], Awaitable[T]],
     seed: int = 0,
     exempt_share: float = 0.0,
+    served: Served | None = None,
 ) -> T:
     """Runs `drive` with a server of its own, in an event loop with simulated time."""
 
     async def run() -> T:
-        async with SimulatedServer(machine, config, seed, exempt_share) as server:
+        async with SimulatedServer(machine, config, seed, exempt_share, served) as server:
             return await drive(server)
 
     with asyncio.Runner(loop_factory=SimulatedLoop) as runner:
