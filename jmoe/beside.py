@@ -6,8 +6,11 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from jmoe.checkpoint import UNITED_FILE, weights_digest
 from jmoe.digests import file_digests
+from jmoe.sharing import WEIGHTS_FILE, Sharing
 
 
 def digest_of(directory: Path) -> str:
@@ -16,6 +19,20 @@ def digest_of(directory: Path) -> str:
     """
     united = file_digests(directory.glob(UNITED_FILE))
     return sha256(repr([weights_digest(directory), united]).encode()).hexdigest()[:16]
+
+
+def digest_in_family(sharing: Sharing, number: int, lender: Path) -> str:
+    """Returns what a table of a family's model belongs to: its weights, the experts that serve it,
+    and the united ones, of the model in the directory `lender`. `sharing` is one that was read.
+
+    Raises OSError.
+    """
+    owners = np.array([*sharing.fingerprints, "merged"])[sharing.owners[number]]  # -1: the last
+    files = [] if sharing.directory is None else [*sharing.directory.glob(WEIGHTS_FILE)]
+    files = file_digests([*files, *lender.glob(UNITED_FILE)])
+    return sha256(
+        repr([sharing.fingerprints[number], owners.tolist(), files]).encode()
+    ).hexdigest()[:16]
 
 
 def write_rows(

@@ -1,8 +1,9 @@
 """Expected loss: what brownout costs a token, measured before it is served.
 
-A table in a model's directory has the **excess** (nats a token: the log-probability of an answer's
-token as it was drawn, above that under the exact model) of answers under some thresholds, with its
-95 % interval. `jmoe evaluate` measures it, and writes the table.
+A table in a model's directory, or of each model of a family beside its map of shared experts, has
+the **excess** (nats a token: the log-probability of an answer's token as it was drawn, above that
+under the exact model) of answers under some thresholds, with its 95 % interval. `jmoe evaluate`
+measures it, and writes the table.
 """
 
 import math
@@ -17,6 +18,8 @@ from jmoe.beside import read_rows, write_rows
 from jmoe.brownout import Brownout, strategy_code
 
 FILE = "expected_loss.json"
+FILE_OF = "expected_loss.{}.json"
+"""Of a family's model of this name, beside `family.json`."""
 
 
 class Kind(NamedTuple):
@@ -70,11 +73,10 @@ def write(path: Path, tables: Sequence[ExpectedLoss], model_digest: str) -> None
     write_rows(path, rows, model_digest, Kind._fields)
 
 
-def read(directory: Path, model_digest: str) -> dict[Kind, ExpectedLoss]:
+def read(path: Path, model_digest: str) -> dict[Kind, ExpectedLoss]:
     """Returns a model's tables by kind. Raises ValueError for a file that is missing, not what
     `write` writes, or of another model.
     """
-    path = directory / FILE
     rows = read_rows(path, model_digest, "jmoe evaluate")
     try:
         tables = [_checked(row) for row in rows]

@@ -222,6 +222,8 @@ def _family(
     """Scores each model of a family over its pool; with a bound, the others borrow the first one's
     united experts.
     """
+    from jmoe.beside import digest_in_family
+    from jmoe.expected_loss import FILE, FILE_OF
     from jmoe.family import check_family, load_family
     from jmoe.sharing import read_sharing
     from training.evaluation.run import check_bound, evaluate, uses_united
@@ -240,6 +242,7 @@ def _family(
         own = (0,) * len(paths)
         sharing = dataclasses.replace(sharing, united=own, united_ways=tuple(sorted(ways)))
     loaded, found = load_family(paths, sharing, config.dtype, allow_unknown_config=allowed), {}
+    is_whole = loaded.offloaded is None  # no expert stands in for one that may be fetched
     for model, lender in zip(loaded, sharing.lenders, strict=True):
         model = model.with_kv_cache_dtype(config.kv_cache_dtype)
         own = dataclasses.replace(config, model=str(model.path), out=config.out / model.name)
@@ -247,11 +250,16 @@ def _family(
             own = dataclasses.replace(
                 own, out=own.out / "borrowed", united_of=sharing.fingerprints[lender]
             )
+        of = digest_in_family(sharing, len(found), loaded[lender].path) if is_whole else ""
         with progress_bar() as progress:
-            found[model.name] = evaluate(own, settings, progress, model)
+            found[model.name] = evaluate(own, settings, progress, model, of)
         print(f"{model.name}: ", end="")
         _say(found[model.name])
         print(f"tables and picture in {own.out}")
+        if (own.out / FILE).exists() and borrow_united is None:
+            print("to have servers know what brownout costs:")
+            beside = family.parent / FILE_OF.format(model.name)
+            print(shlex.join(["cp", str(own.out / FILE), str(beside)]))
     if borrow_united is not None:
         _lend(loaded, found, borrow_united, config)
 

@@ -517,10 +517,9 @@ def _check_together(config: ServerConfig, require: Any) -> None:
         f"{brownout.strategy!r}",
     )
     require(
-        not brownout.max_expected_loss or not (engine.family or engine.resident_experts),
+        not brownout.max_expected_loss or not engine.resident_experts,
         "engine.brownout.max_expected_loss",
-        "0 with engine.family or engine.resident_experts: what shared or absent experts cost is "
-        "not known",
+        "0 with engine.resident_experts: what absent experts cost is not known",
     )
     require(
         not brownout.ways or not brownout.way or brownout.way in brownout.ways,

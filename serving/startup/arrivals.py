@@ -2,12 +2,14 @@
 
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import jax
 
 from jmoe.api import resolve
 from jmoe.arrival import Arrival, arrival_bytes, read_arrival
-from jmoe.expected_loss import Kind
+from jmoe.beside import digest_of
+from jmoe.expected_loss import FILE, Kind
 from jmoe.family import Family
 from jmoe.free_memory import free_host_bytes
 from jmoe.weights import Params
@@ -42,7 +44,8 @@ def _read(
         path = resolve(directory, config.hub_revision)
         check_templates([path], config.chat_template)
         _check_memory(family, name)
-        curves = curves_of(path, most := config.brownout.max_expected_loss)
+        most = config.brownout.max_expected_loss
+        curves = curves_of(path / FILE, partial(digest_of, path), most)
         if most:
             way = family[0].way or 0
             strategy = starting_strategy(config.brownout.strategy, way)

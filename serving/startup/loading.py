@@ -2,7 +2,7 @@
 
 import contextlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from jmoe import expected_loss
 from jmoe.api import BUNDLED, ExpertsOf, Model, load, resolve
-from jmoe.beside import digest_of
+from jmoe.beside import digest_in_family, digest_of
 from jmoe.checkpoint import is_native, native_config
 from jmoe.config import read_config
 from jmoe.expected_loss import Kind
@@ -151,21 +151,32 @@ def load_models(
 
 
 def expected_losses(config: EngineConfig, family: Family, ways: Sequence[int]) -> Curves:
-    """Returns the curves of expected loss that lie beside the models; none where nobody measured
-    what is served: a family whose experts are shared, or stand in for others.
+    """Returns the curves of expected loss that lie beside the models, or beside the map by which
+    they share experts; none where experts stand in for others that are absent.
 
     Raises SettingsError for a table of another model, none, or none of what is served, the first of
     `ways`, where `engine.brownout.max_expected_loss` bounds it; without that, one of another is
     only warned of.
     """
-    brownout = config.brownout
+    brownout, sharing = config.brownout, family.sharing
     most = brownout.max_expected_loss
-    if config.family or config.resident_experts:
+    if family.offloaded is not None:
+        if most:
+            raise SettingsError(
+                f"engine.brownout.max_expected_loss is {most:g}, and what it costs that experts "
+                "stand in for absent ones is not known"
+            )
         return []
-    found = [
-        {} if at in family.vacant else curves_of(model.path, most)
-        for at, model in enumerate(family)
-    ]
+    beside = None if not config.family else sharing.directory
+
+    def curves(number: int, model: Model) -> Mapping[Kind, Curve]:
+        if beside is None:
+            return curves_of(model.path / expected_loss.FILE, partial(digest_of, model.path), most)
+        lender = family[sharing.lenders[number]].path
+        belongs_to = partial(digest_in_family, sharing, number, lender)
+        return curves_of(beside / expected_loss.FILE_OF.format(model.name), belongs_to, most)
+
+    found = [{} if at in family.vacant else curves(at, model) for at, model in enumerate(family)]
     found = [found[0] if at in family.vacant else own for at, own in enumerate(found)]
     if most:
         way = ways[0] if ways else 0
@@ -176,14 +187,14 @@ def expected_losses(config: EngineConfig, family: Family, ways: Sequence[int]) -
     return found
 
 
-def curves_of(directory: Path, most: float) -> Mapping[Kind, Curve]:
-    """Returns the curves of expected loss that lie beside a model. `most` is the bound on it, 0:
-    none. Raises SettingsError as `expected_losses` does for a table.
+def curves_of(path: Path, digest: Callable[[], str], most: float) -> Mapping[Kind, Curve]:
+    """Returns the curves of a file of expected loss. `digest` returns what it has to belong to,
+    `most` is the bound on it, 0: none. Raises SettingsError as `expected_losses` does for a table.
     """
-    there = (directory / expected_loss.FILE).exists()
+    there = path.exists()
     try:
         # Weights are hashed only where there is a table to belong to them.
-        tables = expected_loss.read(directory, digest_of(directory) if there else "")
+        tables = expected_loss.read(path, digest() if there else "")
     except ValueError as error:
         if most:
             raise SettingsError(

@@ -47,7 +47,7 @@ def test_tables_of_other_kinds_stay_and_the_newest_counts(tmp_path):
     path, full = tmp_path / expected_loss.FILE, Kind.of(Brownout("full", 40))
     expected_loss.write(path, [table((0, 0.3)), table((0, 0.5), kind=full)], "a")
     expected_loss.write(path, [table((0, 0.2))], "a")
-    found = expected_loss.read(tmp_path, "a")
+    found = expected_loss.read(path, "a")
     assert found == {WAY_8: table((0, 0.2)), full: table((0, 0.5), kind=full)}
     assert [str(kind) for kind in (WAY_8, full, Kind(2, "visits", True))] == [
         "way 8 by weight",
@@ -55,13 +55,13 @@ def test_tables_of_other_kinds_stay_and_the_newest_counts(tmp_path):
         "way 2 by visits in levels",
     ]
     expected_loss.write(path, [table((0, 0.2))], "b")  # of another model: nothing stays
-    assert list(expected_loss.read(tmp_path, "b")) == [WAY_8]
+    assert list(expected_loss.read(path, "b")) == [WAY_8]
 
 
 def test_a_table_of_something_else_is_named(tmp_path):
     def refused(words):
         with pytest.raises(ValueError, match=words):
-            expected_loss.read(tmp_path, "a")
+            expected_loss.read(path, "a")
 
     path = tmp_path / expected_loss.FILE
     refused("has no expected_loss.json; `jmoe evaluate` measures and writes it")

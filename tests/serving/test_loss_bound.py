@@ -1,9 +1,9 @@
 """No threshold passes the bound on expected loss, and answers say what theirs let expect."""
 
 import asyncio
-import dataclasses
 import math
 import shutil
+from dataclasses import replace
 
 import pytest
 from counting import LIMITS, collect
@@ -13,9 +13,12 @@ from hypothesis import strategies as st
 
 import jmoe
 from jmoe import beside, expected_loss
+from jmoe.checkpoint import weights_digest
+from jmoe.config import read_config
 from jmoe.expected_loss import ExpectedLoss, Kind, Point
 from jmoe.family import Family
 from jmoe.packed_rows import EXEMPT
+from jmoe.sharing import Sharing, read_sharing, write_sharing
 from serving.bench.fake import FakeRunner
 from serving.bench.simulated_time import SimulatedLoop
 from serving.config import AuditConfig, BrownoutConfig, EngineConfig, SalcConfig
@@ -28,6 +31,7 @@ from serving.request import BrownoutChange, Priority
 from serving.settings.reading import load
 from serving.startup.loading import expected_losses
 from tests.jmoe.conftest import add_united
+from tests.variants import variant
 
 BE = Priority.BEST_EFFORT
 FULL = Kind(0, "weight")
@@ -275,11 +279,11 @@ def test_what_is_wrong_with_a_bound_is_named_at_the_start(directory, caplog):
     free = EngineConfig()
 
     def refused(words, way=2, **brownout):
-        given = dataclasses.replace(bound.brownout, **brownout)
+        given = replace(bound.brownout, **brownout)
         with pytest.raises(
             SettingsError, match=f"engine.brownout.max_expected_loss is 0.1, and {words}"
         ):
-            expected_losses(dataclasses.replace(bound, brownout=given), family, (way,))
+            expected_losses(replace(bound, brownout=given), family, (way,))
 
     expected_losses(bound, family, (2,))
     [curves] = expected_losses(free, family, (2,))
@@ -300,9 +304,51 @@ def test_what_is_wrong_with_a_bound_is_named_at_the_start(directory, caplog):
     expected_losses(free, family, (2,))
 
 
+def test_a_family_has_a_table_for_each_model_beside_its_map(directory, tmp_path):
+    (directory / expected_loss.FILE).unlink()
+    law = variant(directory, tmp_path / "law", seed=1)
+    add_united(law, seed=1)
+    paths, path = {"base": directory, "law": law}, tmp_path / "maps" / "family.json"
+    cfg, kind = read_config(directory), Kind(2, "weight")
+    own = Sharing.none(tuple(paths), cfg.num_moe_layers, cfg.num_experts)
+    sharing = replace(own, fingerprints=tuple(map(weights_digest, paths.values())))
+    path.parent.mkdir()
+    write_sharing(path, sharing)
+
+    def dearest(*order, most=0.0):
+        family = jmoe.load_family({name: paths[name] for name in order}, path, "float32")
+        brownout = BrownoutConfig(max_expected_loss=most)
+        found = expected_losses(EngineConfig(family=str(path), brownout=brownout), family, (2,))
+        return [curves[kind][0] if curves else None for curves in found]
+
+    for number, (name, excess) in enumerate((("base", 0.5), ("law", 0.25))):
+        with pytest.raises(SettingsError, match=rf"maps has no expected_loss\.{name}\.json"):
+            dearest("base", "law", most=0.1)
+        digest = beside.digest_in_family(
+            read_sharing(path, paths, own.owners.shape[1:]), number, paths[name]
+        )
+        table = ExpectedLoss(kind, (Point(0, excess, 0, 1),))
+        expected_loss.write(path.parent / f"expected_loss.{name}.json", [table], digest)
+    assert dearest("base", "law", most=0.1) == [0.5, 0.25]
+    assert dearest("law", "base") == [0.25, 0.5]  # known by its weights, in any order
+
+    owners = own.owners.copy()
+    owners[1, 0, 0] = 0  # an expert of the other one
+    for other in (replace(sharing, owners=owners),
+                  replace(sharing, united=(0, 0), united_ways=(2,))):  # fmt: skip
+        write_sharing(path, other)
+        assert dearest("base", "law") == [0.5, None]
+        with pytest.raises(SettingsError, match=r"expected_loss\.law\.json is of the model '"):
+            dearest("base", "law", most=0.1)
+    write_sharing(path, sharing)
+    add_united(directory, seed=2)
+    assert dearest("base", "law") == [None, 0.25]
+
+
 def test_settings_that_no_table_can_be_of_are_named():
     key = "engine.brownout.max_expected_loss"
     with pytest.raises(SettingsError, match=f"{key} is -1"):
         load(None, {key: -1.0})
-    with pytest.raises(SettingsError, match=f"{key} is 0.1.* 0 with engine.family"):
-        load(None, {key: 0.1, "engine.models": "a=b,c=d", "engine.family": "f"})
+    absent = {"engine.resident_experts": 9, "engine.spare_experts": 8}
+    with pytest.raises(SettingsError, match=f"{key} is 0.1.* 0 with engine.resident_exp"):
+        load(None, {key: 0.1, "engine.models": "a=b,c=d", **absent})

@@ -287,7 +287,9 @@ def test_the_last_line_of_a_run_serves_its_result(tiny_dir, tmp_path, monkeypatc
         subprocess.run(copy, shell=True, check=True)
     assert load_file(model / "united.safetensors").keys() == {"made"}
     assert levels.read(model, 2, digest_of(model))[2, "weight"].rows == rows
-    assert expected_loss.read(model, digest_of(model)) == {expected.kind: expected}
+    assert expected_loss.read(model / expected_loss.FILE, digest_of(model)) == {
+        expected.kind: expected
+    }
     command_line(monkeypatch, capsys, *shlex.split(line)[1:])
     assert served[0].model == str(model)
     assert served[0].allow_unknown_config == ("auto_map",)

@@ -284,7 +284,8 @@ def test_a_run_goes_on_where_it_ended(config, monkeypatch):
     *_, full = evaluate(config, [PARTIAL, Brownout("full", 0)])
     assert ran == [Brownout("full", 0)]
     # Of way 2, threshold 0 was not run, and no loss can be expected of it.
-    [table] = expected_loss.read(config.out, digest_of(Path(config.model))).values()
+    path, digest = config.out / expected_loss.FILE, digest_of(Path(config.model))
+    [table] = expected_loss.read(path, digest).values()
     assert table.kind == Kind.of(Brownout("full", 0))
     assert table.points[0][:2] == (0, pytest.approx(full.excess[0], abs=1e-6))
     with pytest.raises(ValueError, match=r"belongs to other inputs: batch 4 \(now 8\)"):
@@ -366,10 +367,13 @@ def test_a_model_of_a_family_is_scored_over_its_pool(united_dir, tiny_dir, tmp_p
             out=tmp_path / model.name,
             family=tmp_path / "family.json",
         )
-        found[model.name] = evaluate(config, [Brownout("partial", 50, 2)], model=model)
+        settings = [Brownout("partial", at, 2) for at in (50, 0)]
+        found[model.name] = evaluate(config, settings, model=model, belongs_to=model.name)
         inputs = json.loads((config.out / "inputs.json").read_text())
         assert inputs["family"]
-        assert not (config.out / expected_loss.FILE).exists()
+        [table] = expected_loss.read(config.out / expected_loss.FILE, model.name).values()
+        assert [point.threshold_percent for point in table.points] == [50, 0]
+        assert table.points[0].excess == pytest.approx(found[model.name][1].excess[0], abs=1e-6)
         with pytest.raises(ValueError, match="family"):  # the folder is of another evaluation
             evaluate(dataclasses.replace(config, family=None), [])
     for one, other in zip(*found.values(), strict=True):  # only experts differ in the files

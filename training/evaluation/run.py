@@ -78,14 +78,16 @@ def evaluate(
     settings: Sequence[Brownout],
     progress: Progress | None = None,
     model: Model | None = None,
+    belongs_to: str = "",
 ) -> list[Score]:
     """Runs zero brownout and every setting that the folder has no result of, then writes tables.
 
     `config.out` gets `inputs.json`, `results.jsonl` (a line a setting, as it is done),
     `evaluate.csv`, `evaluate.md`, `evaluate.png`, and `expected_loss.json`, a table for the model's
-    directory, of ways and the like whose threshold 0 is among the settings, unless it is one of a
-    family. Returns zero brownout's score, then one for each setting. `model` is that of
-    `config.model`, where it is loaded already.
+    directory, of ways and the like whose threshold 0 is among the settings. Returns zero brownout's
+    score, then one for each setting. `model` is that of `config.model`, where it is loaded already;
+    of one of a family, `belongs_to` is what the table does (`jmoe.beside.digest_in_family`), empty:
+    there is none.
 
     Raises ValueError for inputs that do not fit the model or each other, and for a folder that
     belongs to other inputs.
@@ -117,8 +119,9 @@ def evaluate(
     found = scores(settings, store.results, [item.family for item in items])
     (config.out / "evaluate.csv").write_text(write_csv(found), encoding="utf-8")
     (config.out / "evaluate.md").write_text(write_markdown(found, inputs), encoding="utf-8")
-    if config.family is None and (tables := expected_losses(found)):
-        expected_loss.write(config.out / expected_loss.FILE, tables, digest_of(model.path))
+    belongs_to = belongs_to if config.family else digest_of(model.path)
+    if belongs_to and (tables := expected_losses(found)):
+        expected_loss.write(config.out / expected_loss.FILE, tables, belongs_to)
     title = f"{model.name}: accuracy under brownout, {len(items):,} items, batch {config.batch}"
     draw(found, config.out / "evaluate.png", title)
     return found

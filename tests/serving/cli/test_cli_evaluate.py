@@ -1,19 +1,24 @@
 """`jmoe evaluate`: flags reach the run, and bad input is one line."""
 
 import dataclasses
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from typer.main import get_command
 
+from jmoe import expected_loss
 from jmoe.brownout import Brownout, LowestGate
 from jmoe.checkpoint import weights_digest
 from jmoe.config import read_config
 from jmoe.display import size
+from jmoe.expected_loss import ExpectedLoss, Kind, Point
 from jmoe.family import load_family
 from jmoe.sharing import write_sharing
 from serving.cli import main as cli
+from serving.config import EngineConfig
+from serving.startup.loading import expected_losses
 from tests.jmoe.conftest import add_united
 from tests.jmoe.family_oracles import drawn_map
 from tests.variants import variant
@@ -187,7 +192,7 @@ def test_siblings_that_lose_little_borrow_united_experts(family, monkeypatch, ca
     paths, flags = family
     rights, seen = {"base": 100, "a": 100, "b": 60}, []
 
-    def evaluate(config, settings, progress, model):
+    def evaluate(config, settings, progress, model, _):
         seen.append((config.out, config.united_of, model.num_united_slots, model.pool.num_slots))
         after = {s: s == ZERO or s.name == "full" for s in (ZERO, *settings)}
         results = {
@@ -216,6 +221,29 @@ def test_siblings_that_lose_little_borrow_united_experts(family, monkeypatch, ca
     assert f"a uses the united experts of base: loses up to 0.00 % (bound 3 %); {less}" in said
     assert "b keeps its own united experts: loses up to " in said
     assert f"cp {tmp_path / 'family.json'} {flags[1]}" in said
+
+
+def test_what_a_family_costs_is_known_once_it_is_copied(family, monkeypatch, capsys, tmp_path):
+    paths, flags = family
+    losses = dict(zip(paths, (0.5, 0.25, 0.125), strict=True))
+
+    def evaluate(config, settings, progress, model, belongs_to):
+        table = ExpectedLoss(Kind(4, "visits"), (Point(0, losses[model.name], 0, 1),))
+        config.out.mkdir(parents=True)
+        expected_loss.write(config.out / expected_loss.FILE, [table], belongs_to)
+        result = run_module.Result("zero", None, 100, [True], 0, [0.0])
+        return run_module.scores([], {ZERO: result}, ["f"])
+
+    monkeypatch.setattr(run_module, "evaluate", evaluate)
+    asked = f"--generate-tasks 1 --ways 4 --thresholds 0 --out {tmp_path / 'out'}"
+    assert run(monkeypatch, *flags, *asked.split()) == 0
+    for line in capsys.readouterr().out.splitlines():
+        if line.startswith("cp "):
+            subprocess.run(line, shell=True, check=True)
+    map_of = Path(flags[1])
+    served = load_family(dict(reversed(paths.items())), map_of)
+    found = expected_losses(EngineConfig(family=str(map_of)), served, (4,))
+    assert [curves[Kind(4, "visits")][0] for curves in found] == [0.125, 0.25, 0.5]
 
 
 @pytest.mark.parametrize(
