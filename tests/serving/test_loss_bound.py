@@ -315,8 +315,9 @@ def test_a_family_has_a_table_for_each_model_beside_its_map(directory, tmp_path)
     path.parent.mkdir()
     write_sharing(path, sharing)
 
-    def dearest(*order, most=0.0):
-        family = jmoe.load_family({name: paths[name] for name in order}, path, "float32")
+    def dearest(*order, most=0.0, **absent):
+        named = {name: paths[name] for name in order}
+        family = jmoe.load_family(named, path, "float32", **absent)
         brownout = BrownoutConfig(max_expected_loss=most)
         found = expected_losses(EngineConfig(family=str(path), brownout=brownout), family, (2,))
         return [curves[kind][0] if curves else None for curves in found]
@@ -341,6 +342,10 @@ def test_a_family_has_a_table_for_each_model_beside_its_map(directory, tmp_path)
         with pytest.raises(SettingsError, match=r"expected_loss\.law\.json is of the model '"):
             dearest("base", "law", most=0.1)
     write_sharing(path, sharing)
+    resident = own.owners[0].size
+    assert dearest("base", "law", resident_experts=resident) == []
+    with pytest.raises(SettingsError, match="that experts stand in for absent ones is not known"):
+        dearest("base", "law", most=0.1, resident_experts=resident)
     add_united(directory, seed=2)
     assert dearest("base", "law") == [None, 0.25]
 

@@ -3,11 +3,15 @@
 import asyncio
 import json
 import math
+import shutil
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
 
+import jmoe
+from jmoe.brownout import Brownout
 from serving.bench import loadgen
 from serving.bench.calibrate import Calibration, FullBatch
 from serving.bench.controllers import (
@@ -25,10 +29,14 @@ from serving.bench.controllers import (
     spread,
 )
 from serving.bench.results import Record, Run, Sample, Slo
-from serving.bench.simulator.server import Machine, run_simulated, simulate
+from serving.bench.simulator.server import Machine, Served, run_simulated, simulate
 from serving.bench.simulator.step_times import Recorded, StepTimes, read_steps
 from serving.bench.workload import Arrival, piecewise_poisson_times
 from serving.config import AuditConfig, BrownoutConfig, EngineConfig
+from serving.proto.jmoe.v1 import jmoe_pb2 as pb
+from serving.startup.prepare import prepare
+from tests.jmoe.conftest import add_united
+from tests.serving.families import GOLDEN, settings_of
 
 LAYERS, PICKS = 4, 2
 BUCKETS = {"prefill": (32, 128), "decode": (4, 16)}
@@ -130,6 +138,46 @@ def test_brownout_is_what_the_threshold_says():
     assert record.expert_visits == 24 * LAYERS * PICKS
     assert record.degraded_visits == 0.75 * 4 * LAYERS * PICKS
     assert record.itls_s == pytest.approx([seconds("decode", 1, 0.75, 1)] * 4, rel=1e-3)
+
+
+@pytest.mark.usefixtures("compiled_in_a_hurry")
+@pytest.mark.deep
+def test_a_model_answers_in_the_times_of_the_machine(tmp_path):
+    """Tokens and their costs are a notebook's; it takes as long as without a model."""
+    add_united(path := shutil.copytree(GOLDEN, tmp_path / "model"))
+    prompts = [[1 + number, 2, 3, 9, 8, 7] for number in range(3)]
+    fixed = {f"{phase}_threshold_percent": 0 for phase in ("prefill", "decode")}
+    brownout = BrownoutConfig("partial", salc=False, way=2, **fixed)
+    config = settings_of({}, "", model=str(path), models=(), brownout=brownout)
+    fitting, family, runner, losses = prepare(config, None, lambda *_: None)
+    cfg = family.config
+    sampling = pb.SamplingParams(max_new_tokens=7, ignore_eos=True, logprobs=True)
+
+    def answers(served):
+        async def drive(server):
+            found, at_s = [], []
+            for allowed, prompt in product((True, False), prompts):
+                tokens, logprobs = [], []
+                async for out in server.generate(prompt, sampling, allow_brownout=allowed):
+                    tokens += out.token_ids
+                    logprobs += out.logprobs
+                    at_s.append(asyncio.get_running_loop().time())
+                found.append((tokens, logprobs, out.usage.degraded_visits))
+            return found, at_s
+
+        own = machine(num_layers=cfg.num_layers, visits_per_layer=cfg.experts_per_token)
+        return run_simulated(own, fitting, drive, served=served)
+
+    got, at_s = answers(Served(family, runner, losses))
+    assert at_s == answers(None)[1]
+    model = jmoe.load(path, "float32")
+    for number, (tokens, logprobs, degraded) in enumerate(got):
+        setting = Brownout("partial", 0, 2, "weight") if number < 3 else None
+        want = jmoe.generate(model, [prompts[number % 3]], 7, setting, stop_token_ids=[])
+        assert (tokens, degraded) == (want.tokens[0], want.degraded_visits[0])
+        np.testing.assert_allclose(logprobs, want.logprobs[0], atol=1e-4)
+    assert min(degraded for *_, degraded in got[:3]) > 0
+    runner.close()
 
 
 def test_the_same_seed_is_the_same_run():
