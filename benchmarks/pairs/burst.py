@@ -174,10 +174,10 @@ async def bursts(
 
 @asynccontextmanager
 async def replays(
-    settings: Mapping[str, tuple[bool, Mapping[str, Any] | None]], dry: bool
+    settings: Mapping[str, Mapping[str, Any] | None], dry: bool
 ) -> AsyncIterator[Play]:
     """Likewise on simulated time: steps take what a server's took that was timed, and the model
-    computes them. A setting says first whether thresholds are levels.
+    computes them. Thresholds by weight are levels.
     """
     burst = _Burst(dry)
     with TemporaryDirectory() as folder:
@@ -185,29 +185,22 @@ async def replays(
         async with burst.server(folder, "--timeline", str(timeline)) as client:
             await run_all_steps(client, shuffled(burst.tasks, 0), bursts=3 if dry else 36)
         machine = recorded_machine(timeline, load("demo").engine, steady=True)
-    served = {}
-    for levels in {levels for levels, _ in settings.values()}:
-        asked = load("demo", {"engine.brownout.levels": levels, "engine.cpu_threads": 0}).engine
-        found = await asyncio.to_thread(prepare, asked, None, lambda *_: None)
-        engine, family, runner, losses = found
-        assert isinstance(runner, StepExecutor)
-        served[levels] = engine, Served(family, runner, losses)
+    asked = load("demo", {"engine.brownout.levels": True}).engine
+    found = await asyncio.to_thread(prepare, asked, None, lambda *_: None)
+    engine, family, runner, losses = found
+    assert isinstance(runner, StepExecutor)
+    served = Served(family, runner, losses)
 
-    async def simulated[T](
-        levels: bool, drive: Callable[[SimulatedServer], Awaitable[T]], seed: int = 0
-    ) -> T:
-        engine, models = served[levels]
-        return await asyncio.to_thread(run_simulated, machine, engine, drive, seed, 0.0, models)
+    async def simulated[T](drive: Callable[[SimulatedServer], Awaitable[T]], seed: int) -> T:
+        return await asyncio.to_thread(run_simulated, machine, engine, drive, seed, 0.0, served)
 
-    known = await simulated(False, burst.calibrate)
+    known = await simulated(burst.calibrate, 0)
 
     async def play(name: str, number: int) -> Figures:
-        levels, change = settings[name]
-
         async def drive(server: SimulatedServer) -> Figures:
             own = await server.get_brownout()
-            return await burst.play(server, known, own, change, number)
+            return await burst.play(server, known, own, settings[name], number)
 
-        return await simulated(levels, drive, number)
+        return await simulated(drive, number)
 
     yield play

@@ -127,9 +127,8 @@ PAIRS: dict[str, Pair] = {
     "burst_replayed": Pair(
         "What it costs them on simulated time, whose steps the model computes.",
         {
-            "the paper's": (False, {"keep": "visits", "controller": "algorithm2"}),
-            "today's": (False, {}),
-            "today's in levels": (True, {}),
+            "the paper's": {"keep": "visits", "controller": "algorithm2"},
+            "today's in levels": {},
         },
         replays,
         ("loss, millinats", "late_share", "degraded_share"),
