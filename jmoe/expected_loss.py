@@ -77,7 +77,8 @@ def read(path: Path, model_digest: str) -> dict[Kind, ExpectedLoss]:
     """Returns a model's tables by kind. Raises ValueError for a file that is missing, not what
     `write` writes, or of another model.
     """
-    rows = read_rows(path, model_digest, "jmoe evaluate")
+    of_family = "" if path.name == FILE else " --family"
+    rows = read_rows(path, model_digest, f"jmoe evaluate{of_family}")
     try:
         tables = [_checked(row) for row in rows]
     except (KeyError, TypeError, ValueError) as error:

@@ -101,6 +101,7 @@ def test_flags_of_jmoe_bench_are_its_own(command):
 @pytest.mark.sized(
     exhaustive=(
         "python -m benchmarks.pairs burst_loss --rounds 3",
+        "python -m benchmarks.pairs burst_replayed",
         "python -m benchmarks.pairs formats --rounds 12",
         "python -m benchmarks.pairs page_size",
         "python -m benchmarks.pairs preemption",

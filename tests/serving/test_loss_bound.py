@@ -323,7 +323,8 @@ def test_a_family_has_a_table_for_each_model_beside_its_map(directory, tmp_path)
         return [curves[kind][0] if curves else None for curves in found]
 
     for number, (name, excess) in enumerate((("base", 0.5), ("law", 0.25))):
-        with pytest.raises(SettingsError, match=rf"maps has no expected_loss\.{name}\.json"):
+        words = rf"maps has no expected_loss\.{name}\.json; `jmoe evaluate --family` measures"
+        with pytest.raises(SettingsError, match=words):
             dearest("base", "law", most=0.1)
         digest = beside.digest_in_family(
             read_sharing(path, paths, own.owners.shape[1:]), number, paths[name]
