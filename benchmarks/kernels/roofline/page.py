@@ -96,9 +96,7 @@ Made by `python -m benchmarks.kernels.roofline --page docs/roofline.md`; change
 every case of the kernel benchmark: every model, batch and skew.
 
 **All of it is arithmetic for an H200. Nothing here was measured.** The kernel benchmark
-(`python -m benchmarks.gpu --parts kernels`) keeps expected and measured times side by side. A
-measured time 10 % above the expected one says that a loss is missing here or an assumption is
-wrong; one below it refutes a loss.
+(`python -m benchmarks.gpu --parts kernels`) keeps expected and measured times side by side.
 
 - **floor**: the larger of the bytes that no version of the op can do without (for the grouped GEMM:
   weights) over the copy rate, and the operations over the product rate. **expected**: the floor
