@@ -3,12 +3,9 @@
 Both give as many rows of each model a token, in the engine's own steps chained through their
 donated state (see step_part). The steps in turn are one program with either model's weights, as an
 engine launches them: a CUDA graph is updated where weights have moved. Experts are counted in the
-steps in turn, for both: a mixed step reports rows by number of the expert, whosever it is. The last
-case starts the engine on the family for what its cost model measures, and decides, for the same
-rows.
+steps in turn, for both: a mixed step reports rows by number of the expert, whosever it is.
 """
 
-import asyncio
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -34,17 +31,15 @@ from jmoe.family import Family
 from jmoe.mixed import MixedWeights, mixed_decode_step
 from jmoe.steps import State, decode_step, served
 from jmoe.weights import Weights
-from serving.config import BrownoutConfig, EngineConfig
 
-DEPENDS = (*step_part.DEPENDS, "serving", "benchmarks/gpu/step_part.py")
+DEPENDS = (*step_part.DEPENDS, "benchmarks/gpu/step_part.py")
 START_S = 75.0
 
 
 def cases(sizes: Sizes) -> list[Case]:
-    """Returns a decode case for each number of rows, and one for what the engine chooses."""
+    """Returns a case for each number of rows."""
     about = {"models": 2, "shared_percent": sizes.family_shared_percent, "context": sizes.context}
-    found = [Case(f"decode/b{b}", 60.0, {**about, "batch": b}) for b in sizes.family_batches]
-    return [*found, Case("choice", 150.0, about)]
+    return [Case(f"decode/b{b}", 60.0, {**about, "batch": b}) for b in sizes.family_batches]
 
 
 @contextmanager
@@ -54,8 +49,6 @@ def session(context: Context) -> Iterator[RunCase]:
     family = models.make_family(context.sizes)
 
     def run(case: Case) -> dict[str, Any]:
-        if case.name == "choice":
-            return asyncio.run(_choice(context.sizes, family))
         return _decode(context.sizes, family, Ruler(ruler.warm_s, ruler.timed_s), ceilings, case)
 
     yield run
@@ -167,45 +160,3 @@ def _in_turn(sizes: Sizes, family: Family, batch: int) -> StepProgram:
     call = compiled(in_turn, carry, *held[0], *rows[0], options=options)
     turns = [*zip(held, rows, strict=True)] * 2
     return StepProgram(call, carry, [in_other_arrays(*turn, count=1)[0] for turn in turns])
-
-
-# -- the engine's choice --------------------------------------------------------------------------
-
-
-def settings(sizes: Sizes) -> EngineConfig:
-    """Returns settings with a program for each size that is measured and no room for more."""
-    most, tokens = max(sizes.family_batches), min(512, sizes.max_model_len)
-    return EngineConfig(
-        dtype=sizes.dtype,
-        max_num_seqs=most,
-        max_model_len=sizes.max_model_len,
-        page_size=sizes.page_size,
-        num_pages=most * -(-sizes.max_model_len // sizes.page_size),
-        max_prefill_tokens=tokens,
-        decode_buckets=(*sorted(batch // 2 for batch in sizes.family_batches), most),
-        prefill_buckets=(tokens,),
-        threshold_buckets_percent=(100,),
-        mixed_models=2,
-        policy="fcfs",  # no parts of steps to compile: the choice is between whole ones
-        compilation_cache="",
-        brownout=BrownoutConfig(strategy="zero", salc=False),
-    )
-
-
-async def _choice(sizes: Sizes, family: Family) -> dict[str, Any]:
-    """Returns what the engine times at its start, and whether it mixes, by rows of both models."""
-    from serving.engine import Engine
-    from serving.execution.runner import DeviceRunner
-
-    engine = await Engine.start(settings(sizes), model=family)
-    try:
-        assert isinstance(engine.executor, DeviceRunner)
-        mixed, figures = engine.executor.mixed, {}
-        for batch in sizes.family_batches:
-            half = batch // 2
-            figures[f"mixed_us_b{batch}"] = 1e6 * mixed.mixed_s[2, half]
-            figures[f"alternating_us_b{batch}"] = 2e6 * mixed.alone_s[half]
-            figures[f"mixes_b{batch}"] = mixed.pays([half, half])
-    finally:
-        await engine.stop()
-    return {"figures": figures}

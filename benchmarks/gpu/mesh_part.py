@@ -26,7 +26,7 @@ from benchmarks.gpu.step_part import (
     in_other_arrays,
     rulers,
 )
-from benchmarks.kernels.timing import Ceilings, Ruler
+from benchmarks.kernels.timing import Ruler
 from jmoe.api import Model
 from jmoe.parallel import steps as on_mesh
 from jmoe.parallel.home import Home, make_mesh
@@ -48,56 +48,24 @@ def cases(sizes: Sizes) -> list[Case]:
 def session(context: Context) -> Iterator[RunCase]:
     """Makes one model, plain and spread over the mesh, and yields what runs a case."""
     sizes = context.sizes
-    ruler, ceilings = rulers(context)
+    ruler, _ = rulers(context)
     model = models.make(sizes)
     cfg = model.config
     home = Home(make_mesh(1), contiguous(cfg.num_moe_layers, cfg.num_experts, 1))
-    spread = home.spread(model.weights)
+    steps = {"plain": (model.weights, None), "mesh": (home.spread(model.weights), home)}
 
     def run(case: Case) -> dict[str, Any]:
-        clock = Ruler(ruler.warm_s, ruler.timed_s)  # reads no kernel times
-        return _decode(sizes, model, home, spread, clock, ceilings, case)
+        figures, clock = {}, Ruler(ruler.warm_s, ruler.timed_s)  # reads no kernel times
+        for name, (weights, where) in steps.items():
+            program = _program(sizes, model, weights, where, case.about["batch"])
+            figures[f"{name}_us"] = clock.measure(program).span_us
+            active = np.sum(program.carry[1], axis=1).mean()
+            figures[f"{name}_active_experts"] = float(active) / program.calls
+            del program
+            gc.collect()
+        return {"figures": {**figures, "mesh_over_plain": figures["mesh_us"] / figures["plain_us"]}}
 
     yield run
-
-
-def _decode(
-    sizes: Sizes,
-    model: Model,
-    home: Home,
-    spread: Weights,
-    ruler: Ruler,
-    ceilings: Ceilings,
-    case: Case,
-) -> dict[str, Any]:
-    """Times the plain step of a batch, then the same over the mesh; returns the record."""
-    batch, context = case.about["batch"], case.about["context"]
-    timed = []
-    for weights, where in ((model.weights, None), (spread, home)):
-        program = _program(sizes, model, weights, where, batch)
-        timing = ruler.measure(program)
-        active = float(np.sum(program.carry[1], axis=1).mean()) / program.calls
-        timed.append((timing.span_us, active))
-        del program
-        gc.collect()
-    (plain_us, active), (mesh_us, mesh_active) = timed
-    read = models.decode_bytes(
-        model.config, model.dtype, batch=batch, context=context, active_experts=active
-    )
-    floor = models.floor_us(read["total"], ceilings.copy_tb_s)
-    return {
-        "bytes": read,
-        "figures": {
-            "plain_us": plain_us,
-            "mesh_us": mesh_us,
-            "mesh_over_plain": mesh_us / plain_us,
-            "floor_us": floor,
-            "plain_over_floor": plain_us / floor,
-            "mesh_over_floor": mesh_us / floor,
-            "active_experts": active,
-            "mesh_active_experts": mesh_active,
-        },
-    }
 
 
 def _program(

@@ -32,7 +32,6 @@ PARTS = (
     "priority",
     "family",
     "mesh",
-    "transformers",
     "startup",
     "distill",
 )

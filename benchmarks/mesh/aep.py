@@ -1,5 +1,5 @@
-"""Plays asynchronous beside synchronous expert parallelism: sizes, skew and load; host costs; the
-paper's 2.7 times, in parts.
+"""Plays asynchronous beside synchronous expert parallelism: sizes, skew and load; the paper's 2.7
+times, in parts.
 """
 
 from collections import Counter
@@ -19,7 +19,6 @@ from jmoe.parallel.asynchronous import DEFAULT_OVERHEADS, NO_OVERHEADS, ON_TIME,
 MODELS = (("mixtral-8x7b", 1), ("mixtral-8x7b", 2), ("qwen3-30b-a3b", 8))
 SKEWS = ((0.0, False), (0.5, True), (0.5, False), (1.0, False))
 LOADS = (256, 2048, 8192, 32768)
-HOST_US = (0, 20, 50, 100, 200, 500)
 DESIGNED = Overheads(100e-6, 100e-6, 100e-6, 5e-6, inf)
 """Rows from GPU to GPU as fast as links are, and hosts that launch 10,000 stages a second."""
 PAPER_OVERHEADS = Overheads(2.0e-3, 0.3e-3, 100e-6, 10e-6, inf)
@@ -79,24 +78,6 @@ def compare_all(some: Iterable[Case]) -> list[dict[str, Any]]:
     return found
 
 
-def host_cost(_: bool) -> list[dict[str, Any]]:
-    """Returns what a launch may cost: a stage's host and a message's way, alike for
-    both workers.
-    """
-    found = []
-    for model, top_k in MODELS[1:]:
-        case = Case(model, top_k, 8, 8192, 0.5, False)
-        rate, itl_s = synchronous.tokens_per_s(case.mesh(0), case.in_flight)
-        for micros in HOST_US:
-            host_s = micros * 1e-6
-            over = Overheads(host_s, host_s, host_s, min(micros, 5) * 1e-6, inf)
-            run = cases.best_async(case, itl_s, over)
-            found.append({"model": model, "top_k": top_k, "host_us": micros} | run)
-            found[-1]["ratio"] = run["tokens_per_s"] / rate
-            print(f"host {micros} us, {model}: {found[-1]['ratio']:.2f}", flush=True)
-    return found
-
-
 def paper(_: bool) -> dict[str, Any]:
     """Returns the paper's machine: its 2.7 times in parts."""
     parts = []
@@ -141,7 +122,6 @@ def late(dry: bool) -> list[dict[str, Any]]:
 PARTS: dict[str, Callable[[bool], Any]] = {
     "eight": eight_devices,
     "more": more_devices,
-    "host": host_cost,
     "paper": paper,
     "late": late,
 }
@@ -152,7 +132,7 @@ def table(found: dict[str, Any]) -> list[str]:
     """Returns the tables of every part that is there."""
     rows = [*found.get("eight", []), *found.get("more", [])]
     lines = [*by_case(rows), "", *ways(rows)] if rows else []
-    for name, part in (("host", _host), ("paper", _paper), ("late", by_transport)):
+    for name, part in (("paper", _paper), ("late", by_transport)):
         if name in found:
             lines += ["", *part(found[name])]
     return lines
@@ -223,12 +203,6 @@ def _lates(rows: list[dict[str, Any]]) -> list[tuple[float, float]]:
 def _lateness(late: tuple[float, float]) -> str:
     factor, share = late
     return f"{100 * share:g} % of stages take {factor:g} times as long" if share else "none late"
-
-
-def _host(rows: list[dict[str, Any]]) -> list[str]:
-    """Returns the ratio to ideal synchronous by what a launch costs."""
-    cells = [[row["model"], row["host_us"], f"{row['ratio']:.2f}"] for row in rows]
-    return markdown(["model", "host, us a stage", "async / synchronous"], cells)
 
 
 def _paper(found: dict[str, Any]) -> list[str]:
