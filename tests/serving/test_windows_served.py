@@ -103,15 +103,27 @@ async def served(model, config, asked):
     return answers, stats
 
 
+def logits_after(model, asked, answers):
+    """Returns the logits that each token of each answer was chosen by, of one forward pass."""
+    whole = [[*one.prompt, *got.tokens] for one, got in zip(asked, answers, strict=True)]
+    padded = np.zeros((len(whole), max(map(len, whole))), np.int32)
+    for row, context in zip(padded, whole, strict=True):
+        row[: len(context)] = context
+    ends = [
+        (len(one.prompt) - 1, len(context) - 1) for one, context in zip(asked, whole, strict=True)
+    ]
+    every = jmoe.forward(model, padded)
+    return [every[row, start:end] for row, (start, end) in enumerate(ends)]
+
+
 @pytest.mark.sized(deep=("beside full", "two windows"))
 async def test_over_few_pages_everyone_gets_the_whole_model_s_tokens(mix):
     """Twenty windows long, in chunks, with preemption where a layer keeps all, and cancellation."""
     model, config = mix
     asked = requests()
     answers, stats = await served(model, config, asked)
-    for one, got in zip([asked[0], *asked[2:]], answers, strict=True):
-        start = len(one.prompt) - 1
-        logits = jmoe.forward(model, [one.prompt + got.tokens[:-1]])[0, start:]
+    every = logits_after(model, [asked[0], *asked[2:]], answers)
+    for logits, got in zip(every, answers, strict=True):
         assert got.tokens == np.argmax(logits, axis=-1).tolist()
         best = jax.nn.log_softmax(logits)[np.arange(37), np.asarray(got.tokens)]
         np.testing.assert_allclose(got.logprobs, best, atol=2e-4)
@@ -126,8 +138,8 @@ async def test_workers_give_back_pages_too(mix):
     config = replace(config, mode="aep", asynchronous=own, threshold_buckets_percent=())
     asked = requests()
     answers, stats = await served(model, config, asked)
-    for one, got in zip([asked[0], *asked[2:]], answers, strict=True):
-        logits = jmoe.forward(model, [one.prompt + got.tokens[:-1]])[0, len(one.prompt) - 1 :]
+    every = logits_after(model, [asked[0], *asked[2:]], answers)
+    for logits, got in zip(every, answers, strict=True):
         assert got.tokens == np.argmax(logits, axis=-1).tolist()
     assert not stats.evictions
 

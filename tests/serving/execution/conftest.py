@@ -1,4 +1,4 @@
-"""Fixtures that tests of memory share."""
+"""Fixtures that several files share."""
 
 from types import SimpleNamespace
 
@@ -6,6 +6,14 @@ import jax.numpy as jnp
 import pytest
 
 from jmoe.config import from_hf
+
+
+@pytest.fixture
+def processes_meet_at_once(monkeypatch):
+    """Shortens the pauses in which processes that join ask again, and say that they live."""
+    monkeypatch.setattr("serving.cluster.members.BEAT_S", 0.2)
+    monkeypatch.setattr("serving.cluster.members.ASKS_EVERY_S", 0.05)
+    monkeypatch.setattr("serving.cluster.port.GREETS_WITHIN_MS", 200)
 
 
 @pytest.fixture

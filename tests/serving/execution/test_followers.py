@@ -29,6 +29,8 @@ from serving.execution.replay import (
     to_program,
 )
 
+pytestmark = pytest.mark.usefixtures("processes_meet_at_once")
+
 FACTS = {"engine.page_size": "16"}
 ROWS = np.arange(-6, 12, dtype=np.int32).reshape(2, 9)
 PART = Key("prefill", 128, 100, (2, 4))
@@ -262,7 +264,7 @@ def test_who_is_held_up_itself_does_not_take_others_for_gone():
     with joined(timeout_s=1.0) as (leader, other):
         assert not leader.lost.reason
         leader._members._heard.silence_s = 1.0
-        leader._members.do(lambda: time.sleep(2.0))
+        leader._members.do(lambda: time.sleep(1.2))
         leader.call(UseWay(4))
         assert next(other.calls()) == UseWay(4)
         assert not leader.lost.reason

@@ -281,7 +281,8 @@ async def test_who_sends_is_named(collector, monkeypatch):
     assert names == ["jmoe", "mine"]
 
 
-async def test_a_collector_that_is_gone_costs_nothing_but_spans(caplog):
+async def test_a_collector_that_is_gone_costs_nothing_but_spans(caplog, monkeypatch):
+    monkeypatch.setattr(tracing, "FLUSH_S", 0.5)
     caplog.set_level(logging.INFO)
     endpoint = f"http://127.0.0.1:{free_port()}/v1/traces"
     async with traced(endpoint) as stub:
@@ -297,8 +298,9 @@ async def test_a_collector_that_is_gone_costs_nothing_but_spans(caplog):
     assert not [record for record in caplog.records if record.name.startswith("opentelemetry")]
 
 
-async def test_a_collector_that_hangs_holds_nobody_up(collector):
+async def test_a_collector_that_hangs_holds_nobody_up(collector, monkeypatch):
     """Neither requests nor the end of the server: that is over in `FLUSH_S`."""
+    monkeypatch.setattr(tracing, "FLUSH_S", 0.5)
     collector.gate.clear()
     loop = asyncio.get_running_loop()
     async with traced(collector.url) as stub:
