@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 FEW_PROGRAMS = (
-    "engine.decode_buckets=8,32",
-    "engine.prefill_buckets=32,128",
+    "engine.decode_buckets=32",
+    "engine.prefill_buckets=128",
     "engine.max_num_seqs=32",
     "engine.max_queue_len=64",
     "engine.audit.share=0",  # for those who count pages, and compare what company changes

@@ -83,6 +83,7 @@ def test_an_expert_that_no_row_visits_costs_nothing(family, measured):
         assert (measured[layer].costs[range(3), range(3)] == 0).all()
 
 
+@pytest.mark.deep
 def test_distances_are_those_of_the_files(family, measured):
     found = [load_file(path / "model.safetensors") for path in family.paths.values()]
     parts = []

@@ -28,7 +28,7 @@ def config(tmp_path, **change):
     ]
     tasks.write_text("".join(json.dumps(row) + "\n" for row in rows))
     settings = {
-        "segment_s": 1.5,
+        "segment_s": 1.0,
         "pairs": 1,
         "spare_pairs": 1,
         "calibration_s": 0.6,
