@@ -117,7 +117,7 @@ def test_pairs_go_to_and_fro_and_what_others_disturb_is_played_again(tmp_path, m
     ]
     left = watched(monkeypatch, *(share for look in looks for share in look))
     console = quiet()
-    result = run_demo(config(tmp_path, pairs=2, segment_s=0.4, calibration_s=0.3), console)
+    result = run_demo(config(tmp_path, pairs=2, segment_s=0.4, calibration_s=0.2), console)
     assert next(left, None) is None
     assert played(console) == [False, True, True, True, False]
     assert console.export_text(clear=False).count("played again: other programs took 40%") == 1
