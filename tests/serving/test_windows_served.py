@@ -18,6 +18,7 @@ from serving.execution.fitting import fit_to_model
 from serving.plan import Limits
 from serving.request import SamplingParams
 from serving.scheduling.places import Places
+from tests.answers import logits_after
 
 pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
 
@@ -103,26 +104,14 @@ async def served(model, config, asked):
     return answers, stats
 
 
-def logits_after(model, asked, answers):
-    """Returns the logits that each token of each answer was chosen by, of one forward pass."""
-    whole = [[*one.prompt, *got.tokens] for one, got in zip(asked, answers, strict=True)]
-    padded = np.zeros((len(whole), max(map(len, whole))), np.int32)
-    for row, context in zip(padded, whole, strict=True):
-        row[: len(context)] = context
-    ends = [
-        (len(one.prompt) - 1, len(context) - 1) for one, context in zip(asked, whole, strict=True)
-    ]
-    every = jmoe.forward(model, padded)
-    return [every[row, start:end] for row, (start, end) in enumerate(ends)]
-
-
 @pytest.mark.sized(deep=("beside full", "two windows"))
 async def test_over_few_pages_everyone_gets_the_whole_model_s_tokens(mix):
     """Twenty windows long, in chunks, with preemption where a layer keeps all, and cancellation."""
     model, config = mix
     asked = requests()
     answers, stats = await served(model, config, asked)
-    every = logits_after(model, [asked[0], *asked[2:]], answers)
+    prompts = [one.prompt for one in (asked[0], *asked[2:])]
+    every = logits_after(model, prompts, [got.tokens for got in answers])
     for logits, got in zip(every, answers, strict=True):
         assert got.tokens == np.argmax(logits, axis=-1).tolist()
         best = jax.nn.log_softmax(logits)[np.arange(37), np.asarray(got.tokens)]
@@ -138,7 +127,8 @@ async def test_workers_give_back_pages_too(mix):
     config = replace(config, mode="aep", asynchronous=own, threshold_buckets_percent=())
     asked = requests()
     answers, stats = await served(model, config, asked)
-    every = logits_after(model, [asked[0], *asked[2:]], answers)
+    prompts = [one.prompt for one in (asked[0], *asked[2:])]
+    every = logits_after(model, prompts, [got.tokens for got in answers])
     for logits, got in zip(every, answers, strict=True):
         assert got.tokens == np.argmax(logits, axis=-1).tolist()
     assert not stats.evictions

@@ -21,6 +21,7 @@ from jmoe.model import head
 from jmoe.moe import RoutedRows, moe, route
 from jmoe.sharing import Sharing, write_sharing
 from jmoe.steps import StepOutput
+from tests.answers import logits_after
 from training.evaluation import run as run_module
 from training.evaluation.answers import answer
 from training.evaluation.items import ZERO, choose
@@ -112,9 +113,9 @@ def test_decode_steps_are_full_and_prefill_steps_fit(model, monkeypatch):
 def test_what_an_answer_costs_is_judged_by_the_exact_model(model, brownout):
     out = answer(model, PROMPTS, [7] * 6, brownout, batch=6, chunk=32)
     excess, others = losses(model, PROMPTS, out.tokens, out.logprobs)
-    for at, (prompt, tokens) in enumerate(zip(PROMPTS, out.tokens, strict=True)):
-        logits = np.asarray(jmoe.forward(model, [prompt + tokens]), np.float64)[0]
-        logits = logits[len(prompt) - 1 : -1]
+    every = logits_after(model, PROMPTS, out.tokens)
+    for at, (tokens, logits) in enumerate(zip(out.tokens, every, strict=True)):
+        logits = np.asarray(logits, np.float64)
         peak = logits.max(-1)
         exact = logits[np.arange(len(tokens)), tokens] - peak
         exact -= np.log(np.exp(logits - peak[:, None]).sum(-1))
