@@ -27,6 +27,9 @@ SMALL = {
     "engine.max_num_seqs": 4,
     "engine.max_prefill_tokens": 32,
     "engine.max_prefill_seqs": 2,
+    "engine.decode_buckets": 4,
+    "engine.prefill_buckets": 32,
+    "engine.threshold_buckets_percent": 100,
 }
 
 
