@@ -266,8 +266,9 @@ def test_weights_are_off_by_half_a_step_of_eight_bits_at_most(models):
         assert error.max() > 0
 
 
+@pytest.mark.deep
 @pytest.mark.usefixtures("compiled_in_a_hurry")
-@pytest.mark.parametrize("way", [pytest.param(None, marks=pytest.mark.deep), 8])
+@pytest.mark.parametrize("way", [None, 8])
 def test_forward_and_generate_run_over_it(models, way):
     brownout = None if way is None else jmoe.Brownout("partial", 20, way)
     kept, plain = models

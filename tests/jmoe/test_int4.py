@@ -367,6 +367,7 @@ def test_weights_in_floats_are_quantized_as_they_are_loaded(tmp_path, fmt):
     jax.tree.map(np.testing.assert_array_equal, again.read(routed), plain.pool.read(routed))
 
 
+@pytest.mark.deep
 def test_one_layer_is_in_memory_beside_the_result(tmp_path):
     """What NumPy holds at most while experts go to the pool."""
     directory, group, rng = tmp_path / "large", 32, np.random.default_rng(0)

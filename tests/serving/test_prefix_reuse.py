@@ -469,7 +469,7 @@ async def traces(seeds):
 
 
 async def test_whoever_shares_with_whom_answers_are_the_models():
-    await traces(range(60))
+    await traces(range(30))
 
 
 @pytest.mark.deep

@@ -78,17 +78,3 @@ def test_keys_are_made_listed_and_revoked(tmp_path):
     assert [text.startswith("jmoe_") for text in said] == [True, True, True, False, False]
     assert "ops" in said[3]
     assert set(keys.read(tmp_path / "keys.yaml")) == {"ops", "prometheus"}
-
-
-def test_flags_that_the_page_names_exist(tmp_path):
-    help_text = run_help("serve") + run_help("info") + run_help("bench", "serve")
-    for line in LINES:
-        if "jmoe" in line and " keys " not in line:
-            for flag in re.findall(r"--[a-z-]+", line):
-                assert flag in help_text, flag
-
-
-def run_help(*command: str) -> str:
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
-    args = [sys.executable, "-m", "serving.cli", *command, "--help"]
-    return subprocess.run(args, env=env, capture_output=True, text=True, timeout=120).stdout

@@ -286,6 +286,7 @@ def test_rows_are_those_of_all_texts_shuffled_and_filled(tiny_dir, tmp_path, len
     np.testing.assert_array_equal(first.tokens, corpus.rows(slice(0, len(first))).tokens)
 
 
+@pytest.mark.deep
 def test_a_corpus_is_never_in_memory(tiny_dir, tmp_path):
     tokenizer, cfg = Tokenizer.load(tiny_dir.path), read_config(tiny_dir.path)
     path = tmp_path / "a.txt"
