@@ -32,6 +32,7 @@ PARTS = (
     "priority",
     "family",
     "mesh",
+    "transformers",
     "startup",
     "distill",
 )

@@ -27,7 +27,7 @@ PERCENTILES = (50, 90, 99)
 
 
 def cases(sizes: Sizes) -> list[Case]:
-    """Returns capacities, then points from the highest load down."""
+    """Returns capacities, points from the highest load down, and offline runs."""
     point_s = sizes.ramp_s + sizes.window_s + 4
     found = [
         Case(f"capacity/{m.name}", sizes.capacity_s + 15, _about(m, ZERO)) for m in sizes.mixes
@@ -42,6 +42,11 @@ def cases(sizes: Sizes) -> list[Case]:
         for mix in sizes.mixes
         for setting in SETTINGS
     ]
+    found += [
+        Case(f"offline/{mix.name}/{setting.name}", 30.0, _about(mix, setting))
+        for mix in sizes.mixes
+        for setting in (ZERO, SETTINGS[-1])
+    ]
     return found
 
 
@@ -53,7 +58,7 @@ def _about(mix: Mix, setting: Setting) -> dict[str, Any]:
 @contextmanager
 def session(context: Context) -> Iterator[RunCase]:
     """Starts one server for all cases of a call and yields what runs a case on it."""
-    kinds = {"capacity": capacity, "point": _point}
+    kinds = {"capacity": capacity, "point": _point, "offline": _offline}
     with live(context, "serve") as server:
 
         def run(case: Case) -> dict[str, Any]:
@@ -124,6 +129,26 @@ async def _point(context: Context, server: Live, case: Case) -> dict[str, Any]:
         "server_steps": steps,
         "latest_send_ms": 1e3 * max((r.sent_s - r.at_s for r in run.records), default=0.0),
         "client_cpu_share": run.client_cpu_s / run.duration_s,
+    }
+
+
+async def _offline(context: Context, server: Live, case: Case) -> dict[str, Any]:
+    """Plays all requests at once, a batch in flight at most, as the `transformers` part does."""
+    sizes, mix = context.sizes, _mix(case)
+    samples = requests(sizes, mix, sizes.transformers_requests)
+    await server.use(_setting(case))
+    run = await play(server.client, samples, time_limit_s=300, max_concurrency=sizes.batch)
+    failed = [r for r in run.records if not r.ok]
+    if failed:
+        raise RuntimeError(f"{len(failed)} requests failed: {failed[0].code} {failed[0].error}")
+    tokens = sum(len(r.token_s) for r in run.records)
+    return {
+        "figures": {
+            "requests": len(samples),
+            "output_tokens": tokens,
+            "duration_s": run.duration_s,
+            "output_tokens_s": tokens / run.duration_s,
+        }
     }
 
 

@@ -77,6 +77,7 @@ class Sizes:
     calibration_s: float = 8.0
     priority_loads: tuple[float, ...] = (1.2, 0.8)  # of the same capacity, both classes together
     priority_window_s: float = 60.0  # a P99 wants hundreds of latency-sensitive requests
+    transformers_requests: int = 256
     # distillation of one layer: (model, way)
     distill: tuple[tuple[str, int], ...] = (
         ("qwen1.5-moe-a2.7b", 8),
@@ -111,6 +112,7 @@ DRY = Sizes(
     calibration_s=0.4,
     priority_loads=(1.2,),
     priority_window_s=0.8,
+    transformers_requests=4,
     distill=(("tiny", 4),),
 )
 

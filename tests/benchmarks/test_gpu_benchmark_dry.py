@@ -269,6 +269,9 @@ def test_serving_points_are_measured_under_every_setting(context, shared, folder
         for name, r in records.items()
         if name.startswith("point/")
     )
+    offline = records["offline/tiny/zero"]["figures"]
+    asked = live.requests(DRY, DRY.mixes[0], DRY.transformers_requests)
+    assert offline["output_tokens"] == sum(one.max_new_tokens for one in asked)
 
 
 def test_the_legs_of_a_burst_have_the_same_arrivals_and_objectives(context, shared, folder):
