@@ -23,6 +23,8 @@ from pallas_kernels.grouped_gemm.quantized import slot_weights
 from pallas_kernels.grouped_gemm.tiles import GemmTile, Tile
 from tests.pallas_kernels.registers import weights_in_registers
 
+pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
+
 __all__ = ["weights_in_registers"]
 
 BF16 = jnp.dtype(jnp.bfloat16)

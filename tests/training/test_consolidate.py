@@ -15,6 +15,8 @@ from training.consolidate.measure import differences
 from training.consolidate.run import ALL, ConsolidateConfig, consolidate
 from training.packing import Encoded, to_arrays
 
+pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
+
 NAMES = ("one", "two", "three")
 SHAPE = (2, 8)  # MoE layers, experts of the tiny model
 LENGTH, SEQUENCES = 16, 20

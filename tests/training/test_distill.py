@@ -38,6 +38,8 @@ from training.distill.stream import LayerRows, before_layers, each_visit, run_la
 from training.network import logits_of
 from training.packing import Batch
 
+pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
+
 
 def normal(seed, *shape):
     """Draws by NumPy, which compiles nothing for a new shape."""
