@@ -27,7 +27,6 @@ COVERED = {
     "jmoe bench family": "tests/serving/bench/test_family_bench.py",
     "jmoe bench priority": "tests/serving/bench/test_priority.py",
     "jmoe bench serve": "tests/serving/bench/test_bench.py",
-    "training.distill.sampled": "tests/training/test_sampled.py",
     "training.family": "tests/training/test_family_quality.py",
     "training.family.degraded": "tests/training/test_family_quality.py",
     "training.family.quality": "tests/training/test_family_quality.py",

@@ -1,17 +1,17 @@
-"""Texts that a model writes itself from a random first token, as data of its distillation.
-
-`python -m training.distill.sampled --model DIR --num 1000 --out FILE.jsonl` writes a file for
-`jmoe distill --data`. They reach inputs that a user's texts do not (docs/distillation.md).
+"""Texts that a model writes itself from a random first token, as data of its distillation: they
+reach inputs that a user's texts do not (docs/distillation.md).
 """
 
-import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from jmoe.api import Model, load
+from jmoe.checkpoint import weights_digest
 from jmoe.generate import generate
+from training.distill.parallel import is_first, wait_for_all
 
 BATCH = 256  # texts written together
 
@@ -44,18 +44,24 @@ def write_texts(model: Model, out: Path, num: int, *, length: int = 80, seed: in
                 file.write(json.dumps(row) + "\n")
 
 
-def main() -> None:
-    """Writes a file of texts from the command line."""
-    parser = argparse.ArgumentParser(prog="python -m training.distill.sampled", description=__doc__)
-    parser.add_argument("--model", default="bundled", help="model directory, or bundled")
-    parser.add_argument("--num", type=int, default=1000, help="texts")
-    parser.add_argument("--length", type=int, default=80, help="tokens of a text, at most")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, required=True)
-    args = parser.parse_args()
-    model = load(args.model, ways=())
-    write_texts(model, args.out, args.num, length=args.length, seed=args.seed)
+def sampled_texts(
+    directory: Path, out: Path, num: int, *, seed: int = 0, allow_unknown_config: Sequence[str] = ()
+) -> Path:
+    """Returns a file in `out` with `num` texts of a model, whose name says what decided them. It is
+    written where it is not there yet: of several processes, by the first one, and all wait for it.
 
-
-if __name__ == "__main__":
-    main()
+    Raises as `write_texts` does.
+    """
+    path = out / f"sampled-{num}-{seed}-{weights_digest(directory)[7:15]}.jsonl"
+    if is_first() and not path.exists():
+        out.mkdir(parents=True, exist_ok=True)
+        begun = path.with_suffix(".begun")
+        write_texts(
+            load(directory, ways=(), allow_unknown_config=allow_unknown_config),
+            begun,
+            num,
+            seed=seed,
+        )
+        begun.replace(path)
+    wait_for_all("texts are written")
+    return path
