@@ -840,8 +840,12 @@ def is_native(directory: Path) -> bool:
 
 
 def native_config(directory: Path) -> ModelConfig:
-    """Returns the configuration in a directory that `save_native` wrote."""
-    return _config_from_json(json.loads(read_text(directory / "jmoe.json")))
+    """Returns the configuration in a directory that `save_native` wrote. Raises CheckpointError."""
+    try:
+        return _config_from_json(json.loads(read_text(directory / "jmoe.json")))
+    except Exception as error:  # whatever a damaged file lacks
+        why = f"{type(error).__name__}: {error}"
+        raise CheckpointError(f"{directory / 'jmoe.json'} is not readable: {why}") from error
 
 
 def load_native(
@@ -852,8 +856,8 @@ def load_native(
     import orbax.checkpoint as ocp
 
     directory = directory.absolute()
+    cfg = native_config(directory)
     try:
-        cfg = native_config(directory)
         with ocp.StandardCheckpointer() as checkpointer:
             tree = checkpointer.restore(directory / "state")
         stored = dict(tree["params"]), ExpertPool(**tree["pool"]), ExpertTable(**tree["table"])

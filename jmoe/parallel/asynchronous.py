@@ -43,8 +43,8 @@ COLLECTIVE_S, NETWORK_COLLECTIVE_S = 20e-6, 40e-6
 """Of a collective beside its bytes, in a node and beyond one. Assumed."""
 HOST_COSTS = 5.0
 """A stage of all that a worker has must take so many times its host's cost. Simulated on 8 devices,
-asynchrony made 1.0 to 1.4 times ideal synchronous where it does, and 0.75 at 2.3 times
-(`python -m benchmarks.mesh aep --parts host`)."""
+asynchrony made 1.0 to 1.4 times ideal synchronous where it does, and 0.75 at 2.3 times (part `host`
+of `benchmarks.mesh aep`, at commit 13fc243c)."""
 MARGIN = 1.1
 """A gain must be larger than the forecast's own error, which is 7 % on average at 8,192 tokens in
 flight and more, and than the 5 % within which the simplest way is taken anyway."""

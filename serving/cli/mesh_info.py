@@ -194,12 +194,14 @@ def _room(
     """Describes what a device has left for KV pages beside its weights and the largest step."""
     from jmoe.display import size
     from serving.config import EngineConfig
-    from serving.execution.memory import COPIES_SHARE, spare_slots_in
+    from serving.execution.memory import COPIES_SHARE, SHARE, STEPS_UNDER_WAY, spare_slots_in
 
     again, rows = _beside(cfg, num_devices)
     left = _left(cfg, num_devices, device_gb, weights)
-    one = expert_parameters(cfg) * DTYPE_BYTES
-    spare = spare_slots_in(left, EngineConfig(), cfg, num_devices, one)
+    one, config = expert_parameters(cfg) * DTYPE_BYTES, EngineConfig()
+    taken = int(1e9 * device_gb * SHARE * config.memory_fraction)
+    room = taken - weights - again - STEPS_UNDER_WAY * rows
+    spare = spare_slots_in(room, config, cfg, num_devices, one)
     text = f"{spare}, {size(cfg.num_moe_layers * one)} each"
     text += f", beside KV of {EngineConfig().max_num_seqs} full sequences, or in "
     text += f"{100 * COPIES_SHARE:g} % of its room"

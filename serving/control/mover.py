@@ -197,15 +197,18 @@ def starting_placement(
     if spare == "auto":
         most = spare_that_fits(num_united)
         spare = min(SPARE, most)
+        by = "forecast"
         if load is not None and load.any():
-            spare = spare_that_gains(load, hosts, most, config.min_gain)
+            # At least one: without any, no later load would be stored.
+            gains = spare_that_gains(load, hosts, most, config.min_gain)
+            spare, by = max(min(1, most), gains), "what earlier servers saw"
         if jax.process_count() > 1:
             spare = int(broadcast_one_to_all(np.int32(spare)))
         log.info(
             "engine.balance.spare_slots is auto: %d a layer and device, by %s; memory has room "
             "for %d",
             spare,
-            "what earlier servers saw" if load is not None else "forecast",
+            by,
             most,
         )
     if not config.load_file:

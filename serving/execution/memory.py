@@ -1,5 +1,6 @@
 """Whether KV pages fit, told before they are allocated, and how many copies of experts may."""
 
+import logging
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,6 +24,8 @@ from serving.config import BalanceConfig, CountOrAuto, EngineConfig
 from serving.errors import SettingsError
 from serving.execution.fitting import limits_of, served_len
 from serving.plan import Limits
+
+log = logging.getLogger(__name__)
 
 GIB = 2**30
 SHARE = 0.95
@@ -97,6 +100,11 @@ def check_balance(
             f"engine.balance.spare_slots is {balance.spare_slots}, and the model given was spread "
             f"with {spare}: set it to {spare}, or load the model with a placement that has as many"
         )
+    if spare == 0 and balance.spare_slots == "auto":
+        log.warning(
+            "engine.balance.spare_slots is auto, and the model given was spread without any: no "
+            "copies stay; load it with a placement that has some"
+        )
 
 
 def check_mesh(
@@ -138,12 +146,13 @@ def _asked(count: CountOrAuto) -> int:
 
 
 def spare_slots_that_fit(
-    config: EngineConfig, cfg: ModelConfig, mesh: Mesh, num_united: int
+    config: EngineConfig, cfg: ModelConfig, mesh: Mesh, free: int | None, num_united: int
 ) -> int:
-    """Returns how many spare slots of each layer every device of a mesh has room for, before
-    weights load; 0 where its memory is not known. Layers of a GPU count twice, for CUDA graphs.
+    """Returns how many spare slots of each layer every device of a mesh has room for, where `free`
+    bytes were free on this process's before weights loaded; 0 where that is not known. Layers of a
+    GPU count twice, for CUDA graphs.
     """
-    free, dtype, num_devices = free_bytes(), jnp.dtype(config.dtype), mesh.size
+    dtype, num_devices = jnp.dtype(config.dtype), mesh.size
     fitting = 0
     if free is not None:
         on_cpu = jax.local_devices()[0].platform == "cpu"
@@ -155,6 +164,9 @@ def spare_slots_that_fit(
         rows = gathered_buffer_bytes(cfg, num_devices, config.max_prefill_tokens, dtype.itemsize)
         free = free // num_devices if on_cpu else free  # CPU devices share the host's memory
         left = int(SHARE * free) - others - held * slot - STEPS_UNDER_WAY * rows
+        if config.balance.replicas and not on_cpu:  # copies of a step, beside those that stay
+            pairs = HELD * num_devices * config.balance.replicas_per_pair
+            left -= STEPS_UNDER_WAY * pairs * expert_bytes(cfg, dtype.itemsize)
         fitting = spare_slots_in(left, config, cfg, num_devices, slot)
     return smallest(fitting, mesh)
 
@@ -186,7 +198,7 @@ def pairs_that_fit(cfg: ModelConfig, dtype_bytes: int, mesh: Mesh, most: int) ->
     that copies take at most `COPIES_SHARE` of the memory that is left.
     """
     if (free := free_bytes()) is not None:
-        of_one = HELD * mesh.size * expert_bytes(cfg, dtype_bytes)
+        of_one = STEPS_UNDER_WAY * HELD * mesh.size * expert_bytes(cfg, dtype_bytes)
         most = min(most, int(COPIES_SHARE * free) // of_one)
     return smallest(most, mesh)
 

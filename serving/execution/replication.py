@@ -100,8 +100,9 @@ def copies_rule(config: BalanceConfig, model: Model, sizes: Sequence[int]) -> Co
     """
     if not (home := _home_of_copies(config, model)):
         return CopiesRule({}, {})
-    if backend() != "cpu":
-        _warn_of_loops(config, model.config.num_experts + model.num_united_slots, home)
+    num_experts = model.config.num_experts + model.num_united_slots
+    if backend() != "cpu" and _plans_in_loops(config, num_experts, home):
+        return CopiesRule({}, {})
     asked, per_pair, alpha = config.replicas, config.replicas_per_pair, config.replicas_local_share
     if asked != "auto" and (config.replicas_min_tokens or backend() == "cpu"):
         always = Replication(asked, per_pair, alpha)
@@ -110,7 +111,8 @@ def copies_rule(config: BalanceConfig, model: Model, sizes: Sequence[int]) -> Co
     if asked == "auto":
         per_pair = pairs_that_fit(cfg, dtype_bytes, home.mesh, per_pair)
         chosen = best_replicas
-    found, gains_from, reason = {}, {}, "have no room for any"
+    found, gains_from = {}, {}
+    reason = "be below engine.balance.replicas_min_tokens" if per_pair else "have room for none"
     for size in sizes:
         if size < config.replicas_min_tokens or not per_pair:
             continue
@@ -129,11 +131,11 @@ def copies_rule(config: BalanceConfig, model: Model, sizes: Sequence[int]) -> Co
     if not found:
         log.warning(
             "engine.balance.replicas is %s, and no prefill step is large enough to gain by copies:"
-            " one of %d tokens a device would %s; raise engine.max_prefill_tokens, or set "
-            "engine.balance.replicas_min_tokens",
+            " one of %d tokens a device would %s; raise engine.max_prefill_tokens, or set %s",
             asked,
             sizes[-1],
             reason,
+            "engine.balance.replicas to 0" if asked == "auto" else "replicas_min_tokens beside it",
         )
     return CopiesRule(found, gains_from)
 
@@ -146,19 +148,24 @@ def _home_of_copies(config: BalanceConfig, model: Model) -> Home | None:
     return model.home if config.replicas and not (by_gain and backend() == "cpu") else None
 
 
-def _warn_of_loops(config: BalanceConfig, num_experts: int, home: Home) -> None:
-    """Warns where planning has no kernel on a GPU."""
+def _plans_in_loops(config: BalanceConfig, num_experts: int, home: Home) -> bool:
+    """Warns where planning has no kernel on a GPU; returns whether no step copies for that reason,
+    as with `auto`.
+    """
     from pallas_kernels.planning import mosaic  # Pallas is not imported where it is unused
 
-    if not mosaic.supports(num_experts, home.mesh.size):
-        log.warning(
-            "engine.balance.replicas is %s: for %d experts on %d devices planning copies is loops "
-            "that wait for the host in every layer; copies that stay (engine.balance.spare_slots) "
-            "cost a step nothing",
-            config.replicas,
-            num_experts,
-            home.mesh.size,
-        )
+    if mosaic.supports(num_experts, home.mesh.size):
+        return False
+    log.warning(
+        "engine.balance.replicas is %s: for %d experts on %d devices planning copies is loops that "
+        "wait for the host in every layer%s; copies that stay (engine.balance.spare_slots) cost a "
+        "step nothing",
+        config.replicas,
+        num_experts,
+        home.mesh.size,
+        ", so that none are made" if config.replicas == "auto" else "",
+    )
+    return config.replicas == "auto"
 
 
 def probes_of(config: BalanceConfig, model: Model) -> Probe | None:

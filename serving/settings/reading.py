@@ -295,9 +295,18 @@ def _read(path: Path) -> ServerConfig:
         return TypeAdapter(ServerConfig).validate_json(text, strict=True, extra="forbid")
     except ValidationError as error:
         wrong = dict.fromkeys(
-            _explain(".".join(map(str, found["loc"])), found["input"]) for found in error.errors()
+            _explain(_setting(found["loc"]), found["input"]) for found in error.errors()
         )
         raise SettingsError(f"{path}: {'; '.join(wrong)}") from None
+
+
+def _setting(place: Sequence[int | str]) -> str:
+    """Returns the setting that a place in a file belongs to, or the place itself where there is
+    none: a value of several types has a place for each.
+    """
+    steps = list(map(str, place))
+    known = (".".join(steps[:count]) for count in range(len(steps), 0, -1))
+    return next((key for key in known if key in keys()), ".".join(steps))
 
 
 def _parse(key: str, value: object, where: str) -> object:

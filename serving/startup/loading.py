@@ -24,7 +24,7 @@ from serving.control.losses import Curve, Curves, Losses
 from serving.control.mover import starting_placement
 from serving.control.slo import starting_strategy
 from serving.errors import SettingsError
-from serving.execution.memory import check_mesh, spare_slots_that_fit
+from serving.execution.memory import check_mesh, free_bytes, spare_slots_that_fit
 from serving.execution.programs import Progress
 from serving.intake.chat_templates import check_templates
 from serving.settings.reading import mesh_devices, named_models
@@ -132,7 +132,7 @@ def load_models(
         else:
             cfg = read_config(directory, allow_unknown_config=config.allow_unknown_config)
             check_mesh(cfg, jnp.dtype(config.dtype).itemsize, mesh.size, config.balance)
-        fits = partial(spare_slots_that_fit, config, cfg, mesh)
+        fits = partial(spare_slots_that_fit, config, cfg, mesh, free_bytes())
         placement = partial(starting_placement, config.balance, spare_that_fits=fits)
     return load(
         config.model,
@@ -152,7 +152,8 @@ def load_models(
 
 def expected_losses(config: EngineConfig, family: Family, ways: Sequence[int]) -> Curves:
     """Returns the curves of expected loss that lie beside the models, or beside the map by which
-    they share experts; none where experts stand in for others that are absent.
+    they share experts; none where experts stand in for others that are absent, or the map lies
+    nowhere.
 
     Raises SettingsError for a table of another model, none, or none of what is served, the first of
     `ways`, where `engine.brownout.max_expected_loss` bounds it; without that, one of another is
@@ -167,7 +168,15 @@ def expected_losses(config: EngineConfig, family: Family, ways: Sequence[int]) -
                 "stand in for absent ones is not known"
             )
         return []
-    beside = None if not config.family else sharing.directory
+    beside = sharing.directory
+    shares = beside is not None or sharing.shared_percent > 0
+    if shares and beside is None:
+        if most:
+            raise SettingsError(
+                f"engine.brownout.max_expected_loss is {most:g}, and the map by which the models "
+                "share experts lies in no directory, where it would be told what they cost"
+            )
+        return []
 
     def curves(number: int, model: Model) -> Mapping[Kind, Curve]:
         if beside is None:

@@ -45,8 +45,8 @@ ASYNCHRONOUS = (
 
 
 def settings_of(mesh):
-    if mesh == "one":
-        return FEW_PROGRAMS
+    if mesh == "one":  # with sizes to choose from
+        return "engine.decode_buckets=8,32", "engine.prefill_buckets=32,128", *FEW_PROGRAMS[2:]
     if mesh == "aep=2+6":
         return *FEW_PROGRAMS[2:], *ASYNCHRONOUS
     # 32 sequences are spread over the devices, and one device sends another two copies at most.

@@ -72,8 +72,12 @@ def test_copies_may_be_left_to_auto(name, tmp_path):
     file = tmp_path / "own.yaml"
     file.write_text(f"engine:\n  mesh: ep=2\n  balance:\n    {name}: auto\n")
     assert getattr(settings.load(file).engine.balance, name) == "auto"
-    with pytest.raises(SettingsError, match=f"{key} is 'most'; it must be an integer, or auto"):
+    wanted = "it must be an integer, or auto"
+    with pytest.raises(SettingsError, match=f"{key} is 'most'; {wanted}"):
         settings.load("demo", {key: "most", **mesh})
+    file.write_text(f"engine:\n  mesh: ep=2\n  balance:\n    {name}: 2.5\n")
+    with pytest.raises(SettingsError, match=f"own.yaml: {key} is 2.5; {wanted}$"):
+        settings.load(file)
     with pytest.raises(SettingsError, match=f"{key} is 'auto'; it must be 0 unless engine.mesh"):
         settings.load("demo", {key: "auto"})
 
@@ -174,7 +178,7 @@ def test_spare_slots_are_what_kv_pages_leave_or_a_tenth():
     assert one > 10 * 7 * 2 * slot
 
 
-def test_memory_beside_weights_and_steps_has_room_for_spare_slots(monkeypatch):
+def test_memory_beside_weights_and_steps_has_room_for_spare_slots():
     """Twice: a device of four, with 16 experts of 64 and one of two united ones in each layer."""
     cfg = replace(geometry(), d_ff_shared=0)
     config = EngineConfig(
@@ -189,15 +193,13 @@ def test_memory_beside_weights_and_steps_has_room_for_spare_slots(monkeypatch):
     held = others + 2 * 17 * 24_576 + 2 * rows + kv
     for room, wanted in ((2 * 3 * 24_576 + 100, 3), (2 * 3 * 24_576 - 100, 2)):
         free = int((held + room) / memory.SHARE * 4)
-        monkeypatch.setattr(memory, "free_bytes", lambda free=free: free)
-        assert memory.spare_slots_that_fit(config, cfg, on_mesh(4), 2) == wanted
-    monkeypatch.setattr(memory, "free_bytes", lambda: None)
-    assert memory.spare_slots_that_fit(config, cfg, on_mesh(4), 2) == 0
+        assert memory.spare_slots_that_fit(config, cfg, on_mesh(4), free, 2) == wanted
+    assert memory.spare_slots_that_fit(config, cfg, on_mesh(4), None, 2) == 0
 
 
 def test_copies_of_a_step_are_bounded_by_a_tenth_of_the_memory(monkeypatch):
-    """One of each of four devices, three times, is 12 experts."""
-    for experts, pairs in ((119, 0), (121, 1), (241, 2), (1000, 2)):
+    """One of each of four devices, three times, is 12 experts, and two steps are under way."""
+    for experts, pairs in ((239, 0), (241, 1), (481, 2), (1000, 2)):
         monkeypatch.setattr(memory, "free_bytes", lambda n=experts: n * 24_576)
         assert memory.pairs_that_fit(geometry(), 2, on_mesh(4), 2) == pairs
     monkeypatch.setattr(memory, "free_bytes", lambda: None)

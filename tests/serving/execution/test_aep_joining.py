@@ -161,7 +161,7 @@ def test_a_start_with_one_that_differs_ends_and_names_what_does(name, changes):
 
 
 def test_one_that_differs_is_refused_alone_and_a_right_one_joins_later(caplog, monkeypatch):
-    monkeypatch.setattr("serving.pipeline.remote_crew.LONGEST_PAUSE_S", 1.0)
+    monkeypatch.setattr("serving.pipeline.remote_crew.LONGEST_PAUSE_S", 2.0)
     starter = Threads()
     with serving(starter) as crew:
         starter.changed["experts_1"] = older
@@ -173,7 +173,7 @@ def test_one_that_differs_is_refused_alone_and_a_right_one_joins_later(caplog, m
     died, refused = starter.ended[:2]
     assert died[0] == refused[0] == "experts-1"
     assert isinstance(refused[1], SettingsError)
-    assert f"worker experts-1 is gone: {refused[1]}; another is started in 1 s" in caplog.text
+    assert f"worker experts-1 is gone: {refused[1]}; another is started in 2 s" in caplog.text
     assert str(refused[1]).startswith("the code of jmoe is older in experts-1 and ")
     assert sorted(who for who, _ in starter.ended[2:]) == ["attention-0", "experts-0", "experts-1"]
 

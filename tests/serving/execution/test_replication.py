@@ -95,12 +95,23 @@ def test_auto_takes_what_gains_from_the_lowest_imbalance(on_a_gpu, monkeypatch, 
     assert "prefill steps of 4096 tokens a device, 7 on each, gain from an imb" in caplog.text
     assert found(replace(config, replicas_min_tokens=4096)).keys() == {4096, 8192}
     one = 3 * 4096 * 1536 * 2
-    monkeypatch.setattr(memory, "free_bytes", lambda: 10 * 24 * one + 100)
+    monkeypatch.setattr(memory, "free_bytes", lambda: 10 * 48 * one + 100)
     assert found() == {2048: (7, 1), 4096: (7, 1), 8192: (7, 1)}
-    monkeypatch.setattr(memory, "free_bytes", lambda: 10 * 24 * one - 100)
+    monkeypatch.setattr(memory, "free_bytes", lambda: 10 * 48 * one - 100)
     assert found() == {}
     assert "replicas is auto, and no prefill step" in caplog.text
-    assert "would have no room for any" in caplog.text
+    assert "would have room for none" in caplog.text
+
+
+def test_auto_copies_nothing_where_planning_has_no_kernel(on_a_gpu, monkeypatch, caplog):
+    model = model_over(16)
+    model.config = replace(load_model_config("qwen3-235b-a22b"), num_experts=256)
+    monkeypatch.setattr(memory, "free_bytes", lambda: 10**13)
+    rule = replication.copies_rule(BalanceConfig(replicas="auto"), model, (8192,))
+    assert (rule.replication, rule.gains_from) == ({}, {})
+    assert "loops that wait for the host in every layer, so that none are made" in caplog.text
+    rule = replication.copies_rule(BalanceConfig(replicas=16), model, (8192,))
+    assert rule.replication.keys() == {8192}
 
 
 def test_auto_copies_nothing_on_a_cpu():
