@@ -706,7 +706,7 @@ class Engine:
         if self.loader.holds:
             return None
         num_running, since_s = len(self.scheduler.running), 0.0
-        beside = self._beside is not None and self.slo.is_exact
+        beside = self.scheduler.num_hybrid > 0 and self.slo.is_exact
         company = self.pace.company(self.slo.in_force[0], num_running, beside=beside)
         slack_s = -math.inf
         if self._in_flight:

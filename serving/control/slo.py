@@ -362,22 +362,34 @@ class SloAnalyser:
         threshold than others are exempt. A hybrid step has the higher one of its phases: of
         neither, more is degraded than it may be.
         """
+        waits_s = {step.phase: since_s}
         if step.num_decodes:
-            times, rows = self._pace.times, step.num_decodes
-            more_s = times.hybrid_s(step.num_prompt_tokens, rows)
-            more_s -= times.expected_s(Phase.DECODE, rows)
-            percent = max(
-                self._percent(step, Phase.PREFILL, since_s, num_decoding + rows, now),
-                self._percent(step, Phase.DECODE, since_s + more_s, num_decoding, now),
-            )
-        else:
-            percent = self._percent(step, step.phase, since_s, num_decoding, now)
+            times, sizes = self._pace.times, (step.num_prompt_tokens, step.num_decodes)
+            more_s = times.hybrid_s(*sizes) - times.expected_s(Phase.DECODE, step.num_decodes)
+            waits_s[Phase.DECODE] = since_s + more_s
+            num_decoding += step.num_decodes
+        percent = max(
+            self._percent(step, phase, waited_s, num_decoding, now)
+            for phase, waited_s in waits_s.items()
+        )
+        for phase in waits_s:
+            if self._decides_by_step(step, phase):
+                self.ls.of(phase).note_step(percent, self._size(step, phase))
         percents = {model: self._bounded(percent, model) for model in step.models}
         lowest = min(percents.values())
         if spared := [model for model in percents if percents[model] > lowest]:
             step.spare(spared)
         floors = (self.models[model].floor_percent for model in percents.keys() - spared)
         return StepControl(lowest, self.code, max(self.least_percent, *floors))
+
+    def _decides_by_step(self, step: ScheduledStep, phase: Phase) -> bool:
+        """Returns whether a controller decides this step's threshold of a phase by itself."""
+        by_step = self.controls and self.ls.controller.by_step
+        return step.has_ls and by_step and not self.ls.of(phase).in_vain
+
+    @staticmethod
+    def _size(step: ScheduledStep, phase: Phase) -> int:
+        return step.num_prompt_tokens if step.phase is phase else step.num_decodes
 
     def _percent(
         self, step: ScheduledStep, phase: Phase, since_s: float, num_decoding: int, now: float
@@ -386,15 +398,14 @@ class SloAnalyser:
         of = self.ls.of(phase)
         if not step.has_ls:
             return min(of.percent, self.best_effort.of(phase).percent)
-        if not (self.controls and self.ls.controller.by_step) or of.in_vain:
+        if not self._decides_by_step(step, phase):
             return of.percent
-        size = step.num_prompt_tokens if step.phase is phase else step.num_decodes
         # A row that completes singly has the company of all that decode.
         by_itself = step.singles is not None and phase is Phase.DECODE
         seen = StepSeen(
             now=now,
             phase=phase,
-            size=num_decoding if by_itself else size,
+            size=num_decoding if by_itself else self._size(step, phase),
             num_decoding=num_decoding,
             since_s=since_s,
             exempt_share=step.exempt_share,
@@ -403,9 +414,7 @@ class SloAnalyser:
             times=self._pace.times,
             load=self._load,
         )
-        percent = max(self.ls.controller.of_step(seen), self.least_percent)
-        of.note_step(percent, size)
-        return percent
+        return max(self.ls.controller.of_step(seen), self.least_percent)
 
     def _bounded(self, percent: int, model: int) -> int:
         own = self.models[model]
@@ -474,8 +483,10 @@ class SloAnalyser:
 
     @property
     def is_exact(self) -> bool:
-        """Whether nothing of the latency-sensitive class is to be degraded now."""
-        of_phases = self.ls.prefill.percent, self.ls.decode.percent
+        """Whether nothing of the latency-sensitive class is to be degraded now, nor was a moment
+        ago.
+        """
+        of_phases = self.ls.prefill.lowest_percent, self.ls.decode.lowest_percent
         ceilings = (own.ceiling_percent for own in self.models)
         return self.strategy == "zero" or min(*of_phases, *ceilings) == 100
 

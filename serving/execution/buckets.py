@@ -132,7 +132,8 @@ class Buckets:
         wanted = config.hybrid_steps == "on" or (
             config.hybrid_steps == "auto" and backend() != "cpu"
         )
-        self.has_hybrid = wanted and limits.num_ranks == 1 and config.mode != "aep"
+        apart = config.mode == "aep" or bool(config.mesh) or config.resident_experts > 0
+        self.has_hybrid = wanted and not apart and limits.num_ranks == 1
         self.thresholds = config.threshold_buckets_percent
         self.chunks = limits.max_prefill_seqs
         self._page_size, self._groups = limits.page_size, len(limits.windows)

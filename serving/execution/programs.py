@@ -171,9 +171,10 @@ class Programs:
         code = _traced_code(self._model.config)
         by_size = sorted(
             self._buckets.keys(),
-            key=attrgetter("models", "size", "bucket_percent", "copies", "num_decodes"),
+            key=attrgetter("models", "size", "bucket_percent", "copies"),
         )
-        largest, needed = {key.phase: key for key in by_size}, list[int]()
+        largest = {(key.phase, key.num_decodes > 0): key for key in by_size}
+        needed = list[int]()
         jobs: list[Future[int]] = []
 
         def compiled(name: str, cache_key: str, lowered: jax.stages.Lowered) -> int:

@@ -263,10 +263,11 @@ class Metrics(Observer):
         if step.phase == "prefill":
             self.prefill_tokens += step.num_prompt_tokens * step.is_last
             self._prefills.append((started_at, now))
-        elif step.is_last and self._prefills:
+        if step.decodes and step.is_last and self._prefills:
             starts, ends = np.array(self._prefills).T
+            decoding = step.sequences[: step.num_decodes or None]
             # A sequence that has ended gets no token from this step, and may never have had one.
-            previous_at = np.array([s.previous_at for s in step.sequences if not s.done])
+            previous_at = np.array([s.previous_at for s in decoding if not s.done])
             inside = np.clip(
                 ends[None, :] - np.maximum(starts[None, :], previous_at[:, None]), 0, None
             )

@@ -159,7 +159,7 @@ class Pace:
         fixed_s, per_token_s = line
         decode_s = self.times.expected_s(Phase.DECODE, num_decoding)
         if beside:
-            ratio = self.times.hybrid_ratio
+            ratio = self.times.hybrid_ratio(fixed_s / per_token_s if per_token_s > 0 else 1)
             fixed_s = max(0.0, ratio * (fixed_s + decode_s) - decode_s)
         tokens = fixed_s / per_token_s if per_token_s > 0 else math.inf
         prefill_s = self.times.expected_s(Phase.PREFILL, tokens)

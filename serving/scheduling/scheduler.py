@@ -44,6 +44,8 @@ FEW_DECODING = 1 / 3
 prefill step delays few. Simulated, this more than halves a steady load's wait for first tokens."""
 
 
+MOST_BESIDE = 1 / 4
+"""Of a prefill step's tokens, how many rows may decode beside prompts."""
 Beside = Callable[[int, int], bool]
 """`(num_tokens, num_rows)`: whether so many rows are to decode beside a prefill step's tokens."""
 
@@ -487,10 +489,10 @@ class Scheduler:
 
     def _begin_prefill(self, order: Order, now: float) -> ScheduledStep | None:
         chunks = Chunks(self.limits, self.exact, self.staging.ranks)
-        if rows := len(self._to_decode(self._candidates((LS,), SequenceStatus.DECODE))):
-            left = self.limits.max_prefill_tokens - rows
-            if self._may_be_hybrid and self._beside is not None and self._beside(left, rows):
-                chunks.leave(rows)
+        decoding = self._beside_prompts()
+        rows, most = len(decoding), self.limits.max_prefill_tokens
+        if rows and self._beside is not None and self._beside(most - rows, rows):
+            chunks.leave(rows)
         for number, group in enumerate(order):
             if number and chunks:  # later groups fill up the step at no extra cost
                 if self._parked(Phase.PREFILL, chunks.model) is not None:
@@ -499,7 +501,6 @@ class Scheduler:
             self._fill_prefill(group, chunks, now)
         if not chunks:
             return None
-        decoding = self._to_decode(self._candidates((LS,), SequenceStatus.DECODE))
         step = chunks.pack()
         self._decode_beside(step, decoding)
         self._begin(step, now)
@@ -510,20 +511,34 @@ class Scheduler:
             step.parts.joins = self._joins(step, parked)
         return step
 
-    @property
-    def _may_be_hybrid(self) -> bool:
-        """Whether no step could be parked, nor a row be run again."""
-        return not (self._has_best_effort or self.under_way or self.exact.models)
+    def _beside_prompts(self) -> list[SequenceState]:
+        """Returns the sequences that may decode in a prefill step which is being planned: all that
+        decode, or none.
+
+        The step takes the place of a decode step: whoever it left out could wait for as long as
+        there are prompts. Prompts keep most of it, or they would crawl beside many rows. None where
+        a step could be parked, or a row be run again.
+        """
+        if self._beside is None or self._has_best_effort or self.under_way or self.exact.models:
+            return []
+        decoding = self._to_decode(self._candidates((LS,), SequenceStatus.DECODE))
+        if not 0 < len(decoding) <= MOST_BESIDE * self.limits.max_prefill_tokens:
+            return []
+        begun = self._candidates((LS,), SequenceStatus.PREFILL)
+        head = begun[0] if begun else self._next_admissible((LS,))
+        if head is None or head.scores_prompt:
+            return []
+        models = {sequence.request.model for sequence in (head, *decoding)}
+        return decoding if len(models) == 1 else []
 
     def _decode_beside(self, step: ScheduledStep, decoding: list[SequenceState]) -> None:
-        """Makes a prefill step a hybrid one if all `decoding` sequences can be in it and it pays.
-
-        It takes the place of a decode step: whoever it left out could wait for as long as there are
-        prompts. Nobody is evicted for it.
+        """Makes a prefill step a hybrid one if the `decoding` sequences can be in it, and that pays
+        at its size. Nobody is evicted for it.
         """
-        if not (decoding and self._may_be_hybrid and self._beside is not None):
+        if not decoding or self._beside is None or step.scores_prompts:
             return
-        if step.scores_prompts or any(s.request.model != step.model for s in decoding):
+        decode = SequenceStatus.DECODE  # else evicted for a prompt's pages
+        if any(s.status is not decode or s.request.model != step.model for s in decoding):
             return
         if self._beside(step.size, len(decoding)) and all(map(self._has_page, decoding)):
             step.decode_beside(self._decode_step(decoding))

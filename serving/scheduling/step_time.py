@@ -19,10 +19,11 @@ GUESS = [0.75 + percent / 400 for percent in THRESHOLDS_PERCENT]
 controller that expected no gain from brownout would never try it.
 """
 
-FIRST_RATIO, WORTHWHILE, RATIO_GAIN, FORGET = 0.8, 0.97, 0.1, 0.001
+FIRST_RATIO, WORTHWHILE, FORGET = 0.8, 0.97, 0.001
 """Assumed ratio of a hybrid step's time to that of a step of each phase, until some have run; the
-largest that is worth it; how fast it is learnt; and how much of it is forgotten each time it is too
-large, so that such steps are tried again."""
+largest that is worth it; and how much of a larger one a prefill step forgets, so that such steps
+are tried again."""
+RATIO_GAIN, RATIO_RISE = 0.1, 0.5  # how fast a ratio is learnt where it is too large, too small
 MOOD_GAIN = 0.1
 GAIN = 0.02  # least learning rate of an entry with many observations
 YOUNG = 5  # an entry is the median of its first steps, so many; later ones move it
@@ -50,8 +51,8 @@ class StepTimeModel:
         self.mood = 1.0
         self.error = 0.0
         """Recent mean relative error of predictions, each made before learning from its step."""
-        self.hybrid_ratio = FIRST_RATIO
-        """Recent mean time of hybrid steps over that of a step of each phase."""
+        self._hybrid_ratios = [FIRST_RATIO] * len(SIZES)
+        """Recent time of hybrid steps over that of a step of each phase, by tokens of prompts."""
         self._variance = 0.0
         self._tables = {phase: _Table() for phase in Phase}
 
@@ -83,6 +84,9 @@ class StepTimeModel:
             self.mood *= 1 + MOOD_GAIN * min(max(error, -CLIP), CLIP)
             self.mood **= 0.99  # lasting changes move into the table
         table.learn(size, threshold_percent, error)
+        at = _knot(size)
+        if phase is Phase.PREFILL and self._hybrid_ratios[at] > WORTHWHILE:
+            self._hybrid_ratios[at] *= 1 - FORGET
 
     def observe_hybrid(
         self, num_tokens: int, num_rows: int, threshold_percent: float, seconds: float
@@ -92,24 +96,28 @@ class StepTimeModel:
             expected_s = self.hybrid_s(num_tokens, num_rows, threshold_percent)
             error = seconds / expected_s - 1
             self._note(error)
-            self.hybrid_ratio *= 1 + RATIO_GAIN * min(max(error, -CLIP), CLIP)
+            gain = RATIO_GAIN if error < 0 else RATIO_RISE
+            self._hybrid_ratios[_knot(num_tokens)] *= 1 + gain * min(max(error, -1.0), 1.0)
+
+    def hybrid_ratio(self, num_tokens: float) -> float:
+        """Returns the expected time of a hybrid step with so many tokens of prompts, over that of a
+        step of each phase.
+        """
+        return self._hybrid_ratios[_knot(num_tokens)]
 
     def hybrid_s(self, num_tokens: int, num_rows: int, threshold_percent: float = 100.0) -> float:
         """Returns the expected time (s) of such a step; NaN before there was one of each phase."""
         sizes = (Phase.PREFILL, num_tokens), (Phase.DECODE, num_rows)
-        return self.hybrid_ratio * sum(self.expected_s(*of, threshold_percent) for of in sizes)
+        apart_s = sum(self.expected_s(*of, threshold_percent) for of in sizes)
+        return self.hybrid_ratio(num_tokens) * apart_s
 
     def hybrid_pays(self, num_tokens: int, num_rows: int) -> bool:
         """Returns whether such a step takes less than one of each phase; False where too few of
         these were observed to tell.
         """
         sizes = {Phase.PREFILL: num_tokens, Phase.DECODE: num_rows}
-        if not all(self._tables[of].is_taught(size, 100.0) for of, size in sizes.items()):
-            return False
-        if self.hybrid_ratio > WORTHWHILE:
-            self.hybrid_ratio *= 1 - FORGET
-            return False
-        return True
+        taught = all(self._tables[of].is_taught_near(size, 100.0) for of, size in sizes.items())
+        return taught and self.hybrid_ratio(num_tokens) <= WORTHWHILE
 
     def forget_brownout(self, *phases: Phase) -> None:
         """Forgets times with brownout, of all phases if none is named: of another strategy or way,
@@ -205,6 +213,11 @@ class _Table:
         near = _near(size, threshold_percent)
         return all(self._is_taught(row, column) for row, column, _ in near)
 
+    def is_taught_near(self, size: float, threshold_percent: float) -> bool:
+        """Returns whether the nearest entry was observed."""
+        row, column, _ = max(_near(size, threshold_percent), key=lambda entry: entry[2])
+        return self._is_taught(row, column)
+
     def _is_taught(self, row: int, column: int) -> bool:
         return len(self._first.get((row, column), ())) == YOUNG
 
@@ -296,6 +309,12 @@ def _near(size: float, threshold_percent: float) -> list[tuple[int, int, float]]
         (row + 1, column + 1, up * right),
     ]
     return [entry for entry in near if entry[2] > 0]
+
+
+def _knot(size: float) -> int:
+    """Returns which of `SIZES` is the nearest."""
+    row, up = _place(SIZES, size)
+    return row + (up > 0.5)
 
 
 def _place(knots: Sequence[float], value: float) -> tuple[int, float]:

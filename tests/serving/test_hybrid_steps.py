@@ -1,14 +1,24 @@
 """Rows that decode beside prompts, on a whole engine with predictable step times."""
 
 import asyncio
+from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 
 import pytest
-from counting import collect
+from counting import collect, family_of
 
 from serving.bench.fake import FakeRunner
-from serving.config import AsynchronousConfig, BrownoutConfig, EngineConfig, ServerConfig
+from serving.config import (
+    AsynchronousConfig,
+    BrownoutConfig,
+    EngineConfig,
+    SalcConfig,
+    ServerConfig,
+)
+from serving.control.controller import Decision
 from serving.errors import SettingsError
+from serving.execution.buckets import Buckets
 from serving.plan import Limits, Phase
 from serving.request import BrownoutChange, Priority, SamplingParams
 from serving.settings.reading import check
@@ -39,15 +49,18 @@ async def streams_and_prompts(
     limits=LIMITS,
     prompt=50,
     count=16,
+    streams=4,
+    length=200,
     best_effort=0,
+    of_prompts=MappingProxyType({}),
     **config,
 ):
-    """Lets four streams decode while prompts come one after another, each alone in its step.
+    """Lets streams decode while prompts come one after another, each alone in its steps.
 
     Returns the engine, the gaps between tokens of the streams, and the steps of that time.
     """
-    runner = partial(Watched, has_hybrid=has_hybrid)
-    settings = {"prefix_reuse": "off", "prefill_company": False, "max_model_len": 400}
+    runner = partial(Watched, has_hybrid=has_hybrid, checks_context=length == 200)
+    settings = {"prefix_reuse": "off", "prefill_company": False, "max_model_len": length + 300}
     engine = start(step_s, limits, runner=runner, **{**settings, **config})
     clock = asyncio.get_running_loop().time
     for size in (4, prompt, limits.max_prefill_tokens) * 5:  # times have to be known
@@ -58,22 +71,22 @@ async def streams_and_prompts(
         tokens, before = [], None
         classes = {"priority": BE if number < best_effort else LS}
         async for out in engine.generate(
-            [10 * number], SamplingParams(max_new_tokens=200), **classes
+            [10 * number], SamplingParams(max_new_tokens=length), **classes
         ):
             now = clock()
             gaps.append(now - before if before else 0.0)
             tokens, before = [*tokens, *out.token_ids], now
-        assert tokens == [10 * number + n for n in range(1, 201)]
+        assert tokens == [(10 * number + n) % 1000 for n in range(1, length + 1)]
 
-    streams = [asyncio.create_task(stream(number)) for number in range(4)]
+    running = [asyncio.create_task(stream(number)) for number in range(streams)]
     await asyncio.sleep(0.2)
     first = len(engine.executor.steps)
     gaps.clear()
     for _ in range(count):
-        await collect(engine, [500] * prompt, 1)
+        await collect(engine, [500] * prompt, 1, **of_prompts)
         await asyncio.sleep(0.02)
     steps, found = engine.executor.steps[first:], list(gaps)
-    await asyncio.gather(*streams)
+    await asyncio.gather(*running)
     engine.scheduler.check_idle()
     return engine, found, steps
 
@@ -88,23 +101,99 @@ async def test_streams_do_not_wait_for_a_prompt_and_a_step_of_their_own(start):
     assert max(beside) == pytest.approx(0.0154, abs=1e-6)
 
 
-async def test_a_full_prefill_step_leaves_room_for_rows_that_decode(start):
-    _, _, steps = await streams_and_prompts(start, prompt=150, count=4)
+@pytest.mark.parametrize(
+    ("prompt", "sizes"),
+    [(150, [(64, 4), (64, 4), (34, 4)]), (128, [(64, 4), (64, 4), (8, 0)])],
+    ids=["more than two steps", "two steps, and of eight tokens nothing is known"],
+)
+async def test_a_full_prefill_step_leaves_room_for_rows_that_decode(start, prompt, sizes):
+    _, _, steps = await streams_and_prompts(start, prompt=prompt, count=4)
     found = [(size, rows) for phase, size, rows in steps if phase is Phase.PREFILL]
-    assert found == [(64, 4), (64, 4), (34, 4)] * 4
+    assert found == sizes * 4
+
+
+def test_programs_of_hybrid_steps_are_compiled_where_there_may_be_some():
+    sizes = {"prefill_buckets": (32, 128), "decode_buckets": (64,), "max_num_seqs": 64}
+    asked = EngineConfig(hybrid_steps="on", max_prefill_tokens=128, **sizes)
+    limits = Limits(64, 100, 16, 128, 16)
+    buckets = Buckets(asked, limits)
+    programs = buckets.keys()
+    beside = [key for key in programs if key.num_decodes]
+    assert [(key.size, key.num_decodes) for key in beside] == [(128, 64), (32, 32)]
+    assert [buckets.rows(key) for key in beside] == [16 + 64, 16 + 32]
+    assert {buckets.rows(key) for key in beside} <= {
+        key.size for key in programs if key.phase == "draw"
+    }
+    plain = buckets.choose("prefill", 33, 100, prompt_logprobs=False)
+    chosen = buckets.choose("prefill", 33, 100, prompt_logprobs=False, hybrid=True)
+    assert (plain.num_decodes, chosen) == (0, beside[0])
+    assert buckets.deltas(chosen) == buckets.deltas(plain) + 64
+    none = replace(asked, hybrid_steps="auto"), replace(asked, resident_experts=8)
+    for one in none:
+        programs = Buckets(one, limits).keys()
+        assert not any(key.num_decodes for key in programs)
 
 
 async def test_rows_decode_apart_where_that_takes_less(start):
-    """A row beside a prompt takes 3 ms. The first steps have to show it."""
+    """Together they take twice as long. One try has to show it, the next ones come seldom."""
 
     def slow(plan):
-        return step_s(plan) + 0.003 * plan.num_decodes
+        apart_s = step_s(plan) - 0.0001 * plan.num_decodes + 0.008
+        return 2 * apart_s if plan.num_decodes else step_s(plan)
 
-    engine, _, steps = await streams_and_prompts(start, slow, count=30)
+    many = {"count": 200, "length": 2000, "limits": Limits(16, 3000, 4, 64, 8)}
+    engine, _, steps = await streams_and_prompts(start, slow, **many)
     beside = [rows > 0 for phase, _, rows in steps if phase is Phase.PREFILL]
-    assert sum(beside) <= 10
-    assert not any(beside[-5:])
+    assert len(beside) == 200
+    assert sum(beside) <= 4
     assert engine.pace.times.expected_s(Phase.PREFILL, 50) == pytest.approx(0.015, rel=0.2)
+
+
+@pytest.mark.parametrize(("rows", "beside"), [(14, True), (20, False), (60, False), (70, False)])
+async def test_a_prompt_does_not_crawl_beside_many_rows(start, rows, beside):
+    """A step of 64 tokens leaves room for 16 rows; beside more, full steps are prompts' alone."""
+    limits = Limits(80, 4000, 4, 64, 8)
+    settings = {"prompt": 256, "count": 2, "streams": rows, "max_num_seqs": 80}
+    engine, _, steps = await streams_and_prompts(start, limits=limits, **settings)
+    sizes = [(size, own) for phase, size, own in steps if phase is Phase.PREFILL]
+    full = [(64, rows)] * 5 if beside else [(64, 0)] * 4
+    assert sizes[: len(full)] == full
+    assert len(sizes) == 2 * (len(full) + beside)
+    assert (engine.scheduler.num_hybrid > 0) == beside
+
+
+async def test_prompts_of_another_model_keep_their_steps(start):
+    family = family_of(["counter", "other"])
+    settings = {"model": family, "prompt": 64, "of_prompts": {"model": "other"}}
+    engine, _, steps = await streams_and_prompts(start, **settings)
+    sizes = {(size, rows) for phase, size, rows in steps if phase is Phase.PREFILL}
+    assert sizes == {(64, 0)}
+    assert engine.scheduler.num_hybrid == 0
+
+
+class ByStep:
+    """A controller that degrades each step of one phase, without moving a threshold."""
+
+    by_step = True
+
+    def __init__(self, config):
+        pass
+
+    def decide(self, seen):
+        return Decision(100.0, 100.0)
+
+    def of_step(self, step):
+        return 50.0 if step.phase is Phase.DECODE else 100.0
+
+
+async def test_steps_that_a_controller_degrades_by_themselves_are_apart(start):
+    """At most one is hybrid, and exact, before a decode step has shown it."""
+    brownout = BrownoutConfig("full", ttft_slo_s=1.0, itl_slo_s=1.0)
+    salc = SalcConfig(controller=f"{__name__}:ByStep")
+    engine, _, steps = await streams_and_prompts(start, brownout=brownout, salc=salc)
+    assert sum(rows > 0 for _, _, rows in steps) <= 1
+    prefill = [c for phase, _, c in engine.executor.launches if phase is Phase.PREFILL]
+    assert {control.threshold_percent for control in prefill} == {100}
 
 
 @pytest.mark.parametrize(

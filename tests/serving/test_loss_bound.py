@@ -333,6 +333,11 @@ def test_a_family_has_a_table_for_each_model_beside_its_map(directory, tmp_path)
         expected_loss.write(path.parent / f"expected_loss.{name}.json", [table], digest)
     assert dearest("base", "law", most=0.1) == [0.5, 0.25]
     assert dearest("law", "base") == [0.25, 0.5]  # known by its weights, in any order
+    given = jmoe.load_family(paths, path, "float32")  # to an engine, without the setting
+    assert [curves[kind][0] for curves in expected_losses(EngineConfig(), given, (2,))] == [
+        0.5,
+        0.25,
+    ]
 
     owners = own.owners.copy()
     owners[1, 0, 0] = 0  # an expert of the other one

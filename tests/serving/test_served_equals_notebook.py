@@ -37,6 +37,7 @@ from serving.errors import NotFound
 from serving.execution.device import Device
 from serving.frontend.metrics import Metrics
 from serving.frontend.server import Server
+from serving.plan import Phase
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 from serving.request import BrownoutChange, SamplingParams
 from serving.scheduling.layers import compiled
@@ -581,13 +582,14 @@ async def begin_alike(run):
     assert sum(run.engine.scheduler.num_evictions.values()) > 0
 
 
-def beside(play, least=6):
+def beside(play, least=3):
     """Returns a play in whose steps rows decode beside prompts wherever they can, whatever is
     measured.
     """
 
     async def played(run):
-        run.engine.pace.times.hybrid_pays = lambda num_tokens, num_rows: True
+        times = run.engine.pace.times
+        times.hybrid_pays = lambda num_tokens, num_rows: all(map(times.knows, Phase))
         await play(run)
         assert run.engine.scheduler.num_hybrid >= least
 
@@ -600,7 +602,10 @@ async def urgent(run):
     given = {"names": names if len(names) > 1 else ("",), "scores": 0.1, "priority": LS}
     drawn = requests(rng, 30, prompt_below=30, fewest=4, below=24, **given)
     asked = [one._replace(wait_s=0.004 * at) for at, one in enumerate(drawn)]
+    if reuses := run.engine.config.reuses_prefixes:
+        asked = [one._replace(prompt=[*range(7, 16), *one.prompt[:15]]) for one in asked]
     run.judge(asked, await run.together(asked))
+    assert (run.engine.stats().reused_tokens > 0) == reuses
 
 
 class Row(NamedTuple):
@@ -660,6 +665,9 @@ ROWS = {
     "family: fp8 KV": Row("fp8 kv family", mixes),
     "one: hybrid steps": Row("one", beside(urgent), HYBRID),
     "one: hybrid steps, evictions": Row("one", beside(urgent), {**HYBRID, "num_pages": 14}),
+    "one: hybrid steps, prefix reuse": Row(
+        "one", beside(urgent), {**HYBRID, "prefix_reuse": "on", "reserved_ls_seqs": 4}
+    ),
     "one: hybrid steps, shaped": Row(
         "bundled", beside(shaped(evicted=False)), {**HYBRID, "max_model_len": 96}
     ),

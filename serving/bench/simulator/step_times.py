@@ -67,8 +67,13 @@ def read_steps(path: Path, num_layers: int, visits_per_layer: int) -> list[Recor
     return [
         _recorded(event, num_layers, visits_per_layer)
         for event in events
-        if event["ph"] == "X" and event["tid"] == DEVICE
+        if event["ph"] == "X" and event["tid"] == DEVICE and not _is_hybrid(event)
     ]
+
+
+def _is_hybrid(event: Mapping[str, Any]) -> bool:
+    """Returns whether rows decoded beside prompts, which a simulated device does not do."""
+    return event["name"] == "prefill" and event["args"].get("decodes", 0) > 0
 
 
 def _recorded(event: Mapping[str, Any], num_layers: int, visits_per_layer: int) -> Recorded:

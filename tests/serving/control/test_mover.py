@@ -124,6 +124,17 @@ def test_load_is_kept_over_a_restart(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["load.npy"]
 
 
+def test_a_load_that_needs_no_copies_leaves_one_slot_that_a_later_load_may_need(tmp_path):
+    """Without any there is no mover, and nobody would store another load."""
+    config = BalanceConfig(spare_slots="auto", load_file=str(tmp_path / "load.npy"))
+    np.save(config.load_file, np.ones((LAYERS, EXPERTS), np.float32))
+    for fits, spare in ((0, 0), (1, 1), (3, 1)):
+        placement = starting_placement(
+            config, LAYERS, EXPERTS, DEVICES, spare_that_fits=lambda _, n=fits: n
+        )
+        assert placement.spare == spare
+
+
 AUTO = BalanceConfig(spare_slots="auto")
 
 

@@ -217,11 +217,13 @@ def test_speed_is_that_of_the_first_scrape_over_that_of_now() -> None:
     assert speeds == pytest.approx([1.0, 0.8])
 
 
-def step(phase: str, *previous_at: float) -> SimpleNamespace:
+def step(phase: str, *previous_at: float, num_decodes: int = 0) -> SimpleNamespace:
     return SimpleNamespace(
         phase=phase,
         size=12,
-        num_prompt_tokens=12,
+        num_prompt_tokens=12 - num_decodes,
+        num_decodes=num_decodes,
+        decodes=phase == "decode" or num_decodes > 0,
         is_last=True,
         sequences=[SimpleNamespace(previous_at=at, done=np.isnan(at)) for at in previous_at],
     )
@@ -247,6 +249,19 @@ def test_prefill_inside_an_inter_token_latency_is_metered_apart() -> None:
     metrics.step_read(step("prefill", np.nan), rows, 2.5, 3.0)
     metrics.step_read(step("decode", np.nan), rows, 3.0, 3.5)  # nobody is left
     assert metrics.prefill_in_itl.counts.sum() == 3
+
+
+def test_a_hybrid_step_is_prefill_inside_what_its_rows_wait_for() -> None:
+    metrics, rows = Metrics(), read([[0]])
+    metrics.step_read(step("prefill", np.nan), rows, 1.0, 1.25)
+    # Two rows decode, one of them since half of the step before; a prompt's first token comes, too.
+    beside = step("prefill", 1.0, 1.125, np.nan, num_decodes=2)
+    metrics.step_read(beside, rows, 1.25, 2.0)
+    assert metrics.prefill_in_itl.counts.sum() == 2
+    assert metrics.prefill_in_itl.sum == (0.25 + 0.75) + (0.125 + 0.75)
+    assert metrics.prefill_tokens == 12 + 10
+    metrics.step_read(step("decode", 2.0, 2.0, 2.0), rows, 2.0, 2.5)
+    assert metrics.prefill_in_itl.counts.sum() == 2
 
 
 def test_prefill_steps_without_a_decode_step_are_not_kept_for_ever() -> None:
