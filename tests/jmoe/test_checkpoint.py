@@ -11,6 +11,7 @@ from safetensors.numpy import load_file, save_file
 import jmoe
 from jmoe import CheckpointError, ConfigError
 from jmoe.brownout import Brownout
+from jmoe.checkpoint import native_config
 from jmoe.layers import Layers
 
 CASE, SHARDED = "qwen2_moe", "qwen3_moe"
@@ -337,6 +338,10 @@ def test_a_saved_model_that_was_damaged(saved, tmp_path):
     for change in ({"d_model": "32"}, {"num_layers": 3, "moe_layers": [True] * 3}, {"rope": []}):
         path.write_text(json.dumps({**config, **change}))
         assert "is not readable" in refused(directory)
+    for text in ("{}", "{"):  # of which a mesh reads the configuration alone, first
+        path.write_text(text)
+        with pytest.raises(CheckpointError, match=r"jmoe.json is not readable"):
+            native_config(directory)
     path.write_text(json.dumps(config))
     shutil.rmtree(directory / "state")
     assert "is not readable" in refused(directory)
