@@ -158,16 +158,17 @@ class _Burst:
 
 @asynccontextmanager
 async def bursts(
-    settings: Mapping[str, Mapping[str, Any] | None], dry: bool
+    settings: Mapping[str, Mapping[str, Any] | None], dry: bool, *, levels: bool = False
 ) -> AsyncIterator[Play]:
     """Starts the demo's server; a play is the demo's burst under a setting, as `_Burst.play` has
-    it.
+    it. With `levels`, thresholds by weight are levels.
 
     Objectives and load are those of one calibration. Settings meet the same requests in a round.
     """
     burst = _Burst(dry)
     with TemporaryDirectory() as folder:
-        async with burst.server(folder) as client:
+        flag = f"engine.brownout.levels={str(levels).lower()}"
+        async with burst.server(folder, "--set", flag) as client:
             own, known = await client.get_brownout(), await burst.calibrate(client)
             yield lambda name, number: burst.play(client, known, own, settings[name], number)
 

@@ -1,5 +1,7 @@
 """The pairs by name."""
 
+from functools import partial
+
 from benchmarks.pairs.burst import bursts, replays
 from benchmarks.pairs.engines import OUTPUTS, outputs, parts, prefixes
 from benchmarks.pairs.harness import Pair
@@ -22,6 +24,10 @@ _KEPT = {
     "bfloat16": ("bfloat16", "none"),
     "float32": ("float32", "none"),
     **{fmt: ("bfloat16", fmt) for fmt in ("fp8", "int4", "mxfp4")},
+}
+_IN_LEVELS = {
+    "the paper's": {"keep": "visits", "controller": "algorithm2"},
+    "today's in levels": {},
 }
 PAIRS: dict[str, Pair] = {
     "secured": Pair(
@@ -124,12 +130,16 @@ PAIRS: dict[str, Pair] = {
         rounds=4,
         against=[("today's", "the paper's")],
     ),
+    "burst_levels": Pair(
+        "What it costs them with today's thresholds by layer.",
+        _IN_LEVELS,
+        partial(bursts, levels=True),
+        ("loss, millinats", "late_share", "degraded_share"),
+        rounds=5,
+    ),
     "burst_replayed": Pair(
-        "What it costs them on simulated time, whose steps the model computes.",
-        {
-            "the paper's": {"keep": "visits", "controller": "algorithm2"},
-            "today's in levels": {},
-        },
+        "The same on simulated time, whose steps the model computes.",
+        _IN_LEVELS,
         replays,
         ("loss, millinats", "late_share", "degraded_share"),
         rounds=20,
