@@ -16,6 +16,7 @@ from serving.request import Chat
 pytestmark = pytest.mark.deep
 
 AGENTS = "pydantic-ai-slim[openai]==2.68.0"
+OWN_PACKAGES = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "jmoe-tests"
 
 
@@ -29,7 +30,9 @@ def python():
             [sys.executable, "-m", "venv", "--clear", folder],
             [found, "-m", "pip", "install", "--quiet", AGENTS],
         ):
-            made = subprocess.run(command, capture_output=True, text=True, timeout=500)
+            made = subprocess.run(
+                command, capture_output=True, text=True, timeout=500, env=OWN_PACKAGES
+            )
             if made.returncode:
                 pytest.skip(f"{AGENTS} cannot be installed here: {made.stderr[-300:]}")
         done.touch()
@@ -44,7 +47,7 @@ async def told(python, s, *arguments):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         cwd=script.parent,
-        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+        env=OWN_PACKAGES,
     )
     printed, failed = await process.communicate()
     assert process.returncode == 0, failed.decode()[-2000:]
