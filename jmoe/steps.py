@@ -501,8 +501,7 @@ def prefill_step(
     `replication` (static): over a mesh, how each layer copies experts for the next one.
     """
     state = with_deltas(state, deltas, layers)
-    num_tokens = tokens.shape[0]
-    owner, q_start, step = prefill_data(cfg, state, num_tokens, rows, control, num_decodes)
+    owner, q_start, step = prefill_data(cfg, state, tokens.shape[0], rows, control, num_decodes)
     valid = step.rows.valid
     if num_decodes:
         newest = state.last_token[jnp.maximum(rows[owner, SLOT], 0)]

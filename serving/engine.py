@@ -751,9 +751,10 @@ class Engine:
         if self.executor.in_order:  # otherwise whichever rows are in a layer together decide
             percent = step.degrade_best_effort_first(control)
             control = control._replace(threshold_percent=percent)
-            for at, exempt in enumerate(step.exempt.tolist()):
-                phase, sequence = step.phase_of(at), step.sequences[at]
-                sequence.note_threshold(phase, 100 if exempt else percent)
+            decode, others, n = Phase.DECODE, step.phase, step.num_decodes
+            rows = zip(step.sequences, step.exempt.tolist(), strict=True)
+            for at, (sequence, exempt) in enumerate(rows):
+                sequence.note_threshold(decode if at < n else others, 100 if exempt else percent)
             step.launched_at = step.started_at = launched_at
             self._in_flight.append(step)
         elif step.waits:  # for nothing: the tokens before have all been read

@@ -86,9 +86,9 @@ class Late(NamedTuple):
     def measured(cls, stages: Iterable[Sequence[float]]) -> "Late":
         """Returns how late stages were whose seconds are given, each with those of its kind: late
         is what takes `LATE_FROM` times their median or longer. Raises ValueError where no kind has
-        `ENOUGH` stages; others are left out.
+        `ENOUGH` stages that take any time; others are left out.
         """
-        kinds = [np.array(kind) for kind in stages if len(kind) >= ENOUGH]
+        kinds = [np.array(kind) for kind in stages if len(kind) >= ENOUGH and np.median(kind) > 0]
         if not kinds:
             raise ValueError(f"it has no {ENOUGH} stages of one kind")
         times = np.concatenate([kind / np.median(kind) for kind in kinds])

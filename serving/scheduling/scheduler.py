@@ -45,7 +45,7 @@ prefill step delays few. Simulated, this more than halves a steady load's wait f
 
 
 MOST_BESIDE = 1 / 4
-"""Of a prefill step's tokens, how many rows may decode beside prompts."""
+"""Share of a prefill step's tokens that may be rows which decode beside prompts."""
 Beside = Callable[[int, int], bool]
 """`(num_tokens, num_rows)`: whether so many rows are to decode beside a prefill step's tokens."""
 

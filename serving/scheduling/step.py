@@ -86,10 +86,6 @@ class ScheduledStep(StepPlan):
         """Whether rows decode in it: in a decode step, and in a hybrid one."""
         return self.phase is Phase.DECODE or self.num_decodes > 0
 
-    def phase_of(self, row: int) -> Phase:
-        """Returns the phase that a row's sequence is in."""
-        return Phase.DECODE if row < self.num_decodes else self.phase
-
     @property
     def has_ls(self) -> bool:
         """Whether it contains a latency-sensitive request, or a promoted one."""

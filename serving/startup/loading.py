@@ -169,8 +169,7 @@ def expected_losses(config: EngineConfig, family: Family, ways: Sequence[int]) -
             )
         return []
     beside = sharing.directory
-    shares = beside is not None or sharing.shared_percent > 0
-    if shares and beside is None:
+    if beside is None and sharing.shared_percent > 0:
         if most:
             raise SettingsError(
                 f"engine.brownout.max_expected_loss is {most:g}, and the map by which the models "

@@ -116,6 +116,16 @@ def test_the_last_of_some_devices_is_the_mean_over_all_ways_to_be_late(factor, s
     assert Late(factor, share).last_s(fullest_s, 1.0, 4) == pytest.approx(mean_s)
 
 
+def test_late_is_what_takes_three_times_the_median_of_its_kind():
+    """Of stages of one kind; too few, or such as take no time on their clock, say nothing."""
+    usual, late = [1.0] * 37 + [2.9], [3.0, 9.0]
+    found = Late.measured([usual + late, [0.0] * 30, [7.0] * 19])
+    assert (found.factor, found.share) == (6.0, 2 / 40)
+    assert Late.measured([usual]) == Late()
+    with pytest.raises(ValueError, match="no 20 stages of one kind"):
+        Late.measured([[0.0] * 30, [7.0] * 19])
+
+
 def test_late_stages_cost_workers_their_mean_and_a_mesh_its_last():
     """Stages of a second, a quarter of which takes five: 2 s on average. Two devices in step wait
     for the later one, 1 + 4 (1 - 0.75^2) = 2.75 s."""
