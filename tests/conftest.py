@@ -20,9 +20,13 @@ os.environ.setdefault(
 
 import jax
 import pytest
+from hypothesis import settings
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from jaxtyping import install_import_hook
 
+# An example's time is the machine's: the first one may compile, and others run beside it.
+settings.register_profile("any_time", deadline=None)
+settings.load_profile("any_time")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 

@@ -362,8 +362,12 @@ def _least(values: Float[np.ndarray, "K K"]) -> tuple[int, int]:
 
 
 def _company_s(load: Load) -> float:
-    """Returns how long a prompt waits for company."""
+    """Returns how long the first prompt of a step waits for company."""
     if load.company is None:
         return 0.0
-    tokens_per_s = max(load.arrivals_per_s * load.prompt_tokens, 1e-9)
-    return min(load.company.wait_s, load.company.tokens / tokens_per_s)
+    tokens, wait_s, total_s = load.company
+    per_s = max(load.arrivals_per_s, 1e-9)
+    # Of prompts that come evenly, all have waited r t^2 / 2 together after t.
+    return min(
+        wait_s, tokens / (per_s * max(load.prompt_tokens, 1e-9)), math.sqrt(2 * total_s / per_s)
+    )

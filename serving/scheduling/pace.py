@@ -150,8 +150,10 @@ class Pace:
 
         A prefill step of n tokens takes a + b n, so with a / b tokens its fixed cost is half of it.
         Where rows decode `beside` them, it takes the place of their own step, and costs that less.
-        Waiting may use four fifths of what the TTFT objective leaves after the prefill step and the
-        decode steps before and after it.
+        Prompts wait no longer together than the fixed cost makes the decoding rows wait together:
+        whatever comes, all wait at most twice as long as if arrivals had been known (Dooly,
+        Goldman and Scott 2001, of acknowledgements). And waiting may use four fifths of what the
+        TTFT objective leaves after the prefill step and the decode steps before and after it.
         """
         line = self.times.line(Phase.PREFILL)
         if not self.waits or line is None or not self.times.knows(Phase.DECODE):
@@ -163,7 +165,8 @@ class Pace:
             fixed_s = max(0.0, ratio * (fixed_s + decode_s) - decode_s)
         tokens = fixed_s / per_token_s if per_token_s > 0 else math.inf
         prefill_s = self.times.expected_s(Phase.PREFILL, tokens)
-        return Company(tokens, max(0.0, WAIT * (ttft_slo_s - 2 * decode_s - prefill_s)))
+        wait_s = max(0.0, WAIT * (ttft_slo_s - 2 * decode_s - prefill_s))
+        return Company(tokens, wait_s, fixed_s * num_decoding)
 
     def idle_s(self, step: ScheduledStep) -> float:
         """Returns how long (s) after a step's start the next one must be planned; 0 if unknown.

@@ -119,10 +119,11 @@ class BatchView(NamedTuple):
 
 
 class Company(NamedTuple):
-    """When a prefill step is worth its fixed cost while rows decode: either limit suffices."""
+    """When a prefill step is worth its fixed cost while rows decode: any limit suffices."""
 
     tokens: float  # waiting prompt tokens that justify a step
     wait_s: float  # how long the first waiting prompt may wait
+    total_s: float = math.inf  # how long all waiting prompts may wait together
 
 
 @dataclass(frozen=True)
@@ -149,13 +150,16 @@ class View:
     """
     waiting_tokens: int = 0  # of prompts in line that one step could hold
     oldest_s: float = 0.0  # how long the first of them has waited
+    waited_s: float = 0.0  # how long all of them have waited together
 
     @property
     def in_company(self) -> bool:
         """Whether a prefill step should run now; False: it should wait for more prompts."""
         if self.company is None:
             return True
-        return self.waiting_tokens >= self.company.tokens or self.oldest_s >= self.company.wait_s
+        tokens, wait_s, total_s = self.company
+        enough = self.waiting_tokens >= tokens or self.waited_s >= total_s
+        return enough or self.oldest_s >= wait_s
 
     @property
     def prefills_turn(self) -> bool:

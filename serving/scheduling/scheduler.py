@@ -291,6 +291,7 @@ class Scheduler:
             company=company,
             waiting_tokens=sum(map(self._left, heads)),
             oldest_s=now - heads[0].arrived_at if heads else 0.0,
+            waited_s=sum(now - head.arrived_at for head in heads),
         )
 
     def _by_class(self, sequences: list[SequenceState]) -> dict[Priority, list[SequenceState]]:

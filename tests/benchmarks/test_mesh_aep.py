@@ -161,7 +161,7 @@ def test_even_load_without_overheads_is_the_closed_form(aep):
     assert run.tokens_per_s == pytest.approx(3 / 24, rel=0.03)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     layers=st.integers(1, 4),
     experts=st.integers(1, 5),

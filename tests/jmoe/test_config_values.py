@@ -272,7 +272,7 @@ KEYS = [
 ]
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(st.sampled_from(sorted(KEYS)), ANY_JSON)
 def test_any_value_of_any_key_gives_a_model_or_an_error_of_ours(where, value):
     case, outer, key = where

@@ -59,7 +59,7 @@ tokens = st.lists(st.integers(0, VOCAB - 1), max_size=5)
 
 
 @pytest.mark.deep
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     prompt=tokens.filter(bool),
     output=tokens,

@@ -170,7 +170,7 @@ def _jitted(request):
 def test_dispatch(jitted, block_m):
     weights = np.random.default_rng(0).random((T, K)).astype(np.float32)
 
-    @settings(max_examples=150, deadline=None, database=None, derandomize=True)
+    @settings(max_examples=150, database=None, derandomize=True)
     @given(visits())
     def every_case(case):
         ids, slots = case

@@ -51,7 +51,7 @@ async def play(asked, step_s, **options):
         await engine.stop()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.lists(
         st.tuples(st.integers(1, 50), st.integers(1, 30), st.integers(0, 100)),

@@ -93,7 +93,7 @@ async def play(asked, fixed, most, **options):
     return engine.executor.thresholds
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(
     st.lists(
         st.tuples(st.integers(1, 30), st.integers(1, 20), st.booleans()), min_size=1, max_size=8

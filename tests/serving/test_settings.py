@@ -68,7 +68,7 @@ def flat(config: object, prefix: str = "") -> dict[str, object]:
 
 @example(config=ServerConfig(engine=EngineConfig(model="0E0")))
 @given(config=configs)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_yaml_round_trip(config: ServerConfig, tmp_path_factory) -> None:
     path = tmp_path_factory.getbasetemp() / "settings.yaml"
     path.write_text(to_yaml(asdict(config)), encoding="utf-8")
@@ -76,7 +76,7 @@ def test_yaml_round_trip(config: ServerConfig, tmp_path_factory) -> None:
 
 
 @given(config=configs)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_every_key_can_be_overridden_as_text_or_as_a_value(config: ServerConfig) -> None:
     values = flat(config)
     assert load(None, values) == config

@@ -198,7 +198,7 @@ def test_the_tokens_of_parts_are_those_of_the_whole(tiny_dir, monkeypatch, name)
     monkeypatch.setattr(data, "_AROUND", 24)
     tokenizer = tokenizer_of(tiny_dir.path, name)
 
-    @settings(max_examples=80, deadline=None, derandomize=True)
+    @settings(max_examples=80, derandomize=True)
     @given(TEXTS, st.booleans())
     def same(text, special):
         whole = tokenizer.encode(text, special_tokens=special)

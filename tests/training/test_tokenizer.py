@@ -8,7 +8,7 @@ from training.tasks import tasks
 from training.tokenizer import EOS, IM_END, IM_START
 
 keep_fixture = settings(
-    max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 
 

@@ -171,7 +171,7 @@ deployments = st.builds(
 
 
 @pytest.mark.deep
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(deployments, st.floats(0.0, 5.0))
 def test_more_host_cost_never_makes_it_pay_more(one, extra):
     over = one.overheads
@@ -186,7 +186,7 @@ def test_more_host_cost_never_makes_it_pay_more(one, extra):
         assert slow.tokens_per_s <= fast.tokens_per_s * (1 + 1e-9)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(deployments)
 def test_the_best_split_is_the_best_of_all_whose_stages_are_long_enough(one):
     found, every = advise(one), forecasts(one)
@@ -207,7 +207,7 @@ def test_the_best_split_is_the_best_of_all_whose_stages_are_long_enough(one):
     assert found.pays == (long_enough(found.forecast) and found.ratio >= MARGIN)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(deployments)
 def test_nobody_is_faster_than_all_workers_at_whole_batches(one):
     for split in forecasts(one):
@@ -217,7 +217,7 @@ def test_nobody_is_faster_than_all_workers_at_whole_batches(one):
         assert 1 <= split.attention_rows <= -(-one.in_flight // split.attention_devices)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(deployments, st.floats(0, 1))
 def test_an_uneven_load_slows_the_synchronous_way_alone(one, share):
     uneven = 1 + share * (one.num_devices - 1)

@@ -85,7 +85,7 @@ counts = st.integers(1, 10**5)
     st.integers(1, 9),
     st.floats(0, 1),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_what_fits_is_hidden(cfg, devices, tokens, per_pair, alpha):
     def by(**changes):
         numbers = {"devices": devices, "tokens": tokens, "per_pair": per_pair, **changes}

@@ -18,7 +18,7 @@ def makers(layers, experts, devices, spare):
 
 
 @given(st.integers(1, 70), st.integers(1, 12), st.integers(0, 3))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_every_expert_has_one_slot_on_one_device(experts, devices, spare):
     room = placement.slots_per_layer(experts, devices, spare)
     for made in makers(LAYERS, experts, devices, spare):

@@ -99,7 +99,7 @@ def test_replicas_keep_every_bound(per_pair):
 
 
 @given(st.integers(0, 2**32 - 1), st.sampled_from(SHAPES), st.booleans(), st.booleans())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_no_visit_is_lost_nor_computed_where_its_expert_is_not(seed, shape, literal, move_local):
     counts, hosts = generate(np.random.default_rng(seed), *shape)
     how = {"num_replicas": REPLICAS[shape], "per_pair": None, "alpha": 0.5}

@@ -76,7 +76,7 @@ REQUESTS = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(REQUESTS)
 def test_one_model_at_a_time_and_nobody_waits_longer_than_a_turn_of_each(requests):
     requests = sorted(requests, key=lambda one: one[1])

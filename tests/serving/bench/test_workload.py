@@ -57,7 +57,7 @@ def test_times_repeat_with_the_seed_and_only_then():
 
 
 @pytest.mark.deep
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(
     weights=st.dictionaries(st.text(min_size=1), st.floats(0.01, 100), min_size=1, max_size=5),
     seed=st.integers(0, 2**32),

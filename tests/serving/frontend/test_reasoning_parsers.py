@@ -90,7 +90,7 @@ _PIECES = st.sampled_from(
 
 
 @pytest.mark.parametrize("kind", [Think, Channels])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     pieces=st.lists(_PIECES, max_size=14),
     cuts=st.lists(st.integers(0, 80), max_size=4),

@@ -373,7 +373,7 @@ _MARKERS = st.sampled_from(
 
 
 @pytest.mark.parametrize("name", PARSERS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(pieces=st.lists(_MARKERS, max_size=14), cuts=st.lists(st.integers(0, 200), max_size=4))
 def test_no_output_breaks_a_parser_and_its_split_does_not_matter(name, pieces, cuts):
     output = "".join(pieces)

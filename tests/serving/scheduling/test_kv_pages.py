@@ -52,7 +52,7 @@ class Owners(RuleBasedStateMachine):
 
 
 TestOwners = Owners.TestCase
-TestOwners.settings = settings(max_examples=60, deadline=None, database=None, derandomize=True)
+TestOwners.settings = settings(max_examples=60, database=None, derandomize=True)
 
 
 def test_pages_that_are_no_pages():

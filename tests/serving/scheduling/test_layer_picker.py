@@ -55,7 +55,6 @@ def algorithm_1(q, lookahead, decay):
 
 
 @pytest.mark.parametrize("use_numba", WAYS)
-@settings(deadline=None)  # the first call compiles
 @given(
     counts=queues(),
     lookahead=st.integers(0, 8),
@@ -103,7 +102,7 @@ def test_small_cases_by_hand(use_numba):
 
 
 @pytest.mark.skipif(not compiled.AVAILABLE, reason="no numba")
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     counts=queues(),
     rule=st.sampled_from(RULES),

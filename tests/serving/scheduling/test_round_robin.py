@@ -272,7 +272,7 @@ REQUESTS = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     REQUESTS,
     st.integers(0, 999),

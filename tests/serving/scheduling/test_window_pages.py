@@ -102,14 +102,14 @@ TRACES = st.tuples(
 )
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(TRACES)
 def test_whatever_slides_everyone_gets_their_tokens(trace):
     check_trace(*trace)
 
 
 @pytest.mark.deep
-@settings(max_examples=1000, deadline=None, database=None)
+@settings(max_examples=1000, database=None)
 @given(TRACES)
 def test_many_more_traces(trace):
     check_trace(*trace)
