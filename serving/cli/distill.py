@@ -31,12 +31,12 @@ def distill(
         Path | None, typer.Option(help="Folder for united.safetensors and the report.")
     ] = None,
     sampled: Annotated[
-        int,
+        int | None,
         typer.Option(
             help="Number of texts that the model writes itself, of up to 80 tokens, to train on "
-            "beside --data (in --out)."
+            "beside --data (in --out). Default: 10000 if a device holds the model whole."
         ),
-    ] = 0,
+    ] = None,
     ways: Annotated[
         str | None,
         typer.Option(help="Ways, separated by commas. Default: those of 2,4,8 that fit."),
@@ -153,30 +153,22 @@ def distill(
     from jmoe.api import resolve
 
     if dry_run:
-        if sampled:
-            logs.say(f"the {sampled:,} texts that the model will write are not in these figures")
+        if sampled != 0:
+            logs.say("texts that the model will write itself are not in these figures")
         directory = resolve(model, hub_revision, weights=False)
         _plan(directory, numbers, data or [], out, config, allowed, device_memory_gib, devices)
         return
     if not data or out is None:
         missing = "--out" if data else "--data"
         raise ValueError(f"{missing} is missing; only --dry-run does without it")
-    for name, value in (("--levels-items", levels_items), ("--sampled", sampled)):
-        if value < 0:
-            raise ValueError(f"{name} is {value}; it must be 0 or more")
+    if levels_items < 0:
+        raise ValueError(f"--levels-items is {levels_items}; it must be 0 or more")
     directory = resolve(model, hub_revision)
-    first = data[0]
-    if sampled:
-        from training.distill.sampled import sampled_texts
-
-        logs.say(f"the model writes {sampled:,} texts, if they are not in {out} yet")
-        written = sampled_texts(directory, out, sampled, seed=seed, allow_unknown_config=allowed)
-        data = [*data, written]
     made = _run(directory, numbers, data, out, config, allowed, log_dir)
     if process_index > 0:
         return
     if levels_items:
-        _measure(directory, made, first, out, levels_items, dtype, allowed)
+        _measure(directory, made, data[0], out, levels_items, dtype, allowed)
     print(_serve_command(directory, out, allowed, with_tables=levels_items > 0))
 
 

@@ -116,6 +116,9 @@ def evaluate(
     refine_steps: Annotated[
         int, typer.Option(help="With --leave-one-out: its --refine-steps.")
     ] = 600,
+    sampled: Annotated[
+        int | None, typer.Option(help="With --leave-one-out: its --sampled.")
+    ] = None,
     text: Annotated[
         list[Path] | None, typer.Option(help="Text files for perplexity. May be repeated.")
     ] = None,
@@ -150,11 +153,17 @@ def evaluate(
     from training.evaluation.run import evaluate as run
 
     config = of_fields(EvaluateConfig, flags)
-    short = {"rows": distill_rows, "steps": distill_steps, "refine_steps": refine_steps}
-    defaults = {"rows": 65_536, "steps": 600, "refine_steps": 600}
+    short = {
+        "rows": distill_rows,
+        "steps": distill_steps,
+        "refine_steps": refine_steps,
+        "sampled": sampled,
+    }
+    defaults = {"rows": 65_536, "steps": 600, "refine_steps": 600, "sampled": None}
     if not leave_one_out and (sources or short != defaults):
         raise ValueError(
-            "--sources, --distill-rows, --distill-steps and --refine-steps need --leave-one-out"
+            "--sources, --distill-rows, --distill-steps, --sampled and --refine-steps need "
+            "--leave-one-out"
         )
     single = {
         "--leave-one-out": leave_one_out,

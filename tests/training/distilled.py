@@ -15,6 +15,7 @@ QUICK = DistillConfig(
     length=64,
     learning_rate=2e-3,
     dtype="float32",
+    sampled=0,
 )
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "models"

@@ -1,13 +1,17 @@
 """Texts that a model writes for its own distillation."""
 
+import dataclasses
 import sys
 
+import jax
 import pytest
 
 import jmoe
 from serving.cli import main as cli
+from tests.training.distilled import QUICK
 from training.distill.data import read_texts
-from training.distill.sampled import write_texts
+from training.distill.room import Room
+from training.distill.sampled import with_number, write_texts
 
 
 @pytest.mark.deep
@@ -16,10 +20,15 @@ def test_texts_begin_anywhere_and_are_decided_by_the_seed(tiny_dir, tmp_path):
     files = [tmp_path / name for name in ("a.jsonl", "again.jsonl", "other.jsonl")]
     for file, seed in zip(files, (1, 1, 2), strict=True):
         write_texts(model, file, 40, length=8, seed=seed)
-    texts, again, other = ([text.answer for text in read_texts(file)] for file in files)
+    texts, again, other = ([text.token_ids for text in read_texts(file)] for file in files)
     assert texts == again != other
-    assert 30 < len(texts) <= 40  # of white space alone is no text, and passed over
-    assert len({text[0] for text in texts}) > 10
+    assert len(texts) == 40
+    ends = set(model.config.eos_token_ids)
+    for prompt, ids in texts:
+        assert prompt == []
+        assert 1 <= len(ids) <= 8
+        assert ends.isdisjoint(ids)
+    assert len({ids[0] for _, ids in texts}) > 10
     with pytest.raises(ValueError, match=r"num is 0 and length 8"):
         write_texts(model, files[0], 0, length=8)
 
@@ -44,7 +53,7 @@ def test_a_distillation_trains_on_them_and_is_finished_the_second_time(
 
     run()
     (file,) = out.glob("sampled-30-0-*")
-    assert 20 < len(list(read_texts(file))) <= 30
+    assert len(list(read_texts(file))) == 30
     assert file.name in (out / "distill.md").read_text(encoding="utf-8")
     before = file.read_bytes()
     assert run().startswith("nothing left to do")
@@ -53,4 +62,19 @@ def test_a_distillation_trains_on_them_and_is_finished_the_second_time(
     monkeypatch.setattr(sys, "argv", ["jmoe", "distill", *map(str, words), "--sampled", "-1"])
     with pytest.raises(SystemExit):
         cli.main()
-    assert "--sampled is -1; it must be 0 or more" in capsys.readouterr().err
+    assert "sampled is -1; it must be 0 or more" in capsys.readouterr().err
+
+
+def test_by_default_a_model_that_one_device_holds_writes_ten_thousand(tiny_dir):
+    def number(platform, device, host, sampled=None):
+        config = dataclasses.replace(QUICK, sampled=sampled)
+        room = Room(platform, 8, device, host, None)
+        return with_number(config, tiny_dir.path, room).sampled
+
+    model = jmoe.load(tiny_dir.path, "float32", ways=())
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(model.weights))
+    assert number("gpu", 2 * size, None) == number("cpu", None, 2 * size) == 10_000
+    assert number("gpu", None, None) == 10_000  # not known
+    assert number("gpu", size, 100 * size) == number("cpu", None, size) == 0
+    assert number("gpu", size, None, sampled=7) == 7
+    assert number("gpu", 2 * size, None, sampled=0) == 0

@@ -34,6 +34,7 @@ class DistillConfig:
     seed: int = 0
     optimizer: str = "adam"  # of layers and of the end-to-end stage, as Optax has it
     schedule: str = "cosine"  # of the learning rate after a warmup of 20 steps
+    sampled: int | None = None  # texts that the model writes; None: 10,000 where a device holds it
 
     def __post_init__(self) -> None:
         """Raises ValueError, naming the setting, for a value that cannot be used."""
@@ -51,6 +52,8 @@ class DistillConfig:
         for name in ("rows", "steps", "batch", "decode_batch", "eval_every", "refine_rows"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.sampled is not None and self.sampled < 0:
+            raise ValueError(f"sampled is {self.sampled}; it must be 0 or more")
         for name in ("learning_rate", "refine_learning_rate", "patience", "refine_steps"):
             if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
                 raise ValueError(f"{name} is {getattr(self, name)}; it must not be negative")
@@ -68,8 +71,9 @@ class DistillConfig:
         does.
         """
         settings = dataclasses.asdict(self)
-        for name in ("optimizer", "schedule"):  # runs from before there were others go on
-            if settings[name] == getattr(DistillConfig, name):
+        before = {"optimizer": "adam", "schedule": "cosine", "sampled": 0}
+        for name, value in before.items():  # runs from before there were others go on
+            if settings[name] == value:
                 del settings[name]
         own = {name: settings.pop(name) for name in tuple(settings) if name.startswith("refine_")}
         return settings, own

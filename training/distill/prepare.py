@@ -75,7 +75,7 @@ def prepare(
     data that cannot be used or is too little; ConfigError and TokenizerError.
     """
     directory = resolve(model_dir)
-    cfg = _config(directory, allow_unknown_config)
+    cfg = read_config_of(directory, allow_unknown_config)
     chosen = _checked(cfg, ways)
     corpus, amount, warnings = None, Amount.assumed(config), []
     if data or need_data:
@@ -92,7 +92,8 @@ def prepare(
     return Prepared(corpus, plan, (*warnings, *more), refusal)
 
 
-def _config(directory: Path, allow_unknown_config: Sequence[str]) -> ModelConfig:
+def read_config_of(directory: Path, allow_unknown_config: Sequence[str]) -> ModelConfig:
+    """Returns the config of a model directory; of one in jmoe's own format, that of its file."""
     if is_native(directory):
         return Layers(directory).cfg
     return read_config(directory, allow_unknown_config=allow_unknown_config)

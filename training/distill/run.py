@@ -30,6 +30,8 @@ from training.distill.plan import layers_dtype
 from training.distill.prepare import DEFAULT_WAYS, prepare
 from training.distill.refine import Progressing, begin, freeze, held_out_by_file, refine
 from training.distill.report import REPORT_FILES, LayerResult, RefineResult, write_report
+from training.distill.room import room_here
+from training.distill.sampled import sampled_texts, with_number
 from training.distill.sizes import SAVE_EVERY
 from training.distill.start import make_start
 from training.distill.store import Store, check_began, finished
@@ -60,7 +62,9 @@ def distill(
 
     Ways that the file has besides stay in it.
 
-    The device holds one layer's weights and captured rows at a time. What is finished is kept in
+    Unless the settings say otherwise, the model first writes texts to train on beside the data,
+    which is the one time that a device holds all of it. Then the device holds one layer's weights
+    and captured rows at a time. What is finished is kept in
     `out`: a run that was killed goes on where it was and ends in the same bits, and one with other
     ways or another end-to-end stage takes the layers that are there. Of a run that is finished
     nothing is done again: no weights are read, no file is written.
@@ -84,10 +88,13 @@ def distill(
     """
     if not is_first():
         say, progress = (lambda line: None), (lambda what, done, total, text: None)
-    config = config or DistillConfig()
+    config, directory = config or DistillConfig(), resolve(model_dir)
+    if config.sampled is None:
+        config = with_number(config, directory, room_here(out), allow_unknown_config)
+        if not config.sampled:
+            say("no device holds the whole model: it writes no texts of its own to train on")
     settings, end_to_end = config.stages()
     fingerprint: dict[str, Any] = {"settings": settings}
-    directory = resolve(model_dir)
     if all(path.is_file() for path in data):  # else packing says what is wrong
         fingerprint |= {"data": digest(data), **_digests(directory)}
 
@@ -104,6 +111,14 @@ def distill(
     fingerprint["devices"] = f"{jax.device_count()} {jax.default_backend()}"
     if "data" in fingerprint:
         check_began(out, fingerprint, model_dir)
+    if config.sampled and "data" in fingerprint:
+        first = prepare(
+            model_dir, ways, (), out, config, allow_unknown_config, need_data=False
+        )  # what cannot be is said before anything is written
+        if first.refusal:
+            raise ValueError(first.refusal)
+        say(f"the model writes {config.sampled:,} texts, if they are not in {out} yet")
+        data = [*data, *sampled_texts(directory, out, config, allow_unknown_config)]
     prepared = prepare(model_dir, ways, data, out, config, allow_unknown_config)
     packed, own = prepared.data, prepared.plan.ways
     assert packed is not None

@@ -2,22 +2,53 @@
 reach inputs that a user's texts do not (docs/distillation.md).
 """
 
+import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 
 from jmoe.api import Model, load
 from jmoe.checkpoint import weights_digest
 from jmoe.generate import generate
+from training.distill.config import DistillConfig
 from training.distill.parallel import is_first, wait_for_all
+from training.distill.plan import layers_dtype
+from training.distill.prepare import read_config_of
+from training.distill.room import Room
+from training.distill.sizes import model_parameters
 
 BATCH = 256  # texts written together
+SAMPLED = 10_000
+BESIDE = 1.25
+"""How much a model takes as it writes, over its weights."""
+
+
+def with_number(
+    config: DistillConfig, directory: Path, room: Room, allow_unknown_config: Sequence[str] = ()
+) -> DistillConfig:
+    """Returns the settings with the number of texts that the model is to write: by default
+    `SAMPLED` where one device holds it whole, else none. Process 0 decides for all.
+    """
+    if config.sampled is not None:
+        return config
+    cfg = read_config_of(directory, allow_unknown_config)
+    size = jnp.dtype(layers_dtype(config, room.platform)).itemsize
+    wanted = BESIDE * size * sum(model_parameters(cfg))
+    free = room.host if room.platform == "cpu" else room.device
+    found = SAMPLED if free is None or wanted <= free else 0
+    if jax.process_count() > 1:
+        found = int(multihost_utils.broadcast_one_to_all(np.int32(found)))
+    return dataclasses.replace(config, sampled=found)
 
 
 def write_texts(model: Model, out: Path, num: int, *, length: int = 80, seed: int = 0) -> None:
-    """Writes `num` texts of up to `length` tokens, at temperature 1, one JSON object a line.
+    """Writes `num` texts of up to `length` tokens, at temperature 1, one JSON object a line, as
+    token ids: read again, a text could have others.
 
     A text begins with a token drawn evenly from the tokenizer's, end tokens excepted, and ends
     before an end token. The seed and `num` decide them. Raises ValueError for a model without a
@@ -39,29 +70,28 @@ def write_texts(model: Model, out: Path, num: int, *, length: int = 80, seed: in
             prompts = [[token] for token in first[at : at + BATCH]]
             written = generate(model, prompts, length - 1, temperature=1.0, seed=seed + at).tokens
             for prompt, new in zip(prompts, written, strict=True):
-                ids = [*prompt, *(token for token in new if token not in ends)]
-                row = {"prompt": model.tokenizer.decode(ids)}
-                file.write(json.dumps(row) + "\n")
+                ids = [*prompt, *(int(token) for token in new if token not in ends)]
+                file.write(json.dumps({"prompt_token_ids": [], "token_ids": ids}) + "\n")
 
 
 def sampled_texts(
-    directory: Path, out: Path, num: int, *, seed: int = 0, allow_unknown_config: Sequence[str] = ()
-) -> Path:
-    """Returns a file in `out` with `num` texts of a model, whose name says what decided them. It is
-    written where it is not there yet: of several processes, by the first one, and all wait for it.
+    directory: Path, out: Path, config: DistillConfig, allow_unknown_config: Sequence[str] = ()
+) -> list[Path]:
+    """Returns the file in `out` with the texts of a model, whose name says what decided them; none
+    where it is to write none. It is written where it is not there yet: of several processes, by the
+    first one, and all wait for it.
 
     Raises as `write_texts` does.
     """
-    path = out / f"sampled-{num}-{seed}-{weights_digest(directory)[7:15]}.jsonl"
+    if not config.sampled:
+        return []
+    path = out / f"sampled-{config.sampled}-{config.seed}-{weights_digest(directory)[7:15]}.jsonl"
     if is_first() and not path.exists():
         out.mkdir(parents=True, exist_ok=True)
         begun = path.with_suffix(".begun")
-        write_texts(
-            load(directory, ways=(), allow_unknown_config=allow_unknown_config),
-            begun,
-            num,
-            seed=seed,
-        )
+        dtype = layers_dtype(config, jax.default_backend())
+        model = load(directory, dtype, ways=(), allow_unknown_config=allow_unknown_config)
+        write_texts(model, begun, config.sampled, seed=config.seed)
         begun.replace(path)
     wait_for_all("texts are written")
-    return path
+    return [path]

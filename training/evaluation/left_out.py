@@ -12,6 +12,7 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,6 +21,8 @@ import numpy as np
 from jmoe.api import load, resolve
 from jmoe.brownout import Brownout, LowestGate
 from training.distill import DistillConfig, beside, distill
+from training.distill.room import room_here
+from training.distill.sampled import sampled_texts, with_number
 from training.evaluation import items as sources_of
 from training.evaluation.run import EvaluateConfig, Work, evaluate
 from training.evaluation.tables import Score
@@ -59,7 +62,8 @@ def leave_one_out(
 
     Distilled on are fresh items of the training split, or those of `config.data` behind the first
     `config.num`, which are scored. A run without a source reads a file that has no item of it, nor
-    one with a prompt of it. `config.out` gets a folder for each distillation and each
+    one with a prompt of it. Texts that the model writes are the same in every run, and may be like
+    a source's: it knows them. `config.out` gets a folder for each distillation and each
     source's scores, `leave_one_out.csv` and `leave_one_out.md`. Called again, what is finished is
     taken.
 
@@ -81,9 +85,17 @@ def leave_one_out(
         raise ValueError(f"source is {odd[0]!r}, and a folder is named after it; rename the family")
     if len({text.family for text in texts}) < 2:
         raise ValueError(f"texts to distil on are all of {known[0]}; give items of two families")
-    everything, found = united_without(config, ways, texts, None, distillation, progress), []
+    directory, allowed = resolve(config.model), config.allow_unknown_config
+    distillation = with_number(distillation, directory, room_here(config.out), allowed)
+    progress("texts that the model writes", 0, 1)
+    written = sampled_texts(directory, config.out, distillation, allowed)
+    distillation = dataclasses.replace(distillation, sampled=0)
+    of_source = partial(
+        united_without, config, ways, texts, distillation=distillation, written=written
+    )
+    everything, found = of_source(source=None, progress=progress), []
     for source in chosen:
-        unseen = united_without(config, ways, texts, source, distillation, progress)
+        unseen = of_source(source=source, progress=progress)
         own = [item for item in items if item.family == source]
         of = dataclasses.replace(
             config,
@@ -119,9 +131,11 @@ def united_without(
     source: str | None,
     distillation: DistillConfig,
     progress: Progress = lambda *args: None,
+    written: Sequence[Path] = (),
 ) -> Path:
-    """Distils on the texts that are not of a source (None: on all), in a folder of `config.out`;
-    returns the directory of the model with those united experts.
+    """Distils on the texts that are not of a source (None: on all), and on files that the model
+    has `written`, in a folder of `config.out`; returns the directory of the model with those united
+    experts.
     """
     name = "all" if source is None else f"without-{source}"
     model, out = resolve(config.model), config.out / name
@@ -130,7 +144,8 @@ def united_without(
     def told(what: str, *done: int | str) -> None:
         progress(f"{name}: {what}", *done)
 
-    distill(model, ways, [data], out, distillation, told, config.allow_unknown_config)
+    files = [data, *written]
+    distill(model, ways, files, out, distillation, told, config.allow_unknown_config)
     return beside(model, out, out / "model")
 
 

@@ -121,6 +121,7 @@ def test_flags_are_the_fields_of_the_configuration() -> None:
         "levels",
         "sensitivity",
         "search_items",
+        "sampled",
         "against",
         "borrow_united",
         "leave_one_out",
@@ -163,11 +164,12 @@ def test_leaving_one_out_is_as_short_as_it_is_asked_to_be(monkeypatch, capsys, t
 
     monkeypatch.setattr(left_out, "leave_one_out", leave_one_out)
     flags = "--leave-one-out --sources sort,add --ways 8 --thresholds 40,0 --keep weight --seed 3"
-    short = "--distill-rows 100 --distill-steps 20 --refine-steps 7 --generate-tasks 9 --out"
-    assert run(monkeypatch, *flags.split(), *short.split(), str(tmp_path)) == 0
+    short = "--distill-rows 100 --distill-steps 20 --refine-steps 7 --sampled 5"
+    more = ["--generate-tasks", "9", "--out", str(tmp_path)]
+    assert run(monkeypatch, *flags.split(), *short.split(), *more) == 0
     ((config, settings, distillation, sources),) = seen
     assert settings == [Brownout("partial", t, 8, "weight") for t in (40, 0)]
-    assert distillation == DistillConfig(rows=100, steps=20, refine_steps=7, seed=3)
+    assert distillation == DistillConfig(rows=100, steps=20, refine_steps=7, seed=3, sampled=5)
     assert (config.generate_tasks, config.seed, sources) == (9, 3, ["sort", "add"])
     assert "sort, way 8, t 40 %: right 100.0 % distilled with it" in capsys.readouterr().out
 
