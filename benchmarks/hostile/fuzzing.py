@@ -2,7 +2,7 @@
 
 import math
 import random
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -131,14 +131,89 @@ def mutated(rng: random.Random, valid: bytes) -> bytes:
     return bytes(data)
 
 
-def anything(rng: random.Random, scalars: Sequence[Any], depth: int = 0) -> Any:
-    """Returns a value of JSON; its scalars are of those given."""
+# ---- JSON -------------------------------------------------------------------------------------
+
+_NUMBERS = (
+    *(0, 1, -1, 2, 5, 20, 64, 65, 2**31, 2**63 - 1, 2**63, 2**64, -(2**63), 10**30),
+    *(0.0, -0.0, 0.5, 1e-300, 1e300, -1.5, 7.5, 100.0, 1e10),
+)
+_TEXTS = (
+    *("", "a", "\0", "\n" * 40, "é" * 50, "\U0001f600", "\ud800", "../../etc/passwd", "%s%n{0}"),
+    *("x" * 3000, "[" * 200, "1", "0.5", "1_0", " 4 ", "\u0664", "true", "nan", "inf"),
+    *("auto", "none", "text", "json_object", "best_effort", "default", "user", "bundled"),
+)
+SCALARS = (None, True, False, *_NUMBERS, *_TEXTS)
+_WORDS = ("a", "add", "f-1")
+"""Strings that every length and pattern of the server's schemas allows."""
+
+
+def conforming(rng: random.Random, schema: dict[str, Any], defs: dict[str, Any]) -> Any:
+    """Returns a value that a JSON schema allows, with few of the fields that may be left out.
+
+    `defs` has the schemas that it refers to. A field that may be null is not, unless it must be.
+    """
+    match schema:
+        case {"$ref": name}:
+            return conforming(rng, defs[name.rpartition("/")[2]], defs)
+        case {"anyOf": kinds}:
+            others = [kind for kind in kinds if kind.get("type") != "null"]
+            return conforming(rng, rng.choice(others), defs)
+        case {"const": value}:
+            return value
+        case {"enum": values}:
+            return rng.choice(values)
+        case {"type": "object"}:
+            fields, required = schema.get("properties", {}), schema.get("required", [])
+            optional = [name for name in fields if name not in required]
+            chosen = rng.sample(optional, min(len(optional), rng.randrange(3)))
+            return {name: conforming(rng, fields[name], defs) for name in (*required, *chosen)}
+        case {"type": "array", "items": items}:
+            count = max(schema.get("minItems", 0), rng.randrange(4))
+            return [conforming(rng, items, defs) for _ in range(count)]
+        case {"type": "integer"}:
+            least = schema.get("minimum", 0)
+            return min(rng.randrange(least, least + 5), schema.get("maximum", least + 5))
+        case {"type": "null"}:
+            return None
+    values = {"boolean": (True, False), "number": (0.5, 1.0), "string": _WORDS}
+    return rng.choice(values[schema["type"]] if "type" in schema else SCALARS)
+
+
+def spoiled(rng: random.Random, value: Any, names: Sequence[str]) -> None:
+    """Changes an object or list in one place, at any depth.
+
+    What stands there becomes any other value, goes, is repeated or gets another of the `names`.
+    """
+    within = [*_containers(value)]
+    at = rng.choice((value, rng.choice(within)))
+    if isinstance(at, list):
+        start = rng.randrange(len(at) + 1)
+        new = rng.choice(([], [anything(rng)], at * rng.choice((1, 40))))
+        at[start : start + rng.randrange(2)] = new
+        return
+    name = rng.choice((*[rng.choice([*at] or names), rng.choice(names)] * 3, rng.choice(_TEXTS)))
+    change = rng.random()
+    if change < 0.8:
+        at[name] = anything(rng, 1)
+    elif name in at:
+        gone = at.pop(name)
+        if change < 0.9:
+            at[rng.choice(names)] = gone
+
+
+def _containers(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict | list):
+        yield value
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from _containers(one)
+
+
+def anything(rng: random.Random, depth: int = 0) -> Any:
+    """Returns a value of JSON."""
     chance = rng.random()
     if depth > 3 or chance < 0.7:
-        return rng.choice(scalars)
+        return rng.choice(SCALARS)
     count = rng.choice((0, 1, 2, 70, 1100) if depth == 0 else (0, 1, 2))
     if chance < 0.85:
-        return [anything(rng, scalars, depth + 1) for _ in range(count)]
-    return {
-        str(rng.choice(scalars)): anything(rng, scalars, depth + 1) for _ in range(min(count, 20))
-    }
+        return [anything(rng, depth + 1) for _ in range(count)]
+    return {str(rng.choice(SCALARS)): anything(rng, depth + 1) for _ in range(min(count, 20))}

@@ -12,13 +12,19 @@ from typing import Any
 
 from benchmarks.hostile import over_grpc
 from benchmarks.hostile.attempts import Attempt, Ended, Facts
-from benchmarks.hostile.fuzzing import anything, message, mutated
+from benchmarks.hostile.fuzzing import SCALARS, message, mutated, spoiled
 from benchmarks.hostile.over_grpc import MESSAGE_LIMIT, Reply, fuzz_of
+from serving.frontend import vllm_names
 from serving.frontend.kserve import STREAM_INFER
+from serving.frontend.kserve_tensors import (
+    INPUTS,
+    OUTPUTS,
+    OWN_PARAMETERS,
+    SEQUENCES,
+    set_parameters,
+)
 from serving.proto.inference import inference_pb2 as pb
 from serving.proto.jmoe.v1 import jmoe_pb2
-
-_KINDS = {bool: "bool_param", int: "int64_param", float: "double_param", str: "string_param"}
 
 
 def request(text: str, sampling: dict[str, Any], **fields: Any) -> pb.ModelInferRequest:
@@ -32,10 +38,6 @@ def request(text: str, sampling: dict[str, Any], **fields: Any) -> pb.ModelInfer
 def _add(made: pb.ModelInferRequest, name: str, datatype: str, raw: bytes) -> None:
     made.inputs.add(name=name, datatype=datatype, shape=[1])
     made.raw_input_contents.append(raw)
-
-
-def _set(made: pb.ModelInferRequest, name: str, value: Any) -> None:
-    setattr(made.parameters[name], _KINDS[type(value)], value)
 
 
 def _element(data: bytes) -> bytes:
@@ -55,9 +57,9 @@ def payload(facts: Facts, wanted: jmoe_pb2.GenerateRequest, timeout_s: float | N
     made = request(wanted.text, sampling, id=wanted.request_id)
     for name in told:
         _add(made, name, "BOOL", b"\1")
-    _set(made, "allow_brownout", wanted.allow_brownout)
+    set_parameters(made, {"allow_brownout": wanted.allow_brownout})
     if wanted.priority == jmoe_pb2.BEST_EFFORT:
-        _set(made, "priority", "best_effort")
+        set_parameters(made, {"priority": "best_effort"})
     return made.SerializeToString()
 
 
@@ -122,7 +124,7 @@ def malformed(facts: Facts) -> list[Attempt]:
             lambda made: made.raw_input_contents.__setitem__(0, b"\xff\xff\xff\x7fabc")
         ),
         "a shape of 3": changed(lambda made: made.inputs[0].shape.append(3)),
-        "priority 99": changed(lambda made: _set(made, "priority", 99)),
+        "priority 99": changed(lambda made: set_parameters(made, {"priority": 99})),
         "id of 1 MB": request("abc", {}, id="r" * 1_000_000).SerializeToString(),
         "unknown model": request("abc", {}, model_name="nobody").SerializeToString(),
         "undecodable: noise": b"\xff" * 4096,
@@ -145,28 +147,13 @@ def malformed(facts: Facts) -> list[Attempt]:
 
 # ---- fuzz -------------------------------------------------------------------------------------
 
-_NAMES = (
-    *("text_input", "stream", "sampling_parameters", "exclude_input_in_output", "image"),
-    *("return_finish_reason", "return_logprobs", "return_cumulative_logprob", "text_output"),
-    *("return_num_input_tokens", "return_num_output_tokens", "finish_reason", "logprobs"),
-)
+_TENSORS = (*INPUTS, *OUTPUTS, "image")
 _DATATYPES = ("BYTES", "BOOL", "INT32", "FP32", "", "bytes", "x" * 3000)
 _SIZES = (0, 1, 1, 1, 2, -1, 2**31, 2**63 - 1, -(2**63))
-_PARAMETERS = (
-    *("priority", "timeout", "allow_brownout", "triton_enable_empty_final_response"),
-    *("triton_final_response", "sequence_id", "max_tokens", "temperature", "", "x" * 2000),
-)
+_PARAMETERS = (*OWN_PARAMETERS, *SEQUENCES, "triton_final_response", "temperature", "", "x" * 2000)
 _SAMPLING = (
-    *("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "stop_token_ids"),
-    *("ignore_eos", "logprobs", "presence_penalty", "frequency_penalty", "repetition_penalty"),
-    *("logit_bias", "structured_outputs", "guided_decoding", "n", "best_of", "min_tokens"),
-    *("skip_special_tokens", "lora_name", "", "\0", "maxtokens"),
-)
-_STRUCTURES = ("json", "regex", "choice", "grammar", "json_object", "backend", "")
-_SCALARS = (
-    *(None, True, False, 0, 1, 3, -1, 2**31, 2**63, 2**64, 10**30, 0.0, 0.5, 1.0, -1.0, 7.5),
-    *(1e308, 1e-320, "", "a", "1", "0.5", "true", "nan", "inf", "\ud800", "é" * 40, "x" * 3000),
-    *("1_0", " 4 ", "\u0664"),
+    *vllm_names.NAMES,
+    *("json", "regex", "choice", "grammar", "json_object", "backend", ""),
 )
 _TEXTS = (b"", b"abc", b"\xff\xfe", b"\0", "é\U0001f600".encode(), b"x" * 9000, b"word " * 300)
 _NOT_JSON = (b"", b"{", b"[" * 5000, b'{"a":' * 5000, b"NaN", b"nul", b'{"n": NaN}', b"\xff")
@@ -195,12 +182,12 @@ def _change(rng: random.Random, made: pb.ModelInferRequest, what: str) -> None:
     raw = made.raw_input_contents
     match what:
         case "sampling":
-            given = {
-                rng.choice(_SAMPLING): anything(rng, _SCALARS) for _ in range(rng.randrange(4))
-            }
-            if rng.random() < 0.2:
-                given["structured_outputs"] = {rng.choice(_STRUCTURES): anything(rng, _SCALARS)}
-            _set_raw(made, "sampling_parameters", json.dumps({"max_tokens": 4, **given}).encode())
+            given = {"max_tokens": 4, "structured_outputs": {"json": {}}}
+            if rng.random() < 0.8:
+                del given["structured_outputs"]
+            for _ in range(rng.randrange(4)):
+                spoiled(rng, given, _SAMPLING)
+            _set_raw(made, "sampling_parameters", json.dumps(given).encode())
         case "no JSON":
             _set_raw(made, "sampling_parameters", rng.choice(_NOT_JSON))
         case "text":
@@ -224,23 +211,23 @@ def _change(rng: random.Random, made: pb.ModelInferRequest, what: str) -> None:
             _make_odd(rng, rng.choice(made.inputs))
         case "more tensors":
             for _ in range(rng.choice((1, 1, 2, 40))):
-                name = rng.choice(_NAMES)
+                name = rng.choice(_TENSORS)
                 is_bool = name.startswith(("return_", "stream", "exclude"))
                 data = rng.choice((b"\0", b"\1")) if is_bool else _element(rng.choice(_TEXTS))
                 _add(made, name, "BOOL" if is_bool else "BYTES", data)
         case "parameters":
             for _ in range(rng.choice((1, 1, 2, 70))):
                 name = rng.choice(_PARAMETERS) + rng.choice(("", "", "", "x"))
-                value = rng.choice(_SCALARS)
+                value = rng.choice(SCALARS)
                 if isinstance(value, int) and abs(value) >= 2**63:
                     made.parameters[name].uint64_param = value % 2**64
                 elif value is None or value == "\ud800":  # a string of protobuf is text alone
                     made.parameters[name].SetInParent()
                 else:
-                    _set(made, name, value)
+                    set_parameters(made, {name: value})
         case "outputs":
             for _ in range(rng.choice((1, 2, 40))):
-                made.outputs.add(name=rng.choice(_NAMES))
+                made.outputs.add(name=rng.choice(_TENSORS))
         case "model":
             made.model_name = rng.choice(("counter", "bundled", "nobody", "m" * 3000))
             made.model_version = rng.choice(("", "1", "2"))
@@ -257,7 +244,7 @@ def _set_raw(made: pb.ModelInferRequest, name: str, data: bytes) -> None:
 def _make_odd(rng: random.Random, tensor: Any) -> None:
     match rng.randrange(4):
         case 0:
-            tensor.name = rng.choice(_NAMES)
+            tensor.name = rng.choice(_TENSORS)
         case 1:
             tensor.datatype = rng.choice(_DATATYPES)
         case 2:
