@@ -51,8 +51,7 @@ def cases(sizes: Sizes) -> list[Case]:
 
 
 def _about(mix: Mix, setting: Setting) -> dict[str, Any]:
-    way = {"way": setting.way, "threshold_percent": setting.threshold_percent}
-    return {"mix": mix._asdict(), "setting": setting.name, **way}
+    return {"mix": mix._asdict(), "setting": setting.name, **setting._asdict()}
 
 
 @contextmanager

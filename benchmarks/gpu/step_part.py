@@ -51,7 +51,7 @@ def cases(sizes: Sizes) -> list[Case]:
         Case(
             f"prefill/{setting.name}/t{t}",
             20.0,
-            {"phase": "prefill", "tokens": t, **_about(setting)},
+            {"phase": "prefill", "tokens": t, **setting._asdict()},
         )
         for setting in (ZERO, SETTINGS[-1])
         for t in sizes.prefill_tokens
@@ -64,11 +64,7 @@ def cases(sizes: Sizes) -> list[Case]:
 def _decode(setting: Setting, batch: int, sizes: Sizes, *, eager: bool = False) -> Case:
     about = {"phase": "decode", "batch": batch, "context": sizes.context, "eager": eager}
     name = f"decode/{setting.name}{EAGER if eager else ''}/b{batch}"
-    return Case(name, 20.0, {**about, **_about(setting)})
-
-
-def _about(setting: Setting) -> dict[str, Any]:
-    return {"way": setting.way, "threshold_percent": setting.threshold_percent}
+    return Case(name, 20.0, {**about, **setting._asdict()})
 
 
 @contextmanager

@@ -8,13 +8,11 @@ import json
 import random
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from google.protobuf.message import DecodeError
-
 from benchmarks.hostile import over_grpc
-from benchmarks.hostile.attempts import GENERATE, Attempt, Ended, Facts
+from benchmarks.hostile.attempts import Attempt, Ended, Facts, sampling_of
 from benchmarks.hostile.fuzzing import Answer, Fuzz, anything, conforming, mutated, spoiled
 from serving.frontend.openai.app import BODIES
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
@@ -30,10 +28,6 @@ _ERRORS = {
     "unavailable": "UNAVAILABLE",
 }
 _PAUSE_S, _NUM_PAUSES = 0.05, 20  # of a slow reader
-_ALSO_RIGHT = {
-    "text beyond gRPC's limit": "INVALID_ARGUMENT",  # the server's own limit
-    "top_k below 0": "OK",  # -1 is off, as in vLLM
-}
 _CLOSED = (asyncio.IncompleteReadError, ConnectionError)
 """What reading an answer raises where the server closed the connection."""
 
@@ -73,20 +67,13 @@ def payload(facts: Facts, request: pb.GenerateRequest, timeout_s: float | None) 
         "model": request.model or facts.model,
         "stream": True,
         "stream_options": {"include_usage": True},
-        "max_tokens": sampling.max_new_tokens if sampling.HasField("max_new_tokens") else 128,
-        "temperature": sampling.temperature,
+        **sampling_of(sampling),
     }
     kind = request.WhichOneof("prompt")
     if kind is not None:
         told["prompt"] = request.text if kind == "text" else list(request.tokens.ids)
-    for name in ("top_k", "top_p", "ignore_eos"):
-        if sampling.HasField(name):
-            told[name] = getattr(sampling, name)
     if sampling.logprobs:
         told["logprobs"] = min(5, sampling.top_logprobs)  # OpenAI's limit for completions
-    for name in ("stop", "stop_token_ids"):
-        if values := getattr(sampling, name):
-            told[name] = list(values)
     if request.HasField("allow_brownout"):
         told["allow_brownout"] = request.allow_brownout
     if request.priority:
@@ -97,18 +84,6 @@ def payload(facts: Facts, request: pb.GenerateRequest, timeout_s: float | None) 
     if timeout_s is not None:
         told["timeout_s"] = timeout_s
     return json.dumps(told).encode()
-
-
-def _of_grpc(facts: Facts, attempt: Attempt) -> Attempt:
-    """Returns the same over HTTP; a message that cannot be decoded goes as it is."""
-    try:
-        request = pb.GenerateRequest.FromString(attempt.payload)
-        body = payload(facts, request, attempt.timeout_s)
-    except DecodeError:
-        body = attempt.payload
-    path = PATH if attempt.path == GENERATE else attempt.path
-    allowed = attempt.allowed | {_ALSO_RIGHT.get(attempt.kind, "")} - {""}
-    return replace(attempt, payload=body, path=path, allowed=allowed)
 
 
 @functools.cache
@@ -150,7 +125,7 @@ def malformed(facts: Facts) -> list[Attempt]:
     }
     bad, either = frozenset({"INVALID_ARGUMENT"}), frozenset({"INVALID_ARGUMENT", "OK"})
     return [
-        *(_of_grpc(facts, attempt) for attempt in over_grpc.malformed(facts)),
+        *over_grpc.translated(facts, payload, PATH),
         *(
             Attempt("malformed", kind, body, allowed, path=CHAT_PATH)
             for bodies, allowed in ((costly, either), (wrong, bad))

@@ -259,14 +259,15 @@ def _routing(case: Case, sizes: Sizes, rng: np.random.Generator) -> Problem:
     m, top_k = case.shape.num_experts, case.shape.top_k
     united = -(-m // WAY)
     valid = np.arange(case.tokens) < max(1, case.tokens - case.tokens // 16)  # padding at the end
-    shared = (
-        jnp.asarray(rng.permutation(m + united), jnp.int32),
-        jnp.arange(m, dtype=jnp.int32) // WAY,
-        jnp.int32(THRESHOLD_PERCENT),
-        jnp.int32(routing.PARTIAL),
-        jnp.asarray(valid),
-        jnp.zeros(case.tokens, bool),
-    )
+    slots = jnp.asarray(rng.permutation(m + united), jnp.int32)
+    brownout = {
+        "groups": jnp.arange(m, dtype=jnp.int32) // WAY,
+        "threshold_percent": jnp.int32(THRESHOLD_PERCENT),
+        "strategy": jnp.int32(routing.PARTIAL),
+        "valid": jnp.asarray(valid),
+        "exempt": jnp.zeros(case.tokens, bool),
+    }
+    dispatched = {"block_m": grouped_gemm.BLOCK_M, "max_active": m}
     popularity = np.exp(-4 * rng.permutation(m) / m)
     logits = [
         jnp.asarray(rng.normal(size=(case.tokens, m)) + np.log(popularity), jnp.float32)
@@ -274,24 +275,13 @@ def _routing(case: Case, sizes: Sizes, rng: np.random.Generator) -> Problem:
     ]
 
     def with_op(op):
-        def call(logits, slots, groups, threshold_percent, strategy, valid, exempt):
-            return op(
-                logits,
-                top_k=top_k,
-                normalize=True,
-                groups=groups,
-                slots=slots,
-                threshold_percent=threshold_percent,
-                strategy=strategy,
-                valid=valid,
-                exempt=exempt,
-                block_m=grouped_gemm.BLOCK_M,
-                max_active=m,
-            )
+        def call(logits, slots, brownout):
+            picked = {"top_k": top_k, "normalize": True, "slots": slots}
+            return op(logits, **picked, **brownout, **dispatched)
 
         return call
 
-    sets = [(one, *shared) for one in logits]
+    sets = [(one, slots, brownout) for one in logits]
     error = judge.routing(sets[0], top_k)
     facts = {"strategy": "partial", "way": WAY, "threshold_percent": THRESHOLD_PERCENT}
     return Problem(with_op, routing.route, sets, error, 0.0, facts=facts)

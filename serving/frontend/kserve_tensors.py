@@ -68,7 +68,7 @@ OWN_PARAMETERS = (
     "cache_salt",
     "triton_enable_empty_final_response",
 )
-SEQUENCES = ("sequence_id", "sequence_start", "sequence_end")
+_SEQUENCES = ("sequence_id", "sequence_start", "sequence_end")
 
 
 def max_request_bytes(bounds: Bounds) -> int:
@@ -226,7 +226,7 @@ def _parameters(given: Mapping[str, pb.InferParameter]) -> dict[str, Any]:
     check_count("parameters", len(given), _MAX_PARAMETERS)
     found: dict[str, Any] = {}
     for name in given:
-        if name in SEQUENCES:
+        if name in _SEQUENCES:
             raise InvalidRequest(f"the parameter {name!r} is not served; requests are independent")
         kind = given[name].WhichOneof("parameter_choice")
         if kind is None:
