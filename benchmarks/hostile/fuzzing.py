@@ -189,7 +189,7 @@ _JSON_TEXTS = (
     *("x" * 3000, "[" * 200, "1", "0.5", "1_0", " 4 ", "\u0664", "true", "nan", "inf"),
     *("auto", "none", "text", "json_object", "best_effort", "default", "user", "bundled"),
 )
-SCALARS = (None, True, False, *_NUMBERS, *_JSON_TEXTS)
+_SCALARS = (None, True, False, *_NUMBERS, *_JSON_TEXTS)
 _WORDS = ("a", "add", "f-1")
 """Strings that every length and pattern of the server's schemas allows."""
 
@@ -215,7 +215,7 @@ def conforming(rng: random.Random, schema: dict[str, Any], defs: dict[str, Any])
             chosen = rng.sample(optional, min(len(optional), rng.randrange(3)))
             return {name: conforming(rng, fields[name], defs) for name in (*required, *chosen)}
         case {"type": "array", "items": items}:
-            count = max(schema.get("minItems", 0), rng.randrange(4))
+            count = max(schema.get("minItems", 1), rng.randrange(4))
             return [conforming(rng, items, defs) for _ in range(count)]
         case {"type": "integer"}:
             least = schema.get("minimum", 0)
@@ -223,7 +223,7 @@ def conforming(rng: random.Random, schema: dict[str, Any], defs: dict[str, Any])
         case {"type": "null"}:
             return None
     values = {"boolean": (True, False), "number": (0.5, 1.0), "string": _WORDS}
-    return rng.choice(values[schema["type"]] if "type" in schema else SCALARS)
+    return rng.choice(values[schema["type"]] if "type" in schema else (None, 1, *_WORDS))
 
 
 def spoiled(rng: random.Random, value: Any, names: Sequence[str]) -> None:
@@ -261,8 +261,8 @@ def anything(rng: random.Random, depth: int = 0) -> Any:
     """Returns a value of JSON."""
     chance = rng.random()
     if depth > 3 or chance < 0.7:
-        return rng.choice(SCALARS)
+        return rng.choice(_SCALARS)
     count = rng.choice((0, 1, 2, 70, 1100) if depth == 0 else (0, 1, 2))
     if chance < 0.85:
         return [anything(rng, depth + 1) for _ in range(count)]
-    return {str(rng.choice(SCALARS)): anything(rng, depth + 1) for _ in range(min(count, 20))}
+    return {str(rng.choice(_SCALARS)): anything(rng, depth + 1) for _ in range(min(count, 20))}

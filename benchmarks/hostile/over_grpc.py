@@ -155,8 +155,6 @@ def translated(
         data, allowed = one.payload, one.allowed | _ELSEWHERE.get(one.kind, set())
         with contextlib.suppress(DecodeError):
             data = payload(facts, pb.GenerateRequest.FromString(data), one.timeout_s)
-        if len(data) > MESSAGE_LIMIT:
-            allowed |= {"RESOURCE_EXHAUSTED"}
         to = path if one.path == GENERATE else one.path
         yield replace(one, payload=data, path=to, allowed=allowed)
 

@@ -57,6 +57,21 @@ def _post(path: str, body: Any, headers: bytes = b"", method: bytes = b"POST") -
     return b"%bcontent-length: %d\r\n\r\n%b" % (head, len(data), data)
 
 
+_NESTED = {
+    "guided_json": b"%b",
+    "structured_outputs": b'{"json":%b}',
+    "response_format": b'{"type":"json_schema","json_schema":{"name":"a","schema":%b}}',
+    "chat_template_kwargs": b"%b",
+}
+"""Fields that hold objects of any depth, and how."""
+
+
+def _with_nested(body: bytes, name: str, opening: bytes, inmost: bytes, depth: int) -> bytes:
+    """Returns a body of JSON with one more field, of `_NESTED`, so deep."""
+    value = opening * depth + inmost + b"}" * depth
+    return b'%b,"%b":%b}' % (body[:-1], name.encode(), _NESTED[name] % value)
+
+
 # ---- attempts ---------------------------------------------------------------------------------
 
 
@@ -98,10 +113,6 @@ def malformed(facts: Facts) -> list[Attempt]:
     def asking(**changes: Any) -> bytes:
         return json.dumps(chat | changes).encode()
 
-    def nested(depth: int) -> bytes:
-        return b'{"items":' * depth + b"{}" + b"}" * depth
-
-    schema = b'{"type":"json_schema","json_schema":{"name":"a","schema":%b}}'
     long = {"max_tokens": 48, "logprobs": True, "top_logprobs": 20, "ignore_eos": True}
     costly = {
         "chat": asking(),
@@ -110,12 +121,8 @@ def malformed(facts: Facts) -> list[Attempt]:
         "names a template may know": asking(chat_template_kwargs={"range": 3, "x": 10**30}),
     }
     for deep in (100, 253, 254, 255, 600, 1020, 1030, 5000):
-        for name, key, form in (
-            ("schema", "response_format", schema),
-            ("chat_template_kwargs", "chat_template_kwargs", b"%b"),
-        ):
-            body = asking(**{key: "HERE"}).replace(b'"HERE"', form % nested(deep))
-            costly[f"{name} {deep} deep"] = body
+        for name in ("response_format", "chat_template_kwargs"):
+            costly[f"{name} {deep} deep"] = _with_nested(asking(), name, b'{"items":', b"{}", deep)
     wrong = {
         "a template of one's own": asking(chat_template="{{ 9**(9**9) }}"),
         "content nested": asking(messages=[{"role": "user", "content": [[[[]]]]}]),
@@ -304,19 +311,8 @@ def _nested_schema(rng: random.Random, model: str) -> bytes:
     """In a body that is right but for this. No schema is valid, since the device follows none."""
     path, found = _body(rng, model)
     deep = rng.choice((5, 190, 199, 200, 230, 253, 254, 255, 900, 1020, 1024, 5000))
-    value = b'{"type":' * deep + b"1" + b"}" * deep
-    name, form = rng.choice(
-        (
-            ("guided_json", b"%b"),
-            ("structured_outputs", b'{"json":%b}'),
-            ("response_format", b'{"type":"json_schema","json_schema":{"name":"a","schema":%b}}'),
-            ("chat_template_kwargs", b"%b"),
-        )
-    )
-    found.pop(name, None)
-    return _post(
-        path, json.dumps(found).encode()[:-1] + b',"%b":%b}' % (name.encode(), form % value)
-    )
+    found.pop(name := rng.choice([*_NESTED]), None)
+    return _post(path, _with_nested(json.dumps(found).encode(), name, b'{"type":', b"1", deep))
 
 
 def _twice(rng: random.Random, model: str) -> bytes:

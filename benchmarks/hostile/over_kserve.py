@@ -119,7 +119,7 @@ def malformed(facts: Facts) -> list[Attempt]:
 
     alike = over_grpc.translated(facts, payload, STREAM_INFER)
     return [
-        *(attempt for attempt in alike if attempt.manner == "read"),
+        *(a for a in alike if a.manner == "read" and len(a.payload) <= MESSAGE_LIMIT),
         *(one(kind, data, "INVALID_ARGUMENT") for kind, data in payloads.items()),
         one("half open, silent", b"", "DEADLINE_EXCEEDED", manner="silent", timeout_s=15.0),
         # A stream on which nothing is asked has nothing wrong with it.

@@ -147,21 +147,20 @@ def _attention(case: Case, sizes: Sizes, rng: np.random.Generator) -> Problem:
     inputs = [
         AttentionSet(normal(rng, (rows, shape.heads, shape.head_dim)), table) for table in tables
     ]
-    kv_len = jnp.asarray([c for _, c in chunks], jnp.int32)
-    layer, scale = jnp.int32(LAYER), shape.head_dim**-0.5
-    rest = {"layer": layer, "kv_len": kv_len}
-    planned = {}
-    if case.phase == "prefill":
-        rest["q_start"] = jnp.asarray(np.cumsum([0, *(n for n, _ in chunks)]), jnp.int32)
-    else:  # once a step, so that it is no layer's time
-        planned["todo"] = plan_decode(shape.heads, k_pages, kv_len=kv_len, **window, **of_latents)
+    rest, planned = {"layer": jnp.int32(LAYER), **_lengths(chunks)}, {}
+    if case.phase == "decode":
+        del rest["q_start"]
+        of_step = {"kv_len": rest["kv_len"], **window, **of_latents}
+        # Once a step, so that it is no layer's time.
+        planned["todo"] = plan_decode(shape.heads, k_pages, **of_step)
 
     def with_op(op):
         def call(q, k_pages, v_pages, table, rest, planned):
             if op is not paged_attention:  # such as a tile that is tried: its plan is another
                 planned = {}
             more = {**rest, **planned, **window, **of_latents}
-            return op(q, k_pages, v_pages, block_table=table, scale=scale, **more)
+            more["scale"] = shape.head_dim**-0.5
+            return op(q, k_pages, v_pages, block_table=table, **more)
 
         return call
 
@@ -179,6 +178,12 @@ def _attention(case: Case, sizes: Sizes, rng: np.random.Generator) -> Problem:
         facts={"sequences": len(chunks), "pages": num_pages, "page_reads": tables.size},
         data=(inputs, k_pages, v_pages),
     )
+
+
+def _lengths(chunks: list[tuple[int, int]]) -> dict[str, jax.Array]:
+    rows, kv_len = zip(*chunks, strict=True)
+    of_chunks = {"kv_len": kv_len, "q_start": np.cumsum([0, *rows])}
+    return {name: jnp.asarray(each, jnp.int32) for name, each in of_chunks.items()}
 
 
 def _tables(
@@ -228,10 +233,7 @@ def _expanded(case: Case, sizes: Sizes, rng: np.random.Generator) -> Problem:
         AttentionSet(normal(rng, (case.tokens, shape.heads, EXPANDED.key)), table)
         for table in tables
     ]
-    rest = {
-        "kv_len": jnp.asarray([c for _, c in chunks], jnp.int32),
-        "q_start": jnp.asarray(np.cumsum([0, *(n for n, _ in chunks)]), jnp.int32),
-    }
+    rest = _lengths(chunks)
 
     def with_op(op):
         def call(q, weights, latents, table, rest):

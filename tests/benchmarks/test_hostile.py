@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.hostile.attempts import GENERATE, Attempt, Ended, Facts, draw, flaw
+from benchmarks.hostile.fuzzing import conforming, spoil, spoiled
 from benchmarks.hostile.over_grpc import LOST, MESSAGE_LIMIT
 from benchmarks.hostile.over_http import flaw as http_flaw
 from benchmarks.hostile.run import PROTOCOLS, Fuzzed, Load
@@ -140,6 +141,44 @@ def test_fuzzed_requests_are_of_all_kinds():
         parsed += 1
         fine += [t.name for t in request.inputs][:1] == ["text_input"]
     assert len(messages) / 3 < fine < parsed < len(messages)
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_bodies_are_drawn_of_every_field_and_are_what_the_server_reads(path):
+    rng, schema, met = random.Random(path), BODIES[path].model_json_schema(), set()
+    for _ in range(600):
+        body = conforming(rng, schema, schema.get("$defs", {}))
+        BODIES[path].model_validate_json(json.dumps(body))
+        met |= body.keys()
+    assert met == schema["properties"].keys()
+
+
+def test_what_is_spoiled_stands_at_any_depth():
+    rng, changed = random.Random(5), Counter()
+    for _ in range(2000):
+        inmost = {"c": 1}
+        body = {"a": [{"b": [inmost], "d": 2}], "e": {}}
+        spoiled(rng, body, ["n"])
+        changed["inmost"] += inmost != {"c": 1}
+        changed["inmost, another name"] += "n" in inmost
+        changed["list"] += body.get("a") != [{"b": [{"c": 1}], "d": 2}]
+        changed["empty"] += body.get("e") != {}
+        changed["outmost, another name"] += "n" in body
+    assert min(changed.values()) > 20, changed
+    request = inference_pb2.ModelInferRequest(id="a")
+    request.inputs.add(name="b").contents.bool_contents.append(True)
+    request.parameters["c"].int64_param = 1
+    fields = Counter()
+    for _ in range(500):
+        made = inference_pb2.ModelInferRequest.FromString(request.SerializeToString())
+        spoil(rng, made)
+        fields["id"] += made.id != "a"
+        fields["contents"] += (
+            made.inputs[0].contents != request.inputs[0].contents if made.inputs else 0
+        )
+        fields["parameter"] += "c" in made.parameters and made.parameters["c"].int64_param != 1
+        fields["outputs"] += bool(made.outputs)
+    assert min(fields.values()) > 5, fields
 
 
 @pytest.mark.deep
