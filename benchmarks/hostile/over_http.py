@@ -279,7 +279,7 @@ def _right(rng: random.Random, model: str, path: str = "") -> bytes:
     return _post(*_body(rng, model, path))
 
 
-def _wrong(rng: random.Random, model: str, path: str = "") -> bytes:
+def _wrong_values(rng: random.Random, model: str, path: str = "") -> bytes:
     path, found = _body(rng, model, path)
     for _ in range(rng.randrange(1, 4)):
         spoiled(rng, found, rng.choice(([*_SCHEMAS[path]["properties"]], _NAMES)))
@@ -335,7 +335,7 @@ def _headers(rng: random.Random, model: str) -> bytes:
 
 
 def _pipelined(rng: random.Random, model: str) -> bytes:
-    kinds = (_right, _wrong, _mutated)
+    kinds = (_right, _wrong_values, _mutated)
     return b"".join(rng.choice(kinds)(rng, model) for _ in range(rng.randrange(2, 6)))
 
 
@@ -345,7 +345,7 @@ def _cut(rng: random.Random, model: str) -> bytes:
 
 
 def _half_closed(rng: random.Random, model: str) -> bytes:
-    return rng.choice((_right, _wrong, _nested_schema))(rng, model)
+    return rng.choice((_right, _wrong_values, _nested_schema))(rng, model)
 
 
 def _no_http(rng: random.Random, model: str) -> bytes:
@@ -368,7 +368,10 @@ def _no_http(rng: random.Random, model: str) -> bytes:
 
 _KINDS: dict[str, tuple[int, Callable[[random.Random, str], bytes], str]] = {
     **{f"right {path}": (3, functools.partial(_right, path=path), "read") for path in BODIES},
-    **{f"wrong {path}": (8, functools.partial(_wrong, path=path), "read") for path in BODIES},
+    **{
+        f"wrong values {path}": (8, functools.partial(_wrong_values, path=path), "read")
+        for path in BODIES
+    },
     "mutated JSON": (15, _mutated, "read"),
     "bad UTF-8": (4, _bad_utf8, "read"),
     "noise": (4, _noise, "read"),

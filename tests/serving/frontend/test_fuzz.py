@@ -76,7 +76,7 @@ async def test_broken_messages_are_refused_and_the_server_lives_on(
 @pytest.mark.parametrize(
     ("protocol", "seen"),
     [
-        ("http", ("right: 200", "wrong: 400", "noise: 400")),
+        ("http", ("right: 200", "wrong values: 400", "noise: 400")),
         ("kserve", ("ModelInfer: OK", "ModelInfer: INVALID_ARGUMENT", "ModelStreamInfer: OK")),
     ],
 )
