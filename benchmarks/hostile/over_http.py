@@ -82,6 +82,8 @@ def payload(facts: Facts, request: pb.GenerateRequest, timeout_s: float | None) 
         "model": request.model or facts.model,
         "stream": True,
         "stream_options": {"include_usage": True},
+        "request_id": request.request_id or None,
+        "timeout_s": timeout_s,
         **sampling_of(sampling),
     }
     kind = request.WhichOneof("prompt")
@@ -94,10 +96,6 @@ def payload(facts: Facts, request: pb.GenerateRequest, timeout_s: float | None) 
     if request.priority:
         named = request.priority in pb.Priority.values()
         told["priority"] = pb.Priority.Name(request.priority).lower() if named else request.priority
-    if request.request_id:
-        told["request_id"] = request.request_id
-    if timeout_s is not None:
-        told["timeout_s"] = timeout_s
     return json.dumps(told).encode()
 
 

@@ -16,12 +16,7 @@ from benchmarks.hostile.fuzzing import element, message, mutated, spoil, spoiled
 from benchmarks.hostile.over_grpc import MESSAGE_LIMIT, Reply, fuzz_of
 from serving.frontend import vllm_names
 from serving.frontend.kserve import STREAM_INFER
-from serving.frontend.kserve_tensors import (
-    INPUTS,
-    OUTPUTS,
-    OWN_PARAMETERS,
-    set_parameters,
-)
+from serving.frontend.kserve_tensors import INPUTS, OUTPUTS, OWN_PARAMETERS, set_parameters
 from serving.proto.inference import inference_pb2 as pb
 from serving.proto.jmoe.v1 import jmoe_pb2
 
