@@ -209,7 +209,10 @@ class _Steps:
 
     def _program(self, case: Case) -> "StepProgram":
         compiling, (carry, held, rows) = self._compiled.get(_key(case)), self._arguments(case)
-        made = compiling.result() if compiling else self._compiler(case, carry, held, rows)()
+        if compiling is None or compiling.exception():  # beside others there may be too little room
+            made = self._compiler(case, carry, held, rows)()
+        else:
+            made = compiling.result()
         return StepProgram(made, carry, in_other_arrays(held, rows))
 
     def _compiler(self, case: Case, carry: Any, held: Any, rows: Any) -> Callable[[], Any]:

@@ -125,7 +125,12 @@ def test_all_groups_are_drawn_about_as_often_as_they_should(name):
 def test_no_attempt_but_one_is_beyond_the_limit_of_grpc():
     found = [a for a in PROTOCOLS["grpc"].malformed(FACTS) if len(a.payload) > MESSAGE_LIMIT]
     assert [attempt.kind for attempt in found] == ["text beyond gRPC's limit"]
-    assert {a.path for a in PROTOCOLS["http"].malformed(FACTS)}.isdisjoint({GENERATE})
+    own = {attempt.kind for attempt in PROTOCOLS["grpc"].malformed(FACTS)}
+    for name in ("http", "kserve"):
+        found = PROTOCOLS[name].malformed(FACTS)
+        assert {attempt.path for attempt in found}.isdisjoint({GENERATE})
+        assert len(own & {attempt.kind for attempt in found}) > 30
+    assert all(len(attempt.payload) <= MESSAGE_LIMIT for attempt in found)
 
 
 def test_fuzzed_requests_are_of_all_kinds():
