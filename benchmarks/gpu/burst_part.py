@@ -5,13 +5,11 @@ leg is a case of its own, so that they can be played in several calls. The SLOs 
 of the stored calibration.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
-from benchmarks.gpu.live import ENGINE, Live, between, live, requests
-from benchmarks.gpu.part import Case, Context, RunCase
+from benchmarks.gpu.live import ENGINE, Live, between, on_a_server, requests
+from benchmarks.gpu.part import Case, Context
 from benchmarks.gpu.sizes import Mix, Sizes
 from serving.bench.calibrate import calibrate
 from serving.bench.demo import run_result, wait_idle
@@ -38,18 +36,6 @@ def cases(sizes: Sizes) -> list[Case]:
         found.append(Case(f"calibration/{mix.name}", 6 * sizes.calibration_s + 25, about))
         found += [Case(f"{leg}/{mix.name}", leg_s, {**about, "leg": leg}) for leg in LEGS]
     return found
-
-
-@contextmanager
-def session(context: Context) -> Iterator[RunCase]:
-    """Starts one server for all cases of a call and yields what runs a case on it."""
-    with live(context, "burst") as server:
-
-        def run(case: Case) -> dict[str, Any]:
-            measure = _leg if "leg" in case.about else _calibration
-            return server.run(measure(context, server, case))
-
-        yield run
 
 
 async def _calibration(context: Context, server: Live, case: Case) -> dict[str, Any]:
@@ -114,3 +100,6 @@ async def _leg(context: Context, server: Live, case: Case) -> dict[str, Any]:
         if variant.with_brownout
         else None,
     }
+
+
+session = on_a_server("burst", lambda case: _leg if "leg" in case.about else _calibration)

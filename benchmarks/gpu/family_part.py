@@ -111,8 +111,7 @@ def _mixed(sizes: Sizes, family: Family, batch: int) -> StepProgram:
         return state, out._replace(logits=None)
 
     carry = decode_state(sizes, family[0], sizes.family_batches)
-    call = compiled(mixed, carry, weights, *rows, options=options)
-    return StepProgram(call, carry, in_other_arrays((weights,), rows))
+    return StepProgram.of(mixed, carry, (weights,), rows, options)
 
 
 class Visits(NamedTuple):

@@ -8,7 +8,6 @@ paged cache.
 """
 
 import math
-import os
 import shutil
 from functools import partial
 from pathlib import Path
@@ -18,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.gpu import hf_dir, models
+from benchmarks.gpu import hf_dir, models, torch_generate
 from benchmarks.gpu.part import Case, Context, alone
 from benchmarks.gpu.sizes import Sizes, hf_config, skew_of
 from jmoe import api
@@ -30,7 +29,9 @@ from jmoe.random_model import random_model
 from jmoe.sampling import token_logprobs
 from jmoe.steps import decode_step, make_state, prefill_step, score_step
 
-DEPENDS = ("pallas_kernels", "jmoe", "benchmarks/gpu/hf_dir.py")
+DEPENDS = (
+    *("pallas_kernels", "jmoe", "benchmarks/gpu/hf_dir.py", "benchmarks/gpu/torch_generate.py"),
+)
 START_S = 10.0
 ALLOWED = {0.5: 1.5, 0.75: 2.0}
 """Quantile of the rows' errors: how many times PyTorch's own it may be."""
@@ -106,32 +107,23 @@ def _by_torch(directory: Path, batches: list[np.ndarray]) -> dict[str, list[np.n
     The weights are loaded once, as bfloat16, and widened for float32. Attention and experts are the
     eager implementations: products of PyTorch, without tf32.
     """
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # there is nothing to be had from it
     import torch  # pyright: ignore[reportMissingImports]
-    from transformers import AutoModelForCausalLM  # pyright: ignore[reportMissingImports]
 
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = AutoModelForCausalLM.from_pretrained(
-        directory,
-        dtype=torch.bfloat16,
-        attn_implementation="eager",
-        experts_implementation="eager",
-    ).to(device)
-    model.eval()
+    eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    model, _ = torch_generate.load(directory, **eager)
     found: dict[str, list[np.ndarray]] = {}
     for name in DTYPES:
         model = model.to(getattr(torch, name))
         found[name] = []
         for tokens in batches:
             with torch.no_grad():
-                ids = torch.from_numpy(np.asarray(tokens, np.int64)).to(device)
+                ids = torch.from_numpy(np.asarray(tokens, np.int64)).to(model.device)
                 out = model(input_ids=ids, use_cache=False).logits
             found[name].append(out.float().cpu().numpy())
     del model
-    if device == "cuda":
-        torch.cuda.empty_cache()
+    torch.cuda.empty_cache()  # which does nothing where there is no GPU
     return found
 
 

@@ -164,10 +164,8 @@ def _op(name: str, dry: bool, _: str) -> dict[str, Any]:
     seen = judge.check(program, problem.error, problem.tolerance)
     _phase("compare")
     found: dict[str, Any] = {
+        **seen._asdict(),
         "ok": seen.passed,
-        "error": seen.error,
-        "tolerance": seen.tolerance,
-        "unwritten": seen.unwritten,
         "runs_differ": not seen.deterministic,
         "mosaic": program.has_mosaic,
     }

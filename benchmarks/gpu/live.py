@@ -6,14 +6,14 @@ import json
 import os
 import signal
 import time
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import uvloop
 
-from benchmarks.gpu.part import Context
+from benchmarks.gpu.part import Case, Context, RunCase
 from benchmarks.gpu.sizes import Mix, Setting, Sizes, hf_config
 from serving.bench.demo import wait_idle
 from serving.bench.launch import running_server
@@ -153,6 +153,21 @@ def live(
             yield server
         finally:
             runner.run(stack.aclose())
+
+
+def on_a_server(
+    name: str, measure: Callable[[Case], Callable[[Context, Live, Case], Coroutine[Any, Any, Any]]]
+) -> Callable[[Context], contextlib.AbstractContextManager[RunCase]]:
+    """Returns the session of a part whose cases share one server; `measure` names what measures a
+    case.
+    """
+
+    @contextlib.contextmanager
+    def session(context: Context) -> Iterator[RunCase]:
+        with live(context, name) as server:
+            yield lambda case: server.run(measure(case)(context, server, case))
+
+    return session
 
 
 def requests(sizes: Sizes, mix: Mix, count: int, seed: int = 0) -> list[Arrival]:

@@ -17,15 +17,7 @@ import numpy as np
 from benchmarks.gpu import models, step_part
 from benchmarks.gpu.part import Case, Context, RunCase
 from benchmarks.gpu.sizes import Sizes
-from benchmarks.gpu.step_part import (
-    StepProgram,
-    compiled,
-    counted,
-    decode_rows,
-    decode_state,
-    in_other_arrays,
-    rulers,
-)
+from benchmarks.gpu.step_part import StepProgram, counted, decode_rows, decode_state, rulers
 from benchmarks.kernels.timing import Ruler
 from jmoe.api import Model
 from jmoe.parallel import steps as on_mesh
@@ -81,5 +73,4 @@ def _program(
     if home is not None:
         step = on_mesh.spread(home.mesh, step, on_mesh.STEPS["decode"])
     carry = state, jnp.zeros((cfg.num_moe_layers, cfg.num_experts), jnp.int32)
-    call = compiled(counted(step), carry, weights, *arrays, options=options)
-    return StepProgram(call, carry, in_other_arrays((weights,), arrays))
+    return StepProgram.of(counted(step), carry, (weights,), arrays, options)

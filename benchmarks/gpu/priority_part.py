@@ -7,7 +7,6 @@ preemption latency is the time from when a latency-sensitive request has its slo
 the device begins with it: what is left of the step, or of the part of a step, that it interrupts.
 """
 
-import asyncio
 import contextlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,9 +17,8 @@ import numpy as np
 
 from benchmarks.gpu.live import ENGINE, Live, between, live
 from benchmarks.gpu.part import Case, Context, RunCase
-from benchmarks.gpu.serve_part import arriving, capacity, window
+from benchmarks.gpu.serve_part import arriving, capacity, played, window
 from benchmarks.gpu.sizes import ZERO, Mix, Sizes
-from serving.bench.loadgen import play
 from serving.bench.priority import PriorityConfig
 from serving.bench.results import Run
 from serving.bench.workload import two_classes
@@ -80,25 +78,18 @@ async def _point(context: Context, server: Live, case: Case) -> dict[str, Any]:
     """
     sizes, mix, load = context.sizes, Mix(**case.about["mix"]), case.about["load"]
     rate = load * context.needed("priority", "capacity")["figures"]["requests_s"]
-    start_s, end_s = sizes.ramp_s, sizes.ramp_s + sizes.priority_window_s
-    duration_s = end_s + sizes.ramp_s
+    window_s = sizes.ramp_s, sizes.ramp_s + sizes.priority_window_s
+    duration_s = window_s[1] + sizes.ramp_s
     await server.use(ZERO)
     arrivals = arriving(sizes, mix, rate, duration_s)
     arrivals = two_classes(arrivals, 1 - LS_SHARE, sizes.seed)
     if case.about["ls_only"]:
         arrivals = [one for one in arrivals if not one.best_effort]
 
-    async def seen_at(at_s: float) -> tuple[dict[str, Any], Any]:
-        await asyncio.sleep(at_s)
-        return await server.probe(), await server.client.stats()
-
-    async with asyncio.TaskGroup() as group:
-        probing = [group.create_task(seen_at(at_s)) for at_s in (start_s, end_s)]
-        playing = group.create_task(play(server.client, arrivals, time_limit_s=duration_s))
-    run, ((before, stats), (after, later)) = playing.result(), (one.result() for one in probing)
-    ls, best_effort = (
-        window(_of_class(run, best_effort=own), start_s, end_s) for own in (False, True)
+    run, ((before, stats), (after, later)), of_run = await played(
+        server, arrivals, duration_s, *window_s
     )
+    ls, best_effort = (window(_of_class(run, best_effort=own), *window_s) for own in (False, True))
     waits_ms = 1e3 * np.array(after["ls_waits_s"][len(before["ls_waits_s"]) :])
     if not ls["requests_due"] or not waits_ms.size:
         raise RuntimeError("no latency-sensitive request was due, and begun, in the window")
@@ -118,8 +109,7 @@ async def _point(context: Context, server: Live, case: Case) -> dict[str, Any]:
         "figures": figures,
         "classes": {"ls": ls, "best_effort": best_effort},
         "server_steps": between(before, after),
-        "latest_send_ms": 1e3 * max(r.sent_s - r.at_s for r in run.records),
-        "client_cpu_share": run.client_cpu_s / run.duration_s,
+        **of_run,
     }
     return record if case.about["ls_only"] else _beside_alone(context, case, record)
 

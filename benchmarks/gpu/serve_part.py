@@ -7,14 +7,12 @@ what came in the window counts. Settings are switched while the server runs.
 
 import asyncio
 import itertools
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
-from benchmarks.gpu.live import ENGINE, Live, between, live, requests
-from benchmarks.gpu.part import Case, Context, RunCase
+from benchmarks.gpu.live import ENGINE, Live, between, on_a_server, requests
+from benchmarks.gpu.part import Case, Context
 from benchmarks.gpu.sizes import SETTINGS, ZERO, Mix, Setting, Sizes
 from serving.bench.calibrate import full_batch
 from serving.bench.loadgen import play, saturate
@@ -51,21 +49,7 @@ def cases(sizes: Sizes) -> list[Case]:
 
 
 def _about(mix: Mix, setting: Setting) -> dict[str, Any]:
-    way = {"way": setting.way, "threshold_percent": setting.threshold_percent}
-    return {"mix": mix._asdict(), "setting": setting.name, **way}
-
-
-@contextmanager
-def session(context: Context) -> Iterator[RunCase]:
-    """Starts one server for all cases of a call and yields what runs a case on it."""
-    kinds = {"capacity": capacity, "point": _point, "offline": _offline}
-    with live(context, "serve") as server:
-
-        def run(case: Case) -> dict[str, Any]:
-            measure = kinds[case.name.partition("/")[0]]
-            return server.run(measure(context, server, case))
-
-        yield run
+    return {"mix": mix._asdict(), "setting": setting.name, **setting._asdict()}
 
 
 def _mix(case: Case) -> Mix:
@@ -106,18 +90,9 @@ async def _point(context: Context, server: Live, case: Case) -> dict[str, Any]:
     duration_s = sizes.ramp_s + sizes.window_s
     await server.use(_setting(case))
     arrivals = arriving(sizes, mix, rate, duration_s)
-    probes: list[dict[str, Any]] = []
-
-    async def probe_at(at_s: float) -> None:
-        await asyncio.sleep(at_s)
-        probes.append(await server.probe())
-
-    async with asyncio.TaskGroup() as group:
-        group.create_task(probe_at(sizes.ramp_s))
-        group.create_task(probe_at(duration_s - 0.1))
-        playing = group.create_task(play(server.client, arrivals, time_limit_s=duration_s))
-    run = playing.result()
-    steps = between(*probes)
+    span_s = sizes.ramp_s, duration_s - 0.1
+    run, ((before, _), (after, _)), of_run = await played(server, arrivals, duration_s, *span_s)
+    steps = between(before, after)
     return {
         "figures": {
             "rate_s": rate,
@@ -127,9 +102,30 @@ async def _point(context: Context, server: Live, case: Case) -> dict[str, Any]:
             "compilations_since_ready": steps["compilations_since_ready"],
         },
         "server_steps": steps,
+        **of_run,
+    }
+
+
+async def played(
+    server: Live, arrivals: list[Arrival], duration_s: float, start_s: float, end_s: float
+) -> tuple[Run, list[tuple[dict[str, Any], Any]], dict[str, float]]:
+    """Plays arrivals; returns the run, counters and statistics of the server at the start and end
+    of a window, and whether the client kept up.
+    """
+
+    async def seen_at(at_s: float) -> tuple[dict[str, Any], Any]:
+        await asyncio.sleep(at_s)
+        return await server.probe(), await server.client.stats()
+
+    async with asyncio.TaskGroup() as group:
+        seen = [group.create_task(seen_at(at_s)) for at_s in (start_s, end_s)]
+        playing = group.create_task(play(server.client, arrivals, time_limit_s=duration_s))
+    run = playing.result()
+    of_run = {
         "latest_send_ms": 1e3 * max((r.sent_s - r.at_s for r in run.records), default=0.0),
         "client_cpu_share": run.client_cpu_s / run.duration_s,
     }
+    return run, [task.result() for task in seen], of_run
 
 
 async def _offline(context: Context, server: Live, case: Case) -> dict[str, Any]:
@@ -191,3 +187,7 @@ def window(run: Run, start_s: float, end_s: float) -> dict[str, Any]:
             key = f"{name}_p{percent}_ms"
             found[key] = float(np.percentile(values, percent)) if values else None
     return found
+
+
+KINDS = {"capacity": capacity, "point": _point, "offline": _offline}
+session = on_a_server("serve", lambda case: KINDS[case.name.partition("/")[0]])

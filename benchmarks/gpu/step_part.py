@@ -11,7 +11,7 @@ rows are counted on the device in the very steps that are timed.
 import gc
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -51,7 +51,7 @@ def cases(sizes: Sizes) -> list[Case]:
         Case(
             f"prefill/{setting.name}/t{t}",
             20.0,
-            {"phase": "prefill", "tokens": t, **_about(setting)},
+            {"phase": "prefill", "tokens": t, **setting._asdict()},
         )
         for setting in (ZERO, SETTINGS[-1])
         for t in sizes.prefill_tokens
@@ -64,11 +64,7 @@ def cases(sizes: Sizes) -> list[Case]:
 def _decode(setting: Setting, batch: int, sizes: Sizes, *, eager: bool = False) -> Case:
     about = {"phase": "decode", "batch": batch, "context": sizes.context, "eager": eager}
     name = f"decode/{setting.name}{EAGER if eager else ''}/b{batch}"
-    return Case(name, 20.0, {**about, **_about(setting)})
-
-
-def _about(setting: Setting) -> dict[str, Any]:
-    return {"way": setting.way, "threshold_percent": setting.threshold_percent}
+    return Case(name, 20.0, {**about, **setting._asdict()})
 
 
 @contextmanager
@@ -127,7 +123,7 @@ class _Steps:
         self._eager = served(self.model.params, eager=True)
         self.state = random_state(sizes, self.model)
         self._tables = block_tables(sizes)
-        self._compiled: dict[_Key, Any] = {}
+        self._compiled: dict[_Key, Future[Any]] = {}
 
     def run(self, case: Case) -> dict[str, Any]:
         """Times the step of a case and returns its record."""
@@ -204,37 +200,30 @@ class _Steps:
         """Compiles the cases' programs, several at a time as a server does. A program that cannot
         be compiled is left to its case.
         """
-        lowered = {}
-        for case in cases:
-            key = _key(case)
-            with suppress(Exception):
-                if key not in lowered:
-                    lowered[key] = self._lowered(case, *self._arguments(case))
         with ThreadPoolExecutor(COMPILERS) as pool:
-            options = {key: self._served(key)[1] or None for key in lowered}
-            found = {
-                key: pool.submit(program.compile, compiler_options=options[key])
-                for key, program in lowered.items()
-            }
-        for key, program in found.items():
-            if program.exception() is None:
-                self._compiled[key] = program.result()
+            for case in cases:
+                if _key(case) not in self._compiled:
+                    with suppress(Exception):
+                        compiler = self._compiler(case, *self._arguments(case))
+                        self._compiled[_key(case)] = pool.submit(compiler)
 
     def _program(self, case: Case) -> "StepProgram":
-        key, (carry, held, rows) = _key(case), self._arguments(case)
-        if key not in self._compiled:
-            program = self._lowered(case, carry, held, rows)
-            options = self._served(key)[1] or None
-            self._compiled[key] = program.compile(compiler_options=options)
-        return StepProgram(self._compiled[key], carry, in_other_arrays(held, rows))
+        compiling, (carry, held, rows) = self._compiled.get(_key(case)), self._arguments(case)
+        if compiling is None or compiling.exception():  # beside others there may be too little room
+            made = self._compiler(case, carry, held, rows)()
+        else:
+            made = compiling.result()
+        return StepProgram(made, carry, in_other_arrays(held, rows))
 
-    def _lowered(self, case: Case, carry: Any, held: Any, rows: Any) -> Any:
+    def _compiler(self, case: Case, carry: Any, held: Any, rows: Any) -> Callable[[], Any]:
+        """Returns what compiles a case's program, lowered already."""
         key, cfg = _key(case), self.model.config
         m = cfg.num_experts
         max_active = max_active_experts(key.bucket_percent, m, self.model.num_united_slots, m)
         step: Any = decode_step if key.phase == "decode" else prefill_step
         call = counted(partial(step, cfg, max_active=max_active))
-        return jax.jit(call, donate_argnums=0).lower(carry, *held, *rows)
+        lowered = jax.jit(call, donate_argnums=0).lower(carry, *held, *rows)
+        return partial(lowered.compile, compiler_options=self._served(key)[1] or None)
 
     def _served(self, key: "_Key") -> tuple[Any, dict[str, str]]:
         return self._eager if key.eager else self._graph
@@ -318,6 +307,14 @@ class StepProgram:
     judged = False
     span_us = JaxProgram.span_us
     wait = JaxProgram.wait
+
+    @classmethod
+    def of(
+        cls, call: Callable[..., Any], carry: Any, held: Any, rows: Any, options: dict[str, str]
+    ) -> "StepProgram":
+        """Returns a step that is called with `held` and, in turn, copies of the rows."""
+        made = compiled(call, carry, *held, *rows, options=options)
+        return cls(made, carry, in_other_arrays(held, rows))
 
     def __init__(self, compiled: Any, carry: Any, sets: Sequence[tuple[Any, ...]]) -> None:
         self._compiled, self.carry, self.calls = compiled, carry, 0

@@ -1,5 +1,6 @@
 """Tokens a second of Hugging Face transformers' continuous batching. No jax."""
 
+import importlib.metadata
 import os
 import time
 import traceback
@@ -55,24 +56,28 @@ def generate(model: Any, requests: list[list[Any]], max_batch: int) -> dict[str,
     }
 
 
+def load(directory: Path, **implementations: str) -> tuple[Any, float]:
+    """Returns a model of transformers in bfloat16, on the GPU if there is one, and the seconds that
+    loading it took.
+    """
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # it would look there for attention kernels
+    import torch  # pyright: ignore[reportMissingImports]
+    from transformers import AutoModelForCausalLM  # pyright: ignore[reportMissingImports]
+
+    begin = time.perf_counter()
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16, **implementations)
+    model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+    return model, time.perf_counter() - begin
+
+
 def run(directory: Path, asked: dict[str, list[list[Any]]], max_batch: int) -> dict[str, Any]:
     """Serves requests, [prompt ids, new tokens], by name: returns requests, tokens and seconds of
     each, or the error that came instead; and versions.
     """
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # it would look there for attention kernels
-    import torch  # pyright: ignore[reportMissingImports]
-    import transformers  # pyright: ignore[reportMissingImports]
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    begin = time.perf_counter()
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        directory, dtype=torch.bfloat16, attn_implementation="sdpa"
-    ).to(device)
-    model.eval()
+    model, load_s = load(directory, attn_implementation="sdpa")
     found: dict[str, Any] = {
-        "load_s": time.perf_counter() - begin,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
+        "load_s": load_s,
+        **{name: importlib.metadata.version(name) for name in ("torch", "transformers")},
         "experts": str(getattr(model.config, "_experts_implementation", "?")),
     }
     for name, requests in asked.items():

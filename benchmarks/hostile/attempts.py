@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import grpc
 
@@ -163,6 +164,19 @@ def well_formed(rng: random.Random, facts: Facts, protocol: Protocol) -> pb.Gene
         count = rng.randrange(1, max(2, longest))
         request.tokens.ids.extend(rng.randrange(facts.vocab_size) for _ in range(count))
     return request
+
+
+def sampling_of(wanted: pb.SamplingParams) -> dict[str, Any]:
+    """Returns sampling parameters by vLLM's names, those that are set."""
+    count = wanted.max_new_tokens if wanted.HasField("max_new_tokens") else 128
+    found: dict[str, Any] = {"max_tokens": count, "temperature": wanted.temperature}
+    for name in ("top_k", "top_p", "ignore_eos"):
+        if wanted.HasField(name):
+            found[name] = getattr(wanted, name)
+    for name in ("stop", "stop_token_ids"):
+        if values := getattr(wanted, name):
+            found[name] = list(values)
+    return found
 
 
 def flaw(attempt: Attempt, ended: Ended) -> str:

@@ -6,15 +6,16 @@ import functools
 import itertools
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import grpc
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
+from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
-from benchmarks.hostile.attempts import Attempt, Ended, Facts
+from benchmarks.hostile.attempts import GENERATE, Attempt, Ended, Facts
 from benchmarks.hostile.fuzzing import Answer, Fuzz, message
 from serving.proto.inference import inference_pb2
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
@@ -134,6 +135,28 @@ def malformed(facts: Facts) -> list[Attempt]:
         for manner in ("silent", "empty")
     ]
     return found
+
+
+_ELSEWHERE = {
+    "text beyond gRPC's limit": {"INVALID_ARGUMENT"},  # the server's own limit
+    "top_k below 0": {"OK"},  # -1 is off, as in vLLM
+}
+"""What is right in other protocols, too."""
+
+
+def translated(
+    facts: Facts, payload: Callable[[Facts, Any, float | None], bytes], path: str
+) -> Iterator[Attempt]:
+    """Yields what is malformed as another protocol's `payload` says it, to that protocol's `path`.
+
+    A message that cannot be decoded goes as it is.
+    """
+    for one in malformed(facts):
+        data, allowed = one.payload, one.allowed | _ELSEWHERE.get(one.kind, set())
+        with contextlib.suppress(DecodeError):
+            data = payload(facts, pb.GenerateRequest.FromString(data), one.timeout_s)
+        to = path if one.path == GENERATE else one.path
+        yield replace(one, payload=data, path=to, allowed=allowed)
 
 
 def _request(**fields: Any) -> pb.GenerateRequest:

@@ -11,21 +11,21 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks.hostile import over_grpc
-from benchmarks.hostile.attempts import Attempt, Ended, Facts
-from benchmarks.hostile.fuzzing import anything, message, mutated
+from benchmarks.hostile.attempts import Attempt, Ended, Facts, sampling_of
+from benchmarks.hostile.fuzzing import element, message, mutated, spoil, spoiled
 from benchmarks.hostile.over_grpc import MESSAGE_LIMIT, Reply, fuzz_of
+from serving.frontend import vllm_names
 from serving.frontend.kserve import STREAM_INFER
+from serving.frontend.kserve_tensors import INPUTS, OUTPUTS, OWN_PARAMETERS, set_parameters
 from serving.proto.inference import inference_pb2 as pb
 from serving.proto.jmoe.v1 import jmoe_pb2
-
-_KINDS = {bool: "bool_param", int: "int64_param", float: "double_param", str: "string_param"}
 
 
 def request(text: str, sampling: dict[str, Any], **fields: Any) -> pb.ModelInferRequest:
     """Returns a request for `text` as one streams it, with other `fields` of the message."""
     made = pb.ModelInferRequest(**fields)
-    _add(made, "text_input", "BYTES", _element(text.encode()))
-    _add(made, "sampling_parameters", "BYTES", _element(json.dumps(sampling).encode()))
+    _add(made, "text_input", "BYTES", element(text.encode()))
+    _add(made, "sampling_parameters", "BYTES", element(json.dumps(sampling).encode()))
     return made
 
 
@@ -34,30 +34,20 @@ def _add(made: pb.ModelInferRequest, name: str, datatype: str, raw: bytes) -> No
     made.raw_input_contents.append(raw)
 
 
-def _set(made: pb.ModelInferRequest, name: str, value: Any) -> None:
-    setattr(made.parameters[name], _KINDS[type(value)], value)
-
-
-def _element(data: bytes) -> bytes:
-    return struct.pack("<I", len(data)) + data
-
-
 def payload(facts: Facts, wanted: jmoe_pb2.GenerateRequest, timeout_s: float | None) -> bytes:
     """See Protocol."""
-    asked = wanted.sampling
-    sampling: dict[str, Any] = {"max_tokens": asked.max_new_tokens}
-    for name in ("temperature", "top_k", "top_p", "ignore_eos"):
-        sampling[name] = getattr(asked, name)
+    sampling = sampling_of(wanted.sampling)
     told = ["stream", "return_finish_reason", "return_num_output_tokens"]
-    if asked.logprobs:
-        sampling["logprobs"] = asked.top_logprobs
+    if wanted.sampling.logprobs:
+        sampling["logprobs"] = wanted.sampling.top_logprobs
         told.append("return_logprobs")
-    made = request(wanted.text, sampling, id=wanted.request_id)
+    # Of prompts of tokens only the usual one has a text; the others' is as wrong as they are.
+    text = wanted.text or ("abc" if wanted.tokens.ids == [1, 2, 3] else "")
+    made = request(text, sampling, id=wanted.request_id, model_name=wanted.model)
     for name in told:
         _add(made, name, "BOOL", b"\1")
-    _set(made, "allow_brownout", wanted.allow_brownout)
-    if wanted.priority == jmoe_pb2.BEST_EFFORT:
-        _set(made, "priority", "best_effort")
+    of_request = {"allow_brownout": wanted.allow_brownout, "priority": int(wanted.priority)}
+    set_parameters(made, of_request)  # Triton's numbers of priorities are the same
     return made.SerializeToString()
 
 
@@ -108,13 +98,8 @@ def malformed(facts: Facts) -> list[Attempt]:
 
     payloads = {
         "no tensors": b"",
-        "empty text": asking(""),
         "text of 4 MB": asking("x" * (MESSAGE_LIMIT - 4096)),
-        "temperature below 0": asking(temperature=-1),
-        "no new tokens": asking(max_tokens=0),
-        "2 ** 31 - 1 new tokens": asking(max_tokens=2**31 - 1),
         "unknown sampling parameter": asking(max_tokns=4),
-        "65 stop strings": asking(stop=["stop"] * 65),
         "a schema of 1 MB": asking(structured_outputs={"json": "x" * 1_000_000}),
         "an unknown tensor": changed(lambda made: _add(made, "image", "BYTES", b"")),
         "a tensor too few": changed(lambda made: made.raw_input_contents.pop()),
@@ -122,21 +107,15 @@ def malformed(facts: Facts) -> list[Attempt]:
             lambda made: made.raw_input_contents.__setitem__(0, b"\xff\xff\xff\x7fabc")
         ),
         "a shape of 3": changed(lambda made: made.inputs[0].shape.append(3)),
-        "priority 99": changed(lambda made: _set(made, "priority", 99)),
-        "id of 1 MB": request("abc", {}, id="r" * 1_000_000).SerializeToString(),
-        "unknown model": request("abc", {}, model_name="nobody").SerializeToString(),
-        "undecodable: noise": b"\xff" * 4096,
-        "undecodable: 1 MB of noise": b"\xff" * 1_000_000,
     }
 
     def one(kind: str, data: bytes, code: str, **how: Any) -> Attempt:
         return Attempt("malformed", kind, data, frozenset({code}), path=STREAM_INFER, **how)
 
+    alike = over_grpc.translated(facts, payload, STREAM_INFER)
     return [
-        *(
-            one(kind, data, "NOT_FOUND" if kind == "unknown model" else "INVALID_ARGUMENT")
-            for kind, data in payloads.items()
-        ),
+        *(a for a in alike if a.manner == "read" and len(a.payload) <= MESSAGE_LIMIT),
+        *(one(kind, data, "INVALID_ARGUMENT") for kind, data in payloads.items()),
         one("half open, silent", b"", "DEADLINE_EXCEEDED", manner="silent", timeout_s=15.0),
         # A stream on which nothing is asked has nothing wrong with it.
         one("half open, empty", b"", "OK", manner="empty", timeout_s=15.0),
@@ -145,35 +124,9 @@ def malformed(facts: Facts) -> list[Attempt]:
 
 # ---- fuzz -------------------------------------------------------------------------------------
 
-_NAMES = (
-    *("text_input", "stream", "sampling_parameters", "exclude_input_in_output", "image"),
-    *("return_finish_reason", "return_logprobs", "return_cumulative_logprob", "text_output"),
-    *("return_num_input_tokens", "return_num_output_tokens", "finish_reason", "logprobs"),
-)
-_DATATYPES = ("BYTES", "BOOL", "INT32", "FP32", "", "bytes", "x" * 3000)
-_SIZES = (0, 1, 1, 1, 2, -1, 2**31, 2**63 - 1, -(2**63))
-_PARAMETERS = (
-    *("priority", "timeout", "allow_brownout", "triton_enable_empty_final_response"),
-    *("triton_final_response", "sequence_id", "max_tokens", "temperature", "", "x" * 2000),
-)
-_SAMPLING = (
-    *("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "stop_token_ids"),
-    *("ignore_eos", "logprobs", "presence_penalty", "frequency_penalty", "repetition_penalty"),
-    *("logit_bias", "structured_outputs", "guided_decoding", "n", "best_of", "min_tokens"),
-    *("skip_special_tokens", "lora_name", "", "\0", "maxtokens"),
-)
-_STRUCTURES = ("json", "regex", "choice", "grammar", "json_object", "backend", "")
-_SCALARS = (
-    *(None, True, False, 0, 1, 3, -1, 2**31, 2**63, 2**64, 10**30, 0.0, 0.5, 1.0, -1.0, 7.5),
-    *(1e308, 1e-320, "", "a", "1", "0.5", "true", "nan", "inf", "\ud800", "é" * 40, "x" * 3000),
-    *("1_0", " 4 ", "\u0664"),
-)
-_TEXTS = (b"", b"abc", b"\xff\xfe", b"\0", "é\U0001f600".encode(), b"x" * 9000, b"word " * 300)
-_NOT_JSON = (b"", b"{", b"[" * 5000, b'{"a":' * 5000, b"NaN", b"nul", b'{"n": NaN}', b"\xff")
-_CHANGES = (
-    *("sampling", "sampling", "no JSON", "text", "broken raw", "fewer raw", "typed contents"),
-    *("odd tensor", "more tensors", "parameters", "outputs", "model", "id"),
-)
+_SAMPLING = (*vllm_names.NAMES, *("json", "regex", "choice", "grammar", "json_object", "backend"))
+_TRUTHS = [name for name, datatype in INPUTS.items() if datatype == "BOOL"]
+_VALUES = (True, False, 0, 1, 2, -1, 2**53, 0.5, "best_effort", "a", "")
 _MOST_CHANGES = 4
 
 
@@ -182,88 +135,29 @@ def fuzzed(rng: random.Random, kind: Any) -> bytes:
     chance = rng.random()
     if kind is not pb.ModelInferRequest.DESCRIPTOR or chance < 0.25:
         return message(rng, kind)
-    made = request("abc", {"max_tokens": rng.randrange(1, 9)}, id=str(rng.getrandbits(32)))
-    if rng.random() < 0.5:
-        _add(made, "stream", "BOOL", b"\1")
+    sampling: dict[str, Any] = {"max_tokens": rng.randrange(1, 9)}
+    if rng.random() < 0.1:
+        sampling["structured_outputs"] = {"json": {"type": "object"}}
+    for _ in range(rng.choice((0, 0, 1, 2))):
+        spoiled(rng, sampling, _SAMPLING)
+    made = request("abc", sampling, id=str(rng.getrandbits(32)))
+    for name in rng.sample(_TRUTHS, rng.randrange(3)):
+        _add(made, name, "BOOL", rng.choice((b"\0", b"\1")))
+    for name in rng.sample([*OUTPUTS], rng.choice((0, 0, 1, 2))):
+        made.outputs.add(name=name)
+    for name in rng.sample(OWN_PARAMETERS, rng.choice((0, 0, 1, 2))):
+        set_parameters(made, {name: rng.choice(_VALUES)})
+    if rng.random() < 0.1:  # as typed contents
+        for tensor, raw in zip(made.inputs, made.raw_input_contents, strict=True):
+            if tensor.datatype == "BOOL":
+                tensor.contents.bool_contents.append(raw == b"\1")
+            else:
+                tensor.contents.bytes_contents.append(raw[4:])
+        del made.raw_input_contents[:]
     for _ in range(rng.randrange(_MOST_CHANGES)):
-        _change(rng, made, rng.choice(_CHANGES))
+        spoil(rng, made)
     found = made.SerializeToString()
     return mutated(rng, found) if chance < 0.4 else found
-
-
-def _change(rng: random.Random, made: pb.ModelInferRequest, what: str) -> None:
-    raw = made.raw_input_contents
-    match what:
-        case "sampling":
-            given = {
-                rng.choice(_SAMPLING): anything(rng, _SCALARS) for _ in range(rng.randrange(4))
-            }
-            if rng.random() < 0.2:
-                given["structured_outputs"] = {rng.choice(_STRUCTURES): anything(rng, _SCALARS)}
-            _set_raw(made, "sampling_parameters", json.dumps({"max_tokens": 4, **given}).encode())
-        case "no JSON":
-            _set_raw(made, "sampling_parameters", rng.choice(_NOT_JSON))
-        case "text":
-            _set_raw(made, "text_input", rng.choice(_TEXTS))
-        case "broken raw" if raw:
-            broken = rng.choice((b"", b"\1", b"\2", b"\5\0\0\0ab", b"\xff" * 9))
-            raw[rng.randrange(len(raw))] = broken
-        case "fewer raw":
-            del raw[rng.randrange(3) :]
-        case "typed contents":
-            del raw[:]
-            for tensor in made.inputs:
-                texts = [rng.choice(_TEXTS)] * rng.choice((0, 1, 1, 2))
-                if tensor.datatype == "BOOL":
-                    tensor.contents.bool_contents.append(rng.random() < 0.5)
-                elif tensor.name == "sampling_parameters":
-                    tensor.contents.bytes_contents.append(b'{"max_tokens": 3}')
-                else:
-                    tensor.contents.bytes_contents.extend(texts)
-        case "odd tensor":
-            _make_odd(rng, rng.choice(made.inputs))
-        case "more tensors":
-            for _ in range(rng.choice((1, 1, 2, 40))):
-                name = rng.choice(_NAMES)
-                is_bool = name.startswith(("return_", "stream", "exclude"))
-                data = rng.choice((b"\0", b"\1")) if is_bool else _element(rng.choice(_TEXTS))
-                _add(made, name, "BOOL" if is_bool else "BYTES", data)
-        case "parameters":
-            for _ in range(rng.choice((1, 1, 2, 70))):
-                name = rng.choice(_PARAMETERS) + rng.choice(("", "", "", "x"))
-                value = rng.choice(_SCALARS)
-                if isinstance(value, int) and abs(value) >= 2**63:
-                    made.parameters[name].uint64_param = value % 2**64
-                elif value is None or value == "\ud800":  # a string of protobuf is text alone
-                    made.parameters[name].SetInParent()
-                else:
-                    _set(made, name, value)
-        case "outputs":
-            for _ in range(rng.choice((1, 2, 40))):
-                made.outputs.add(name=rng.choice(_NAMES))
-        case "model":
-            made.model_name = rng.choice(("counter", "bundled", "nobody", "m" * 3000))
-            made.model_version = rng.choice(("", "1", "2"))
-        case "id":
-            made.id = rng.choice(("", "é", "x" * 128, "x" * 129, "x" * 20_000))
-
-
-def _set_raw(made: pb.ModelInferRequest, name: str, data: bytes) -> None:
-    for at, tensor in enumerate(made.inputs):
-        if tensor.name == name and at < len(made.raw_input_contents):
-            made.raw_input_contents[at] = _element(data)
-
-
-def _make_odd(rng: random.Random, tensor: Any) -> None:
-    match rng.randrange(4):
-        case 0:
-            tensor.name = rng.choice(_NAMES)
-        case 1:
-            tensor.datatype = rng.choice(_DATATYPES)
-        case 2:
-            tensor.shape[:] = [rng.choice(_SIZES) for _ in range(rng.choice((0, 1, 2, 3, 2000)))]
-        case 3:
-            tensor.parameters["shared_memory_region"].string_param = "x"
 
 
 FUZZ = (fuzz_of(pb.DESCRIPTOR.services_by_name["GRPCInferenceService"], fuzzed),)

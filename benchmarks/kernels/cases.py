@@ -135,7 +135,7 @@ def count_attention(
     return Count((kv + rows) * itemsize, 2 * pairs * shape.heads * of_key_and_value)
 
 
-def count_expanded(shape: Shape, chunks: Sequence[tuple[int, int]], itemsize: int = 2) -> Count:
+def count_expanded(shape: Shape, chunks: Sequence[tuple[int, int]]) -> Count:
     """Counts causal attention over latents that keys and values are made of, once a position and
     head; queries in, rows out, and weights once.
     """
@@ -144,13 +144,13 @@ def count_expanded(shape: Shape, chunks: Sequence[tuple[int, int]], itemsize: in
     of_row = shape.heads * (EXPANDED.key + EXPANDED.value)
     made = shape.heads * (EXPANDED.key - (shape.head_dim - shape.latent) + EXPANDED.value)
     moved = positions * shape.head_dim + shape.latent * made + rows * of_row
-    return Count(moved * itemsize, 2 * (pairs * of_row + positions * shape.latent * made))
+    return Count(2 * moved, 2 * (pairs * of_row + positions * shape.latent * made))
 
 
-def count_kv_write(shape: Shape, tokens: int, itemsize: int = 2) -> Count:
+def count_kv_write(shape: Shape, tokens: int) -> Count:
     """Counts each token's query, key and value heads, read and written, and its float32 angles."""
     heads = shape.heads + 2 * shape.kv_heads
-    return Count(tokens * shape.head_dim * (2 * heads * itemsize + 4), 0)
+    return Count(tokens * shape.head_dim * (4 * heads + 4), 0)
 
 
 class Target(NamedTuple):

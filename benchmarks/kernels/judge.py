@@ -138,20 +138,13 @@ def routing(args: tuple[Any, ...], top_k: int) -> Callable[[Any], float]:
     Picks must have the largest logits. Plan and dispatch must equal, weights to rounding and all
     else exactly, what the XLA reference makes of these picks and of their softmax.
     """
-    logits, slots, groups, threshold, strategy, valid, exempt = args
+    logits, slots, brownout = args
 
     @jax.jit
     def wanted(ids):
         weights = jax.nn.softmax(jnp.take_along_axis(logits, ids, axis=1), axis=1)  # normalised
-        plan = ops.brownout_plan(
-            ids,
-            groups=groups,
-            threshold_percent=threshold,
-            strategy=strategy,
-            valid=valid,
-            exempt=exempt,
-        )
-        block_m, m = grouped_gemm.BLOCK_M, groups.shape[0]
+        plan = ops.brownout_plan(ids, **brownout)
+        block_m, m = grouped_gemm.BLOCK_M, brownout["groups"].shape[0]
         work = ops.dispatch(plan.expert_ids, weights, slots, block_m=block_m, max_active=m)
         return plan, work
 

@@ -147,21 +147,20 @@ def _attention(case: Case, sizes: Sizes, rng: np.random.Generator) -> Problem:
     inputs = [
         AttentionSet(normal(rng, (rows, shape.heads, shape.head_dim)), table) for table in tables
     ]
-    kv_len = jnp.asarray([c for _, c in chunks], jnp.int32)
-    layer, scale = jnp.int32(LAYER), shape.head_dim**-0.5
-    rest = {"layer": layer, "kv_len": kv_len}
-    planned = {}
-    if case.phase == "prefill":
-        rest["q_start"] = jnp.asarray(np.cumsum([0, *(n for n, _ in chunks)]), jnp.int32)
-    else:  # once a step, so that it is no layer's time
-        planned["todo"] = plan_decode(shape.heads, k_pages, kv_len=kv_len, **window, **of_latents)
+    rest, planned = {"layer": jnp.int32(LAYER), **_lengths(chunks)}, {}
+    if case.phase == "decode":
+        del rest["q_start"]
+        of_step = {"kv_len": rest["kv_len"], **window, **of_latents}
+        # Once a step, so that it is no layer's time.
+        planned["todo"] = plan_decode(shape.heads, k_pages, **of_step)
 
     def with_op(op):
         def call(q, k_pages, v_pages, table, rest, planned):
             if op is not paged_attention:  # such as a tile that is tried: its plan is another
                 planned = {}
             more = {**rest, **planned, **window, **of_latents}
-            return op(q, k_pages, v_pages, block_table=table, scale=scale, **more)
+            more["scale"] = shape.head_dim**-0.5
+            return op(q, k_pages, v_pages, block_table=table, **more)
 
         return call
 
@@ -179,6 +178,12 @@ def _attention(case: Case, sizes: Sizes, rng: np.random.Generator) -> Problem:
         facts={"sequences": len(chunks), "pages": num_pages, "page_reads": tables.size},
         data=(inputs, k_pages, v_pages),
     )
+
+
+def _lengths(chunks: list[tuple[int, int]]) -> dict[str, jax.Array]:
+    rows, kv_len = zip(*chunks, strict=True)
+    of_chunks = {"kv_len": kv_len, "q_start": np.cumsum([0, *rows])}
+    return {name: jnp.asarray(each, jnp.int32) for name, each in of_chunks.items()}
 
 
 def _tables(
@@ -228,10 +233,7 @@ def _expanded(case: Case, sizes: Sizes, rng: np.random.Generator) -> Problem:
         AttentionSet(normal(rng, (case.tokens, shape.heads, EXPANDED.key)), table)
         for table in tables
     ]
-    rest = {
-        "kv_len": jnp.asarray([c for _, c in chunks], jnp.int32),
-        "q_start": jnp.asarray(np.cumsum([0, *(n for n, _ in chunks)]), jnp.int32),
-    }
+    rest = _lengths(chunks)
 
     def with_op(op):
         def call(q, weights, latents, table, rest):
@@ -259,14 +261,15 @@ def _routing(case: Case, sizes: Sizes, rng: np.random.Generator) -> Problem:
     m, top_k = case.shape.num_experts, case.shape.top_k
     united = -(-m // WAY)
     valid = np.arange(case.tokens) < max(1, case.tokens - case.tokens // 16)  # padding at the end
-    shared = (
-        jnp.asarray(rng.permutation(m + united), jnp.int32),
-        jnp.arange(m, dtype=jnp.int32) // WAY,
-        jnp.int32(THRESHOLD_PERCENT),
-        jnp.int32(routing.PARTIAL),
-        jnp.asarray(valid),
-        jnp.zeros(case.tokens, bool),
-    )
+    slots = jnp.asarray(rng.permutation(m + united), jnp.int32)
+    brownout = {
+        "groups": jnp.arange(m, dtype=jnp.int32) // WAY,
+        "threshold_percent": jnp.int32(THRESHOLD_PERCENT),
+        "strategy": jnp.int32(routing.PARTIAL),
+        "valid": jnp.asarray(valid),
+        "exempt": jnp.zeros(case.tokens, bool),
+    }
+    dispatched = {"block_m": grouped_gemm.BLOCK_M, "max_active": m}
     popularity = np.exp(-4 * rng.permutation(m) / m)
     logits = [
         jnp.asarray(rng.normal(size=(case.tokens, m)) + np.log(popularity), jnp.float32)
@@ -274,24 +277,13 @@ def _routing(case: Case, sizes: Sizes, rng: np.random.Generator) -> Problem:
     ]
 
     def with_op(op):
-        def call(logits, slots, groups, threshold_percent, strategy, valid, exempt):
-            return op(
-                logits,
-                top_k=top_k,
-                normalize=True,
-                groups=groups,
-                slots=slots,
-                threshold_percent=threshold_percent,
-                strategy=strategy,
-                valid=valid,
-                exempt=exempt,
-                block_m=grouped_gemm.BLOCK_M,
-                max_active=m,
-            )
+        def call(logits, slots, brownout):
+            picked = {"top_k": top_k, "normalize": True, "slots": slots}
+            return op(logits, **picked, **brownout, **dispatched)
 
         return call
 
-    sets = [(one, *shared) for one in logits]
+    sets = [(one, slots, brownout) for one in logits]
     error = judge.routing(sets[0], top_k)
     facts = {"strategy": "partial", "way": WAY, "threshold_percent": THRESHOLD_PERCENT}
     return Problem(with_op, routing.route, sets, error, 0.0, facts=facts)

@@ -6,6 +6,7 @@ on to the next: a few dozen compilations, where all combinations would be thousa
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
 from typing import Any
 
 import jax.numpy as jnp
@@ -65,13 +66,8 @@ def chosen(case: Case) -> Any:
 
 def kernel(case: Case) -> Callable[..., Any]:
     """Returns the op's Mosaic kernel, which takes a `tile`."""
-    if case.op == "grouped_gemm":
-        from pallas_kernels.grouped_gemm.mosaic import moe_mlp as call
-    elif case.op == "paged_attention":
-        from pallas_kernels.paged_attention.mosaic import paged_attention as call
-    else:
-        from pallas_kernels.prefill_attention.mosaic import prefill_attention as call
-    return call
+    module = import_module(f"pallas_kernels.{case.op}.mosaic")
+    return getattr(module, "moe_mlp" if case.op == "grouped_gemm" else case.op)
 
 
 def replaced(tile: Any, field: str, value: Any) -> Any:

@@ -192,12 +192,9 @@ def by_transport(rows: list[dict[str, Any]]) -> list[str]:
             f"{all[name]['tokens_per_s'] / best:.2f} ({all[name]['itl_ms']:.0f} ms)"
             for all, best in zip(each, bests, strict=True)
         ]
-    heads = ["rows travel at, hosts take", *(_lateness(late) for late in _lates(rows))]
+    lates = dict.fromkeys(tuple(row["late"]) for row in rows)
+    heads = ["rows travel at, hosts take", *(_lateness(late) for late in lates)]
     return markdown(heads, [[name, *said] for name, said in found.items()])
-
-
-def _lates(rows: list[dict[str, Any]]) -> list[tuple[float, float]]:
-    return list(dict.fromkeys((row["late"][0], row["late"][1]) for row in rows))
 
 
 def _lateness(late: tuple[float, float]) -> str:

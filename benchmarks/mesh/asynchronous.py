@@ -91,15 +91,9 @@ class Simulation:
         """
         self.system, self.in_flight, self.pickers = system, in_flight, pickers
         self.state, over = make_state(system, in_flight, seed), system.overheads
-        self.costs = Costs(
-            system.times.fixed_s,
-            over.attention_host_s,
-            over.expert_host_s,
-            over.latency_s,
-            over.message_s,
-            system.row_s,
-            system.num_attention,
-        )
+        own = {name: value for name, value in vars(over).items() if name in Costs._fields}
+        of_system = {"row_s": system.row_s, "num_attention": system.num_attention}
+        self.costs = Costs(fixed_s=system.times.fixed_s, **own, **of_system)
         for token in range(in_flight):
             core.enter(self.state, token)
 

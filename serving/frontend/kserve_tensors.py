@@ -58,7 +58,7 @@ _PRIORITIES = {
     2: Priority.BEST_EFFORT,
 }
 """Triton's priorities: 0 is the default, and otherwise a lower number goes first."""
-_OWN_PARAMETERS = (
+OWN_PARAMETERS = (
     "priority",
     "timeout",
     "allow_brownout",
@@ -248,7 +248,7 @@ def _sampling(
         check_count("bytes of sampling_parameters", len(text), MAX_SAMPLING_BYTES)
         given = vllm_names.read_json(_text("sampling_parameters", text), "sampling_parameters")
     for name, value in parameters.items():
-        if name in _OWN_PARAMETERS:
+        if name in OWN_PARAMETERS:
             continue
         if name in given:
             raise InvalidRequest(
@@ -425,8 +425,10 @@ def _degraded(out: Output) -> dict[str, Any]:
     return found
 
 
-def set_parameters(response: pb.ModelInferResponse, values: Mapping[str, Any]) -> None:
-    """Sets a response's parameters, each with the type of its value."""
+def set_parameters(
+    message: pb.ModelInferRequest | pb.ModelInferResponse, values: Mapping[str, Any]
+) -> None:
+    """Sets a message's parameters, each with the type of its value."""
     kinds = {
         bool: "bool_param",
         int: "int64_param",
@@ -434,4 +436,4 @@ def set_parameters(response: pb.ModelInferResponse, values: Mapping[str, Any]) -
         str: "string_param",
     }
     for name, value in values.items():
-        setattr(response.parameters[name], kinds[type(value)], value)
+        setattr(message.parameters[name], kinds[type(value)], value)

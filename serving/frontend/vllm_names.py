@@ -97,7 +97,7 @@ def _present(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _unknown(name: str) -> InvalidRequest:
-    close = get_close_matches(name[:64], [*_READERS, *_FIXED], 1)
+    close = get_close_matches(name[:64], NAMES, 1)
     hint = f"; did you mean {close[0]}?" if close else f"; known are {', '.join(sorted(_READERS))}"
     return InvalidRequest(f"the sampling parameter {shown(name)} is not served{hint}")
 
@@ -276,6 +276,9 @@ _FIXED: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
 }
 """vLLM's parameters with only one supported value, accepted for clients that send defaults."""
+
+NAMES = (*_READERS, *_FIXED)
+"""Of every parameter that is not refused."""
 
 
 def _check_fixed(name: str, value: Any) -> None:

@@ -195,6 +195,7 @@ class Structures:
 def _in_thread[T](call: Callable[..., T], *arguments: Any) -> "Future[T]":
     """Makes a call in a new daemon thread."""
     future: Future[T] = Future()
+    future.set_running_or_notify_cancel()  # who asked may go; the call ends all the same
 
     def run() -> None:
         try:

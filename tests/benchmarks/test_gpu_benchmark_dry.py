@@ -22,7 +22,6 @@ from benchmarks.gpu import (
     priority_part,
     report,
     run,
-    serve_part,
     startup_part,
     step_part,
 )
@@ -250,8 +249,7 @@ def shared(monkeypatch, server):
         def __exit__(self, *error):
             return None
 
-    for module in (serve_part, burst_part):
-        monkeypatch.setattr(module, "live", lambda context, name: Shared())
+    monkeypatch.setattr(live, "live", lambda context, name: Shared())
 
 
 def test_serving_points_are_measured_under_every_setting(context, shared, folder):

@@ -14,9 +14,11 @@ from pathlib import Path
 import pytest
 
 from benchmarks.hostile.attempts import GENERATE, Attempt, Ended, Facts, draw, flaw
+from benchmarks.hostile.fuzzing import conforming, spoil, spoiled
 from benchmarks.hostile.over_grpc import LOST, MESSAGE_LIMIT
 from benchmarks.hostile.over_http import flaw as http_flaw
 from benchmarks.hostile.run import PROTOCOLS, Fuzzed, Load
+from serving.frontend.openai.app import BODIES
 from serving.proto.inference import inference_pb2
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 
@@ -123,7 +125,12 @@ def test_all_groups_are_drawn_about_as_often_as_they_should(name):
 def test_no_attempt_but_one_is_beyond_the_limit_of_grpc():
     found = [a for a in PROTOCOLS["grpc"].malformed(FACTS) if len(a.payload) > MESSAGE_LIMIT]
     assert [attempt.kind for attempt in found] == ["text beyond gRPC's limit"]
-    assert {a.path for a in PROTOCOLS["http"].malformed(FACTS)}.isdisjoint({GENERATE})
+    own = {attempt.kind for attempt in PROTOCOLS["grpc"].malformed(FACTS)}
+    for name in ("http", "kserve"):
+        found = PROTOCOLS[name].malformed(FACTS)
+        assert {attempt.path for attempt in found}.isdisjoint({GENERATE})
+        assert len(own & {attempt.kind for attempt in found}) > 30
+    assert all(len(attempt.payload) <= MESSAGE_LIMIT for attempt in found)
 
 
 def test_fuzzed_requests_are_of_all_kinds():
@@ -141,6 +148,44 @@ def test_fuzzed_requests_are_of_all_kinds():
     assert len(messages) / 3 < fine < parsed < len(messages)
 
 
+@pytest.mark.parametrize("path", BODIES)
+def test_bodies_are_drawn_of_every_field_and_are_what_the_server_reads(path):
+    rng, schema, met = random.Random(path), BODIES[path].model_json_schema(), set()
+    for _ in range(600):
+        body = conforming(rng, schema, schema.get("$defs", {}))
+        BODIES[path].model_validate_json(json.dumps(body))
+        met |= body.keys()
+    assert met == schema["properties"].keys()
+
+
+def test_what_is_spoiled_stands_at_any_depth():
+    rng, changed = random.Random(5), Counter()
+    for _ in range(2000):
+        inmost = {"c": 1}
+        body = {"a": [{"b": [inmost], "d": 2}], "e": {}}
+        spoiled(rng, body, ["n"])
+        changed["inmost"] += inmost != {"c": 1}
+        changed["inmost, another name"] += "n" in inmost
+        changed["list"] += body.get("a") != [{"b": [{"c": 1}], "d": 2}]
+        changed["empty"] += body.get("e") != {}
+        changed["outmost, another name"] += "n" in body
+    assert min(changed.values()) > 20, changed
+    request = inference_pb2.ModelInferRequest(id="a")
+    request.inputs.add(name="b").contents.bool_contents.append(True)
+    request.parameters["c"].int64_param = 1
+    fields = Counter()
+    for _ in range(500):
+        made = inference_pb2.ModelInferRequest.FromString(request.SerializeToString())
+        spoil(rng, made)
+        fields["id"] += made.id != "a"
+        fields["contents"] += (
+            made.inputs[0].contents != request.inputs[0].contents if made.inputs else 0
+        )
+        fields["parameter"] += "c" in made.parameters and made.parameters["c"].int64_param != 1
+        fields["outputs"] += bool(made.outputs)
+    assert min(fields.values()) > 5, fields
+
+
 @pytest.mark.deep
 @pytest.mark.parametrize("name", ["kserve", "http"])
 async def test_two_thousand_fuzzed_messages_break_nothing(name, tmp_path):
@@ -156,8 +201,9 @@ async def test_two_thousand_fuzzed_messages_break_nothing(name, tmp_path):
     assert fuzz["examples"] == []
     codes = fuzz["codes"]
     if name == "http":
-        assert codes["right: 200"] > 100
-        assert codes["wrong values: 400"] > 300
+        for path in BODIES:
+            assert codes[f"right {path}: 200"] > 20
+            assert codes[f"wrong values {path}: 400"] > 60
         assert sum(codes.values()) > 2000  # some are pipelined
     else:  # messages of every kind are among them
         for code in ("OK", "INVALID_ARGUMENT", "NOT_FOUND"):

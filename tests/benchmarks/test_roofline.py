@@ -22,7 +22,6 @@ from benchmarks.kernels.cases import (
     Sizes,
     all_cases,
 )
-from benchmarks.kernels.launches import count_launches
 from benchmarks.kernels.roofline import assumptions, attention, gemm, page, parts
 from benchmarks.kernels.shapes import (
     DEEPSEEK_V2_LITE,
@@ -41,6 +40,7 @@ from pallas_kernels.grouped_gemm.tiles import GemmTile, Tile
 from pallas_kernels.paged_attention import common, schedule
 from pallas_kernels.prefill_attention import mosaic as prefill_kernel
 from pallas_kernels.prefill_attention import work
+from tests.compiled import count_launches
 
 ROOT = Path(__file__).parents[2]
 SMALL = Shape("small", 128, 128, 8, 2, 4, 2, 128, 128, window=600)

@@ -34,7 +34,6 @@ from compiled_steps import (
 )
 from jax import lax
 
-from benchmarks.kernels.launches import count_launches, count_loop_launches
 from jmoe import load, model
 from jmoe.brownout import Control
 from jmoe.forward import _forward
@@ -44,7 +43,7 @@ from jmoe.steps import decode_step, draw_step, prefill_step, sample_step, score_
 from pallas_kernels import grouped_gemm, routing
 from pallas_kernels.backend import traced_for
 from pallas_kernels.compile_for import compile_for, h100_mesh, h200_mesh
-from tests.compiled import large_results
+from tests.compiled import count_launches, count_loop_launches, large_results
 from tests.equal_kernels import equal_kernels_are_compiled_once
 
 pytestmark = pytest.mark.deep

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import pytest
 import yaml
 
-from benchmarks.kernels.launches import count_launches
 from jmoe.attention import with_kv_cache_dtype
 from jmoe.checkpoint import empty_pool
 from jmoe.config import from_hf
@@ -23,7 +22,7 @@ from jmoe.steps import decode_step, make_state, prefill_step, served
 from jmoe.weights import Weights
 from pallas_kernels.backend import batched_only, traced_for
 from pallas_kernels.compile_for import OTHER_GPUS, compile_for, gpu_mesh
-from tests.compiled import large_results
+from tests.compiled import count_launches, large_results
 
 pytestmark = pytest.mark.deep
 

@@ -8,7 +8,6 @@ import mosaic
 import numpy as np
 import pytest
 
-from benchmarks.kernels.launches import count_launches
 from benchmarks.kernels.shapes import (
     GLM_45_AIR,
     MODELS,
@@ -22,6 +21,7 @@ from pallas_kernels.compile_for import compile_for, h200_mesh
 from pallas_kernels.fp8_pages import Fp8Pages
 from pallas_kernels.kv_write import Projection, split_heads, write_kv
 from pallas_kernels.kv_write import mosaic as kernel
+from tests.compiled import count_launches
 
 pytestmark = pytest.mark.deep
 

@@ -8,11 +8,11 @@ import mosaic as interpreter
 import numpy as np
 import pytest
 
-from benchmarks.kernels.launches import count_launches
 from pallas_kernels import planning
 from pallas_kernels.backend import references_only
 from pallas_kernels.compile_for import compile_for, h200_mesh
 from pallas_kernels.planning import mosaic
+from tests.compiled import count_launches
 from tests.planned import decide, draw
 
 pytestmark = pytest.mark.deep

@@ -238,6 +238,8 @@ class FakeEngine:
     def _own(self, change) -> tuple[ModelBrownout, ...]:
         given = {name: value for name, value in asdict(change).items() if value is not None}
         own = list(self.brownout.models)
+        if not own:
+            raise InvalidRequest("model is set, and there is one alone")
         at = number_of(given.pop("model"), [one.name for one in own])
         own[at] = replace(own[at], **given)
         return tuple(own)

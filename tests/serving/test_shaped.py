@@ -8,6 +8,7 @@ import contextlib
 import itertools
 import json
 import re
+import threading
 
 import pytest
 from shaped import (
@@ -188,6 +189,35 @@ async def test_a_structure_that_would_end_its_reader_or_take_minutes_is_refused(
             await texts(engine, "say it", structure=fine)
     finally:
         await engine.stop()
+
+
+async def test_who_goes_while_a_structure_is_read_leaves_no_error_behind(model, monkeypatch):
+    read = structure.Structures(model.tokenizer, 512, model.config.eos_token_ids)
+    parsed, begun, over = read._parsed, threading.Event(), threading.Event()
+    errors = []
+
+    def slowly(one):
+        begun.set()
+        over.wait()
+        return parsed(one)
+
+    monkeypatch.setattr(read, "_parsed", slowly)
+    monkeypatch.setattr(threading, "excepthook", lambda told: errors.append(told.exc_value))
+    digits = Structure(StructureKind.REGEX, "[0-9]")
+    try:
+        asked = asyncio.create_task(read.matcher(digits))
+        await asyncio.to_thread(begun.wait)
+        (reader,) = (one for one in threading.enumerate() if one.name == "jmoe-structure")
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+        over.set()
+        await asyncio.to_thread(reader.join)
+        assert errors == []
+        await read.matcher(digits)
+    finally:
+        over.set()
+        await read.close()
 
 
 async def test_one_output_that_fails_breaks_no_other_with_its_structure(model) -> None:

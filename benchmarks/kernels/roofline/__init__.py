@@ -14,10 +14,7 @@ def predict(case: Case, sizes: Sizes) -> Prediction:
     """Returns the prediction for a case of a grid."""
     if case.op.startswith("grouped_gemm"):
         return gemm.predict(case)
-    if case.op == "paged_attention":
-        return attention.decode(case, sizes.page_size)
-    if case.op == "prefill_attention":
-        return attention.prefill(case, sizes.page_size)
-    if case.op == "routing":
-        return small.routing(case)
-    return small.kv_write(case)
+    if case.op in ("paged_attention", "prefill_attention"):
+        of_attention = attention.decode if case.op == "paged_attention" else attention.prefill
+        return of_attention(case, sizes.page_size)
+    return small.routing(case) if case.op == "routing" else small.kv_write(case)

@@ -60,13 +60,15 @@ def decode(case: Case, page_size: int) -> Prediction:
     if latent:
         sizes = common.latent_sizes(q, pages, latent, None, None, case.window)
         assert sizes is not None
-        return Prediction(count, [plan, _attend_to_latents(case, sizes), _merge(case, sizes)])
+        return Prediction(
+            count, [plan, _attend_to_latents(case, sizes, count), _merge(case, sizes)]
+        )
     sizes = common.sizes_of(q, pages, None, None, case.window)
     assert sizes is not None
     note, planned = "", sizes.num_blocks // h200.NUM_SMS
     if _resident(sizes) < planned:
         note = f"shared memory holds {_resident(sizes)} of {planned} planned blocks"
-    return Prediction(count, [plan, _attend(case, sizes), _merge(case, sizes)], note)
+    return Prediction(count, [plan, _attend(case, sizes, count), _merge(case, sizes)], note)
 
 
 def _resident(sizes: common.Sizes) -> int:
@@ -95,11 +97,10 @@ def _read(case: Case, sizes: common.Sizes) -> int:
     return case.context - max(0, case.context - case.window) // sizes.copy_rows * sizes.copy_rows
 
 
-def _attend(case: Case, sizes: common.Sizes) -> Kernel:
+def _attend(case: Case, sizes: common.Sizes, count: Count) -> Kernel:
     shape, tile = case.shape, sizes.tile
     total, active = _runs(case, sizes)
     tile_bytes = 4 * tile.tokens * shape.head_dim
-    count = count_attention(shape, case.chunks(), window=case.window)
     floor_us = max(h200.copy_us(count.bytes), h200.product_us(count.flops))
     moved = total * tile_bytes + 4 * case.tokens * shape.heads * shape.head_dim
     at_once = _resident(sizes) * h200.NUM_SMS
@@ -119,11 +120,10 @@ def _attend(case: Case, sizes: common.Sizes) -> Kernel:
     return Kernel("paged_attention", floor_us, {**ladder(floor_us, steps), **fixed(trips=4)})
 
 
-def _attend_to_latents(case: Case, sizes: common.Sizes) -> Kernel:
+def _attend_to_latents(case: Case, sizes: common.Sizes, count: Count) -> Kernel:
     """Predicts the kernel over latents: a run's tiles come from memory once for all its blocks."""
     shape, tokens = case.shape, sizes.tile.tokens
     total, active = _runs(case, sizes)
-    count = count_attention(shape, case.chunks(), window=case.window)
     floor_us = max(h200.copy_us(count.bytes), h200.product_us(count.flops))
     tile_bytes = 2 * tokens * sizes.latent
     rows_bytes = 2 * case.tokens * shape.heads * (sizes.latent + sizes.head_dim)
@@ -216,12 +216,10 @@ def _prefill(case: Case, page_size: int) -> Kernel:
     # Cycles of a step: both products of a warpgroup, and what its softmax takes.
     scores = d / 16 * h200.wgmma_cycles(tile.block_kv)
     values = tile.block_kv / 16 * h200.wgmma_cycles(d, registers=True)
-    elements = LANES * tile.block_kv
-    softmax = h200.SOFTMAX_CYCLES + LANES * d / h200.FP32_PER_CLOCK
-    softmax += elements * (1 / h200.MUFU_PER_CLOCK + 4 / h200.FP32_PER_CLOCK)
+    softmax = _softmax_cycles(tile.block_kv, d)
     product = WARPGROUPS * (scores + values)
     # A warpgroup's next scores wait for its softmax; the other's products go on meanwhile.
-    bound = max(product, scores + softmax, WARPGROUPS * elements / h200.MUFU_PER_CLOCK)
+    bound = max(product, scores + softmax, WARPGROUPS * LANES * tile.block_kv / h200.MUFU_PER_CLOCK)
     bound += h200.PREFILL_EXPOSED_CYCLES
     # Of an item: its first softmax and its results hide behind nothing of its own.
     finish = LANES * d * (1 / h200.CONVERT_PER_CLOCK + 4 / h200.SMEM_BYTES_PER_CLOCK)
@@ -280,9 +278,7 @@ def _expanded(case: Case) -> Kernel:
     making = WARPGROUPS * 2 * shape.latent / 16 * product
     scores = (d + expanded.ROPE) / 16 * product
     values = tile.block_kv / 16 * h200.wgmma_cycles(d, registers=True)
-    elements = LANES * tile.block_kv
-    softmax = h200.SOFTMAX_CYCLES + LANES * d / h200.FP32_PER_CLOCK
-    softmax += elements * (1 / h200.MUFU_PER_CLOCK + 4 / h200.FP32_PER_CLOCK)
+    softmax = _softmax_cycles(tile.block_kv, d)
     # A warpgroup's products and its softmax follow each other; the other's go on meanwhile.
     attending = WARPGROUPS * (scores + values)
     bound = max(attending, scores + values + softmax) + h200.PREFILL_EXPOSED_CYCLES
@@ -306,6 +302,12 @@ def _expanded(case: Case) -> Kernel:
         h200.cycles_us(busiest),
     ]
     return _in_tiles("expanded_attention", count, times)
+
+
+def _softmax_cycles(keys: int, size: int) -> float:
+    """Returns what a warpgroup's step over so many keys takes beside its products."""
+    of_rows = h200.SOFTMAX_CYCLES + LANES * size / h200.FP32_PER_CLOCK
+    return of_rows + LANES * keys * (1 / h200.MUFU_PER_CLOCK + 4 / h200.FP32_PER_CLOCK)
 
 
 def _in_tiles(name: str, count: Count, times: Sequence[float]) -> Kernel:

@@ -41,13 +41,14 @@ if TYPE_CHECKING:
 FIRST_PORT = 8000  # as vLLM's
 _COMPLETIONS, _CHATS, _RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 _TOKENIZE, _DETOKENIZE = "/tokenize", "/detokenize"  # as vLLM's
-_BODIES = {
+BODIES = {
     _COMPLETIONS: CompletionRequest,
     _CHATS: ChatRequest,
     _RESPONSES: ResponsesRequest,
     _TOKENIZE: TokenizeRequest,
     _DETOKENIZE: DetokenizeRequest,
 }
+"""The bodies of all POST routes, by path."""
 _QUESTION = "Question: what is the capital of Ladrodro? Answer:"
 _EXAMPLES = {
     _COMPLETIONS: {"prompt": _QUESTION, "max_tokens": 16, "temperature": 0},
@@ -85,7 +86,7 @@ class _App(FastAPI):
             found["security"] = [{"key": []}, {}]  # the latter: a server without keys
             found["components"]["securitySchemes"] = {"key": _KEY_SCHEME}
             schemas = found["components"]["schemas"]
-            for path, model in _BODIES.items():
+            for path, model in BODIES.items():
                 schema = model.model_json_schema(ref_template=_REF)
                 schemas |= schema.pop("$defs", {})
                 schemas[model.__name__] = schema

@@ -17,7 +17,6 @@ import yaml
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from benchmarks.kernels.launches import count_launches
 from jmoe.checkpoint import empty_pool
 from jmoe.config import from_hf
 from jmoe.experts import ExpertPool, ExpertTable
@@ -32,7 +31,7 @@ from jmoe.weights import Weights
 from pallas_kernels import grouped_gemm, routing
 from pallas_kernels.backend import traced_for
 from pallas_kernels.compile_for import compile_for, h200_mesh
-from tests.compiled import large_results
+from tests.compiled import count_launches, large_results
 from tests.equal_kernels import equal_kernels_are_compiled_once
 
 pytestmark = pytest.mark.deep

@@ -5,7 +5,6 @@ import logging
 import random
 from collections import Counter
 
-import fuzzing
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2
@@ -14,6 +13,7 @@ from openai_served import serving_http
 from served import CODE, collect, serving
 
 from benchmarks.hostile.attempts import learn
+from benchmarks.hostile.fuzzing import message
 from benchmarks.hostile.run import PROTOCOLS
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 
@@ -62,7 +62,7 @@ async def test_broken_messages_are_refused_and_the_server_lives_on(
         channel = s.channel if port == "main" else s.admin_channel
         each = 3 if "Reflection" in method else 1  # a stream goes on after a good message
         for _ in range(0, count, 50):
-            batch = [fuzzing.messages(rng, message_type) for _ in range(50)]
+            batch = [message(rng, message_type.DESCRIPTOR) for _ in range(50)]
             groups = [batch[i : i + each] for i in range(0, 50, each)]
             seen |= set(await asyncio.gather(*(send(channel, method, g) for g in groups)))
         assert seen <= REFUSALS
@@ -89,7 +89,7 @@ async def test_some_of_what_attacks_a_server_is_answered(protocol: str, seen) ->
             for _ in range(100):
                 for kind, code, problem in await send(fuzz.draw(rng, facts.model)):
                     assert not problem
-                    codes[f"{kind}: {code}"] += 1
+                    codes[f"{kind.partition(' /')[0]}: {code}"] += 1  # on any route
         assert await s.health() == "SERVING"
         assert len(await collect(s.counting(3))) == 3
     assert s.engine.running == 0
