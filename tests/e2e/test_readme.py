@@ -43,7 +43,7 @@ SHORT = {
     "jmoe bench priority": None,  # it takes minutes
     "jmoe distill": (
         *("--rows", "2048", "--steps", "2", "--refine-steps", "2", "--refine-rows", "4"),
-        *("--batch", "512", "--ways", "8"),
+        *("--batch", "512", "--ways", "8", "--sampled", "9"),
     ),
     "jmoe evaluate": ("--num", "8", "--only", "8:40", "--error-steps", "1"),
     "jmoe consolidate": ("--rows", "4"),

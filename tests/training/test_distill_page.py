@@ -19,7 +19,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "distillation.md"
 
 SMALL = {
     "distill": "--rows 512 --steps 2 --batch 128 --decode-batch 32 --eval-every 1 --length 64 "
-    "--refine-steps 2 --refine-rows 2 --dtype float32",
+    "--refine-steps 2 --refine-rows 2 --dtype float32 --sampled 20",
     "evaluate": "--num 6 --dtype float32 --batch 4 --chunk 64 --error-steps 1",
 }
 """Flags added to a command: a test has no time for the defaults."""
