@@ -47,12 +47,19 @@ LEAST = 0.05  # share of all brownout; with less there is none
 SHARES = np.linspace(0, 1, 41)  # of all brownout, by its price
 SURE = 1.0  # standard deviations of step times by which the ITL objective is taken to be shorter
 
+FIRST_TARGET = 0.05
+"""Late first tokens, of the mean over `HOLD_MEAN_S`, above which brownout is held, though no queue
+is foreseen."""
+HOLD_MEAN_S, HOLD_RISE = 2.0, 0.2
+"""How much of all brownout more is held a second where that share is twice the target; it falls as
+fast where nothing is late."""
+
 TOO_LATE = 0.1
 """Share of late first tokens from which on the queue is slower than expected, where the P90 that
 was expected is in time."""
 CORRECTION, MOST_CORRECTION = 1.2, 3.0
 """Factor on the expected time of the queue for every two such intervals in a row, and the largest;
-beyond it Algorithm 2 decides for `DISTRUST_S`."""
+beyond it, and where holding all brownout does not help, Algorithm 2 decides for `DISTRUST_S`."""
 DISTRUST_S = 10.0
 
 log = logging.getLogger(__name__)
@@ -114,8 +121,9 @@ class Predictive:
     waited lately, or by how long they wait now if that is long, so that no rate of arrivals has to
     be guessed.
 
-    Where first tokens come later than was expected it takes queues to be slower. While it knows too
-    little, or errs too much, Algorithm 2 decides.
+    Where first tokens come later than was expected it takes queues to be slower. On a machine so
+    noisy that they are late whenever brownout ends, it holds some. While it knows too little, or
+    errs too much, Algorithm 2 decides.
     """
 
     def __init__(self, config: SalcConfig) -> None:
@@ -127,12 +135,14 @@ class Predictive:
         self._queue: Queue | None = None  # None: it knows too little
         self._ttft_s = math.nan  # expected at the last decision
         self._correction, self._wrong_for, self._distrusted_until = 1.0, 0, -math.inf
+        self._held, self._late_first, self._held_at = 0.0, 0.0, -math.inf
 
     # ---- by interval ------------------------------------------------------------------------
 
     def decide(self, seen: Seen) -> Decision:
         """See Controller."""
         self._correct(seen)
+        self._hold(seen)
         self._queue, self._ttft_s = None, math.nan
         if not _knows_enough(seen) or seen.now < self._distrusted_until:
             return self._fallback.decide(seen)
@@ -160,7 +170,9 @@ class Predictive:
             self._correction = max(1.0, 0.95 * self._correction)
         elif self._wrong_for % 2 == 0:
             self._correction *= CORRECTION
-        if self._correction > MOST_CORRECTION:
+        if self._correction > MOST_CORRECTION and self._held < 1:
+            self._correction = MOST_CORRECTION
+        elif self._correction > MOST_CORRECTION:
             self._correction, self._distrusted_until = 1.0, seen.now + DISTRUST_S
             log.warning(
                 "predictive: %.0f %% of first tokens come later than %.3g s, and %.3g s was "
@@ -171,13 +183,21 @@ class Predictive:
                 DISTRUST_S,
             )
 
+    def _hold(self, seen: Seen) -> None:
+        """Moves the share of all brownout that is held by how many first tokens came late."""
+        passed_s = min(seen.now - self._held_at, 1.0)
+        self._held_at, late = seen.now, seen.prefill.late_share or 0.0
+        self._late_first += (1 - math.exp(-passed_s / HOLD_MEAN_S)) * (late - self._late_first)
+        off = min(self._late_first / FIRST_TARGET - 1, 2.0)
+        self._held = min(max(self._held + HOLD_RISE * off * passed_s, 0.0), 1.0)
+
     def _for_queue(self, queue: "Queue", load: Load, now: float) -> tuple[int, int]:
         """Returns where in the grid the thresholds are that the queue calls for."""
         share, at_once = queue.called_for(load, self._correction)
         gain = 1 - math.exp(-max(now - self._mean_at, 0.0) / SETTLE_S)
         self._mean += gain * (min(share, 1.0) - self._mean)
         self._mean_at = now
-        share = min(max(self._mean, at_once), 1.0)
+        share = min(max(self._mean, at_once, self._held), 1.0)
         if share < LEAST:  # what a queue left behind ends
             return 0, 0
         return queue.chosen[int(share * (len(SHARES) - 1))]

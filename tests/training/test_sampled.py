@@ -1,6 +1,7 @@
 """Texts that a model writes for its own distillation."""
 
 import dataclasses
+import gc
 import sys
 
 import jax
@@ -51,7 +52,11 @@ def test_a_distillation_trains_on_them_and_is_finished_the_second_time(
         assert not caught.value.code, said.err
         return said.out
 
+    before_it = sum(array.nbytes for array in jax.live_arrays())
     run()
+    gc.collect()
+    left = sum(array.nbytes for array in jax.live_arrays())
+    assert left - before_it < jmoe.load(tiny_dir.path, "float32").weights.params["embed"].nbytes
     (file,) = out.glob("sampled-30-0-*")
     assert len(list(read_texts(file))) == 30
     assert file.name in (out / "distill.md").read_text(encoding="utf-8")

@@ -217,6 +217,14 @@ class Corpus:
         ]
 
 
+def check_trains(cfg: ModelConfig, length: int) -> None:
+    """Raises ValueError for a model whose layers cannot be trained, or not over such rows."""
+    if length > cfg.max_position:
+        raise ValueError(f"length is {length}; the model has {cfg.max_position} positions")
+    if others := [kind for kind in cfg.attention_kinds if not isinstance(kind, Paged)]:
+        raise ValueError(f"layers attend by {others[0]}, and training in full and over windows")
+
+
 def pack_files(
     files: Sequence[Path],
     cfg: ModelConfig,
@@ -234,10 +242,7 @@ def pack_files(
     """
     if tokenizer is None:
         raise ValueError("the model has no tokenizer.json; its inputs cannot be made from text")
-    if length > cfg.max_position:
-        raise ValueError(f"length is {length}; the model has {cfg.max_position} positions")
-    if others := [kind for kind in cfg.attention_kinds if not isinstance(kind, Paged)]:
-        raise ValueError(f"layers attend by {others[0]}, and training in full and over windows")
+    check_trains(cfg, length)
     if not files:
         raise ValueError("no data file was given; name at least one with --data")
     starts, num_prompt, of_file = array("q", [0]), array("i"), array("i")

@@ -7,13 +7,12 @@ from pathlib import Path
 import numpy as np
 
 from jmoe.api import resolve
-from jmoe.checkpoint import is_native
+from jmoe.checkpoint import is_native, native_config
 from jmoe.config import ModelConfig, read_config
 from jmoe.experts import groups_by_index
-from jmoe.layers import Layers
 from jmoe.tokenizer import Tokenizer
 from training.distill.config import DistillConfig
-from training.distill.data import Corpus, pack_files
+from training.distill.data import Corpus, check_trains, pack_files
 from training.distill.plan import (
     ENOUGH_VISITS,
     LEAST_VISITS,
@@ -62,7 +61,7 @@ def prepare(
     """Checks a run and plans it, without its weights: `config.json` and, for data, the tokenizer.
 
     Args:
-        model_dir: model directory; in jmoe's own format it is read whole.
+        model_dir: model directory.
         ways: None for those of DEFAULT_WAYS that the model can have and this machine can hold.
         data: files of texts.
         out: directory of the run; None where the disk does not matter.
@@ -77,6 +76,7 @@ def prepare(
     directory = resolve(model_dir)
     cfg = read_config_of(directory, allow_unknown_config)
     chosen = _checked(cfg, ways)
+    check_trains(cfg, config.length)
     corpus, amount, warnings = None, Amount.assumed(config), []
     if data or need_data:
         tokenizer = Tokenizer.load(directory)
@@ -93,9 +93,9 @@ def prepare(
 
 
 def read_config_of(directory: Path, allow_unknown_config: Sequence[str]) -> ModelConfig:
-    """Returns the config of a model directory; of one in jmoe's own format, that of its file."""
+    """Returns the config of a model directory, also of one in jmoe's own format."""
     if is_native(directory):
-        return Layers(directory).cfg
+        return native_config(directory)
     return read_config(directory, allow_unknown_config=allow_unknown_config)
 
 

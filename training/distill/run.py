@@ -62,12 +62,11 @@ def distill(
 
     Ways that the file has besides stay in it.
 
-    Unless the settings say otherwise, the model first writes texts to train on beside the data,
-    which is the one time that a device holds all of it. Then the device holds one layer's weights
-    and captured rows at a time. What is finished is kept in
-    `out`: a run that was killed goes on where it was and ends in the same bits, and one with other
-    ways or another end-to-end stage takes the layers that are there. Of a run that is finished
-    nothing is done again: no weights are read, no file is written.
+    Where a device holds the whole model, it first writes texts to train on beside the data, unless
+    the settings say otherwise. Then the device holds one layer's weights and captured rows at a
+    time. What is finished is kept in `out`: a run that was killed goes on where it was and ends in
+    the same bits, and one with other ways or another end-to-end stage takes the layers that are
+    there. Of a run that is finished nothing is done again: no weights are read, no file is written.
 
     Args:
         model_dir: model directory, as `jmoe.load` takes it.
@@ -112,13 +111,15 @@ def distill(
     if "data" in fingerprint:
         check_began(out, fingerprint, model_dir)
     if config.sampled and "data" in fingerprint:
-        first = prepare(
-            model_dir, ways, (), out, config, allow_unknown_config, need_data=False
-        )  # what cannot be is said before anything is written
-        if first.refusal:
-            raise ValueError(first.refusal)
-        say(f"the model writes {config.sampled:,} texts, if they are not in {out} yet")
-        data = [*data, *sampled_texts(directory, out, config, allow_unknown_config)]
+        # What cannot be is said before anything is written.
+        known = out, config, allow_unknown_config
+        if refusal := prepare(model_dir, ways, (), *known, need_data=False).refusal:
+            raise ValueError(refusal)
+
+        def wrote(done: int) -> None:
+            progress("texts of its own", done, config.sampled or 0, "")
+
+        data = [*data, *sampled_texts(directory, *known, wrote)]
     prepared = prepare(model_dir, ways, data, out, config, allow_unknown_config)
     packed, own = prepared.data, prepared.plan.ways
     assert packed is not None

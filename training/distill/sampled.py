@@ -4,7 +4,7 @@ reach inputs that a user's texts do not (docs/distillation.md).
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jax
@@ -23,6 +23,7 @@ from training.distill.room import Room
 from training.distill.sizes import model_parameters
 
 BATCH = 256  # texts written together
+LENGTH = 80  # tokens of one at most
 SAMPLED = 10_000
 BESIDE = 1.25
 """How much a model takes as it writes, over its weights."""
@@ -46,12 +47,21 @@ def with_number(
     return dataclasses.replace(config, sampled=found)
 
 
-def write_texts(model: Model, out: Path, num: int, *, length: int = 80, seed: int = 0) -> None:
+def write_texts(
+    model: Model,
+    out: Path,
+    num: int,
+    *,
+    length: int = LENGTH,
+    seed: int = 0,
+    progress: Callable[[int], None] = lambda done: None,
+) -> None:
     """Writes `num` texts of up to `length` tokens, at temperature 1, one JSON object a line, as
     token ids: read again, a text could have others.
 
     A text begins with a token drawn evenly from the tokenizer's, end tokens excepted, and ends
-    before an end token. The seed and `num` decide them. Raises ValueError for a model without a
+    before an end token. The seed and `num` decide them; `progress` is told how many there are.
+    Raises ValueError for a model without a
     tokenizer and for numbers out of range.
     """
     if model.tokenizer is None:
@@ -72,10 +82,15 @@ def write_texts(model: Model, out: Path, num: int, *, length: int = 80, seed: in
             for prompt, new in zip(prompts, written, strict=True):
                 ids = [*prompt, *(int(token) for token in new if token not in ends)]
                 file.write(json.dumps({"prompt_token_ids": [], "token_ids": ids}) + "\n")
+            progress(min(at + BATCH, num))
 
 
 def sampled_texts(
-    directory: Path, out: Path, config: DistillConfig, allow_unknown_config: Sequence[str] = ()
+    directory: Path,
+    out: Path,
+    config: DistillConfig,
+    allow_unknown_config: Sequence[str] = (),
+    progress: Callable[[int], None] = lambda done: None,
 ) -> list[Path]:
     """Returns the file in `out` with the texts of a model, whose name says what decided them; none
     where it is to write none. It is written where it is not there yet: of several processes, by the
@@ -91,7 +106,9 @@ def sampled_texts(
         begun = path.with_suffix(".begun")
         dtype = layers_dtype(config, jax.default_backend())
         model = load(directory, dtype, ways=(), allow_unknown_config=allow_unknown_config)
-        write_texts(model, begun, config.sampled, seed=config.seed)
+        length = min(LENGTH, model.config.max_position)
+        known = {"length": length, "seed": config.seed}
+        write_texts(model, begun, config.sampled, progress=progress, **known)
         begun.replace(path)
     wait_for_all("texts are written")
     return [path]

@@ -87,12 +87,13 @@ def leave_one_out(
         raise ValueError(f"texts to distil on are all of {known[0]}; give items of two families")
     directory, allowed = resolve(config.model), config.allow_unknown_config
     distillation = with_number(distillation, directory, room_here(config.out), allowed)
-    progress("texts that the model writes", 0, 1)
-    written = sampled_texts(directory, config.out, distillation, allowed)
-    distillation = dataclasses.replace(distillation, sampled=0)
-    of_source = partial(
-        united_without, config, ways, texts, distillation=distillation, written=written
-    )
+
+    def wrote(done: int) -> None:
+        progress("texts of its own", done, distillation.sampled)
+
+    written = sampled_texts(directory, config.out, distillation, allowed, wrote)
+    alone = dataclasses.replace(distillation, sampled=0)
+    of_source = partial(united_without, config, ways, texts, distillation=alone, written=written)
     everything, found = of_source(source=None, progress=progress), []
     for source in chosen:
         unseen = of_source(source=source, progress=progress)

@@ -13,7 +13,15 @@ from serving.control.algorithm2 import Algorithm2
 from serving.control.controller import Decision, Load, PhaseSeen, Seen, StepSeen
 from serving.control.guarded import GuardedController, make_controller
 from serving.control.load import WEIGHT, LoadMeter
-from serving.control.predictive import GRID_PERCENT, SETTLE_S, TARGET, Predictive, Prices, queue_of
+from serving.control.predictive import (
+    FIRST_TARGET,
+    GRID_PERCENT,
+    SETTLE_S,
+    TARGET,
+    Predictive,
+    Prices,
+    queue_of,
+)
 from serving.control.slo import SloAnalyser
 from serving.errors import InvalidRequest
 from serving.plan import Phase
@@ -325,6 +333,30 @@ def test_where_first_tokens_come_later_than_expected_queues_count_as_slower(capl
     assert "50 % of first tokens come later than 0.1 s" in caplog.text
     assert math.isnan(controller.decide(seen(steady, now=30.0)).ttft_p90_s)
     assert not math.isnan(controller.decide(seen(steady, now=60.0)).ttft_p90_s)
+
+
+def test_where_first_tokens_are_late_though_nobody_queues_brownout_is_held():
+    """At 1.8 times the target 16 % of all brownout more a second, and 20 % less where nothing is
+    late any more; below the target none.
+    """
+    controller = Predictive(CONFIG)
+
+    def degraded(begin, late_first, seconds):
+        decisions = (
+            controller.decide(seen(now=begin + 0.25 * n, late_first=late_first))
+            for n in range(int(4 * seconds))
+        )
+        return [200 - sum(decision[:2]) for decision in decisions]
+
+    assert not any(degraded(0, 0.9 * FIRST_TARGET, 30))
+    held = degraded(30, 1.8 * FIRST_TARGET, 16)
+    assert held == sorted(held)
+    assert held[16] < 100 < held[36]  # half of it after 4 s, and most of the mean's 2 before
+    assert held[-1] == 200
+    freed = degraded(46, 0.0, 15)
+    assert freed == sorted(freed, reverse=True)
+    assert freed[3] == 200  # for 2 ln 1.8 s the mean is above the target
+    assert freed[-1] == 0
 
 
 # -- what it spends by expected loss -------------------------------------------------------------
