@@ -53,6 +53,8 @@ is foreseen."""
 HOLD_MEAN_S, HOLD_RISE = 2.0, 0.2
 """How much of all brownout more is held a second where that share is twice the target; it falls as
 fast where nothing is late."""
+BUSY = 0.5
+"""Of the device's time, that the requests would take without brownout: with less none is held."""
 
 TOO_LATE = 0.1
 """Share of late first tokens from which on the queue is slower than expected, where the P90 that
@@ -185,7 +187,7 @@ class Predictive:
 
     def _hold(self, seen: Seen) -> None:
         """Moves the share of all brownout that is held by how many first tokens came late."""
-        passed_s = min(seen.now - self._held_at, 1.0)
+        passed_s = 0.0 if math.isinf(self._held_at) else min(seen.now - self._held_at, 4.0)
         self._held_at, late = seen.now, seen.prefill.late_share or 0.0
         self._late_first += (1 - math.exp(-passed_s / HOLD_MEAN_S)) * (late - self._late_first)
         off = min(self._late_first / FIRST_TARGET - 1, 2.0)
@@ -197,7 +199,8 @@ class Predictive:
         gain = 1 - math.exp(-max(now - self._mean_at, 0.0) / SETTLE_S)
         self._mean += gain * (min(share, 1.0) - self._mean)
         self._mean_at = now
-        share = min(max(self._mean, at_once, self._held), 1.0)
+        is_busy = load.arrivals_per_s * queue.request_s[0, 0] > BUSY
+        share = min(max(self._mean, at_once, self._held * is_busy), 1.0)
         if share < LEAST:  # what a queue left behind ends
             return 0, 0
         return queue.chosen[int(share * (len(SHARES) - 1))]

@@ -150,7 +150,7 @@ class View:
     """
     waiting_tokens: int = 0  # of prompts in line that one step could hold
     oldest_s: float = 0.0  # how long the first of them has waited
-    waited_s: float = 0.0  # how long all of them have waited together
+    waited_s: float = 0.0  # how long those that have a slot have waited for company, together
 
     @property
     def in_company(self) -> bool:

@@ -101,6 +101,7 @@ class Scheduler:
         self.staging = StagingRegions(limits)
         self.singles = SingleRows(limits, self.staging)  # none where steps complete whole
         self._last_phase = Phase.DECODE
+        self._none_waited_at = -math.inf  # at that time no prompt could have begun
         self._newest: ScheduledStep | None = (
             None  # the one under way whose layers were launched last
         )
@@ -273,6 +274,9 @@ class Scheduler:
             company = None
         most = 0 if company is None else self.limits.max_prefill_seqs
         heads = of_one_model(self.queues[LS], most)
+        waiting = heads[: self.num_free_slots()] if heads and can[LS] else []
+        if not waiting:
+            self._none_waited_at = now
         return View(
             now=now,
             max_batch=self.limits.decode_rows,
@@ -291,7 +295,7 @@ class Scheduler:
             company=company,
             waiting_tokens=sum(map(self._left, heads)),
             oldest_s=now - heads[0].arrived_at if heads else 0.0,
-            waited_s=sum(now - head.arrived_at for head in heads),
+            waited_s=sum(now - max(s.arrived_at, self._none_waited_at) for s in waiting),
         )
 
     def _by_class(self, sequences: list[SequenceState]) -> dict[Priority, list[SequenceState]]:
