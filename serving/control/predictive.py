@@ -137,7 +137,7 @@ class Predictive:
         self._queue: Queue | None = None  # None: it knows too little
         self._ttft_s = math.nan  # expected at the last decision
         self._correction, self._wrong_for, self._distrusted_until = 1.0, 0, -math.inf
-        self._held, self._late_first, self._held_at = 0.0, 0.0, -math.inf
+        self._held, self._late_first, self._held_at = 0.0, 0.0, math.inf
 
     # ---- by interval ------------------------------------------------------------------------
 
@@ -187,7 +187,7 @@ class Predictive:
 
     def _hold(self, seen: Seen) -> None:
         """Moves the share of all brownout that is held by how many first tokens came late."""
-        passed_s = 0.0 if math.isinf(self._held_at) else min(seen.now - self._held_at, 4.0)
+        passed_s = min(max(seen.now - self._held_at, 0.0), 2 * HOLD_MEAN_S)
         self._held_at, late = seen.now, seen.prefill.late_share or 0.0
         self._late_first += (1 - math.exp(-passed_s / HOLD_MEAN_S)) * (late - self._late_first)
         off = min(self._late_first / FIRST_TARGET - 1, 2.0)

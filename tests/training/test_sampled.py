@@ -12,7 +12,7 @@ from serving.cli import main as cli
 from tests.training.distilled import QUICK
 from training.distill.data import read_texts
 from training.distill.room import Room
-from training.distill.sampled import with_number, write_texts
+from training.distill.sampled import with_num_texts, write_texts
 
 
 @pytest.mark.deep
@@ -74,7 +74,7 @@ def test_by_default_a_model_that_one_device_holds_writes_ten_thousand(tiny_dir):
     def number(platform, device, host, sampled=None):
         config = dataclasses.replace(QUICK, sampled=sampled)
         room = Room(platform, 8, device, host, None)
-        return with_number(config, tiny_dir.path, room).sampled
+        return with_num_texts(config, tiny_dir.path, room).sampled
 
     model = jmoe.load(tiny_dir.path, "float32", ways=())
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(model.weights))

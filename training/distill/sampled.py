@@ -16,6 +16,7 @@ from jmoe.api import Model, load
 from jmoe.checkpoint import weights_digest
 from jmoe.generate import generate
 from training.distill.config import DistillConfig
+from training.distill.data import check_trains
 from training.distill.parallel import is_first, wait_for_all
 from training.distill.plan import layers_dtype
 from training.distill.prepare import read_config_of
@@ -29,7 +30,7 @@ BESIDE = 1.25
 """How much a model takes as it writes, over its weights."""
 
 
-def with_number(
+def with_num_texts(
     config: DistillConfig, directory: Path, room: Room, allow_unknown_config: Sequence[str] = ()
 ) -> DistillConfig:
     """Returns the settings with the number of texts that the model is to write: by default
@@ -61,8 +62,7 @@ def write_texts(
 
     A text begins with a token drawn evenly from the tokenizer's, end tokens excepted, and ends
     before an end token. The seed and `num` decide them; `progress` is told how many there are.
-    Raises ValueError for a model without a
-    tokenizer and for numbers out of range.
+    Raises ValueError for a model without a tokenizer and for numbers out of range.
     """
     if model.tokenizer is None:
         raise ValueError(f"{model.name} has no tokenizer.json; its texts cannot be written")
@@ -96,7 +96,7 @@ def sampled_texts(
     where it is to write none. It is written where it is not there yet: of several processes, by the
     first one, and all wait for it.
 
-    Raises as `write_texts` does.
+    Raises as `write_texts` does, and ValueError for a model that cannot be trained.
     """
     if not config.sampled:
         return []
@@ -106,6 +106,7 @@ def sampled_texts(
         begun = path.with_suffix(".begun")
         dtype = layers_dtype(config, jax.default_backend())
         model = load(directory, dtype, ways=(), allow_unknown_config=allow_unknown_config)
+        check_trains(model.config, config.length)
         length = min(LENGTH, model.config.max_position)
         known = {"length": length, "seed": config.seed}
         write_texts(model, begun, config.sampled, progress=progress, **known)

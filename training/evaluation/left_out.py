@@ -22,7 +22,7 @@ from jmoe.api import load, resolve
 from jmoe.brownout import Brownout, LowestGate
 from training.distill import DistillConfig, beside, distill
 from training.distill.room import room_here
-from training.distill.sampled import sampled_texts, with_number
+from training.distill.sampled import sampled_texts, with_num_texts
 from training.evaluation import items as sources_of
 from training.evaluation.run import EvaluateConfig, Work, evaluate
 from training.evaluation.tables import Score
@@ -86,7 +86,7 @@ def leave_one_out(
     if len({text.family for text in texts}) < 2:
         raise ValueError(f"texts to distil on are all of {known[0]}; give items of two families")
     directory, allowed = resolve(config.model), config.allow_unknown_config
-    distillation = with_number(distillation, directory, room_here(config.out), allowed)
+    distillation = with_num_texts(distillation, directory, room_here(config.out), allowed)
 
     def wrote(done: int) -> None:
         progress("texts of its own", done, distillation.sampled)
