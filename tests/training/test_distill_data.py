@@ -15,8 +15,10 @@ from tokenizers.processors import TemplateProcessing
 
 from jmoe.config import read_config
 from jmoe.tokenizer import Tokenizer
-from training.distill import data
+from training.distill import DistillConfig, data
 from training.distill.data import pack_files, read_texts
+from training.distill.fit import HELD_OUT
+from training.distill.refine import _rows
 
 TALK = [
     {"role": "user", "content": "copy ab"},
@@ -284,6 +286,35 @@ def test_rows_are_those_of_all_texts_shuffled_and_filled(tiny_dir, tmp_path, len
     held = [sum(len(ids) - 1 for ids, _ in row) for row in by_hand]
     assert len(first) == next(n for n in range(1, 99) if sum(held[:n]) >= 100)
     np.testing.assert_array_equal(first.tokens, corpus.rows(slice(0, len(first))).tokens)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_files_apart_fill_rows_of_their_own_and_half_of_what_is_drawn(tiny_dir, tmp_path, seed):
+    """However large the others are."""
+    tokenizer, cfg = Tokenizer.load(tiny_dir.path), read_config(tiny_dir.path)
+    files = [tmp_path / name for name in ("many.jsonl", "more.txt", "few.jsonl")]
+    for path, count in zip(files, (900, 300, 60), strict=True):
+        words = [{"prompt": "copy " + "ab " * (n % 7), "answer": "cd"} for n in range(count)]
+        written(path, *words)
+    corpus = pack_files(files, cfg, tokenizer, 64, seed, apart=1)
+    many, few = corpus.parts
+    assert (many.start, many.stop, few.stop) == (0, few.start, len(corpus))
+    whole = corpus.rows(slice(None))
+    kinds = [set(of_row) for of_row in whole.families]
+    assert all("2" not in own for own in kinds[: many.stop])
+    assert all(own == {"2"} for own in kinds[few.start :])
+    alone = pack_files(files[:2], cfg, tokenizer, 64, seed)
+    np.testing.assert_array_equal(whole.tokens[: many.stop], alone.rows(slice(None)).tokens)
+    config = DistillConfig(refine_rows=9, seed=seed)
+    for step in (0, 1, HELD_OUT):
+        drawn = _rows(corpus, step, config).families
+        assert [set(of_row) == {"2"} for of_row in drawn] == [False] * 5 + [True] * 4
+    for wanted in (200, 10**6):
+        first = corpus.first(wanted)
+        own = [np.count_nonzero(first.items[at]) for at, f in enumerate(first.families) if "2" in f]
+        held = sum(np.count_nonzero(whole.items[row]) for row in few)
+        assert min(held, wanted / 2) <= sum(own) < min(held, wanted / 2) + 64
+        assert np.count_nonzero(first.items) >= min(wanted, corpus.num_tokens)
 
 
 @pytest.mark.deep

@@ -64,12 +64,15 @@ def test_nothing_of_the_left_out_source_is_captured(tiny_dir, two_sources, tmp_p
 
 @pytest.mark.deep
 def test_a_source_is_scored_by_united_experts_of_the_other_alone(tiny_dir, two_sources, tmp_path):
-    """Those are, in their bits, of a distillation on the other source's items and no others."""
+    """Those are, in their bits, of a distillation on the other source's items and no others, beside
+    texts that the model writes, which are written once.
+    """
     data, rows = two_sources
+    short = dataclasses.replace(SHORT, sampled=8)
     config = EvaluateConfig(
         str(tiny_dir.path), "float32", data, num=16, batch=4, error_steps=1, out=tmp_path / "out"
     )
-    (found,) = leave_one_out(config, [PARTIAL], SHORT, ["sevens"])
+    (found,) = leave_one_out(config, [PARTIAL], short, ["sevens"])
     assert len(found.unseen.result.right) == sum(row["family"] == "sevens" for row in rows[:16])
     assert found.full.setting.strategy == "full"
     assert 0 < found.full.setting.threshold_percent < 100
@@ -77,7 +80,8 @@ def test_a_source_is_scored_by_united_experts_of_the_other_alone(tiny_dir, two_s
     left = [row for row in rows[16:] if row["family"] == "threes"]
     alone = tmp_path / "alone.jsonl"
     alone.write_text("".join(json.dumps(row) + "\n" for row in left))
-    distill(tiny_dir.path, [4], [alone], tmp_path / "alone", SHORT)
+    distill(tiny_dir.path, [4], [alone], tmp_path / "alone", short)
+    assert len({*tmp_path.rglob("own-texts-8-*")}) == 4  # one, and a copy for each of the others
     files = [folder / "united.safetensors" for folder in (tmp_path / "alone", config.out / "all")]
     own = (config.out / "without-sevens" / "united.safetensors").read_bytes()
     assert [own == file.read_bytes() for file in files] == [True, False]

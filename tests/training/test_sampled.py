@@ -25,11 +25,11 @@ def test_texts_begin_anywhere_and_are_decided_by_the_seed(tiny_dir, tmp_path):
     assert texts == again != other
     assert len(texts) == 40
     ends = set(model.config.eos_token_ids)
-    for prompt, ids in texts:
-        assert prompt == []
+    for ids, answer in texts:
+        assert answer == []  # or what is written would count ten times as much
         assert 1 <= len(ids) <= 8
         assert ends.isdisjoint(ids)
-    assert len({ids[0] for _, ids in texts}) > 10
+    assert len({ids[0] for ids, _ in texts}) > 10
     with pytest.raises(ValueError, match=r"num is 0 and length 8"):
         write_texts(model, files[0], 0, length=8)
 
@@ -57,12 +57,12 @@ def test_a_distillation_trains_on_them_and_is_finished_the_second_time(
     gc.collect()
     left = sum(array.nbytes for array in jax.live_arrays())
     assert left - before_it < jmoe.load(tiny_dir.path, "float32").weights.params["embed"].nbytes
-    (file,) = out.glob("sampled-30-0-*")
+    (file,) = out.glob("own-texts-30-0-*")
     assert len(list(read_texts(file))) == 30
     assert file.name in (out / "distill.md").read_text(encoding="utf-8")
     before = file.read_bytes()
     assert run().startswith("nothing left to do")
-    (again,) = out.glob("sampled-*")
+    (again,) = out.glob("own-texts-*")
     assert again.read_bytes() == before
     monkeypatch.setattr(sys, "argv", ["jmoe", "distill", *map(str, words), "--sampled", "-1"])
     with pytest.raises(SystemExit):

@@ -75,6 +75,8 @@ class DistillConfig:
         for name, value in before.items():  # runs from before there were others go on
             if settings[name] == value:
                 del settings[name]
+        if self.sampled:  # before, they were mixed with the data, and counted as answers
+            settings["texts of its own"] = "prompts, in half of the rows"
         own = {name: settings.pop(name) for name in tuple(settings) if name.startswith("refine_")}
         return settings, own
 

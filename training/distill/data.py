@@ -158,7 +158,8 @@ class Corpus:
     take 24 bytes of memory a piece; rows are made as they are asked for.
 
     A piece has at most `length` + 1 tokens; pieces fill rows in an order drawn from `seed`, and one
-    that does not fit begins the next row.
+    that does not fit begins the next row. Pieces of files from number `apart` on fill rows of
+    their own: `parts` has the numbers of both kinds of rows.
     """
 
     def __init__(
@@ -169,19 +170,27 @@ class Corpus:
         files: Int[np.ndarray, " P"],
         length: int,
         seed: int,
+        apart: int,
     ) -> None:
         """`files` has the number of each piece's data file, which is its family in a `Batch`."""
         self._ids, self._starts, self._num_prompt = ids, starts, num_prompt
         self._files = files
         self.length = length
-        order = array("q", range(len(num_prompt)))
-        random.Random(f"distill/{seed}").shuffle(order)
+        order, firsts, ends = array("q"), array("q", [0]), [0]
+        split = int(np.searchsorted(files, apart))
+        for pieces in (range(split), range(split, len(files))):
+            own = array("q", pieces)
+            random.Random(f"distill/{seed}").shuffle(own)
+            order.extend(own)
         self._order = np.frombuffer(order, np.int64)
         filled = np.concatenate([[0], np.cumsum((np.diff(starts) - 1)[self._order])])
-        firsts = array("q", [0])
-        while firsts[-1] < len(order):
-            most = filled[firsts[-1]] + length
-            firsts.append(int(np.searchsorted(filled, most, side="right")) - 1)
+        for end in (split, len(files)):
+            while firsts[-1] < end:
+                most = filled[firsts[-1]] + length
+                full = int(np.searchsorted(filled, most, side="right")) - 1
+                firsts.append(min(full, end))
+            ends.append(len(firsts) - 1)
+        self.parts = [range(*part) for part in itertools.pairwise(ends) if part[0] < part[1]]
         self._firsts = np.frombuffer(firsts, np.int64)
         self._filled = filled[self._firsts]  # tokens in the rows before each row, and in all
 
@@ -200,10 +209,20 @@ class Corpus:
         return to_arrays([self._row(number) for number in numbers], self.length)
 
     def first(self, num_tokens: int) -> Batch:
-        """Returns the first rows, as many as hold `num_tokens` tokens; all where there are
-        fewer.
+        """Returns the first rows, as many as hold `num_tokens` tokens; all where there are fewer.
+        Of two parts each gives half of them, or what it has.
         """
-        return self.rows(slice(0, int(np.searchsorted(self._filled[1:], num_tokens)) + 1))
+        numbers, wanted = [], num_tokens
+        least_first = sorted(self.parts, key=lambda part: self._tokens_before(part.stop, part))
+        for at, part in enumerate(least_first):
+            own = self._filled[part.start] + -(-wanted // (len(self.parts) - at))
+            last = min(int(np.searchsorted(self._filled[1:], own)) + 1, part.stop)
+            numbers += range(part.start, last)
+            wanted = max(0, wanted - self._tokens_before(last, part))
+        return self.rows(np.sort(numbers))
+
+    def _tokens_before(self, row: int, part: range) -> int:
+        return int(self._filled[row] - self._filled[part.start])
 
     def _row(self, number: int) -> list[Encoded]:
         pieces = self._order[self._firsts[number] : self._firsts[number + 1]]
@@ -232,8 +251,10 @@ def pack_files(
     length: int,
     seed: int,
     folder: Path | None = None,
+    apart: int = 0,
 ) -> Corpus:
-    """Returns all texts of `files` in packed rows, in an order drawn from `seed`.
+    """Returns all texts of `files` in packed rows, in an order drawn from `seed`; those of the last
+    `apart` files in rows of their own.
 
     Their token ids, four bytes each, go to a file in `folder` (None: the system's for temporary
     ones) that goes when the corpus does. Raises ValueError for unreadable data, a model without
@@ -268,7 +289,7 @@ def pack_files(
         kept.flush()
         all_ids = np.memmap(kept, np.int32, "r")
     pieces = np.array(starts), np.array(num_prompt), np.array(of_file)
-    return Corpus(all_ids, *pieces, length, seed)
+    return Corpus(all_ids, *pieces, length, seed, len(files) - apart)
 
 
 def _keep(kept: IO[bytes], ids: Int[np.ndarray, " T"]) -> None:

@@ -388,9 +388,15 @@ def _over(mesh: Mesh, own: Batch, weights: Float[np.ndarray, "B S"]) -> Arrays:
 
 
 def _rows(data: Batch | Corpus, step: int, config: DistillConfig) -> Batch:
-    """Returns the rows of a step; the last tenth of the data only measures."""
-    num_rows = len(data)
-    cut = max(1, num_rows - num_rows // 10)
-    rng = np.random.default_rng([config.seed, step])
-    low, high = (cut, num_rows) if step == HELD_OUT and cut < num_rows else (0, cut)
-    return data.rows(rng.integers(low, high, config.refine_rows))
+    """Returns the rows of a step, evenly from each part of the data, whose last tenth only
+    measures.
+    """
+    rng, numbers = np.random.default_rng([config.seed, step]), []
+    parts = data.parts if isinstance(data, Corpus) else [range(len(data))]
+    for at, part in enumerate(parts):
+        count = (config.refine_rows + len(parts) - 1 - at) // len(parts)
+        cut = part.start + max(1, len(part) - len(part) // 10)
+        held_out = step == HELD_OUT and cut < part.stop
+        low, high = (cut, part.stop) if held_out else (part.start, cut)
+        numbers.append(rng.integers(low, high, count))
+    return data.rows(np.concatenate(numbers))

@@ -110,6 +110,7 @@ def distill(
     fingerprint["devices"] = f"{jax.device_count()} {jax.default_backend()}"
     if "data" in fingerprint:
         check_began(out, fingerprint, model_dir)
+    written: list[Path] = []
     if config.sampled and "data" in fingerprint:
         # What cannot be is said before anything is written.
         known = out, config, allow_unknown_config
@@ -119,8 +120,11 @@ def distill(
         def wrote(done: int) -> None:
             progress("texts of its own", done, config.sampled or 0, "")
 
-        data = [*data, *sampled_texts(directory, *known, wrote)]
-    prepared = prepare(model_dir, ways, data, out, config, allow_unknown_config)
+        written = sampled_texts(directory, *known, wrote)
+    prepared = prepare(
+        model_dir, ways, [*data, *written], out, config, allow_unknown_config, apart=len(written)
+    )
+    data = [*data, *written]
     packed, own = prepared.data, prepared.plan.ways
     assert packed is not None
     if record := over(own):

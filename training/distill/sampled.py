@@ -1,5 +1,8 @@
 """Texts that a model writes itself from a random first token, as data of its distillation: they
 reach inputs that a user's texts do not (docs/distillation.md).
+
+They are prompts without an answer: what is learned of a token of theirs counts as little as of one
+of a prompt, or they would be most of the loss.
 """
 
 import dataclasses
@@ -81,7 +84,7 @@ def write_texts(
             written = generate(model, prompts, length - 1, temperature=1.0, seed=seed + at).tokens
             for prompt, new in zip(prompts, written, strict=True):
                 ids = [*prompt, *(int(token) for token in new if token not in ends)]
-                file.write(json.dumps({"prompt_token_ids": [], "token_ids": ids}) + "\n")
+                file.write(json.dumps({"prompt_token_ids": ids, "token_ids": []}) + "\n")
             progress(min(at + BATCH, num))
 
 
@@ -100,7 +103,7 @@ def sampled_texts(
     """
     if not config.sampled:
         return []
-    path = out / f"sampled-{config.sampled}-{config.seed}-{weights_digest(directory)[7:15]}.jsonl"
+    path = out / f"own-texts-{config.sampled}-{config.seed}-{weights_digest(directory)[7:15]}.jsonl"
     if is_first() and not path.exists():
         out.mkdir(parents=True, exist_ok=True)
         begun = path.with_suffix(".begun")

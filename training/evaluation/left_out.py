@@ -11,6 +11,7 @@ import io
 import itertools
 import json
 import math
+import shutil
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -92,8 +93,8 @@ def leave_one_out(
         progress("texts of its own", done, distillation.sampled)
 
     written = sampled_texts(directory, config.out, distillation, allowed, wrote)
-    alone = dataclasses.replace(distillation, sampled=0)
-    of_source = partial(united_without, config, ways, texts, distillation=alone, written=written)
+    known = {"distillation": distillation, "written": written}
+    of_source = partial(united_without, config, ways, texts, **known)
     everything, found = of_source(source=None, progress=progress), []
     for source in chosen:
         unseen = of_source(source=source, progress=progress)
@@ -134,9 +135,9 @@ def united_without(
     progress: Progress = lambda *args: None,
     written: Sequence[Path] = (),
 ) -> Path:
-    """Distils on the texts that are not of a source (None: on all), and on files that the model
-    has `written`, in a folder of `config.out`; returns the directory of the model with those united
-    experts.
+    """Distils on the texts that are not of a source (None: on all), in a folder of `config.out`;
+    returns the directory of the model with those united experts. Where the model writes texts for
+    it, it has `written` them already.
     """
     name = "all" if source is None else f"without-{source}"
     model, out = resolve(config.model), config.out / name
@@ -145,8 +146,9 @@ def united_without(
     def told(what: str, *done: int | str) -> None:
         progress(f"{name}: {what}", *done)
 
-    files = [data, *written]
-    distill(model, ways, files, out, distillation, told, config.allow_unknown_config)
+    for path in written:
+        shutil.copy(path, out)
+    distill(model, ways, [data], out, distillation, told, config.allow_unknown_config)
     return beside(model, out, out / "model")
 
 
