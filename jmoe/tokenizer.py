@@ -109,6 +109,8 @@ class Tokenizer:
             backend = Backend.from_file(str(regular(path)))
         except Exception as error:  # the library raises bare Exception
             raise TokenizerError(f"{path} is not readable: {error}") from None
+        backend.no_truncation()  # both are kept of a training, and would change prompts in silence
+        backend.no_padding()
         return cls(backend, read_settings(directory, chat_template))
 
     def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:

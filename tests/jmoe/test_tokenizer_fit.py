@@ -1,11 +1,15 @@
-"""A tokenizer with ids that the model has no embedding for is refused when the model is loaded."""
+"""What a tokenizer's files say beside its words: ids that a model has no embedding for are refused
+when it is loaded, and a text has the tokens that it has for transformers.
+"""
 
 import json
 
 import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import pre_tokenizers
 
 import jmoe
-from jmoe.tokenizer import TokenizerError
+from jmoe.tokenizer import Tokenizer, TokenizerError
 
 
 def write_tokenizer(directory, words, added=()):
@@ -56,3 +60,17 @@ def test_jmoes_own_format_is_checked_too(copy, tmp_path):
     write_tokenizer(saved, words(98))
     with pytest.raises(TokenizerError, match="'w97' with id 97"):
         jmoe.load(saved)
+
+
+def test_a_file_that_truncates_and_pads_does_neither_to_a_prompt(tmp_path):
+    """As transformers and vLLM read it: a training run leaves both behind."""
+    write_tokenizer(tmp_path, words(97))
+    backend = Backend.from_file(str(tmp_path / "tokenizer.json"))
+    backend.enable_truncation(2)
+    backend.enable_padding(length=8, pad_id=3)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer is not None
+    tokenizer.backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    assert tokenizer.encode("w1 w2 w4 w5") == [1, 2, 4, 5]
+    assert tokenizer.encode("w1", special_tokens=False) == [1]
