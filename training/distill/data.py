@@ -321,9 +321,7 @@ def encode_all(
     found: list[Int[np.ndarray, " T"] | None] = [None] * len(texts)
     for special in (False, True):
         own = [
-            at
-            for at, (text, wants) in enumerate(texts)
-            if wants == special and len(text) <= _PART
+            at for at, (text, wants) in enumerate(texts) if wants == special and len(text) <= _PART
         ]
         parts = [texts[at][0] for at in own]
         made = tokenizer.backend.encode_batch_fast(parts, add_special_tokens=special)
