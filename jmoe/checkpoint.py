@@ -5,6 +5,7 @@ import logging
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, fields, replace
 from functools import partial
 from hashlib import sha256
@@ -21,7 +22,7 @@ from safetensors.numpy import save_file
 from jmoe import layout
 from jmoe.attention import Latent, Paged
 from jmoe.config import ModelConfig, RopeConfig
-from jmoe.digests import file_digests
+from jmoe.digests import file_digests, stamp_of
 from jmoe.experts import (
     ExpertPool,
     ExpertTable,
@@ -232,6 +233,16 @@ def weights_digest(directory: Path) -> str:
     except OSError as error:
         raise CheckpointError(f"{directory} is not readable: {error}") from None
     return f"sha256:{sha256(json.dumps([names, digests]).encode()).hexdigest()}"
+
+
+def file_stamps(directory: Path) -> dict[Path, list[int]]:
+    """Returns `digests.stamp_of` each file of a Hugging Face directory's weights, by its resolved
+    path; empty where one is missing. What is equal at two times is of equal weights.
+    """
+    with suppress(OSError, CheckpointError):
+        files = [(directory / name).resolve(strict=True) for name in _file_names(directory)]
+        return {file: stamp_of(file) for file in files}
+    return {}
 
 
 def _check(files: TensorFiles, cfg: ModelConfig, directory: Path) -> None:
