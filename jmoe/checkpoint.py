@@ -4,7 +4,7 @@ import json
 import logging
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, fields, replace
 from functools import partial
@@ -21,7 +21,7 @@ from safetensors.numpy import save_file
 
 from jmoe import layout
 from jmoe.attention import Latent, Paged
-from jmoe.config import ModelConfig, RopeConfig
+from jmoe.config import ModelConfig, RopeConfig, read_config
 from jmoe.digests import file_digests, stamp_of
 from jmoe.experts import (
     ExpertPool,
@@ -862,6 +862,15 @@ def native_config(directory: Path) -> ModelConfig:
     except Exception as error:  # whatever a damaged file lacks
         why = f"{type(error).__name__}: {error}"
         raise CheckpointError(f"{directory / 'jmoe.json'} is not readable: {why}") from error
+
+
+def config_of(directory: Path, *, allow_unknown_config: Collection[str] = ()) -> ModelConfig:
+    """Returns the configuration of a Hugging Face directory, or of one in jmoe's own format. Raises
+    ConfigError as `read_config`, and CheckpointError as `native_config`.
+    """
+    if is_native(directory):
+        return native_config(directory)
+    return read_config(directory, allow_unknown_config=allow_unknown_config)
 
 
 def load_native(

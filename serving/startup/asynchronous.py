@@ -15,7 +15,7 @@ from jaxtyping import Bool
 
 from jmoe.api import ExpertsOf, Model, resolve
 from jmoe.attention import page_windows
-from jmoe.config import read_config
+from jmoe.checkpoint import config_of
 from jmoe.family import Family
 from jmoe.parallel.asynchronous import Deployment, advise
 from jmoe.parallel.placement import Placement, contiguous, from_hosts
@@ -55,7 +55,7 @@ def with_mode(config: EngineConfig, model: Model | Family | None = None) -> Engi
         cfg = Family.of(model).config
     else:
         directory = resolve(config.model, config.hub_revision)
-        cfg = read_config(directory, allow_unknown_config=config.allow_unknown_config)
+        cfg = config_of(directory, allow_unknown_config=config.allow_unknown_config)
     devices, dtype_bytes = own.attention + own.experts, jnp.dtype(config.dtype).itemsize
     advice = advise(Deployment.of(cfg, devices, config.max_num_seqs, dtype_bytes))
     if config.mode == "aep" or advice.pays:

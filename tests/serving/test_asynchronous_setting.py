@@ -10,6 +10,7 @@ from fake_crew import asynchronous_engine
 from families import AEP, settings_of
 from served import CODE, failure
 
+import jmoe
 from serving.client import Client
 from serving.config import (
     AsynchronousConfig,
@@ -22,6 +23,7 @@ from serving.errors import SettingsError
 from serving.frontend.page.live import about
 from serving.frontend.server import Server
 from serving.startup.asynchronous import with_mode
+from serving.startup.prepare import check_start
 
 SETTINGS = settings_of({}, "", **AEP)
 
@@ -86,6 +88,13 @@ def test_who_asks_for_it_gets_it_with_one_warning(caplog):
     caplog.clear()
     assert with_mode(EngineConfig()).mode == "steps"
     assert not caplog.records
+
+
+def test_the_forecast_reads_a_model_in_jmoes_own_format(tmp_path):
+    jmoe.save(jmoe.load(SETTINGS.model, "float32"), tmp_path / "own")
+    own = replace(SETTINGS, model=str(tmp_path / "own"))
+    check_start(own)
+    assert with_mode(own) == own
 
 
 async def test_a_model_without_united_experts_is_served_without_brownout(caplog):
