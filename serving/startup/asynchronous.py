@@ -208,7 +208,11 @@ def keep_programs(folder: str) -> None:
     (`execution.executables`).
     """
     if folder and not jax.config.jax_compilation_cache_dir:
-        own = Path(folder).expanduser() / "asynchronous"
+        try:
+            own = Path(folder).expanduser() / "asynchronous"
+        except RuntimeError as error:  # there is no home
+            log.warning("%s cannot be used (%s); no compiled program is kept", folder, error)
+            return
         jax.config.update("jax_compilation_cache_dir", str(own))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
