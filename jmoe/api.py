@@ -1,8 +1,8 @@
 """Notebook API: load a model, run it on whole sequences, generate through the paged cache."""
 
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,8 @@ class Model:
     dtype: jnp.dtype
     resident: ResidentWeights
     tokenizer: Tokenizer | None = None
+    stamps: Mapping[Path, list[int]] = field(default_factory=dict)
+    """`checkpoint.file_stamps` from before its weights were read; empty: not known."""
 
     @property
     def home(self) -> Home | None:
@@ -148,7 +150,8 @@ class Model:
     def with_weights(self, **changed: Any) -> "Model":
         """Returns the same model with other `params`, `pool` or `table`, and no way loaded."""
         weights = self.weights._replace(**changed)
-        return replace(self, resident=ResidentWeights(weights, self.united, self.name, self.home))
+        resident = ResidentWeights(weights, self.united, self.name, self.home)
+        return replace(self, resident=resident, stamps={})
 
     def with_kv_cache_dtype(self, dtype: str) -> "Model":
         """Returns the same model, with the same weights and ways, whose caches keep keys and values

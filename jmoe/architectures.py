@@ -11,7 +11,14 @@ from typing import Any
 
 from jmoe.attention import Latent, Paged
 from jmoe.config_fields import Fields
-from jmoe.config_keys import READ_FOR_ALL, READ_FOR_QWEN, ROPE_READ, ROPE_SECTIONS, rope_kind
+from jmoe.config_keys import (
+    READ_FOR_ALL,
+    READ_FOR_QWEN,
+    ROPE_READ,
+    ROPE_SECTIONS,
+    positions,
+    rope_kind,
+)
 from jmoe.router import ScoredTopK, SparseMixer
 from pallas_kernels.activation import ClampedSwiglu
 
@@ -370,7 +377,7 @@ def full_or_window(
             names = " or ".join(map(repr, sorted(served)))
             raise fields.wrong("layer_types", f"{names} for each of num_hidden_layers ({count})")
         slides = [kind == "sliding_attention" for kind in types]
-    if window >= fields.size("max_position_embeddings"):
+    if window >= positions(fields):
         window = 0
     return tuple(Paged(window * has_it) for has_it in slides)
 

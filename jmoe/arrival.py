@@ -8,7 +8,7 @@ to the first model's weights, and keeps none alive.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -43,6 +43,7 @@ class Arrival:
     tokenizer: Tokenizer | None
     table: Int[np.ndarray, "layers columns"]
     pieces: deque[tuple[Int[np.ndarray, "n"], Pool]] = field(default_factory=deque)  # to write
+    stamps: Mapping[Path, list[int]] = field(default_factory=dict)  # as of Model
 
     def write_piece(self, held: PoolHolder) -> None:
         """Writes a few experts into their slots, between two programs."""
@@ -56,7 +57,8 @@ class Arrival:
         table = ExpertTable(jnp.asarray(self.table), jnp.asarray(groups))
         weights = Weights(params, held.pool, table)
         resident = ResidentWeights(weights, self.united, self.name, held=held)
-        return Model(self.name, self.path, self.config, first.dtype, resident, self.tokenizer)
+        own = self.name, self.path, self.config, first.dtype, resident, self.tokenizer
+        return Model(*own, self.stamps)
 
 
 def arrival_bytes(family: Family) -> tuple[int, int]:
@@ -93,8 +95,9 @@ def read_arrival(
         )
     first = family[0]
     found, cfgs, tokenizers = check_family(
-        {first.name: first.path, name: directory}, allow_unknown_config, revision, chat_template
+        {name: directory}, allow_unknown_config, revision, chat_template, first
     )
+    stamps = checkpoint.file_stamps(found[name])
     path, kind, layers = found[name], first.dtype, first.config.num_moe_layers
     united = checkpoint.load_united(path, cfgs[name], kind if check_weights else None)
     files = HFLayers(
@@ -135,6 +138,7 @@ def read_arrival(
         tokenizers[name],
         np.concatenate([slots, united_slots], axis=1),
         pieces,
+        stamps,
     )
 
 
@@ -154,21 +158,28 @@ def _slots(
     family: Family, files: HFLayers, name: str
 ) -> tuple[Int[np.ndarray, "layers m"], list[list[int]]]:
     """Returns a slot for each routed expert of a model, and which of them are to be written, by
-    layer. Raises ValueError where there are too few.
+    layer. A model whose files are no longer those that its experts were read from has none alike.
+    Raises ValueError where there are too few.
     """
     cfg = family.config
     shape = cfg.num_moe_layers, cfg.num_experts
-    models = [model for at, model in enumerate(family) if at not in family.vacant]
-    tables = [np.asarray(model.table.slots)[:, : cfg.num_experts] for model in models]
-    stored = [HFLayers(model.path, model.config, model.dtype, False) for model in models]
+    served = [model for at, model in enumerate(family) if at not in family.vacant]
+    tables = np.stack([np.asarray(model.table.slots)[:, : cfg.num_experts] for model in served])
+    stored = {
+        at: HFLayers(model.path, model.config, model.dtype, False)
+        for at, model in enumerate(served)
+        if _is_as_read(model)
+    }
     slots = np.full(shape, -1, np.int32)
     for moe_layer, layer in enumerate(np.flatnonzero(cfg.moe_layers).tolist()):
         for expert in range(cfg.num_experts):
-            alike = (at for at, one in enumerate(stored) if files.same_expert(one, layer, expert))
+            alike = (at for at in stored if files.same_expert(stored[at], layer, expert))
             if (at := next(alike, None)) is not None:
-                slots[moe_layer, expert] = tables[at][moe_layer, expert]
+                slots[moe_layer, expert] = tables[at, moe_layer, expert]
+    if not all(_is_as_read(served[at]) for at in stored):
+        raise ValueError(f"files of a served model changed while {name} was read; load it again")
     own = slots < 0
-    free = np.setdiff1d(np.arange(family.routed_slots, dtype=np.int32), np.stack(tables))
+    free = np.setdiff1d(np.arange(family.routed_slots, dtype=np.int32), tables)
     if own.sum() > len(free):
         raise ValueError(
             f"{name} has {own.sum()} experts that no served model stores alike, and {len(free)} of "
@@ -177,3 +188,7 @@ def _slots(
         )
     slots[own] = free[: own.sum()]
     return slots, [np.flatnonzero(layer).tolist() for layer in own]
+
+
+def _is_as_read(model: Model) -> bool:
+    return bool(model.stamps) and model.stamps == checkpoint.file_stamps(model.path)

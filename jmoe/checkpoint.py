@@ -4,7 +4,8 @@ import json
 import logging
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, fields, replace
 from functools import partial
 from hashlib import sha256
@@ -20,8 +21,8 @@ from safetensors.numpy import save_file
 
 from jmoe import layout
 from jmoe.attention import Latent, Paged
-from jmoe.config import ModelConfig, RopeConfig
-from jmoe.digests import file_digests
+from jmoe.config import ModelConfig, RopeConfig, read_config
+from jmoe.digests import file_digests, stamp_of
 from jmoe.experts import (
     ExpertPool,
     ExpertTable,
@@ -234,6 +235,16 @@ def weights_digest(directory: Path) -> str:
     return f"sha256:{sha256(json.dumps([names, digests]).encode()).hexdigest()}"
 
 
+def file_stamps(directory: Path) -> dict[Path, list[int]]:
+    """Returns `digests.stamp_of` each file of a Hugging Face directory's weights, by its resolved
+    path; empty where one is missing. What is equal at two times is of equal weights.
+    """
+    with suppress(OSError, CheckpointError):
+        files = [(directory / name).resolve(strict=True) for name in _file_names(directory)]
+        return {file: stamp_of(file) for file in files}
+    return {}
+
+
 def _check(files: TensorFiles, cfg: ModelConfig, directory: Path) -> None:
     """Raises CheckpointError for tensors that are missing, misshapen, not floats, or never read."""
     read: set[str] = set()
@@ -246,7 +257,7 @@ def _check(files: TensorFiles, cfg: ModelConfig, directory: Path) -> None:
                 f"{directory}: lm_head.weight is not model.embed_tokens.weight, though "
                 "tie_word_embeddings is true; with false it is read"
             )
-    unread = _without_unused_scales(unread, read, cfg, directory)
+    unread = _without_unused(unread, read, cfg, files, directory)
     behind = tuple(f"model.layers.{cfg.num_layers + i}." for i in range(cfg.unused_layers))
     if extra := [name for name in unread if name.startswith(behind)]:
         layers = ", ".join(f"{at}*" for at in behind)
@@ -267,24 +278,29 @@ def _check(files: TensorFiles, cfg: ModelConfig, directory: Path) -> None:
     )
 
 
-def _without_unused_scales(
-    unread: Sequence[str], read: set[str], cfg: ModelConfig, directory: Path
+def _without_unused(
+    unread: Sequence[str], read: set[str], cfg: ModelConfig, files: TensorFiles, directory: Path
 ) -> list[str]:
-    """Returns the names that are none of `UNUSED_SCALES` beside a tensor that is read, and says
-    which are, and why they are not used.
+    """Returns the names that are none of `UNUSED_SCALES` beside a tensor that is read, and none of
+    AutoGPTQ's biases of zeros; says which are, and why they are not used.
     """
-    rest = list(unread)
     if not (cfg.fp8_block or cfg.int4):
-        return rest
+        return list(unread)
     modules = {name.rpartition(".")[0] for name in read}
     modules |= {name.rpartition(".")[0] for name in modules}
-    for pattern, why in UNUSED_SCALES.items():
-        found = [n for n in rest if re.search(pattern, n) and n.rpartition(".")[0] in modules]
-        rest = [name for name in rest if name not in set(found)]
+    unused = {
+        why: [n for n in unread if re.search(pattern, n) and n.rpartition(".")[0] in modules]
+        for pattern, why in UNUSED_SCALES.items()
+    }
+    if cfg.int4 is not None and cfg.int4.method.startswith("gptq"):
+        biases = (n for n in unread if n.removesuffix("bias") + "qweight" in read)
+        unused["they are all zero"] = [name for name in biases if not files.raw(name).any()]
+    for why, found in unused.items():
         if found:
             more = "" if len(found) == 1 else f" and {len(found) - 1} more"
             log.warning("%s: %s%s are not used: %s", directory, found[0], more, why)
-    return rest
+    gone = set().union(*unused.values())
+    return [name for name in unread if name not in gone]
 
 
 def _unlike(files: TensorFiles, cfg: ModelConfig, read: set[str]) -> Iterator[str]:
@@ -846,6 +862,15 @@ def native_config(directory: Path) -> ModelConfig:
     except Exception as error:  # whatever a damaged file lacks
         why = f"{type(error).__name__}: {error}"
         raise CheckpointError(f"{directory / 'jmoe.json'} is not readable: {why}") from error
+
+
+def config_of(directory: Path, *, allow_unknown_config: Collection[str] = ()) -> ModelConfig:
+    """Returns the configuration of a Hugging Face directory, or of one in jmoe's own format. Raises
+    ConfigError as `read_config`, and CheckpointError as `native_config`.
+    """
+    if is_native(directory):
+        return native_config(directory)
+    return read_config(directory, allow_unknown_config=allow_unknown_config)
 
 
 def load_native(

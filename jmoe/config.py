@@ -13,7 +13,7 @@ from jmoe.attention import FULL, AttentionKind, Latent
 from jmoe.brownout import Own
 from jmoe.config_fields import ConfigError as ConfigError
 from jmoe.config_fields import Fields, shown
-from jmoe.config_keys import ROPE_READ, ROPE_SECTIONS, check_keys, fp8_block, rope_kind
+from jmoe.config_keys import ROPE_READ, ROPE_SECTIONS, check_keys, fp8_block, positions, rope_kind
 from jmoe.int4 import Int4, int4
 from jmoe.model_files import read_text
 from jmoe.router import Router
@@ -232,7 +232,7 @@ def from_hf(
     num_layers = fields.size("num_hidden_layers", most=MOST_LAYERS)
     num_heads = fields.size("num_attention_heads")
     vocab_size = fields.size("vocab_size")
-    max_position = fields.size("max_position_embeddings")
+    max_position = positions(fields)
     d_ff_dense = fields.size("intermediate_size", 0)
     own = architecture.translate(fields)
     # An architecture that says nothing of attention has it in full.

@@ -7,7 +7,7 @@ against transformers 5.23: what its three model classes and `PreTrainedConfig` d
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
-from jmoe.config_fields import ConfigError, Fields, shown
+from jmoe.config_fields import MOST, ConfigError, Fields, shown
 
 
 def _because(why: str, keys: str) -> dict[str, str]:
@@ -232,6 +232,18 @@ def rope_kind(section: Fields, served: Collection[str]) -> str:
             f"{section.file}: rope type is {shown(kind)} in {section.where}; jmoe serves {kinds}"
         )
     return kind
+
+
+def positions(fields: Fields) -> int:
+    """Returns how many positions a model has: `max_position_embeddings`, or what YaRN makes of the
+    original ones where the file names these, as vLLM reckons. Raises ConfigError.
+    """
+    most, everywhere = fields.size("max_position_embeddings"), fields.size(_ORIGINAL, 0)
+    for section in map(fields.section, ROPE_SECTIONS):
+        if rope_kind(section, ROPE_READ) == "yarn":
+            original = everywhere or section.size(_ORIGINAL, 0)
+            most = max(most, min(MOST, int(section.number("factor") * original)))
+    return most
 
 
 def _faults(

@@ -37,7 +37,7 @@ def file_digests(paths: Iterable[Path]) -> list[str]:
     most 1 to 2 GB/s on each processor. Raises OSError, also for a file that changes meanwhile.
     """
     files = [path.resolve(strict=True) for path in paths]
-    known, stamps = _remembered(), {file: _stamp(file) for file in files}
+    known, stamps = _remembered(), {file: stamp_of(file) for file in files}
     found = {
         file: known[str(file)][1]
         for file, stamp in stamps.items()
@@ -53,7 +53,7 @@ def file_digests(paths: Iterable[Path]) -> list[str]:
             for (file, _), digest in zip(parts, pool.map(_part, parts), strict=True):
                 whole[file].update(digest)
     for file in unknown:
-        if _stamp(file) != stamps[file]:
+        if stamp_of(file) != stamps[file]:
             raise OSError(f"{file} changed while it was read; wait until it is written")
     found |= {file: digest.hexdigest() for file, digest in whole.items()}
     now = time.time_ns()
@@ -86,7 +86,10 @@ def _part(part: tuple[Path, int]) -> bytes:
     return digest.digest()
 
 
-def _stamp(path: Path) -> list[int]:
+def stamp_of(path: Path) -> list[int]:
+    """Returns what the file system says of a file, which changes with what is in it: its size,
+    times of change in ns, inode and device. Raises OSError.
+    """
     status = path.stat()
     return [
         status.st_size,

@@ -6,7 +6,7 @@ with the same programs.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 
 from jmoe import checkpoint, display, layout
 from jmoe.api import Model, check_dtype, check_tokenizer, choose_ways, resolve
+from jmoe.attention import Paged
 from jmoe.checkpoint import CheckpointError, HFLayers
 from jmoe.config import ConfigError, ModelConfig, read_config
 from jmoe.experts import ExpertPool, ExpertTable, Pool, UnitedExperts, num_united_slots, write_slots
@@ -202,6 +203,7 @@ def load_family(
     own = {n: checkpoint.load_united(found[n], cfg, finite) for n in found if lent[n] == n}
     lent_ways = () if sharing is None or not sharing.united else sharing.united_ways
     united = _common_ways(own, lent, ways, lent_ways)
+    stamps = {name: checkpoint.file_stamps(path) for name, path in found.items()}
     opened = partial(HFLayers, params_on_host=params_on_host, quantize=quantize)
     files = {n: opened(path, cfg, kind, check_weights) for n, path in found.items()}
     sharing = sharing or stored_alike(files, cfg)
@@ -229,7 +231,9 @@ def load_family(
             weights, united[names[lender]], names[number], held=held, lender=residents.get(lender)
         )
     models = [
-        Model(name, found[name], cfgs[name], kind, residents[number], tokenizers[name])
+        Model(
+            name, found[name], cfgs[name], kind, residents[number], tokenizers[name], stamps[name]
+        )
         for number, name in enumerate(names)
     ]
     offloaded = None
@@ -255,18 +259,26 @@ def check_family(
     allow_unknown_config: Sequence[str] = (),
     revision: str = "",
     chat_template: str | Path = "",
+    beside: Model | None = None,
 ) -> tuple[dict[str, Path], dict[str, ModelConfig], dict[str, Tokenizer | None]]:
     """Returns directories, configurations and tokenizers, by name, of models that can share one
-    pool.
+    pool, with `beside` too, a loaded model whose files may be others by now.
 
     Reads no weights; fetches those of models of the Hub. Raises HubError, ValueError and
     ConfigError as `load_family`, TokenizerError for a tokenizer that does not fit its model.
     """
     found = _directories(directories, revision)
     cfgs = {name: _config(path, tuple(allow_unknown_config)) for name, path in found.items()}
-    _check_architecture(cfgs)
+    known, own = {}, {}
+    if beside is not None:  # whose cache may be in eight bits
+        cfg, own = beside.config, {beside.name: beside.tokenizer}
+        kinds = (replace(k, fp8=False) if type(k) is Paged else k for k in cfg.layer_attention)
+        known = {beside.name: replace(cfg, layer_attention=tuple(kinds))}
+    _check_architecture(known | cfgs)
     tokenizers = {name: Tokenizer.load(path, chat_template) for name, path in found.items()}
-    _check_tokenizers(tokenizers, cfgs, found)
+    for name, tokenizer in tokenizers.items():
+        check_tokenizer(tokenizer, cfgs[name], found[name])
+    _check_vocabularies(own | tokenizers)
     return found, cfgs, tokenizers
 
 
@@ -324,17 +336,12 @@ def _check_architecture(cfgs: Mapping[str, ModelConfig]) -> None:
             )
 
 
-def _check_tokenizers(
-    tokenizers: Mapping[str, Tokenizer | None],
-    cfgs: Mapping[str, ModelConfig],
-    directories: Mapping[str, Path],
-) -> None:
+def _check_vocabularies(tokenizers: Mapping[str, Tokenizer | None]) -> None:
     """Raises ConfigError where one text means other tokens to two models, but for tokens that one
-    has beyond the other's; TokenizerError for a token without an embedding.
+    has beyond the other's.
     """
     first, known = "", {}
     for name, tokenizer in tokenizers.items():
-        check_tokenizer(tokenizer, cfgs[name], directories[name])
         if tokenizer is None:
             continue
         own = tokenizer.backend.get_vocab(True)

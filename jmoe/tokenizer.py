@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer as Backend
+from tokenizers import processors
 
 from jmoe.model_files import read_text, regular
 from jmoe.pieces import Pieces
@@ -74,6 +75,13 @@ class TextStream:
 
 SPECIAL_TOKENS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 """Tokens that chat templates get from `tokenizer_config.json`, as `bos_token` and so on."""
+ADDS_TOKENS = frozenset(
+    name + end
+    for name in ("Llama", "CodeLlama", "Gemma", "GPTNeoX", "Cohere")
+    for end in ("Tokenizer", "TokenizerFast")
+)
+"""Classes of transformers that heed `add_bos_token` and `add_eos_token`, whatever tokenizer.json
+says; with others it alone counts."""
 _REMEMBERED_TOKENS = 1 << 14
 _FROM_THE_SERVER = frozenset({"messages", "add_generation_prompt", "bos_token", "eos_token"})
 
@@ -105,11 +113,15 @@ class Tokenizer:
                     "tokenizer.json to go with it; leave it out"
                 )
             return None
+        settings = read_settings(directory, chat_template)
         try:
             backend = Backend.from_file(str(regular(path)))
+            _add_tokens(backend, settings)
         except Exception as error:  # the library raises bare Exception
             raise TokenizerError(f"{path} is not readable: {error}") from None
-        return cls(backend, read_settings(directory, chat_template))
+        backend.no_truncation()  # both are kept of a training, and would change prompts in silence
+        backend.no_padding()
+        return cls(backend, settings)
 
     def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
         """Returns token ids, with the special tokens that the tokenizer itself adds;
@@ -202,8 +214,32 @@ class Tokenizer:
         return ChatTemplate(self.chat_template or "", self.special_tokens)
 
     def _special(self, name: str) -> str:
-        token = self._settings.get(name)
-        return token.get("content", "") if isinstance(token, Mapping) else token or ""
+        return _special(self._settings, name)
+
+
+def _special(settings: Mapping[str, Any], name: str) -> str:
+    token = settings.get(name)
+    return token.get("content", "") if isinstance(token, Mapping) else token or ""
+
+
+def _add_tokens(backend: Backend, settings: Mapping[str, Any]) -> None:
+    """Puts a beginning and an end around each text where the settings ask for them and the backend
+    adds none, as DeepSeek's do.
+    """
+    if str(settings.get("tokenizer_class")) not in ADDS_TOKENS:
+        return
+    template, added, own = ["$A"], [], backend.encode("").ids
+    for name, at in (("bos", 0), ("eos", 1)):
+        wanted = settings.get(f"add_{name}_token") is True
+        text = _special(settings, f"{name}_token") if wanted else ""
+        token = backend.token_to_id(text)
+        if token is not None and token not in own:
+            template.insert(at * len(template), text)
+            added.append((text, token))
+    if added:
+        last = processors.TemplateProcessing(single=template, special_tokens=added)
+        first = backend.post_processor
+        backend.post_processor = last if first is None else processors.Sequence([first, last])
 
 
 def read_settings(directory: Path, chat_template: str | Path = "") -> dict[str, Any]:

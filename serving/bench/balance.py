@@ -136,9 +136,9 @@ def run_balance(config: BalanceBenchConfig, say: Callable[[str], None] = print) 
     LaunchError where a server does not come up, or WorkloadError for families that are none.
     """
     from jmoe.api import resolve
-    from jmoe.config import read_config
+    from jmoe.checkpoint import config_of
 
-    config.check_experts(read_config(resolve(config.model)).num_experts)
+    config.check_experts(config_of(resolve(config.model)).num_experts)
     return uvloop.run(_run(config, say))
 
 

@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -383,7 +384,8 @@ def _keep_programs(folder: str) -> None:
     """Keeps compiled programs in XLA's own cache; a server has another, `execution.executables`."""
     import jax
 
-    jax.config.update("jax_compilation_cache_dir", str(Path(folder).expanduser()))
+    with suppress(RuntimeError):  # there is no home
+        jax.config.update("jax_compilation_cache_dir", str(Path(folder).expanduser()))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 

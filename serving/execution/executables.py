@@ -48,21 +48,22 @@ class Executables:
 
     def __init__(self, folder: Path | None, devices: Sequence[Any] | None = None) -> None:
         """`devices` are those that the programs run on; None: the first."""
-        self._folder = folder
+        self._folder = None
         self._devices = jax.devices()[:1] if devices is None else devices
         if folder is None:
             return
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            _remove_old(folder)
-        except OSError as error:
+            own = folder.expanduser()
+            own.mkdir(parents=True, exist_ok=True)
+            _remove_old(own)
+            self._folder = own
+        except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
             log.warning("%s cannot be used (%s); no compiled program is kept", folder, error)
-            self._folder = None
 
     @classmethod
     def at(cls, directory: str, devices: Sequence[Any] | None = None) -> "Executables":
         """Opens a directory of the settings; an empty name turns it off."""
-        return cls(Path(directory).expanduser() / "steps" if directory else None, devices)
+        return cls(Path(directory) / "steps" if directory else None, devices)
 
     def load(self, name: str, cache_key: object) -> jax.stages.Compiled | None:
         """Returns the program stored under a name and made from the same code; None where there is
@@ -133,7 +134,7 @@ class Executables:
 
 
 def _remove_old(folder: Path) -> None:
-    for path in (*folder.glob("*.bin"), *folder.glob("*.bytes")):
+    for path in (*folder.glob("*.bin"), *folder.glob("*.bytes"), *folder.glob("*.part")):
         with suppress(OSError):  # another server was quicker, or it is another user's
             if time.time() - path.stat().st_mtime > KEPT_S:
                 path.unlink()

@@ -57,7 +57,7 @@ def check_memory(model: Model, limits: Limits, *, beside: int = 0) -> None:
         return
     if room < 0:
         raise SettingsError(
-            f"engine.max_num_seqs is {limits.num_slots}: what is kept of each to draw its tokens "
+            f"engine.max_num_seqs is {limits.decode_rows}: what is kept of each to draw its tokens "
             f"takes {ranks * beside / GIB:.4g} GiB and {free / GIB:.4g} GiB are free; lower it"
         )
     fewer = range(1, limits.pages_per_rank)

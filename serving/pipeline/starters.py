@@ -46,18 +46,20 @@ class ProcessStarter:
 
     def start(self, assignment: Assignment, ended: Ended) -> None:
         """See Starter."""
-        number = assignment.index
-        given = os.environ.get("CUDA_VISIBLE_DEVICES")
-        devices = [str(number)] if given is None else given.split(",")[number : number + 1]
-        if not devices:
-            ended(f"CUDA_VISIBLE_DEVICES is {given!r}, and each worker needs a device of its own")
-            return
+        number, key, env = assignment.index, "CUDA_VISIBLE_DEVICES", dict(os.environ)
+        given = env.get(key)
+        if given not in ("", "-1") and env.get("JAX_PLATFORMS") != "cpu":  # else a CPU has them all
+            devices = [str(number)] if given is None else given.split(",")[number : number + 1]
+            if not devices:
+                ended(f"{key} is {given!r}, and each worker needs a device of its own")
+                return
+            env[key] = devices[0]
         process = subprocess.Popen(
             [sys.executable, "-m", "serving.startup.worker", assignment.name],  # for `ps`
             stdin=subprocess.PIPE,
             stdout=2,  # what libraries print
             text=True,
-            env={**os.environ, "CUDA_VISIBLE_DEVICES": devices[0]},
+            env=env,
         )
         with self._lock:
             self._running[assignment.name] = process

@@ -313,13 +313,15 @@ def _parse(key: str, value: object, where: str) -> object:
     hint = keys().get(key)
     if hint is None:
         raise SettingsError(f"{where}: {_explain(key, value)}")
-    text = isinstance(value, str)
-    parts = [p for p in value.strip("[] ").split(",") if p] if isinstance(value, str) else value
+    text, own = isinstance(value, str), value
+    if isinstance(value, str) and hint in (tuple[int, ...], tuple[str, ...]):
+        # In brackets or not; an address has some of its own, as in https://[::1].
+        around = re.fullmatch(r"\[((?:[^][]|\[[^][]*\])*)\]", value.strip())
+        parts = map(str.strip, (around[1] if around else value).split(","))
+        own = [part for part in parts if part]
     try:
         # Text is read leniently: "8" is an integer, "off" is false.
-        return TypeAdapter(hint).validate_python(
-            parts if hint in (tuple[int, ...], tuple[str, ...]) else value, strict=not text
-        )
+        return TypeAdapter(hint).validate_python(own, strict=not text)
     except ValidationError:
         raise SettingsError(f"{where}: {_explain(key, value)}") from None
 

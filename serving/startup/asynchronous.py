@@ -15,7 +15,7 @@ from jaxtyping import Bool
 
 from jmoe.api import ExpertsOf, Model, resolve
 from jmoe.attention import page_windows
-from jmoe.config import read_config
+from jmoe.checkpoint import config_of
 from jmoe.family import Family
 from jmoe.parallel.asynchronous import Deployment, advise
 from jmoe.parallel.placement import Placement, contiguous, from_hosts
@@ -55,7 +55,7 @@ def with_mode(config: EngineConfig, model: Model | Family | None = None) -> Engi
         cfg = Family.of(model).config
     else:
         directory = resolve(config.model, config.hub_revision)
-        cfg = read_config(directory, allow_unknown_config=config.allow_unknown_config)
+        cfg = config_of(directory, allow_unknown_config=config.allow_unknown_config)
     devices, dtype_bytes = own.attention + own.experts, jnp.dtype(config.dtype).itemsize
     advice = advise(Deployment.of(cfg, devices, config.max_num_seqs, dtype_bytes))
     if config.mode == "aep" or advice.pays:
@@ -208,7 +208,11 @@ def keep_programs(folder: str) -> None:
     (`execution.executables`).
     """
     if folder and not jax.config.jax_compilation_cache_dir:
-        own = Path(folder).expanduser() / "asynchronous"
+        try:
+            own = Path(folder).expanduser() / "asynchronous"
+        except RuntimeError as error:  # there is no home
+            log.warning("%s cannot be used (%s); no compiled program is kept", folder, error)
+            return
         jax.config.update("jax_compilation_cache_dir", str(own))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 

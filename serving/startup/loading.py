@@ -14,8 +14,7 @@ from jax.sharding import Mesh
 from jmoe import expected_loss
 from jmoe.api import BUNDLED, ExpertsOf, Model, load, resolve
 from jmoe.beside import digest_in_family, digest_of
-from jmoe.checkpoint import is_native, native_config
-from jmoe.config import read_config
+from jmoe.checkpoint import config_of, is_native
 from jmoe.expected_loss import Kind
 from jmoe.family import Family, load_family
 from jmoe.parallel.home import make_mesh
@@ -127,10 +126,8 @@ def load_models(
         log.info("%s of the Hugging Face Hub, in %s", config.model, directory)
     placement = None
     if mesh is not None:
-        if is_native(directory):
-            cfg = native_config(directory)
-        else:
-            cfg = read_config(directory, allow_unknown_config=config.allow_unknown_config)
+        cfg = config_of(directory, allow_unknown_config=config.allow_unknown_config)
+        if not is_native(directory):
             check_mesh(cfg, jnp.dtype(config.dtype).itemsize, mesh.size, config.balance)
         fits = partial(spare_slots_that_fit, config, cfg, mesh, free_bytes())
         placement = partial(starting_placement, config.balance, spare_that_fits=fits)

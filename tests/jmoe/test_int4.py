@@ -184,6 +184,7 @@ EXPERT = "model.layers.0.mlp.experts.0.down_proj."
         ({"scales": np.ones((2, 2), np.float16)}, r"scales is \[2, 2\], expected \[\d+, \d+\]"),
         ({"g_idx": np.full(19, 9, np.int32)}, r"down_proj.g_idx names group 9 of 2"),
         ({"weight_scale": np.ones(1, np.float16)}, r"down_proj.weight_scale"),
+        ({"bias": np.eye(1, 32, 3, np.float16)[0]}, r"would be left out:\s+\S+down_proj.bias$"),
     ],
 )
 def test_what_is_wrong_with_a_file_is_named(four_bits, change, words):
@@ -195,6 +196,18 @@ def test_what_is_wrong_with_a_file_is_named(four_bits, change, words):
     save_file(tensors, path)
     with pytest.raises(CheckpointError, match=words):
         jmoe.load(four_bits, "float32")
+
+
+def test_biases_of_zeros_that_autogptq_writes_are_left_out(four_bits, caplog):
+    path = four_bits / "model.safetensors"
+    want, tensors = jmoe.load(four_bits, "float32").weights, load_file(path)
+    stems = {name.removesuffix("qweight") for name in tensors if name.endswith("qweight")}
+    new = {f"{stem}bias" for stem in stems} - set(tensors)
+    save_file(tensors | dict.fromkeys(new, np.zeros(32, np.float16)), path)
+    got = jmoe.load(four_bits, "float32").weights
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+    told = f"{min(new)} and {len(new) - 1} more are not used: they are all zero"
+    assert told in caplog.text
 
 
 @pytest.mark.parametrize(

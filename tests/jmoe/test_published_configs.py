@@ -72,6 +72,20 @@ def test_deepseek_v3_is_read_in_eight_bits_as_it_is_published():
     assert cfg == replace(from_hf(config), fp8_block=(128, 128))
 
 
+def test_qwen3_has_the_positions_that_its_card_says_to_get_by_yarn():
+    config = json.loads((PUBLISHED / "Qwen3-30B-A3B.json").read_text())
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    cfg = from_hf(config | {"rope_scaling": yarn})
+    assert (cfg.max_position, cfg.rope.original_max_position) == (131072, 32768)
+    window = {"use_sliding_window": True, "sliding_window": 65536}
+    short, long = (from_hf(config | window | more) for more in ({}, {"rope_scaling": yarn}))
+    assert [cfg.layer_attention[0].window for cfg in (short, long)] == [0, 65536]
+    whole = from_hf(config | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}})
+    assert whole.max_position == config["max_position_embeddings"]
+    huge = from_hf(config | {"rope_scaling": yarn | {"factor": 1e30}})
+    assert huge.max_position == 2**31 - 1
+
+
 @pytest.mark.parametrize("name", CARDS)
 def test_a_released_model_is_read(name):
     total, active, positions = CARDS[name]

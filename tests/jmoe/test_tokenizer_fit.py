@@ -1,11 +1,15 @@
-"""A tokenizer with ids that the model has no embedding for is refused when the model is loaded."""
+"""What a tokenizer's files say beside its words: ids that a model has no embedding for are refused
+when it is loaded, and a text has the tokens that it has for transformers.
+"""
 
 import json
 
 import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import pre_tokenizers, processors
 
 import jmoe
-from jmoe.tokenizer import TokenizerError
+from jmoe.tokenizer import Tokenizer, TokenizerError
 
 
 def write_tokenizer(directory, words, added=()):
@@ -56,3 +60,52 @@ def test_jmoes_own_format_is_checked_too(copy, tmp_path):
     write_tokenizer(saved, words(98))
     with pytest.raises(TokenizerError, match="'w97' with id 97"):
         jmoe.load(saved)
+
+
+def test_a_file_that_truncates_and_pads_does_neither_to_a_prompt(tmp_path):
+    """As transformers and vLLM read it: a training run leaves both behind."""
+    write_tokenizer(tmp_path, words(97))
+    backend = Backend.from_file(str(tmp_path / "tokenizer.json"))
+    backend.enable_truncation(2)
+    backend.enable_padding(length=8, pad_id=3)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer is not None
+    tokenizer.backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    assert tokenizer.encode("w1 w2 w4 w5") == [1, 2, 4, 5]
+    assert tokenizer.encode("w1", special_tokens=False) == [1]
+
+
+@pytest.mark.parametrize(
+    ("settings", "own", "want"),
+    [
+        ({"add_bos_token": True}, processors.ByteLevel(), [90, 1, 2]),  # DeepSeek's files
+        ({"add_bos_token": True}, None, [90, 1, 2]),
+        ({"add_bos_token": True, "add_eos_token": True}, None, [90, 1, 2, 91]),
+        ({"add_eos_token": True, "bos_token": None}, None, [1, 2, 91]),
+        ({"add_bos_token": True, "tokenizer_class": "LlamaTokenizer"}, "template", [90, 1, 2]),
+        ({"add_bos_token": False}, None, [1, 2]),
+        ({}, None, [1, 2]),
+        ({"add_bos_token": True, "bos_token": None}, None, [1, 2]),
+        ({"add_bos_token": True, "bos_token": "<none>"}, None, [1, 2]),
+        # These leave it to tokenizer.json.
+        ({"add_bos_token": True, "tokenizer_class": "PreTrainedTokenizerFast"}, None, [1, 2]),
+        ({"add_bos_token": True, "tokenizer_class": None}, None, [1, 2]),
+    ],
+)
+def test_a_text_begins_and_ends_as_the_settings_ask(settings, own, want, tmp_path):
+    write_tokenizer(tmp_path, words(90), [(90, "<s>"), (91, "</s>")])
+    backend = Backend.from_file(str(tmp_path / "tokenizer.json"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    if own == "template":
+        own = processors.TemplateProcessing(single=["<s>", "$A"], special_tokens=[("<s>", 90)])
+    if own is not None:
+        backend.post_processor = own
+    backend.save(str(tmp_path / "tokenizer.json"))
+    named = {"bos_token": {"content": "<s>"}, "eos_token": "</s>"}
+    named["tokenizer_class"] = "LlamaTokenizerFast"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(named | settings))
+    tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer is not None
+    assert tokenizer.encode("w1 w2") == want
+    assert tokenizer.encode("w1 w2", special_tokens=False) == [1, 2]

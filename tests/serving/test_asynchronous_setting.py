@@ -1,15 +1,19 @@
 """Asynchronous workers (mode aep): settings, and what such an engine refuses."""
 
 import logging
+import queue
 import random
 import re
+import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from fake_crew import asynchronous_engine
 from families import AEP, settings_of
 from served import CODE, failure
 
+import jmoe
 from serving.client import Client
 from serving.config import (
     AsynchronousConfig,
@@ -21,7 +25,9 @@ from serving.engine import Engine
 from serving.errors import SettingsError
 from serving.frontend.page.live import about
 from serving.frontend.server import Server
+from serving.pipeline.starters import ProcessStarter
 from serving.startup.asynchronous import with_mode
+from serving.startup.prepare import check_start
 
 SETTINGS = settings_of({}, "", **AEP)
 
@@ -86,6 +92,42 @@ def test_who_asks_for_it_gets_it_with_one_warning(caplog):
     caplog.clear()
     assert with_mode(EngineConfig()).mode == "steps"
     assert not caplog.records
+
+
+def test_the_forecast_reads_a_model_in_jmoes_own_format(tmp_path):
+    jmoe.save(jmoe.load(SETTINGS.model, "float32"), tmp_path / "own")
+    own = replace(SETTINGS, model=str(tmp_path / "own"))
+    check_start(own)
+    assert with_mode(own) == own
+
+
+@pytest.mark.parametrize(
+    ("visible", "platforms", "wanted"),
+    [
+        (None, "", "1"),
+        ("4,7", "cuda", "7"),
+        ("4", "", "each worker needs a device of its own"),
+        ("", "", ""),
+        ("-1", "", "-1"),
+        ("4", "cpu", "4"),
+        (None, "cpu", "unset"),
+    ],
+)
+def test_each_process_sees_a_gpu_of_its_own_or_what_the_server_sees(
+    visible, platforms, wanted, monkeypatch, tmp_path
+):
+    python, seen, reasons = tmp_path / "python", tmp_path / "seen", queue.Queue()
+    python.write_text(f'#!/bin/sh\nprintf %s "${{CUDA_VISIBLE_DEVICES-unset}}" >{seen}\n')
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("JAX_PLATFORMS", platforms)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assignment = SimpleNamespace(index=1, name="experts-0", to_json=lambda: "{}")
+    ProcessStarter().start(assignment, reasons.put)
+    reason = reasons.get(timeout=60)
+    assert (seen.read_text() if seen.exists() else reason.partition(", and ")[2]) == wanted
 
 
 async def test_a_model_without_united_experts_is_served_without_brownout(caplog):

@@ -1,8 +1,10 @@
 """Models that are loaded and unloaded while others of their family are served."""
 
 import asyncio
+import shutil
 import time
 from collections import deque
+from dataclasses import replace
 from types import SimpleNamespace
 
 import grpc
@@ -310,6 +312,40 @@ def free_slots(family):
     experts = family.config.num_experts
     used = {int(s) for m in models for s in np.asarray(m.table.slots)[:, :experts].ravel()}
     return family.routed_slots - len(used)
+
+
+def moved(link, directories):
+    link.unlink()
+    link.symlink_to(directories["code"])
+
+
+def overwritten(link, directories):
+    for file in directories["code"].glob("model*.safetensors"):
+        (link / file.name).write_bytes(file.read_bytes())
+
+
+def gone(link, directories):
+    shutil.rmtree(link.resolve())
+
+
+@pytest.mark.parametrize("change", [moved, overwritten, gone])
+def test_experts_are_shared_by_what_was_read_of_a_served_model(change, directories, tmp_path):
+    """Not by what its directory holds by now: that may be the new model's own files."""
+    link = tmp_path / "latest"
+    link.symlink_to(shutil.copytree(directories["base"], tmp_path / "v1"))
+    family = jmoe.load_family({"prod": link}, dtype="float32", spare_models=1)
+    family = replace(family, models=tuple(m.with_kv_cache_dtype("fp8") for m in family))
+    assert not read_arrival(family, "canary", directories["near"]).pieces  # all are shared
+    change(link, directories)
+    arrival = read_arrival(family, "canary", directories["code"])
+    held = family[0].resident.held
+    while arrival.pieces:
+        arrival.write_piece(held)
+    alone = jmoe.load(directories["code"], "float32")
+    routed = slice(family.config.num_experts)
+    found = held.pool.read(arrival.table[:, routed].reshape(-1))
+    wanted = alone.pool.read(np.asarray(alone.table.slots)[:, routed].reshape(-1))
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
 
 
 @pytest.mark.deep

@@ -327,6 +327,27 @@ def test_environment_stands_between_file_and_flags(tmp_path: Path) -> None:
     assert config.engine.brownout.salc is False
 
 
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("https://a.com, https://b.com", ("https://a.com", "https://b.com")),
+        (" [https://a.com ,https://b.com] ", ("https://a.com", "https://b.com")),
+        ("https://[::1]", ("https://[::1]",)),
+        ("[https://[::1], https://[::2]:80]", ("https://[::1]", "https://[::2]:80")),
+        ("", ()),
+        ("[ ]", ()),
+    ],
+)
+def test_a_list_as_text_has_the_values_between_its_commas(text, parts) -> None:
+    assert load(environment={"JMOE_SERVER__ALLOWED_ORIGINS": text}).allowed_origins == parts
+    keys = load(overrides={"engine.allow_unknown_config": text}).engine.allow_unknown_config
+    assert keys == parts
+    assert load(overrides={"engine.decode_buckets": "[8 , 64]"}).engine.decode_buckets == (8, 64)
+    brackets = "[::1],[::2]"  # no pair around the whole
+    unknown = load(overrides={"engine.allow_unknown_config": brackets}).engine.allow_unknown_config
+    assert unknown == ("[::1]", "[::2]")
+
+
 def test_every_setting_has_a_variable_of_its_own() -> None:
     values = {"port": "7", "engine.salc.window_s": "9", "engine.models": "a=x,b=y"}
     named = {variable(key): value for key, value in values.items()}

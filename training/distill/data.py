@@ -340,12 +340,9 @@ def encode_all(
     the short ones are encoded together, on all processors.
     """
     found: list[Int[np.ndarray, " T"] | None] = [None] * len(texts)
-    is_plain = not (tokenizer.backend.truncation or tokenizer.backend.padding)
     for special in (False, True):
         own = [
-            at
-            for at, (text, wants) in enumerate(texts)
-            if is_plain and wants == special and len(text) <= _PART
+            at for at, (text, wants) in enumerate(texts) if wants == special and len(text) <= _PART
         ]
         parts = [texts[at][0] for at in own]
         made = tokenizer.backend.encode_batch_fast(parts, add_special_tokens=special)
@@ -369,10 +366,9 @@ def encode(
     word split of a served model's pre-tokenizer ends anyway (its patterns have white space only
     before a word, look no further than the next character, and never behind), and two tokens of
     BPE that may be neighbours may be so in every text. A text in which 16 such spaces in succession
-    disagree, or that has none, is encoded on from there in one call, as is every text of a
-    tokenizer that truncates or pads.
+    disagree, or that has none, is encoded on from there in one call.
     """
-    if len(text) <= _PART or tokenizer.backend.truncation or tokenizer.backend.padding:
+    if len(text) <= _PART:
         return np.array(tokenizer.encode(text, special_tokens=special_tokens), np.int32)
 
     def plain(part: str) -> list[int]:

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 
 from jmoe.api import resolve
-from jmoe.checkpoint import is_native, native_config
-from jmoe.config import ModelConfig, read_config
+from jmoe.checkpoint import config_of
+from jmoe.config import ModelConfig
 from jmoe.experts import groups_by_index
 from jmoe.tokenizer import Tokenizer
 from training.distill.config import DistillConfig
@@ -76,7 +76,7 @@ def prepare(
     data that cannot be used or is too little; ConfigError and TokenizerError.
     """
     directory = resolve(model_dir)
-    cfg = read_config_of(directory, allow_unknown_config)
+    cfg = config_of(directory, allow_unknown_config=allow_unknown_config)
     chosen = _checked(cfg, ways)
     check_trains(cfg, config.length)
     corpus, amount, warnings = None, Amount.assumed(config), []
@@ -92,13 +92,6 @@ def prepare(
     plan = make_plan(cfg, config, chosen, amount, room, there)
     plan, more, refusal = choose(plan, named=ways is not None)
     return Prepared(corpus, plan, (*warnings, *more), refusal)
-
-
-def read_config_of(directory: Path, allow_unknown_config: Sequence[str]) -> ModelConfig:
-    """Returns the config of a model directory, also of one in jmoe's own format."""
-    if is_native(directory):
-        return native_config(directory)
-    return read_config(directory, allow_unknown_config=allow_unknown_config)
 
 
 def _checked(cfg: ModelConfig, ways: Sequence[int] | None) -> list[int]:

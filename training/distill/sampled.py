@@ -16,13 +16,12 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jmoe.api import Model, load
-from jmoe.checkpoint import weights_digest
+from jmoe.checkpoint import config_of, weights_digest
 from jmoe.generate import generate
 from training.distill.config import DistillConfig
 from training.distill.data import check_trains
 from training.distill.parallel import is_first, wait_for_all
 from training.distill.plan import layers_dtype
-from training.distill.prepare import read_config_of
 from training.distill.room import Room
 from training.distill.sizes import model_parameters
 
@@ -41,7 +40,7 @@ def with_num_texts(
     """
     if config.sampled is not None:
         return config
-    cfg = read_config_of(directory, allow_unknown_config)
+    cfg = config_of(directory, allow_unknown_config=allow_unknown_config)
     size = jnp.dtype(layers_dtype(config, room.platform)).itemsize
     wanted = BESIDE * size * sum(model_parameters(cfg))
     free = room.host if room.platform == "cpu" else room.device

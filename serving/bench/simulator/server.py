@@ -17,7 +17,7 @@ import grpc
 import numpy as np
 
 from jmoe.api import resolve
-from jmoe.config import read_config
+from jmoe.checkpoint import config_of
 from jmoe.family import Family
 from jmoe.tokenizer import Tokenizer
 from serving.bench.loadgen import play
@@ -210,7 +210,7 @@ def recorded_machine(timeline: Path, config: EngineConfig, *, steady: bool = Fal
 
     Raises ValueError for a file that is neither.
     """
-    cfg = read_config(resolve(config.model))
+    cfg = config_of(resolve(config.model))
     steps = read_steps(timeline, cfg.num_layers, cfg.experts_per_token)
     decode = tuple(sorted({*config.decode_buckets, *config.late_decode_buckets}))
     buckets = {"prefill": config.prefill_buckets, "decode": decode}

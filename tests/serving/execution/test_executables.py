@@ -18,6 +18,7 @@ from serving.engine import Engine
 from serving.execution import executables as module
 from serving.execution.executables import KEPT_S, Executables, sources
 from serving.request import BrownoutChange, SamplingParams
+from serving.startup.asynchronous import keep_programs
 
 pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry", "programs_are_compiled")
 
@@ -67,8 +68,13 @@ def test_a_torn_entry_is_removed_and_an_old_one_too(tmp_path, compiled, caplog):
     assert "cannot be read" in caplog.text
     assert not path.exists()
     kept.save("a", "", compiled)
-    os.utime(path, (time.time() - KEPT_S - 60,) * 2)
+    left, fresh = tmp_path / "b.7.part", tmp_path / "c.8.part"  # of a process that was killed
+    for one in (left, fresh):
+        one.touch()
+    for one in (path, left):
+        os.utime(one, (time.time() - KEPT_S - 60,) * 2)
     assert Executables(tmp_path).load("a", "") is None
+    assert list(tmp_path.iterdir()) == [fresh]
 
 
 def test_a_full_disk_is_told_and_passed_over(tmp_path, compiled, caplog, monkeypatch):
@@ -101,6 +107,19 @@ def test_a_folder_of_another_user_stops_nothing(tmp_path, compiled, caplog, monk
     assert "no compiled program is kept" in caplog.text
     nowhere.save("a", "", compiled)
     assert nowhere.load("a", "") is None
+
+
+def test_without_a_home_nothing_is_kept(monkeypatch, compiled, caplog):
+    def homeless(self):
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "expanduser", homeless)
+    kept, before = Executables.at("~/.cache/jmoe/xla"), jax.config.jax_compilation_cache_dir
+    kept.save("a", "", compiled)
+    assert kept.load("a", "") is None
+    keep_programs("~/.cache/jmoe/xla")
+    assert jax.config.jax_compilation_cache_dir == before
+    assert caplog.text.count("home directory.); no compiled program is kept") == 2
 
 
 def test_beside_xlas_own_cache_nothing_is_kept(tmp_path, compiled):
