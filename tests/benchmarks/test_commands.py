@@ -103,10 +103,13 @@ def test_flags_of_jmoe_bench_are_its_own(command):
         "python -m benchmarks.pairs burst_loss --rounds 3",
         "python -m benchmarks.pairs burst_replayed",
         "python -m benchmarks.pairs formats --rounds 12",
+        "python -m benchmarks.pairs host_path",
+        "python -m benchmarks.pairs kv_cache --rounds 12",
         "python -m benchmarks.pairs page_size",
         "python -m benchmarks.pairs preemption",
         "python -m benchmarks.pairs prefix_reuse",
         "python -m benchmarks.pairs secured",
+        "python -m benchmarks.pairs step_time",
         "python -m benchmarks.pairs structured",
     )
 )

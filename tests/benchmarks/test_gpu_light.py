@@ -110,6 +110,7 @@ def test_planted_faults_cost_their_cases_alone(tmp_path, monkeypatch):
     }
     monkeypatch.setenv(part.PLANT, ",".join(f"light/{k}={v}" for k, v in plants.items()))
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
     monkeypatch.setattr(light_part, "AT_ONCE", 2)
     monkeypatch.setattr(light_part, "DRY_LIMIT_S", 45.0)
     kept = store.Store(tmp_path, {"sources": "1"})

@@ -63,6 +63,7 @@ def server(request):
     """Yields one server for all of these tests: on one device, on a mesh, or asynchronous."""
     devices = 8 if request.param == "aep=2+6" else 1  # a mesh sees to it itself
     options = {"cpu_devices": devices, "start_timeout_s": 240 * (1 + (devices > 1))}
+    options["hurry"] = int(request.param != "one")
     with serving(*settings_of(request.param), **options) as found:  # each compiles its own
         yield found
 
@@ -186,7 +187,7 @@ async def test_everyone_is_answered_and_nothing_leaks(server, model, request):
 
 
 @pytest.mark.deep
-@pytest.mark.sized(exhaustive=("one", "ep=8"))
+@pytest.mark.sized(exhaustive=("one", "ep=2", "ep=8"))
 @pytest.mark.parametrize("server", ["one", "ep=2", "ep=8", "aep=2+6"], indirect=True)
 async def test_served_tokens_are_those_of_the_notebook(server, model):
     _, address = server
@@ -217,7 +218,7 @@ async def test_a_way_can_be_switched_under_load(server, model):
 
 @pytest.mark.deep
 async def test_overload_is_refused_with_a_time_to_come_back():
-    settings = [*FEW_PROGRAMS[:2], "engine.max_num_seqs=8", "engine.max_queue_len=2"]
+    settings = [one for one in FEW_PROGRAMS if "queue" not in one] + ["engine.max_queue_len=2"]
     with serving(*settings) as (process, address):
         async with Client(address) as client:
 

@@ -47,6 +47,7 @@ async def test_a_server_withstands_a_small_run(tmp_path):
     assert all(name in ended.stdout for name in lines)
 
 
+@pytest.mark.exhaustive
 async def test_a_server_withstands_the_same_in_another_protocol(tmp_path):
     out = tmp_path / "hostile.json"
     sizes = ("--requests", 200, "--clients", 16, "--fuzz", 0, "--idle-s", 1)

@@ -26,6 +26,11 @@ from .exact_answers import check_exact_answers, check_shaped_answers, prompts
 pytestmark = pytest.mark.deep
 
 PEER_TIMEOUT_S = 4.0
+IN_A_HURRY = {
+    "JAX_PLATFORMS": "cpu",
+    "JAX_NUM_CPU_DEVICES": "4",
+    "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+}
 EXIT_S = 10.0
 """Time for an exit beside what it waits for: two cores, and jax to shut down."""
 ENDLESS = pb.SamplingParams(max_new_tokens=200, ignore_eos=True)
@@ -56,7 +61,7 @@ class Hosts:
                         stdout=out,
                         stderr=err,
                         cwd=Path(__file__).parents[2],
-                        env={**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "4"},
+                        env={**os.environ, **IN_A_HURRY},
                     )
                 )
 
@@ -285,7 +290,7 @@ async def test_a_follower_lost_while_the_server_starts_ends_it(hosts):
         assert "jmoe: process 1 of 2 is gone" in started.log(0)
 
 
-@pytest.mark.sized(deep=("2-1",), exhaustive=tuple(f"6-{run}" for run in range(3)))
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("kills", "run"), [(2, 1), *((6, run) for run in range(3))])
 async def test_a_group_whose_process_was_killed_serves_again_by_itself(hosts, kills, run):
     """A follower is killed, then the leader, in turn, under load: 20 times in all runs."""

@@ -122,7 +122,7 @@ def run(command, folder, names, **replaced):
     done = subprocess.run(
         [sys.executable, *program, *words[1:]],
         cwd=folder,
-        env={**ENV, "PYTHONPATH": str(ROOT)},
+        env={**ENV, "PYTHONPATH": str(ROOT), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"},
         capture_output=True,
         text=True,
         timeout=400,

@@ -185,6 +185,7 @@ def test_a_layers_row_of_a_table_of_biases():
     np.testing.assert_allclose(got.visit_weight, want[2].visit_weight, rtol=1e-6)
 
 
+@pytest.mark.exhaustive
 def test_biased_blocks_that_take_their_rows_in_turns_emulated():
     """The logits of picks are read again before those of the next turn are loaded."""
     static = Static(rows=580, scoring="sigmoid", bias=True, grouping=V3, scale=2.5, tiles=MORE)
