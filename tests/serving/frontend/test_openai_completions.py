@@ -1,8 +1,11 @@
 """Completions, through OpenAI's own client. The engine counts up: behind "ab" come "c", "d", ..."""
 
+import asyncio
+
 import orjson
 import pytest
 from openai_served import HttpSetup, serving_http
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from serving.config import EngineConfig, ServerConfig
 from serving.frontend.openai import answers, logprobs
@@ -79,7 +82,13 @@ async def test_usage_so_far_in_every_event():
     async with serving_http() as s:
         stream = await s.complete(stream=True, stream_options=options)
         got = [event async for event in stream]
+        two = await s.complete(["abcdef", "ab"], n=2, stream=True, stream_options=options)
+        so_far = [event async for event in two]
     assert [event.usage.completion_tokens for event in got] == [1, 2, 2]
+    begun: set[int] = set()
+    for event in so_far:  # each prompt once, as soon as one of its answers has begun
+        begun |= {choice.index // 2 for choice in event.choices}
+        assert event.usage.prompt_tokens == 6 * (0 in begun) + 2 * (1 in begun)
 
 
 async def test_several_prompts_and_several_answers():
@@ -110,6 +119,24 @@ async def test_streams_of_several_answers_are_told_apart():
     assert reasons == ["length", "length"]
     assert usage[:-1] == [None] * 4
     assert (usage[-1].prompt_tokens, usage[-1].completion_tokens) == (4, 4)
+
+
+async def test_no_answers_last_event_is_lost_where_another_does_not_wait(monkeypatch):
+    send = RequestResponseCycle.send
+
+    async def sent(self, message):
+        is_first = b'"index":0' in message.get("body", b"") or "headers" in message
+        for _ in range(9 * is_first):  # as for a client that reads slowly
+            await asyncio.sleep(0)
+        await send(self, message)
+
+    monkeypatch.setattr(RequestResponseCycle, "send", sent)
+    async with serving_http() as s:
+        stream = await s.complete(n=3, stream=True)
+        got = [choice async for event in stream for choice in event.choices]
+    for index in range(3):
+        own = [(one.text, one.finish_reason) for one in got if one.index == index]
+        assert own == [("c", None), ("d", "length")]
 
 
 @pytest.mark.parametrize("stream", [False, True])
