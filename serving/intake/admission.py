@@ -296,19 +296,22 @@ class Admission:
                     name,
                 )
 
-    async def tokenize(self, request: Request, *, special_tokens: bool = True) -> list[int]:
+    async def tokenize(
+        self, request: Request, *, special_tokens: bool = True, waits: bool = True
+    ) -> list[int]:
         """Returns the token ids of a prompt whose size was checked; of a text with the tokens that
-        the tokenizer puts around it, if it is to. Raises InvalidRequest.
+        the tokenizer puts around it, if it is to. `waits`: the request counts in its class's queue.
+        Raises InvalidRequest, and DeadlineExceeded for a chat.
         """
         prompt = request.prompt
         if isinstance(prompt, str | Chat):
             tokenizer = self.tokenizer(request)
             assert tokenizer is not None  # its size was checked
-            self.num_tokenizing[request.priority] += 1
+            self.num_tokenizing[request.priority] += waits
             try:
                 tokens = await self._encode(tokenizer, request, special_tokens)
             finally:
-                self.num_tokenizing[request.priority] -= 1
+                self.num_tokenizing[request.priority] -= waits
         else:
             tokens = _ids(prompt)
         if not tokens:

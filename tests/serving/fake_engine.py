@@ -188,7 +188,7 @@ class FakeEngine:
             self.running -= 1
             self.closed += 1
 
-    async def tokenize(self, prompt, model="", *, special_tokens=True) -> list[int]:
+    async def tokenize(self, prompt, model="", *, special_tokens=True, **_) -> list[int]:
         number_of(model, self.names)
         if isinstance(prompt, str):
             return self.model.tokenizer.encode(prompt, special_tokens=special_tokens)

@@ -242,6 +242,7 @@ class Call:
             allow_audit=body.allow_audit is not False,
             max_degraded_percent=100 if (most := body.max_degraded_percent) is None else most,
             key=self._caller.name,
+            waited_s=choice.waited_s,
         )
         async with noted(outputs, request_id, self._caller, self._span) as note:
             async for out in outputs:

@@ -50,6 +50,9 @@ _MORE = {"reasoning": {"content"}}
 _EVERY = {"type", "id", "status", "phase", "parsed_arguments"}
 
 
+_SAME = "model", "temperature", "top_p", "priority", "timeout_s"
+
+
 def chat_of(body: ResponsesRequest) -> ChatRequest:
     """Returns the chat that a response answers. Raises HttpError."""
     choice, format_ = body.tool_choice, body.text.format if body.text is not None else None
@@ -59,7 +62,7 @@ def chat_of(body: ResponsesRequest) -> ChatRequest:
     ]
     if isinstance(choice, NamedFunction):
         choice = NamedTool(type="function", function=FunctionName(name=choice.name))
-    own = {name: getattr(body, name) for name in ("model", "temperature", "top_p")}
+    own = {name: getattr(body, name) for name in _SAME}
     return ChatRequest.model_construct(
         **own,
         messages=messages_of(body),
