@@ -270,8 +270,8 @@ class Admission:
             raise self._too_long(len(prompt), request)
         if request.sampling.stop and tokenizer is None:
             raise InvalidRequest("stop strings need a tokenizer; this model has none", "stop")
-        self._check_tokens("stop_token_ids", request.sampling.stop_token_ids)
-        self._check_tokens("logit_bias", [token for token, _ in request.sampling.logit_bias])
+        bounds.check_ids("stop_token_ids", request.sampling.stop_token_ids)
+        bounds.check_ids("logit_bias", [token for token, _ in request.sampling.logit_bias])
 
     def _check_degraded(self, percent: int) -> None:
         name = "max_degraded_percent"
@@ -285,16 +285,6 @@ class Admission:
                 "whose visits go to substitutes, it must be 0 (no brownout) or 100",
                 name,
             )
-
-    def _check_tokens(self, name: str, tokens: Sequence[int]) -> None:
-        vocab_size = self.bounds.vocab_size
-        for token in tokens:
-            if token < 0 or (vocab_size and token >= vocab_size):
-                raise InvalidRequest(
-                    f"{name} has {shown(token)}, which is no token of this model; "
-                    f"ids are between 0 and {vocab_size - 1}",
-                    name,
-                )
 
     async def tokenize(
         self, request: Request, *, special_tokens: bool = True, waits: bool = True
