@@ -5,11 +5,12 @@ import asyncio
 import orjson
 import pytest
 from openai_served import HttpSetup, serving_http
+from tokenizers_of_kinds import byte_fallback
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from serving.config import EngineConfig, ServerConfig
 from serving.frontend.openai import answers, logprobs
-from serving.request import Priority
+from serving.request import Output, Priority, Usage
 
 SPANS = {"prefill_threshold_percent": None, "decode_threshold_percent": [40, 70]}
 
@@ -178,6 +179,24 @@ async def test_likeliest_tokens_of_prompt_and_text(stream):
         {"d": -0.5, "e": -1.5},
         {"e": -0.5, "f": -1.5},
     ]
+
+
+@pytest.mark.parametrize("num_prompt", [0, 4])
+async def test_a_token_begins_where_its_text_does(num_prompt):
+    """Of a vocabulary whose characters may be several tokens, and whose first space is no text."""
+    tokenizer = byte_fallback()
+    word = tokenizer.backend.token_to_id
+    sun, byte = "\u2581sun", [f"<0x{byte:02X}>" for byte in "é".encode()]
+    tokens = [word(one) for one in ("<s>", sun, *byte, sun, *byte, "</s>", ".")]
+    shown = logprobs.Completion(logprobs.Texts(tokenizer), wants_top=False)
+    prompt, drawn = tokens[:num_prompt], tokens[num_prompt:]
+    lists = [shown.of_tokens(prompt, [-1.0] * num_prompt, [()] * num_prompt)]
+    for at, token in enumerate(drawn):
+        lists.append(shown.of(Output("a", "", (token,), (-1.0,), Usage(1, at + 1, 0, 0))))
+    text = tokenizer.decode(prompt) + tokenizer.decode(drawn)
+    offsets = orjson.loads(b"[%b]" % b",".join(one[2] for one in lists if one[2]))
+    begins = [0, 0, 3, 3, 4, text.rindex("é"), text.rindex("é"), len(text) - 1, len(text) - 1]
+    assert (text.endswith("é."), offsets) == (True, begins)
 
 
 async def test_of_tokens_with_one_text_the_likelier_counts():
