@@ -49,7 +49,7 @@ class FakeEngine:
         )
         self.status, self.names = "ready", ["counter"]
         most = self.config.max_model_len
-        self.bounds = Bounds(most - 1, 4 * most, 100, self.config.max_logprobs_per_call)
+        self.bounds = Bounds(most - 1, 4 * most, 256, self.config.max_logprobs_per_call)
         model = SimpleNamespace(
             name="counter",
             tokenizer=tokenizer,
@@ -60,7 +60,7 @@ class FakeEngine:
                 architecture="qwen2_moe",
                 num_layers=2,
                 d_model=8,
-                vocab_size=100,
+                vocab_size=256,
                 num_experts=16,
                 experts_per_token=4,
                 max_position=64,
