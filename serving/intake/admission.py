@@ -27,6 +27,7 @@ from jmoe.tokenizer import Tokenizer
 from serving.config import EngineConfig
 from serving.errors import (
     NOT_OURS,
+    Aborted,
     DeadlineExceeded,
     InvalidRequest,
     Overloaded,
@@ -368,14 +369,30 @@ class Admission:
         try:
             if len(text) <= LONG_TEXT:
                 return encode()
-            # In a thread, one text at a time, so that steps go on meanwhile.
-            return await asyncio.wrap_future(self._thread.submit(encode))
-        except NOT_OURS:
+            return await self._in_thread(encode)
+        except (Aborted, *NOT_OURS):
             raise
         except Exception as error:  # e.g. an unpaired surrogate that a library refuses
             raise InvalidRequest(f"the prompt cannot be tokenized: {error}", "prompt") from None
         except BaseException as error:  # a panic of an extension module is no Exception
             raise RequestFailed(f"the tokenizer failed: {error}") from None
+
+    async def _in_thread(self, encode: Callable[[], list[int]]) -> list[int]:
+        """Encodes one text at a time, so that steps go on meanwhile. Raises Aborted after `close`,
+        or where it comes first.
+        """
+        stopped = Aborted("the engine stopped")
+        try:
+            encoding = self._thread.submit(encode)
+        except RuntimeError:
+            raise stopped from None
+        try:
+            return await asyncio.wrap_future(encoding)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            raise stopped from None
 
 
 @contextlib.asynccontextmanager
