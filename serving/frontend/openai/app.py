@@ -87,7 +87,7 @@ class _App(FastAPI):
             routes = [copy(route) for route in self.routes]
             for route in routes:
                 if isinstance(route, APIRoute):
-                    route.methods = route.methods - {"HEAD"}  # as GET
+                    route.methods = {*(route.methods or ())} - {"HEAD"}  # as GET
             found = get_openapi(title=self.title, version=self.version, routes=routes)
             found["security"] = [{"key": []}, {}]  # the latter: a server without keys
             found["components"]["securitySchemes"] = {"key": _KEY_SCHEME}
@@ -151,7 +151,7 @@ def make_app(server: "Server") -> FastAPI:
     _add_facts(app, server, created=int(time.time()))
     _add_docs(app)
     for route in app.routes:
-        if isinstance(route, APIRoute) and "GET" in route.methods:
+        if isinstance(route, APIRoute) and route.methods and "GET" in route.methods:
             route.methods.add("HEAD")
     return app
 
