@@ -347,16 +347,35 @@ class Engine:
         )
 
     async def tokenize(
-        self, prompt: str | Chat, model: str = "", *, special_tokens: bool = True
+        self,
+        prompt: str | Chat,
+        model: str = "",
+        *,
+        special_tokens: bool = True,
+        priority: Priority | None = None,
+        timeout_s: float | None = None,
     ) -> list[int]:
         """Returns the token ids of a text, or of a chat as the model's template writes it.
 
-        `special_tokens`: with those that the tokenizer puts around a text. Raises NotFound,
-        InvalidRequest and what a tokenizer or template fails with.
+        `special_tokens`: with those that the tokenizer puts around a text. `priority` is the class
+        of the request that the prompt is of, which waits meanwhile; None: of none. `timeout_s` is
+        as in `generate`. Raises NotFound, InvalidRequest, DeadlineExceeded and what a tokenizer or
+        template fails with.
         """
-        request = Request("tokenize", prompt, model=number_of(model, self.names))
+        timeout_s, _ = self._timeout(timeout_s)
+        number = number_of(model, self.names)
+        request = Request(
+            "tokenize", prompt, priority=priority or LS, timeout_s=timeout_s, model=number
+        )
         self.admission.check_size(request)
-        return await self.admission.tokenize(request, special_tokens=special_tokens)
+        return await self.admission.tokenize(
+            request, special_tokens=special_tokens, waits=priority is not None
+        )
+
+    def _timeout(self, timeout_s: float | None) -> tuple[float | None, bool]:
+        """Returns a request's timeout (s), and whether it is the server's default."""
+        servers = timeout_s is None and self.request_timeout_s > 0
+        return self.request_timeout_s if servers else timeout_s, servers
 
     async def generate(
         self,
@@ -373,6 +392,7 @@ class Engine:
         max_degraded_percent: int = 100,
         allow_audit: bool = True,
         key: str = "",
+        waited_s: float = 0.0,
     ) -> AsyncGenerator[Output]:
         """Streams a request's outputs; the last one has a `finish_reason`.
 
@@ -382,13 +402,13 @@ class Engine:
         the caller, as `check_admission` has it. At no token
         is more than `max_degraded_percent` of the request's own expert visits degraded; 0 is the
         same as `allow_brownout=False`. A degraded answer may be scored again (`engine.audit`), with
-        `allow_audit`.
+        `allow_audit`. The request came `waited_s` seconds ago: its prompt was made meanwhile.
 
         Raises NotFound, InvalidRequest, RequestFailed, and other errors of `serving.errors`.
         """
         number = number_of(model, self.names)
         self.check_admission(priority, key, number)
-        servers = timeout_s is None and self.request_timeout_s > 0
+        timeout_s, servers = self._timeout(timeout_s)
         allow_brownout = allow_brownout and max_degraded_percent != 0
         request = Request(
             request_id or uuid.uuid4().hex,
@@ -396,7 +416,7 @@ class Engine:
             sampling or SamplingParams(),
             allow_brownout and not self.auditor.exempts(number, key),
             priority,
-            self.request_timeout_s if servers else timeout_s,
+            timeout_s,
             number,
             servers,
             reuse_prefix,
@@ -406,7 +426,7 @@ class Engine:
             key,
             model_name=self.names[number],
         )
-        sequence = await self._admit(request)
+        sequence = await self._admit(request, waited_s)
         try:
             while True:
                 output = await sequence.next_output()
@@ -454,9 +474,9 @@ class Engine:
             and scheduler.num_free_slots(LS) > 1
         )
 
-    async def _admit(self, request: Request) -> SequenceState:
+    async def _admit(self, request: Request, waited_s: float = 0.0) -> SequenceState:
         self._check_workers(request)
-        arrived_at, generations = self._clock(), self.models.generations
+        arrived_at, generations = self._clock() - waited_s, self.models.generations
         generation = generations[request.model]
         sequence = await self.admission.sequence(request, arrived_at)
         if not request.is_audit:  # again, since tokenizing a long text takes time

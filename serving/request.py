@@ -66,6 +66,16 @@ class Bounds:
                 "prompt",
             )
 
+    def check_ids(self, name: str, tokens: Sequence[int]) -> None:
+        """Raises InvalidRequest for ids that are no tokens; `name` is the field with them."""
+        for token in tokens:
+            if token < 0 or (self.vocab_size and token >= self.vocab_size):
+                raise InvalidRequest(
+                    f"{name} has {shown(token)}, which is no token of this model; "
+                    f"ids are between 0 and {self.vocab_size - 1}",
+                    name,
+                )
+
 
 class Priority(enum.StrEnum):
     """Service class of a request (QLLM). By name, since engines disagree on what a number means."""

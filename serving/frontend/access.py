@@ -122,8 +122,9 @@ class Caller:
             raise self._denied("metrics", why)
 
     @contextlib.contextmanager
-    def request(self, model: str, priority: Priority, count: int = 1) -> Iterator["Caller"]:
-        """Counts `count` requests to `model` (its served name) as running within the block.
+    def request(self, model: str, priority: Priority | None, count: int = 1) -> Iterator["Caller"]:
+        """Counts `count` requests to `model` (its served name) as running within the block; those
+        of no class (None) generate nothing.
 
         Raises PermissionDenied if the key does not allow the model, the class or so many concurrent
         requests, and Overloaded as `check_room` does.
@@ -181,7 +182,7 @@ class Caller:
                     wait_ns / 1e9,
                 )
 
-    def check_allowed(self, model: str, priority: Priority, count: int = 1) -> None:
+    def check_allowed(self, model: str, priority: Priority | None, count: int = 1) -> None:
         """Raises PermissionDenied for a request that this key can never make. Notes the model that
         was asked for.
         """
@@ -191,9 +192,9 @@ class Caller:
         # error need not hide that the model exists.
         for what, wanted, allowed in (
             ("model", model, key.models),
-            ("class", str(priority), key.classes),
+            ("class", priority and str(priority), key.classes),
         ):
-            if allowed and wanted not in allowed:
+            if allowed and wanted is not None and wanted not in allowed:
                 raise self._denied(what, _not_allowed(what, wanted, allowed))
         if key.concurrency and count > key.concurrency:
             raise self._denied(

@@ -286,7 +286,7 @@ class Metrics(Observer):
         """See Observer."""
         super().first_tokens(ttft_s, slo_s, priority, model)
         self.ttft.observe(ttft_s, priority, model)
-        self._tokens("prefill", ttft_s, slo_s, model)
+        self._tokens("prefill", ttft_s, slo_s, priority, model)
 
     def further_tokens(
         self, itl_s: np.ndarray, slo_s: float, priority: Priority, model: str
@@ -294,10 +294,14 @@ class Metrics(Observer):
         """See Observer."""
         super().further_tokens(itl_s, slo_s, priority, model)
         self.itl.observe(itl_s, priority, model)
-        self._tokens("decode", itl_s, slo_s, model)
+        self._tokens("decode", itl_s, slo_s, priority, model)
 
-    def _tokens(self, phase: str, samples: np.ndarray, slo_s: float, model: str) -> None:
+    def _tokens(
+        self, phase: str, samples: np.ndarray, slo_s: float, priority: Priority, model: str
+    ) -> None:
         self.generation_tokens += len(samples)
+        if priority is not Priority.LATENCY_SENSITIVE:
+            return  # what is late is a share of the latency-sensitive ones
         late = int(np.count_nonzero(samples > slo_s))
         self.violations[phase] += late
         self.by_model.late[model, phase] += late
@@ -365,7 +369,7 @@ class Metrics(Observer):
         yield family(
             _COUNTER,
             "slo_violations",
-            "Tokens later than the SLO of their phase",
+            "Latency-sensitive tokens later than the SLO of their phase",
             "phase",
             self.violations,
         )
@@ -556,7 +560,7 @@ class ModelLoad:
 
     def __init__(self) -> None:
         self.finished, self.degraded = Counter[str](), Counter[str]()
-        self.late = Counter[tuple[str, str]]()  # tokens later than their objective, by phase
+        self.late = Counter[tuple[str, str]]()  # latency-sensitive tokens that came late, by phase
         self._lengths = {
             name: Histograms(_LENGTHS if name.endswith("tokens") else _E2E, "model_name")
             for name in _OF_A_REQUEST
@@ -592,7 +596,7 @@ class ModelLoad:
         ):
             named = {model: counts[model] for model in engine.names if model}
             yield family(kind, f"{name}_by_model", about, "model_name", named)
-        late, about = {}, "Tokens later than their objective"
+        late, about = {}, "Latency-sensitive tokens later than their objective"
         objectives, bounds = dict[tuple[str, str], float](), dict[tuple[str, str], float]()
         for number, own in enumerate(engine.slo.models):
             if own.name:

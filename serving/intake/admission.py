@@ -27,6 +27,7 @@ from jmoe.tokenizer import Tokenizer
 from serving.config import EngineConfig
 from serving.errors import (
     NOT_OURS,
+    Aborted,
     DeadlineExceeded,
     InvalidRequest,
     Overloaded,
@@ -270,8 +271,8 @@ class Admission:
             raise self._too_long(len(prompt), request)
         if request.sampling.stop and tokenizer is None:
             raise InvalidRequest("stop strings need a tokenizer; this model has none", "stop")
-        self._check_tokens("stop_token_ids", request.sampling.stop_token_ids)
-        self._check_tokens("logit_bias", [token for token, _ in request.sampling.logit_bias])
+        bounds.check_ids("stop_token_ids", request.sampling.stop_token_ids)
+        bounds.check_ids("logit_bias", [token for token, _ in request.sampling.logit_bias])
 
     def _check_degraded(self, percent: int) -> None:
         name = "max_degraded_percent"
@@ -286,29 +287,22 @@ class Admission:
                 name,
             )
 
-    def _check_tokens(self, name: str, tokens: Sequence[int]) -> None:
-        vocab_size = self.bounds.vocab_size
-        for token in tokens:
-            if token < 0 or (vocab_size and token >= vocab_size):
-                raise InvalidRequest(
-                    f"{name} has {shown(token)}, which is no token of this model; "
-                    f"ids are between 0 and {vocab_size - 1}",
-                    name,
-                )
-
-    async def tokenize(self, request: Request, *, special_tokens: bool = True) -> list[int]:
+    async def tokenize(
+        self, request: Request, *, special_tokens: bool = True, waits: bool = True
+    ) -> list[int]:
         """Returns the token ids of a prompt whose size was checked; of a text with the tokens that
-        the tokenizer puts around it, if it is to. Raises InvalidRequest.
+        the tokenizer puts around it, if it is to. `waits`: the request counts in its class's queue.
+        Raises InvalidRequest, and DeadlineExceeded for a chat.
         """
         prompt = request.prompt
         if isinstance(prompt, str | Chat):
             tokenizer = self.tokenizer(request)
             assert tokenizer is not None  # its size was checked
-            self.num_tokenizing[request.priority] += 1
+            self.num_tokenizing[request.priority] += waits
             try:
                 tokens = await self._encode(tokenizer, request, special_tokens)
             finally:
-                self.num_tokenizing[request.priority] -= 1
+                self.num_tokenizing[request.priority] -= waits
         else:
             tokens = _ids(prompt)
         if not tokens:
@@ -375,14 +369,30 @@ class Admission:
         try:
             if len(text) <= LONG_TEXT:
                 return encode()
-            # In a thread, one text at a time, so that steps go on meanwhile.
-            return await asyncio.wrap_future(self._thread.submit(encode))
-        except NOT_OURS:
+            return await self._in_thread(encode)
+        except (Aborted, *NOT_OURS):
             raise
         except Exception as error:  # e.g. an unpaired surrogate that a library refuses
             raise InvalidRequest(f"the prompt cannot be tokenized: {error}", "prompt") from None
         except BaseException as error:  # a panic of an extension module is no Exception
             raise RequestFailed(f"the tokenizer failed: {error}") from None
+
+    async def _in_thread(self, encode: Callable[[], list[int]]) -> list[int]:
+        """Encodes one text at a time, so that steps go on meanwhile. Raises Aborted after `close`,
+        or where it comes first.
+        """
+        stopped = Aborted("the engine stopped")
+        try:
+            encoding = self._thread.submit(encode)
+        except RuntimeError:
+            raise stopped from None
+        try:
+            return await asyncio.wrap_future(encoding)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            raise stopped from None
 
 
 @contextlib.asynccontextmanager

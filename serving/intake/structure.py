@@ -116,25 +116,16 @@ class Structures:
     async def matcher(self, structure: Structure) -> Matcher:
         """Returns a new matcher for a structure.
 
-        Raises InvalidRequest for a structure that is invalid or takes too much time or memory, and
-        Overloaded if too many requests wait for theirs.
+        One that is cached waits for no others. Raises InvalidRequest for a structure that is
+        invalid or takes too much time or memory, and Overloaded if too many requests wait for
+        theirs.
         """
         if self._tokenizer is None or not self._eos:
             what = "tokenizer" if self._tokenizer is None else "end-of-sequence token"
             raise InvalidRequest(
                 f"a structured output needs a {what}; this model has none", "structure"
             )
-        if self.num_waiting >= MAX_WAITING:
-            raise Overloaded(
-                f"{MAX_WAITING} requests wait until their structures are read; try again later",
-                RETRY_AFTER_S,
-            )
-        self.num_waiting += 1
-        try:
-            async with self._reader:
-                kept = self._kept.get(structure) or await self._read(structure)
-        finally:
-            self.num_waiting -= 1
+        kept = self._kept.get(structure) or await self._in_turn(structure)
         self._keep(structure, *kept)
         return Matcher(kept[0].deep_copy(), lambda: self._drop(structure))
 
@@ -147,6 +138,20 @@ class Structures:
         self._kept.move_to_end(structure)
         while sum(size for _, size in self._kept.values()) > MAX_KEPT_BYTES:
             self._kept.popitem(last=False)
+
+    async def _in_turn(self, structure: Structure) -> tuple[Any, int]:
+        """Compiles a structure behind those that came before, unless one of them was the same."""
+        if self.num_waiting >= MAX_WAITING:
+            raise Overloaded(
+                f"{MAX_WAITING} requests wait until their structures are read; try again later",
+                RETRY_AFTER_S,
+            )
+        self.num_waiting += 1
+        try:
+            async with self._reader:
+                return self._kept.get(structure) or await self._read(structure)
+        finally:
+            self.num_waiting -= 1
 
     def _drop(self, structure: Structure) -> None:
         self._kept.pop(structure, None)

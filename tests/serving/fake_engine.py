@@ -49,7 +49,7 @@ class FakeEngine:
         )
         self.status, self.names = "ready", ["counter"]
         most = self.config.max_model_len
-        self.bounds = Bounds(most - 1, 4 * most, 100, self.config.max_logprobs_per_call)
+        self.bounds = Bounds(most - 1, 4 * most, 256, self.config.max_logprobs_per_call)
         model = SimpleNamespace(
             name="counter",
             tokenizer=tokenizer,
@@ -60,7 +60,7 @@ class FakeEngine:
                 architecture="qwen2_moe",
                 num_layers=2,
                 d_model=8,
-                vocab_size=100,
+                vocab_size=256,
                 num_experts=16,
                 experts_per_token=4,
                 max_position=64,
@@ -188,7 +188,7 @@ class FakeEngine:
             self.running -= 1
             self.closed += 1
 
-    async def tokenize(self, prompt, model="", *, special_tokens=True) -> list[int]:
+    async def tokenize(self, prompt, model="", *, special_tokens=True, **_) -> list[int]:
         number_of(model, self.names)
         if isinstance(prompt, str):
             return self.model.tokenizer.encode(prompt, special_tokens=special_tokens)

@@ -88,6 +88,14 @@ async def test_requests_without_a_time_get_the_servers(start):
     assert len(await collect(engine, [1], 100, timeout_s=2.0)) == 100  # its own counts
 
 
+@pytest.mark.simulated_time
+async def test_who_has_waited_before_has_what_is_left(start):
+    engine, came_at = start(step_s=STEP_S), now()
+    with pytest.raises(DeadlineExceeded, match=r"not finished after 0\.5 s$"):
+        await collect(engine, [1], 100, timeout_s=0.5, waited_s=0.3)
+    assert now() == pytest.approx(came_at + 0.2)
+
+
 async def test_a_grpc_call_without_a_deadline_gets_the_servers():
     async with Setup(ServerConfig(port=0, request_timeout_s=0.2)) as s:
         engine = s.engine = counting_engine(step_s=0.05)

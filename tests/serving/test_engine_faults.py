@@ -10,13 +10,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from counting import collect, model_with
+from served import until
 
 from serving import engine as engine_module
 from serving.bench.fake import FakeRunner
 from serving.config import BrownoutConfig, SalcConfig
 from serving.control.slo import SloAnalyser
 from serving.control.window import LatencyWindow
-from serving.errors import InvalidRequest, RequestFailed, Unavailable, shown
+from serving.errors import Aborted, InvalidRequest, RequestFailed, Unavailable, shown
 from serving.request import BrownoutChange, Priority, SamplingParams
 from serving.scheduling.waiting import QueuedClass
 from serving.telemetry.latencies import Latencies
@@ -83,6 +84,28 @@ async def test_a_prompt_that_cannot_be_tokenized_ends_one_request(
         await collect(engine, "x" * length)
     assert len(await collect(engine, [1], 5)) == 5
     assert engine.admission.num_tokenizing.total() == 0
+
+
+async def test_a_prompt_that_waits_to_be_tokenized_is_told_that_the_engine_stops(
+    start, monkeypatch
+):
+    monkeypatch.setattr("serving.intake.admission.LONG_TEXT", 100)
+    tokenizer, going = Fragile(None, at=None), threading.Event()
+    tokenizer.encode = lambda text, special_tokens: [1] * going.wait()
+    engine = start(model=model_with(tokenizer))
+    tasks = [asyncio.create_task(collect(engine, "x" * 101)) for _ in range(3)]
+    await until(lambda: engine.admission.num_tokenizing.total() == 3)
+    tasks[2].cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await tasks[2]
+    await engine.stop()
+    with pytest.raises(Aborted, match="the engine stopped"):
+        await tasks[1]
+    with pytest.raises(Aborted, match="the engine stopped"):
+        await engine.tokenize("x" * 101)
+    going.set()
+    with pytest.raises(Unavailable):
+        await tasks[0]
 
 
 @simulated_time

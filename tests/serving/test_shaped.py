@@ -11,6 +11,7 @@ import re
 import threading
 
 import pytest
+from served import until
 from shaped import (
     PROMPTS,
     config,
@@ -186,7 +187,7 @@ async def test_a_structure_that_would_end_its_reader_or_take_minutes_is_refused(
         assert re.fullmatch("[0-9]{3}", (await texts(engine, "say it", structure=fine))[0])
         monkeypatch.setattr(structure, "MAX_WAITING", 0)
         with pytest.raises(Overloaded, match="wait until their structures are read"):
-            await texts(engine, "say it", structure=fine)
+            await texts(engine, "say it", structure=slow)
     finally:
         await engine.stop()
 
@@ -217,6 +218,25 @@ async def test_who_goes_while_a_structure_is_read_leaves_no_error_behind(model, 
         await read.matcher(digits)
     finally:
         over.set()
+        await read.close()
+
+
+async def test_a_structure_that_is_known_waits_for_no_others(model, monkeypatch):
+    read = structure.Structures(model.tokenizer, 512, model.config.eos_token_ids)
+    monkeypatch.setattr(structure, "MAX_WAITING", 2)
+    known, new = (Structure(StructureKind.REGEX, text) for text in ("[0-9]", "[a-z]"))
+    strangers = []
+    try:
+        await read.matcher(known)
+        monkeypatch.setattr(read, "_check", lambda one: asyncio.Event().wait())
+        strangers += [asyncio.create_task(read.matcher(new)) for _ in range(2)]
+        await until(lambda: read.num_waiting == 2)
+        await asyncio.wait_for(read.matcher(known), 20)
+        with pytest.raises(Overloaded, match="2 requests wait until their structures are read"):
+            await read.matcher(new)
+    finally:
+        for one in strangers:
+            one.cancel()
         await read.close()
 
 

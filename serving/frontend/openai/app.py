@@ -4,6 +4,7 @@ import base64
 import hashlib
 import re
 import time
+from copy import copy
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import orjson
@@ -11,6 +12,7 @@ from fastapi import FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.openapi.utils import get_openapi
+from fastapi.routing import APIRoute
 from fastapi.staticfiles import StaticFiles
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
@@ -82,7 +84,11 @@ class _App(FastAPI):
         Anybody may read it, so it is the same on every server.
         """
         if self.openapi_schema is None:
-            found = get_openapi(title=self.title, version=self.version, routes=self.routes)
+            routes = [copy(route) for route in self.routes]
+            for route in routes:
+                if isinstance(route, APIRoute):
+                    route.methods = {*(route.methods or ())} - {"HEAD"}  # as GET
+            found = get_openapi(title=self.title, version=self.version, routes=routes)
             found["security"] = [{"key": []}, {}]  # the latter: a server without keys
             found["components"]["securitySchemes"] = {"key": _KEY_SCHEME}
             schemas = found["components"]["schemas"]
@@ -137,13 +143,16 @@ def make_app(server: "Server") -> FastAPI:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=server.config.allowed_origins,
-            allow_methods=("GET", "POST"),
+            allow_methods=("GET", "HEAD", "POST"),
             allow_headers=("*",),
-            expose_headers=("x-request-id", "retry-after"),
+            expose_headers=("x-request-id", "retry-after", "retry-after-ms", "x-should-retry"),
         )
     _add_endpoints(app, server)
     _add_facts(app, server, created=int(time.time()))
     _add_docs(app)
+    for route in app.routes:
+        if isinstance(route, APIRoute) and route.methods and "GET" in route.methods:
+            route.methods.add("HEAD")
     return app
 
 

@@ -142,9 +142,10 @@ class Call:
 
     def usage(self) -> dict[str, Any]:
         """Returns the usage so far of the choices that have begun."""
-        begun = [choice.last for choice in self._choices if choice.last is not None]
-        whole = len(begun) == len(self._choices)
-        found = usage(begun, self._body.num_answers if whole else 1)
+        n = self._body.num_answers
+        begun = {choice.index: choice.last for choice in self._choices if choice.last is not None}
+        firsts = {at // n: begun[at] for at in reversed(begun)}
+        found = usage(list(begun.values()), list(firsts.values()))
         counts = [one.reasoning_tokens for one in self._choices if one.reasoning_tokens is not None]
         if counts:
             found["completion_tokens_details"] = {"reasoning_tokens": sum(counts)}
@@ -190,7 +191,13 @@ class Call:
             if data:
                 await send({"type": "http.response.body", "body": data, "more_body": left > 0})
 
-        await self._run(write)
+        writing = asyncio.Lock()
+
+        async def write_in_turn(choice: Choice, out: Output) -> None:
+            async with writing:  # it may wait for the client, and none may overtake it
+                await write(choice, out)
+
+        await self._run(write if left == 1 else write_in_turn)
 
     def _usage_of(self, choice: Choice, out: Output) -> bytes:
         choice.last = out
@@ -235,6 +242,7 @@ class Call:
             allow_audit=body.allow_audit is not False,
             max_degraded_percent=100 if (most := body.max_degraded_percent) is None else most,
             key=self._caller.name,
+            waited_s=choice.waited_s,
         )
         async with noted(outputs, request_id, self._caller, self._span) as note:
             async for out in outputs:
@@ -294,17 +302,16 @@ async def _while_there(receive: "Receive") -> AsyncIterator[None]:
         raise ClientLeft("the client left before its answer was whole") from None
 
 
-def usage(outputs: Sequence[Output], num_per_prompt: int = 1) -> dict[str, Any]:
+def usage(outputs: Sequence[Output], firsts: Sequence[Output]) -> dict[str, Any]:
     """Returns the usage of a call, given the newest output of each of its choices.
 
-    `outputs` are ordered by prompt, with `num_per_prompt` choices for each, and each prompt counts
-    once. `degraded_share` is the share of expert visits that were degraded, `expected_loss` what
-    their thresholds let expect, in nats a token; null where that is not known. The threshold fields
-    have the smallest and largest threshold (percent) that the call's steps ran under; null before
-    the first step.
+    `firsts` are one output of each prompt, which counts once. `degraded_share` is the share of
+    expert visits that were degraded, `expected_loss` what their thresholds let expect, in nats a
+    token; null where that is not known. The threshold fields have the smallest and largest
+    threshold (percent) that the call's steps ran under; null before the first step.
     """
-    prompt = sum(out.usage.prompt_tokens for out in outputs[::num_per_prompt])
-    cached = sum(out.usage.cached_tokens for out in outputs[::num_per_prompt])
+    prompt = sum(out.usage.prompt_tokens for out in firsts)
+    cached = sum(out.usage.cached_tokens for out in firsts)
     completion = sum(out.usage.completion_tokens for out in outputs)
     visits = sum(out.usage.expert_visits for out in outputs)
     degraded = sum(out.usage.degraded_visits for out in outputs)

@@ -4,6 +4,7 @@ import json
 import re
 import secrets
 import string
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -17,7 +18,7 @@ from serving.frontend.openai import logprobs, reasoning_parsers
 from serving.frontend.openai.endpoints import Choice
 from serving.frontend.openai.errors import HttpError
 from serving.frontend.openai.reasoning_parsers import Thinks
-from serving.frontend.openai.sampling import sampling
+from serving.frontend.openai.sampling import priority, sampling
 from serving.frontend.openai.schemas import ChatRequest, Message, NamedTool, Tool
 from serving.frontend.openai.tool_parsers import (
     PARSERS,
@@ -446,11 +447,13 @@ class ChatEndpoint:
         thinks = None if is_held else self._reasoning(template)
         if thinks is None and tools is None:
             return [self.plain(i, prompt, one, shown) for i, one in enumerate(drawn)]
-        before, given = "", prompt
+        before, given, began_s = "", prompt, time.monotonic()
         if thinks is not None and tokenizer is not None:
-            given = await engine.tokenize(prompt, body.model)
+            given = await engine.tokenize(
+                prompt, body.model, priority=priority(body), timeout_s=body.timeout_s
+            )
             before = tokenizer.decode(given[-_NUM_BEFORE:], skip_special_tokens=False)
-        return [
+        found = [
             self.read(
                 None if thinks is None else thinks(before),
                 tools,
@@ -458,6 +461,9 @@ class ChatEndpoint:
             )
             for i, one in enumerate(drawn)
         ]
+        for choice in found:
+            choice.waited_s = time.monotonic() - began_s
+        return found
 
 
 def _id() -> str:

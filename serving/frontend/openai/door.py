@@ -124,7 +124,10 @@ class Door:
             )
 
     async def _tell(self, scope: "Scope", send: "Send", error: Exception, started: bool) -> None:
+        more: errors.Headers = []
         if isinstance(error, HTTPException):
+            given = error.headers or {}  # which methods a route takes
+            more = [(name.lower().encode(), value.encode()) for name, value in given.items()]
             error = _of_routing(scope, error)
         client = scope.get("client") or ("", 0)
         path = scope["path"][:200]
@@ -139,6 +142,7 @@ class Door:
             (b"content-type", b"application/json"),
             (b"content-length", b"%d" % len(body)),
             *errors.headers(error),
+            *more,
         ]
         start = {"type": "http.response.start", "headers": headers}
         await send({**start, "status": status})

@@ -48,6 +48,7 @@ class Choice:
         """
         self.index, self.prompt, self.sampling, self.echo = index, prompt, sampling, echo
         self.last: Output | None = None
+        self.waited_s = 0.0  # seconds in which the engine made the prompt's tokens
         self.reasoning_tokens: int | None = None  # None: thoughts are not told apart
         self._texts: list[str] = []
         self._format = shown

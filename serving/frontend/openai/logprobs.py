@@ -34,6 +34,7 @@ class Texts:
 
     def __init__(self, tokenizer: "Tokenizer | None") -> None:
         """Without a tokenizer tokens are shown by their ids."""
+        self.tokenizer = tokenizer
         self._pieces = None if tokenizer is None else tokenizer.pieces
         self._ends = lru_cache(_CACHED_TOKENS)(partial(_ends, self._pieces))
 
@@ -84,7 +85,9 @@ class Completion:
 
     def __init__(self, texts: Texts, wants_top: bool) -> None:
         self._texts, self._wants_top = texts, wants_top
-        self._offset = 0  # where the next token begins in the text of all tokens
+        self._offset = 0  # where the next token begins in the text, which is decoded as it is sent
+        self._stream = None if texts.tokenizer is None else texts.tokenizer.stream()
+        self._has_begun = False  # the answer, whose text is decoded by itself
         self.starts = b'{"tokens":[', b'],"token_logprobs":[', b'],"text_offset":['
         self.end = b'],"top_logprobs":null}'
         if wants_top:
@@ -101,9 +104,9 @@ class Completion:
         token.
         """
         texts, offsets = [self._texts.text(token) for token in tokens], []
-        for text in texts:
+        for token in tokens:
             offsets.append(self._offset)
-            self._offset += len(text)
+            self._offset += 0 if self._stream is None else len(self._stream.push(token))
         told = [None if one is None else _told(one) for one in logprobs]
         lists = [texts, told, offsets]
         if self._wants_top:
@@ -118,6 +121,9 @@ class Completion:
 
     def of(self, out: Output) -> Lists:
         """Returns the entries for an output's tokens."""
+        if self._stream is not None and not self._has_begun:
+            self._offset += len(self._stream.finish())
+        self._has_begun = True
         tops = out.top_logprobs or [()] * len(out.token_ids)
         return self.of_tokens(out.token_ids, out.logprobs, tops)
 

@@ -50,6 +50,9 @@ _MORE = {"reasoning": {"content"}}
 _EVERY = {"type", "id", "status", "phase", "parsed_arguments"}
 
 
+_SAME = "model", "temperature", "top_p", "priority", "timeout_s"
+
+
 def chat_of(body: ResponsesRequest) -> ChatRequest:
     """Returns the chat that a response answers. Raises HttpError."""
     choice, format_ = body.tool_choice, body.text.format if body.text is not None else None
@@ -59,7 +62,7 @@ def chat_of(body: ResponsesRequest) -> ChatRequest:
     ]
     if isinstance(choice, NamedFunction):
         choice = NamedTool(type="function", function=FunctionName(name=choice.name))
-    own = {name: getattr(body, name) for name in ("model", "temperature", "top_p")}
+    own = {name: getattr(body, name) for name in _SAME}
     return ChatRequest.model_construct(
         **own,
         messages=messages_of(body),
@@ -144,26 +147,31 @@ class ResponseChoice(ReadChoice):
         self.items: list[dict[str, Any]] = []
         self._open: dict[str, Any] | None = None  # the newest item, until it is whole
         self._entries: list[bytes | bytearray] = []  # log-probabilities of its text
+        self._ahead: list[bytes | bytearray] = []  # those of tokens whose text is still to come
         self._events, self._num_events = bytearray(), 0
 
     def take(self, out: Output) -> None:
         """See Choice."""
         deltas = self.read(out)
-        entries = self._format.of(out)[0] if self.sampling.logprobs else b""
+        if self.sampling.logprobs and out.token_ids:
+            self._ahead.append(self._format.of(out)[0])
         for delta in deltas:
             if delta.name:
                 self._begin("function_call", name=delta.name)
             elif delta.reasoning:
                 self._add("reasoning", delta.reasoning)
             elif delta.content:
-                self._add("message", delta.content, entries)
-                entries = b""
+                self._add("message", delta.content)
             if delta.arguments:
                 self._argue(delta.arguments)
+        if deltas and not any(delta.content for delta in deltas):
+            self._ahead = []  # they are of a thought or a call
         self.last = out
         if out.finish_reason is not None:
             if not self.items:
                 self._begin("message")
+            if self._ahead and self._open is not None and self._open["type"] == "message":
+                self._add("message", "")
             self._end("completed" if out.finish_reason == "stop" else "incomplete")
 
     def _begin(self, kind: str, **more: Any) -> None:
@@ -190,15 +198,16 @@ class ResponseChoice(ReadChoice):
         assert self._open is not None
         return {"item_id": self._open["id"], "output_index": len(self.items) - 1}
 
-    def _add(self, kind: str, text: str, entries: bytes = b"") -> None:
+    def _add(self, kind: str, text: str) -> None:
         if self._open is None or self._open["type"] != kind:
             self._begin(kind)
         assert self._open is not None
         self._open["content"][0]["text"] += text
         more: dict[str, Any] = {"content_index": 0, "delta": text}
         if kind == "message":
-            more["logprobs"] = orjson.Fragment(b"[%b]" % entries)
-            self._entries += [entries] * bool(entries)
+            more["logprobs"] = orjson.Fragment(b"[%b]" % b",".join(self._ahead))
+            self._entries += self._ahead
+            self._ahead = []
         self.tell(f"{_STEM[kind]}.delta", **self._where, **more)
 
     def _argue(self, text: str) -> None:

@@ -181,7 +181,9 @@ class Generating(OfModel):
 class Sampled(Generating):
     """What completions and chats take."""
 
-    stream_options: StreamOptions | None = supported("with `stream` only: `include_usage`")
+    stream_options: StreamOptions | None = supported(
+        "with `stream` only: `include_usage`, `continuous_usage_stats`"
+    )
     max_tokens: int | None = supported("new tokens at most; absent: as many as fit", ge=1)
     n: int | None = supported(
         f"answers; times the number of prompts up to {MAX_SEQUENCES}", ge=1, le=MAX_SEQUENCES

@@ -6,13 +6,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 import orjson
 from starlette.responses import Response
 
-from serving.errors import InvalidRequest, shown
 from serving.frontend.access import Caller
 from serving.frontend.openai.call import received
 from serving.frontend.openai.chats import Template, messages_of, told
 from serving.frontend.openai.errors import HttpError
 from serving.frontend.openai.schemas import DetokenizeRequest, TokenizeRequest
-from serving.request import Chat, Priority
+from serving.request import Chat
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
@@ -51,7 +50,7 @@ class TokenAnswer(Response):
             tokenizer = None if engine.family is None else engine.family[number].tokenizer
             if tokenizer is None:
                 raise HttpError("this model has no tokenizer; it takes token ids alone", "model")
-            with self._caller.request(model, Priority.LATENCY_SENSITIVE) as caller:
+            with self._caller.request(model, None) as caller:
                 found, num_tokens = await self._endpoint.answer(engine, body, model, tokenizer)
                 caller.used(num_tokens)
         answer = Response(orjson.dumps(found), media_type="application/json")
@@ -123,10 +122,6 @@ class Detokenize:
     ) -> tuple[dict[str, Any], int]:
         """See TokenEndpoint."""
         engine.bounds.check_tokens(len(body.tokens))
-        try:
-            text = await asyncio.to_thread(tokenizer.decode, body.tokens, False)
-        except (OverflowError, TypeError, ValueError):
-            raise InvalidRequest(
-                f"tokens {shown(body.tokens)} has numbers that are no tokens", "tokens"
-            ) from None
+        engine.bounds.check_ids("tokens", body.tokens)
+        text = await asyncio.to_thread(tokenizer.decode, body.tokens, False)
         return {"prompt": text}, len(body.tokens)

@@ -319,11 +319,14 @@ def test_objectives_bounds_and_late_tokens_of_models() -> None:
         ),
     )
     metrics.further_tokens(np.array([0.06, 0.04]), 0.05, LS, "law")
+    metrics.further_tokens(np.array([0.9]), 0.5, Priority.BEST_EFFORT, "law")  # its own objective
     found = {
         (s.name, *s.labels.values()): s.value
         for family in metrics.by_model.collect(metrics.engine)
         for s in family.samples
     }
+
+    assert metrics.violations == {"prefill": 0, "decode": 1}
 
     def of(name):
         return {tuple(at): value for (known, *at), value in found.items() if known == name}

@@ -1,12 +1,16 @@
 """Completions, through OpenAI's own client. The engine counts up: behind "ab" come "c", "d", ..."""
 
+import asyncio
+
 import orjson
 import pytest
 from openai_served import HttpSetup, serving_http
+from tokenizers_of_kinds import byte_fallback
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from serving.config import EngineConfig, ServerConfig
 from serving.frontend.openai import answers, logprobs
-from serving.request import Priority
+from serving.request import Output, Priority, Usage
 
 SPANS = {"prefill_threshold_percent": None, "decode_threshold_percent": [40, 70]}
 
@@ -79,7 +83,13 @@ async def test_usage_so_far_in_every_event():
     async with serving_http() as s:
         stream = await s.complete(stream=True, stream_options=options)
         got = [event async for event in stream]
+        two = await s.complete(["abcdef", "ab"], n=2, stream=True, stream_options=options)
+        so_far = [event async for event in two]
     assert [event.usage.completion_tokens for event in got] == [1, 2, 2]
+    begun: set[int] = set()
+    for event in so_far:  # each prompt once, as soon as one of its answers has begun
+        begun |= {choice.index // 2 for choice in event.choices}
+        assert event.usage.prompt_tokens == 6 * (0 in begun) + 2 * (1 in begun)
 
 
 async def test_several_prompts_and_several_answers():
@@ -110,6 +120,24 @@ async def test_streams_of_several_answers_are_told_apart():
     assert reasons == ["length", "length"]
     assert usage[:-1] == [None] * 4
     assert (usage[-1].prompt_tokens, usage[-1].completion_tokens) == (4, 4)
+
+
+async def test_no_answers_last_event_is_lost_where_another_does_not_wait(monkeypatch):
+    send = RequestResponseCycle.send
+
+    async def sent(self, message):
+        is_first = b'"index":0' in message.get("body", b"") or "headers" in message
+        for _ in range(9 * is_first):  # as for a client that reads slowly
+            await asyncio.sleep(0)
+        await send(self, message)
+
+    monkeypatch.setattr(RequestResponseCycle, "send", sent)
+    async with serving_http() as s:
+        stream = await s.complete(n=3, stream=True)
+        got = [choice async for event in stream for choice in event.choices]
+    for index in range(3):
+        own = [(one.text, one.finish_reason) for one in got if one.index == index]
+        assert own == [("c", None), ("d", "length")]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -151,6 +179,24 @@ async def test_likeliest_tokens_of_prompt_and_text(stream):
         {"d": -0.5, "e": -1.5},
         {"e": -0.5, "f": -1.5},
     ]
+
+
+@pytest.mark.parametrize("num_prompt", [0, 4])
+async def test_a_token_begins_where_its_text_does(num_prompt):
+    """Of a vocabulary whose characters may be several tokens, and whose first space is no text."""
+    tokenizer = byte_fallback()
+    word = tokenizer.backend.token_to_id
+    sun, byte = "\u2581sun", [f"<0x{byte:02X}>" for byte in "é".encode()]
+    tokens = [word(one) for one in ("<s>", sun, *byte, sun, *byte, "</s>", ".")]
+    shown = logprobs.Completion(logprobs.Texts(tokenizer), wants_top=False)
+    prompt, drawn = tokens[:num_prompt], tokens[num_prompt:]
+    lists = [shown.of_tokens(prompt, [-1.0] * num_prompt, [()] * num_prompt)]
+    for at, token in enumerate(drawn):
+        lists.append(shown.of(Output("a", "", (token,), (-1.0,), Usage(1, at + 1, 0, 0))))
+    text = tokenizer.decode(prompt) + tokenizer.decode(drawn)
+    offsets = orjson.loads(b"[%b]" % b",".join(one[2] for one in lists if one[2]))
+    begins = [0, 0, 3, 3, 4, text.rindex("é"), text.rindex("é"), len(text) - 1, len(text) - 1]
+    assert (text.endswith("é."), offsets) == (True, begins)
 
 
 async def test_of_tokens_with_one_text_the_likelier_counts():

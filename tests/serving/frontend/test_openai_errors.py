@@ -52,9 +52,18 @@ async def test_routes_that_are_not_there():
         missing = await s.http.get("/v1/nothing")
         wrong = await s.http.get("/v1/completions")
         slash = await s.http.get("/v1/models/")
+        others = [await s.http.put(path) for path in ("/health", "/v1/chat/completions")]
+        heads = [await s.http.head(path) for path in ("/health", "/version", "/v1/models/counter")]
+        gets = [await s.http.get(path) for path in ("/health", "/version", "/v1/models/counter")]
     assert (missing.status_code, missing.json()["error"]["code"]) == (404, "not_found")
     assert (wrong.status_code, wrong.json()["error"]["code"]) == (405, "method_not_allowed")
     assert slash.status_code == 404
+    assert wrong.headers["allow"] == "POST"
+    allowed = [{*one.headers["allow"].split(", ")} for one in others]
+    assert allowed == [{"GET", "HEAD"}, {"POST"}]
+    for bare, whole in zip(heads, gets, strict=True):
+        assert (bare.status_code, bare.content) == (200, b"")
+        assert bare.headers["content-length"] == str(len(whole.content))
 
 
 @pytest.mark.parametrize(
@@ -117,6 +126,8 @@ async def test_a_page_of_an_allowed_origin_asks_and_is_answered(allowed):
             "/v1/completions", json=body, headers=page | {"origin": "https://evil.example"}
         )
     want = {"*", "https://chat.example"} if allowed == "*" else {allowed}
+    exposed = {*answer.headers["access-control-expose-headers"].split(", ")}
+    assert exposed == {"x-request-id", "retry-after", "retry-after-ms", "x-should-retry"}
     for one in (preflight, answer, wrong):
         assert one.headers["access-control-allow-origin"] in want
     granted = preflight.headers["access-control-allow-headers"].lower()

@@ -1,10 +1,18 @@
 """Thoughts apart from the answer, through OpenAI's own client."""
 
-import pytest
-from openai_served import CHAT, TOOLS_TEMPLATE, saying
+import asyncio
 
+import pytest
+from counting import counting_engine, model_with
+from openai_served import CHAT, TOOLS_TEMPLATE, HttpSetup, saying
+from served import until
+from tokenizers_of_kinds import characters
+
+from serving.config import ServerConfig
 from serving.frontend.openai import answers
 from serving.frontend.openai.tool_parsers import Delta
+from serving.intake.chat_templates import ChatTemplate
+from serving.request import Priority
 
 WEATHER = {"type": "function", "function": {"name": "weather"}}
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
@@ -101,6 +109,45 @@ async def test_thoughts_of_earlier_answers_reach_the_template(template, name, ca
     error = refused.json()["error"]
     assert (refused.status_code, error["param"]) == (400, "messages")
     assert "role user has reasoning_content" in error["message"]
+
+
+@pytest.mark.parametrize("given", [{"messages": CHAT}, {"input": "hi"}])
+async def test_a_chat_waits_for_its_template_in_its_class_and_no_longer_than_it_may(
+    monkeypatch, given
+):
+    going, render, held = asyncio.Event(), ChatTemplate.render, []
+
+    async def hold(self, chat):
+        held.append(chat)
+        await going.wait()
+        return await render(self, chat)
+
+    monkeypatch.setattr(ChatTemplate, "render", hold)
+    path = PATH if "messages" in given else "/v1/responses"
+    async with HttpSetup(ServerConfig(port=0)) as s:
+        engine = s.engine = counting_engine(model=model_with(characters(THINKS)))
+        await s.ready()
+        body, waiting = {"model": "counter"}, engine.admission.num_tokenizing
+        asked = body | given | {"priority": "best_effort"}
+        late = await s.http.post(path, json=asked | {"timeout_s": 0.1})
+        assert (late.status_code, waiting.total()) == (504, 0)
+        assert "not rendered within 0.1 s" in late.json()["error"]["message"]
+        calls = [
+            s.http.post(path, json=asked),
+            s.http.post("/tokenize", json=body | {"messages": CHAT}),
+        ]
+        both = asyncio.gather(*calls)
+        await until(lambda: len(held) == 3)
+        assert dict(+waiting) == {Priority.BEST_EFFORT: 1}
+        going.set()
+        assert [answer.status_code for answer in await both] == [200, 200]
+
+
+async def test_what_its_template_took_counts_towards_a_chats_time():
+    async with saying("2", THINKS) as s:
+        await s.chat()
+        (call,) = s.engine.calls
+    assert call["waited_s"] > 0
 
 
 class Upper:

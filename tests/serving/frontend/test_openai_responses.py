@@ -10,7 +10,7 @@ from openai_served import CHAT, TOOLS_TEMPLATE, saying, serving_http
 
 from serving.frontend.openai import answers
 from serving.frontend.openai.schemas import ResponsesRequest
-from serving.request import Chat
+from serving.request import Chat, Output, Usage
 
 THINKS = TOOLS_TEMPLATE + "{# </think> #}"
 PATH = "/v1/responses"
@@ -198,6 +198,35 @@ async def test_logprobs_are_those_of_the_text():
     assert [one.token for one in part.logprobs] == ["^", "_"]
     assert [one.top_logprobs[0].logprob for one in part.logprobs] == [-0.5, -0.5]
     assert [one.token for part in parts for one in part] == ["^", "_"]
+
+
+@pytest.mark.parametrize(
+    ("texts", "shown"),
+    [
+        (["a", "", "é", "b", ""], [0, 1, 2, 3, 4]),
+        ([""], [0]),
+        (["<think>", "Hm", "</think>", "Hi", ""], [2, 3, 4]),
+        (["Hi", "<tool", "_call>", PARIS.removeprefix("<tool_call>")], [0]),
+        (["Hi", "<tool", "s>", ""], [0, 1, 2, 3]),
+    ],
+)
+async def test_logprobs_are_of_all_of_a_messages_tokens(texts, shown):
+    fields = {"include": ["message.output_text.logprobs"], "tools": [WEATHER]}
+    async with saying("", THINKS) as s:
+
+        async def generate(prompt, sampling, **options):
+            for at, text in enumerate(texts):
+                ended = "stop" if at == len(texts) - 1 else None
+                usage = Usage(5, at + 1, 8, 0)
+                yield Output(options["request_id"], text, (65,), (-float(at),), usage, ended)
+
+        s.engine.generate = generate
+        got = await respond(s, **fields)
+        stream = await respond(s, stream=True, **fields)
+        parts = [e.logprobs async for e in stream if e.type == "response.output_text.delta"]
+    (part,) = (item.content[0] for item in got.output if item.type == "message")
+    assert [-one.logprob for one in part.logprobs] == shown
+    assert [-one.logprob for part in parts for one in part] == shown
 
 
 async def test_large_numbers_come_back_as_they_are():

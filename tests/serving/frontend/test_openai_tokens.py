@@ -8,6 +8,7 @@ from tokenizers_of_kinds import characters
 
 from serving.config import ServerConfig
 from serving.frontend.openai.answers import Detokenized, Tokenized
+from serving.request import Priority
 
 TOOL = {"type": "function", "function": {"name": "look"}}
 
@@ -67,8 +68,9 @@ async def test_a_chat_is_tokenized_as_its_template_writes_it():
         ("/tokenize", {"messages": CHAT, "tools": [TOOL]}, "tools", "template has no tools"),
         ("/detokenize", {}, "tokens", "tokens is missing"),
         ("/detokenize", {"tokens": ["a"]}, "tokens", "valid integer"),
-        ("/detokenize", {"tokens": [-1]}, "tokens", "numbers that are no tokens"),
-        ("/detokenize", {"tokens": [2**70]}, "tokens", "no tokens"),
+        ("/detokenize", {"tokens": [5, 256]}, "tokens", "has 256, which is no token of this model"),
+        ("/detokenize", {"tokens": [-1]}, "tokens", "has -1, which is no token"),
+        ("/detokenize", {"tokens": [2**70]}, "tokens", "no token of this model"),
         ("/detokenize", {"tokens": [5] * 5000}, "tokens", "at most"),
     ],
 )
@@ -115,6 +117,7 @@ async def test_calls_count_towards_a_keys_limits_as_completions_do(tmp_path):
         few={"requests_per_min": 2},
         short={"tokens_per_min": 5},
         other={"models": ("another",)},
+        batch={"classes": (Priority.BEST_EFFORT,)},
     )
     async with serving_http(keys_file=str(keys.path)) as s:
 
@@ -130,6 +133,7 @@ async def test_calls_count_towards_a_keys_limits_as_completions_do(tmp_path):
         assert await status("short", "/detokenize", tokens=tokens) == 200
         assert await status("short", "/detokenize", tokens=tokens) == 429
         assert await status("other") == 403
+        assert await status("batch") == 200  # it generates nothing, in no class
         callers = s.server.access.callers
         assert (callers["few"].num_requests, callers["few"].num_running) == (2, 0)
         assert callers["short"].num_tokens == 9
