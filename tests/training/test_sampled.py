@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+import json
 import re
 import sys
 
@@ -9,6 +10,7 @@ import jax
 import pytest
 
 import jmoe
+from jmoe.brownout import Brownout
 from jmoe.free_memory import free_host_bytes
 from serving.cli import main as cli
 from tests.training.distilled import QUICK
@@ -16,6 +18,9 @@ from training.distill import distill
 from training.distill.data import read_texts
 from training.distill.room import Room
 from training.distill.sampled import with_num_texts, write_texts
+from training.distill.store import Store
+from training.evaluation.left_out import leave_one_out
+from training.evaluation.run import EvaluateConfig
 
 
 @pytest.mark.deep
@@ -115,6 +120,25 @@ def test_a_run_goes_on_with_the_number_of_texts_that_it_began_with(tiny_dir, tmp
     )
     with pytest.raises(ValueError, match=f"another settings {differing}"):
         begin(dataclasses.replace(began, sampled=2, rows=256, optimizer="lion"))
+
+
+def test_so_does_one_that_leaves_sources_out(tiny_dir, tmp_path, monkeypatch):
+    settings = dataclasses.replace(QUICK, sampled=3).stages()[0]
+    Store(tmp_path / "all", {"settings": settings}, {}, tiny_dir.path)
+    asked = []
+
+    def stop(directory, out, config, *_):
+        asked.append(config.sampled)
+        raise Killed
+
+    monkeypatch.setattr("training.evaluation.left_out.sampled_texts", stop)
+    data = tmp_path / "data.jsonl"
+    rows = [{"prompt": f"{at}", "answer": "1", "family": f"{at % 2}"} for at in range(8)]
+    data.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    config = EvaluateConfig(str(tiny_dir.path), data=data, num=4, out=tmp_path)
+    with pytest.raises(Killed):
+        leave_one_out(config, [Brownout("partial", 0, 4)], dataclasses.replace(QUICK, sampled=None))
+    assert asked == [3]
 
 
 def test_memory_that_a_group_of_processes_can_give_back_is_free(tmp_path, monkeypatch):
