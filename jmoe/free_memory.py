@@ -13,8 +13,8 @@ def free_device_bytes(device: Any) -> int | None:
 
 
 def free_host_bytes() -> int | None:
-    """Returns the bytes that Linux has without swapping and the control group allows; None if
-    unknown.
+    """Returns the bytes that Linux has without swapping and the control group allows, which gives
+    those of files it read back; None if unknown.
     """
     known = []
     try:
@@ -25,7 +25,16 @@ def free_host_bytes() -> int | None:
     group = Path("/sys/fs/cgroup")
     try:
         most = int((group / "memory.max").read_text(encoding="ascii"))
-        known.append(most - int((group / "memory.current").read_text(encoding="ascii")))
+        taken = int((group / "memory.current").read_text(encoding="ascii"))
+        known.append(most - taken + _inactive_file_bytes(group / "memory.stat"))
     except (OSError, ValueError):  # no control group, or one without a limit: "max"
         pass
     return min(known, default=None)
+
+
+def _inactive_file_bytes(path: Path) -> int:
+    try:
+        counts = dict(line.split() for line in path.read_text(encoding="ascii").splitlines())
+        return int(counts["inactive_file"])
+    except (OSError, ValueError, KeyError):
+        return 0

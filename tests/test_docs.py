@@ -78,6 +78,15 @@ def test_metrics_are_documented_and_exist():
     assert {name.removesuffix("_total") for name in documented} >= families
 
 
+def test_the_table_of_events_is_that_of_the_code():
+    logged = set[str]()
+    for path in (ROOT / "serving").rglob("*.py"):
+        logged |= set(re.findall(r'"event": "(\w+)"', path.read_text(encoding="utf-8")))
+    table = OPERATING.split("| event | level | says |")[1].split("\n\n")[0]
+    assert len(logged) > 15
+    assert logged <= set(re.findall(r"`(\w+)`", "".join(first_columns(table))))
+
+
 def test_the_table_of_ports_is_that_of_the_code():
     table = OPERATING.split("## Ports\n")[1].split("\n\n")[0]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]

@@ -59,6 +59,8 @@ def main() -> None:
     for names, of in ratios.items():
         for figure, ratio in of.items():
             span = f"{ratio['min']:.3f} to {ratio['max']:.3f}"
+            without = ratio.get("rounds_without", 0)
+            span += f"; none in {without} of {rounds} rounds" if without else ""
             print(f"{figure}, {names}: {ratio['median']:.3f} ({span})")
     if args.out and not args.dry_run:
         result = {

@@ -57,7 +57,8 @@ def medians(found: Sequence[Mapping[str, Figures]]) -> dict[str, Figures]:
 def ratios(pair: Pair, found: Sequence[Mapping[str, Figures]]) -> dict[str, dict[str, Any]]:
     """Returns the ratios within rounds of each figure in `ratios_of`, by "B over A".
 
-    Each has the median over the rounds, the lowest and the highest.
+    Each has the median over the rounds, the lowest and the highest; of a base of 0 there is none,
+    and `rounds_without` says in how many rounds. Without any the three are NaN.
     """
     first, *others = pair.settings
     result: dict[str, dict[str, Any]] = {}
@@ -66,8 +67,13 @@ def ratios(pair: Pair, found: Sequence[Mapping[str, Figures]]) -> dict[str, dict
             key: [one[top][key] / one[base][key] if one[base][key] else math.nan for one in found]
             for key in pair.ratios_of
         }
-        result[f"{top} over {base}"] = {
-            key: {"median": statistics.median(values), "min": min(values), "max": max(values)}
-            for key, values in of_rounds.items()
-        }
+        result[f"{top} over {base}"] = {key: _over(values) for key, values in of_rounds.items()}
     return result
+
+
+def _over(values: Sequence[float]) -> dict[str, float]:
+    known = [value for value in values if not math.isnan(value)]
+    over = {"median": statistics.median, "min": min, "max": max}
+    found = {name: of(known) if known else math.nan for name, of in over.items()}
+    without = len(values) - len(known)
+    return found | ({"rounds_without": without} if without else {})

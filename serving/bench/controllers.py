@@ -321,12 +321,13 @@ def run_controllers(config: ControllersConfig, console: Console | None = None) -
     """Plays every condition under every controller and the yardstick over all seeds; prints and
     stores medians and worst, and draws them.
 
-    Raises LaunchError, WorkloadError, and ValueError for a file of step times that is none.
+    Raises LaunchError, WorkloadError, ValueError for a file of step times that is none, and
+    SettingsError.
     """
-    console = console or Console()
+    engine, console = _engine(config), console or Console()  # before a server is timed
     config.out.mkdir(parents=True, exist_ok=True)
     if config.times:
-        machine = recorded_machine(config.times, _engine(config), steady=True)
+        machine = recorded_machine(config.times, engine, steady=True)
     else:
         asked = DemoConfig(simulated=True, out=config.out)
         server = (*asked.server, "--model", config.model)

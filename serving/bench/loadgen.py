@@ -21,6 +21,7 @@ from serving.frontend import gc_freeze
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 
 FIRST_SAMPLE_S = 10.0  # the longest wait for the first answer of the admin service
+NEVER_S = 1e9  # deadlines beyond are none; gRPC takes those past 292 years for over
 
 
 class Target(Protocol):
@@ -105,7 +106,7 @@ class _Player:
                 arrival.prompt,
                 sampling,
                 model=model,
-                timeout_s=left_s,
+                timeout_s=left_s if left_s < NEVER_S else None,
                 **own,
             )
             async for last in call:  # the hot loop: thousands of messages a second

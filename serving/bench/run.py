@@ -3,7 +3,7 @@
 import asyncio
 import json
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
@@ -205,14 +205,9 @@ def _failures(records: Iterable[Record]) -> list[str]:
 
 def _result(plan: LoadPlan, run: Run, model: str, now: datetime) -> dict[str, Any]:
     config = plan.config
-    measured = latencies_s(run.records)
     summary = summarize(
         run, metrics=plan.metrics, percentiles=plan.percentiles, goodput=plan.goodput
     )
-    for metric in plan.metrics:
-        if not measured[metric]:
-            missing = (name for name in summary if name.endswith(f"_{metric}_ms"))
-            summary |= dict.fromkeys(missing)
     result = {
         "date": now.strftime("%Y%m%d-%H%M%S"),
         "backend": config.backend,
@@ -221,7 +216,7 @@ def _result(plan: LoadPlan, run: Run, model: str, now: datetime) -> dict[str, An
         "request_rate": config.request_rate if math.isfinite(config.request_rate) else "inf",
         "burstiness": config.burstiness if math.isfinite(config.burstiness) else "inf",
         "max_concurrency": config.max_concurrency,
-        **summary,
+        **_measured(summary, run.records),
         **thresholds_seen(run.records),
         **late_shares(run.records, plan.goodput),
     }
@@ -243,10 +238,16 @@ def _result(plan: LoadPlan, run: Run, model: str, now: datetime) -> dict[str, An
     return result | _details(run.records) if config.save_detailed else result
 
 
+def _measured(summary: Mapping[str, Any], records: Iterable[Record]) -> dict[str, Any]:
+    """Returns a summary with None for the latencies of which there is no sample."""
+    missing = [f"_{metric}_ms" for metric, samples in latencies_s(records).items() if not samples]
+    return {k: None if k.endswith(tuple(missing)) else value for k, value in summary.items()}
+
+
 def _of_class(records: list[Record], plan: LoadPlan) -> dict[str, Any]:
     done = sum(r.ok for r in records)
     latencies = latency_summary(records, plan.metrics, plan.percentiles) if done else {}
-    return {"requests": len(records), "completed": done, **latencies}
+    return {"requests": len(records), "completed": done, **_measured(latencies, records)}
 
 
 def _of_model(records: list[Record], plan: LoadPlan, duration_s: float) -> dict[str, Any]:

@@ -244,13 +244,11 @@ def load_trace(path: Path, *, max_total_tokens: int = 2048) -> list[Arrival]:
     except (LookupError, StopIteration, ValueError, TypeError) as error:
         known = ", ".join(TRACES.values())
         raise WorkloadError(f"{path} is no trace of {known}: {error!r}") from None
-    rng, samples = np.random.default_rng(0), []
+    rng, samples, first_s = np.random.default_rng(0), [], min(times_s)
     for at_s, (context, new) in sorted(zip(times_s, lengths, strict=True)):
         new = min(new, max_total_tokens - 1)
         ids = tuple(rng.integers(3, 1 << 20, min(context, max_total_tokens - new)).tolist())
-        samples.append(
-            Arrival(ids, new, None, path.stem, ignore_eos=True, at_s=at_s - min(times_s))
-        )
+        samples.append(Arrival(ids, new, None, path.stem, ignore_eos=True, at_s=at_s - first_s))
     return samples
 
 

@@ -163,6 +163,14 @@ def distill(
         raise ValueError(f"{missing} is missing; only --dry-run does without it")
     if levels_items < 0:
         raise ValueError(f"--levels-items is {levels_items}; it must be 0 or more")
+    if levels_items:  # before hours of training
+        from training.evaluation.items import read_tasks
+
+        if (found := len(read_tasks(data[0]))) < 2 * levels_items:
+            raise ValueError(
+                f"--levels-items is {levels_items} and takes {2 * levels_items} tasks; {data[0]} "
+                f"holds {found}"
+            )
     directory = resolve(model, hub_revision)
     made = _run(directory, numbers, data, out, config, allowed, log_dir)
     if process_index > 0:

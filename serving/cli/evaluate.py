@@ -24,6 +24,23 @@ if TYPE_CHECKING:
     from training.evaluation.run import EvaluateConfig
     from training.evaluation.tables import Score
 
+WAYS = "2,4,8"
+THRESHOLDS = "100,90,80,70,60,50,40,30,20,10,0"
+STRATEGIES = "partial,full"
+WITHOUT = {
+    "--leave-one-out": (
+        "--sensitivity",
+        "--levels",
+        "--only",
+        "--strategies",
+        "--text",
+        "--against",
+    ),
+    "--sensitivity": ("--only", "--thresholds", "--strategies", "--against"),
+    "--only": ("--ways", "--thresholds", "--strategies"),
+}
+"""What each flag leaves without effect."""
+
 
 def evaluate(
     model: Annotated[
@@ -70,14 +87,14 @@ def evaluate(
     generate_tasks: Annotated[
         int | None, typer.Option(help="Make this many held-out items instead of reading --data.")
     ] = None,
-    ways: Annotated[str, typer.Option(help="Ways, separated by commas.")] = "2,4,8",
+    ways: Annotated[str, typer.Option(help="Ways, separated by commas.")] = WAYS,
     thresholds: Annotated[
         str, typer.Option(help="Thresholds in percent, separated by commas.")
-    ] = "100,90,80,70,60,50,40,30,20,10,0",
+    ] = THRESHOLDS,
     strategies: Annotated[
         str,
         typer.Option(help="Strategies, with commas: partial, full, module:Class or file.py:Class."),
-    ] = "partial,full",
+    ] = STRATEGIES,
     keep: Annotated[
         str, typer.Option(help="Which experts stay exact: visits, weight, or both with a comma.")
     ] = "visits",
@@ -175,12 +192,21 @@ def evaluate(
         raise ValueError(f"{given[0]} is of a single model; leave out --family")
     if borrow_united is not None and family is None:
         raise ValueError("--borrow-united needs --family, and --model NAME=DIR for each model")
-    if leave_one_out and (sensitivity or levels or only):
-        given = "--sensitivity" if sensitivity else "--levels" if levels else "--only"
-        raise ValueError(f"{given} does not go with --leave-one-out; run it by itself")
-    if against is not None and (leave_one_out or sensitivity):
-        given = "--leave-one-out" if leave_one_out else "--sensitivity"
-        raise ValueError(f"--against does not go with {given}; run that by itself")
+    flags_given = {
+        "--leave-one-out": leave_one_out,
+        "--sensitivity": sensitivity,
+        "--levels": levels,
+        "--only": only is not None,
+        "--ways": ways != WAYS,
+        "--thresholds": thresholds != THRESHOLDS,
+        "--strategies": strategies != STRATEGIES,
+        "--text": bool(text),
+        "--against": against is not None,
+    }
+    for flag, others in WITHOUT.items():
+        beside = [other for other in others if flags_given[flag] and flags_given[other]]
+        if beside:
+            raise ValueError(f"{beside[0]} does not go with {flag}; leave one of them out")
     if leave_one_out:
         numbers = integers("ways", ways), integers("thresholds", thresholds)
         settings = grid(*numbers, ["partial"], keep.split(","))

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from serving.cli.options import ApiKeyEnv, TlsCa, TlsCert, TlsKey
+from serving.cli.options import ApiKeyEnv, TlsCa, TlsCert, TlsKey, overrides
 from serving.telemetry.progress import progress_bar
 
 bench = typer.Typer(help="Runs benchmarks.", no_args_is_help=True)
@@ -397,6 +397,7 @@ def controllers(
     """
     from serving.bench.controllers import CONDITIONS, ControllersConfig, run_controllers
 
+    overrides({}, set_ or [])  # raises for what is no KEY=VALUE
     config = ControllersConfig(
         conditions=tuple(conditions.split(",")) if conditions else tuple(CONDITIONS),
         controllers=tuple(controllers.split(",")),

@@ -69,6 +69,22 @@ def test_ratios_are_those_within_rounds():
     assert other == {"a over b": {"ms": {"median": 0.5, "min": 1 / 3, "max": 2}}}
 
 
+def test_a_round_without_a_ratio_is_left_out_and_told(monkeypatch, capsys):
+    rounds = [{"a": {"ms": a}, "b": {"ms": b}} for a, b in ((0, 2), (6, 3), (4, 12), (0, 0))]
+    found = {"median": 1.75, "min": 0.5, "max": 3, "rounds_without": 2}
+    assert ratios(fake_pair([]), rounds) == {"b over a": {"ms": found}}
+    (none,) = ratios(fake_pair([]), rounds[:1])["b over a"].values()
+    assert none["rounds_without"] == 1
+    assert np.isnan([none["median"], none["min"], none["max"]]).all()
+
+    async def measured(*_):
+        return rounds
+
+    monkeypatch.setattr("benchmarks.pairs.harness.measure", measured)
+    run_pairs(monkeypatch, "fake", "--rounds", 4)
+    assert "1.750 (0.500 to 3.000; none in 2 of 4 rounds)" in capsys.readouterr().out
+
+
 def run_pairs(monkeypatch, *words):
     monkeypatch.setattr(pairs, "PAIRS", {"fake": fake_pair([])})
     monkeypatch.setattr(sys, "argv", ["pairs", *map(str, words)])

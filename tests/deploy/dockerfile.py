@@ -1,6 +1,7 @@
 """The image's instructions, and the settings that a command line makes."""
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -22,6 +23,14 @@ def instructions(kind):
 def command():
     (entry,), (words,) = instructions("ENTRYPOINT"), instructions("CMD")
     return json.loads(entry), json.loads(words)
+
+
+def health(port):
+    """Runs the image's own health check on another port, and returns its exit status."""
+    (line,) = instructions("HEALTHCHECK")
+    *_, code = json.loads(line[line.index("[") :])
+    code = code.replace(":9090/", f":{port}/")
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60).returncode
 
 
 def served_with(monkeypatch, words):

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -11,7 +10,7 @@ from pathlib import Path
 from urllib.request import Request, urlopen
 
 import pytest
-from dockerfile import command, instructions
+from dockerfile import command, health
 from typer.testing import CliRunner
 
 from serving.bench.scrape import free_port
@@ -31,13 +30,6 @@ SMALL = {
     "engine.prefill_buckets": 32,
     "engine.threshold_buckets_percent": 100,
 }
-
-
-def health(port):
-    """Runs the image's own health check on another port."""
-    (line,) = instructions("HEALTHCHECK")
-    code = re.search(r'"-c", "(.*)"\]', line)[1].replace(":9090/", f":{port}/")
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60).returncode
 
 
 def test_the_images_command_starts_answers_and_drains(tmp_path):

@@ -4,15 +4,19 @@ import fnmatch
 import json
 import re
 import shutil
+import ssl
 import subprocess
 from pathlib import Path
 
 import pytest
 import yaml
-from dockerfile import DOCKERFILE, ROOT, command, instructions, served_with
+from dockerfile import DOCKERFILE, ROOT, command, health, instructions, served_with
+from prometheus_client import CollectorRegistry
 
 from serving.frontend import exposure
+from serving.frontend.metrics_http import serve
 from serving.settings import reading as settings
+from tests.serving.certificates import Authority
 
 
 def ignored(path):
@@ -86,6 +90,28 @@ def test_what_it_starts_is_a_server_on_the_ports_that_it_says(monkeypatch):
     volumes = json.loads(instructions("VOLUME")[0])
     assert config.engine.model in volumes
     assert any(config.engine.compilation_cache.startswith(f"{folder}/") for folder in volumes)
+
+
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_a_container_is_healthy_once_it_is_ready(tmp_path, encrypted):
+    is_ready, tls = [False], None
+    if encrypted:
+        pair, tls = (
+            Authority(tmp_path, "ca").signs("server"),
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER),
+        )
+        tls.load_cert_chain(pair.cert, pair.key)
+    metrics, _ = serve(
+        *("127.0.0.1", 0, CollectorRegistry(), lambda: (is_ready[0], "")),
+        tls=None if tls is None else lambda: tls,
+    )
+    try:
+        assert health(metrics.server_port) != 0
+        is_ready[:] = [True]
+        assert health(metrics.server_port) == 0
+    finally:
+        metrics.shutdown()
+        metrics.server_close()
 
 
 def test_the_services_command_is_a_server_with_the_sample_settings(monkeypatch):

@@ -248,11 +248,11 @@ def test_the_last_line_of_a_run_serves_its_result(tiny_dir, tmp_path, monkeypatc
     """A shell runs it: `jmoe` is this command line, whose settings name the model. Levels that were
     searched are of the model as it is then.
     """
-    model, served = tmp_path / "a model", []
+    model, served, data = tmp_path / "a model", [], tiny_dir.path / "tasks.jsonl"
     shutil.copytree(tiny_dir.path, model)
     out = model if beside else tmp_path / "out"
 
-    def finish(model_dir, ways, data, out, *_):
+    def finish(model_dir, ways, files, out, *_):
         out.mkdir(exist_ok=True)
         save_file({"made": np.zeros(1)}, out / "united.safetensors")
         return [SimpleNamespace(way=2, error_before=1.0, error_after=0.5)], []
@@ -261,12 +261,12 @@ def test_the_last_line_of_a_run_serves_its_result(tiny_dir, tmp_path, monkeypatc
         served.append(config.engine)
 
     def search(config, ways, keep, searched, progress):
-        assert (config.data, config.num, searched) == (Path("d"), 10, 5)
+        assert (config.data, config.num, searched) == (data, 10, 5)
         digest = digest_of(Path(config.model))
         levels.write(config.out / levels.FILE, [levels.Levels(2, keep, rows)], digest)
 
     def price(config, settings, progress):
-        assert (config.data, config.num) == (Path("d"), 10)
+        assert (config.data, config.num) == (data, 10)
         assert {(s.way, s.keep) for s in settings} == {(2, "weight")}
         digest = digest_of(Path(config.model))
         config.out.mkdir()
@@ -278,7 +278,7 @@ def test_the_last_line_of_a_run_serves_its_result(tiny_dir, tmp_path, monkeypatc
     monkeypatch.setattr("training.evaluation.sensitivity.evaluate_levels", search)
     monkeypatch.setattr("training.evaluation.run.evaluate", price)
     monkeypatch.setattr("serving.frontend.server.serve", serve)
-    flags = ["--model", model, "--data", "d", "--out", out, "--allow-unknown-config", "auto_map"]
+    flags = ["--model", model, "--data", data, "--out", out, "--allow-unknown-config", "auto_map"]
     flags += ["--levels-items", "5"]
     last = command_line(monkeypatch, capsys, "distill", *flags).splitlines()[-1]
     *copies, line = last.split(" && ")
@@ -293,6 +293,25 @@ def test_the_last_line_of_a_run_serves_its_result(tiny_dir, tmp_path, monkeypatc
     command_line(monkeypatch, capsys, *shlex.split(line)[1:])
     assert served[0].model == str(model)
     assert served[0].allow_unknown_config == ("auto_map",)
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("a plain text\n", "line 1 is not a task"),
+        ('{"prompt": "2+2=", "answer": "4"}\n' * 9, "takes 10 tasks; .*data holds 9"),
+    ],
+)
+def test_tasks_that_levels_need_are_looked_for_before_training(
+    tiny_dir, tmp_path, monkeypatch, capsys, text, named
+):
+    monkeypatch.setattr("training.distill.distill", lambda *_: pytest.fail("it trained"))
+    (tmp_path / "data").write_text(text, encoding="utf-8")
+    words = ["distill", "--model", tiny_dir.path, "--data", tmp_path / "data", "--out", tmp_path]
+    monkeypatch.setattr("sys.argv", ["jmoe", *map(str, words), "--levels-items", "5"])
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert re.search(named, capsys.readouterr().err)
 
 
 def command_line(monkeypatch, capsys, *words):

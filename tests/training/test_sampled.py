@@ -2,17 +2,25 @@
 
 import dataclasses
 import gc
+import json
+import re
 import sys
 
 import jax
 import pytest
 
 import jmoe
+from jmoe.brownout import Brownout
+from jmoe.free_memory import free_host_bytes
 from serving.cli import main as cli
 from tests.training.distilled import QUICK
+from training.distill import distill
 from training.distill.data import read_texts
 from training.distill.room import Room
 from training.distill.sampled import with_num_texts, write_texts
+from training.distill.store import Store
+from training.evaluation.left_out import leave_one_out
+from training.evaluation.run import EvaluateConfig
 
 
 @pytest.mark.deep
@@ -83,3 +91,67 @@ def test_by_default_a_model_that_one_device_holds_writes_ten_thousand(tiny_dir):
     assert number("gpu", size, 100 * size) == number("cpu", None, size) == 0
     assert number("gpu", size, None, sampled=7) == 7
     assert number("gpu", 2 * size, None, sampled=0) == 0
+
+
+class Killed(Exception):
+    pass
+
+
+def test_a_run_goes_on_with_the_number_of_texts_that_it_began_with(tiny_dir, tmp_path, monkeypatch):
+    """Whatever memory is free then; a number of one's own is refused by name."""
+
+    def stop(what, *_):
+        if what.startswith("layer"):
+            raise Killed
+
+    def begin(config):
+        distill(tiny_dir.path, [4], [tiny_dir.path / "tasks.jsonl"], tmp_path, config, stop)
+
+    began = dataclasses.replace(QUICK, sampled=3, rows=128)
+    with pytest.raises(Killed):
+        begin(began)
+    for free in (0, 1 << 40):
+        here = Room("cpu", 1, None, free, None)
+        monkeypatch.setattr("training.distill.run.room_here", lambda out, here=here: here)
+        with pytest.raises(Killed):
+            begin(dataclasses.replace(began, sampled=None))
+    differing = re.escape(
+        "(optimizer adam, and now lion; rows 128, and now 256; sampled 3, and now 2)"
+    )
+    with pytest.raises(ValueError, match=f"another settings {differing}"):
+        begin(dataclasses.replace(began, sampled=2, rows=256, optimizer="lion"))
+
+
+def test_so_does_one_that_leaves_sources_out(tiny_dir, tmp_path, monkeypatch):
+    settings = dataclasses.replace(QUICK, sampled=3).stages()[0]
+    Store(tmp_path / "all", {"settings": settings}, {}, tiny_dir.path)
+    asked = []
+
+    def stop(directory, out, config, *_):
+        asked.append(config.sampled)
+        raise Killed
+
+    monkeypatch.setattr("training.evaluation.left_out.sampled_texts", stop)
+    data = tmp_path / "data.jsonl"
+    rows = [{"prompt": f"{at}", "answer": "1", "family": f"{at % 2}"} for at in range(8)]
+    data.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    config = EvaluateConfig(str(tiny_dir.path), data=data, num=4, out=tmp_path)
+    with pytest.raises(Killed):
+        leave_one_out(config, [Brownout("partial", 0, 4)], dataclasses.replace(QUICK, sampled=None))
+    assert asked == [3]
+
+
+def test_memory_that_a_group_of_processes_can_give_back_is_free(tmp_path, monkeypatch):
+    """Files that it read stay in the memory of a container until something else needs it."""
+    files = {
+        "memory.max": "1000",
+        "memory.current": "900",
+        "memory.stat": "anon 1\ninactive_file 7",
+    }
+    for name, text in files.items():
+        (tmp_path / name).write_text(text + "\n", encoding="ascii")
+    roots = {"/sys/fs/cgroup": tmp_path, "/proc/meminfo": tmp_path / "absent"}
+    monkeypatch.setattr("jmoe.free_memory.Path", lambda name: roots[name])
+    assert free_host_bytes() == 107
+    (tmp_path / "memory.stat").unlink()
+    assert free_host_bytes() == 100

@@ -9,6 +9,8 @@ STARTS = ("most_used", "mean", "aligned")
 GROUPINGS = ("index", "similarity", "coactivation")
 OPTIMIZERS = ("adam", "adamw", "lion", "sgd")
 SCHEDULES = ("cosine", "linear", "constant")
+FIRST = {"optimizer": "adam", "schedule": "cosine", "sampled": 0}
+"""Settings that were added, and the values that runs had before."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,8 +73,7 @@ class DistillConfig:
         does.
         """
         settings = dataclasses.asdict(self)
-        before = {"optimizer": "adam", "schedule": "cosine", "sampled": 0}
-        for name, value in before.items():  # runs from before there were others go on
+        for name, value in FIRST.items():  # runs from before there were others go on
             if settings[name] == value:
                 del settings[name]
         if self.sampled:  # before, they were mixed with the data, and counted as answers

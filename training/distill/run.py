@@ -31,7 +31,7 @@ from training.distill.prepare import DEFAULT_WAYS, prepare
 from training.distill.refine import Progressing, begin, freeze, held_out_by_file, refine
 from training.distill.report import REPORT_FILES, LayerResult, RefineResult, write_report
 from training.distill.room import room_here
-from training.distill.sampled import sampled_texts, with_num_texts
+from training.distill.sampled import as_begun, sampled_texts, with_num_texts
 from training.distill.sizes import SAVE_EVERY
 from training.distill.start import make_start
 from training.distill.store import Store, check_began, finished
@@ -87,7 +87,7 @@ def distill(
     """
     if not is_first():
         say, progress = (lambda line: None), (lambda what, done, total, text: None)
-    config, directory = config or DistillConfig(), resolve(model_dir)
+    config, directory = as_begun(config or DistillConfig(), out), resolve(model_dir)
     if config.sampled is None:
         config = with_num_texts(config, directory, room_here(out), allow_unknown_config)
         if not config.sampled:

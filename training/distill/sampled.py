@@ -24,6 +24,7 @@ from training.distill.parallel import is_first, wait_for_all
 from training.distill.plan import layers_dtype
 from training.distill.room import Room
 from training.distill.sizes import model_parameters
+from training.distill.store import read_began
 
 BATCH = 256  # texts written together
 LENGTH = 80  # tokens of one at most
@@ -48,6 +49,16 @@ def with_num_texts(
     if jax.process_count() > 1:
         found = int(multihost_utils.broadcast_one_to_all(np.int32(found)))
     return dataclasses.replace(config, sampled=found)
+
+
+def as_begun(config: DistillConfig, out: Path) -> DistillConfig:
+    """Returns the settings with the number of texts that a run in `out` was begun with, where none
+    is given: the default depends on the memory that is free. Raises as `read_began`.
+    """
+    began = read_began(out) if config.sampled is None else None
+    if began is None:
+        return config
+    return dataclasses.replace(config, sampled=began.get("settings", {}).get("sampled", 0))
 
 
 def write_texts(

@@ -15,6 +15,7 @@ from typing import Any, BinaryIO
 import jax
 import numpy as np
 
+from training.distill.config import FIRST
 from training.distill.fit import DistillError, Fit
 from training.distill.parallel import is_first, wait_for_all
 
@@ -215,23 +216,32 @@ def _shaped(leaf: Any) -> Any:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
 
 
-def check_began(out: Path, fingerprint: dict[str, Any], model_dir: Path) -> dict[str, Any] | None:
-    """Returns what a run in `out` was begun with; None without one. Another number of devices of
-    the same kind may go on with it.
-
-    Raises ValueError for one that had another fingerprint.
+def read_began(out: Path) -> dict[str, Any] | None:
+    """Returns what a run in `out` was begun with; None without one. Raises ValueError for a record
+    that is not readable.
     """
-    folder = (out / WORK).absolute()
+    path = (out / WORK / RUN).absolute()
     try:
-        began = json.loads((folder / RUN).read_text(encoding="utf-8"))
-        if not isinstance(began, dict):
-            raise TypeError(f"it holds a {type(began).__name__}")
+        began = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(began, dict) or not isinstance(began.get("settings", {}), dict):
+            raise TypeError(f"it holds {began!r:.80}")
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError) as error:
         raise ValueError(
-            f"{folder / RUN} is not readable ({error}); name another --out, or remove {folder}"
+            f"{path} is not readable ({error}); name another --out, or remove {path.parent}"
         ) from None
+    return began
+
+
+def check_began(out: Path, fingerprint: dict[str, Any], model_dir: Path) -> dict[str, Any] | None:
+    """Returns what `read_began` does. Another number of devices of the same kind may go on with it.
+
+    Raises ValueError for one that had another fingerprint.
+    """
+    folder, began = (out / WORK).absolute(), read_began(out)
+    if began is None:
+        return None
     advice = f"finish it as it began, name another --out, or remove {folder}"
     if "devices" not in began:
         raise ValueError(
@@ -252,9 +262,21 @@ def check_began(out: Path, fingerprint: dict[str, Any], model_dir: Path) -> dict
             f"{advice}"
         )
     told = ", ".join(differing)
+    if "settings" in differing:
+        told = told.replace("settings", f"settings ({_changes(began, fingerprint)})")
     if "devices" in differing:
         told = f"kind of devices ({began['devices']}, and here are {fingerprint['devices']})"
     raise ValueError(f"{folder} holds a run with another {told}; {advice}")
+
+
+def _changes(began: dict[str, Any], fingerprint: dict[str, Any]) -> str:
+    """Returns the settings that differ, with both values."""
+    before, now = FIRST | began.get("settings", {}), FIRST | fingerprint["settings"]
+    return "; ".join(
+        f"{name} {before.get(name, 'none')}, and now {now.get(name, 'none')}"
+        for name in sorted(before | now)
+        if before.get(name) != now.get(name)
+    )
 
 
 def _kind(devices: str) -> str:

@@ -23,13 +23,14 @@ from jmoe.api import load, resolve
 from jmoe.brownout import Brownout, LowestGate
 from training.distill import DistillConfig, beside, distill
 from training.distill.room import room_here
-from training.distill.sampled import sampled_texts, with_num_texts
+from training.distill.sampled import as_begun, sampled_texts, with_num_texts
 from training.evaluation import items as sources_of
 from training.evaluation.run import EvaluateConfig, Work, evaluate
 from training.evaluation.tables import Score
 from training.tasks import Task, tasks
 
 DISTILL_ITEMS = 20_000  # fresh ones, where items are made
+ALL = "all"  # folder of the distillation that leaves no source out
 LOWEST = LowestGate()
 Progress = Callable[..., None]
 """`(what is being done, units done, units in all)`, and optionally a text to show."""
@@ -87,6 +88,7 @@ def leave_one_out(
     if len({text.family for text in texts}) < 2:
         raise ValueError(f"texts to distil on are all of {known[0]}; give items of two families")
     directory, allowed = resolve(config.model), config.allow_unknown_config
+    distillation = as_begun(distillation, config.out / ALL)
     distillation = with_num_texts(distillation, directory, room_here(config.out), allowed)
 
     def wrote(done: int) -> None:
@@ -139,7 +141,7 @@ def united_without(
     returns the directory of the model with those united experts. Where the model writes texts for
     it, it has `written` them already.
     """
-    name = "all" if source is None else f"without-{source}"
+    name = ALL if source is None else f"without-{source}"
     model, out = resolve(config.model), config.out / name
     data = _write(out / "texts.jsonl", texts if source is None else without(texts, source))
 

@@ -129,7 +129,7 @@ class SimulatedServer:
             convert.sampling(sampling or pb.SamplingParams(), self.engine.bounds),
             allow_brownout=allow_brownout and not is_exempt,
             priority=convert.priority(pb.GenerateRequest(priority=priority)),
-            timeout_s=None if timeout_s == math.inf else timeout_s,
+            timeout_s=timeout_s,
             model=model,
         )
         try:

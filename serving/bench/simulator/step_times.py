@@ -15,6 +15,7 @@ from scipy.optimize import nnls
 
 from serving.telemetry.timeline import DEVICE
 
+PHASES = ("prefill", "decode")
 OUTLIER = 4.0
 """Steps that took so many times the median of their kind are stalls of the machine."""
 DRIFT_STEPS = 301
@@ -49,7 +50,7 @@ def read_steps(path: Path, num_layers: int, visits_per_layer: int) -> list[Recor
     try:
         text = path.read_text(encoding="utf-8")
         if path.suffix == ".csv":
-            return [
+            found = [
                 Recorded(
                     row["phase"],
                     int(row["size"]),
@@ -59,16 +60,20 @@ def read_steps(path: Path, num_layers: int, visits_per_layer: int) -> list[Recor
                 )
                 for row in csv.DictReader(text.splitlines())
             ]
-        events = json.loads(text)["traceEvents"]
+        else:
+            found = [
+                _recorded(event, num_layers, visits_per_layer)
+                for event in json.loads(text)["traceEvents"]
+                if event["ph"] == "X" and event["tid"] == DEVICE and not _is_hybrid(event)
+            ]
+        for one in found:
+            if one.phase not in PHASES:
+                raise ValueError(f"phase {one.phase!r} is none of {', '.join(PHASES)}")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"{path} is neither a timeline of `jmoe serve --timeline` nor a table of steps: {error}"
         ) from None
-    return [
-        _recorded(event, num_layers, visits_per_layer)
-        for event in events
-        if event["ph"] == "X" and event["tid"] == DEVICE and not _is_hybrid(event)
-    ]
+    return found
 
 
 def _is_hybrid(event: Mapping[str, Any]) -> bool:

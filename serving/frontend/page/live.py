@@ -374,7 +374,7 @@ RETRY_AFTER_S = 5.0
 class Live:
     """Samples a server once a second, even without viewers, so that later ones see the history.
 
-    Sampling is cheap (docs/page.md has figures), and samples are encoded once for all viewers.
+    Samples are encoded once for all viewers.
     """
 
     def __init__(self, server: "Server", clock: Callable[[], float] = time.monotonic) -> None:

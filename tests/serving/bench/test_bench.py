@@ -129,6 +129,24 @@ async def test_requests_go_to_models_and_figures_are_by_model(served, jmoe, tmp_
     assert {r.model for r in servicer.requests[14:]} == {"tuned"}
 
 
+async def test_what_was_not_measured_is_no_figure(served, jmoe, tmp_path):
+    """Answers of one token have no time between tokens, of a class no more than of all."""
+    flags = ["--base-url", f"http://{served[1]}", "--num-prompts", "12"]
+    dataset = ["--dataset-name", "tasks", "--dataset-path", tasks_file(tmp_path, "1")]
+    save = ["--save-result", "--result-dir", tmp_path]
+    status, out, _ = await jmoe(
+        "bench", "serve", *flags, *dataset, *save, "--best-effort-share", "0.5"
+    )
+    assert status == 0
+    (path,) = tmp_path.glob("jmoe-*.json")
+    result = json.loads(path.read_text())
+    for figures_of in (result, *result["classes"].values()):
+        assert figures_of["completed"] > 0
+        assert figures_of["mean_tpot_ms"] is figures_of["p99_itl_ms"] is None
+        assert figures_of["mean_ttft_ms"] > 0
+    assert len(re.findall(r"^Mean TPOT \(ms\): +-$", out, re.M)) == 3
+
+
 async def test_the_command_by_itself(served):
     _, address = served
     child = await asyncio.create_subprocess_exec(

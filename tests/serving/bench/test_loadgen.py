@@ -227,6 +227,13 @@ async def test_what_hangs_ends_at_the_time_limit(scripted):
     assert [r.code for r in run.records] == ["DEADLINE_EXCEEDED"]
 
 
+@pytest.mark.parametrize("limit_s", [math.inf, 1e12])
+async def test_a_limit_that_never_comes_is_none(scripted, limit_s):
+    client, _ = scripted
+    run = await play(client, [ask("1")], time_limit_s=limit_s)
+    assert [r.code for r in run.records] == ["OK"]
+
+
 async def test_ready_wait_ends_in_time():
     async with Client("127.0.0.1:1") as client:
         with pytest.raises(TimeoutError):

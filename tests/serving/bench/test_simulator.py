@@ -9,6 +9,7 @@ from itertools import product
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 import jmoe
 from jmoe.brownout import Brownout
@@ -32,6 +33,7 @@ from serving.bench.results import Record, Run, Sample, Slo
 from serving.bench.simulator.server import Machine, Served, run_simulated, simulate
 from serving.bench.simulator.step_times import Recorded, StepTimes, read_steps
 from serving.bench.workload import Arrival, piecewise_poisson_times
+from serving.cli.main import app
 from serving.config import AuditConfig, BrownoutConfig, EngineConfig
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 from serving.startup.prepare import prepare
@@ -116,6 +118,9 @@ def test_a_table_of_steps_is_read(tmp_path):
     ]
     path.write_text("phase,size\nprefill,40\n")
     with pytest.raises(ValueError, match="nor a table of steps: 'degraded'"):
+        read_steps(path, LAYERS, PICKS)
+    path.write_text("phase,size,degraded,seconds\nPrefill,40,0.5,0.005\n")
+    with pytest.raises(ValueError, match="phase 'Prefill' is none of prefill, decode"):
         read_steps(path, LAYERS, PICKS)
 
 
@@ -404,6 +409,19 @@ def test_an_audit_scores_nothing_under_full_load():
     ratio = met([on]) / met([off])
     print(f"full load: throughput, P90 of TTFT and ITL with the audit over without: {ratio}")
     assert ratio == pytest.approx([1, 1, 1], abs=0.01)
+
+
+def test_settings_are_checked_before_a_server_is_timed(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        "serving.bench.controllers.timed_machine", lambda *_: pytest.fail("it was timed")
+    )
+    for pair, named in (("foo", "--set foo has no value"), ("engine.foo=1", "engine.foo")):
+        ended = CliRunner().invoke(
+            app, ["bench", "controllers", "--set", pair, "--out", str(tmp_path / "out")]
+        )
+        assert isinstance(ended.exception, ValueError)
+        assert named in str(ended.exception)
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.deep

@@ -286,6 +286,13 @@ def test_what_cannot_be_borrowed(family, more, message, monkeypatch, capsys, tmp
         (["--generate-tasks", "9", "--distill-rows", "9"], "--refine-steps need --leave-one-out"),
         (["--generate-tasks", "9", "--borrow-united", "1"], "--borrow-united needs --family"),
         (["--leave-one-out", "--only", "8:40"], "--only does not go with --leave-one-out"),
+        (["--leave-one-out", "--strategies", "full"], "--strategies does not go with --leave-one"),
+        (["--leave-one-out", "--text", "a.txt"], "--text does not go with --leave-one-out"),
+        (["--sensitivity", "--only", "8:40"], "--only does not go with --sensitivity"),
+        (["--sensitivity", "--thresholds", "40"], "--thresholds does not go with --sensitivity"),
+        (["--sensitivity", "--strategies", "full"], "--strategies does not go with --sensitivity"),
+        (["--only", "8:40", "--thresholds", "40"], "--thresholds does not go with --only"),
+        (["--only", "8:40", "--ways", "4"], "--ways does not go with --only"),
     ],
 )
 def test_bad_input_is_one_line(arguments: list[str], message: str, monkeypatch, capsys, tmp_path):

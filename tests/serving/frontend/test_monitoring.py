@@ -4,7 +4,9 @@ import json
 import re
 import shutil
 import subprocess
+from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,9 +14,10 @@ import yaml
 from fake_engine import FakeEngine
 
 from serving.frontend.metrics import Metrics
-from serving.request import AuditState, Priority
+from serving.request import AuditState, ModelBrownout, Priority
 
 DEPLOY = Path(__file__).parents[3] / "deploy"
+DOCS = DEPLOY.parent / "docs"
 RULES = DEPLOY / "prometheus" / "jmoe.rules.yml"
 DASHBOARD = DEPLOY / "grafana" / "jmoe.json"
 OF_A_SCRAPE = {"job", "instance"}
@@ -47,6 +50,54 @@ def labels_by_name():
         for sample in family.samples:
             found.setdefault(sample.name, set()).update(sample.labels)
     return found
+
+
+def everything():
+    """Returns metrics of a server with several models on a mesh of workers, keys and audits, which
+    has answered.
+    """
+    metrics = audited()
+    engine = metrics.engine
+    engine.names.append("law")
+    engine.slo.models = [ModelBrownout("counter")]
+    engine.scheduler.num_mixed, engine.registry = 0, SimpleNamespace(num_swaps=0)
+    engine.fetcher = SimpleNamespace(fetches=Counter(), fetched_bytes=0, num_reruns=0)
+    mover = SimpleNamespace(experts_copied=0, imbalances=lambda: [1.0], failure=None)
+    engine.loader, engine.model.pool = SimpleNamespace(mover=mover), SimpleNamespace(slot_bytes=8)
+    engine.executor = SimpleNamespace(record=list, seen=list, unreachable="", retry_after_s=0.0)
+    metrics.access = SimpleNamespace(paths=["keys.yaml"], callers={})
+    metrics.expert_rows = np.ones((1, 2), np.int64)
+    rows = SimpleNamespace(device_rows=np.ones((1, 2), np.int32), copies=None, padded_share=0.0)
+    metrics.mesh.step_read("decode", 1, rows)
+    metrics.queue.observe(np.array([0.0]), Priority.BEST_EFFORT)
+    metrics.wait.observe(np.array([0.0]), Priority.BEST_EFFORT)
+    request = SimpleNamespace(model_name="counter")
+    sequence = SimpleNamespace(request=request, began_at=0.0, first_at=1.0)
+    output = SimpleNamespace(
+        usage=SimpleNamespace(prompt_tokens=1, completion_tokens=1, degraded_visits=0)
+    )
+    metrics.by_model.request_finished(sequence, output, 2.0)
+    return metrics
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda page: page.name)
+def test_metrics_that_pages_name_exist(page):
+    known = {
+        name
+        for family in everything().registry.collect()
+        for name in (
+            f"{family.name}_total" if family.type == "counter" else family.name,
+            *(sample.name for sample in family.samples),
+        )
+    }
+    assert set(re.findall(r"\bjmoe_[a-z0-9_]+", page.read_text(encoding="utf-8"))) <= known
+
+
+def test_pages_name_every_metric():
+    pages = "".join(page.read_text(encoding="utf-8") for page in DOCS.glob("*.md"))
+    named = {name.removesuffix("_total") for name in re.findall(r"\bjmoe_[a-z0-9_]+", pages)}
+    families = {family.name for family in everything().registry.collect()}
+    assert {name for name in families if name.startswith("jmoe_")} <= named
 
 
 def rules():
