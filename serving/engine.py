@@ -461,6 +461,7 @@ class Engine:
         sequence = await self.admission.sequence(request, arrived_at)
         if not request.is_audit:  # again, since tokenizing a long text takes time
             self.check_admission(request.priority, request.key, request.model)
+        self._check_workers(request)
         if generations[request.model] != generation:
             raise NotFound(f"model {shown(request.model_name)} is not served any more")
         self.deadlines.watch(sequence)
