@@ -177,7 +177,7 @@ class SequenceState:
         self.visited_tokens = 0
         self.expected_nats = 0.0  # expected loss of its tokens; NaN: not known of all
         self.planned_tokens = 0  # of steps, read or not; counted where there is a bound
-        self.bounds_degraded = 0 < request.max_degraded_percent < 100
+        self.bounds_degraded = request.allow_brownout and 0 < request.max_degraded_percent < 100
         self.spared = False  # its last planned step was exact, to stay within the bound
         self.spans: dict[Phase, ThresholdSpan] = {}
         self.step: "ScheduledStep | None" = None  # the step under way that contains it
