@@ -155,6 +155,27 @@ async def test_an_objective_that_no_threshold_can_keep_is_a_state_not_a_reason(
     assert engine.get_brownout().objective_state == ""
 
 
+@pytest.mark.parametrize(
+    ("change", "stays"),
+    [
+        ({"itl_slo_s": 0.5}, False),
+        ({"itl_slo_s": 0.0005, "ttft_slo_s": 1.0}, True),
+        ({"prefill_threshold_percent": 100}, False),
+        ({"strategy": "zero"}, False),
+    ],
+)
+async def test_what_cannot_keep_an_objective_is_forgotten_with_it_on_an_idle_engine(
+    serve, change, stays
+):
+    engine = serve(itl_slo_s=0.0005, ttft_slo_s=10.0, shrink_ratio=0.3)
+    for _ in range(12):
+        await asyncio.gather(*(collect(engine, [1], 190) for _ in range(3)))
+    assert "cannot be kept" in engine.get_brownout().objective_state
+    state = await engine.set_brownout(BrownoutChange(**change))
+    assert ("cannot be kept" in state.objective_state) == stays
+    assert math.isnan(state.least_itl_s) != stays
+
+
 async def test_a_queue_that_brownout_shortens_is_no_reason_to_stop(serve):
     """60 requests/s are more than the 40 that can be served without brownout."""
     engine = serve(itl_slo_s=0.03)
