@@ -432,6 +432,8 @@ class SloAnalyser:
         return max(self.ls.controller.of_step(seen), self.least_percent)
 
     def _bounded(self, percent: int, model: int) -> int:
+        if self.strategy == "zero":
+            return 100
         own = self.models[model]
         bounded = min(max(percent, own.floor_percent), own.ceiling_percent)
         return max(bounded, self.least_percent)
@@ -888,8 +890,8 @@ class SloAnalyser:
     def state(self, refused_per_s: float = 0.0) -> BrownoutState:
         """Returns settings and latencies as an operator reads them."""
         prefill, decode = self.ls.prefill, self.ls.decode
-        floor = self.least_percent  # which a fixed threshold may be below
-        shown_percents = [max(of.shown_percent, floor) for of in (prefill, decode)]
+        bounds = ModelBrownout(""), self.least_percent, self.strategy
+        shown_percents = [_within(of.shown_percent, *bounds) for of in (prefill, decode)]
         spent = min(shown_percents) <= self.floor_percent + SPENT
         spent = "brownout is exhausted, " if spent else ""
         overloaded = f"overloaded: {spent}refusing {refused_per_s:.3g}/s" if refused_per_s else ""
