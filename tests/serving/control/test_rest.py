@@ -100,6 +100,26 @@ async def test_ten_seconds_after_the_last_late_token_nothing_is_degraded(
     }
 
 
+@pytest.mark.parametrize("slots", [1, 2, 4])
+async def test_users_who_have_a_slot_each_are_no_queue(start, slots):
+    engine = start(
+        limits=Limits(slots, 1000, 4, 64, 8),
+        runner=partial(Browned, floor=0.4),
+        brownout=BrownoutConfig("full", ttft_slo_s=1.0, itl_slo_s=0.5),
+        salc=SalcConfig(controller="predictive"),
+        prefix_reuse="off",
+    )
+
+    async def user():
+        for _ in range(10):
+            await collect(engine, [1] * 8, 150)
+            await asyncio.sleep(0.3)
+
+    await asyncio.gather(*(user() for _ in range(slots)))
+    launches = engine.executor.launches
+    assert {control.threshold_percent for _, _, control in launches[len(launches) // 2 :]} == {100}
+
+
 async def test_an_idle_engine_is_left_alone_once_it_is_at_rest(serve):
     engine = serve()
     await ask(engine, 110, 6, max_new=20)
