@@ -481,6 +481,7 @@ class Engine:
         sequence = await self.admission.sequence(request, arrived_at)
         if not request.is_audit:  # again, since tokenizing a long text takes time
             self.check_admission(request.priority, request.key, request.model)
+        self._check_workers(request)
         if generations[request.model] != generation:
             raise NotFound(f"model {shown(request.model_name)} is not served any more")
         self.deadlines.watch(sequence)
@@ -886,16 +887,18 @@ class Engine:
         self.scheduler.observe(step, now)
         latencies = Latencies()
         q_lens = step.q_lens.tolist() if step.is_last else [0] * len(step.sequences)
-        self.accounts.step_read(step, result, step.started_at, now, self._visits_per_token)
+        degraded = step.count_degraded(result.degraded)
+        visits = self._visits_per_token
+        self.accounts.step_read(step, result, step.started_at, now, visits, sum(degraded))
         if result.prompt_logprobs is not None:
             step.share_prompt_logprobs(result)
-        again = self.fetcher.accept(step, result)
+        again = self.fetcher.accept(step, result, degraded)
         self.scheduler.note_read(step, result.degraded, self.slo.suffered(step), again)
         curves = self.slo.loss_curves(step)
         for at, sequence in enumerate(step.sequences):
             if sequence.done or at in again:
                 continue  # it ended while this step was in flight, or runs again
-            sequence.degraded_visits += result.degraded[at]
+            sequence.degraded_visits += degraded[at]
             sequence.visited_tokens += q_lens[at]
             if not step.sampled[at]:
                 continue

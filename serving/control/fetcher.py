@@ -70,8 +70,9 @@ class Fetcher:
             for sequence in step.sequences:
                 sequence.unread = self._exact.concerns(sequence)
 
-    def accept(self, step: ScheduledStep, result: StepResult) -> set[int]:
-        """Reads which experts a step visited, and fetches those that its exact rows missed.
+    def accept(self, step: ScheduledStep, result: StepResult, degraded: Sequence[int]) -> set[int]:
+        """Reads which experts a step visited, and fetches those that its exact rows missed:
+        `degraded` counts visits to substitutes by row (`ScheduledStep.count_degraded`).
 
         Returns the rows whose tokens are discarded: they run again.
         """
@@ -84,15 +85,12 @@ class Fetcher:
         exact = [at for at, s in enumerate(step.sequences) if self._exact.concerns(s)]
         parts = step.parts
         parts.needed = result.needed if parts.needed is None else parts.needed + result.needed
-        if not step.is_last:
-            for at in exact:
-                step.sequences[at].missed += result.degraded[at]
         if not exact or not step.is_last:
             return set()
         before, again = self._exact.again, set[int]()
         for at in exact:
             step.sequences[at].unread = False
-            if step.sequences[at].missed or result.degraded[at]:
+            if degraded[at]:
                 again.add(at)
         positions = int(step.q_lens[exact].sum())
         if not again:

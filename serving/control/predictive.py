@@ -35,6 +35,8 @@ WINDOWS_S = 1.0, 5.0
 
 SLOTS = 0.8
 """Share of the slots beyond which requests count as a queue: it is there soon."""
+FEW_SLOTS = 4
+"""Of as many or fewer that share leaves no whole slot: only who waits for one is a queue."""
 FULL = 1.6
 """Such a wait, in what the TTFT objective leaves for it, calls for all brownout if it lasts."""
 SETTLE_S = 2.0
@@ -311,7 +313,8 @@ class Queue(NamedTuple):
         share of the slots, and for the prompts that are ahead of the next step's.
         """
         prompts = max(load.num_waiting + load.num_prefilling - self.per_step, 0.0)
-        beyond = max(load.num_running + load.num_waiting - slots * load.max_running, 0.0)
+        taken = max(slots * load.max_running, min(load.max_running, FEW_SLOTS))
+        beyond = max(load.num_running + load.num_waiting - taken, 0.0)
         return float(prompts * self.prompt_s[at] + beyond * self.request_s[at])
 
     def called_for(self, load: Load, slower: float = 1.0) -> tuple[float, float]:

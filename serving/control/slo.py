@@ -127,7 +127,10 @@ class PhaseControl:
         self.threshold_percent = float(percent)
 
     def stop(self) -> None:
-        """Stops the controller: nothing is expected any more, and every step has the threshold."""
+        """Stops the controller: nothing is expected any more, nor in vain, and every step has the
+        threshold.
+        """
+        self.judge("", math.nan, math.nan)
         self.predicted_p90_s = math.nan
         self._applied = (0.0, 0)
         self._intervals.clear()
@@ -291,7 +294,7 @@ class SloAnalyser:
         self.models = list(models)
         self.is_own_objective = any(one.ttft_slo_s for one in models)
         """Whether a model has its own of first tokens, or somebody set one while serving."""
-        self.shares = self._own_shares()
+        self.shares, self._objectives = self._own_shares(), self._of_models()
         self._shares_in_force = WHOLE
         self.config, self._slow_s = salc, slow_s
         self.load = LoadMeter()
@@ -337,10 +340,22 @@ class SloAnalyser:
             if own.ttft_slo_s or own.itl_slo_s
         }
 
+    def _of_models(self) -> list[tuple[float, float]]:
+        return [self.objectives(Priority.LATENCY_SENSITIVE, one) for one in range(len(self.models))]
+
+    def _renew_objectives(self) -> None:
+        """Takes over objectives that were set; what cannot keep others does not count any more."""
+        before, self._objectives = self._objectives, self._of_models()
+        self.shares = self._own_shares()
+        each = zip(zip(*before, strict=True), zip(*self._objectives, strict=True), strict=True)
+        for of, (was, now_s) in zip((self.ls.prefill, self.ls.decode), each, strict=True):
+            if was != now_s and not math.isnan(of.least_s):
+                of.judge("", math.nan, math.nan)
+
     def put(self, model: int, own: ModelBrownout) -> None:
         """Replaces what the model in a place has of its own."""
         self.models[model] = own
-        self.shares = self._own_shares()
+        self._renew_objectives()
 
     @property
     def in_force(self) -> tuple[float, float]:
@@ -417,6 +432,8 @@ class SloAnalyser:
         return max(self.ls.controller.of_step(seen), self.least_percent)
 
     def _bounded(self, percent: int, model: int) -> int:
+        if self.strategy == "zero":
+            return 100
         own = self.models[model]
         bounded = min(max(percent, own.floor_percent), own.ceiling_percent)
         return max(bounded, self.least_percent)
@@ -829,7 +846,7 @@ class SloAnalyser:
         self.is_own_objective = self.is_own_objective or change.ttft_slo_s is not None
         self.ttft_slo_s = change.ttft_slo_s or self.ttft_slo_s
         self.itl_slo_s = change.itl_slo_s or self.itl_slo_s
-        self.shares = self._own_shares()
+        self._renew_objectives()
         self.ls.controller = controller
         if change.prefill_company is not None:
             self._pace.waits = change.prefill_company
@@ -873,8 +890,8 @@ class SloAnalyser:
     def state(self, refused_per_s: float = 0.0) -> BrownoutState:
         """Returns settings and latencies as an operator reads them."""
         prefill, decode = self.ls.prefill, self.ls.decode
-        floor = self.least_percent  # which a fixed threshold may be below
-        shown_percents = [max(of.shown_percent, floor) for of in (prefill, decode)]
+        bounds = ModelBrownout(""), self.least_percent, self.strategy
+        shown_percents = [_within(of.shown_percent, *bounds) for of in (prefill, decode)]
         spent = min(shown_percents) <= self.floor_percent + SPENT
         spent = "brownout is exhausted, " if spent else ""
         overloaded = f"overloaded: {spent}refusing {refused_per_s:.3g}/s" if refused_per_s else ""

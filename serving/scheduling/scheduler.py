@@ -273,10 +273,14 @@ class Scheduler:
         if prefilling or few or self._has_best_effort:
             company = None
         most = 0 if company is None else self.limits.max_prefill_seqs
-        heads = of_one_model(self.queues[LS], most)
-        waiting = heads[: self.num_free_slots()] if heads and can[LS] else []
+        heads = of_one_model([s for s in self.queues[LS] if self._runs(s)], most) if most else []
+        waiting = heads[: self.num_free_slots()] if can[LS] else []
         if not waiting:
             self._none_waited_at = now
+        since = [max(s.arrived_at, self._none_waited_at) for s in waiting]
+        oldest_at = waiting[0].arrived_at if waiting else now
+        if company is not None and since and since[0] - oldest_at >= company.wait_s:
+            oldest_at = since[0]  # it got its slot too late to be in time
         return View(
             now=now,
             max_batch=self.limits.decode_rows,
@@ -293,9 +297,9 @@ class Scheduler:
             itl_slack_s=itl_slack_s,
             may_park=self.share.may_park or not self._has_best_effort,
             company=company,
-            waiting_tokens=sum(map(self._left, heads)),
-            oldest_s=now - heads[0].arrived_at if heads else 0.0,
-            waited_s=sum(now - max(s.arrived_at, self._none_waited_at) for s in waiting),
+            waiting_tokens=sum(map(self._left, waiting)),
+            oldest_s=now - oldest_at,
+            waited_s=sum(now - at for at in since),
         )
 
     def _by_class(self, sequences: list[SequenceState]) -> dict[Priority, list[SequenceState]]:

@@ -177,12 +177,11 @@ class SequenceState:
         self.visited_tokens = 0
         self.expected_nats = 0.0  # expected loss of its tokens; NaN: not known of all
         self.planned_tokens = 0  # of steps, read or not; counted where there is a bound
-        self.bounds_degraded = 0 < request.max_degraded_percent < 100
+        self.bounds_degraded = request.allow_brownout and 0 < request.max_degraded_percent < 100
         self.spared = False  # its last planned step was exact, to stay within the bound
         self.spans: dict[Phase, ThresholdSpan] = {}
         self.step: "ScheduledStep | None" = None  # the step under way that contains it
         self.unread = False  # its last step must be read before its next one (`ExactRows`)
-        self.missed = 0  # visits to substitutes in its step that is not fully read
         self.priority = request.priority  # best effort that has waited too long is promoted
         self.waiting_since = arrived_at  # when its last step began, or it arrived
         self.ready_at = math.nan  # when a slot and pages for its first step were available
@@ -227,14 +226,8 @@ class SequenceState:
         self.prefix = self.prefix.anew()
         self.step = None
 
-    def forget_missed(self) -> None:
-        """Uncounts the degraded visits of a step whose result is discarded."""
-        self.degraded_visits -= self.missed
-        self.missed = 0
-
     def run_again(self, q_len: int, sampled: bool) -> None:
         """Undoes a step that was read: its positions are computed once more, as a prefill chunk."""
-        self.forget_missed()
         self.num_sampled -= sampled
         if self.status is not SequenceStatus.WAITING:  # otherwise evicted: it recomputes all
             self.num_computed -= q_len

@@ -57,6 +57,7 @@ class Parts:
     staging: dict[int, list[int]] = field(default_factory=dict)  # regions of hidden rows, by rank
     needed: Int[np.ndarray, "layers columns"] | None = None
     """The sum of `StepResult.needed` over the parts that were read."""
+    degraded: Counter[SequenceState] = field(default_factory=Counter)  # visits, of the same parts
 
 
 @dataclass(eq=False, kw_only=True)
@@ -169,6 +170,14 @@ class ScheduledStep(StepPlan):
                     ]
             at += q_len
 
+    def count_degraded(self, degraded: Sequence[int]) -> list[int]:
+        """Counts degraded visits of these layers, by row. Returns those of all the step's layers
+        where these are the last, and zeros before.
+        """
+        sums = self.parts.degraded
+        sums.update(dict(zip(self.sequences, degraded, strict=True)))
+        return [sums.pop(sequence) if self.is_last else 0 for sequence in self.sequences]
+
     # ---- a step under way -------------------------------------------------------------------
 
     def view(self, index: int, *, parked: bool) -> BatchView:
@@ -223,7 +232,6 @@ class ScheduledStep(StepPlan):
         sequence.num_sampled -= self.sampled[at]
         sequence.step = None
         sequence.unread = False
-        sequence.forget_missed()
         stays = np.arange(len(self.rows)) != at
         token_stays = np.repeat(stays, self.q_lens)
         self.tokens, self.places = (
@@ -243,6 +251,7 @@ class ScheduledStep(StepPlan):
             setattr(self, name, np.concatenate([getattr(self, name), getattr(other, name)]))
         self.sequences += other.sequences
         self.sampled += other.sampled
+        self.parts.degraded.update({s: other.parts.degraded[s] for s in other.sequences})
         for rank, regions in other.release_staging().items():
             self.parts.staging.setdefault(rank, []).extend(regions)
         self.parts.num_parks = max(self.parts.num_parks, other.parts.num_parks)

@@ -64,10 +64,12 @@ class Accounts:
         started_at: float,
         now: float,
         visits_per_token: int,
+        degraded_visits: int,
     ) -> None:
         """Counts and reports a step's layers that were read.
 
-        `visits_per_token` is experts per token times MoE layers.
+        `visits_per_token` is experts per token times MoE layers; `degraded_visits` are those of the
+        whole step, with its last layers.
         """
         counters = self.counters
         if step.is_last:
@@ -76,7 +78,7 @@ class Accounts:
             else:
                 counters.steps_decode += 1
             counters.expert_visits += step.size * visits_per_token
-        counters.degraded_visits += sum(result.degraded)
+            counters.degraded_visits += degraded_visits
         if step.is_first and step.phase is Phase.PREFILL:
             self._note_begun(step, started_at)
         self._tell(Observer.step_read, step, result, started_at, now)

@@ -256,6 +256,29 @@ async def test_who_waits_for_a_slot_is_told_when_the_last_worker_goes(start):
     assert sum("no worker with attention is there" in str(each) for each in found) == 6
 
 
+async def test_who_is_being_read_is_told_when_the_last_worker_goes(start):
+    engine, is_lost = start(random.Random(0)), asyncio.Event()
+    own = engine.admission.sequence
+
+    async def read_slowly(request, arrived_at):
+        await is_lost.wait()
+        return await own(request, arrived_at)
+
+    engine.admission.sequence = read_slowly
+    task = asyncio.create_task(collect(engine, [1], 2))
+    await asyncio.sleep(0.1)
+    engine.executor.lose(0)
+    engine.executor.lose(1)
+    await asyncio.sleep(0.1)
+    is_lost.set()
+    with pytest.raises(WorkerLost, match="no worker with attention is there"):
+        await task
+    engine.executor.report(WorkerUp("attention", 0))
+    await asyncio.sleep(0.1)
+    assert tokens_of(await collect(engine, [1], 2)) == [2, 3]
+    await settle(engine)
+
+
 async def test_what_is_said_of_rows_that_are_given_up_comes_too_late(start):
     engine = start(random.Random(0), slowest_s=1.0)
     task = asyncio.create_task(collect(engine, [1], 5))

@@ -235,3 +235,42 @@ async def test_a_backlog_older_than_its_longest_wait_does_not_hold_up_prompts(st
     assert max(beside_s) <= 3 * max(alone_s)
     assert [len(outs) for outs in await asyncio.gather(*backlog)] == [120] * 40
     engine.scheduler.check_idle()
+
+
+class DegradesFirst(FakeRunner):
+    """A runner that degrades a visit a token in the first layer, and none in others."""
+
+    def computed(self, plan, control, row, model, new, adopted):
+        token, _ = super().computed(plan, control, row, model, new, adopted)
+        return token, 0 if plan.first_layer or row[EXEMPT] else len(new)
+
+
+@simulated_time
+async def test_visits_of_steps_that_are_begun_and_given_up_are_not_counted(start):
+    """Prompts of best effort are evicted between two parts of a step, and parked steps join."""
+    limits = Limits(6, 30, 4, 64, 8, num_layers=4)
+    percents = {f"{phase}_threshold_percent": 0 for phase in Phase}
+    runner = partial(DegradesFirst, part_layers=1)
+    engine = start(
+        0.04,
+        limits,
+        runner=runner,
+        brownout=BrownoutConfig("full", salc=False, **percents),
+        prefix_reuse="off",
+        max_queue_len=1000,
+        best_effort_share=0.0,
+        best_effort_max_wait_s=0.0,
+    )
+
+    async def one(number):
+        await asyncio.sleep(0.06 * number)
+        size, priority = ((40, LS), (60, BE), (4, LS), (4, BE))[number % 4]
+        kind = {"priority": priority, "allow_audit": False}
+        return (await collect(engine, [number] * size, 4, **kind))[-1].usage
+
+    for usage in await asyncio.gather(*map(one, range(40))):
+        assert usage.degraded_visits == usage.expert_visits
+    stats = engine.stats()
+    assert stats.degraded_visits == stats.expert_visits
+    assert stats.evictions
+    assert stats.joins

@@ -27,7 +27,7 @@ class Degrading(FakeRunner):
         return token, degraded if plan.is_last else 0
 
 
-async def play(asked, step_s, **options):
+async def play(asked, step_s, *, allow_brownout=True, **options):
     """Sends requests of (prompt length, new tokens, percent) to an engine; returns their usages by
     token.
     """
@@ -42,6 +42,7 @@ async def play(asked, step_s, **options):
                 [100 * number + at for at in range(length)],
                 new,
                 max_degraded_percent=percent,
+                allow_brownout=allow_brownout,
                 priority=BE if number % 3 == 0 else Priority.LATENCY_SENSITIVE,
             )
             for number, (length, new, percent) in enumerate(asked)
@@ -82,6 +83,12 @@ async def test_none_and_all():
     exact, degraded = await play([(3, 20, 0), (3, 20, 100)], 0.01)
     assert exact[-1].degraded_visits == 0
     assert degraded[-1].degraded_visits == degraded[-1].expert_visits
+
+
+@pytest.mark.simulated_time
+async def test_who_refuses_brownout_has_none_whatever_the_bound():
+    [usages] = await play([(3, 40, 60)], 0.01, allow_brownout=False)
+    assert usages[-1].degraded_visits == 0
 
 
 @pytest.mark.simulated_time

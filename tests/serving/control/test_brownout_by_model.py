@@ -276,3 +276,12 @@ def test_windows_of_a_server_without_own_objectives_are_as_before():
     slo.observe(Latencies(arrived_at={(LS, BASE, ""): samples.tolist()}), 2.0, 2.0)
     (batch,) = slo.ls.prefill.window._batches
     assert (batch[2] == 2.0 - samples).all()
+
+
+@pytest.mark.parametrize(("itl_slo_s", "stays"), [(0.001, True), (0.05, False)])
+def test_what_cannot_keep_a_models_objective_is_forgotten_with_it(itl_slo_s, stays):
+    slo = analyser(ModelBrownout("law", itl_slo_s=0.001))
+    for now in range(3):
+        slo.ls.decode.judge("the ITL objective cannot be kept", 0.01, now)
+    slo.apply(BrownoutChange(model="law", itl_slo_s=itl_slo_s), 3.0)
+    assert bool(slo.state().objective_state) == stays

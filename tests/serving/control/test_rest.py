@@ -100,6 +100,26 @@ async def test_ten_seconds_after_the_last_late_token_nothing_is_degraded(
     }
 
 
+@pytest.mark.parametrize("slots", [1, 2, 4])
+async def test_users_who_have_a_slot_each_are_no_queue(start, slots):
+    engine = start(
+        limits=Limits(slots, 1000, 4, 64, 8),
+        runner=partial(Browned, floor=0.4),
+        brownout=BrownoutConfig("full", ttft_slo_s=1.0, itl_slo_s=0.5),
+        salc=SalcConfig(controller="predictive"),
+        prefix_reuse="off",
+    )
+
+    async def user():
+        for _ in range(10):
+            await collect(engine, [1] * 8, 150)
+            await asyncio.sleep(0.3)
+
+    await asyncio.gather(*(user() for _ in range(slots)))
+    launches = engine.executor.launches
+    assert {control.threshold_percent for _, _, control in launches[len(launches) // 2 :]} == {100}
+
+
 async def test_an_idle_engine_is_left_alone_once_it_is_at_rest(serve):
     engine = serve()
     await ask(engine, 110, 6, max_new=20)
@@ -153,6 +173,27 @@ async def test_an_objective_that_no_threshold_can_keep_is_a_state_not_a_reason(
     await engine.set_brownout(BrownoutChange(itl_slo_s=0.1))
     await asyncio.sleep(3)
     assert engine.get_brownout().objective_state == ""
+
+
+@pytest.mark.parametrize(
+    ("change", "stays"),
+    [
+        ({"itl_slo_s": 0.5}, False),
+        ({"itl_slo_s": 0.0005, "ttft_slo_s": 1.0}, True),
+        ({"prefill_threshold_percent": 100}, False),
+        ({"strategy": "zero"}, False),
+    ],
+)
+async def test_what_cannot_keep_an_objective_is_forgotten_with_it_on_an_idle_engine(
+    serve, change, stays
+):
+    engine = serve(itl_slo_s=0.0005, ttft_slo_s=10.0, shrink_ratio=0.3)
+    for _ in range(12):
+        await asyncio.gather(*(collect(engine, [1], 190) for _ in range(3)))
+    assert "cannot be kept" in engine.get_brownout().objective_state
+    state = await engine.set_brownout(BrownoutChange(**change))
+    assert ("cannot be kept" in state.objective_state) == stays
+    assert math.isnan(state.least_itl_s) != stays
 
 
 async def test_a_queue_that_brownout_shortens_is_no_reason_to_stop(serve):

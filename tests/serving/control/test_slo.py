@@ -170,6 +170,17 @@ def test_zero_brownout_and_models_without_united_experts_never_degrade():
     assert control(slo, "decode") == (100, 0)
 
 
+def test_thresholds_of_before_are_not_in_force_under_zero_brownout():
+    slo = analyser(salc=False, prefill_threshold_percent=0, decode_threshold_percent=0)
+    slo.apply(BrownoutChange(strategy="zero"), 1.0)
+    assert control(slo, "prefill") == control(slo, "decode", ls=False) == (100, 0)
+    state = slo.state(refused_per_s=3.0)
+    assert (state.prefill_threshold_percent, state.decode_threshold_percent) == (100, 100)
+    assert state.objective_state == "overloaded: refusing 3/s"
+    slo.apply(BrownoutChange(strategy="full"), 2.0)
+    assert slo.state().decode_threshold_percent == control(slo, "decode")[0] == 0
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
