@@ -218,7 +218,7 @@ async def test_a_way_can_be_switched_under_load(server, model):
 
 @pytest.mark.deep
 async def test_overload_is_refused_with_a_time_to_come_back():
-    settings = [one for one in FEW_PROGRAMS if "queue" not in one] + ["engine.max_queue_len=2"]
+    settings = [*FEW_PROGRAMS[:2], "engine.max_num_seqs=8", "engine.max_queue_len=2"]
     with serving(*settings) as (process, address):
         async with Client(address) as client:
 
