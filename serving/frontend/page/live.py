@@ -85,12 +85,16 @@ class Counted(NamedTuple):
 
     @classmethod
     def of(cls, engine: "Engine", metrics: "Metrics", at_s: float) -> "Counted":
-        """Reads the counters. Each request that arrived is running, waiting, ended or refused."""
-        stats = engine.stats()
+        """Reads the counters. Each request that arrived is running, waiting, ended or refused; the
+        engine's own, which are audits, did not arrive.
+        """
+        stats, scheduler = engine.stats(), engine.scheduler
         ended = stats.requests_finished + stats.requests_aborted + stats.requests_failed
+        there = stats.num_running + stats.num_waiting
+        there -= sum(s.request.is_audit for s in (*scheduler.running, *scheduler.waiting))
         return cls(
             at_s=at_s,
-            arrived=ended + stats.num_running + stats.num_waiting + stats.requests_rejected,
+            arrived=ended + there + stats.requests_rejected,
             refused=stats.requests_rejected,
             prompt_tokens=metrics.prefill_tokens,
             output_tokens=metrics.generation_tokens,

@@ -295,21 +295,22 @@ async def test_a_sample_is_what_was_counted_since_the_last_one() -> None:
             "degraded_visits": 250,
             "requests_finished": 9,
             "requests_rejected": 9,  # 2 before
-            "num_running": 3,  # 0 before
+            "num_running": 4,  # 0 before; one is an audit
             "kv_pages_used": 40,
             "priced_tokens": 4,
             "expected_loss_nats": 0.5,
         }
         engine.brownout = replace(engine.brownout, max_expected_loss=0.25)
         engine.scheduler.running = [
-            SimpleNamespace(request=SimpleNamespace(priority=p, model=0)) for p in (LS, BE, BE)
+            SimpleNamespace(request=SimpleNamespace(priority=p, model=0, is_audit=is_audit))
+            for p, is_audit in ((LS, False), (BE, False), (BE, False), (BE, True))
         ]
         got = sampler.take()
     assert (got.requests_per_s, got.refused_per_s) == ((2 + 7 + 3) / 2, 7 / 2)
     assert (got.prompt_tokens_per_s, got.output_tokens_per_s) == (250.0, 1.5)
     assert got.degraded_share == 0.25
     assert (got.expected_loss, got.max_expected_loss) == (0.125, 0.25)
-    assert (got.running_ls, got.running_be, got.waiting_ls, got.waiting_be) == (1, 2, 3, 0)
+    assert (got.running_ls, got.running_be, got.waiting_ls, got.waiting_be) == (1, 3, 3, 0)
     assert got.itl_p90_s == pytest.approx(0.091)  # between the 9th and 10th of ten
     assert got.itl_late_share == 0.0  # 100 ms are not above 100 ms
     assert np.isnan(got.ttft_p90_s)
