@@ -544,6 +544,18 @@ async def test_history_is_there_for_who_comes_later_and_bounded() -> None:
             assert "about" not in second
 
 
+async def test_models_that_come_and_go_are_told_to_open_pages() -> None:
+    async with serving() as s, watching(s) as read:
+        assert (await read())["about"]["models"] == ["counter"]
+        for names in (["counter", "b"], ["counter", ""]):  # "": where one was
+            s.engine.names = names
+            s.page.live.tick()
+            async with asyncio.timeout(10):
+                while "about" not in (line := await read()):
+                    pass
+            assert line["about"]["models"] == [name for name in names if name]
+
+
 async def test_a_sample_comes_each_second_by_itself() -> None:
     async with serving() as s, watching(s) as read:
         await read()
