@@ -157,6 +157,8 @@ def as_tokens(model: Model, prompt: Prompt) -> list[int]:
         if model.tokenizer is None:
             raise ValueError(f"{model.name} has no tokenizer; give token lists")
         tokens = model.tokenizer.encode(prompt)
+    elif not hasattr(prompt, "__iter__"):
+        raise ValueError(f"a prompt is {prompt!r:.40}; give text or a list of tokens: [[1, 2, 3]]")
     else:
         tokens = [integer("a token", token) for token in prompt]
     if not tokens:

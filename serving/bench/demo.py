@@ -85,8 +85,8 @@ class DemoConfig:
     of the way, in ratio, from the capacity without brownout to that with all of it: at half of the
     way a burst of seconds left no time to react.
 
-    Raises ValueError for durations and counts that leave nothing to play, and for flags of a server
-    that would only be simulated.
+    Raises ValueError for durations and counts that leave nothing to play, another strategy, and for
+    flags of a server that would only be simulated.
     """
 
     segment_s: float = 15.0  # of arrivals, for each segment
@@ -116,6 +116,8 @@ class DemoConfig:
         for name in ("segment_s", "pairs"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0")
+        if self.strategy not in ("partial", "full"):
+            raise ValueError(f"strategy is {self.strategy!r}; it must be partial or full")
         if self.simulated and self.server_args:
             raise ValueError(
                 f"flags for a server are {' '.join(self.server_args)!r}; a simulated demo has the "

@@ -520,14 +520,16 @@ def _json(address: str, admin: str, trouble: str, messages: Sequence[Any]) -> st
     said: dict[str, Any] = {"address": address, "admin_address": admin or None}
     said |= {"admin_error": trouble or None, "models": []}
     for message in messages:
-        fields = {
-            field.name: _plain(getattr(message, field.name)) for field in message.DESCRIPTOR.fields
-        }
+        fields = _fields(message)
         if message.DESCRIPTOR.name == "ModelInfo":
             said["models"].append(fields)
         else:
             said[_KEYS[message.DESCRIPTOR.name]] = fields
     return json.dumps(said, indent=2)
+
+
+def _fields(message: Any) -> dict[str, Any]:
+    return {one.name: _plain(getattr(message, one.name)) for one in message.DESCRIPTOR.fields}
 
 
 def _plain(value: Any) -> Any:
@@ -537,9 +539,7 @@ def _plain(value: Any) -> Any:
         return value
     if isinstance(value, Mapping):
         return dict(value)
-    messages = (one for one in value if hasattr(one, "DESCRIPTOR"))
-    found = [{field.name: setting for field, setting in one.ListFields()} for one in messages]
-    return found or list(value)
+    return [_fields(one) if hasattr(one, "DESCRIPTOR") else _plain(one) for one in value]
 
 
 def _in_words(address: str, admin: str, trouble: str, messages: Sequence[Any]) -> list[Section]:

@@ -243,11 +243,11 @@ class Metrics(Observer):
 
     def speed(self, engine: "Engine") -> float:
         """Returns the speed of the machine over that of the first time that anybody asked after a
-        thousand steps; NaN until then.
+        thousand steps, of which some decoded; NaN until then.
         """
-        if engine.pace.times.num_observed < SETTLED_STEPS:
-            return nan
         step_s = engine.stats().full_decode_step_s
+        if engine.pace.times.num_observed < SETTLED_STEPS or isnan(step_s):
+            return nan
         self._reference_step_s = self._reference_step_s or step_s
         return self._reference_step_s / step_s
 

@@ -290,7 +290,11 @@ def read_yaml(path: Path, *, quotes: bool = True) -> dict[Any, Any]:
 
 def _read(path: Path) -> ServerConfig:
     # As JSON, since only there does strict validation take lists for tuples.
-    text = json.dumps(read_yaml(path), default=str)
+    given = read_yaml(path)
+    try:
+        text = json.dumps(given, default=str)
+    except (TypeError, ValueError) as error:  # a date as a key, or an alias of what it is in
+        raise SettingsError(f"{path} cannot be read as settings: {error}") from None
     try:
         return TypeAdapter(ServerConfig).validate_json(text, strict=True, extra="forbid")
     except ValidationError as error:

@@ -183,7 +183,7 @@ class Accounts:
             kept_pages_evicted=places.num_evicted_pages,
             full_decode_step_s=full_decode_step_s,
             audits=audits,
-            refused=tuple(Refused(*of, count) for of, count in self._refused.items()),
+            refused=tuple(Refused(*of, count) for of, count in list(self._refused.items())),
         )
 
     def _tell(self, event: Callable[..., None], *args: Any) -> None:

@@ -446,13 +446,20 @@ async def test_a_server_that_loads_fails_and_comes_back_is_followed(pictures):
             scene.engine.fail("a step took longer than 60 s (engine.watchdog_s)")
             await page.locator("#banner", has_text="a step took longer than 60 s").wait_for()
             await shoot(page, pictures, "failed")
+            await page.locator("#itl").fill("99")
             port = scene.page.port
         await page.locator("#link", has_text="Trying again in").wait_for()
         await shoot(page, pictures, "disconnected")
+        async with Scene(admin_http_port=port):
+            await page.locator("#banner", has_text="loading its model").wait_for()
+            assert await page.locator("#apply").is_disabled()  # what was edited waits
         async with live_scene(admin_http_port=port):
             await page.locator("#status", has_text="ready").wait_for()
             await page.wait_for_function("document.querySelector('#link').textContent === ''")
             assert await page.locator("#banner").is_hidden()
+            assert await page.locator("#itl").input_value() == "99"
+            await page.locator("#apply").click()
+            await page.locator("#outcome", has_text="Applied").wait_for()
 
 
 async def test_swagger_asks_with_a_key_and_nothing_but_the_server(tmp_path, pictures):

@@ -327,6 +327,9 @@ def test_json_has_every_field():
     assert said["models"][0]["united_ways"] == [2, 4]
     assert said["brownout"]["itl_p90_s"] is said["admin_error"] is None
     assert said["stats"]["expert_visits"] == 10**15
+    audit = said["stats"]["audits"][1]
+    assert set(audit) == {field.name for field in pb.Audit.DESCRIPTOR.fields}
+    assert (audit["expected_nats"], audit["is_exempt"]) == (None, False)
 
 
 def test_a_server_without_an_admin_service():

@@ -137,6 +137,7 @@ def test_stop_tokens_end_a_sequence_alone(united_models):
         ([[1, 2.5]], {}, "a token is 2.5; it must be an integer"),
         ([[True]], {}, "a token is True; it must be an integer"),
         ("abc", {}, "prompts is the text 'abc'; give a list"),
+        ([1, 2], {}, "a prompt is 1; give text or a list of tokens"),
         ([[1]], {"brownout": Brownout("partial", 10, 9)}, "way is 9; qwen2_moe has"),
     ],
 )

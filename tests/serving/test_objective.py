@@ -15,6 +15,7 @@ from serving.plan import Limits
 from serving.request import BrownoutChange, Priority, Refused, SamplingParams
 from serving.scheduling.policy import Fcfs
 from serving.scheduling.scheduler import Scheduler
+from serving.telemetry import accounting
 from serving.telemetry.accounting import Accounts
 
 LIMITS = Limits(2, 64, 4, 16, 2)
@@ -213,3 +214,16 @@ def test_keys_beyond_a_thousand_are_counted_together():
     assert refused[-1] == Refused("other keys", "best_effort", 5001 - len(refused))
     told = convert.stats(accounts.stats(Scheduler(LIMITS, Fcfs()), 0, 0.0, 0.01, ())).refused
     assert [(one.key, one.priority, one.count) for one in told] == list(map(astuple, refused))
+
+
+def test_a_key_that_is_refused_while_a_scrape_counts_fails_no_scrape(monkeypatch):
+    accounts = Accounts([])
+    accounts.request_refused("a", None)
+
+    def counted(*of):
+        accounts.request_refused("b", None)  # the event loop's turn
+        return Refused(*of)
+
+    monkeypatch.setattr(accounting, "Refused", counted)
+    refused = accounts.stats(Scheduler(LIMITS, Fcfs()), 0, 0.0, 0.01, ()).refused
+    assert refused == (Refused("a", "any", 1),)

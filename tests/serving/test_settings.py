@@ -144,6 +144,8 @@ def test_a_number_with_an_exponent_needs_no_point(text, tmp_path) -> None:
         ("host: null", "host is None; it must be a string"),
         ("[1]", "holds a list"),
         ("a: [", "cannot be read as YAML"),
+        ("2026-01-01: 1", "cannot be read as settings: keys must be"),
+        ("engine: &a {model: *a}", "cannot be read as settings"),
         ("port: 1\nhost: a\nport: 2", "port is there twice, in lines 1 and 3"),
         ("engine:\n  way: 1\n  page_size: 16\n  way: 2", "way is there twice, in lines 2 and 4"),
         ("engine: {way: 1}\n'engine': {}", "engine is there twice, in lines 1 and 2"),

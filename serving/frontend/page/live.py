@@ -85,12 +85,16 @@ class Counted(NamedTuple):
 
     @classmethod
     def of(cls, engine: "Engine", metrics: "Metrics", at_s: float) -> "Counted":
-        """Reads the counters. Each request that arrived is running, waiting, ended or refused."""
-        stats = engine.stats()
+        """Reads the counters. Each request that arrived is running, waiting, ended or refused; the
+        engine's own, which are audits, did not arrive.
+        """
+        stats, scheduler = engine.stats(), engine.scheduler
         ended = stats.requests_finished + stats.requests_aborted + stats.requests_failed
+        there = stats.num_running + stats.num_waiting
+        there -= sum(s.request.is_audit for s in (*scheduler.running, *scheduler.waiting))
         return cls(
             at_s=at_s,
-            arrived=ended + stats.num_running + stats.num_waiting + stats.requests_rejected,
+            arrived=ended + there + stats.requests_rejected,
             refused=stats.requests_rejected,
             prompt_tokens=metrics.prefill_tokens,
             output_tokens=metrics.generation_tokens,
@@ -445,13 +449,14 @@ class Live:
         return self._message(self._newest(1), whole=True)
 
     async def stream(self, check: Callable[[], object]) -> AsyncIterator[bytes]:
-        """Yields lines of JSON: first the whole state, then updates once a second. Ends with `run`.
+        """Yields lines of JSON: first the whole state, then updates once a second, and whole again
+        with other models. Ends with `run`.
 
         A reader that takes longer than a second gets the samples it missed with the next line, as
         far as the history goes. `check` is called regularly; a ServingError from it ends the
         stream.
         """
-        seen, engine = self.count, self._server.engine
+        seen, served = self.count, self._served()
         yield self._message(self._newest(HISTORY), whole=True)
         for number in itertools.count(1):
             waiting = self._next
@@ -465,8 +470,11 @@ class Live:
             except ServingError:  # the page learns why when it reconnects
                 return
             samples, last, seen = self._newest(self.count - seen), seen, self.count
-            attached, engine = engine is not self._server.engine, self._server.engine
-            yield self._message(samples, whole=attached, experts=self._experts_at > last)
+            before, served = served, self._served()
+            yield self._message(samples, whole=served != before, experts=self._experts_at > last)
+
+    def _served(self) -> tuple[object, list[str]]:
+        return self._server.engine, list(self._server.model_names)
 
     @contextlib.contextmanager
     def viewer(self) -> Iterator[None]:

@@ -93,6 +93,12 @@ def test_nothing_to_play_is_told_before_a_server_starts(tmp_path, change):
         config(tmp_path, **change)
 
 
+@pytest.mark.parametrize("strategy", ["zero", "partail"])
+def test_a_strategy_that_degrades_nothing_is_told_before_a_server_starts(tmp_path, strategy):
+    with pytest.raises(ValueError, match=f"strategy is '{strategy}'; it must be partial or full"):
+        config(tmp_path, strategy=strategy)
+
+
 def watched(monkeypatch, *shares):
     """Fakes the share that other programs take at each look; returns the looks that are left."""
     left = iter(shares)

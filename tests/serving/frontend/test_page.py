@@ -295,21 +295,22 @@ async def test_a_sample_is_what_was_counted_since_the_last_one() -> None:
             "degraded_visits": 250,
             "requests_finished": 9,
             "requests_rejected": 9,  # 2 before
-            "num_running": 3,  # 0 before
+            "num_running": 4,  # 0 before; one is an audit
             "kv_pages_used": 40,
             "priced_tokens": 4,
             "expected_loss_nats": 0.5,
         }
         engine.brownout = replace(engine.brownout, max_expected_loss=0.25)
         engine.scheduler.running = [
-            SimpleNamespace(request=SimpleNamespace(priority=p, model=0)) for p in (LS, BE, BE)
+            SimpleNamespace(request=SimpleNamespace(priority=p, model=0, is_audit=is_audit))
+            for p, is_audit in ((LS, False), (BE, False), (BE, False), (BE, True))
         ]
         got = sampler.take()
     assert (got.requests_per_s, got.refused_per_s) == ((2 + 7 + 3) / 2, 7 / 2)
     assert (got.prompt_tokens_per_s, got.output_tokens_per_s) == (250.0, 1.5)
     assert got.degraded_share == 0.25
     assert (got.expected_loss, got.max_expected_loss) == (0.125, 0.25)
-    assert (got.running_ls, got.running_be, got.waiting_ls, got.waiting_be) == (1, 2, 3, 0)
+    assert (got.running_ls, got.running_be, got.waiting_ls, got.waiting_be) == (1, 3, 3, 0)
     assert got.itl_p90_s == pytest.approx(0.091)  # between the 9th and 10th of ten
     assert got.itl_late_share == 0.0  # 100 ms are not above 100 ms
     assert np.isnan(got.ttft_p90_s)
@@ -541,6 +542,18 @@ async def test_history_is_there_for_who_comes_later_and_bounded() -> None:
             assert len(second["samples"]) <= 2  # one of the clock may have come between
             assert second["samples"][0]["time_s"] > times[-1]
             assert "about" not in second
+
+
+async def test_models_that_come_and_go_are_told_to_open_pages() -> None:
+    async with serving() as s, watching(s) as read:
+        assert (await read())["about"]["models"] == ["counter"]
+        for names in (["counter", "b"], ["counter", ""]):  # "": where one was
+            s.engine.names = names
+            s.page.live.tick()
+            async with asyncio.timeout(10):
+                while "about" not in (line := await read()):
+                    pass
+            assert line["about"]["models"] == [name for name in names if name]
 
 
 async def test_a_sample_comes_each_second_by_itself() -> None:

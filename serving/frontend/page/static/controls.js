@@ -51,7 +51,7 @@ export class Controls {
     this.#form.addEventListener("input", (event) => this.#edit(event.target));
     this.#form.addEventListener("submit", (event) => {
       event.preventDefault();
-      if (this.#edited.size && !this.#busy) this.#send();
+      if (!this.#apply.disabled) this.#send();
     });
     this.#reset.addEventListener("click", () => this.#undo());
     this.#try.addEventListener("click", () => this.#ask());
@@ -151,10 +151,10 @@ export class Controls {
     elements.way.disabled = elements.way.options.length < 2 || !this.#state;
     for (const name of [...FIELDS, ...OWN])
       labelled(elements[name])?.classList.toggle("edited", this.#edited.has(name));
-    const nothing = this.#busy || !this.#edited.size;
-    this.#apply.disabled = this.#reset.disabled = this.#try.disabled = nothing;
+    const waits = this.#busy || !this.#state; // of a server that starts again nothing is known
+    this.#apply.disabled = this.#reset.disabled = this.#try.disabled = waits || !this.#edited.size;
     this.#back.hidden = !this.#before;
-    this.#back.disabled = this.#busy;
+    this.#back.disabled = waits;
   }
 
   // What is edited; null where a number is missing, which is said.
@@ -287,7 +287,8 @@ function expected(phases) {
 }
 
 function ownOf(state, model) {
-  return model ? state.models.find(({ name }) => name === model) : state;
+  if (!model) return state;
+  return state.models.find(({ name }) => name === model) ?? {}; // it may have been unloaded
 }
 
 function fill(select, options) {
