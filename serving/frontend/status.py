@@ -133,8 +133,7 @@ def _log_status(last: Snapshot, now: Snapshot) -> None:
         "decode_threshold_percent": now.decode_threshold_percent,
         "prefill_late_share": share("late_first_tokens", "first_tokens"),
         "decode_late_share": share("late_further_tokens", "further_tokens"),
-        # Counted with each part of a step, and visits at its end.
-        "degraded_share": min(share("degraded_visits", "visits"), 1.0),
+        "degraded_share": share("degraded_visits", "visits"),
         "machine_speed": now.speed or math.nan,
     }
     log.info(

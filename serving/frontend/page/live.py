@@ -109,10 +109,9 @@ class Counted(NamedTuple):
         if last is None or self.at_s <= last.at_s:
             return {}
         took_s, visits = self.at_s - last.at_s, self.visits - last.visits
-        # A step that runs in parts counts degraded visits with each part, and visits at its end.
         priced = self.priced_tokens - last.priced_tokens
         nats = self.expected_loss_nats - last.expected_loss_nats
-        share = min(1.0, (self.degraded - last.degraded) / visits) if visits else math.nan
+        share = (self.degraded - last.degraded) / visits if visits else math.nan
         return {
             # A request that ends while it is counted may be missing for a moment.
             "requests_per_s": max(0, self.arrived - last.arrived) / took_s,

@@ -317,10 +317,10 @@ async def test_a_sample_is_what_was_counted_since_the_last_one() -> None:
     assert (got.kv_pages_used, got.kv_pages_total) == (40, 100)
 
 
-def test_more_degraded_than_visited_is_all_and_none_is_nothing() -> None:
+def test_without_visits_no_share_is_degraded() -> None:
     zero = Counted(0.0, 0, 0, 0, 0, 0, 0)
-    assert zero._replace(at_s=1.0, visits=4, degraded=5).rates_since(zero)["degraded_share"] == 1.0
-    assert np.isnan(zero._replace(at_s=1.0, degraded=5).rates_since(zero)["degraded_share"])
+    assert zero._replace(at_s=1.0, visits=4, degraded=3).rates_since(zero)["degraded_share"] == 0.75
+    assert np.isnan(zero._replace(at_s=1.0).rates_since(zero)["degraded_share"])
     assert zero.rates_since(zero) == {}
 
 
