@@ -18,6 +18,7 @@ from served import failure
 
 import jmoe
 from jmoe.arrival import read_arrival
+from jmoe.brownout import LowestGate, Own
 from serving.bench.fake import FakeRunner
 from serving.config import BrownoutConfig, EngineConfig, ServerConfig
 from serving.engine import Engine
@@ -346,6 +347,14 @@ def test_experts_are_shared_by_what_was_read_of_a_served_model(change, directori
     found = held.pool.read(arrival.table[:, routed].reshape(-1))
     wanted = alone.pool.read(np.asarray(alone.table.slots)[:, routed].reshape(-1))
     jax.tree.map(np.testing.assert_array_equal, found, wanted)
+
+
+def test_it_joins_a_family_that_has_a_strategy_of_a_users_own(directories):
+    family = jmoe.load_family({"base": directories["base"]}, dtype="float32", spare_models=1)
+    own = Own(LowestGate(), guarded=True)
+    models = [replace(model, config=replace(model.config, strategy=own)) for model in family]
+    family = replace(family, models=tuple(models))
+    assert read_arrival(family, "code", directories["code"]).config.strategy == own
 
 
 @pytest.mark.deep
