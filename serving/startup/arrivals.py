@@ -14,6 +14,7 @@ from jmoe.family import Family
 from jmoe.free_memory import free_host_bytes
 from jmoe.weights import Params
 from serving.config import EngineConfig
+from serving.control.experts_loader import allowed_ways
 from serving.control.losses import Curve, Losses
 from serving.control.slo import starting_strategy
 from serving.errors import SettingsError
@@ -21,7 +22,7 @@ from serving.execution.executor import TakesModels
 from serving.execution.memory import GIB, SHARE, free_bytes
 from serving.execution.programs import be_nice, giving_way
 from serving.intake.chat_templates import check_templates
-from serving.startup.loading import curves_of
+from serving.startup.loading import curves_of, levels_of
 
 
 def arriving(
@@ -60,6 +61,9 @@ def _read(
             allow_unknown_config=config.allow_unknown_config,
             chat_template=config.chat_template,
         )
+        if config.brownout.levels:
+            ways = allowed_ways(config.brownout, family)
+            arrival.levels = levels_of(arrival, config.brownout.keep, ways)
         return arrival, executor.place_params(arrival.params), curves
 
 

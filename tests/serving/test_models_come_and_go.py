@@ -17,8 +17,10 @@ from served import collect as messages_of
 from served import failure
 
 import jmoe
+from jmoe import beside, levels
 from jmoe.arrival import read_arrival
 from jmoe.brownout import LowestGate, Own
+from jmoe.levels import Levels
 from serving.bench.fake import FakeRunner
 from serving.config import BrownoutConfig, EngineConfig, ServerConfig
 from serving.engine import Engine
@@ -415,6 +417,41 @@ async def test_a_loaded_model_writes_what_it_writes_alone(directories, alone, ca
         await engine.stop()
     assert stats.compilations_since_ready == 0
     assert stats.requests_failed == 0
+
+
+@pytest.mark.deep
+@pytest.mark.usefixtures("compiled_in_a_hurry")
+async def test_a_loaded_model_has_levels_of_its_own(directories, cache, tmp_path):
+    """A model without any is refused where programs go by them."""
+    known = {name: shutil.copytree(directories[name], tmp_path / name) for name in ("base", "code")}
+    each = np.stack([np.maximum(np.arange(101), 90), np.arange(101) // 3], axis=1)
+    each[100] = 100
+    for name, rows in (("base", each), ("code", each[:, ::-1])):
+        table = Levels(2, "weight", tuple(map(tuple, rows.tolist())))
+        levels.write(known[name] / levels.FILE, [table], beside.digest_of(known[name]))
+    brownout = BrownoutConfig(
+        salc=False,
+        way=2,
+        keep="weight",
+        levels=True,
+        prefill_threshold_percent=50,
+        decode_threshold_percent=50,
+    )
+    model = jmoe.load(known["code"], "float32")
+    want = jmoe.generate(
+        model, [PROMPT], 6, jmoe.Brownout("partial", 50, 2, "weight", True), stop_token_ids=()
+    )
+    engine = await started(known, cache, ("base",), brownout=brownout, prefix_reuse="off")
+    try:
+        with pytest.raises(InvalidRequest, match=r"law has no levels\.json"):
+            await engine.load_model("law", str(directories["law"]))
+        await engine.load_model("code", str(known["code"]))
+        tokens, _, degraded = await answer(engine, PROMPT, SAMPLING, "code")
+        assert (tokens, degraded) == (want.tokens[0], want.degraded_visits[0])
+        stats = engine.stats()
+    finally:
+        await engine.stop()
+    assert stats.compilations_since_ready == 0
 
 
 async def _keep_asking(engine):
