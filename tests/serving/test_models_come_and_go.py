@@ -2,6 +2,7 @@
 
 import asyncio
 import shutil
+import threading
 import time
 from collections import deque
 from dataclasses import replace
@@ -24,7 +25,7 @@ from jmoe.levels import Levels
 from serving.bench.fake import FakeRunner
 from serving.config import BrownoutConfig, EngineConfig, ServerConfig
 from serving.engine import Engine
-from serving.errors import InvalidRequest, ModelUnloaded, NotFound, RequestFailed
+from serving.errors import InvalidRequest, ModelUnloaded, NotFound, RequestFailed, Unavailable
 from serving.execution.executor import TakesModels
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 from serving.request import SamplingParams
@@ -225,6 +226,27 @@ async def test_an_engine_that_stops_gives_up_the_model_that_is_coming():
     await engine.stop()
     assert isinstance((await asyncio.gather(loading, return_exceptions=True))[0], BaseException)
     assert not engine.models.busy
+
+
+async def test_an_engine_that_fails_while_a_model_is_read_says_so():
+    engine = placing()
+    reading, failed = threading.Event(), threading.Event()
+
+    def slowly(*of_model):
+        reading.set()
+        assert failed.wait(60)
+        return read(*of_model)
+
+    engine.models._read = slowly
+    loading = asyncio.create_task(engine.load_model("third", "there"))
+    await asyncio.to_thread(reading.wait, 60)
+    engine._fail("the device is gone")
+    failed.set()
+    async with asyncio.timeout(60):
+        with pytest.raises(Unavailable, match="the engine failed: the device is gone"):
+            await loading
+    assert not engine.models.busy
+    await engine.stop()
 
 
 async def test_over_the_admin_service_the_list_of_models_follows():
