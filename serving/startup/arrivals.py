@@ -47,8 +47,9 @@ def _read(
         _check_memory(family, name)
         most = config.brownout.max_expected_loss
         curves = curves_of(path / FILE, partial(digest_of, path), most)
+        ways = allowed_ways(config.brownout, family)
         if most:
-            way = family[0].way or 0
+            way = family[0].way or next(iter(ways), 0)  # that of the start, while it changes
             strategy = starting_strategy(config.brownout.strategy, way)
             losses = Losses((name,), [curves], levels=config.brownout.levels)
             if missing := losses.missing(strategy, way, config.brownout.keep):
@@ -62,7 +63,6 @@ def _read(
             chat_template=config.chat_template,
         )
         if config.brownout.levels:
-            ways = allowed_ways(config.brownout, family)
             arrival.levels = levels_of(arrival, config.brownout.keep, ways)
         return arrival, executor.place_params(arrival.params), curves
 

@@ -18,17 +18,26 @@ from served import collect as messages_of
 from served import failure
 
 import jmoe
-from jmoe import beside, levels
+from jmoe import beside, expected_loss, levels
 from jmoe.arrival import read_arrival
 from jmoe.brownout import LowestGate, Own
+from jmoe.expected_loss import ExpectedLoss, Kind, Point
 from jmoe.levels import Levels
 from serving.bench.fake import FakeRunner
 from serving.config import BrownoutConfig, EngineConfig, ServerConfig
 from serving.engine import Engine
-from serving.errors import InvalidRequest, ModelUnloaded, NotFound, RequestFailed, Unavailable
+from serving.errors import (
+    InvalidRequest,
+    ModelUnloaded,
+    NotFound,
+    RequestFailed,
+    SettingsError,
+    Unavailable,
+)
 from serving.execution.executor import TakesModels
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 from serving.request import SamplingParams
+from serving.startup.arrivals import arriving
 from tests.jmoe.conftest import add_united
 from tests.serving.families import GOLDEN, answer, settings_of
 from tests.variants import variant
@@ -379,6 +388,20 @@ def test_it_joins_a_family_that_has_a_strategy_of_a_users_own(directories):
     models = [replace(model, config=replace(model.config, strategy=own)) for model in family]
     family = replace(family, models=tuple(models))
     assert read_arrival(family, "code", directories["code"]).config.strategy == own
+
+
+@pytest.mark.parametrize("strategy", ["partial", "auto"])
+def test_while_the_way_changes_a_bound_asks_for_the_loss_of_the_first(
+    strategy, directories, tmp_path
+):
+    path = shutil.copytree(directories["code"], tmp_path / "code")
+    table = ExpectedLoss(Kind(0, "visits"), (Point(0, 0.1, 0.1, 0.1),))  # not of way 2
+    expected_loss.write(path / expected_loss.FILE, [table], beside.digest_of(path))
+    family = jmoe.load_family({"base": directories["base"]}, dtype="float32", spare_models=1)
+    assert family[0].way is None  # not of one way in every layer
+    brownout = BrownoutConfig(strategy=strategy, max_expected_loss=1.0)
+    with pytest.raises(SettingsError, match="model 'code' has no expected loss of way 2"):
+        arriving(EngineConfig(brownout=brownout), family, Placing, "code", str(path))
 
 
 @pytest.mark.deep
