@@ -44,6 +44,7 @@ class Arrival:
     table: Int[np.ndarray, "layers columns"]
     pieces: deque[tuple[Int[np.ndarray, "n"], Pool]] = field(default_factory=deque)  # to write
     stamps: Mapping[Path, list[int]] = field(default_factory=dict)  # as of Model
+    levels: Mapping[int, np.ndarray] = field(default_factory=dict)  # as `use_levels` takes them
 
     def write_piece(self, held: PoolHolder) -> None:
         """Writes a few experts into their slots, between two programs."""
@@ -57,6 +58,8 @@ class Arrival:
         table = ExpertTable(jnp.asarray(self.table), jnp.asarray(groups))
         weights = Weights(params, held.pool, table)
         resident = ResidentWeights(weights, self.united, self.name, held=held)
+        if self.levels:
+            resident.use_levels(self.levels)
         own = self.name, self.path, self.config, first.dtype, resident, self.tokenizer
         return Model(*own, self.stamps)
 

@@ -270,10 +270,10 @@ def check_family(
     found = _directories(directories, revision)
     cfgs = {name: _config(path, tuple(allow_unknown_config)) for name, path in found.items()}
     known, own = {}, {}
-    if beside is not None:  # whose cache may be in eight bits
+    if beside is not None:  # whose cache may be in eight bits, and its strategy a user's own
         cfg, own = beside.config, {beside.name: beside.tokenizer}
         kinds = (replace(k, fp8=False) if type(k) is Paged else k for k in cfg.layer_attention)
-        known = {beside.name: replace(cfg, layer_attention=tuple(kinds))}
+        known = {beside.name: replace(cfg, layer_attention=tuple(kinds), strategy=None)}
     _check_architecture(known | cfgs)
     tokenizers = {name: Tokenizer.load(path, chat_template) for name, path in found.items()}
     for name, tokenizer in tokenizers.items():

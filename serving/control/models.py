@@ -78,6 +78,7 @@ class Models:
         self.retired = asyncio.Event()  # a request has ended
         self._changing = asyncio.Lock()
         self._coming: _Coming | None = None
+        self._ended: ServingError | None = None  # once the engine no longer ticks
 
     @property
     def busy(self) -> bool:
@@ -101,7 +102,7 @@ class Models:
         when the tick has something to write, `joined` before anybody can ask for the model.
 
         Raises InvalidRequest for a model that cannot be served here, or has no place, slots or
-        memory.
+        memory, and what the engine ended with.
         """
         async with self._changing:
             family, executor = self._changeable()
@@ -116,6 +117,7 @@ class Models:
                 arrival, params, curves = await asyncio.to_thread(self._read, *of_model)
             except (ValueError, OSError) as error:
                 raise InvalidRequest(f"{shown(name)} was not loaded: {error}") from None
+            self._changeable()  # still
             self._coming = _Coming(arrival, params)
             wake()
             model = await self._coming.done
@@ -174,6 +176,8 @@ class Models:
             return len(ended)
 
     def _changeable(self) -> tuple[Family, TakesModels]:
+        if self._ended is not None:
+            raise self._ended
         if why := why_not(self._config, COMING, len(self.names)):
             raise InvalidRequest(f"models do not come and go {why}")
         family = self._family
@@ -185,7 +189,13 @@ class Models:
         return family, self._executor
 
     def abandon(self, error: ServingError) -> None:
-        """Gives up the model that is coming, since the engine no longer ticks."""
+        """Gives up the model that is coming, and those that are read, since the engine no longer
+        ticks.
+        """
+        self._ended = error
+        self._give_up(error)
+
+    def _give_up(self, error: ServingError) -> None:
         if self._coming is not None and not self._coming.done.done():
             self._coming.done.set_exception(error)
         self._coming = None
@@ -200,7 +210,7 @@ class Models:
             raise
         except Exception as error:
             log.exception("a model that was coming is given up")
-            self.abandon(RequestFailed(f"the model was not loaded: {error}"))
+            self._give_up(RequestFailed(f"the model was not loaded: {error}"))
 
     def _write(self) -> None:
         coming, executor = self._coming, self._executor

@@ -53,8 +53,10 @@ class Mover(Observer):
         self._spare = placement.spare if config.spare_slots == "auto" else config.spare_slots
         self.hosts = np.array(placement.hosts)
         layers, experts, devices = self.hosts.shape
-        homes = contiguous(layers, experts, devices, num_united=num_united)
-        self._homes = np.asarray(homes.hosts)
+        homes = np.asarray(contiguous(layers, experts, devices, num_united=num_united).hosts)
+        if (homes & ~self.hosts).any():  # a placement of a caller's own
+            homes = np.arange(devices) == self.hosts.argmax(axis=2)[..., None]
+        self._homes = homes
         found = read_load(config, (layers, experts))
         self.load = np.zeros((layers, experts)) if found is None else found
         self._seen_at = self._look_at = -1.0
@@ -160,8 +162,11 @@ def read_load(
     if not path.exists():
         return None
     try:
-        load = np.load(path, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
+        with path.open("rb") as file:
+            load = np.lib.format.read_array(file, allow_pickle=False)
+        if load.dtype.kind not in "biuf":
+            raise ValueError("it holds no table of numbers")
+    except (OSError, ValueError) as error:
         raise SettingsError(f"{key} is {config.load_file!r}, and cannot be read: {error}") from None
     shape = shape or load.shape
     if load.shape != shape or not np.isfinite(load).all() or load.min(initial=0) < 0:

@@ -129,8 +129,9 @@ def _check(
         f"engine.max_model_len is {config.max_model_len}: one such sequence needs {blocks} KV pages"
         f" of {page / GIB:.3g} GiB, and {fitting} fit: of {memory.limit / GIB:.4g} GiB that XLA may"
         f" take (engine.memory_fraction {config.memory_fraction:g}), weights take "
-        f"{memory.in_use / GIB:.4g} and steps {steps / GIB:.4g}; lower engine.max_model_len or "
-        "engine.max_prefill_tokens, raise engine.memory_fraction, or spread the model (engine.mesh)"
+        f"{memory.in_use / GIB:.4g}, and steps and models to come (engine.spare_models) "
+        f"{steps / GIB:.4g}; lower engine.max_model_len, engine.max_prefill_tokens or "
+        "spare_models, raise engine.memory_fraction, or spread the model (engine.mesh)"
     )
 
 

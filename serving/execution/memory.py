@@ -57,8 +57,9 @@ def check_memory(model: Model, limits: Limits, *, beside: int = 0) -> None:
         return
     if room < 0:
         raise SettingsError(
-            f"engine.max_num_seqs is {limits.decode_rows}: what is kept of each to draw its tokens "
-            f"takes {ranks * beside / GIB:.4g} GiB and {free / GIB:.4g} GiB are free; lower it"
+            f"engine.max_num_seqs is {limits.decode_rows}: what is kept of each to draw its "
+            "tokens, and for models to come (engine.spare_models), takes "
+            f"{ranks * beside / GIB:.4g} GiB and {free / GIB:.4g} GiB are free; lower it, or them"
         )
     fewer = range(1, limits.pages_per_rank)
     if fitting := ranks * bisect_right(fewer, room // ranks, key=kv_bytes):

@@ -117,13 +117,13 @@ def copies_rule(config: BalanceConfig, model: Model, sizes: Sequence[int]) -> Co
         if size < config.replicas_min_tokens or not per_pair:
             continue
         fit, least = chosen(cfg, home.mesh.size, size, dtype_bytes, per_pair, alpha=alpha)
-        reason = f"from an imbalance of {least:.2f} on, since {fit.reason}"
+        reason = f"gain from an imbalance of {least:.2f} on, since {fit.reason}"
         if least <= UNEVEN:
             most = fit.num_replicas if asked == "auto" else min(asked, fit.num_replicas)
             found[size] = Replication(most, fit.per_pair, alpha)
             gains_from[size] = least
             log.info(
-                "copies in prefill steps of %d tokens a device, %d on each, gain %s",
+                "copies in prefill steps of %d tokens a device, %d on each, %s",
                 size,
                 most,
                 reason,

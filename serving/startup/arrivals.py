@@ -14,6 +14,7 @@ from jmoe.family import Family
 from jmoe.free_memory import free_host_bytes
 from jmoe.weights import Params
 from serving.config import EngineConfig
+from serving.control.experts_loader import allowed_ways
 from serving.control.losses import Curve, Losses
 from serving.control.slo import starting_strategy
 from serving.errors import SettingsError
@@ -21,7 +22,7 @@ from serving.execution.executor import TakesModels
 from serving.execution.memory import GIB, SHARE, free_bytes
 from serving.execution.programs import be_nice, giving_way
 from serving.intake.chat_templates import check_templates
-from serving.startup.loading import curves_of
+from serving.startup.loading import curves_of, levels_of
 
 
 def arriving(
@@ -46,8 +47,9 @@ def _read(
         _check_memory(family, name)
         most = config.brownout.max_expected_loss
         curves = curves_of(path / FILE, partial(digest_of, path), most)
+        ways = allowed_ways(config.brownout, family)
         if most:
-            way = family[0].way or 0
+            way = family[0].way or next(iter(ways), 0)  # that of the start, while it changes
             strategy = starting_strategy(config.brownout.strategy, way)
             losses = Losses((name,), [curves], levels=config.brownout.levels)
             if missing := losses.missing(strategy, way, config.brownout.keep):
@@ -60,6 +62,8 @@ def _read(
             allow_unknown_config=config.allow_unknown_config,
             chat_template=config.chat_template,
         )
+        if config.brownout.levels:
+            arrival.levels = levels_of(arrival, config.brownout.keep, ways)
         return arrival, executor.place_params(arrival.params), curves
 
 

@@ -9,10 +9,12 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
-from jmoe import expected_loss
+from jmoe import expected_loss, levels
 from jmoe.api import BUNDLED, ExpertsOf, Model, load, resolve
+from jmoe.arrival import Arrival
 from jmoe.beside import digest_in_family, digest_of
 from jmoe.checkpoint import config_of, is_native
 from jmoe.expected_loss import Kind
@@ -209,3 +211,21 @@ def curves_of(path: Path, digest: Callable[[], str], most: float) -> Mapping[Kin
             log.warning("expected loss is not known: %s", error)
         tables = {}
     return {kind: table.curve() for kind, table in tables.items()}
+
+
+def levels_of(model: Model | Arrival, keep: str, ways: Sequence[int]) -> dict[int, np.ndarray]:
+    """Returns the levels of a model's file by way, of all that it has. Raises ValueError as
+    `levels.read`, and where the way that is served first has none.
+    """
+    layers, directory = model.config.num_moe_layers, model.path
+    tables = levels.read(directory, layers, digest_of(directory))
+    if not ways or (ways[0], keep) not in tables:
+        have = ", ".join(f"way {way} by {by}" for way, by in tables)
+        raise ValueError(
+            f"engine.brownout.levels is true, and {directory / levels.FILE} has levels of {have}, "
+            f"not of way {ways[0] if ways else 0} by {keep}"
+        )
+    return {
+        way: levels.by_code([t for t in tables.values() if t.way == way], layers)
+        for way in model.united
+    }

@@ -3,7 +3,7 @@ warms up.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,12 +12,10 @@ import jax
 
 from jmoe.api import BUNDLED, Model, name_of, resolve
 from jmoe.attention import with_kv_cache_dtype
-from jmoe.beside import digest_of
 from jmoe.brownout import Own
 from jmoe.checkpoint import TensorFiles, is_native, united_ways
 from jmoe.config import read_config
 from jmoe.family import Family
-from jmoe.levels import FILE, by_code, read
 from jmoe.offloaded import check_spare
 from jmoe.parallel.cost import exchange_bytes
 from jmoe.sharing import lends_united
@@ -46,6 +44,7 @@ from serving.startup.loading import (
     check_chat_templates,
     expected_losses,
     family_of,
+    levels_of,
     make_mesh_of,
 )
 
@@ -195,7 +194,7 @@ def build(
     starting_strategy(config.brownout.strategy, ways[0] if ways else 0)
     if config.brownout.levels:
         for one in family:
-            _use_levels(one, config.brownout.keep, ways)
+            one.resident.use_levels(levels_of(one, config.brownout.keep, ways))
     if config.brownout.strategy == "auto" and not ways and config.process_index <= 0:
         log.warning("brownout is off: %s has no united experts", loaded.name)
     fitting = fit_to_model(config, loaded)
@@ -213,23 +212,6 @@ def _with_strategy(family: Family, own: Own) -> Family:
     own.probe(cfg.num_experts, cfg.experts_per_token)
     models = [replace(one, config=replace(one.config, strategy=own)) for one in family]
     return replace(family, models=tuple(models))
-
-
-def _use_levels(model: Model, keep: str, ways: Sequence[int]) -> None:
-    """Gives programs the levels of a model's file, of all ways. Raises ValueError as `levels.read`,
-    and where the way that is served first has none.
-    """
-    layers, directory = model.config.num_moe_layers, model.path
-    tables = read(directory, layers, digest_of(directory))
-    if not ways or (ways[0], keep) not in tables:
-        have = ", ".join(f"way {way} by {by}" for way, by in tables)
-        raise ValueError(
-            f"engine.brownout.levels is true, and {directory / FILE} has levels of {have}, not of "
-            f"way {ways[0] if ways else 0} by {keep}"
-        )
-    model.resident.use_levels(
-        {way: by_code([t for t in tables.values() if t.way == way], layers) for way in model.united}
-    )
 
 
 def log_implementations(taken: Mapping[str, str]) -> None:

@@ -14,7 +14,7 @@ from serving.engine import Engine
 from serving.errors import SettingsError
 from serving.request import BrownoutChange, SamplingParams
 from serving.settings.reading import load
-from serving.startup.prepare import _use_levels
+from serving.startup.loading import levels_of
 from tests.jmoe.conftest import add_united
 
 LEVEL = 50
@@ -84,9 +84,9 @@ async def test_it_serves_what_the_notebook_writes(directory, tmp_path):
 def test_a_way_without_levels_ends_the_start(directory):
     model = jmoe.load(directory, "float32")
     with pytest.raises(ValueError, match=r"has levels of way 2 by weight, not of way 3 by weight"):
-        _use_levels(model, "weight", [3, 2])
+        levels_of(model, "weight", [3, 2])
     with pytest.raises(ValueError, match=r"not of way 0 by visits"):
-        _use_levels(model, "visits", [])
+        levels_of(model, "visits", [])
 
 
 def test_levels_are_of_partial_brownout_alone():

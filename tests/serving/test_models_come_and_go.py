@@ -2,6 +2,7 @@
 
 import asyncio
 import shutil
+import threading
 import time
 from collections import deque
 from dataclasses import replace
@@ -17,14 +18,26 @@ from served import collect as messages_of
 from served import failure
 
 import jmoe
+from jmoe import beside, expected_loss, levels
 from jmoe.arrival import read_arrival
+from jmoe.brownout import LowestGate, Own
+from jmoe.expected_loss import ExpectedLoss, Kind, Point
+from jmoe.levels import Levels
 from serving.bench.fake import FakeRunner
 from serving.config import BrownoutConfig, EngineConfig, ServerConfig
 from serving.engine import Engine
-from serving.errors import InvalidRequest, ModelUnloaded, NotFound, RequestFailed
+from serving.errors import (
+    InvalidRequest,
+    ModelUnloaded,
+    NotFound,
+    RequestFailed,
+    SettingsError,
+    Unavailable,
+)
 from serving.execution.executor import TakesModels
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 from serving.request import SamplingParams
+from serving.startup.arrivals import arriving
 from tests.jmoe.conftest import add_united
 from tests.serving.families import GOLDEN, answer, settings_of
 from tests.variants import variant
@@ -224,6 +237,27 @@ async def test_an_engine_that_stops_gives_up_the_model_that_is_coming():
     assert not engine.models.busy
 
 
+async def test_an_engine_that_fails_while_a_model_is_read_says_so():
+    engine = placing()
+    reading, failed = threading.Event(), threading.Event()
+
+    def slowly(*of_model):
+        reading.set()
+        assert failed.wait(60)
+        return read(*of_model)
+
+    engine.models._read = slowly
+    loading = asyncio.create_task(engine.load_model("third", "there"))
+    await asyncio.to_thread(reading.wait, 60)
+    engine._fail("the device is gone")
+    failed.set()
+    async with asyncio.timeout(60):
+        with pytest.raises(Unavailable, match="the engine failed: the device is gone"):
+            await loading
+    assert not engine.models.busy
+    await engine.stop()
+
+
 async def test_over_the_admin_service_the_list_of_models_follows():
     models = ("counter=counter", "second=second")
     config = ServerConfig(port=0, engine=EngineConfig(models=models, spare_models=1))
@@ -348,6 +382,28 @@ def test_experts_are_shared_by_what_was_read_of_a_served_model(change, directori
     jax.tree.map(np.testing.assert_array_equal, found, wanted)
 
 
+def test_it_joins_a_family_that_has_a_strategy_of_a_users_own(directories):
+    family = jmoe.load_family({"base": directories["base"]}, dtype="float32", spare_models=1)
+    own = Own(LowestGate(), guarded=True)
+    models = [replace(model, config=replace(model.config, strategy=own)) for model in family]
+    family = replace(family, models=tuple(models))
+    assert read_arrival(family, "code", directories["code"]).config.strategy == own
+
+
+@pytest.mark.parametrize("strategy", ["partial", "auto"])
+def test_while_the_way_changes_a_bound_asks_for_the_loss_of_the_first(
+    strategy, directories, tmp_path
+):
+    path = shutil.copytree(directories["code"], tmp_path / "code")
+    table = ExpectedLoss(Kind(0, "visits"), (Point(0, 0.1, 0.1, 0.1),))  # not of way 2
+    expected_loss.write(path / expected_loss.FILE, [table], beside.digest_of(path))
+    family = jmoe.load_family({"base": directories["base"]}, dtype="float32", spare_models=1)
+    assert family[0].way is None  # not of one way in every layer
+    brownout = BrownoutConfig(strategy=strategy, max_expected_loss=1.0)
+    with pytest.raises(SettingsError, match="model 'code' has no expected loss of way 2"):
+        arriving(EngineConfig(brownout=brownout), family, Placing, "code", str(path))
+
+
 @pytest.mark.deep
 @pytest.mark.parametrize("quantize", ["int4", "mxfp4"])
 def test_its_experts_are_kept_as_the_familys_are(directories, quantize):
@@ -406,6 +462,41 @@ async def test_a_loaded_model_writes_what_it_writes_alone(directories, alone, ca
         await engine.stop()
     assert stats.compilations_since_ready == 0
     assert stats.requests_failed == 0
+
+
+@pytest.mark.deep
+@pytest.mark.usefixtures("compiled_in_a_hurry")
+async def test_a_loaded_model_has_levels_of_its_own(directories, cache, tmp_path):
+    """A model without any is refused where programs go by them."""
+    known = {name: shutil.copytree(directories[name], tmp_path / name) for name in ("base", "code")}
+    each = np.stack([np.maximum(np.arange(101), 90), np.arange(101) // 3], axis=1)
+    each[100] = 100
+    for name, rows in (("base", each), ("code", each[:, ::-1])):
+        table = Levels(2, "weight", tuple(map(tuple, rows.tolist())))
+        levels.write(known[name] / levels.FILE, [table], beside.digest_of(known[name]))
+    brownout = BrownoutConfig(
+        salc=False,
+        way=2,
+        keep="weight",
+        levels=True,
+        prefill_threshold_percent=50,
+        decode_threshold_percent=50,
+    )
+    model = jmoe.load(known["code"], "float32")
+    want = jmoe.generate(
+        model, [PROMPT], 6, jmoe.Brownout("partial", 50, 2, "weight", True), stop_token_ids=()
+    )
+    engine = await started(known, cache, ("base",), brownout=brownout, prefix_reuse="off")
+    try:
+        with pytest.raises(InvalidRequest, match=r"law has no levels\.json"):
+            await engine.load_model("law", str(directories["law"]))
+        await engine.load_model("code", str(known["code"]))
+        tokens, _, degraded = await answer(engine, PROMPT, SAMPLING, "code")
+        assert (tokens, degraded) == (want.tokens[0], want.degraded_visits[0])
+        stats = engine.stats()
+    finally:
+        await engine.stop()
+    assert stats.compilations_since_ready == 0
 
 
 async def _keep_asking(engine):

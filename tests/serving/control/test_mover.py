@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from jmoe.parallel.placement import contiguous
+from jmoe.parallel.placement import by_load, contiguous, random
 from serving.config import BalanceConfig, EngineConfig
 from serving.control.mover import SPARE, Mover, make_mover, read_load, starting_placement
 from serving.errors import SettingsError
@@ -67,6 +67,23 @@ def test_a_busy_expert_is_copied_one_layer_a_tick():
     assert mover.layers_moved == 1
     assert mover.experts_copied == hosts.sum() - EXPERTS
     assert mover.imbalances()[1] < 1.4
+
+
+def test_experts_stay_where_a_placement_of_ones_own_has_them():
+    """Only copies are made, of those that are busy."""
+    runner, load = Noting(), np.ones((LAYERS, EXPERTS)) + np.arange(EXPERTS)
+    for placement in (
+        by_load(load, DEVICES, spare=1),
+        random(LAYERS, EXPERTS, DEVICES, seed=0, spare=1),
+    ):
+        mover = Mover(BalanceConfig(spare_slots=1, interval_s=1.0), runner, placement, 0.001)
+        for now in range(6):
+            read(mover, skewed(), float(now))
+            mover.advance(float(now))
+        (*_, (layer, hosts)) = runner.told
+        assert layer == 1
+        assert (hosts >= placement.hosts[1]).all()
+        assert hosts[2].all()
 
 
 def test_what_would_not_pay_back_is_left():
@@ -235,6 +252,15 @@ def test_a_load_file_that_is_none_is_refused(tmp_path):
         read_load(config, (LAYERS, EXPERTS))
     with pytest.raises(SettingsError, match=r"engine.balance.load_file is .* and cannot be read"):
         check_start(EngineConfig(balance=config))
+    for none in (np.array(["a"]), np.ones((LAYERS, EXPERTS)) * 1j):
+        np.save(tmp_path / "load.npy", none)
+        with pytest.raises(SettingsError, match=r"and cannot be read: it holds no table of num"):
+            read_load(config)
+    for archive in (b"", b"PK\x03\x04 or what begins like one"):
+        with (tmp_path / "load.npy").open("wb") as file:
+            file.write(archive) if archive else np.savez(file, load=np.ones((LAYERS, EXPERTS)))
+        with pytest.raises(SettingsError, match=r"engine.balance.load_file is .* cannot be read"):
+            read_load(config)
     np.save(tmp_path / "load.npy", np.ones((2, 2)))
     assert read_load(config) is not None  # of some model
     with pytest.raises(SettingsError, match=r"holds \(2, 2\); of this model it must .*\(3, 8\)"):

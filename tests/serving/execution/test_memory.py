@@ -33,7 +33,7 @@ def test_what_else_is_kept_of_each_sequence_counts(model, monkeypatch):
     with pytest.raises(SettingsError, match=f"num_pages to {most} or less"):
         memory.check_memory(model, limits(num_pages=most + 1), beside=2**19)
     few = limits(num_pages=1, max_decode_seqs=3)  # a slot is reserved
-    with pytest.raises(SettingsError, match=r"engine\.max_num_seqs is 3: .* lower it"):
+    with pytest.raises(SettingsError, match=r"max_num_seqs is 3: .*spare_models.* lower it"):
         memory.check_memory(model, few, beside=2**20)
 
 

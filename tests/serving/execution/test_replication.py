@@ -60,6 +60,7 @@ def test_steps_too_small_to_gain_by_copies_make_none_and_say_so(on_a_gpu, caplog
     rule = replication.copies_rule(config, model_over(8), (32, 64))
     assert (rule.replication, rule.gains_from) == ({}, {})
     assert "no prefill step is large enough to gain by copies" in caplog.text
+    assert "one of 64 tokens a device would gain from an imbalance of" in caplog.text
     assert not rule.copies(64)
 
 
