@@ -92,7 +92,7 @@ def compiled_in_a_hurry():
     jax.config.update("jax_disable_most_optimizations", False)
 
 
-ROTA_S = 120.0
+ROTA_S = 90.0
 """How long tests of a rota are started for."""
 TOO_LONG = "tests/serving/test_engine_emulated.py", "tests/test_wheel.py"
 """Take ten minutes a case, or an environment of their own, and so are not in a rota."""
@@ -100,7 +100,7 @@ TOO_LONG = "tests/serving/test_engine_emulated.py", "tests/test_wheel.py"
 
 def pytest_addoption(parser):
     parser.addoption(
-        "--rota", type=int, default=0, help="Begin where this number says, for two minutes."
+        "--rota", type=int, default=0, help="Begin where this number says, for a minute and a half."
     )
 
 

@@ -218,6 +218,7 @@ def test_a_step_copies_nothing_and_exchanges_rows_once_each_way(mesh, phase, lau
         assert all(PASS_VISITS < each <= PASS_VISITS + PADDED for each in rows)
 
 
+@pytest.mark.exhaustive
 def test_halves_travel_under_visits_of_the_other_half(mesh):
     """A prefill step's, as the cost model takes it: the second half's rows come under the first
     half's products and further passes, whose sums leave under those of the second.

@@ -108,7 +108,7 @@ def test_whatever_slides_everyone_gets_their_tokens(trace):
     check_trace(*trace)
 
 
-@pytest.mark.deep
+@pytest.mark.exhaustive
 @settings(max_examples=1000, database=None)
 @given(TRACES)
 def test_many_more_traces(trace):
