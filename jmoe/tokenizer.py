@@ -116,11 +116,11 @@ class Tokenizer:
         settings = read_settings(directory, chat_template)
         try:
             backend = Backend.from_file(str(regular(path)))
+            backend.no_truncation()  # both are kept of a training, and would change prompts
+            backend.no_padding()
             _add_tokens(backend, settings)
         except Exception as error:  # the library raises bare Exception
             raise TokenizerError(f"{path} is not readable: {error}") from None
-        backend.no_truncation()  # both are kept of a training, and would change prompts in silence
-        backend.no_padding()
         return cls(backend, settings)
 
     def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:

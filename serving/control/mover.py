@@ -55,7 +55,7 @@ class Mover(Observer):
         layers, experts, devices = self.hosts.shape
         homes = np.asarray(contiguous(layers, experts, devices, num_united=num_united).hosts)
         if (homes & ~self.hosts).any():  # a placement of a caller's own
-            homes = np.arange(devices) == self.hosts.argmax(axis=2)[..., None]
+            homes = _homes_among(self.hosts)
         self._homes = homes
         found = read_load(config, (layers, experts))
         self.load = np.zeros((layers, experts)) if found is None else found
@@ -145,6 +145,16 @@ def make_mover(config: BalanceConfig, executor: Executor, model: Model | None) -
         return None
     united = model.num_united_slots
     return Mover(config, executor, model.home.placement, executor.copy_s, united)
+
+
+def _homes_among(hosts: Bool[np.ndarray, "L m N"]) -> Bool[np.ndarray, "L m N"]:
+    """Returns a home for each expert: of its devices, the one with the fewest so far."""
+    homes = np.zeros_like(hosts)
+    for layer, own in zip(homes, hosts, strict=True):
+        for expert in np.argsort(own.sum(axis=1), kind="stable"):
+            devices = np.flatnonzero(own[expert])
+            layer[expert, devices[layer[:, devices].sum(axis=0).argmin()]] = True
+    return homes
 
 
 def read_load(

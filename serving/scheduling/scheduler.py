@@ -272,9 +272,10 @@ class Scheduler:
         few = len(decoding) < FEW_DECODING * self.limits.decode_rows
         if prefilling or few or self._has_best_effort:
             company = None
-        most = 0 if company is None else self.limits.max_prefill_seqs
-        heads = of_one_model([s for s in self.queues[LS] if self._runs(s)], most) if most else []
-        waiting = heads[: self.num_free_slots()] if can[LS] else []
+        waiting: list[SequenceState] = []
+        if company is not None and can[LS] and (num_free := self.num_free_slots()):
+            heads = list(filter(self._runs, self.queues[LS]))
+            waiting = of_one_model(heads, min(num_free, self.limits.max_prefill_seqs))
         if not waiting:
             self._none_waited_at = now
         since = [max(s.arrived_at, self._none_waited_at) for s in waiting]

@@ -175,6 +175,8 @@ class ScheduledStep(StepPlan):
         where these are the last, and zeros before.
         """
         sums = self.parts.degraded
+        if self.is_last and not sums:
+            return list(degraded)
         sums.update(dict(zip(self.sequences, degraded, strict=True)))
         return [sums.pop(sequence) if self.is_last else 0 for sequence in self.sequences]
 

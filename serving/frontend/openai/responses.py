@@ -138,6 +138,19 @@ def _text(parts: Sequence[ItemPart] | None) -> str:
     return "".join(part.text for part in parts or ())
 
 
+def _behind(
+    ahead: list[tuple[int, bytes | bytearray]], length: int
+) -> list[tuple[int, bytes | bytearray]]:
+    """Returns the entries of the last `length` characters. What is before them was a tag of a
+    thought, or white space around it.
+    """
+    at = len(ahead)
+    while at and (length > 0 or not ahead[at - 1][0]):  # tokens without text are of the next one's
+        at -= 1
+        length -= ahead[at][0]
+    return ahead[at:]
+
+
 class ResponseChoice(ReadChoice):
     """The items of a response."""
 
@@ -147,14 +160,15 @@ class ResponseChoice(ReadChoice):
         self.items: list[dict[str, Any]] = []
         self._open: dict[str, Any] | None = None  # the newest item, until it is whole
         self._entries: list[bytes | bytearray] = []  # log-probabilities of its text
-        self._ahead: list[bytes | bytearray] = []  # those of tokens whose text is still to come
+        # Those of tokens whose text is still to come, each after the length of its output's text.
+        self._ahead: list[tuple[int, bytes | bytearray]] = []
         self._events, self._num_events = bytearray(), 0
 
     def take(self, out: Output) -> None:
         """See Choice."""
         deltas = self.read(out)
         if self.sampling.logprobs and out.token_ids:
-            self._ahead.append(self._format.of(out)[0])
+            self._ahead.append((len(out.text), self._format.of(out)[0]))
         for delta in deltas:
             if delta.name:
                 self._begin("function_call", name=delta.name)
@@ -201,12 +215,14 @@ class ResponseChoice(ReadChoice):
     def _add(self, kind: str, text: str) -> None:
         if self._open is None or self._open["type"] != kind:
             self._begin(kind)
+            self._ahead = _behind(self._ahead, len(text))
         assert self._open is not None
         self._open["content"][0]["text"] += text
         more: dict[str, Any] = {"content_index": 0, "delta": text}
         if kind == "message":
-            more["logprobs"] = orjson.Fragment(b"[%b]" % b",".join(self._ahead))
-            self._entries += self._ahead
+            entries = [entry for _, entry in self._ahead]
+            more["logprobs"] = orjson.Fragment(b"[%b]" % b",".join(entries))
+            self._entries += entries
             self._ahead = []
         self.tell(f"{_STEM[kind]}.delta", **self._where, **more)
 

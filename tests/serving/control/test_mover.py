@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from jmoe.parallel.placement import by_load, contiguous, random
+from jmoe.parallel.placement import by_load, contiguous, from_hosts, random
 from serving.config import BalanceConfig, EngineConfig
 from serving.control.mover import SPARE, Mover, make_mover, read_load, starting_placement
 from serving.errors import SettingsError
@@ -84,6 +84,20 @@ def test_experts_stay_where_a_placement_of_ones_own_has_them():
         assert layer == 1
         assert (hosts >= placement.hosts[1]).all()
         assert hosts[2].all()
+
+
+def test_homes_are_even_where_a_placement_of_ones_own_has_copies():
+    """Or copies would find no room beside them."""
+    hosts = np.asarray(random(LAYERS, EXPERTS, DEVICES, seed=0).hosts).copy()
+    for layer in hosts:
+        layer[layer.argmax(axis=1).tolist().index(3), 0] = True  # a copy of the last device's first
+    runner, placement = Noting(), from_hosts(hosts, spare=1)
+    mover = Mover(BalanceConfig(spare_slots=1, interval_s=1.0), runner, placement, 0.001)
+    for now in range(6):
+        read(mover, skewed(), float(now))
+        mover.advance(float(now))
+    assert all(own.sum(axis=0).max() <= placement.room for _, own in runner.told)
+    assert runner.told
 
 
 def test_what_would_not_pay_back_is_left():

@@ -205,7 +205,9 @@ async def test_logprobs_are_those_of_the_text():
     [
         (["a", "", "é", "b", ""], [0, 1, 2, 3, 4]),
         ([""], [0]),
-        (["<think>", "Hm", "</think>", "Hi", ""], [2, 3, 4]),
+        (["<think>", "Hm", "</think>", "Hi", ""], [3, 4]),
+        (["<think>", "\n\n", "</think>", "\n\n", "", "é", ".", ""], [4, 5, 6, 7]),
+        (["<", "b>", ""], [0, 1, 2]),
         (["Hi", "<tool", "_call>", PARIS.removeprefix("<tool_call>")], [0]),
         (["Hi", "<tool", "s>", ""], [0, 1, 2, 3]),
     ],

@@ -241,13 +241,14 @@ export class Controls {
 }
 
 // The change that takes another one back: with a controller it sets no thresholds, which are that
-// one's to move.
+// one's to move, and under zero brownout those that were set are not known.
 function undone({ model, ...change }, state) {
   const own = Object.keys(change).map((name) => [name, ownOf(state, model)[name]]);
   if (model) return { model, ...Object.fromEntries(own) };
   const names = new Set([...Object.keys(change), "salc_enabled"]);
   const thresholds = ["prefill_threshold_percent", "decode_threshold_percent"];
-  if (!state.salc_enabled) thresholds.forEach((name) => names.add(name));
+  const shows = !state.salc_enabled && state.strategy !== "zero"; // which has 100 in force
+  if (shows) thresholds.forEach((name) => names.add(name));
   else thresholds.forEach((name) => names.delete(name));
   const whole = (name) => (name.endsWith("percent") ? Math.round(state[name]) : state[name]);
   return Object.fromEntries([...names].map((name) => [name, whole(name)]));
