@@ -148,12 +148,9 @@ class View:
     """What a prompt should wait for; None: nothing, since few rows decode, there is best effort, a
     prompt has been begun, or the settings say so.
     """
-    waiting_tokens: int = 0  # of prompts in line that have a slot and that one step could hold
-    oldest_s: float = 0.0
-    """How long the first of them has waited; for company only, if it got its slot later than
-    `company` lets a prompt wait.
-    """
-    waited_s: float = 0.0  # how long all of them have waited for company, together
+    waiting_tokens: int = 0  # of prompts in line that one step could hold
+    oldest_s: float = 0.0  # how long the first of them has waited
+    waited_s: float = 0.0  # how long those that have a slot have waited for company, together
 
     @property
     def in_company(self) -> bool:

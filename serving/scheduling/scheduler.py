@@ -272,16 +272,11 @@ class Scheduler:
         few = len(decoding) < FEW_DECODING * self.limits.decode_rows
         if prefilling or few or self._has_best_effort:
             company = None
-        waiting: list[SequenceState] = []
-        if company is not None and can[LS] and (num_free := self.num_free_slots()):
-            heads = list(filter(self._runs, self.queues[LS]))
-            waiting = of_one_model(heads, min(num_free, self.limits.max_prefill_seqs))
+        most = 0 if company is None else self.limits.max_prefill_seqs
+        heads = of_one_model(self.queues[LS], most)
+        waiting = heads[: self.num_free_slots()] if heads and can[LS] else []
         if not waiting:
             self._none_waited_at = now
-        since = [max(s.arrived_at, self._none_waited_at) for s in waiting]
-        oldest_at = waiting[0].arrived_at if waiting else now
-        if company is not None and since and since[0] - oldest_at >= company.wait_s:
-            oldest_at = since[0]  # it got its slot too late to be in time
         return View(
             now=now,
             max_batch=self.limits.decode_rows,
@@ -298,9 +293,9 @@ class Scheduler:
             itl_slack_s=itl_slack_s,
             may_park=self.share.may_park or not self._has_best_effort,
             company=company,
-            waiting_tokens=sum(map(self._left, waiting)),
-            oldest_s=now - oldest_at,
-            waited_s=sum(now - at for at in since),
+            waiting_tokens=sum(map(self._left, heads)),
+            oldest_s=now - heads[0].arrived_at if heads else 0.0,
+            waited_s=sum(now - max(s.arrived_at, self._none_waited_at) for s in waiting),
         )
 
     def _by_class(self, sequences: list[SequenceState]) -> dict[Priority, list[SequenceState]]:

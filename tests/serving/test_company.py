@@ -9,14 +9,12 @@ import pytest
 from counting import collect
 from hypothesis import given
 from hypothesis import strategies as st
-from scheduled import sequence_of
 
 from serving.bench.fake import FakeRunner
 from serving.config import BrownoutConfig
 from serving.plan import Limits, Phase
 from serving.request import Priority, SamplingParams
-from serving.scheduling.policy import Company, Fcfs, View
-from serving.scheduling.scheduler import Scheduler
+from serving.scheduling.policy import Company, View
 
 LS, BE = Priority.LATENCY_SENSITIVE, Priority.BEST_EFFORT
 LIMITS = Limits(16, 400, 4, 64, 8)
@@ -148,46 +146,3 @@ async def test_a_prompt_that_is_begun_goes_on_at_once(start):
     # Under way: decode; 64 tokens; decode; 36 tokens.
     assert took_s <= 0.02 + 0.104 + 0.02 + 0.076 + 0.02
     await asyncio.gather(*streams)
-
-
-def phases_at(*times, queued, company, free, models=None):
-    """Returns the phase and number of rows of the steps at these times. Eight rows decode in all
-    slots, and prompts of the `queued` models wait since 0; at the second time, `free` slots are.
-    """
-    scheduler = Scheduler(Limits(8, 1000, 4, 64, 8), Fcfs())
-    decoding = [sequence_of([1] * 4, name=f"decoding {n}") for n in range(8)]
-    for sequence in decoding:
-        scheduler.add(sequence)
-    steps = [scheduler.next_step()]
-    scheduler.models = models
-    for n, model in enumerate(queued):
-        scheduler.add(sequence_of([1] * 8, name=f"waiting {n}", model=model))
-    for now in times:
-        for sequence in steps[-1].sequences:
-            sequence.tokens.append(1)
-        if len(steps) == 2:
-            for sequence in decoding[:free]:
-                scheduler.finish(sequence)
-        steps.append(scheduler.next_step(now=now, company=company))
-    return [(step.phase, len(step.rows)) for step in steps[1:]]
-
-
-def test_prompts_without_a_slot_are_no_company():
-    """Of ten prompts of 8 tokens, one has a slot, and may wait 0.24 s; or five have."""
-    company = Company(40.0, 10.0, 0.24)
-    found = phases_at(1.0, 1.02, 1.23, 1.25, queued=[0] * 10, company=company, free=1)
-    assert found == [(Phase.DECODE, 8), *[(Phase.DECODE, 7)] * 2, (Phase.PREFILL, 1)]
-    found = phases_at(1.0, 1.02, queued=[0] * 10, company=company, free=5)
-    assert found[1] == (Phase.PREFILL, 5)
-
-
-@pytest.mark.parametrize("times", [(5.0, 5.02, 5.49, 5.51), (0.4, 0.42, 0.49, 0.51)])
-def test_a_prompt_waits_for_company_from_its_slot_on_unless_it_may_be_in_time(times):
-    found = phases_at(*times, queued=[0], company=Company(40.0, 0.5), free=1)
-    assert found == [(Phase.DECODE, 8), *[(Phase.DECODE, 7)] * 2, (Phase.PREFILL, 1)]
-
-
-def test_prompts_of_a_model_that_cannot_run_are_no_company():
-    queued, company = [1] * 5 + [0], Company(40.0, 10.0)
-    found = phases_at(1.0, 1.1, queued=queued, company=company, free=5, models={0})
-    assert found[1] == (Phase.DECODE, 3)
