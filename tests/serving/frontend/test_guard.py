@@ -54,7 +54,7 @@ async def test_undecodable_messages_are_invalid_and_cost_a_line_of_log(caplog) -
 @pytest.mark.parametrize(
     ("bad", "named"),
     [
-        (request([1], sampling=SAMPLING(stop_token_ids=[1, 100])), "stop_token_ids has 100"),
+        (request([1], sampling=SAMPLING(stop_token_ids=[1, 256])), "stop_token_ids has 256"),
         (request([1], sampling=SAMPLING(stop_token_ids=[-1])), "stop_token_ids has -1"),
         (request([1] * 2_000_000), "the message has 20000"),
         (request([1], request_id="x" * 1_000_000), "the message has 1000"),
