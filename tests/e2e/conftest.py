@@ -22,7 +22,9 @@ FEW_PROGRAMS = (
 
 
 @contextmanager
-def serving(*settings, preset="demo", log_path=None, start_timeout_s=240, cpu_devices=1, hurry=0):
+def serving(
+    *settings, preset="demo", log_path=None, start_timeout_s=240, cpu_devices=1, hurry=False
+):
     """Yields (process, address) of `jmoe serve --config PRESET` once it is ready; the log stays in
     the file `log_path`. It compiles as a user's does, unless in a `hurry`, where others see to it
     that what is compiled is right.
@@ -40,7 +42,7 @@ def serving(*settings, preset="demo", log_path=None, start_timeout_s=240, cpu_de
                 **os.environ,
                 "JAX_PLATFORMS": "cpu",
                 "XLA_FLAGS": os.environ["XLA_FLAGS"] if hurry else "",
-                "JAX_DISABLE_MOST_OPTIMIZATIONS": str(hurry),
+                "JAX_DISABLE_MOST_OPTIMIZATIONS": str(int(hurry)),
                 "JAX_NUM_CPU_DEVICES": str(cpu_devices),
             },
         )

@@ -172,7 +172,7 @@ async def test_workers_are_killed_and_come_back(copies):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    with serving(*settings, f"metrics_port={port}", hurry=1) as (server, address):
+    with serving(*settings, f"metrics_port={port}", hurry=True) as (server, address):
         load = Load(address, prompts, want)
         callers = [asyncio.create_task(load.caller(seed)) for seed in range(6)]
         await load.until(lambda: load.seen["OK"] > 6)

@@ -60,7 +60,7 @@ async def answer(client):
 async def test_a_killed_actor_is_replaced_and_a_drain_waits(tmp_path):
     log = tmp_path / "log"
     want = jmoe.generate(jmoe.load("bundled", "float32"), [PROMPT], NEW_TOKENS, stop_token_ids=())
-    with serving(*SETTINGS, log_path=log, hurry=1) as (server, address):
+    with serving(*SETTINGS, log_path=log, hurry=True) as (server, address):
         async with Client(address) as client:
             assert await answer(client) == want.tokens[0]
             before = actors()

@@ -63,7 +63,7 @@ def server(request):
     """Yields one server for all of these tests: on one device, on a mesh, or asynchronous."""
     devices = 8 if request.param == "aep=2+6" else 1  # a mesh sees to it itself
     options = {"cpu_devices": devices, "start_timeout_s": 240 * (1 + (devices > 1))}
-    options["hurry"] = int(request.param != "one")
+    options["hurry"] = request.param != "one"
     with serving(*settings_of(request.param), **options) as found:  # each compiles its own
         yield found
 

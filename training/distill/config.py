@@ -9,8 +9,8 @@ STARTS = ("most_used", "mean", "aligned")
 GROUPINGS = ("index", "similarity", "coactivation")
 OPTIMIZERS = ("adam", "adamw", "lion", "sgd")
 SCHEDULES = ("cosine", "linear", "constant")
-FIRST = {"optimizer": "adam", "schedule": "cosine", "sampled": 0}
-"""Settings that were added, and the values that runs had before."""
+ADDED_SETTINGS = {"optimizer": "adam", "schedule": "cosine", "sampled": 0}
+"""Settings that runs of an older jmoe do not name, and the values that these had."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +73,7 @@ class DistillConfig:
         does.
         """
         settings = dataclasses.asdict(self)
-        for name, value in FIRST.items():  # runs from before there were others go on
+        for name, value in ADDED_SETTINGS.items():  # runs from before there were others go on
             if settings[name] == value:
                 del settings[name]
         if self.sampled:  # before, they were mixed with the data, and counted as answers

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 import jax
 import numpy as np
 
-from training.distill.config import FIRST
+from training.distill.config import ADDED_SETTINGS
 from training.distill.fit import DistillError, Fit
 from training.distill.parallel import is_first, wait_for_all
 
@@ -271,7 +271,10 @@ def check_began(out: Path, fingerprint: dict[str, Any], model_dir: Path) -> dict
 
 def _changes(began: dict[str, Any], fingerprint: dict[str, Any]) -> str:
     """Returns the settings that differ, with both values."""
-    before, now = FIRST | began.get("settings", {}), FIRST | fingerprint["settings"]
+    before, now = (
+        ADDED_SETTINGS | began.get("settings", {}),
+        ADDED_SETTINGS | fingerprint["settings"],
+    )
     return "; ".join(
         f"{name} {before.get(name, 'none')}, and now {now.get(name, 'none')}"
         for name in sorted(before | now)
