@@ -134,7 +134,7 @@ class Models:
         left: Callable[[int, Model], Awaitable[None]],
     ) -> int:
         """Unloads a model. Its requests may go on for `drain_s` seconds; `end` ends those that are
-        there still, and `left` is called when nobody uses it. Returns how many were ended.
+        there still, and `left` is called when nobody uses it. Returns how many of users were ended.
 
         Raises NotFound, and InvalidRequest for the first model and a time that is none.
         """
@@ -170,10 +170,11 @@ class Models:
                 end(sequence, ModelUnloaded(f"model {shown(name)} was unloaded; ask another"))
             executor.vacate(number)
             await left(number, family[0])
-            extra = {"event": "model_unloaded", "ended": len(ended)}
+            count = sum(not one.request.is_audit for one in ended)
+            extra = {"event": "model_unloaded", "ended": count}
             what = "model %s is unloaded; %d of its requests were ended"
-            log.info(what, shown(name), len(ended), extra=extra)
-            return len(ended)
+            log.info(what, shown(name), count, extra=extra)
+            return count
 
     def _changeable(self) -> tuple[Family, TakesModels]:
         if self._ended is not None:

@@ -25,6 +25,7 @@ from jmoe.expected_loss import ExpectedLoss, Kind, Point
 from jmoe.levels import Levels
 from serving.bench.fake import FakeRunner
 from serving.config import BrownoutConfig, EngineConfig, ServerConfig
+from serving.control.audit import Offer
 from serving.engine import Engine
 from serving.errors import (
     InvalidRequest,
@@ -154,6 +155,20 @@ async def test_requests_of_an_unloaded_model_are_drained_or_end_with_an_error(dr
         with pytest.raises(ModelUnloaded, match="'third' was unloaded; ask another"):
             await own
     assert tokens(await other) == list(range(2, 42))
+    await engine.stop()
+
+
+async def test_an_audit_is_none_of_the_requests_that_an_unloaded_model_ended():
+    engine = placing()
+    await engine.load_model("third", "there")
+    offer = Offer(2, "", [1] * 60, [0.0], True, 0.0, 0.0)
+    audit = asyncio.create_task(engine._score(offer))
+    own = asyncio.create_task(collect(engine, [1], 40, model="third"))
+    while len(engine.scheduler.running) < 2:
+        await asyncio.sleep(0)
+    assert await engine.unload_model("third") == 1
+    for ended in await asyncio.gather(audit, own, return_exceptions=True):
+        assert isinstance(ended, ModelUnloaded)
     await engine.stop()
 
 
