@@ -577,12 +577,16 @@ class Engine:
         slots or memory, and Unavailable if the engine does not run.
         """
 
+        def check(curves: CurvesOf) -> None:
+            losses = Losses((name,), [curves], levels=self.config.brownout.levels)
+            self.slo.check_bound(BrownoutChange(), losses, self.loader.next_way)
+
         async def joined(number: int, model: Model, curves: CurvesOf) -> None:
             await self.admission.put(number, model)
             self.losses.put(number, curves)
             self.slo.put(number, ModelBrownout(name))
 
-        await self._kept_on(self.models.load(name, directory, self._work.set, joined))
+        await self._kept_on(self.models.load(name, directory, self._work.set, check, joined))
 
     async def unload_model(self, name: str, drain_s: float = 0.0) -> int:
         """Unloads a model: nobody finds it from now on. Its requests may go on for `drain_s`

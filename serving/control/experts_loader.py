@@ -81,6 +81,11 @@ class ExpertsLoader:
         return bool(self._pending)
 
     @property
+    def next_way(self) -> int:
+        """The way that every layer will have once the pending changes are made."""
+        return self._pending[-1][0] if self._pending else self._slo.way
+
+    @property
     def holds(self) -> bool:
         """Whether nothing may begin now."""
         return self.busy and isinstance(self._executor, ChangesWay)

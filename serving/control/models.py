@@ -41,7 +41,11 @@ MAX_NAME_CHARS = 256
 
 CurvesOf = Mapping[Kind, Curve]
 """A model's curves of expected loss."""
-Read = Callable[[EngineConfig, Family, TakesModels, str, str], tuple[Arrival, Params, CurvesOf]]
+Check = Callable[[CurvesOf], None]
+"""Raises InvalidRequest where they do not go with the settings in force."""
+Read = Callable[
+    [EngineConfig, Family, TakesModels, str, str, Check], tuple[Arrival, Params, CurvesOf]
+]
 """`serving.startup.arrivals.arriving`."""
 
 
@@ -96,10 +100,12 @@ class Models:
         name: str,
         directory: str,
         wake: Callable[[], None],
+        check: Check,
         joined: Callable[[int, Model, CurvesOf], Awaitable[None]],
     ) -> None:
         """Loads a model; returns when it is served. One comes or goes at a time. `wake` is called
-        when the tick has something to write, `joined` before anybody can ask for the model.
+        when the tick has something to write, `check` in a thread before the model's weights are
+        read, and again before any is written, `joined` before anybody can ask for the model.
 
         Raises InvalidRequest for a model that cannot be served here, or has no place, slots or
         memory, and what the engine ended with.
@@ -112,12 +118,13 @@ class Models:
             if not name.isprintable() or name in self.names:
                 why = "is served already" if name in self.names else "is not printable"
                 raise InvalidRequest(f"the name {shown(name)} {why}; choose another", "name")
-            of_model = self._config, family, executor, name, directory
+            of_model = self._config, family, executor, name, directory, check
             try:
                 arrival, params, curves = await asyncio.to_thread(self._read, *of_model)
             except (ValueError, OSError) as error:
                 raise InvalidRequest(f"{shown(name)} was not loaded: {error}") from None
             self._changeable()  # still
+            check(curves)  # settings may be others by now
             self._coming = _Coming(arrival, params)
             wake()
             model = await self._coming.done

@@ -721,7 +721,7 @@ class SloAnalyser:
                 "partial brownout needs united experts; this model has none (`jmoe distill` makes "
                 "them)"
             )
-        self._check_bound(change, strategy, way)
+        self.check_bound(change, self._losses, way)
 
     def _of_model(self, change: BrownoutChange) -> tuple[int, ModelBrownout]:
         """Returns a model's place, and what it has of its own after a change. Raises as `check`."""
@@ -739,15 +739,18 @@ class SloAnalyser:
         number = number_of(model, [one.name for one in self.models])
         return number, replace(self.models[number], **given)
 
-    def _check_bound(self, change: BrownoutChange, strategy: str, way: int) -> None:
-        """Raises InvalidRequest for a bound on the expected loss of what nobody has measured."""
+    def check_bound(self, change: BrownoutChange, losses: Losses, way: int) -> None:
+        """Raises InvalidRequest for a bound on the expected loss of what nobody has measured, once
+        a change is made and every layer has `way`; `losses` are those of the models in question.
+        """
         most = change.max_expected_loss
         most = self.max_expected_loss if most is None else most
         if not 0 <= most < math.inf:
             raise InvalidRequest(
                 f"max_expected_loss is {most}; it must be 0 (no bound) or more, in nats a token"
             )
-        missing = most and self._losses.missing(strategy, way, change.keep or self.keep)
+        strategy = change.strategy or self.strategy
+        missing = most and losses.missing(strategy, way, change.keep or self.keep)
         if missing:
             raise InvalidRequest(f"max_expected_loss is {most:g}, and {missing}")
 

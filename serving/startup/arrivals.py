@@ -1,6 +1,6 @@
 """Reads a model that joins a family while others of it are served (`serving.control.models`)."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -15,8 +15,7 @@ from jmoe.free_memory import free_host_bytes
 from jmoe.weights import Params
 from serving.config import EngineConfig
 from serving.control.experts_loader import allowed_ways
-from serving.control.losses import Curve, Losses
-from serving.control.slo import starting_strategy
+from serving.control.losses import Curve
 from serving.errors import SettingsError
 from serving.execution.executor import TakesModels
 from serving.execution.memory import GIB, SHARE, free_bytes
@@ -26,34 +25,38 @@ from serving.startup.loading import curves_of, levels_of
 
 
 def arriving(
-    config: EngineConfig, family: Family, executor: TakesModels, name: str, directory: str
+    config: EngineConfig,
+    family: Family,
+    executor: TakesModels,
+    name: str,
+    directory: str,
+    check: Callable[[Mapping[Kind, Curve]], None],
 ) -> tuple[Arrival, Params, Mapping[Kind, Curve]]:
     """Reads a model, and puts its weights but the experts onto the device; returns it, those, and
     its curves of expected loss. This is slow, and gives way to other threads.
 
-    Raises SettingsError where memory does not suffice or a bound on expected loss has nothing to go
-    by, and what `jmoe.arrival.read_arrival` raises.
+    Raises SettingsError where memory does not suffice, what `check` raises of the curves, before
+    any weight is read, and what `jmoe.arrival.read_arrival` raises.
     """
     with ThreadPoolExecutor(1, initializer=be_nice) as pool:
-        return pool.submit(_read, config, family, executor, name, directory).result()
+        return pool.submit(_read, config, family, executor, name, directory, check).result()
 
 
 def _read(
-    config: EngineConfig, family: Family, executor: TakesModels, name: str, directory: str
+    config: EngineConfig,
+    family: Family,
+    executor: TakesModels,
+    name: str,
+    directory: str,
+    check: Callable[[Mapping[Kind, Curve]], None],
 ) -> tuple[Arrival, Params, Mapping[Kind, Curve]]:
     with giving_way():
         path = resolve(directory, config.hub_revision)
         check_templates([path], config.chat_template)
         _check_memory(family, name)
-        most = config.brownout.max_expected_loss
-        curves = curves_of(path / FILE, partial(digest_of, path), most)
+        curves = curves_of(path / FILE, partial(digest_of, path), 0.0)
+        check(curves)
         ways = allowed_ways(config.brownout, family)
-        if most:
-            way = family[0].way or next(iter(ways), 0)  # that of the start, while it changes
-            strategy = starting_strategy(config.brownout.strategy, way)
-            losses = Losses((name,), [curves], levels=config.brownout.levels)
-            if missing := losses.missing(strategy, way, config.brownout.keep):
-                raise SettingsError(f"max_expected_loss is {most:g}, and {missing}")
         arrival = read_arrival(
             family,
             name,

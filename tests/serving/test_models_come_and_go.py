@@ -32,12 +32,11 @@ from serving.errors import (
     ModelUnloaded,
     NotFound,
     RequestFailed,
-    SettingsError,
     Unavailable,
 )
 from serving.execution.executor import TakesModels
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
-from serving.request import SamplingParams
+from serving.request import BrownoutChange, SamplingParams
 from serving.startup.arrivals import arriving
 from tests.jmoe.conftest import add_united
 from tests.serving.families import GOLDEN, answer, settings_of
@@ -63,8 +62,9 @@ class Placing(FakeRunner):
         self.family.put(number, None)
 
 
-def read(config, family, executor, name, directory):
-    """Plays `arriving`: a model of one piece."""
+def read(config, family, executor, name, directory, check=lambda curves: None, curves=None):
+    """Plays `arriving`: a model of two pieces."""
+    check(curves or {})
     if directory == "nowhere":
         raise ValueError("there is no directory nowhere")
     model = model_with(None)
@@ -72,14 +72,14 @@ def read(config, family, executor, name, directory):
     arrival = SimpleNamespace(
         number=min(family.vacant), pieces=deque([1, 2]), model=lambda family, params: model
     )
-    return arrival, {}, {}
+    return arrival, {}, curves or {}
 
 
-def placing(names=("counter", "second"), spare=1, step_s=0.0, **config):
+def placing(names=("counter", "second"), spare=1, step_s=0.0, ways=(), **config):
     """Returns an engine of a family with `spare` vacant places."""
     family = family_of(names)
     for model in family:
-        model.way = None
+        model.way, model.united = None, dict.fromkeys(ways)
     family.models += (family[0],) * spare
     family.vacant = frozenset(range(len(names), len(names) + spare))
     family.routed_slots = 8
@@ -236,6 +236,66 @@ async def test_what_goes_wrong_while_a_model_is_written_ends_its_arrival_alone()
     assert engine.names == ["counter", "second", ""]
     assert tokens(await collect(engine, [7], 3)) == [8, 9, 10]
     engine.executor.install = install
+    await engine.load_model("third", "there")
+    assert tokens(await collect(engine, [7], 3, model="third")) == [10, 13, 16]
+    await engine.stop()
+
+
+OF_WAYS = {Kind(way, "visits"): (0.1,) * 101 for way in (2, 4)}
+
+
+async def bounded(curves, reading=lambda: None):
+    """Returns an engine of ways 2 and 4 whose next model has these curves; `reading` is called, in
+    a thread, once it was checked a first time.
+    """
+    brownout = BrownoutConfig(way=2, keep="visits", strategy="partial", salc=False)
+    engine = placing(ways=(2, 4), brownout=brownout)
+    for number in range(3):
+        engine.losses.put(number, OF_WAYS)
+
+    def slowly(*of_model):
+        found = read(*of_model, curves=curves)
+        reading()
+        return found
+
+    engine.models._read = slowly
+    return engine
+
+
+@pytest.mark.parametrize("known", [2, 4])
+async def test_a_bound_asks_for_the_loss_of_the_way_that_comes_next(known):
+    kind = Kind(known, "visits")
+    engine = await bounded({kind: OF_WAYS[kind]})
+    engine.loader.advance, advance = lambda *_: None, engine.loader.advance
+    await engine.set_brownout(BrownoutChange(max_expected_loss=0.5))
+    changing = asyncio.create_task(engine.set_brownout(BrownoutChange(way=4)))
+    while not engine.loader.busy:
+        await asyncio.sleep(0)
+    loading = asyncio.create_task(engine.load_model("third", "there"))
+    if known == 2:
+        why = "max_expected_loss is 0.5, and model 'third' has no expected loss of way 4 by visits"
+        with pytest.raises(InvalidRequest, match=why):
+            await asyncio.wait_for(loading, 60)
+    engine.loader.advance = advance
+    await asyncio.gather(changing, *([] if known == 2 else [loading]))
+    assert engine.names == ["counter", "second", "" if known == 2 else "third"]
+    assert engine.get_brownout().way == 4
+    await engine.stop()
+
+
+async def test_a_bound_that_is_set_while_a_model_is_read_counts_for_it():
+    reading, bound = threading.Event(), threading.Event()
+    engine = await bounded({}, lambda: (reading.set(), bound.wait(60)))
+    loading = asyncio.create_task(engine.load_model("third", "there"))
+    await asyncio.to_thread(reading.wait, 60)
+    await engine.set_brownout(BrownoutChange(max_expected_loss=0.5))
+    bound.set()
+    fix = "is 0.5, and model 'third' has no expected loss of way 2 .*; `jmoe evaluate --keep visits"
+    with pytest.raises(InvalidRequest, match=fix):
+        await loading
+    assert engine.names == ["counter", "second", ""]
+    assert engine.family.vacant == {2}
+    await engine.set_brownout(BrownoutChange(max_expected_loss=0.0))
     await engine.load_model("third", "there")
     assert tokens(await collect(engine, [7], 3, model="third")) == [10, 13, 16]
     await engine.stop()
@@ -405,18 +465,18 @@ def test_it_joins_a_family_that_has_a_strategy_of_a_users_own(directories):
     assert read_arrival(family, "code", directories["code"]).config.strategy == own
 
 
-@pytest.mark.parametrize("strategy", ["partial", "auto"])
-def test_while_the_way_changes_a_bound_asks_for_the_loss_of_the_first(
-    strategy, directories, tmp_path
-):
-    path = shutil.copytree(directories["code"], tmp_path / "code")
-    table = ExpectedLoss(Kind(0, "visits"), (Point(0, 0.1, 0.1, 0.1),))  # not of way 2
+def test_expected_loss_is_checked_before_weights_are_read(directories, tmp_path):
+    path, known = shutil.copytree(directories["code"], tmp_path / "code"), Kind(0, "visits")
+    table = ExpectedLoss(known, (Point(0, 0.1, 0.1, 0.1),))
     expected_loss.write(path / expected_loss.FILE, [table], beside.digest_of(path))
-    family = jmoe.load_family({"base": directories["base"]}, dtype="float32", spare_models=1)
-    assert family[0].way is None  # not of one way in every layer
-    brownout = BrownoutConfig(strategy=strategy, max_expected_loss=1.0)
-    with pytest.raises(SettingsError, match="model 'code' has no expected loss of way 2"):
-        arriving(EngineConfig(brownout=brownout), family, Placing, "code", str(path))
+    family = jmoe.load_family({"base": directories["base"]}, dtype="float32")  # of no vacant place
+
+    def check(curves):
+        assert list(curves) == [known]
+        raise InvalidRequest("no")
+
+    with pytest.raises(InvalidRequest, match="no"):
+        arriving(EngineConfig(), family, Placing, "code", str(path), check)
 
 
 @pytest.mark.deep
