@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from serving.config import BrownoutConfig, EngineConfig
 from serving.errors import PermissionDenied, Unauthenticated
 from serving.frontend.access import Caller
 from serving.request import ModelBrownout
@@ -177,6 +178,16 @@ async def test_the_form_by_keyboard_and_refusals_beside_their_control(pictures):
             while engine.brownout.ttft_slo_s != 0.45:
                 await asyncio.sleep(0.05)
         assert engine.changes.strategy is None
+
+
+async def test_a_strategy_of_a_users_own_is_shown_by_name():
+    own = "own.py:Mine"
+    config = EngineConfig(brownout=BrownoutConfig(strategy=own))
+    async with live_scene(engine=config) as scene, browsing() as page:
+        scene.engine.brownout = replace(scene.engine.brownout, strategy=own)
+        await opened(page, scene)
+        await page.locator("#strategy option:checked", has_text=own).wait_for(state="attached")
+        assert await page.locator("#strategy option").count() == 4
 
 
 async def test_edits_stay_while_the_server_goes_on_and_can_be_undone():

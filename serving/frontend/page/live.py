@@ -181,12 +181,13 @@ def _latencies(engine: "Engine", state: BrownoutState, now: float) -> dict[str, 
 
 def about(server: "Server") -> dict[str, Any]:
     """Returns what rarely changes: version, models, and the settings to choose from."""
-    engine = server.engine
+    engine, strategy = server.engine, server.config.engine.brownout.strategy
     return {
         "version": jmoe_version(),
         "models": list(server.model_names),
         "ways": [] if engine is None else list(loadable_ways(engine)),
         "controllers": [] if engine is None else _controllers(engine),
+        "own_strategy": strategy if ":" in strategy else "",
         "window_s": server.config.engine.salc.window_s,
     }
 

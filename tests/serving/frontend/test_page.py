@@ -24,7 +24,7 @@ from openai_served import NO_CERTIFICATES
 from served import Setup, serving, until
 
 from serving.bench.simulated_time import SimulatedLoop
-from serving.config import ServerConfig
+from serving.config import BrownoutConfig, EngineConfig, ServerConfig
 from serving.errors import PermissionDenied, Unauthenticated, Unavailable
 from serving.execution.executor import WorkerSeen
 from serving.frontend.access import Caller, current
@@ -250,6 +250,13 @@ async def test_while_it_loads_it_says_so_and_then_shows_what_is_served() -> None
             assert line["samples"][-1]["ttft_slo_s"] == 1.0
         refused = await set_brownout(s, {"way": 2})
         assert refused.status_code == 200
+
+
+@pytest.mark.parametrize(("strategy", "own"), [("partial", ""), ("own.py:Mine", "own.py:Mine")])
+async def test_a_strategy_of_a_users_own_is_one_to_choose(strategy, own) -> None:
+    config = EngineConfig(brownout=BrownoutConfig(strategy=strategy))
+    async with serving(engine=config) as s, watching(s) as read:
+        assert (await read())["about"]["own_strategy"] == own
 
 
 async def test_a_change_before_the_model_is_loaded_is_refused() -> None:

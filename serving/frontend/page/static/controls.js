@@ -59,7 +59,7 @@ export class Controls {
   }
 
   // What may be chosen.
-  offer({ ways, controllers }) {
+  offer({ ways, controllers, own_strategy }) {
     fill(
       this.#form.elements.way,
       ways.length ? ways.map((way) => [way, `${way} experts as one`]) : [[0, "none"]],
@@ -68,8 +68,10 @@ export class Controls {
       this.#form.elements.controller,
       controllers.map((name) => [name, name]),
     );
-    const partial = this.#form.elements.strategy.querySelector("[value=partial]");
-    partial.disabled = !ways.length;
+    const { strategy } = this.#form.elements;
+    strategy.querySelector("[value=partial]").disabled = !ways.length;
+    strategy.options.length = 3; // without a user's own
+    if (own_strategy) strategy.add(new Option(own_strategy, own_strategy));
     if (this.#state) this.show(this.#state);
   }
 
