@@ -64,6 +64,14 @@ def read_rows(path: Path, model_digest: str, command: str) -> Sequence[Mapping[s
     return found.get("tables") or ()
 
 
+def belongs(path: Path, model_digest: str) -> bool:
+    """Returns whether this is a readable file of tables of a model."""
+    try:
+        return _read(path).get("model") == model_digest
+    except ValueError:
+        return False
+
+
 def _read(path: Path) -> Mapping[str, Any]:
     try:
         return dict(json.loads(path.read_text(encoding="utf-8")))

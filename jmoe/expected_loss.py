@@ -18,8 +18,6 @@ from jmoe.beside import read_rows, write_rows
 from jmoe.brownout import Brownout, strategy_code
 
 FILE = "expected_loss.json"
-FILE_OF = "expected_loss.{}.json"
-"""Of a family's model of this name, beside `family.json`."""
 
 
 class Kind(NamedTuple):
@@ -63,6 +61,13 @@ class ExpectedLoss:
         at, excess = [p.threshold_percent for p in points], [p.excess for p in points]
         linear = np.maximum(np.interp(np.arange(101), at, excess), 0)
         return tuple(np.maximum.accumulate(linear[::-1])[::-1].tolist())
+
+
+def file_of(name: str) -> str:
+    """Returns the name of the file, beside `family.json`, of a family's model that was measured
+    under this name.
+    """
+    return f"expected_loss.{name.replace('/', '-')}.json"
 
 
 def write(path: Path, tables: Sequence[ExpectedLoss], model_digest: str) -> None:

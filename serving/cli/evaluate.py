@@ -258,7 +258,7 @@ def _family(
     united experts.
     """
     from jmoe.beside import digest_in_family
-    from jmoe.expected_loss import FILE, FILE_OF
+    from jmoe.expected_loss import FILE, file_of
     from jmoe.family import check_family, load_family
     from jmoe.sharing import read_sharing
     from training.evaluation.run import check_bound, evaluate, uses_united
@@ -293,7 +293,7 @@ def _family(
         print(f"tables and picture in {own.out}")
         if (own.out / FILE).exists() and borrow_united is None:
             print("to have servers know what brownout costs:")
-            beside = family.parent / FILE_OF.format(model.name)
+            beside = family.parent / file_of(model.name)
             print(shlex.join(["cp", str(own.out / FILE), str(beside)]))
     if borrow_united is not None:
         _lend(loaded, found, borrow_united, config)

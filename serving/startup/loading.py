@@ -15,9 +15,9 @@ from jax.sharding import Mesh
 from jmoe import expected_loss, levels
 from jmoe.api import BUNDLED, ExpertsOf, Model, load, resolve
 from jmoe.arrival import Arrival
-from jmoe.beside import digest_in_family, digest_of
+from jmoe.beside import belongs, digest_in_family, digest_of
 from jmoe.checkpoint import config_of, is_native
-from jmoe.expected_loss import Kind
+from jmoe.expected_loss import Kind, file_of
 from jmoe.family import Family, load_family
 from jmoe.parallel.home import make_mesh
 from serving.config import EngineConfig
@@ -179,9 +179,11 @@ def expected_losses(config: EngineConfig, family: Family, ways: Sequence[int]) -
     def curves(number: int, model: Model) -> Mapping[Kind, Curve]:
         if beside is None:
             return curves_of(model.path / expected_loss.FILE, partial(digest_of, model.path), most)
-        lender = family[sharing.lenders[number]].path
-        belongs_to = partial(digest_in_family, sharing, number, lender)
-        return curves_of(beside / expected_loss.FILE_OF.format(model.name), belongs_to, most)
+        lender, own = family[sharing.lenders[number]].path, beside / file_of(model.name)
+        files = sorted(beside.glob(file_of("*")), key=lambda file: file != own)
+        digest = digest_in_family(sharing, number, lender) if files else ""
+        path = next((file for file in files if belongs(file, digest)), own)  # under any name
+        return curves_of(path, lambda: digest, most)
 
     found = [{} if at in family.vacant else curves(at, model) for at, model in enumerate(family)]
     found = [found[0] if at in family.vacant else own for at, own in enumerate(found)]

@@ -315,8 +315,8 @@ def test_a_family_has_a_table_for_each_model_beside_its_map(directory, tmp_path)
     path.parent.mkdir()
     write_sharing(path, sharing)
 
-    def dearest(*order, most=0.0, **absent):
-        named = {name: paths[name] for name in order}
+    def dearest(*order, most=0.0, named=paths, **absent):
+        named = {name: named[name] for name in order}
         family = jmoe.load_family(named, path, "float32", **absent)
         brownout = BrownoutConfig(max_expected_loss=most)
         found = expected_losses(EngineConfig(family=str(path), brownout=brownout), family, (2,))
@@ -333,6 +333,13 @@ def test_a_family_has_a_table_for_each_model_beside_its_map(directory, tmp_path)
         expected_loss.write(path.parent / f"expected_loss.{name}.json", [table], digest)
     assert dearest("base", "law", most=0.1) == [0.5, 0.25]
     assert dearest("law", "base") == [0.25, 0.5]  # known by its weights, in any order
+    others = {"law": paths["base"], "a/b": paths["law"]}  # served under other names
+    (path.parent / "expected_loss.a.json").write_text("[", encoding="utf-8")
+    assert dearest("law", "a/b", named=others, most=0.1) == [0.5, 0.25]
+    away = (path.parent / "expected_loss.law.json").rename(tmp_path / "away")
+    with pytest.raises(SettingsError, match=r"maps has no expected_loss\.a-b\.json; `jmoe eval"):
+        dearest("law", "a/b", named=others, most=0.1)
+    away.rename(path.parent / "expected_loss.law.json")
     given = jmoe.load_family(paths, path, "float32")  # to an engine, without the setting
     assert [curves[kind][0] for curves in expected_losses(EngineConfig(), given, (2,))] == [
         0.5,
