@@ -873,6 +873,23 @@ def config_of(directory: Path, *, allow_unknown_config: Collection[str] = ()) ->
     return read_config(directory, allow_unknown_config=allow_unknown_config)
 
 
+def native_stored(directory: Path) -> tuple[str, int]:
+    """Returns the data type of the experts that `save_native` wrote, and how many united experts a
+    layer have slots; reads no weights. Raises CheckpointError.
+    """
+    need("train", "orbax")
+    import orbax.checkpoint as ocp
+
+    try:
+        with ocp.StandardCheckpointer() as checkpointer:
+            tree = checkpointer.metadata(directory.absolute() / "state").item_metadata
+        table = tree["table"]
+        united = table["slots"].shape[1] - table["groups"].shape[1]
+        return str(jnp.dtype(tree["pool"]["down"].dtype)), united
+    except Exception as error:  # whatever Orbax raises for a damaged tree
+        raise CheckpointError(f"{directory} is not readable: {error}") from error
+
+
 def load_native(
     directory: Path, dtype: jnp.dtype, check_weights: bool = True
 ) -> tuple[ModelConfig, Weights]:

@@ -177,10 +177,10 @@ def info(
         sections = _describe(cfg, None, mesh, device_gb)
     else:
         from jmoe.api import BUNDLED, resolve
-        from jmoe.config import read_config
+        from jmoe.checkpoint import config_of
 
         directory = resolve(model or "bundled", hub_revision, weights=False)
-        cfg = read_config(directory, allow_unknown_config=allow_unknown_config or ())
+        cfg = config_of(directory, allow_unknown_config=allow_unknown_config or ())
         there = not model or model == BUNDLED or Path(model).exists()  # else nothing of its weights
         sections = _describe(cfg, directory if there else None, mesh, device_gb)
     if mesh and in_flight is not None:
@@ -279,6 +279,7 @@ def _describe(
     """Describes what a model needs, in one device or over a mesh, and which united experts its
     directory has.
     """
+    from jmoe.checkpoint import is_native, native_stored
     from jmoe.display import count, size
     from serving.cli.mesh_info import device_section, parallel_section, parse_mesh
 
@@ -291,6 +292,10 @@ def _describe(
     for fmt, whole in quantized_bytes(cfg).items():
         said = f"{size(whole)}, slower than bfloat16 on a CPU"
         rows.append((f"weights in bfloat16, experts in {fmt}", said))
+    if directory is not None and is_native(directory):
+        dtype, slots = native_stored(directory)
+        room = f"room for {slots} united experts a layer"
+        rows.append(("stored in jmoe's own format", f"{dtype}, not quantized, {room}"))
     there = {} if directory is None else united_bytes(directory)
     others = [way for way in _WAYS if way <= cfg.num_experts and way not in there]
     lacking = [

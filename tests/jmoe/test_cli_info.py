@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+import jmoe
 from jmoe.attention import Paged
 from jmoe.checkpoint import CheckpointError, weights_digest
 from jmoe.config import read_config
@@ -50,6 +52,20 @@ def test_ways_that_are_there_and_ways_that_are_not(united_dirs, capsys, monkeypa
         ("3", "3"),
     ]
     assert re.findall(r"^way (\d+) +(\d+) a layer, .* in bfloat16$", further, re.M) == [("4", "2")]
+
+
+def test_a_directory_in_jmoes_own_format(united_dirs, tmp_path, capsys, monkeypatch):
+    source = united_dirs("qwen2_moe")
+    jmoe.save(jmoe.load(source, "float16", quantize="int4"), tmp_path / "saved")
+    text, others = (shown(capsys, monkeypatch, str(at)) for at in (tmp_path / "saved", source))
+    said = "float16, not quantized, room for 4 united experts a layer"
+    own, stored = re.subn(rf"stored in jmoe's own format +{said}\n", "", text)
+    assert (stored, own.split()) == (1, others.split())
+    shutil.rmtree(tmp_path / "saved" / "state")
+    monkeypatch.setattr(sys, "argv", ["jmoe", "info", str(tmp_path / "saved")])
+    with pytest.raises(SystemExit, match="2"):
+        cli.main()
+    assert "saved is not readable: " in capsys.readouterr().err
 
 
 def test_bytes_are_those_of_the_file(united_dirs):
