@@ -6,11 +6,14 @@ import subprocess
 import sys
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from jmoe.parallel.placement import by_load, contiguous, from_hosts, random
 from serving.config import BalanceConfig, EngineConfig
@@ -98,6 +101,30 @@ def test_homes_are_even_where_a_placement_of_ones_own_has_copies():
         mover.advance(float(now))
     assert all(own.sum(axis=0).max() <= placement.room for _, own in runner.told)
     assert runner.told
+
+
+@st.composite
+def hosts_of_ones_own(draw):
+    experts, devices = draw(st.integers(1, 6)), draw(st.integers(1, 3))
+    where = st.sets(st.integers(0, devices - 1), min_size=1)
+    own = draw(st.lists(where, min_size=experts, max_size=experts))
+    return np.array([[[at in each for at in range(devices)] for each in own]])
+
+
+@given(hosts_of_ones_own())
+def test_homes_are_even_and_as_few_experts_move_as_can_be(hosts):
+    _, experts, devices = hosts.shape
+    placement = from_hosts(hosts, spare=experts)
+    (homes,) = Mover(BalanceConfig(spare_slots=1), Noting(), placement, 0.001)._homes
+    most = -(-experts // devices)
+    assert (homes.sum(axis=1) == 1).all()
+    assert homes.sum(axis=0).max() <= most
+    moved = (
+        sum(not own[at] for own, at in zip(hosts[0], each, strict=True))
+        for each in product(range(devices), repeat=experts)
+        if max(map(each.count, each)) <= most
+    )
+    assert (homes & ~hosts[0]).sum() == min(moved)
 
 
 def test_what_would_not_pay_back_is_left():
