@@ -75,13 +75,13 @@ class TextStream:
 
 SPECIAL_TOKENS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 """Tokens that chat templates get from `tokenizer_config.json`, as `bos_token` and so on."""
-ADDS_TOKENS = frozenset(
-    name + end
-    for name in ("Llama", "CodeLlama", "Gemma", "GPTNeoX", "Cohere")
-    for end in ("Tokenizer", "TokenizerFast")
-)
-"""Classes of transformers that heed `add_bos_token` and `add_eos_token`, whatever tokenizer.json
-says; with others it alone counts."""
+ADDS_TOKENS = dict.fromkeys(("LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer")) | {
+    "GPTNeoXTokenizer": False,
+    "CohereTokenizer": True,
+}
+"""Classes of transformers, with `Fast` or without, that heed `add_bos_token` and `add_eos_token`.
+None: beside what tokenizer.json adds; else in place of it, and this is `add_bos_token` where it is
+not given. With others tokenizer.json alone counts."""
 _REMEMBERED_TOKENS = 1 << 14
 _FROM_THE_SERVER = frozenset({"messages", "add_generation_prompt", "bos_token", "eos_token"})
 
@@ -226,8 +226,12 @@ def _add_tokens(backend: Backend, settings: Mapping[str, Any]) -> None:
     """Puts a beginning and an end around each text where the settings ask for them and the backend
     adds none, as DeepSeek's do.
     """
-    if str(settings.get("tokenizer_class")) not in ADDS_TOKENS:
+    kind = str(settings.get("tokenizer_class")).removesuffix("Fast")
+    if kind not in ADDS_TOKENS:
         return
+    if (begins := ADDS_TOKENS[kind]) is not None:
+        backend.post_processor = None
+        settings = {"add_bos_token": begins, **settings}
     template, added, own = ["$A"], [], backend.encode("").ids
     for name, at in (("bos", 0), ("eos", 1)):
         wanted = settings.get(f"add_{name}_token") is True
