@@ -277,6 +277,7 @@ def _family(
         own = (0,) * len(paths)
         sharing = dataclasses.replace(sharing, united=own, united_ways=tuple(sorted(ways)))
     loaded, found = load_family(paths, sharing, config.dtype, allow_unknown_config=allowed), {}
+    lenders, tables = sharing.lenders, []
     is_whole = loaded.offloaded is None  # no expert stands in for one that may be fetched
     for model, lender in zip(loaded, sharing.lenders, strict=True):
         model = model.with_kv_cache_dtype(config.kv_cache_dtype)
@@ -291,12 +292,16 @@ def _family(
         print(f"{model.name}: ", end="")
         _say(found[model.name])
         print(f"tables and picture in {own.out}")
-        if (own.out / FILE).exists() and borrow_united is None:
-            print("to have servers know what brownout costs:")
-            beside = family.parent / file_of(model.name)
-            print(shlex.join(["cp", str(own.out / FILE), str(beside)]))
+        tables.append((own.out / FILE, family.parent / file_of(model.name)))
     if borrow_united is not None:
-        _lend(loaded, found, borrow_united, config)
+        lenders = _lend(loaded, found, borrow_united, config)
+    copies = [
+        shlex.join(["cp", str(table), str(beside)])
+        for (table, beside), scored, served in zip(tables, sharing.lenders, lenders, strict=True)
+        if table.exists() and scored == served  # with the united experts of one model
+    ]
+    if copies:
+        print("to have servers know what brownout costs:", *copies, sep="\n")
 
 
 def _lend(
@@ -304,8 +309,10 @@ def _lend(
     found: dict[str, list["Score"]],
     bound_percent: float,
     config: "EvaluateConfig",
-) -> None:
-    """Writes the map of those whose loss is within the bound, and says what that saves."""
+) -> Sequence[int]:
+    """Writes the map of those whose loss is within the bound, and says what that saves. Returns its
+    lenders.
+    """
     from jmoe.display import size
     from jmoe.sharing import write_sharing
     from training.evaluation.run import borrowing_within
@@ -328,6 +335,7 @@ def _lend(
     write_sharing(path, sharing)
     print("to have it served:")
     print(shlex.join(["cp", str(path), str(config.family)]))
+    return sharing.lenders
 
 
 def _say(found: Sequence["Score"]) -> None:

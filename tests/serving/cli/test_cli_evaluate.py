@@ -1,6 +1,7 @@
 """`jmoe evaluate`: flags reach the run, and bad input is one line."""
 
 import dataclasses
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -192,9 +193,13 @@ def family(tmp_path_factory):
 def test_siblings_that_lose_little_borrow_united_experts(family, monkeypatch, capsys, tmp_path):
     """Scores are told; what is loaded, written and said to be saved is real."""
     paths, flags = family
+    served_map = Path(shutil.copy(flags[1], tmp_path / "served.json"))
+    flags = ["--family", str(served_map), *flags[2:]]
     rights, seen = {"base": 100, "a": 100, "b": 60}, []
+    losses = dict(zip(paths, (0.5, 0.25, 0.125), strict=True))
 
-    def evaluate(config, settings, progress, model, _):
+    def evaluate(config, settings, progress, model, belongs_to):
+        write_table(config.out, losses[model.name], belongs_to)
         seen.append((config.out, config.united_of, model.num_united_slots, model.pool.num_slots))
         after = {s: s == ZERO or s.name == "full" for s in (ZERO, *settings)}
         results = {
@@ -222,7 +227,26 @@ def test_siblings_that_lose_little_borrow_united_experts(family, monkeypatch, ca
     less = f"{size(saved * own[0].pool.slot_bytes)} of the pool"
     assert f"a uses the united experts of base: loses up to 0.00 % (bound 3 %); {less}" in said
     assert "b keeps its own united experts: loses up to " in said
-    assert f"cp {tmp_path / 'family.json'} {flags[1]}" in said
+    assert f"cp {tmp_path / 'family.json'} {served_map}" in said
+    assert copied(said) == 3  # the map, and two tables: that of b is of united experts of base
+    served = load_family(paths, served_map)
+    found = expected_losses(EngineConfig(family=str(served_map)), served, (4,))
+    kind = Kind(4, "visits")
+    assert [curves.get(kind, [None])[0] for curves in found] == [0.5, 0.25, None]
+
+
+def write_table(out, loss, belongs_to):
+    table = ExpectedLoss(Kind(4, "visits"), (Point(0, loss, 0, 1),))
+    out.mkdir(parents=True)
+    expected_loss.write(out / expected_loss.FILE, [table], belongs_to)
+
+
+def copied(said):
+    """Runs the commands that copy; returns how many there were."""
+    lines = [line for line in said.splitlines() if line.startswith("cp ")]
+    for line in lines:
+        subprocess.run(line, shell=True, check=True)
+    return len(lines)
 
 
 def test_what_a_family_costs_is_known_once_it_is_copied(family, monkeypatch, capsys, tmp_path):
@@ -230,18 +254,14 @@ def test_what_a_family_costs_is_known_once_it_is_copied(family, monkeypatch, cap
     losses = dict(zip(paths, (0.5, 0.25, 0.125), strict=True))
 
     def evaluate(config, settings, progress, model, belongs_to):
-        table = ExpectedLoss(Kind(4, "visits"), (Point(0, losses[model.name], 0, 1),))
-        config.out.mkdir(parents=True)
-        expected_loss.write(config.out / expected_loss.FILE, [table], belongs_to)
+        write_table(config.out, losses[model.name], belongs_to)
         result = run_module.Result("zero", None, 100, [True], 0, [0.0])
         return run_module.scores([], {ZERO: result}, ["f"])
 
     monkeypatch.setattr(run_module, "evaluate", evaluate)
     asked = f"--generate-tasks 1 --ways 4 --thresholds 0 --out {tmp_path / 'out'}"
     assert run(monkeypatch, *flags, *asked.split()) == 0
-    for line in capsys.readouterr().out.splitlines():
-        if line.startswith("cp "):
-            subprocess.run(line, shell=True, check=True)
+    assert copied(capsys.readouterr().out) == 3
     map_of = Path(flags[1])
     served = load_family(dict(reversed(paths.items())), map_of)
     found = expected_losses(EngineConfig(family=str(map_of)), served, (4,))
