@@ -122,12 +122,40 @@ def test_a_run_goes_on_with_the_number_of_texts_that_it_began_with(tiny_dir, tmp
         begin(dataclasses.replace(began, sampled=2, rows=256, optimizer="lion"))
 
 
+def test_where_memory_runs_out_over_texts_that_nobody_asked_for_there_are_none(
+    tiny_dir, tmp_path, monkeypatch
+):
+    def exhausted(model, out, *args, **kwargs):
+        out.touch()
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 7 bytes")
+
+    monkeypatch.setattr("training.distill.sampled.write_texts", exhausted)
+    begun, said = [], []
+
+    def stop(what, *_):
+        begun.append(what)
+        raise Killed
+
+    def begin(sampled):
+        config = dataclasses.replace(QUICK, sampled=sampled, rows=128)
+        data = [tiny_dir.path / "tasks.jsonl"]
+        distill(tiny_dir.path, [4], data, tmp_path, config, stop, say=said.append)
+
+    with pytest.raises(jax.errors.JaxRuntimeError, match="Out of memory"):
+        begin(3)
+    with pytest.raises(Killed):
+        begin(None)
+    assert begun == ["layer 0: capture"]
+    assert sum("it writes no texts of its own" in line for line in said) == 1
+    assert not [*tmp_path.glob("own-texts-10000-*")]
+
+
 def test_so_does_one_that_leaves_sources_out(tiny_dir, tmp_path, monkeypatch):
     settings = dataclasses.replace(QUICK, sampled=3).stages()[0]
     Store(tmp_path / "all", {"settings": settings}, {}, tiny_dir.path)
     asked = []
 
-    def stop(directory, out, config, *_):
+    def stop(directory, out, config, *_, **__):
         asked.append(config.sampled)
         raise Killed
 

@@ -88,10 +88,11 @@ def distill(
     if not is_first():
         say, progress = (lambda line: None), (lambda what, done, total, text: None)
     config, directory = as_begun(config or DistillConfig(), out), resolve(model_dir)
-    if config.sampled is None:
-        config = with_num_texts(config, directory, room_here(out), allow_unknown_config)
-        if not config.sampled:
-            say("no device holds the whole model: it writes no texts of its own to train on")
+    is_given = config.sampled is not None
+    config = with_num_texts(config, directory, room_here(out), allow_unknown_config)
+    writes_none = "no device holds the whole model: it writes no texts of its own to train on"
+    if not (is_given or config.sampled):
+        say(writes_none)
     settings, end_to_end = config.stages()
     fingerprint: dict[str, Any] = {"settings": settings}
     if all(path.is_file() for path in data):  # else packing says what is wrong
@@ -120,7 +121,11 @@ def distill(
         def wrote(done: int) -> None:
             progress("texts of its own", done, config.sampled or 0, "")
 
-        written = sampled_texts(directory, *known, wrote)
+        written = sampled_texts(directory, *known, wrote, need=is_given)
+        if not written:
+            say(writes_none)
+            none, same = dataclasses.replace(config, sampled=0), (allow_unknown_config, say)
+            return distill(model_dir, ways, data, out, none, progress, *same, log_dir)
     prepared = prepare(
         model_dir, ways, [*data, *written], out, config, allow_unknown_config, apart=len(written)
     )

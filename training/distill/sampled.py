@@ -20,7 +20,7 @@ from jmoe.checkpoint import config_of, weights_digest
 from jmoe.generate import generate
 from training.distill.config import DistillConfig
 from training.distill.data import check_trains
-from training.distill.parallel import is_first, wait_for_all
+from training.distill.parallel import is_first
 from training.distill.plan import layers_dtype
 from training.distill.room import Room
 from training.distill.sizes import model_parameters
@@ -104,25 +104,33 @@ def sampled_texts(
     config: DistillConfig,
     allow_unknown_config: Sequence[str] = (),
     progress: Callable[[int], None] = lambda done: None,
+    *,
+    need: bool = True,
 ) -> list[Path]:
     """Returns the file in `out` with the texts of a model, whose name says what decided them; none
-    where it is to write none. It is written where it is not there yet: of several processes, by the
-    first one, and all wait for it.
+    where it is to write none, or memory runs out over it and `need` is False. It is written where
+    it is not there yet: of several processes, by the first one, and all wait for it.
 
     Raises as `write_texts` does, and ValueError for a model that cannot be trained.
     """
     if not config.sampled:
         return []
     path = out / f"own-texts-{config.sampled}-{config.seed}-{weights_digest(directory)[7:15]}.jsonl"
+    is_there = True
     if is_first() and not path.exists():
         out.mkdir(parents=True, exist_ok=True)
         begun = path.with_suffix(".begun")
         dtype = layers_dtype(config, jax.default_backend())
-        model = load(directory, dtype, ways=(), allow_unknown_config=allow_unknown_config)
-        check_trains(model.config, config.length)
-        length = min(LENGTH, model.config.max_position)
-        known = {"length": length, "seed": config.seed}
-        write_texts(model, begun, config.sampled, progress=progress, **known)
-        begun.replace(path)
-    wait_for_all("texts are written")
-    return [path]
+        try:
+            model = load(directory, dtype, ways=(), allow_unknown_config=allow_unknown_config)
+            check_trains(model.config, config.length)
+            length = min(LENGTH, model.config.max_position)
+            known = {"length": length, "seed": config.seed}
+            write_texts(model, begun, config.sampled, progress=progress, **known)
+            begun.replace(path)
+        except (jax.errors.JaxRuntimeError, MemoryError) as error:
+            if need or not (isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)):
+                raise
+            begun.unlink(missing_ok=True)
+            is_there = False
+    return [path] if multihost_utils.broadcast_one_to_all(np.int32(is_there)) else []

@@ -89,12 +89,15 @@ def leave_one_out(
         raise ValueError(f"texts to distil on are all of {known[0]}; give items of two families")
     directory, allowed = resolve(config.model), config.allow_unknown_config
     distillation = as_begun(distillation, config.out / ALL)
+    is_given = distillation.sampled is not None
     distillation = with_num_texts(distillation, directory, room_here(config.out), allowed)
 
     def wrote(done: int) -> None:
         progress("texts of its own", done, distillation.sampled)
 
-    written = sampled_texts(directory, config.out, distillation, allowed, wrote)
+    written = sampled_texts(directory, config.out, distillation, allowed, wrote, need=is_given)
+    if not written:
+        distillation = dataclasses.replace(distillation, sampled=0)
     known = {"distillation": distillation, "written": written}
     of_source = partial(united_without, config, ways, texts, **known)
     everything, found = of_source(source=None, progress=progress), []
