@@ -10,9 +10,9 @@ import errno
 import json
 import logging
 import os
+import queue
 import random
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from serving.errors import SettingsError
@@ -24,6 +24,8 @@ log = logging.getLogger(__name__)
 
 MAX_WAITING = 64
 """Requests whose line is yet to be written; while a disk hangs, further ones are not captured."""
+CLOSE_S = 5.0
+"""How long the end waits for a disk."""
 
 
 class Capture(Observer):
@@ -39,8 +41,7 @@ class Capture(Observer):
         """
         super().__init__()
         self.path, self._share, self._max_bytes = path, share, int(max_mib * 2**20)
-        self._writer = ThreadPoolExecutor(1, "jmoe-capture")
-        self._room = threading.BoundedSemaphore(MAX_WAITING)
+        self._lines: queue.Queue[str | None] = queue.Queue(MAX_WAITING)
         self._why = ""  # nothing is written, as it was logged
         try:
             self._append(b"")
@@ -48,17 +49,37 @@ class Capture(Observer):
             raise SettingsError(
                 f"capture is {str(path)!r}: {error.strerror}; name a file in a folder that is there"
             ) from None
+        # The process may end while it hangs.
+        self._writer = threading.Thread(target=self._write_all, name="jmoe-capture", daemon=True)
+        self._writer.start()
 
     def request_finished(self, sequence: SequenceState, output: Output, now: float) -> None:
         """See Observer."""
         is_drawn = sequence.request.allow_audit and random.random() < self._share
-        if is_drawn and self._room.acquire(blocking=False):
+        if is_drawn and not self._lines.full():
             ids = {"prompt_token_ids": sequence.prompt, "token_ids": sequence.tokens}
-            self._writer.submit(self._write, json.dumps(ids, separators=(",", ":")))
+            self._lines.put_nowait(json.dumps(ids, separators=(",", ":")))
 
     def close(self) -> None:
-        """Returns once all is written."""
-        self._writer.shutdown()
+        """Returns once all is written, or after `CLOSE_S` seconds, and logs then how many requests
+        are lost.
+        """
+        lines = self._lines
+        with lines.all_tasks_done:
+            lines.all_tasks_done.wait_for(lambda: not lines.unfinished_tasks, CLOSE_S)
+            lost = lines.unfinished_tasks
+        if lost:
+            why = "%d captured requests are lost: %s did not take them within %g s"
+            log.warning(why, lost, self.path, CLOSE_S)
+        elif self._writer.is_alive():
+            lines.put_nowait(None)
+            self._writer.join()
+
+    def _write_all(self) -> None:
+        while (line := self._lines.get()) is not None:
+            self._write(line)
+            self._lines.task_done()
+        self._lines.task_done()
 
     def _write(self, line: str) -> None:
         try:
@@ -73,7 +94,6 @@ class Capture(Observer):
         if why and why != self._why:
             log.warning("no requests are captured to %s: %s", self.path, why)
         self._why = why
-        self._room.release()
 
     def _append(self, line: bytes) -> bool:
         """Adds a line, and returns whether there was room. The file may be moved at any time."""

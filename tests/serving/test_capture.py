@@ -5,12 +5,14 @@ import logging
 import os
 import random
 import stat
+import threading
 from pathlib import Path
 
 import pytest
 from counting import collect, counting_engine
 
 from serving.errors import SettingsError
+from serving.telemetry import capture as capture_module
 from serving.telemetry.capture import Capture
 from training.distill.data import read_texts
 
@@ -85,6 +87,38 @@ async def test_a_disk_that_is_full_costs_no_answer(tmp_path, caplog):
     assert all(len(answer) == 4 for answer in answers)
     (line,) = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
     assert line == f"no requests are captured to {path}: No space left on device"
+
+
+async def test_a_disk_that_hangs_holds_up_no_end(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(capture_module, "CLOSE_S", 0.1)
+    path, hangs, goes_on = tmp_path / "asked.jsonl", threading.Event(), threading.Event()
+    capture = Capture(path, 1.0, 1.0)
+    append = capture._append
+
+    def slowly(line):
+        hangs.set()
+        assert goes_on.wait(60)
+        return append(line)
+
+    capture._append = slowly
+    engine = counting_engine(observer=capture)
+    for prompt in PROMPTS:
+        await collect(engine, prompt, 4)
+    await engine.stop()
+    assert hangs.wait(60)
+    capture.close()
+    (line,) = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+    assert line == f"20 captured requests are lost: {path} did not take them within 0.1 s"
+    (writer,) = [thread for thread in threading.enumerate() if thread.name == "jmoe-capture"]
+    assert writer.daemon  # or the interpreter would wait for it
+    caplog.clear()
+    monkeypatch.setattr(capture_module, "CLOSE_S", 60.0)
+    goes_on.set()
+    for _ in range(2):
+        capture.close()
+    assert not caplog.records
+    assert len(path.read_text().splitlines()) == 20
+    assert not writer.is_alive()
 
 
 def test_a_file_that_cannot_be_written_is_known_at_the_start(tmp_path):
