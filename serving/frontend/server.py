@@ -29,7 +29,7 @@ from serving.frontend.inbox import MAX_MESSAGE_BYTES
 from serving.frontend.listen import GrpcPort
 from serving.frontend.metrics import Metrics
 from serving.frontend.reload import Watched
-from serving.frontend.status import StatusLog, changes, set_brownout
+from serving.frontend.status import StatusLog, set_brownout
 from serving.frontend.tracing import Tracer
 from serving.request import BrownoutChange, BrownoutState
 from serving.settings.reading import named_models
@@ -160,10 +160,8 @@ class Server:
 
     async def set_brownout(self, change: BrownoutChange, peer: str) -> BrownoutState:
         """Changes settings for `peer`, and notes it. Raises what `Engine.set_brownout` raises."""
-        engine = self.ready_engine()
-        before = engine.get_brownout()
-        after = await set_brownout(engine, change, peer)
-        self.happened("settings", f"{peer}: {changes(change, before, after)[1]}")
+        after, changes = await set_brownout(self.ready_engine(), change, peer)
+        self.happened("settings", f"{peer}: {changes}")
         return after
 
     def keep_running(self, work: Coroutine[Any, Any, None], name: str) -> None:
