@@ -20,7 +20,6 @@ from serving.frontend.guard import Service, authorization, cut
 from serving.frontend.kserve_tensors import INPUTS, OUTPUTS, VERSION, Answer
 from serving.frontend.status import noted
 from serving.frontend.streams import Stream
-from serving.frontend.tracing import trace_headers
 from serving.proto.inference import inference_pb2 as pb
 from serving.proto.inference import inference_pb2_grpc as rpc
 from serving.request import number_of
@@ -106,11 +105,10 @@ class InferenceService(rpc.GRPCInferenceServiceServicer):
             )
         answer = Answer(request.id, model, asked, _decoder(engine, model))
         request_id = request.id or uuid.uuid4().hex
-        tracer = self._server.tracer
-        headers = trace_headers(context.invocation_metadata()) if tracer.is_on else {}
+        tracer, headers = self._server.tracer, context.invocation_metadata()
         with (
             caller.request(model, asked.priority),
-            tracer.request(request_id, model, asked.priority, **headers) as span,
+            tracer.request(request_id, model, asked.priority, headers) as span,
         ):
             outputs = engine.generate(
                 asked.prompt,

@@ -10,7 +10,6 @@ from serving.frontend import access, convert
 from serving.frontend.guard import Guard, Service
 from serving.frontend.listen import GrpcPort
 from serving.frontend.status import noted
-from serving.frontend.tracing import trace_headers
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 from serving.proto.jmoe.v1 import jmoe_pb2_grpc as rpc
 from serving.request import number_of
@@ -64,10 +63,10 @@ class GenerationService(rpc.GenerationServicer):
         server, engine = self._server, self._server.ready_engine()
         request_id, priority = convert.request_id(request), convert.priority(request)
         model = engine.names[number_of(request.model, engine.names)]
-        headers = trace_headers(context.invocation_metadata()) if server.tracer.is_on else {}
+        headers = context.invocation_metadata()
         with (
             access.current.get().request(model, priority) as caller,
-            server.tracer.request(request_id, model, priority, **headers) as span,
+            server.tracer.request(request_id, model, priority, headers) as span,
         ):
             outputs = engine.generate(
                 convert.prompt(request, engine.bounds),

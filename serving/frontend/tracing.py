@@ -67,13 +67,18 @@ _current: ContextVar[RequestSpan] = ContextVar("jmoe_request_span", default=_NOT
 
 
 class Tracer(Observer):
-    """An observer of the engine that makes no spans; `make_tracer` returns one that does.
+    """An observer of the engine that makes a span of each request; without a provider of spans, as
+    `make_tracer` says, it makes none.
 
     The engine reports which requests it admitted; the span is found in a context variable of the
     task that called the engine.
     """
 
-    is_on = False
+    def __init__(self, provider: "TracerProvider | None" = None, exporter: Any = None) -> None:
+        """`exporter` is the one that sends the spans of `provider`."""
+        super().__init__()
+        self._provider, self._exporter = provider, exporter
+        self._tracer = None if provider is None else provider.get_tracer("jmoe", jmoe_version())
 
     @contextlib.contextmanager
     def request(
@@ -81,9 +86,8 @@ class Tracer(Observer):
         request_id: str,
         model: str,
         priority: Priority,
-        traceparent: str | None = None,
+        headers: Iterable[tuple[str | bytes, str | bytes]] = (),
         *,
-        tracestate: str | None = None,
         operation: str = "text_completion",
     ) -> Iterator[RequestSpan]:
         """Traces one request until the block ends; log lines of its task get the request's id.
@@ -92,12 +96,42 @@ class Tracer(Observer):
             request_id: the request's id.
             model: the model's name.
             priority: the request's class.
-            traceparent: the caller's trace, as in W3C's header; ignored if malformed.
-            tracestate: as in W3C's header.
+            headers: of HTTP, or a gRPC call's metadata; W3C's name the caller's trace, and are
+                ignored if malformed.
             operation: `chat` or `text_completion`, as OpenTelemetry's conventions name them.
         """
         logs.note_request(request_id)
-        yield _NOT_TRACED
+        if self._tracer is None:
+            yield _NOT_TRACED
+            return
+        from opentelemetry.trace import SpanKind
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        span: Any = self._tracer.start_span(
+            f"{operation} {model}",
+            TraceContextTextMapPropagator().extract(_trace_headers(headers)),
+            SpanKind.SERVER,
+            {
+                "gen_ai.operation.name": operation,
+                "gen_ai.provider.name": "jmoe",
+                "gen_ai.request.model": model,
+                "gen_ai.response.id": request_id,
+                "jmoe.priority": priority.value,
+            },
+        )
+        request = _Recorded(self._tracer, span) if span.is_recording() else _NOT_TRACED
+        _current.set(request)
+        failure: BaseException | None = None
+        try:
+            yield request
+        except BaseException as error:
+            failure = error
+            raise
+        finally:
+            _current.set(_NOT_TRACED)
+            if isinstance(request, _Recorded):
+                request.end(failure)
+            span.end()
 
     def request_admitted(self, sequence: "SequenceState", now: float) -> None:
         """See Observer."""
@@ -106,6 +140,32 @@ class Tracer(Observer):
 
     async def close(self) -> None:
         """Sends the remaining spans, for at most `FLUSH_S`."""
+        if (provider := self._provider) is None:
+            return
+        done = asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def flush() -> None:
+            provider.shutdown()
+            with contextlib.suppress(RuntimeError):  # the loop is closed, so nobody waits
+                loop.call_soon_threadsafe(done.set)
+
+        # A daemon thread, so that an unresponsive collector cannot keep the process alive.
+        threading.Thread(target=flush, name="jmoe-traces", daemon=True).start()
+        try:
+            async with asyncio.timeout(FLUSH_S):
+                await done.wait()
+        except TimeoutError:
+            self._exporter.shutdown()
+
+
+def _trace_headers(headers: Iterable[tuple[str | bytes, str | bytes]]) -> dict[str, str]:
+    """Returns W3C's among some headers, by name."""
+    texts = (
+        [one.decode("latin-1") if isinstance(one, bytes) else one for one in header]
+        for header in headers
+    )
+    return {name: value for name, value in texts if name in ("traceparent", "tracestate")}
 
 
 def make_tracer(endpoint: str, service_name: str = "jmoe") -> Tracer:
@@ -132,86 +192,7 @@ def make_tracer(endpoint: str, service_name: str = "jmoe") -> Tracer:
     provider = TracerProvider(resource=Resource.create(attributes), shutdown_on_exit=False)
     exporter = _watched(OTLPSpanExporter(endpoint=endpoint), endpoint)
     provider.add_span_processor(BatchSpanProcessor(exporter))
-    return _OtelTracer(provider, exporter)
-
-
-def trace_headers(metadata: Iterable[tuple[str, str | bytes]]) -> dict[str, str]:
-    """Extracts W3C's headers from a gRPC call's metadata, as arguments of `Tracer.request`."""
-    names = ("traceparent", "tracestate")
-    return {key: value for key, value in metadata if key in names and isinstance(value, str)}
-
-
-class _OtelTracer(Tracer):
-    is_on = True
-
-    def __init__(self, provider: "TracerProvider", exporter: Any) -> None:
-        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-
-        super().__init__()
-        self._provider, self._exporter = provider, exporter
-        self._tracer = provider.get_tracer("jmoe", jmoe_version())
-        self._propagator = TraceContextTextMapPropagator()
-
-    @contextlib.contextmanager
-    def request(
-        self,
-        request_id: str,
-        model: str,
-        priority: Priority,
-        traceparent: str | None = None,
-        *,
-        tracestate: str | None = None,
-        operation: str = "text_completion",
-    ) -> Iterator[RequestSpan]:
-        """See Tracer."""
-        from opentelemetry.trace import SpanKind
-
-        logs.note_request(request_id)
-        given = {"traceparent": traceparent, "tracestate": tracestate}
-        carrier = {key: value for key, value in given.items() if value}
-        span: Any = self._tracer.start_span(
-            f"{operation} {model}",
-            self._propagator.extract(carrier),
-            SpanKind.SERVER,
-            {
-                "gen_ai.operation.name": operation,
-                "gen_ai.provider.name": "jmoe",
-                "gen_ai.request.model": model,
-                "gen_ai.response.id": request_id,
-                "jmoe.priority": priority.value,
-            },
-        )
-        request = _Recorded(self._tracer, span) if span.is_recording() else _NOT_TRACED
-        _current.set(request)
-        failure: BaseException | None = None
-        try:
-            yield request
-        except BaseException as error:
-            failure = error
-            raise
-        finally:
-            _current.set(_NOT_TRACED)
-            if isinstance(request, _Recorded):
-                request.end(failure)
-            span.end()
-
-    async def close(self) -> None:
-        """See Tracer."""
-        done = asyncio.Event()
-        loop = asyncio.get_running_loop()
-
-        def flush() -> None:
-            self._provider.shutdown()
-            with contextlib.suppress(RuntimeError):  # the loop is closed, so nobody waits
-                loop.call_soon_threadsafe(done.set)
-
-        # A daemon thread, so that an unresponsive collector cannot keep the process alive.
-        threading.Thread(target=flush, name="jmoe-traces", daemon=True).start()
-        try:
-            async with asyncio.timeout(FLUSH_S):
-                await done.wait()
-        except TimeoutError:
-            self._exporter.shutdown()
+    return Tracer(provider, exporter)
 
 
 class _Recorded(RequestSpan):

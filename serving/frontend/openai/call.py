@@ -13,7 +13,7 @@ from starlette.responses import Response
 from serving.errors import ClientLeft
 from serving.frontend.access import Caller
 from serving.frontend.openai import body as bodies
-from serving.frontend.openai.door import header, request_id_of, set_request_id
+from serving.frontend.openai.door import request_id_of, set_request_id
 from serving.frontend.openai.endpoints import Choice
 from serving.frontend.openai.errors import HttpError
 from serving.frontend.openai.sampling import priority
@@ -104,10 +104,9 @@ class Answer(Response):
                 tokenizer = None if engine.family is None else engine.family[number].tokenizer
                 choices = await self._endpoint.choices(body, engine, tokenizer)
                 request_id = request_id_of(scope)
-                operation = self._endpoint.operation
-                headers = _trace_headers(scope) if server.tracer.is_on else {}
                 span = server.tracer.request(
-                    request_id, model, priority(body), operation=operation, **headers
+                    *(request_id, model, priority(body), scope["headers"]),
+                    operation=self._endpoint.operation,
                 )
                 count = len(choices)
                 engine.bounds.check_logprobs((one.sampling, one.prompt_tokens) for one in choices)
@@ -250,12 +249,6 @@ class Call:
                 if choice.sampling.prompt_logprobs and choice.last is None:
                     await choice.take_prompt(out)
                 await take(choice, out)
-
-
-def _trace_headers(scope: "Scope") -> dict[str, str]:
-    names = ("traceparent", "tracestate")
-    found = {name: header(scope, name.encode()) for name in names}
-    return {name: value for name, value in found.items() if value is not None}
 
 
 async def keep(choice: Choice, out: Output) -> None:
