@@ -18,7 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from serving.errors import NotFound
-from serving.frontend.openai import answers
+from serving.frontend.openai import answers, tokens
 from serving.frontend.openai.call import Answer
 from serving.frontend.openai.chats import ChatEndpoint
 from serving.frontend.openai.door import DOCS_PATH, OPENAPI_PATH, Door
@@ -31,7 +31,7 @@ from serving.frontend.openai.schemas import (
     ResponsesRequest,
     TokenizeRequest,
 )
-from serving.frontend.openai.tokens import Detokenize, TokenAnswer, Tokenize
+from serving.frontend.openai.tokens import TokenAnswer
 from serving.frontend.page import shield
 from serving.frontend.web import Listener
 from serving.request import number_of
@@ -207,12 +207,12 @@ def _add_endpoints(app: FastAPI, server: "Server") -> None:
     @app.post(_TOKENIZE, responses={200: {"model": answers.Tokenized}, **answers.ERRORS})
     async def tokenize(request: Request) -> Response:
         """The token ids of a text, or of a chat as the model's chat template writes it."""
-        return TokenAnswer(server, Tokenize(), request.state.caller)
+        return TokenAnswer(server, TokenizeRequest, tokens.tokenize, request.state.caller)
 
     @app.post(_DETOKENIZE, responses={200: {"model": answers.Detokenized}, **answers.ERRORS})
     async def detokenize(request: Request) -> Response:
         """The text of token ids."""
-        return TokenAnswer(server, Detokenize(), request.state.caller)
+        return TokenAnswer(server, DetokenizeRequest, tokens.detokenize, request.state.caller)
 
 
 def _add_facts(app: FastAPI, server: "Server", created: int) -> None:
