@@ -6,7 +6,6 @@ the client by `serving.frontend.guard`, or in a response of the stream.
 
 import asyncio
 import contextlib
-import math
 import uuid
 from collections.abc import AsyncGenerator, Callable
 from functools import cache
@@ -291,10 +290,7 @@ class _InferStream:
 
 def _sooner(timeout_s: float | None, left_s: float | None) -> float | None:
     """Returns the earlier of the request's own timeout and the call's remaining time."""
-    soonest = min(
-        math.inf if timeout_s is None else timeout_s, math.inf if left_s is None else left_s
-    )
-    return None if soonest == math.inf else soonest
+    return min((one for one in (timeout_s, left_s) if one is not None), default=None)
 
 
 def _decoder(engine: "Engine", model: str) -> Callable[[int], str] | None:
