@@ -3,7 +3,7 @@
 import contextlib
 import errno
 import socket
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import grpc
 from grpc_health.v1 import health, health_pb2_grpc
@@ -33,6 +33,8 @@ _OPTIONS = (
     ("grpc.server_handshake_timeout_ms", 10_000),
     ("grpc.max_connection_idle_ms", 300_000),
 )
+Address = tuple[socket.AddressFamily, socket.SocketKind, int, str, Any]
+"""As `socket.getaddrinfo` returns it."""
 _GRACE_S = 1.0  # for sending last messages after every request has ended
 _TRIED_PORTS = 100
 _SPARE_STREAMS = 128
@@ -149,21 +151,9 @@ def bind_socket(host: str, port: int, prefix: str = "", first: int = 0) -> socke
                     raise
                 return bound
     try:
-        found = socket.getaddrinfo(
-            host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )
-        family, kind, protocol, _, where = found[0]
-        bound = socket.socket(family, kind, protocol)
-        try:
-            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            bound.bind(where)
-        except OSError:
-            bound.close()
-            raise
-    except (OSError, UnicodeError) as error:
-        refused = error if isinstance(error, OSError) else OSError(None, "this is no host's name")
-        raise cannot_listen(join(host, port), refused, prefix, "http-port") from None
-    return bound
+        return _bound(*addresses(host, port)[0])
+    except OSError as error:
+        raise cannot_listen(join(host, port), error, prefix, "http-port") from None
 
 
 def cannot_listen(address: str, refused: OSError, prefix: str, port_flag: str) -> OSError:
@@ -177,24 +167,39 @@ def cannot_listen(address: str, refused: OSError, prefix: str, port_flag: str) -
     return OSError(f"cannot listen on {address}: {refused.strerror}; {advice}")
 
 
+def addresses(host: str, port: int) -> list[Address]:
+    """Returns the addresses on which a host's name says to listen. Raises OSError."""
+    name, passive = host.strip("[]"), socket.AI_PASSIVE
+    try:
+        return socket.getaddrinfo(name, port, type=socket.SOCK_STREAM, flags=passive)
+    except UnicodeError:
+        raise OSError(None, "this is no name of a host") from None
+
+
+def _bound(family: int, kind: int, protocol: int, _: str, where: Any) -> socket.socket:
+    """Returns a socket that is bound to one of `addresses`. Raises OSError."""
+    bound = socket.socket(family, kind, protocol)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(where)
+    except OSError:
+        bound.close()
+        raise
+    return bound
+
+
 def _refusal(host: str, port: int) -> OSError | None:
     """Returns the error if an address of the host is taken, or none can be bound; otherwise
     None.
     """
     try:
-        found = socket.getaddrinfo(
-            host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )
+        found = addresses(host, port)
     except OSError as error:
         return error
-    except UnicodeError:
-        return OSError(None, "this is no name of a host")
     refusals: list[OSError] = []
-    for family, kind, protocol, _, where in found:
+    for address in found:
         try:
-            with socket.socket(family, kind, protocol) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                probe.bind(where)
+            _bound(*address).close()
         except OSError as error:
             refusals.append(error)
     taken = [error for error in refusals if error.errno in (errno.EADDRINUSE, errno.EACCES)]
