@@ -253,7 +253,6 @@ class Metrics(Observer):
         self, step: "ScheduledStep", result: "StepResult", started_at: float, now: float
     ) -> None:
         """See Observer."""
-        super().step_read(step, result, started_at, now)
         if result.expert_rows.size:  # workers count for some time, and tell of it then
             rows = result.expert_rows.astype(np.int64)
             self.expert_rows = rows if self.expert_rows is None else self.expert_rows + rows
@@ -274,7 +273,6 @@ class Metrics(Observer):
 
     def requests_began(self, queue_s: np.ndarray, wait_s: np.ndarray, priority: Priority) -> None:
         """See Observer."""
-        super().requests_began(queue_s, wait_s, priority)
         self.queue.observe(queue_s, priority)
         self.wait.observe(wait_s, priority)
 
@@ -282,7 +280,6 @@ class Metrics(Observer):
         self, ttft_s: np.ndarray, slo_s: float, priority: Priority, model: str
     ) -> None:
         """See Observer."""
-        super().first_tokens(ttft_s, slo_s, priority, model)
         self.ttft.observe(ttft_s, priority, model)
         self._tokens("prefill", ttft_s, slo_s, priority, model)
 
@@ -290,7 +287,6 @@ class Metrics(Observer):
         self, itl_s: np.ndarray, slo_s: float, priority: Priority, model: str
     ) -> None:
         """See Observer."""
-        super().further_tokens(itl_s, slo_s, priority, model)
         self.itl.observe(itl_s, priority, model)
         self._tokens("decode", itl_s, slo_s, priority, model)
 
@@ -306,7 +302,6 @@ class Metrics(Observer):
 
     def request_finished(self, sequence: "SequenceState", output: Output, now: float) -> None:
         """See Observer."""
-        super().request_finished(sequence, output, now)
         self.prompt_tokens += output.usage.prompt_tokens
         self.finished[output.finish_reason or "stop"] += 1
         took_s = np.array([now - sequence.arrived_at])
@@ -327,7 +322,6 @@ class Metrics(Observer):
 
     def request_ended(self, sequence: "SequenceState", error: ServingError | None) -> None:
         """See Observer."""
-        super().request_ended(sequence, error)
         if isinstance(error, DeadlineExceeded):
             self.expired["queue" if isinstance(error, QueuedTooLong) else "deadline"] += 1
 

@@ -135,7 +135,6 @@ class Tracer(Observer):
 
     def request_admitted(self, sequence: "SequenceState", now: float) -> None:
         """See Observer."""
-        super().request_admitted(sequence, now)
         _current.get().admitted(sequence)
 
     async def close(self) -> None:
