@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Any
 
 from serving.errors import DeadlineExceeded, InvalidRequest, Overloaded
@@ -90,16 +90,11 @@ class Inbox:
         if self._places.locked():
             self._hurry()
         async with self._places:
-            with self._noted(limit):
+            self._receiving[limit] = asyncio.get_running_loop().time()
+            try:
                 yield
-
-    @contextlib.contextmanager
-    def _noted(self, limit: asyncio.Timeout) -> Iterator[None]:
-        self._receiving[limit] = asyncio.get_running_loop().time()
-        try:
-            yield
-        finally:
-            del self._receiving[limit]
+            finally:
+                del self._receiving[limit]
 
     def _hurry(self) -> None:
         """Shortens the deadline of the oldest receiver not yet shortened, since another

@@ -186,7 +186,10 @@ class Call:
             if out.finish_reason is not None:
                 left -= 1
                 if not left:
-                    data += self._end(head) if wants_usage else _DONE
+                    if wants_usage:  # after the last token, in the same write
+                        told = head, orjson.dumps(self.usage())
+                        data += b'data: {%b,"choices":[],"usage":%b}\n\n' % told
+                    data += _DONE
             if data:
                 await send({"type": "http.response.body", "body": data, "more_body": left > 0})
 
@@ -201,14 +204,6 @@ class Call:
     def _usage_of(self, choice: Choice, out: Output) -> bytes:
         choice.last = out
         return b',"usage":' + orjson.dumps(self.usage())
-
-    def _end(self, head: bytes) -> bytes:
-        """Returns the events that follow the last token, sent in the same write."""
-        return b'data: {%b,"choices":[],"usage":%b}\n\n%b' % (
-            head,
-            orjson.dumps(self.usage()),
-            _DONE,
-        )
 
     async def _run(self, take: Take) -> None:
         """Passes every output to `take`. If one request fails, the call's other requests
