@@ -368,9 +368,9 @@ class Live:
 
     def tick(self) -> None:
         """Takes a sample and wakes all viewers."""
-        self._history.append(_dump(self._sampler.take()))
+        self._history.append(orjson.dumps(self._sampler.take()))
         self._watcher.look()
-        self._now = _dump(self._state())
+        self._now = orjson.dumps(self._state())
         if self.count % EXPERTS_EVERY == 0:
             self._look_at_experts()
         self.count += 1
@@ -388,7 +388,7 @@ class Live:
             return
         load = self._load.look(self._server.metrics.expert_rows, engine.model.config.num_experts)
         if load is not None:
-            self._experts, self._experts_at = _dump(load), self.count + 1
+            self._experts, self._experts_at = orjson.dumps(load), self.count + 1
 
     def state(self) -> bytes:
         """Returns the server's state as a JSON object: newest sample, settings, expert load."""
@@ -444,17 +444,13 @@ class Live:
     def _message(
         self, samples: Sequence[bytes], *, whole: bool = False, experts: bool = False
     ) -> bytes:
-        current = _dump(self._state()) if whole else self._now
+        current = orjson.dumps(self._state()) if whole else self._now
         parts = [b'"samples":[' + b",".join(samples) + b"]", b'"now":' + current]
         if whole:
-            parts.append(b'"about":' + _dump(about(self._server)))
+            parts.append(b'"about":' + orjson.dumps(about(self._server)))
         if whole or experts:
             parts.append(b'"experts":' + self._experts)
         return b"{" + b",".join(parts) + b"}\n"
-
-
-def _dump(value: Any) -> bytes:
-    return orjson.dumps(value)  # NaN becomes null
 
 
 LEVELS = 255
