@@ -263,7 +263,7 @@ class Admission:
             if isinstance(prompt, Chat):
                 num_messages = len(prompt.messages)
                 check_count("messages", num_messages, bounds.max_prompt_tokens, "prompt")
-            bounds.check_chars(_num_chars(prompt))
+            bounds.check_chars(prompt.num_chars if isinstance(prompt, Chat) else len(prompt))
         elif isinstance(prompt, bytes) or not isinstance(prompt, Sized):
             kind = type(prompt).__name__
             raise InvalidRequest(f"the prompt is of type {kind}; send text or token ids", "prompt")
@@ -410,10 +410,6 @@ async def _in_time(request: Request, what: str) -> AsyncIterator[None]:
 def _longer(num_tokens: int, num_positions: int) -> str:
     """Returns which of a prompt of so many tokens and its output must be shorter."""
     return "prompt" if num_tokens >= num_positions else "max_new_tokens"
-
-
-def _num_chars(prompt: str | Chat) -> int:
-    return prompt.num_chars if isinstance(prompt, Chat) else len(prompt)
 
 
 def _ids(prompt: Sequence[int]) -> list[int]:
