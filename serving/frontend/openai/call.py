@@ -57,9 +57,9 @@ class Endpoint(Protocol):
 @contextlib.asynccontextmanager
 async def received(
     server: "Server", caller: Caller, kind: type[Any], scope: "Scope", receive: "Receive"
-) -> AsyncIterator[tuple[Any, int]]:
-    """Yields a call's body and the number of its model; the call has a place among those under way.
-    Raises what refuses a call.
+) -> AsyncIterator[tuple[Any, str, "Tokenizer | None"]]:
+    """Yields a call's body, and its model's name and tokenizer; the call has a place among those
+    under way. Raises what refuses a call.
     """
     guard, engine = server.guard, server.ready_engine()
     caller.check_room()  # refuse early, without wasted work, if the key's rate limit is reached
@@ -70,7 +70,9 @@ async def received(
         body = await bodies.parse(kind, raw, engine.bounds)
         del raw  # not kept while it is answered
         scope["state"]["body"] = body
-        yield body, number_of(body.model, engine.names)
+        number = number_of(body.model, engine.names)
+        tokenizer = None if engine.family is None else engine.family[number].tokenizer
+        yield body, engine.names[number], tokenizer
 
 
 class Answer(Response):
@@ -91,17 +93,15 @@ class Answer(Response):
         engine = server.ready_engine()
         engine.check_admission(key=self._caller.name)  # before any work, if overloaded
         of_call = server, self._caller, self._endpoint.request, scope, receive
-        async with received(*of_call) as (body, number):
+        async with received(*of_call) as (body, model, tokenizer):
             set_request_id(scope, body.request_id)
             if body.stream_options is not None and not body.stream:
                 raise HttpError(
                     "stream_options without stream; set stream to true, or leave them out",
                     "stream_options",
                 )
-            model = engine.names[number]
             self._caller.check_allowed(model, priority(body))  # before a chat is rendered
             async with _while_there(receive):
-                tokenizer = None if engine.family is None else engine.family[number].tokenizer
                 choices = await self._endpoint.choices(body, engine, tokenizer)
                 request_id = request_id_of(scope)
                 span = server.tracer.request(

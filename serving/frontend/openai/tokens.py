@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from serving.frontend.access import Caller
 from serving.frontend.openai.call import received
-from serving.frontend.openai.chats import Template, messages_of, told
+from serving.frontend.openai.chats import Template, messages_of, options_of
 from serving.frontend.openai.errors import HttpError
 from serving.frontend.openai.schemas import DetokenizeRequest, OfModel, TokenizeRequest
 from serving.request import Chat
@@ -43,9 +43,7 @@ class TokenAnswer(Response):
         """See starlette. Errors it raises are reported to the client by `door`."""
         engine = self._server.ready_engine()
         of_call = self._server, self._caller, self._body, scope, receive
-        async with received(*of_call) as (body, number):
-            model = engine.names[number]
-            tokenizer = None if engine.family is None else engine.family[number].tokenizer
+        async with received(*of_call) as (body, model, tokenizer):
             if tokenizer is None:
                 raise HttpError("this model has no tokenizer; it takes token ids alone", "model")
             with self._caller.request(model, None) as caller:
@@ -92,17 +90,10 @@ def _prompt(body: TokenizeRequest, tokenizer: "Tokenizer") -> str | Chat:
             "add_special_tokens goes with a prompt: a chat has those that its template writes",
             "add_special_tokens",
         )
-    options, text = dict(body.chat_template_kwargs or {}), tokenizer.chat_template or ""
-    if body.tools:
-        if not Template.of(text).tells:
-            raise HttpError("the model's chat template has no tools; leave them out", "tools")
-        if "tools" in options:
-            raise HttpError(
-                "chat_template_kwargs has tools, too; leave one of them out",
-                "chat_template_kwargs",
-            )
-        options["tools"] = told(body.tools)
-    return Chat(messages_of(body.messages, text), options)
+    text = tokenizer.chat_template or ""
+    if body.tools and not Template.of(text).tells:
+        raise HttpError("the model's chat template has no tools; leave them out", "tools")
+    return Chat(messages_of(body.messages, text), options_of(body, bool(body.tools)))
 
 
 async def detokenize(
