@@ -127,7 +127,8 @@ class Guard(grpc.aio.ServerInterceptor):
             for _ in range(2)
         )
         self.streams = Streams(limits.max_receiving, limits.message_timeout_s)
-        self._services: dict[str, Service] = {}  # by method
+        self._prompts: dict[str, Callable[[Bounds], int]] = {}  # see Service; of all services
+        self._lasting, self._needs_admin = set[str](), set[str]()  # methods
         self._ended: dict[str, Callable[[str, str], None]] = {}  # by route
         self._ended_elsewhere = server.metrics.calls.door("grpc", ["other"], _FAULT[0].name)
         self._wrapped: dict[str, grpc.RpcMethodHandler] = {}
@@ -139,7 +140,9 @@ class Guard(grpc.aio.ServerInterceptor):
         """Learns of a service; of others it knows that they take no prompts."""
         routes = [*service.methods, *service.also_counted]
         ended = self._server.metrics.calls.door(service.protocol, routes, _FAULT[0].name)
-        self._services |= dict.fromkeys(service.methods, service)
+        self._prompts |= service.prompts
+        self._lasting |= {*service.lasting}
+        self._needs_admin |= {*service.methods} if service.needs_admin else set()
         self._ended |= dict.fromkeys(routes, ended)
 
     async def idle(self, timeout_s: float) -> bool:
@@ -177,18 +180,15 @@ class Guard(grpc.aio.ServerInterceptor):
         """
         if handler.request_streaming and not handler.response_streaming:
             raise TypeError(f"{method} is of a kind that the guard does not know")
-        behaviour = None
+        make = self._call
         if handler.request_streaming:
-            service = self._services.get(method)
-            lasts = service is not None and method in service.lasting
-            make = self._lasting_stream if lasts else self._stream
-            behaviour = make(method, handler)
+            make = self._lasting_stream if method in self._lasting else self._stream
         kind = (
             grpc.stream_stream_rpc_method_handler
             if handler.response_streaming
             else grpc.stream_unary_rpc_method_handler
         )
-        return kind(behaviour or self._call(method, handler), None, handler.response_serializer)
+        return kind(make(method, handler), None, handler.response_serializer)
 
     def _call(self, method: str, handler: Any) -> Callable[[object, Any], Awaitable[Any]]:
         inner = handler.unary_stream if handler.response_streaming else handler.unary_unary
@@ -247,8 +247,7 @@ class Guard(grpc.aio.ServerInterceptor):
 
     def _identify(self, method: str, context: Any) -> None:
         caller = self._server.access.caller(authorization(context))
-        service = self._services.get(method)
-        if service is not None and service.needs_admin:
+        if method in self._needs_admin:
             caller.require_admin()
 
     def _admit(self, method: str) -> None:
@@ -256,19 +255,18 @@ class Guard(grpc.aio.ServerInterceptor):
 
         So no work is wasted if the server is overloaded or a key's limit is reached.
         """
-        service = self._services.get(method)
-        if service is None or method not in service.prompts:
+        if method not in self._prompts:
             return
         engine = self._server.ready_engine()
-        if method not in service.lasting:  # else it is checked for each request of the stream
+        if method not in self._lasting:  # else it is checked for each request of the stream
             engine.check_admission(key=current.get().name)
             current.get().check_room()
 
     def _max_message_bytes(self, method: str) -> int:
-        service, engine = self._services.get(method), self._server.engine
-        if service is None or engine is None or method not in service.prompts:
+        engine = self._server.engine
+        if engine is None or method not in self._prompts:
             return SMALL_MESSAGE_BYTES
-        return min(MAX_MESSAGE_BYTES, service.prompts[method](engine.bounds))
+        return min(MAX_MESSAGE_BYTES, self._prompts[method](engine.bounds))
 
     def _parsed(self, method: str, handler: Any, message: bytes) -> Any:
         most = self._max_message_bytes(method)
