@@ -78,7 +78,8 @@ class GrpcPort:
     def bind(self) -> grpc.aio.Server:
         """Takes the port, on which the server that it returns may listen then.
 
-        Raises OSError as the function `bind` does.
+        Raises OSError with one line that names the flag to change: `--<prefix>host`,
+        `--<prefix>port`.
         """
         options = (
             *_OPTIONS,
@@ -91,9 +92,18 @@ class GrpcPort:
         health_pb2_grpc.add_HealthServicer_to_server(self._server.health, made)
         names = (service.descriptor.full_name for service in self.services)
         reflection.add(made, (*names, health.SERVICE_NAME))
-        certificates = self._server.certificates
-        tls = None if certificates is None else certificates.for_grpc()
-        self.port = bind(made, self._host, self._wanted, self._prefix, tls)
+        address, certificates = join(self._host, self._wanted), self._server.certificates
+        # Checked here, since gRPC logs the reason but does not raise it.
+        refused = _refusal(self._host, self._wanted)
+        try:
+            if refused is None and certificates is None:
+                self.port = made.add_insecure_port(address)
+            elif refused is None:
+                self.port = made.add_secure_port(address, certificates.for_grpc())
+        except RuntimeError as error:
+            refused = OSError(None, str(error))
+        if refused is not None:
+            raise cannot_listen(address, refused, self._prefix, "port")
         return made
 
     async def start(self) -> str:
@@ -109,36 +119,13 @@ class GrpcPort:
         self.guard.close()
 
 
-def bind(
-    server: grpc.aio.Server,
-    host: str,
-    port: int,
-    prefix: str = "",
-    tls: grpc.ServerCredentials | None = None,
-) -> int:
-    """Binds a port and returns its number; without `tls` it is not encrypted.
-
-    Raises OSError with one line that names the flag to change: `--<prefix>host`, `--<prefix>port`.
-    """
-    address = join(host, port)
-    refused = _refusal(host, port)  # checked here, since gRPC logs the reason but does not raise it
-    if refused is None:
-        try:
-            if tls is not None:
-                return server.add_secure_port(address, tls)
-            return server.add_insecure_port(address)
-        except RuntimeError as error:
-            refused = OSError(None, str(error))
-    raise cannot_listen(address, refused, prefix, "port") from None
-
-
 def bind_socket(host: str, port: int, prefix: str = "", first: int = 0) -> socket.socket:
     """Returns a socket for HTTP, bound to the first address of the host name.
 
     Port 0 is any free one or, with `first`, that or the next free one. The socket then listens
     already, so that no other process takes the same port.
 
-    Raises as `bind`; the flags are `--<prefix>host` and `--<prefix>http-port`.
+    Raises as `GrpcPort.bind`; the flags are `--<prefix>host` and `--<prefix>http-port`.
     """
     if first and not port:
         for tried in range(first, first + _TRIED_PORTS):
