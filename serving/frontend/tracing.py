@@ -167,7 +167,7 @@ def _trace_headers(headers: Iterable[tuple[str | bytes, str | bytes]]) -> dict[s
     return {name: value for name, value in texts if name in ("traceparent", "tracestate")}
 
 
-def make_tracer(endpoint: str, service_name: str = "jmoe") -> Tracer:
+def make_tracer(endpoint: str) -> Tracer:
     """Makes a tracer that sends spans to `endpoint` by OTLP over HTTP; if empty, one without spans.
 
     OpenTelemetry's environment variables (headers, sampler, resource) are respected. Raises
@@ -187,7 +187,7 @@ def make_tracer(endpoint: str, service_name: str = "jmoe") -> Tracer:
         ) from None
     attributes = {"service.version": jmoe_version()}
     if "OTEL_SERVICE_NAME" not in os.environ:
-        attributes["service.name"] = service_name
+        attributes["service.name"] = "jmoe"
     provider = TracerProvider(resource=Resource.create(attributes), shutdown_on_exit=False)
     exporter = _watched(OTLPSpanExporter(endpoint=endpoint), endpoint)
     provider.add_span_processor(BatchSpanProcessor(exporter))
