@@ -190,29 +190,29 @@ def _add_endpoints(app: FastAPI, server: "Server") -> None:
     )
     async def completions(request: Request) -> Response:
         """Goes on from one prompt or several."""
-        return Answer(server, CompletionEndpoint(), request.state.caller)
+        return Answer(server, CompletionEndpoint())
 
     @app.post(
         _CHATS, responses={200: {"model": answers.ChatCompletion, **events}, **answers.ERRORS}
     )
     async def chat_completions(request: Request) -> Response:
         """Answers a chat, whose text the model's chat template makes."""
-        return Answer(server, chats, request.state.caller)
+        return Answer(server, chats)
 
     @app.post(_RESPONSES, responses={200: {"model": answers.Response, **events}, **answers.ERRORS})
     async def responses(request: Request) -> Response:
         """Answers as chats do, in items. Nothing is stored."""
-        return Answer(server, items, request.state.caller, ResponseCall)
+        return Answer(server, items, ResponseCall)
 
     @app.post(_TOKENIZE, responses={200: {"model": answers.Tokenized}, **answers.ERRORS})
     async def tokenize(request: Request) -> Response:
         """The token ids of a text, or of a chat as the model's chat template writes it."""
-        return TokenAnswer(server, TokenizeRequest, tokens.tokenize, request.state.caller)
+        return TokenAnswer(server, TokenizeRequest, tokens.tokenize)
 
     @app.post(_DETOKENIZE, responses={200: {"model": answers.Detokenized}, **answers.ERRORS})
     async def detokenize(request: Request) -> Response:
         """The text of token ids."""
-        return TokenAnswer(server, DetokenizeRequest, tokens.detokenize, request.state.caller)
+        return TokenAnswer(server, DetokenizeRequest, tokens.detokenize)
 
 
 def _add_facts(app: FastAPI, server: "Server", created: int) -> None:

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from serving.errors import ClientLeft
 from serving.frontend.access import Caller
 from serving.frontend.openai import body as bodies
-from serving.frontend.openai.door import request_id_of, set_request_id
+from serving.frontend.openai.door import caller_of, request_id_of, set_request_id
 from serving.frontend.openai.endpoints import Choice
 from serving.frontend.openai.errors import HttpError
 from serving.frontend.openai.sampling import priority
@@ -56,13 +56,15 @@ class Endpoint(Protocol):
 
 @contextlib.asynccontextmanager
 async def received(
-    server: "Server", caller: Caller, kind: type[Any], scope: "Scope", receive: "Receive"
+    server: "Server", kind: type[Any], scope: "Scope", receive: "Receive"
 ) -> AsyncIterator[tuple[Any, str, "Tokenizer | None"]]:
     """Yields a call's body, and its model's name and tokenizer; the call has a place among those
     under way. Raises what refuses a call.
     """
     guard, engine = server.guard, server.ready_engine()
-    caller.check_room()  # refuse early, without wasted work, if the key's rate limit is reached
+    caller_of(
+        scope
+    ).check_room()  # refuse early, without wasted work, if the key's rate limit is reached
     with guard.place():  # ... or if the server has no place for another call
         pass
     raw = await bodies.read(scope, receive, guard, bodies.max_bytes(engine.bounds))
@@ -81,18 +83,17 @@ class Answer(Response):
     background = None
 
     def __init__(
-        self, server: "Server", endpoint: Endpoint, caller: Caller, call: "type[Call] | None" = None
+        self, server: "Server", endpoint: Endpoint, call: "type[Call] | None" = None
     ) -> None:
         """`call` answers; None: `Call`."""
-        self._server, self._endpoint, self._caller = server, endpoint, caller
-        self._call = call or Call
+        self._server, self._endpoint, self._call = server, endpoint, call or Call
 
     async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
         """See starlette. Errors it raises are reported to the client by `door`."""
         server, guard = self._server, self._server.guard
-        engine = server.ready_engine()
-        engine.check_admission(key=self._caller.name)  # before any work, if overloaded
-        of_call = server, self._caller, self._endpoint.request, scope, receive
+        engine, caller = server.ready_engine(), caller_of(scope)
+        engine.check_admission(key=caller.name)  # before any work, if overloaded
+        of_call = server, self._endpoint.request, scope, receive
         async with received(*of_call) as (body, model, tokenizer):
             set_request_id(scope, body.request_id)
             if body.stream_options is not None and not body.stream:
@@ -100,7 +101,7 @@ class Answer(Response):
                     "stream_options without stream; set stream to true, or leave them out",
                     "stream_options",
                 )
-            self._caller.check_allowed(model, priority(body))  # before a chat is rendered
+            caller.check_allowed(model, priority(body))  # before a chat is rendered
             async with _while_there(receive):
                 choices = await self._endpoint.choices(body, engine, tokenizer)
                 request_id = request_id_of(scope)
@@ -110,11 +111,11 @@ class Answer(Response):
                 )
                 count = len(choices)
                 engine.bounds.check_logprobs((one.sampling, one.prompt_tokens) for one in choices)
-                self._caller.check_allowed(model, priority(body), count)
+                caller.check_allowed(model, priority(body), count)
                 guard.check_count(count)
                 with (
                     guard.place(count - 1),  # before the key is charged for it
-                    self._caller.request(model, priority(body), count) as caller,
+                    caller.request(model, priority(body), count),
                     span as recorded,
                 ):
                     call = self._call(engine, body, choices, request_id, caller, recorded)

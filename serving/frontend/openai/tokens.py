@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 import orjson
 from starlette.responses import Response
 
-from serving.frontend.access import Caller
 from serving.frontend.openai.call import received
 from serving.frontend.openai.chats import Template, messages_of, options_of
+from serving.frontend.openai.door import caller_of
 from serving.frontend.openai.errors import HttpError
 from serving.frontend.openai.schemas import DetokenizeRequest, OfModel, TokenizeRequest
 from serving.request import Chat
@@ -33,20 +33,18 @@ class TokenAnswer(Response):
 
     background = None
 
-    def __init__(
-        self, server: "Server", body: type[OfModel], endpoint: Endpoint, caller: Caller
-    ) -> None:
+    def __init__(self, server: "Server", body: type[OfModel], endpoint: Endpoint) -> None:
         """`body` is what `endpoint` gets."""
-        self._server, self._body, self._endpoint, self._caller = server, body, endpoint, caller
+        self._server, self._body, self._endpoint = server, body, endpoint
 
     async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
         """See starlette. Errors it raises are reported to the client by `door`."""
         engine = self._server.ready_engine()
-        of_call = self._server, self._caller, self._body, scope, receive
+        of_call = self._server, self._body, scope, receive
         async with received(*of_call) as (body, model, tokenizer):
             if tokenizer is None:
                 raise HttpError("this model has no tokenizer; it takes token ids alone", "model")
-            with self._caller.request(model, None) as caller:
+            with caller_of(scope).request(model, None) as caller:
                 found, num_tokens = await self._endpoint(engine, body, model, tokenizer)
                 caller.used(num_tokens)
         answer = Response(orjson.dumps(found), media_type="application/json")
