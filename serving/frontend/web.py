@@ -44,9 +44,6 @@ class _Counted:
 
     async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
         """See ASGI. `scope["state"]["code"]` has the status of an error within a stream."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         code = 500
 
         def sending(message: "Message") -> Any:  # not a coroutine: it is called for every token

@@ -63,9 +63,6 @@ class Door:
 
     async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
         """See ASGI."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         scope.setdefault("state", {})["request_id"] = uuid.uuid4().hex
         started = ended = False
 
