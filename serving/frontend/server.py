@@ -79,7 +79,7 @@ class Server:
         self.engine: Engine | None = None
         self.failure: str | None = None  # why the engine failed
         self._failed = asyncio.Event()
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks = set[asyncio.Task[None]]()
         self._draining = False
         self._began_at = 0.0
         self.health = Health()
@@ -165,8 +165,10 @@ class Server:
         return after
 
     def keep_running(self, work: Coroutine[Any, Any, None], name: str) -> None:
-        """Runs `work` in a task until the server stops."""
-        self._tasks.append(asyncio.create_task(work, name=name))
+        """Runs `work` in a task, until the server stops at most."""
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def reread(self) -> None:
         """Reads keys and certificates now; says in the log what was read."""
@@ -305,12 +307,9 @@ async def serve(
             loop.add_signal_handler(name, on_signal, name)
 
     handle_signals()
-    rereading = set[asyncio.Task[None]]()
 
     def on_hangup() -> None:
-        task = asyncio.create_task(server.reread(), name="jmoe-reread")
-        rereading.add(task)
-        task.add_done_callback(rereading.discard)
+        server.keep_running(server.reread(), "jmoe-reread")
 
     loop.add_signal_handler(signal.SIGHUP, on_hangup)
     try:
