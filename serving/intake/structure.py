@@ -218,14 +218,12 @@ def allowed_tokens(
             continue
         try:
             sequence.matcher.fill(row)
-        except InvalidRequest as error:
-            row[:] = -1
-            end(sequence, error)
         except NOT_OURS:
             raise
         except BaseException as error:  # a panic of an extension module is no Exception
             row[:] = -1
-            end(sequence, RequestFailed(f"the structure's mask failed: {error}"))
+            failed = RequestFailed(f"the structure's mask failed: {error}")
+            end(sequence, error if isinstance(error, InvalidRequest) else failed)
     return allowed
 
 

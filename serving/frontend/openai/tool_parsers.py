@@ -482,10 +482,6 @@ class Glm(ToolParser):
         first = rf'{marker("<tool_call>")} {_literal(name)} "\n"'
         return [f"call{i}: {first} {' '.join(arguments)} {marker('</tool_call>')}", *lines]
 
-    def written(self, name: str, arguments: str, marker: Marker) -> str:
-        """`rules` says it."""
-        raise NotImplementedError
-
 
 class DeepSeek(ToolParser):
     """DeepSeek V2, V3 and R1, with the arguments in a code block, and V3.1, without."""
