@@ -458,7 +458,11 @@ class Deadlines:
 
     def _late(self, sequence: SequenceState, until: float) -> None:
         if until == _until(sequence):
-            self._end(sequence, DeadlineExceeded(_why(sequence)))
+            request = sequence.request
+            why = f"not finished after {request.timeout_s:g} s"
+            if request.timeout_is_servers:
+                why += " (request_timeout_s: this request named no time of its own)"
+            self._end(sequence, DeadlineExceeded(why))
         elif math.isnan(sequence.started_at):
             limit = f"{self._queue_timeout_s:g} s (engine.queue_timeout_s)"
             why = f"not begun after {limit}: the server is busy; try again later"
@@ -470,9 +474,3 @@ class Deadlines:
 def _until(sequence: SequenceState) -> float:
     timeout_s = sequence.request.timeout_s
     return math.inf if timeout_s is None else sequence.arrived_at + timeout_s
-
-
-def _why(sequence: SequenceState) -> str:
-    request = sequence.request
-    of = " (request_timeout_s: this request named no time of its own)"
-    return f"not finished after {request.timeout_s:g} s{of if request.timeout_is_servers else ''}"

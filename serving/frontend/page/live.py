@@ -273,7 +273,7 @@ class Watcher:
 
     def __init__(self, server: "Server") -> None:
         self._server = server
-        self._counts: tuple[int, int] | None = None
+        self._counts: dict[str, int] = {}  # by kind of event
         self._up: dict[str, bool] = {}
 
     def look(self) -> None:
@@ -282,15 +282,13 @@ class Watcher:
         if engine is None:
             return
         evicted = sum(engine.scheduler.num_evictions.values())
-        counts, before = (engine.stats().requests_rejected, evicted), self._counts
-        self._counts = counts
-        texts = (
-            ("refused", "{count} refused for load"),
-            ("evicted", "{count} evicted, to be run again"),
-        )
-        for (kind, text), now, last in zip(texts, counts, before or counts, strict=True):
-            if now > last:
-                server.happened(kind, text, now - last)
+        for kind, count, text in (
+            ("refused", engine.stats().requests_rejected, "{count} refused for load"),
+            ("evicted", evicted, "{count} evicted, to be run again"),
+        ):
+            if (more := count - self._counts.get(kind, count)) > 0:
+                server.happened(kind, text, more)
+            self._counts[kind] = count
         up = {worker["name"]: worker["is_up"] for worker in _workers(engine.executor)}
         for name in up.keys() & self._up.keys():
             if up[name] != self._up[name]:
