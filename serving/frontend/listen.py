@@ -96,10 +96,12 @@ class GrpcPort:
         # Checked here, since gRPC logs the reason but does not raise it.
         refused = _refusal(self._host, self._wanted)
         try:
-            if refused is None and certificates is None:
-                self.port = made.add_insecure_port(address)
-            elif refused is None:
-                self.port = made.add_secure_port(address, certificates.for_grpc())
+            if refused is None:
+                self.port = (
+                    made.add_insecure_port(address)
+                    if certificates is None
+                    else made.add_secure_port(address, certificates.for_grpc())
+                )
         except RuntimeError as error:
             refused = OSError(None, str(error))
         if refused is not None:

@@ -51,7 +51,7 @@ class ChatTemplate:
         try:
             found = await process.ask(asked)
         except (LimitExceeded, TypeError) as error:
-            found = {"error": error}
+            raise InvalidRequest(f"the chat template failed: {error}", "prompt") from None
         if found["error"] is not None:
             raise InvalidRequest(f"the chat template failed: {found['error']}", "prompt")
         self._bounds.check_chars(found["num_chars"])
