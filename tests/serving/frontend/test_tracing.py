@@ -265,6 +265,16 @@ async def test_several_answers_of_one_call_are_in_one_span(collector):
     assert sorted(names) == ["decode", "decode", "prefill", "prefill", "queue", "queue"]
 
 
+async def test_headers_of_http_name_the_callers_trace_too(collector):
+    headers = [(b"host", b"localhost"), (b"traceparent", TRACEPARENT.encode())]
+    tracer = make_tracer(collector.url)
+    with tracer.request("id", "counter", LS, headers):
+        pass
+    await tracer.close()
+    (root,) = collector.roots()
+    assert (root.trace_id.hex(), root.parent_span_id.hex()) == (TRACE, PARENT)
+
+
 async def test_who_sends_is_named(collector, monkeypatch):
     for name in (None, "mine"):
         if name is not None:
