@@ -5,7 +5,6 @@ import serving.settings.extras  # noqa: F401  (names the extra of a package that
 # isort: split
 import asyncio
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any
 
 import grpc
@@ -64,12 +63,7 @@ class Client:
     async def __aenter__(self) -> "Client":
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *of_error: object) -> None:
         await self.close()
 
     async def close(self) -> None:

@@ -80,24 +80,17 @@ class Caller:
     """The holder of an API key: what the key allows, and what it has used."""
 
     def __init__(
-        self,
-        name: str = "",
-        *,
-        is_admin: bool = True,
-        key: Key | None = None,
-        clock: Clock = time.monotonic_ns,
+        self, name: str = "", key: Key = Key("", admin=True), clock: Clock = time.monotonic_ns
     ) -> None:
         """`name` identifies the key in logs and metrics, which never show the key itself.
 
-        `key` says what the key allows, and replaces `is_admin`. `clock` returns nanoseconds, for
-        the rate limits.
+        `key` says what the key allows. `clock` returns nanoseconds, for the rate limits.
         """
         self.name, self._clock = name, clock
-        self.key = Key("", admin=is_admin) if key is None else key
         self.num_requests = self.num_tokens = self.num_running = 0
         self.refused: Counter[str] = Counter(dict.fromkeys(REASONS, 0))
         self._requests, self._tokens = Bucket(0), Bucket(0)
-        self.change(self.key)
+        self.change(key)
 
     def change(self, key: Key) -> None:
         """Replaces what the key allows; what it has used stays counted."""
@@ -195,7 +188,8 @@ class Caller:
             ("class", priority and str(priority), key.classes),
         ):
             if allowed and wanted is not None and wanted not in allowed:
-                raise self._denied(what, _not_allowed(what, wanted, allowed))
+                may = f"it may use {', '.join(allowed)}"
+                raise self._denied(what, f"this key may not use {what} {shown(wanted)}; {may}")
         if key.concurrency and count > key.concurrency:
             raise self._denied(
                 "concurrency",
@@ -206,10 +200,6 @@ class Caller:
     def _denied(self, reason: str, message: str) -> PermissionDenied:
         self.refused[reason] += 1
         return PermissionDenied(message)
-
-
-def _not_allowed(what: str, wanted: str, allowed: Collection[str]) -> str:
-    return f"this key may not use {what} {shown(wanted)}; it may use {', '.join(allowed)}"
 
 
 ANYBODY = Caller()
@@ -276,7 +266,7 @@ class Access(Watched[dict[str, Key]]):
         callers = {}
         for name, key in found.items():
             if (caller := self.callers.get(name)) is None:
-                caller = Caller(name, key=key, clock=self._clock)
+                caller = Caller(name, key, self._clock)
             elif caller.key != key:
                 caller.change(key)
             callers[name] = caller

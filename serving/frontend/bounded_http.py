@@ -8,7 +8,6 @@ import select
 import socket
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import httptools
@@ -35,22 +34,24 @@ most. Each time doubles it.
 """
 
 
-@dataclass(frozen=True)
-class HttpLimits:
-    """Limits of one listener."""
-
-    max_connections: int  # further connections are closed at once
-    message_timeout_s: float  # from connecting, or a request's first byte, to its last
-
-
 class BoundedHttp(HttpToolsProtocol):
     """A connection that is closed if its client sends too much, or too slowly."""
 
     def __init__(
-        self, *args: Any, limits: HttpLimits, refused: Callable[[int], None], **kwargs: Any
+        self,
+        *args: Any,
+        max_connections: int,
+        message_timeout_s: float,
+        refused: Callable[[int], None],
+        **kwargs: Any,
     ) -> None:
+        """Connections beyond `max_connections` are closed at once. A message may take
+        `message_timeout_s` from connecting, or a request's first byte, to its last. `refused` is
+        told the status of each request that is answered without the application.
+        """
         super().__init__(*args, **kwargs)
-        self._limits, self._count_refused = limits, refused
+        self._max_connections, self._message_timeout_s = max_connections, message_timeout_s
+        self._count_refused = refused
         self._half_closed = False  # the client has closed its side
         self._header_bytes = 0  # size of the request line, headers and trailers
         self._unheard_bytes = 0  # since the parser's last callback; it buffers incomplete lines
@@ -65,7 +66,7 @@ class BoundedHttp(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """See asyncio.Protocol."""
-        if len(self.connections) >= self._limits.max_connections:
+        if len(self.connections) >= self._max_connections:
             self._refused = True
             transport.abort()
             return
@@ -236,7 +237,7 @@ class BoundedHttp(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def _start_clock(self) -> None:
-        self._arriving = self.loop.call_later(self._limits.message_timeout_s, self._too_slow)
+        self._arriving = self.loop.call_later(self._message_timeout_s, self._too_slow)
 
     def _stop_clock(self) -> None:
         if self._arriving is not None:
@@ -285,17 +286,3 @@ def _leave(cycle: RequestResponseCycle) -> None:
     """Tells the application that the client disconnected; its further output is dropped."""
     cycle.disconnected = True
     cycle.message_event.set()
-
-
-def bounded_http(
-    limits: HttpLimits, refused: Callable[[int], None]
-) -> Callable[..., asyncio.Protocol]:
-    """Returns a factory with which uvicorn makes the protocol of each connection.
-
-    `refused` is told the status of each request that is answered without the application.
-    """
-
-    def protocol(*args: Any, **kwargs: Any) -> BoundedHttp:
-        return BoundedHttp(*args, limits=limits, refused=refused, **kwargs)
-
-    return protocol

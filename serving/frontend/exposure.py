@@ -20,10 +20,8 @@ def certificates(config: ServerConfig) -> Certificates | None:
 
 def warn(config: ServerConfig) -> None:
     """Warns about ports that other machines can reach without encryption or access control."""
-    others_may_call, others_may_administer = (
-        not is_loopback(config.host),
-        not is_loopback(config.admin_host),
-    )
+    others_may_call = not is_loopback(config.host)
+    others_may_administer = not is_loopback(config.admin_host)
     if config.keys_file and not config.tls_cert and (others_may_call or others_may_administer):
         log.warning(
             "keys travel in the clear: keys_file is set, and %s is reached by others without "

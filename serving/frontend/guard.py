@@ -25,7 +25,6 @@ from serving.errors import (
     NotFound,
     Overloaded,
     PermissionDenied,
-    RequestFailed,
     ServingError,
     Unauthenticated,
     Unavailable,
@@ -53,26 +52,23 @@ LOG_EVERY_S = 10.0
 MAX_STREAMS = 64
 """Concurrent calls of methods with a stream of requests (reflection); few are needed."""
 
-_REFUSED, _DENIED, _INVALID = "refused", "denied", "invalid"
-_EXPIRED, _FAILED = "expired", "failed"
-_KINDS = (_REFUSED, _DENIED, _INVALID, _EXPIRED, _FAILED)
-"""Kinds of failed calls that the log counts."""
-
-_FAULT = grpc.StatusCode.INTERNAL.name
 _HEALTH = "/grpc.health.v1.Health/"
 
-_CODES: dict[type[Exception], grpc.StatusCode] = {
-    InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
-    ValueError: grpc.StatusCode.INVALID_ARGUMENT,
-    Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
-    PermissionDenied: grpc.StatusCode.PERMISSION_DENIED,
-    NotFound: grpc.StatusCode.NOT_FOUND,
-    Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    Unavailable: grpc.StatusCode.UNAVAILABLE,
-    DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
-    Aborted: grpc.StatusCode.CANCELLED,
-    RequestFailed: grpc.StatusCode.INTERNAL,
+_Code = grpc.StatusCode
+_REPORTED: dict[type[Exception], tuple[grpc.StatusCode, str | None]] = {
+    InvalidRequest: (_Code.INVALID_ARGUMENT, "invalid"),
+    ValueError: (_Code.INVALID_ARGUMENT, "invalid"),
+    Unauthenticated: (_Code.UNAUTHENTICATED, "denied"),
+    PermissionDenied: (_Code.PERMISSION_DENIED, "denied"),
+    NotFound: (_Code.NOT_FOUND, "invalid"),
+    Overloaded: (_Code.RESOURCE_EXHAUSTED, "refused"),
+    Unavailable: (_Code.UNAVAILABLE, "refused"),
+    DeadlineExceeded: (_Code.DEADLINE_EXCEEDED, "expired"),
+    Aborted: (_Code.CANCELLED, None),  # by its caller, or because the server stops
 }
+"""The status of each error, and the kind under which the log counts it; None: it does not."""
+_FAULT = _Code.INTERNAL, "failed"
+"""Of all others."""
 
 
 @dataclass(frozen=True)
@@ -131,18 +127,22 @@ class Guard(grpc.aio.ServerInterceptor):
             for _ in range(2)
         )
         self.streams = Streams(limits.max_receiving, limits.message_timeout_s)
-        self._services: dict[str, Service] = {}  # by method
+        self._prompts: dict[str, Callable[[Bounds], int]] = {}  # see Service; of all services
+        self._lasting, self._needs_admin = set[str](), set[str]()  # methods
         self._ended: dict[str, Callable[[str, str], None]] = {}  # by route
-        self._ended_elsewhere = server.metrics.calls.door("grpc", ["other"], _FAULT)
+        self._ended_elsewhere = server.metrics.calls.door("grpc", ["other"], _FAULT[0].name)
         self._wrapped: dict[str, grpc.RpcMethodHandler] = {}
-        self._tallies = {what: Tally(what) for what in _KINDS}
+        kinds = [kind for _, kind in (*_REPORTED.values(), _FAULT)]
+        self._tallies = {kind: Tally(kind) for kind in kinds if kind is not None}
         self._idle = asyncio.Event()
 
     def add(self, service: Service) -> None:
         """Learns of a service; of others it knows that they take no prompts."""
         routes = [*service.methods, *service.also_counted]
-        ended = self._server.metrics.calls.door(service.protocol, routes, _FAULT)
-        self._services |= dict.fromkeys(service.methods, service)
+        ended = self._server.metrics.calls.door(service.protocol, routes, _FAULT[0].name)
+        self._prompts |= service.prompts
+        self._lasting |= {*service.lasting}
+        self._needs_admin |= {*service.methods} if service.needs_admin else set()
         self._ended |= dict.fromkeys(routes, ended)
 
     async def idle(self, timeout_s: float) -> bool:
@@ -180,18 +180,15 @@ class Guard(grpc.aio.ServerInterceptor):
         """
         if handler.request_streaming and not handler.response_streaming:
             raise TypeError(f"{method} is of a kind that the guard does not know")
-        behaviour = None
+        make = self._call
         if handler.request_streaming:
-            service = self._services.get(method)
-            lasts = service is not None and method in service.lasting
-            make = self._lasting_stream if lasts else self._stream
-            behaviour = make(method, handler)
+            make = self._lasting_stream if method in self._lasting else self._stream
         kind = (
             grpc.stream_stream_rpc_method_handler
             if handler.response_streaming
             else grpc.stream_unary_rpc_method_handler
         )
-        return kind(behaviour or self._call(method, handler), None, handler.response_serializer)
+        return kind(make(method, handler), None, handler.response_serializer)
 
     def _call(self, method: str, handler: Any) -> Callable[[object, Any], Awaitable[Any]]:
         inner = handler.unary_stream if handler.response_streaming else handler.unary_unary
@@ -250,8 +247,7 @@ class Guard(grpc.aio.ServerInterceptor):
 
     def _identify(self, method: str, context: Any) -> None:
         caller = self._server.access.caller(authorization(context))
-        service = self._services.get(method)
-        if service is not None and service.needs_admin:
+        if method in self._needs_admin:
             caller.require_admin()
 
     def _admit(self, method: str) -> None:
@@ -259,19 +255,18 @@ class Guard(grpc.aio.ServerInterceptor):
 
         So no work is wasted if the server is overloaded or a key's limit is reached.
         """
-        service = self._services.get(method)
-        if service is None or method not in service.prompts:
+        if method not in self._prompts:
             return
         engine = self._server.ready_engine()
-        if method not in service.lasting:  # else it is checked for each request of the stream
+        if method not in self._lasting:  # else it is checked for each request of the stream
             engine.check_admission(key=current.get().name)
             current.get().check_room()
 
     def _max_message_bytes(self, method: str) -> int:
-        service, engine = self._services.get(method), self._server.engine
-        if service is None or engine is None or method not in service.prompts:
+        engine = self._server.engine
+        if engine is None or method not in self._prompts:
             return SMALL_MESSAGE_BYTES
-        return min(MAX_MESSAGE_BYTES, service.prompts[method](engine.bounds))
+        return min(MAX_MESSAGE_BYTES, self._prompts[method](engine.bounds))
 
     def _parsed(self, method: str, handler: Any, message: bytes) -> Any:
         most = self._max_message_bytes(method)
@@ -319,9 +314,9 @@ class Guard(grpc.aio.ServerInterceptor):
 
     def note(self, method: str, peer: str, error: Exception) -> None:
         """Counts a failed call for the log, with a traceback if the error is unexpected."""
-        expected = isinstance(error, ServingError | ValueError)
-        if (what := _kind(error) if expected else _FAILED) is not None:
-            self._tallies[what].note(_detail(method, peer, error), None if expected else error)
+        if (kind := _reported(error)[1]) is not None:
+            traced = None if _is_expected(error) else error
+            self._tallies[kind].note(_detail(method, peer, error), traced)
 
     @contextlib.asynccontextmanager
     async def _answering(self, method: str, context: Any) -> AsyncIterator[None]:
@@ -360,9 +355,7 @@ class Guard(grpc.aio.ServerInterceptor):
         # The error may outlive its call until the next garbage collection, in a cycle of gRPC's
         # context and the exception that `abort` raises: let no message be among its frames.
         traceback.clear_frames(error.__traceback__)
-        if not isinstance(error, ServingError | ValueError):
-            return Told(grpc.StatusCode.INTERNAL, cut(f"{type(error).__name__}: {error}"), ())
-        return Told(code_of(error), cut(str(error)), _trailing(error))
+        return Told(code_of(error), said(error), _trailing(error))
 
 
 def authorization(context: Any) -> str | None:
@@ -371,29 +364,28 @@ def authorization(context: Any) -> str | None:
     return said[0] if len(said) == 1 and isinstance(said[0], str) else None
 
 
-def _kind(error: Exception) -> str | None:
-    """Returns the kind under which the log counts an error; None if it is not logged."""
-    if isinstance(error, Aborted):
-        return None  # by its caller, or because the server stops
-    if isinstance(error, Overloaded | Unavailable):
-        return _REFUSED
-    if isinstance(error, Unauthenticated | PermissionDenied):
-        return _DENIED
-    if isinstance(error, DeadlineExceeded):
-        return _EXPIRED
-    return _INVALID if isinstance(error, InvalidRequest | NotFound | ValueError) else _FAILED
+def _is_expected(error: Exception) -> bool:
+    return isinstance(error, ServingError | ValueError)
+
+
+def said(error: Exception) -> str:
+    """Returns what a client is told of an error, cut to what any can receive."""
+    return cut(str(error) if _is_expected(error) else f"{type(error).__name__}: {error}")
 
 
 def _detail(method: str, peer: str, error: Exception) -> str:
     """Describes an error in one line."""
-    said = " ".join(cut(str(error)).split()) or type(error).__name__
-    return f"the last one, {method} from {peer}: {said}"
+    text = " ".join(cut(str(error)).split()) or type(error).__name__
+    return f"the last one, {method} from {peer}: {text}"
 
 
 def code_of(error: Exception) -> grpc.StatusCode:
     """Returns the gRPC status with which an error is reported."""
-    codes = (code for kind, code in _CODES.items() if isinstance(error, kind))
-    return next(codes, grpc.StatusCode.INTERNAL)
+    return _reported(error)[0]
+
+
+def _reported(error: Exception) -> tuple[grpc.StatusCode, str | None]:
+    return next((how for kind, how in _REPORTED.items() if isinstance(error, kind)), _FAULT)
 
 
 def _trailing(error: Exception) -> tuple[tuple[str, str], ...]:

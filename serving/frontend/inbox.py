@@ -2,8 +2,9 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Any
+from weakref import WeakValueDictionary
 
 from serving.errors import DeadlineExceeded, InvalidRequest, Overloaded
 
@@ -28,7 +29,7 @@ class Inbox:
         self.num_callers = 0
         self._places = asyncio.Semaphore(num_places)
         self._receiving: dict[asyncio.Timeout, float] = {}  # start times, the oldest first
-        self._connections: dict[str, tuple[asyncio.Semaphore, list[None]]] = {}
+        self._connections = WeakValueDictionary[str, asyncio.Semaphore]()
 
     async def receive(self, context: Any) -> bytes | None:
         """Returns the next message of a call; None if there are no more.
@@ -71,35 +72,22 @@ class Inbox:
             raise InvalidRequest("the call has no message; send one")
         return message
 
-    @contextlib.asynccontextmanager
-    async def _of_connection(self, peer: str) -> AsyncIterator[None]:
-        places, users = self._connections.setdefault(
-            peer, (asyncio.Semaphore(PLACES_PER_CONNECTION), [])
-        )
-        users.append(None)
-        try:
-            async with places:
-                yield
-        finally:
-            users.pop()
-            if not users:
-                del self._connections[peer]
+    def _of_connection(self, peer: str) -> asyncio.Semaphore:
+        """Returns the places of a connection, which are there as long as anybody uses them."""
+        if (places := self._connections.get(peer)) is None:
+            places = self._connections[peer] = asyncio.Semaphore(PLACES_PER_CONNECTION)
+        return places
 
     @contextlib.asynccontextmanager
     async def _place(self, limit: asyncio.Timeout) -> AsyncIterator[None]:
         if self._places.locked():
             self._hurry()
         async with self._places:
-            with self._noted(limit):
+            self._receiving[limit] = asyncio.get_running_loop().time()
+            try:
                 yield
-
-    @contextlib.contextmanager
-    def _noted(self, limit: asyncio.Timeout) -> Iterator[None]:
-        self._receiving[limit] = asyncio.get_running_loop().time()
-        try:
-            yield
-        finally:
-            del self._receiving[limit]
+            finally:
+                del self._receiving[limit]
 
     def _hurry(self) -> None:
         """Shortens the deadline of the oldest receiver not yet shortened, since another

@@ -6,7 +6,6 @@ the client by `serving.frontend.guard`, or in a response of the stream.
 
 import asyncio
 import contextlib
-import math
 import uuid
 from collections.abc import AsyncGenerator, Callable
 from functools import cache
@@ -20,7 +19,6 @@ from serving.frontend.guard import Service, authorization, cut
 from serving.frontend.kserve_tensors import INPUTS, OUTPUTS, VERSION, Answer
 from serving.frontend.status import noted
 from serving.frontend.streams import Stream
-from serving.frontend.tracing import trace_headers
 from serving.proto.inference import inference_pb2 as pb
 from serving.proto.inference import inference_pb2_grpc as rpc
 from serving.request import number_of
@@ -106,11 +104,10 @@ class InferenceService(rpc.GRPCInferenceServiceServicer):
             )
         answer = Answer(request.id, model, asked, _decoder(engine, model))
         request_id = request.id or uuid.uuid4().hex
-        tracer = self._server.tracer
-        headers = trace_headers(context.invocation_metadata()) if tracer.is_on else {}
+        tracer, headers = self._server.tracer, context.invocation_metadata()
         with (
             caller.request(model, asked.priority),
-            tracer.request(request_id, model, asked.priority, **headers) as span,
+            tracer.request(request_id, model, asked.priority, headers) as span,
         ):
             outputs = engine.generate(
                 asked.prompt,
@@ -293,10 +290,7 @@ class _InferStream:
 
 def _sooner(timeout_s: float | None, left_s: float | None) -> float | None:
     """Returns the earlier of the request's own timeout and the call's remaining time."""
-    soonest = min(
-        math.inf if timeout_s is None else timeout_s, math.inf if left_s is None else left_s
-    )
-    return None if soonest == math.inf else soonest
+    return min((one for one in (timeout_s, left_s) if one is not None), default=None)
 
 
 def _decoder(engine: "Engine", model: str) -> Callable[[int], str] | None:

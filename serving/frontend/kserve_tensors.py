@@ -21,7 +21,6 @@ from serving.request import (
     Output,
     Priority,
     SamplingParams,
-    ThresholdSpan,
     check_count,
 )
 
@@ -365,14 +364,14 @@ class Answer:
 
     def _element(self, name: str, out: Output) -> bytes:
         match name:
-            case "text_output":
-                return _bytes("".join(self._texts))
+            case "text_output":  # an unpaired surrogate has no UTF-8
+                return _with_length("".join(self._texts).encode("utf-8", "replace"))
             case "finish_reason":
-                return _bytes(str(out.finish_reason))  # "None" if unfinished, as in Triton
+                return _with_length(str(out.finish_reason).encode())  # unfinished: as in Triton
             case "cumulative_logprob":
                 return struct.pack("<f", self._cumulative_logprob)
             case "logprobs":
-                return struct.pack("<I", len(self._logprobs) + 2) + b"[%b]" % self._logprobs
+                return _with_length(b"[%b]" % self._logprobs)
             case "num_input_tokens":
                 return struct.pack("<I", out.usage.prompt_tokens)
             case _:
@@ -396,8 +395,7 @@ class Answer:
         }
 
 
-def _bytes(text: str) -> bytes:
-    data = text.encode("utf-8", "replace")  # an unpaired surrogate has no UTF-8
+def _with_length(data: bytes) -> bytes:
     return struct.pack("<I", len(data)) + data
 
 
@@ -414,11 +412,7 @@ def _degraded(out: Output) -> dict[str, Any]:
         found["degraded_share"] = usage.degraded_visits / usage.expert_visits
     if not math.isnan(usage.expected_loss):
         found["expected_loss"] = usage.expected_loss
-    spans: dict[str, ThresholdSpan | None] = {
-        "prefill": out.prefill_threshold,
-        "decode": out.decode_threshold,
-    }
-    for phase, span in spans.items():
+    for phase, span in (("prefill", out.prefill_threshold), ("decode", out.decode_threshold)):
         if span is not None:
             found[f"{phase}_threshold_min_percent"] = span.min_percent
             found[f"{phase}_threshold_max_percent"] = span.max_percent

@@ -3,7 +3,7 @@
 import contextlib
 import errno
 import socket
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import grpc
 from grpc_health.v1 import health, health_pb2_grpc
@@ -33,6 +33,8 @@ _OPTIONS = (
     ("grpc.server_handshake_timeout_ms", 10_000),
     ("grpc.max_connection_idle_ms", 300_000),
 )
+Address = tuple[socket.AddressFamily, socket.SocketKind, int, str, Any]
+"""As `socket.getaddrinfo` returns it."""
 _GRACE_S = 1.0  # for sending last messages after every request has ended
 _TRIED_PORTS = 100
 _SPARE_STREAMS = 128
@@ -76,7 +78,8 @@ class GrpcPort:
     def bind(self) -> grpc.aio.Server:
         """Takes the port, on which the server that it returns may listen then.
 
-        Raises OSError as the function `bind` does.
+        Raises OSError with one line that names the flag to change: `--<prefix>host`,
+        `--<prefix>port`.
         """
         options = (
             *_OPTIONS,
@@ -89,9 +92,20 @@ class GrpcPort:
         health_pb2_grpc.add_HealthServicer_to_server(self._server.health, made)
         names = (service.descriptor.full_name for service in self.services)
         reflection.add(made, (*names, health.SERVICE_NAME))
-        certificates = self._server.certificates
-        tls = None if certificates is None else certificates.for_grpc()
-        self.port = bind(made, self._host, self._wanted, self._prefix, tls)
+        address, certificates = join(self._host, self._wanted), self._server.certificates
+        # Checked here, since gRPC logs the reason but does not raise it.
+        refused = _refusal(self._host, self._wanted)
+        try:
+            if refused is None:
+                self.port = (
+                    made.add_insecure_port(address)
+                    if certificates is None
+                    else made.add_secure_port(address, certificates.for_grpc())
+                )
+        except RuntimeError as error:
+            refused = OSError(None, str(error))
+        if refused is not None:
+            raise cannot_listen(address, refused, self._prefix, "port")
         return made
 
     async def start(self) -> str:
@@ -107,36 +121,13 @@ class GrpcPort:
         self.guard.close()
 
 
-def bind(
-    server: grpc.aio.Server,
-    host: str,
-    port: int,
-    prefix: str = "",
-    tls: grpc.ServerCredentials | None = None,
-) -> int:
-    """Binds a port and returns its number; without `tls` it is not encrypted.
-
-    Raises OSError with one line that names the flag to change: `--<prefix>host`, `--<prefix>port`.
-    """
-    address = join(host, port)
-    refused = _refusal(host, port)  # checked here, since gRPC logs the reason but does not raise it
-    if refused is None:
-        try:
-            if tls is not None:
-                return server.add_secure_port(address, tls)
-            return server.add_insecure_port(address)
-        except RuntimeError as error:
-            refused = OSError(None, str(error))
-    raise cannot_listen(address, refused, prefix, "port") from None
-
-
 def bind_socket(host: str, port: int, prefix: str = "", first: int = 0) -> socket.socket:
     """Returns a socket for HTTP, bound to the first address of the host name.
 
     Port 0 is any free one or, with `first`, that or the next free one. The socket then listens
     already, so that no other process takes the same port.
 
-    Raises as `bind`; the flags are `--<prefix>host` and `--<prefix>http-port`.
+    Raises as `GrpcPort.bind`; the flags are `--<prefix>host` and `--<prefix>http-port`.
     """
     if first and not port:
         for tried in range(first, first + _TRIED_PORTS):
@@ -149,21 +140,9 @@ def bind_socket(host: str, port: int, prefix: str = "", first: int = 0) -> socke
                     raise
                 return bound
     try:
-        found = socket.getaddrinfo(
-            host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )
-        family, kind, protocol, _, where = found[0]
-        bound = socket.socket(family, kind, protocol)
-        try:
-            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            bound.bind(where)
-        except OSError:
-            bound.close()
-            raise
-    except (OSError, UnicodeError) as error:
-        refused = error if isinstance(error, OSError) else OSError(None, "this is no host's name")
-        raise cannot_listen(join(host, port), refused, prefix, "http-port") from None
-    return bound
+        return _bound(*addresses(host, port)[0])
+    except OSError as error:
+        raise cannot_listen(join(host, port), error, prefix, "http-port") from None
 
 
 def cannot_listen(address: str, refused: OSError, prefix: str, port_flag: str) -> OSError:
@@ -177,24 +156,39 @@ def cannot_listen(address: str, refused: OSError, prefix: str, port_flag: str) -
     return OSError(f"cannot listen on {address}: {refused.strerror}; {advice}")
 
 
+def addresses(host: str, port: int) -> list[Address]:
+    """Returns the addresses on which a host's name says to listen. Raises OSError."""
+    name, passive = host.strip("[]"), socket.AI_PASSIVE
+    try:
+        return socket.getaddrinfo(name, port, type=socket.SOCK_STREAM, flags=passive)
+    except UnicodeError:
+        raise OSError(None, "this is no name of a host") from None
+
+
+def _bound(family: int, kind: int, protocol: int, _: str, where: Any) -> socket.socket:
+    """Returns a socket that is bound to one of `addresses`. Raises OSError."""
+    bound = socket.socket(family, kind, protocol)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(where)
+    except OSError:
+        bound.close()
+        raise
+    return bound
+
+
 def _refusal(host: str, port: int) -> OSError | None:
     """Returns the error if an address of the host is taken, or none can be bound; otherwise
     None.
     """
     try:
-        found = socket.getaddrinfo(
-            host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )
+        found = addresses(host, port)
     except OSError as error:
         return error
-    except UnicodeError:
-        return OSError(None, "this is no name of a host")
     refusals: list[OSError] = []
-    for family, kind, protocol, _, where in found:
+    for address in found:
         try:
-            with socket.socket(family, kind, protocol) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                probe.bind(where)
+            _bound(*address).close()
         except OSError as error:
             refusals.append(error)
     taken = [error for error in refusals if error.errno in (errno.EADDRINUSE, errno.EACCES)]

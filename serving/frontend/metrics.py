@@ -9,7 +9,7 @@ import importlib.metadata
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from math import inf, isnan, nan
 from threading import Lock
 from typing import TYPE_CHECKING, Any
@@ -101,28 +101,26 @@ class Histograms:
             yield made
 
 
-def gauge(name: str, about: str, value: float) -> Metric:
-    """Returns the family of one gauge."""
-    return GaugeMetricFamily(PREFIX + name, about, value)
-
-
-def counter(name: str, about: str, value: float) -> Metric:
-    """Returns the family of one counter."""
-    return CounterMetricFamily(PREFIX + name, about, value)
-
-
-def family(
-    kind: type, name: str, about: str, labels: str | Sequence[str], values: Mapping[Any, float]
+def _family(
+    kind: Any, name: str, about: str, values: float | Mapping[Any, float], *labels: str
 ) -> Metric:
-    """Returns a family with a metric for each value of a label, or of several together."""
-    several = not isinstance(labels, str)
-    made = kind(PREFIX + name, about, labels=labels if several else [labels])
-    for key, value in values.items():
-        made.add_metric([str(one) for one in key] if several else [key], value)
+    """Returns a metric family: of one value, or of one for each value of a label, or of several
+    together; without those that are NaN.
+    """
+    made = kind(PREFIX + name, about, labels=labels)
+    for of, value in values.items() if isinstance(values, Mapping) else [((), values)]:
+        if not isnan(value):
+            made.add_metric([of] if isinstance(of, str) else [str(one) for one in of], value)
     return made
 
 
-_COUNTER = CounterMetricFamily
+gauge, counter = partial(_family, GaugeMetricFamily), partial(_family, CounterMetricFamily)
+
+
+def _by_place(counts: np.ndarray) -> dict[tuple[int, ...], int]:
+    """Returns an array's values by their indices."""
+    return {at: int(count) for at, count in np.ndenumerate(counts)}
+
 
 PHASES = ("prefill", "decode")
 SETTLED_STEPS = 1000  # after which the times of steps are known
@@ -184,8 +182,8 @@ class Calls:
         with self._lock:
             counts = dict(self._counts)
         about = "Calls that have ended, by HTTP status or gRPC code"
-        labels = ["protocol", "route", "code", "key", "model_name"]
-        return family(_COUNTER, "calls", about, labels, counts)
+        labels = "protocol", "route", "code", "key", "model_name"
+        return counter("calls", about, counts, *labels)
 
 
 @cache
@@ -255,7 +253,6 @@ class Metrics(Observer):
         self, step: "ScheduledStep", result: "StepResult", started_at: float, now: float
     ) -> None:
         """See Observer."""
-        super().step_read(step, result, started_at, now)
         if result.expert_rows.size:  # workers count for some time, and tell of it then
             rows = result.expert_rows.astype(np.int64)
             self.expert_rows = rows if self.expert_rows is None else self.expert_rows + rows
@@ -276,7 +273,6 @@ class Metrics(Observer):
 
     def requests_began(self, queue_s: np.ndarray, wait_s: np.ndarray, priority: Priority) -> None:
         """See Observer."""
-        super().requests_began(queue_s, wait_s, priority)
         self.queue.observe(queue_s, priority)
         self.wait.observe(wait_s, priority)
 
@@ -284,7 +280,6 @@ class Metrics(Observer):
         self, ttft_s: np.ndarray, slo_s: float, priority: Priority, model: str
     ) -> None:
         """See Observer."""
-        super().first_tokens(ttft_s, slo_s, priority, model)
         self.ttft.observe(ttft_s, priority, model)
         self._tokens("prefill", ttft_s, slo_s, priority, model)
 
@@ -292,7 +287,6 @@ class Metrics(Observer):
         self, itl_s: np.ndarray, slo_s: float, priority: Priority, model: str
     ) -> None:
         """See Observer."""
-        super().further_tokens(itl_s, slo_s, priority, model)
         self.itl.observe(itl_s, priority, model)
         self._tokens("decode", itl_s, slo_s, priority, model)
 
@@ -308,7 +302,6 @@ class Metrics(Observer):
 
     def request_finished(self, sequence: "SequenceState", output: Output, now: float) -> None:
         """See Observer."""
-        super().request_finished(sequence, output, now)
         self.prompt_tokens += output.usage.prompt_tokens
         self.finished[output.finish_reason or "stop"] += 1
         took_s = np.array([now - sequence.arrived_at])
@@ -329,7 +322,6 @@ class Metrics(Observer):
 
     def request_ended(self, sequence: "SequenceState", error: ServingError | None) -> None:
         """See Observer."""
-        super().request_ended(sequence, error)
         if isinstance(error, DeadlineExceeded):
             self.expired["queue" if isinstance(error, QueuedTooLong) else "deadline"] += 1
 
@@ -347,39 +339,25 @@ class Metrics(Observer):
             "preemption_latency_seconds", "From slot and pages being there to the first layers"
         )
         if self.expert_rows is not None:
-            about, rows = "Rows an expert computed, united ones last", self.expert_rows
-            counts = {at: int(count) for at, count in np.ndenumerate(rows)}
-            labels = ["layer", "expert"]
-            yield family(_COUNTER, "expert_rows", about, labels, counts)
+            about, counts = "Rows an expert computed, united ones last", _by_place(self.expert_rows)
+            yield counter("expert_rows", about, counts, "layer", "expert")
         yield from self.mesh.collect(self.engine)
         yield from _workers(self.engine)
         yield from self.by_model.collect(self.engine)
         yield from _keys(self.access)
         yield self.calls.collect()
-        about, labels = "1; what runs", ["version", "commit", "jax"]
-        yield family(GaugeMetricFamily, "build_info", about, labels, {_build(): 1})
+        yield gauge("build_info", "1; what runs", {_build(): 1}, "version", "commit", "jax")
         yield from self.e2e.collect("e2e_request_latency_seconds", "Arrival to last token")
         yield counter("prompt_tokens", "Prompt tokens of finished requests", self.prompt_tokens)
-        yield counter(
-            "prefill_tokens",
-            "Tokens computed by prefill steps, those of preempted requests again",
-            self.prefill_tokens,
-        )
+        about = "Tokens computed by prefill steps, those of preempted requests again"
+        yield counter("prefill_tokens", about, self.prefill_tokens)
         yield counter("generation_tokens", "Tokens generated", self.generation_tokens)
-        yield family(
-            _COUNTER,
-            "slo_violations",
-            "Latency-sensitive tokens later than the SLO of their phase",
-            "phase",
-            self.violations,
+        about = "Latency-sensitive tokens later than the SLO of their phase"
+        yield counter("slo_violations", about, self.violations, "phase")
+        about = (
+            "Requests whose time ran out: their own, or that for which they may wait in the queue"
         )
-        yield family(
-            _COUNTER,
-            "requests_expired",
-            "Requests whose time ran out: their own, or that for which they may wait in the queue",
-            "reason",
-            self.expired,
-        )
+        yield counter("requests_expired", about, self.expired, "reason")
         ended: dict[str, float] = {**self.finished, "abort": 0, "error": 0}
         if self.engine is not None:
             yield from _engine_families(self.engine)
@@ -388,13 +366,8 @@ class Metrics(Observer):
                 about = "Speed of the machine: 1 is what it was when a thousand steps were known"
                 yield gauge("step_time_speed", about, speed)
             ended |= {"abort": stats.requests_aborted, "error": stats.requests_failed}
-        yield family(
-            _COUNTER,
-            "request_success",
-            "Ended requests by reason; error: failed by the server",
-            "finished_reason",
-            ended,
-        )
+        about = "Ended requests by reason; error: failed by the server"
+        yield counter("request_success", about, ended, "finished_reason")
 
 
 def _engine_families(engine: "Engine") -> Iterator[Metric]:
@@ -402,15 +375,14 @@ def _engine_families(engine: "Engine") -> Iterator[Metric]:
     yield gauge("num_requests_running", "Requests that hold pages", stats.num_running)
     yield gauge("num_requests_waiting", "Requests in the queue", stats.num_waiting)
     scheduler = engine.scheduler
-    queues = {priority.value: len(queue) for priority, queue in scheduler.queues.items()}
+    queues = {priority: len(queue) for priority, queue in scheduler.queues.items()}
     about = "Requests in the queue of a class"
-    yield family(GaugeMetricFamily, "num_requests_waiting_by_priority", about, "priority", queues)
+    yield gauge("num_requests_waiting_by_priority", about, queues, "priority")
     yield counter("parks", "Steps that another went before, between layers", scheduler.num_parks)
     yield counter("joins", "Parked steps whose rows another took along", scheduler.num_joins)
     yield counter("hybrid_steps", "Steps that decoded beside prompts", scheduler.num_hybrid)
-    evictions = {priority.value: count for priority, count in scheduler.num_evictions.items()}
     about = "Requests that gave up their pages, to be computed again"
-    yield family(_COUNTER, "evictions", about, "priority", evictions)
+    yield counter("evictions", about, scheduler.num_evictions, "priority")
     usage = stats.kv_pages_used / max(stats.kv_pages_total, 1)
     yield gauge("kv_cache_usage_perc", "KV pages in use; 1 is all", usage)
     about = "KV pages that nobody has, kept for prompts that begin alike"
@@ -429,24 +401,15 @@ def _engine_families(engine: "Engine") -> Iterator[Metric]:
     yield counter("expected_loss_nats", about, stats.expected_loss_nats)
     about = "Bound on a threshold's expected loss, nats a token; 0: none"
     yield gauge("max_expected_loss_nats", about, brownout.max_expected_loss)
-    yield counter(
-        "recompilations", "Compilations that a step waited for", stats.compilations_since_ready
-    )
+    about = "Compilations that a step waited for"
+    yield counter("recompilations", about, stats.compilations_since_ready)
     about = "Requests refused for load"
     yield counter("requests_rejected", about, stats.requests_rejected)
     refused = {(one.key, one.priority): one.count for one in stats.refused}
-    name, labels = "requests_rejected_by_key", ["key", "priority"]
-    yield family(CounterMetricFamily, name, about, labels, refused)
-    yield family(
-        GaugeMetricFamily,
-        "brownout_threshold_percent",
-        "Visits kept exact, at least",
-        "phase",
-        {
-            "prefill": brownout.prefill_threshold_percent,
-            "decode": brownout.decode_threshold_percent,
-        },
-    )
+    yield counter("requests_rejected_by_key", about, refused, "key", "priority")
+    thresholds = brownout.prefill_threshold_percent, brownout.decode_threshold_percent
+    by_phase = dict(zip(PHASES, thresholds, strict=True))
+    yield gauge("brownout_threshold_percent", "Visits kept exact, at least", by_phase, "phase")
     p90s = {
         ("prefill", "seen"): brownout.ttft_p90_s,
         ("decode", "seen"): brownout.itl_p90_s,
@@ -454,16 +417,11 @@ def _engine_families(engine: "Engine") -> Iterator[Metric]:
         ("decode", "expected"): brownout.predicted_itl_p90_s,
     }
     about = "P90 latency as the controller saw it, and as it expected it of its last decision"
-    known = {labels: value for labels, value in p90s.items() if not isnan(value)}
-    yield family(GaugeMetricFamily, "controller_p90_seconds", about, ["phase", "what"], known)
-    least = {"prefill": brownout.least_ttft_s, "decode": brownout.least_itl_s}
-    yield family(
-        GaugeMetricFamily,
-        "objective_least_seconds",
-        "The shortest objective that can be kept, if the one that is set cannot; else 0",
-        "phase",
-        {phase: 0.0 if isnan(seconds) else seconds for phase, seconds in least.items()},
-    )
+    yield gauge("controller_p90_seconds", about, p90s, "phase", "what")
+    about = "The shortest objective that can be kept, if the one that is set cannot; else 0"
+    least = zip(PHASES, (brownout.least_ttft_s, brownout.least_itl_s), strict=True)
+    by_phase = {phase: 0.0 if isnan(seconds) else seconds for phase, seconds in least}
+    yield gauge("objective_least_seconds", about, by_phase, "phase")
     yield from _audits(stats.audits)
     times = engine.pace.times
     yield gauge("step_time_error", "Mean relative error of expected step times", times.error)
@@ -474,33 +432,32 @@ def _audits(audits: Iterable[AuditState]) -> Iterator[Metric]:
     scored = [audit for audit in audits if audit.num_scored or audit.num_unscored]
     if not scored:
         return
-    for kind, name, about, field in (
-        (CounterMetricFamily, "answers", "Degraded answers that were scored exactly", "num_scored"),
-        (CounterMetricFamily, "unscored", "Degraded answers for which was no room", "num_unscored"),
-        (GaugeMetricFamily, "exempt", "1: brownout cost more than the bound", "is_exempt"),
+    of = "model_name", "key"
+    for make, name, about, field in (
+        (counter, "answers", "Degraded answers that were scored exactly", "num_scored"),
+        (counter, "unscored", "Degraded answers for which was no room", "num_unscored"),
+        (gauge, "exempt", "1: brownout cost more than the bound", "is_exempt"),
+        (
+            *(gauge, "expected_nats", "The excess that the thresholds of those answers let expect"),
+            "expected_nats",
+        ),
     ):
-        counts = {(audit.model, audit.key): float(getattr(audit, field)) for audit in scored}
-        yield family(kind, f"audit_{name}", about, ["model_name", "key"], counts)
-    expected = {(a.model, a.key): a.expected_nats for a in scored if not isnan(a.expected_nats)}
-    about = "The excess that the thresholds of those answers let expect"
-    yield family(GaugeMetricFamily, "audit_expected_nats", about, ["model_name", "key"], expected)
+        values = {(audit.model, audit.key): float(getattr(audit, field)) for audit in scored}
+        yield make(f"audit_{name}", about, values, *of)
     for name, about in (
         ("excess_nats", "A token's log-probability above that under the exact model"),
         ("disagreement", "Share of greedy tokens that are not the exact model's first choice"),
     ):
         stem = name.removesuffix("_nats")
+        bounds = {"mean": name} | {
+            bound: name.replace(stem, f"{stem}_{bound}") for bound in ("low", "high")
+        }
         values = {
             (audit.model, audit.key, bound): getattr(audit, field)
             for audit in scored
-            for bound, field in (
-                ("mean", name),
-                ("low", name.replace(stem, f"{stem}_low")),
-                ("high", name.replace(stem, f"{stem}_high")),
-            )
+            for bound, field in bounds.items()
         }
-        known = {at: value for at, value in values.items() if not isnan(value)}
-        labels = ["model_name", "key", "bound"]
-        yield family(GaugeMetricFamily, f"audit_{name}", about, labels, known)
+        yield gauge(f"audit_{name}", about, values, *of, "bound")
 
 
 def _keys(access: "Access | None") -> Iterator[Metric]:
@@ -508,20 +465,19 @@ def _keys(access: "Access | None") -> Iterator[Metric]:
     if access is None or not access.paths:
         return
     callers = access.callers.values()
-    for kind, name, about, field in (
-        (_COUNTER, "requests", "Requests that were let in", "num_requests"),
-        (_COUNTER, "tokens", "Tokens of prompts and outputs", "num_tokens"),
-        (GaugeMetricFamily, "requests_running", "Requests under way", "num_running"),
+    for make, name, about, field in (
+        (counter, "requests", "Requests that were let in", "num_requests"),
+        (counter, "tokens", "Tokens of prompts and outputs", "num_tokens"),
+        (gauge, "requests_running", "Requests under way", "num_running"),
     ):
         used = {caller.name: getattr(caller, field) for caller in callers}
-        yield family(kind, f"{name}_by_key", f"{about}, by a key's name", "key", used)
+        yield make(f"{name}_by_key", f"{about}, by a key's name", used, "key")
     refused = {
         (caller.name, reason): count
         for caller in callers
         for reason, count in caller.refused.items()
     }
-    about = "What a key asked for and may not"
-    yield family(_COUNTER, "refused_by_key", about, ["key", "reason"], refused)
+    yield counter("refused_by_key", "What a key asked for and may not", refused, "key", "reason")
 
 
 def _workers(engine: "Engine | None") -> Iterator[Metric]:
@@ -537,14 +493,14 @@ def _workers(engine: "Engine | None") -> Iterator[Metric]:
     if not isinstance(executor, HasWorkers):
         return
     workers = list(executor.seen())
-    for kind, name, about, field in (
-        (GaugeMetricFamily, "up", "1: the worker is there", "is_up"),
-        (_COUNTER, "stages", "Stages that a worker has run since it started", "stages"),
-        (GaugeMetricFamily, "waiting_rows", "Rows that wait before a worker's layers", "rows"),
-        (GaugeMetricFamily, "oldest_row_seconds", "How long the oldest of them waits", "oldest_s"),
+    for make, name, about, field in (
+        (gauge, "up", "1: the worker is there", "is_up"),
+        (counter, "stages", "Stages that a worker has run since it started", "stages"),
+        (gauge, "waiting_rows", "Rows that wait before a worker's layers", "rows"),
+        (gauge, "oldest_row_seconds", "How long the oldest of them waits", "oldest_s"),
     ):
         seen = {worker.name: float(getattr(worker, field)) for worker in workers}
-        yield family(kind, f"worker_{name}", about, "worker", seen)
+        yield make(f"worker_{name}", about, seen, "worker")
 
 
 _OF_A_REQUEST = {
@@ -589,13 +545,13 @@ class ModelLoad:
         scheduler, registry, fetcher = engine.scheduler, engine.registry, engine.fetcher
         running = Counter(s.request.model_name for s in list(scheduler.running))
         waiting = Counter(s.request.model_name for s in scheduler.waiting)
-        for kind, name, about, counts in (
-            (_COUNTER, "degraded_visits", "Degraded visits of finished requests", self.degraded),
-            (GaugeMetricFamily, "num_requests_running", "Requests that hold pages", running),
-            (GaugeMetricFamily, "num_requests_waiting", "Requests in the queue", waiting),
+        for make, name, about, counts in (
+            (counter, "degraded_visits", "Degraded visits of finished requests", self.degraded),
+            (gauge, "num_requests_running", "Requests that hold pages", running),
+            (gauge, "num_requests_waiting", "Requests in the queue", waiting),
         ):
             named = {model: counts[model] for model in engine.names if model}
-            yield family(kind, f"{name}_by_model", about, "model_name", named)
+            yield make(f"{name}_by_model", about, named, "model_name")
         late, about = {}, "Latency-sensitive tokens later than their objective"
         objectives, bounds = dict[tuple[str, str], float](), dict[tuple[str, str], float]()
         for number, own in enumerate(engine.slo.models):
@@ -606,25 +562,21 @@ class ModelLoad:
                     objectives[own.name, phase] = slo_s
                 bounds[own.name, "floor"] = own.floor_percent
                 bounds[own.name, "ceiling"] = own.ceiling_percent
-        labels = ["model_name", "phase"]
-        yield family(_COUNTER, "slo_violations_by_model", about, labels, late)
+        of = "model_name", "phase"
+        yield counter("slo_violations_by_model", about, late, *of)
         about = "Objectives of latency-sensitive requests"
-        yield family(GaugeMetricFamily, "objective_seconds", about, labels, objectives)
-        about, labels = "Bounds of a model's thresholds", ["model_name", "bound"]
-        yield family(GaugeMetricFamily, "model_threshold_bound_percent", about, labels, bounds)
-        yield counter(
-            "mixed_steps", "Decode steps with rows of several models", scheduler.num_mixed
-        )
-        yield gauge(
-            "resident_models",
-            "Models whose weights are on the device",
-            len(scheduler.models or list(filter(None, engine.names))),
-        )
+        yield gauge("objective_seconds", about, objectives, *of)
+        about = "Bounds of a model's thresholds"
+        yield gauge("model_threshold_bound_percent", about, bounds, "model_name", "bound")
+        about = "Decode steps with rows of several models"
+        yield counter("mixed_steps", about, scheduler.num_mixed)
+        resident = len(scheduler.models or list(filter(None, engine.names)))
+        yield gauge("resident_models", "Models whose weights are on the device", resident)
         about = "Sets of non-expert weights copied in the place of others"
         yield counter("model_swaps", about, registry.num_swaps)
         fetches = {reason: fetcher.fetches[reason] for reason in ("miss", "ahead")}
         about = "Experts of host memory copied into spare slots"
-        yield family(_COUNTER, "expert_fetches", about, "reason", fetches)
+        yield counter("expert_fetches", about, fetches, "reason")
         yield counter("expert_fetched_bytes", "Bytes of those", fetcher.fetched_bytes)
         about = "Rows that ran again, since a substitute had served what refuses one"
         yield counter("exact_reruns", about, fetcher.num_reruns)
@@ -659,24 +611,20 @@ class MeshLoad:
         """Yields the metric families; none without a mesh."""
         if self.rows is None:
             return
-        about, counts = "Rows that a device's experts computed", np.ndenumerate(self.rows)
-        of_devices = {at: int(count) for at, count in counts}
-        labels = ["layer", "device"]
-        yield family(_COUNTER, "device_expert_rows", about, labels, of_devices)
+        about, counts = "Rows that a device's experts computed", _by_place(self.rows)
+        yield counter("device_expert_rows", about, counts, "layer", "device")
         about = "Rows of the fullest device over the mean, of a step's layers together"
         yield from self.imbalance.collect("imbalance_ratio", about)
         lacking = self.padding / max(1.0, self.padding + self.positions)
         yield gauge("padded_rows_perc", "Rows that were padding; 1 is all", lacking)
-        yield counter(
-            "expected_visits", "Visits of layers that copies were made for", self.expected
-        )
+        about = "Visits of layers that copies were made for"
+        yield counter("expected_visits", about, self.expected)
         yield counter("expected_visits_right", "Of them, foreseen by device and expert", self.right)
         yield counter("experts_copied", "Copies made while a step ran", self.copied)
         mover = None if engine is None else engine.loader.mover
         if mover is not None:
-            yield counter(
-                "experts_placed", "Copies made between steps, to stay", mover.experts_copied
-            )
+            about = "Copies made between steps, to stay"
+            yield counter("experts_placed", about, mover.experts_copied)
             for_long = float(np.mean(mover.imbalances()))
             about = "Imbalance expected of the load seen lately, mean over layers"
             yield gauge("placement_imbalance_ratio", about, for_long)

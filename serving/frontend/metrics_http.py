@@ -9,14 +9,14 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
 from serving.cluster.addresses import join
 from serving.errors import PermissionDenied, Unauthenticated, shown
 from serving.frontend.access import ANYBODY, Access
-from serving.frontend.listen import cannot_listen
+from serving.frontend.listen import addresses, cannot_listen
 from serving.frontend.origin import Origins
 
 if TYPE_CHECKING:
@@ -76,15 +76,22 @@ class BoundedServer(socketserver.ThreadingMixIn, WSGIServer):
     A connection is ended by shutting down its socket: its thread then reads end-of-file and exits.
     """
 
-    tls: Callable[[], ssl.SSLContext] | None = None
-    ended: Callable[[str, int], None] | None = None
     daemon_threads = True
     request_queue_size = 128  # with the default of 5, bursts of clients wait for seconds
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        tls: Callable[[], ssl.SSLContext] | None,
+        ended: Callable[[str, int], None],
+    ) -> None:
+        """See `serve`."""
+        self.tls, self.ended = tls, ended
         self._open: dict[socket.socket, float] = {}  # deadlines, the oldest connection first
         self._lock = threading.Lock()
-        super().__init__(*args, **kwargs)
+        self.address_family, *_, where = addresses(host, port)[0]
+        super().__init__((str(where[0]), port), _Handler)
 
     def get_request(self) -> tuple[Any, Any]:
         """Accepts a connection; its TLS handshake is left to its thread."""
@@ -172,14 +179,8 @@ def serve(
 
     Raises OSError if it cannot listen.
     """
-    family, *_, where = socket.getaddrinfo(
-        host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )[0]
-    own = {"address_family": family, "tls": None if tls is None else staticmethod(tls)}
-    own["ended"] = staticmethod(ended)
-    server_type = type("Server", (BoundedServer,), own)
-    app = _app(registry, readiness, access or Access(), Origins(host))
-    server = make_server(str(where[0]), port, app, server_type, _Handler)
+    server = BoundedServer(host, port, tls, ended)
+    server.set_app(_app(registry, readiness, access or Access(), Origins(host)))
     thread = threading.Thread(target=server.serve_forever, name="jmoe-metrics", daemon=True)
     thread.start()
     return server, thread
@@ -193,35 +194,32 @@ def _app(
 ) -> App:
     written = make_wsgi_app(registry)
 
-    def metrics(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
-        host = environ.get("HTTP_HOST")
-        try:
-            caller = access.caller(environ.get("HTTP_AUTHORIZATION"))
-            caller.require_metrics()
-            if caller is ANYBODY and host and origins.is_loopback and not origins.has(host):
-                raise PermissionDenied(f"this server is not {shown(host)}; ask for localhost")
-        except Unauthenticated as error:
-            return _text(environ, start_response, "401 Unauthorized", str(error))
-        except PermissionDenied as error:
-            return _text(environ, start_response, "403 Forbidden", str(error))
-        return written(environ, start_response)
-
-    def healthz(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
-        return _text(environ, start_response, "200 OK", "ok")
-
-    def readyz(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
-        ready, word = readiness()
-        status = "200 OK" if ready else "503 Service Unavailable"
-        return _text(environ, start_response, status, word)
-
-    paths: dict[str, App] = dict(zip(PATHS, (metrics, healthz, readyz), strict=True))
+    def check(environ: dict[str, Any]) -> None:
+        host, caller = environ.get("HTTP_HOST"), access.caller(environ.get("HTTP_AUTHORIZATION"))
+        caller.require_metrics()
+        if caller is ANYBODY and host and origins.is_loopback and not origins.has(host):
+            raise PermissionDenied(f"this server is not {shown(host)}; ask for localhost")
 
     def app(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
-        found = paths.get(environ["PATH_INFO"])
-        if found is not None:
-            return found(environ, start_response)
-        message = f"nothing is at this path; there are {', '.join(paths)}"
-        return _text(environ, start_response, "404 Not Found", message)
+        status, line = "200 OK", "ok"
+        match environ["PATH_INFO"]:
+            case "/metrics":
+                try:
+                    check(environ)
+                    return written(environ, start_response)
+                except Unauthenticated as error:
+                    status, line = "401 Unauthorized", str(error)
+                except PermissionDenied as error:
+                    status, line = "403 Forbidden", str(error)
+            case "/healthz":
+                pass
+            case "/readyz":
+                ready, line = readiness()
+                status = status if ready else "503 Service Unavailable"
+            case _:
+                message = f"nothing is at this path; there are {', '.join(PATHS)}"
+                status, line = "404 Not Found", message
+        return _text(environ, start_response, status, line)
 
     return app
 

@@ -29,7 +29,7 @@ from serving.frontend.inbox import MAX_MESSAGE_BYTES
 from serving.frontend.listen import GrpcPort
 from serving.frontend.metrics import Metrics
 from serving.frontend.reload import Watched
-from serving.frontend.status import StatusLog, changes, set_brownout
+from serving.frontend.status import StatusLog, set_brownout
 from serving.frontend.tracing import Tracer
 from serving.request import BrownoutChange, BrownoutState
 from serving.settings.reading import named_models
@@ -79,7 +79,7 @@ class Server:
         self.engine: Engine | None = None
         self.failure: str | None = None  # why the engine failed
         self._failed = asyncio.Event()
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks = set[asyncio.Task[None]]()
         self._draining = False
         self._began_at = 0.0
         self.health = Health()
@@ -160,15 +160,15 @@ class Server:
 
     async def set_brownout(self, change: BrownoutChange, peer: str) -> BrownoutState:
         """Changes settings for `peer`, and notes it. Raises what `Engine.set_brownout` raises."""
-        engine = self.ready_engine()
-        before = engine.get_brownout()
-        after = await set_brownout(engine, change, peer)
-        self.happened("settings", f"{peer}: {changes(change, before, after)[1]}")
+        after, changes = await set_brownout(self.ready_engine(), change, peer)
+        self.happened("settings", f"{peer}: {changes}")
         return after
 
     def keep_running(self, work: Coroutine[Any, Any, None], name: str) -> None:
-        """Runs `work` in a task until the server stops."""
-        self._tasks.append(asyncio.create_task(work, name=name))
+        """Runs `work` in a task, until the server stops at most."""
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def reread(self) -> None:
         """Reads keys and certificates now; says in the log what was read."""
@@ -307,12 +307,9 @@ async def serve(
             loop.add_signal_handler(name, on_signal, name)
 
     handle_signals()
-    rereading = set[asyncio.Task[None]]()
 
     def on_hangup() -> None:
-        task = asyncio.create_task(server.reread(), name="jmoe-reread")
-        rereading.add(task)
-        task.add_done_callback(rereading.discard)
+        server.keep_running(server.reread(), "jmoe-reread")
 
     loop.add_signal_handler(signal.SIGHUP, on_hangup)
     try:

@@ -1,7 +1,6 @@
 """The services of `jmoe.v1`; `serving.frontend.guard` reports their errors to clients. No jax."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +9,6 @@ from serving.frontend import access, convert
 from serving.frontend.guard import Guard, Service
 from serving.frontend.listen import GrpcPort
 from serving.frontend.status import noted
-from serving.frontend.tracing import trace_headers
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 from serving.proto.jmoe.v1 import jmoe_pb2_grpc as rpc
 from serving.request import number_of
@@ -64,10 +62,10 @@ class GenerationService(rpc.GenerationServicer):
         server, engine = self._server, self._server.ready_engine()
         request_id, priority = convert.request_id(request), convert.priority(request)
         model = engine.names[number_of(request.model, engine.names)]
-        headers = trace_headers(context.invocation_metadata()) if server.tracer.is_on else {}
+        headers = context.invocation_metadata()
         with (
             access.current.get().request(model, priority) as caller,
-            server.tracer.request(request_id, model, priority, **headers) as span,
+            server.tracer.request(request_id, model, priority, headers) as span,
         ):
             outputs = engine.generate(
                 convert.prompt(request, engine.bounds),
@@ -96,30 +94,26 @@ class GenerationService(rpc.GenerationServicer):
         """Returns limits and status, also while the model is loading."""
         server, engine = self._server, self._server.engine
         settings = server.config.engine if engine is None else engine.config
-        executor = None if engine is None else engine.executor
-        parts, implementations = _how_steps_run(executor)
-        return pb.ServerInfo(
+        info = pb.ServerInfo(
             version=jmoe_version(),
             status=server.status,
             model=server.model_names[0],
             models=server.model_names,
-            platform="" if engine is None else _platform(),
             max_num_seqs=settings.max_num_seqs,
             max_model_len=settings.max_model_len,
             max_queue_len=settings.max_queue_len,
-            num_kv_pages=0 if engine is None else engine.stats().kv_pages_total,
             kv_page_size=settings.page_size,
             threshold_buckets_percent=settings.threshold_buckets_percent,
             policy=settings.policy,
-            part_layers=parts,
-            implementations=implementations,
             admin_port=self._admin.port,
             admin_host=server.config.admin_host.strip("[]"),
-            num_programs=0 if executor is None else executor.num_programs,
-            best_effort_wait_s=math.inf
-            if engine is None
-            else engine.pace.best_effort_wait_s(settings.best_effort_max_wait_s),
+            best_effort_wait_s=math.inf,
         )
+        if engine is not None:
+            wait_s = engine.pace.best_effort_wait_s(settings.best_effort_max_wait_s)
+            info.num_kv_pages, info.best_effort_wait_s = engine.stats().kv_pages_total, wait_s
+            _tell_how_steps_run(engine.executor, info)
+        return info
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Any) -> pb.ModelInfo:
         """Returns a served model's architecture; the first model's if none is named."""
@@ -132,18 +126,20 @@ class GenerationService(rpc.GenerationServicer):
         return info
 
 
-def _how_steps_run(executor: "Executor | None") -> tuple[Mapping[str, int], Mapping[str, str]]:
-    """Returns the layers that are launched at once, by phase and size, and each op's
+def _tell_how_steps_run(executor: "Executor", info: pb.ServerInfo) -> None:
+    """Sets the device, the layers that are launched at once, by phase and size, and each op's
     implementation.
     """
-    if executor is None:
-        return {}, {}
-    from serving.execution.executor import ChoosesImplementations, RunsParts  # imports jax
+    import jax  # the engine has imported it
 
-    return (
-        executor.part_layers_by_size if isinstance(executor, RunsParts) else {},
-        executor.implementations if isinstance(executor, ChoosesImplementations) else {},
-    )
+    from serving.execution.executor import ChoosesImplementations, RunsParts
+
+    info.platform = f"{jax.default_backend()} {jax.devices()[0].device_kind}"
+    info.num_programs = executor.num_programs
+    if isinstance(executor, RunsParts):
+        info.part_layers.update(executor.part_layers_by_size)
+    if isinstance(executor, ChoosesImplementations):
+        info.implementations.update(executor.implementations)
 
 
 def who(context: Any) -> str:
@@ -188,9 +184,3 @@ class AdminService(rpc.AdminServicer):
     async def GetStats(self, request: pb.GetStatsRequest, context: Any) -> pb.Stats:
         """Returns the current counters and gauges."""
         return convert.stats(self._server.ready_engine().stats())
-
-
-def _platform() -> str:
-    import jax  # the engine has imported it
-
-    return f"{jax.default_backend()} {jax.devices()[0].device_kind}"

@@ -10,13 +10,13 @@ import logging
 import math
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, fields
 from operator import mul
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from serving.errors import shown
 from serving.frontend.access import Caller
-from serving.frontend.metrics import Metrics
+from serving.frontend.metrics import PHASES, Metrics
 from serving.frontend.tracing import RequestSpan
 from serving.request import BrownoutChange, BrownoutState, Output, Priority
 
@@ -34,63 +34,96 @@ NEWS_OF_SPEED = 0.1
 """The status line has the machine's speed where that has changed by more than this share."""
 
 
+class Counted(NamedTuple):
+    """Counters since the engine started, at one moment."""
+
+    at_s: float
+    arrived: int
+    refused: int
+    prompt_tokens: int
+    output_tokens: int
+    visits: int
+    degraded: int
+    priced_tokens: int = 0
+    expected_loss_nats: float = 0.0
+
+    @classmethod
+    def of(cls, engine: "Engine", metrics: "Metrics", at_s: float) -> "Counted":
+        """Reads the counters. Each request that arrived is running, waiting, ended or refused; the
+        engine's own, which are audits, did not arrive.
+        """
+        stats, scheduler = engine.stats(), engine.scheduler
+        ended = stats.requests_finished + stats.requests_aborted + stats.requests_failed
+        there = stats.num_running + stats.num_waiting
+        there -= sum(s.request.is_audit for s in (*scheduler.running, *scheduler.waiting))
+        return cls(
+            at_s=at_s,
+            arrived=ended + there + stats.requests_rejected,
+            refused=stats.requests_rejected,
+            prompt_tokens=metrics.prefill_tokens,
+            output_tokens=metrics.generation_tokens,
+            visits=stats.expert_visits,
+            degraded=stats.degraded_visits,
+            priced_tokens=stats.priced_tokens,
+            expected_loss_nats=stats.expected_loss_nats,
+        )
+
+    def rates_since(self, last: "Counted | None") -> dict[str, float]:
+        """Returns the sample's rates since `last`; empty without an earlier sample."""
+        if last is None or self.at_s <= last.at_s:
+            return {}
+        took_s, visits = self.at_s - last.at_s, self.visits - last.visits
+        priced = self.priced_tokens - last.priced_tokens
+        nats = self.expected_loss_nats - last.expected_loss_nats
+        share = (self.degraded - last.degraded) / visits if visits else math.nan
+        return {
+            # A request that ends while it is counted may be missing for a moment.
+            "requests_per_s": max(0, self.arrived - last.arrived) / took_s,
+            "refused_per_s": (self.refused - last.refused) / took_s,
+            "prompt_tokens_per_s": (self.prompt_tokens - last.prompt_tokens) / took_s,
+            "output_tokens_per_s": (self.output_tokens - last.output_tokens) / took_s,
+            "degraded_share": share,
+            "expected_loss": nats / priced if priced else math.nan,
+        }
+
+
 # ---- the status line --------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Snapshot:
-    """Counters since the start, and the settings in force, at one moment."""
+class Snapshot(NamedTuple):
+    """What the status line tells of one moment, and what it compares with the line before."""
 
-    at_s: float
-    running: int
-    waiting: int
-    kv_pages_used: int
-    kv_pages_total: int
-    prompt_tokens: int  # computed by prefill steps
-    output_tokens: int
-    visits: int
-    degraded_visits: int
-    ended: int  # requests, however they ended, including refused ones
-    first_tokens: int
-    late_first_tokens: int
-    further_tokens: int
-    late_further_tokens: int
-    strategy: str
-    way: int
-    prefill_threshold_percent: float
-    decode_threshold_percent: float
+    counted: Counted
+    tokens: dict[str, tuple[int, int]]  # by phase: latency-sensitive ones, and the late among them
+    state: dict[str, Any]  # fields of the line
     speed: float  # of the machine; 0: not known yet
 
     @classmethod
     def of(cls, engine: "Engine", metrics: Metrics, at_s: float) -> "Snapshot":
         """Reads the engine's and the metrics' counters."""
-        stats, brownout = engine.stats(), engine.get_brownout()
-        ended = stats.requests_finished + stats.requests_aborted
+        stats, brownout, speed = engine.stats(), engine.get_brownout(), metrics.speed(engine)
+        counts, late = (metrics.ttft.count(LS), metrics.itl.count(LS)), metrics.violations
+        state = {
+            "running": stats.num_running,
+            "waiting": stats.num_waiting,
+            "kv_cache_usage": stats.kv_pages_used / max(stats.kv_pages_total, 1),
+            "strategy": brownout.strategy,
+            "way": brownout.way,
+            "prefill_threshold_percent": brownout.prefill_threshold_percent,
+            "decode_threshold_percent": brownout.decode_threshold_percent,
+        }
         return cls(
-            at_s=at_s,
-            running=stats.num_running,
-            waiting=stats.num_waiting,
-            kv_pages_used=stats.kv_pages_used,
-            kv_pages_total=stats.kv_pages_total,
-            prompt_tokens=metrics.prefill_tokens,
-            output_tokens=metrics.generation_tokens,
-            visits=stats.expert_visits,
-            degraded_visits=stats.degraded_visits,
-            ended=ended + stats.requests_failed + stats.requests_rejected,
-            first_tokens=metrics.ttft.count(LS),
-            late_first_tokens=metrics.violations["prefill"],
-            further_tokens=metrics.itl.count(LS),
-            late_further_tokens=metrics.violations["decode"],
-            strategy=brownout.strategy,
-            way=brownout.way,
-            prefill_threshold_percent=brownout.prefill_threshold_percent,
-            decode_threshold_percent=brownout.decode_threshold_percent,
-            speed=0.0 if math.isnan(speed := metrics.speed(engine)) else speed,
+            Counted.of(engine, metrics, at_s),
+            {phase: (count, late[phase]) for phase, count in zip(PHASES, counts, strict=True)},
+            state,
+            0.0 if math.isnan(speed) else speed,
         )
 
     def is_news(self, last: "Snapshot") -> bool:
         """Returns whether requests are running or waiting, or anything differs from `last`."""
-        return bool(self.running or self.waiting) or replace(self, at_s=last.at_s) != last
+        counted = self.counted._replace(at_s=last.counted.at_s)
+        busy = self.state["running"] or self.state["waiting"]
+        return bool(busy) or self._replace(counted=counted) != last
 
 
 class StatusLog:
@@ -114,38 +147,26 @@ class StatusLog:
 
 
 def _log_status(last: Snapshot, now: Snapshot) -> None:
-    def since(name: str) -> float:
-        return getattr(now, name) - getattr(last, name)
-
-    def share(part: str, whole: str) -> float:
-        return since(part) / since(whole) if since(whole) else math.nan
-
-    interval_s = now.at_s - last.at_s
-    found: dict[str, Any] = {
-        "running": now.running,
-        "waiting": now.waiting,
-        "prompt_tokens_per_s": since("prompt_tokens") / interval_s,
-        "output_tokens_per_s": since("output_tokens") / interval_s,
-        "kv_cache_usage": now.kv_pages_used / max(now.kv_pages_total, 1),
-        "strategy": now.strategy,
-        "way": now.way,
-        "prefill_threshold_percent": now.prefill_threshold_percent,
-        "decode_threshold_percent": now.decode_threshold_percent,
-        "prefill_late_share": share("late_first_tokens", "first_tokens"),
-        "decode_late_share": share("late_further_tokens", "further_tokens"),
-        "degraded_share": share("degraded_visits", "visits"),
-        "machine_speed": now.speed or math.nan,
+    rates = now.counted.rates_since(last.counted)
+    found = now.state | {
+        name: rates[name]
+        for name in ("prompt_tokens_per_s", "output_tokens_per_s", "degraded_share")
     }
+    for phase in PHASES:
+        before, after = last.tokens[phase], now.tokens[phase]
+        tokens, late = after[0] - before[0], after[1] - before[1]
+        found[f"{phase}_late_share"] = late / tokens if tokens else math.nan
+    found["machine_speed"] = now.speed or math.nan
     log.info(
         "%d running, %d waiting; prompt %.1f tokens/s, output %.1f tokens/s; KV cache %.1f%%; "
         "threshold prefill %.0f%%, decode %.0f%%; late prefill %s, decode %s; degraded %s%s",
-        now.running,
-        now.waiting,
+        found["running"],
+        found["waiting"],
         found["prompt_tokens_per_s"],
         found["output_tokens_per_s"],
         100 * found["kv_cache_usage"],
-        now.prefill_threshold_percent,
-        now.decode_threshold_percent,
+        found["prefill_threshold_percent"],
+        found["decode_threshold_percent"],
         _percent(found["prefill_late_share"]),
         _percent(found["decode_late_share"]),
         _percent(found["degraded_share"]),
@@ -161,44 +182,49 @@ def _percent(share: float) -> str:
 # ---- operators --------------------------------------------------------------------------------
 
 
-def log_way_begun(change: BrownoutChange, before: BrownoutState, peer: str) -> None:
-    """Logs that another way of united experts is about to be loaded."""
-    if change.way is not None and change.way != before.way:
-        extra = {"event": "way_begun", "way": change.way, "way_before": before.way, "peer": peer}
-        log.info("loading way %d in place of way %d, for %s", *_ways(extra), peer, extra=extra)
+async def set_brownout(
+    engine: "Engine", change: BrownoutChange, peer: str
+) -> tuple[BrownoutState, str]:
+    """Changes settings and logs that `peer` did so; if the way changes, waits until it is loaded.
+    Returns the settings in force then, and a text of what has changed.
 
-
-def log_way_left(change: BrownoutChange, before: BrownoutState, peer: str) -> None:
-    """Logs that the client which asked for another way disconnected while it is being loaded."""
-    if change.way is not None and change.way != before.way:
-        extra = {"event": "way_left", "way": change.way, "way_before": before.way, "peer": peer}
-        log.warning(
-            "%s left before way %d was loaded; the way goes on loading, and what else the call set "
-            "is dropped",
-            peer,
-            change.way,
-            extra=extra,
-        )
-
-
-def log_brownout_change(
-    change: BrownoutChange, before: BrownoutState, after: BrownoutState, took_s: float, peer: str
-) -> None:
-    """Logs which settings an operator has changed."""
+    If cancelled while a way is loading, the engine goes on loading it, and the other changes are
+    dropped. Raises what `Engine.set_brownout` raises.
+    """
+    before, began_at = engine.get_brownout(), time.monotonic()
+    loads = change.way is not None and change.way != before.way
+    about = {"way": change.way, "way_before": before.way, "peer": peer}
+    setting = asyncio.ensure_future(engine.set_brownout(change))
+    try:
+        await asyncio.sleep(0)
+        if loads and not setting.done():  # otherwise it was refused, or needed no loading
+            log.info(
+                "loading way %d in place of way %d, for %s",
+                *(change.way, before.way, peer),
+                extra={"event": "way_begun", **about},
+            )
+        after = await setting
+    except asyncio.CancelledError:
+        setting.cancel()
+        if loads:
+            log.warning(
+                "%s left before way %d was loaded; the way goes on loading, and what else the call "
+                "set is dropped",
+                *(peer, change.way),
+                extra={"event": "way_left", **about},
+            )
+        raise
     if after.way != before.way:
-        extra = {"event": "way_loaded", "way": after.way, "way_before": before.way, "peer": peer}
+        took_s = time.monotonic() - began_at
         log.info(
             "way %d in place of way %d after %.3g s, for %s",
-            *_ways(extra),
-            took_s,
-            peer,
-            extra={**extra, "took_s": took_s},
+            *(after.way, before.way, took_s, peer),
+            extra={"event": "way_loaded", **about, "way": after.way, "took_s": took_s},
         )
-    changed, text = changes(change, before, after)
+    changed, text = _changes(change, before, after)
     log.info(
         "brownout set by %s: %s",
-        peer,
-        text,
+        *(peer, text),
         extra={
             "event": "brownout_set",
             "peer": peer,
@@ -206,9 +232,10 @@ def log_brownout_change(
             "after": {name: is_ for name, (_, is_) in changed.items()},
         },
     )
+    return after, text
 
 
-def changes(
+def _changes(
     change: BrownoutChange, before: BrownoutState, after: BrownoutState
 ) -> tuple[dict[str, tuple[object, object]], str]:
     """Returns the settings that a caller has changed, before and after, and a text of them."""
@@ -232,10 +259,6 @@ def _values(state: BrownoutState, model: str | None) -> dict[str, Any]:
     return next((vars(own) for own in state.models if own.name == model), {})
 
 
-def _ways(extra: dict[str, Any]) -> tuple[int, int]:
-    return extra["way"], extra["way_before"]
-
-
 def _show(value: object) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
@@ -245,58 +268,66 @@ def _show(value: object) -> str:
 # ---- requests ---------------------------------------------------------------------------------
 
 
-class RequestEntry:
-    """Logs a line about one request, at DEBUG, when its `with` block ends."""
+@contextlib.asynccontextmanager
+async def noted(
+    outputs: AsyncGenerator[Output], request_id: str, caller: Caller, span: RequestSpan
+) -> AsyncIterator[Callable[[Output], None]]:
+    """Yields a function to call with each output before it is sent.
 
-    def __init__(self, request_id: str) -> None:
-        self._request_id = request_id
-        self._began_at = time.monotonic()
-        self._first_at = math.nan
-        self._last: Output | None = None
+    It notes the output in the trace and, at DEBUG, the log, and charges the caller's key for new
+    tokens (for the prompt with the first output). At the end `outputs` is closed at once: a
+    generator left to the garbage collector would keep its KV pages.
+    """
+    began_at, first_at, charged = time.monotonic(), math.nan, 0
+    last: Output | None = None
+    failure = ""
 
-    def note(self, output: Output) -> None:
-        """Notes an output of the request, before it is sent."""
-        if self._last is None:
-            self._first_at = time.monotonic()
-        self._last = output
+    def note(out: Output) -> None:
+        nonlocal first_at, charged, last
+        span.note(out)
+        if last is None:
+            first_at = time.monotonic()
+        last = out
+        total = out.usage.prompt_tokens + out.usage.completion_tokens
+        caller.used(total - charged)
+        charged = total
 
-    def __enter__(self) -> "RequestEntry":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        last, took_s = self._last, time.monotonic() - self._began_at
-        usage = None if last is None else last.usage
-        reason = "" if last is None else last.finish_reason or ""
-        if not reason:
-            failed = kind is not None and not issubclass(kind, asyncio.CancelledError)
-            reason = kind.__name__ if kind is not None and failed else "abort"
-        visits = 0 if usage is None else usage.expert_visits
-        found: dict[str, Any] = {
-            "request_id": self._request_id if last is None else last.request_id,
-            "prompt_tokens": None if usage is None else usage.prompt_tokens,
-            "output_tokens": 0 if usage is None else usage.completion_tokens,
-            "ttft_s": self._first_at - self._began_at,
-            "e2e_s": took_s,
-            "finish_reason": reason,
-            "degraded_share": usage.degraded_visits / visits if usage and visits else math.nan,
-        }
-        log.debug(
-            "request %s: %s prompt tokens, %d output tokens, TTFT %.4g s, E2E %.4g s, %s, "
-            "degraded %s",
-            shown(found["request_id"]),
-            "-" if usage is None else usage.prompt_tokens,
-            found["output_tokens"],
-            found["ttft_s"],
-            took_s,
-            reason,
-            _percent(found["degraded_share"]),
-            extra={"event": "request", **found},
-        )
+    async with contextlib.aclosing(outputs):
+        try:
+            yield note
+        except BaseException as error:
+            if not isinstance(error, asyncio.CancelledError):
+                failure = type(error).__name__
+            raise
+        finally:
+            if log.isEnabledFor(logging.DEBUG):
+                ttft_s, e2e_s = first_at - began_at, time.monotonic() - began_at
+                _log_request(request_id, last, ttft_s, e2e_s, failure)
 
 
-def request_entry(request_id: str) -> RequestEntry | None:
-    """Makes a request's log entry; None if DEBUG lines are not logged."""
-    return RequestEntry(request_id) if log.isEnabledFor(logging.DEBUG) else None
+def _log_request(
+    request_id: str, last: Output | None, ttft_s: float, e2e_s: float, failure: str
+) -> None:
+    """Logs a line about a request whose newest output is `last`."""
+    usage = None if last is None else last.usage
+    visits = 0 if usage is None else usage.expert_visits
+    found: dict[str, Any] = {
+        "request_id": request_id,
+        "prompt_tokens": None if usage is None else usage.prompt_tokens,
+        "output_tokens": 0 if usage is None else usage.completion_tokens,
+        "ttft_s": ttft_s,
+        "e2e_s": e2e_s,
+        "finish_reason": (last and last.finish_reason) or failure or "abort",
+        "degraded_share": usage.degraded_visits / visits if usage and visits else math.nan,
+    }
+    log.debug(
+        "request %s: %s prompt tokens, %d output tokens, TTFT %.4g s, E2E %.4g s, %s, degraded %s",
+        shown(request_id),
+        "-" if usage is None else usage.prompt_tokens,
+        *(found["output_tokens"], ttft_s, e2e_s, found["finish_reason"]),
+        _percent(found["degraded_share"]),
+        extra={"event": "request", **found},
+    )
 
 
 # ---- the start --------------------------------------------------------------------------------
@@ -397,51 +428,3 @@ def _log_brownout(engine: "Engine") -> None:
             **{name: have for name, have in vars(state).items() if name in _CHANGED},
         },
     )
-
-
-async def set_brownout(engine: "Engine", change: BrownoutChange, peer: str) -> BrownoutState:
-    """Changes settings and logs that `peer` did so; if the way changes, waits until it is loaded.
-
-    If cancelled while a way is loading, the engine goes on loading it, and the other changes are
-    dropped. Raises what `Engine.set_brownout` raises.
-    """
-    before, began_at = engine.get_brownout(), time.monotonic()
-    setting = asyncio.ensure_future(engine.set_brownout(change))
-    try:
-        await asyncio.sleep(0)
-        if not setting.done():  # otherwise it was refused, or needed no loading
-            log_way_begun(change, before, peer)
-        after = await setting
-    except asyncio.CancelledError:
-        setting.cancel()
-        log_way_left(change, before, peer)
-        raise
-    log_brownout_change(change, before, after, time.monotonic() - began_at, peer)
-    return after
-
-
-@contextlib.asynccontextmanager
-async def noted(
-    outputs: AsyncGenerator[Output], request_id: str, caller: Caller, span: RequestSpan
-) -> AsyncIterator[Callable[[Output], None]]:
-    """Yields a function to call with each output before it is sent.
-
-    It notes the output in the trace and the log, and charges the caller's key for new tokens (for
-    the prompt with the first output). At the end `outputs` is closed at once: a generator left to
-    the garbage collector would keep its KV pages.
-    """
-    entry = request_entry(request_id)
-    charged = 0
-
-    def note(out: Output) -> None:
-        nonlocal charged
-        span.note(out)
-        if entry is not None:
-            entry.note(out)
-        total = out.usage.prompt_tokens + out.usage.completion_tokens
-        caller.used(total - charged)
-        charged = total
-
-    async with contextlib.aclosing(outputs):
-        with entry or contextlib.nullcontext():
-            yield note

@@ -67,13 +67,18 @@ _current: ContextVar[RequestSpan] = ContextVar("jmoe_request_span", default=_NOT
 
 
 class Tracer(Observer):
-    """An observer of the engine that makes no spans; `make_tracer` returns one that does.
+    """An observer of the engine that makes a span of each request; without a provider of spans, as
+    `make_tracer` says, it makes none.
 
     The engine reports which requests it admitted; the span is found in a context variable of the
     task that called the engine.
     """
 
-    is_on = False
+    def __init__(self, provider: "TracerProvider | None" = None, exporter: Any = None) -> None:
+        """`exporter` is the one that sends the spans of `provider`."""
+        super().__init__()
+        self._provider, self._exporter = provider, exporter
+        self._tracer = None if provider is None else provider.get_tracer("jmoe", jmoe_version())
 
     @contextlib.contextmanager
     def request(
@@ -81,9 +86,8 @@ class Tracer(Observer):
         request_id: str,
         model: str,
         priority: Priority,
-        traceparent: str | None = None,
+        headers: Iterable[tuple[str | bytes, str | bytes]] = (),
         *,
-        tracestate: str | None = None,
         operation: str = "text_completion",
     ) -> Iterator[RequestSpan]:
         """Traces one request until the block ends; log lines of its task get the request's id.
@@ -92,86 +96,20 @@ class Tracer(Observer):
             request_id: the request's id.
             model: the model's name.
             priority: the request's class.
-            traceparent: the caller's trace, as in W3C's header; ignored if malformed.
-            tracestate: as in W3C's header.
+            headers: of HTTP, or a gRPC call's metadata; W3C's name the caller's trace, and are
+                ignored if malformed.
             operation: `chat` or `text_completion`, as OpenTelemetry's conventions name them.
         """
         logs.note_request(request_id)
-        yield _NOT_TRACED
-
-    def request_admitted(self, sequence: "SequenceState", now: float) -> None:
-        """See Observer."""
-        super().request_admitted(sequence, now)
-        _current.get().admitted(sequence)
-
-    async def close(self) -> None:
-        """Sends the remaining spans, for at most `FLUSH_S`."""
-
-
-def make_tracer(endpoint: str, service_name: str = "jmoe") -> Tracer:
-    """Makes a tracer that sends spans to `endpoint` by OTLP over HTTP; if empty, one without spans.
-
-    OpenTelemetry's environment variables (headers, sampler, resource) are respected. Raises
-    SettingsError if OpenTelemetry is not installed.
-    """
-    if not endpoint:
-        return Tracer()
-    try:
-        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-        from opentelemetry.sdk.resources import Resource
-        from opentelemetry.sdk.trace import TracerProvider
-        from opentelemetry.sdk.trace.export import BatchSpanProcessor
-    except ImportError as error:
-        raise SettingsError(
-            f"otlp_endpoint is {endpoint!r}, and {error.name} is not installed; install it with "
-            "`pip install 'jmoe[otel]'`, or leave otlp_endpoint empty"
-        ) from None
-    attributes = {"service.version": jmoe_version()}
-    if "OTEL_SERVICE_NAME" not in os.environ:
-        attributes["service.name"] = service_name
-    provider = TracerProvider(resource=Resource.create(attributes), shutdown_on_exit=False)
-    exporter = _watched(OTLPSpanExporter(endpoint=endpoint), endpoint)
-    provider.add_span_processor(BatchSpanProcessor(exporter))
-    return _OtelTracer(provider, exporter)
-
-
-def trace_headers(metadata: Iterable[tuple[str, str | bytes]]) -> dict[str, str]:
-    """Extracts W3C's headers from a gRPC call's metadata, as arguments of `Tracer.request`."""
-    names = ("traceparent", "tracestate")
-    return {key: value for key, value in metadata if key in names and isinstance(value, str)}
-
-
-class _OtelTracer(Tracer):
-    is_on = True
-
-    def __init__(self, provider: "TracerProvider", exporter: Any) -> None:
+        if self._tracer is None:
+            yield _NOT_TRACED
+            return
+        from opentelemetry.trace import SpanKind
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        super().__init__()
-        self._provider, self._exporter = provider, exporter
-        self._tracer = provider.get_tracer("jmoe", jmoe_version())
-        self._propagator = TraceContextTextMapPropagator()
-
-    @contextlib.contextmanager
-    def request(
-        self,
-        request_id: str,
-        model: str,
-        priority: Priority,
-        traceparent: str | None = None,
-        *,
-        tracestate: str | None = None,
-        operation: str = "text_completion",
-    ) -> Iterator[RequestSpan]:
-        """See Tracer."""
-        from opentelemetry.trace import SpanKind
-
-        logs.note_request(request_id)
-        given = {"traceparent": traceparent, "tracestate": tracestate}
-        carrier = {key: value for key, value in given.items() if value}
         span: Any = self._tracer.start_span(
             f"{operation} {model}",
-            self._propagator.extract(carrier),
+            TraceContextTextMapPropagator().extract(_trace_headers(headers)),
             SpanKind.SERVER,
             {
                 "gen_ai.operation.name": operation,
@@ -195,13 +133,19 @@ class _OtelTracer(Tracer):
                 request.end(failure)
             span.end()
 
+    def request_admitted(self, sequence: "SequenceState", now: float) -> None:
+        """See Observer."""
+        _current.get().admitted(sequence)
+
     async def close(self) -> None:
-        """See Tracer."""
+        """Sends the remaining spans, for at most `FLUSH_S`."""
+        if (provider := self._provider) is None:
+            return
         done = asyncio.Event()
         loop = asyncio.get_running_loop()
 
         def flush() -> None:
-            self._provider.shutdown()
+            provider.shutdown()
             with contextlib.suppress(RuntimeError):  # the loop is closed, so nobody waits
                 loop.call_soon_threadsafe(done.set)
 
@@ -212,6 +156,42 @@ class _OtelTracer(Tracer):
                 await done.wait()
         except TimeoutError:
             self._exporter.shutdown()
+
+
+def _trace_headers(headers: Iterable[tuple[str | bytes, str | bytes]]) -> dict[str, str]:
+    """Returns W3C's among some headers, by name."""
+    texts = (
+        [one.decode("latin-1") if isinstance(one, bytes) else one for one in header]
+        for header in headers
+    )
+    return {name: value for name, value in texts if name in ("traceparent", "tracestate")}
+
+
+def make_tracer(endpoint: str) -> Tracer:
+    """Makes a tracer that sends spans to `endpoint` by OTLP over HTTP; if empty, one without spans.
+
+    OpenTelemetry's environment variables (headers, sampler, resource) are respected. Raises
+    SettingsError if OpenTelemetry is not installed.
+    """
+    if not endpoint:
+        return Tracer()
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    except ImportError as error:
+        raise SettingsError(
+            f"otlp_endpoint is {endpoint!r}, and {error.name} is not installed; install it with "
+            "`pip install 'jmoe[otel]'`, or leave otlp_endpoint empty"
+        ) from None
+    attributes = {"service.version": jmoe_version()}
+    if "OTEL_SERVICE_NAME" not in os.environ:
+        attributes["service.name"] = "jmoe"
+    provider = TracerProvider(resource=Resource.create(attributes), shutdown_on_exit=False)
+    exporter = _watched(OTLPSpanExporter(endpoint=endpoint), endpoint)
+    provider.add_span_processor(BatchSpanProcessor(exporter))
+    return Tracer(provider, exporter)
 
 
 class _Recorded(RequestSpan):

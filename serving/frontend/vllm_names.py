@@ -42,17 +42,17 @@ def sampling(given: Mapping[str, Any]) -> SamplingParams:
         if name in _FIXED:
             _check_fixed(name, value)
         elif name in _READERS:
-            fields.update(_READERS[name](name, value))
+            fields[_FIELDS.get(name, name)] = _READERS[name](name, value)
         else:
             raise _unknown(name)
-    return SamplingParams(**fields)
+    return SamplingParams(**fields, logprobs="top_logprobs" in fields)
 
 
 def read_json(text: str, what: str) -> dict[str, Any]:
     """Parses a JSON object. Raises InvalidRequest for anything else, and for duplicate keys."""
     num_brackets = text.count("[") + text.count("{")
     check_count(f"brackets in {what}", num_brackets, _MOST_BRACKETS)
-    if num_brackets > _DEEPEST and _depth(text) > _DEEPEST:
+    if num_brackets > _DEEPEST and _is_deep(text):
         raise InvalidRequest(f"{what} is nested more than {_DEEPEST} deep; send a flatter object")
     try:
         found = json.loads(text, object_pairs_hook=_once, parse_constant=_no_number)
@@ -65,18 +65,14 @@ def read_json(text: str, what: str) -> dict[str, Any]:
     return found
 
 
-def _depth(text: str) -> int:
-    """Returns how deep brackets are nested, ignoring those in strings."""
-    depth = deepest = 0
+def _is_deep(text: str) -> bool:
+    """Returns whether brackets, apart from those in strings, are nested too deep."""
+    depth = 0
     for match in _BRACKET.finditer(text):
-        if match[0] in "[{":
-            depth += 1
-            deepest = max(deepest, depth)
-            if depth > _DEEPEST:
-                break
-        elif match[0] in "]}":
-            depth -= 1
-    return deepest
+        depth += (match[0] in "[{") - (match[0] in "]}")
+        if depth > _DEEPEST:
+            return True
+    return False
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -154,59 +150,41 @@ def _list(name: str, value: Any, most: int) -> list[Any]:
     return value
 
 
-# ---- parameters: what each sets of SamplingParams ---------------------------------------------
+# ---- parameters --------------------------------------------------------------------------------
 
 
-def _reals(name: str, value: Any) -> dict[str, Any]:
-    return {name: _real(name, value)}
-
-
-def _wholes(name: str, value: Any) -> dict[str, Any]:
-    return {name: _whole(name, value)}
-
-
-def _truths(name: str, value: Any) -> dict[str, Any]:
-    return {name: _truth(name, value)}
-
-
-def _max_tokens(name: str, value: Any) -> dict[str, Any]:
+def _max_tokens(name: str, value: Any) -> int:
     number = _whole(name, value)
     if not 1 <= number < 2**31:
         raise _wrong(name, value, "at least 1, and below 2**31")
-    return {"max_new_tokens": number}
+    return number
 
 
-def _top_k(name: str, value: Any) -> dict[str, Any]:
+def _top_k(name: str, value: Any) -> int:
     number = _whole(name, value)
-    return {name: 0 if number == -1 else number}  # both are off
+    return 0 if number == -1 else number  # both are off
 
 
-def _stop(name: str, value: Any) -> dict[str, Any]:
+def _stop(name: str, value: Any) -> tuple[str, ...]:
     values = [value] if isinstance(value, str) else _list(name, value, MAX_STOP_STRINGS)
-    return {name: tuple(_text(name, one) for one in values)}
+    return tuple(_text(name, one) for one in values)
 
 
-def _stop_token_ids(name: str, value: Any) -> dict[str, Any]:
-    return {name: tuple(_whole(name, one) for one in _list(name, value, MAX_STOP_TOKEN_IDS))}
+def _stop_token_ids(name: str, value: Any) -> tuple[int, ...]:
+    return tuple(_whole(name, one) for one in _list(name, value, MAX_STOP_TOKEN_IDS))
 
 
-def _logprobs(name: str, value: Any) -> dict[str, Any]:
-    """Reads vLLM's `logprobs`: how many likeliest tokens to return beside the sampled one."""
-    return {"logprobs": True, "top_logprobs": _whole(name, value)}
-
-
-def _logit_bias(name: str, value: Any) -> dict[str, Any]:
+def _logit_bias(name: str, value: Any) -> tuple[tuple[int, float], ...]:
     if not isinstance(value, dict):
         raise _wrong(name, value, "an object of token ids and numbers")
     check_count(f"tokens in {name}", len(value), MAX_LOGIT_BIASES)
-    pairs = [
+    return tuple(
         (_whole(f"a token of {name}", t), _real(f"{name} of {shown(t)}", b))
         for t, b in value.items()
-    ]
-    return {name: tuple(pairs)}
+    )
 
 
-def _structure(name: str, value: Any) -> dict[str, Any]:
+def _structure(name: str, value: Any) -> Structure:
     """Reads vLLM's StructuredOutputsParams, an object or its JSON text, with exactly one kind."""
     given = read_json(value, name) if isinstance(value, str) else value
     if not isinstance(given, dict):
@@ -219,7 +197,7 @@ def _structure(name: str, value: Any) -> dict[str, Any]:
     if len(kinds) != 1 or not kinds.keys() <= _STRUCTURES.keys():
         raise _wrong(name, sorted(given), f"one of {', '.join(_STRUCTURES)}")
     ((kind, one),) = kinds.items()
-    return {"structure": _STRUCTURES[kind](f"{name}.{kind}", one)}
+    return _STRUCTURES[kind](f"{name}.{kind}", one)
 
 
 def _json_schema(name: str, value: Any) -> Structure:
@@ -234,46 +212,50 @@ def _choice(name: str, value: Any) -> Structure:
     return Structure.one_of([_text(name, one) for one in value])
 
 
-def _json_object(name: str, value: Any) -> Structure:
-    return Structure(StructureKind.JSON_SCHEMA, '{"type": "object"}')
-
-
 _STRUCTURES: dict[str, Callable[[str, Any], Structure]] = {
     "json": _json_schema,
     "regex": lambda name, value: Structure(StructureKind.REGEX, _text(name, value)),
     "choice": _choice,
     "grammar": lambda name, value: Structure(StructureKind.GRAMMAR, _text(name, value)),
-    "json_object": _json_object,
+    "json_object": lambda name, value: Structure(StructureKind.JSON_SCHEMA, '{"type": "object"}'),
 }
 
-_READERS: dict[str, Callable[[str, Any], dict[str, Any]]] = {
+_FIELDS = {
+    "max_tokens": "max_new_tokens",
+    "logprobs": "top_logprobs",  # how many likeliest tokens to return beside the sampled one
+    "structured_outputs": "structure",
+    "guided_decoding": "structure",
+}
+"""Fields of SamplingParams whose names differ from vLLM's."""
+
+_READERS: dict[str, Callable[[str, Any], Any]] = {
     "max_tokens": _max_tokens,
-    "temperature": _reals,
+    "temperature": _real,
     "top_k": _top_k,
-    "top_p": _reals,
-    "min_p": _reals,
-    "seed": _wholes,
+    "top_p": _real,
+    "min_p": _real,
+    "seed": _whole,
     "stop": _stop,
     "stop_token_ids": _stop_token_ids,
-    "ignore_eos": _truths,
-    "logprobs": _logprobs,
-    "presence_penalty": _reals,
-    "frequency_penalty": _reals,
-    "repetition_penalty": _reals,
+    "ignore_eos": _truth,
+    "logprobs": _whole,
+    "presence_penalty": _real,
+    "frequency_penalty": _real,
+    "repetition_penalty": _real,
     "logit_bias": _logit_bias,
     "structured_outputs": _structure,
     "guided_decoding": _structure,
 }
 
-_FIXED: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "best_of": (1,),
-    "min_tokens": (0,),
-    "detokenize": (True,),
-    "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True,),
-    "include_stop_str_in_output": (False,),
-    "use_beam_search": (False,),
+_FIXED = {
+    "n": 1,
+    "best_of": 1,
+    "min_tokens": 0,
+    "detokenize": True,
+    "skip_special_tokens": True,
+    "spaces_between_special_tokens": True,
+    "include_stop_str_in_output": False,
+    "use_beam_search": False,
 }
 """vLLM's parameters with only one supported value, accepted for clients that send defaults."""
 
@@ -282,7 +264,7 @@ NAMES = (*_READERS, *_FIXED)
 
 
 def _check_fixed(name: str, value: Any) -> None:
-    (only,) = _FIXED[name]
+    only = _FIXED[name]
     found = (_truth if isinstance(only, bool) else _whole)(name, value)
     if found != only:
         raise _wrong(name, value, f"{json.dumps(only)}, all that is served")

@@ -5,6 +5,7 @@ import contextlib
 import logging
 import socket
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
@@ -12,7 +13,7 @@ from fastapi import FastAPI
 from starlette.routing import Match
 
 from serving.cluster.addresses import join
-from serving.frontend.bounded_http import KEEP_ALIVE_S, HttpLimits, bounded_http
+from serving.frontend.bounded_http import KEEP_ALIVE_S, BoundedHttp
 from serving.frontend.handshake import Door
 from serving.frontend.listen import bind_socket
 
@@ -43,9 +44,6 @@ class _Counted:
 
     async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
         """See ASGI. `scope["state"]["code"]` has the status of an error within a stream."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         code = 500
 
         def sending(message: "Message") -> Any:  # not a coroutine: it is called for every token
@@ -92,7 +90,12 @@ class Listener:
         self._app, self._serving, self._host = _Counted(app, self._ended), server, host
         self._wanted, self._prefix = port, prefix
         self._first = first
-        self._limits = HttpLimits(max_connections, server.config.message_timeout_s)
+        self._make_protocol = partial(
+            BoundedHttp,
+            max_connections=max_connections,
+            message_timeout_s=server.config.message_timeout_s,
+            refused=partial(self._ended, "other"),
+        )
         self.port = 0  # the bound one, after start
         self._server: _Uvicorn | None = None
         self._task: asyncio.Task[None] | None = None
@@ -115,9 +118,7 @@ class Listener:
             log.info("port %d is taken; HTTP is on port %d", self._first, self.port)
         config = uvicorn.Config(
             self._app,
-            http=bounded_http(  # type: ignore[arg-type]  # a factory of protocols
-                self._limits, lambda status: self._ended("other", status)
-            ),
+            http=self._make_protocol,  # type: ignore[arg-type]  # a factory of protocols
             ws="none",
             lifespan="off",
             log_config=None,

@@ -263,7 +263,7 @@ class Admission:
             if isinstance(prompt, Chat):
                 num_messages = len(prompt.messages)
                 check_count("messages", num_messages, bounds.max_prompt_tokens, "prompt")
-            bounds.check_chars(_num_chars(prompt))
+            bounds.check_chars(prompt.num_chars if isinstance(prompt, Chat) else len(prompt))
         elif isinstance(prompt, bytes) or not isinstance(prompt, Sized):
             kind = type(prompt).__name__
             raise InvalidRequest(f"the prompt is of type {kind}; send text or token ids", "prompt")
@@ -412,10 +412,6 @@ def _longer(num_tokens: int, num_positions: int) -> str:
     return "prompt" if num_tokens >= num_positions else "max_new_tokens"
 
 
-def _num_chars(prompt: str | Chat) -> int:
-    return prompt.num_chars if isinstance(prompt, Chat) else len(prompt)
-
-
 def _ids(prompt: Sequence[int]) -> list[int]:
     try:
         array = np.asarray(prompt)
@@ -462,7 +458,11 @@ class Deadlines:
 
     def _late(self, sequence: SequenceState, until: float) -> None:
         if until == _until(sequence):
-            self._end(sequence, DeadlineExceeded(_why(sequence)))
+            request = sequence.request
+            why = f"not finished after {request.timeout_s:g} s"
+            if request.timeout_is_servers:
+                why += " (request_timeout_s: this request named no time of its own)"
+            self._end(sequence, DeadlineExceeded(why))
         elif math.isnan(sequence.started_at):
             limit = f"{self._queue_timeout_s:g} s (engine.queue_timeout_s)"
             why = f"not begun after {limit}: the server is busy; try again later"
@@ -474,9 +474,3 @@ class Deadlines:
 def _until(sequence: SequenceState) -> float:
     timeout_s = sequence.request.timeout_s
     return math.inf if timeout_s is None else sequence.arrived_at + timeout_s
-
-
-def _why(sequence: SequenceState) -> str:
-    request = sequence.request
-    of = " (request_timeout_s: this request named no time of its own)"
-    return f"not finished after {request.timeout_s:g} s{of if request.timeout_is_servers else ''}"

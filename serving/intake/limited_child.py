@@ -38,9 +38,9 @@ def _structures(facts: dict[str, Any]) -> Answer:
     vocabulary = Vocabulary(**facts)
 
     def answer(asked: dict[str, Any]) -> dict[str, Any]:
-        before = _resident()
+        before = _memory_bytes()[1]
         _, error = vocabulary.read(asked["kind"], asked["text"])
-        return {"error": error, "bytes": max(0, _resident() - before)}
+        return {"error": error, "bytes": max(0, _memory_bytes()[1] - before)}
 
     return answer
 
@@ -80,15 +80,10 @@ def _chats(facts: dict[str, Any]) -> Answer:
 _KINDS = {"structures": _structures, "chats": _chats}
 
 
-def _resident() -> int:
-    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
-    return pages * resource.getpagesize()
-
-
-def _limit_memory(room_bytes: int) -> None:
-    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
-    most = pages * resource.getpagesize() + room_bytes
-    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+def _memory_bytes() -> tuple[int, int]:
+    """Returns this process's memory: its addresses, and what is resident of them."""
+    addressed, resident, *_ = map(int, Path("/proc/self/statm").read_text("ascii").split())
+    return addressed * resource.getpagesize(), resident * resource.getpagesize()
 
 
 def _read() -> dict[str, Any]:
@@ -111,7 +106,8 @@ def _run(kind: str) -> None:
     facts = _read()
     limit_s, room_bytes = facts.pop("limit_s"), facts.pop("room_bytes")
     answer = _KINDS[kind](facts)
-    _limit_memory(room_bytes)
+    most = _memory_bytes()[0] + room_bytes
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
     _write({})  # from now on, the server times answers
     while True:
         asked = _read()

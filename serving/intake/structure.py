@@ -43,7 +43,7 @@ _COMPLEX = ("ParserTooComplex", "LexerTooComplex")
 class Matcher:
     """The matcher of one output in progress."""
 
-    def __init__(self, matcher: Any, forget: Callable[[], None]) -> None:
+    def __init__(self, matcher: Any, forget: Callable[[], object]) -> None:
         """`matcher` is llguidance's, in its initial state.
 
         Copies of a matcher share what they learn, including a failure, so `forget` is called if
@@ -127,7 +127,7 @@ class Structures:
             )
         kept = self._kept.get(structure) or await self._in_turn(structure)
         self._keep(structure, *kept)
-        return Matcher(kept[0].deep_copy(), lambda: self._drop(structure))
+        return Matcher(kept[0].deep_copy(), lambda: self._kept.pop(structure, None))
 
     async def close(self) -> None:
         """Ends the checking process."""
@@ -153,21 +153,9 @@ class Structures:
         finally:
             self.num_waiting -= 1
 
-    def _drop(self, structure: Structure) -> None:
-        self._kept.pop(structure, None)
-
     async def _read(self, structure: Structure) -> tuple[Any, int]:
-        """Compiles a structure in the other process and, if that succeeds, here."""
-        num_bytes = await self._check(structure)
-        matcher, error = await asyncio.wrap_future(_in_thread(self._parsed, structure))
-        if error is not None:
-            raise _unreadable(structure, error)
-        return matcher, num_bytes + len(structure.text)
-
-    async def _check(self, structure: Structure) -> int:
-        """Compiles a structure in the other process; returns its memory in bytes.
-
-        Raises InvalidRequest.
+        """Compiles a structure in the other process and, if that succeeds, here. Returns
+        llguidance's matcher, and the bytes of memory that it takes. Raises InvalidRequest.
         """
         asked = {"kind": structure.kind.value, "text": structure.text}
         try:
@@ -179,7 +167,11 @@ class Structures:
         if found["bytes"] > MAX_BYTES:
             await self._checker.close()
             raise _unreadable(structure, f"it takes {found['bytes'] >> 20} MiB; simplify")
-        return found["bytes"]
+        reading = _in_thread(lambda: self._vocabulary.read(**asked))
+        matcher, error = await asyncio.wrap_future(reading)
+        if error is not None:
+            raise _unreadable(structure, error)
+        return matcher, found["bytes"] + len(structure.text)
 
     @cached_property
     def _facts(self) -> dict[str, Any]:
@@ -193,18 +185,15 @@ class Structures:
 
         return Vocabulary(**self._facts)
 
-    def _parsed(self, structure: Structure) -> tuple[Any, str | None]:
-        return self._vocabulary.read(structure.kind.value, structure.text)
 
-
-def _in_thread[T](call: Callable[..., T], *arguments: Any) -> "Future[T]":
+def _in_thread[T](call: Callable[[], T]) -> "Future[T]":
     """Makes a call in a new daemon thread."""
     future: Future[T] = Future()
     future.set_running_or_notify_cancel()  # who asked may go; the call ends all the same
 
     def run() -> None:
         try:
-            future.set_result(call(*arguments))
+            future.set_result(call())
         except BaseException as error:  # a panic of an extension module is no Exception
             future.set_exception(RequestFailed(f"the structure could not be read: {error}"))
 
@@ -229,14 +218,12 @@ def allowed_tokens(
             continue
         try:
             sequence.matcher.fill(row)
-        except InvalidRequest as error:
-            row[:] = -1
-            end(sequence, error)
         except NOT_OURS:
             raise
         except BaseException as error:  # a panic of an extension module is no Exception
             row[:] = -1
-            end(sequence, RequestFailed(f"the structure's mask failed: {error}"))
+            failed = RequestFailed(f"the structure's mask failed: {error}")
+            end(sequence, error if isinstance(error, InvalidRequest) else failed)
     return allowed
 
 

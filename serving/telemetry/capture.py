@@ -83,12 +83,9 @@ class Capture(Observer):
 
     def _write(self, line: str) -> None:
         try:
-            is_full = not self._append(f"{line}\n".encode())
-            why = (
-                f"it has the {self._max_bytes / 2**20:.3g} MiB of capture_max_mib"
-                if is_full
-                else ""
-            )
+            why = ""
+            if not self._append(f"{line}\n".encode()):
+                why = f"it has the {self._max_bytes / 2**20:.3g} MiB of capture_max_mib"
         except OSError as error:
             why = error.strerror or str(error)
         if why and why != self._why:
@@ -97,9 +94,8 @@ class Capture(Observer):
 
     def _append(self, line: bytes) -> bool:
         """Adds a line, and returns whether there was room. The file may be moved at any time."""
-        flags = (
-            os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK
-        )  # no wait for a FIFO's reader
+        # Without waiting for a FIFO's reader.
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK
         number = os.open(self.path, flags, 0o600)
         try:
             size = os.fstat(number).st_size

@@ -18,6 +18,7 @@ import pytest
 from serving.config import BrownoutConfig, EngineConfig
 from serving.errors import PermissionDenied, Unauthenticated
 from serving.frontend.access import Caller
+from serving.frontend.keys import Key
 from serving.request import ModelBrownout
 
 sys.path.append(str(Path(__file__).parents[1] / "serving"))  # fake_engine
@@ -404,7 +405,7 @@ class Keys:
 
     def caller(self, authorization):
         if authorization == "Bearer user":
-            return Caller("u", is_admin=False)
+            return Caller("u", Key(""))
         if authorization != "Bearer root":
             raise Unauthenticated("there is no such key; ask your operator for one")
         return Caller("ops")

@@ -23,7 +23,7 @@ from serving.bench.fake import FakeRunner
 from serving.engine import Engine
 from serving.errors import DeadlineExceeded, InvalidRequest, Overloaded
 from serving.execution.fitting import limits_of
-from serving.intake import structure
+from serving.intake import grammars, structure
 from serving.request import SamplingParams, Structure, StructureKind
 
 pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
@@ -194,15 +194,15 @@ async def test_a_structure_that_would_end_its_reader_or_take_minutes_is_refused(
 
 async def test_who_goes_while_a_structure_is_read_leaves_no_error_behind(model, monkeypatch):
     read = structure.Structures(model.tokenizer, 512, model.config.eos_token_ids)
-    parsed, begun, over = read._parsed, threading.Event(), threading.Event()
+    parsed, begun, over = grammars.Vocabulary.read, threading.Event(), threading.Event()
     errors = []
 
-    def slowly(one):
+    def slowly(*vocabulary, **one):
         begun.set()
         over.wait()
-        return parsed(one)
+        return parsed(*vocabulary, **one)
 
-    monkeypatch.setattr(read, "_parsed", slowly)
+    monkeypatch.setattr(grammars.Vocabulary, "read", slowly)
     monkeypatch.setattr(threading, "excepthook", lambda told: errors.append(told.exc_value))
     digits = Structure(StructureKind.REGEX, "[0-9]")
     try:
@@ -228,7 +228,7 @@ async def test_a_structure_that_is_known_waits_for_no_others(model, monkeypatch)
     strangers = []
     try:
         await read.matcher(known)
-        monkeypatch.setattr(read, "_check", lambda one: asyncio.Event().wait())
+        monkeypatch.setattr(read._checker, "ask", lambda one: asyncio.Event().wait())
         strangers += [asyncio.create_task(read.matcher(new)) for _ in range(2)]
         await until(lambda: read.num_waiting == 2)
         await asyncio.wait_for(read.matcher(known), 20)

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer as Backend
 
 from jmoe.api import resolve
 from jmoe.tokenizer import Tokenizer
-from serving.frontend.openai.chats import Template, messages_of, tools_of
+from serving.frontend.openai.chats import Template, messages_of, options_of, tools_of
 from serving.frontend.openai.schemas import ChatRequest
 from serving.frontend.openai.tool_parsers import Mistral, parser_of
 from training.family.calls import CHAT_TEMPLATE, TOOLS, UNKNOWN, call_chat, call_task
@@ -93,9 +93,8 @@ def test_a_server_renders_the_prompts_that_are_learned(chats, tokenizer):
         tools = json.loads(json.dumps(chat.tools))
         tools[0]["function"]["description"] = "Says what is asked."
         body = ChatRequest(model="caller", messages=messages, tools=tools)
-        given = tools_of(body, tokenizer, None)
-        assert given is not None
-        text = tokenizer.chat(messages_of(body.messages, CHAT_TEMPLATE), {"tools": given.told})
+        assert tools_of(body, tokenizer, None) is not None
+        text = tokenizer.chat(messages_of(body.messages, CHAT_TEMPLATE), options_of(body, True))
         assert text == call_task(rng, "eval").prompt
 
 

@@ -21,18 +21,31 @@ class CompletionTokens(_Answer):
     reasoning_tokens: int
 
 
-class Usage(_Answer):
+class _Degraded(_Answer):
+    """What brownout did to a whole call."""
+
+    degraded_share: float
+    expected_loss: float | None
+    prefill_threshold_percent: list[int] | None
+    decode_threshold_percent: list[int] | None
+
+
+class Usage(_Degraded):
     """Tokens of a whole call, and what brownout did to it."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokens
-    degraded_share: float
-    expected_loss: float | None
-    prefill_threshold_percent: list[int] | None
-    decode_threshold_percent: list[int] | None
     completion_tokens_details: CompletionTokens | None = None
+
+
+class _Generated(_Answer):
+    """What all of them have, and their events."""
+
+    id: str
+    created: int
+    model: str
 
 
 class CompletionLogprobs(_Answer):
@@ -53,13 +66,10 @@ class CompletionChoice(_Answer):
     finish_reason: Literal["stop", "length"] | None
 
 
-class Completion(_Answer):
+class Completion(_Generated):
     """Answer, and event, of `/v1/completions`."""
 
-    id: str
     object: Literal["text_completion"]
-    created: int
-    model: str
     choices: list[CompletionChoice]
     usage: Usage | None = None
 
@@ -119,13 +129,10 @@ class ChatChoice(_Answer):
     finish_reason: Literal["stop", "length", "tool_calls"]
 
 
-class ChatCompletion(_Answer):
+class ChatCompletion(_Generated):
     """Answer of `/v1/chat/completions`."""
 
-    id: str
     object: Literal["chat.completion"]
-    created: int
-    model: str
     choices: list[ChatChoice]
     usage: Usage
 
@@ -164,13 +171,10 @@ class EventChoice(_Answer):
     finish_reason: Literal["stop", "length", "tool_calls"] | None
 
 
-class ChatEvent(_Answer):
+class ChatEvent(_Generated):
     """Event of a stream of `/v1/chat/completions`."""
 
-    id: str
     object: Literal["chat.completion.chunk"]
-    created: int
-    model: str
     choices: list[EventChoice]
     usage: Usage | None = None
 
@@ -198,7 +202,7 @@ class ResponseItem(_Answer):
     arguments: str | None = None
 
 
-class ResponseUsage(_Answer):
+class ResponseUsage(_Degraded):
     """Tokens of a response, and what brownout did to it."""
 
     input_tokens: int
@@ -206,10 +210,6 @@ class ResponseUsage(_Answer):
     output_tokens: int
     output_tokens_details: CompletionTokens
     total_tokens: int
-    degraded_share: float
-    expected_loss: float | None
-    prefill_threshold_percent: list[int] | None
-    decode_threshold_percent: list[int] | None
 
 
 class Response(_Answer):

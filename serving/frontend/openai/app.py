@@ -18,7 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from serving.errors import NotFound
-from serving.frontend.openai import answers
+from serving.frontend.openai import answers, tokens
 from serving.frontend.openai.call import Answer
 from serving.frontend.openai.chats import ChatEndpoint
 from serving.frontend.openai.door import DOCS_PATH, OPENAPI_PATH, Door
@@ -31,7 +31,7 @@ from serving.frontend.openai.schemas import (
     ResponsesRequest,
     TokenizeRequest,
 )
-from serving.frontend.openai.tokens import Detokenize, TokenAnswer, Tokenize
+from serving.frontend.openai.tokens import TokenAnswer
 from serving.frontend.page import shield
 from serving.frontend.web import Listener
 from serving.request import number_of
@@ -190,29 +190,29 @@ def _add_endpoints(app: FastAPI, server: "Server") -> None:
     )
     async def completions(request: Request) -> Response:
         """Goes on from one prompt or several."""
-        return Answer(server, CompletionEndpoint(), request.state.caller)
+        return Answer(server, CompletionEndpoint())
 
     @app.post(
         _CHATS, responses={200: {"model": answers.ChatCompletion, **events}, **answers.ERRORS}
     )
     async def chat_completions(request: Request) -> Response:
         """Answers a chat, whose text the model's chat template makes."""
-        return Answer(server, chats, request.state.caller)
+        return Answer(server, chats)
 
     @app.post(_RESPONSES, responses={200: {"model": answers.Response, **events}, **answers.ERRORS})
     async def responses(request: Request) -> Response:
         """Answers as chats do, in items. Nothing is stored."""
-        return Answer(server, items, request.state.caller, ResponseCall)
+        return Answer(server, items, ResponseCall)
 
     @app.post(_TOKENIZE, responses={200: {"model": answers.Tokenized}, **answers.ERRORS})
     async def tokenize(request: Request) -> Response:
         """The token ids of a text, or of a chat as the model's chat template writes it."""
-        return TokenAnswer(server, Tokenize(), request.state.caller)
+        return TokenAnswer(server, TokenizeRequest, tokens.tokenize)
 
     @app.post(_DETOKENIZE, responses={200: {"model": answers.Detokenized}, **answers.ERRORS})
     async def detokenize(request: Request) -> Response:
         """The text of token ids."""
-        return TokenAnswer(server, Detokenize(), request.state.caller)
+        return TokenAnswer(server, DetokenizeRequest, tokens.detokenize)
 
 
 def _add_facts(app: FastAPI, server: "Server", created: int) -> None:

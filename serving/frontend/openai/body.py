@@ -9,6 +9,7 @@ from pydantic import BaseModel, ValidationError
 from serving.errors import ClientLeft, DeadlineExceeded, shown
 from serving.frontend import convert
 from serving.frontend.inbox import MAX_MESSAGE_BYTES
+from serving.frontend.openai.door import header
 from serving.frontend.openai.errors import HttpError, SlowBody
 from serving.frontend.openai.schemas import MAX_ENTRIES, REFUSED, STATE, UNKNOWN_FIELD, WANTED
 from serving.frontend.origin import is_json
@@ -41,16 +42,14 @@ async def read(scope: "Scope", receive: "Receive", guard: "Guard", most: int) ->
     before reading it, if the client sent a content-length), SlowBody if it does not arrive in time,
     and Overloaded if too many bodies are being received.
     """
-    kind = next((value for name, value in scope["headers"] if name == b"content-type"), b"")
-    if not is_json(kind.decode("latin-1")):
+    kind, length = (header(scope, name) or "" for name in (b"content-type", b"content-length"))
+    if not is_json(kind):
         raise HttpError(
-            f"the header content-type is {shown(kind.decode('latin-1'))}; it must be "
-            "application/json",
+            f"the header content-type is {shown(kind)}; it must be application/json",
             "content-type",
             415,
         )
-    length = next((value for name, value in scope["headers"] if name == b"content-length"), b"")
-    _check_length(int(length) if length.isdigit() else 0, most)
+    _check_length(int(length) if length.isdecimal() else 0, most)
     client = scope.get("client") or ("", 0)
     parts: list[bytes] = []
     count = 0

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from serving.errors import ClientLeft
 from serving.frontend.access import Caller
 from serving.frontend.openai import body as bodies
-from serving.frontend.openai.door import header, request_id_of, set_request_id
+from serving.frontend.openai.door import caller_of, request_id_of, set_request_id
 from serving.frontend.openai.endpoints import Choice
 from serving.frontend.openai.errors import HttpError
 from serving.frontend.openai.sampling import priority
@@ -56,13 +56,15 @@ class Endpoint(Protocol):
 
 @contextlib.asynccontextmanager
 async def received(
-    server: "Server", caller: Caller, kind: type[Any], scope: "Scope", receive: "Receive"
-) -> AsyncIterator[tuple[Any, int]]:
-    """Yields a call's body and the number of its model; the call has a place among those under way.
-    Raises what refuses a call.
+    server: "Server", kind: type[Any], scope: "Scope", receive: "Receive"
+) -> AsyncIterator[tuple[Any, str, "Tokenizer | None"]]:
+    """Yields a call's body, and its model's name and tokenizer; the call has a place among those
+    under way. Raises what refuses a call.
     """
     guard, engine = server.guard, server.ready_engine()
-    caller.check_room()  # refuse early, without wasted work, if the key's rate limit is reached
+    caller_of(
+        scope
+    ).check_room()  # refuse early, without wasted work, if the key's rate limit is reached
     with guard.place():  # ... or if the server has no place for another call
         pass
     raw = await bodies.read(scope, receive, guard, bodies.max_bytes(engine.bounds))
@@ -70,7 +72,9 @@ async def received(
         body = await bodies.parse(kind, raw, engine.bounds)
         del raw  # not kept while it is answered
         scope["state"]["body"] = body
-        yield body, number_of(body.model, engine.names)
+        number = number_of(body.model, engine.names)
+        tokenizer = None if engine.family is None else engine.family[number].tokenizer
+        yield body, engine.names[number], tokenizer
 
 
 class Answer(Response):
@@ -79,43 +83,39 @@ class Answer(Response):
     background = None
 
     def __init__(
-        self, server: "Server", endpoint: Endpoint, caller: Caller, call: "type[Call] | None" = None
+        self, server: "Server", endpoint: Endpoint, call: "type[Call] | None" = None
     ) -> None:
         """`call` answers; None: `Call`."""
-        self._server, self._endpoint, self._caller = server, endpoint, caller
-        self._call = call or Call
+        self._server, self._endpoint, self._call = server, endpoint, call or Call
 
     async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
         """See starlette. Errors it raises are reported to the client by `door`."""
         server, guard = self._server, self._server.guard
-        engine = server.ready_engine()
-        engine.check_admission(key=self._caller.name)  # before any work, if overloaded
-        of_call = server, self._caller, self._endpoint.request, scope, receive
-        async with received(*of_call) as (body, number):
+        engine, caller = server.ready_engine(), caller_of(scope)
+        engine.check_admission(key=caller.name)  # before any work, if overloaded
+        of_call = server, self._endpoint.request, scope, receive
+        async with received(*of_call) as (body, model, tokenizer):
             set_request_id(scope, body.request_id)
             if body.stream_options is not None and not body.stream:
                 raise HttpError(
                     "stream_options without stream; set stream to true, or leave them out",
                     "stream_options",
                 )
-            model = engine.names[number]
-            self._caller.check_allowed(model, priority(body))  # before a chat is rendered
+            caller.check_allowed(model, priority(body))  # before a chat is rendered
             async with _while_there(receive):
-                tokenizer = None if engine.family is None else engine.family[number].tokenizer
                 choices = await self._endpoint.choices(body, engine, tokenizer)
                 request_id = request_id_of(scope)
-                operation = self._endpoint.operation
-                headers = _trace_headers(scope) if server.tracer.is_on else {}
                 span = server.tracer.request(
-                    request_id, model, priority(body), operation=operation, **headers
+                    *(request_id, model, priority(body), scope["headers"]),
+                    operation=self._endpoint.operation,
                 )
                 count = len(choices)
                 engine.bounds.check_logprobs((one.sampling, one.prompt_tokens) for one in choices)
-                self._caller.check_allowed(model, priority(body), count)
+                caller.check_allowed(model, priority(body), count)
                 guard.check_count(count)
                 with (
                     guard.place(count - 1),  # before the key is charged for it
-                    self._caller.request(model, priority(body), count) as caller,
+                    caller.request(model, priority(body), count),
                     span as recorded,
                 ):
                     call = self._call(engine, body, choices, request_id, caller, recorded)
@@ -187,7 +187,10 @@ class Call:
             if out.finish_reason is not None:
                 left -= 1
                 if not left:
-                    data += self._end(head) if wants_usage else _DONE
+                    if wants_usage:  # after the last token, in the same write
+                        told = head, orjson.dumps(self.usage())
+                        data += b'data: {%b,"choices":[],"usage":%b}\n\n' % told
+                    data += _DONE
             if data:
                 await send({"type": "http.response.body", "body": data, "more_body": left > 0})
 
@@ -202,14 +205,6 @@ class Call:
     def _usage_of(self, choice: Choice, out: Output) -> bytes:
         choice.last = out
         return b',"usage":' + orjson.dumps(self.usage())
-
-    def _end(self, head: bytes) -> bytes:
-        """Returns the events that follow the last token, sent in the same write."""
-        return b'data: {%b,"choices":[],"usage":%b}\n\n%b' % (
-            head,
-            orjson.dumps(self.usage()),
-            _DONE,
-        )
 
     async def _run(self, take: Take) -> None:
         """Passes every output to `take`. If one request fails, the call's other requests
@@ -250,12 +245,6 @@ class Call:
                 if choice.sampling.prompt_logprobs and choice.last is None:
                     await choice.take_prompt(out)
                 await take(choice, out)
-
-
-def _trace_headers(scope: "Scope") -> dict[str, str]:
-    names = ("traceparent", "tracestate")
-    found = {name: header(scope, name.encode()) for name in names}
-    return {name: value for name, value in found.items() if value is not None}
 
 
 async def keep(choice: Choice, out: Output) -> None:

@@ -19,7 +19,7 @@ from serving.frontend.openai.endpoints import Choice
 from serving.frontend.openai.errors import HttpError
 from serving.frontend.openai.reasoning_parsers import Thinks
 from serving.frontend.openai.sampling import priority, sampling
-from serving.frontend.openai.schemas import ChatRequest, Message, NamedTool, Tool
+from serving.frontend.openai.schemas import ChatRequest, Message, NamedTool, TokenizeRequest
 from serving.frontend.openai.tool_parsers import (
     PARSERS,
     SPACED,
@@ -84,7 +84,6 @@ class Tools:
         self._text = tokenizer.chat_template or ""
         template = Template.of(self._text)
         self._tokenizer, self._body = tokenizer, body
-        self.told = told(body.tools)
         functions = [one.function for one in body.tools or ()]
         self._is_strict = any(one.strict for one in functions)
         self._functions = {one.name: _schema(one, body.forces_call) for one in functions}
@@ -193,21 +192,24 @@ def tools_of(
         )
     if not names or choice == "none":
         return None
-    if "tools" in (body.chat_template_kwargs or {}):
-        raise HttpError(
-            "chat_template_kwargs has tools, too; leave one of them out", "chat_template_kwargs"
-        )
     if tokenizer is None or not tokenizer.chat_template:
         return None  # the engine says so
     return Tools(body, tokenizer, parser)
 
 
-def told(tools: Sequence[Tool] | None) -> list[dict[str, Any]]:
-    """Returns tools as templates are told them."""
-    return [
-        {"type": "function", "function": one.function.model_dump(exclude_none=True)}
-        for one in tools or ()
-    ]
+def options_of(body: ChatRequest | TokenizeRequest, has_tools: bool) -> dict[str, Any]:
+    """Returns what a chat template is told beside the messages, with the body's tools if it
+    `has_tools`. Raises HttpError where it would be told them twice.
+    """
+    options = dict(body.chat_template_kwargs or {})
+    if not has_tools:
+        return options
+    if "tools" in options:
+        raise HttpError(
+            "chat_template_kwargs has tools, too; leave one of them out", "chat_template_kwargs"
+        )
+    tools = [tool.function.model_dump(exclude_none=True) for tool in body.tools or ()]
+    return {**options, "tools": [{"type": "function", "function": one} for one in tools]}
 
 
 def messages_of(messages: Sequence[Message], template: str) -> list[dict[str, Any]]:
@@ -432,10 +434,8 @@ class ChatEndpoint:
     ) -> list[Choice]:
         """Returns the choices of a call. Raises InvalidRequest."""
         template = "" if tokenizer is None else tokenizer.chat_template or ""
-        options = dict(body.chat_template_kwargs or {})
         tools = tools_of(body, tokenizer, self._parser)
-        if tools is not None:
-            options["tools"] = tools.told
+        options = options_of(body, tools is not None)
         prompt = Chat(messages_of(body.messages, template), options)
         shown = logprobs.Chat(logprobs.Texts(tokenizer))
         drawn = [sampling(body, i) for i in range(body.n or 1)]

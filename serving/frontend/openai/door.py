@@ -8,6 +8,7 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 
 from serving.errors import InvalidRequest, PermissionDenied, shown
+from serving.frontend.access import Caller
 from serving.frontend.openai import errors
 from serving.frontend.openai.errors import HttpError
 from serving.frontend.openai.schemas import REQUEST_ID
@@ -26,6 +27,11 @@ key, which is typed into the page.
 """
 
 _REQUEST_ID = re.compile(REQUEST_ID)
+
+
+def caller_of(scope: "Scope") -> Caller:
+    """Returns the request's caller."""
+    return scope["state"]["caller"]
 
 
 def request_id_of(scope: "Scope") -> str:
@@ -57,9 +63,6 @@ class Door:
 
     async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
         """See ASGI."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         scope.setdefault("state", {})["request_id"] = uuid.uuid4().hex
         started = ended = False
 

@@ -19,7 +19,7 @@ from serving.errors import (
     Unavailable,
     WorkerLost,
 )
-from serving.frontend.guard import cut
+from serving.frontend.guard import said
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -83,10 +83,8 @@ def told(error: Exception) -> Told:
 def body(error: Exception, param: str | None) -> bytes:
     """Returns the response body with the `error` object, as JSON; `param` is the field at fault."""
     how = told(error)
-    expected = isinstance(error, ServingError | ValueError)
-    message = str(error) if expected else f"{type(error).__name__}: {error}"
     # A library's message may contain an unpaired surrogate, which JSON cannot represent.
-    text = cut(message).encode("utf-8", "replace").decode()
+    text = said(error).encode("utf-8", "replace").decode()
     fields = {"message": text, "type": how.type, "param": param, "code": how.code}
     return orjson.dumps({"error": fields})
 

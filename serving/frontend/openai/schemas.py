@@ -76,6 +76,8 @@ Texts = Annotated[list[str], Field(fail_fast=True)]
 _Prompts = Annotated[list[str], Field(fail_fast=True, max_length=MAX_SEQUENCES)]
 _TokenPrompts = Annotated[list[Tokens], Field(fail_fast=True, max_length=MAX_SEQUENCES)]
 _Parts = Annotated[list["TextPart"], Field(fail_fast=True, max_length=MAX_ENTRIES)]
+_Messages = Annotated[list["Message"], Field(fail_fast=True, max_length=MAX_ENTRIES)]
+_ToolCalls = Annotated[list["ToolCall"], Field(fail_fast=True, max_length=MAX_ENTRIES)]
 Object = dict[str, Any]
 
 _STRUCTURES = (
@@ -84,6 +86,7 @@ _STRUCTURES = (
 )
 MAX_TOOLS = 128
 """As OpenAI's API."""
+_Tools = Annotated[list["Tool"], Field(fail_fast=True, max_length=MAX_TOOLS)]
 _TOOL_CHOICE = "none, auto, required, or an object with type function and a function's name"
 
 
@@ -229,6 +232,26 @@ class Sampled(Generating):
         return "max_tokens" if param == "max_new_tokens" else param
 
 
+class Conversing(Generating):
+    """What chats and responses take."""
+
+    top_logprobs: int | None = supported(
+        "likeliest tokens at each position, with `logprobs`", ge=0, le=MAX_TOP_LOGPROBS
+    )
+    chat_template_kwargs: Object | None = supported("as in vLLM: names for the chat template")
+    parallel_tool_calls: bool | None = supported("false: one call at most")
+    prompt_cache_key: str | None = accepted(
+        "a hint of what shares a beginning, which is found without"
+    )
+    prompt_cache_options: Object | None = accepted("likewise")
+    prompt_cache_retention: str | None = accepted("likewise")
+    safety_identifier: str | None = accepted("nothing is done by user")
+    service_tier: Literal["auto", "default"] | None = accepted(
+        "`auto` and `default`; see `priority`", wanted="auto or default; set priority instead"
+    )
+    moderation: None = refused("nothing is moderated here")
+
+
 class CompletionRequest(Sampled):
     """Body of `POST /v1/completions`."""
 
@@ -315,9 +338,7 @@ class Message(Strict):
     content: str | _Parts | None = None
     name: str | None = None
     refusal: None = None
-    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True, max_length=MAX_ENTRIES)] | None = (
-        None
-    )
+    tool_calls: _ToolCalls | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     parsed: Any = Field(default=None, description="of OpenAI's client; changes nothing")
@@ -326,10 +347,10 @@ class Message(Strict):
     annotations: None = None
 
 
-class ChatRequest(Sampled):
+class ChatRequest(Sampled, Conversing):
     """Body of `POST /v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Field(fail_fast=True, max_length=MAX_ENTRIES)] = supported(
+    messages: _Messages = supported(
         "roles `system`, `developer` (as `system`), `user`, `assistant` and `tool`; `content` is "
         "text or a list of text parts; `name` goes to the chat template",
         ...,
@@ -337,37 +358,20 @@ class ChatRequest(Sampled):
     )
     max_completion_tokens: int | None = supported("the newer name of `max_tokens`", ge=1)
     logprobs: bool | None = supported("of each new token")
-    top_logprobs: int | None = supported(
-        "likeliest tokens at each position, with `logprobs`", ge=0, le=MAX_TOP_LOGPROBS
-    )
-    chat_template_kwargs: Object | None = supported("as in vLLM: names for the chat template")
     metadata: Object | None = accepted("nothing is stored, so that there is nothing to label")
     modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = accepted(
         "`text` alone, which is what there is", wanted="a list with `text` alone"
     )
-    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = supported(
-        f"functions, up to {MAX_TOOLS}; see [Tools](#tools)"
-    )
+    tools: _Tools | None = supported(f"functions, up to {MAX_TOOLS}; see [Tools](#tools)")
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = supported(
         "`none`, `auto`, `required` or a function; see [Tools](#tools)", wanted=_TOOL_CHOICE
     )
-    parallel_tool_calls: bool | None = supported("false: one call at most")
     function_call: Literal["none", "auto"] | None = accepted(
         "`none` and `auto`: there are no functions", wanted="none or auto; send tool_choice"
-    )
-    prompt_cache_key: str | None = accepted(
-        "a hint of what shares a beginning, which is found without"
-    )
-    prompt_cache_options: Object | None = accepted("likewise")
-    prompt_cache_retention: str | None = accepted("likewise")
-    safety_identifier: str | None = accepted("nothing is done by user")
-    service_tier: Literal["auto", "default"] | None = accepted(
-        "`auto` and `default`; see `priority`", wanted="auto or default; set priority instead"
     )
     store: Literal[False] | None = accepted("false: nothing is stored", wanted="false")
     audio: None = refused("models served here write text")
     functions: None = refused("OpenAI's API has `tools` instead")
-    moderation: None = refused("nothing is moderated here")
     prediction: None = refused("nothing is predicted; leave it out, the text is the same")
     reasoning_effort: None = refused(
         "what a model's template knows of it goes through chat_template_kwargs"
@@ -497,7 +501,7 @@ _LOGPROBS = "message.output_text.logprobs"
 _KEPT_NOT = "nothing is stored; send all items in input"
 
 
-class ResponsesRequest(Generating):
+class ResponsesRequest(Conversing):
     """Body of `POST /v1/responses`."""
 
     input: _Items = supported(
@@ -515,11 +519,7 @@ class ResponsesRequest(Generating):
         "`none`, `auto`, `required` or a function; see [Tools](#tools)",
         wanted="none, auto, required, or an object with type function and a name",
     )
-    parallel_tool_calls: bool | None = supported("false: one call at most")
     text: TextConfig | None = supported("its `format`, as `response_format`")
-    top_logprobs: int | None = supported(
-        "likeliest tokens at each position, with `logprobs`", ge=0, le=MAX_TOP_LOGPROBS
-    )
     include: (
         Annotated[
             list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]],
@@ -530,7 +530,6 @@ class ResponsesRequest(Generating):
         "`message.output_text.logprobs`; `reasoning.encrypted_content` has no effect",
         wanted=f"a list of {_LOGPROBS} and reasoning.encrypted_content",
     )
-    chat_template_kwargs: Object | None = supported("as in vLLM: names for the chat template")
     reasoning: Reasoning | None = accepted(
         "`summary`: thoughts come whole; for effort see `reasoning_effort`"
     )
@@ -540,15 +539,6 @@ class ResponsesRequest(Generating):
     truncation: Literal["disabled"] | None = accepted(
         "`disabled`: what does not fit is refused", wanted="disabled; shorten input"
     )
-    service_tier: Literal["auto", "default"] | None = accepted(
-        "`auto` and `default`; see `priority`", wanted="auto or default; set priority instead"
-    )
-    prompt_cache_key: str | None = accepted(
-        "a hint of what shares a beginning, which is found without"
-    )
-    prompt_cache_options: Object | None = accepted("likewise")
-    prompt_cache_retention: str | None = accepted("likewise")
-    safety_identifier: str | None = accepted("nothing is done by user")
     previous_response_id: None = refused(_KEPT_NOT)
     conversation: None = refused(_KEPT_NOT)
     context_management: None = refused(_KEPT_NOT)
@@ -557,7 +547,6 @@ class ResponsesRequest(Generating):
     background_options: None = refused("the answer comes at once")
     image: None = refused("models served here write text")
     max_tool_calls: None = refused("there are no built-in tools")
-    moderation: None = refused("nothing is moderated here")
 
     @property
     def wants_logprobs(self) -> bool:
@@ -578,12 +567,8 @@ class TokenizeRequest(OfModel):
     """Body of `POST /tokenize`: a text or a chat."""
 
     prompt: str | None = supported("the text")
-    messages: Annotated[list[Message], Field(fail_fast=True, max_length=MAX_ENTRIES)] | None = (
-        supported("the chat, in place of a text", min_length=1)
-    )
-    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = supported(
-        "the chat's functions"
-    )
+    messages: _Messages | None = supported("the chat, in place of a text", min_length=1)
+    tools: _Tools | None = supported("the chat's functions")
     chat_template_kwargs: Object | None = supported("names for the chat template")
     add_special_tokens: bool | None = supported(
         "false: a text without those that the tokenizer puts around it"

@@ -1,16 +1,17 @@
 """The endpoints of tokens, as vLLM has them: what a text or a chat is in token ids, and back."""
 
 import asyncio
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any
 
 import orjson
 from starlette.responses import Response
 
-from serving.frontend.access import Caller
 from serving.frontend.openai.call import received
-from serving.frontend.openai.chats import Template, messages_of, told
+from serving.frontend.openai.chats import Template, messages_of, options_of
+from serving.frontend.openai.door import caller_of
 from serving.frontend.openai.errors import HttpError
-from serving.frontend.openai.schemas import DetokenizeRequest, TokenizeRequest
+from serving.frontend.openai.schemas import DetokenizeRequest, OfModel, TokenizeRequest
 from serving.request import Chat
 
 if TYPE_CHECKING:
@@ -21,16 +22,10 @@ if TYPE_CHECKING:
     from serving.frontend.server import Server
 
 
-class TokenEndpoint(Protocol):
-    """What differs between the two."""
-
-    request: type[Any]
-
-    async def answer(
-        self, engine: "Engine", body: Any, model: str, tokenizer: "Tokenizer"
-    ) -> tuple[dict[str, Any], int]:
-        """Returns what a call gets, and how many tokens it has. Raises InvalidRequest."""
-        ...
+Endpoint = Callable[["Engine", Any, str, "Tokenizer"], Awaitable[tuple[dict[str, Any], int]]]
+"""Returns what a call gets, given its body and its model's name, and how many tokens it has. Raises
+InvalidRequest.
+"""
 
 
 class TokenAnswer(Response):
@@ -38,51 +33,45 @@ class TokenAnswer(Response):
 
     background = None
 
-    def __init__(self, server: "Server", endpoint: TokenEndpoint, caller: Caller) -> None:
-        self._server, self._endpoint, self._caller = server, endpoint, caller
+    def __init__(self, server: "Server", body: type[OfModel], endpoint: Endpoint) -> None:
+        """`body` is what `endpoint` gets."""
+        self._server, self._body, self._endpoint = server, body, endpoint
 
     async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
         """See starlette. Errors it raises are reported to the client by `door`."""
         engine = self._server.ready_engine()
-        of_call = self._server, self._caller, self._endpoint.request, scope, receive
-        async with received(*of_call) as (body, number):
-            model = engine.names[number]
-            tokenizer = None if engine.family is None else engine.family[number].tokenizer
+        of_call = self._server, self._body, scope, receive
+        async with received(*of_call) as (body, model, tokenizer):
             if tokenizer is None:
                 raise HttpError("this model has no tokenizer; it takes token ids alone", "model")
-            with self._caller.request(model, None) as caller:
-                found, num_tokens = await self._endpoint.answer(engine, body, model, tokenizer)
+            with caller_of(scope).request(model, None) as caller:
+                found, num_tokens = await self._endpoint(engine, body, model, tokenizer)
                 caller.used(num_tokens)
         answer = Response(orjson.dumps(found), media_type="application/json")
         await answer(scope, receive, send)
 
 
-class Tokenize:
+async def tokenize(
+    engine: "Engine", body: TokenizeRequest, model: str, tokenizer: "Tokenizer"
+) -> tuple[dict[str, Any], int]:
     """The endpoint that gives token ids."""
+    tokens = await engine.tokenize(
+        _prompt(body, tokenizer), model, special_tokens=body.add_special_tokens is not False
+    )
+    texts = None
+    if body.return_token_strs:  # in a thread, as a long prompt has many
 
-    request: type[Any] = TokenizeRequest
+        def each() -> list[str]:
+            return [tokenizer.decode([token], skip_special_tokens=False) for token in tokens]
 
-    async def answer(
-        self, engine: "Engine", body: TokenizeRequest, model: str, tokenizer: "Tokenizer"
-    ) -> tuple[dict[str, Any], int]:
-        """See TokenEndpoint."""
-        tokens = await engine.tokenize(
-            _prompt(body, tokenizer), model, special_tokens=body.add_special_tokens is not False
-        )
-        texts = None
-        if body.return_token_strs:  # in a thread, as a long prompt has many
-
-            def each() -> list[str]:
-                return [tokenizer.decode([token], skip_special_tokens=False) for token in tokens]
-
-            texts = await asyncio.to_thread(each)
-        found = {
-            "count": len(tokens),
-            "max_model_len": engine.config.max_model_len,
-            "tokens": tokens,
-            "token_strs": texts,
-        }
-        return found, len(tokens)
+        texts = await asyncio.to_thread(each)
+    found = {
+        "count": len(tokens),
+        "max_model_len": engine.config.max_model_len,
+        "tokens": tokens,
+        "token_strs": texts,
+    }
+    return found, len(tokens)
 
 
 def _prompt(body: TokenizeRequest, tokenizer: "Tokenizer") -> str | Chat:
@@ -99,29 +88,17 @@ def _prompt(body: TokenizeRequest, tokenizer: "Tokenizer") -> str | Chat:
             "add_special_tokens goes with a prompt: a chat has those that its template writes",
             "add_special_tokens",
         )
-    options, text = dict(body.chat_template_kwargs or {}), tokenizer.chat_template or ""
-    if body.tools:
-        if not Template.of(text).tells:
-            raise HttpError("the model's chat template has no tools; leave them out", "tools")
-        if "tools" in options:
-            raise HttpError(
-                "chat_template_kwargs has tools, too; leave one of them out",
-                "chat_template_kwargs",
-            )
-        options["tools"] = told(body.tools)
-    return Chat(messages_of(body.messages, text), options)
+    text = tokenizer.chat_template or ""
+    if body.tools and not Template.of(text).tells:
+        raise HttpError("the model's chat template has no tools; leave them out", "tools")
+    return Chat(messages_of(body.messages, text), options_of(body, bool(body.tools)))
 
 
-class Detokenize:
+async def detokenize(
+    engine: "Engine", body: DetokenizeRequest, model: str, tokenizer: "Tokenizer"
+) -> tuple[dict[str, Any], int]:
     """The endpoint that gives the text of token ids."""
-
-    request: type[Any] = DetokenizeRequest
-
-    async def answer(
-        self, engine: "Engine", body: DetokenizeRequest, model: str, tokenizer: "Tokenizer"
-    ) -> tuple[dict[str, Any], int]:
-        """See TokenEndpoint."""
-        engine.bounds.check_tokens(len(body.tokens))
-        engine.bounds.check_ids("tokens", body.tokens)
-        text = await asyncio.to_thread(tokenizer.decode, body.tokens, False)
-        return {"prompt": text}, len(body.tokens)
+    engine.bounds.check_tokens(len(body.tokens))
+    engine.bounds.check_ids("tokens", body.tokens)
+    text = await asyncio.to_thread(tokenizer.decode, body.tokens, False)
+    return {"prompt": text}, len(body.tokens)

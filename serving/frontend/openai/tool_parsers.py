@@ -180,6 +180,12 @@ class ToolParser:
                 return marker
             yield
 
+    def text(self, *markers: str, stay: bool = False) -> Generator[None, None, tuple[str, str]]:
+        """Consumes as `until`; returns the text before the marker, and the marker."""
+        pieces: list[str] = []
+        marker = yield from self.until(*markers, take=pieces.append, stay=stay)
+        return "".join(pieces), marker
+
     def json(self, take: Callable[[str], object]) -> Generator[None, None, bool]:
         """Consumes the object, list or string that begins with the next character; returns whether
         it is whole. `take` gets its text, in pieces.
@@ -207,11 +213,10 @@ class ToolParser:
 
     def value(self) -> Generator[None, None, str]:
         """Consumes a JSON value and returns its text."""
+        if (yield from self.peek()) not in ("{", "[", '"'):
+            return (yield from self.text(",", "}", "]", stay=True))[0]
         pieces: list[str] = []
-        if (yield from self.peek()) in ("{", "[", '"'):
-            yield from self.json(pieces.append)
-        else:
-            yield from self.until(",", "}", "]", take=pieces.append, stay=True)
+        yield from self.json(pieces.append)
         return "".join(pieces)
 
     def call_object(self) -> Generator[None, None, bool]:
@@ -323,13 +328,11 @@ class Mistral(ToolParser):
         self.give_up()
 
     def _named(self) -> Reading:
-        pieces: list[str] = []
-        found = yield from self.until("[ARGS]", "[CALL_ID]", "{", take=pieces.append, stay=True)
-        name = "".join(pieces).strip()
-        if not found or not _NAME.fullmatch(name):
+        name, found = yield from self.text("[ARGS]", "[CALL_ID]", "{", stay=True)
+        if not found or not _NAME.fullmatch(name.strip()):
             self.give_up()
             return
-        self.begin(name)
+        self.begin(name.strip())
         if (yield from self.until("{", "[TOOL_CALLS]", stay=True)) == "{":
             yield from self.json(self.argue)
 
@@ -355,9 +358,7 @@ class Harmony(ToolParser):
         ends = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
         between = ""  # thoughts
         while True:
-            pieces: list[str] = []
-            found = yield from self.until("<|message|>", take=pieces.append)
-            header = "".join(pieces)
+            header, found = yield from self.text("<|message|>")
             if not found:
                 if not any(one in header for one in ("<|channel|>", "<|start|>")):
                     self.say(header)  # no message at all
@@ -417,10 +418,9 @@ class Glm(ToolParser):
         opening, key, closing = "<tool_call>", "<arg_key>", "</tool_call>"
         marker = yield from self.until(opening, take=self.say)
         while marker:
-            pieces: list[str] = []
             self.keep(opening)
-            marker = yield from self.until(key, closing, take=pieces.append)
-            name = "".join(pieces).strip()
+            name, marker = yield from self.text(key, closing)
+            name = name.strip()
             if marker and _NAME.fullmatch(name):
                 self.begin(name)
                 self.argue("{")
@@ -437,9 +437,8 @@ class Glm(ToolParser):
                 marker = yield from self.until(opening, take=self.say)
 
     def _argument(self, function: str, before: str) -> Reading:
-        pieces: list[str] = []
-        yield from self.until("</arg_key>", take=pieces.append)
-        name = "".join(pieces).strip()
+        name, _ = yield from self.text("</arg_key>")
+        name = name.strip()
         if not (yield from self.until("<arg_value>")):
             return
         self.argue(f"{before}{_dumped(name)}: ")
@@ -450,10 +449,9 @@ class Glm(ToolParser):
             )
             self.argue('"' if ended else "")
             return
-        pieces.clear()
-        if (yield from self.until("</arg_value>", take=pieces.append)):
-            text = "".join(pieces).strip()
-            self.argue(text if _is_json(text) else _dumped("".join(pieces)))
+        text, ended = yield from self.text("</arg_value>")
+        if ended:
+            self.argue(text.strip() if _is_json(text.strip()) else _dumped(text))
 
     def rules(self, i: int, name: str, schema: Schema, marker: Marker) -> list[str]:
         """See ToolParser. Each argument is held to its own schema, apart from strings, which are
@@ -484,10 +482,6 @@ class Glm(ToolParser):
         first = rf'{marker("<tool_call>")} {_literal(name)} "\n"'
         return [f"call{i}: {first} {' '.join(arguments)} {marker('</tool_call>')}", *lines]
 
-    def written(self, name: str, arguments: str, marker: Marker) -> str:
-        """`rules` says it."""
-        raise NotImplementedError
-
 
 class DeepSeek(ToolParser):
     """DeepSeek V2, V3 and R1, with the arguments in a code block, and V3.1, without."""
@@ -502,12 +496,10 @@ class DeepSeek(ToolParser):
             if marker != begins:
                 continue
             self.keep(begins)
-            pieces: list[str] = []
-            yield from self.until("<｜tool▁sep｜>", take=pieces.append)
+            name, _ = yield from self.text("<｜tool▁sep｜>")
             if (yield from self.peek()) != "{":  # what came first is the kind, `function`
-                pieces.clear()
-                yield from self.until("\n", "```", "{", take=pieces.append, stay=True)
-            name = "".join(pieces).strip()
+                name, _ = yield from self.text("\n", "```", "{", stay=True)
+            name = name.strip()
             found = yield from self.until("{", *ends, stay=True)
             if not found or not _NAME.fullmatch(name):
                 self.give_up()

@@ -61,14 +61,6 @@ _STATUS: dict[type[ServingError], int] = {
 }
 
 
-class FieldRefused(InvalidRequest):
-    """A refused brownout change, with the field at fault if it is known."""
-
-    def __init__(self, message: str, field: str | None) -> None:
-        super().__init__(message)
-        self.field = field
-
-
 _FIELDS = tuple(field.name for field in fields(BrownoutChange))
 _CHANGE = TypeAdapter(BrownoutChange)
 
@@ -129,7 +121,7 @@ def make_app(server: "Server", live: Live) -> FastAPI:
         try:
             after = await server.set_brownout(change, _peer(caller, request))
         except (InvalidRequest, ValueError) as error:  # ValueError: the model lacks this way
-            raise FieldRefused(str(error), _field_of(change, str(error))) from None
+            raise InvalidRequest(str(error), _field_of(change, str(error))) from None
         return Response(orjson.dumps(asdict(after)), media_type="application/json")
 
     @app.post("/api/whatif")
@@ -140,7 +132,7 @@ def make_app(server: "Server", live: Live) -> FastAPI:
         try:
             found = server.ready_engine().what_if(change)
         except (InvalidRequest, ValueError) as error:
-            raise FieldRefused(str(error), _field_of(change, str(error))) from None
+            raise InvalidRequest(str(error), _field_of(change, str(error))) from None
         told = {str(phase): expected._asdict() for phase, expected in found.items()}
         return Response(orjson.dumps(told), media_type="application/json")
 
@@ -198,7 +190,7 @@ async def _read_change(request: Request, timeout_s: float) -> BrownoutChange:
     if name not in _FIELDS:
         raise InvalidRequest(f"there is no {shown(name)}; there are {', '.join(_FIELDS)}")
     wanted = first["msg"].removeprefix("Input ")
-    raise FieldRefused(f"{name} is {shown(first['input'])}; it {wanted}", name)
+    raise InvalidRequest(f"{name} is {shown(first['input'])}; it {wanted}", name)
 
 
 def _field_of(change: BrownoutChange, message: str) -> str | None:
@@ -228,5 +220,5 @@ async def _refuse(request: Request, error: Exception) -> Response:
         headers["www-authenticate"] = "Bearer"
     if isinstance(error, ServingError) and error.retry_after_s is not None:
         headers["retry-after"] = str(math.ceil(error.retry_after_s))
-    field = error.field if isinstance(error, FieldRefused) else None
+    field = error.param if isinstance(error, InvalidRequest) else None
     return JSONResponse({"error": str(error), "field": field}, status, headers)

@@ -13,13 +13,13 @@ from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from heapq import nsmallest
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import orjson
 
 from serving.errors import Overloaded, ServingError
-from serving.frontend.status import loadable_ways
+from serving.frontend.status import Counted, loadable_ways
 from serving.request import BrownoutState, ModelBrownout, Priority
 from serving.settings.composes import why_not
 from serving.telemetry.version import jmoe_version
@@ -68,59 +68,6 @@ class Sample:
     kv_pages_used: int = 0
     kv_pages_total: int = 0
     machine_speed: float = math.nan  # over that of the server's first thousand steps
-
-
-class Counted(NamedTuple):
-    """Counters since the engine started, at one moment."""
-
-    at_s: float
-    arrived: int
-    refused: int
-    prompt_tokens: int
-    output_tokens: int
-    visits: int
-    degraded: int
-    priced_tokens: int = 0
-    expected_loss_nats: float = 0.0
-
-    @classmethod
-    def of(cls, engine: "Engine", metrics: "Metrics", at_s: float) -> "Counted":
-        """Reads the counters. Each request that arrived is running, waiting, ended or refused; the
-        engine's own, which are audits, did not arrive.
-        """
-        stats, scheduler = engine.stats(), engine.scheduler
-        ended = stats.requests_finished + stats.requests_aborted + stats.requests_failed
-        there = stats.num_running + stats.num_waiting
-        there -= sum(s.request.is_audit for s in (*scheduler.running, *scheduler.waiting))
-        return cls(
-            at_s=at_s,
-            arrived=ended + there + stats.requests_rejected,
-            refused=stats.requests_rejected,
-            prompt_tokens=metrics.prefill_tokens,
-            output_tokens=metrics.generation_tokens,
-            visits=stats.expert_visits,
-            degraded=stats.degraded_visits,
-            priced_tokens=stats.priced_tokens,
-            expected_loss_nats=stats.expected_loss_nats,
-        )
-
-    def rates_since(self, last: "Counted | None") -> dict[str, float]:
-        """Returns the sample's rates since `last`; empty without an earlier sample."""
-        if last is None or self.at_s <= last.at_s:
-            return {}
-        took_s, visits = self.at_s - last.at_s, self.visits - last.visits
-        priced = self.priced_tokens - last.priced_tokens
-        nats = self.expected_loss_nats - last.expected_loss_nats
-        share = (self.degraded - last.degraded) / visits if visits else math.nan
-        return {
-            # A request that ends while it is counted may be missing for a moment.
-            "requests_per_s": max(0, self.arrived - last.arrived) / took_s,
-            "refused_per_s": (self.refused - last.refused) / took_s,
-            "prompt_tokens_per_s": (self.prompt_tokens - last.prompt_tokens) / took_s,
-            "output_tokens_per_s": (self.output_tokens - last.output_tokens) / took_s,
-            "degraded_share": share,
-            "expected_loss": nats / priced if priced else math.nan,
-        }
 
 
 class Sampler:
@@ -327,7 +274,7 @@ class Watcher:
 
     def __init__(self, server: "Server") -> None:
         self._server = server
-        self._counts: tuple[int, int] | None = None
+        self._counts: dict[str, int] = {}  # by kind of event
         self._up: dict[str, bool] = {}
 
     def look(self) -> None:
@@ -336,15 +283,13 @@ class Watcher:
         if engine is None:
             return
         evicted = sum(engine.scheduler.num_evictions.values())
-        counts, before = (engine.stats().requests_rejected, evicted), self._counts
-        self._counts = counts
-        texts = (
-            ("refused", "{count} refused for load"),
-            ("evicted", "{count} evicted, to be run again"),
-        )
-        for (kind, text), now, last in zip(texts, counts, before or counts, strict=True):
-            if now > last:
-                server.happened(kind, text, now - last)
+        for kind, count, text in (
+            ("refused", engine.stats().requests_rejected, "{count} refused for load"),
+            ("evicted", evicted, "{count} evicted, to be run again"),
+        ):
+            if (more := count - self._counts.get(kind, count)) > 0:
+                server.happened(kind, text, more)
+            self._counts[kind] = count
         up = {worker["name"]: worker["is_up"] for worker in _workers(engine.executor)}
         for name in up.keys() & self._up.keys():
             if up[name] != self._up[name]:
@@ -422,9 +367,9 @@ class Live:
 
     def tick(self) -> None:
         """Takes a sample and wakes all viewers."""
-        self._history.append(_dump(self._sampler.take()))
+        self._history.append(orjson.dumps(self._sampler.take()))
         self._watcher.look()
-        self._now = _dump(self._state())
+        self._now = orjson.dumps(self._state())
         if self.count % EXPERTS_EVERY == 0:
             self._look_at_experts()
         self.count += 1
@@ -442,7 +387,7 @@ class Live:
             return
         load = self._load.look(self._server.metrics.expert_rows, engine.model.config.num_experts)
         if load is not None:
-            self._experts, self._experts_at = _dump(load), self.count + 1
+            self._experts, self._experts_at = orjson.dumps(load), self.count + 1
 
     def state(self) -> bytes:
         """Returns the server's state as a JSON object: newest sample, settings, expert load."""
@@ -498,17 +443,13 @@ class Live:
     def _message(
         self, samples: Sequence[bytes], *, whole: bool = False, experts: bool = False
     ) -> bytes:
-        current = _dump(self._state()) if whole else self._now
+        current = orjson.dumps(self._state()) if whole else self._now
         parts = [b'"samples":[' + b",".join(samples) + b"]", b'"now":' + current]
         if whole:
-            parts.append(b'"about":' + _dump(about(self._server)))
+            parts.append(b'"about":' + orjson.dumps(about(self._server)))
         if whole or experts:
             parts.append(b'"experts":' + self._experts)
         return b"{" + b",".join(parts) + b"}\n"
-
-
-def _dump(value: Any) -> bytes:
-    return orjson.dumps(value)  # NaN becomes null
 
 
 LEVELS = 255

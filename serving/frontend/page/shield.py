@@ -42,9 +42,6 @@ class Shield:
 
     async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
         """Refuses a request, or passes it on and adds security headers to the response."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         headers, is_data = Headers(scope=scope), scope["path"].startswith("/api")
         refused = self._refusal(headers, scope, is_data)
 

@@ -28,6 +28,7 @@ from serving.config import BrownoutConfig, EngineConfig, ServerConfig
 from serving.errors import PermissionDenied, Unauthenticated, Unavailable
 from serving.execution.executor import WorkerSeen
 from serving.frontend.access import Caller, current
+from serving.frontend.keys import Key
 from serving.frontend.metrics import Metrics
 from serving.frontend.page import live as live_module
 from serving.frontend.page.app import STATIC
@@ -78,7 +79,7 @@ class Keys:
     """Two keys, one of them an admin's."""
 
     def __init__(self) -> None:
-        self.callers = {"Bearer root": Caller("ops"), "Bearer user": Caller("u", is_admin=False)}
+        self.callers = {"Bearer root": Caller("ops"), "Bearer user": Caller("u", Key(""))}
 
     def caller(self, authorization):
         if authorization not in self.callers:
@@ -768,7 +769,7 @@ async def test_unavailable_is_told() -> None:
 
 def test_who_may_not_administer_is_told_so() -> None:
     with pytest.raises(PermissionDenied, match="no admin key"):
-        Caller("u", is_admin=False).require_admin()
+        Caller("u", Key("")).require_admin()
 
 
 async def test_a_live_page_of_a_fake_engine_alone() -> None:

@@ -27,7 +27,7 @@ from serving.config import ServerConfig
 from serving.errors import InvalidRequest, Overloaded, RequestFailed, SettingsError
 from serving.frontend import tracing
 from serving.frontend.server import Server
-from serving.frontend.tracing import Tracer, make_tracer
+from serving.frontend.tracing import make_tracer
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 from serving.proto.jmoe.v1 import jmoe_pb2_grpc as rpc
 from serving.request import Priority, Request, SamplingParams
@@ -265,6 +265,16 @@ async def test_several_answers_of_one_call_are_in_one_span(collector):
     assert sorted(names) == ["decode", "decode", "prefill", "prefill", "queue", "queue"]
 
 
+async def test_headers_of_http_name_the_callers_trace_too(collector):
+    headers = [(b"host", b"localhost"), (b"traceparent", TRACEPARENT.encode())]
+    tracer = make_tracer(collector.url)
+    with tracer.request("id", "counter", LS, headers):
+        pass
+    await tracer.close()
+    (root,) = collector.roots()
+    assert (root.trace_id.hex(), root.parent_span_id.hex()) == (TRACE, PARENT)
+
+
 async def test_who_sends_is_named(collector, monkeypatch):
     for name in (None, "mine"):
         if name is not None:
@@ -316,8 +326,8 @@ async def test_a_collector_that_hangs_holds_nobody_up(collector, monkeypatch):
 
 async def test_without_an_endpoint_nothing_is_imported():
     tracer = make_tracer("")
-    assert (type(tracer), tracer.is_on) == (Tracer, False)
-    with tracer.request("a", "counter", LS, TRACEPARENT) as span:
+    with tracer.request("a", "counter", LS, [("traceparent", TRACEPARENT)]) as span:
+        assert type(span) is tracing.RequestSpan  # which records nothing
         span.note(None)
     await tracer.close()
     code = (
