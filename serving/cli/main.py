@@ -28,6 +28,7 @@ from serving.cli.options import (
     HubRevision,
     KvCacheDtype,
     Quantize,
+    documented,
     family_flag,
     flag_keys,
     models_flag,
@@ -56,25 +57,6 @@ app.command()(demo)
 app.command()(distill)
 app.command()(evaluate)
 app.command()(info)
-
-Strategy = Annotated[
-    str | None,
-    typer.Option(
-        help="What happens to degraded expert visits: partial sends them to united "
-        "experts, full drops them, zero degrades none; or your own module:Class (notebook.md). "
-        "Default: partial.",
-        metavar="zero|partial|full|module:Class",
-    ),
-]
-Way = Annotated[
-    int | None,
-    typer.Option(
-        help="Number of routed experts that a united expert stands in for. Default: "
-        "the largest that the model has.",
-        metavar="K",
-    ),
-]
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log every request.")]
 
 
 def main() -> None:
@@ -122,16 +104,16 @@ def _version(wanted: bool) -> None:
 
 
 @app.callback()
+@documented
 def common(
-    version: Annotated[
-        bool,
-        typer.Option(
-            "--version", callback=_version, is_eager=True, help="Show the version and exit."
-        ),
-    ] = False,
-    verbose: Verbose = False,
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True)] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log every request.")] = False,
 ) -> None:
-    """Sets up logging, to stderr."""
+    """Sets up logging, to stderr.
+
+    Args:
+        version: Show the version and exit.
+    """
     logs.configure(verbose=verbose)
 
 
@@ -144,49 +126,31 @@ _SETTINGS = (
 
 @app.command(cls=Command, epilog=_SETTINGS)
 @setting_flags
+@documented
 def serve(
-    models: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[[NAME=]MODEL]...", help="What --model takes, without the flag."),
-    ] = None,
-    config: Annotated[
-        str,
-        typer.Option(metavar="FILE", help="YAML file with settings, or a preset: default or demo."),
-    ] = "default",
-    set_: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="KEY=VALUE",
-            help="Set any key, such as engine.salc.window_s=4. May be repeated.",
-        ),
-    ] = None,
+    models: Annotated[list[str] | None, typer.Argument(metavar="[[NAME=]MODEL]...")] = None,
+    config: Annotated[str, typer.Option(metavar="FILE")] = "default",
+    set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE")] = None,
     model: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="[NAME=]MODEL",
-            help="Hugging Face directory, OWNER/NAME of the Hub, or bundled, the small model that "
-            "comes with jmoe. NAME=MODEL, repeated, for each model of a family. [default: "
-            "bundled]",
-            rich_help_panel="Model",
-        ),
+        list[str] | None, typer.Option(metavar="[NAME=]MODEL", rich_help_panel="Model")
     ] = None,
-    verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="Log every request.", rich_help_panel="Log")
-    ] = False,
-    restart: Annotated[
-        bool,
-        typer.Option(
-            "--restart",
-            help="Start again when this process ended by a fault, such as the loss of another one "
-            "of its mesh; not after SIGTERM, nor where a setting cannot be used.",
-        ),
-    ] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", rich_help_panel="Log")] = False,
+    restart: Annotated[bool, typer.Option("--restart")] = False,
     **flags: Any,
 ) -> None:
     """Serves a model, or a family of them, over gRPC and HTTP.
 
     SIGTERM and SIGINT end it, once streams have ended (drain_timeout_s).
+
+    Args:
+        models: What --model takes, without the flag.
+        config: YAML file with settings, or a preset: default or demo.
+        set_: Set any key, such as engine.salc.window_s=4. May be repeated.
+        model: Hugging Face directory, OWNER/NAME of the Hub, or bundled, the small model that comes
+            with jmoe. NAME=MODEL, repeated, for each model of a family. [default: bundled]
+        verbose: Log every request.
+        restart: Start again when this process ended by a fault, such as the loss of another one of
+            its mesh; not after SIGTERM, nor where a setting cannot be used.
     """
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until there is something to read again
     from serving.settings import reading as settings
@@ -279,55 +243,51 @@ async def _start_engine(config: Any, *observers: Any) -> Any:
 
 
 @app.command()
+@documented
 def generate(
-    prompts: Annotated[list[str], typer.Argument(metavar="PROMPT...", help="Texts to continue.")],
-    model: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Model directory, OWNER/NAME of the Hub, or bundled. NAME=DIR, repeated, for each "
-            "model of a family. [default: bundled]"
-        ),
-    ] = None,
-    family: Annotated[
-        Path | None,
-        typer.Option(help="family.json of `jmoe consolidate`: each --model NAME=DIR answers."),
-    ] = None,
+    prompts: Annotated[list[str], typer.Argument(metavar="PROMPT...")],
+    model: list[str] | None = None,
+    family: Path | None = None,
     hub_revision: HubRevision = "",
-    dtype: Annotated[
-        str, typer.Option(help="Data type: bfloat16, float16 or float32.")
-    ] = "bfloat16",
+    dtype: str = "bfloat16",
     quantize: Quantize = "auto",
     kv_cache_dtype: KvCacheDtype = "auto",
-    tokens: Annotated[
-        bool, typer.Option(help="Prompts are token ids, separated by commas.")
-    ] = False,
-    max_new_tokens: Annotated[
-        int, typer.Option(help="Most tokens to generate for each prompt.")
-    ] = 64,
-    temperature: Annotated[float, typer.Option(help="Sampling temperature. 0: greedy.")] = 0.0,
-    top_k: Annotated[
-        int, typer.Option(help="Sample among this many most likely tokens. 0: all.")
-    ] = 0,
-    top_p: Annotated[
-        float,
-        typer.Option(help="Sample among the most likely tokens of this total probability. 1: all."),
-    ] = 1.0,
-    seed: Annotated[int, typer.Option(help="Seed of sampling.")] = 0,
-    brownout_threshold: Annotated[
-        int, typer.Option(help="Percentage of expert visits kept exact. 100: no brownout.")
-    ] = 100,
-    strategy: Strategy = None,
-    keep: Annotated[
-        Literal["visits", "weight"],
-        typer.Option(help="Which experts stay exact, of as many: by visits or by gate weight."),
-    ] = "visits",
-    levels: Annotated[
-        bool, typer.Option(help="The threshold is a level of the model's levels.json, by layer.")
-    ] = False,
-    way: Way = None,
+    tokens: bool = False,
+    max_new_tokens: int = 64,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    brownout_threshold: int = 100,
+    strategy: Annotated[str | None, typer.Option(metavar="zero|partial|full|module:Class")] = None,
+    keep: Literal["visits", "weight"] = "visits",
+    levels: bool = False,
+    way: Annotated[int | None, typer.Option(metavar="K")] = None,
     allow_unknown_config: AllowUnknownConfig = None,
 ) -> None:
-    """Continues prompts in this process, without a server."""
+    """Continues prompts in this process, without a server.
+
+    Args:
+        prompts: Texts to continue.
+        model: Model directory, OWNER/NAME of the Hub, or bundled. NAME=DIR, repeated, for each
+            model of a family. [default: bundled]
+        family: family.json of `jmoe consolidate`: each --model NAME=DIR answers.
+        dtype: Data type: bfloat16, float16 or float32.
+        tokens: Prompts are token ids, separated by commas.
+        max_new_tokens: Most tokens to generate for each prompt.
+        temperature: Sampling temperature. 0: greedy.
+        top_k: Sample among this many most likely tokens. 0: all.
+        top_p: Sample among the most likely tokens of this total probability. 1: all.
+        seed: Seed of sampling.
+        brownout_threshold: Percentage of expert visits kept exact. 100: no brownout.
+        strategy: What happens to degraded expert visits: partial sends them to united experts, full
+            drops them, zero degrades none; or your own module:Class (notebook.md). Default:
+            partial.
+        keep: Which experts stay exact, of as many: by visits or by gate weight.
+        levels: The threshold is a level of the model's levels.json, by layer.
+        way: Number of routed experts that a united expert stands in for. Default: the largest that
+            the model has.
+    """
     import jmoe
 
     _keep_programs("~/.cache/jmoe/generate")
