@@ -285,7 +285,7 @@ def play(case: Case, controller: str, seed: int) -> dict[str, float]:
         case.machine, speeds=((0.0, 1.0), (change_s, condition.speed)), noise=condition.noise
     )
     engine = _engine(config, **changes)
-    run = simulate(machine, engine, arrivals, seed, condition.exempt_share).run
+    run = simulate(machine, engine, arrivals, seed, condition.exempt_share)
     return figures(run, slo, change_s + THIN_S * (condition.shape == "thin"), ends_s)
 
 
