@@ -1,13 +1,11 @@
 """`jmoe demo`: short bursts in pairs, without and with brownout; a table and a picture."""
 
-import argparse
 import asyncio
 import contextlib
 import json
 import math
 import os
 import signal
-import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -22,7 +20,7 @@ from rich.console import Console
 
 from serving.bench.calibrate import Calibration, CalibrationError, calibrate, run_all_steps
 from serving.bench.facts import facts
-from serving.bench.launch import LaunchError, running_server
+from serving.bench.launch import running_server
 from serving.bench.loadgen import Steered, play
 from serving.bench.machine import Watch
 from serving.bench.report import (
@@ -561,26 +559,3 @@ def _store(result: dict[str, Any], path: Path, console: Console) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(_rounded(result)) + "\n", encoding="utf-8")
     console.print(f"results: {path}")
-
-
-def main() -> None:
-    """Command line: `python -m serving.bench.demo`."""
-    parser = argparse.ArgumentParser(prog="python -m serving.bench.demo", description=__doc__)
-    parser.add_argument("--pairs", type=int, default=4, help="pairs of segments that count")
-    parser.add_argument("--segment-s", type=float, default=15.0, help="of arrivals, for each")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--controllers", action="store_true", help="play each of them")
-    parser.add_argument("--simulated", action="store_true", help="on this machine's step times")
-    parser.add_argument("--out", type=Path, default=Path("out"), help="folder of the results")
-    parser.add_argument("server_args", nargs="*", help="after --: more flags for the server")
-    args = parser.parse_args()
-    try:
-        run_demo(DemoConfig(**{**vars(args), "server_args": tuple(args.server_args)}))
-    except (LaunchError, ValueError) as error:
-        sys.exit(f"demo failed: {error}")
-    except (KeyboardInterrupt, asyncio.CancelledError):
-        sys.exit("demo stopped")
-
-
-if __name__ == "__main__":
-    main()
