@@ -51,8 +51,8 @@ def consolidate(
     from training.consolidate.run import ConsolidateConfig
     from training.consolidate.run import consolidate as run
 
-    directories, allowed = _directories(model), tuple(allow_unknown_config or ())
-    flags |= {"data": _texts(data or (), directories), "allow_unknown_config": allowed}
+    directories = _directories(model)
+    flags["data"] = _texts(data or (), directories)
     config = of_fields(ConsolidateConfig, flags)
     with progress_bar() as progress:
         done = run(directories, out, config, progress, logs.say)

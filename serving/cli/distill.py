@@ -100,7 +100,9 @@ def distill(
         seed: Seed of rows and of their order.
     """
     flags = locals()
-    numbers = None if ways is None else _numbers(ways)
+    from training.evaluation.items import integers, read_tasks
+
+    numbers = None if ways is None else integers("ways", ways)
     if device_memory_gib and not dry_run:
         raise ValueError("--device-memory-gib is for --dry-run; a run uses the memory there is")
     if devices and not dry_run:
@@ -135,14 +137,12 @@ def distill(
         raise ValueError(f"{missing} is missing; only --dry-run does without it")
     if levels_items < 0:
         raise ValueError(f"--levels-items is {levels_items}; it must be 0 or more")
-    if levels_items:  # before hours of training
-        from training.evaluation.items import read_tasks
-
-        if (found := len(read_tasks(data[0]))) < 2 * levels_items:
-            raise ValueError(
-                f"--levels-items is {levels_items} and takes {2 * levels_items} tasks; {data[0]} "
-                f"holds {found}"
-            )
+    # Before hours of training.
+    if levels_items and (found := len(read_tasks(data[0]))) < 2 * levels_items:
+        raise ValueError(
+            f"--levels-items is {levels_items} and takes {2 * levels_items} tasks; {data[0]} "
+            f"holds {found}"
+        )
     directory = resolve(model, hub_revision)
     made = _run(directory, numbers, data, out, config, allowed, log_dir)
     if process_index > 0:
@@ -150,13 +150,6 @@ def distill(
     if levels_items:
         _measure(directory, made, data[0], out, levels_items, dtype, allowed)
     print(_serve_command(directory, out, allowed, with_tables=levels_items > 0))
-
-
-def _numbers(ways: str) -> list[int]:
-    try:
-        return [int(way) for way in ways.split(",")]
-    except ValueError:
-        raise ValueError(f"--ways is {ways!r}; it must be integers with commas") from None
 
 
 def _plan(

@@ -120,11 +120,7 @@ def evaluate(
         out: Folder for the results. A run that was ended continues there.
     """
     directories = family_flag(model or ["bundled"], family)
-    flags = locals() | {
-        "model": directories.get("", ""),
-        "text": tuple(text or ()),
-        "allow_unknown_config": tuple(allow_unknown_config or ()),
-    }
+    flags = locals() | {"model": directories.get("", "")}
     from jmoe.api import resolve
     from jmoe.expected_loss import FILE
     from training.evaluation.items import ZERO, grid, integers, parse_only, with_levels

@@ -106,9 +106,12 @@ def documented[F: Callable[..., None]](command: F) -> F:
 
 
 def of_fields[T](kind: type[T], flags: Mapping[str, Any]) -> T:
-    """Makes a dataclass of the flags that are called as its fields; others keep their defaults."""
+    """Makes a dataclass of the flags that are called as its fields, of lists tuples. Other fields,
+    and those of flags that are not given (None), keep their defaults.
+    """
     named = (field.name for field in fields(cast(Any, kind)))
-    return kind(**{name: flags[name] for name in named if name in flags})
+    given = {name: flags[name] for name in named if flags.get(name) is not None}
+    return kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in given.items()})
 
 
 def flag_keys() -> dict[str, str]:

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from serving.cli.options import ApiKeyEnv, TlsCa, TlsCert, TlsKey, documented, overrides
+from serving.cli.options import ApiKeyEnv, TlsCa, TlsCert, TlsKey, documented, of_fields, overrides
 from serving.telemetry.progress import progress_bar
 
 bench = typer.Typer(help="Runs benchmarks.", no_args_is_help=True)
@@ -134,11 +134,7 @@ def serve(
         result_filename: Name of the result's file. Default: made of rate, model and date.
         time_limit_s: Seconds after which requests without an answer have failed.
     """
-    flags: dict[str, Any] = {
-        **locals(),
-        "goodput": tuple(goodput or ()),
-        "model_mix": tuple(model_mix or ()),
-    }
+    flags = locals()
     from serving.bench.config import BenchConfig
     from serving.bench.run import run_bench
     from serving.bench.table import result_table
@@ -147,7 +143,7 @@ def serve(
         print(text, file=sys.stderr, flush=True)
 
     with progress_bar() as progress:
-        result = run_bench(BenchConfig(**flags), say, _seldom(progress))
+        result = run_bench(of_fields(BenchConfig, flags), say, _seldom(progress))
     print(result_table(result))
     if not result["completed"]:
         print("jmoe: no request was answered", file=sys.stderr)
@@ -194,12 +190,11 @@ def priority(
         seed: Seed of arrivals and classes.
         out: Folder for the results.
     """
-    flags: dict[str, Any] = {**locals(), "server_args": tuple(server_args or ())}
-    flags["loads"] = _loads(loads)
+    flags = locals() | {"loads": _numbers("--loads", loads)}
     with _servers_of_its_own():
         from serving.bench.priority import PriorityConfig, run_priority
 
-        run_priority(PriorityConfig(**flags))
+        run_priority(of_fields(PriorityConfig, flags))
 
 
 @bench.command()
@@ -233,13 +228,13 @@ def balance(
         spare_slots: Slots per layer and device for copies that stay.
         out: Folder for the results.
     """
-    flags: dict[str, Any] = {**locals(), "server_args": tuple(server_args or ())}
+    flags = locals()
     for name in ("variants", "families"):
-        flags[name] = tuple(filter(None, flags[name].split(",")))
+        flags[name] = [*filter(None, flags[name].split(","))]
     with _servers_of_its_own():
         from serving.bench.balance import BalanceBenchConfig, run_balance
 
-        run_balance(BalanceBenchConfig(**flags))
+        run_balance(of_fields(BalanceBenchConfig, flags))
 
 
 @bench.command()
@@ -275,12 +270,11 @@ def family(
         dry_run: Play the smallest load, on the bundled weights.
         out: Folder for the results.
     """
-    flags: dict[str, Any] = {**locals(), "server_args": tuple(server_args or ())}
-    flags |= {"model": tuple(model), "loads": _loads(loads)}
+    flags = locals() | {"loads": _numbers("--loads", loads)}
     with _servers_of_its_own():
         from serving.bench.family import FamilyConfig, run_family
 
-        run_family(FamilyConfig(**flags))
+        run_family(of_fields(FamilyConfig, flags))
 
 
 @bench.command()
@@ -320,41 +314,26 @@ def controllers(
         processes: Processes. 0: one a processor.
         out: Folder for the results.
     """
-    from serving.bench.controllers import CONDITIONS, ControllersConfig, run_controllers
+    flags = locals() | {"traces": trace, "settings": set_, "controllers": controllers.split(",")}
+    from serving.bench.controllers import ControllersConfig, run_controllers
 
     overrides({}, set_ or [])  # raises for what is no KEY=VALUE
-    config = ControllersConfig(
-        conditions=tuple(conditions.split(",")) if conditions else tuple(CONDITIONS),
-        controllers=tuple(controllers.split(",")),
-        seeds=seeds,
-        first_seed=first_seed,
-        duration_s=duration_s,
-        load=load,
-        model=model,
-        mix=_mix(mix) if mix else None,
-        times=times,
-        traces=tuple(trace or ()),
-        settings=tuple(set_ or ()),
-        processes=processes,
-        out=out,
-    )
+    flags["conditions"] = conditions.split(",") if conditions else None
+    flags["mix"] = _numbers("--mix", mix, "three numbers", 3) if mix else None
+    config = of_fields(ControllersConfig, flags)
     with _servers_of_its_own():
         run_controllers(config)
 
 
-def _mix(text: str) -> tuple[float, float, float]:
+def _numbers(flag: str, text: str, wanted: str = "numbers", count: int = 0) -> list[float]:
+    """Parses numbers with commas, `count` of them (0: any). Raises ValueError."""
     try:
-        prompt, answer, spread = map(float, text.split(","))
+        found = [float(number) for number in text.split(",")]
     except ValueError:
-        raise ValueError(f"--mix is {text!r}; it must be three numbers with commas") from None
-    return prompt, answer, spread
-
-
-def _loads(text: str) -> tuple[float, ...]:
-    try:
-        return tuple(map(float, text.split(",")))
-    except ValueError:
-        raise ValueError(f"--loads is {text!r}; it must be numbers with commas") from None
+        found = []
+    if not found or count not in (0, len(found)):
+        raise ValueError(f"{flag} is {text!r}; it must be {wanted} with commas")
+    return found
 
 
 @documented
@@ -382,13 +361,13 @@ def demo(
         seed: Seed of arrival times and of the order of tasks.
         out: Folder for the results.
     """
-    flags: dict[str, Any] = {**locals(), "server_args": tuple(server_args or ())}
+    flags = locals()
     from asyncio import CancelledError
 
     from serving.bench.demo import DemoConfig, run_demo
 
     try:
         with _servers_of_its_own():
-            run_demo(DemoConfig(**flags))
+            run_demo(of_fields(DemoConfig, flags))
     except (KeyboardInterrupt, CancelledError):
         raise typer.Exit(130) from None
