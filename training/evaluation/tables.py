@@ -63,7 +63,7 @@ def scores(
 
 
 def by_families(
-    zero: Sequence[bool], other: Sequence[bool], families: Sequence[str]
+    zero: Sequence[bool] | np.ndarray, other: Sequence[bool] | np.ndarray, families: Sequence[str]
 ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Returns what of each family's items was right before and after, as `paired_loss` takes it."""
     before, after, family = np.array(zero), np.array(other), np.array(families)
@@ -130,8 +130,12 @@ def _rounded(*values: float) -> list[float]:
 
 def write_csv(found: Sequence[Score]) -> str:
     """Returns CSV with a row for each setting; docs/evaluation.md says what the columns mean."""
+    return csv_of([_csv_row(score) for score in found])
+
+
+def csv_of(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Returns CSV of rows that have the same columns."""
     out = io.StringIO()
-    rows = [_csv_row(score) for score in found]
     writer = csv.DictWriter(out, list(rows[0]), lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
