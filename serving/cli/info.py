@@ -87,10 +87,9 @@ def info(
         raise ValueError(f"--mesh is of a single model: {COMPOSES[SEVERAL, 'engine.mesh']}")
     if as_json and address is None:
         raise ValueError("--json needs a running server; give --address HOST:PORT as well")
-    if address is not None and mesh is not None:
-        raise ValueError("--mesh needs a model: give MODEL or --model-config, not --address")
-    if device_gb is not None and address is not None:
-        raise ValueError("--device-gb needs a model: give MODEL or --model-config, not --address")
+    for name, value in {"--mesh": mesh, "--device-gb": device_gb}.items():
+        if address is not None and value is not None:
+            raise ValueError(f"{name} needs a model: give MODEL or --model-config, not --address")
     if in_flight is not None and not mesh:
         raise ValueError("--in-flight needs --mesh ep=N")
     of_forecast = {
