@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
@@ -32,6 +31,7 @@ from training.consolidate.rules import (
     owners_within,
 )
 from training.distill.data import pack_files
+from training.distill.stream import layers_dtype
 from training.packing import Batch
 
 RuleName = Literal["functional", "paper", "random", "average"]
@@ -186,13 +186,6 @@ def consolidate(
         say(f"merged experts and differences: {out.parent / WEIGHTS_FILE}")
     write_sharing(out, sharing)
     return Consolidation(sharing, losses, sum(tensor.nbytes for tensor in residuals.values()))
-
-
-def layers_dtype() -> str:
-    """Returns the dtype to capture in: a CPU's reference of the grouped GEMM is fast in float32, a
-    GPU's kernel in bfloat16.
-    """
-    return "float32" if jax.default_backend() == "cpu" else "bfloat16"
 
 
 def _slots(

@@ -26,7 +26,6 @@ from training.distill.expert import Experts
 from training.distill.fit import DistillError, Fit, fit_layer
 from training.distill.grouping import make_groups
 from training.distill.parallel import is_first, on_the_host, wait_for_all
-from training.distill.plan import layers_dtype
 from training.distill.prepare import DEFAULT_WAYS, prepare
 from training.distill.refine import Progressing, begin, freeze, held_out_by_file, refine
 from training.distill.report import REPORT_FILES, LayerResult, RefineResult, write_report
@@ -35,7 +34,7 @@ from training.distill.sampled import as_begun, sampled_texts, with_num_texts
 from training.distill.sizes import SAVE_EVERY
 from training.distill.start import make_start
 from training.distill.store import Store, check_began, finished
-from training.distill.stream import LayerRows, before_layers, run_layer
+from training.distill.stream import LayerRows, before_layers, layers_dtype, run_layer
 from training.distill.united import United, check_united, narrow, write_united
 from training.log import LossLog, text_of
 
@@ -134,11 +133,8 @@ def distill(
     if prepared.refusal:
         raise ValueError(prepared.refusal)
     check_united(out / UNITED_FILE, own, model_dir, fingerprint["model"])
-    layers = Layers(
-        model_dir,
-        layers_dtype(config, jax.default_backend()),
-        allow_unknown_config=allow_unknown_config,
-    )
+    allowed: dict[str, Any] = {"allow_unknown_config": allow_unknown_config}
+    layers = Layers(model_dir, layers_dtype(config.dtype), **allowed)
     out.mkdir(parents=True, exist_ok=True)
     store = Store(out, fingerprint, end_to_end, model_dir)
     if store.devices != fingerprint["devices"]:
@@ -157,9 +153,7 @@ def distill(
         run = _Run(layers, packed, store, config, note)
         results = run.train(own)
         if config.refine_steps:
-            whole = partial(
-                load, model_dir, config.dtype, ways=(), allow_unknown_config=allow_unknown_config
-            )
+            whole = partial(load, model_dir, config.dtype, ways=(), **allowed)
             refined = [run.refined(way, whole, len(data)) for way in own]
     united = {way: run.united(way) for way in own}
     if weights_digest(directory) != fingerprint["model"]:
@@ -233,7 +227,10 @@ class _Run:
         for index in in_order:
             at = sum(cfg.moe_layers[:index])
             params, experts = self.layers.layer(index)
-            told = partial(self.note, f"layer {index}: capture", losses={})
+
+            def told(done: int, total: int, what: str = f"layer {index}: capture") -> None:
+                self.note(what, done, total, {})
+
             rows = run_layer(cfg, index, params, experts, x, data, progress=told)
             if rows is not None:
                 assert experts is not None

@@ -24,7 +24,8 @@ from jmoe.api import Model
 from jmoe.forward import forward
 from jmoe.layers import Layers
 from training.consolidate.budget import slots_of_share
-from training.consolidate.run import Measured, choose, layers_dtype, measure
+from training.consolidate.run import Measured, choose, measure
+from training.distill.stream import layers_dtype
 from training.evaluation.tables import by_families, paired_loss
 from training.family.report import tables, write_picture
 from training.family.shared import Members, Owners
