@@ -110,8 +110,6 @@ def burst_pieces(
 
 def schedule(samples: Sequence[Arrival], times_s: Iterable[float]) -> list[Arrival]:
     """Schedules `samples` at `times_s`, from the beginning again when they run out."""
-    if not samples:
-        raise WorkloadError("the dataset has no usable samples")
     return [
         replace(sample, at_s=at_s) for sample, at_s in zip(cycle(samples), times_s, strict=False)
     ]
@@ -129,15 +127,7 @@ def two_classes(arrivals: Sequence[Arrival], best_effort_share: float, seed: int
 def several_models(
     arrivals: Sequence[Arrival], weights: Mapping[str, float], seed: int
 ) -> list[Arrival]:
-    """Returns the same requests, each to a model that is drawn in proportion to its weight.
-
-    Raises WorkloadError for weights that are not numbers above 0.
-    """
-    for name, weight in weights.items():
-        if not 0 < weight < math.inf:
-            raise WorkloadError(f"model {name} has the weight {weight:g}; it must be above 0")
-    if not weights:
-        raise WorkloadError("no model is named that requests could go to")
+    """Returns the same requests, each to a model that is drawn in proportion to its weight."""
     # A stream of its own: from the seed as it is, gaps between requests and classes are drawn.
     draws = np.random.default_rng([seed, _MODELS]).random(len(arrivals))
     ends = np.cumsum(list(weights.values()))
@@ -148,8 +138,6 @@ def several_models(
 
 def shuffled(samples: Sequence[Arrival], seed: int, num: int | None = None) -> list[Arrival]:
     """Returns `samples` in a random order, repeated or cut to `num`."""
-    if not samples:
-        raise WorkloadError("the dataset has no usable samples")
     order = np.random.default_rng(seed).permutation(len(samples))
     return list(islice(cycle([samples[i] for i in order]), len(samples) if num is None else num))
 
