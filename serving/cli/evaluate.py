@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 WAYS = "2,4,8"
 THRESHOLDS = "100,90,80,70,60,50,40,30,20,10,0"
 STRATEGIES = "partial,full"
+OF_ONE_MODEL = "--leave-one-out", "--sensitivity", "--quantize", "--against"
 WITHOUT = {
     "--leave-one-out": (
         "--sensitivity",
@@ -140,16 +141,6 @@ def evaluate(
             "--sources, --distill-rows, --distill-steps, --sampled and --refine-steps need "
             "--leave-one-out"
         )
-    single = {
-        "--leave-one-out": leave_one_out,
-        "--sensitivity": sensitivity,
-        "--quantize": quantize != "auto",
-        "--against": against is not None,
-    }
-    if family is not None and (given := [name for name, is_given in single.items() if is_given]):
-        raise ValueError(f"{given[0]} is of a single model; leave out --family")
-    if borrow_united is not None and family is None:
-        raise ValueError("--borrow-united needs --family, and --model NAME=DIR for each model")
     flags_given = {
         "--leave-one-out": leave_one_out,
         "--sensitivity": sensitivity,
@@ -159,8 +150,13 @@ def evaluate(
         "--thresholds": thresholds != THRESHOLDS,
         "--strategies": strategies != STRATEGIES,
         "--text": bool(text),
+        "--quantize": quantize != "auto",
         "--against": against is not None,
     }
+    if family is not None and (given := [name for name in OF_ONE_MODEL if flags_given[name]]):
+        raise ValueError(f"{given[0]} is of a single model; leave out --family")
+    if borrow_united is not None and family is None:
+        raise ValueError("--borrow-united needs --family, and --model NAME=DIR for each model")
     for flag, others in WITHOUT.items():
         beside = [other for other in others if flags_given[flag] and flags_given[other]]
         if beside:

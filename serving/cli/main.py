@@ -6,12 +6,14 @@ Commands import what they need when they run, so that `jmoe --help` is quick.
 import serving.settings.extras  # noqa: F401  (names the extra of a package that is missing)
 
 # isort: split
+import importlib
 import logging
 import os
 import signal
 import sys
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -165,6 +167,22 @@ def serve(
 
         again = [word for word in sys.orig_argv[1:] if word != "--restart"]
         raise typer.Exit(keep_running([sys.executable, *again]))
+    if loaded.log_format == "json":
+        logs.wrap_stderr()
+    follows = loaded.engine.process_index > 0
+    if not follows:
+        from serving.startup.prepare import check_start
+
+        check_start(loaded.engine)  # before a port is opened
+    try:
+        (_follow if follows else _lead)(loaded)
+    except Unavailable as error:
+        logs.say(f"jmoe: {error}", logging.ERROR)
+        os._exit(1)  # an ordinary exit would wait for a device that may hang
+
+
+def _lead(config: Any) -> None:
+    """Serves; in a mesh over several processes as the first of them."""
     import uvloop
 
     from serving.frontend import server
@@ -174,66 +192,37 @@ def serve(
     from serving.telemetry.observer import Observer
     from serving.telemetry.timeline import Timeline
 
-    if loaded.log_format == "json":
-        logs.wrap_stderr()
-    if loaded.engine.process_index > 0:
-        _follow(loaded)
-        return
-    from serving.startup.prepare import check_start
-
-    check_start(loaded.engine)  # before a port is opened
-    metrics, path = Metrics(), Path(loaded.timeline)
-    tracer = make_tracer(loaded.otlp_endpoint)
+    metrics, tracer = Metrics(), make_tracer(config.otlp_endpoint)
     observers: list[Observer] = [metrics, tracer]
-    drawn = None
-    if loaded.timeline:
-        drawn = Timeline()
-        drawn.write(path)  # a file that cannot be written is to be known now
-        observers.append(drawn)
-    captured = None
-    if loaded.capture:
-        captured = Capture(Path(loaded.capture), loaded.capture_share, loaded.capture_max_mib)
-        observers.append(captured)
-
-    async def start_engine() -> Any:
-        return await _start_engine(loaded, *observers)
-
-    try:
-        try:
-            uvloop.run(server.serve(loaded, start_engine, metrics, tracer))
-        finally:
-            if drawn is not None:
-                drawn.write(path)
-            if captured is not None:
-                captured.close()
-    except Unavailable as error:
-        logs.say(f"jmoe: {error}", logging.ERROR)
-        os._exit(1)  # an ordinary exit would wait for a device that may hang
+    with ExitStack() as at_end:
+        if config.timeline:
+            drawn, path = Timeline(), Path(config.timeline)
+            drawn.write(path)  # a file that cannot be written is to be known now
+            at_end.callback(drawn.write, path)
+            observers.append(drawn)
+        if config.capture:
+            captured = Capture(Path(config.capture), config.capture_share, config.capture_max_mib)
+            at_end.callback(captured.close)
+            observers.append(captured)
+        start_engine = partial(_start_engine, config, *observers)
+        uvloop.run(server.serve(config, start_engine, metrics, tracer))
 
 
 def _follow(config: Any) -> None:
     from serving.startup.follower import follow
 
-    try:
-        with progress_bar() as progress:
-            follow(config.engine, progress)
-    except Unavailable as error:
-        logs.say(f"jmoe: {error}", logging.ERROR)
-        os._exit(1)  # as above
+    with progress_bar() as progress:
+        follow(config.engine, progress)
 
 
 async def _start_engine(config: Any, *observers: Any) -> Any:
     import asyncio
 
-    def import_engine() -> Any:
-        from serving.engine import Engine
-
-        return Engine
-
     began_at = time.monotonic()
-    engine_type = await asyncio.to_thread(import_engine)  # so that health is answered meanwhile
+    # In a thread, so that health is answered meanwhile.
+    module = await asyncio.to_thread(importlib.import_module, "serving.engine")
     with progress_bar() as progress:
-        engine = await engine_type.start(config.engine, observer=observers, progress=progress)
+        engine = await module.Engine.start(config.engine, observer=observers, progress=progress)
 
     from serving.frontend.status import log_start
 
@@ -298,12 +287,8 @@ def generate(
         brownout = jmoe.Brownout(kind, brownout_threshold, way, keep, levels)
     directories = family_flag(model or ["bundled"], family)
     with progress_bar() as progress:
-
-        def loading(done: int, total: int) -> None:
-            progress("loading layers", done, total)
-
         shared: dict[str, Any] = {
-            "progress": loading,
+            "progress": partial(progress, "loading layers"),
             "allow_unknown_config": allow_unknown_config or (),
             "revision": hub_revision,
             "quantize": quantize,
@@ -323,7 +308,7 @@ def generate(
                 top_k=top_k,
                 top_p=top_p,
                 seed=seed,
-                progress=lambda done, total: progress("decoding", done, total),
+                progress=partial(progress, "decoding"),
             )
             for one in models
         ]
