@@ -5,6 +5,7 @@ import shlex
 import shutil
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -246,9 +247,7 @@ def _run(
     from training.distill import DistillError
     from training.distill import distill as run
 
-    def say(line: str) -> None:
-        print(line, flush=True)
-
+    say = partial(print, flush=True)
     try:
         with progress_bar() as progress:
             layers, refined = run(model, ways, data, out, config, progress, allowed, say, log_dir)

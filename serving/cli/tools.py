@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -139,9 +140,7 @@ def serve(
     from serving.bench.run import run_bench
     from serving.bench.table import result_table
 
-    def say(text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
-
+    say = partial(print, file=sys.stderr, flush=True)
     with progress_bar() as progress:
         result = run_bench(of_fields(BenchConfig, flags), say, _seldom(progress))
     print(result_table(result))

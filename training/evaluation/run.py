@@ -357,8 +357,14 @@ class Work:
 
     def inputs(self) -> dict[str, Any]:
         """Returns what a folder's results belong to, by content and not by path."""
-        config = self.config
+        config, family = self.config, self.config.family
         source = "fresh held-out tasks" if config.data is None else config.data.name
+        others = {
+            "quantize": "" if self.kept == "none" else self.kept,
+            "family": "" if family is None else digest([family.read_text("utf-8")]),
+            "kv_cache_dtype": "" if config.kv_cache_dtype == "auto" else "fp8",
+            "united_of": config.united_of,
+        }
         return {
             "model": self.model.name,
             "model_digest": model_digest(resolve(config.model)),
@@ -373,14 +379,7 @@ class Work:
             "batch": config.batch,
             "chunk": config.chunk,
             "error_steps": config.error_steps,
-            **({} if self.kept == "none" else {"quantize": self.kept}),
-            **(
-                {}
-                if config.family is None
-                else {"family": digest([config.family.read_text("utf-8")])}
-            ),
-            **({} if config.kv_cache_dtype == "auto" else {"kv_cache_dtype": "fp8"}),
-            **({"united_of": config.united_of} if config.united_of else {}),
+            **{name: value for name, value in others.items() if value},
         }
 
     def run(self, setting: Brownout, advance: Callable[[int], None]) -> Result:
