@@ -171,7 +171,7 @@ def timed_machine(
     from serving.bench.simulator.server import recorded_machine
     from serving.settings import reading as settings
 
-    machine = recorded_machine(timeline, settings.load("demo").engine, steady=True)
+    machine = recorded_machine(timeline, settings.load("demo").engine)
     num_steps, others = len(machine.times.moods), known["others_while_timed"] or 0.0
     busy = f" (other programs took {others:.0%} of the processors)" if others > OTHERS else ""
     console.print(f"simulated from here on, by the times of {num_steps} steps{busy}")

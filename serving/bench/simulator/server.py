@@ -168,9 +168,9 @@ def simulate(
     return run_simulated(machine, config, play_all, seed, exempt_share)
 
 
-def recorded_machine(timeline: Path, config: EngineConfig, *, steady: bool = False) -> Machine:
+def recorded_machine(timeline: Path, config: EngineConfig) -> Machine:
     """Returns the machine that the timeline of a server shows, which was started with `config`, or
-    a table of its steps. `steady`: as `StepTimes.fit` has it.
+    a table of its steps; its speed is taken to be steady.
 
     Raises ValueError for a file that is neither.
     """
@@ -178,7 +178,7 @@ def recorded_machine(timeline: Path, config: EngineConfig, *, steady: bool = Fal
     steps = read_steps(timeline, cfg.num_layers, cfg.experts_per_token)
     decode = tuple(sorted({*config.decode_buckets, *config.late_decode_buckets}))
     buckets = {"prefill": config.prefill_buckets, "decode": decode}
-    times = StepTimes.fit(steps, buckets, steady=steady)
+    times = StepTimes.fit(steps, buckets, steady=True)
     return Machine(times, cfg.num_layers, cfg.experts_per_token)
 
 
