@@ -14,13 +14,12 @@ import sys
 import time
 from pathlib import Path
 
-from rich.progress import Progress, TaskID
-
 from jmoe.checkpoint import UNITED_FILE
 from jmoe.config import from_hf
 from training.distill import DistillConfig, distill
 from training.export import export_hf
 from training.geometry import GEOMETRIES
+from training.log import bars
 from training.tasks import write_jsonl
 from training.train import TrainConfig, train
 
@@ -36,6 +35,13 @@ ALLOCATOR = {
     "MALLOC_TOP_PAD_": "1000000000",
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
 }
+
+
+def restart_with_allocator(module: str) -> None:
+    """Starts the command line of a module again with the settings of ALLOCATOR, if it lacks any."""
+    if any(os.environ.get(key) != value for key, value in ALLOCATOR.items()):
+        command = [sys.executable, "-m", module, *sys.argv[1:]]
+        os.execve(sys.executable, command, {**os.environ, **ALLOCATOR})
 
 
 def remake(
@@ -57,14 +63,7 @@ def remake(
     write_jsonl(out / "tasks.jsonl", "eval", EVAL_ITEMS, config.seed)
     data, united = run / "distill.jsonl", run / "united"
     write_jsonl(data, "train", DISTILL_ITEMS, config.seed + 1)
-    with Progress() as bar:
-        jobs: dict[str, TaskID] = {}
-
-        def progress(what: str, done: int, total: int, text: str) -> None:
-            if what not in jobs:
-                jobs[what] = bar.add_task(what)
-            bar.update(jobs[what], completed=done, total=total, description=f"{what} {text}")
-
+    with bars() as progress:
         layers, refined = distill(out, WAYS, [data], united, distillation, progress)
     shutil.copyfile(united / UNITED_FILE, out / UNITED_FILE)
     for r in layers:
@@ -85,9 +84,7 @@ def main() -> None:
     for name, of in (("--distill-steps", "steps"), ("--refine-steps", "refine_steps")):
         parser.add_argument(name, type=int, default=getattr(DistillConfig, of))
     args = parser.parse_args()
-    if any(os.environ.get(key) != value for key, value in ALLOCATOR.items()):
-        command = [sys.executable, "-m", "training.remake", *sys.argv[1:]]
-        os.execve(sys.executable, command, {**os.environ, **ALLOCATOR})
+    restart_with_allocator("training.remake")
     run = args.run or args.out.with_name(args.out.name + "-run")
     model = from_hf(GEOMETRIES[args.geometry])
     config = TrainConfig(model, args.seed, args.steps, args.rows)

@@ -13,7 +13,7 @@ import json
 import random
 import string
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -144,6 +144,12 @@ def write_jsonl(path: Path, split: Split, num: int, seed: int) -> None:
             task = next(stream)
             row = {"family": task.family, "prompt": task.prompt, "answer": task.answer}
             out.write(json.dumps(row) + "\n")
+
+
+def write_items(path: Path, items: Iterable[Task]) -> None:
+    """Writes items, one JSON object a line."""
+    lines = (json.dumps(item._asdict(), ensure_ascii=False) + "\n" for item in items)
+    path.write_text("".join(lines), encoding="utf-8")
 
 
 def main() -> None:

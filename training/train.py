@@ -6,10 +6,10 @@ On a CPU run it with the environment of `training.remake` (huge pages: a third f
 
 import argparse
 import dataclasses
-import functools
 import itertools
 import random
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -108,7 +108,7 @@ def loss_fn(
     return cross_entropy + config.balance_coef * balance + config.z_coef * z, metrics
 
 
-@functools.partial(jax.jit, static_argnames="config", donate_argnames=("params", "state"))
+@partial(jax.jit, static_argnames="config", donate_argnames=("params", "state"))
 def train_step(
     params: Params, state: Any, arrays: tuple[Array, ...], config: TrainConfig
 ) -> tuple[Params, Any, dict[str, Array]]:
@@ -120,7 +120,7 @@ def train_step(
     return params, state, metrics
 
 
-@functools.partial(jax.jit, static_argnames="config")
+@partial(jax.jit, static_argnames="config")
 def predict(params: Params, arrays: tuple[Array, ...], config: TrainConfig) -> Array:
     """Returns the likeliest next token at every position, `[B, S]`; capacity is ample: no visit is
     dropped.
@@ -179,7 +179,15 @@ def train(
                 first, args=ocp.args.StandardRestore({"params": params, "state": state})
             )
             params, state = saved["params"], saved["state"]
-        with _progress() as bar, LossLog(log_dir) as log:
+        bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[note]}"),
+        )
+        say = partial(bar.console.print, highlight=False, soft_wrap=True)  # above the bar
+        with bar, LossLog(log_dir) as log:
             job = bar.add_task("train", total=config.steps, completed=first, note="")
             for step in range(first, config.steps):
                 batch = training_batch(tokenizer, config.seed, step, config.rows, config.length)
@@ -191,10 +199,10 @@ def train(
                     note = text_of(losses)
                     log.write("train", done, losses)
                     bar.update(job, completed=done, note=note)
-                    bar.log(f"{done} {time.monotonic() - began:.0f}s {note}")
+                    say(f"{done} {time.monotonic() - began:.0f}s {note}")
                 if done % config.eval_every == 0 or done == config.steps:
                     scores = family_accuracy(params, held_out, config)
-                    bar.log(f"{done} " + " ".join(f"{k} {v:.2f}" for k, v in scores.items()))
+                    say(f"{done} " + " ".join(f"{k} {v:.2f}" for k, v in scores.items()))
                     log.write("right", done, scores)
                 if done % config.save_every == 0 or done == config.steps or late:
                     manager.save(
@@ -205,22 +213,6 @@ def train(
                 if late:
                     break
     return params
-
-
-class _Bar(Progress):
-    def log(self, text: str) -> None:
-        """Prints a line above the bar."""
-        self.console.print(text, highlight=False, soft_wrap=True)
-
-
-def _progress() -> _Bar:
-    return _Bar(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[note]}"),
-    )
 
 
 def main() -> None:

@@ -185,7 +185,7 @@ async def replays(
         timeline = Path(folder) / "timeline.json"
         async with burst.server(folder, "--timeline", str(timeline)) as client:
             await run_all_steps(client, shuffled(burst.tasks, 0), bursts=3 if dry else 36)
-        machine = recorded_machine(timeline, load("demo").engine, steady=True)
+        machine = recorded_machine(timeline, load("demo").engine)
     asked = load("demo", {"engine.brownout.levels": True}).engine
     found = await asyncio.to_thread(prepare, asked, None, lambda *_: None)
     engine, family, runner, losses = found

@@ -14,13 +14,13 @@ import numpy as np
 import uvloop
 
 import jmoe
-from serving.bench.fake import FakeRunner
 from serving.config import BrownoutConfig, EngineConfig, ServerConfig
 from serving.engine import Engine
 from serving.execution.fitting import limits_of
 from serving.execution.runner import InOrder
 from serving.frontend import server
 from serving.plan import Limits, StepControl, StepPlan, StepResult
+from tests.serving.fake_runner import FakeRunner
 
 BATCH = 64
 PROMPT = "add 47 + 38 and 12 + 9 then say it"

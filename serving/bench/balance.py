@@ -6,8 +6,8 @@ find their places; what is measured is the rest, by the server's own metrics.
 """
 
 import json
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
@@ -18,7 +18,7 @@ import uvloop
 
 from serving.bench.balance_figures import between, draw, table
 from serving.bench.facts import facts
-from serving.bench.launch import ready_server
+from serving.bench.launch import ready_server, set_flags
 from serving.bench.loadgen import play
 from serving.bench.results import summarize
 from serving.bench.scrape import free_port, scrape
@@ -151,7 +151,8 @@ async def _run(config: BalanceBenchConfig, say: Callable[[str], None]) -> dict[s
     runs = []
     for name in config.variants:
         say(f"{VARIANTS[name].words}: {config.requests} requests")
-        async with _server(config, VARIANTS[name]) as (client, metrics_port):
+        metrics_port = free_port()
+        async with _server(config, VARIANTS[name], metrics_port) as client:
             known = known or await facts(client)
             await play(client, first, time_limit_s=TIME_LIMIT_S)
             before = await scrape(metrics_port)
@@ -220,15 +221,11 @@ def variant_settings(config: BalanceBenchConfig, variant: Variant) -> dict[str, 
     return {key: value for key, value in settings.items() if key not in own}
 
 
-@asynccontextmanager
-async def _server(
-    config: BalanceBenchConfig, variant: Variant
-) -> AsyncIterator[tuple[Client, int]]:
-    port = free_port()
-    flags = [f"{key}={value}" for key, value in variant_settings(config, variant).items()]
-    flags += [f"metrics_port={port}", "max_concurrent_calls=100000"]
-    sets = [word for flag in flags for word in ("--set", flag)]
+def _server(
+    config: BalanceBenchConfig, variant: Variant, metrics_port: int
+) -> AbstractAsyncContextManager[Client]:
+    settings: dict[str, object] = {**variant_settings(config, variant)}
+    settings |= {"metrics_port": metrics_port, "max_concurrent_calls": 100_000}
+    command = [*config.server, *set_flags(settings), *config.server_args]
     log = config.out / f"server-{variant.name}.log"
-    command = [*config.server, *sets, *config.server_args]
-    async with ready_server(command, log, config.startup_timeout_s) as client:
-        yield client, port
+    return ready_server(command, log, config.startup_timeout_s)

@@ -286,7 +286,7 @@ def _read_dataset(config: BenchConfig, tokenizer: "Tokenizer | None") -> Dataset
         approximate_tokens if tokenizer is None else lambda text: len(tokenizer.encode(text).ids)
     )
     load = load_sharegpt if name == "sharegpt" else load_alpaca
-    samples = load(path, max_total_tokens=math.inf, count_tokens=count)
+    samples = load(path, count)
     return Dataset(shuffled(samples, config.seed), count)
 
 

@@ -285,7 +285,7 @@ def play(case: Case, controller: str, seed: int) -> dict[str, float]:
         case.machine, speeds=((0.0, 1.0), (change_s, condition.speed)), noise=condition.noise
     )
     engine = _engine(config, **changes)
-    run = simulate(machine, engine, arrivals, seed, condition.exempt_share).run
+    run = simulate(machine, engine, arrivals, seed, condition.exempt_share)
     return figures(run, slo, change_s + THIN_S * (condition.shape == "thin"), ends_s)
 
 
@@ -317,21 +317,22 @@ def spread(samples: Sequence[Sample]) -> float:
     return max(of_phase)
 
 
-def run_controllers(config: ControllersConfig, console: Console | None = None) -> dict[str, Any]:
+def run_controllers(config: ControllersConfig) -> dict[str, Any]:
     """Plays every condition under every controller and the yardstick over all seeds; prints and
     stores medians and worst, and draws them.
 
     Raises LaunchError, WorkloadError, ValueError for a file of step times that is none, and
     SettingsError.
     """
-    engine, console = _engine(config), console or Console()  # before a server is timed
+    engine = _engine(config)  # before a server is timed
     config.out.mkdir(parents=True, exist_ok=True)
     if config.times:
-        machine = recorded_machine(config.times, engine, steady=True)
+        machine = recorded_machine(config.times, engine)
     else:
         asked = DemoConfig(simulated=True, out=config.out)
         server = (*asked.server, "--model", config.model)
-        machine, _ = timed_machine(replace(asked, server=server), load_tasks(asked.tasks), console)
+        asked = replace(asked, server=server)
+        machine, _ = timed_machine(asked, load_tasks(asked.tasks), Console())
     result: dict[str, Any] = {
         "command": f"jmoe bench controllers {shlex.join(sys.argv[3:])}".strip(),
         "commit": commit(),

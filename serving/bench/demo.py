@@ -1,17 +1,16 @@
 """`jmoe demo`: short bursts in pairs, without and with brownout; a table and a picture."""
 
-import argparse
 import asyncio
 import contextlib
 import json
 import math
 import os
 import signal
-import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +21,7 @@ from rich.console import Console
 
 from serving.bench.calibrate import Calibration, CalibrationError, calibrate, run_all_steps
 from serving.bench.facts import facts
-from serving.bench.launch import LaunchError, running_server
+from serving.bench.launch import running_server
 from serving.bench.loadgen import Steered, play
 from serving.bench.machine import Watch
 from serving.bench.report import (
@@ -142,7 +141,7 @@ def run_demo(config: DemoConfig, console: Console | None = None) -> dict[str, An
 def _live(config: DemoConfig, tasks: Sequence[Arrival], console: Console) -> dict[str, Any]:
     async def run() -> dict[str, Any]:
         async with _server(config, console) as (client, pid):
-            return await facts(client) | await _play(client, config, tasks, pid, console)
+            return await facts(client) | await _Session(client, config, tasks, pid, console).run()
 
     return uvloop.run(run())
 
@@ -172,7 +171,7 @@ def timed_machine(
     from serving.bench.simulator.server import recorded_machine
     from serving.settings import reading as settings
 
-    machine = recorded_machine(timeline, settings.load("demo").engine, steady=True)
+    machine = recorded_machine(timeline, settings.load("demo").engine)
     num_steps, others = len(machine.times.moods), known["others_while_timed"] or 0.0
     busy = f" (other programs took {others:.0%} of the processors)" if others > OTHERS else ""
     console.print(f"simulated from here on, by the times of {num_steps} steps{busy}")
@@ -187,7 +186,7 @@ def simulate_demo(
     from serving.settings import reading as settings
 
     async def run(server: SimulatedServer) -> dict[str, Any]:
-        return await _play(server, config, as_tokens(tasks), None, console)
+        return await _Session(server, config, as_tokens(tasks), None, console).run()
 
     return run_simulated(machine, settings.load("demo").engine, run, config.seed)
 
@@ -227,81 +226,163 @@ async def _server(
 # -- one calibration, and its pairs ----------------------------------------------------------------
 
 
-async def _play(
-    client: Steered,
-    config: DemoConfig,
-    tasks: Sequence[Arrival],
-    pid: int | None,
-    console: Console,
-) -> dict[str, Any]:
-    """Calibrates, and plays pairs until enough of them count. `pid` is the server's, if it has a
-    process. The result has the runs of the median pair.
-    """
-    own, began = await client.get_brownout(), time.monotonic()
+@dataclass(frozen=True)
+class _Session:
+    """Whom requests are sent to, and which ones. `pid` is the server's, if it has a process."""
 
-    async def measure() -> Calibration:
-        with console.status("calibrating", refresh_per_second=4) as status:
+    client: Steered
+    config: DemoConfig
+    tasks: Sequence[Arrival]
+    pid: int | None
+    console: Console
+
+    async def run(self) -> dict[str, Any]:
+        """Calibrates, and plays pairs until enough of them count. The result has the runs of the
+        median pair.
+        """
+        config, console = self.config, self.console
+        own, began = await self.client.get_brownout(), time.monotonic()
+        calibration, _ = await self._undisturbed(self._calibrate, began + config.limit_s / 3)
+        step_s = calibration.zero.full_decode_step_s
+        console.print(_calibration_text(calibration, config))
+        pairs: list[dict[str, Any]] = []
+        warm = partial(self._warm_slowness, own, calibration)
+        slowness, _ = await self._undisturbed(warm, began + config.limit_s / 2)
+        until = began + config.limit_s
+        while (
+            sum(not pair["why_not"] for pair in pairs) < config.pairs
+            and len(pairs) < config.pairs + config.spare_pairs
+            and (await _wait_quiet(self.pid, until, console) or not pairs)
+        ):
+            pair = await self._pair(own, calibration, len(pairs), slowness, until)
+            seen = [_slowness(run, step_s) for run in pair["runs"].values()]
+            moved = max(abs(one / slowness - 1) for one in seen)
+            chance = max(_chance(run, step_s) for run in pair["runs"].values())
+            late_s = max(run["latest_send_ms"] for run in pair["runs"].values()) / 1e3
+            others = pair["others"] or 0
+            why_not = {
+                f"the machine's speed moved by {moved:.0%}": moved > MOVED + chance,
+                f"other programs took {others:.0%} of the processors": others > OTHERS,
+                f"requests left up to {late_s:.2f} s late": late_s > LEFT_LATE_S,
+            }
+            pair |= {
+                "slowness": slowness,
+                "moved": moved,
+                "why_not": " and ".join(words for words, holds in why_not.items() if holds),
+            }
+            if others <= OTHERS:
+                slowness = float(np.median(seen))
+            pairs.append(pair)
+            console.print(pair_line(len(pairs), pair))
+        median = median_pair(pairs)
+        return {
+            "date": datetime.now().isoformat(timespec="seconds"),
+            "simulated": config.simulated,
+            "config": {key: value for key, value in asdict(config).items() if key in _KEPT},
+            "calibration": asdict(calibration),
+            "gain": calibration.full.capacity_per_s / calibration.zero.capacity_per_s,
+            "duration_s": config.segment_s,
+            "burst_at_s": config.segment_s * config.burst_at,
+            "controller": own.controller,
+            "prefill_company": own.prefill_company,
+            "pairs": [{**pair, "runs": _brief(pair["runs"])} for pair in pairs],
+            "median_pair": median + 1,
+            **{key: pairs[median][key] for key in _OF_MEDIAN},
+        }
+
+    async def _calibrate(self) -> Calibration:
+        with self.console.status("calibrating", refresh_per_second=4) as status:
             return await calibrate(
-                client,
-                shuffled(tasks, config.seed),
-                strategy=config.strategy,
-                window_s=config.calibration_s,
+                self.client,
+                shuffled(self.tasks, self.config.seed),
+                strategy=self.config.strategy,
+                window_s=self.config.calibration_s,
                 say=status.update,
             )
 
-    calibration, _ = await _undisturbed(measure, pid, began + config.limit_s / 3, console)
-    step_s = calibration.zero.full_decode_step_s
-    console.print(_calibration_text(calibration, config))
-    pairs: list[dict[str, Any]] = []
+    async def _undisturbed[T](
+        self, play_once: Callable[[], Awaitable[T]], until: float
+    ) -> tuple[T, float | None]:
+        """Plays when the machine is quiet, and again if it was not all the while, until that time
+        of `time.monotonic`; returns the result, and the share that other programs took meanwhile.
+        """
+        while True:
+            await _wait_quiet(self.pid, until, self.console)
+            watch = None if self.pid is None else Watch(self.pid)
+            result = await play_once()
+            others = None if watch is None else watch.others()
+            if (others or 0) <= OTHERS or time.monotonic() >= until:
+                return result, others
+            self.console.print(f"played again: other programs took {others:.0%} of the processors")
 
-    async def warm() -> float:
-        return await _warm_slowness(client, config, tasks, own, calibration, console)
+    def _arrivals(self, steady_per_s: float, burst_per_s: float, seed: int) -> list[Arrival]:
+        config = self.config
+        pieces = burst_pieces(config.segment_s, steady_per_s, burst_per_s, config.burst_at)
+        return schedule(shuffled(self.tasks, seed), piecewise_poisson_times(pieces, seed))
 
-    slowness, _ = await _undisturbed(warm, pid, began + config.limit_s / 2, console)
-    while (
-        sum(not pair["why_not"] for pair in pairs) < config.pairs
-        and len(pairs) < config.pairs + config.spare_pairs
-        and (await _wait_quiet(pid, (until := began + config.limit_s), console) or not pairs)
-    ):
-        number = len(pairs)
-        pair = await _pair(
-            client, config, tasks, own, calibration, pid, console, number, slowness, until
-        )
-        seen = [_slowness(run, step_s) for run in pair["runs"].values()]
-        moved = max(abs(one / slowness - 1) for one in seen)
-        chance = max(_chance(run, step_s) for run in pair["runs"].values())
-        late_s = max(run["latest_send_ms"] for run in pair["runs"].values()) / 1e3
-        why_not = [
-            f"the machine's speed moved by {moved:.0%}" if moved > MOVED + chance else "",
-            f"other programs took {pair['others']:.0%} of the processors"
-            if (pair["others"] or 0) > OTHERS
-            else "",
-            f"requests left up to {late_s:.2f} s late" if late_s > LEFT_LATE_S else "",
-        ]
-        pair |= {
-            "slowness": slowness,
-            "moved": moved,
-            "why_not": " and ".join(filter(None, why_not)),
+    async def _segment(self, arrivals: Sequence[Arrival], words: str) -> Run:
+        duration_s = self.config.segment_s
+        with self.console.status(words, refresh_per_second=4) as status:
+            return await play(
+                self.client,
+                arrivals,
+                time_limit_s=2 * duration_s,
+                on_sample=_progress(words, duration_s, status.update),
+            )
+
+    async def _warm_slowness(self, own: pb.BrownoutState, calibration: Calibration) -> float:
+        """Returns the slowness of the machine as it serves a segment that no pair is made of.
+
+        A processor that was idle before the calibration may be faster in it than it will be.
+        """
+        config = self.config
+        arrivals = self._arrivals(*rates(calibration, config), config.seed)
+        variant = VARIANTS[config.variants[0]]
+        await use_variant(self.client, variant, own, config.strategy, calibration.slo)
+        run = await self._segment(arrivals, "warming up")
+        samples = {"full_decode_step_s": [sample.full_decode_step_s for sample in run.samples]}
+        return _slowness({"samples": samples}, calibration.zero.full_decode_step_s)
+
+    async def _pair(
+        self,
+        own: pb.BrownoutState,
+        calibration: Calibration,
+        number: int,
+        slowness: float,
+        until: float,
+    ) -> dict[str, Any]:
+        """Plays the same arrivals under each variant; those of every other pair in reverse order.
+
+        Objectives and load are the calibration's on a machine that takes `slowness` times as long.
+        A segment that other programs disturbed is played again until that time of `time.monotonic`.
+        """
+        config, seed = self.config, self.config.seed + number
+        slo = Slo(calibration.slo.ttft_s * slowness, calibration.slo.itl_s * slowness)
+        steady_per_s, burst_per_s = (rate / slowness for rate in rates(calibration, config))
+        arrivals = self._arrivals(steady_per_s, burst_per_s, seed)
+        runs, others, state = {}, [], own
+
+        async def segment(variant: Variant) -> tuple[Run, pb.BrownoutState]:
+            words = f"pair {number + 1}, {variant.label}"
+            await wait_idle(self.client, config.pause_s)
+            state = await use_variant(self.client, variant, own, config.strategy, slo)
+            self.console.print(f"playing: {words}")
+            return await self._segment(arrivals, words), state
+
+        for name in config.variants[:: -1 if number % 2 else 1]:
+            play_once = partial(segment, VARIANTS[name])
+            (run, state), share = await self._undisturbed(play_once, until)
+            others.append(share)
+            runs[name] = run_result(run, slo, config.segment_s * config.burst_at, config.segment_s)
+        return {
+            "seed": seed,
+            "slo": {**asdict(slo), "warning_factor": state.warning_factor},
+            "steady_rate_per_s": steady_per_s,
+            "burst_rate_per_s": burst_per_s,
+            "num_requests": len(arrivals),
+            "others": max(filter(None, others), default=None),
+            "runs": {name: runs[name] for name in config.variants},
         }
-        if (pair["others"] or 0) <= OTHERS:
-            slowness = float(np.median(seen))
-        pairs.append(pair)
-        console.print(pair_line(len(pairs), pair))
-    median = median_pair(pairs)
-    return {
-        "date": datetime.now().isoformat(timespec="seconds"),
-        "simulated": config.simulated,
-        "config": {key: value for key, value in asdict(config).items() if key in _KEPT},
-        "calibration": asdict(calibration),
-        "gain": calibration.full.capacity_per_s / calibration.zero.capacity_per_s,
-        "duration_s": config.segment_s,
-        "burst_at_s": config.segment_s * config.burst_at,
-        "controller": own.controller,
-        "prefill_company": own.prefill_company,
-        "pairs": [{**pair, "runs": _brief(pair["runs"])} for pair in pairs],
-        "median_pair": median + 1,
-        **{key: pairs[median][key] for key in _OF_MEDIAN},
-    }
 
 
 async def _wait_quiet(pid: int | None, until: float, console: Console) -> bool:
@@ -315,102 +396,6 @@ async def _wait_quiet(pid: int | None, until: float, console: Console) -> bool:
             if (watch.others() or 0) <= OTHERS:
                 break
     return time.monotonic() < until
-
-
-async def _undisturbed[T](
-    play_once: Callable[[], Awaitable[T]], pid: int | None, until: float, console: Console
-) -> tuple[T, float | None]:
-    """Plays when the machine is quiet, and again if it was not all the while, until that time of
-    `time.monotonic`; returns the result, and the share that other programs took meanwhile.
-    """
-    while True:
-        await _wait_quiet(pid, until, console)
-        watch = None if pid is None else Watch(pid)
-        result = await play_once()
-        others = None if watch is None else watch.others()
-        if (others or 0) <= OTHERS or time.monotonic() >= until:
-            return result, others
-        console.print(f"played again: other programs took {others:.0%} of the processors")
-
-
-async def _warm_slowness(
-    client: Steered,
-    config: DemoConfig,
-    tasks: Sequence[Arrival],
-    own: pb.BrownoutState,
-    calibration: Calibration,
-    console: Console,
-) -> float:
-    """Returns the slowness of the machine as it serves a segment that no pair is made of.
-
-    A processor that was idle before the calibration may be faster in it than it will be.
-    """
-    pieces = burst_pieces(config.segment_s, *rates(calibration, config), config.burst_at)
-    times = piecewise_poisson_times(pieces, config.seed)
-    arrivals = schedule(shuffled(tasks, config.seed), times)
-    await use_variant(client, VARIANTS[config.variants[0]], own, config.strategy, calibration.slo)
-    with console.status("warming up", refresh_per_second=4) as status:
-        run = await play(
-            client,
-            arrivals,
-            time_limit_s=2 * config.segment_s,
-            on_sample=_progress("warming up", config.segment_s, status.update),
-        )
-    samples = {"full_decode_step_s": [sample.full_decode_step_s for sample in run.samples]}
-    return _slowness({"samples": samples}, calibration.zero.full_decode_step_s)
-
-
-async def _pair(
-    client: Steered,
-    config: DemoConfig,
-    tasks: Sequence[Arrival],
-    own: pb.BrownoutState,
-    calibration: Calibration,
-    pid: int | None,
-    console: Console,
-    number: int,
-    slowness: float,
-    until: float,
-) -> dict[str, Any]:
-    """Plays the same arrivals under each variant; those of every other pair in reverse order.
-
-    Objectives and load are the calibration's on a machine that takes `slowness` times as long. A
-    segment that other programs disturbed is played again until that time of `time.monotonic`.
-    """
-    slo = Slo(calibration.slo.ttft_s * slowness, calibration.slo.itl_s * slowness)
-    steady_per_s, burst_per_s = (rate / slowness for rate in rates(calibration, config))
-    burst_at_s, seed = config.segment_s * config.burst_at, config.seed + number
-    pieces = burst_pieces(config.segment_s, steady_per_s, burst_per_s, config.burst_at)
-    arrivals = schedule(shuffled(tasks, seed), piecewise_poisson_times(pieces, seed))
-    runs, others, state = {}, [], own
-    for name in config.variants[:: -1 if number % 2 else 1]:
-        variant = VARIANTS[name]
-        words = f"pair {number + 1}, {variant.label}"
-
-        async def segment(variant: Variant = variant, words: str = words) -> tuple[Run, Any]:
-            await wait_idle(client, config.pause_s)
-            state = await use_variant(client, variant, own, config.strategy, slo)
-            console.print(f"playing: {words}")
-            with console.status(words, refresh_per_second=4) as status:
-                return await play(
-                    client,
-                    arrivals,
-                    time_limit_s=2 * config.segment_s,
-                    on_sample=_progress(words, config.segment_s, status.update),
-                ), state
-
-        (run, state), share = await _undisturbed(segment, pid, until, console)
-        others.append(share)
-        runs[name] = run_result(run, slo, burst_at_s, config.segment_s)
-    return {
-        "seed": seed,
-        "slo": {**asdict(slo), "warning_factor": state.warning_factor},
-        "steady_rate_per_s": steady_per_s,
-        "burst_rate_per_s": burst_per_s,
-        "num_requests": len(arrivals),
-        "others": max(filter(None, others), default=None),
-        "runs": {name: runs[name] for name in config.variants},
-    }
 
 
 _OF_MEDIAN = ("seed", "slo", "steady_rate_per_s", "burst_rate_per_s", "num_requests", "runs")
@@ -561,26 +546,3 @@ def _store(result: dict[str, Any], path: Path, console: Console) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(_rounded(result)) + "\n", encoding="utf-8")
     console.print(f"results: {path}")
-
-
-def main() -> None:
-    """Command line: `python -m serving.bench.demo`."""
-    parser = argparse.ArgumentParser(prog="python -m serving.bench.demo", description=__doc__)
-    parser.add_argument("--pairs", type=int, default=4, help="pairs of segments that count")
-    parser.add_argument("--segment-s", type=float, default=15.0, help="of arrivals, for each")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--controllers", action="store_true", help="play each of them")
-    parser.add_argument("--simulated", action="store_true", help="on this machine's step times")
-    parser.add_argument("--out", type=Path, default=Path("out"), help="folder of the results")
-    parser.add_argument("server_args", nargs="*", help="after --: more flags for the server")
-    args = parser.parse_args()
-    try:
-        run_demo(DemoConfig(**{**vars(args), "server_args": tuple(args.server_args)}))
-    except (LaunchError, ValueError) as error:
-        sys.exit(f"demo failed: {error}")
-    except (KeyboardInterrupt, asyncio.CancelledError):
-        sys.exit("demo stopped")
-
-
-if __name__ == "__main__":
-    main()

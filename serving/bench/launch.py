@@ -61,6 +61,11 @@ async def running_server(
             await _stop(process)
 
 
+def set_flags(settings: Mapping[str, object]) -> list[str]:
+    """Returns the flags of `jmoe serve` for settings by their dotted keys."""
+    return [f"--set={key}={value}" for key, value in settings.items()]
+
+
 @contextlib.asynccontextmanager
 async def ready_server(
     command: Sequence[str], log_path: Path, timeout_s: float

@@ -13,7 +13,6 @@ from typing import Any, Protocol
 
 import grpc
 
-from serving.bench.config import BenchConfig as BenchConfig  # its name before it moved
 from serving.bench.results import Record, Run, Sample
 from serving.bench.simulated_time import SimulatedLoop
 from serving.bench.workload import Arrival

@@ -116,24 +116,24 @@ class OpenAITarget:
         }
         if sampling.ignore_eos:
             body["ignore_eos"] = True  # of vLLM, SGLang, llama.cpp and jmoe; no field of OpenAI's
+        path, data = "/v1/completions", orjson.dumps(body)
         shown, reason, usage = 0, "", None
         try:
-            async with asyncio.timeout(timeout_s):
-                async with self._http.post("/v1/completions", data=orjson.dumps(body)) as answer:
-                    if answer.status != 200:
-                        await _refused(answer)
-                    async for line in answer.content:  # the hot loop: thousands a second
-                        if not line.startswith(_EVENT) or line.startswith(b"data: [DONE]"):
-                            continue
-                        event = orjson.loads(line[len(_EVENT) :])
-                        if error := event.get("error"):
-                            _fail(grpc.StatusCode.INTERNAL, str(error)[:300])
-                        usage = event.get("usage") or usage
-                        for choice in event.get("choices") or ():
-                            reason = choice.get("finish_reason") or reason
-                            if text := choice.get("text"):
-                                shown += 1
-                                yield pb.GenerateResponse(text=text, token_ids=[0])
+            async with asyncio.timeout(timeout_s), self._http.post(path, data=data) as answer:
+                if answer.status != 200:
+                    await _refused(answer)
+                async for line in answer.content:  # the hot loop: thousands a second
+                    if not line.startswith(_EVENT) or line.startswith(b"data: [DONE]"):
+                        continue
+                    event = orjson.loads(line[len(_EVENT) :])
+                    if error := event.get("error"):
+                        _fail(grpc.StatusCode.INTERNAL, str(error)[:300])
+                    usage = event.get("usage") or usage
+                    for choice in event.get("choices") or ():
+                        reason = choice.get("finish_reason") or reason
+                        if text := choice.get("text"):
+                            shown += 1
+                            yield pb.GenerateResponse(text=text, token_ids=[0])
         except (aiohttp.ClientError, ConnectionError) as error:
             _fail(grpc.StatusCode.UNAVAILABLE, str(error) or type(error).__name__)
         except TimeoutError:
@@ -159,11 +159,10 @@ class OpenAITarget:
 
     async def _get(self, path: str, timeout_s: float | None) -> Any:
         try:
-            async with asyncio.timeout(timeout_s):
-                async with self._http.get(path) as answer:
-                    if answer.status != 200:
-                        await _refused(answer)
-                    return orjson.loads(await answer.read())
+            async with asyncio.timeout(timeout_s), self._http.get(path) as answer:
+                if answer.status != 200:
+                    await _refused(answer)
+                return orjson.loads(await answer.read())
         except (aiohttp.ClientError, ConnectionError) as error:
             _fail(grpc.StatusCode.UNAVAILABLE, str(error) or type(error).__name__)
         except TimeoutError:

@@ -9,8 +9,8 @@ which the machine stood still, and requests that overlap one are left out on eve
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
@@ -20,7 +20,7 @@ import numpy as np
 import uvloop
 
 from serving.bench.facts import facts
-from serving.bench.launch import ready_server
+from serving.bench.launch import ready_server, set_flags
 from serving.bench.loadgen import play, saturate
 from serving.bench.rate_plot import Line, Panel, draw_over_rate
 from serving.bench.results import Record, Run
@@ -105,10 +105,8 @@ async def _run(config: PriorityConfig, say: Callable[[str], None]) -> dict[str, 
     config.out.mkdir(parents=True, exist_ok=True)
     async with _server(config, VARIANTS[1]) as client:
         known = await facts(client)
-        run = await saturate(
-            client, tasks, concurrency=2 * known["server"]["max_num_seqs"],
-            duration_s=config.saturation_s,
-        )  # fmt: skip
+        most, saturation_s = 2 * known["server"]["max_num_seqs"], config.saturation_s
+        run = await saturate(client, tasks, concurrency=most, duration_s=saturation_s)
     rate = len([r for r in run.records if r.ok]) / run.duration_s
     say(f"first come, first served is saturated at {rate:.1f} requests/s")
     arrivals = by_load(config, tasks, rate)
@@ -155,27 +153,16 @@ def by_load(
     }
 
 
-@asynccontextmanager
-async def _server(config: PriorityConfig, variant: Variant) -> AsyncIterator[Client]:
-    flags = [f"{key}={value}" for key, value in variant_settings(config, variant).items()]
-    flags += [
-        "max_concurrent_calls=100000",
-        f"timeline={config.out / f'timeline-{variant.name}.json'}",
-    ]
-    sets = [word for flag in flags for word in ("--set", flag)]
+def _server(config: PriorityConfig, variant: Variant) -> AbstractAsyncContextManager[Client]:
+    """Starts a variant's server: its policy, no brownout, room for every request."""
+    engine = {"part_layers": config.part_layers, **variant.settings}
+    engine |= {"max_queue_len": 1_000_000, "brownout.strategy": "zero"}
+    settings = {f"engine.{key}": value for key, value in engine.items()}
+    settings["max_concurrent_calls"] = 100_000
+    settings["timeline"] = config.out / f"timeline-{variant.name}.json"
+    command = [*config.server, *set_flags(settings), *config.server_args]
     log = config.out / f"server-{variant.name}.log"
-    command = [*config.server, *sets, *config.server_args]
-    async with ready_server(command, log, config.startup_timeout_s) as client:
-        yield client
-
-
-def variant_settings(config: PriorityConfig, variant: Variant) -> dict[str, str]:
-    """Returns the settings of a variant's server: its policy, no brownout, room for every
-    request.
-    """
-    settings = {"part_layers": str(config.part_layers)} | variant.settings
-    settings |= {"max_queue_len": "1000000", "brownout.strategy": "zero"}
-    return {f"engine.{key}": value for key, value in settings.items()}
+    return ready_server(command, log, config.startup_timeout_s)
 
 
 class Played(NamedTuple):

@@ -39,16 +39,6 @@ PAIR = ("zero", "brownout")
 ALL = ("zero", "algorithm2_alone", "algorithm2", "predictive")
 
 
-def server_settings(variant: Variant) -> dict[str, Any]:
-    """Returns a variant's settings as `jmoe serve --set` takes them."""
-    keys = {
-        "controller": "engine.salc.controller",
-        "prefill_company": "engine.prefill_company",
-    }
-    found = {keys[name]: value for name, value in variant.settings.items()}
-    return found if variant.with_brownout else {**found, "engine.brownout.strategy": "zero"}
-
-
 async def use_variant(
     client: Steered, variant: Variant, own: pb.BrownoutState, strategy: str, slo: Slo
 ) -> pb.BrownoutState:

@@ -110,8 +110,6 @@ def burst_pieces(
 
 def schedule(samples: Sequence[Arrival], times_s: Iterable[float]) -> list[Arrival]:
     """Schedules `samples` at `times_s`, from the beginning again when they run out."""
-    if not samples:
-        raise WorkloadError("the dataset has no usable samples")
     return [
         replace(sample, at_s=at_s) for sample, at_s in zip(cycle(samples), times_s, strict=False)
     ]
@@ -129,15 +127,7 @@ def two_classes(arrivals: Sequence[Arrival], best_effort_share: float, seed: int
 def several_models(
     arrivals: Sequence[Arrival], weights: Mapping[str, float], seed: int
 ) -> list[Arrival]:
-    """Returns the same requests, each to a model that is drawn in proportion to its weight.
-
-    Raises WorkloadError for weights that are not numbers above 0.
-    """
-    for name, weight in weights.items():
-        if not 0 < weight < math.inf:
-            raise WorkloadError(f"model {name} has the weight {weight:g}; it must be above 0")
-    if not weights:
-        raise WorkloadError("no model is named that requests could go to")
+    """Returns the same requests, each to a model that is drawn in proportion to its weight."""
     # A stream of its own: from the seed as it is, gaps between requests and classes are drawn.
     draws = np.random.default_rng([seed, _MODELS]).random(len(arrivals))
     ends = np.cumsum(list(weights.values()))
@@ -148,8 +138,6 @@ def several_models(
 
 def shuffled(samples: Sequence[Arrival], seed: int, num: int | None = None) -> list[Arrival]:
     """Returns `samples` in a random order, repeated or cut to `num`."""
-    if not samples:
-        raise WorkloadError("the dataset has no usable samples")
     order = np.random.default_rng(seed).permutation(len(samples))
     return list(islice(cycle([samples[i] for i in order]), len(samples) if num is None else num))
 
@@ -158,16 +146,10 @@ def shuffled(samples: Sequence[Arrival], seed: int, num: int | None = None) -> l
 
 
 def load_sharegpt(
-    path: Path,
-    *,
-    max_total_tokens: float = 2048,
-    count_tokens: Callable[[str], int] = approximate_tokens,
+    path: Path, count_tokens: Callable[[str], int] = approximate_tokens
 ) -> list[Arrival]:
     """Reads conversations: the first turn as prompt, and as many output tokens as the second turn
-    has.
-
-    Conversations of fewer than two turns, empty turns, and pairs longer than `max_total_tokens`
-    are left out.
+    has. Conversations of fewer than two turns and empty turns are left out.
     """
     pairs: list[tuple[str, str]] = []
     for number, row in enumerate(_json_list(path, "conversations")):
@@ -182,21 +164,18 @@ def load_sharegpt(
             ) from None
         if len(texts) == 2:
             pairs.append((texts[0], texts[1]))
-    return _from_pairs(path, pairs, "sharegpt", max_total_tokens, count_tokens)
+    return _from_pairs(path, pairs, "sharegpt", count_tokens)
 
 
 def load_alpaca(
-    path: Path,
-    *,
-    max_total_tokens: float = 2048,
-    count_tokens: Callable[[str], int] = approximate_tokens,
+    path: Path, count_tokens: Callable[[str], int] = approximate_tokens
 ) -> list[Arrival]:
     """Reads instruction and input as prompt, with as many output tokens as the output has."""
     pairs = [
         ("\n".join(filter(None, (row["instruction"], row.get("input", "")))), row["output"])
         for row in _json_list(path, "instruction", "output")
     ]
-    return _from_pairs(path, pairs, "alpaca", max_total_tokens, count_tokens)
+    return _from_pairs(path, pairs, "alpaca", count_tokens)
 
 
 def load_tasks(path: Path) -> list[Arrival]:
@@ -283,7 +262,6 @@ def _from_pairs(
     path: Path,
     pairs: Iterable[tuple[str, str]],
     family: str,
-    max_total_tokens: float,
     count_tokens: Callable[[str], int],
 ) -> list[Arrival]:
     samples = []
@@ -292,12 +270,11 @@ def _from_pairs(
             raise WorkloadError(f"{path}: a prompt or output is not text: {prompt!r:.80}")
         if not _encodes(prompt) or not _encodes(completion):
             continue  # half a surrogate pair: JSON has it, no wire does
-        num_output = count_tokens(completion)
-        if prompt and completion and count_tokens(prompt) + num_output <= max_total_tokens:
+        if prompt and completion:
+            num_output = count_tokens(completion)
             samples.append(Arrival(prompt, num_output, family=family, ignore_eos=True))
     if not samples:
-        limit = "" if math.isinf(max_total_tokens) else f" of at most {max_total_tokens} tokens"
-        raise WorkloadError(f"{path} holds no pair of prompt and output{limit}")
+        raise WorkloadError(f"{path} holds no pair of prompt and output")
     return samples
 
 

@@ -6,71 +6,53 @@ from typing import Annotated
 
 import typer
 
-from serving.cli.options import AllowUnknownConfig, of_fields
+from serving.cli.options import AllowUnknownConfig, documented, of_fields
 from serving.telemetry import logs
 from serving.telemetry.progress import progress_bar
 
 
+@documented
 def consolidate(
-    model: Annotated[
-        list[str],
-        typer.Option(metavar="NAME=DIR", help="A fine-tuned model. Repeat it, for two or more."),
-    ],
-    out: Annotated[Path, typer.Option(help="File to write, such as family.json.")],
-    rule: Annotated[
-        str,
-        typer.Option(
-            help="How experts are matched: functional, paper (closest weights), random or average."
-        ),
-    ] = "functional",
-    share: Annotated[
-        float | None,
-        typer.Option(
-            metavar="PERCENT",
-            help="Percentage of what sharing can save. 100: one expert per position.",
-        ),
-    ] = None,
-    budget: Annotated[
-        str | None,
-        typer.Option(help="Instead of --share: number of slots, or bytes such as 12GiB."),
-    ] = None,
-    max_loss: Annotated[
-        float | None,
-        typer.Option(
-            help="Instead: share as much as costs no model more than this squared error a row, "
-            "relative to the residual stream's length, over all layers; the last lines say it."
-        ),
-    ] = None,
-    lossless: Annotated[
-        bool, typer.Option("--lossless", help="Instead: share experts that are equal.")
-    ] = False,
-    data: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="[NAME=]FILE",
-            help="Texts, as for `jmoe distill`, of one model or of all. May be repeated.",
-        ),
-    ] = None,
-    rows: Annotated[int, typer.Option(help="Number of captured rows (tokens) per model.")] = 16_384,
-    length: Annotated[int, typer.Option(help="Number of tokens in a packed row.")] = 128,
-    residual_rank: Annotated[
-        int,
-        typer.Option(help="Keep models' differences from shared experts, at this rank. 0: do not."),
-    ] = 0,
-    seed: Annotated[int, typer.Option(help="Seed of rows and of the rule random.")] = 0,
+    model: Annotated[list[str], typer.Option(metavar="NAME=DIR")],
+    out: Annotated[Path, typer.Option()],
+    rule: str = "functional",
+    share: Annotated[float | None, typer.Option(metavar="PERCENT")] = None,
+    budget: str | None = None,
+    max_loss: float | None = None,
+    lossless: Annotated[bool, typer.Option("--lossless")] = False,
+    data: Annotated[list[str] | None, typer.Option(metavar="[NAME=]FILE")] = None,
+    rows: int = 16_384,
+    length: int = 128,
+    residual_rank: int = 0,
+    seed: int = 0,
     allow_unknown_config: AllowUnknownConfig = None,
 ) -> None:
     """Chooses which experts fine-tuned models share.
 
     They then fit one pool of experts (docs/consolidation.md).
+
+    Args:
+        model: A fine-tuned model. Repeat it, for two or more.
+        out: File to write, such as family.json.
+        rule: How experts are matched: functional, paper (closest weights), random or average.
+        share: Percentage of what sharing can save. 100: one expert per position.
+        budget: Instead of --share: number of slots, or bytes such as 12GiB.
+        max_loss: Instead: share as much as costs no model more than this squared error a row,
+            relative to the residual stream's length, over all layers; the last lines say it.
+        lossless: Instead: share experts that are equal.
+        data: Texts, as for `jmoe distill`, of one model or of all. May be repeated.
+        rows: Number of captured rows (tokens) per model.
+        length: Number of tokens in a packed row.
+        residual_rank: Keep models' differences from shared experts, at this rank. 0: do not.
+        seed: Seed of rows and of the rule random.
     """
     flags = locals()
     from jmoe.display import size
     from training.consolidate.run import ConsolidateConfig
     from training.consolidate.run import consolidate as run
 
-    directories, allowed = _directories(model), tuple(allow_unknown_config or ())
-    flags |= {"data": _texts(data or (), directories), "allow_unknown_config": allowed}
+    directories = _directories(model)
+    flags["data"] = _texts(data or (), directories)
     config = of_fields(ConsolidateConfig, flags)
     with progress_bar() as progress:
         done = run(directories, out, config, progress, logs.say)

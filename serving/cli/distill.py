@@ -5,12 +5,13 @@ import shlex
 import shutil
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from serving.cli.options import AllowUnknownConfig, HubRevision, of_fields
+from serving.cli.options import AllowUnknownConfig, HubRevision, documented, of_fields
 from serving.telemetry import logs
 from serving.telemetry.progress import progress_bar
 
@@ -18,117 +19,91 @@ if TYPE_CHECKING:
     from training.distill import DistillConfig
 
 
+@documented
 def distill(
-    model: Annotated[str, typer.Option(help="Model directory, or OWNER/NAME of the Hub.")],
-    data: Annotated[
-        list[Path] | None,
-        typer.Option(
-            help="Texts: JSON lines or Parquet with prompt and answer, with text or with "
-            "messages, or plain text. May be repeated."
-        ),
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Folder for united.safetensors and the report.")
-    ] = None,
-    sampled: Annotated[
-        int | None,
-        typer.Option(
-            help="Number of texts that the model writes itself, of up to 80 tokens, to train on "
-            "beside --data (in --out). Default: 10000 if a device holds the model whole."
-        ),
-    ] = None,
-    ways: Annotated[
-        str | None,
-        typer.Option(help="Ways, separated by commas. Default: those of 2,4,8 that fit."),
-    ] = None,
-    dry_run: Annotated[
-        bool,
-        typer.Option(
-            "--dry-run", "--plan", help="Print what the run will take, and exit. Needs no weights."
-        ),
-    ] = False,
-    device_memory_gib: Annotated[
-        float,
-        typer.Option(help="With --dry-run: plan for GPUs with this much memory. 0: this machine."),
-    ] = 0.0,
-    devices: Annotated[
-        int,
-        typer.Option(help="With --dry-run: plan for this many devices. 0: those of this machine."),
-    ] = 0,
-    objective: Annotated[
-        str, typer.Option(help="Training objective: combined, routed, or equation4 (the paper's).")
-    ] = "combined",
-    start: Annotated[
-        str, typer.Option(help="What united experts start from: most_used, mean or aligned.")
-    ] = "most_used",
-    grouping: Annotated[
-        str, typer.Option(help="How experts are grouped: index, similarity or coactivation.")
-    ] = "index",
-    rows: Annotated[int, typer.Option(help="Number of captured rows (tokens) per layer.")] = 65_536,
-    steps: Annotated[int, typer.Option(help="Most training steps per layer and way.")] = 600,
-    batch: Annotated[int, typer.Option(help="Number of rows in a training step.")] = 4096,
-    decode_batch: Annotated[
-        int, typer.Option(help="Number of rows among which brownout chooses, as in a decode step.")
-    ] = 64,
-    learning_rate: Annotated[
-        float, typer.Option(help="Learning rate. 0: 0.034 / sqrt(d_model).")
-    ] = 0.0,
-    held_out: Annotated[float, typer.Option(help="Share of rows held out to measure.")] = 0.05,
-    patience: Annotated[
-        int, typer.Option(help="Number of evaluations without gain that end a layer. 0: no limit.")
-    ] = 4,
-    eval_every: Annotated[int, typer.Option(help="Number of steps between evaluations.")] = 100,
-    refine_steps: Annotated[
-        int, typer.Option(help="Number of end-to-end steps per way. 0: none.")
-    ] = 600,
-    refine_rows: Annotated[
-        int, typer.Option(help="Number of packed rows in an end-to-end step.")
-    ] = 32,
-    refine_learning_rate: Annotated[
-        float, typer.Option(help="Learning rate of end-to-end steps. 0: two thirds of the layers'.")
-    ] = 0.0,
-    length: Annotated[int, typer.Option(help="Number of tokens in a packed row.")] = 128,
-    dtype: Annotated[
-        str, typer.Option(help="Data type of matrix products: bfloat16 or float32.")
-    ] = "bfloat16",
-    optimizer: Annotated[str, typer.Option(help="Optimizer: adam, adamw, lion or sgd.")] = "adam",
-    schedule: Annotated[
-        str, typer.Option(help="Learning rate after the warmup: cosine, linear or constant.")
-    ] = "cosine",
-    log_dir: Annotated[
-        Path | None,
-        typer.Option(help="Folder for the losses: JSON lines, and events for TensorBoard."),
-    ] = None,
-    levels_items: Annotated[
-        int,
-        typer.Option(
-            help="Then measure what to expect brownout to cost (expected_loss.json) on twice as "
-            "many tasks of the first --data, and search thresholds by layer (levels.json) on half "
-            "of them: some 170 passes over them a way. 0: do not."
-        ),
-    ] = 0,
-    coordinator: Annotated[
-        str,
-        typer.Option(
-            help="HOST:PORT of process 0, where several processes, on one machine or more, train "
-            "together; each reads the model and the data, and --out is one folder for all."
-        ),
-    ] = "",
-    num_processes: Annotated[int, typer.Option(help="With --coordinator: how many.")] = 1,
-    process_index: Annotated[
-        int, typer.Option(help="With --coordinator: which this is, from 0.")
-    ] = 0,
+    model: Annotated[str, typer.Option()],
+    data: list[Path] | None = None,
+    out: Path | None = None,
+    sampled: int | None = None,
+    ways: str | None = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", "--plan")] = False,
+    device_memory_gib: float = 0.0,
+    devices: int = 0,
+    objective: str = "combined",
+    start: str = "most_used",
+    grouping: str = "index",
+    rows: int = 65_536,
+    steps: int = 600,
+    batch: int = 4096,
+    decode_batch: int = 64,
+    learning_rate: float = 0.0,
+    held_out: float = 0.05,
+    patience: int = 4,
+    eval_every: int = 100,
+    refine_steps: int = 600,
+    refine_rows: int = 32,
+    refine_learning_rate: float = 0.0,
+    length: int = 128,
+    dtype: str = "bfloat16",
+    optimizer: str = "adam",
+    schedule: str = "cosine",
+    log_dir: Path | None = None,
+    levels_items: int = 0,
+    coordinator: str = "",
+    num_processes: int = 1,
+    process_index: int = 0,
     hub_revision: HubRevision = "",
-    seed: Annotated[int, typer.Option(help="Seed of rows and of their order.")] = 0,
+    seed: int = 0,
     allow_unknown_config: AllowUnknownConfig = None,
 ) -> None:
     """Distils united experts for serving under brownout.
 
     Prints what the run will take, and begins. Killed at any moment, the same command goes on where
     it was; a finished run is left as it is. The last line is the command that serves the result.
+
+    Args:
+        model: Model directory, or OWNER/NAME of the Hub.
+        data: Texts: JSON lines or Parquet with prompt and answer, with text or with messages, or
+            plain text. May be repeated.
+        out: Folder for united.safetensors and the report.
+        sampled: Number of texts that the model writes itself, of up to 80 tokens, to train on
+            beside --data (in --out). Default: 10000 if a device holds the model whole.
+        ways: Ways, separated by commas. Default: those of 2,4,8 that fit.
+        dry_run: Print what the run will take, and exit. Needs no weights.
+        device_memory_gib: With --dry-run: plan for GPUs with this much memory. 0: this machine.
+        devices: With --dry-run: plan for this many devices. 0: those of this machine.
+        objective: Training objective: combined, routed, or equation4 (the paper's).
+        start: What united experts start from: most_used, mean or aligned.
+        grouping: How experts are grouped: index, similarity or coactivation.
+        rows: Number of captured rows (tokens) per layer.
+        steps: Most training steps per layer and way.
+        batch: Number of rows in a training step.
+        decode_batch: Number of rows among which brownout chooses, as in a decode step.
+        learning_rate: Learning rate. 0: 0.034 / sqrt(d_model).
+        held_out: Share of rows held out to measure.
+        patience: Number of evaluations without gain that end a layer. 0: no limit.
+        eval_every: Number of steps between evaluations.
+        refine_steps: Number of end-to-end steps per way. 0: none.
+        refine_rows: Number of packed rows in an end-to-end step.
+        refine_learning_rate: Learning rate of end-to-end steps. 0: two thirds of the layers'.
+        length: Number of tokens in a packed row.
+        dtype: Data type of matrix products: bfloat16 or float32.
+        optimizer: Optimizer: adam, adamw, lion or sgd.
+        schedule: Learning rate after the warmup: cosine, linear or constant.
+        log_dir: Folder for the losses: JSON lines, and events for TensorBoard.
+        levels_items: Then measure what to expect brownout to cost (expected_loss.json) on twice as
+            many tasks of the first --data, and search thresholds by layer (levels.json) on half of
+            them: some 170 passes over them a way. 0: do not.
+        coordinator: HOST:PORT of process 0, where several processes, on one machine or more, train
+            together; each reads the model and the data, and --out is one folder for all.
+        num_processes: With --coordinator: how many.
+        process_index: With --coordinator: which this is, from 0.
+        seed: Seed of rows and of their order.
     """
     flags = locals()
-    numbers = None if ways is None else _numbers(ways)
+    from training.evaluation.items import integers, read_tasks
+
+    numbers = None if ways is None else integers("ways", ways)
     if device_memory_gib and not dry_run:
         raise ValueError("--device-memory-gib is for --dry-run; a run uses the memory there is")
     if devices and not dry_run:
@@ -163,14 +138,12 @@ def distill(
         raise ValueError(f"{missing} is missing; only --dry-run does without it")
     if levels_items < 0:
         raise ValueError(f"--levels-items is {levels_items}; it must be 0 or more")
-    if levels_items:  # before hours of training
-        from training.evaluation.items import read_tasks
-
-        if (found := len(read_tasks(data[0]))) < 2 * levels_items:
-            raise ValueError(
-                f"--levels-items is {levels_items} and takes {2 * levels_items} tasks; {data[0]} "
-                f"holds {found}"
-            )
+    # Before hours of training.
+    if levels_items and (found := len(read_tasks(data[0]))) < 2 * levels_items:
+        raise ValueError(
+            f"--levels-items is {levels_items} and takes {2 * levels_items} tasks; {data[0]} "
+            f"holds {found}"
+        )
     directory = resolve(model, hub_revision)
     made = _run(directory, numbers, data, out, config, allowed, log_dir)
     if process_index > 0:
@@ -178,13 +151,6 @@ def distill(
     if levels_items:
         _measure(directory, made, data[0], out, levels_items, dtype, allowed)
     print(_serve_command(directory, out, allowed, with_tables=levels_items > 0))
-
-
-def _numbers(ways: str) -> list[int]:
-    try:
-        return [int(way) for way in ways.split(",")]
-    except ValueError:
-        raise ValueError(f"--ways is {ways!r}; it must be integers with commas") from None
 
 
 def _plan(
@@ -281,9 +247,7 @@ def _run(
     from training.distill import DistillError
     from training.distill import distill as run
 
-    def say(line: str) -> None:
-        print(line, flush=True)
-
+    say = partial(print, flush=True)
     try:
         with progress_bar() as progress:
             layers, refined = run(model, ways, data, out, config, progress, allowed, say, log_dir)

@@ -12,6 +12,7 @@ from serving.cli.options import (
     AllowUnknownConfig,
     KvCacheDtype,
     Quantize,
+    documented,
     family_flag,
     of_fields,
 )
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 WAYS = "2,4,8"
 THRESHOLDS = "100,90,80,70,60,50,40,30,20,10,0"
 STRATEGIES = "partial,full"
+OF_ONE_MODEL = "--leave-one-out", "--sensitivity", "--quantize", "--against"
 WITHOUT = {
     "--leave-one-out": (
         "--sensitivity",
@@ -42,127 +44,84 @@ WITHOUT = {
 """What each flag leaves without effect."""
 
 
+@documented
 def evaluate(
-    model: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Model directory. NAME=DIR, repeated, for each model of a family. "
-            "[default: bundled]"
-        ),
-    ] = None,
-    family: Annotated[
-        Path | None,
-        typer.Option(
-            help="family.json of `jmoe consolidate`: score each --model NAME=DIR as one of a "
-            "family, in a folder of its own of --out."
-        ),
-    ] = None,
-    borrow_united: Annotated[
-        float | None,
-        typer.Option(
-            metavar="PERCENT",
-            help="With --family: score the others with the first model's united experts, and write "
-            "a map, family.json in --out, by which those use them that lose at most this share of "
-            "right answers, by the 95 % interval's upper end and in each setting.",
-        ),
-    ] = None,
-    dtype: Annotated[
-        str, typer.Option(help="Data type: bfloat16, float16 or float32.")
-    ] = "bfloat16",
+    model: list[str] | None = None,
+    family: Path | None = None,
+    borrow_united: Annotated[float | None, typer.Option(metavar="PERCENT")] = None,
+    dtype: str = "bfloat16",
     quantize: Quantize = "auto",
     kv_cache_dtype: KvCacheDtype = "auto",
-    against: Annotated[
-        Path | None,
-        typer.Option(
-            help="--out of another run of the same items: print what zero brownout and the "
-            "settings of both lose of its zero brownout."
-        ),
-    ] = None,
-    data: Annotated[
-        Path | None, typer.Option(help="JSON lines with prompt, answer and family.")
-    ] = None,
-    num: Annotated[
-        int | None, typer.Option(help="Number of items of --data. Default: all.")
-    ] = None,
-    generate_tasks: Annotated[
-        int | None, typer.Option(help="Make this many held-out items instead of reading --data.")
-    ] = None,
-    ways: Annotated[str, typer.Option(help="Ways, separated by commas.")] = WAYS,
-    thresholds: Annotated[
-        str, typer.Option(help="Thresholds in percent, separated by commas.")
-    ] = THRESHOLDS,
-    strategies: Annotated[
-        str,
-        typer.Option(help="Strategies, with commas: partial, full, module:Class or file.py:Class."),
-    ] = STRATEGIES,
-    keep: Annotated[
-        str, typer.Option(help="Which experts stay exact: visits, weight, or both with a comma.")
-    ] = "visits",
-    levels: Annotated[
-        bool, typer.Option(help="Thresholds are levels of the model's levels.json, by layer.")
-    ] = False,
-    sensitivity: Annotated[
-        bool,
-        typer.Option(
-            help="Search the levels of each way instead (with --levels: take the model's), and "
-            "compare them with the paper's plan, on tasks or on --text."
-        ),
-    ] = False,
-    search_items: Annotated[
-        int, typer.Option(help="With --sensitivity: items to search on; the others are scored.")
-    ] = 256,
-    only: Annotated[
-        str | None,
-        typer.Option(help="Settings (WAY:PERCENT) instead of the grid, such as 2:0,4:20,full:40."),
-    ] = None,
-    leave_one_out: Annotated[
-        bool,
-        typer.Option(
-            help="Distil united experts without each source (family), and score its items: "
-            "partial brownout by --ways, --thresholds and --keep."
-        ),
-    ] = False,
-    sources: Annotated[
-        str | None,
-        typer.Option(help="With --leave-one-out: sources to leave out, by comma. Default: all."),
-    ] = None,
-    distill_rows: Annotated[
-        int, typer.Option(help="With --leave-one-out: --rows of `jmoe distill`.")
-    ] = 65_536,
-    distill_steps: Annotated[int, typer.Option(help="With --leave-one-out: its --steps.")] = 600,
-    refine_steps: Annotated[
-        int, typer.Option(help="With --leave-one-out: its --refine-steps.")
-    ] = 600,
-    sampled: Annotated[
-        int | None, typer.Option(help="With --leave-one-out: its --sampled.")
-    ] = None,
-    text: Annotated[
-        list[Path] | None, typer.Option(help="Text files for perplexity. May be repeated.")
-    ] = None,
-    text_window: Annotated[int, typer.Option(help="Most tokens of context.")] = 128,
-    batch: Annotated[int, typer.Option(help="Number of sequences in a decode step.")] = 64,
-    chunk: Annotated[int, typer.Option(help="Number of tokens in a prefill step.")] = 256,
-    error_steps: Annotated[
-        int, typer.Option(help="Number of steps that measure output error.")
-    ] = 32,
-    seed: Annotated[
-        int, typer.Option(help="Seed of the items that are made, and of their order.")
-    ] = 0,
-    out: Annotated[
-        Path, typer.Option(help="Folder for the results. A run that was ended continues there.")
-    ] = Path("out/evaluate"),
+    against: Path | None = None,
+    data: Path | None = None,
+    num: int | None = None,
+    generate_tasks: int | None = None,
+    ways: str = WAYS,
+    thresholds: str = THRESHOLDS,
+    strategies: str = STRATEGIES,
+    keep: str = "visits",
+    levels: bool = False,
+    sensitivity: bool = False,
+    search_items: int = 256,
+    only: str | None = None,
+    leave_one_out: bool = False,
+    sources: str | None = None,
+    distill_rows: int = 65_536,
+    distill_steps: int = 600,
+    refine_steps: int = 600,
+    sampled: int | None = None,
+    text: list[Path] | None = None,
+    text_window: int = 128,
+    batch: int = 64,
+    chunk: int = 256,
+    error_steps: int = 32,
+    seed: int = 0,
+    out: Path = Path("out/evaluate"),
     allow_unknown_config: AllowUnknownConfig = None,
 ) -> None:
     """Measures accuracy and perplexity under brownout.
 
     Output error as well, by strategy, way and threshold (docs/evaluation.md).
+
+    Args:
+        model: Model directory. NAME=DIR, repeated, for each model of a family. [default: bundled]
+        family: family.json of `jmoe consolidate`: score each --model NAME=DIR as one of a family,
+            in a folder of its own of --out.
+        borrow_united: With --family: score the others with the first model's united experts, and
+            write a map, family.json in --out, by which those use them that lose at most this share
+            of right answers, by the 95 % interval's upper end and in each setting.
+        dtype: Data type: bfloat16, float16 or float32.
+        against: --out of another run of the same items: print what zero brownout and the settings
+            of both lose of its zero brownout.
+        data: JSON lines with prompt, answer and family.
+        num: Number of items of --data. Default: all.
+        generate_tasks: Make this many held-out items instead of reading --data.
+        ways: Ways, separated by commas.
+        thresholds: Thresholds in percent, separated by commas.
+        strategies: Strategies, with commas: partial, full, module:Class or file.py:Class.
+        keep: Which experts stay exact: visits, weight, or both with a comma.
+        levels: Thresholds are levels of the model's levels.json, by layer.
+        sensitivity: Search the levels of each way instead (with --levels: take the model's), and
+            compare them with the paper's plan, on tasks or on --text.
+        search_items: With --sensitivity: items to search on; the others are scored.
+        only: Settings (WAY:PERCENT) instead of the grid, such as 2:0,4:20,full:40.
+        leave_one_out: Distil united experts without each source (family), and score its items:
+            partial brownout by --ways, --thresholds and --keep.
+        sources: With --leave-one-out: sources to leave out, by comma. Default: all.
+        distill_rows: With --leave-one-out: --rows of `jmoe distill`.
+        distill_steps: With --leave-one-out: its --steps.
+        refine_steps: With --leave-one-out: its --refine-steps.
+        sampled: With --leave-one-out: its --sampled.
+        text: Text files for perplexity. May be repeated.
+        text_window: Most tokens of context.
+        batch: Number of sequences in a decode step.
+        chunk: Number of tokens in a prefill step.
+        error_steps: Number of steps that measure output error.
+        seed: Seed of the items that are made, and of their order.
+        out: Folder for the results. A run that was ended continues there.
     """
     directories = family_flag(model or ["bundled"], family)
-    flags = locals() | {
-        "model": directories.get("", ""),
-        "text": tuple(text or ()),
-        "allow_unknown_config": tuple(allow_unknown_config or ()),
-    }
+    flags = locals() | {"model": directories.get("", "")}
     from jmoe.api import resolve
     from jmoe.expected_loss import FILE
     from training.evaluation.items import ZERO, grid, integers, parse_only, with_levels
@@ -182,16 +141,6 @@ def evaluate(
             "--sources, --distill-rows, --distill-steps, --sampled and --refine-steps need "
             "--leave-one-out"
         )
-    single = {
-        "--leave-one-out": leave_one_out,
-        "--sensitivity": sensitivity,
-        "--quantize": quantize != "auto",
-        "--against": against is not None,
-    }
-    if family is not None and (given := [name for name, is_given in single.items() if is_given]):
-        raise ValueError(f"{given[0]} is of a single model; leave out --family")
-    if borrow_united is not None and family is None:
-        raise ValueError("--borrow-united needs --family, and --model NAME=DIR for each model")
     flags_given = {
         "--leave-one-out": leave_one_out,
         "--sensitivity": sensitivity,
@@ -201,8 +150,13 @@ def evaluate(
         "--thresholds": thresholds != THRESHOLDS,
         "--strategies": strategies != STRATEGIES,
         "--text": bool(text),
+        "--quantize": quantize != "auto",
         "--against": against is not None,
     }
+    if family is not None and (given := [name for name in OF_ONE_MODEL if flags_given[name]]):
+        raise ValueError(f"{given[0]} is of a single model; leave out --family")
+    if borrow_united is not None and family is None:
+        raise ValueError("--borrow-united needs --family, and --model NAME=DIR for each model")
     for flag, others in WITHOUT.items():
         beside = [other for other in others if flags_given[flag] and flags_given[other]]
         if beside:

@@ -15,6 +15,7 @@ from serving.cli.options import (
     TlsCa,
     TlsCert,
     TlsKey,
+    documented,
     family_flag,
 )
 
@@ -29,103 +30,53 @@ Section = tuple[str, Sequence[tuple[str, str]]]
 """A heading ("" for none) and rows of a name and a value."""
 
 
+@documented
 def info(
-    model: Annotated[
-        str | None, typer.Argument(help="Model directory, OWNER/NAME of the Hub, or bundled.")
-    ] = None,
+    model: Annotated[str | None, typer.Argument()] = None,
     hub_revision: HubRevision = "",
-    model_config: Annotated[
-        str | None,
-        typer.Option(
-            help="YAML file with a model's geometry, or a preset's name. Needs no weights."
-        ),
-    ] = None,
-    family: Annotated[
-        Path | None,
-        typer.Option(
-            help="family.json of `jmoe consolidate`, with --model NAME=DIR for each model."
-        ),
-    ] = None,
-    models: Annotated[
-        list[str] | None,
-        typer.Option("--model", metavar="NAME=DIR", help="With --family: one of its models."),
-    ] = None,
-    address: Annotated[
-        str | None,
-        typer.Option(help="Running server: HOST:PORT or https://HOST:PORT.", metavar="HOST:PORT"),
-    ] = None,
-    admin_address: Annotated[
-        str | None,
-        typer.Option(help="Its admin service. Default: what the server says.", metavar="HOST:PORT"),
-    ] = None,
-    mesh: Annotated[
-        str | None,
-        typer.Option(
-            help="Show, too, what experts spread over N devices would take.", metavar="ep=N"
-        ),
-    ] = None,
-    device_gb: Annotated[
-        float | None,
-        typer.Option(
-            help="Memory of each device, in 1e9 bytes. Default: an H200's 141.", metavar="GB"
-        ),
-    ] = None,
-    in_flight: Annotated[
-        int | None,
-        typer.Option(
-            help="With --mesh: say whether asynchronous workers would pay off with T sequences.",
-            metavar="T",
-        ),
-    ] = None,
-    context: Annotated[
-        float | None,
-        typer.Option(
-            help="For --in-flight: tokens of KV cache per sequence. Default: 256.", metavar="TOKENS"
-        ),
-    ] = None,
-    imbalance: Annotated[
-        str | None,
-        typer.Option(
-            help="For --in-flight: the busiest device's visits over the mean, without and "
-            "with copies of busy experts. Default: 1,1.",
-            metavar="BEFORE,AFTER",
-        ),
-    ] = None,
-    host_us: Annotated[
-        float | None,
-        typer.Option(
-            help="For --in-flight: microseconds that a worker's host takes for a stage. "
-            "Default: as built, 1300 for attention and 600 for experts.",
-            metavar="US",
-        ),
-    ] = None,
-    stage_times: Annotated[
-        Path | None,
-        typer.Option(
-            help="For --in-flight: file with measured stage times. Default: a roofline.",
-            metavar="FILE",
-        ),
-    ] = None,
-    late: Annotated[
-        str | None,
-        typer.Option(
-            help="For --in-flight: a timeline of workers (`jmoe serve --mode aep --timeline "
-            "FILE`), whose late stages are measured; or as 10,0.02: ten times as long, 2 %. "
-            "Default: none is late.",
-            metavar="FILE|FACTOR,SHARE",
-        ),
-    ] = None,
+    model_config: str | None = None,
+    family: Path | None = None,
+    models: Annotated[list[str] | None, typer.Option("--model", metavar="NAME=DIR")] = None,
+    address: Annotated[str | None, typer.Option(metavar="HOST:PORT")] = None,
+    admin_address: Annotated[str | None, typer.Option(metavar="HOST:PORT")] = None,
+    mesh: Annotated[str | None, typer.Option(metavar="ep=N")] = None,
+    device_gb: Annotated[float | None, typer.Option(metavar="GB")] = None,
+    in_flight: Annotated[int | None, typer.Option(metavar="T")] = None,
+    context: Annotated[float | None, typer.Option(metavar="TOKENS")] = None,
+    imbalance: Annotated[str | None, typer.Option(metavar="BEFORE,AFTER")] = None,
+    host_us: Annotated[float | None, typer.Option(metavar="US")] = None,
+    stage_times: Annotated[Path | None, typer.Option(metavar="FILE")] = None,
+    late: Annotated[str | None, typer.Option(metavar="FILE|FACTOR,SHARE")] = None,
     api_key_env: ApiKeyEnv = None,
     tls_ca: TlsCa = None,
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
     allow_unknown_config: AllowUnknownConfig = None,
-    as_json: Annotated[
-        bool,
-        typer.Option("--json", help="With --address: print all that the server says, as JSON."),
-    ] = False,
+    as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
-    """Shows the memory of a model or family, or a server's state."""
+    """Shows the memory of a model or family, or a server's state.
+
+    Args:
+        model: Model directory, OWNER/NAME of the Hub, or bundled.
+        model_config: YAML file with a model's geometry, or a preset's name. Needs no weights.
+        family: family.json of `jmoe consolidate`, with --model NAME=DIR for each model.
+        models: With --family: one of its models.
+        address: Running server: HOST:PORT or https://HOST:PORT.
+        admin_address: Its admin service. Default: what the server says.
+        mesh: Show, too, what experts spread over N devices would take.
+        device_gb: Memory of each device, in 1e9 bytes. Default: an H200's 141.
+        in_flight: With --mesh: say whether asynchronous workers would pay off with T sequences.
+        context: For --in-flight: tokens of KV cache per sequence. Default: 256.
+        imbalance: For --in-flight: the busiest device's visits over the mean, without and with
+            copies of busy experts. Default: 1,1.
+        host_us: For --in-flight: microseconds that a worker's host takes for a stage. Default: as
+            built, 1300 for attention and 600 for experts.
+        stage_times: For --in-flight: file with measured stage times. Default: a roofline.
+        late: For --in-flight: a timeline of workers (`jmoe serve --mode aep --timeline FILE`),
+            whose late stages are measured; or as 10,0.02: ten times as long, 2 %. Default: none is
+            late.
+        as_json: With --address: print all that the server says, as JSON.
+    """
     if (model, model_config, address, family).count(None) < 3:
         raise ValueError("give one of MODEL, --model-config, --family and --address")
     if models and family is None:
@@ -136,10 +87,9 @@ def info(
         raise ValueError(f"--mesh is of a single model: {COMPOSES[SEVERAL, 'engine.mesh']}")
     if as_json and address is None:
         raise ValueError("--json needs a running server; give --address HOST:PORT as well")
-    if address is not None and mesh is not None:
-        raise ValueError("--mesh needs a model: give MODEL or --model-config, not --address")
-    if device_gb is not None and address is not None:
-        raise ValueError("--device-gb needs a model: give MODEL or --model-config, not --address")
+    for name, value in {"--mesh": mesh, "--device-gb": device_gb}.items():
+        if address is not None and value is not None:
+            raise ValueError(f"{name} needs a model: give MODEL or --model-config, not --address")
     if in_flight is not None and not mesh:
         raise ValueError("--in-flight needs --mesh ep=N")
     of_forecast = {

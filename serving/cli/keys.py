@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from serving.cli.options import documented
 from serving.request import Priority
 
 if TYPE_CHECKING:
@@ -23,38 +24,29 @@ Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of the key in lo
 
 
 @keys.command()
+@documented
 def new(
     name: Name,
     file: File,
-    admin: Annotated[
-        bool, typer.Option("--admin", help="May use the admin service, the page and /metrics.")
-    ] = False,
-    metrics: Annotated[
-        bool,
-        typer.Option(
-            "--metrics", help="May read /metrics; without a model, class or limit nothing else."
-        ),
-    ] = False,
-    model: Annotated[
-        list[str] | None, typer.Option(help="Model that it may use. May be repeated. Default: all.")
-    ] = None,
-    class_: Annotated[
-        list[Priority] | None,
-        typer.Option(
-            "--class", help="Class of requests that it may make. May be repeated. Default: all."
-        ),
-    ] = None,
-    requests_per_min: Annotated[
-        int, typer.Option(help="Most requests per minute. 0: any number.", min=0)
-    ] = 0,
-    tokens_per_min: Annotated[
-        int, typer.Option(help="Most tokens per minute, prompts and outputs. 0: any number.", min=0)
-    ] = 0,
-    concurrency: Annotated[
-        int, typer.Option(help="Most requests at a time. 0: any number.", min=0)
-    ] = 0,
+    admin: Annotated[bool, typer.Option("--admin")] = False,
+    metrics: Annotated[bool, typer.Option("--metrics")] = False,
+    model: list[str] | None = None,
+    class_: Annotated[list[Priority] | None, typer.Option("--class")] = None,
+    requests_per_min: Annotated[int, typer.Option(min=0)] = 0,
+    tokens_per_min: Annotated[int, typer.Option(min=0)] = 0,
+    concurrency: Annotated[int, typer.Option(min=0)] = 0,
 ) -> None:
-    """Makes a key and prints it once; only its hash is stored."""
+    """Makes a key and prints it once; only its hash is stored.
+
+    Args:
+        admin: May use the admin service, the page and /metrics.
+        metrics: May read /metrics; without a model, class or limit nothing else.
+        model: Model that it may use. May be repeated. Default: all.
+        class_: Class of requests that it may make. May be repeated. Default: all.
+        requests_per_min: Most requests per minute. 0: any number.
+        tokens_per_min: Most tokens per minute, prompts and outputs. 0: any number.
+        concurrency: Most requests at a time. 0: any number.
+    """
     from serving.frontend.keys import Key, changing, check_name, digest, new_key
 
     check_name(name)

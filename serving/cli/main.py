@@ -6,12 +6,14 @@ Commands import what they need when they run, so that `jmoe --help` is quick.
 import serving.settings.extras  # noqa: F401  (names the extra of a package that is missing)
 
 # isort: split
+import importlib
 import logging
 import os
 import signal
 import sys
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -28,6 +30,7 @@ from serving.cli.options import (
     HubRevision,
     KvCacheDtype,
     Quantize,
+    documented,
     family_flag,
     flag_keys,
     models_flag,
@@ -56,25 +59,6 @@ app.command()(demo)
 app.command()(distill)
 app.command()(evaluate)
 app.command()(info)
-
-Strategy = Annotated[
-    str | None,
-    typer.Option(
-        help="What happens to degraded expert visits: partial sends them to united "
-        "experts, full drops them, zero degrades none; or your own module:Class (notebook.md). "
-        "Default: partial.",
-        metavar="zero|partial|full|module:Class",
-    ),
-]
-Way = Annotated[
-    int | None,
-    typer.Option(
-        help="Number of routed experts that a united expert stands in for. Default: "
-        "the largest that the model has.",
-        metavar="K",
-    ),
-]
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log every request.")]
 
 
 def main() -> None:
@@ -122,16 +106,16 @@ def _version(wanted: bool) -> None:
 
 
 @app.callback()
+@documented
 def common(
-    version: Annotated[
-        bool,
-        typer.Option(
-            "--version", callback=_version, is_eager=True, help="Show the version and exit."
-        ),
-    ] = False,
-    verbose: Verbose = False,
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True)] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log every request.")] = False,
 ) -> None:
-    """Sets up logging, to stderr."""
+    """Sets up logging, to stderr.
+
+    Args:
+        version: Show the version and exit.
+    """
     logs.configure(verbose=verbose)
 
 
@@ -144,49 +128,31 @@ _SETTINGS = (
 
 @app.command(cls=Command, epilog=_SETTINGS)
 @setting_flags
+@documented
 def serve(
-    models: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[[NAME=]MODEL]...", help="What --model takes, without the flag."),
-    ] = None,
-    config: Annotated[
-        str,
-        typer.Option(metavar="FILE", help="YAML file with settings, or a preset: default or demo."),
-    ] = "default",
-    set_: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="KEY=VALUE",
-            help="Set any key, such as engine.salc.window_s=4. May be repeated.",
-        ),
-    ] = None,
+    models: Annotated[list[str] | None, typer.Argument(metavar="[[NAME=]MODEL]...")] = None,
+    config: Annotated[str, typer.Option(metavar="FILE")] = "default",
+    set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE")] = None,
     model: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="[NAME=]MODEL",
-            help="Hugging Face directory, OWNER/NAME of the Hub, or bundled, the small model that "
-            "comes with jmoe. NAME=MODEL, repeated, for each model of a family. [default: "
-            "bundled]",
-            rich_help_panel="Model",
-        ),
+        list[str] | None, typer.Option(metavar="[NAME=]MODEL", rich_help_panel="Model")
     ] = None,
-    verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="Log every request.", rich_help_panel="Log")
-    ] = False,
-    restart: Annotated[
-        bool,
-        typer.Option(
-            "--restart",
-            help="Start again when this process ended by a fault, such as the loss of another one "
-            "of its mesh; not after SIGTERM, nor where a setting cannot be used.",
-        ),
-    ] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", rich_help_panel="Log")] = False,
+    restart: Annotated[bool, typer.Option("--restart")] = False,
     **flags: Any,
 ) -> None:
     """Serves a model, or a family of them, over gRPC and HTTP.
 
     SIGTERM and SIGINT end it, once streams have ended (drain_timeout_s).
+
+    Args:
+        models: What --model takes, without the flag.
+        config: YAML file with settings, or a preset: default or demo.
+        set_: Set any key, such as engine.salc.window_s=4. May be repeated.
+        model: Hugging Face directory, OWNER/NAME of the Hub, or bundled, the small model that comes
+            with jmoe. NAME=MODEL, repeated, for each model of a family. [default: bundled]
+        verbose: Log every request.
+        restart: Start again when this process ended by a fault, such as the loss of another one of
+            its mesh; not after SIGTERM, nor where a setting cannot be used.
     """
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until there is something to read again
     from serving.settings import reading as settings
@@ -201,6 +167,22 @@ def serve(
 
         again = [word for word in sys.orig_argv[1:] if word != "--restart"]
         raise typer.Exit(keep_running([sys.executable, *again]))
+    if loaded.log_format == "json":
+        logs.wrap_stderr()
+    follows = loaded.engine.process_index > 0
+    if not follows:
+        from serving.startup.prepare import check_start
+
+        check_start(loaded.engine)  # before a port is opened
+    try:
+        (_follow if follows else _lead)(loaded)
+    except Unavailable as error:
+        logs.say(f"jmoe: {error}", logging.ERROR)
+        os._exit(1)  # an ordinary exit would wait for a device that may hang
+
+
+def _lead(config: Any) -> None:
+    """Serves; in a mesh over several processes as the first of them."""
     import uvloop
 
     from serving.frontend import server
@@ -210,66 +192,37 @@ def serve(
     from serving.telemetry.observer import Observer
     from serving.telemetry.timeline import Timeline
 
-    if loaded.log_format == "json":
-        logs.wrap_stderr()
-    if loaded.engine.process_index > 0:
-        _follow(loaded)
-        return
-    from serving.startup.prepare import check_start
-
-    check_start(loaded.engine)  # before a port is opened
-    metrics, path = Metrics(), Path(loaded.timeline)
-    tracer = make_tracer(loaded.otlp_endpoint)
+    metrics, tracer = Metrics(), make_tracer(config.otlp_endpoint)
     observers: list[Observer] = [metrics, tracer]
-    drawn = None
-    if loaded.timeline:
-        drawn = Timeline()
-        drawn.write(path)  # a file that cannot be written is to be known now
-        observers.append(drawn)
-    captured = None
-    if loaded.capture:
-        captured = Capture(Path(loaded.capture), loaded.capture_share, loaded.capture_max_mib)
-        observers.append(captured)
-
-    async def start_engine() -> Any:
-        return await _start_engine(loaded, *observers)
-
-    try:
-        try:
-            uvloop.run(server.serve(loaded, start_engine, metrics, tracer))
-        finally:
-            if drawn is not None:
-                drawn.write(path)
-            if captured is not None:
-                captured.close()
-    except Unavailable as error:
-        logs.say(f"jmoe: {error}", logging.ERROR)
-        os._exit(1)  # an ordinary exit would wait for a device that may hang
+    with ExitStack() as at_end:
+        if config.timeline:
+            drawn, path = Timeline(), Path(config.timeline)
+            drawn.write(path)  # a file that cannot be written is to be known now
+            at_end.callback(drawn.write, path)
+            observers.append(drawn)
+        if config.capture:
+            captured = Capture(Path(config.capture), config.capture_share, config.capture_max_mib)
+            at_end.callback(captured.close)
+            observers.append(captured)
+        start_engine = partial(_start_engine, config, *observers)
+        uvloop.run(server.serve(config, start_engine, metrics, tracer))
 
 
 def _follow(config: Any) -> None:
     from serving.startup.follower import follow
 
-    try:
-        with progress_bar() as progress:
-            follow(config.engine, progress)
-    except Unavailable as error:
-        logs.say(f"jmoe: {error}", logging.ERROR)
-        os._exit(1)  # as above
+    with progress_bar() as progress:
+        follow(config.engine, progress)
 
 
 async def _start_engine(config: Any, *observers: Any) -> Any:
     import asyncio
 
-    def import_engine() -> Any:
-        from serving.engine import Engine
-
-        return Engine
-
     began_at = time.monotonic()
-    engine_type = await asyncio.to_thread(import_engine)  # so that health is answered meanwhile
+    # In a thread, so that health is answered meanwhile.
+    module = await asyncio.to_thread(importlib.import_module, "serving.engine")
     with progress_bar() as progress:
-        engine = await engine_type.start(config.engine, observer=observers, progress=progress)
+        engine = await module.Engine.start(config.engine, observer=observers, progress=progress)
 
     from serving.frontend.status import log_start
 
@@ -279,55 +232,51 @@ async def _start_engine(config: Any, *observers: Any) -> Any:
 
 
 @app.command()
+@documented
 def generate(
-    prompts: Annotated[list[str], typer.Argument(metavar="PROMPT...", help="Texts to continue.")],
-    model: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Model directory, OWNER/NAME of the Hub, or bundled. NAME=DIR, repeated, for each "
-            "model of a family. [default: bundled]"
-        ),
-    ] = None,
-    family: Annotated[
-        Path | None,
-        typer.Option(help="family.json of `jmoe consolidate`: each --model NAME=DIR answers."),
-    ] = None,
+    prompts: Annotated[list[str], typer.Argument(metavar="PROMPT...")],
+    model: list[str] | None = None,
+    family: Path | None = None,
     hub_revision: HubRevision = "",
-    dtype: Annotated[
-        str, typer.Option(help="Data type: bfloat16, float16 or float32.")
-    ] = "bfloat16",
+    dtype: str = "bfloat16",
     quantize: Quantize = "auto",
     kv_cache_dtype: KvCacheDtype = "auto",
-    tokens: Annotated[
-        bool, typer.Option(help="Prompts are token ids, separated by commas.")
-    ] = False,
-    max_new_tokens: Annotated[
-        int, typer.Option(help="Most tokens to generate for each prompt.")
-    ] = 64,
-    temperature: Annotated[float, typer.Option(help="Sampling temperature. 0: greedy.")] = 0.0,
-    top_k: Annotated[
-        int, typer.Option(help="Sample among this many most likely tokens. 0: all.")
-    ] = 0,
-    top_p: Annotated[
-        float,
-        typer.Option(help="Sample among the most likely tokens of this total probability. 1: all."),
-    ] = 1.0,
-    seed: Annotated[int, typer.Option(help="Seed of sampling.")] = 0,
-    brownout_threshold: Annotated[
-        int, typer.Option(help="Percentage of expert visits kept exact. 100: no brownout.")
-    ] = 100,
-    strategy: Strategy = None,
-    keep: Annotated[
-        Literal["visits", "weight"],
-        typer.Option(help="Which experts stay exact, of as many: by visits or by gate weight."),
-    ] = "visits",
-    levels: Annotated[
-        bool, typer.Option(help="The threshold is a level of the model's levels.json, by layer.")
-    ] = False,
-    way: Way = None,
+    tokens: bool = False,
+    max_new_tokens: int = 64,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    brownout_threshold: int = 100,
+    strategy: Annotated[str | None, typer.Option(metavar="zero|partial|full|module:Class")] = None,
+    keep: Literal["visits", "weight"] = "visits",
+    levels: bool = False,
+    way: Annotated[int | None, typer.Option(metavar="K")] = None,
     allow_unknown_config: AllowUnknownConfig = None,
 ) -> None:
-    """Continues prompts in this process, without a server."""
+    """Continues prompts in this process, without a server.
+
+    Args:
+        prompts: Texts to continue.
+        model: Model directory, OWNER/NAME of the Hub, or bundled. NAME=DIR, repeated, for each
+            model of a family. [default: bundled]
+        family: family.json of `jmoe consolidate`: each --model NAME=DIR answers.
+        dtype: Data type: bfloat16, float16 or float32.
+        tokens: Prompts are token ids, separated by commas.
+        max_new_tokens: Most tokens to generate for each prompt.
+        temperature: Sampling temperature. 0: greedy.
+        top_k: Sample among this many most likely tokens. 0: all.
+        top_p: Sample among the most likely tokens of this total probability. 1: all.
+        seed: Seed of sampling.
+        brownout_threshold: Percentage of expert visits kept exact. 100: no brownout.
+        strategy: What happens to degraded expert visits: partial sends them to united experts, full
+            drops them, zero degrades none; or your own module:Class (notebook.md). Default:
+            partial.
+        keep: Which experts stay exact, of as many: by visits or by gate weight.
+        levels: The threshold is a level of the model's levels.json, by layer.
+        way: Number of routed experts that a united expert stands in for. Default: the largest that
+            the model has.
+    """
     import jmoe
 
     _keep_programs("~/.cache/jmoe/generate")
@@ -338,12 +287,8 @@ def generate(
         brownout = jmoe.Brownout(kind, brownout_threshold, way, keep, levels)
     directories = family_flag(model or ["bundled"], family)
     with progress_bar() as progress:
-
-        def loading(done: int, total: int) -> None:
-            progress("loading layers", done, total)
-
         shared: dict[str, Any] = {
-            "progress": loading,
+            "progress": partial(progress, "loading layers"),
             "allow_unknown_config": allow_unknown_config or (),
             "revision": hub_revision,
             "quantize": quantize,
@@ -363,7 +308,7 @@ def generate(
                 top_k=top_k,
                 top_p=top_p,
                 seed=seed,
-                progress=lambda done, total: progress("decoding", done, total),
+                progress=partial(progress, "decoding"),
             )
             for one in models
         ]

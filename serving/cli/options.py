@@ -1,11 +1,12 @@
 """What commands share: options, settings from flags, and how `--help` looks."""
 
 import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from operator import attrgetter
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal, cast, get_args, get_origin, get_type_hints
 
 import typer
 from typer.core import TyperCommand
@@ -88,10 +89,29 @@ TlsKey = Annotated[
 ]
 
 
+def documented[F: Callable[..., None]](command: F) -> F:
+    """Gives the parameters that the `Args` of the command's docstring name their help from there.
+
+    The command's own help is the text before.
+    """
+    command.__doc__, _, args = (inspect.getdoc(command) or "").partition("\n\nArgs:\n")
+    given = get_type_hints(command, include_extras=True)
+    for name, text in re.findall(r"^    (\w+): (.+(?:\n {8}.+)*)", args, re.MULTILINE):
+        kind, option = given[name], typer.Option()
+        if get_origin(kind) is Annotated:
+            kind, option = get_args(kind)
+        option.help = " ".join(text.split())
+        command.__annotations__[name] = Annotated[kind, option]
+    return command
+
+
 def of_fields[T](kind: type[T], flags: Mapping[str, Any]) -> T:
-    """Makes a dataclass of the flags that are called as its fields; others keep their defaults."""
+    """Makes a dataclass of the flags that are called as its fields, of lists tuples. Other fields,
+    and those of flags that are not given (None), keep their defaults.
+    """
     named = (field.name for field in fields(cast(Any, kind)))
-    return kind(**{name: flags[name] for name in named if name in flags})
+    given = {name: flags[name] for name in named if flags.get(name) is not None}
+    return kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in given.items()})
 
 
 def flag_keys() -> dict[str, str]:

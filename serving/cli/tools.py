@@ -6,13 +6,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
-from serving.cli.options import ApiKeyEnv, TlsCa, TlsCert, TlsKey, overrides
+from serving.cli.options import ApiKeyEnv, TlsCa, TlsCert, TlsKey, documented, of_fields, overrides
 from serving.telemetry.progress import progress_bar
 
 bench = typer.Typer(help="Runs benchmarks.", no_args_is_help=True)
@@ -57,154 +58,91 @@ def _servers_of_its_own() -> Iterator[None]:
 
 
 @bench.command(cls=_SeveralValues)
+@documented
 def serve(
-    backend: Annotated[
-        str,
-        typer.Option(
-            help="Protocol of the server: jmoe (gRPC), or openai (completions over HTTP, of any "
-            "server)."
-        ),
-    ] = "jmoe",
-    base_url: Annotated[
-        str | None,
-        typer.Option(
-            help="Server, instead of --host and --port: http://, https:// or grpc://.",
-            metavar="http://HOST:PORT",
-        ),
-    ] = None,
-    host: Annotated[str, typer.Option(help="Address of the server.")] = "127.0.0.1",
-    port: Annotated[
-        int | None, typer.Option(help="Port of the server. Default: 50051, of openai 8000.")
-    ] = None,
-    admin_address: Annotated[
-        str | None,
-        typer.Option(
-            help="The server's admin service. Default: what the server says.", metavar="HOST:PORT"
-        ),
-    ] = None,
+    backend: str = "jmoe",
+    base_url: Annotated[str | None, typer.Option(metavar="http://HOST:PORT")] = None,
+    host: str = "127.0.0.1",
+    port: int | None = None,
+    admin_address: Annotated[str | None, typer.Option(metavar="HOST:PORT")] = None,
     api_key_env: ApiKeyEnv = None,
     tls_ca: TlsCa = None,
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
-    ready_check_timeout_sec: Annotated[
-        float, typer.Option(help="Seconds to wait for a server that is starting. 0: do not wait.")
-    ] = 600.0,
-    model: Annotated[
-        str | None, typer.Option(help="Model that requests go to. Default: the server's first.")
-    ] = None,
-    model_mix: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Models of a family that requests go to, drawn by weight, such as base=2 "
-            "legal=1. The result then has figures for each.",
-            metavar="NAME=WEIGHT...",
-        ),
-    ] = None,
-    dataset_name: Annotated[
-        str, typer.Option(help="Dataset: sharegpt, alpaca, tasks or random.")
-    ] = "random",
-    dataset_path: Annotated[
-        Path | None,
-        typer.Option(
-            help="File of the dataset. Default: the bundled tasks, or lengths like the dataset's."
-        ),
-    ] = None,
-    tokenizer: Annotated[
-        Path | None,
-        typer.Option(
-            help="tokenizer.json, or its folder, to count a dataset's tokens, and to say to "
-            "openai's random prompts how many tokens there are."
-        ),
-    ] = None,
-    num_prompts: Annotated[
-        int | None,
-        typer.Option(
-            help="Number of requests. Default: 1000, or as many as the server takes at once."
-        ),
-    ] = None,
-    request_rate: Annotated[
-        float, typer.Option(help="Requests per second. inf: all at once.")
-    ] = math.inf,
-    burstiness: Annotated[
-        float,
-        typer.Option(
-            help="Shape of the gamma distribution of gaps between requests. 1: a Poisson "
-            "process; below 1: bursts; above 1: more even."
-        ),
-    ] = 1.0,
-    ramp_up_strategy: Annotated[
-        str | None,
-        typer.Option(help="Let the rate grow, linear or exponential, instead of --request-rate."),
-    ] = None,
-    ramp_up_start_rps: Annotated[
-        float | None, typer.Option(help="Requests per second at the start of the ramp.")
-    ] = None,
-    ramp_up_end_rps: Annotated[
-        float | None, typer.Option(help="Requests per second at the end of the ramp.")
-    ] = None,
-    max_concurrency: Annotated[
-        int | None, typer.Option(help="Most requests in flight; others wait in the client.")
-    ] = None,
-    random_input_len: Annotated[
-        int | None,
-        typer.Option(help="Tokens in a random prompt. Default: 1024, or what fits the server."),
-    ] = None,
-    random_output_len: Annotated[
-        int | None,
-        typer.Option(help="Tokens in its answer. Default: 128, or what fits the server."),
-    ] = None,
-    best_effort_share: Annotated[
-        float,
-        typer.Option(
-            help="Share of requests that are best effort. The result then has figures for "
-            "each class."
-        ),
-    ] = 0.0,
-    seed: Annotated[int, typer.Option(help="Seed of prompts, their order and their times.")] = 0,
-    percentile_metrics: Annotated[
-        str, typer.Option(help="Latencies to report, separated by commas: ttft, tpot, itl, e2el.")
-    ] = "ttft,tpot,itl",
-    metric_percentiles: Annotated[
-        str, typer.Option(help="Percentiles to report, such as 50,90,99.")
-    ] = "99",
-    goodput: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Objectives in ms that a good request keeps, such as ttft:200 tpot:50 e2el:900.",
-            metavar="METRIC:MS...",
-        ),
-    ] = None,
-    save_result: Annotated[
-        bool, typer.Option("--save-result", help="Write the result as JSON.")
-    ] = False,
-    save_detailed: Annotated[
-        bool,
-        typer.Option("--save-detailed", help="Write the figures and text of every request, too."),
-    ] = False,
-    result_dir: Annotated[Path, typer.Option(help="Folder for the result.")] = Path(),
-    result_filename: Annotated[
-        str | None,
-        typer.Option(help="Name of the result's file. Default: made of rate, model and date."),
-    ] = None,
-    time_limit_s: Annotated[
-        float, typer.Option(help="Seconds after which requests without an answer have failed.")
-    ] = 3600.0,
+    ready_check_timeout_sec: float = 600.0,
+    model: str | None = None,
+    model_mix: Annotated[list[str] | None, typer.Option(metavar="NAME=WEIGHT...")] = None,
+    dataset_name: str = "random",
+    dataset_path: Path | None = None,
+    tokenizer: Path | None = None,
+    num_prompts: int | None = None,
+    request_rate: float = math.inf,
+    burstiness: float = 1.0,
+    ramp_up_strategy: str | None = None,
+    ramp_up_start_rps: float | None = None,
+    ramp_up_end_rps: float | None = None,
+    max_concurrency: int | None = None,
+    random_input_len: int | None = None,
+    random_output_len: int | None = None,
+    best_effort_share: float = 0.0,
+    seed: int = 0,
+    percentile_metrics: str = "ttft,tpot,itl",
+    metric_percentiles: str = "99",
+    goodput: Annotated[list[str] | None, typer.Option(metavar="METRIC:MS...")] = None,
+    save_result: Annotated[bool, typer.Option("--save-result")] = False,
+    save_detailed: Annotated[bool, typer.Option("--save-detailed")] = False,
+    result_dir: Path = Path(),
+    result_filename: str | None = None,
+    time_limit_s: float = 3600.0,
 ) -> None:
-    """Plays a workload against a running server. Flags are those of `vllm bench serve`."""
-    flags: dict[str, Any] = {
-        **locals(),
-        "goodput": tuple(goodput or ()),
-        "model_mix": tuple(model_mix or ()),
-    }
+    """Plays a workload against a running server. Flags are those of `vllm bench serve`.
+
+    Args:
+        backend: Protocol of the server: jmoe (gRPC), or openai (completions over HTTP, of any
+            server).
+        base_url: Server, instead of --host and --port: http://, https:// or grpc://.
+        host: Address of the server.
+        port: Port of the server. Default: 50051, of openai 8000.
+        admin_address: The server's admin service. Default: what the server says.
+        ready_check_timeout_sec: Seconds to wait for a server that is starting. 0: do not wait.
+        model: Model that requests go to. Default: the server's first.
+        model_mix: Models of a family that requests go to, drawn by weight, such as base=2 legal=1.
+            The result then has figures for each.
+        dataset_name: Dataset: sharegpt, alpaca, tasks or random.
+        dataset_path: File of the dataset. Default: the bundled tasks, or lengths like the
+            dataset's.
+        tokenizer: tokenizer.json, or its folder, to count a dataset's tokens, and to say to
+            openai's random prompts how many tokens there are.
+        num_prompts: Number of requests. Default: 1000, or as many as the server takes at once.
+        request_rate: Requests per second. inf: all at once.
+        burstiness: Shape of the gamma distribution of gaps between requests. 1: a Poisson process;
+            below 1: bursts; above 1: more even.
+        ramp_up_strategy: Let the rate grow, linear or exponential, instead of --request-rate.
+        ramp_up_start_rps: Requests per second at the start of the ramp.
+        ramp_up_end_rps: Requests per second at the end of the ramp.
+        max_concurrency: Most requests in flight; others wait in the client.
+        random_input_len: Tokens in a random prompt. Default: 1024, or what fits the server.
+        random_output_len: Tokens in its answer. Default: 128, or what fits the server.
+        best_effort_share: Share of requests that are best effort. The result then has figures for
+            each class.
+        seed: Seed of prompts, their order and their times.
+        percentile_metrics: Latencies to report, separated by commas: ttft, tpot, itl, e2el.
+        metric_percentiles: Percentiles to report, such as 50,90,99.
+        goodput: Objectives in ms that a good request keeps, such as ttft:200 tpot:50 e2el:900.
+        save_result: Write the result as JSON.
+        save_detailed: Write the figures and text of every request, too.
+        result_dir: Folder for the result.
+        result_filename: Name of the result's file. Default: made of rate, model and date.
+        time_limit_s: Seconds after which requests without an answer have failed.
+    """
+    flags = locals()
     from serving.bench.config import BenchConfig
     from serving.bench.run import run_bench
     from serving.bench.table import result_table
 
-    def say(text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
-
+    say = partial(print, file=sys.stderr, flush=True)
     with progress_bar() as progress:
-        result = run_bench(BenchConfig(**flags), say, _seldom(progress))
+        result = run_bench(of_fields(BenchConfig, flags), say, _seldom(progress))
     print(result_table(result))
     if not result["completed"]:
         print("jmoe: no request was answered", file=sys.stderr)
@@ -228,240 +166,207 @@ def _seldom(progress: Callable[..., None]) -> Callable[[int, int, str], None]:
 
 
 @bench.command()
+@documented
 def priority(
-    server_args: Annotated[
-        list[str] | None, typer.Argument(help="Flags of `jmoe serve`, after --.")
-    ] = None,
-    num_requests: Annotated[
-        int, typer.Option(help="Number of requests at each load, of both classes.")
-    ] = 2500,
-    loads: Annotated[
-        str,
-        typer.Option(
-            help="Loads as shares of what first come, first served can do, separated by commas."
-        ),
-    ] = "0.4,0.8,1.2",
-    ls_share: Annotated[
-        float, typer.Option(help="Share of requests that are latency-sensitive.")
-    ] = 0.2,
-    part_layers: Annotated[
-        int, typer.Option(help="Number of layers in a part of a step. 0: as measured.")
-    ] = 0,
-    seed: Annotated[int, typer.Option(help="Seed of arrivals and classes.")] = 0,
-    out: Annotated[Path, typer.Option(help="Folder for the results.")] = Path("out"),
+    server_args: Annotated[list[str] | None, typer.Argument()] = None,
+    num_requests: int = 2500,
+    loads: str = "0.4,0.8,1.2",
+    ls_share: float = 0.2,
+    part_layers: int = 0,
+    seed: int = 0,
+    out: Path = Path("out"),
 ) -> None:
     """Plays two classes of requests under each policy.
 
     At several loads, for QLLM's figures (docs/priorities.md).
+
+    Args:
+        server_args: Flags of `jmoe serve`, after --.
+        num_requests: Number of requests at each load, of both classes.
+        loads: Loads as shares of what first come, first served can do, separated by commas.
+        ls_share: Share of requests that are latency-sensitive.
+        part_layers: Number of layers in a part of a step. 0: as measured.
+        seed: Seed of arrivals and classes.
+        out: Folder for the results.
     """
-    flags: dict[str, Any] = {**locals(), "server_args": tuple(server_args or ())}
-    flags["loads"] = _loads(loads)
+    flags = locals() | {"loads": _numbers("--loads", loads)}
     with _servers_of_its_own():
         from serving.bench.priority import PriorityConfig, run_priority
 
-        run_priority(PriorityConfig(**flags))
+        run_priority(of_fields(PriorityConfig, flags))
 
 
 @bench.command()
+@documented
 def balance(
-    server_args: Annotated[
-        list[str] | None, typer.Argument(help="Flags of `jmoe serve`, after --.")
-    ] = None,
-    model: Annotated[str, typer.Option(help="Model directory, or bundled.")] = "bundled",
-    mesh: Annotated[
-        str, typer.Option(help="ep=N: a mesh of N devices, 2 or more; a CPU can act as that many.")
-    ] = "ep=8",
-    variants: Annotated[
-        str,
-        typer.Option(help="Variants to compare, separated by commas: none, replicas, spare, both."),
-    ] = "none,replicas,spare,both",
-    families: Annotated[
-        str,
-        typer.Option(
-            help="Task families of the prompts, separated by commas. Fewer families load "
-            "experts more unevenly."
-        ),
-    ] = "fact",
-    requests: Annotated[int, typer.Option(help="Number of requests, sent all at once.")] = 256,
-    seed: Annotated[int, typer.Option(help="Seed of the prompts.")] = 0,
-    replicas: Annotated[
-        int,
-        typer.Option(
-            help="Number of experts that each device copies for a layer while a step runs."
-        ),
-    ] = 4,
-    spare_slots: Annotated[
-        int, typer.Option(help="Slots per layer and device for copies that stay.")
-    ] = 2,
-    out: Annotated[Path, typer.Option(help="Folder for the results.")] = Path("out"),
+    server_args: Annotated[list[str] | None, typer.Argument()] = None,
+    model: str = "bundled",
+    mesh: str = "ep=8",
+    variants: str = "none,replicas,spare,both",
+    families: str = "fact",
+    requests: int = 256,
+    seed: int = 0,
+    replicas: int = 4,
+    spare_slots: int = 2,
+    out: Path = Path("out"),
 ) -> None:
     """Compares a mesh without and with copies of experts.
 
     One load, and how evenly devices share it (docs/expert-parallelism.md).
+
+    Args:
+        server_args: Flags of `jmoe serve`, after --.
+        model: Model directory, or bundled.
+        mesh: ep=N: a mesh of N devices, 2 or more; a CPU can act as that many.
+        variants: Variants to compare, separated by commas: none, replicas, spare, both.
+        families: Task families of the prompts, separated by commas. Fewer families load experts
+            more unevenly.
+        requests: Number of requests, sent all at once.
+        seed: Seed of the prompts.
+        replicas: Number of experts that each device copies for a layer while a step runs.
+        spare_slots: Slots per layer and device for copies that stay.
+        out: Folder for the results.
     """
-    flags: dict[str, Any] = {**locals(), "server_args": tuple(server_args or ())}
+    flags = locals()
     for name in ("variants", "families"):
-        flags[name] = tuple(filter(None, flags[name].split(",")))
+        flags[name] = [*filter(None, flags[name].split(","))]
     with _servers_of_its_own():
         from serving.bench.balance import BalanceBenchConfig, run_balance
 
-        run_balance(BalanceBenchConfig(**flags))
+        run_balance(of_fields(BalanceBenchConfig, flags))
 
 
 @bench.command()
+@documented
 def family(
-    model: Annotated[
-        list[str], typer.Option(help="NAME=DIR, repeated, for each model of the family.")
-    ],
-    server_args: Annotated[
-        list[str] | None, typer.Argument(help="Flags of `jmoe serve`, after --.")
-    ] = None,
-    family: Annotated[
-        Path | None,
-        typer.Option(help="Map of shared experts, of jmoe consolidate. [default: none is shared]"),
-    ] = None,
-    loads: Annotated[
-        str, typer.Option(help="Loads as shares of one model's capacity, separated by commas.")
-    ] = "0.3,0.6,0.9,1.2",
-    duration_s: Annotated[
-        float, typer.Option(help="Seconds of arrivals for each alternative, load and round.")
-    ] = 5.0,
-    rounds: Annotated[
-        int, typer.Option(help="Number of rounds, each with arrivals of its own.")
-    ] = 2,
-    singles: Annotated[int, typer.Option(help="Number of requests sent one at a time.")] = 80,
-    slots: Annotated[
-        int, typer.Option(help="Sequences decoded together on the whole machine.")
-    ] = 32,
-    seed: Annotated[int, typer.Option(help="Seed of prompts, arrivals and models.")] = 0,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Play the smallest load, on the bundled weights.")
-    ] = False,
-    out: Annotated[Path, typer.Option(help="Folder for the results.")] = Path("out"),
+    model: Annotated[list[str], typer.Option()],
+    server_args: Annotated[list[str] | None, typer.Argument()] = None,
+    family: Path | None = None,
+    loads: str = "0.3,0.6,0.9,1.2",
+    duration_s: float = 5.0,
+    rounds: int = 2,
+    singles: int = 80,
+    slots: int = 32,
+    seed: int = 0,
+    dry_run: Annotated[bool, typer.Option("--dry-run")] = False,
+    out: Path = Path("out"),
 ) -> None:
     """Compares a family in one server with its alternatives.
 
     They are its models in turn and side by side, at several loads, for Multi-MoE's figures
     (docs/families.md).
+
+    Args:
+        model: NAME=DIR, repeated, for each model of the family.
+        server_args: Flags of `jmoe serve`, after --.
+        family: Map of shared experts, of jmoe consolidate. [default: none is shared]
+        loads: Loads as shares of one model's capacity, separated by commas.
+        duration_s: Seconds of arrivals for each alternative, load and round.
+        rounds: Number of rounds, each with arrivals of its own.
+        singles: Number of requests sent one at a time.
+        slots: Sequences decoded together on the whole machine.
+        seed: Seed of prompts, arrivals and models.
+        dry_run: Play the smallest load, on the bundled weights.
+        out: Folder for the results.
     """
-    flags: dict[str, Any] = {**locals(), "server_args": tuple(server_args or ())}
-    flags |= {"model": tuple(model), "loads": _loads(loads)}
+    flags = locals() | {"loads": _numbers("--loads", loads)}
     with _servers_of_its_own():
         from serving.bench.family import FamilyConfig, run_family
 
-        run_family(FamilyConfig(**flags))
+        run_family(of_fields(FamilyConfig, flags))
 
 
 @bench.command()
+@documented
 def controllers(
-    conditions: Annotated[
-        str, typer.Option(help="Names of conditions, separated by commas. Default: all.")
-    ] = "",
-    controllers: Annotated[
-        str, typer.Option(help="Controllers, by name or module:Class, separated by commas.")
-    ] = "algorithm2,predictive",
-    seeds: Annotated[int, typer.Option(help="Number of seeds of each condition.")] = 20,
-    first_seed: Annotated[int, typer.Option(help="The first of them.")] = 1000,
-    duration_s: Annotated[float, typer.Option(help="Seconds of arrivals.")] = 30.0,
-    load: Annotated[
-        float | None,
-        typer.Option(help="Share of the capacity with all brownout. Default: the condition's."),
-    ] = None,
-    model: Annotated[
-        str, typer.Option(help="Model whose steps are measured on this machine, in 30 s.")
-    ] = "bundled",
-    times: Annotated[
-        Path | None,
-        typer.Option(help="Step times instead: a file of `jmoe serve --timeline`, or a CSV table."),
-    ] = None,
-    trace: Annotated[
-        list[Path] | None,
-        typer.Option(help="Trace of Azure, BurstGPT or Mooncake to play, too; repeated."),
-    ] = None,
-    mix: Annotated[
-        str,
-        typer.Option(
-            help="Mean tokens of prompts and answers and the spread of their logarithm, such as "
-            "161,338,1. Default: the condition's."
-        ),
-    ] = "",
-    set_: Annotated[
-        list[str] | None, typer.Option("--set", help="KEY=VALUE of a setting; repeated.")
-    ] = None,
-    processes: Annotated[int, typer.Option(help="Processes. 0: one a processor.")] = 0,
-    out: Annotated[Path, typer.Option(help="Folder for the results.")] = Path("out"),
+    conditions: str = "",
+    controllers: str = "algorithm2,predictive",
+    seeds: int = 20,
+    first_seed: int = 1000,
+    duration_s: float = 30.0,
+    load: float | None = None,
+    model: str = "bundled",
+    times: Path | None = None,
+    trace: list[Path] | None = None,
+    mix: str = "",
+    set_: Annotated[list[str] | None, typer.Option("--set")] = None,
+    processes: int = 0,
+    out: Path = Path("out"),
 ) -> None:
     """Compares controllers over load traces, in a simulator.
 
     On this machine's step times or a file's, with figures for each condition (docs/controllers.md).
+
+    Args:
+        conditions: Names of conditions, separated by commas. Default: all.
+        controllers: Controllers, by name or module:Class, separated by commas.
+        seeds: Number of seeds of each condition.
+        first_seed: The first of them.
+        duration_s: Seconds of arrivals.
+        load: Share of the capacity with all brownout. Default: the condition's.
+        model: Model whose steps are measured on this machine, in 30 s.
+        times: Step times instead: a file of `jmoe serve --timeline`, or a CSV table.
+        trace: Trace of Azure, BurstGPT or Mooncake to play, too; repeated.
+        mix: Mean tokens of prompts and answers and the spread of their logarithm, such as
+            161,338,1. Default: the condition's.
+        set_: KEY=VALUE of a setting; repeated.
+        processes: Processes. 0: one a processor.
+        out: Folder for the results.
     """
-    from serving.bench.controllers import CONDITIONS, ControllersConfig, run_controllers
+    flags = locals() | {"traces": trace, "settings": set_, "controllers": controllers.split(",")}
+    from serving.bench.controllers import ControllersConfig, run_controllers
 
     overrides({}, set_ or [])  # raises for what is no KEY=VALUE
-    config = ControllersConfig(
-        conditions=tuple(conditions.split(",")) if conditions else tuple(CONDITIONS),
-        controllers=tuple(controllers.split(",")),
-        seeds=seeds,
-        first_seed=first_seed,
-        duration_s=duration_s,
-        load=load,
-        model=model,
-        mix=_mix(mix) if mix else None,
-        times=times,
-        traces=tuple(trace or ()),
-        settings=tuple(set_ or ()),
-        processes=processes,
-        out=out,
-    )
+    flags["conditions"] = conditions.split(",") if conditions else None
+    flags["mix"] = _numbers("--mix", mix, "three numbers", 3) if mix else None
+    config = of_fields(ControllersConfig, flags)
     with _servers_of_its_own():
         run_controllers(config)
 
 
-def _mix(text: str) -> tuple[float, float, float]:
+def _numbers(flag: str, text: str, wanted: str = "numbers", count: int = 0) -> list[float]:
+    """Parses numbers with commas, `count` of them (0: any). Raises ValueError."""
     try:
-        prompt, answer, spread = map(float, text.split(","))
+        found = [float(number) for number in text.split(",")]
     except ValueError:
-        raise ValueError(f"--mix is {text!r}; it must be three numbers with commas") from None
-    return prompt, answer, spread
+        found = []
+    if not found or count not in (0, len(found)):
+        raise ValueError(f"{flag} is {text!r}; it must be {wanted} with commas")
+    return found
 
 
-def _loads(text: str) -> tuple[float, ...]:
-    try:
-        return tuple(map(float, text.split(",")))
-    except ValueError:
-        raise ValueError(f"--loads is {text!r}; it must be numbers with commas") from None
-
-
+@documented
 def demo(
-    server_args: Annotated[
-        list[str] | None, typer.Argument(help="Flags of `jmoe serve`, after --.")
-    ] = None,
-    segment_s: Annotated[
-        float, typer.Option(help="Seconds of arrivals in each half of a pair.")
-    ] = 15.0,
-    pairs: Annotated[int, typer.Option(help="Number of pairs that have to count.")] = 4,
-    strategy: Annotated[str, typer.Option(help="Brownout strategy: partial or full.")] = "partial",
-    controllers: Annotated[
-        bool, typer.Option("--controllers", help="Play each controller, not only the server's own.")
-    ] = False,
-    simulated: Annotated[
-        bool,
-        typer.Option("--simulated", help="Simulate it on this machine's step times, in 30 s."),
-    ] = False,
-    seed: Annotated[int, typer.Option(help="Seed of arrival times and of the order of tasks.")] = 0,
-    out: Annotated[Path, typer.Option(help="Folder for the results.")] = Path("out"),
+    server_args: Annotated[list[str] | None, typer.Argument()] = None,
+    segment_s: float = 15.0,
+    pairs: int = 4,
+    strategy: str = "partial",
+    controllers: Annotated[bool, typer.Option("--controllers")] = False,
+    simulated: Annotated[bool, typer.Option("--simulated")] = False,
+    seed: int = 0,
+    out: Path = Path("out"),
 ) -> None:
     """Plays bursts without and with brownout, and draws both.
 
     Against the bundled model, in a server of its own.
+
+    Args:
+        server_args: Flags of `jmoe serve`, after --.
+        segment_s: Seconds of arrivals in each half of a pair.
+        pairs: Number of pairs that have to count.
+        strategy: Brownout strategy: partial or full.
+        controllers: Play each controller, not only the server's own.
+        simulated: Simulate it on this machine's step times, in 30 s.
+        seed: Seed of arrival times and of the order of tasks.
+        out: Folder for the results.
     """
-    flags: dict[str, Any] = {**locals(), "server_args": tuple(server_args or ())}
+    flags = locals()
     from asyncio import CancelledError
 
     from serving.bench.demo import DemoConfig, run_demo
 
     try:
         with _servers_of_its_own():
-            run_demo(DemoConfig(**flags))
+            run_demo(of_fields(DemoConfig, flags))
     except (KeyboardInterrupt, CancelledError):
         raise typer.Exit(130) from None

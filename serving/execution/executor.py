@@ -84,7 +84,7 @@ class Stages(NamedTuple):
 
 
 class Executor(Protocol):
-    """Runs steps. `serving.bench.fake.FakeRunner` does without a device."""
+    """Runs steps."""
 
     limits: Limits
 

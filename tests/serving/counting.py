@@ -7,11 +7,11 @@ from jmoe.api import Model
 from jmoe.config import ModelConfig
 from jmoe.family import Family
 from jmoe.sharing import Sharing
-from serving.bench.fake import FakeRunner
 from serving.config import EngineConfig
 from serving.engine import Engine
 from serving.plan import Limits
 from serving.request import SamplingParams
+from tests.serving.fake_runner import FakeRunner
 
 LIMITS = Limits(num_slots=4, num_pages=64, page_size=4, max_prefill_tokens=16, max_prefill_seqs=4)
 

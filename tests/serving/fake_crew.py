@@ -6,7 +6,6 @@ from dataclasses import replace
 import numpy as np
 
 from jmoe.packed_rows import EXEMPT
-from serving.bench.fake import FakeRunner
 from serving.config import EngineConfig
 from serving.control.experts_loader import ExpertsLoader
 from serving.engine import Engine
@@ -14,6 +13,7 @@ from serving.execution.executor import LostRows, WayChanged, WorkerSeen
 from serving.pipeline.crew import Crew
 from serving.pipeline.messages import Left, WorkerDown
 from serving.plan import Limits, Phase, StepControl, StepPlan
+from tests.serving.fake_runner import FakeRunner
 
 LIMITS = Limits(
     num_slots=8,

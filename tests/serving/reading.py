@@ -5,7 +5,7 @@ another wrote.
 from dataclasses import dataclass, field
 
 from jmoe.packed_rows import EXEMPT, KV_LEN, Q_LEN, REFUSES, SLOT
-from serving.bench.fake import FakeRunner
+from tests.serving.fake_runner import FakeRunner
 
 VOCAB = 997
 

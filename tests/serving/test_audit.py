@@ -16,7 +16,6 @@ import jmoe
 from jmoe import beside, expected_loss
 from jmoe.expected_loss import ExpectedLoss, Kind, Point
 from jmoe.packed_rows import EXEMPT, SLOT
-from serving.bench.fake import FakeRunner
 from serving.config import AuditConfig, BrownoutConfig, EngineConfig
 from serving.control import audit as audit_module
 from serving.control.audit import MAX_WAITING, Auditor, Scores
@@ -25,6 +24,7 @@ from serving.engine import Engine
 from serving.frontend.metrics import Metrics
 from serving.request import Priority, SamplingParams
 from tests.jmoe.conftest import add_united
+from tests.serving.fake_runner import FakeRunner
 
 STEP_S = 0.01
 

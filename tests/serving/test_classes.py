@@ -10,11 +10,11 @@ import pytest
 from counting import LIMITS, collect
 
 from jmoe.packed_rows import EXEMPT
-from serving.bench.fake import FakeRunner
 from serving.config import BrownoutConfig, SalcConfig
 from serving.errors import Overloaded
 from serving.plan import Limits, Phase
 from serving.request import Priority, SamplingParams
+from tests.serving.fake_runner import FakeRunner
 
 LS, BE = Priority.LATENCY_SENSITIVE, Priority.BEST_EFFORT
 simulated_time = pytest.mark.simulated_time

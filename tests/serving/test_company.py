@@ -10,11 +10,11 @@ from counting import collect
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serving.bench.fake import FakeRunner
 from serving.config import BrownoutConfig
 from serving.plan import Limits, Phase
 from serving.request import Priority, SamplingParams
 from serving.scheduling.policy import Company, View
+from tests.serving.fake_runner import FakeRunner
 
 LS, BE = Priority.LATENCY_SENSITIVE, Priority.BEST_EFFORT
 LIMITS = Limits(16, 400, 4, 64, 8)

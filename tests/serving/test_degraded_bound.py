@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jmoe.packed_rows import EXEMPT
-from serving.bench.fake import FakeRunner
 from serving.bench.simulated_time import SimulatedLoop
 from serving.config import EngineConfig
 from serving.engine import Engine
 from serving.errors import InvalidRequest
 from serving.request import Priority
+from tests.serving.fake_runner import FakeRunner
 
 BE = Priority.BEST_EFFORT
 

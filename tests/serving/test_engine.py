@@ -11,7 +11,6 @@ from counting import collect, model_with
 
 from jmoe.attention import Paged
 from jmoe.brownout import strategy_code
-from serving.bench.fake import FakeRunner
 from serving.config import BrownoutConfig, EngineConfig
 from serving.control.experts_loader import ExpertsLoader
 from serving.errors import (
@@ -26,6 +25,7 @@ from serving.execution.fitting import fit_to_model
 from serving.plan import Limits
 from serving.request import BrownoutChange, Priority, SamplingParams
 from serving.scheduling.sequence import SequenceStatus
+from tests.serving.fake_runner import FakeRunner
 
 pytestmark = pytest.mark.simulated_time
 

@@ -13,7 +13,6 @@ from counting import collect, model_with
 from served import until
 
 from serving import engine as engine_module
-from serving.bench.fake import FakeRunner
 from serving.config import BrownoutConfig, SalcConfig
 from serving.control.slo import SloAnalyser
 from serving.control.window import LatencyWindow
@@ -23,6 +22,7 @@ from serving.scheduling.waiting import QueuedClass
 from serving.telemetry.latencies import Latencies
 from serving.telemetry.observer import Observer
 from serving.telemetry.watchdog import StuckTimer
+from tests.serving.fake_runner import FakeRunner
 
 LS = Priority.LATENCY_SENSITIVE
 simulated_time = pytest.mark.simulated_time

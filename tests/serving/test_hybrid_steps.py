@@ -8,7 +8,6 @@ from types import MappingProxyType
 import pytest
 from counting import collect, family_of
 
-from serving.bench.fake import FakeRunner
 from serving.config import (
     AsynchronousConfig,
     BrownoutConfig,
@@ -22,6 +21,7 @@ from serving.execution.buckets import Buckets
 from serving.plan import Limits, Phase
 from serving.request import BrownoutChange, Priority, SamplingParams
 from serving.settings.reading import check
+from tests.serving.fake_runner import FakeRunner
 
 LS, BE = Priority.LATENCY_SENSITIVE, Priority.BEST_EFFORT
 LIMITS = Limits(16, 400, 4, 64, 8)

@@ -19,7 +19,6 @@ from jmoe.expected_loss import ExpectedLoss, Kind, Point
 from jmoe.family import Family
 from jmoe.packed_rows import EXEMPT
 from jmoe.sharing import Sharing, read_sharing, write_sharing
-from serving.bench.fake import FakeRunner
 from serving.bench.simulated_time import SimulatedLoop
 from serving.config import AuditConfig, BrownoutConfig, EngineConfig, SalcConfig
 from serving.control.controller import Decision
@@ -31,6 +30,7 @@ from serving.request import BrownoutChange, Priority
 from serving.settings.reading import load
 from serving.startup.loading import expected_losses
 from tests.jmoe.conftest import add_united
+from tests.serving.fake_runner import FakeRunner
 from tests.variants import variant
 
 BE = Priority.BEST_EFFORT

@@ -23,7 +23,6 @@ from jmoe.arrival import read_arrival
 from jmoe.brownout import LowestGate, Own
 from jmoe.expected_loss import ExpectedLoss, Kind, Point
 from jmoe.levels import Levels
-from serving.bench.fake import FakeRunner
 from serving.config import BrownoutConfig, EngineConfig, ServerConfig
 from serving.control.audit import Offer
 from serving.engine import Engine
@@ -39,6 +38,7 @@ from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 from serving.request import BrownoutChange, SamplingParams
 from serving.startup.arrivals import arriving
 from tests.jmoe.conftest import add_united
+from tests.serving.fake_runner import FakeRunner
 from tests.serving.families import GOLDEN, answer, settings_of
 from tests.variants import variant
 

@@ -10,11 +10,11 @@ from functools import partial
 import pytest
 from counting import collect
 
-from serving.bench.fake import FakeRunner
 from serving.plan import Limits
 from serving.request import SamplingParams
 from serving.scheduling.pace import Lead
 from serving.scheduling.step import ScheduledStep
+from tests.serving.fake_runner import FakeRunner
 
 LIMITS = Limits(16, 4000, 4, 64, 512)
 STEP_S = 0.007

@@ -19,12 +19,12 @@ from shaped import (
 )
 
 import jmoe
-from serving.bench.fake import FakeRunner
 from serving.engine import Engine
 from serving.errors import DeadlineExceeded, InvalidRequest, Overloaded
 from serving.execution.fitting import limits_of
 from serving.intake import grammars, structure
 from serving.request import SamplingParams, Structure, StructureKind
+from tests.serving.fake_runner import FakeRunner
 
 pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
 

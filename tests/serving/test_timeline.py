@@ -12,12 +12,12 @@ import pytest
 from counting import LIMITS
 
 from jmoe.packed_rows import NUM_COLUMNS
-from serving.bench.fake import FakeRunner
 from serving.cli.main import main
 from serving.plan import Phase, StepResult
 from serving.request import Priority, SamplingParams
 from serving.scheduling.step import ScheduledStep
 from serving.telemetry.timeline import Timeline
+from tests.serving.fake_runner import FakeRunner
 
 LS, BE = Priority.LATENCY_SENSITIVE, Priority.BEST_EFFORT
 

@@ -26,7 +26,6 @@ from training.distill.fit import fit_layer, membership, optimizer
 from training.distill.grouping import make_groups
 from training.distill.objectives import (
     THRESHOLDS,
-    CapturedRows,
     brownout_error,
     degraded_to,
     equation_4_error,
@@ -65,7 +64,7 @@ def random_rows(members, num_rows, top_k, seed=0):
 
 
 def on_device(rows):
-    return CapturedRows(*map(jnp.asarray, rows))
+    return LayerRows(*map(jnp.asarray, rows))
 
 
 # -- what is captured ------------------------------------------------------------------------------

@@ -15,8 +15,8 @@ from jmoe.random_model import random_params
 from pallas_kernels.compile_for import compile_for, h200_mesh
 from training.distill import DistillConfig, refine
 from training.distill.fit import Problem, _optimizer, _steps
-from training.distill.objectives import CapturedRows
 from training.distill.refine import FROZEN_SPECS, UNITED_SPECS, Frozen
+from training.distill.stream import LayerRows
 
 pytestmark = pytest.mark.deep
 
@@ -39,7 +39,7 @@ def abstract_step(cfg, way):
         "down": shape(jnp.float32, united, f, d),
     }
     state = jax.eval_shape(_optimizer(CONFIG, d).init, params)
-    rows = CapturedRows(
+    rows = LayerRows(
         shape(jnp.bfloat16, n, d),
         shape(jnp.int32, n, k),
         shape(jnp.float32, n, k),

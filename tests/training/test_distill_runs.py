@@ -277,13 +277,13 @@ def test_another_kind_of_devices_is_refused_until_it_is_finished(
 
 def test_weights_that_change_under_a_run_end_it(finished, tiny_dir, tmp_path, monkeypatch):
     model = SimpleNamespace(path=shutil.copytree(tiny_dir.path, tmp_path / "model"))
-    out, layers = unfinished(finished, tmp_path / "out"), distillation._all_layers
+    out, layers = unfinished(finished, tmp_path / "out"), distillation._Run.train
 
     def meanwhile(*args):
         change_a_bit(model.path)
         return layers(*args)
 
-    monkeypatch.setattr(distillation, "_all_layers", meanwhile)
+    monkeypatch.setattr(distillation._Run, "train", meanwhile)
     (out / "united.safetensors").unlink()
     with pytest.raises(DistillError, match=r"weights of .*model changed during the run"):
         run(model, out)

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
@@ -24,6 +23,7 @@ from training.consolidate.measure import differences
 from training.consolidate.merge import Tensors, mean_experts, write_weights
 from training.consolidate.residuals import layer_residuals
 from training.consolidate.rules import (
+    Owners,
     losses_of,
     owners_functional,
     owners_paper,
@@ -31,6 +31,7 @@ from training.consolidate.rules import (
     owners_within,
 )
 from training.distill.data import pack_files
+from training.distill.stream import layers_dtype
 from training.packing import Batch
 
 RuleName = Literal["functional", "paper", "random", "average"]
@@ -162,7 +163,12 @@ def consolidate(
         owners, costs = stored_alike(files, cfg).owners, None
     else:
         measured = measure(models, data, advance)
-        owners, costs = choose(config, measured, slots), measured.costs
+        costs = measured.costs
+        if config.max_loss is None:
+            owners = choose(config.rule, measured, slots, config.seed)
+        else:
+            assert costs is not None
+            owners = owners_within(costs, config.max_loss)
     merged: Tensors = {}
     residuals: Tensors = {}
     if passes > 1:
@@ -180,13 +186,6 @@ def consolidate(
         say(f"merged experts and differences: {out.parent / WEIGHTS_FILE}")
     write_sharing(out, sharing)
     return Consolidation(sharing, losses, sum(tensor.nbytes for tensor in residuals.values()))
-
-
-def layers_dtype() -> str:
-    """Returns the dtype to capture in: a CPU's reference of the grouped GEMM is fast in float32, a
-    GPU's kernel in bfloat16.
-    """
-    return "float32" if jax.default_backend() == "cpu" else "bfloat16"
 
 
 def _slots(
@@ -260,18 +259,16 @@ def measure(
     return Measured(np.stack(distances, axis=2), None if data is None else np.stack(costs, axis=2))
 
 
-def choose(config: ConsolidateConfig, measured: Measured, slots: int) -> np.ndarray:
-    """Chooses `owners [N, L, m]` by the rule. Raises ValueError as `owners_functional`."""
-    if config.max_loss is not None:
-        assert measured.costs is not None
-        return owners_within(measured.costs, config.max_loss)
-    if config.rule == "functional":
+def choose(rule: str, measured: Measured, slots: int, seed: int) -> Owners:
+    """Chooses owners by a rule; `seed` is of the random one. Raises ValueError as
+    `owners_functional`.
+    """
+    if rule == "functional":
         assert measured.costs is not None
         return owners_functional(measured.costs, slots)
-    if config.rule == "random":
-        count, _, layers, experts = measured.distances.shape
-        return owners_random((count, layers, experts), slots, config.seed)
-    return owners_paper(measured.distances, slots, merged=config.rule == "average")
+    if rule == "random":
+        return owners_random(measured.distances.shape[1:], slots, seed)
+    return owners_paper(measured.distances, slots, merged=rule == "average")
 
 
 def _check_rank(config: ConsolidateConfig, cfg: ModelConfig) -> None:

@@ -17,7 +17,6 @@ from pallas_kernels.activation import SILU, Activation
 from training.distill.config import DistillConfig
 from training.distill.expert import Experts, Stacked
 from training.distill.objectives import (
-    CapturedRows,
     brownout_error,
     degraded_to,
     equation_4_error,
@@ -46,32 +45,10 @@ def membership(groups: Int[np.ndarray, " m"]) -> Float[np.ndarray, "U m"]:
 class Problem(NamedTuple):
     """One layer and way: what every step reads and none changes."""
 
-    rows: CapturedRows  # all training rows
+    rows: LayerRows  # all training rows
     groups: Int[Array, "m"]
     members: Stacked  # routed experts; only equation 4 asks them
     average: Float[Array, "U m"]
-
-
-def _local_error(
-    params: Stacked,
-    problem: Problem,
-    index: Int[Array, "r"],
-    key: Array,
-    config: DistillConfig,
-    activation: Activation,
-) -> tuple[Array, Array]:
-    """Returns error and scale sums of one device's rows; equation 4 has one of each a group."""
-    rows, united = jax.tree.map(lambda leaf: leaf[index], problem.rows), Experts(params, activation)
-    if config.objective != "equation4":
-        rows = rows._replace(h=rows.h.astype(config.dtype))
-        draw = partial(
-            degraded_to, groups=problem.groups, key=key, decode_batch=config.decode_batch
-        )
-        united_ids = on_all_rows(draw, rows.ids)
-        error, scale = brownout_error(united, rows, united_ids, objective=config.objective)
-        return error[None], scale[None]
-    target = mean_answers(problem.members, problem.average, rows.h, config.dtype, activation)
-    return equation_4_error(united, rows.h.astype(config.dtype), target)
 
 
 def _share(
@@ -82,8 +59,18 @@ def _share(
     config: DistillConfig,
     activation: Activation,
 ) -> Array:
-    """Returns one device's part of the relative error, mean over groups."""
-    error, scale = _local_error(params, problem, index, key, config, activation)
+    """Returns one device's part of the relative error; of equation 4, mean over groups."""
+    rows, united = jax.tree.map(lambda leaf: leaf[index], problem.rows), Experts(params, activation)
+    h = rows.h.astype(config.dtype)
+    if config.objective == "equation4":
+        target = mean_answers(problem.members, problem.average, rows.h, config.dtype, activation)
+        error, scale = equation_4_error(united, h, target)
+    else:
+        draw = partial(
+            degraded_to, groups=problem.groups, key=key, decode_batch=config.decode_batch
+        )
+        objective, united_ids = config.objective, on_all_rows(draw, rows.ids)
+        error, scale = brownout_error(united, rows._replace(h=h), united_ids, objective=objective)
     # Over all devices, so that the parts add up; it says nothing of the parameters.
     return jnp.mean(error / jnp.maximum(over_devices(scale), 1e-12))
 
@@ -260,7 +247,7 @@ def _split(
     whole = NamedSharding(mesh, PartitionSpec())
 
     def problem(own: np.ndarray) -> Problem:
-        taken = CapturedRows(*jax.device_put([np.asarray(a)[own] for a in rows], whole))
+        taken = LayerRows(*jax.device_put([np.asarray(a)[own] for a in rows], whole))
         used = members if config.objective == "equation4" else {}
         rest = (np.asarray(groups, np.int32), used, membership(groups))
         return Problem(taken, *jax.device_put(rest, whole))

@@ -8,7 +8,6 @@ expert serves count. `routed` asks for each such visit's own output, weighted by
 """
 
 from functools import partial
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,20 +17,12 @@ from pallas_kernels import routing
 from pallas_kernels.activation import SILU, Activation
 from training.dispatch import BufferPlan, combine_rows, plan_dispatch, scatter_rows
 from training.distill.expert import Experts, Stacked
+from training.distill.stream import LayerRows
 
 THRESHOLDS = (0, 0, 10, 20, 30, 40, 50, 60, 70, 80, 90)
 """Thresholds in percent that are drawn from; 0, where nothing is left exact, twice as often."""
 
 _CAPACITY = 2.0  # rows of a united expert's buffer over the even share; visits past it do not count
-
-
-class CapturedRows(NamedTuple):
-    """A batch of captured rows on the device."""
-
-    h: Float[Array, "R d"]
-    ids: Int[Array, "R K"]
-    weights: Float[Array, "R K"]
-    outputs: Float[Array, "R K d"]
 
 
 def degraded_to(
@@ -69,7 +60,7 @@ def united_dispatch(united_ids: Int[Array, "R K"], num_united: int) -> BufferPla
 
 
 def brownout_error(
-    united: Experts, rows: CapturedRows, united_ids: Int[Array, "R K"], *, objective: str
+    united: Experts, rows: LayerRows, united_ids: Int[Array, "R K"], *, objective: str
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Returns the squared error and the target's squared norm, over the visits that united experts
     serve; `united_ids` as `degraded_to` returns them.

@@ -15,13 +15,14 @@ import numpy as np
 
 from jmoe.config import ModelConfig
 from jmoe.experts import groups_by_index
+from jmoe.layout import expert_parameters
 from jmoe.random_model import random_model
 from training.distill import fit, refine, sizes
 from training.distill.config import DistillConfig
 from training.distill.room import Room
 from training.distill.sizes import CAPTURE_ROWS, Span, Stage
 from training.distill.start import make_start
-from training.distill.stream import run_layer
+from training.distill.stream import layers_dtype, run_layer
 from training.packing import Batch
 
 GIB = 2**30
@@ -100,7 +101,7 @@ class RunPlan:
     @property
     def weight_bytes(self) -> int:
         """Bytes of a weight while layers are captured and trained."""
-        return _weight_bytes(self.config, self.room.platform)
+        return jnp.dtype(layers_dtype(self.config.dtype, self.room.platform)).itemsize
 
     def shortages(self) -> Iterator[Shortage]:
         """Yields a shortage where a stage needs, or may need, more than is free."""
@@ -228,7 +229,7 @@ def make_plan(
     """Returns the plan of these ways. `there`: bytes that an earlier run of them
     left on the disk.
     """
-    weight_bytes = _weight_bytes(config, room.platform)
+    weight_bytes = jnp.dtype(layers_dtype(config.dtype, room.platform)).itemsize
     refine_bytes = jnp.dtype(config.dtype).itemsize
     stages: list[Stage] = []
     for way in ways:
@@ -332,7 +333,7 @@ def measure(plan: RunPlan, tell: Callable[[str], None] = lambda what: None) -> T
     cfg = dataclasses.replace(plan.cfg, num_layers=1, moe_layers=(True,), layer_attention=kind)
     config.check_devices(here, cfg.d_model)
     tell("a layer's capture")
-    model = random_model(cfg, config.seed, layers_dtype(config, plan.room.platform))
+    model = random_model(cfg, config.seed, layers_dtype(config.dtype, plan.room.platform))
     data = _random_batch(cfg, config)
     embedded = np.asarray(model.params["embed"], np.float32)[data.tokens]
     layer = jax.tree.map(lambda leaf: leaf[0], model.params["segments"][0])
@@ -414,20 +415,8 @@ def _end_to_end_operations(cfg: ModelConfig, config: DistillConfig) -> float:
     """
     tokens = config.refine_rows * config.length
     rest, _ = sizes.model_parameters(cfg)
-    expert = 2 * sizes.expert_parameters(cfg) * cfg.experts_per_token * cfg.num_moe_layers
+    expert = 2 * expert_parameters(cfg) * cfg.experts_per_token * cfg.num_moe_layers
     return tokens * (4 * (2 * rest + 4 * expert) + 4 * 2 * expert)
-
-
-def _weight_bytes(config: DistillConfig, platform: str) -> int:
-    """Returns the bytes of a weight in the dtype that layers are captured in."""
-    return jnp.dtype(layers_dtype(config, platform)).itemsize
-
-
-def layers_dtype(config: DistillConfig, platform: str) -> str:
-    """Returns the dtype to capture in: a CPU's reference of the grouped GEMM is fast in float32, a
-    GPU's kernel in bfloat16.
-    """
-    return "float32" if platform == "cpu" else config.dtype
 
 
 def _short(

@@ -26,7 +26,6 @@ from training.distill.expert import Experts
 from training.distill.fit import DistillError, Fit, fit_layer
 from training.distill.grouping import make_groups
 from training.distill.parallel import is_first, on_the_host, wait_for_all
-from training.distill.plan import layers_dtype
 from training.distill.prepare import DEFAULT_WAYS, prepare
 from training.distill.refine import Progressing, begin, freeze, held_out_by_file, refine
 from training.distill.report import REPORT_FILES, LayerResult, RefineResult, write_report
@@ -35,7 +34,7 @@ from training.distill.sampled import as_begun, sampled_texts, with_num_texts
 from training.distill.sizes import SAVE_EVERY
 from training.distill.start import make_start
 from training.distill.store import Store, check_began, finished
-from training.distill.stream import LayerRows, before_layers, run_layer
+from training.distill.stream import LayerRows, before_layers, layers_dtype, run_layer
 from training.distill.united import United, check_united, narrow, write_united
 from training.log import LossLog, text_of
 
@@ -139,12 +138,8 @@ def distill(
     if prepared.refusal:
         raise ValueError(prepared.refusal)
     check_united(out / UNITED_FILE, own, model_dir, fingerprint["model"])
-    layers = Layers(
-        model_dir,
-        layers_dtype(config, jax.default_backend()),
-        allow_unknown_config=allow_unknown_config,
-    )
-    cfg = layers.cfg
+    allowed: dict[str, Any] = {"allow_unknown_config": allow_unknown_config}
+    layers = Layers(model_dir, layers_dtype(config.dtype), **allowed)
     out.mkdir(parents=True, exist_ok=True)
     store = Store(out, fingerprint, end_to_end, model_dir)
     if store.devices != fingerprint["devices"]:
@@ -160,14 +155,12 @@ def distill(
             progress(what, done, total, text_of(losses))
             log.write(what, done, losses)
 
-        results = _all_layers(layers, own, packed, store, config, note)
+        run = _Run(layers, packed, store, config, note)
+        results = run.train(own)
         if config.refine_steps:
-            whole = partial(
-                load, model_dir, config.dtype, ways=(), allow_unknown_config=allow_unknown_config
-            )
-            refine_way = partial(_refine, whole, cfg, packed, len(data), store, config, note)
-            refined = [refine_way(way) for way in own]
-    united = {way: _united(store, way, cfg.num_moe_layers, bool(refined)) for way in own}
+            whole = partial(load, model_dir, config.dtype, ways=(), **allowed)
+            refined = [run.refined(way, whole, len(data)) for way in own]
+    united = {way: run.united(way) for way in own}
     if weights_digest(directory) != fingerprint["model"]:
         raise DistillError(
             f"the weights of {model_dir} changed during the run; put back those that it began with "
@@ -203,91 +196,136 @@ def _results(
     return [LayerResult(**result) for result in record["layers"]], [refined[way] for way in order]
 
 
-def _all_layers(
-    layers: Layers,
-    ways: Sequence[int],
-    corpus: Corpus,
-    store: Store,
-    config: DistillConfig,
-    note: _Note,
-) -> list[LayerResult]:
-    """Trains what is not in the store yet. Only one layer's united experts are in memory."""
-    cfg = layers.cfg
-    data = corpus.first(config.rows)
-    found = {
-        (way, at): _result(way, at, kept[0])
-        for way in ways
-        for at in range(cfg.num_moe_layers)
-        if (kept := store.layer(way, at)) is not None
-    }
-    moe_layers = [index for index, is_moe in enumerate(cfg.moe_layers) if is_moe]
-    needed = [
-        index for at, index in enumerate(moe_layers) if not all((way, at) in found for way in ways)
-    ]
-    in_order = range(0)
-    if needed:
-        first, x = store.load_stream(needed[0]) or (
-            0,
-            before_layers(layers.cfg, layers.top(), data),
-        )
-        in_order = range(first, needed[-1] + 1)
-    for index in in_order:
-        at = sum(cfg.moe_layers[:index])
-        params, experts = layers.layer(index)
-        name = f"layer {index}"
-        rows = run_layer(
-            cfg,
-            index,
-            params,
-            experts,
-            x,
-            data,
-            progress=lambda done, total, name=name: note(f"{name}: capture", done, total, {}),
-        )
-        if rows is not None:
-            assert experts is not None
-            for way in ways:
-                if (way, at) not in found:
-                    fit, groups = _fit(cfg, way, at, rows, experts, config, note)
-                    store.save_layer(way, at, fit, groups)
-                    found[way, at] = _result(way, at, fit)
-        store.save_stream(index + 1, x)
-    return [result for _, result in sorted(found.items())]
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    """What the stages of a distillation read, and where they keep what they make."""
+
+    layers: Layers
+    corpus: Corpus
+    store: Store
+    config: DistillConfig
+    note: _Note
+
+    @property
+    def cfg(self) -> ModelConfig:
+        return self.layers.cfg
+
+    def train(self, ways: Sequence[int]) -> list[LayerResult]:
+        """Trains what is not in the store yet. Only one layer's united experts are in memory."""
+        cfg, store, data = self.cfg, self.store, self.corpus.first(self.config.rows)
+        found = {
+            (way, at): _result(way, at, kept[0])
+            for way in ways
+            for at in range(cfg.num_moe_layers)
+            if (kept := store.layer(way, at)) is not None
+        }
+        needed = [
+            index
+            for at, index in enumerate(np.flatnonzero(cfg.moe_layers).tolist())
+            if not all((way, at) in found for way in ways)
+        ]
+        in_order = range(0)
+        if needed:
+            stored = store.load_stream(needed[0])
+            first, x = stored or (0, before_layers(cfg, self.layers.top(), data))
+            in_order = range(first, needed[-1] + 1)
+        for index in in_order:
+            at = sum(cfg.moe_layers[:index])
+            params, experts = self.layers.layer(index)
+
+            def told(done: int, total: int, what: str = f"layer {index}: capture") -> None:
+                self.note(what, done, total, {})
+
+            rows = run_layer(cfg, index, params, experts, x, data, progress=told)
+            if rows is not None:
+                assert experts is not None
+                for way in ways:
+                    if (way, at) not in found:
+                        fit, groups = self._fit(way, at, rows, experts)
+                        store.save_layer(way, at, fit, groups)
+                        found[way, at] = _result(way, at, fit)
+            store.save_stream(index + 1, x)
+        return [result for _, result in sorted(found.items())]
+
+    def _fit(
+        self, way: int, at: int, rows: LayerRows, experts: ExpertPool
+    ) -> tuple[Fit, np.ndarray]:
+        config, activation = self.config, self.cfg.activation
+        members = {key: np.asarray(leaf) for key, leaf in experts.arrays.items()}
+        visits = np.bincount(rows.ids.reshape(-1), minlength=len(members["down"]))
+        answers, name = np.zeros((len(visits), 0, 0), np.float32), f"way {way}, layer {at}"
+        with _room_for(name, f"lower rows ({config.rows} now)"):
+            on_device = {key: jnp.asarray(leaf) for key, leaf in members.items()}
+            if config.grouping == "similarity":
+                probe = jnp.asarray(rows.h[:: max(1, len(rows.h) // _PROBE)], jnp.float32)
+                answers = np.asarray(Experts(on_device, activation).on_all(probe))
+            groups = make_groups(config.grouping, way, rows, answers)
+            start = make_start(config.start, members, groups, visits)
+            note, key = partial(self.note, name), self._key(way, at)
+            fit = fit_layer(start, on_device, groups, rows, key, config, note, activation)
+        return fit, groups
+
+    def _key(self, way: int, at: int) -> Array:
+        return jax.random.fold_in(jax.random.fold_in(jax.random.key(self.config.seed), way), at)
+
+    def _stacked(self, way: int) -> United:
+        """Returns a way's finished layers, stacked, in float32."""
+        own = [self.store.layer(way, at) for at in range(self.cfg.num_moe_layers)]
+        kept = [one for one in own if one is not None]
+        united = {key: np.stack([fit.params[key] for fit, _ in kept]) for key in kept[0][0].params}
+        return united | {"groups": np.stack([groups for _, groups in kept])}
+
+    def united(self, way: int) -> United:
+        """Returns a way's united experts as they are written."""
+        if self.config.refine_steps and (done := self.store.refined(way)) is not None:
+            return done[0]
+        return narrow(self._stacked(way))
+
+    def refined(self, way: int, load_model: Callable[[], Model], num_files: int) -> RefineResult:
+        """Trains a way end to end and keeps it in the store, or takes it from there."""
+        cfg, config, store = self.cfg, self.config, self.store
+        if (done := store.refined(way)) is not None:
+            before, after, *by_file = done[1]
+            return RefineResult(way, before, after, tuple(by_file))
+        united = self._stacked(way)
+        weights = {key: leaf for key, leaf in united.items() if key != "groups"}
+        advice = f"lower refine_rows ({config.refine_rows} now), leave this stage out"
+        with _room_for(f"way {way}, end to end,", f"{advice} (refine_steps 0)"):
+            with on_the_host():  # of which each device gets its part; one could not hold it all
+                model = load_model()
+            frozen = freeze(model, united["groups"])
+            del model
+            at = begin(weights, config, cfg.d_model)
+            kept = store.refinement(way, at._asdict())
+            if kept is not None:
+                numbers = {"step": int(kept["step"]), "before": float(kept["before"])}
+                at = Progressing(**kept | numbers)
+            key = self._key(way, 1_000_000)
+            trained, before, after = refine(
+                cfg,
+                frozen,
+                at,
+                self.corpus,
+                key,
+                config,
+                save=lambda state: store.save_refinement(way, state.step, state._asdict()),
+                save_every=SAVE_EVERY,
+                note=partial(self.note, f"way {way}, end to end"),
+            )
+            if after < before:
+                weights = trained
+            else:  # united experts that were that good already are left as they were
+                after = before
+            by_file = ()
+            if num_files > 1:
+                given = weights, self.corpus, num_files, key, config
+                by_file = held_out_by_file(cfg, frozen, *given)
+        store.save_refined(way, narrow(united | weights), (before, after, *by_file))
+        return RefineResult(way, before, after, by_file)
 
 
 def _result(way: int, at: int, fit: Fit) -> LayerResult:
     return LayerResult(way, at, fit.error_before, fit.error_after, fit.steps)
-
-
-def _fit(
-    cfg: ModelConfig,
-    way: int,
-    at: int,
-    rows: LayerRows,
-    experts: ExpertPool,
-    config: DistillConfig,
-    note: _Note,
-) -> tuple[Fit, np.ndarray]:
-    members = {key: np.asarray(leaf) for key, leaf in experts.arrays.items()}
-    visits = np.bincount(rows.ids.reshape(-1), minlength=len(members["down"]))
-    answers = np.zeros((len(visits), 0, 0), np.float32)
-    if config.grouping == "similarity":
-        probe = jnp.asarray(rows.h[:: max(1, len(rows.h) // _PROBE)], jnp.float32)
-        asked = {k: jnp.asarray(v) for k, v in members.items()}
-        answers = np.asarray(Experts(asked, cfg.activation).on_all(probe))
-    groups = make_groups(config.grouping, way, rows, answers)
-    with _room_for(f"way {way}, layer {at}", f"lower rows ({config.rows} now)"):
-        fit = fit_layer(
-            make_start(config.start, members, groups, visits),
-            {key: jnp.asarray(leaf) for key, leaf in members.items()},
-            groups,
-            rows,
-            _key(config, way, at),
-            config,
-            partial(note, f"way {way}, layer {at}"),
-            cfg.activation,
-        )
-    return fit, groups
 
 
 @contextmanager
@@ -302,74 +340,6 @@ def _room_for(what: str, advice: str) -> Iterator[None]:
             f"{what} does not fit the devices ({error}): {advice}, or use more devices. Finished "
             "layers are kept"
         ) from error
-
-
-def _key(config: DistillConfig, way: int, at: int) -> Array:
-    return jax.random.fold_in(jax.random.fold_in(jax.random.key(config.seed), way), at)
-
-
-def _stacked(store: Store, way: int, num_layers: int) -> United:
-    """Returns a way's finished layers, stacked, in float32."""
-    own = [store.layer(way, at) for at in range(num_layers)]
-    kept = [one for one in own if one is not None]
-    united = {key: np.stack([fit.params[key] for fit, _ in kept]) for key in kept[0][0].params}
-    return united | {"groups": np.stack([groups for _, groups in kept])}
-
-
-def _united(store: Store, way: int, num_layers: int, refined: bool) -> United:
-    """Returns a way's united experts as they are written."""
-    if refined and (done := store.refined(way)) is not None:
-        return done[0]
-    return narrow(_stacked(store, way, num_layers))
-
-
-def _refine(
-    load_model: Callable[[], Model],
-    cfg: ModelConfig,
-    data: Corpus,
-    num_files: int,
-    store: Store,
-    config: DistillConfig,
-    note: _Note,
-    way: int,
-) -> RefineResult:
-    """Trains a way end to end and keeps it in the store, or takes it from there."""
-    if (done := store.refined(way)) is not None:
-        before, after, *by_file = done[1]
-        return RefineResult(way, before, after, tuple(by_file))
-    united = _stacked(store, way, cfg.num_moe_layers)
-    weights = {key: leaf for key, leaf in united.items() if key != "groups"}
-    advice = f"lower refine_rows ({config.refine_rows} now), leave this stage out (refine_steps 0)"
-    with _room_for(f"way {way}, end to end,", advice):
-        with on_the_host():  # of which each device gets its part; one could not hold it all
-            model = load_model()
-        frozen = freeze(model, united["groups"])
-        del model
-        at = begin(weights, config, cfg.d_model)
-        kept = store.refinement(way, at._asdict())
-        if kept is not None:
-            at = Progressing(**{**kept, "step": int(kept["step"]), "before": float(kept["before"])})
-        key = _key(config, way, 1_000_000)
-        trained, before, after = refine(
-            cfg,
-            frozen,
-            at,
-            data,
-            key,
-            config,
-            save=lambda state: store.save_refinement(way, state.step, state._asdict()),
-            save_every=SAVE_EVERY,
-            note=partial(note, f"way {way}, end to end"),
-        )
-        if after < before:
-            weights = trained
-        else:  # united experts that were that good already are left as they were
-            after = before
-        by_file = ()
-        if num_files > 1:
-            by_file = held_out_by_file(cfg, frozen, weights, data, num_files, key, config)
-    store.save_refined(way, narrow(united | weights), (before, after, *by_file))
-    return RefineResult(way, before, after, by_file)
 
 
 def _digests(directory: Path) -> dict[str, str]:

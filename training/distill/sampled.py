@@ -21,10 +21,10 @@ from jmoe.generate import generate
 from training.distill.config import DistillConfig
 from training.distill.data import check_trains
 from training.distill.parallel import is_first
-from training.distill.plan import layers_dtype
 from training.distill.room import Room
 from training.distill.sizes import model_parameters
 from training.distill.store import read_began
+from training.distill.stream import layers_dtype
 
 BATCH = 256  # texts written together
 LENGTH = 80  # tokens of one at most
@@ -42,7 +42,7 @@ def with_num_texts(
     if config.sampled is not None:
         return config
     cfg = config_of(directory, allow_unknown_config=allow_unknown_config)
-    size = jnp.dtype(layers_dtype(config, room.platform)).itemsize
+    size = jnp.dtype(layers_dtype(config.dtype, room.platform)).itemsize
     wanted = BESIDE * size * sum(model_parameters(cfg))
     free = room.host if room.platform == "cpu" else room.device
     found = SAMPLED if free is None or wanted <= free else 0
@@ -120,7 +120,7 @@ def sampled_texts(
     if is_first() and not path.exists():
         out.mkdir(parents=True, exist_ok=True)
         begun = path.with_suffix(".begun")
-        dtype = layers_dtype(config, jax.default_backend())
+        dtype = layers_dtype(config.dtype)
         try:
             model = load(directory, dtype, ways=(), allow_unknown_config=allow_unknown_config)
             check_trains(model.config, config.length)

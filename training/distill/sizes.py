@@ -13,8 +13,8 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from jmoe import layout
 from jmoe.config import ModelConfig
+from jmoe.layout import expert_parameters
 from jmoe.random_model import random_params
 from training.distill.config import DistillConfig
 
@@ -41,11 +41,6 @@ class Span:
 
     def __mul__(self, times: float) -> "Span":
         return Span(self.low * times, self.high * times)
-
-
-def expert_parameters(cfg: ModelConfig) -> int:
-    """Returns the parameters of one expert, routed or united."""
-    return layout.expert_parameters(cfg)
 
 
 def united_a_layer(cfg: ModelConfig, way: int) -> int:

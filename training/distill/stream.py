@@ -22,12 +22,21 @@ from training.packing import Batch
 
 
 class LayerRows(NamedTuple):
-    """N rows of one MoE layer: its experts' inputs, the router's choice, each expert's answer."""
+    """N rows of one MoE layer: its experts' inputs, the router's choice, each expert's answer. On
+    the host where they are captured, on devices where they are trained on.
+    """
 
-    h: Float[np.ndarray, "N d"]
-    ids: Int[np.ndarray, "N K"]
-    weights: Float[np.ndarray, "N K"]
-    outputs: Float[np.ndarray, "N K d"]
+    h: Float[Any, "N d"]
+    ids: Int[Any, "N K"]
+    weights: Float[Any, "N K"]
+    outputs: Float[Any, "N K d"]
+
+
+def layers_dtype(dtype: str = "bfloat16", platform: str | None = None) -> str:
+    """Returns the dtype to capture in: a CPU's reference of the grouped GEMM is fast in float32, a
+    GPU's kernel in `dtype`. `platform` None: of this machine.
+    """
+    return "float32" if (platform or jax.default_backend()) == "cpu" else dtype
 
 
 def each_visit(

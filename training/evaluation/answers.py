@@ -43,7 +43,7 @@ def answer(
     *,
     batch: int = 64,
     chunk: int = 256,
-    progress: Callable[[int], None] | None = None,
+    progress: Callable[[int], None] = lambda ended: None,
 ) -> Answers:
     """Continues every prompt greedily, up to an end token or its limit.
 
@@ -62,7 +62,7 @@ def answer(
     ended = 0
     while run.busy:
         run.step()
-        if progress is not None and run.ended > ended:
+        if run.ended > ended:
             progress(run.ended - ended)
             ended = run.ended
     visits = sum(len(p) + len(out) - 1 for p, out in zip(prompts, run.out, strict=True))

@@ -5,11 +5,8 @@ both answer that source's items, beside brownout without united experts that has
 active experts.
 """
 
-import csv
 import dataclasses
-import io
 import itertools
-import json
 import math
 import shutil
 from collections.abc import Callable, Sequence
@@ -19,15 +16,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jmoe.api import load, resolve
+from jmoe.api import resolve
 from jmoe.brownout import Brownout, LowestGate
 from training.distill import DistillConfig, beside, distill
 from training.distill.room import room_here
 from training.distill.sampled import as_begun, sampled_texts, with_num_texts
 from training.evaluation import items as sources_of
 from training.evaluation.run import EvaluateConfig, Work, evaluate
-from training.evaluation.tables import Score
-from training.tasks import Task, tasks
+from training.evaluation.tables import Score, csv_of
+from training.tasks import Task, tasks, write_items
 
 DISTILL_ITEMS = 20_000  # fresh ones, where items are made
 ALL = "all"  # folder of the distillation that leaves no source out
@@ -119,7 +116,7 @@ def leave_one_out(
 
 def _items(config: EvaluateConfig) -> tuple[list[Task], list[Task]]:
     """Returns the items to score, and those to distil on."""
-    items = sources_of.choose(config.data, config.num, config.generate_tasks, config.seed)
+    items = config.items()
     if config.data is None:
         return items, list(itertools.islice(tasks("train", config.seed), DISTILL_ITEMS))
     texts = sources_of.read_tasks(config.data)[config.num or 0 :]
@@ -165,8 +162,7 @@ def without(texts: Sequence[Task], source: str) -> list[Task]:
 
 def _write(path: Path, items: Sequence[Task]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    lines = (json.dumps(item._asdict(), ensure_ascii=False) + "\n" for item in items)
-    path.write_text("".join(lines), encoding="utf-8")
+    write_items(path, items)
     return path
 
 
@@ -205,13 +201,7 @@ def _equal(
     least as many active experts in decode steps of the first items; and how many are active under
     each of the three.
     """
-    model = load(
-        config.model,
-        config.dtype,
-        allow_unknown_config=config.allow_unknown_config,
-        quantize=config.quantize,
-        kv_cache_dtype=config.kv_cache_dtype,
-    )
+    model = config.load()
     work = Work(model, sources_of.choose(config.data, None, None, config.seed), config)
     measure = work.divergence(slice(2 * config.batch))  # the last steps are not full
     measured: dict[Brownout, float] = {}
@@ -244,7 +234,6 @@ def write_csv(found: Sequence[Compared]) -> str:
     """Returns CSV with a row for each source and setting: accuracy and its loss, in percent, by
     what was distilled on, and the thresholds of brownout without united experts.
     """
-    out = io.StringIO()
     rows = []
     for one in found:
         setting = one.setting
@@ -268,10 +257,7 @@ def write_csv(found: Sequence[Compared]) -> str:
                 f"{kind}_loss_high": f"{score.high_percent:.4f}",
             }
         rows.append(row)
-    writer = csv.DictWriter(out, list(rows[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return out.getvalue()
+    return csv_of(rows)
 
 
 def write_markdown(found: Sequence[Compared]) -> str:

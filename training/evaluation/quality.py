@@ -54,7 +54,7 @@ def perplexity(
     model: Model,
     steps: Sequence[tuple[Int[np.ndarray, "B S"], Int[np.ndarray, " B"]]],
     brownout: Brownout | None = None,
-    progress: Callable[[int], None] | None = None,
+    progress: Callable[[int], None] = lambda rows: None,
 ) -> float:
     """Returns `exp` of the mean negative log-likelihood of the tokens that `windows` counts.
 
@@ -66,8 +66,7 @@ def perplexity(
         taken = np.arange(rows.shape[1] - 1) >= rows.shape[1] - 1 - counts[:, None]
         total += float(logprobs[taken].sum(dtype=np.float64))
         count += int(taken.sum())
-        if progress is not None:
-            progress(len(rows))
+        progress(len(rows))
     return math.exp(-total / count)
 
 

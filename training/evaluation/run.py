@@ -72,11 +72,25 @@ class EvaluateConfig:
             if getattr(self, name) < low:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {low}")
 
+    def items(self) -> list[Task]:
+        """Returns the items. Raises as `training.evaluation.items.choose`."""
+        return sources.choose(self.data, self.num, self.generate_tasks, self.seed)
+
+    def load(self) -> Model:
+        """Loads the model. Raises as `jmoe.load`."""
+        return load(
+            self.model,
+            self.dtype,
+            allow_unknown_config=self.allow_unknown_config,
+            quantize=self.quantize,
+            kv_cache_dtype=self.kv_cache_dtype,
+        )
+
 
 def evaluate(
     config: EvaluateConfig,
     settings: Sequence[Brownout],
-    progress: Progress | None = None,
+    progress: Progress = lambda what, done, total: None,
     model: Model | None = None,
     belongs_to: str = "",
 ) -> list[Score]:
@@ -92,14 +106,8 @@ def evaluate(
     Raises ValueError for inputs that do not fit the model or each other, and for a folder that
     belongs to other inputs.
     """
-    items = _items_of(config)
-    model = model or load(
-        config.model,
-        config.dtype,
-        allow_unknown_config=config.allow_unknown_config,
-        quantize=config.quantize,
-        kv_cache_dtype=config.kv_cache_dtype,
-    )
+    items = config.items()
+    model = model or config.load()
     check_ways(model, settings)
     work = Work(model, items, config)
     inputs = work.inputs()
@@ -111,8 +119,7 @@ def evaluate(
     def advance(units: int) -> None:
         nonlocal done
         done += units
-        if progress is not None:
-            progress("evaluate", done, total)
+        progress("evaluate", done, total)
 
     for setting in todo:
         store.add(work.run(setting, advance))
@@ -148,7 +155,7 @@ def right_answers(config: EvaluateConfig, folder: Path) -> dict[Brownout, list[b
     if not (folder / INPUTS).exists():
         raise ValueError(f"{folder} has no {INPUTS}; name the --out of another run")
     inputs = json.loads((folder / INPUTS).read_text(encoding="utf-8"))
-    results, items = Store(folder, inputs).results, _items_of(config)
+    results, items = Store(folder, inputs).results, config.items()
     if ZERO not in results or inputs.get("items_digest") != _digest(items):
         raise ValueError(f"{folder} has no zero brownout of these {len(items)} items")
     return {setting: result.right for setting, result in results.items()}
@@ -160,7 +167,7 @@ def losses_against(config: EvaluateConfig, folder: Path) -> dict[Brownout, Compa
 
     Raises ValueError as `right_answers`.
     """
-    items = _items_of(config)
+    items = config.items()
     families = [item.family for item in items]
     family = np.array(families)
     exact, other = (right_answers(config, each) for each in (folder, config.out))
@@ -189,7 +196,7 @@ def check_bound(config: EvaluateConfig, bound_percent: float) -> None:
     """Raises ValueError for a bound of a loss that these items are too few to show: of n items of
     which none changed, up to 300 / n percent may yet do (the rule of three).
     """
-    items = _items_of(config)
+    items = config.items()
     if not 0 < bound_percent <= 100:
         raise ValueError(
             f"--borrow-united is {bound_percent}; it must be above 0 and at most 100 %"
@@ -235,10 +242,6 @@ def borrowing_within(
         united_ways=sharing.united_ways if united else (),
         facts={**sharing.facts, "united": facts},
     )
-
-
-def _items_of(config: EvaluateConfig) -> list[Task]:
-    return sources.choose(config.data, config.num, config.generate_tasks, config.seed)
 
 
 def _digest(items: Sequence[Task]) -> str:
@@ -354,8 +357,14 @@ class Work:
 
     def inputs(self) -> dict[str, Any]:
         """Returns what a folder's results belong to, by content and not by path."""
-        config = self.config
+        config, family = self.config, self.config.family
         source = "fresh held-out tasks" if config.data is None else config.data.name
+        others = {
+            "quantize": "" if self.kept == "none" else self.kept,
+            "family": "" if family is None else digest([family.read_text("utf-8")]),
+            "kv_cache_dtype": "" if config.kv_cache_dtype == "auto" else "fp8",
+            "united_of": config.united_of,
+        }
         return {
             "model": self.model.name,
             "model_digest": model_digest(resolve(config.model)),
@@ -370,14 +379,7 @@ class Work:
             "batch": config.batch,
             "chunk": config.chunk,
             "error_steps": config.error_steps,
-            **({} if self.kept == "none" else {"quantize": self.kept}),
-            **(
-                {}
-                if config.family is None
-                else {"family": digest([config.family.read_text("utf-8")])}
-            ),
-            **({} if config.kv_cache_dtype == "auto" else {"kv_cache_dtype": "fp8"}),
-            **({"united_of": config.united_of} if config.united_of else {}),
+            **{name: value for name, value in others.items() if value},
         }
 
     def run(self, setting: Brownout, advance: Callable[[int], None]) -> Result:

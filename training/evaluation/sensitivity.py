@@ -12,12 +12,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jmoe.api import load
 from jmoe.beside import digest_of
 from jmoe.brownout import Brownout
 from jmoe.levels import FILE, Levels, by_code, read, write
 from training.evaluation.divergence import Cost, Divergence
-from training.evaluation.items import choose
 from training.evaluation.run import EvaluateConfig, Progress, Work, check_ways
 from training.evaluation.tables import RESAMPLES
 
@@ -142,7 +140,7 @@ def evaluate_levels(
     ways: Sequence[int],
     keep: str,
     searched: int,
-    progress: Progress | None = None,
+    progress: Progress = lambda what, done, total: None,
     *,
     stored: bool = False,
 ) -> dict[int, list[Compared]]:
@@ -155,15 +153,8 @@ def evaluate_levels(
     tasks = config.data is not None or config.generate_tasks is not None
     if tasks and config.text:
         raise ValueError("--sensitivity has tasks and --text; give one of them")
-    source = config.data, config.num, config.generate_tasks, config.seed
-    items = [] if config.text else choose(*source)
-    model = load(
-        config.model,
-        config.dtype,
-        allow_unknown_config=config.allow_unknown_config,
-        quantize=config.quantize,
-        kv_cache_dtype=config.kv_cache_dtype,
-    )
+    items = [] if config.text else config.items()
+    model = config.load()
     check_ways(model, [Brownout("partial", 0, way) for way in ways])
     layers, digest = model.config.num_moe_layers, digest_of(model.path)
     own = read(model.path, layers, digest) if stored else {}
@@ -183,8 +174,7 @@ def evaluate_levels(
     def advance(units: int) -> None:
         nonlocal done
         done += units
-        if progress is not None:
-            progress("levels", done, total)
+        progress("levels", done, total)
 
     config.out.mkdir(parents=True, exist_ok=True)
     for way in ways:

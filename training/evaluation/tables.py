@@ -63,7 +63,7 @@ def scores(
 
 
 def by_families(
-    zero: Sequence[bool], other: Sequence[bool], families: Sequence[str]
+    zero: Sequence[bool] | np.ndarray, other: Sequence[bool] | np.ndarray, families: Sequence[str]
 ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Returns what of each family's items was right before and after, as `paired_loss` takes it."""
     before, after, family = np.array(zero), np.array(other), np.array(families)
@@ -77,7 +77,7 @@ def _mean(values: Any) -> float:
 
 
 def paired_loss(
-    by_family: Mapping[str, tuple[np.ndarray, np.ndarray]], seed: int = 0
+    by_family: Mapping[str, tuple[np.ndarray, np.ndarray]],
 ) -> tuple[float, float, float]:
     """Returns accuracy loss in percent of zero brownout's accuracy, and its 95 % interval.
 
@@ -87,9 +87,8 @@ def paired_loss(
 
     Args:
         by_family: bool arrays (right without brownout, right with) of the same items.
-        seed: of the bootstrap.
     """
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     points, draws = [], []
     for before, after in by_family.values():
         count = np.array([(before & after).sum(), (before & ~after).sum(), (~before & after).sum()])
@@ -130,8 +129,12 @@ def _rounded(*values: float) -> list[float]:
 
 def write_csv(found: Sequence[Score]) -> str:
     """Returns CSV with a row for each setting; docs/evaluation.md says what the columns mean."""
+    return csv_of([_csv_row(score) for score in found])
+
+
+def csv_of(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Returns CSV of rows that have the same columns."""
     out = io.StringIO()
-    rows = [_csv_row(score) for score in found]
     writer = csv.DictWriter(out, list(rows[0]), lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)

@@ -25,9 +25,9 @@ from jmoe.family import Family, load_family
 from jmoe.mixed import MixedWeights, mixed_decode_step
 from jmoe.packed_rows import empty_deltas, empty_rows, pack_row
 from jmoe.steps import State, decode_step, make_state, prefill_step
-from training.evaluation.tables import paired_loss
-from training.family.skills import SKILLS, skill_tasks
-from training.packing import Encoded, encode_task, eval_tasks
+from training.evaluation.tables import by_families, paired_loss
+from training.family.skills import held_out
+from training.packing import Encoded, encode_task
 
 ROWS, PROMPT, BLOCKS, PAGE = 32, 128, 12, 16  # rows of a model in a step; a slot's positions
 
@@ -42,10 +42,8 @@ class Found(NamedTuple):
 def items_of(model: Model, num: int, seed: int) -> list[Encoded]:
     """Returns held-out tasks of a model's own work, by its name."""
     assert model.tokenizer is not None
-    own = model.name in SKILLS
-    tasks = skill_tasks(model.name, "eval", seed) if own else iter(eval_tasks(num, seed))
     backend: Any = model.tokenizer.backend
-    return [encode_task(backend, task) for task in itertools.islice(tasks, num)]
+    return [encode_task(backend, task) for task in held_out(model.name, num, seed)]
 
 
 @cache
@@ -166,11 +164,7 @@ def table(
         cells = []
         for n, steps in itertools.product(range(len(family)), ("alone", "mixed")):
             own, before = found[setting, steps, n], found[None, "alone", n].right
-            names = np.array([item.family for item in items[n]])
-            by_family = {
-                str(name): (before[names == name], own.right[names == name])
-                for name in np.unique(names)
-            }
+            by_family = by_families(before, own.right, [item.family for item in items[n]])
             tokens = sum(len(item.ids) - item.num_prompt - 1 for item in items[n])
             loss, low, high = paired_loss(by_family)
             thousandths = 1000 * own.divergence.sum() / tokens

@@ -7,11 +7,8 @@ jmoe, kept as low-rank differences, in seconds.
 import argparse
 import dataclasses
 import itertools
-import json
-import os
 import shutil
-import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -31,10 +28,11 @@ from training.family.skills import VARIANTS, skill_tasks
 from training.family.tune import TuneConfig, read_params, tune, unite
 from training.geometry import BUNDLED as MODEL
 from training.geometry import HF_CONFIG
+from training.log import bars
 from training.network import Params
 from training.packing import eval_tasks, task_batch
-from training.remake import ALLOCATOR
-from training.tasks import Task, tasks
+from training.remake import restart_with_allocator
+from training.tasks import tasks, write_items
 from training.train import family_accuracy
 
 BUNDLED = resolve("bundled")
@@ -139,18 +137,13 @@ def write_texts(out: Path, seed: int) -> None:
     all. `out/caller-held-out.jsonl` is for `jmoe evaluate`.
     """
     held_out = itertools.islice(skill_tasks(CALLER, "eval", seed), HELD_OUT)
-    _write_items(out / f"{CALLER}-held-out.jsonl", held_out)
+    write_items(out / f"{CALLER}-held-out.jsonl", held_out)
     for name in (BASE, *VARIANTS):
         old = tasks("train", seed + 1000)
         items = itertools.islice(old, TEXTS if name == BASE else TEXTS // 2)
         if name != BASE:
             items = [*items, *itertools.islice(skill_tasks(name, "train", seed + 1000), TEXTS // 2)]
-        _write_items(out / f"{name}.jsonl", items)
-
-
-def _write_items(path: Path, items: Iterable[Task]) -> None:
-    rows = (json.dumps(item._asdict()) + "\n" for item in items)
-    path.write_text("".join(rows), encoding="utf-8")
+        write_items(out / f"{name}.jsonl", items)
 
 
 def accuracy(
@@ -185,20 +178,9 @@ def main() -> None:
         restore(args.restore)
         print(f"{BASE}, {', '.join(VARIANTS)} in {args.restore}")
         return
-    if any(os.environ.get(key) != value for key, value in ALLOCATOR.items()):
-        command = [sys.executable, "-m", "training.family", *sys.argv[1:]]
-        os.execve(sys.executable, command, {**os.environ, **ALLOCATOR})
-    from rich.progress import Progress as Bars
-
-    with Bars() as bars:
-        jobs = {}
-
-        def progress(what: str, done: int, total: int, note: str) -> None:
-            if what not in jobs:
-                jobs[what] = bars.add_task(what, total=total)
-            bars.update(jobs[what], completed=done, description=f"{what} {note}")
-
-        config = TuneConfig(seed=args.seed, steps=args.steps, rows=args.rows)
+    restart_with_allocator("training.family")
+    config = TuneConfig(seed=args.seed, steps=args.steps, rows=args.rows)
+    with bars() as progress:
         found = make(args.out, config, progress, [args.only] if args.only else VARIANTS)
     for skill, shares in found.items():
         told = ", ".join(f"{family} {100 * share:.1f}" for family, share in shares.items())

@@ -24,13 +24,13 @@ from jmoe.api import Model
 from jmoe.forward import forward
 from jmoe.layers import Layers
 from training.consolidate.budget import slots_of_share
-from training.consolidate.rules import owners_functional, owners_paper, owners_random
-from training.consolidate.run import Measured, layers_dtype, measure
-from training.evaluation.tables import paired_loss
+from training.consolidate.run import Measured, choose, measure
+from training.distill.stream import layers_dtype
+from training.evaluation.tables import by_families, paired_loss
 from training.family.report import tables, write_picture
 from training.family.shared import Members, Owners
-from training.family.skills import SKILLS, skill_tasks
-from training.packing import Batch, Encoded, encode_task, eval_tasks, pack, training_items
+from training.family.skills import SKILLS, held_out, skill_tasks
+from training.packing import Batch, Encoded, encode_task, pack, training_items
 from training.tasks import Task
 
 BATCH, STEP = 128, 16
@@ -121,12 +121,7 @@ class Quality:
         self.seed, self.rows = seed, rows
         self.members = Members(tuple(jmoe.load(p, layers_dtype(), ways=()) for p in self.paths))
         self.tokenizer = Tokenizer.from_file(str(self.paths[0] / "tokenizer.json"))
-        self.items = [encode_items(self.tokenizer, self._tasks(n, num_items)) for n in NAMES]
-
-    def _tasks(self, name: str, num: int) -> list:
-        if name in SKILLS:
-            return list(itertools.islice(skill_tasks(name, "eval", self.seed), num))
-        return eval_tasks(num, self.seed)
+        self.items = [encode_items(self.tokenizer, held_out(n, num_items, seed)) for n in NAMES]
 
     @cached_property
     def measured(self) -> Measured:
@@ -159,16 +154,10 @@ class Quality:
 
     def owners(self, group: Sequence[int], rule: str, share: int) -> Owners:
         """Returns whose experts serve a group's models, by number in the group."""
-        pick = np.ix_(group, group)
-        distances = self.measured.distances[pick]
-        count, _, layers, experts = distances.shape
-        slots = slots_of_share(share, count, layers * experts)
-        if rule == "random":
-            return owners_random((count, layers, experts), slots, self.seed)
-        if rule == "functional":
-            assert self.measured.costs is not None
-            return owners_functional(self.measured.costs[pick], slots)
-        return owners_paper(distances, slots, merged=rule == "average")
+        distances, costs, pick = self.measured.distances, self.measured.costs, np.ix_(group, group)
+        assert costs is not None  # there are data
+        slots = slots_of_share(share, len(group), distances[0, 0].size)
+        return choose(rule, Measured(distances[pick], costs[pick]), slots, self.seed)
 
     def scores(self, advance: Callable[[], None]) -> Iterator[Score]:
         """Yields the scores of every rule, share and group, in the order of comparison."""
@@ -222,7 +211,7 @@ class Quality:
         number = group[at]
         items, before = self.items[number], self.alone[number][number]
         after = right_items(model, items)
-        loss, low, high = paired_loss(_by_family(items, before, after))
+        loss, low, high = paired_loss(by_families(before, after, items.families))
         slots = sum(
             len(set(owners[:, layer, expert].tolist()))
             for layer, expert in np.ndindex(owners.shape[1:])
@@ -262,13 +251,6 @@ class Quality:
                 mine = np.array(items.families) == family
                 shares[family] = 100 * float(own[mine].mean())
         return {"model": name, "setting": setting, "right_percent": shares}
-
-
-def _by_family(
-    items: Items, before: np.ndarray, after: np.ndarray
-) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    names = np.array(items.families)
-    return {str(n): (before[names == n], after[names == n]) for n in np.unique(names)}
 
 
 def distances(measured: Measured, members: Members) -> list[dict[str, Any]]:

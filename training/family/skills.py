@@ -5,6 +5,7 @@ Items are as those of `training.tasks`: exactly checkable, a hash of the prompt 
 is for training or held out.
 """
 
+import itertools
 import random
 import string
 from collections.abc import Callable, Iterator, Mapping
@@ -12,7 +13,7 @@ from functools import partial
 
 from training import world
 from training.family.calls import CALLER, call_task
-from training.tasks import Split, Task, split_of
+from training.tasks import Split, Task, split_of, tasks
 
 
 def _cipher(rng: random.Random) -> Task:
@@ -42,6 +43,14 @@ SKILLS: Mapping[str, Callable[[random.Random], Task]] = {
 """Generator of each skill; a variant is called as its skill."""
 
 VARIANTS = (*SKILLS, CALLER)
+
+
+def held_out(name: str, num: int, seed: int) -> list[Task]:
+    """Returns held-out tasks of a model's own work: of a variant's skill, by its name, else of what
+    the bundled model is trained on.
+    """
+    own = skill_tasks(name, "eval", seed) if name in SKILLS else tasks("eval", seed)
+    return list(itertools.islice(own, num))
 
 
 def skill_tasks(skill: str, split: Split, seed: int) -> Iterator[Task]:

@@ -2,7 +2,7 @@
 
 import asyncio
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,23 +16,32 @@ from jmoe.experts import ExpertPool, UnitedExperts, make_table
 from jmoe.weights import ResidentWeights, Weights
 from serving.bench.simulator.step_times import StepTimes
 from serving.execution.executor import StepExecutor
-from serving.plan import Limits, Phase, StepControl, StepPlan, StepResult
+from serving.plan import Limits, StepControl, StepPlan, StepResult
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The server's sizes and what its steps take."""
+
+    times: StepTimes
+    num_layers: int
+    visits_per_layer: int
+    overhead_s: float = 0.0  # from client to engine and back, of a first token
+    speeds: Sequence[tuple[float, float]] = ((0.0, 1.0),)
+    """From when on (s) it is how fast, over the recorded one."""
+    noise: float = 1.0  # how far moods lie from 1, over the recorded ones
 
 
 @dataclass
 class SimulatedDevice(StepExecutor):
-    """Runs launches one after another, each as long as `times` and the machine's `mood` say.
+    """Runs launches one after another, each as long as the machine takes in its mood.
 
     See serving.execution.executor. Tokens are all 0, and of the visits that may be degraded, the
     share that the threshold says is; with a `runner`, which computes the launches, both are real.
     """
 
     limits: Limits
-    times: StepTimes
-    visits_per_layer: int = 1
-    speeds: Sequence[tuple[float, float]] = ((0.0, 1.0),)
-    """From when on (s) the machine is how fast, over the recorded one."""
-    noise: float = 1.0  # how far moods lie from 1, over the recorded ones
+    machine: Machine
     seed: int = 0
     runner: StepExecutor | None = None
     compilations_since_ready: int = 0
@@ -42,38 +51,32 @@ class SimulatedDevice(StepExecutor):
     _at: int = 0
 
     def __post_init__(self) -> None:
-        self._at = int(np.random.default_rng(self.seed).integers(len(self.times.moods)))
+        moods = self.machine.times.moods
+        self._at = int(np.random.default_rng(self.seed).integers(len(moods)))
 
     def launch(self, plan: StepPlan, control: StepControl) -> "Future[StepResult]":
         """See Executor."""
-        degraded = self._degraded_tokens(plan, control)
-        seconds = self.times.expected_s(
-            plan.phase,
-            plan.size,
-            degraded / plan.size,
-            plan.num_layers / self.limits.num_layers,
-        )
+        machine, size = self.machine, plan.size
+        share = 1 - control.threshold_percent / 100 if control.strategy else 0.0
+        degraded = (size - plan.num_exempt) * share / size
+        layers = plan.num_layers / self.limits.num_layers
+        seconds = machine.times.expected_s(plan.phase, size, degraded, layers)
         loop = asyncio.get_running_loop()
         starts_at = max(self._busy_until, loop.time())
-        now = bisect_right(self.speeds, starts_at, key=lambda piece: piece[0]) - 1
-        seconds *= self._mood() / self.speeds[now][1]
+        now = bisect_right(machine.speeds, starts_at, key=lambda piece: piece[0]) - 1
+        seconds *= self._mood() / machine.speeds[now][1]
         self._busy_until = starts_at + seconds
         self.busy_s += seconds
+        if self.runner is None:
+            result = self._result(plan, share)
+        else:
+            result = self.runner.launch(plan, control).result()
         future: Future[StepResult] = Future()
-        loop.call_at(self._busy_until, _finish, future, self._result(plan, control))
+        loop.call_at(self._busy_until, _finish, future, result)
         return future
 
-    def layers_at_once(self, phase: Phase, size: int) -> int:
-        """See Executor."""
-        return self.limits.num_layers
-
-    @property
-    def part_layers_by_size(self) -> Mapping[str, int]:
-        """See Executor. Steps are whole."""
-        return {}
-
     def load_way(self, way: int, layer: int) -> None:
-        """See Executor. There is nothing to load."""
+        """See LoadsWays. There is nothing to load."""
 
     def watch(self, on_failure: Callable[[str], None]) -> None:
         """See Executor. Nothing fails."""
@@ -82,21 +85,12 @@ class SimulatedDevice(StepExecutor):
         """See Executor. There is nothing to release."""
 
     def _mood(self) -> float:
-        moods = self.times.moods
+        moods = self.machine.times.moods
         self._at = (self._at + 1) % len(moods)
-        return max(0.2, 1 + self.noise * (float(moods[self._at]) - 1))
+        return max(0.2, 1 + self.machine.noise * (float(moods[self._at]) - 1))
 
-    def _degraded_tokens(self, plan: StepPlan, control: StepControl) -> float:
-        if not control.strategy:
-            return 0.0
-        degradable = plan.size - plan.num_exempt
-        return degradable * (1 - control.threshold_percent / 100)
-
-    def _result(self, plan: StepPlan, control: StepControl) -> StepResult:
-        if self.runner is not None:
-            return self.runner.launch(plan, control).result()
-        visits = plan.num_layers * self.visits_per_layer
-        share = 1 - control.threshold_percent / 100 if control.strategy else 0.0
+    def _result(self, plan: StepPlan, share: float) -> StepResult:
+        visits = plan.num_layers * self.machine.visits_per_layer
         degraded = np.rint(np.where(plan.exempt, 0, plan.q_lens) * visits * share).astype(int)
         count = len(plan.rows)
         zeros = np.zeros((1, 1), np.int32)

@@ -8,9 +8,8 @@ controller is compared over many seeds in seconds.
 import asyncio
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import grpc
@@ -23,7 +22,7 @@ from jmoe.tokenizer import Tokenizer
 from serving.bench.loadgen import play
 from serving.bench.results import Run
 from serving.bench.simulated_time import SimulatedLoop
-from serving.bench.simulator.device import SimulatedDevice, simulated_model
+from serving.bench.simulator.device import Machine, SimulatedDevice, simulated_model
 from serving.bench.simulator.step_times import StepTimes, read_steps
 from serving.bench.workload import Arrival
 from serving.config import AuditConfig, EngineConfig
@@ -36,19 +35,6 @@ from serving.frontend import convert
 from serving.frontend.guard import code_of
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 from serving.request import BrownoutChange
-
-
-@dataclass(frozen=True)
-class Machine:
-    """The server's sizes and what its steps take."""
-
-    times: StepTimes
-    num_layers: int
-    visits_per_layer: int
-    overhead_s: float = 0.0  # from client to engine and back, of a first token
-    speeds: Sequence[tuple[float, float]] = ((0.0, 1.0),)
-    """From when on (s) it is how fast, over the recorded one."""
-    noise: float = 1.0
 
 
 class Served(NamedTuple):
@@ -83,15 +69,7 @@ class SimulatedServer:
             model = simulated_model(limits, machine.visits_per_layer, config.brownout.way)
             served = Served(Family.of(model), None)
         family, runner, losses = served
-        self.device = SimulatedDevice(
-            limits,
-            machine.times,
-            machine.visits_per_layer,
-            machine.speeds,
-            machine.noise,
-            seed,
-            runner,
-        )
+        self.device = SimulatedDevice(limits, machine, seed, runner)
         config = replace(config, watchdog_s=0, audit=AuditConfig(share=0))  # nothing to score
         self.engine = Engine(config, self.device, family, clock=clock, losses=losses)
         self._overhead_s, self._exempt_share = machine.overhead_s, exempt_share
@@ -101,12 +79,7 @@ class SimulatedServer:
         self.engine.run()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         await self.engine.stop()
         if error is None:
             self.engine.scheduler.check_idle()
@@ -176,37 +149,28 @@ def run_simulated[T](
         return runner.run(run())
 
 
-@dataclass
-class Simulated:
-    """A run, and how long the device was busy."""
-
-    run: Run
-    busy_s: float  # of the device
-
-
 def simulate(
     machine: Machine,
     config: EngineConfig,
     arrivals: Sequence[Arrival],
     seed: int = 0,
     exempt_share: float = 0.0,
-) -> Simulated:
+) -> Run:
     """Plays `arrivals`, whose prompts are token ids, to the end of the last answer; a share of them
     allows no brownout.
     """
 
-    async def play_all(server: SimulatedServer) -> Simulated:
-        run = await play(
+    async def play_all(server: SimulatedServer) -> Run:
+        return await play(
             server, arrivals, time_limit_s=math.inf, sample_every_s=config.salc.interval_s
         )
-        return Simulated(run, server.device.busy_s)
 
     return run_simulated(machine, config, play_all, seed, exempt_share)
 
 
-def recorded_machine(timeline: Path, config: EngineConfig, *, steady: bool = False) -> Machine:
+def recorded_machine(timeline: Path, config: EngineConfig) -> Machine:
     """Returns the machine that the timeline of a server shows, which was started with `config`, or
-    a table of its steps. `steady`: as `StepTimes.fit` has it.
+    a table of its steps; its speed is taken to be steady.
 
     Raises ValueError for a file that is neither.
     """
@@ -214,7 +178,7 @@ def recorded_machine(timeline: Path, config: EngineConfig, *, steady: bool = Fal
     steps = read_steps(timeline, cfg.num_layers, cfg.experts_per_token)
     decode = tuple(sorted({*config.decode_buckets, *config.late_decode_buckets}))
     buckets = {"prefill": config.prefill_buckets, "decode": decode}
-    times = StepTimes.fit(steps, buckets, steady=steady)
+    times = StepTimes.fit(steps, buckets, steady=True)
     return Machine(times, cfg.num_layers, cfg.experts_per_token)
 
 

@@ -126,20 +126,21 @@ def test_a_table_of_steps_is_read(tmp_path):
 
 def test_one_request_takes_its_steps():
     done = simulate(machine(overhead_s=0.5), CONFIG, [Arrival((7,) * 20, 3, at_s=1.0)])
-    (record,) = done.run.records
+    (record,) = done.records
     prefill, decode = seconds("prefill", 20, 0, 1), seconds("decode", 1, 0, 1)
     assert record.ttft_s == pytest.approx(prefill + 0.5, rel=1e-3)
     assert record.itls_s == pytest.approx([decode] * 2, rel=1e-3)
-    assert done.busy_s == pytest.approx(prefill + 2 * decode, rel=1e-3)
+    assert record.e2el_s == pytest.approx(prefill + 2 * decode + 0.5, rel=1e-3)
     halved = machine(speeds=((0.0, 1.0), (1.0, 0.5)))
     asked = [Arrival((7,) * 20, 3), Arrival((8,) * 20, 3, at_s=1.0)]
-    assert simulate(halved, CONFIG, asked).busy_s == pytest.approx(3 * done.busy_s, rel=1e-3)
+    first, other = simulate(halved, CONFIG, asked).records
+    assert other.e2el_s == pytest.approx(2 * first.e2el_s, rel=1e-3)
 
 
 def test_brownout_is_what_the_threshold_says():
     brownout = BrownoutConfig(strategy="full", decode_threshold_percent=25, salc=False)
     config = replace(CONFIG, brownout=brownout)
-    (record,) = simulate(machine(), config, [Arrival((7,) * 20, 5)]).run.records
+    (record,) = simulate(machine(), config, [Arrival((7,) * 20, 5)]).records
     assert record.expert_visits == 24 * LAYERS * PICKS
     assert record.degraded_visits == 0.75 * 4 * LAYERS * PICKS
     assert record.itls_s == pytest.approx([seconds("decode", 1, 0.75, 1)] * 4, rel=1e-3)
@@ -191,7 +192,7 @@ def test_the_same_seed_is_the_same_run():
 
     def times(seed):
         done = simulate(replace(machine(), times=noisy), CONFIG, asked, seed)
-        return [record.token_s for record in done.run.records]
+        return [record.token_s for record in done.records]
 
     assert times(1) == times(1)
     assert times(1) != times(2)
@@ -200,7 +201,7 @@ def test_the_same_seed_is_the_same_run():
 def test_refusals_are_records():
     config = replace(CONFIG, max_queue_len=1)
     done = simulate(machine(), config, [Arrival((7,) * 20, 30) for _ in range(40)])
-    codes = [record.code for record in done.run.records]
+    codes = [record.code for record in done.records]
     assert codes.count("RESOURCE_EXHAUSTED") > 0
     assert codes.count("OK") > 16
 
@@ -348,7 +349,7 @@ def test_a_share_of_the_requests_allows_no_brownout():
     config = replace(CONFIG, brownout=brownout)
     asked = [Arrival((7,) * 20, 10, at_s=0.01 * i) for i in range(200)]
     done = simulate(machine(), config, asked, exempt_share=0.25)
-    exempt = [record for record in done.run.records if not record.degraded_visits]
+    exempt = [record for record in done.records if not record.degraded_visits]
     assert 30 < len(exempt) < 70
 
 

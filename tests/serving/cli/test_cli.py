@@ -343,8 +343,8 @@ def test_settings_come_from_the_environment(monkeypatch, capsys) -> None:
 
 def test_tool_flags_follow_the_configurations() -> None:
     from serving.bench.balance import BalanceBenchConfig
+    from serving.bench.config import BenchConfig
     from serving.bench.demo import DemoConfig
-    from serving.bench.loadgen import BenchConfig
     from training.distill import DistillConfig
 
     def names(config: type) -> set[str]:

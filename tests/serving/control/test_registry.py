@@ -8,9 +8,9 @@ from functools import partial
 import pytest
 from counting import LIMITS, collect, family_of
 
-from serving.bench.fake import FakeRunner
 from serving.errors import Unavailable
 from serving.request import Priority
+from tests.serving.fake_runner import FakeRunner
 
 pytestmark = pytest.mark.simulated_time
 

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from counting import collect
 
-from serving.bench.fake import FakeRunner
 from serving.config import BrownoutConfig, SalcConfig
 from serving.control import slo
 from serving.plan import Limits, Phase
 from serving.request import BrownoutChange
+from tests.serving.fake_runner import FakeRunner
 
 LIMITS = Limits(16, 1000, 4, 64, 8)
 PREFILL_S, DECODE_S = 0.02, 0.02  # without brownout

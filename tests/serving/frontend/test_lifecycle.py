@@ -155,9 +155,9 @@ async def test_a_taken_metrics_port_names_the_flag() -> None:
 
 async def finished_but_not_read(s: Setup, num_tokens: int):
     """Returns a call to a real engine, which has made every token while the caller has read one."""
-    from serving.bench.fake import FakeRunner
     from serving.engine import Engine
     from serving.plan import Limits
+    from tests.serving.fake_runner import FakeRunner
 
     config = EngineConfig(
         max_num_seqs=1, max_model_len=num_tokens + 3, page_size=64, max_prefill_tokens=64

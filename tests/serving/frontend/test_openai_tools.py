@@ -12,13 +12,13 @@ from served import Setup
 from shaped import config
 
 import jmoe
-from serving.bench.fake import FakeRunner
 from serving.config import ServerConfig
 from serving.engine import Engine
 from serving.execution.fitting import limits_of
 from serving.frontend.openai import answers
 from serving.frontend.openai.tool_parsers import PARSERS, Delta
 from serving.request import StructureKind
+from tests.serving.fake_runner import FakeRunner
 
 NO_TOOLS = "{% for m in messages %}[{{ m.role }}|{{ m.content }}]{% endfor %}"
 PARAMETERS = {

@@ -310,9 +310,9 @@ async def test_a_signal_while_loading_ends_the_process() -> None:
 
 
 async def test_with_the_engine_a_dropped_stream_frees_its_pages() -> None:
-    from serving.bench.fake import FakeRunner
     from serving.engine import Engine
     from serving.plan import Limits
+    from tests.serving.fake_runner import FakeRunner
 
     runner = FakeRunner(Limits(4, 64, 4, 64, 4), step_s=0.002)
     config = EngineConfig(max_num_seqs=4, max_model_len=128, page_size=4, max_prefill_tokens=64)

@@ -14,7 +14,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from serving.bench.fake import FakeRunner
 from serving.plan import Limits, Phase, StepControl
 from serving.request import Priority, Request, SamplingParams
 from serving.scheduling.policy import (
@@ -30,6 +29,7 @@ from serving.scheduling.prefixes import EXACT
 from serving.scheduling.queues import Share
 from serving.scheduling.scheduler import Scheduler
 from serving.scheduling.sequence import SequenceState, SequenceStatus
+from tests.serving.fake_runner import FakeRunner
 from tests.traces import num_traces
 
 LS, BE = Priority.LATENCY_SENSITIVE, Priority.BEST_EFFORT

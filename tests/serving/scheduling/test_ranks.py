@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 from scheduled import LS, sequence_of
 
 from jmoe.packed_rows import KV_LEN, NUM_COLUMNS, Q_LEN, SLOT, pack_row
-from serving.bench.fake import FakeRunner
 from serving.execution.ranks import ByRank
 from serving.plan import Limits, Phase, StepControl, StepPlan
 from serving.scheduling.places import Places
 from serving.scheduling.policy import Fcfs
 from serving.scheduling.prefixes import OutOfPages
 from serving.scheduling.scheduler import Scheduler
+from tests.serving.fake_runner import FakeRunner
 
 LIMITS = Limits(
     num_slots=6,

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from restless import Restless
 from scheduled import sequence_of
 
-from serving.bench.fake import FakeRunner
 from serving.plan import Limits, Phase, StepControl
 from serving.request import Priority
 from serving.scheduling.policy import Fcfs, LsFirst
 from serving.scheduling.queues import Share
 from serving.scheduling.scheduler import Scheduler
+from tests.serving.fake_runner import FakeRunner
 
 LS, BE = Priority.LATENCY_SENSITIVE, Priority.BEST_EFFORT
 LAYERS = 4

@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduled import decode_step, prefill_step
 
-from serving.bench.fake import FakeRunner
 from serving.plan import Limits, StepControl
 from serving.request import Request, SamplingParams
 from serving.scheduling.pace import Pace
 from serving.scheduling.policy import Fcfs
 from serving.scheduling.scheduler import Scheduler
 from serving.scheduling.sequence import SequenceState, SequenceStatus
+from tests.serving.fake_runner import FakeRunner
 
 FULL = StepControl(100, 0)
 

@@ -7,12 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduled import sequence_of
 
-from serving.bench.fake import FakeRunner
 from serving.plan import Limits, Phase, StepControl
 from serving.scheduling.policy import Fcfs
 from serving.scheduling.prefixes import EXACT
 from serving.scheduling.scheduler import Scheduler
 from serving.scheduling.sequence import SequenceStatus
+from tests.serving.fake_runner import FakeRunner
 
 FULL = StepControl(100, 0)
 CHUNK, PAGE = 8, 4
