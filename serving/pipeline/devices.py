@@ -7,7 +7,7 @@ substitute that a test can reckon by hand.
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -52,109 +52,6 @@ class Drawn(NamedTuple):
     logprobs: Sequence[float]  # of the unchanged logits
     top_ids: Int[np.ndarray, "B TOP"]
     top_logprobs: Float[np.ndarray, "B TOP"]
-
-
-class AttentionDevice(Protocol):
-    """Pages, slots, and rows between two layers. Padding has a place past the last row."""
-
-    device: Any  # where others send rows to
-
-    def attend(
-        self,
-        layer: int,
-        tokens: Int[np.ndarray, "T"] | None,
-        rows: Int[np.ndarray, "B C"],
-        deltas: Int[np.ndarray, "N 3"],
-        control: StepControl,
-        places: Int[np.ndarray, "T"],
-    ) -> Attended:
-        """Runs one layer's stage for the rows at `places`, and waits for it. `tokens` are of chunks
-        of prompts; without them a row decodes the newest token of its slot.
-        """
-        ...
-
-    def reach(self, reachable: Bool[np.ndarray, "layers E"]) -> None:
-        """Sets which logical experts of each MoE layer some worker has, from now on."""
-        ...
-
-    def use_way(self, way: int) -> None:
-        """Sends visits to the united experts of `way` from now on."""
-        ...
-
-    def keep(self, parts: Any, places: Int[np.ndarray, "n"], picks: Int[np.ndarray, "n"]) -> None:
-        """Stores parts of visits that came."""
-        ...
-
-    def leave(
-        self, rows: Int[np.ndarray, "B C"], places: Int[np.ndarray, "B"]
-    ) -> tuple[Sequence[int], Sequence[float]]:
-        """Returns tokens and log-probabilities of rows that have been through all layers."""
-        ...
-
-    def seat(self, told: Int[np.ndarray, "n"]) -> None:
-        """Fills a slot for a sequence whose logits are changed (`jmoe.packed_rows.pack_seat`)."""
-        ...
-
-    def draw(
-        self,
-        rows: Int[np.ndarray, "B C"],
-        places: Int[np.ndarray, "B"],
-        shapes: Int[np.ndarray, "B shape"],
-        allowed: Sequence[Int[np.ndarray, "W"] | None],
-    ) -> Drawn:
-        """Draws as `leave` does, with the logits of some rows changed (`jmoe.shaping.draw`)."""
-        ...
-
-    def score(
-        self, places: Int[np.ndarray, "T"], following: Int[np.ndarray, "T"], top: bool
-    ) -> Scored:
-        """Returns, on the host, the log-probability of the token that follows each row that has
-        been through all layers, and with `top` the likeliest tokens.
-        """
-        ...
-
-    def sent(self, h: Any, at: Int[np.ndarray, "n"] | None, to: Any) -> Any:
-        """Copies some rows of an array of this device, None: all, to another one."""
-        ...
-
-    def blank(self, count: int) -> Any:
-        """Returns so many parts without content, as they come from others."""
-        ...
-
-
-class ExpertDevice(Protocol):
-    """A part of the experts, and the newest rows by number."""
-
-    device: Any
-
-    @property
-    def ways(self) -> Sequence[int]:
-        """The ways that may be used, the one to start with first."""
-        ...
-
-    def keep(self, h: Any, rows: Int[np.ndarray, "n"]) -> None:
-        """Stores rows that came; padding has a number past the last."""
-        ...
-
-    def use_way(self, way: int) -> None:
-        """Loads the united experts of `way` that are on this device, unless they are loaded."""
-        ...
-
-    def compute(
-        self, layer: int, rows: Int[np.ndarray, "V"], expert_ids: Int[np.ndarray, "V"]
-    ) -> Any:
-        """Computes parts [V, d] of visits to experts of one MoE layer, on the device; id -1:
-        padding.
-        """
-        ...
-
-    def sent(self, parts: Any, at: Int[np.ndarray, "n"] | None, to: Any) -> Any:
-        """Copies rows as AttentionDevice does."""
-        ...
-
-    def blank(self, count: int) -> Any:
-        """Returns rows without content, as AttentionDevice returns parts."""
-        ...
 
 
 class UnitedPart(NamedTuple):
@@ -288,8 +185,10 @@ def _blank(like: Array, count: int, device: Any) -> Array:
     return jax.device_put(np.zeros((count, like.shape[1]), like.dtype), device)
 
 
-class AttentionPrograms:
-    """An AttentionDevice: a jax device and a model's weights, but for its experts."""
+class AttentionDevice:
+    """A jax device and a model's weights, but for its experts: pages, slots, and rows between two
+    layers. Padding has a place past the last row. `device` is where others send rows to.
+    """
 
     def __init__(
         self,
@@ -337,7 +236,9 @@ class AttentionPrograms:
         control: StepControl,
         places: Int[np.ndarray, "T"],
     ) -> Attended:
-        """See AttentionDevice."""
+        """Runs one layer's stage for the rows at `places`, and waits for it. `tokens` are of chunks
+        of prompts; without them a row decodes the newest token of its slot.
+        """
         params, index, kind = self._layers[layer]
         self._store, self._state, visits = self._programs.attend(
             params,
@@ -359,11 +260,11 @@ class AttentionPrograms:
         return Attended(visits.h, *jax.device_get(visits[1:]))
 
     def reach(self, reachable: Bool[np.ndarray, "layers E"]) -> None:
-        """See AttentionDevice."""
+        """Sets which logical experts of each MoE layer some worker has, from now on."""
         self._reachable = self._of_layers(reachable)
 
     def use_way(self, way: int) -> None:
-        """See AttentionDevice."""
+        """Sends visits to the united experts of `way` from now on."""
         self._groups = self._of_layers(np.asarray(self._groups_of[way], np.int32))
 
     def _of_layers(self, table: Shaped[np.ndarray, "layers columns"]) -> list[Array | None]:
@@ -372,13 +273,13 @@ class AttentionPrograms:
         return [next(rows) if is_moe else None for is_moe in self._is_moe]
 
     def keep(self, parts: Array, places: Int[np.ndarray, "n"], picks: Int[np.ndarray, "n"]) -> None:
-        """See AttentionDevice."""
+        """Stores parts of visits that came."""
         self._store = _keep_parts(self._store, parts, places, picks)
 
     def leave(
         self, rows: Int[np.ndarray, "B C"], places: Int[np.ndarray, "B"]
     ) -> tuple[Sequence[int], Sequence[float]]:
-        """See AttentionDevice."""
+        """Returns tokens and log-probabilities of rows that have been through all layers."""
         last, tokens, logprobs, logits = self._programs.leave(
             self._params, self._store, self._state.last_token, rows, places
         )
@@ -390,7 +291,7 @@ class AttentionPrograms:
         return found[0].tolist(), found[1].tolist()
 
     def seat(self, told: Int[np.ndarray, "n"]) -> None:
-        """See AttentionDevice."""
+        """Fills a slot for a sequence whose logits are changed (`jmoe.packed_rows.pack_seat`)."""
         self._shaping = self._programs.seat(self._shaping, told[None])
 
     def draw(
@@ -400,7 +301,7 @@ class AttentionPrograms:
         shapes: Int[np.ndarray, "B shape"],
         allowed: Sequence[Int[np.ndarray, "W"] | None],
     ) -> Drawn:
-        """See AttentionDevice."""
+        """Draws as `leave` does, with the logits of some rows changed (`jmoe.shaping.draw`)."""
         masks = everything(len(rows), self._vocab_size)
         for mask, given in zip(masks, allowed, strict=False):
             if given is not None:
@@ -418,16 +319,18 @@ class AttentionPrograms:
     def score(
         self, places: Int[np.ndarray, "T"], following: Int[np.ndarray, "T"], top: bool
     ) -> Scored:
-        """See AttentionDevice."""
+        """Returns, on the host, the log-probability of the token that follows each row that has
+        been through all layers, and with `top` the likeliest tokens.
+        """
         found = self._programs.score(self._params, self._store, places, following, jnp.asarray(top))
         return jax.device_get(found)
 
     def sent(self, h: Array, at: Int[np.ndarray, "n"] | None, to: Any) -> Array:
-        """See AttentionDevice."""
+        """Copies some rows of an array of this device, None: all, to another one."""
         return _sent(h, at, to)
 
     def blank(self, count: int) -> Array:
-        """See AttentionDevice."""
+        """Returns so many parts without content, as they come from others."""
         return _blank(self._store.x, count, self.device)
 
 
@@ -446,8 +349,8 @@ def _compute(
     return expert_stage(pool, store[rows], expert_ids, slots, **given)
 
 
-class ExpertPrograms:
-    """An ExpertDevice: a jax device and its part of a model's experts."""
+class ExpertDevice:
+    """A jax device and its part of a model's experts, and the newest rows by number."""
 
     def __init__(
         self,
@@ -472,11 +375,11 @@ class ExpertPrograms:
         self._store = jax.device_put(jnp.zeros(rows, pool.dtype), device)
 
     def keep(self, h: Array, rows: Int[np.ndarray, "n"]) -> None:
-        """See ExpertDevice."""
+        """Stores rows that came; padding has a number past the last."""
         self._store = _keep_rows(self._store, h, rows)
 
     def use_way(self, way: int) -> None:
-        """See ExpertDevice."""
+        """Loads the united experts of `way` that are on this device, unless they are loaded."""
         if way != self._way:
             for layer in self._united[way]:
                 self._pool = write_slots(self._pool, *layer)
@@ -485,15 +388,17 @@ class ExpertPrograms:
     def compute(
         self, layer: int, rows: Int[np.ndarray, "V"], expert_ids: Int[np.ndarray, "V"]
     ) -> Array:
-        """See ExpertDevice."""
+        """Computes parts [V, d] of visits to experts of one MoE layer, on the device; id -1:
+        padding.
+        """
         slots, most = self._slots[layer], self._max_active
         given: dict[str, Any] = {"max_active": most, "activation": self._activation}
         return _compute(self._pool, self._store, slots, rows, expert_ids, **given)
 
     def sent(self, parts: Array, at: Int[np.ndarray, "n"] | None, to: Any) -> Array:
-        """See ExpertDevice."""
+        """Copies rows as AttentionDevice does."""
         return _sent(parts, at, to)
 
     def blank(self, count: int) -> Array:
-        """See ExpertDevice."""
+        """Returns rows without content, as AttentionDevice returns parts."""
         return _blank(self._store, count, self.device)

@@ -17,9 +17,7 @@ from jmoe.steps import make_state
 from serving.pipeline.attention import AttentionWorker, Result, Unit
 from serving.pipeline.devices import (
     AttentionDevice,
-    AttentionPrograms,
     ExpertDevice,
-    ExpertPrograms,
     UnitedPart,
 )
 from serving.pipeline.experts import ExpertWorker
@@ -253,7 +251,7 @@ def experts_of(
     hosted: Bool[np.ndarray, "layers E"],
     num_rows: int,
     device: Any,
-) -> ExpertPrograms:
+) -> ExpertDevice:
     """Copies the experts that a device is to host to it, and their united experts of all `ways`
     within host memory, so that the model can go.
     """
@@ -274,10 +272,10 @@ def experts_of(
     }
     cfg = model.config
     rows = num_rows, cfg.d_model
-    return ExpertPrograms(pool, local, rows, device, united, activation=cfg.activation)
+    return ExpertDevice(pool, local, rows, device, united, activation=cfg.activation)
 
 
-def attention_of(model: Model, ways: Sequence[int], sizes: Sizes, device: Any) -> AttentionPrograms:
+def attention_of(model: Model, ways: Sequence[int], sizes: Sizes, device: Any) -> AttentionDevice:
     """Returns an attention worker's programs and empty state, on a device."""
     state = make_state(
         model.config,
@@ -290,7 +288,7 @@ def attention_of(model: Model, ways: Sequence[int], sizes: Sizes, device: Any) -
     params, state = jax.device_put((model.params, state), device)
     groups = np.asarray(model.table.groups)
     num_experts = model.table.slots.shape[1]
-    return AttentionPrograms(
+    return AttentionDevice(
         model.config,
         params,
         groups,
