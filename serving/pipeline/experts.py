@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from jaxtyping import Int
 
 from serving.pipeline.devices import ExpertDevice
 from serving.pipeline.messages import (
@@ -16,8 +15,9 @@ from serving.pipeline.messages import (
     UseWay,
     WorkerDown,
 )
-from serving.pipeline.queues import Entry, MicroQueues, Picker, bucket, buckets
+from serving.pipeline.queues import Entry, MicroQueues, bucket, buckets
 from serving.pipeline.warm import warm_copies
+from serving.scheduling.layers.picker import LayerPicker
 
 
 class ExpertWorker:
@@ -29,21 +29,18 @@ class ExpertWorker:
         self,
         device: ExpertDevice,
         num_layers: int,
-        groups: Int[np.ndarray, "E"],
         numbers: RowNumbers,
         number: int,
         attention: Sequence[Any],
         send: Callable[[int, FromExperts], None],
-        picker: Picker,
-        *,
-        max_visits: int = 1 << 16,
+        picker: LayerPicker,
+        max_visits: int,
     ) -> None:
         """Takes over a device's experts.
 
         Args:
             device: with the experts.
             num_layers: MoE layers.
-            groups: of each logical expert; experts of one are launched together.
             numbers: of the rows that may come.
             number: of this worker.
             attention: where the attention workers are, as `device.sent` has it.
@@ -52,8 +49,7 @@ class ExpertWorker:
             max_visits: in one stage, unless more came at once.
         """
         self.device, self.numbers, self.number = device, numbers, number
-        self._groups = groups
-        self.queues = MicroQueues(num_layers, int(groups.max()) + 1)
+        self.queues = MicroQueues(num_layers, 1)
         self._attention, self._send, self._picker = list(attention), send, picker
         self._max_visits = max_visits
         self.stages = 0
@@ -64,14 +60,9 @@ class ExpertWorker:
         rows = np.full(visits.padded, self.numbers.total, np.int32)  # padding: dropped
         rows[: len(visits.row)] = visits.row
         self.device.keep(visits.h, rows)
-        group = self._groups[visits.expert]
-        for number in range(self.queues.counts.shape[1]):
-            own = np.flatnonzero(group == number)
-            if not len(own):
-                continue
-            what = visits.row[visits.at[own]], visits.pick[own], visits.expert[own]
-            entry = Entry(len(own), int(visits.urgent[own].sum()), now, what)
-            self.queues.put(visits.layer, number, [entry])
+        what = visits.row[visits.at], visits.pick, visits.expert
+        entry = Entry(len(visits.at), int(visits.urgent.sum()), now, what)
+        self.queues.put(visits.layer, 0, [entry])
 
     @property
     def stage_sizes(self) -> list[int]:
@@ -94,9 +85,9 @@ class ExpertWorker:
         """
         return self._picker.wake_at(self.queues.counts, self.queues.oldest)
 
-    def advance(self, now: float, *, more_may_come: bool = True) -> list[Result] | None:
+    def advance(self, now: float) -> list[Result] | None:
         """Runs a stage, if the picker says so. Nothing leaves a model here; None where none ran."""
-        chosen = self.queues.pick(self._picker, now, more_may_come)
+        chosen = self.queues.pick(self._picker, now)
         if chosen is None:
             return None
         layer, group = chosen

@@ -2,34 +2,11 @@
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Float, Int
 
-
-class Picker(Protocol):
-    """Whose turn it is; `serving.scheduling.layers.picker.LayerPicker` is one."""
-
-    def pick(
-        self,
-        counts: Int[np.ndarray, "layers groups"],
-        oldest: Float[np.ndarray, "layers groups"],
-        now: float,
-        *,
-        urgent: Int[np.ndarray, "layers groups"] | None = None,
-        more_may_come: bool = True,
-    ) -> tuple[int, int] | None:
-        """Returns the (layer, group) to run now, or None."""
-        ...
-
-    def wake_at(
-        self, counts: Int[np.ndarray, "layers groups"], oldest: Float[np.ndarray, "layers groups"]
-    ) -> float:
-        """Returns when to ask again after None if nothing comes; infinite where all queues are
-        empty.
-        """
-        ...
+from serving.scheduling.layers.picker import LayerPicker
 
 
 class Entry(NamedTuple):
@@ -65,17 +42,15 @@ class MicroQueues:
         oldest = float(self.oldest.min())
         return max(0.0, now - oldest) if oldest < np.inf else 0.0
 
-    def pick(self, picker: Picker, now: float, more_may_come: bool) -> tuple[int, int] | None:
+    def pick(self, picker: LayerPicker, now: float) -> tuple[int, int] | None:
         """Returns the (layer, group) that a picker says is next; None without rows, too."""
         if not self.num_rows:
             return None
-        return picker.pick(
-            self.counts, self.oldest, now, urgent=self.urgent, more_may_come=more_may_come
-        )
+        return picker.pick(self.counts, self.oldest, now, urgent=self.urgent)
 
-    def warm(self, picker: Picker) -> None:
+    def warm(self, picker: LayerPicker) -> None:
         """Has a picker compiled for the arrays that `pick` passes to it."""
-        picker.pick(self.counts, self.oldest, 0.0, urgent=self.urgent, more_may_come=True)
+        picker.pick(self.counts, self.oldest, 0.0, urgent=self.urgent)
 
     def put(self, layer: int, group: int, entries: Sequence[Entry]) -> None:
         """Queues rows. Raises ValueError for an entry without any."""
