@@ -7,6 +7,7 @@ misses is the token pool of AMoE, section 3.3.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,10 +22,11 @@ from jmoe.packed_rows import (
     TOP_PROMPT,
     empty_deltas,
     empty_rows,
+    pack_row,
     pack_seat,
 )
 from serving.execution.executor import FailedRows, LostRows
-from serving.pipeline.devices import AttentionDevice, Drawn
+from serving.pipeline.devices import AttentionDevice, Drawn, warm_copies
 from serving.pipeline.messages import (
     DECODE,
     EXPERTS,
@@ -41,7 +43,6 @@ from serving.pipeline.messages import (
     WorkerUp,
 )
 from serving.pipeline.queues import Entry, MicroQueues, bucket, buckets
-from serving.pipeline.warm import rows_of_all_modes, warm_copies
 from serving.plan import StepControl, spare_latency_sensitive
 from serving.scheduling.layers.picker import LayerPicker
 
@@ -516,9 +517,11 @@ class AttentionWorker:
                         warm_copies(self.device, h, size, self._experts[0])
                 if group == PREFILL:
                     self.device.score(places, np.zeros(size, np.int32), False)
+        sampled = partial(pack_row, -1, kv_len=1, temperature=1.0)
+        every_mode = pack_row(-1, kv_len=1), sampled(), sampled(top_k=1)  # of `sampling_mode`
         for size in {MOST_CHUNKS, *self._buckets[DECODE]}:
             shapes = np.zeros((size, NUM_SHAPE_COLUMNS), np.int32)
-            for row in rows_of_all_modes():
+            for row in every_mode:
                 rows, places = np.tile(row, (size, 1)), np.zeros(size, np.int32)
                 self.device.leave(rows, places)
                 self.device.draw(rows, places, shapes, [])

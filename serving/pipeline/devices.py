@@ -33,6 +33,7 @@ from jmoe.steps import (
 )
 from jmoe.weights import Params
 from pallas_kernels.activation import Activation
+from serving.pipeline.queues import buckets
 from serving.plan import StepControl
 
 
@@ -402,3 +403,11 @@ class ExpertDevice:
     def blank(self, count: int) -> Array:
         """Returns rows without content, as AttentionDevice returns parts."""
         return _blank(self._store, count, self.device)
+
+
+def warm_copies(device: AttentionDevice | ExpertDevice, rows: Any, size: int, to: Any) -> None:
+    """Runs the copies of fewer rows than the `size` that there are, so that none is compiled
+    later.
+    """
+    for count in buckets(size - 1) if size > 1 else ():
+        device.sent(rows, np.zeros(count, np.int32), to)

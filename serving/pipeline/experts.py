@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from serving.pipeline.devices import ExpertDevice
+from serving.pipeline.devices import ExpertDevice, warm_copies
 from serving.pipeline.messages import (
     ATTENTION,
     FromExperts,
@@ -16,7 +16,6 @@ from serving.pipeline.messages import (
     WorkerDown,
 )
 from serving.pipeline.queues import Entry, MicroQueues, bucket, buckets
-from serving.pipeline.warm import warm_copies
 from serving.scheduling.layers.picker import LayerPicker
 
 
