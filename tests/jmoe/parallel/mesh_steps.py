@@ -91,11 +91,11 @@ def many_devices(name, count, phase, replication=None, per_pass=None, halves=Fal
     cfg = model_of(name).config
     step = decode_step if phase == "decode" else partial(prefill_step, replication=replication)
     step = partial(step, cfg, max_active=cfg.num_experts)
-    sized = cost.visits_of_pass if per_pass is None else lambda *_, **__: per_pass
+    sized = cost.MeshStep.visits_of_pass if per_pass is None else lambda step: per_pass
 
     def traced(*arguments):
         with (
-            mock.patch.object(cost, "visits_of_pass", sized),
+            mock.patch.object(cost.MeshStep, "visits_of_pass", sized),
             mock.patch.object(experts, "in_halves", return_value=halves),
         ):
             return step(*arguments)
