@@ -113,6 +113,7 @@ class MeshStep(NamedTuple):
     machine: Machine = H200
     loop_s: float = LOOP_S
     """Of a loop over passes; infinite where sorted rows have room for all visits."""
+    alpha: float = 0.5  # 0 to 1, share of N for experts that a device's own rows visit
 
     @property
     def lacking(self) -> int:
@@ -129,9 +130,7 @@ class MeshStep(NamedTuple):
         """Visits of a device's rows."""
         return self.tokens_per_device * self.cfg.experts_per_token
 
-    def replicas_that_fit(
-        self, per_pair: int, *, alpha: float = 0.5, local_share: float | None = None
-    ) -> Fit:
+    def replicas_that_fit(self, per_pair: int, *, local_share: float | None = None) -> Fit:
         """Returns the most replicas whose copies are hidden in a prefill step.
 
         Replicas travel in a dense all-to-all: every device sends the same number of experts, at
@@ -141,7 +140,6 @@ class MeshStep(NamedTuple):
 
         Args:
             per_pair: the most experts from one device to another.
-            alpha: 0 to 1, the share of N for experts that a device's own rows visit.
             local_share: 0 to 1, visits that need no other device's rows; None: as many as a device
                 has of the experts, its own and `alpha` N, as if all were visited alike. Where own
                 rows prefer what is held it is more, and the window shorter: 0.38 in Libra's
@@ -149,13 +147,13 @@ class MeshStep(NamedTuple):
 
         Raises ValueError for a number below 1, or a share that is none.
         """
-        self._check(per_pair, alpha, local_share)
+        self._check(per_pair, local_share)
         if self.num_devices == 1 or not self.lacking:
             return Fit(0, 0, 0.0, 0.0, 0, "every device has all experts")
 
         def window_s(num_replicas: int) -> float:
-            share = (self.held + int(alpha * num_replicas)) / self.cfg.num_experts
-            remote = 1 - min(1.0, share if local_share is None else local_share)
+            share = self._local_share(num_replicas) if local_share is None else local_share
+            remote = 1 - share
             return self._experts_s(remote * self.visits, self.held + num_replicas)
 
         one_s = expert_bytes(self.cfg, self.dtype_bytes) / self.machine.link_bytes_per_s
@@ -194,7 +192,7 @@ class MeshStep(NamedTuple):
             total -= max(0.0, self.saved_by_halves())
         else:
             sent = fit.per_pair * self.num_devices * expert_bytes(self.cfg, self.dtype_bytes)
-            local = min(1.0, (self.held + int(0.5 * fit.num_replicas)) / self.cfg.num_experts)
+            local = self._local_share(fit.num_replicas)
             experts = self.held + fit.num_replicas
             total += max(gather_s, self._experts_s(local * own, experts)) + COPYING_S
             total += max(fit.copy_s, self._experts_s((1 - local) * own, experts))
@@ -210,24 +208,23 @@ class MeshStep(NamedTuple):
         product_s = self._products_s(float(self.visits))  # all that grows
         return max(1.0, self.num_devices - (longest_s - copying_s) / product_s)
 
-    def replicas_that_gain(self, per_pair: int, *, alpha: float = 0.5) -> tuple[Fit, float]:
+    def replicas_that_gain(self, per_pair: int) -> tuple[Fit, float]:
         """Returns the most replicas that can be hidden, or else the fewest that can be sent, and
         the imbalance above which they gain (`break_even`), infinite where no device lacks an
-        expert. Args: as of `replicas_that_fit`.
+        expert. `per_pair` is as of `replicas_that_fit`.
         """
-        fit = self.replicas_that_fit(per_pair, alpha=alpha)
+        fit = self.replicas_that_fit(per_pair)
         if not self.lacking:
             return fit, math.inf
         if not fit.num_replicas:
             fit = fit._replace(num_replicas=min(self.num_devices - 1, self.lacking), per_pair=1)
         return fit, self.break_even(fit)
 
-    def best_replicas(self, most_per_pair: int, *, alpha: float = 0.5) -> tuple[Fit, float]:
+    def best_replicas(self, most_per_pair: int) -> tuple[Fit, float]:
         """Returns, of 1 to `most_per_pair` experts a pair, those that gain from the lowest
-        imbalance on, and that imbalance; fewer send less and leave more (`LEFT_BY_ONE`). Args: as
-        of `replicas_that_fit`.
+        imbalance on, and that imbalance; fewer send less and leave more (`LEFT_BY_ONE`).
         """
-        each = [self.replicas_that_gain(n, alpha=alpha) for n in range(1, most_per_pair + 1)]
+        each = [self.replicas_that_gain(n) for n in range(1, most_per_pair + 1)]
         return min(each, key=lambda one: one[1] + LEFT_BY_ONE * (one[0].per_pair == 1))
 
     def saved_by_halves(self) -> float:
@@ -281,6 +278,12 @@ class MeshStep(NamedTuple):
         of_rows = rows * cfg.d_model * (self.dtype_bytes + 4)
         return of_rows + visits * per_visit * self.dtype_bytes
 
+    def _local_share(self, num_replicas: int) -> float:
+        """Returns the share of a device's visits that need no other device's rows, if all experts
+        are visited alike.
+        """
+        return min(1.0, (self.held + int(self.alpha * num_replicas)) / self.cfg.num_experts)
+
     def _products_s(self, visits: float) -> float:
         return 6 * self.cfg.d_model * self.cfg.d_ff_expert * visits / self.machine.flops_per_s
 
@@ -296,12 +299,12 @@ class MeshStep(NamedTuple):
         written_s = rows * self.cfg.d_model * self.dtype_bytes / self.machine.memory_bytes_per_s
         return written_s + (self.loop_s if per_pass else 0.0)
 
-    def _check(self, per_pair: int, alpha: float, local_share: float | None) -> None:
+    def _check(self, per_pair: int, local_share: float | None) -> None:
         names = "num_devices", "tokens_per_device", "dtype_bytes"
         counts = {name: getattr(self, name) for name in names} | {"per_pair": per_pair}
         for name, count in counts.items():
             if count < 1:
                 raise ValueError(f"{name} is {count}; it must be 1 or more")
-        for name, share in (("alpha", alpha), ("local_share", local_share)):
+        for name, share in (("alpha", self.alpha), ("local_share", local_share)):
             if share is not None and not 0 <= share <= 1:
                 raise ValueError(f"{name} is {share}; it must be between 0 and 1")

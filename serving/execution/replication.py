@@ -116,8 +116,8 @@ def copies_rule(config: BalanceConfig, model: Model, sizes: Sequence[int]) -> Co
     for size in sizes:
         if size < config.replicas_min_tokens or not per_pair:
             continue
-        step = MeshStep(cfg, home.mesh.size, size, dtype_bytes)
-        fit, least = chosen(step, per_pair, alpha=alpha)
+        step = MeshStep(cfg, home.mesh.size, size, dtype_bytes, alpha=alpha)
+        fit, least = chosen(step, per_pair)
         reason = f"gain from an imbalance of {least:.2f} on, since {fit.reason}"
         if least <= UNEVEN:
             most = fit.num_replicas if asked == "auto" else min(asked, fit.num_replicas)

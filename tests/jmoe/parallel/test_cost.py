@@ -27,8 +27,8 @@ SMALL = replace(
 SLOW = cost.Machine("slow", flops_per_s=120.0, link_bytes_per_s=120.0, memory_bytes_per_s=1e9)
 
 
-def fit(cfg=SMALL, devices=2, tokens=1, per_pair=2, machine=SLOW, **shares):
-    step = cost.MeshStep(cfg, devices, tokens, 2, machine)
+def fit(cfg=SMALL, devices=2, tokens=1, per_pair=2, machine=SLOW, alpha=0.5, **shares):
+    step = cost.MeshStep(cfg, devices, tokens, 2, machine, alpha=alpha)
     return step.replicas_that_fit(per_pair, **shares)
 
 
@@ -216,6 +216,8 @@ def test_copies_gain_by_hand():
     late = hidden._replace(copy_s=80.0)
     assert step.layer_s(late) == pytest.approx(40 + 80, rel=1e-3)
     assert step.break_even(hidden) == 1
+    # With all copies of experts that own rows visit, those take 80 s, and nothing hides the copies.
+    assert step._replace(alpha=1.0).layer_s(late) == pytest.approx(80 + 80, rel=1e-3)
     assert step.break_even(late) == pytest.approx(110 / 80, rel=1e-3)
 
 
