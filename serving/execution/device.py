@@ -292,7 +292,7 @@ class Device:
         for as long as programs are compiled and meet each other for the first time.
         """
         jax.block_until_ready((self.state, self.shaping, self.model.pool))
-        self.programs.mark_ready()
+        self.programs.compilations.ready()
         if self.several_processes:
             jax.distributed.shutdown()
 

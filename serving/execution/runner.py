@@ -140,7 +140,7 @@ class DeviceRunner(StepExecutor):
 
         def step_bytes(limits: Limits) -> int:
             programs = programs_of(states.shapes(limits))
-            programs.close()
+            programs.compilations.close()
             return programs.step_bytes(executables)
 
         beside = states.shaping_bytes(self.limits)
@@ -173,7 +173,7 @@ class DeviceRunner(StepExecutor):
     @property
     def compilations_since_ready(self) -> int:
         """Compilations after `start` that a step waited for; each one is a fault."""
-        return self.programs.compilations_since_ready
+        return self.programs.compilations.since_ready
 
     @property
     def num_programs(self) -> int:
@@ -536,7 +536,7 @@ class DeviceRunner(StepExecutor):
         what they were told.
         """
         self._closing.set()
-        self.programs.close()
+        self.programs.compilations.close()
         self.sets.close()
         if self._followers is not None:
             self._end(self._followers)
