@@ -87,23 +87,21 @@ def by_memory(
     devices = jax.local_devices()[:1] if mesh is None else list(mesh.local_devices)
     found = [device_memory(device) for device in devices]
     known = [memory for memory in found if memory is not None]
-    fitting = most
     if len(known) < len(found):
         log.warning(
             "a device does not say what memory it has: KV pages are %d, what every slot can fill",
             most,
         )
-    else:
-        steps = STEPS_UNDER_WAY * step_bytes(limits) + beside
-        sizes = page_bytes(model.config, limits.page_size, model.dtype)
-        kv_bytes = partial(kv_bytes_of, limits, sizes)
-        memory = min(known, key=lambda one: one.limit - one.in_use)
-        fitting = pages_that_fit(memory, steps, kv_bytes, most)
-        fitting = smallest(fitting, mesh)  # before one of them may refuse: all have to ask
-        _check(config, memory, steps, sum(sizes), fitting, blocks)
-        _log(memory, steps, kv_bytes(fitting) - sum(sizes), fitting, limits.page_size, most)
-        return replace(limits, num_pages=fitting * limits.num_ranks)
-    return replace(limits, num_pages=smallest(fitting, mesh) * limits.num_ranks)
+        return replace(limits, num_pages=smallest(most, mesh) * limits.num_ranks)
+    steps = STEPS_UNDER_WAY * step_bytes(limits) + beside
+    sizes = page_bytes(model.config, limits.page_size, model.dtype)
+    kv_bytes = partial(kv_bytes_of, limits, sizes)
+    memory = min(known, key=lambda one: one.limit - one.in_use)
+    fitting = pages_that_fit(memory, steps, kv_bytes, most)
+    fitting = smallest(fitting, mesh)  # before one of them may refuse: all have to ask
+    _check(config, memory, steps, sum(sizes), fitting, blocks)
+    _log(memory, steps, kv_bytes(fitting) - sum(sizes), fitting, limits.page_size, most)
+    return replace(limits, num_pages=fitting * limits.num_ranks)
 
 
 def pages_that_fit(
