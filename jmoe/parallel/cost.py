@@ -14,21 +14,35 @@ from typing import NamedTuple
 from jmoe.config import ModelConfig
 from jmoe.display import seconds
 
+NODE = 8  # devices that share NVLink
+NIC_BYTES_PER_S = 45e9
+"""Of a device between nodes, in one direction. An assumption: DeepEP reports 43 to 47 GB/s over
+cards of 400 Gb/s, whose line rate is 50."""
+
 
 class Machine(NamedTuple):
-    """Rates of a device: operations/s of grouped products, bytes/s in one direction, bytes/s."""
+    """Rates of a device; links in one direction."""
 
     name: str
-    flops_per_s: float
-    link_bytes_per_s: float
+    flops_per_s: float  # of grouped products
     memory_bytes_per_s: float
+    link_bytes_per_s: float  # inside a node of eight
+    nic_bytes_per_s: float  # between nodes
+    memory_bytes: float
+    fixed_s: float  # of a stage on the device: kernels' starts and ends
+
+    def bandwidth(self, num_devices: int) -> float:
+        """Returns the bytes a second of a device's traffic, spread evenly over all others."""
+        outside = max(num_devices - NODE, 0) / max(num_devices - 1, 1)
+        return 1 / ((1 - outside) / self.link_bytes_per_s + outside / self.nic_bytes_per_s)
 
 
-H200 = Machine("H200", 600e12, 360e9, 4.3e12)
+H200 = Machine("H200", 600e12, 4.3e12, 360e9, NIC_BYTES_PER_S, 0.9 * 141e9, 20e-6)
 """An H200 in a node of eight. Not measured by jmoe: its data sheet says 989 TFLOP/s (dense
-bfloat16), 900 GB/s of NVLink in both directions together and 4.8 TB/s of memory; taken are 0.6 of
-the first, as grouped products on ragged numbers of rows reach, 0.8 of 450 GB/s, and 0.9 of the
-third. A faster product makes the window shorter, a faster link the copies."""
+bfloat16), 4.8 TB/s of memory and 900 GB/s of NVLink in both directions together; taken are 0.6 of
+the first, as grouped products on ragged numbers of rows reach, 0.9 of the second, and 0.8 of 450
+GB/s. A faster product makes the window shorter, a faster link the copies. A stage's fixed time:
+some 20 launches at 1 us (docs/kernels.md counts 19 to 26 a layer); reckoned, not measured."""
 
 
 OVER = 2

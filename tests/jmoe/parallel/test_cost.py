@@ -24,7 +24,7 @@ MIXTRAL = from_hf(json.loads((PUBLISHED / "Mixtral-8x7B-v0.1.json").read_text())
 SMALL = replace(
     QWEN, d_model=5, d_ff_expert=4, num_experts=4, experts_per_token=2, moe_layers=(True,) * 94
 )
-SLOW = cost.Machine("slow", flops_per_s=120.0, link_bytes_per_s=120.0, memory_bytes_per_s=1e9)
+SLOW = cost.H200._replace(flops_per_s=120.0, link_bytes_per_s=120.0, memory_bytes_per_s=1e9)
 
 
 def fit(cfg=SMALL, devices=2, tokens=1, per_pair=2, machine=SLOW, alpha=0.5, **shares):
