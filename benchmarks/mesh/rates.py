@@ -1,6 +1,7 @@
 """Rates of machines that benchmarks reckon with: the one place for all of them.
 
-What the product itself reckons with comes from `jmoe.parallel.cost`. Nothing here was measured by this project.
+What the product itself reckons with comes from `jmoe.parallel.cost`. Nothing here was measured by
+this project.
 """
 
 from jmoe.parallel.cost import H200, NIC_BYTES_PER_S, NODE, Machine
