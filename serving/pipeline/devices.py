@@ -177,18 +177,26 @@ def _some(rows: Float[Array, "T d"], at: Int[Array, "n"]) -> Float[Array, "n d"]
     return rows[at]
 
 
-def _sent(rows: Array, at: Int[np.ndarray, "n"] | None, to: Any) -> Array:
-    """Starts a copy and returns at once; it follows what made the rows."""
-    return jax.device_put(rows if at is None else _some(rows, at), to)
+class _Sender:
+    """A jax device with rows that others get. `device` is where others send rows to."""
+
+    def __init__(self, device: Any, width: int, dtype: Any) -> None:
+        self.device, self._width, self._dtype = device, width, dtype
+
+    def sent(self, rows: Array, at: Int[np.ndarray, "n"] | None, to: Any) -> Array:
+        """Starts a copy of some rows of an array of this device, None: all, to another one, and
+        returns at once; it follows what made the rows.
+        """
+        return jax.device_put(rows if at is None else _some(rows, at), to)
+
+    def blank(self, count: int) -> Array:
+        """Returns so many rows without content, as they come from others."""
+        return jax.device_put(np.zeros((count, self._width), self._dtype), self.device)
 
 
-def _blank(like: Array, count: int, device: Any) -> Array:
-    return jax.device_put(np.zeros((count, like.shape[1]), like.dtype), device)
-
-
-class AttentionDevice:
+class AttentionDevice(_Sender):
     """A jax device and a model's weights, but for its experts: pages, slots, and rows between two
-    layers. Padding has a place past the last row. `device` is where others send rows to.
+    layers. Padding has a place past the last row.
     """
 
     def __init__(
@@ -206,7 +214,9 @@ class AttentionDevice:
         by way those that may be used later; `num_experts` logical ones of a layer, united ones
         included.
         """
-        self._params, self._state, self.device = params, state, device
+        width, picks, kind = cfg.d_model, cfg.experts_per_token, params["embed"].dtype
+        super().__init__(device, width, kind)
+        self._params, self._state = params, state
         self._programs = _programs_of(cfg)
         self._layers, kinds = [], cfg.attention_kinds
         for at, (layer, _) in enumerate(layers_of(cfg, params)):
@@ -217,7 +227,6 @@ class AttentionDevice:
         self._groups = self._of_layers(np.asarray(groups, np.int32))
         self._reachable: list[Array | None] = []
         self.reach(np.ones((len(groups), num_experts), bool))
-        width, picks, kind = cfg.d_model, cfg.experts_per_token, params["embed"].dtype
         empty = Store(
             jnp.zeros((num_rows, width), kind),
             jnp.zeros((num_rows, picks), jnp.float32),
@@ -326,14 +335,6 @@ class AttentionDevice:
         found = self._programs.score(self._params, self._store, places, following, jnp.asarray(top))
         return jax.device_get(found)
 
-    def sent(self, h: Array, at: Int[np.ndarray, "n"] | None, to: Any) -> Array:
-        """Copies some rows of an array of this device, None: all, to another one."""
-        return _sent(h, at, to)
-
-    def blank(self, count: int) -> Array:
-        """Returns so many parts without content, as they come from others."""
-        return _blank(self._store.x, count, self.device)
-
 
 @partial(jax.jit, static_argnames=("max_active", "activation"))
 def _compute(
@@ -350,7 +351,7 @@ def _compute(
     return expert_stage(pool, store[rows], expert_ids, slots, **given)
 
 
-class ExpertDevice:
+class ExpertDevice(_Sender):
     """A jax device and its part of a model's experts, and the newest rows by number."""
 
     def __init__(
@@ -367,7 +368,8 @@ class ExpertDevice:
         -1: they are elsewhere. `rows` is the shape of all attention workers' rows. `united` experts
         are by way and MoE layer; those of the first way are loaded.
         """
-        self._pool, self.device, self._united = pool, device, united
+        super().__init__(device, rows[1], pool.dtype)
+        self._pool, self._united = pool, united
         self._activation = activation
         self.ways = tuple(united)
         self._way = self.ways[0] if self.ways else 0
@@ -395,14 +397,6 @@ class ExpertDevice:
         slots, most = self._slots[layer], self._max_active
         given: dict[str, Any] = {"max_active": most, "activation": self._activation}
         return _compute(self._pool, self._store, slots, rows, expert_ids, **given)
-
-    def sent(self, parts: Array, at: Int[np.ndarray, "n"] | None, to: Any) -> Array:
-        """Copies rows as AttentionDevice does."""
-        return _sent(parts, at, to)
-
-    def blank(self, count: int) -> Array:
-        """Returns rows without content, as AttentionDevice returns parts."""
-        return _blank(self._store, count, self.device)
 
 
 def warm_copies(device: AttentionDevice | ExpertDevice, rows: Any, size: int, to: Any) -> None:
