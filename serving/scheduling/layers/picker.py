@@ -26,20 +26,11 @@ from serving.settings import plugins
 
 @dataclass(frozen=True)
 class Waiting:
-    """How long rows may wait for others. Raises ValueError for contradictory values."""
+    """How long rows may wait for others."""
 
     min_batch: int = 1  # rows below which a queue is left alone for a while
     max_wait_s: float = 0.0  # that while, from its oldest row on
     max_age_s: float = 0.25  # from which on a queue goes before all that are younger
-
-    def __post_init__(self) -> None:
-        """Checks the values."""
-        if self.min_batch < 1:
-            raise ValueError(f"min_batch is {self.min_batch}; it must be 1 or more")
-        if not 0 <= self.max_wait_s < math.inf:
-            raise ValueError(f"max_wait_s is {self.max_wait_s}; it must be finite and 0 or more")
-        if not self.max_age_s > 0:  # written so that NaN fails
-            raise ValueError(f"max_age_s is {self.max_age_s}; it must be above 0")
 
 
 class LayerPicker:
@@ -54,11 +45,7 @@ class LayerPicker:
             rule: one of `rules.py`, or a user's own.
             waiting: how long rows may wait; None: not for a batch.
             use_numba: None: where it is installed. A rule of a user's own is never compiled.
-
-        Raises ValueError where numba is asked for and not there.
         """
-        if use_numba and not compiled.AVAILABLE:
-            raise ValueError("numba is not installed; the extra `aep` has it")
         self.rule, self.waiting = rule, waiting or Waiting()
         self._number = getattr(rule, "number", None) if type(rule) in RULES.values() else None
         self._compiled = (
@@ -88,23 +75,15 @@ class LayerPicker:
         along.
 
         Args:
-            counts: rows in each queue, int64; another integer type is converted, which costs time.
+            counts: rows in each queue, int64.
             oldest: float64, seconds of the worker's clock at which the oldest row in each queue
                 came; of an empty one it means nothing.
             now: seconds of that clock.
             urgent: latency-sensitive rows in each queue, a part of `counts`; None: no classes.
             more_may_come: False where every row that could still come is in a queue already.
-
-        Raises ValueError for arrays that differ in shape.
         """
-        if counts.shape != oldest.shape or (urgent is not None and urgent.shape != counts.shape):
-            shapes = [None if a is None else a.shape for a in (counts, oldest, urgent)]
-            raise ValueError(f"counts, oldest, urgent have shapes {shapes}; they must be alike")
         if not self._compiled:
             return self._pick(counts, oldest, now, urgent, more_may_come)
-        if counts.dtype != np.int64 or (urgent is not None and urgent.dtype != np.int64):
-            counts = counts.astype(np.int64)
-            urgent = None if urgent is None else urgent.astype(np.int64)
         flat = compiled.decide(
             self._number,
             self.rule.weights,  # pyright: ignore[reportAttributeAccessIssue]
@@ -153,7 +132,7 @@ class LayerPicker:
             return None
         if urgent is not None and (may_run & (urgent > 0)).any():
             counts, may_run = urgent, may_run & (urgent > 0)
-        return self._choose(counts.astype(np.int64), may_run, now)
+        return self._choose(counts, may_run, now)
 
     def _choose(
         self,

@@ -87,11 +87,7 @@ class Defragging:
     number = DEFRAG
 
     def __init__(self, lookahead: int = 4, decay: float = 0.8) -> None:
-        """K of 0 or more, decay between 0 and 1. Raises ValueError for others."""
-        if lookahead < 0:
-            raise ValueError(f"lookahead is {lookahead}; it must be 0 or more")
-        if not 0 <= decay <= 1:
-            raise ValueError(f"decay is {decay}; it must be between 0 and 1")
+        """K is 0 or more, the decay between 0 and 1."""
         self.weights: Float[np.ndarray, "K"] = np.array(
             [decay**k for k in range(1, lookahead + 1)], np.float64
         )
