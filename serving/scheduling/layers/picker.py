@@ -17,10 +17,9 @@ import operator
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Bool, Float, Int
 
 from serving.scheduling.layers import compiled
-from serving.scheduling.layers.rules import RULES, Defragging, Rule
+from serving.scheduling.layers.rules import RULES, Defragging, MayRun, Rows, Rule, Since
 from serving.settings import plugins
 
 
@@ -59,11 +58,11 @@ class LayerPicker:
 
     def pick(
         self,
-        counts: Int[np.ndarray, "layers groups"],
-        oldest: Float[np.ndarray, "layers groups"],
+        counts: Rows,
+        oldest: Since,
         now: float,
         *,
-        urgent: Int[np.ndarray, "layers groups"] | None = None,
+        urgent: Rows | None = None,
         more_may_come: bool = True,
     ) -> tuple[int, int] | None:
         """Returns the (layer, group) whose queue is to run now; None: none is, before `wake_at`.
@@ -97,9 +96,7 @@ class LayerPicker:
         )
         return None if flat < 0 else divmod(flat, counts.shape[1])
 
-    def wake_at(
-        self, counts: Int[np.ndarray, "layers groups"], oldest: Float[np.ndarray, "layers groups"]
-    ) -> float:
+    def wake_at(self, counts: Rows, oldest: Since) -> float:
         """Returns when to ask `pick` again after None if nothing comes; seconds of the clock.
 
         Infinite where all queues are empty. At this very time `pick` gives a queue: both add up
@@ -112,10 +109,10 @@ class LayerPicker:
 
     def _pick(
         self,
-        counts: Int[np.ndarray, "layers groups"],
-        oldest: Float[np.ndarray, "layers groups"],
+        counts: Rows,
+        oldest: Since,
         now: float,
-        urgent: Int[np.ndarray, "layers groups"] | None,
+        urgent: Rows | None,
         more_may_come: bool,
     ) -> tuple[int, int] | None:
         filled = counts > 0
@@ -134,12 +131,7 @@ class LayerPicker:
             counts, may_run = urgent, may_run & (urgent > 0)
         return self._choose(counts, may_run, now)
 
-    def _choose(
-        self,
-        counts: Int[np.ndarray, "layers groups"],
-        may_run: Bool[np.ndarray, "layers groups"],
-        now: float,
-    ) -> tuple[int, int]:
+    def _choose(self, counts: Rows, may_run: MayRun, now: float) -> tuple[int, int]:
         if self._number is not None:
             chosen = self.rule.choose(counts, may_run, now)
             assert chosen is not None
@@ -160,9 +152,7 @@ class LayerPicker:
         )
 
 
-def _checked(
-    chosen: tuple[int, int], may_run: Bool[np.ndarray, "layers groups"]
-) -> tuple[int, int]:
+def _checked(chosen: tuple[int, int], may_run: MayRun) -> tuple[int, int]:
     layer, group = map(operator.index, chosen)
     if not (0 <= layer < may_run.shape[0] and 0 <= group < may_run.shape[1]):
         raise ValueError(f"it chose {chosen!r} of {may_run.shape[0]} layers x {may_run.shape[1]}")
