@@ -127,8 +127,8 @@ class AttentionWorker:
         self._moe = np.cumsum(moe_layers) - 1
         self._hosts, self._alive = hosts, np.ones(hosts.shape[-1], bool)
         self._find_owners()
-        self._experts, self._send, self._picker = list(experts), send, picker
-        self.queues = MicroQueues(self._num_layers + 1, 2)
+        self._experts, self._send = list(experts), send
+        self.queues = MicroQueues(self._num_layers + 1, 2, picker)
         self._unit_of: dict[int, Unit] = {}  # by the first of its places
         self._first = np.full(numbers.per_worker, FREE)  # of each place's unit
         num_expert_workers = hosts.shape[-1]
@@ -236,17 +236,11 @@ class AttentionWorker:
             self._first[unit.places] = FREE
             del self._unit_of[int(unit.places[0])]
 
-    def wake_at(self) -> float:
-        """Returns when to call `advance` again after None if nothing comes; seconds
-        of the clock.
-        """
-        return self._picker.wake_at(self.queues.counts, self.queues.oldest)
-
     def advance(self, now: float) -> list[Result] | None:
         """Runs a stage if the picker says so; returns the results of units that left with it, None
         where none ran.
         """
-        chosen = self.queues.pick(self._picker, now)
+        chosen = self.queues.pick(now)
         if chosen is None:
             return None
         layer, group = chosen
@@ -503,7 +497,7 @@ class AttentionWorker:
         """Runs each program that may be needed once, on padding, at every size; `part_sizes` are
         those of parts that come.
         """
-        self.queues.warm(self._picker)
+        self.queues.warm()
         nowhere = self.numbers.per_worker
         for group, sizes in self._buckets.items():
             for size in sizes:

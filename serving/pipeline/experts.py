@@ -48,8 +48,8 @@ class ExpertWorker:
             max_visits: in one stage, unless more came at once.
         """
         self.device, self.numbers, self.number = device, numbers, number
-        self.queues = MicroQueues(num_layers, 1)
-        self._attention, self._send, self._picker = list(attention), send, picker
+        self.queues = MicroQueues(num_layers, 1, picker)
+        self._attention, self._send = list(attention), send
         self._max_visits = max_visits
         self.stages = 0
         self.newest = 0, 0  # layer and rows of the newest stage
@@ -78,15 +78,9 @@ class ExpertWorker:
             case WorkerDown(kind, number) if kind == ATTENTION:
                 self.queues.drop(lambda what: self.numbers.owner(what[0][0]) == number)
 
-    def wake_at(self) -> float:
-        """Returns when to call `advance` again after None if nothing comes; seconds
-        of the clock.
-        """
-        return self._picker.wake_at(self.queues.counts, self.queues.oldest)
-
     def advance(self, now: float) -> list[Result] | None:
         """Runs a stage, if the picker says so. Nothing leaves a model here; None where none ran."""
-        chosen = self.queues.pick(self._picker, now)
+        chosen = self.queues.pick(now)
         if chosen is None:
             return None
         layer, group = chosen
@@ -116,7 +110,7 @@ class ExpertWorker:
 
     def warm(self, row_sizes: Sequence[int]) -> None:
         """Compiles as AttentionWorker does; `row_sizes` are those of rows that come."""
-        self.queues.warm(self._picker)
+        self.queues.warm()
         for way in reversed(self.device.ways):  # ends with the one to start with
             self.device.use_way(way)
         for size in row_sizes:

@@ -139,7 +139,7 @@ def test_what_does_not_fit_is_refused(models):
 
 
 def test_queues_say_what_waits_and_for_how_long():
-    queues = MicroQueues(3, 2)
+    queues = MicroQueues(3, 2, make_picker("mtfs"))
     for at, (rows, urgent) in enumerate([(4, 0), (2, 2), (5, 1)]):
         queues.put(1, 0, [Entry(rows, urgent, float(at), at)])
     assert queues.counts.tolist() == [[0, 0], [11, 0], [0, 0]]
