@@ -1,15 +1,33 @@
 """Memory that is left, of a device and of the host."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+
+class DeviceMemory(NamedTuple):
+    """Memory of one device, in bytes."""
+
+    limit: int  # that XLA may take
+    in_use: int  # weights, and whatever else lies there
+
+    @property
+    def free(self) -> int:
+        """What XLA may still take."""
+        return self.limit - self.in_use
+
+
+def device_memory(device: Any) -> DeviceMemory | None:
+    """Returns what a `jax.Device` reports about its memory; None where it reports nothing."""
+    stats = device.memory_stats()
+    if not stats or "bytes_limit" not in stats:
+        return None
+    return DeviceMemory(stats["bytes_limit"], stats.get("bytes_in_use", 0))
 
 
 def free_device_bytes(device: Any) -> int | None:
     """Returns the bytes of a `jax.Device` that XLA may still take; None where it does not say."""
-    stats = device.memory_stats()
-    if not stats or "bytes_limit" not in stats:
-        return None
-    return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
+    memory = device_memory(device)
+    return None if memory is None else memory.free
 
 
 def free_host_bytes() -> int | None:

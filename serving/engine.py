@@ -916,7 +916,7 @@ class Engine:
             token, logprob = result.tokens[at], result.logprobs[at]
             try:
                 top = result.top(at, request.sampling.top_logprobs)
-                output = sequence.accept_checked(token, logprob, self._visits_per_token, top)
+                output = sequence.accept(token, logprob, self._visits_per_token, top)
             except ServingError as error:
                 self._end(sequence, error)
                 continue

@@ -145,10 +145,6 @@ class Lost:
         if reason:
             threading.Thread(target=tell, args=(reason,), daemon=True).start()
 
-    def wait(self, timeout_s: float) -> bool:
-        """Returns whether there is a reason, now or within a time."""
-        return self._said.wait(timeout_s)
-
     def named[T](self, call: Callable[[], T]) -> T:
         """Returns what `call` returns. Raises PeerLost where it fails since a process is gone.
 
@@ -157,7 +153,7 @@ class Lost:
         try:
             return call()
         except Exception as error:
-            if isinstance(error, ValueError) or not self.wait(NAMED_WITHIN_S):
+            if isinstance(error, ValueError) or not self._said.wait(NAMED_WITHIN_S):
                 raise  # bad input is bad in every process
             raise PeerLost(self.reason) from None
 

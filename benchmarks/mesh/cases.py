@@ -12,7 +12,8 @@ from benchmarks.mesh.core import UNLIMITED, Picker
 from benchmarks.mesh.rates import A100, H200
 from benchmarks.mesh.routing import Routing, draw_routing, exponential, place, zipf
 from jmoe.parallel.asynchronous import DEFAULT_OVERHEADS, ON_TIME, Late, Overheads, collective_s
-from jmoe.parallel.stage_times import Device, Geometry, StageTimes, roofline, sequences_that_fit
+from jmoe.parallel.cost import Machine
+from jmoe.parallel.stage_times import Geometry, StageTimes, roofline, sequences_that_fit
 from serving.cli.info import load_model_config
 from serving.scheduling.layers.rules import Defragging
 
@@ -40,7 +41,7 @@ class Case:
     same: bool  # the same experts are busy in every layer
     context: float = 256.0  # tokens of KV a row
     law: str = "zipf"
-    device: Device = H200
+    device: Machine = H200
     multi_query: bool = False  # one head of keys and values, as in the paper's evaluation
     late: Late = ON_TIME
 

@@ -12,7 +12,7 @@ import yaml
 
 from benchmarks.harness.store import markdown
 from jmoe.config import from_hf
-from jmoe.parallel.cost import LOOP_S, break_even, layer_s, replicas_that_gain
+from jmoe.parallel.cost import LOOP_S, MeshStep
 
 MODEL = Path(__file__).parents[2] / "configs" / "models" / "qwen3-235b-a22b.yaml"
 DEVICES, DTYPE_BYTES, PER_PAIR = 8, 2, 2
@@ -27,15 +27,12 @@ def rows(_: bool) -> list[dict[str, Any]]:
     cfg = from_hf(yaml.safe_load(MODEL.read_text(encoding="utf-8")))
     found = []
     for tokens in TOKENS:
-        given = cfg, DEVICES, tokens // DEVICES, DTYPE_BYTES
-        fit = replicas_that_gain(*given, PER_PAIR)[0]
+        fit = MeshStep(cfg, DEVICES, tokens // DEVICES, DTYPE_BYTES).replicas_that_gain(PER_PAIR)[0]
         for form, loop_s in FORMS.items():
-            copying_s = layer_s(*given, fit, loop_s=loop_s)
-            gains = [
-                1e3 * (layer_s(*given, imbalance=one, loop_s=loop_s) - copying_s)
-                for one in IMBALANCES
-            ]
-            even = break_even(*given, fit, loop_s=loop_s)
+            step = MeshStep(cfg, DEVICES, tokens // DEVICES, DTYPE_BYTES, loop_s=loop_s)
+            copying_s = step.layer_s(fit)
+            gains = [1e3 * (step.layer_s(imbalance=one) - copying_s) for one in IMBALANCES]
+            even = step.break_even(fit)
             shared = {"tokens": tokens, "copies": fit.num_replicas, "form": form}
             found.append(shared | {"break_even": even, "gain_ms": gains})
     return found

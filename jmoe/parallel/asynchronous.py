@@ -28,10 +28,8 @@ from jaxtyping import Float
 
 from jmoe.config import ModelConfig
 from jmoe.display import seconds
+from jmoe.parallel.cost import H200, NODE, Machine
 from jmoe.parallel.stage_times import (
-    H200,
-    NODE,
-    Device,
     Geometry,
     StageTimes,
     measured,
@@ -125,7 +123,7 @@ class Deployment:
     num_devices: int
     in_flight: int
     times: StageTimes = field(repr=False)  # of up to `in_flight` rows
-    device: Device = H200
+    device: Machine = H200
     context: float = 256.0  # tokens of KV a sequence
     overheads: Overheads = DEFAULT_OVERHEADS
     imbalance: float = 1.0  # of a layer, mean over layers
@@ -162,7 +160,7 @@ class Deployment:
         in_flight: int,
         dtype_bytes: int = 2,
         *,
-        device: Device = H200,
+        device: Machine = H200,
         context: float = 256.0,
         stage_times: Path | None = None,
         overheads: Overheads = DEFAULT_OVERHEADS,
@@ -219,9 +217,6 @@ class Advice(NamedTuple):
     """Which way to use, and why. Seconds and tokens a second are forecasts."""
 
     forecast: Forecast  # of the split that is taken
-    stage_s: tuple[float, float]  # attention and experts, of all that a worker has
-    host_s: tuple[float, float]  # of a stage
-    tokens_per_s: float
     synchronous_tokens_per_s: float
     copies_tokens_per_s: float  # synchronous with copies of busy experts (Libra)
     ratio: float  # asynchronous over the better one of the two
@@ -417,9 +412,6 @@ def advise(deployment: Deployment) -> Advice:
         reason = f"{split}{of} would make {rates}"
     return Advice(
         best,
-        (best.whole_attention_s, best.whole_experts_s),
-        (over.attention_host_s, over.expert_host_s),
-        best.tokens_per_s,
         plain,
         copied,
         ratio,

@@ -5,8 +5,8 @@ of its own, the same number everywhere; all of them, in the order of devices, ar
 travel to every device in one all-gather, each device computes the visits that fall to it, and a
 reduce-scatter brings a row's parts home (Libra, section 3.1).
 
-Where that gains (`cost.saved_by_halves`) rows travel in two halves, every second row each: the
-second one comes under visits of the first, whose sums leave under visits of the second.
+Where that gains (`cost.MeshStep.saved_by_halves`) rows travel in two halves, every second row each:
+the second one comes under visits of the first, whose sums leave under visits of the second.
 
 A device's part of the visits varies, up to all of them; arrays of rows sorted for experts have room
 for `cost.OVER` times the mean, and the rows that are over wait for further passes (`in_passes`).
@@ -164,7 +164,7 @@ def in_halves(cfg: ModelConfig, h: Float[Array, "T d"], num_devices: int) -> boo
     """
     if backend() == "cpu" or len(h) % 2:
         return False
-    return cost.saved_by_halves(cfg, num_devices, len(h), h.dtype.itemsize) > 0
+    return cost.MeshStep(cfg, num_devices, len(h), h.dtype.itemsize).saved_by_halves() > 0
 
 
 def visits_of_pass(cfg: ModelConfig, h: Float[Array, "T d"], num_rows: int) -> int | None:
@@ -173,7 +173,8 @@ def visits_of_pass(cfg: ModelConfig, h: Float[Array, "T d"], num_rows: int) -> i
     nothing.
     """
     sizes = num_rows // len(h), len(h), h.dtype.itemsize
-    return cost.visits_of_pass(cfg, *sizes, loop_s=0.0 if backend() == "cpu" else cost.LOOP_S)
+    loop_s = 0.0 if backend() == "cpu" else cost.LOOP_S
+    return cost.MeshStep(cfg, *sizes, loop_s=loop_s).visits_of_pass()
 
 
 def in_passes(

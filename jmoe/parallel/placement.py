@@ -70,67 +70,14 @@ def contiguous(
     routed = _ranges(num_experts - num_united, num_devices)
     united = num_devices - 1 - np.arange(num_united) % num_devices
     device = np.concatenate([routed, united])
-    return from_devices(np.tile(device, (num_layers, 1)), num_devices, spare=spare)
+    hosts = device[:, None] == np.arange(num_devices)
+    return from_hosts(np.tile(hosts, (num_layers, 1, 1)), spare=spare)
 
 
 def _ranges(num_experts: int, num_devices: int) -> np.ndarray:
     """Returns the device of each expert, int [num_experts], ascending."""
     short, longer = divmod(num_experts, num_devices)
     return np.repeat(np.arange(num_devices), short + (np.arange(num_devices) < longer))
-
-
-def random(
-    num_layers: int, num_experts: int, num_devices: int, *, seed: int, spare: int = 0
-) -> Placement:
-    """Draws as many experts a device as `contiguous` gives it, anew for each layer.
-
-    Raises ValueError as `slots_per_layer` does.
-    """
-    slots_per_layer(num_experts, num_devices, spare)
-    rng = np.random.default_rng(seed)
-    device = np.arange(num_experts) % num_devices
-    layers = [rng.permutation(device) for _ in range(num_layers)]
-    return from_devices(np.stack(layers), num_devices, spare=spare)
-
-
-def by_load(load: ArrayLike, num_devices: int, *, spare: int = 0) -> Placement:
-    """Places experts by past load: the largest first, each on the device with least load.
-
-    Only devices that still have a slot that is not spare count; ties go to the lower number.
-
-    Args:
-        load: [L, E], visits or any other measure, 0 or more.
-        num_devices: D.
-        spare: slots of each layer that stay empty.
-
-    Raises ValueError for a load that is negative or no number, and as `slots_per_layer` does.
-    """
-    load = np.asarray(load, np.float64)
-    if load.ndim != 2 or not np.isfinite(load).all() or load.min(initial=0) < 0:
-        raise ValueError(f"load must be [layers, experts], finite and 0 or more; got {load}")
-    capacity = slots_per_layer(load.shape[1], num_devices, 0)
-    slots_per_layer(load.shape[1], num_devices, spare)
-    device = np.zeros(load.shape, np.int64)
-    for layer, loads in enumerate(load):
-        total, count = np.zeros(num_devices), np.zeros(num_devices, np.int64)
-        for expert in np.argsort(-loads, kind="stable"):
-            to = int(np.argmin(np.where(count < capacity, total, np.inf)))
-            device[layer, expert] = to
-            total[to] += loads[expert]
-            count[to] += 1
-    return from_devices(device, num_devices, spare=spare)
-
-
-def from_devices(device: ArrayLike, num_devices: int, *, spare: int = 0) -> Placement:
-    """Places every expert on one device: `device` is int [L, E].
-
-    Raises ValueError for a device that the mesh has not, and as `from_hosts` does.
-    """
-    array = np.asarray(device)
-    if array.min(initial=0) < 0 or array.max(initial=0) >= num_devices:
-        bad = array[(array < 0) | (array >= num_devices)].flat[0]
-        raise ValueError(f"device {bad} is not in the mesh; devices are 0 to {num_devices - 1}")
-    return from_hosts(array[..., None] == np.arange(num_devices), spare=spare)
 
 
 def from_hosts(hosts: ArrayLike, *, spare: int = 0) -> Placement:
@@ -229,7 +176,6 @@ def check_room(
     num_experts: int,
     num_devices: int,
     num_slots: int,
-    num_replicas: int = 0,
     spare: int = 0,
 ) -> None:
     """Raises ValueError where a device's memory is too small for its part, before weights load.
@@ -238,11 +184,10 @@ def check_room(
         num_layers: MoE layers L.
         num_experts: E, united ones included.
         num_devices: D.
-        num_slots: experts that fit a device, pool and replica arrays together.
-        num_replicas: N, replicas a layer and device; two layers' replicas are held at once.
+        num_slots: experts that fit a device.
         spare: slots of each layer beside a device's part of the experts.
 
-    The message names the smallest mesh, or the most replicas, that would work.
+    The message names the smallest mesh that would work.
     """
     home = num_layers * slots_per_layer(num_experts, num_devices, spare)
     if home > num_slots:
@@ -256,12 +201,6 @@ def check_room(
         raise ValueError(
             f"a mesh of {num_devices} devices is too small: each would hold {home} experts and has "
             f"room for {num_slots}; {smallest} devices are enough"
-        )
-    fit = (num_slots - home) // 2
-    if num_replicas > fit:
-        raise ValueError(
-            f"num_replicas is {num_replicas}; beside {home} experts of its own a device has room "
-            f"for {num_slots - home}, half of them for each of two layers: {fit} would fit"
         )
 
 

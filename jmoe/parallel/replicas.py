@@ -76,6 +76,34 @@ class Replicas(NamedTuple):
             jnp.zeros((devices, experts), jnp.int32),
         )
 
+    @classmethod
+    def leaving(
+        cls, pool: Pool, table: ExpertTable, expected: Int[Array, "D E"], replication: Replication
+    ) -> "Replicas":
+        """Chooses a layer's copies, before they travel: `pool` has what this device sends, by
+        receiver, P for each, used or not. `table` is the layer's.
+
+        A device's place for an expert follows from its sender and from its order among those that
+        it sends here.
+        """
+        num_replicas, per_pair, alpha = replication
+        assert table.hosts is not None
+        wanted = plan_replicas(
+            expected, table.hosts, num_replicas=num_replicas, per_pair=per_pair, alpha=alpha
+        )
+        sent, device = senders(wanted, home_of(table.hosts), per_pair), lax.axis_index(AXIS)
+        own = jnp.maximum(table.slots[jnp.maximum(sent[device], 0).reshape(-1)], 0)
+        received = sent[:, device].reshape(-1)
+        num_experts = wanted.shape[0]
+        at = jnp.where(received >= 0, received, num_experts)  # out of range: dropped
+        places = jnp.arange(received.shape[0], dtype=jnp.int32)
+        slots = jnp.full((num_experts,), -1, jnp.int32).at[at].set(places, mode="drop")
+        return cls(pool.read(own), slots, wanted, expected)
+
+    def arrived(self) -> "Replicas":
+        """Exchanges the experts of `leaving`, array by array."""
+        return self._replace(pool=exchanged(self.pool))
+
 
 class _Choices(NamedTuple):
     """What the routers chose for the rows of all devices."""
@@ -123,43 +151,6 @@ def senders(
     at = goes[..., None] & (order[..., None] == places[None, None, None, :])
     ids = jnp.arange(1, wanted.shape[0] + 1, dtype=jnp.int32)
     return jnp.sum(jnp.where(at, ids[:, None, None, None], 0), axis=0, dtype=jnp.int32) - 1
-
-
-class Outgoing(NamedTuple):
-    """Copies of one layer's experts that are about to travel."""
-
-    pool: Pool  # what this device sends: by receiver, P for each, used or not
-    slots: Int[Array, "E"]  # as in `Replicas`, and so are the others
-    held: Bool[Array, "E D"]
-    expected: Int[Array, "D E"]
-
-    @classmethod
-    def of(
-        cls,
-        pool: Pool,
-        table: ExpertTable,
-        wanted: Bool[Array, "E D"],
-        expected: Int[Array, "D E"],
-        per_pair: int,
-    ) -> "Outgoing":
-        """Returns the experts for the devices that want them. `table` is one layer's.
-
-        A device's place for an expert follows from its sender and from its order among those that
-        it sends here.
-        """
-        assert table.hosts is not None
-        sent, device = senders(wanted, home_of(table.hosts), per_pair), lax.axis_index(AXIS)
-        own = jnp.maximum(table.slots[jnp.maximum(sent[device], 0).reshape(-1)], 0)
-        received = sent[:, device].reshape(-1)
-        num_experts = wanted.shape[0]
-        at = jnp.where(received >= 0, received, num_experts)  # out of range: dropped
-        places = jnp.arange(received.shape[0], dtype=jnp.int32)
-        slots = jnp.full((num_experts,), -1, jnp.int32).at[at].set(places, mode="drop")
-        return cls(pool.read(own), slots, wanted, expected)
-
-    def sent(self) -> Replicas:
-        """Exchanges the experts, array by array, and returns them as replicas."""
-        return Replicas(exchanged(self.pool), *self[1:])
 
 
 class Copying(NamedTuple):
@@ -213,7 +204,7 @@ class Copying(NamedTuple):
         if rows.next_ids is not None and self.next_table is not None:
             # By visits, whatever is kept: a guess is not worth sending weights for.
             expected = counted(rows.next_ids, None, self.next_table.groups)[1]
-            outgoing = _choose(pool, self.next_table, expected, self.replication)
+            outgoing = Replicas.leaving(pool, self.next_table, expected, self.replication)
         where = _Held(pool, table.slots, replicas, room_of(cfg, pool, max_active), cfg.activation)
         # What a transfer is to be hidden by is tied to its end, and the next one's beginning to
         # that: rows travel under own rows' visits, copies under the others', and the sum goes home
@@ -225,7 +216,7 @@ class Copying(NamedTuple):
             others,
             visits_of_pass(cfg, h, len(all_h)),
         )
-        arriving = None if outgoing is None else outgoing.sent()
+        arriving = None if outgoing is None else outgoing.arrived()
         parts, arriving = lax.optimization_barrier((parts, arriving))
         out = out + lax.psum_scatter(parts, AXIS, tiled=True)
         degraded = own_degraded(plan, me, num_rows)
@@ -243,18 +234,6 @@ class Copying(NamedTuple):
         if isinstance(self.next_layer, Probe):
             return self.next_layer.logits(x), {}
         return router(cfg, self.next_layer, x)[1], self.next_layer
-
-
-def _choose(
-    pool: Pool, table: ExpertTable, expected: Int[Array, "D E"], replication: Replication
-) -> Outgoing:
-    """Chooses the next layer's copies, and puts those together that leave this device."""
-    num_replicas, per_pair, alpha = replication
-    assert table.hosts is not None
-    wanted = plan_replicas(
-        expected, table.hosts, num_replicas=num_replicas, per_pair=per_pair, alpha=alpha
-    )
-    return Outgoing.of(pool, table, wanted, expected, per_pair)
 
 
 def _balance(counts: Int[Array, "D E"], replicas: Replicas | None) -> Balance:

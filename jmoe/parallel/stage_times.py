@@ -15,42 +15,7 @@ import numpy as np
 from jaxtyping import Float
 
 from jmoe.config import ModelConfig
-from jmoe.parallel import cost
-
-NODE = 8  # devices that share NVLink
-NIC_BYTES_PER_S = 45e9
-"""Of a device between nodes, in one direction. An assumption: DeepEP reports 43 to 47 GB/s over
-cards of 400 Gb/s, whose line rate is 50."""
-
-
-class Device(NamedTuple):
-    """Rates of a device; links in one direction."""
-
-    name: str
-    flops_per_s: float
-    memory_bytes_per_s: float
-    link_bytes_per_s: float  # inside a node of eight
-    nic_bytes_per_s: float  # between nodes
-    memory_bytes: float
-    fixed_s: float  # of a stage on the device: kernels' starts and ends
-
-    def bandwidth(self, num_devices: int) -> float:
-        """Returns the bytes a second of a device's traffic, spread evenly over all others."""
-        outside = max(num_devices - NODE, 0) / max(num_devices - 1, 1)
-        return 1 / ((1 - outside) / self.link_bytes_per_s + outside / self.nic_bytes_per_s)
-
-
-H200 = Device(
-    "H200",
-    cost.H200.flops_per_s,
-    cost.H200.memory_bytes_per_s,
-    cost.H200.link_bytes_per_s,
-    NIC_BYTES_PER_S,
-    0.9 * 141e9,
-    20e-6,
-)
-"""`jmoe.parallel.cost.H200` has the rates and where they come from. A stage's fixed time: some 20
-launches at 1 us (docs/kernels.md counts 19 to 26 a layer); reckoned, not measured."""
+from jmoe.parallel.cost import Machine
 
 
 @dataclass(frozen=True)
@@ -119,7 +84,7 @@ class StageTimes(NamedTuple):
         return np.where(visits > 0, self.fixed_s + np.maximum(products, reads), 0.0)
 
 
-def roofline(device: Device, geometry: Geometry, max_rows: int, context: float) -> StageTimes:
+def roofline(device: Machine, geometry: Geometry, max_rows: int, context: float) -> StageTimes:
     """Returns the times of up to `max_rows` rows with `context` tokens of KV each."""
     rows = np.arange(max_rows + 1)
     flops, memory, size = device.flops_per_s, device.memory_bytes_per_s, geometry.element_bytes
@@ -178,7 +143,7 @@ def _lines(points: dict[str, Any], key: str, at: np.ndarray) -> np.ndarray:
 
 
 def sequences_that_fit(
-    device: Device, geometry: Geometry, context: float, attention_devices: int, expert_devices: int
+    device: Machine, geometry: Geometry, context: float, attention_devices: int, expert_devices: int
 ) -> int:
     """Returns how many sequences' KV fits beside the weights; no `expert_devices`: all devices hold
     both.

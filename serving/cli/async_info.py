@@ -98,7 +98,7 @@ def asynchronous_section(
     """
     from jmoe.display import seconds
     from jmoe.parallel.asynchronous import ON_TIME, Deployment, Overheads, advise, forecasts
-    from jmoe.parallel.stage_times import H200
+    from jmoe.parallel.cost import H200
 
     given = {} if host_us is None else dict.fromkeys(HOSTS, 1e-6 * host_us)
     _check(num_devices, in_flight, context, imbalance, host_us)
@@ -117,18 +117,20 @@ def asynchronous_section(
     )
     factor, share = deployment.late
     lateness = f"{100 * share:.3g} % of stages take {factor:.3g} times as long"
-    found = advise(deployment)
-    every = forecasts(deployment) if num_devices <= MOST_SPLITS else [found.forecast]
-    whole = [seconds(stage_s) for stage_s in found.stage_s]
+    found, over = advise(deployment), deployment.overheads
+    best = found.forecast
+    every = forecasts(deployment) if num_devices <= MOST_SPLITS else [best]
+    whole = map(seconds, (best.whole_attention_s, best.whole_experts_s))
+    hosts_s = over.attention_host_s, over.expert_host_s
     source = "by a roofline" if stage_times is None else f"from {stage_times}"
     heading = f"Asynchronous expert parallelism, {num_devices} devices, {in_flight:,} in flight, "
     return (
         f"{heading}{context:g} tokens of KV each, {DTYPE}, stage times {source}, a forecast",
         [
             *((f"{_split(one)}, attention + experts", _forecast(one)) for one in every),
-            (f"stages of whole batches, {_split(found.forecast)}", " and ".join(whole)),
-            ("host of a stage", _hosts(found.host_s, given=bool(given))),
-            ("rows travel at", f"{1e-9 * deployment.overheads.bytes_per_s:g} GB/s, as built"),
+            (f"stages of whole batches, {_split(best)}", " and ".join(whole)),
+            ("host of a stage", _hosts(hosts_s, given=bool(given))),
+            ("rows travel at", f"{1e-9 * over.bytes_per_s:g} GB/s, as built"),
             ("late", f"{lateness}, by {late}" if late else "none"),
             ("synchronous", f"{found.synchronous_tokens_per_s:,.0f} tokens/s"),
             ("synchronous with copies", f"{found.copies_tokens_per_s:,.0f} tokens/s"),
@@ -186,5 +188,5 @@ def _forecast(found: "Forecast") -> str:
 
 
 def _asynchronous(found: "Advice") -> str:
-    rate = f"{found.tokens_per_s:,.0f} tokens/s, {found.ratio:.2f} times the better one"
+    rate = f"{found.forecast.tokens_per_s:,.0f} tokens/s, {found.ratio:.2f} times the better one"
     return f"{rate}, on {_split(found.forecast)}"

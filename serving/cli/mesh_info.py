@@ -148,11 +148,11 @@ def _beside(cfg: "ModelConfig", num_devices: int) -> tuple[int, int]:
     """Returns the bytes of layers without experts, which CUDA graphs have again, and of the rows of
     the largest step.
     """
-    from jmoe.parallel.cost import gathered_buffer_bytes
+    from jmoe.parallel.cost import MeshStep
 
     embeddings = cfg.vocab_size * cfg.d_model * (1 if cfg.tie_embeddings else 2)
     again = (num_parameters(cfg, 0) - embeddings) * DTYPE_BYTES
-    return again, gathered_buffer_bytes(cfg, num_devices, KV_BUCKET, DTYPE_BYTES)
+    return again, MeshStep(cfg, num_devices, KV_BUCKET, DTYPE_BYTES).gathered_buffer_bytes()
 
 
 def _left(cfg: "ModelConfig", num_devices: int, device_gb: float, weights: int) -> int:
@@ -218,33 +218,27 @@ def _steps(cfg: "ModelConfig", num_devices: int) -> list[tuple[str, str]]:
     hidden.
     """
     from jmoe.display import seconds, size
-    from jmoe.parallel.cost import (
-        H200,
-        best_replicas,
-        exchange_bytes,
-        expert_bytes,
-        replicas_that_fit,
-        replicas_that_gain,
-        saved_by_halves,
-    )
+    from jmoe.parallel.cost import MeshStep, expert_bytes
 
     sent, replicas = [], []
     for tokens in (DECODE_BUCKET, *PREFILL_BUCKETS):
-        gathered, scattered = exchange_bytes(cfg, num_devices, tokens, DTYPE_BYTES)
+        step = MeshStep(cfg, num_devices, tokens, DTYPE_BYTES)
+        gathered, scattered = step.exchange_bytes()
         text = f"{size(gathered)} by all-gather, {size(scattered)} by reduce-scatter"
-        if (saved_s := saved_by_halves(cfg, num_devices, tokens, DTYPE_BYTES, H200)) > 0:
+        if (saved_s := step.saved_by_halves()) > 0:
             text += f"; in halves, which takes {seconds(saved_s)} a layer less"
         sent.append((f"sent at {tokens:,} tokens a device", text))
     for tokens in PREFILL_BUCKETS:
-        fit = replicas_that_fit(cfg, num_devices, tokens, DTYPE_BYTES, PER_PAIR, H200)
+        step = MeshStep(cfg, num_devices, tokens, DTYPE_BYTES)
+        fit = step.replicas_that_fit(PER_PAIR)
         room = 2 * fit.num_replicas * expert_bytes(cfg, DTYPE_BYTES)
         takes = f" ({size(room)} for two layers)" if room else ""
         text = f"{fit.num_replicas}{takes}: {fit.reason}"
-        _, least = replicas_that_gain(cfg, num_devices, tokens, DTYPE_BYTES, PER_PAIR, H200)
+        _, least = step.replicas_that_gain(PER_PAIR)
         if math.isfinite(least):
             which = "they gain" if fit.num_replicas else "1 a pair gains"
             text += f"; {which} from an imbalance of {least:.2f} on"
-            best, least = best_replicas(cfg, num_devices, tokens, DTYPE_BYTES, PER_PAIR, H200)
+            best, least = step.best_replicas(PER_PAIR)
             if fit.num_replicas and best.per_pair != fit.per_pair:
                 text += f", the {best.num_replicas} of auto from {least:.2f}"
         replicas.append((f"replicas at {tokens:,} tokens a device", text))

@@ -196,10 +196,8 @@ class Followers:
             self._say_lost(f"the connections to the other processes failed: {reason}")
 
     def _say_lost(self, reason: str) -> None:
-        with self._changed:
-            if self._ending:
-                return
-            self._changed.notify_all()
+        if self._ending:
+            return
         self.lost.say(reason)
         with self._changed:
             self._changed.notify_all()

@@ -117,7 +117,7 @@ class _Sent:
     def frames(self) -> list[Buffer]:
         """Returns the frames, once rows are computed. Raises what their computation raised."""
         if not self._frames:
-            self._frames = [frame for part in self.parts for frame in to_frames(part)]
+            self._frames = _frames_of(self.parts)
             self.parts = []
         return self._frames
 
@@ -235,6 +235,10 @@ class _Link:
             return False
         self._to_say = 0
         return True
+
+
+def _frames_of(parts: Sequence[Part]) -> list[Buffer]:
+    return [frame for part in parts for frame in to_frames(part)]
 
 
 def _is_computed(part: Any) -> bool:
@@ -379,8 +383,7 @@ class Port:
         """
         socket = self._connected(address, 1)
         head = _HEAD.pack(_ANYBODY, self._incarnation, 0, 0, False)
-        parts = self._greetings.encode(message)
-        socket.send_multipart([head, *(frame for part in parts for frame in to_frames(part))])
+        socket.send_multipart([head, *_frames_of(self._greetings.encode(message))])
         socket.close(linger=GREETS_WITHIN_MS)
 
     def gone(self) -> list[str]:
@@ -403,11 +406,9 @@ class Port:
         head = _HEAD.pack(link.to, self._incarnation, 0, 0, False)
 
         def beat(message: Any) -> None:
-            parts = self._wire.encode(message)
+            frames = _frames_of(self._wire.encode(message))
             with suppress(zmq.Again):
-                socket.send_multipart(
-                    [head, *(frame for part in parts for frame in to_frames(part))], zmq.NOBLOCK
-                )
+                socket.send_multipart([head, *frames], zmq.NOBLOCK)
 
         return beat
 

@@ -181,6 +181,9 @@ class _Scalar:
 
 
 class _Array:
+    types: type | UnionType = np.ndarray
+    named = "an array of NumPy"
+
     def __init__(self, dtypes: Sequence[str], rank: int) -> None:
         self._dtypes, self._rank = frozenset(_DTYPES[name] for name in dtypes), rank
 
@@ -195,11 +198,8 @@ class _Array:
             raise WireError(f"it has {array.nbytes} bytes; an array has {MAX_ARRAY_BYTES} at most")
 
     def pack(self, value: Any, arrays: list[Part]) -> Any:
-        if not isinstance(value, np.ndarray):
-            raise WireError(f"it is {reprlib.repr(value)}; it must be an array of NumPy")
-        return self._described(value, arrays)
-
-    def _described(self, value: Any, arrays: list[Part]) -> Any:
+        if not isinstance(value, self.types):
+            raise WireError(f"it is {reprlib.repr(value)}; it must be {self.named}")
         self._check(value)
         arrays.append(value)
         return [_NAMES[value.dtype], value.shape]
@@ -211,13 +211,10 @@ class _Array:
 
 
 class _Rows(_Array):
+    types, named = np.ndarray | jax.Array, "rows"
+
     def __init__(self) -> None:
         super().__init__(_ROW_DTYPES, 2)
-
-    def pack(self, value: Any, arrays: list[Part]) -> Any:
-        if not isinstance(value, np.ndarray | jax.Array):
-            raise WireError(f"it is {reprlib.repr(value)}; it must be rows")
-        return self._described(value, arrays)
 
     def unpack(self, plain: Any, incoming: _Incoming) -> Any:
         view = incoming.view(plain)

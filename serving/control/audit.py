@@ -19,7 +19,7 @@ import numpy as np
 
 from jmoe.ratios import ratio
 from serving.config import AuditConfig
-from serving.errors import NOT_OURS, ServingError, shown
+from serving.errors import ServingError, shown
 from serving.request import AuditState, Output
 from serving.scheduling.sequence import SequenceState
 from serving.telemetry.observer import Observer
@@ -165,8 +165,6 @@ class Auditor(Observer):
             began = self._clock()
             try:
                 self.note(offer, await self._score(offer))
-            except NOT_OURS:
-                raise
             except Exception as error:
                 self._of(offer).num_unscored += 1
                 level = logging.DEBUG if isinstance(error, ServingError) else logging.ERROR

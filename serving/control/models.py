@@ -23,7 +23,6 @@ from serving.config import EngineConfig
 from serving.control.experts_loader import ExpertsLoader
 from serving.control.losses import Curve
 from serving.errors import (
-    NOT_OURS,
     InvalidRequest,
     ModelUnloaded,
     NotFound,
@@ -214,8 +213,6 @@ class Models:
         """
         try:
             self._write()
-        except NOT_OURS:
-            raise
         except Exception as error:
             log.exception("a model that was coming is given up")
             self._give_up(RequestFailed(f"the model was not loaded: {error}"))

@@ -21,7 +21,7 @@ from jmoe.api import Model
 from jmoe.parallel.copies import imbalance, spare_that_gains, with_copies
 from jmoe.parallel.placement import Placement, contiguous, from_hosts
 from serving.config import BalanceConfig
-from serving.errors import NOT_OURS, SettingsError
+from serving.errors import SettingsError
 from serving.execution.executor import CopiesExperts, Executor
 from serving.plan import StepResult
 from serving.scheduling.step import ScheduledStep
@@ -110,8 +110,6 @@ class Mover(Observer):
     def _move(self, layer: int, hosts: Bool[np.ndarray, "E D"]) -> None:
         try:
             self._executor.host_layer(layer, hosts)
-        except NOT_OURS:
-            raise
         except Exception as error:
             self.failure = f"{type(error).__name__}: {error}"
             log.exception(

@@ -359,10 +359,8 @@ def queue_of(
     step_s = prefill_s[:, None] + decode_s[None, :]
     prompt_s = (prefill_s[:, None] + decode_s[None, :] / in_a_row) / per_step
     visits = _of_request(load, prices.visits, prices.visits)
-    share, price = (
-        visits / (visits[-1, -1] or 1.0),
-        _of_request(load, prices.prefill, prices.decode),
-    )
+    share = visits / (visits[-1, -1] or 1.0)
+    price = _of_request(load, prices.prefill, prices.decode)
     chosen = [(0, 0)]
     for most in SHARES:  # of pairs that are as fast, the cheapest
         within = np.where(share <= most + 1e-9, request_s * (1 + 1e-6 * share), np.inf)

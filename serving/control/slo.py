@@ -623,10 +623,8 @@ class SloAnalyser:
         rest_s = max(self.config.interval_s, REST_S - self.config.interval_s)
         is_calm = seen.now - of.strained_at >= rest_s
         found = {}
-        for phase, slo_s in (
-            (Phase.PREFILL, seen.prefill.slo_s),
-            (Phase.DECODE, seen.decode.slo_s),
-        ):
+        slos_s = seen.prefill.slo_s, seen.decode.slo_s
+        for phase, slo_s in zip(Phase, slos_s, strict=True):
             control = of.of(phase)
             few = control.window.late_share(seen.now, slo_s, self.config.min_samples) is None
             in_vain = control.in_vain and not (is_queue and not math.isnan(control.least_s))
@@ -650,11 +648,8 @@ class SloAnalyser:
         latency-sensitive requests, and whether it saves time at all. What it takes where it saved
         nothing is forgotten from time to time, since only a step with brownout could teach better.
         """
-        times, floor, ceiling = (
-            self._pace.times,
-            self.floor_percent,
-            self.config.ceiling_percent,
-        )
+        times = self._pace.times
+        floor, ceiling = self.floor_percent, self.config.ceiling_percent
         for phase, name, slo_s, size, words in (
             (Phase.PREFILL, "TTFT", self.in_force[0], load.prompt_tokens, "a prompt alone"),
             (Phase.DECODE, "ITL", self.in_force[1], load.num_running, "the present batch"),

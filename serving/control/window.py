@@ -1,5 +1,6 @@
 """Latency samples of the last seconds."""
 
+import math
 from collections import deque
 
 import numpy as np
@@ -23,19 +24,19 @@ class LatencyWindow:
         """Returns the P90 of samples inside the window that lie wholly after `since`; None for too
         few.
         """
-        self._forget(now)
-        taken = [samples for began_at, _, samples in self._batches if began_at >= since]
-        if sum(map(len, taken)) < min_samples:
-            return None
-        return float(np.percentile(np.concatenate(taken), 90))
+        taken = self._taken(now, since, min_samples)
+        return None if taken is None else float(np.percentile(taken, 90))
 
     def late_share(self, now: float, slo_s: float, min_samples: int) -> float | None:
         """Returns the share of samples inside the window above `slo_s`; None for too few."""
+        taken = self._taken(now, -math.inf, min_samples)
+        return None if taken is None else float((taken > slo_s).mean())
+
+    def _taken(self, now: float, since: float, min_samples: int) -> np.ndarray | None:
         self._forget(now)
-        taken = [samples for _, _, samples in self._batches]
-        if not taken or sum(map(len, taken)) < min_samples:
-            return None
-        return float((np.concatenate(taken) > slo_s).mean())
+        taken = [samples for began_at, _, samples in self._batches if began_at >= since]
+        enough = taken and sum(map(len, taken)) >= min_samples
+        return np.concatenate(taken) if enough else None
 
     def _forget(self, now: float) -> None:
         while self._batches and self._batches[0][1] < now - self.window_s:

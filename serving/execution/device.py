@@ -5,7 +5,7 @@ process 0 decides what they are and tells the others (`serving.cluster.followers
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,65 +25,10 @@ from serving.execution.ranks import NOTHING, ByRank
 from serving.plan import Copies, Limits, Phase, StepControl, StepPlan, StepResult
 
 
-class Calls(Protocol):
-    """The calls that devices take. One thread calls at a time."""
-
-    def compile(self, keys: Sequence[Key], progress: Progress | None = None) -> None:
-        """Compiles programs, or reads them from disk."""
-        ...
-
-    def warm(self, key: Key) -> None:
-        """Runs a program on padding, and waits for it."""
-        ...
-
-    def run(
-        self,
-        key: Key,
-        arrays: Sequence[np.ndarray],
-        *,
-        models: Sequence[int] = (0,),
-        score: bool = False,
-        sample: bool = False,
-    ) -> StepOutput:
-        """Launches a step of these models, one but for a mixed step, or a part of one, and what may
-        follow it: scores, tokens. Tokens that are not sampled may be drawn until the next run.
-        """
-        ...
-
-    def seat(self, rank: int, told: Int[np.ndarray, "1 n"]) -> None:
-        """Seats a sequence in a slot of a rank; `told` is made by `jmoe.packed_rows.pack_seat`."""
-        ...
-
-    def draw(
-        self,
-        shapes: Int[np.ndarray, "B shape"],
-        limited: Int[np.ndarray, "n"],
-        allowed: Int[np.ndarray, "n W"],
-    ) -> StepOutput:
-        """Draws the tokens of the last run. `shapes` are of all its rows, padding included; rows
-        that are `limited` draw tokens that are `allowed`, others any.
-        """
-        ...
-
-    def use_way(self, way: int) -> None:
-        """Loads the united experts of a way into every layer."""
-        ...
-
-    def load_way(self, way: int, layer: int) -> None:
-        """Loads a way into one MoE layer, counted through the models of a family."""
-        ...
-
-    def host_layer(self, layer: int, hosts: Bool[np.ndarray, "E D"]) -> None:
-        """Copies one MoE layer's experts to other hosts."""
-        ...
-
-    def ready(self) -> None:
-        """Waits for what was launched; from here on every compilation counts as a fault."""
-        ...
-
-
 class Device:
-    """A family's programs, weights and state on the devices of this process."""
+    """A family's programs, weights and state on the devices of this process. One thread calls at a
+    time; `Led` has the same calls where there are other processes.
+    """
 
     def __init__(
         self,
@@ -118,7 +63,7 @@ class Device:
         return backend() != "cpu"
 
     def compile(self, keys: Sequence[Key], progress: Progress | None = None) -> None:
-        """See Calls."""
+        """Compiles programs, or reads them from disk."""
         self.programs.compile_all(keys, self._executables, progress)
 
     def compile_late(self, size: int) -> None:
@@ -136,7 +81,9 @@ class Device:
         score: bool = False,
         sample: bool = False,
     ) -> StepOutput:
-        """See Calls."""
+        """Launches a step of these models, one but for a mixed step, or a part of one, and what may
+        follow it: scores, tokens. Tokens that are not sampled may be drawn until the next run.
+        """
         prefill, self._undrawn = key.phase == "prefill", None
         self.state, out = self.programs.run(key, self.state, *arrays, models=models)
         self._settle(out)
@@ -152,7 +99,7 @@ class Device:
         return out
 
     def seat(self, rank: int, told: Int[np.ndarray, "1 n"]) -> None:
-        """See Calls."""
+        """Seats a sequence in a slot of a rank; `told` is made by `jmoe.packed_rows.pack_seat`."""
         by_rank = np.full((self.limits.num_ranks, told.shape[1]), -1, np.int32)  # -1: no slot
         by_rank[rank] = told
         self.shaping = self.programs.seat(self.shaping, by_rank)
@@ -163,7 +110,10 @@ class Device:
         limited: Int[np.ndarray, "n"],
         allowed: Int[np.ndarray, "n W"],
     ) -> StepOutput:
-        """See Calls. Raises ValueError where the last run's tokens are drawn already."""
+        """Draws the tokens of the last run. `shapes` are of all its rows, padding included; rows
+        that are `limited` draw tokens that are `allowed`, others any. Raises ValueError where they
+        are drawn already.
+        """
         if self._undrawn is None:
             raise ValueError("no step waits to be drawn")
         (out, rows), self._undrawn = self._undrawn, None
@@ -238,7 +188,7 @@ class Device:
         return every
 
     def warm(self, key: Key) -> None:
-        """See Calls."""
+        """Runs a program on padding, and waits for it."""
         num_ranks, cfg = self.limits.num_ranks, self.model.config
         rows = empty_rows(num_ranks * self.buckets.rows(key))
         nothing = StepOutput(*jnp.zeros((4, 1), jnp.int32))
@@ -272,27 +222,28 @@ class Device:
         jax.block_until_ready(out)
 
     def use_way(self, way: int) -> None:
-        """See Calls."""
+        """Loads the united experts of a way into every layer."""
         for model in self.family:
             model.use_way(way)
 
     def load_way(self, way: int, layer: int) -> None:
-        """See Calls."""
+        """Loads a way into one MoE layer, counted through the models of a family."""
         model, own = divmod(layer, self.model.config.num_moe_layers)
         self.family[model].load_way_layer(way, own)
 
     def host_layer(self, layer: int, hosts: Bool[np.ndarray, "E D"]) -> None:
-        """See Calls."""
+        """Copies one MoE layer's experts to other hosts."""
         self.model.resident.host_layer(layer, hosts)
 
     def ready(self) -> None:
-        """See Calls. Processes of one mesh look after each other by themselves from here on.
+        """Waits for what was launched; from here on every compilation counts as a fault, and
+        processes of one mesh look after each other by themselves.
 
         jax's own service, which ends a process without a word when another one is gone, is needed
         for as long as programs are compiled and meet each other for the first time.
         """
         jax.block_until_ready((self.state, self.shaping, self.model.pool))
-        self.programs.mark_ready()
+        self.programs.compilations.ready()
         if self.several_processes:
             jax.distributed.shutdown()
 

@@ -14,7 +14,7 @@ import logging
 import os
 import pickle
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
 from importlib.metadata import version
@@ -94,15 +94,7 @@ class Executables:
         """
         if self._folder is None or jax.config.jax_compilation_cache_dir:
             return
-        path = self._path(name, cache_key)
-        part = path.with_suffix(f".{os.getpid()}.part")
-        try:
-            part.write_bytes(pickle.dumps(serialize(compiled)))
-            part.rename(path)
-        except Exception as error:  # a full disk, a backend that cannot
-            log.warning("%s cannot be kept (%s); the next start compiles it again", path, error)
-            with suppress(OSError):
-                part.unlink()
+        _write(self._path(name, cache_key), lambda: pickle.dumps(serialize(compiled)))
 
     def recall(self, name: str, cache_key: object) -> int | None:
         """Returns the number that was stored with a program; None where none was."""
@@ -117,20 +109,25 @@ class Executables:
 
     def remember(self, name: str, cache_key: object, number: int) -> None:
         """Stores a number with a program, as `save` stores the program."""
-        if self._folder is None:
-            return
-        path = self._path(name, cache_key).with_suffix(".bytes")
-        part = path.with_suffix(f".{os.getpid()}.part")
-        try:
-            part.write_text(str(number), "ascii")
-            part.rename(path)
-        except OSError as error:
-            log.warning("%s cannot be kept (%s); the next start compiles it again", path, error)
+        if self._folder is not None:
+            _write(self._path(name, cache_key).with_suffix(".bytes"), str(number).encode)
 
     def _path(self, name: str, cache_key: object) -> Path:
         assert self._folder is not None
         digest = hashlib.sha256(f"{_surroundings()}\n{cache_key}".encode()).hexdigest()
         return self._folder / f"{name}-{digest[:32]}.bin"
+
+
+def _write(path: Path, make: Callable[[], bytes]) -> None:
+    """Writes what is made, at once or not at all."""
+    part = path.with_suffix(f".{os.getpid()}.part")
+    try:
+        part.write_bytes(make())
+        part.rename(path)
+    except Exception as error:  # a full disk, a backend that cannot
+        log.warning("%s cannot be kept (%s); the next start compiles it again", path, error)
+        with suppress(OSError):
+            part.unlink()
 
 
 def _remove_old(folder: Path) -> None:

@@ -13,12 +13,13 @@ from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from operator import attrgetter
 
 import jax
 
 from jmoe.api import Model
 from jmoe.attention import page_bytes
+from jmoe.free_memory import DeviceMemory, device_memory
 from serving.config import EngineConfig
 from serving.errors import SettingsError
 from serving.execution.memory import GIB, SHARE, STEPS_UNDER_WAY, kv_bytes_of, smallest
@@ -35,27 +36,12 @@ that is found again by the next start is worth more than the last pages.
 """
 
 
-class DeviceMemory(NamedTuple):
-    """Memory of one device, in bytes."""
-
-    limit: int  # that XLA may take
-    in_use: int  # weights, and whatever else lies there
-
-
 def claim_memory(fraction: float) -> None:
     """Lets XLA take this fraction of each GPU's memory, unless the environment sets one. Works
     until jax makes its first array.
     """
     if not (os.environ.get(FRACTION) or os.environ.get(OLD_FRACTION)):
         os.environ[FRACTION] = f"{fraction:g}"
-
-
-def device_memory(device: Any) -> DeviceMemory | None:
-    """Returns what a `jax.Device` reports about its memory; None where it reports nothing."""
-    stats = device.memory_stats()
-    if not stats or "bytes_limit" not in stats:
-        return None
-    return DeviceMemory(stats["bytes_limit"], stats.get("bytes_in_use", 0))
 
 
 def goes_by_memory(config: EngineConfig) -> bool:
@@ -87,23 +73,21 @@ def by_memory(
     devices = jax.local_devices()[:1] if mesh is None else list(mesh.local_devices)
     found = [device_memory(device) for device in devices]
     known = [memory for memory in found if memory is not None]
-    fitting = most
     if len(known) < len(found):
         log.warning(
             "a device does not say what memory it has: KV pages are %d, what every slot can fill",
             most,
         )
-    else:
-        steps = STEPS_UNDER_WAY * step_bytes(limits) + beside
-        sizes = page_bytes(model.config, limits.page_size, model.dtype)
-        kv_bytes = partial(kv_bytes_of, limits, sizes)
-        memory = min(known, key=lambda one: one.limit - one.in_use)
-        fitting = pages_that_fit(memory, steps, kv_bytes, most)
-        fitting = smallest(fitting, mesh)  # before one of them may refuse: all have to ask
-        _check(config, memory, steps, sum(sizes), fitting, blocks)
-        _log(memory, steps, kv_bytes(fitting) - sum(sizes), fitting, limits.page_size, most)
-        return replace(limits, num_pages=fitting * limits.num_ranks)
-    return replace(limits, num_pages=smallest(fitting, mesh) * limits.num_ranks)
+        return replace(limits, num_pages=smallest(most, mesh) * limits.num_ranks)
+    steps = STEPS_UNDER_WAY * step_bytes(limits) + beside
+    sizes = page_bytes(model.config, limits.page_size, model.dtype)
+    kv_bytes = partial(kv_bytes_of, limits, sizes)
+    memory = min(known, key=attrgetter("free"))
+    fitting = pages_that_fit(memory, steps, kv_bytes, most)
+    fitting = smallest(fitting, mesh)  # before one of them may refuse: all have to ask
+    _check(config, memory, steps, sum(sizes), fitting, blocks)
+    _log(memory, steps, kv_bytes(fitting) - sum(sizes), fitting, limits.page_size, most)
+    return replace(limits, num_pages=fitting * limits.num_ranks)
 
 
 def pages_that_fit(
@@ -113,7 +97,7 @@ def pages_that_fit(
     `kv_bytes` says what so many take. Not more than `most`; fewer are rounded down to a round
     number.
     """
-    left = memory.limit - memory.in_use - steps
+    left = memory.free - steps
     fitting = bisect_right(range(1, most + 1), int(SHARE * left), key=kv_bytes)
     if fitting >= most:
         return most
@@ -138,7 +122,7 @@ def _check(
 def _log(
     memory: DeviceMemory, steps: int, kv_bytes: int, pages: int, page_size: int, most: int
 ) -> None:
-    left = memory.limit - memory.in_use - steps - kv_bytes
+    left = memory.free - steps - kv_bytes
     facts = {
         "memory_bytes": memory.limit,
         "in_use_bytes": memory.in_use,

@@ -17,7 +17,7 @@ from jmoe.attention import page_bytes, page_windows, with_kv_cache_dtype
 from jmoe.checkpoint import empty_pool, quantize_as
 from jmoe.config import ModelConfig
 from jmoe.free_memory import free_device_bytes, free_host_bytes
-from jmoe.parallel.cost import check_copies, expert_bytes, gathered_buffer_bytes
+from jmoe.parallel.cost import MeshStep, check_copies, expert_bytes
 from jmoe.parallel.placement import check_room, slots_per_layer
 from jmoe.random_model import random_params
 from serving.config import BalanceConfig, CountOrAuto, EngineConfig
@@ -162,7 +162,8 @@ def spare_slots_that_fit(
         quantize = quantize_as(config.quantize, cfg)
         slot = _size(jax.eval_shape(partial(empty_pool, cfg, 1, dtype, quantize)))
         held = cfg.num_moe_layers * slots_per_layer(cfg.num_experts + num_united, num_devices)
-        rows = gathered_buffer_bytes(cfg, num_devices, config.max_prefill_tokens, dtype.itemsize)
+        step = MeshStep(cfg, num_devices, config.max_prefill_tokens, dtype.itemsize)
+        rows = step.gathered_buffer_bytes()
         free = free // num_devices if on_cpu else free  # CPU devices share the host's memory
         left = int(SHARE * free) - others - held * slot - STEPS_UNDER_WAY * rows
         if config.balance.replicas and not on_cpu:  # copies of a step, beside those that stay

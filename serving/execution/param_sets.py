@@ -25,12 +25,10 @@ ALIGNMENT = 64
 class ParamSets:
     """The sets, by the models' numbers; `sets[model]` is what a program gets.
 
-    Without `num_resident`, or with room for all, every set is on the device for good.
+    With `num_resident` 0, or room for all, every set is on the device for good.
     """
 
-    def __init__(
-        self, params: Sequence[Params], *, eager: bool = False, num_resident: int = 0
-    ) -> None:
+    def __init__(self, params: Sequence[Params], *, eager: bool = False, num_resident: int) -> None:
         """`params` are as models have them: on the device, or NumPy arrays. `eager` as in
         `jmoe.steps.served`. The first `num_resident` sets are on the device then.
         """
@@ -78,12 +76,6 @@ class ParamSets:
     def resident(self) -> list[int]:
         """Models whose sets are on the device."""
         return [model for model, found in enumerate(self._on_device) if found is not None]
-
-    def host_set(self, model: int) -> Sequence[np.ndarray]:
-        """Returns a model's set in host memory, tensor by tensor; empty where all are on the
-        device.
-        """
-        return [] if self.all_resident else self._host[model]
 
     def placed(self, params: Params) -> Params:
         """Returns a set of host memory, as `served`, on the device; a tensor that another set has

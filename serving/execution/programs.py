@@ -106,12 +106,7 @@ class Programs:
         )
         self._compiled: dict[Key, Any] = {}
         self.num_from_disk = 0  # of them, read rather than compiled
-        self._compilations = Compilations()
-
-    @property
-    def compilations_since_ready(self) -> int:
-        """Compilations since the programs were ready that a step waits for; each one is a fault."""
-        return self._compilations.since_ready
+        self.compilations = Compilations()
 
     def compile_all(
         self,
@@ -193,14 +188,6 @@ class Programs:
                 else:
                     jobs.append(pool.submit(compiled, key.name, cache_key, self._lower(key)))
         return max(needed + [job.result() for job in jobs])
-
-    def mark_ready(self) -> None:
-        """Begins to count every compilation as one too many."""
-        self._compilations.ready()
-
-    def close(self) -> None:
-        """Stops counting."""
-        self._compilations.close()
 
     def compiled(self) -> list[Key]:
         """Returns the programs that there are."""

@@ -12,7 +12,7 @@ from jaxtyping import Bool, Int, Int32
 
 from jmoe.steps import StepOutput
 from serving.execution.buckets import Key
-from serving.execution.device import Calls, Device
+from serving.execution.device import Device
 from serving.execution.programs import Progress
 
 if TYPE_CHECKING:
@@ -38,19 +38,19 @@ class Numbers(NamedTuple):
 
 
 class Compile(NamedTuple):
-    """See Calls, as of the others."""
+    """See Device, as of the others."""
 
     programs: list[Program]
 
 
 class Warm(NamedTuple):
-    """See Calls."""
+    """See Device."""
 
     program: Program
 
 
 class Run(NamedTuple):
-    """See Calls; `arrays` are the arguments behind weights and state."""
+    """See Device; `arrays` are the arguments behind weights and state."""
 
     program: Program
     arrays: Numbers
@@ -59,40 +59,40 @@ class Run(NamedTuple):
 
 
 class Seat(NamedTuple):
-    """See Calls."""
+    """See Device."""
 
     rank: int
     told: Numbers
 
 
 class Draw(NamedTuple):
-    """See Calls."""
+    """See Device."""
 
     arrays: Numbers
 
 
 class UseWay(NamedTuple):
-    """See Calls."""
+    """See Device."""
 
     way: int
 
 
 class LoadWay(NamedTuple):
-    """See Calls."""
+    """See Device."""
 
     way: int
     layer: int
 
 
 class HostLayer(NamedTuple):
-    """See Calls."""
+    """See Device."""
 
     layer: int
     hosts: Bool[np.ndarray, "E D"]
 
 
 class Ready(NamedTuple):
-    """See Calls."""
+    """See Device."""
 
 
 CALLS = (Compile, Warm, Run, Seat, Draw, UseWay, LoadWay, HostLayer, Ready)
@@ -106,12 +106,12 @@ class Led:
         self._device, self._followers = device, followers
 
     def compile(self, keys: Sequence[Key], progress: Progress | None = None) -> None:
-        """See Calls."""
+        """See Device."""
         self._followers.call(Compile([to_program(key) for key in keys]))
         self._device.compile(keys, progress)
 
     def warm(self, key: Key) -> None:
-        """See Calls."""
+        """See Device."""
         self._followers.call(Warm(to_program(key)))
         self._device.warm(key)
 
@@ -124,12 +124,12 @@ class Led:
         score: bool = False,
         sample: bool = False,
     ) -> StepOutput:
-        """See Calls. A mesh of several processes has one model."""
+        """See Device. A mesh of several processes has one model."""
         self._followers.call(Run(to_program(key), to_message(*arrays), score, sample))
         return self._device.run(key, arrays, models=models, score=score, sample=sample)
 
     def seat(self, rank: int, told: Int[np.ndarray, "1 n"]) -> None:
-        """See Calls."""
+        """See Device."""
         self._followers.call(Seat(rank, to_message(told)))
         self._device.seat(rank, told)
 
@@ -139,32 +139,32 @@ class Led:
         limited: Int[np.ndarray, "n"],
         allowed: Int[np.ndarray, "n W"],
     ) -> StepOutput:
-        """See Calls."""
+        """See Device."""
         self._followers.call(Draw(to_message(shapes, limited, allowed)))
         return self._device.draw(shapes, limited, allowed)
 
     def use_way(self, way: int) -> None:
-        """See Calls."""
+        """See Device."""
         self._followers.call(UseWay(way))
         self._device.use_way(way)
 
     def load_way(self, way: int, layer: int) -> None:
-        """See Calls."""
+        """See Device."""
         self._followers.call(LoadWay(way, layer))
         self._device.load_way(way, layer)
 
     def host_layer(self, layer: int, hosts: Bool[np.ndarray, "E D"]) -> None:
-        """See Calls."""
+        """See Device."""
         self._followers.call(HostLayer(layer, hosts))
         self._device.host_layer(layer, hosts)
 
     def ready(self) -> None:
-        """See Calls."""
+        """See Device."""
         self._followers.call(Ready())
         self._device.ready()
 
 
-def replay(device: Calls, calls: Iterable[Any], progress: Progress | None = None) -> None:
+def replay(device: Device, calls: Iterable[Any], progress: Progress | None = None) -> None:
     """Makes calls as they come, until there are no more. Raises what they raise."""
     for call in calls:
         match call:

@@ -7,7 +7,7 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from jmoe.api import Model
-from jmoe.parallel.cost import best_replicas, replicas_that_gain
+from jmoe.parallel.cost import MeshStep
 from jmoe.parallel.home import Home
 from jmoe.parallel.probe import PROBE_FILE, Probe, load_probes
 from jmoe.parallel.replicas import Replication
@@ -29,9 +29,9 @@ WEIGHT = 0.1  # of the newest step in a mean
 class CopiesRule:
     """Which prefill steps copy experts while they run.
 
-    On a GPU those where that gains (`jmoe.parallel.cost.break_even`) at the imbalance that recent
-    prefill steps had, or would have had, without copies; unless the settings say from which size
-    on. A CPU has nothing to hide copies behind, and copies always.
+    On a GPU those where that gains (`jmoe.parallel.cost.MeshStep.break_even`) at the imbalance that
+    recent prefill steps had, or would have had, without copies; unless the settings say from which
+    size on. A CPU has nothing to hide copies behind, and copies always.
 
     One process decides; steps of other processes are those that it tells them to make.
     """
@@ -107,16 +107,17 @@ def copies_rule(config: BalanceConfig, model: Model, sizes: Sequence[int]) -> Co
     if asked != "auto" and (config.replicas_min_tokens or backend() == "cpu"):
         always = Replication(asked, per_pair, alpha)
         return CopiesRule({n: always for n in sizes if n >= config.replicas_min_tokens}, {})
-    cfg, dtype_bytes, chosen = model.config, model.dtype.itemsize, replicas_that_gain
+    cfg, dtype_bytes, chosen = model.config, model.dtype.itemsize, MeshStep.replicas_that_gain
     if asked == "auto":
         per_pair = pairs_that_fit(cfg, dtype_bytes, home.mesh, per_pair)
-        chosen = best_replicas
+        chosen = MeshStep.best_replicas
     found, gains_from = {}, {}
     reason = "be below engine.balance.replicas_min_tokens" if per_pair else "have room for none"
     for size in sizes:
         if size < config.replicas_min_tokens or not per_pair:
             continue
-        fit, least = chosen(cfg, home.mesh.size, size, dtype_bytes, per_pair, alpha=alpha)
+        step = MeshStep(cfg, home.mesh.size, size, dtype_bytes, alpha=alpha)
+        fit, least = chosen(step, per_pair)
         reason = f"gain from an imbalance of {least:.2f} on, since {fit.reason}"
         if least <= UNEVEN:
             most = fit.num_replicas if asked == "auto" else min(asked, fit.num_replicas)

@@ -32,7 +32,7 @@ from pallas_kernels.routing import OWN
 from serving.config import EngineConfig
 from serving.errors import Lost
 from serving.execution.buckets import FULL_CAPACITY, Buckets, Key
-from serving.execution.device import Calls, Device
+from serving.execution.device import Device
 from serving.execution.executables import Executables
 from serving.execution.executor import StepExecutor
 from serving.execution.fitting import limits_of, num_ranks_of
@@ -140,7 +140,7 @@ class DeviceRunner(StepExecutor):
 
         def step_bytes(limits: Limits) -> int:
             programs = programs_of(states.shapes(limits))
-            programs.close()
+            programs.compilations.close()
             return programs.step_bytes(executables)
 
         beside = states.shaping_bytes(self.limits)
@@ -155,7 +155,7 @@ class DeviceRunner(StepExecutor):
             family, self.limits, self.buckets, state, shaping, programs, executables
         )
         self._followers, self._failures = followers, Lost()
-        self._calls: Calls = self.device if followers is None else Led(self.device, followers)
+        self._calls = self.device if followers is None else Led(self.device, followers)
         self._reader = InOrder("jmoe-read")
         self._launcher = InOrder("jmoe-launch") if self.device.calls_block else None
         self._switched_s: float | None = None  # the interpreter's interval before `start`
@@ -173,7 +173,7 @@ class DeviceRunner(StepExecutor):
     @property
     def compilations_since_ready(self) -> int:
         """Compilations after `start` that a step waited for; each one is a fault."""
-        return self.programs.compilations_since_ready
+        return self.programs.compilations.since_ready
 
     @property
     def num_programs(self) -> int:
@@ -536,7 +536,7 @@ class DeviceRunner(StepExecutor):
         what they were told.
         """
         self._closing.set()
-        self.programs.close()
+        self.programs.compilations.close()
         self.sets.close()
         if self._followers is not None:
             self._end(self._followers)

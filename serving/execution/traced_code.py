@@ -40,12 +40,10 @@ class _Walk:
         self._seen[id(value)] = value
         if isinstance(value, partial):
             self._all((value.func, value.args, value.keywords))
-        elif isinstance(value, MethodType):
+        elif isinstance(value, MethodType | staticmethod | classmethod):
             self._all((value.__func__,))
         elif isinstance(value, property):
             self._all((value.fget,))
-        elif isinstance(value, staticmethod | classmethod):
-            self._all((value.__func__,))
         elif isinstance(value, Mapping):
             self.lines.add(
                 f"mapping {sorted(f'{_plain(k)}: {_plain(v)}' for k, v in value.items())}"

@@ -6,6 +6,8 @@ misses is the token pool of AMoE, section 3.3.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,10 +22,11 @@ from jmoe.packed_rows import (
     TOP_PROMPT,
     empty_deltas,
     empty_rows,
+    pack_row,
     pack_seat,
 )
 from serving.execution.executor import FailedRows, LostRows
-from serving.pipeline.devices import AttentionDevice, Drawn
+from serving.pipeline.devices import AttentionDevice, Drawn, warm_copies
 from serving.pipeline.messages import (
     DECODE,
     EXPERTS,
@@ -39,9 +42,9 @@ from serving.pipeline.messages import (
     WorkerDown,
     WorkerUp,
 )
-from serving.pipeline.queues import Entry, MicroQueues, Picker, bucket
-from serving.pipeline.warm import rows_of_all_modes, warm_copies
+from serving.pipeline.queues import Entry, MicroQueues, bucket, buckets
 from serving.plan import StepControl, spare_latency_sensitive
+from serving.scheduling.layers.picker import LayerPicker
 
 MOST_CHUNKS = 8
 """In one stage."""
@@ -49,6 +52,36 @@ FREE = -1
 TELLS_EVERY = 64
 """Stages after which a worker tells how many rows it has sent to each expert; idle, at once."""
 EXACT = StepControl(100, 0)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of each attention worker."""
+
+    num_slots: int
+    num_pages: int | tuple[int, ...]  # of each group of layers, or of all alike
+    page_size: int
+    max_blocks: int  # pages that a sequence may begin with, others having filled them
+    num_rows: int  # on their way at a time, of all its units
+    decode_buckets: tuple[int, ...]  # rows of a stage, ascending; fewer are padded to one of them
+    prefill_buckets: tuple[int, ...]
+    """Tokens of a stage, likewise; a chunk longer than the last is refused."""
+    num_groups: int = 1  # of layers, each with pages of its own
+
+    @property
+    def max_len(self) -> int:
+        """Positions that a sequence's pages hold."""
+        return self.max_blocks * self.page_size
+
+    def max_visits(self, picks: int) -> int:
+        """Returns the visits of an expert stage: those of the largest stage of attention."""
+        return picks * max(*self.decode_buckets, *self.prefill_buckets)
+
+    @property
+    def row_sizes(self) -> list[int]:
+        """Rows that come to an expert worker at a time, padded: of whole stages, or of some."""
+        stages = {*self.decode_buckets, *self.prefill_buckets}
+        return sorted(stages | set(buckets(max(stages))))
 
 
 class AttentionWorker:
@@ -66,13 +99,8 @@ class AttentionWorker:
         number: int,
         experts: Sequence[Any],
         send: Callable[[int, ToExperts], None],
-        picker: Picker,
-        *,
-        decode_buckets: Sequence[int] = (8, 32, 128),
-        prefill_buckets: Sequence[int] = (32, 128, 512),
-        max_blocks: int = 0,
-        max_len: int = 0,
-        num_groups: int = 1,
+        picker: LayerPicker,
+        sizes: Sizes,
     ) -> None:
         """Takes over a device's sequences.
 
@@ -87,11 +115,7 @@ class AttentionWorker:
             send: called with an expert worker's number and visits for it.
             picker: whose layer runs next; behind the last layer is one more, where tokens come of
                 rows.
-            decode_buckets: rows of a stage, ascending; fewer are padded to one of them.
-            prefill_buckets: tokens of a stage, likewise; a chunk longer than the last is refused.
-            max_blocks: pages that a sequence may begin with, others having filled them.
-            max_len: positions of a sequence whose logits are changed.
-            num_groups: of layers, each with pages of its own.
+            sizes: of this worker.
 
         Raises ValueError where an expert has no host.
         """
@@ -103,16 +127,16 @@ class AttentionWorker:
         self._moe = np.cumsum(moe_layers) - 1
         self._hosts, self._alive = hosts, np.ones(hosts.shape[-1], bool)
         self._find_owners()
-        self._experts, self._send, self._picker = list(experts), send, picker
-        self.queues = MicroQueues(self._num_layers + 1, 2)
+        self._experts, self._send = list(experts), send
+        self.queues = MicroQueues(self._num_layers + 1, 2, picker)
         self._unit_of: dict[int, Unit] = {}  # by the first of its places
         self._first = np.full(numbers.per_worker, FREE)  # of each place's unit
         num_expert_workers = hosts.shape[-1]
         self._missing = np.zeros((numbers.per_worker, num_expert_workers), np.int64)
         """Visits that have yet to come, by a unit's first place and expert worker."""
         self._told: list[LostRows | FailedRows] = []
-        self._buckets = {DECODE: list(decode_buckets), PREFILL: list(prefill_buckets)}
-        self._max_blocks, self._max_len, self._num_groups = max_blocks, max_len, num_groups
+        self._buckets = {DECODE: sizes.decode_buckets, PREFILL: sizes.prefill_buckets}
+        self._sizes = sizes
         self._expert_rows = np.zeros(hosts.shape[:2], np.int32)
         self.stages = self._told_at = 0
         self.newest = 0, 0  # layer and rows of the newest stage
@@ -121,11 +145,6 @@ class AttentionWorker:
     def num_units(self) -> int:
         """Units on their way."""
         return len(self._unit_of)
-
-    @property
-    def stage_sizes(self) -> list[int]:
-        """Rows that a stage may be padded to, ascending."""
-        return sorted({size for sizes in self._buckets.values() for size in sizes})
 
     def take(
         self, message: Enter | FromExperts | UseWay | WorkerDown | WorkerUp, now: float
@@ -217,17 +236,11 @@ class AttentionWorker:
             self._first[unit.places] = FREE
             del self._unit_of[int(unit.places[0])]
 
-    def wake_at(self) -> float:
-        """Returns when to call `advance` again after None if nothing comes; seconds
-        of the clock.
-        """
-        return self._picker.wake_at(self.queues.counts, self.queues.oldest)
-
-    def advance(self, now: float, *, more_may_come: bool = True) -> list[Result] | None:
+    def advance(self, now: float) -> list[Result] | None:
         """Runs a stage if the picker says so; returns the results of units that left with it, None
         where none ran.
         """
-        chosen = self.queues.pick(self._picker, now, more_may_come)
+        chosen = self.queues.pick(now)
         if chosen is None:
             return None
         layer, group = chosen
@@ -293,8 +306,8 @@ class AttentionWorker:
         """Returns the most changes of the block table that a stage of some size has: a row needs
         one new page at most, and prompts may begin with others' pages, in each group of layers.
         """
-        begun = 0 if group == DECODE else MOST_CHUNKS * self._max_blocks
-        return (size + begun) * self._num_groups
+        begun = 0 if group == DECODE else MOST_CHUNKS * self._sizes.max_blocks
+        return (size + begun) * self._sizes.num_groups
 
     def _end_unserved(
         self,
@@ -484,7 +497,7 @@ class AttentionWorker:
         """Runs each program that may be needed once, on padding, at every size; `part_sizes` are
         those of parts that come.
         """
-        self.queues.warm(self._picker)
+        self.queues.warm()
         nowhere = self.numbers.per_worker
         for group, sizes in self._buckets.items():
             for size in sizes:
@@ -498,13 +511,15 @@ class AttentionWorker:
                         warm_copies(self.device, h, size, self._experts[0])
                 if group == PREFILL:
                     self.device.score(places, np.zeros(size, np.int32), False)
+        sampled = partial(pack_row, -1, kv_len=1, temperature=1.0)
+        every_mode = pack_row(-1, kv_len=1), sampled(), sampled(top_k=1)  # of `sampling_mode`
         for size in {MOST_CHUNKS, *self._buckets[DECODE]}:
             shapes = np.zeros((size, NUM_SHAPE_COLUMNS), np.int32)
-            for row in rows_of_all_modes():
+            for row in every_mode:
                 rows, places = np.tile(row, (size, 1)), np.zeros(size, np.int32)
                 self.device.leave(rows, places)
                 self.device.draw(rows, places, shapes, [])
-        self.device.seat(pack_seat(-1, [], [], [], self._max_len)[0])
+        self.device.seat(pack_seat(-1, [], [], [], self._sizes.max_len)[0])
         for size in part_sizes:
             nowhere_at_all = np.full(size, nowhere, np.int32)
             self.device.keep(self.device.blank(size), nowhere_at_all, np.zeros(size, np.int32))

@@ -36,10 +36,6 @@ class Crew:
         """Lets units enter, given by attention worker. Returns at once."""
         raise NotImplementedError
 
-    def change_way(self, way: int) -> None:
-        """See ChangesWay."""
-        raise NotImplementedError
-
     def report(self, message: Any) -> None:
         """Tells the listener of a worker's message, or of a worker that is gone or back."""
         match message:

@@ -7,7 +7,7 @@ substitute that a test can reckon by hand.
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +33,7 @@ from jmoe.steps import (
 )
 from jmoe.weights import Params
 from pallas_kernels.activation import Activation
+from serving.pipeline.queues import buckets
 from serving.plan import StepControl
 
 
@@ -52,109 +53,6 @@ class Drawn(NamedTuple):
     logprobs: Sequence[float]  # of the unchanged logits
     top_ids: Int[np.ndarray, "B TOP"]
     top_logprobs: Float[np.ndarray, "B TOP"]
-
-
-class AttentionDevice(Protocol):
-    """Pages, slots, and rows between two layers. Padding has a place past the last row."""
-
-    device: Any  # where others send rows to
-
-    def attend(
-        self,
-        layer: int,
-        tokens: Int[np.ndarray, "T"] | None,
-        rows: Int[np.ndarray, "B C"],
-        deltas: Int[np.ndarray, "N 3"],
-        control: StepControl,
-        places: Int[np.ndarray, "T"],
-    ) -> Attended:
-        """Runs one layer's stage for the rows at `places`, and waits for it. `tokens` are of chunks
-        of prompts; without them a row decodes the newest token of its slot.
-        """
-        ...
-
-    def reach(self, reachable: Bool[np.ndarray, "layers E"]) -> None:
-        """Sets which logical experts of each MoE layer some worker has, from now on."""
-        ...
-
-    def use_way(self, way: int) -> None:
-        """Sends visits to the united experts of `way` from now on."""
-        ...
-
-    def keep(self, parts: Any, places: Int[np.ndarray, "n"], picks: Int[np.ndarray, "n"]) -> None:
-        """Stores parts of visits that came."""
-        ...
-
-    def leave(
-        self, rows: Int[np.ndarray, "B C"], places: Int[np.ndarray, "B"]
-    ) -> tuple[Sequence[int], Sequence[float]]:
-        """Returns tokens and log-probabilities of rows that have been through all layers."""
-        ...
-
-    def seat(self, told: Int[np.ndarray, "n"]) -> None:
-        """Fills a slot for a sequence whose logits are changed (`jmoe.packed_rows.pack_seat`)."""
-        ...
-
-    def draw(
-        self,
-        rows: Int[np.ndarray, "B C"],
-        places: Int[np.ndarray, "B"],
-        shapes: Int[np.ndarray, "B shape"],
-        allowed: Sequence[Int[np.ndarray, "W"] | None],
-    ) -> Drawn:
-        """Draws as `leave` does, with the logits of some rows changed (`jmoe.shaping.draw`)."""
-        ...
-
-    def score(
-        self, places: Int[np.ndarray, "T"], following: Int[np.ndarray, "T"], top: bool
-    ) -> Scored:
-        """Returns, on the host, the log-probability of the token that follows each row that has
-        been through all layers, and with `top` the likeliest tokens.
-        """
-        ...
-
-    def sent(self, h: Any, at: Int[np.ndarray, "n"] | None, to: Any) -> Any:
-        """Copies some rows of an array of this device, None: all, to another one."""
-        ...
-
-    def blank(self, count: int) -> Any:
-        """Returns so many parts without content, as they come from others."""
-        ...
-
-
-class ExpertDevice(Protocol):
-    """A part of the experts, and the newest rows by number."""
-
-    device: Any
-
-    @property
-    def ways(self) -> Sequence[int]:
-        """The ways that may be used, the one to start with first."""
-        ...
-
-    def keep(self, h: Any, rows: Int[np.ndarray, "n"]) -> None:
-        """Stores rows that came; padding has a number past the last."""
-        ...
-
-    def use_way(self, way: int) -> None:
-        """Loads the united experts of `way` that are on this device, unless they are loaded."""
-        ...
-
-    def compute(
-        self, layer: int, rows: Int[np.ndarray, "V"], expert_ids: Int[np.ndarray, "V"]
-    ) -> Any:
-        """Computes parts [V, d] of visits to experts of one MoE layer, on the device; id -1:
-        padding.
-        """
-        ...
-
-    def sent(self, parts: Any, at: Int[np.ndarray, "n"] | None, to: Any) -> Any:
-        """Copies rows as AttentionDevice does."""
-        ...
-
-    def blank(self, count: int) -> Any:
-        """Returns rows without content, as AttentionDevice returns parts."""
-        ...
 
 
 class UnitedPart(NamedTuple):
@@ -279,17 +177,27 @@ def _some(rows: Float[Array, "T d"], at: Int[Array, "n"]) -> Float[Array, "n d"]
     return rows[at]
 
 
-def _sent(rows: Array, at: Int[np.ndarray, "n"] | None, to: Any) -> Array:
-    """Starts a copy and returns at once; it follows what made the rows."""
-    return jax.device_put(rows if at is None else _some(rows, at), to)
+class _Sender:
+    """A jax device with rows that others get. `device` is where others send rows to."""
+
+    def __init__(self, device: Any, width: int, dtype: Any) -> None:
+        self.device, self._width, self._dtype = device, width, dtype
+
+    def sent(self, rows: Array, at: Int[np.ndarray, "n"] | None, to: Any) -> Array:
+        """Starts a copy of some rows of an array of this device, None: all, to another one, and
+        returns at once; it follows what made the rows.
+        """
+        return jax.device_put(rows if at is None else _some(rows, at), to)
+
+    def blank(self, count: int) -> Array:
+        """Returns so many rows without content, as they come from others."""
+        return jax.device_put(np.zeros((count, self._width), self._dtype), self.device)
 
 
-def _blank(like: Array, count: int, device: Any) -> Array:
-    return jax.device_put(np.zeros((count, like.shape[1]), like.dtype), device)
-
-
-class AttentionPrograms:
-    """An AttentionDevice: a jax device and a model's weights, but for its experts."""
+class AttentionDevice(_Sender):
+    """A jax device and a model's weights, but for its experts: pages, slots, and rows between two
+    layers. Padding has a place past the last row.
+    """
 
     def __init__(
         self,
@@ -306,7 +214,9 @@ class AttentionPrograms:
         by way those that may be used later; `num_experts` logical ones of a layer, united ones
         included.
         """
-        self._params, self._state, self.device = params, state, device
+        width, picks, kind = cfg.d_model, cfg.experts_per_token, params["embed"].dtype
+        super().__init__(device, width, kind)
+        self._params, self._state = params, state
         self._programs = _programs_of(cfg)
         self._layers, kinds = [], cfg.attention_kinds
         for at, (layer, _) in enumerate(layers_of(cfg, params)):
@@ -317,7 +227,6 @@ class AttentionPrograms:
         self._groups = self._of_layers(np.asarray(groups, np.int32))
         self._reachable: list[Array | None] = []
         self.reach(np.ones((len(groups), num_experts), bool))
-        width, picks, kind = cfg.d_model, cfg.experts_per_token, params["embed"].dtype
         empty = Store(
             jnp.zeros((num_rows, width), kind),
             jnp.zeros((num_rows, picks), jnp.float32),
@@ -337,7 +246,9 @@ class AttentionPrograms:
         control: StepControl,
         places: Int[np.ndarray, "T"],
     ) -> Attended:
-        """See AttentionDevice."""
+        """Runs one layer's stage for the rows at `places`, and waits for it. `tokens` are of chunks
+        of prompts; without them a row decodes the newest token of its slot.
+        """
         params, index, kind = self._layers[layer]
         self._store, self._state, visits = self._programs.attend(
             params,
@@ -359,11 +270,11 @@ class AttentionPrograms:
         return Attended(visits.h, *jax.device_get(visits[1:]))
 
     def reach(self, reachable: Bool[np.ndarray, "layers E"]) -> None:
-        """See AttentionDevice."""
+        """Sets which logical experts of each MoE layer some worker has, from now on."""
         self._reachable = self._of_layers(reachable)
 
     def use_way(self, way: int) -> None:
-        """See AttentionDevice."""
+        """Sends visits to the united experts of `way` from now on."""
         self._groups = self._of_layers(np.asarray(self._groups_of[way], np.int32))
 
     def _of_layers(self, table: Shaped[np.ndarray, "layers columns"]) -> list[Array | None]:
@@ -372,13 +283,13 @@ class AttentionPrograms:
         return [next(rows) if is_moe else None for is_moe in self._is_moe]
 
     def keep(self, parts: Array, places: Int[np.ndarray, "n"], picks: Int[np.ndarray, "n"]) -> None:
-        """See AttentionDevice."""
+        """Stores parts of visits that came."""
         self._store = _keep_parts(self._store, parts, places, picks)
 
     def leave(
         self, rows: Int[np.ndarray, "B C"], places: Int[np.ndarray, "B"]
     ) -> tuple[Sequence[int], Sequence[float]]:
-        """See AttentionDevice."""
+        """Returns tokens and log-probabilities of rows that have been through all layers."""
         last, tokens, logprobs, logits = self._programs.leave(
             self._params, self._store, self._state.last_token, rows, places
         )
@@ -390,7 +301,7 @@ class AttentionPrograms:
         return found[0].tolist(), found[1].tolist()
 
     def seat(self, told: Int[np.ndarray, "n"]) -> None:
-        """See AttentionDevice."""
+        """Fills a slot for a sequence whose logits are changed (`jmoe.packed_rows.pack_seat`)."""
         self._shaping = self._programs.seat(self._shaping, told[None])
 
     def draw(
@@ -400,7 +311,7 @@ class AttentionPrograms:
         shapes: Int[np.ndarray, "B shape"],
         allowed: Sequence[Int[np.ndarray, "W"] | None],
     ) -> Drawn:
-        """See AttentionDevice."""
+        """Draws as `leave` does, with the logits of some rows changed (`jmoe.shaping.draw`)."""
         masks = everything(len(rows), self._vocab_size)
         for mask, given in zip(masks, allowed, strict=False):
             if given is not None:
@@ -418,17 +329,11 @@ class AttentionPrograms:
     def score(
         self, places: Int[np.ndarray, "T"], following: Int[np.ndarray, "T"], top: bool
     ) -> Scored:
-        """See AttentionDevice."""
+        """Returns, on the host, the log-probability of the token that follows each row that has
+        been through all layers, and with `top` the likeliest tokens.
+        """
         found = self._programs.score(self._params, self._store, places, following, jnp.asarray(top))
         return jax.device_get(found)
-
-    def sent(self, h: Array, at: Int[np.ndarray, "n"] | None, to: Any) -> Array:
-        """See AttentionDevice."""
-        return _sent(h, at, to)
-
-    def blank(self, count: int) -> Array:
-        """See AttentionDevice."""
-        return _blank(self._store.x, count, self.device)
 
 
 @partial(jax.jit, static_argnames=("max_active", "activation"))
@@ -446,8 +351,8 @@ def _compute(
     return expert_stage(pool, store[rows], expert_ids, slots, **given)
 
 
-class ExpertPrograms:
-    """An ExpertDevice: a jax device and its part of a model's experts."""
+class ExpertDevice(_Sender):
+    """A jax device and its part of a model's experts, and the newest rows by number."""
 
     def __init__(
         self,
@@ -463,7 +368,8 @@ class ExpertPrograms:
         -1: they are elsewhere. `rows` is the shape of all attention workers' rows. `united` experts
         are by way and MoE layer; those of the first way are loaded.
         """
-        self._pool, self.device, self._united = pool, device, united
+        super().__init__(device, rows[1], pool.dtype)
+        self._pool, self._united = pool, united
         self._activation = activation
         self.ways = tuple(united)
         self._way = self.ways[0] if self.ways else 0
@@ -472,11 +378,11 @@ class ExpertPrograms:
         self._store = jax.device_put(jnp.zeros(rows, pool.dtype), device)
 
     def keep(self, h: Array, rows: Int[np.ndarray, "n"]) -> None:
-        """See ExpertDevice."""
+        """Stores rows that came; padding has a number past the last."""
         self._store = _keep_rows(self._store, h, rows)
 
     def use_way(self, way: int) -> None:
-        """See ExpertDevice."""
+        """Loads the united experts of `way` that are on this device, unless they are loaded."""
         if way != self._way:
             for layer in self._united[way]:
                 self._pool = write_slots(self._pool, *layer)
@@ -485,15 +391,17 @@ class ExpertPrograms:
     def compute(
         self, layer: int, rows: Int[np.ndarray, "V"], expert_ids: Int[np.ndarray, "V"]
     ) -> Array:
-        """See ExpertDevice."""
+        """Computes parts [V, d] of visits to experts of one MoE layer, on the device; id -1:
+        padding.
+        """
         slots, most = self._slots[layer], self._max_active
         given: dict[str, Any] = {"max_active": most, "activation": self._activation}
         return _compute(self._pool, self._store, slots, rows, expert_ids, **given)
 
-    def sent(self, parts: Array, at: Int[np.ndarray, "n"] | None, to: Any) -> Array:
-        """See ExpertDevice."""
-        return _sent(parts, at, to)
 
-    def blank(self, count: int) -> Array:
-        """See ExpertDevice."""
-        return _blank(self._store, count, self.device)
+def warm_copies(device: AttentionDevice | ExpertDevice, rows: Any, size: int, to: Any) -> None:
+    """Runs the copies of fewer rows than the `size` that there are, so that none is compiled
+    later.
+    """
+    for count in buckets(size - 1) if size > 1 else ():
+        device.sent(rows, np.zeros(count, np.int32), to)

@@ -4,9 +4,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from jaxtyping import Int
 
-from serving.pipeline.devices import ExpertDevice
+from serving.pipeline.devices import ExpertDevice, warm_copies
 from serving.pipeline.messages import (
     ATTENTION,
     FromExperts,
@@ -16,8 +15,8 @@ from serving.pipeline.messages import (
     UseWay,
     WorkerDown,
 )
-from serving.pipeline.queues import Entry, MicroQueues, Picker, bucket, buckets
-from serving.pipeline.warm import warm_copies
+from serving.pipeline.queues import Entry, MicroQueues, bucket, buckets
+from serving.scheduling.layers.picker import LayerPicker
 
 
 class ExpertWorker:
@@ -29,21 +28,18 @@ class ExpertWorker:
         self,
         device: ExpertDevice,
         num_layers: int,
-        groups: Int[np.ndarray, "E"],
         numbers: RowNumbers,
         number: int,
         attention: Sequence[Any],
         send: Callable[[int, FromExperts], None],
-        picker: Picker,
-        *,
-        max_visits: int = 1 << 16,
+        picker: LayerPicker,
+        max_visits: int,
     ) -> None:
         """Takes over a device's experts.
 
         Args:
             device: with the experts.
             num_layers: MoE layers.
-            groups: of each logical expert; experts of one are launched together.
             numbers: of the rows that may come.
             number: of this worker.
             attention: where the attention workers are, as `device.sent` has it.
@@ -52,9 +48,8 @@ class ExpertWorker:
             max_visits: in one stage, unless more came at once.
         """
         self.device, self.numbers, self.number = device, numbers, number
-        self._groups = groups
-        self.queues = MicroQueues(num_layers, int(groups.max()) + 1)
-        self._attention, self._send, self._picker = list(attention), send, picker
+        self.queues = MicroQueues(num_layers, 1, picker)
+        self._attention, self._send = list(attention), send
         self._max_visits = max_visits
         self.stages = 0
         self.newest = 0, 0  # layer and rows of the newest stage
@@ -64,14 +59,9 @@ class ExpertWorker:
         rows = np.full(visits.padded, self.numbers.total, np.int32)  # padding: dropped
         rows[: len(visits.row)] = visits.row
         self.device.keep(visits.h, rows)
-        group = self._groups[visits.expert]
-        for number in range(self.queues.counts.shape[1]):
-            own = np.flatnonzero(group == number)
-            if not len(own):
-                continue
-            what = visits.row[visits.at[own]], visits.pick[own], visits.expert[own]
-            entry = Entry(len(own), int(visits.urgent[own].sum()), now, what)
-            self.queues.put(visits.layer, number, [entry])
+        what = visits.row[visits.at], visits.pick, visits.expert
+        entry = Entry(len(visits.at), int(visits.urgent.sum()), now, what)
+        self.queues.put(visits.layer, 0, [entry])
 
     @property
     def stage_sizes(self) -> list[int]:
@@ -88,15 +78,9 @@ class ExpertWorker:
             case WorkerDown(kind, number) if kind == ATTENTION:
                 self.queues.drop(lambda what: self.numbers.owner(what[0][0]) == number)
 
-    def wake_at(self) -> float:
-        """Returns when to call `advance` again after None if nothing comes; seconds
-        of the clock.
-        """
-        return self._picker.wake_at(self.queues.counts, self.queues.oldest)
-
-    def advance(self, now: float, *, more_may_come: bool = True) -> list[Result] | None:
+    def advance(self, now: float) -> list[Result] | None:
         """Runs a stage, if the picker says so. Nothing leaves a model here; None where none ran."""
-        chosen = self.queues.pick(self._picker, now, more_may_come)
+        chosen = self.queues.pick(now)
         if chosen is None:
             return None
         layer, group = chosen
@@ -126,7 +110,7 @@ class ExpertWorker:
 
     def warm(self, row_sizes: Sequence[int]) -> None:
         """Compiles as AttentionWorker does; `row_sizes` are those of rows that come."""
-        self.queues.warm(self._picker)
+        self.queues.warm()
         for way in reversed(self.device.ways):  # ends with the one to start with
             self.device.use_way(way)
         for size in row_sizes:

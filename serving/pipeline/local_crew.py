@@ -117,7 +117,7 @@ class LocalCrew(Crew):
         """Returns the seconds until the worker's picker wants to be asked again if nothing
         comes.
         """
-        return max(0.0, min(IDLE_S, worker.wake_at() - self._workers.clock()))
+        return max(0.0, min(IDLE_S, worker.queues.wake_at() - self._workers.clock()))
 
     def _messages(self, number: int, wait_s: float) -> list[Any]:
         """Returns the messages that have come, after waiting for one if necessary."""

@@ -2,34 +2,11 @@
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Float, Int
 
-
-class Picker(Protocol):
-    """Whose turn it is; `serving.scheduling.layers.picker.LayerPicker` is one."""
-
-    def pick(
-        self,
-        counts: Int[np.ndarray, "layers groups"],
-        oldest: Float[np.ndarray, "layers groups"],
-        now: float,
-        *,
-        urgent: Int[np.ndarray, "layers groups"] | None = None,
-        more_may_come: bool = True,
-    ) -> tuple[int, int] | None:
-        """Returns the (layer, group) to run now, or None."""
-        ...
-
-    def wake_at(
-        self, counts: Int[np.ndarray, "layers groups"], oldest: Float[np.ndarray, "layers groups"]
-    ) -> float:
-        """Returns when to ask again after None if nothing comes; infinite where all queues are
-        empty.
-        """
-        ...
+from serving.scheduling.layers.picker import LayerPicker
 
 
 class Entry(NamedTuple):
@@ -46,8 +23,9 @@ class Entry(NamedTuple):
 class MicroQueues:
     """A queue for each layer and group of a worker; first come, first taken."""
 
-    def __init__(self, num_layers: int, num_groups: int) -> None:
-        shape = num_layers, num_groups
+    def __init__(self, num_layers: int, num_groups: int, picker: LayerPicker) -> None:
+        """`picker` says whose turn it is."""
+        shape, self._picker = (num_layers, num_groups), picker
         self.counts = np.zeros(shape, np.int64)
         self.urgent = np.zeros(shape, np.int64)
         self.oldest = np.full(shape, np.inf)  # seconds of the worker's clock; of an empty one inf
@@ -65,17 +43,19 @@ class MicroQueues:
         oldest = float(self.oldest.min())
         return max(0.0, now - oldest) if oldest < np.inf else 0.0
 
-    def pick(self, picker: Picker, now: float, more_may_come: bool) -> tuple[int, int] | None:
-        """Returns the (layer, group) that a picker says is next; None without rows, too."""
+    def pick(self, now: float) -> tuple[int, int] | None:
+        """Returns the (layer, group) that is next; None: none is yet."""
         if not self.num_rows:
             return None
-        return picker.pick(
-            self.counts, self.oldest, now, urgent=self.urgent, more_may_come=more_may_come
-        )
+        return self._picker.pick(self.counts, self.oldest, now, urgent=self.urgent)
 
-    def warm(self, picker: Picker) -> None:
-        """Has a picker compiled for the arrays that `pick` passes to it."""
-        picker.pick(self.counts, self.oldest, 0.0, urgent=self.urgent, more_may_come=True)
+    def wake_at(self) -> float:
+        """Returns when to pick again after None if nothing comes; seconds of the worker's clock."""
+        return self._picker.wake_at(self.counts, self.oldest)
+
+    def warm(self) -> None:
+        """Has the picker compiled for the arrays that `pick` passes to it."""
+        self._picker.pick(self.counts, self.oldest, 0.0, urgent=self.urgent)
 
     def put(self, layer: int, group: int, entries: Sequence[Entry]) -> None:
         """Queues rows. Raises ValueError for an entry without any."""

@@ -131,7 +131,6 @@ class RemoteCrew(Crew):
         self._told: list[Any] = []  # before anybody listened
         self._tell: Callable[[Any], None] = self._told.append
         self._failures, self._ready = Lost(), threading.Event()
-        self.retry_after_s = 0.0
         self._records = False
         self._closing, self._is_serving = False, False
         port = make_port(starter.host, key)
@@ -321,13 +320,10 @@ class RemoteCrew(Crew):
                         other.blamed.pop(worker.name, None)
             case Met(incarnations):
                 worker.met.update(incarnations)
-                for one in self.workers:
-                    self._look_whether_up(one)
+                self._look_at_ways_and_workers()
             case HasWay(change):
                 worker.change = change
-                self._look_whether_changed()
-                for one in self.workers:
-                    self._look_whether_up(one)
+                self._look_at_ways_and_workers()
             case Left() | LostRows() | FailedRows() | Stages():
                 self.report(message)
 
@@ -337,6 +333,11 @@ class RemoteCrew(Crew):
             return
         self._starter.kill(name)
         self._end(self._by_name[name], reason)
+
+    def _look_at_ways_and_workers(self) -> None:
+        self._look_whether_changed()
+        for worker in self.workers:
+            self._look_whether_up(worker)
 
     def _look_whether_changed(self) -> None:
         """Reports a change of way once all processes that take messages have made it."""
@@ -405,9 +406,7 @@ class RemoteCrew(Crew):
         log.error("worker %s is gone: %s; another is started in %g s", worker.name, reason, pause_s)
         if was_up:
             self.report(WorkerDown(worker.kind, worker.number))
-        self._look_whether_changed()
-        for one in self.workers:  # one that waited for it alone is up now
-            self._look_whether_up(one)
+        self._look_at_ways_and_workers()  # one that waited for it alone is up now
 
     def _look_after_all(self, was_held_up: bool) -> None:
         """Ends workers that get on with nothing, and starts those that are due."""

@@ -231,7 +231,7 @@ class Loop:
         ran, worker, port = False, self._worker, self._port
         while True:
             now = time.monotonic()
-            wait_s = max(0.0, min(worker.wake_at() - now, self._look_at - now))
+            wait_s = max(0.0, min(worker.queues.wake_at() - now, self._look_at - now))
             gone = set[str]()  # of whom what is behind the news of their end came too late
             for sender, message in port.receive(0.0 if ran else wait_s):
                 if isinstance(message, Stop):

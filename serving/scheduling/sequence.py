@@ -264,14 +264,16 @@ class SequenceState:
             raise output
         return output
 
-    def accept_checked(
+    def accept(
         self,
         token: int,
         logprob: float,
         visits_per_token: int,
         top: tuple[tuple[int, float], ...] = (),
     ) -> Output:
-        """Calls `accept` for a token that a device returned.
+        """Takes a sampled token that a device returned, and returns the output for the client.
+
+        `top` has the likeliest tokens in its place, as many as were asked for.
 
         Raises RequestFailed if its log-probability is NaN or it cannot be turned into text, and
         InvalidRequest if its structured output takes too much work.
@@ -282,39 +284,15 @@ class SequenceState:
                 "activations may exceed the range of its dtype"
             )
         try:
-            return self.accept(token, logprob, visits_per_token, top)
+            text, reason = self._take(token, logprob)
         except (*NOT_OURS, ServingError):
             raise
         except BaseException as error:  # a panic of an extension module is no Exception
             own = self.request.request_id
             log.exception("request %s failed", shown(own), extra={"request_id": own})
             raise RequestFailed(f"token {token} could not be turned into text: {error}") from None
-
-    def accept(
-        self,
-        token: int,
-        logprob: float,
-        visits_per_token: int,
-        top: tuple[tuple[int, float], ...] = (),
-    ) -> Output:
-        """Takes a sampled token, and returns the output for the client.
-
-        `top` has the likeliest tokens in its place, as many as were asked for.
-        """
-        request, spans = self.request, self.spans
-        sampling = request.sampling
-        self.tokens.append(token)
-        self.logprobs.append(logprob)
-        count = len(self.tokens)
-        ended = token in self.stop_token_ids
-        text, stopped = ("", False) if ended else self.detokenizer.push(token)
-        complete = self.matcher is not None and not ended and self.matcher.take(token)
-        reason = "stop" if ended or stopped or complete else None
-        if reason is None and count >= self.max_new_tokens:
-            reason = "length"
-        if reason is not None and not stopped:
-            text += self.detokenizer.finish()
-        visits = self.visited_tokens * visits_per_token
+        request, spans, count = self.request, self.spans, len(self.tokens)
+        sampling, visits = request.sampling, self.visited_tokens * visits_per_token
         return Output(  # by place, which takes half the time that names take
             request.request_id,
             text,
@@ -335,6 +313,20 @@ class SequenceState:
             (top,) if sampling.top_logprobs else (),
             tuple(self.prompt_top) if count == 1 else (),
         )
+
+    def _take(self, token: int, logprob: float) -> tuple[str, str | None]:
+        """Takes a token; returns the text to release, and why the request ends with it, if so."""
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        ended = token in self.stop_token_ids
+        text, stopped = ("", False) if ended else self.detokenizer.push(token)
+        complete = self.matcher is not None and not ended and self.matcher.take(token)
+        reason = "stop" if ended or stopped or complete else None
+        if reason is None and len(self.tokens) >= self.max_new_tokens:
+            reason = "length"
+        if reason is not None and not stopped:
+            text += self.detokenizer.finish()
+        return text, reason
 
     def seat(self) -> Seat:
         """Returns what the device must know before it samples a token in this slot."""

@@ -18,7 +18,7 @@ from jmoe.attention import page_windows
 from jmoe.checkpoint import config_of
 from jmoe.family import Family
 from jmoe.parallel.asynchronous import Deployment, advise
-from jmoe.parallel.placement import Placement, contiguous, from_hosts
+from jmoe.parallel.placement import contiguous
 from serving.cluster.secret import ClusterSecret
 from serving.config import AsynchronousConfig, EngineConfig
 from serving.control.experts_loader import allowed_ways
@@ -27,7 +27,8 @@ from serving.control.slo import starting_strategy
 from serving.errors import SettingsError
 from serving.execution.fitting import fit_to_model, limits_of
 from serving.execution.programs import Progress
-from serving.pipeline.local import LocalWorkers, Sizes
+from serving.pipeline.attention import Sizes
+from serving.pipeline.local import LocalWorkers
 from serving.pipeline.local_crew import LocalCrew
 from serving.plan import Limits
 from serving.scheduling.layers.picker import LayerPicker, Waiting, make_picker
@@ -120,7 +121,8 @@ def crew_of(
     fitting = replace(fitting, threshold_buckets_percent=(), prefill_company=False)
     cfg = loaded.config
     limits = limits_of(fitting, cfg.num_layers, own.attention, page_windows(cfg))
-    hosts = np.asarray(placement_of(own, loaded).hosts)
+    num_layers, num_experts = loaded.table.slots.shape
+    hosts = hosts_of(own, num_layers, num_experts, num_experts - cfg.num_experts)
     return CrewParts(fitting, family, limits, sizes_of(fitting, limits), hosts, ways)
 
 
@@ -172,10 +174,10 @@ def prepare_crew(
         devices[: own.attention],
         devices[own.attention :],
         parts.sizes,
+        parts.hosts,
         partial(make_layer_picker, own),
-        placement=placement_of(own, parts.model),
+        time.monotonic,
         ways=parts.ways,
-        clock=time.monotonic,
     )
     crew = LocalCrew(workers, parts.limits, parts.sizes.max_len)
     crew.start(progress)
@@ -243,17 +245,12 @@ def worker_devices(config: AsynchronousConfig) -> list[Any]:
     return have[:count]
 
 
-def placement_of(config: AsynchronousConfig, model: Model) -> Placement:
-    """Places a range of experts on each worker; with copies, also on the next workers."""
-    num_layers, num_experts = model.table.slots.shape
-    hosts = hosts_of(config, num_layers, num_experts, num_experts - model.config.num_experts)
-    return from_hosts(hosts, spare=num_experts)
-
-
 def hosts_of(
     config: AsynchronousConfig, num_layers: int, num_experts: int, num_united: int
 ) -> Bool[np.ndarray, "layers E W"]:
-    """Returns the expert workers that have each logical expert, of which the last are united."""
+    """Returns the expert workers that have each logical expert, of which the last are united: a
+    range of them each; with copies, those of others, too.
+    """
     placed = contiguous(num_layers, num_experts, config.experts, num_united=num_united)
     hosts = np.asarray(placed.hosts)
     every = [np.roll(hosts, shift, axis=-1) for shift in range(config.copies)]

@@ -17,7 +17,7 @@ from jmoe.checkpoint import TensorFiles, is_native, united_ways
 from jmoe.config import read_config
 from jmoe.family import Family
 from jmoe.offloaded import check_spare
-from jmoe.parallel.cost import exchange_bytes
+from jmoe.parallel.cost import MeshStep
 from jmoe.sharing import lends_united
 from jmoe.tokenizer import read_settings
 from pallas_kernels.backend import KERNEL, hopper
@@ -242,7 +242,7 @@ def warn_of_gathering(config: EngineConfig, model: Model) -> None:
     if devices <= GATHERS_WELL or config.process_index > 0:
         return
     tokens = config.max_prefill_tokens
-    sent = exchange_bytes(model.config, devices, tokens, model.dtype.itemsize)
+    sent = MeshStep(model.config, devices, tokens, model.dtype.itemsize).exchange_bytes()
     log.warning(
         "engine.mesh is %r: rows are gathered by all devices, %.3g MiB a device in a prefill step "
         "of %d tokens each; beyond %d devices an exchange that sends a row only where it is needed "

@@ -75,23 +75,18 @@ def _worker_of(
             [None] * own.experts,
             send,
             picker,
-            max_blocks=sizes.max_blocks,
-            max_len=sizes.max_len,
-            num_groups=sizes.num_groups,
-            decode_buckets=sizes.decode_buckets,
-            prefill_buckets=sizes.prefill_buckets,
+            sizes,
         )
         return worker, buckets(num_visits)
     worker = ExpertWorker(
         experts_of(model, crew.ways, crew.hosts[:, :, number], numbers.total, device),
-        crew.hosts.shape[0],
-        np.zeros(crew.hosts.shape[1], np.int64),
+        len(crew.hosts),
         numbers,
         number,
         [None] * own.attention,
         send,
         picker,
-        max_visits=num_visits,
+        num_visits,
     )
     return worker, sizes.row_sizes
 

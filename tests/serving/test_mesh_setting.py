@@ -11,7 +11,7 @@ import pytest
 
 import jmoe
 from jmoe.config import read_config
-from jmoe.parallel.cost import gathered_buffer_bytes
+from jmoe.parallel.cost import MeshStep
 from jmoe.parallel.home import make_mesh
 from jmoe.random_model import random_params
 from serving.config import BalanceConfig, EngineConfig
@@ -188,7 +188,7 @@ def test_memory_beside_weights_and_steps_has_room_for_spare_slots():
         partial(random_params, cfg, dtype=np.dtype("float32")), jax.random.key(0)
     )
     others = 2 * sum(leaf.size for leaf in jax.tree.leaves(shapes))
-    rows = gathered_buffer_bytes(cfg, 4, 64, 2)
+    rows = MeshStep(cfg, 4, 64, 2).gathered_buffer_bytes()
     kv = 5 * 2 * 2 * cfg.num_kv_heads * 16 * cfg.head_dim * 2
     held = others + 2 * 17 * 24_576 + 2 * rows + kv
     for room, wanted in ((2 * 3 * 24_576 + 100, 3), (2 * 3 * 24_576 - 100, 2)):

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int
 
-from serving.scheduling.layers.rules import FLFS, MTFS
+from serving.scheduling.layers.rules import FLFS, MTFS, Rows, Since
 
 try:
     import numba
@@ -37,10 +37,10 @@ def jit(function: Callable[..., Any]) -> Any:
 def decide(
     rule: int,
     weights: Float[np.ndarray, "K"],
-    counts: Int[np.ndarray, "layers groups"],
-    urgent: Int[np.ndarray, "layers groups"],
+    counts: Rows,
+    urgent: Rows,
     classes: bool,
-    oldest: Float[np.ndarray, "layers groups"],
+    oldest: Since,
     now: float,
     min_batch: int,
     max_wait_s: float,
@@ -90,9 +90,9 @@ def decide(
 
 @jit
 def _survey(
-    counts: Int[np.ndarray, "layers groups"],
-    seen: Int[np.ndarray, "layers groups"],
-    oldest: Float[np.ndarray, "layers groups"],
+    counts: Rows,
+    seen: Rows,
+    oldest: Since,
     now: float,
     least: int,
     max_wait_s: float,
@@ -120,9 +120,7 @@ def _survey(
 
 
 @jit
-def _eldest(
-    counts: Int[np.ndarray, "layers groups"], oldest: Float[np.ndarray, "layers groups"]
-) -> int:
+def _eldest(counts: Rows, oldest: Since) -> int:
     """Returns the queue with the oldest row; the first of several."""
     best, best_since = NOTHING, np.inf
     for layer in range(counts.shape[0]):

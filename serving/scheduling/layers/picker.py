@@ -17,29 +17,19 @@ import operator
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Bool, Float, Int
 
 from serving.scheduling.layers import compiled
-from serving.scheduling.layers.rules import RULES, Defragging, Rule
+from serving.scheduling.layers.rules import RULES, Defragging, MayRun, Rows, Rule, Since
 from serving.settings import plugins
 
 
 @dataclass(frozen=True)
 class Waiting:
-    """How long rows may wait for others. Raises ValueError for contradictory values."""
+    """How long rows may wait for others."""
 
     min_batch: int = 1  # rows below which a queue is left alone for a while
     max_wait_s: float = 0.0  # that while, from its oldest row on
     max_age_s: float = 0.25  # from which on a queue goes before all that are younger
-
-    def __post_init__(self) -> None:
-        """Checks the values."""
-        if self.min_batch < 1:
-            raise ValueError(f"min_batch is {self.min_batch}; it must be 1 or more")
-        if not 0 <= self.max_wait_s < math.inf:
-            raise ValueError(f"max_wait_s is {self.max_wait_s}; it must be finite and 0 or more")
-        if not self.max_age_s > 0:  # written so that NaN fails
-            raise ValueError(f"max_age_s is {self.max_age_s}; it must be above 0")
 
 
 class LayerPicker:
@@ -54,11 +44,7 @@ class LayerPicker:
             rule: one of `rules.py`, or a user's own.
             waiting: how long rows may wait; None: not for a batch.
             use_numba: None: where it is installed. A rule of a user's own is never compiled.
-
-        Raises ValueError where numba is asked for and not there.
         """
-        if use_numba and not compiled.AVAILABLE:
-            raise ValueError("numba is not installed; the extra `aep` has it")
         self.rule, self.waiting = rule, waiting or Waiting()
         self._number = getattr(rule, "number", None) if type(rule) in RULES.values() else None
         self._compiled = (
@@ -72,11 +58,11 @@ class LayerPicker:
 
     def pick(
         self,
-        counts: Int[np.ndarray, "layers groups"],
-        oldest: Float[np.ndarray, "layers groups"],
+        counts: Rows,
+        oldest: Since,
         now: float,
         *,
-        urgent: Int[np.ndarray, "layers groups"] | None = None,
+        urgent: Rows | None = None,
         more_may_come: bool = True,
     ) -> tuple[int, int] | None:
         """Returns the (layer, group) whose queue is to run now; None: none is, before `wake_at`.
@@ -88,23 +74,15 @@ class LayerPicker:
         along.
 
         Args:
-            counts: rows in each queue, int64; another integer type is converted, which costs time.
+            counts: rows in each queue, int64.
             oldest: float64, seconds of the worker's clock at which the oldest row in each queue
                 came; of an empty one it means nothing.
             now: seconds of that clock.
             urgent: latency-sensitive rows in each queue, a part of `counts`; None: no classes.
             more_may_come: False where every row that could still come is in a queue already.
-
-        Raises ValueError for arrays that differ in shape.
         """
-        if counts.shape != oldest.shape or (urgent is not None and urgent.shape != counts.shape):
-            shapes = [None if a is None else a.shape for a in (counts, oldest, urgent)]
-            raise ValueError(f"counts, oldest, urgent have shapes {shapes}; they must be alike")
         if not self._compiled:
             return self._pick(counts, oldest, now, urgent, more_may_come)
-        if counts.dtype != np.int64 or (urgent is not None and urgent.dtype != np.int64):
-            counts = counts.astype(np.int64)
-            urgent = None if urgent is None else urgent.astype(np.int64)
         flat = compiled.decide(
             self._number,
             self.rule.weights,  # pyright: ignore[reportAttributeAccessIssue]
@@ -118,9 +96,7 @@ class LayerPicker:
         )
         return None if flat < 0 else divmod(flat, counts.shape[1])
 
-    def wake_at(
-        self, counts: Int[np.ndarray, "layers groups"], oldest: Float[np.ndarray, "layers groups"]
-    ) -> float:
+    def wake_at(self, counts: Rows, oldest: Since) -> float:
         """Returns when to ask `pick` again after None if nothing comes; seconds of the clock.
 
         Infinite where all queues are empty. At this very time `pick` gives a queue: both add up
@@ -133,10 +109,10 @@ class LayerPicker:
 
     def _pick(
         self,
-        counts: Int[np.ndarray, "layers groups"],
-        oldest: Float[np.ndarray, "layers groups"],
+        counts: Rows,
+        oldest: Since,
         now: float,
-        urgent: Int[np.ndarray, "layers groups"] | None,
+        urgent: Rows | None,
         more_may_come: bool,
     ) -> tuple[int, int] | None:
         filled = counts > 0
@@ -153,14 +129,9 @@ class LayerPicker:
             return None
         if urgent is not None and (may_run & (urgent > 0)).any():
             counts, may_run = urgent, may_run & (urgent > 0)
-        return self._choose(counts.astype(np.int64), may_run, now)
+        return self._choose(counts, may_run, now)
 
-    def _choose(
-        self,
-        counts: Int[np.ndarray, "layers groups"],
-        may_run: Bool[np.ndarray, "layers groups"],
-        now: float,
-    ) -> tuple[int, int]:
+    def _choose(self, counts: Rows, may_run: MayRun, now: float) -> tuple[int, int]:
         if self._number is not None:
             chosen = self.rule.choose(counts, may_run, now)
             assert chosen is not None
@@ -181,9 +152,7 @@ class LayerPicker:
         )
 
 
-def _checked(
-    chosen: tuple[int, int], may_run: Bool[np.ndarray, "layers groups"]
-) -> tuple[int, int]:
+def _checked(chosen: tuple[int, int], may_run: MayRun) -> tuple[int, int]:
     layer, group = map(operator.index, chosen)
     if not (0 <= layer < may_run.shape[0] and 0 <= group < may_run.shape[1]):
         raise ValueError(f"it chose {chosen!r} of {may_run.shape[0]} layers x {may_run.shape[1]}")

@@ -17,15 +17,17 @@ MTFS, FLFS, DEFRAG = range(3)
 """Numbers of the built-in rules, by which compiled code knows them."""
 
 
+Rows = Int[np.ndarray, "layers groups"]
+"""In each queue."""
+Since = Float[np.ndarray, "layers groups"]
+"""Seconds of the worker's clock at which the oldest row in each queue came."""
+MayRun = Bool[np.ndarray, "layers groups"]
+
+
 class Rule(Protocol):
     """What a picker calls. A user's own rule is a class without arguments that has this method."""
 
-    def choose(
-        self,
-        counts: Int[np.ndarray, "layers groups"],
-        may_run: Bool[np.ndarray, "layers groups"],
-        now: float,
-    ) -> tuple[int, int] | None:
+    def choose(self, counts: Rows, may_run: MayRun, now: float) -> tuple[int, int] | None:
         """Returns the (layer, group) to run, one of those that may; None leaves it to the picker.
 
         Args:
@@ -42,12 +44,7 @@ class MostTokensFirst:
     number = MTFS
     weights = np.zeros(0)
 
-    def choose(
-        self,
-        counts: Int[np.ndarray, "layers groups"],
-        may_run: Bool[np.ndarray, "layers groups"],
-        now: float,
-    ) -> tuple[int, int]:
+    def choose(self, counts: Rows, may_run: MayRun, now: float) -> tuple[int, int]:
         """See Rule."""
         return _cell(int(np.where(may_run, counts, -1).argmax()), counts)
 
@@ -62,12 +59,7 @@ class FirstLayerFirst:
     number = FLFS
     weights = np.zeros(0)
 
-    def choose(
-        self,
-        counts: Int[np.ndarray, "layers groups"],
-        may_run: Bool[np.ndarray, "layers groups"],
-        now: float,
-    ) -> tuple[int, int]:
+    def choose(self, counts: Rows, may_run: MayRun, now: float) -> tuple[int, int]:
         """See Rule."""
         layer = int(may_run.any(axis=1).argmax())
         return layer, int(np.where(may_run[layer], counts[layer], -1).argmax())
@@ -87,21 +79,12 @@ class Defragging:
     number = DEFRAG
 
     def __init__(self, lookahead: int = 4, decay: float = 0.8) -> None:
-        """K of 0 or more, decay between 0 and 1. Raises ValueError for others."""
-        if lookahead < 0:
-            raise ValueError(f"lookahead is {lookahead}; it must be 0 or more")
-        if not 0 <= decay <= 1:
-            raise ValueError(f"decay is {decay}; it must be between 0 and 1")
+        """K is 0 or more, the decay between 0 and 1."""
         self.weights: Float[np.ndarray, "K"] = np.array(
             [decay**k for k in range(1, lookahead + 1)], np.float64
         )
 
-    def choose(
-        self,
-        counts: Int[np.ndarray, "layers groups"],
-        may_run: Bool[np.ndarray, "layers groups"],
-        now: float,
-    ) -> tuple[int, int]:
+    def choose(self, counts: Rows, may_run: MayRun, now: float) -> tuple[int, int]:
         """See Rule."""
         # One term after another, as in compiled code: sums in another order could break ties
         # differently.
@@ -112,7 +95,7 @@ class Defragging:
         return _cell(int(scores.argmax()), counts)
 
 
-def _cell(flat: int, counts: Int[np.ndarray, "layers groups"]) -> tuple[int, int]:
+def _cell(flat: int, counts: Rows) -> tuple[int, int]:
     return divmod(flat, counts.shape[1])
 
 

@@ -21,12 +21,13 @@ from jmoe.parallel import cost, experts
 from jmoe.parallel import steps as on
 from jmoe.parallel.copies import with_copies
 from jmoe.parallel.home import Home, make_mesh
-from jmoe.parallel.placement import Placement, contiguous, from_hosts, random, slots_per_layer
+from jmoe.parallel.placement import Placement, contiguous, from_hosts, slots_per_layer
 from jmoe.parallel.probe import Probe
 from jmoe.parallel.replicas import Replication
 from jmoe.random_model import random_model
 from jmoe.steps import decode_step, make_state, prefill_step
 from jmoe.weights import ResidentWeights
+from tests.jmoe.parallel.placements import at_random
 from training.evaluation.run import EvaluateConfig, Work
 
 pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
@@ -91,11 +92,11 @@ def many_devices(name, count, phase, replication=None, per_pass=None, halves=Fal
     cfg = model_of(name).config
     step = decode_step if phase == "decode" else partial(prefill_step, replication=replication)
     step = partial(step, cfg, max_active=cfg.num_experts)
-    sized = cost.visits_of_pass if per_pass is None else lambda *_, **__: per_pass
+    sized = cost.MeshStep.visits_of_pass if per_pass is None else lambda step: per_pass
 
     def traced(*arguments):
         with (
-            mock.patch.object(cost, "visits_of_pass", sized),
+            mock.patch.object(cost.MeshStep, "visits_of_pass", sized),
             mock.patch.object(experts, "in_halves", return_value=halves),
         ):
             return step(*arguments)
@@ -297,7 +298,7 @@ def test_strategies(strategy):
 def test_placements(name, lies):
     model, spare = model_of(name), spare_of(name, 4)
     placement: Placement = {
-        "random": lambda: random(*size_of(model), 4, seed=5, spare=spare),
+        "random": lambda: at_random(*size_of(model), 4, seed=5, spare=spare),
         "replicated": lambda: replicated(model, 4, spare=spare),
         "one device empty": lambda: only_on(model, 4, [0, 2, 3], spare),
         "all on one": lambda: only_on(model, 4, [2], spare),

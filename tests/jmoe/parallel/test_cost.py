@@ -24,11 +24,12 @@ MIXTRAL = from_hf(json.loads((PUBLISHED / "Mixtral-8x7B-v0.1.json").read_text())
 SMALL = replace(
     QWEN, d_model=5, d_ff_expert=4, num_experts=4, experts_per_token=2, moe_layers=(True,) * 94
 )
-SLOW = cost.Machine("slow", flops_per_s=120.0, link_bytes_per_s=120.0, memory_bytes_per_s=1e9)
+SLOW = cost.H200._replace(flops_per_s=120.0, link_bytes_per_s=120.0, memory_bytes_per_s=1e9)
 
 
-def fit(cfg=SMALL, devices=2, tokens=1, per_pair=2, machine=SLOW, **shares):
-    return cost.replicas_that_fit(cfg, devices, tokens, 2, per_pair, machine, **shares)
+def fit(cfg=SMALL, devices=2, tokens=1, per_pair=2, machine=SLOW, alpha=0.5, **shares):
+    step = cost.MeshStep(cfg, devices, tokens, 2, machine, alpha=alpha)
+    return step.replicas_that_fit(per_pair, **shares)
 
 
 def test_by_hand():
@@ -66,7 +67,7 @@ def test_what_is_reported_where_nothing_fits():
 def test_one_device_lacks_nothing():
     found = fit(devices=1, tokens=100)
     assert found == (0, 0, 0.0, 0.0, 0, "every device has all experts")
-    assert cost.exchange_bytes(SMALL, 1, 100, 2) == (0, 0)
+    assert cost.MeshStep(SMALL, 1, 100, 2).exchange_bytes() == (0, 0)
 
 
 def test_no_more_than_a_device_lacks():
@@ -174,7 +175,7 @@ def test_bytes_are_those_of_the_all_gather_that_is_served(dtype):
     sent = [e.invars[0].aval for e in found.eqns if e.primitive.name == "all_gather"]
     assert len(sent) == 1
     per_layer = (devices - 1) * sent[0].size * sent[0].dtype.itemsize
-    bytes_ = cost.exchange_bytes(QWEN, devices, rows, jnp.dtype(dtype).itemsize)
+    bytes_ = cost.MeshStep(QWEN, devices, rows, jnp.dtype(dtype).itemsize).exchange_bytes()
     assert bytes_.gathered == 94 * per_layer
     assert bytes_.scattered == 94 * 7 * rows * 4096 * jnp.dtype(dtype).itemsize
 
@@ -182,54 +183,61 @@ def test_bytes_are_those_of_the_all_gather_that_is_served(dtype):
 def test_buffers_by_hand():
     # 2 devices, 3 rows each: 6 gathered rows of 5 with float32 sums, 12 visits.
     expected = 6 * 5 * (2 + 4) + 12 * (5 + 4 + 5) * 2
-    assert cost.gathered_buffer_bytes(SMALL, 2, 3, 2) == expected
+    assert cost.MeshStep(SMALL, 2, 3, 2).gathered_buffer_bytes() == expected
     # 8 devices of 10,000 rows: of 160,000 visits, 20,000 are a device's mean.
     expected = 80_000 * 5 * (2 + 4) + 40_000 * (5 + 4 + 5) * 2
-    assert cost.gathered_buffer_bytes(SMALL, 8, 10_000, 2) > expected  # so small rows cost nothing
+    step = cost.MeshStep(SMALL, 8, 10_000, 2)
+    assert step.gathered_buffer_bytes() > expected  # so small rows cost nothing
     wide = replace(SMALL, d_model=1000)
     expected = 80_000 * 1000 * (2 + 4) + 40_000 * (1000 + 4 + 1000) * 2
-    assert cost.gathered_buffer_bytes(wide, 8, 10_000, 2) == expected
+    assert step._replace(cfg=wide).gathered_buffer_bytes() == expected
 
 
 def test_passes_by_hand():
     """Of 4 devices, 3 rows each with 2 visits of 10 bytes: 24 visits, of which 12 have room."""
-    passes = partial(cost.visits_of_pass, SMALL, 4, 3, 2)
     slow = SLOW._replace(memory_bytes_per_s=120.0)  # 12 are saved in a second
-    assert passes(slow, loop_s=0.99) == 12
-    assert passes(slow, loop_s=1.01) is None
-    assert cost.visits_of_pass(SMALL, 2, 3, 2, loop_s=0.0) is None  # nothing is saved
-    assert cost.visits_of_pass(SMALL, 1, 3, 2, loop_s=0.0) is None
+    step = cost.MeshStep(SMALL, 4, 3, 2, slow)
+    assert step._replace(loop_s=0.99).visits_of_pass() == 12
+    assert step._replace(loop_s=1.01).visits_of_pass() is None
+    for devices in (1, 2):  # nothing is saved
+        assert cost.MeshStep(SMALL, devices, 3, 2, loop_s=0.0).visits_of_pass() is None
 
 
 def test_copies_gain_by_hand():
     """A visit takes a second, as an expert on the link does; memory is free."""
-    machine, run = SLOW._replace(memory_bytes_per_s=1e12), partial(cost.layer_s, SMALL, 4, 40, 2)
+    step = cost.MeshStep(SMALL, 4, 40, 2, SLOW._replace(memory_bytes_per_s=1e12))
     # 40 rows go to 3 devices: 5 elements, 4 numbers of picks and a flag are 30 bytes. Half of that
     # is hidden, and half of the way home, 40 times 10 bytes.
-    assert run(machine=machine) == pytest.approx(30 + 80 - 20, rel=1e-3)
-    assert run(machine=machine, imbalance=1.5) == pytest.approx(30 + 120 - 20, rel=1e-3)
+    assert step.layer_s() == pytest.approx(30 + 80 - 20, rel=1e-3)
+    assert step.layer_s(imbalance=1.5) == pytest.approx(30 + 120 - 20, rel=1e-3)
     # Of 4 experts a device has its own, and of 3 copies one for its own rows, that hide the rest.
     hidden = cost.Fit(3, 1, 40.0, 3.0, 3, "")
-    assert run(hidden, machine) == pytest.approx(40 + 40, rel=1e-3)
+    assert step.layer_s(hidden) == pytest.approx(40 + 40, rel=1e-3)
     late = hidden._replace(copy_s=80.0)
-    assert run(late, machine) == pytest.approx(40 + 80, rel=1e-3)
-    assert cost.break_even(SMALL, 4, 40, 2, hidden, machine) == 1
-    assert cost.break_even(SMALL, 4, 40, 2, late, machine) == pytest.approx(110 / 80, rel=1e-3)
+    assert step.layer_s(late) == pytest.approx(40 + 80, rel=1e-3)
+    assert step.break_even(hidden) == 1
+    # With all copies of experts that own rows visit, those take 80 s, and nothing hides the copies.
+    assert step._replace(alpha=1.0).layer_s(late) == pytest.approx(80 + 80, rel=1e-3)
+    assert step.break_even(late) == pytest.approx(110 / 80, rel=1e-3)
 
 
 def test_halves_save_what_is_hidden_by_hand():
     """As above: 30 s there, 10 s home, a visit a second, of 80."""
-    free, saved = SLOW._replace(memory_bytes_per_s=1e12), partial(cost.saved_by_halves, SMALL, 4)
-    assert saved(40, 2, free) == pytest.approx(15 + 5 - cost.HALVES_S)
+    free = SLOW._replace(memory_bytes_per_s=1e12)
+
+    def saved(machine, **loop_s):
+        return cost.MeshStep(SMALL, 4, 40, 2, machine, **loop_s).saved_by_halves()
+
+    assert saved(free) == pytest.approx(15 + 5 - cost.HALVES_S)
     # Products a tenth as long: 8 s, half of it under 15 s there, and half over 5 s home: 9 - 4.
-    assert saved(40, 2, free._replace(flops_per_s=1200.0)) == pytest.approx(4 + 4, rel=1e-3)
+    assert saved(free._replace(flops_per_s=1200.0)) == pytest.approx(4 + 4, rel=1e-3)
     # Reading a device's expert takes 100 s for half of the visits, too, and nothing else does.
     read = free._replace(memory_bytes_per_s=1.2, flops_per_s=1e12)
     sorted_s = 2 * 10 * 80 / 1.2  # twice the mean in two passes, at most
     assert 2 * sorted_s > 100
-    assert saved(40, 2, read, loop_s=0.0) == pytest.approx(15 + 5 - 100, rel=1e-3)
-    assert saved(40, 2, read, loop_s=7.0) == pytest.approx(15 + 5 - 100 - 7, rel=1e-3)
-    assert cost.saved_by_halves(SMALL, 1, 40, 2, free) < 0  # nothing travels
+    assert saved(read, loop_s=0.0) == pytest.approx(15 + 5 - 100, rel=1e-3)
+    assert saved(read, loop_s=7.0) == pytest.approx(15 + 5 - 100 - 7, rel=1e-3)
+    assert cost.MeshStep(SMALL, 1, 40, 2, free).saved_by_halves() < 0  # nothing travels
 
 
 def test_a_step_travels_in_halves_where_that_saves_some():
@@ -246,20 +254,21 @@ def test_a_step_travels_in_halves_where_that_saves_some():
     [(8, 32, -0.19), (8, 512, -0.02), (8, 1024, 0.08), (8, 2048, 0.24), (2, 2048, -0.10)],
 )
 def test_halves_gain_in_large_steps_over_several_devices(devices, tokens, ms):
-    assert 1e3 * cost.saved_by_halves(QWEN, devices, tokens, 2) == pytest.approx(ms, abs=0.006)
+    saved_s = cost.MeshStep(QWEN, devices, tokens, 2).saved_by_halves()
+    assert 1e3 * saved_s == pytest.approx(ms, abs=0.006)
 
 
 def test_copies_of_a_large_model_gain_from_less_imbalance_with_passes():
     """By the same arithmetic, where copies begin to be hidden and at 16,384 tokens."""
     for tokens, before, after in ((1713, 1.72, 1.50), (2048, 1.68, 1.47)):
         found = fit(QWEN, 8, tokens, machine=cost.H200)
-        even = partial(cost.break_even, QWEN, 8, tokens, 2, found)
+        step = cost.MeshStep(QWEN, 8, tokens, 2)
         assert found.per_pair == 1
-        assert even(loop_s=math.inf) == pytest.approx(before, abs=0.01)
-        assert even() == pytest.approx(after, abs=0.01)
+        assert step._replace(loop_s=math.inf).break_even(found) == pytest.approx(before, abs=0.01)
+        assert step.break_even(found) == pytest.approx(after, abs=0.01)
 
 
 def test_passes_of_a_large_model():
     """Prefill steps have them, and no decode step of a usual size."""
-    assert cost.visits_of_pass(QWEN, 8, 2048, 2) == 2 * 2048 * 8
-    assert cost.visits_of_pass(QWEN, 8, 256, 2) is None
+    assert cost.MeshStep(QWEN, 8, 2048, 2).visits_of_pass() == 2 * 2048 * 8
+    assert cost.MeshStep(QWEN, 8, 256, 2).visits_of_pass() is None

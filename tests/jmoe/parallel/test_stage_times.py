@@ -5,7 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from jmoe.parallel.stage_times import H200, Geometry, measured, roofline, sequences_that_fit
+from jmoe.parallel.cost import H200
+from jmoe.parallel.stage_times import Geometry, measured, roofline, sequences_that_fit
 
 SMALL = Geometry("small", 2, 4, 2, 10, 1000, 500, 16, 8, 100)
 

@@ -49,7 +49,7 @@ def test_what_is_shown_is_what_is_forecast():
     assert [name.split(",")[0] for name in shown][:7] == [f"{a} + {8 - a}" for a in range(1, 8)]
     assert shown["synchronous"] == f"{found.synchronous_tokens_per_s:,.0f} tokens/s"
     assert shown["synchronous with copies"] == f"{found.copies_tokens_per_s:,.0f} tokens/s"
-    assert shown["asynchronous"].startswith(f"{found.tokens_per_s:,.0f} tokens/s, ")
+    assert shown["asynchronous"].startswith(f"{found.forecast.tokens_per_s:,.0f} tokens/s, ")
     assert shown["host of a stage"] == "1.30 ms and 0.60 ms, as built"
     assert shown["rows travel at"] == "1.3 GB/s, as built"
     given = dict(asynchronous_section(cfg, 8, 8192, device_gb=141.0, host_us=100.0, **more)[1])
@@ -58,7 +58,9 @@ def test_what_is_shown_is_what_is_forecast():
     assert shown["advice"] == f"do not use it: {found.reason}"
     best = f"{found.forecast.attention_devices} + {found.forecast.expert_devices}"
     assert f"stages of whole batches, {best}" in shown
-    assert shown[f"{best}, attention + experts"].startswith(f"{found.tokens_per_s:,.0f} tokens/s")
+    assert shown[f"{best}, attention + experts"].startswith(
+        f"{found.forecast.tokens_per_s:,.0f} tokens/s"
+    )
 
 
 def test_many_devices_show_the_advised_split_alone():

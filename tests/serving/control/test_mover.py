@@ -15,11 +15,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jmoe.parallel.placement import by_load, contiguous, from_hosts, random
+from jmoe.parallel.placement import contiguous, from_hosts
 from serving.config import BalanceConfig, EngineConfig
 from serving.control.mover import SPARE, Mover, make_mover, read_load, starting_placement
 from serving.errors import SettingsError
 from serving.startup.prepare import check_start
+from tests.jmoe.parallel.placements import at_random, by_load
 
 LAYERS, EXPERTS, DEVICES = 3, 8, 4
 
@@ -77,7 +78,7 @@ def test_experts_stay_where_a_placement_of_ones_own_has_them():
     runner, load = Noting(), np.ones((LAYERS, EXPERTS)) + np.arange(EXPERTS)
     for placement in (
         by_load(load, DEVICES, spare=1),
-        random(LAYERS, EXPERTS, DEVICES, seed=0, spare=1),
+        at_random(LAYERS, EXPERTS, DEVICES, seed=0, spare=1),
     ):
         mover = Mover(BalanceConfig(spare_slots=1, interval_s=1.0), runner, placement, 0.001)
         for now in range(6):
@@ -91,7 +92,7 @@ def test_experts_stay_where_a_placement_of_ones_own_has_them():
 
 def test_homes_are_even_where_a_placement_of_ones_own_has_copies():
     """Or copies would find no room beside them."""
-    hosts = np.asarray(random(LAYERS, EXPERTS, DEVICES, seed=0).hosts).copy()
+    hosts = np.asarray(at_random(LAYERS, EXPERTS, DEVICES, seed=0).hosts).copy()
     for layer in hosts:
         layer[layer.argmax(axis=1).tolist().index(3), 0] = True  # a copy of the last device's first
     runner, placement = Noting(), from_hosts(hosts, spare=1)

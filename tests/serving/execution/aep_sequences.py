@@ -6,7 +6,9 @@ import jax
 import numpy as np
 
 from jmoe.packed_rows import empty_deltas, pack_row
-from serving.pipeline.local import LocalWorkers, Sizes
+from jmoe.parallel.placement import contiguous
+from serving.pipeline.attention import Sizes
+from serving.pipeline.local import LocalWorkers
 from serving.pipeline.messages import Unit
 
 PAGE, BLOCKS, SLOTS, ROWS = 4, 8, 4, 40
@@ -18,13 +20,49 @@ class AnyQueue:
     def __init__(self, rng):
         self.rng = rng
 
-    def pick(self, counts, oldest, now, *, urgent=None, more_may_come=True):
+    def pick(self, counts, oldest, now, *, urgent=None):
         assert ((oldest < np.inf) == (counts > 0)).all()
         assert (urgent <= counts).all()
         found = list(zip(*np.nonzero(counts), strict=True))
         if not found or self.rng.random() < 0.2:
             return None
         return self.rng.choice(found)
+
+
+def sizes(decode=(2, 8), prefill=(16,)):
+    return Sizes(SLOTS, SLOTS * BLOCKS, PAGE, BLOCKS, ROWS, decode, prefill)
+
+
+class ByHand(LocalWorkers):
+    """Workers that a test drives one at a time."""
+
+    @property
+    def is_idle(self):
+        """Whether no unit, message or visit is anywhere."""
+        return not (
+            any(worker.num_units for worker in self.attention)
+            or any(worker.queues.num_rows for worker in self.workers)
+            or any(not inbox.empty() for inbox in self.inboxes)
+        )
+
+    def submit(self, worker, unit):
+        self.attention[worker].submit(unit, self.clock())
+
+    def deliver(self, number, most=None):
+        """Gives a worker the oldest messages that wait for it; returns how many."""
+        inbox = self.inboxes[number]
+        count = min(most or inbox.qsize(), inbox.qsize())
+        for _ in range(count):
+            self.workers[number].take(inbox.get_nowait(), self.clock())
+        return count
+
+    def advance(self, number):
+        """Lets a worker run a stage; returns the results of units that have left."""
+        return self.workers[number].advance(self.clock()) or []
+
+    def turn(self, number):
+        self.deliver(number)
+        return self.advance(number)
 
 
 class Sequences:
@@ -92,16 +130,21 @@ class Sequences:
         raise AssertionError("nothing came of it")
 
 
-def workers_of(model, rng, *, attention=1, experts=2, picker=None, **options):
+def workers_of(
+    model, rng, *, attention=1, experts=2, hosts=None, picker=None, clock=lambda: 0.0, ways=()
+):
     devices = cycle(jax.devices())  # one, unless the test says otherwise
-    sizes = Sizes(SLOTS, SLOTS * BLOCKS, PAGE, BLOCKS, ROWS, (4,), (16,))
-    return LocalWorkers.of(
+    if hosts is None:
+        hosts = np.asarray(contiguous(*model.table.slots.shape, experts).hosts)
+    return ByHand.of(
         model,
         list(islice(devices, attention)),
         list(islice(devices, experts)),
-        sizes,
+        sizes(decode=(4,)),
+        hosts,
         picker or (lambda: AnyQueue(rng)),
-        **options,
+        clock,
+        ways=ways,
     )
 
 

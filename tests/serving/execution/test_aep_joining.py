@@ -17,6 +17,7 @@ from serving.errors import SettingsError, Unavailable
 from serving.pipeline.queues import MicroQueues
 from serving.pipeline.remote_crew import RemoteCrew
 from serving.pipeline.worker_process import Assignment, work
+from serving.scheduling.layers.picker import make_picker
 
 pytestmark = pytest.mark.usefixtures("processes_meet_at_once")
 
@@ -30,16 +31,13 @@ KEY, SOON_S = bytes(range(32)), 60.0
 class Idle:
     """A worker without rows, which ends when it is told to."""
 
-    stages, queues = 0, MicroQueues(1, 1)
+    stages, queues = 0, MicroQueues(1, 1, make_picker("mtfs"))
 
     def __init__(self, ends):
         self._ends = ends
 
     def take(self, message, now):
         pass
-
-    def wake_at(self):
-        return time.monotonic() + 0.05
 
     def advance(self, now):
         if self._ends.is_set():

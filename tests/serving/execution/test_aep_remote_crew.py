@@ -15,6 +15,7 @@ from serving.pipeline.messages import FromExperts, HasWay, Left, UseWay, WorkerD
 from serving.pipeline.queues import MicroQueues
 from serving.pipeline.remote_crew import RemoteCrew
 from serving.pipeline.worker_process import Beat, Loop, Meet, Met, Pulse
+from serving.scheduling.layers.picker import make_picker
 
 ALONE = np.array([[[True, False], [False, True]]])  # each of two experts on a worker of its own
 FACTS = {"engine.page_size": "16", "the code of jmoe": "c0de"}
@@ -434,16 +435,13 @@ class FakeWorker:
     """A worker that stores what it is given."""
 
     stages = 0
-    queues = MicroQueues(1, 1)
+    queues = MicroQueues(1, 1, make_picker("mtfs"))
 
     def __init__(self):
         self.taken = []
 
     def take(self, message, now):
         self.taken.append(message)
-
-    def wake_at(self):
-        return np.inf
 
     def advance(self, now):
         return None

@@ -12,11 +12,10 @@ import pytest
 
 from jmoe.packed_rows import EXEMPT, KV_LEN, Q_LEN, SLOT, SPARED, empty_deltas, pack_row
 from serving.pipeline.devices import Attended
-from serving.pipeline.local import LocalWorkers
 from serving.pipeline.messages import DECODE, Unit, WorkerDown, WorkerUp
 from serving.pipeline.queues import Entry
 from serving.scheduling.layers.picker import Waiting, make_picker
-from tests.serving.execution.aep_sequences import BLOCKS, ROWS, AnyQueue, Sequences
+from tests.serving.execution.aep_sequences import ROWS, AnyQueue, ByHand, Sequences, sizes
 from tests.traces import num_traces
 
 PRIME, VOCAB, EXPERTS = 10_007, 97, 6
@@ -149,20 +148,16 @@ def play(seed):
     rule = rng.choice(["any", "mtfs", "flfs", "defrag"])
     waiting = Waiting(rng.choice([1, 4]), 20.0, 500.0)
     turns = iter(range(1_000_000))
-    workers = LocalWorkers(
+    workers = ByHand(
         [Attention(picks) for _ in range(attention)],
         [Experts(hosts[..., n], attention * ROWS) for n in range(experts)],
         MOE,
         hosts,
-        ROWS,
-        max_blocks=BLOCKS,
+        sizes(),
         picker=lambda: (
             AnyQueue(rng) if rule == "any" else make_picker(rule, waiting, use_numba=False)
         ),
-        groups=draw.integers(0, rng.randint(1, 3), EXPERTS),
         clock=lambda: next(turns),
-        decode_buckets=(2, 8),
-        prefill_buckets=(16,),
     )
     prompts = [
         [rng.randrange(VOCAB) for _ in range(rng.randint(1, 9))]
@@ -222,17 +217,14 @@ def play_with_faults(seed):
     hosts = np.zeros((sum(MOE), EXPERTS, experts), bool)
     for copy in range(2):
         hosts[:, np.arange(EXPERTS), (np.arange(EXPERTS) + copy) % experts] = True
-    workers = LocalWorkers(
+    workers = ByHand(
         [Attention(picks) for _ in range(attention)],
         [Experts(hosts[..., n], attention * ROWS) for n in range(experts)],
         MOE,
         hosts,
-        ROWS,
-        max_blocks=BLOCKS,
+        sizes(),
         picker=lambda: AnyQueue(rng),
         clock=lambda: 0.0,
-        decode_buckets=(2, 8),
-        prefill_buckets=(16,),
     )
     prompts = [[rng.randrange(VOCAB) for _ in range(rng.randint(1, 9))] for _ in range(attention)]
     played, down, num_deaths = Restarted(workers, prompts, 6, 5), None, 0
@@ -301,8 +293,14 @@ def stages_of(*given):
         return attend(layer, tokens, rows, deltas, control, places)
 
     device.attend = attend_and_note
-    workers = LocalWorkers(
-        [device], [Experts(hosts[..., 0], ROWS)], MOE, hosts, ROWS, lambda: make_picker("mtfs")
+    workers = ByHand(
+        [device],
+        [Experts(hosts[..., 0], ROWS)],
+        MOE,
+        hosts,
+        sizes(),
+        lambda: make_picker("mtfs"),
+        lambda: 0.0,
     )
     for slot, (urgent, percent, strategy, *floor) in enumerate(given):
         row, at = pack_row(slot, kv_len=1), np.array([slot], np.int32)
@@ -356,6 +354,12 @@ def test_an_expert_without_a_host_is_named():
     hosts = np.ones((sum(MOE), EXPERTS, 2), bool)
     hosts[1, 4] = False
     with pytest.raises(ValueError, match="expert 4 of MoE layer 1 is on no expert worker"):
-        LocalWorkers(
-            [Attention(2)], [Experts(hosts[..., 0], ROWS)] * 2, MOE, hosts, ROWS, lambda: None
+        ByHand(
+            [Attention(2)],
+            [Experts(hosts[..., 0], ROWS)] * 2,
+            MOE,
+            hosts,
+            sizes(),
+            lambda: None,
+            lambda: 0.0,
         )

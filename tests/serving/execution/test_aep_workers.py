@@ -9,7 +9,6 @@ import pytest
 
 import jmoe
 from jmoe.packed_rows import KV_LEN, Q_LEN, SLOT, empty_deltas, pack_row
-from jmoe.parallel.placement import from_hosts
 from serving.pipeline.messages import Unit, UseWay, WorkerDown, WorkerUp
 from serving.pipeline.queues import Entry, MicroQueues
 from serving.scheduling.layers.picker import Waiting, make_picker
@@ -68,7 +67,7 @@ def test_experts_that_several_workers_have_take_turns(models):
     layers, num_experts = model.table.slots.shape
     hosts = np.random.default_rng(0).random((layers, num_experts, 3)) < 0.5
     hosts[..., 1] |= ~hosts.any(axis=-1)
-    workers = workers_of(model, rng, experts=3, placement=from_hosts(hosts, spare=num_experts))
+    workers = workers_of(model, rng, experts=3, hosts=hosts)
     prompts = some_prompts(model, rng, 4)
     played = Sequences(workers, prompts, 6, 10)
     played.play(rng)
@@ -77,16 +76,13 @@ def test_experts_that_several_workers_have_take_turns(models):
 
 
 @pytest.mark.deep
-def test_groups_of_experts_are_launched_by_themselves(models):
-    """And by the scheduler that a server would have."""
+def test_a_scheduler_that_a_server_would_have_writes_the_same(models):
     model, rng = models["qwen2_moe"], random.Random(2)
-    groups = np.arange(model.table.slots.shape[1]) % 3
     picker = make_picker("defrag", Waiting(min_batch=2, max_wait_s=3.0, max_age_s=50.0))
     turns = count()
     workers = workers_of(
-        model, rng, experts=1, groups=groups, picker=lambda: picker, clock=lambda: next(turns)
+        model, rng, experts=1, picker=lambda: picker, clock=lambda: float(next(turns))
     )
-    assert workers.experts[0].queues.counts.shape == (model.config.num_moe_layers, 3)
     prompts = some_prompts(model, rng, 4)
     played = Sequences(workers, prompts, 4, 10)
     played.play(rng)
@@ -140,15 +136,10 @@ def test_what_does_not_fit_is_refused(models):
     offloaded = model.with_weights(table=model.table._replace(offloaded=model.table.groups))
     with pytest.raises(ValueError, match="offloaded experts"):
         workers_of(offloaded, rng)
-    with pytest.raises(ValueError, match="0 expert workers were asked"):
-        workers_of(model, rng, experts=0)
-    hosts = np.ones((*model.table.slots.shape, 2), bool)
-    with pytest.raises(ValueError, match=r"placement.hosts is .* expert workers"):
-        workers_of(model, rng, experts=3, placement=from_hosts(hosts, spare=9))
 
 
 def test_queues_say_what_waits_and_for_how_long():
-    queues = MicroQueues(3, 2)
+    queues = MicroQueues(3, 2, make_picker("mtfs"))
     for at, (rows, urgent) in enumerate([(4, 0), (2, 2), (5, 1)]):
         queues.put(1, 0, [Entry(rows, urgent, float(at), at)])
     assert queues.counts.tolist() == [[0, 0], [11, 0], [0, 0]]
@@ -224,8 +215,7 @@ def test_each_way_has_its_own_united_experts_whoever_hosts_them(tmp_path):
     layers, num_experts = model.table.slots.shape
     hosts = np.random.default_rng(0).random((layers, num_experts, 3)) < 0.5
     hosts[..., 1] |= ~hosts.any(axis=-1)
-    placement = from_hosts(hosts, spare=num_experts)
-    workers = workers_of(model, rng, experts=3, placement=placement, ways=(3, 2, 4))
+    workers = workers_of(model, rng, experts=3, hosts=hosts, ways=(3, 2, 4))
     for expert_worker in workers.experts:
         expert_worker.warm([4])  # ends with the first way
     (prompt,), found = some_prompts(model, rng, 1), []
@@ -256,7 +246,7 @@ def test_without_a_worker_its_experts_visits_go_where_brownout_lets_them(strateg
     hosts = np.zeros((layers, num_experts, 2), bool)
     hosts[:, :, 0] = (np.arange(num_experts) % 2 == 0) | (np.arange(num_experts) >= routed)
     hosts[:, :, 1] = ~hosts[:, :, 0]
-    workers = workers_of(model, rng, placement=from_hosts(hosts, spare=num_experts))
+    workers = workers_of(model, rng, hosts=hosts)
     attention = workers.attention[0]
     attention.take(WorkerDown("experts", 1), 0.0)
     prompts = some_prompts(model, rng, 2)

@@ -14,13 +14,14 @@ from jaxlib.xla_client import generate_pjrt_gpu_plugin_options
 
 import jmoe
 from jmoe.attention import FULL, Paged, page_bytes
+from jmoe.free_memory import DeviceMemory
 from jmoe.parallel.steps import abstract_states, make_states
 from jmoe.steps import make_state
 from serving.config import EngineConfig
 from serving.errors import SettingsError
 from serving.execution import kv_pages, runner
 from serving.execution.fitting import fit_to_model
-from serving.execution.kv_pages import DeviceMemory, by_memory, pages_that_fit
+from serving.execution.kv_pages import by_memory, pages_that_fit
 from serving.plan import Limits
 
 GIB = 2**30

@@ -43,7 +43,7 @@ def test_the_first_are_there_and_in_memory_of_their_own(sets):
     assert not sets.all_resident
     for model in (0, 1):
         assert_holds(sets, model)
-        own = {leaf.ctypes.data for leaf in sets.host_set(model)}
+        own = {leaf.ctypes.data for leaf in sets._host[model]}
         assert own.isdisjoint(pointers(sets[model]))
     with pytest.raises(KeyError, match="model 2 are not on the device"):
         sets[2]
@@ -53,7 +53,7 @@ def test_what_is_equal_is_copied_once(sets):
     assert sets[0]["embed"] is sets[1]["embed"]
     size = SHAPE[0] * SHAPE[1] * 2
     assert sets.bytes_copied == 5 * size
-    assert sum(leaf.nbytes for leaf in sets.host_set(0)) == 3 * size
+    assert sum(leaf.nbytes for leaf in sets._host[0]) == 3 * size
     sets.replace(0, 2).result()
     assert sets.bytes_copied == 8 * size
     sets.replace(2, 0).result()
