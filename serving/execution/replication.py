@@ -7,7 +7,6 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from jmoe.api import Model
-from jmoe.family import Family
 from jmoe.parallel.cost import best_replicas, replicas_that_gain
 from jmoe.parallel.home import Home
 from jmoe.parallel.probe import PROBE_FILE, Probe, load_probes
@@ -169,15 +168,15 @@ def _plans_in_loops(config: BalanceConfig, num_experts: int, home: Home) -> bool
     return config.replicas == "auto"
 
 
-def probes_of(config: BalanceConfig, family: Family) -> list[Probe]:
+def probes_of(config: BalanceConfig, models: Sequence[Model]) -> list[Probe]:
     """Returns what guesses each model's next layer's routing while a step runs; none: that layer's
     router, or no copies are made. Raises SettingsError for probes that are asked for and not there,
     or no probes.
     """
-    home, found = _home_of_copies(config, family[0]), list[Probe]()
+    home, found = _home_of_copies(config, models[0]), list[Probe]()
     if home is None or config.predictor == "router":
         return []
-    for model in family:
+    for model in models:
         try:
             probes = load_probes(model.path, model.config)
         except ValueError as error:
@@ -190,4 +189,4 @@ def probes_of(config: BalanceConfig, family: Family) -> list[Probe]:
                 f"engine.balance.predictor is 'probe', and no {PROBE_FILE} is in {model.path}; fit "
                 "one with `python -m training.lookahead`, or take auto"
             )
-    return found if len(found) == len(family) else []  # one program is every model's
+    return found if len(found) == len(models) else []  # one program is every model's
