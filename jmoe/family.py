@@ -179,15 +179,6 @@ def load_family(
     architecture and vocabulary, SharingError for a map of other models; then as `jmoe.load`.
     """
     kind = check_dtype(dtype)
-    comes_and_goes = sharing is None and not resident_experts
-    spare_models = integer("spare_models", spare_models)
-    if spare_models and not comes_and_goes:
-        raise ValueError(
-            f"spare_models is {spare_models}; models come and go in a family without a map of "
-            "shared experts and with all experts on the device"
-        )
-    resident_experts = integer("resident_experts", resident_experts)
-    spare_experts = integer("spare_experts", spare_experts)
     elsewhere = {
         "params_on_host": params_on_host,
         "resident_experts": resident_experts,
@@ -198,6 +189,15 @@ def load_family(
             f"{given[0]} is {elsewhere[given[0]]}, and a mesh is given: what is spread over it "
             "is all there, and no model comes later; leave one of them out"
         )
+    comes_and_goes = sharing is None and not resident_experts and mesh is None
+    spare_models = integer("spare_models", spare_models)
+    if spare_models and not comes_and_goes:
+        raise ValueError(
+            f"spare_models is {spare_models}; models come and go in a family without a map of "
+            "shared experts and with all experts on the device"
+        )
+    resident_experts = integer("resident_experts", resident_experts)
+    spare_experts = integer("spare_experts", spare_experts)
     found, cfgs, tokenizers = check_family(
         directories, allow_unknown_config, revision, chat_template
     )
