@@ -10,11 +10,12 @@ from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Int
 from safetensors import SafetensorError, safe_open
 
@@ -28,6 +29,8 @@ from jmoe.finite import seem_finite
 from jmoe.model_files import regular
 from jmoe.numbers import integer
 from jmoe.offloaded import Expert, Homes, OffloadedExperts, OnHost, check_spare, needed_by_a_row
+from jmoe.parallel.home import Home
+from jmoe.parallel.placement import of_tables
 from jmoe.residuals import ByDifference, read_residuals
 from jmoe.sharing import MERGED, WEIGHTS_FILE, Sharing, SharingError, read_sharing
 from jmoe.tokenizer import Tokenizer
@@ -140,6 +143,7 @@ def load_family(
     chat_template: str | Path = "",
     quantize: str = "auto",
     spare_models: int = 0,
+    mesh: Mesh | None = None,
 ) -> Family:
     """Loads Hugging Face directories of one architecture into one pool.
 
@@ -163,16 +167,29 @@ def load_family(
         chat_template: a file, in place of every model's own template.
         quantize: as for `jmoe.load`.
         spare_models: further places, with slots for all experts of as many models that come later.
+        mesh: spread the pool over its devices (`jmoe.make_mesh`), each model's experts evenly; None
+            keeps all on one.
 
     A tensor beside the experts that is equal in two models is on the device once.
 
     Raises, before any weights are read, ValueError for no directories, a way that one lacks, no
     united experts to lend, fewer resident experts than one model has, fewer spare slots than a row
-    can need or some that nothing would be fetched into, ConfigError for models that are not of one
+    can need or some that nothing would be fetched into, a mesh beside weights that lie in host
+    memory or models that come later, ConfigError for models that are not of one
     architecture and vocabulary, SharingError for a map of other models; then as `jmoe.load`.
     """
     kind = check_dtype(dtype)
-    comes_and_goes = sharing is None and not resident_experts
+    elsewhere = {
+        "params_on_host": params_on_host,
+        "resident_experts": resident_experts,
+        "spare_models": spare_models,
+    }
+    if mesh is not None and (given := [key for key, value in elsewhere.items() if value]):
+        raise ValueError(
+            f"{given[0]} is {elsewhere[given[0]]}, and a mesh is given: what is spread over it "
+            "is all there, and no model comes later; leave one of them out"
+        )
+    comes_and_goes = sharing is None and not resident_experts and mesh is None
     spare_models = integer("spare_models", spare_models)
     if spare_models and not comes_and_goes:
         raise ValueError(
@@ -204,7 +221,12 @@ def load_family(
     lent_ways = () if sharing is None or not sharing.united else sharing.united_ways
     united = _common_ways(own, lent, ways, lent_ways)
     stamps = {name: checkpoint.file_stamps(path) for name, path in found.items()}
-    opened = partial(HFLayers, params_on_host=params_on_host, quantize=quantize)
+    opened = partial(
+        HFLayers,
+        params_on_host=params_on_host,
+        experts_on_host=mesh is not None,
+        quantize=quantize,
+    )
     files = {n: opened(path, cfg, kind, check_weights) for n, path in found.items()}
     sharing = sharing or stored_alike(files, cfg)
     homes = Homes.of(sharing, resident_experts, spare_experts)
@@ -215,20 +237,27 @@ def load_family(
     routed_slots = homes.num_slots + spare_models * cfg.num_moe_layers * cfg.num_experts
     tables = _tables(homes, num_united, lenders, routed_slots)
     num_places = len(united) + spare_models
-    num_slots = routed_slots + num_places * cfg.num_moe_layers * num_united
-    held = PoolHolder(next(iter(files.values())).like().empty(num_slots))
-    reader = _Reader(held, held_experts, homes, cfg)
+    like = next(iter(files.values())).like()
+    if mesh is None:
+        num_slots = routed_slots + num_places * cfg.num_moe_layers * num_united
+        spread, held = None, PoolHolder(like.empty(num_slots))
+    else:
+        spread = _Spread.over(mesh, tables)
+        tables, held = spread.tables(cfg.num_experts), PoolHolder(spread.home.empty_pool(like))
+    reader = _Reader(held, held_experts, homes, cfg, spread)
     if (sharing.owners == MERGED).any():
         _write_merged(reader, sharing, kind, check_weights)
     params: list[Params] = []
     for number, name in enumerate(names):
         done = _counted_on(progress, number, len(found))
-        params.append(_shared_leaves(reader.read(files[name], number, done), params))
+        placed = (lambda leaf: leaf) if spread is None else spread.home.whole
+        params.append(_shared_leaves(reader.read(files[name], number, done), params, placed))
     residents: dict[int, ResidentWeights] = {}
     for number in sorted(range(len(names)), key=lambda at: lenders[at] != at):  # lenders first
         weights, lender = Weights(params[number], held.pool, tables[number]), lenders[number]
+        home = None if spread is None else spread.homes[number]
         residents[number] = ResidentWeights(
-            weights, united[names[lender]], names[number], held=held, lender=residents.get(lender)
+            weights, united[names[lender]], names[number], home, held, residents.get(lender)
         )
     models = [
         Model(
@@ -407,6 +436,30 @@ def _tables(homes: Homes, num_united: int, lenders: Sequence[int], first: int) -
     ]
 
 
+class _Spread(NamedTuple):
+    """Where the experts of a family lie over a mesh."""
+
+    home: Home  # of the columns of each layer, which are the distinct experts of all models
+    columns: Int[np.ndarray, "N layers E"]  # of each model's logical experts
+    column: Int[np.ndarray, "slots"]  # of what would lie in that slot of one device
+    homes: list[Home]  # of each model
+
+    @classmethod
+    def over(cls, mesh: Mesh, tables: Sequence[ExpertTable]) -> "_Spread":
+        """Places what lies in these tables of one device."""
+        slots = np.stack([np.asarray(table.slots) for table in tables])
+        placement, columns = of_tables(slots, tables[0].groups.shape[1], mesh.size)
+        column = np.zeros(slots.max() + 1, np.int32)
+        column[slots] = columns
+        homes = [Home(mesh, placement.part(own)) for own in columns]
+        return cls(Home(mesh, placement), columns, column, homes)
+
+    def tables(self, num_experts: int) -> list[ExpertTable]:
+        """Returns each model's table."""
+        each = zip(self.homes, self.columns, strict=True)
+        return [home.table(num_experts, columns) for home, columns in each]
+
+
 @dataclass
 class _Reader:
     """Reads models of a family; experts that any model uses go to their slots or to host memory."""
@@ -415,6 +468,7 @@ class _Reader:
     held_experts: Int[np.ndarray, "slots 3"]
     homes: Homes
     cfg: ModelConfig
+    spread: _Spread | None = None  # None: on one device
     on_host: dict[Expert, Pool] = field(default_factory=dict)  # in the kind of the pool
 
     def read(self, files: HFLayers, number: int, progress: Progress) -> Params:
@@ -427,12 +481,18 @@ class _Reader:
         numbers = [self.held_experts[own, 2].tolist() for own in at]
 
         def write(moe_layer: int, experts: Pool) -> None:
-            self._write(at[moe_layer], experts)
+            self.write(at[moe_layer], experts)
 
         return checkpoint.read_layers(files, self.cfg, progress, write, numbers)
 
-    def _write(self, at: Int[np.ndarray, "n"], experts: Pool) -> None:
+    def write(self, at: Int[np.ndarray, "n"], experts: Pool) -> None:
+        """Writes experts of one layer, which are at these places among `held_experts`."""
         slots = self.homes.slot[at]
+        if self.spread is not None:
+            layer, columns = int(self.held_experts[at[0], 1]), self.spread.column[slots]
+            on_host = jax.tree.map(np.asarray, experts)
+            self.held.pool = self.spread.home.write(self.held.pool, layer, on_host, columns)
+            return
         if len(at) == self.cfg.num_experts and (slots >= 0).all():
             self.held.pool = write_slots(self.held.pool, jnp.asarray(slots), experts)
             return
@@ -450,14 +510,14 @@ class _Reader:
 
 def _write_merged(reader: _Reader, sharing: Sharing, dtype: jnp.dtype, check_weights: bool) -> None:
     """Writes merged experts into the pool. Raises CheckpointError."""
-    cfg, held = reader.cfg, reader.held
+    cfg = reader.cfg
     if sharing.directory is None:
         raise SharingError("the map has merged experts, and no directory that holds them")
     path, shapes = sharing.directory / WEIGHTS_FILE, layout.expert_shapes(cfg)
     try:
         with safe_open(regular(path), framework="numpy") as file:
             for at in np.flatnonzero(reader.held_experts[:, 0] == MERGED):
-                (_, layer, expert), slot = reader.held_experts[at], reader.homes.slot[at]
+                _, layer, expert = reader.held_experts[at]
                 found = {}
                 for key, shape in shapes.items():
                     name = f"layers.{layer}.experts.{expert}.{key}"
@@ -468,18 +528,20 @@ def _write_merged(reader: _Reader, sharing: Sharing, dtype: jnp.dtype, check_wei
                         )
                     if check_weights and not seem_finite(tensor):
                         raise CheckpointError(f"{path}: {name} has weights that are not finite")
-                    found[key] = jnp.asarray(tensor[None])
-                experts = ExpertPool(**found)
-                held.pool = write_slots(held.pool, jnp.asarray([slot], jnp.int32), experts)
+                    found[key] = tensor[None]
+                reader.write(np.array([at]), ExpertPool(**found))
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} is not readable: {error}") from None
 
 
-def _shared_leaves(params: Params, others: Sequence[Params]) -> Params:
-    """Returns `params` with the arrays of others where those are equal."""
+def _shared_leaves(
+    params: Params, others: Sequence[Params], placed: Callable[[Any], Any]
+) -> Params:
+    """Returns `params` with the arrays of others where those are equal, and its own as `placed`."""
 
     def shared(leaf: Any, *same: Any) -> Any:
-        return next((other for other in same if _equal(leaf, other)), leaf)
+        found = next((other for other in same if _equal(leaf, other)), None)
+        return placed(leaf) if found is None else found
 
     return jax.tree.map(shared, params, *others)
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jmoe.attention import DecodeAttention
 from jmoe.brownout import Control
@@ -85,15 +85,13 @@ class JoinedTable(NamedTuple):
     groups: Int[Array, "layers columns"]  # united expert of each of the N m columns; -1: none
     owner: Int[Array, "layers N m"]  # model of the step in whose columns a model's expert is
     offloaded: Int[Array, "layers columns"] | None = None  # as in ExpertTable, of each column
-
-    @property
-    def hosts(self) -> None:
-        """As in ExpertTable: a family is on one device."""
+    hosts: Bool[Array, "layers E D"] | None = None  # likewise
 
     @classmethod
     def of(cls, tables: Sequence[ExpertTable]) -> "JoinedTable":
         """Joins tables; experts are shared at one position, so only experts of one number are
-        compared.
+        compared. Over a mesh every device finds the same, since what it does not have is numbered
+        in the place of a slot (`jmoe.parallel.home.Home.table`).
         """
         num_experts = tables[0].groups.shape[1]
         num_united = tables[0].slots.shape[1] - num_experts
@@ -104,6 +102,8 @@ class JoinedTable(NamedTuple):
             absent = jnp.stack(away, axis=1)[:, :, None, :] == ABSENT
             same &= ~absent | jnp.eye(len(tables), dtype=bool)[None, :, :, None]
         united = [table.slots[:, num_experts:] for table in tables]
+        hosts = [table.hosts for table in tables if table.hosts is not None]
+        parts = (slice(num_experts), slice(num_experts, None))
         groups = [
             jnp.where(table.groups < 0, -1, table.groups + number * num_united)
             for number, table in enumerate(tables)
@@ -113,6 +113,9 @@ class JoinedTable(NamedTuple):
             jnp.concatenate(groups, axis=1),
             jnp.argmax(same, axis=2).astype(jnp.int32),  # the first
             jnp.concatenate(away, axis=1) if away else None,
+            jnp.concatenate([own[:, at] for at in parts for own in hosts], axis=1)
+            if hosts
+            else None,
         )
 
 
@@ -196,7 +199,7 @@ def mixed_moe(
     hs, logits = zip(*map(router, [cfg] * len(xs), layers, xs), strict=True)
     wide = wide_logits([own[:, :num_experts] for own in logits], table.owner)
     asked = Asked({}, jnp.concatenate(xs), jnp.concatenate(hs), wide, rows, control)
-    row = ExpertTable(table.slots, table.groups, offloaded=table.offloaded)
+    row = ExpertTable(table.slots, table.groups, table.hosts, table.offloaded)
     out, _, stats, _ = exchange(cfg, pool, row, asked, max_active)
     outs = jnp.split(out, len(xs))
     joined = [with_residual(cfg, *of_model) for of_model in zip(layers, xs, hs, outs, strict=True)]

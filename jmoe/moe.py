@@ -140,10 +140,12 @@ def normed(cfg: ModelConfig, params: Params, key: str, x: Float[Array, "T d"]) -
 
 
 def gate(
-    cfg: ModelConfig, logits: Float[Array, "T columns"], layer: Params
+    cfg: ModelConfig, logits: Float[Array, "T columns"], layer: Params, num_columns: int = 0
 ) -> tuple[Float[Array, "T K"], Int[Array, "T K"]]:
-    """Returns each row's gate weights (float32) and experts (int32), by a router's logits."""
-    logits = logits[:, : cfg.num_experts]  # the rest is padding (`jmoe.model.unstack`)
+    """Returns each row's gate weights (float32) and experts (int32), by a router's logits, of which
+    the first `num_columns` count, 0: as many as a model has experts.
+    """
+    logits = logits[:, : num_columns or cfg.num_experts]  # others pad (`jmoe.model.unstack`)
     if cfg.router is not None:
         return cfg.router(cfg, layer, logits)
     return routing.gate(logits, top_k=cfg.experts_per_token, normalize=cfg.norm_topk_prob)

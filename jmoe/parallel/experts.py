@@ -123,7 +123,7 @@ def gathered(
     num_rows = asked.h.shape[0]
     parts = 2 if in_halves(cfg, asked.h, table.hosts.shape[1]) else 1
     h = asked.h.reshape(-1, parts, asked.h.shape[1])
-    weights, ids = gate(cfg, asked.logits, asked.layer)
+    weights, ids = gate(cfg, asked.logits, asked.layer, table.groups.shape[0])
     rows = gather_rows(h[:, 0], weights, ids, asked.rows.valid, asked.rows.exempt)
     plan = planned(
         cfg, rows.ids, rows.weights, table.groups, rows.valid, rows.exempt, asked.control

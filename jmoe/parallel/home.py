@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Bool, Shaped
+from jaxtyping import Array, Bool, Int, Shaped
 
 from jmoe.experts import ExpertTable, Pool, make_table
 from jmoe.numbers import integer
@@ -81,9 +81,17 @@ class Home(NamedTuple):
         params = jax.tree.map(np.asarray, weights.params)
         return Weights(params, jax.tree.map(whole, weights.pool), table)
 
-    def table(self, num_experts: int) -> ExpertTable:
-        """Returns the table of `num_experts` routed experts a layer, without groups."""
+    def table(
+        self, num_experts: int, columns: Int[np.ndarray, "layers E"] | None = None
+    ) -> ExpertTable:
+        """Returns the table of `num_experts` routed experts a layer, without groups.
+
+        `columns` number the distinct experts of several models: where a device does not have one,
+        its slot is -1 less that number, which tells a mixed step what its models share.
+        """
         local, hosts = map(np.asarray, self.placement[:2])
+        if columns is not None:
+            local = np.where(local < 0, -1 - columns[None], local)
         groups = np.full((local.shape[1], num_experts), -1, np.int32)
         put = partial(_put, self.mesh)
         return ExpertTable(put(SPLIT, local), put(WHOLE, groups), put(WHOLE, hosts))
@@ -101,18 +109,24 @@ class Home(NamedTuple):
         num_slots = num_layers * max(self.placement.room, used)
         return like.empty(self.mesh.size * num_slots, NamedSharding(self.mesh, SPLIT))
 
-    def write(self, pool: Pool, layer: int, experts: Pool, first: int = 0) -> Pool:
-        """Writes n logical experts of a layer, from `first` on, wherever they have a slot.
+    def write(
+        self, pool: Pool, layer: int, experts: Pool, first: int | Int[np.ndarray, "n"] = 0
+    ) -> Pool:
+        """Writes n logical experts of a layer, from `first` on or of these numbers, wherever they
+        have a slot.
 
         `experts` lie in host memory, and every device is given its own only. The pool passed in is
         gone afterwards (donated).
         """
         count = experts.num_slots
-        local = np.asarray(self.placement.local)[:, layer, first : first + count]
+        numbers = first + np.arange(count) if isinstance(first, int) else first
+        local = np.asarray(self.placement.local)[:, layer, numbers]
         own = [np.flatnonzero(slots >= 0) for slots in local]
         # With room for the copies that may come: other hosts are to be written by the same program.
         share = -(-count // len(local)) + self.spare
         most = max(share, *map(len, own))
+        if not isinstance(first, int):  # any number of them; a program for each would be many
+            most = 1 << (most - 1).bit_length()
         slots = np.full((len(own), most), pool.num_slots, np.int32)  # out of range: dropped
         for device, mine in enumerate(own):
             slots[device, : len(mine)] = local[device, mine]

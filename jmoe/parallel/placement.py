@@ -30,6 +30,11 @@ class Placement(NamedTuple):
         """Devices of the mesh."""
         return self.local.shape[0]
 
+    def part(self, columns: Int[np.ndarray, "L e"]) -> "Placement":
+        """Returns where these experts of each layer are, without a slot beside theirs."""
+        layers = np.arange(len(columns))[:, None]
+        return Placement(self.local[:, layers, columns], self.hosts[layers, columns])
+
     @property
     def spare(self) -> int:
         """Slots that each device has for each layer beside its part of the experts."""
@@ -90,7 +95,7 @@ def from_hosts(hosts: ArrayLike, *, spare: int = 0) -> Placement:
     array = np.asarray(hosts, bool)
     if array.ndim != 3:
         raise ValueError(f"hosts must be bool [layers, experts, devices]; got {array.shape}")
-    num_layers, num_experts, num_devices = array.shape
+    _, num_experts, num_devices = array.shape
     room = slots_per_layer(num_experts, num_devices, spare)
     _check_hosted(array)
     held = array.sum(axis=1)
@@ -101,10 +106,51 @@ def from_hosts(hosts: ArrayLike, *, spare: int = 0) -> Placement:
             f"device {device} hosts {held[layer, device]} experts of MoE layer {layer} and has "
             f"{room} slots for them; spare={needed} would be enough"
         )
-    before = np.cumsum(array, axis=1) - array
-    slot = before + room * np.arange(num_layers)[:, None, None]
-    local = np.where(array, slot, -1).transpose(2, 0, 1)
-    return Placement(np.ascontiguousarray(local, np.int32), array, room)
+    return _in_order(array, room)
+
+
+def _in_order(hosts: Bool[np.ndarray, "L E D"], room: int) -> Placement:
+    """Gives each layer `room` slots on every device, and experts their slots by id."""
+    slot = np.cumsum(hosts, axis=1) - hosts + room * np.arange(len(hosts))[:, None, None]
+    local = np.where(hosts, slot, -1).transpose(2, 0, 1)
+    return Placement(np.ascontiguousarray(local, np.int32), hosts, room)
+
+
+def of_tables(
+    slots: Int[np.ndarray, "N L E"], num_experts: int, num_devices: int
+) -> tuple[Placement, Int[np.ndarray, "N L E"]]:
+    """Places the experts of N models over one pool, `slots` being their tables on one device.
+
+    The distinct experts of a layer are columns, by slot; a layer with fewer than others has columns
+    that are nowhere. A step may have rows of one model alone, so each model's `num_experts` routed
+    ones are spread evenly, and as evenly as that allows all of a layer. United ones are dealt out
+    in turn, as in `contiguous`. Every device has the room of the fullest.
+
+    Returns the placement of the columns, and the column of each model's logical expert. Raises
+    ValueError as `slots_per_layer`.
+    """
+    share = slots_per_layer(num_experts, num_devices)
+    _, num_layers, logical = slots.shape
+    columns = np.empty_like(slots)
+    hosts = np.zeros((num_layers, slots[:, 0].size, num_devices), bool)
+    for layer in range(num_layers):
+        held, first, inverse = np.unique(slots[:, layer], return_index=True, return_inverse=True)
+        columns[:, layer] = inverse.reshape(len(slots), logical)
+        uses = np.zeros((len(slots), len(held)), bool)  # whose experts they are
+        np.put_along_axis(uses, columns[:, layer, :num_experts].astype(np.int64), True, axis=1)
+        of_model, of_all = np.zeros((len(slots), num_devices), int), np.zeros(num_devices, int)
+        for column in np.argsort(-uses.sum(axis=0), kind="stable"):
+            expert, users = first[column] % logical, uses[:, column]
+            if users.any():
+                over = np.maximum(of_model[users] + 1 - share, 0).sum(axis=0)
+                device = np.lexsort((of_all, over))[0]
+            else:
+                device = num_devices - 1 - (expert - num_experts) % num_devices
+            hosts[layer, column, device] = True
+            of_model[users, device] += 1
+            of_all[device] += 1
+    width = int(columns.max()) + 1
+    return _in_order(hosts[:, :width], int(hosts.sum(axis=1).max())), columns
 
 
 def rehosted(placement: Placement, layer: int, hosts: ArrayLike) -> Placement:

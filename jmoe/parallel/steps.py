@@ -14,6 +14,8 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jmoe.experts import ExpertTable
+from jmoe.mixed import MixedWeights
 from jmoe.parallel.experts import AXIS
 from jmoe.parallel.home import SPLIT, WEIGHTS, WHOLE
 from jmoe.shaping import Shaping
@@ -44,6 +46,17 @@ STEPS = {
     ),
 }
 """Of `jmoe.steps.decode_step` and `prefill_step`, the latter with or without places."""
+
+
+def mixed(count: int) -> Specs:
+    """Returns how arguments and results of a mixed decode step of `count` models lie: on each
+    device, a segment of rows for each model.
+    """
+    arguments, *results = STEPS["decode"]
+    weights = MixedWeights(SPLIT, WHOLE, (WEIGHTS.table,) * count)  # type: ignore[arg-type]
+    return Specs((weights, *arguments[1:]), *results)
+
+
 SAMPLE = Specs((SPLIT, SPLIT, SPLIT), SPLIT, (SPLIT, WHOLE, WHOLE))
 """Of `sample_step`."""
 DRAW = Specs((SPLIT,) * 6, SPLIT, (SPLIT, SPLIT, WHOLE))
@@ -62,7 +75,9 @@ def spread(mesh: Mesh, step: Callable[..., Any], lies: Specs) -> Callable[..., A
     def one_device(*arguments: Any) -> Any:
         first, *others = arguments
         if isinstance(first, Weights):
-            first = first._replace(table=first.table._replace(slots=first.table.slots[0]))
+            first = first._replace(table=_own(first.table))
+        elif isinstance(first, MixedWeights):
+            first = first._replace(tables=tuple(map(_own, first.tables)))
         return step(first, *others)
 
     def call(*arguments: Any) -> Any:
@@ -80,6 +95,11 @@ def spread(mesh: Mesh, step: Callable[..., Any], lies: Specs) -> Callable[..., A
         return jax.lax.with_sharding_constraint(results, read)
 
     return call
+
+
+def _own(table: ExpertTable) -> ExpertTable:
+    """Returns a table as a device sees it, which was given its own slots alone."""
+    return table._replace(slots=table.slots[0])
 
 
 def make_states(mesh: Mesh, make: Callable[[], State]) -> State:

@@ -82,9 +82,7 @@ def info(
     if models and family is None:
         raise ValueError(f"--model {models[0]} needs --family; of a single model, give MODEL")
     if mesh and family is not None:
-        from serving.settings.composes import COMPOSES, SEVERAL
-
-        raise ValueError(f"--mesh is of a single model: {COMPOSES[SEVERAL, 'engine.mesh']}")
+        raise ValueError("--mesh is of a single model: give MODEL, one of the family")
     if as_json and address is None:
         raise ValueError("--json needs a running server; give --address HOST:PORT as well")
     for name, value in {"--mesh": mesh, "--device-gb": device_gb}.items():

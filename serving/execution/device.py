@@ -216,7 +216,7 @@ class Device:
             phase, stop = Phase(key.phase), self.limits.num_layers
             padding = ByRank.of(StepPlan(phase, empty_rows(0), stop_layer=stop), self.limits)
             if key.models > 1:
-                padding = padding._replace(num_ranks=key.models)
+                padding = padding._replace(num_ranks=num_ranks * key.models)
             arrays = self.arrays(key, padding, control)
             out = self.run(key, arrays, models=self.programs.resident[: key.models])
         jax.block_until_ready(out)

@@ -11,7 +11,7 @@ import statistics
 import time
 from collections.abc import Sequence
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 
 from jmoe.family import Family
@@ -20,6 +20,7 @@ from serving.config import EngineConfig
 from serving.execution.buckets import FULL_CAPACITY, Key
 from serving.execution.device import Device
 from serving.execution.ranks import ByRank
+from serving.execution.replay import Led
 from serving.plan import Phase, StepControl, StepPlan
 
 log = logging.getLogger(__name__)
@@ -57,9 +58,9 @@ class MixedSteps:
     shared experts that differs much from pair to pair is not told apart.
     """
 
-    def __init__(self, device: Device) -> None:
-        """`device` is warmed before anything is measured."""
-        self._device = device
+    def __init__(self, device: Device, calls: Device | Led) -> None:
+        """`device` is warmed before anything is measured; it runs what `calls` are made."""
+        self._device, self._calls = device, calls
         self.alone_s: dict[int, float] = {}  # by rows that a program has: mean of the models
         self.mixed_s: dict[tuple[int, int], float] = {}  # by models, and rows of each
 
@@ -69,10 +70,11 @@ class MixedSteps:
 
         False for more models than there are programs for, or more rows than a step may have.
         """
-        buckets = self._device.buckets
-        if sum(counts) > self._device.limits.decode_rows:
+        buckets, limits = self._device.buckets, self._device.limits
+        if sum(counts) > limits.decode_rows:
             return False
-        sizes = [buckets.bucket("decode", count) for count in counts]
+        # Over a mesh each rank has some of each model's.
+        sizes = [buckets.bucket("decode", -(-count // limits.num_ranks)) for count in counts]
         mixed_s = self.mixed_s.get((len(counts), max(sizes)))
         if mixed_s is None:
             return False
@@ -99,10 +101,10 @@ class MixedSteps:
                 )
 
     def _time(self, count: int, size: int) -> tuple[float, float]:
-        """Times a step of `count` models with as many rows of each as there are slots, up to
+        """Times a step of `count` models with as many rows of each as a rank has slots, up to
         `size`; returns that and the mean of their own.
         """
-        rows = min(size, self._device.limits.num_slots // count)
+        rows = min(size, self._device.limits.slots_per_rank // count)
         models = list(self._device.programs.resident[:count])
         every = self._step(models, rows)
         mixed, alone = Key("decode", size, FULL_CAPACITY, models=count), []
@@ -122,23 +124,30 @@ class MixedSteps:
     def _run(self, key: Key, step: ByRank, models: Sequence[int]) -> float:
         began = time.perf_counter()
         arrays = self._device.arrays(key, step, StepControl(100, 0))
-        out = self._device.run(key, arrays, models=models)
+        out = self._calls.run(key, arrays, models=models)
         self._device.read(out, key, step)()
         return time.perf_counter() - began
 
     def _step(self, models: Sequence[int], rows: int, first: int = 0) -> ByRank:
-        """Returns a decode step with `rows` rows of each model, at slots from `first` on, which own
-        no page yet: all are in the padding page.
+        """Returns a decode step with `rows` rows of each model on each rank, at slots from `first`
+        on, which own no page yet: all are in the padding page.
         """
-        packed = np.stack([pack_row(first + at, kv_len=1) for at in range(rows * len(models))])
-        of_rows, limits = np.repeat(np.array(models, np.int32), rows), self._device.limits
+        limits = self._device.limits
+        slots = np.arange(rows * len(models)) + first
+        slots = np.add.outer(limits.slots_per_rank * np.arange(limits.num_ranks), slots).ravel()
+        packed = np.stack([pack_row(slot, kv_len=1) for slot in slots.tolist()])
+        of_rows = np.tile(np.repeat(np.array(models, np.int32), rows), limits.num_ranks)
         layers = limits.num_layers
         plan = StepPlan(Phase.DECODE, packed, row_models=of_rows, stop_layer=layers)
         return ByRank.of(plan, limits)
 
     def _spread_tokens(self) -> None:
-        """Gives every slot another newest token, as when requests are served."""
+        """Gives every slot another newest token, as when requests are served; of several processes,
+        none can without the others.
+        """
+        if self._device.several_processes:
+            return
         state, vocab = self._device.state, self._device.model.config.vocab_size
         tokens = np.arange(len(state.last_token), dtype=np.int64) * STRIDE % vocab
-        last_token = jnp.asarray(tokens.astype(np.int32))
+        last_token = jax.device_put(tokens.astype(np.int32), state.last_token.sharding)
         self._device.state = state._replace(last_token=last_token)

@@ -307,7 +307,8 @@ class Programs:
                 replication=self._replicates(key),
                 num_decodes=key.num_decodes,
             )
-        step = self._spread(step, on_mesh.STEPS[key.phase])
+        lies = on_mesh.STEPS[key.phase] if key.models == 1 else on_mesh.mixed(key.models)
+        step = self._spread(step, lies)
         step.__name__ = key.name.replace("-", "_")  # type: ignore[attr-defined]
         return jax.jit(step, donate_argnums=1)
 

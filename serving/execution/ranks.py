@@ -1,6 +1,6 @@
 """Where a step's rows, tokens and deltas go on its ranks: each has some, and numbers of its own.
 
-A mixed decode step has a segment of the same form for each of its models, on one device.
+A mixed decode step has a segment of the same form for each of its models, on every rank.
 """
 
 from dataclasses import replace
@@ -18,6 +18,8 @@ NOTHING = np.zeros(0, np.int32)
 class ByRank(NamedTuple):
     """A plan whose slots, pages and hidden rows are numbered from 0 on each rank, and the rank of
     each row, token and delta. The order within a rank is the step's.
+
+    Of a mixed step, segments count as ranks: with N models, segment i of rank r is r N + i.
     """
 
     plan: StepPlan
@@ -32,11 +34,7 @@ class ByRank(NamedTuple):
         would be, with slots and pages numbered through.
         """
         rows, deltas = plan.rows, plan.deltas
-        if (count := len(plan.models)) > 1:
-            _, segment = np.unique(plan.row_models, return_inverse=True)
-            spread = np.arange(len(deltas), dtype=np.int32) % count  # any segment takes a delta
-            return cls(plan, count, segment.astype(np.int32), NOTHING, spread)
-        if limits.num_ranks == 1:  # nothing to take apart
+        if limits.num_ranks == 1 == len(plan.models):  # nothing to take apart
             return cls(plan, 1, *(np.zeros(len(p), np.int32) for p in (rows, plan.tokens, deltas)))
         rows, deltas = rows.copy(), deltas.copy()
         rank, rows[:, SLOT] = np.divmod(rows[:, SLOT], limits.slots_per_rank)
@@ -46,7 +44,12 @@ class ByRank(NamedTuple):
         token_rank = np.repeat(rank, plan.q_lens) if len(plan.tokens) else NOTHING
         places = plan.places % limits.hidden_per_rank
         own = replace(plan, rows=rows, deltas=deltas, places=places)
-        return cls(own, limits.num_ranks, rank, token_rank, delta_rank)
+        if (count := len(plan.models)) > 1:
+            _, segment = np.unique(plan.row_models, return_inverse=True)
+            rank = rank * count + segment.astype(np.int32)
+            # Any segment of a rank takes a delta of it.
+            delta_rank = delta_rank * count + _at(delta_rank, 0) % count
+        return cls(own, limits.num_ranks * count, rank, token_rank, delta_rank)
 
     @property
     def size(self) -> int:

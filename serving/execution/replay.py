@@ -27,6 +27,7 @@ class Program(NamedTuple):
     bucket_percent: int
     layers: list[int] | None  # of a program for a part: the first, and the one to stop at
     copies: bool
+    models: int
 
 
 class Numbers(NamedTuple):
@@ -56,6 +57,7 @@ class Run(NamedTuple):
     arrays: Numbers
     score: bool
     sample: bool
+    models: list[int]
 
 
 class Seat(NamedTuple):
@@ -124,8 +126,9 @@ class Led:
         score: bool = False,
         sample: bool = False,
     ) -> StepOutput:
-        """See Device. A mesh of several processes has one model."""
-        self._followers.call(Run(to_program(key), to_message(*arrays), score, sample))
+        """See Device."""
+        message = Run(to_program(key), to_message(*arrays), score, sample, [*models])
+        self._followers.call(message)
         return self._device.run(key, arrays, models=models, score=score, sample=sample)
 
     def seat(self, rank: int, told: Int[np.ndarray, "1 n"]) -> None:
@@ -172,8 +175,9 @@ def replay(device: Device, calls: Iterable[Any], progress: Progress | None = Non
                 device.compile([to_key(program) for program in programs], progress)
             case Warm(program):
                 device.warm(to_key(program))
-            case Run(program, arrays, score, sample):
-                device.run(to_key(program), to_arrays(arrays), score=score, sample=sample)
+            case Run(program, arrays, score, sample, models):
+                key, given = to_key(program), to_arrays(arrays)
+                device.run(key, given, models=models, score=score, sample=sample)
             case Seat(rank, told):
                 device.seat(rank, *to_arrays(told))
             case Draw(arrays):
@@ -193,16 +197,17 @@ def replay(device: Device, calls: Iterable[Any], progress: Progress | None = Non
 def to_program(key: Key) -> Program:
     """Returns a key as a message."""
     layers = None if key.layers is None else [*key.layers]
-    return Program(key.phase, key.size, key.bucket_percent, layers, key.copies)
+    own = key.phase, key.size, key.bucket_percent
+    return Program(*own, layers, key.copies, key.models)
 
 
 def to_key(program: Program) -> Key:
     """Returns the key that `to_program` was given. Raises ValueError for layers that are none."""
-    phase, size, bucket_percent, layers, copies = program
+    phase, size, bucket_percent, layers, copies, models = program
     if layers is not None:
         first, stop = layers
         layers = first, stop
-    return Key(phase, size, bucket_percent, layers, copies=copies)
+    return Key(phase, size, bucket_percent, layers, models, copies)
 
 
 def to_message(*arrays: np.ndarray) -> Numbers:

@@ -169,21 +169,25 @@ def _plans_in_loops(config: BalanceConfig, num_experts: int, home: Home) -> bool
     return config.replicas == "auto"
 
 
-def probes_of(config: BalanceConfig, model: Model) -> Probe | None:
-    """Returns what guesses the next layer's routing while a step runs; None: that layer's router,
-    or no copies are made. Raises SettingsError for probes that are asked for and not there, or no
-    probes.
+def probes_of(config: BalanceConfig, models: Sequence[Model]) -> list[Probe]:
+    """Returns what guesses each model's next layer's routing while a step runs; none: that layer's
+    router, or no copies are made. Raises SettingsError for probes that are asked for and not there,
+    or no probes.
     """
-    home = _home_of_copies(config, model)
+    home, found = _home_of_copies(config, models[0]), list[Probe]()
     if home is None or config.predictor == "router":
-        return None
-    try:
-        found = load_probes(model.path, model.config)
-    except ValueError as error:
-        raise SettingsError(f"engine.balance.predictor is {config.predictor!r}: {error}") from None
-    if found is None and config.predictor == "probe":
-        raise SettingsError(
-            f"engine.balance.predictor is 'probe', and no {PROBE_FILE} is in {model.path}; fit one "
-            "with `python -m training.lookahead`, or take auto"
-        )
-    return None if found is None else home.whole(found)
+        return []
+    for model in models:
+        try:
+            probes = load_probes(model.path, model.config)
+        except ValueError as error:
+            why = f"engine.balance.predictor is {config.predictor!r}: {error}"
+            raise SettingsError(why) from None
+        if probes is not None:
+            found.append(home.whole(probes))
+        elif config.predictor == "probe":
+            raise SettingsError(
+                f"engine.balance.predictor is 'probe', and no {PROBE_FILE} is in {model.path}; fit "
+                "one with `python -m training.lookahead`, or take auto"
+            )
+    return found if len(found) == len(models) else []  # one program is every model's

@@ -107,9 +107,9 @@ class DeviceRunner(StepExecutor):
         self.model = model = family[0]
         cfg, num_ranks = model.config, num_ranks_of(model)
         self.limits = limits_of(config, cfg.num_layers, num_ranks, page_windows(cfg))
-        each = [one.params for one in family]
-        if (probes := probes_of(config.balance, model)) is not None:  # on a mesh, which has one
-            each = [{**model.params, LOOKAHEAD: probes}]
+        each, probes = [one.params for one in family], probes_of(config.balance, family)
+        if probes:
+            each = [{**own, LOOKAHEAD: of} for own, of in zip(each, probes, strict=True)]
         self.sets = ParamSets(each, eager=config.enforce_eager, num_resident=config.resident_sets)
         # One program runs any part of a step where a loop whose length the device reads is free. A
         # GPU's host would wait for it; there each part has a program of its own.
@@ -159,7 +159,7 @@ class DeviceRunner(StepExecutor):
         self._reader = InOrder("jmoe-read")
         self._launcher = InOrder("jmoe-launch") if self.device.calls_block else None
         self._switched_s: float | None = None  # the interpreter's interval before `start`
-        self.mixed = MixedSteps(self.device)
+        self.mixed = MixedSteps(self.device, self._calls)
         self._undrawn: _Undrawn | None = None
         self._closing = threading.Event()
         self.copy_s = 0.0
@@ -319,13 +319,13 @@ class DeviceRunner(StepExecutor):
         """See Executor."""
         done = self._begin(plan, control)
         if self.buckets.switched and plan.phase is Phase.PREFILL:
-            done.add_done_callback(self._note_load)
+            done.add_done_callback(partial(self._note_load, self.family[plan.models[0]]))
         return done
 
-    def _note_load(self, done: "Future[StepResult]") -> None:
-        """Tells the rule about copies what a prefill step computed where."""
-        if not done.cancelled() and done.exception() is None and self.model.home is not None:
-            result, hosts = done.result(), np.asarray(self.model.home.placement.hosts)
+    def _note_load(self, model: Model, done: "Future[StepResult]") -> None:
+        """Tells the rule about copies what a prefill step of a model computed where."""
+        if not done.cancelled() and done.exception() is None and model.home is not None:
+            result, hosts = done.result(), np.asarray(model.home.placement.hosts)
             if result.device_rows is not None:
                 rows = result.expert_rows, result.device_rows
                 self.copies_rule.seen(*rows, hosts, copied=result.copies is not None)

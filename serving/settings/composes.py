@@ -39,6 +39,7 @@ OWN_STRATEGY = "engine.brownout.strategy"
 HYBRID = "engine.hybrid_steps=on"
 
 _ONE = "workers serve one model; several need engine.mode steps"
+_ALL_THERE = "what is spread over devices is all there"
 
 COMPOSES: dict[tuple[str, str], str] = {
     (AEP, "engine.mesh"): "each device is a worker",
@@ -60,11 +61,13 @@ COMPOSES: dict[tuple[str, str], str] = {
     (AEP, OWN_STRATEGY): "workers answer with visits, and cannot say that a plan is out of range",
     (AEP, "engine.brownout.levels"): "a row's threshold is the same in every layer",
     (AEP, COMING): _ONE,
-    (MESH, COMING): "a family is served on one device",
+    (MESH, COMING): _ALL_THERE,
+    (MESH, "engine.resident_sets"): _ALL_THERE,
+    (MESH, "engine.resident_experts"): _ALL_THERE,
     (MESH, HYBRID): "each phase has exchanges of its own between devices",
     (MESH, OWN_STRATEGY): "devices agree on integers alone, and floats may differ in the last bit",
     (MESH, "engine.brownout.levels"): "devices make plans with one threshold a step",
-    (SEVERAL, "engine.mesh"): "a family is served on one device",
+    (SEVERAL, "engine.balance.spare_slots"): "an expert may be several models'",
     (ALL_THERE, "engine.model_stay_s"): "no model takes another's place (engine.resident_sets)",
     (ONE_THERE, "engine.mixed_models"): "models of one step have to be on the device together",
     (IN_TURN, COMING): "a model's set comes and goes already",

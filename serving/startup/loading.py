@@ -122,6 +122,7 @@ def load_models(
             chat_template=config.chat_template,
             quantize=config.quantize,
             spare_models=config.spare_models,
+            mesh=mesh,
         )
     directory = resolve(config.model, config.hub_revision)
     if config.model not in (BUNDLED, str(directory)):

@@ -36,7 +36,6 @@ from serving.execution.memory import check_balance
 from serving.execution.programs import Progress, limit_cpu_threads
 from serving.execution.runner import DeviceRunner
 from serving.scheduling.policy import make_policy
-from serving.settings.composes import COMPOSES, SEVERAL
 from serving.settings.plugins import own_strategy
 from serving.settings.reading import check_composes, named_models
 from serving.startup.asynchronous import make_layer_picker, prepare_crew, with_mode
@@ -164,11 +163,6 @@ def build(
     family = family_of(config, model, mesh, progress)
     loaded = family[0]
     check_composes(config, len(family))
-    if len(family) > 1 and any(one.home is not None for one in family):
-        raise SettingsError(
-            f"{len(family)} models are given, and some are spread over a mesh: "
-            f"{COMPOSES[SEVERAL, 'engine.mesh']}; serve one model, or load them without a mesh"
-        )
     if mesh is not None and (loaded.home is None or loaded.home.mesh != mesh):
         raise SettingsError(
             f"engine.mesh is {config.mesh!r}, and the model given is not spread over such a mesh; "
@@ -187,7 +181,8 @@ def build(
         )
     if loaded.home is not None:
         home = loaded.home
-        check_balance(loaded.config, home.mesh.size, config.balance, spare=home.spare)
+        spare = home.spare if len(family) == 1 else None
+        check_balance(loaded.config, home.mesh.size, config.balance, spare=spare)
     if (strategy := own_strategy(config.brownout.strategy)) is not None:
         family = _with_strategy(family, Own(strategy, guarded=True))
     ways = allowed_ways(config.brownout, family)

@@ -19,11 +19,15 @@ import zmq
 import jmoe
 from serving.client import Client
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
+from tests.jmoe.conftest import add_united
+from tests.variants import variant
 
 from .conftest import FEW_PROGRAMS
 from .exact_answers import check_exact_answers, check_shaped_answers, prompts
 
 pytestmark = pytest.mark.deep
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "qwen2_moe"
 
 PEER_TIMEOUT_S = 4.0
 EXIT_S = 10.0
@@ -223,6 +227,31 @@ async def test_two_processes_answer_as_one_and_end_together(hosts, ports):
         ends = await streams(address, 2, lambda: leader.send_signal(signal.SIGTERM), LONG)
         assert ends == [(grpc.StatusCode.OK, 60)] * 2  # drained
         assert started.ended(EXIT_S) == [0, 0]
+
+
+@pytest.mark.exhaustive
+async def test_two_processes_serve_a_family(hosts, tmp_path):
+    found = {name: variant(GOLDEN, tmp_path / name, seed) for seed, name in enumerate(("a", "b"))}
+    for path in found.values():
+        add_united(path, ways=(2,))
+    named = [f"--model={name}={path}" for name, path in found.items()]
+    sizes = ("engine.max_model_len=64", "engine.brownout.way=2", "engine.mixed_models=2")
+    with hosts(sizes, sizes, *named) as started:
+        async with Client(started.address()) as client:
+            prompts = [[n + 2, 9, 3 * n + 4] for n in range(12)]
+
+            async def written(prompt, model):
+                sampling = pb.SamplingParams(max_new_tokens=12, ignore_eos=True)
+                call = client.generate(prompt, sampling, model=model, allow_brownout=False)
+                return [token async for message in call for token in message.token_ids]
+
+            models = ["ab"[n % 2] for n in range(12)]
+            got = await asyncio.gather(*map(written, prompts, models))
+    for name, path in found.items():
+        own = [n for n in range(12) if models[n] == name]
+        model = jmoe.load(path, "float32")
+        want = jmoe.generate(model, [prompts[n] for n in own], 12, stop_token_ids=())
+        assert [got[n] for n in own] == want.tokens
 
 
 @pytest.mark.exhaustive

@@ -180,7 +180,7 @@ def test_a_family_takes_what_it_takes_once_it_is_loaded(family, capsys, monkeypa
     [
         (["--family", "F", "bundled"], "give one of MODEL, --model-config, --family and --addr"),
         (["--model", "a=b"], "--model a=b needs --family; of a single model, give MODEL"),
-        (["--family", "F", "--mesh", "ep=2"], "a family is served on one device"),
+        (["--family", "F", "--mesh", "ep=2"], "give MODEL, one of the family"),
         (["--family", "F"], "--family needs --model NAME=DIR for each model"),
         (["--family", "nowhere.json", "--model", "a=b"], "--family is nowhere.json; there is no"),
     ],

@@ -3,20 +3,27 @@ devices.
 """
 
 import asyncio
+import random
 from pathlib import Path
 
 import numpy as np
 import pytest
+from families import NAMES, settings_of
 from notebook import Asked, answer, check
 from shaped import PROMPTS, SHAPED, STRUCTURES, config, matches
 
 import jmoe
+from jmoe.checkpoint import weights_digest
+from jmoe.family import load_family
 from jmoe.parallel.replicas import Replication
-from serving.config import BalanceConfig
+from jmoe.sharing import Sharing, write_sharing
+from serving.config import BalanceConfig, BrownoutConfig
 from serving.engine import Engine
 from serving.execution import runner
 from serving.execution.replication import CopiesRule
-from serving.request import SamplingParams
+from serving.request import BrownoutChange, SamplingParams
+from tests.jmoe.conftest import add_united
+from tests.variants import variant
 
 pytestmark = pytest.mark.asyncio
 
@@ -104,3 +111,83 @@ async def test_steps_begin_and_cease_to_copy_experts_between_two_of_a_size(
         await engine.stop()
     assert of_steps == [False, True, True, True, False, False]
     check(jmoe.load(GOLDEN / "qwen2_moe", "float32"), asked, found)
+
+
+def family_settings(folder: Path, **changes):
+    """Settings of a family of three, most of whose experts are shared, over a mesh."""
+    directories = {
+        name: variant(GOLDEN / "qwen2_moe", folder / name, n) for n, name in enumerate(NAMES)
+    }
+    for seed, path in enumerate(directories.values()):
+        add_united(path, seed=seed)
+    owners = Sharing.none(NAMES, 2, 7).owners
+    owners[:, :, :5] = random.Random(0).choices(range(3), k=5)
+    prints = tuple(map(weights_digest, directories.values()))
+    write_sharing(folder / "family.json", Sharing(NAMES, owners, prints))
+    sizes = {"max_num_seqs": 8, "num_pages": 80, "decode_buckets": (4,), "prefill_buckets": (16,)}
+    given = {"family": str(folder / "family.json"), "prefix_reuse": "on", "part_layers": 0}
+    return directories, settings_of(directories, "", **(sizes | given | changes))
+
+
+def asked_of_family(count: int, **sampling) -> list[Asked]:
+    rng = random.Random(count)
+    return [
+        Asked(
+            [rng.randrange(1, 60) for _ in range(rng.randrange(1, 20))],
+            SamplingParams(max_new_tokens=8 + n % 5, ignore_eos=True, **sampling),
+            NAMES[n % 3],
+        )
+        for n in range(count)
+    ]
+
+
+@pytest.mark.usefixtures("compiled_in_a_hurry")
+@pytest.mark.parametrize(("devices", "replicas"), [(2, 0), (4, 2)])
+async def test_models_of_a_family_write_what_the_notebook_writes(
+    tmp_path: Path, devices: int, replicas: int
+) -> None:
+    """Steps of one model in turn, and of several together, beside brownout and steps that copy
+    experts.
+    """
+    brownout = BrownoutConfig("partial", 2, (2, 3), 30, 30, salc=False)
+    given = {"mesh": f"ep={devices}", "mixed_models": 3, "brownout": brownout}
+    balance = BalanceConfig(replicas=replicas)
+    directories, settings = family_settings(tmp_path, balance=balance, **given)
+    engine = await Engine.start(settings)
+    try:
+        engine.executor.mixed.pays = lambda counts: 1 < len(counts) <= 3
+        asked = asked_of_family(18)
+        degraded, got = await asyncio.gather(
+            asyncio.gather(*(answer(engine, one) for one in asked)),
+            asyncio.gather(*(answer(engine, one, allow_brownout=False) for one in asked)),
+        )
+        await engine.set_brownout(BrownoutChange(way=3))
+        more = asked_of_family(9, temperature=0.8, seed=3)
+        got += await asyncio.gather(*(answer(engine, one, allow_brownout=False) for one in more))
+        assert sum(one.usage.degraded_visits for one in degraded) > 0
+        assert engine.scheduler.num_mixed > 5
+        assert await engine.drain(60)
+        engine.scheduler.check_idle()
+        assert engine.stats().compilations_since_ready == 0
+    finally:
+        await engine.stop()
+    for model in load_family(directories, settings.family, "float32"):
+        pairs = zip([*asked, *more], got, strict=True)
+        own = [(one, answered) for one, answered in pairs if one.model == model.name]
+        check(model, *map(list, zip(*own, strict=True)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"balance": BalanceConfig(spare_slots=2)}, "engine.balance.spare_slots is 2"),
+        ({"resident_sets": 2}, "engine.resident_sets is 2"),
+        ({"resident_experts": 14}, "engine.resident_experts is 14"),
+    ],
+)
+async def test_what_a_spread_family_cannot_have_is_named(
+    tmp_path: Path, changes: dict, words: str
+) -> None:
+    _, settings = family_settings(tmp_path, mesh="ep=2", **changes)
+    with pytest.raises(ValueError, match=words):
+        await Engine.start(settings)

@@ -33,7 +33,7 @@ def buckets():
 @pytest.fixture
 def steps(buckets):
     device = SimpleNamespace(buckets=buckets, limits=LIMITS)
-    found = MixedSteps(cast("Any", device))
+    found = MixedSteps(cast("Any", device), cast("Any", device))
     found.alone_s = {4: 1.0, 8: 1.5, 16: 2.5}
     found.mixed_s = {(2, 4): 1.6, (2, 8): 2.6, (2, 16): 3.7, (3, 4): 3.5}
     return found
@@ -115,3 +115,19 @@ def test_every_segment_has_room_for_what_rows_are_given():
     *_, packed, _ = step.arrays(4, 4, 4)
     given = packed[packed[:, 0] >= 0]
     assert sorted(map(tuple, given.tolist())) == sorted(map(tuple, deltas.tolist()))
+
+
+def test_over_a_mesh_every_rank_has_a_segment_for_each_model():
+    limits = Limits(16, 32, 4, 16, 4, num_ranks=2)
+    assert limits.slots_per_rank == 8
+    slots, models = (9, 2, 15, 0, 3), (4, 1, 4, 1, 1)
+    rows = np.stack([pack_row(slot, kv_len=slot + 1) for slot in slots])
+    deltas = np.array([(slot, 0, 16 * (slot // 8) + slot % 8) for slot in slots], np.int32)
+    plan = StepPlan(Phase.DECODE, rows, deltas, row_models=np.array(models, np.int32))
+    step = ByRank.of(plan, limits)
+    assert (step.num_ranks, step.size) == (4, 3)
+    _, packed, given, _ = step.arrays(4, 4, 4)
+    assert packed[:, SLOT].tolist() == [2, 0, 3, -1, *[-1] * 4, *[-1] * 4, 1, 7, -1, -1]
+    assert step.row_at(4).tolist() == [12, 0, 13, 1, 2]
+    on_rank = [{tuple(one) for one in part.tolist() if one[0] >= 0} for part in np.split(given, 2)]
+    assert on_rank == [{(slot, 0, slot) for slot in (2, 0, 3)}, {(1, 0, 1), (7, 0, 7)}]

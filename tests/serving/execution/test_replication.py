@@ -118,7 +118,7 @@ def test_auto_copies_nothing_where_planning_has_no_kernel(on_a_gpu, monkeypatch,
 def test_auto_copies_nothing_on_a_cpu():
     rule = replication.copies_rule(BalanceConfig(replicas="auto"), model_over(8), (32, 64))
     assert (rule.replication, rule.gains_from) == ({}, {})
-    assert replication.probes_of(BalanceConfig(replicas="auto"), model_over(8)) is None
+    assert replication.probes_of(BalanceConfig(replicas="auto"), [model_over(8)]) == []
 
 
 def rows(*of_devices):
