@@ -24,9 +24,10 @@ async def starts(directories=DIRECTORIES, **changes):
     await Engine.start(settings_of(directories, "", **changes))
 
 
-async def test_a_mesh_of_several_models():
-    with pytest.raises(SettingsError, match=r"mesh is 'ep=2'; it must be left out with several"):
-        await starts(mesh="ep=2")
+async def test_sets_that_come_and_go_over_a_mesh():
+    words = r"resident_sets is 1; it must be left out with experts over a mesh: what is spread"
+    with pytest.raises(SettingsError, match=words):
+        await starts(mesh="ep=2", resident_sets=1)
 
 
 async def test_a_map_without_models():
