@@ -20,11 +20,12 @@ from jax.sharding import PartitionSpec as P
 from jmoe.checkpoint import empty_pool
 from jmoe.config import from_hf
 from jmoe.experts import ExpertPool, ExpertTable
+from jmoe.mixed import MixedWeights, mixed_decode_step
 from jmoe.packed_rows import NUM_COLUMNS
 from jmoe.parallel import cost, experts
 from jmoe.parallel.experts import AXIS
 from jmoe.parallel.replicas import Replication
-from jmoe.parallel.steps import STEPS, spread
+from jmoe.parallel.steps import STEPS, mixed, spread
 from jmoe.random_model import random_params
 from jmoe.steps import decode_step, make_state, prefill_step, served
 from jmoe.weights import Weights
@@ -150,7 +151,7 @@ class Program(NamedTuple):
         return Counter(one.split()[0] for one in large if any(end in one for end in WEIGHTS))
 
 
-def compile_step(mesh, phase, num_layers, replication=None):
+def compile_step(mesh, phase, num_layers, replication=None, models=1):
     cfg = config_of(num_layers)
     with traced_for("cuda"):
         params = jax.eval_shape(lambda: served(random_params(cfg, jax.random.key(0), BF16))[0])
@@ -163,7 +164,12 @@ def compile_step(mesh, phase, num_layers, replication=None):
     sizes = {"num_slots": SLOTS, "num_pages": PAGES, "page_size": PAGE_SIZE}
     state = jax.eval_shape(lambda: make_state(cfg, max_blocks=MAX_BLOCKS, dtype=BF16, **sizes))
     specs, deltas, control = STEPS[phase], shape((8, 3)), shape((2,))
-    if phase == "decode":
+    weights: Any = Weights(params, pool, table)
+    if models > 1:
+        specs = mixed(models)
+        weights = MixedWeights(pool, (params,) * models, (table,) * models)
+        step, rows = partial(mixed_decode_step, cfg), (shape((BATCH, NUM_COLUMNS)),)
+    elif phase == "decode":
         step, rows = partial(decode_step, cfg), (shape((BATCH, NUM_COLUMNS)),)
     else:
         step = partial(prefill_step, cfg, replication=replication)
@@ -172,8 +178,8 @@ def compile_step(mesh, phase, num_layers, replication=None):
     where = specs.arguments[: len(of_each) + 2]
     exe = compile_for(
         mesh,
-        spread(mesh, partial(step, max_active=cfg.num_experts), specs),
-        lies(mesh, where[0], Weights(params, pool, table)),
+        spread(mesh, partial(step, max_active=models * cfg.num_experts), specs),
+        lies(mesh, where[0], weights),
         *lies(mesh, where[1:-1], of_each, own=True),
         control,
         donate_argnums=1,
@@ -237,6 +243,20 @@ def test_halves_travel_under_visits_of_the_other_half(mesh):
     assert len(rows) == 8
     assert all(PASS_VISITS < 2 * each <= PASS_VISITS + 2 * PADDED for each in rows)
     assert sum(counts.values()) <= 190
+
+
+@pytest.mark.exhaustive
+def test_a_mixed_step_copies_nothing_and_exchanges_the_rows_of_all_models_once(mesh):
+    program = compile_step(mesh, "decode", 2, models=2)
+    check_memory(program, 0.05 * GIB)
+    assert program.copied() == {}
+    counts = count_launches(program.hlo)
+    assert {kind: counts[kind] for kind in ("all-gather", "reduce-scatter")} == {
+        "all-gather": 2,
+        "reduce-scatter": 2,
+    }
+    assert " while(" not in program.hlo
+    assert sum(counts.values()) <= 140
 
 
 class TestCopiesOfExperts:
