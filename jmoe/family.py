@@ -414,25 +414,26 @@ def _common_ways(
     return {name: choose_ways(ways, wanted, name) for name, ways in found.items()}
 
 
-def _tables(homes: Homes, num_united: int, lenders: Sequence[int], first: int) -> list[ExpertTable]:
-    """Returns a table for each model: the slots of its routed experts, and from `first` on slots
-    for united ones, its own or its lender's.
+def table_slots(
+    routed: Int[np.ndarray, "N layers m"], lenders: Sequence[int], num_united: int, first: int
+) -> Int[np.ndarray, "N layers E"]:
+    """Returns the slots of each model's table: `routed`, and from `first` on those of united
+    experts, its own or its lender's.
     """
-    _, layers, experts = homes.routed.shape
-    places = {lender: at for at, lender in enumerate(sorted(set(lenders)))}
+    layers, places = routed.shape[1], {one: at for at, one in enumerate(sorted(set(lenders)))}
     own = np.arange(len(places) * layers * num_united, dtype=np.int32) + first
     own = own.reshape(len(places), layers, num_united)
-    groups = jnp.full((layers, experts), -1, jnp.int32)
-    offloaded = (
-        [None] * len(lenders) if homes.offloaded is None else map(jnp.asarray, homes.offloaded)
-    )
+    return np.concatenate([routed, own[[places[lender] for lender in lenders]]], axis=2)
+
+
+def _tables(homes: Homes, num_united: int, lenders: Sequence[int], first: int) -> list[ExpertTable]:
+    """Returns a table for each model."""
+    groups = jnp.full(homes.routed.shape[1:], -1, jnp.int32)
+    gone = [None] * len(lenders) if homes.offloaded is None else map(jnp.asarray, homes.offloaded)
+    slots = table_slots(homes.routed, lenders, num_united, first)
     return [
-        ExpertTable(
-            jnp.asarray(np.concatenate([routed, own[places[lender]]], axis=1)),
-            groups,
-            offloaded=gone,
-        )
-        for routed, lender, gone in zip(homes.routed, lenders, offloaded, strict=True)
+        ExpertTable(jnp.asarray(own), groups, offloaded=away)
+        for own, away in zip(slots, gone, strict=True)
     ]
 
 

@@ -81,8 +81,6 @@ def info(
         raise ValueError("give one of MODEL, --model-config, --family and --address")
     if models and family is None:
         raise ValueError(f"--model {models[0]} needs --family; of a single model, give MODEL")
-    if mesh and family is not None:
-        raise ValueError("--mesh is of a single model: give MODEL, one of the family")
     if as_json and address is None:
         raise ValueError("--json needs a running server; give --address HOST:PORT as well")
     for name, value in {"--mesh": mesh, "--device-gb": device_gb}.items():
@@ -90,6 +88,8 @@ def info(
             raise ValueError(f"{name} needs a model: give MODEL or --model-config, not --address")
     if in_flight is not None and not mesh:
         raise ValueError("--in-flight needs --mesh ep=N")
+    if in_flight is not None and family is not None:
+        raise ValueError("--in-flight is of a single model: give MODEL, one of the family")
     of_forecast = {
         "--context": context,
         "--imbalance": imbalance,
@@ -118,7 +118,7 @@ def info(
     if family is not None:
         directories = family_flag(models or (), family)
         sections = _describe_family(
-            directories, family, device_gb, allow_unknown_config or (), hub_revision
+            directories, family, mesh, device_gb, allow_unknown_config or (), hub_revision
         )
     elif model_config is not None:
         cfg = load_model_config(model_config)
@@ -277,15 +277,19 @@ def _on_disk(cfg: "ModelConfig", stored: Mapping[int, int]) -> list[tuple[str, s
 def _describe_family(
     directories: Mapping[str, str],
     path: Path,
+    mesh: str | None,
     device_gb: float,
     allowed: Sequence[str],
     revision: str,
 ) -> list[Section]:
-    """Describes what a family needs in one device, and whose experts its models use."""
+    """Describes what a family needs in one device, or in each of a mesh, and whose experts its
+    models use.
+    """
     from jmoe.display import size
-    from jmoe.family import check_family
+    from jmoe.family import check_family, table_slots
+    from jmoe.parallel.placement import of_tables
     from jmoe.sharing import read_sharing
-    from serving.cli.mesh_info import family_section
+    from serving.cli.mesh_info import family_section, parse_mesh
 
     found, cfgs, _ = check_family(directories, allowed, revision)
     cfg = next(iter(cfgs.values()))
@@ -322,10 +326,16 @@ def _describe_family(
         rows.append(("differences from shared experts", words))
     taken = {way: sum(each[way] for each in stored) for way in ways}
     pool = sharing.num_slots, slots - sharing.num_slots
+    spread = None
+    if mesh:
+        own = table_slots(sharing.slots()[0], sharing.lenders, united, sharing.num_slots)
+        placement, _ = of_tables(own, cfg.num_experts, devices := parse_mesh(mesh))
+        spread = devices, cfg.num_moe_layers * placement.room
+        rows.append((f"slots on each device, --mesh {mesh}", f"{spread[1]:,}"))
     return [
         ("", rows),
         ("United experts that all models have", _on_disk(cfg, taken)),
-        family_section(cfg, count, *pool, differences, device_gb),
+        family_section(cfg, count, *pool, differences, device_gb, spread),
     ]
 
 

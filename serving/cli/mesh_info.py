@@ -74,9 +74,10 @@ def family_section(
     united: int,
     differences: int,
     device_gb: float = DEVICE_GB,
+    spread: tuple[int, int] | None = None,
 ) -> Section:
-    """Describes what KV cache fits in one device beside a family: whole, and with as much as can be
-    in host memory there. Everything is in bfloat16.
+    """Describes what KV cache fits in one device beside a family: whole, with as much as can be in
+    host memory there, and over a mesh. Everything is in bfloat16.
 
     Args:
         cfg: of each model.
@@ -85,6 +86,7 @@ def family_section(
         united: those for united ones.
         differences: weights of all experts' differences from those that serve them.
         device_gb: memory of the device, in 1e9 bytes.
+        spread: devices of a mesh, and slots on each.
 
     Raises ValueError for an invalid memory size.
     """
@@ -102,6 +104,10 @@ def family_section(
         left = _left(cfg, 1, device_gb, weights * DTYPE_BYTES)
         said = _kv(cfg, 1, left) if left > 0 else f"nothing: {size(-left)} are missing"
         rows.append((f"left for KV{form}", said))
+    if spread is not None:
+        devices, slots = spread
+        left = _left(cfg, devices, device_gb, (num_models * others + slots * expert) * DTYPE_BYTES)
+        rows.append((f"left for KV on each device, --mesh ep={devices}", _kv(cfg, devices, left)))
     return f"What fits in a GPU of {device_gb:g} GB, reckoned and not measured", rows
 
 

@@ -20,6 +20,7 @@ from jmoe.checkpoint import CheckpointError, weights_digest
 from jmoe.config import read_config
 from jmoe.display import size
 from jmoe.family import load_family
+from jmoe.parallel.placement import of_tables
 from jmoe.sharing import write_sharing
 from serving.cli import info as cli_info
 from serving.cli import main as cli
@@ -175,12 +176,26 @@ def test_a_family_takes_what_it_takes_once_it_is_loaded(family, capsys, monkeypa
     assert np.diff(counts).tolist() == pytest.approx(np.diff(away) / each, abs=1)
 
 
+def test_a_family_over_a_mesh_takes_what_its_placement_says(family, capsys, monkeypatch):
+    paths, path = family
+    flags = [f"--model={name}={directory}" for name, directory in paths.items()]
+    text = shown(capsys, monkeypatch, "--family", str(path), *flags, "--mesh", "ep=2")
+    (slots,) = re.findall(r"slots on each device, --mesh ep=2 +([\d,]+)", text)
+    loaded = load_family(paths, path, "bfloat16")
+    tables = np.stack([np.asarray(model.table.slots) for model in loaded])
+    placement, _ = of_tables(tables, loaded.config.num_experts, 2)
+    held = np.asarray(placement.local).max(axis=(1, 2)) + 1  # slots, of both devices
+    assert int(slots) == loaded.config.num_moe_layers * placement.room >= held.max()
+    assert int(slots) <= loaded[0].pool.num_slots / 2 + 3 * loaded.config.num_moe_layers
+    assert re.search(r"left for KV on each device, --mesh ep=2 .* tokens", text)
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
         (["--family", "F", "bundled"], "give one of MODEL, --model-config, --family and --addr"),
         (["--model", "a=b"], "--model a=b needs --family; of a single model, give MODEL"),
-        (["--family", "F", "--mesh", "ep=2"], "give MODEL, one of the family"),
+        (["--family", "F", "--mesh", "ep=2", "--in-flight", "9"], "give MODEL, one of the family"),
         (["--family", "F"], "--family needs --model NAME=DIR for each model"),
         (["--family", "nowhere.json", "--model", "a=b"], "--family is nowhere.json; there is no"),
     ],
