@@ -6,7 +6,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,6 +13,7 @@ import typer
 from typer.core import TyperCommand
 
 from serving.cli.options import ApiKeyEnv, TlsCa, TlsCert, TlsKey, documented, of_fields, overrides
+from serving.telemetry import logs
 from serving.telemetry.progress import progress_bar
 
 bench = typer.Typer(help="Runs benchmarks.", no_args_is_help=True)
@@ -140,9 +140,8 @@ def serve(
     from serving.bench.run import run_bench
     from serving.bench.table import result_table
 
-    say = partial(print, file=sys.stderr, flush=True)
     with progress_bar() as progress:
-        result = run_bench(of_fields(BenchConfig, flags), say, _seldom(progress))
+        result = run_bench(of_fields(BenchConfig, flags), logs.say, _seldom(progress))
     print(result_table(result))
     if not result["completed"]:
         print("jmoe: no request was answered", file=sys.stderr)

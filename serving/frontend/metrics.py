@@ -433,14 +433,12 @@ def _audits(audits: Iterable[AuditState]) -> Iterator[Metric]:
     if not scored:
         return
     of = "model_name", "key"
+    expected = "The excess that the thresholds of those answers let expect"
     for make, name, about, field in (
         (counter, "answers", "Degraded answers that were scored exactly", "num_scored"),
         (counter, "unscored", "Degraded answers for which was no room", "num_unscored"),
         (gauge, "exempt", "1: brownout cost more than the bound", "is_exempt"),
-        (
-            *(gauge, "expected_nats", "The excess that the thresholds of those answers let expect"),
-            "expected_nats",
-        ),
+        (gauge, "expected_nats", expected, "expected_nats"),
     ):
         values = {(audit.model, audit.key): float(getattr(audit, field)) for audit in scored}
         yield make(f"audit_{name}", about, values, *of)

@@ -6,6 +6,7 @@ of a degraded step is not what the exact model sees. `Capture` is an observer li
 serve --capture FILE` has one, and so may a notebook: `Engine.start(config, observer=capture)`.
 """
 
+import atexit
 import errno
 import json
 import logging
@@ -52,6 +53,7 @@ class Capture(Observer):
         # The process may end while it hangs.
         self._writer = threading.Thread(target=self._write_all, name="jmoe-capture", daemon=True)
         self._writer.start()
+        atexit.register(self.close)  # a notebook may not call it
 
     def request_finished(self, sequence: SequenceState, output: Output, now: float) -> None:
         """See Observer."""
@@ -64,6 +66,7 @@ class Capture(Observer):
         """Returns once all is written, or after `CLOSE_S` seconds, and logs then how many requests
         are lost.
         """
+        atexit.unregister(self.close)
         lines = self._lines
         with lines.all_tasks_done:
             lines.all_tasks_done.wait_for(lambda: not lines.unfinished_tasks, CLOSE_S)

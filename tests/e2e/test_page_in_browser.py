@@ -188,6 +188,12 @@ async def test_a_strategy_of_a_users_own_is_shown_by_name():
         scene.engine.brownout = replace(scene.engine.brownout, strategy=own)
         await opened(page, scene)
         await page.locator("#strategy option:checked", has_text=own).wait_for(state="attached")
+        scene.engine.brownout = replace(scene.engine.brownout, strategy="full")
+        await page.locator("#strategy option[value=full]:checked").wait_for(state="attached")
+        await page.locator("#strategy").select_option(own)
+        scene.engine.names[:] = ["bundled", "another"]  # what may be chosen is told again
+        await page.locator("#model", has_text="2 models").wait_for()
+        assert await page.locator("#strategy").input_value() == own
         assert await page.locator("#strategy option").count() == 4
 
 

@@ -5,6 +5,8 @@ import logging
 import os
 import random
 import stat
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -119,6 +121,20 @@ async def test_a_disk_that_hangs_holds_up_no_end(tmp_path, caplog, monkeypatch):
     assert not caplog.records
     assert len(path.read_text().splitlines()) == 20
     assert not writer.is_alive()
+
+
+def test_what_a_process_captured_is_written_when_it_ends(tmp_path):
+    code = (
+        "import sys; from pathlib import Path; from types import SimpleNamespace as Any\n"
+        "from serving.telemetry.capture import Capture\n"
+        "capture = Capture(Path(sys.argv[1]), 1.0, 100.0)\n"
+        "asked = Any(request=Any(allow_audit=True), prompt=[*range(20_000)], tokens=[1])\n"
+        "for _ in range(60):\n"
+        "    capture.request_finished(asked, None, 0.0)\n"
+    )
+    path = tmp_path / "asked.jsonl"
+    subprocess.run([sys.executable, "-c", code, str(path)], check=True)
+    assert len(path.read_text().splitlines()) == 60
 
 
 def test_a_file_that_cannot_be_written_is_known_at_the_start(tmp_path):

@@ -62,9 +62,8 @@ async def received(
     under way. Raises what refuses a call.
     """
     guard, engine = server.guard, server.ready_engine()
-    caller_of(
-        scope
-    ).check_room()  # refuse early, without wasted work, if the key's rate limit is reached
+    # Refuse early, without wasted work, if the key's rate limit is reached ...
+    caller_of(scope).check_room()
     with guard.place():  # ... or if the server has no place for another call
         pass
     raw = await bodies.read(scope, receive, guard, bodies.max_bytes(engine.bounds))

@@ -1,6 +1,8 @@
 """The command line: wiring, errors and numbers. Commands run in this process where they can."""
 
+import contextlib
 import dataclasses
+import io
 import json
 import logging
 import os
@@ -362,6 +364,24 @@ def test_tool_flags_follow_the_configurations() -> None:
         for field in dataclasses.fields(config):
             if field.name in defaults and field.default != ():
                 assert type(field.default)(defaults[field.name]) == field.default, field.name
+
+
+def test_what_a_benchmark_says_goes_above_its_bar(monkeypatch, capsys) -> None:
+    @contextlib.contextmanager
+    def bar():  # as rich's, which takes stderr while it is drawn
+        with contextlib.redirect_stderr(above):
+            yield lambda *_: None
+
+    def run_bench(config, say, progress):
+        say("warming up")
+        return {"completed": 1}
+
+    above = io.StringIO()
+    monkeypatch.setattr("serving.cli.tools.progress_bar", bar)
+    monkeypatch.setattr("serving.bench.run.run_bench", run_bench)
+    monkeypatch.setattr("serving.bench.table.result_table", lambda result: "a table")
+    assert run(monkeypatch, "bench", "serve") == 0
+    assert (above.getvalue(), capsys.readouterr()) == ("warming up\n", ("a table\n", ""))
 
 
 def test_overrides() -> None:

@@ -69,9 +69,11 @@ export class Controls {
       controllers.map((name) => [name, name]),
     );
     const { strategy } = this.#form.elements;
+    const chosen = strategy.value;
     strategy.querySelector("[value=partial]").disabled = !ways.length;
     strategy.options.length = 3; // without a user's own
     if (own_strategy) strategy.add(new Option(own_strategy, own_strategy));
+    strategy.value = chosen;
     if (this.#state) this.show(this.#state);
   }
 
