@@ -32,9 +32,23 @@ UNITED = {"qwen1.5-moe-a2.7b": 30, "qwen3-30b-a3b": 32, "mixtral-8x7b": 2}
 PIECES = 2**31  # of the batched grouped GEMM and attention
 
 
-def all_but(*kept):
+DECODE = [
+    ("qwen1.5-moe-a2.7b", 8, 27),
+    ("qwen1.5-moe-a2.7b", 104, 34),
+    ("qwen3-30b-a3b", 8, 35),
+    ("mixtral-8x7b", 8, 25),
+]
+PREFILL = [
+    ("qwen1.5-moe-a2.7b", 513, 60),
+    ("qwen1.5-moe-a2.7b", 4096, 62),
+    ("qwen3-30b-a3b", 512, 60),
+]
+"""A model, rows, and the most launches."""
+
+
+def all_but(*kept, of):
     """Returns marks for the cases that are not among a few: they are compiled in turn."""
-    cases = {f"{gpu}-{rest}" for gpu in OTHER_GPUS for rest in (c.partition("-")[2] for c in kept)}
+    cases = {"-".join(map(str, (gpu, *case))) for gpu in OTHER_GPUS for case in of}
     return pytest.mark.sized(exhaustive=sorted(cases - set(kept)))
 
 
@@ -105,34 +119,15 @@ def test_a_decode_step_copies_no_pages_in_eight_bits(mesh):
     assert not [result for result in large_results(exe.as_text(), 2**26) if "[2,2049," in result]
 
 
-@all_but(
-    "sm_80-qwen1.5-moe-a2.7b-8-27",
-    "sm_80-qwen1.5-moe-a2.7b-104-34",
-    "sm_89-qwen3-30b-a3b-8-35",
-    "sm_100-mixtral-8x7b-8-25",
-)
-@pytest.mark.parametrize(
-    ("name", "rows", "most"),
-    [
-        ("qwen1.5-moe-a2.7b", 8, 27),
-        ("qwen1.5-moe-a2.7b", 104, 34),
-        ("qwen3-30b-a3b", 8, 35),
-        ("mixtral-8x7b", 8, 25),
-    ],
-)
+@all_but("sm_80-qwen1.5-moe-a2.7b-8-27", "sm_100-mixtral-8x7b-8-25", of=DECODE)
+@pytest.mark.parametrize(("name", "rows", "most"), DECODE)
 def test_a_decode_step_is_one_graph_and_copies_neither_experts_nor_pages(mesh, name, rows, most):
     hlo = check(mesh, name, "decode", rows, most, 256 * 2**20)
     assert large_results(hlo, 128 * 2**20) == []
 
 
-@all_but(
-    "sm_80-qwen1.5-moe-a2.7b-513-60",
-    "sm_89-qwen3-30b-a3b-512-60",
-)
-@pytest.mark.parametrize(
-    ("name", "rows", "most"),
-    [("qwen1.5-moe-a2.7b", 513, 60), ("qwen1.5-moe-a2.7b", 4096, 62), ("qwen3-30b-a3b", 512, 60)],
-)
+@all_but("sm_80-qwen1.5-moe-a2.7b-513-60", of=PREFILL)
+@pytest.mark.parametrize(("name", "rows", "most"), PREFILL)
 def test_a_prefill_step_copies_no_more_than_pieces(mesh, name, rows, most):
     hlo = check(mesh, name, "prefill", rows, most, PIECES)
     cfg = from_hf(yaml.safe_load((MODELS / f"{name}.yaml").read_text()))
