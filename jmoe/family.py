@@ -175,8 +175,9 @@ def load_family(
     Raises, before any weights are read, ValueError for no directories, a way that one lacks, no
     united experts to lend, fewer resident experts than one model has, fewer spare slots than a row
     can need or some that nothing would be fetched into, a mesh beside weights that lie in host
-    memory or models that come later, ConfigError for models that are not of one
-    architecture and vocabulary, SharingError for a map of other models; then as `jmoe.load`.
+    memory, experts known by differences or models that come later, ConfigError for models that are
+    not of one architecture and vocabulary, SharingError for a map of other models; then as
+    `jmoe.load`.
     """
     kind = check_dtype(dtype)
     elsewhere = {
@@ -212,6 +213,11 @@ def load_family(
         raise SharingError(
             f"the map of shared experts is of {', '.join(sharing.names)}, {sharing.owners.shape}; "
             f"those to load are {', '.join(found)}, {(len(found), *shape)}"
+        )
+    if mesh is not None and sharing is not None and sharing.differs.any():
+        raise ValueError(
+            "a mesh is given, and this family's map knows experts by their difference from others, "
+            "which one device makes as a row asks for them; leave the mesh out"
         )
     names = tuple(found)
     lenders = range(len(found)) if sharing is None else sharing.lenders
@@ -529,7 +535,7 @@ def _write_merged(reader: _Reader, sharing: Sharing, dtype: jnp.dtype, check_wei
                         )
                     if check_weights and not seem_finite(tensor):
                         raise CheckpointError(f"{path}: {name} has weights that are not finite")
-                    found[key] = tensor[None]
+                    found[key] = jnp.asarray(tensor[None])
                 reader.write(np.array([at]), ExpertPool(**found))
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} is not readable: {error}") from None

@@ -90,8 +90,8 @@ class JoinedTable(NamedTuple):
     @classmethod
     def of(cls, tables: Sequence[ExpertTable]) -> "JoinedTable":
         """Joins tables; experts are shared at one position, so only experts of one number are
-        compared. Over a mesh every device finds the same, since what it does not have is numbered
-        in the place of a slot (`jmoe.parallel.home.Home.table`).
+        compared, and united ones are lent together. Over a mesh every device finds the same, since
+        what it does not have is numbered in the place of a slot (`jmoe.parallel.home.Home.table`).
         """
         num_experts = tables[0].groups.shape[1]
         num_united = tables[0].slots.shape[1] - num_experts
@@ -102,10 +102,13 @@ class JoinedTable(NamedTuple):
             absent = jnp.stack(away, axis=1)[:, :, None, :] == ABSENT
             same &= ~absent | jnp.eye(len(tables), dtype=bool)[None, :, :, None]
         united = [table.slots[:, num_experts:] for table in tables]
+        lent = jnp.stack(united, axis=1)
+        lent = jnp.all(lent[:, :, None] == lent[:, None], axis=-1)  # [layers, to a model, by one]
+        lender = jnp.argmax(lent, axis=2).astype(jnp.int32)
         hosts = [table.hosts for table in tables if table.hosts is not None]
         parts = (slice(num_experts), slice(num_experts, None))
         groups = [
-            jnp.where(table.groups < 0, -1, table.groups + number * num_united)
+            jnp.where(table.groups < 0, -1, table.groups + num_united * lender[:, number, None])
             for number, table in enumerate(tables)
         ]
         return cls(

@@ -118,9 +118,11 @@ class Buckets:
     """Sizes that programs are compiled for, on each device of a mesh, and the choice among them."""
 
     def __init__(self, config: EngineConfig, limits: Limits, num_models: int = 1) -> None:
-        """`num_models` is how many a decode step may have rows of."""
+        """`num_models` is how many a decode step may have rows of; a rank has one slot or more for
+        each.
+        """
         config = with_default_buckets(config, limits.num_ranks)
-        self.mixed = range(2, num_models + 1)
+        self.mixed = range(2, min(num_models, limits.slots_per_rank) + 1)
         self.decode = config.decode_buckets
         self.late = tuple(
             n for n in config.late_decode_buckets if n < self.decode[-1] and n not in self.decode

@@ -30,8 +30,8 @@ class ByRank(NamedTuple):
 
     @classmethod
     def of(cls, plan: StepPlan, limits: Limits) -> "ByRank":
-        """Splits a plan by rank; a mixed step in a segment for each model, by number, where ranks
-        would be, with slots and pages numbered through.
+        """Splits a plan by rank, and each rank of a mixed step in a segment for each model, by
+        number.
         """
         rows, deltas = plan.rows, plan.deltas
         if limits.num_ranks == 1 == len(plan.models):  # nothing to take apart

@@ -106,9 +106,15 @@ def load_models(
             "dequantized in each",
             config.quantize,
         )
-    if config.models:
+    named = named_models(config.models)
+    directory = resolve(next(iter(named.values()), config.model), config.hub_revision)
+    if mesh is not None:
+        cfg = config_of(directory, allow_unknown_config=config.allow_unknown_config)
+        if not is_native(directory):  # of a family, what one model takes is the least
+            check_mesh(cfg, jnp.dtype(config.dtype).itemsize, mesh.size, config.balance)
+    if named:
         return load_family(
-            named_models(config.models),
+            named,
             config.family or None,
             config.dtype,
             ways=config.brownout.ways or None,
@@ -117,21 +123,17 @@ def load_models(
             allow_unknown_config=config.allow_unknown_config,
             resident_experts=config.resident_experts,
             spare_experts=config.spare_experts,
-            params_on_host=0 < config.resident_sets < len(config.models),
+            params_on_host=0 < config.resident_sets < len(named),
             revision=config.hub_revision,
             chat_template=config.chat_template,
             quantize=config.quantize,
             spare_models=config.spare_models,
             mesh=mesh,
         )
-    directory = resolve(config.model, config.hub_revision)
     if config.model not in (BUNDLED, str(directory)):
         log.info("%s of the Hugging Face Hub, in %s", config.model, directory)
     placement = None
     if mesh is not None:
-        cfg = config_of(directory, allow_unknown_config=config.allow_unknown_config)
-        if not is_native(directory):
-            check_mesh(cfg, jnp.dtype(config.dtype).itemsize, mesh.size, config.balance)
         fits = partial(spare_slots_that_fit, config, cfg, mesh, free_bytes())
         placement = partial(starting_placement, config.balance, spare_that_fits=fits)
     return load(

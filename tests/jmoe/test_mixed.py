@@ -299,6 +299,18 @@ def test_an_expert_that_a_substitute_serves_has_a_column_of_its_own():
     assert joined.offloaded.tolist() == [[0, FETCHED, 0, ABSENT, FETCHED, 0]]
 
 
+def test_a_united_expert_that_models_are_lent_is_visited_once():
+    """The first and the last of three models use the same ones: a device has no more experts to run
+    than slots.
+    """
+    tables = [
+        ExpertTable(jnp.asarray([[*routed, *united]]), jnp.asarray([[0, 1, 0]]))
+        for routed, united in (([0, 1, 2], [9, -9]), ([3, 4, 5], [7, 8]), ([0, 1, 6], [9, -9]))
+    ]
+    joined = JoinedTable.of(tables)
+    assert joined.groups.tolist() == [[0, 1, 0, 2, 3, 2, 0, 1, 0]]
+
+
 @cache
 def layer_step(cfg, capacity):
     """Returns one layer's MLP half for several models, compiled."""

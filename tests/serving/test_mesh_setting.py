@@ -19,7 +19,10 @@ from serving.errors import SettingsError
 from serving.execution import memory
 from serving.settings import reading as settings
 from serving.settings.reading import mesh_devices
+from serving.startup.loading import load_models
 from serving.startup.prepare import prepare, warn_of_gathering
+
+GOLDEN = Path(__file__).parents[1] / "golden"
 
 
 def test_devices_of_a_mesh():
@@ -116,6 +119,13 @@ def test_a_mesh_too_small_names_the_smallest_that_works(room):
         memory.check_mesh(geometry(), 2, 2, BalanceConfig())
     room(40, 4)
     memory.check_mesh(geometry(), 2, 4, BalanceConfig())
+
+
+def test_models_of_a_family_are_checked_before_they_are_loaded(monkeypatch):
+    monkeypatch.setattr(memory, "free_bytes", lambda: 1)
+    models = tuple(f"{name}={GOLDEN / 'qwen2_moe'}" for name in ("base", "law"))
+    with pytest.raises(SettingsError, match=r"engine.mesh is 'ep=2': .* no mesh is large enough"):
+        load_models(EngineConfig(mesh="ep=2", models=models), on_mesh(2), lambda *_: None)
 
 
 def test_more_copies_than_fit_name_how_many_would(room):

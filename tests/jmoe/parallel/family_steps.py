@@ -103,6 +103,13 @@ def test_what_is_spread_is_all_there(directories, given):
         load_family(directories, mesh=jmoe.make_mesh(2), **given)
 
 
+def test_experts_known_by_differences_take_one_device(directories):
+    cfg = jmoe.config.read_config(directories["base"])
+    sharing = replace(drawn_map(directories, cfg), residual_rank=3)
+    with pytest.raises(ValueError, match=r"a mesh is given, and .* by their difference"):
+        load_family(directories, sharing, "float32", mesh=jmoe.make_mesh(2))
+
+
 def test_a_saved_model_of_a_spread_family_is_itself(directories, tmp_path):
     family = load_family(directories, None, "float32", mesh=jmoe.make_mesh(4))
     jmoe.save(family[1], tmp_path / "law")
@@ -111,9 +118,8 @@ def test_a_saved_model_of_a_spread_family_is_itself(directories, tmp_path):
     assert found.united.keys() == family[1].united.keys()
 
 
-def test_experts_in_four_bits(directories):
-    cfg = jmoe.config.read_config(directories["base"])
-    given = drawn_map(directories, cfg, seed=4), "float32"
+def test_experts_in_four_bits(directories, tmp_path):
+    given = merged_map(directories, tmp_path)[0], "float32"
     family = load_family(directories, *given, quantize="int4", mesh=jmoe.make_mesh(2))
     single = load_family(directories, *given, quantize="int4")
     for spread, one in zip(family, single, strict=True):

@@ -86,6 +86,15 @@ def test_there_is_a_program_for_each_number_of_models_and_rows(buckets):
     assert all(key.models == 1 for key in buckets.step_keys())
 
 
+def test_a_rank_has_a_slot_for_each_model_of_a_mixed_step():
+    """A step of more, which could not be measured, has no program."""
+    config = EngineConfig(decode_buckets=(4,), prefill_buckets=(16,))
+    for slots, most in ((16, 2), (8, 1), (32, 3)):
+        limits = Limits(slots, 64, 4, 16, 4, num_ranks=8)
+        mixed = Buckets(config, limits, num_models=3).mixed_keys()
+        assert max((key.models for key in mixed), default=1) == most
+
+
 def test_rows_lie_in_a_segment_for_each_model():
     rows = np.stack([pack_row(slot, kv_len=slot + 1) for slot in (5, 2, 7, 0, 3)])
     plan = StepPlan(
