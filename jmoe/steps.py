@@ -194,7 +194,7 @@ def decode_step(
     """
     state = with_deltas(state, deltas, layers)
     slot, step = decode_data(cfg, state, rows, control)
-    part = _Part.of(cfg, weights, state, control, max_active, layers)
+    part = _Part(cfg, weights, state, control, max_active, _layers(cfg, state, layers))
     x, state, stats = part.run(lambda: state.last_token[slot], step, slot, step.rows.valid)
     degraded = jnp.sum(stats.degraded, axis=0, dtype=jnp.int32)
     return part.sample(x, rows, state, degraded, stats)
@@ -260,6 +260,11 @@ def _step_data(
     return StepData(rows, attention, Control(control[0], control[1]))
 
 
+def _layers(cfg: ModelConfig, state: State, layers: range | None) -> range | None:
+    """Returns the layers of a part of a step; without room for hidden rows, all of them."""
+    return range(cfg.num_layers) if layers is None and state.hidden is None else layers
+
+
 class _Part(NamedTuple):
     """What one call runs of a step: layers, and what is before the first and after the last."""
 
@@ -270,22 +275,6 @@ class _Part(NamedTuple):
     max_active: int
     layers: range | None  # None: those that control says
     replication: Replication | None = None
-
-    @classmethod
-    def of(
-        cls,
-        cfg: ModelConfig,
-        weights: Weights,
-        state: State,
-        control: Int[Array, "controls"],
-        max_active: int,
-        layers: range | None,
-        replication: Replication | None = None,
-    ) -> "_Part":
-        """Makes the part of a step; without room for hidden rows, all layers."""
-        if layers is None and state.hidden is None:
-            layers = range(cfg.num_layers)
-        return cls(cfg, weights, state, control, max_active, layers, replication)
 
     def run(
         self,
@@ -506,7 +495,8 @@ def prefill_step(
     if num_decodes:
         newest = state.last_token[jnp.maximum(rows[owner, SLOT], 0)]
         tokens = jnp.where(tokens < 0, newest, tokens)
-    part = _Part.of(cfg, weights, state, control, max_active, layers, replication)
+    layers = _layers(cfg, state, layers)
+    part = _Part(cfg, weights, state, control, max_active, layers, replication)
     x, state, stats = part.run(lambda: tokens, step, places, valid)
     last = jnp.maximum(q_start[1:] - 1, 0)
     degraded = _by_chunk(stats, owner, valid, rows.shape[0])
