@@ -5,7 +5,7 @@ import logging
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, fields, replace
 from functools import partial
 from hashlib import sha256
@@ -79,6 +79,16 @@ def _refuse(first: str, faults: Iterable[str]) -> None:
         at_least = "at least " if len(found) == FAULTS_COUNTED else ""
         lines.append(f"and {at_least}{len(found) - FAULTS_SHOWN} more")
     raise CheckpointError("\n  ".join(lines))
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[Any]:
+    """Opens a safetensors file. Raises CheckpointError for one that is not readable."""
+    try:
+        with safe_open(regular(path), framework="numpy") as file:
+            yield file
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} is not readable: {error}") from None
 
 
 class TensorFiles:
@@ -715,12 +725,9 @@ def load_united(
     path = directory / UNITED_FILE
     if not path.exists():
         return {}
-    try:
-        with safe_open(regular(path), framework="numpy") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            origin = (file.metadata() or {}).get(DISTILLED_FROM)
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} is not readable: {error}") from None
+    with reading(path) as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        origin = (file.metadata() or {}).get(DISTILLED_FROM)
     if origin is not None and origin != (own := weights_digest(directory)):
         raise CheckpointError(
             f"{path} was distilled from a model with the weights {origin[:19]}, and {directory} "
@@ -753,11 +760,8 @@ def united_ways(directory: Path) -> list[int]:
     path = directory / UNITED_FILE
     if not path.exists():
         return []
-    try:
-        with safe_open(regular(path), framework="numpy") as file:
-            prefixes = {name.split(".")[0].removeprefix("way") for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} is not readable: {error}") from None
+    with reading(path) as file:
+        prefixes = {name.split(".")[0].removeprefix("way") for name in file.keys()}  # noqa: SIM118
     return sorted(int(prefix) for prefix in prefixes if prefix.isdecimal())
 
 
@@ -765,12 +769,9 @@ def copy_united(source: Path, to: Path) -> None:
     """Copies united experts from one directory of a model to another of the same model, whose files
     are others. Raises CheckpointError.
     """
-    try:
-        with safe_open(regular(source / UNITED_FILE), framework="numpy") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            metadata = file.metadata() or {}
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{source / UNITED_FILE} is not readable: {error}") from None
+    with reading(source / UNITED_FILE) as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        metadata = file.metadata() or {}
     if DISTILLED_FROM in metadata:
         metadata[DISTILLED_FROM] = weights_digest(to)
     save_file(tensors, to / UNITED_FILE, metadata=metadata)
