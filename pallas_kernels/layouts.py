@@ -41,6 +41,11 @@ def down(vector, shape, layout: Any = SINGLE_COLUMNS):
     return plgpu.layout_cast(lax.broadcast_in_dim(vector, shape, (1,)), layout)
 
 
+def of_rows(rows, shape):
+    """Returns a row's value in all of its columns, under Warpgroup semantics."""
+    return lax.broadcast_in_dim(rows, shape, (0,))
+
+
 def by_row(ref):
     """Returns a vector that has a value for each row."""
     return plgpu.load(ref, layout=BY_ROW, optimized=False)

@@ -27,7 +27,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.layouts import product
+from pallas_kernels.layouts import of_rows, product
 from pallas_kernels.paged_attention.common import (
     NONE,
     PARAMS,
@@ -194,7 +194,7 @@ class _Warpgroup(NamedTuple):
             plgpu.commit_smem()
 
         values = tile.at[:, mine * width : (mine + 1) * width]
-        acc[...] = acc[...] * _across(keep, acc.shape)
+        acc[...] = acc[...] * of_rows(keep, acc.shape)
         if self.interpreted:  # which multiplies into new accumulators alone
             acc[...] = acc[...] + product(self.refs.weights, values)
         else:
@@ -204,7 +204,7 @@ class _Warpgroup(NamedTuple):
     def store(self, mine: int, of: _Piece, acc, factor) -> None:
         """Sends a result to its segment, or a piece to its slot."""
         width = self.sizes.head_dim // LATENT_WARPGROUPS
-        result = acc[...] * _across(factor, acc.shape)
+        result = acc[...] * of_rows(factor, acc.shape)
         columns = pl.ds(mine * width, width)
 
         @pl.when(of.is_whole)
@@ -251,7 +251,7 @@ class _Warpgroup(NamedTuple):
             s = jnp.where(live, s * scale, -jnp.inf)
             new_top = jnp.maximum(top, jnp.max(s, axis=1))
             keep = jnp.exp2(top - new_top)
-            p = jnp.exp2(s - _across(new_top, s.shape))
+            p = jnp.exp2(s - of_rows(new_top, s.shape))
             norm = norm * keep + jnp.sum(p, axis=1)
             plgpu.barrier_wait(refs.taken)
             refs.weights[...] = p.astype(jnp.bfloat16)
@@ -337,7 +337,3 @@ class _Warpgroup(NamedTuple):
         plgpu.barrier_arrive(refs.taken)
         self.store(1, of, acc, last)
         return ahead
-
-
-def _across(heads, shape):
-    return lax.broadcast_in_dim(heads, shape, (0,))
