@@ -152,19 +152,15 @@ def _sampling(rows: Int[Array, "B C"]) -> Sampling:
     )
 
 
-def _apply_deltas(table: Int[Array, "S M"], deltas: Int[Array, "N 3"]) -> Int[Array, "S M"]:
-    slot = deltas[:, DELTA_SLOT]
-    slot = jnp.where(slot < 0, table.shape[0], slot)  # out of range: dropped
-    return table.at[slot, deltas[:, DELTA_BLOCK]].set(deltas[:, DELTA_PAGE], mode="drop")
-
-
 def with_deltas(state: State, deltas: Int[Array, "N 3"], layers: range | None = None) -> State:
     """Returns the state with updated block tables before a step's first part; later parts get no
     deltas.
     """
     if layers is not None and layers.start:
         return state
-    return state._replace(block_table=_apply_deltas(state.block_table, deltas))
+    slot, table = deltas[:, DELTA_SLOT], state.block_table
+    at = jnp.where(slot < 0, table.shape[0], slot), deltas[:, DELTA_BLOCK]  # out of range: dropped
+    return state._replace(block_table=table.at[at].set(deltas[:, DELTA_PAGE], mode="drop"))
 
 
 def decode_step(
@@ -499,14 +495,8 @@ def prefill_step(
     part = _Part(cfg, weights, state, control, max_active, layers, replication)
     x, state, stats = part.run(lambda: tokens, step, places, valid)
     last = jnp.maximum(q_start[1:] - 1, 0)
-    degraded = _by_chunk(stats, owner, valid, rows.shape[0])
+    by_row = jnp.sum(stats.degraded, axis=0, dtype=jnp.int32)
+    chunk = jnp.where(valid, owner, rows.shape[0])  # of padding: dropped
+    degraded = jnp.zeros(rows.shape[0], jnp.int32).at[chunk].add(by_row, mode="drop")
     state, out = part.sample(x[last], rows, state, degraded, stats)
     return state, out._replace(hidden=x) if keep_hidden else out
-
-
-def _by_chunk(
-    stats: LayerStats, owner: Int[Array, "T"], valid: Array, num_chunks: int
-) -> Int[Array, "B"]:
-    degraded = jnp.sum(stats.degraded, axis=0, dtype=jnp.int32)
-    at = jnp.where(valid, owner, num_chunks)
-    return jnp.zeros(num_chunks, jnp.int32).at[at].add(degraded, mode="drop")
