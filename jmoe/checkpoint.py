@@ -142,27 +142,9 @@ class TensorFiles:
     def raw(self, name: str, part: tuple[int, int] | None = None) -> np.ndarray:
         """Returns one tensor in host memory, as it is stored; or a part (`Parameter.part`)."""
         file = self._open[name]
-        if self.kind(name) == FP8:
-            return self._raw_fp8(name)
+        if self.kind(name) == FP8:  # NumPy has no such dtype, so safetensors cannot give it
+            return self.stored(name)[1].view(jnp.float8_e4m3fn).reshape(self.shape(name))
         return file.get_tensor(name) if part is None else file.get_slice(name)[part[0]]
-
-    def read(
-        self,
-        name: str,
-        part: tuple[int, int] | None,
-        dtype: jnp.dtype,
-        *,
-        on_host: bool = False,
-    ) -> jax.Array | np.ndarray:
-        """Returns one tensor in `dtype`, where it will be assembled: on the device, or in a CPU's
-        memory, where every shape of an operation would be a program to compile; `on_host` is there
-        always.
-        """
-        raw = self.raw(name, part)
-        if jax.default_backend() != "cpu" and not on_host:
-            return jnp.asarray(raw).astype(dtype)
-        with np.errstate(over="ignore"):  # to infinity, which is looked for later
-            return raw.astype(dtype, copy=False)
 
     def stored(self, name: str, part: tuple[int, int] | None = None) -> tuple[str, np.ndarray]:
         """Returns how a tensor's elements are stored, and its bytes, or a part's, as a map of the
@@ -177,10 +159,6 @@ class TensorFiles:
         kind, shape, (begin, end) = (header[name][k] for k in ("dtype", "shape", "data_offsets"))
         found = raw[begin:end]
         return kind, found if part is None else found.reshape(shape[0], -1)[part[0]]
-
-    def _raw_fp8(self, name: str) -> np.ndarray:
-        """Returns a tensor that safetensors cannot give as NumPy's, which has no such dtype."""
-        return self.stored(name)[1].view(jnp.float8_e4m3fn).reshape(self.shape(name))
 
     def scales(self, name: str) -> str:
         """Returns the name of the scales of a matrix in fp8: the one that there is, or would be."""
@@ -376,7 +354,7 @@ def _equal(files: TensorFiles, one: str, other: str) -> bool:
 
 
 def _stack(parts: Sequence[Any]) -> Any:
-    """Stacks arrays as `jnp.stack` does, where they are (see `TensorFiles.read`)."""
+    """Stacks arrays as `jnp.stack` does, where they are (see `HFLayers._tensor`)."""
     if isinstance(parts[0], np.ndarray):
         return np.stack(parts)
     if jax.default_backend() != "cpu":
@@ -568,11 +546,18 @@ class HFLayers:
     def _tensor(
         self, name: str, shape: tuple[int, ...], *, part: Any, dtype: jnp.dtype, on_host: bool
     ) -> Any:
+        """Returns one tensor in `dtype`, where it will be assembled: on the device, or in a CPU's
+        memory, where every shape of an operation would be a program to compile; `on_host` is there
+        always.
+        """
+        on_device = not on_host and jax.default_backend() != "cpu"
         if (found := self._dequantized(name, shape)) is None:
-            return self._files.read(name, part, dtype, on_host=on_host)
+            found = self._files.raw(name, part)
+            if on_device:
+                return jnp.asarray(found).astype(dtype)
         with np.errstate(over="ignore"):  # to infinity, which is looked for later
-            found = found.astype(dtype)
-        return found if on_host or jax.default_backend() == "cpu" else jnp.asarray(found)
+            found = found.astype(dtype, copy=False)
+        return jnp.asarray(found) if on_device else found
 
     def _dequantized(self, name: str, shape: tuple[int, ...]) -> np.ndarray | None:
         """Returns a matrix in eight or four bits as float32; None for what is stored as it is."""
