@@ -154,8 +154,8 @@ class Paged:
         if q_start is None:
             return decode(own, kv_len)
         if n:  # latents are read as they are by all
-            chunks = prefill(own[n:], q_start[n:], kv_len[n:])
-            return HybridAttention(decode(own[:n], kv_len[:n]), chunks)
+            chunks = q_start[n:], kv_len[n:]
+            return HybridAttention(decode(own[:n], kv_len[:n]), prefill(own[n:], *chunks))
         return prefill(own, q_start, kv_len, kind.plan_expanded(heads, cache, rows))
 
     def _in_sight(
