@@ -63,4 +63,14 @@ def product(a, b):
         plgpu.wgmma(acc, a, b)
         return acc[...]
 
-    return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((a.shape[0], b.shape[1]), jnp.float32))
+    return accumulate(multiply, (a.shape[0], b.shape[1]))
+
+
+def accumulate(run, shape, kept=None):
+    """Calls `run` with an accumulator of zeros: in registers, or in `kept` where it is interpreted,
+    which multiplies into new accumulators alone.
+    """
+    if kept is None:
+        return pl.run_scoped(run, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
+    kept[...] = jnp.zeros(shape, jnp.float32)
+    return run(kept)

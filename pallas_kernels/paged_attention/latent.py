@@ -27,7 +27,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.layouts import of_rows, product
+from pallas_kernels.layouts import accumulate, of_rows, product
 from pallas_kernels.paged_attention.common import (
     NONE,
     PARAMS,
@@ -177,11 +177,7 @@ class _Warpgroup(NamedTuple):
     def accumulate(self, mine: int, attend_to: Callable[[Any], Any]) -> Any:
         """Calls `attend_to` with an accumulator of zeros for warpgroup `mine`."""
         shape = LATENT_HEADS, self.sizes.head_dim // LATENT_WARPGROUPS
-        if not self.interpreted:
-            return pl.run_scoped(attend_to, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
-        acc = self.refs.acc.at[mine]
-        acc[...] = jnp.zeros(shape, jnp.float32)
-        return attend_to(acc)
+        return accumulate(attend_to, shape, self.refs.acc.at[mine] if self.interpreted else None)
 
     def add_values(self, mine: int, acc, stage, valid, keep) -> None:
         """Shrinks the sums by `keep` and adds the tile's values by their weights."""
@@ -195,7 +191,7 @@ class _Warpgroup(NamedTuple):
 
         values = tile.at[:, mine * width : (mine + 1) * width]
         acc[...] = acc[...] * of_rows(keep, acc.shape)
-        if self.interpreted:  # which multiplies into new accumulators alone
+        if self.interpreted:
             acc[...] = acc[...] + product(self.refs.weights, values)
         else:
             plgpu.wgmma(acc, self.refs.weights, values)

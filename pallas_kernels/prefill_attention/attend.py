@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from pallas_kernels.layouts import of_rows
+from pallas_kernels.layouts import accumulate, of_rows, product
 from pallas_kernels.prefill_attention import work
 from pallas_kernels.prefill_attention.parts import Item, Refs, Shape, for_each_item, zero
 from pallas_kernels.prefill_attention.tiles import LANES, WARPGROUPS
@@ -130,7 +130,7 @@ class Attention:
         """
         refs, stage = self.refs, self.key_stage(step)
 
-        def product(scores):
+        def queue(scores):
             plgpu.barrier_wait(refs.full.at[stage])
             if refs.latents is not None:
                 plgpu.barrier_wait(refs.full.at[self.tile.stages + stage])
@@ -142,7 +142,7 @@ class Attention:
             return plgpu.wgmma_accumulator_load(scores, wait_n=more)
 
         shape = (LANES, self.tile.block_kv)
-        s = pl.run_scoped(product, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
+        s = accumulate(queue, shape)
         plgpu.barrier_arrive(refs.empty.at[stage])
         return self.mask(s, step) if masked else s
 
@@ -261,12 +261,8 @@ class Attention:
 
     def accumulator(self, run: Callable[[Any], Any]) -> Any:
         """Calls `run` with an accumulator of zeros."""
-        size = (LANES, self.shape.head_dim)
-        if not self.shape.interpreted:
-            return pl.run_scoped(run, plgpu.WGMMAAccumulatorRef(size, jnp.float32))
-        acc = self.refs.acc_smem.at[self.warpgroup]
-        acc[...] = jnp.zeros(size, jnp.float32)
-        return run(acc)
+        kept = self.refs.acc_smem.at[self.warpgroup] if self.shape.interpreted else None
+        return accumulate(run, (LANES, self.shape.head_dim), kept)
 
     def weigh(self, acc, p, step) -> None:
         """Adds `p @ values`."""
@@ -277,14 +273,7 @@ class Attention:
         p_smem = self.refs.p_smem.at[self.warpgroup]
         p_smem[...] = p
         plgpu.commit_smem()
-
-        def product(part):
-            plgpu.wgmma(part, p_smem, v)
-            return part[...]
-
-        acc[...] = acc[...] + pl.run_scoped(
-            product, plgpu.WGMMAAccumulatorRef(acc.shape, jnp.float32)
-        )
+        acc[...] = acc[...] + product(p_smem, v)
 
 
 def store(shape: Shape, refs: Refs, warpgroup, at: Item, out) -> None:

@@ -33,7 +33,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.layouts import of_rows
+from pallas_kernels.layouts import accumulate, of_rows
 from pallas_kernels.paged_attention.common import splat
 from pallas_kernels.paged_attention.tiles import LATENT_HEADS
 from pallas_kernels.prefill_attention import work
@@ -527,8 +527,7 @@ def _expand(shape: Shape, refs: Refs, warpgroup, at: Item, i, steps, live) -> No
     staged = refs.out_smem[0].at[warpgroup + zero(at)]
     row = pl.multiple_of(i * tile.block_kv + warpgroup * LANES, LANES)
     for part in range(2):
-        acc = plgpu.WGMMAAccumulatorRef((LANES, SIZE), jnp.float32)
-        made = pl.run_scoped(partial(products, part * chunks), acc)
+        made = accumulate(partial(products, part * chunks), (LANES, SIZE))
         if part:
             # A weight of zero would not do: what another sequence left there may be infinite.
             layout = plgpu.Layout.WGMMA
