@@ -219,8 +219,9 @@ class Latent(Paged):
         if self.window or self.sinks or rows.q_start is None:
             return None
         sizes = {"rank": self.kv_rank, "key": self.nope + self.rope, "value": self.value}
-        chunks = {"q_start": rows.q_start, "kv_len": rows.kv_len}
-        return plan_expanded(len(rows.slot), num_heads, pages.k, **chunks, **sizes)
+        return plan_expanded(
+            len(rows.slot), num_heads, pages.k, q_start=rows.q_start, kv_len=rows.kv_len, **sizes
+        )
 
     def cache(self, cfg: "ModelConfig", num_layers: int, sizes: CacheSizes) -> LatentPages:
         """See AttentionKind."""

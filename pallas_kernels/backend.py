@@ -89,7 +89,7 @@ def note(op: str, form: str = "", *, has_batched: bool = True) -> None:
 
 
 @contextmanager
-def _within[T](choice: ContextVar[T] | ContextVar[T | None], value: T) -> Iterator[T]:
+def _within[T](choice: ContextVar[Any], value: T) -> Iterator[T]:
     token = choice.set(value)
     try:
         yield value
