@@ -18,6 +18,7 @@ from jmoe.config_keys import (
     ROPE_SECTIONS,
     positions,
     rope_kind,
+    words,
 )
 from jmoe.router import ScoredTopK, SparseMixer
 from pallas_kernels.activation import ClampedSwiglu
@@ -383,7 +384,7 @@ def full_or_window(
 
 
 def _and(keys: str) -> frozenset[str]:
-    return READ_FOR_ALL | frozenset(keys.split())
+    return READ_FOR_ALL | words(keys)
 
 
 register(

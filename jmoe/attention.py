@@ -112,14 +112,7 @@ class Paged:
         """Elements of a key that are its value; 0: keys and values are kept apart."""
         return 0
 
-    def plan_expanded(
-        self,
-        num_rows: int,
-        num_heads: int,
-        pages: Pages,
-        q_start: Int[Array, "N1"],
-        kv_len: Int[Array, "N"],
-    ) -> Any:
+    def plan_expanded(self, num_heads: int, pages: Pages, rows: StepRows) -> Any:
         """Returns the plan of prefill that makes keys and values of what is kept; None: there is
         nothing to make.
         """
@@ -139,24 +132,31 @@ class Paged:
         table, heads = rows.block_table, cfg.num_heads
         reached = table.shape[1] * cache.page_size
         kind = self if self.window < reached else replace(self, window=0)
-        written = Written.at(cache, table, rows.slot, rows.position, rows.valid)
-        lengths = {"kv_len": rows.kv_len, "kind": kind}
-        own = kind._in_sight(table[rows.slots], cache, rows)
-        if rows.q_start is None:
-            return DecodeAttention.of(written, cache, own, num_heads=heads, **lengths)
-        if rows.num_decodes:
-            return HybridAttention.of(
-                written,
-                cache,
-                own,
-                rows.num_decodes,
-                num_heads=heads,
-                q_start=rows.q_start,
-                **lengths,
-            )
-        return PrefillAttention.of(
-            written, cache, own, num_heads=heads, q_start=rows.q_start, **lengths
-        )
+        page = table[rows.slot, rows.position // cache.page_size]
+        page = jnp.where(rows.valid, page, cache.padding_page)
+        written = Written(page, rows.position % cache.page_size)
+        own, sees = table[rows.slots], {"window": kind.window, "latent": kind.latent}
+        own = kind._in_sight(own, cache, rows)
+
+        def decode(own: Array, kv_len: Array) -> DecodeAttention:
+            plan = plan_decode(heads, cache.k, kv_len=kv_len, **sees)
+            return DecodeAttention(written, own, kv_len, plan, kind)
+
+        def prefill(
+            own: Array, q_start: Array, kv_len: Array, work: Any = None
+        ) -> PrefillAttention:
+            if work is None:
+                chunks = {"q_start": q_start, "kv_len": kv_len, **sees}
+                work = plan_prefill(len(rows.slot), heads, cache.k, **chunks)
+            return PrefillAttention(written, own, q_start, kv_len, work, kind)
+
+        q_start, kv_len, n = rows.q_start, rows.kv_len, rows.num_decodes
+        if q_start is None:
+            return decode(own, kv_len)
+        if n:  # latents are read as they are by all
+            chunks = q_start[n:], kv_len[n:]
+            return HybridAttention(decode(own[:n], kv_len[:n]), prefill(own[n:], *chunks))
+        return prefill(own, q_start, kv_len, kind.plan_expanded(heads, cache, rows))
 
     def _in_sight(
         self, table: Int[Array, "N M"], pages: Pages, rows: StepRows
@@ -214,19 +214,14 @@ class Latent(Paged):
         """Elements that are kept of a position."""
         return self.kv_rank + self.rope
 
-    def plan_expanded(
-        self,
-        num_rows: int,
-        num_heads: int,
-        pages: Pages,
-        q_start: Int[Array, "N1"],
-        kv_len: Int[Array, "N"],
-    ) -> Any:
+    def plan_expanded(self, num_heads: int, pages: Pages, rows: StepRows) -> Any:
         """See Paged."""
-        if self.window or self.sinks:
+        if self.window or self.sinks or rows.q_start is None:
             return None
         sizes = {"rank": self.kv_rank, "key": self.nope + self.rope, "value": self.value}
-        return plan_expanded(num_rows, num_heads, pages.k, q_start=q_start, kv_len=kv_len, **sizes)
+        return plan_expanded(
+            len(rows.slot), num_heads, pages.k, q_start=rows.q_start, kv_len=rows.kv_len, **sizes
+        )
 
     def cache(self, cfg: "ModelConfig", num_layers: int, sizes: CacheSizes) -> LatentPages:
         """See AttentionKind."""
@@ -348,19 +343,6 @@ class Written(NamedTuple):
     page: Int[Array, "T"]  # padding rows: the padding page
     offset: Int[Array, "T"]
 
-    @classmethod
-    def at(
-        cls,
-        pages: Pages,
-        block_table: Int[Array, "S M"],
-        slot: Int[Array, "T"],
-        position: Int[Array, "T"],
-        valid: Bool[Array, "T"],
-    ) -> "Written":
-        """Makes it for rows at `position` of sequence slots whose pages `block_table` lists."""
-        page = block_table[slot, position // pages.page_size]
-        return cls(jnp.where(valid, page, pages.padding_page), position % pages.page_size)
-
     def write(
         self, projection: Projection | Heads, layer: Int[Array, ""], cache: Pages
     ) -> tuple[Float[Array, "T H D"], Pages]:
@@ -381,24 +363,7 @@ class DecodeAttention(NamedTuple):
     block_table: Int[Array, "B M"]
     kv_len: Int[Array, "B"]  # 0: padding
     plan: Schedule | None
-    kind: Paged = FULL
-
-    @classmethod
-    def of(
-        cls,
-        written: Written,
-        pages: Pages,
-        block_table: Int[Array, "B M"],
-        *,
-        num_heads: int,
-        kv_len: Int[Array, "B"],
-        kind: Paged = FULL,
-    ) -> "DecodeAttention":
-        """Makes it with the kernel's work planned, once for all layers (`paged_attention`)."""
-        plan = plan_decode(
-            num_heads, pages.k, kv_len=kv_len, window=kind.window, latent=kind.latent
-        )
-        return cls(written, block_table, kv_len, plan, kind)
+    kind: Paged
 
     def __call__(
         self, projection: Projection | Heads, layer: Int[Array, ""], cache: Pages
@@ -446,7 +411,7 @@ class PrefillAttention(NamedTuple):
     q_start: Int[Array, "N1"]
     kv_len: Int[Array, "N"]
     work: Any
-    kind: Paged = FULL
+    kind: Paged
 
     @property
     def expands(self) -> bool:
@@ -454,31 +419,6 @@ class PrefillAttention(NamedTuple):
         these.
         """
         return self.kind.latent > 0 and isinstance(self.work, Work)
-
-    @classmethod
-    def of(
-        cls,
-        written: Written,
-        pages: Pages,
-        block_table: Int[Array, "N M"],
-        *,
-        num_heads: int,
-        q_start: Int[Array, "N1"],
-        kv_len: Int[Array, "N"],
-        kind: Paged = FULL,
-        may_expand: bool = True,
-    ) -> "PrefillAttention":
-        """Makes it with the kernel's work planned, once for all layers (`prefill_attention`, or
-        `expanded_attention`, if it `may_expand`).
-        """
-        rows, work = written.page.shape[0], None
-        chunks = {"q_start": q_start, "kv_len": kv_len, "window": kind.window}
-        chunks |= {"latent": kind.latent}
-        if may_expand:
-            work = kind.plan_expanded(rows, num_heads, pages, q_start, kv_len)
-        if work is None:
-            work = plan_prefill(rows, num_heads, pages.k, **chunks)
-        return cls(written, block_table, q_start, kv_len, work, kind)
 
     def __call__(
         self, projection: Projection | Heads, layer: Int[Array, ""], cache: Pages
@@ -528,29 +468,6 @@ class HybridAttention(NamedTuple):
 
     decode: DecodeAttention  # of the first rows, as many as may decode
     prefill: PrefillAttention  # of all rows; those that decode are in no chunk
-
-    @classmethod
-    def of(
-        cls,
-        written: Written,
-        pages: Pages,
-        block_table: Int[Array, "N M"],
-        num_decodes: int,
-        *,
-        num_heads: int,
-        q_start: Int[Array, "N1"],
-        kv_len: Int[Array, "N"],
-        kind: Paged = FULL,
-    ) -> "HybridAttention":
-        """Makes it of the first `num_decodes` sequences and the others. Latents are read as they
-        are by all.
-        """
-        n, given = num_decodes, {"num_heads": num_heads, "kind": kind}
-        chunks = {"q_start": q_start[n:], "kv_len": kv_len[n:], "may_expand": False}
-        return cls(
-            DecodeAttention.of(written, pages, block_table[:n], kv_len=kv_len[:n], **given),
-            PrefillAttention.of(written, pages, block_table[n:], **chunks, **given),
-        )
 
     def __call__(
         self, projection: Projection | Heads, layer: Int[Array, ""], cache: Pages

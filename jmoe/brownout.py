@@ -287,20 +287,12 @@ class Own:
 
     def probe(self, num_experts: int, top_k: int) -> None:
         """Traces it once, for what that raises or logs."""
-        rows = jax.ShapeDtypeStruct((8, top_k), jnp.int32)
-        weights = jax.ShapeDtypeStruct((8, top_k), jnp.float32)
-        groups = jax.ShapeDtypeStruct((num_experts,), jnp.int32)
-        flags = jax.ShapeDtypeStruct((8,), jnp.bool_)
-        threshold = jax.ShapeDtypeStruct((), jnp.int32)
-        jax.eval_shape(
-            lambda ids, *step: self._traced(ids, *step),
-            rows,
-            weights,
-            groups,
-            threshold,
-            flags,
-            flags,
-        )
+        shape = jax.ShapeDtypeStruct
+        ids, weights = shape((8, top_k), jnp.int32), shape((8, top_k), jnp.float32)
+        groups, threshold = shape((num_experts,), jnp.int32), shape((), jnp.int32)
+        flags = shape((8,), jnp.bool_)
+        step = weights, groups, threshold, flags, flags
+        jax.eval_shape(lambda *step: self._traced(*step), ids, *step)
 
 
 @cache

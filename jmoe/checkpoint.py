@@ -5,7 +5,7 @@ import logging
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, fields, replace
 from functools import partial
 from hashlib import sha256
@@ -81,6 +81,16 @@ def _refuse(first: str, faults: Iterable[str]) -> None:
     raise CheckpointError("\n  ".join(lines))
 
 
+@contextmanager
+def reading(path: Path) -> Iterator[Any]:
+    """Opens a safetensors file. Raises CheckpointError for one that is not readable."""
+    try:
+        with safe_open(regular(path), framework="numpy") as file:
+            yield file
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} is not readable: {error}") from None
+
+
 class TensorFiles:
     """Tensors of a directory's safetensors files by name, read one at a time."""
 
@@ -132,27 +142,9 @@ class TensorFiles:
     def raw(self, name: str, part: tuple[int, int] | None = None) -> np.ndarray:
         """Returns one tensor in host memory, as it is stored; or a part (`Parameter.part`)."""
         file = self._open[name]
-        if self.kind(name) == FP8:
-            return self._raw_fp8(name)
+        if self.kind(name) == FP8:  # NumPy has no such dtype, so safetensors cannot give it
+            return self.stored(name)[1].view(jnp.float8_e4m3fn).reshape(self.shape(name))
         return file.get_tensor(name) if part is None else file.get_slice(name)[part[0]]
-
-    def read(
-        self,
-        name: str,
-        part: tuple[int, int] | None,
-        dtype: jnp.dtype,
-        *,
-        on_host: bool = False,
-    ) -> jax.Array | np.ndarray:
-        """Returns one tensor in `dtype`, where it will be assembled: on the device, or in a CPU's
-        memory, where every shape of an operation would be a program to compile; `on_host` is there
-        always.
-        """
-        raw = self.raw(name, part)
-        if jax.default_backend() != "cpu" and not on_host:
-            return jnp.asarray(raw).astype(dtype)
-        with np.errstate(over="ignore"):  # to infinity, which is looked for later
-            return raw.astype(dtype, copy=False)
 
     def stored(self, name: str, part: tuple[int, int] | None = None) -> tuple[str, np.ndarray]:
         """Returns how a tensor's elements are stored, and its bytes, or a part's, as a map of the
@@ -167,10 +159,6 @@ class TensorFiles:
         kind, shape, (begin, end) = (header[name][k] for k in ("dtype", "shape", "data_offsets"))
         found = raw[begin:end]
         return kind, found if part is None else found.reshape(shape[0], -1)[part[0]]
-
-    def _raw_fp8(self, name: str) -> np.ndarray:
-        """Returns a tensor that safetensors cannot give as NumPy's, which has no such dtype."""
-        return self.stored(name)[1].view(jnp.float8_e4m3fn).reshape(self.shape(name))
 
     def scales(self, name: str) -> str:
         """Returns the name of the scales of a matrix in fp8: the one that there is, or would be."""
@@ -366,7 +354,7 @@ def _equal(files: TensorFiles, one: str, other: str) -> bool:
 
 
 def _stack(parts: Sequence[Any]) -> Any:
-    """Stacks arrays as `jnp.stack` does, where they are (see `TensorFiles.read`)."""
+    """Stacks arrays as `jnp.stack` does, where they are (see `HFLayers._tensor`)."""
     if isinstance(parts[0], np.ndarray):
         return np.stack(parts)
     if jax.default_backend() != "cpu":
@@ -558,11 +546,18 @@ class HFLayers:
     def _tensor(
         self, name: str, shape: tuple[int, ...], *, part: Any, dtype: jnp.dtype, on_host: bool
     ) -> Any:
+        """Returns one tensor in `dtype`, where it will be assembled: on the device, or in a CPU's
+        memory, where every shape of an operation would be a program to compile; `on_host` is there
+        always.
+        """
+        on_device = not on_host and jax.default_backend() != "cpu"
         if (found := self._dequantized(name, shape)) is None:
-            return self._files.read(name, part, dtype, on_host=on_host)
+            found = self._files.raw(name, part)
+            if on_device:
+                return jnp.asarray(found).astype(dtype)
         with np.errstate(over="ignore"):  # to infinity, which is looked for later
-            found = found.astype(dtype)
-        return found if on_host or jax.default_backend() == "cpu" else jnp.asarray(found)
+            found = found.astype(dtype, copy=False)
+        return jnp.asarray(found) if on_device else found
 
     def _dequantized(self, name: str, shape: tuple[int, ...]) -> np.ndarray | None:
         """Returns a matrix in eight or four bits as float32; None for what is stored as it is."""
@@ -715,12 +710,9 @@ def load_united(
     path = directory / UNITED_FILE
     if not path.exists():
         return {}
-    try:
-        with safe_open(regular(path), framework="numpy") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            origin = (file.metadata() or {}).get(DISTILLED_FROM)
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} is not readable: {error}") from None
+    with reading(path) as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        origin = (file.metadata() or {}).get(DISTILLED_FROM)
     if origin is not None and origin != (own := weights_digest(directory)):
         raise CheckpointError(
             f"{path} was distilled from a model with the weights {origin[:19]}, and {directory} "
@@ -753,11 +745,8 @@ def united_ways(directory: Path) -> list[int]:
     path = directory / UNITED_FILE
     if not path.exists():
         return []
-    try:
-        with safe_open(regular(path), framework="numpy") as file:
-            prefixes = {name.split(".")[0].removeprefix("way") for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} is not readable: {error}") from None
+    with reading(path) as file:
+        prefixes = {name.split(".")[0].removeprefix("way") for name in file.keys()}  # noqa: SIM118
     return sorted(int(prefix) for prefix in prefixes if prefix.isdecimal())
 
 
@@ -765,12 +754,9 @@ def copy_united(source: Path, to: Path) -> None:
     """Copies united experts from one directory of a model to another of the same model, whose files
     are others. Raises CheckpointError.
     """
-    try:
-        with safe_open(regular(source / UNITED_FILE), framework="numpy") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            metadata = file.metadata() or {}
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{source / UNITED_FILE} is not readable: {error}") from None
+    with reading(source / UNITED_FILE) as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        metadata = file.metadata() or {}
     if DISTILLED_FROM in metadata:
         metadata[DISTILLED_FROM] = weights_digest(to)
     save_file(tensors, to / UNITED_FILE, metadata=metadata)

@@ -5,6 +5,7 @@ import json
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,21 @@ from jmoe.attention import FULL, AttentionKind, Latent
 from jmoe.brownout import Own
 from jmoe.config_fields import ConfigError as ConfigError
 from jmoe.config_fields import Fields, shown
-from jmoe.config_keys import ROPE_READ, ROPE_SECTIONS, check_keys, fp8_block, positions, rope_kind
+from jmoe.config_keys import (
+    ORIGINAL,
+    ROPE_READ,
+    ROPE_SECTIONS,
+    check_keys,
+    fp8_block,
+    positions,
+    rope_kind,
+)
 from jmoe.int4 import Int4, int4
 from jmoe.model_files import read_text
 from jmoe.router import Router
 from pallas_kernels.activation import SILU, Activation
 
 MOST_LAYERS = 10_000
-ORIGINAL = "original_max_position_embeddings"
 
 
 @dataclass(frozen=True)
@@ -145,14 +153,10 @@ class ModelConfig:
         layer, layer behind the last, layers of other kinds before it).
         """
         runs: list[tuple[int, int, int, int]] = []
-        for layer in range(start, stop):
-            kind = self.layer_attention[layer]
-            number = self.attention_kinds.index(kind)
-            if runs and runs[-1][0] == number:
-                runs[-1] = (number, runs[-1][1], layer + 1, runs[-1][3])
-            else:
-                others = layer - self.layer_attention[:layer].count(kind)
-                runs.append((number, layer, layer + 1, others))
+        for kind, layers in groupby(range(start, stop), self.layer_attention.__getitem__):
+            first, *rest = layers
+            others = first - self.layer_attention[:first].count(kind)
+            runs.append((self.attention_kinds.index(kind), first, first + len(rest) + 1, others))
         return runs
 
     def _parameters(self, layer: int) -> tuple[bool, ...]:
@@ -166,13 +170,8 @@ class ModelConfig:
 
     def segments(self) -> list[tuple[bool, int, int]]:
         """Runs of layers with the same parameters: (is MoE, first layer, number of layers)."""
-        runs: list[tuple[bool, int, int]] = []
-        for layer, moe in enumerate(self.moe_layers):
-            if runs and self._parameters(layer) == self._parameters(layer - 1):
-                runs[-1] = (moe, runs[-1][1], runs[-1][2] + 1)
-            else:
-                runs.append((moe, layer, 1))
-        return runs
+        runs = [list(run) for _, run in groupby(range(self.num_layers), self._parameters)]
+        return [(self.moe_layers[run[0]], run[0], len(run)) for run in runs]
 
 
 def _require(holds: bool, key: str, value: object, wanted: str) -> None:

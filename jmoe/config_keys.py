@@ -14,30 +14,28 @@ def _because(why: str, keys: str) -> dict[str, str]:
     return dict.fromkeys(keys.split(), why)
 
 
+def words(text: str) -> frozenset[str]:
+    """Returns the words of a text."""
+    return frozenset(text.split())
+
+
 if TYPE_CHECKING:
     from jmoe.architectures import Architecture
 
-READ_FOR_ALL = frozenset(
-    _because(
-        "read for every family",
-        """
+READ_FOR_ALL = words(
+    """
     architectures eos_token_id head_dim hidden_act hidden_size intermediate_size layer_types
     max_position_embeddings model_type num_attention_heads num_experts_per_tok num_hidden_layers
     num_key_value_heads original_max_position_embeddings rms_norm_eps rope_parameters rope_scaling
     quantization_config rope_theta sliding_window tie_word_embeddings vocab_size
-    """,
-    )
+    """
 )
-READ_FOR_QWEN = READ_FOR_ALL | frozenset(
-    _because(
-        "read for both Qwen families",
-        """
+READ_FOR_QWEN = READ_FOR_ALL | words(
+    """
     decoder_sparse_step max_window_layers mlp_only_layers moe_intermediate_size norm_topk_prob
     num_experts num_local_experts use_sliding_window
-    """,
-    )
+    """
 )
-
 """Keys that jmoe reads and judges; those of one family alone are in `jmoe.architectures`."""
 
 ONLY_IN_ALL: Mapping[str, tuple[Any, ...]] = {
@@ -98,24 +96,24 @@ HARMLESS: Mapping[str, str] = {
 }
 """Keys without effect on the logits, and why."""
 
-_ORIGINAL = "original_max_position_embeddings"
+ORIGINAL = "original_max_position_embeddings"
 _ROPE = frozenset({"rope_type", "type", "rope_theta"})
 ROPE_READ: Mapping[str, Collection[str]] = {
     "default": _ROPE,
     "linear": _ROPE | {"factor"},
-    "llama3": _ROPE | {"factor", "high_freq_factor", "low_freq_factor", _ORIGINAL},
+    "llama3": _ROPE | {"factor", "high_freq_factor", "low_freq_factor", ORIGINAL},
     "longrope": _ROPE
     | {"attention_factor", "factor", "long_factor", "long_mscale", "short_factor", "short_mscale"}
-    | {_ORIGINAL},
+    | {ORIGINAL},
     "yarn": _ROPE
     | {"factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"}
-    | {"truncate", _ORIGINAL},
+    | {"truncate", ORIGINAL},
 }
 """Keys of `rope_scaling` and `rope_parameters` that are read, by rope type."""
 
 ROPE_SECTIONS = ("rope_scaling", "rope_parameters")
 ROPE_ONLY: Mapping[str, tuple[Any, ...]] = {"partial_rotary_factor": (1.0,)}
-ROPE_HARMLESS: Mapping[str, str] = _because("bookkeeping", f"finetuned {_ORIGINAL}")
+ROPE_HARMLESS: Mapping[str, str] = _because("bookkeeping", f"finetuned {ORIGINAL}")
 
 
 QUANTIZED = ("compression_config", "quantization", "quantization_config")
@@ -155,23 +153,12 @@ def check_keys(fields: Fields, architecture: "Architecture", allowed: Collection
         )
 
 
-FP8_KEYS = frozenset(
-    [
-        "activation_scheme",
-        "config_groups",
-        "fmt",
-        "format",
-        "global_compression_ratio",
-        "ignore",
-        "ignored_layers",
-        "kv_cache_scheme",
-        "modules_to_not_convert",
-        "quant_method",
-        "quantization_status",
-        "scale_fmt",
-        "version",
-        "weight_block_size",
-    ]
+FP8_KEYS = words(
+    """
+    activation_scheme config_groups fmt format global_compression_ratio ignore ignored_layers
+    kv_cache_scheme modules_to_not_convert quant_method quantization_status scale_fmt version
+    weight_block_size
+    """
 )
 """Keys of `quantization_config` that are read, or say nothing that the tensors do not."""
 
@@ -238,10 +225,10 @@ def positions(fields: Fields) -> int:
     """Returns how many positions a model has: `max_position_embeddings`, or what YaRN makes of the
     original ones where the file names these, as vLLM reckons. Raises ConfigError.
     """
-    most, everywhere = fields.size("max_position_embeddings"), fields.size(_ORIGINAL, 0)
+    most, everywhere = fields.size("max_position_embeddings"), fields.size(ORIGINAL, 0)
     for section in map(fields.section, ROPE_SECTIONS):
         if rope_kind(section, ROPE_READ) == "yarn":
-            original = everywhere or section.size(_ORIGINAL, 0)
+            original = everywhere or section.size(ORIGINAL, 0)
             most = max(most, min(MOST, int(section.number("factor") * original)))
     return most
 

@@ -81,8 +81,7 @@ class Parameter:
             tensors = [tensor[0] for tensor in tensors]
         if len(tensors) == 1:
             return tensors[0]
-        on_host = isinstance(tensors[0], np.ndarray)
-        return (np if on_host else jnp).concatenate(tensors, axis=-1)
+        return _of(tensors[0]).concatenate(tensors, axis=-1)
 
     def kept(self, blocks: Any, scales: Any) -> PackedWeights:
         """Returns a parameter of MXFP4 as an expert pool keeps it; its tensors are NumPy's."""
@@ -98,33 +97,33 @@ class Parameter:
             return {self.names[0]: parameter[None]}
         if self.kind == "mxfp4":
             raise ValueError(f"{self.names[0]} is not written: jmoe does not quantize to MXFP4")
+        xp = _of(parameter)
         if self.in_turn:
-            on_host = isinstance(parameter, np.ndarray)
-            halves = (np if on_host else jnp).split(parameter, 2, axis=-1)
-            turns = (np if on_host else jnp).stack(halves, axis=-1)
+            turns = xp.stack(xp.split(parameter, 2, axis=-1), axis=-1)
             return {self.names[0]: turns.reshape(parameter.shape)}
-        axis = -1 if self.transposed else 0
         ends = np.cumsum([shape[0] for shape in self.stored])[:-1].tolist()
-        on_host = isinstance(parameter, np.ndarray)
-        parts = (np if on_host else jnp).split(parameter, ends, axis=axis)
+        parts = xp.split(parameter, ends, axis=-1 if self.transposed else 0)
         return {
             name: part.T if self.transposed else part
             for name, part in zip(self.names, parts, strict=True)
         }
 
 
+def _of(array: Any) -> Any:
+    """Returns the module whose array it is: NumPy, or jax's."""
+    return np if isinstance(array, np.ndarray) else jnp
+
+
 def _halves(x: Any) -> Any:
     """Returns the even columns, then the odd ones."""
-    on_host = isinstance(x, np.ndarray)
-    return (np if on_host else jnp).concatenate([x[..., ::2], x[..., 1::2]], axis=-1)
+    return _of(x).concatenate([x[..., ::2], x[..., 1::2]], axis=-1)
 
 
 def _dequantized(blocks: Any, scales: Any) -> Any:
     """Returns float32 [rows, k] of MXFP4: uint8 blocks [rows, groups, 16] of two elements a byte,
     and the groups' exponents [rows, groups], uint8, 127 too high.
     """
-    on_host = isinstance(blocks, np.ndarray)
-    xp: Any = np if on_host else jnp
+    xp = _of(blocks)
     pairs = xp.asarray(_PAIRS)[blocks]
     with np.errstate(over="ignore", invalid="ignore"):  # of NaN, which is looked for later
         scale = xp.ldexp(xp.ones(scales.shape, xp.float32), scales.astype(xp.int32) - 127)

@@ -5,7 +5,7 @@ Every stage works alone on flat rows `x [T, d]`. What it needs of a step is data
 step under way is a value, its rows, cache and data, and the half layer it has come to.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -249,17 +249,13 @@ def run_layers(
     weights = _leveled(weights, step)
     run = _Run(cfg, weights, step, cos_sin, max_active, wanted, replication, of_sets)
     state = x, cache, run.no_replicas(), jnp.int32(part.start // 2)
-    stats, hidden, moe_start = [], [], 0
-    for (is_moe, first, count), layers in zip(
-        cfg.segments(), weights.params["segments"], strict=True
-    ):
-        moe_layers = slice(moe_start, moe_start + count) if is_moe else None
+    stats, hidden = [], []
+    for first, count, layers, moe_layers in run.segments():
         for span in run.by_kind(_spans(part, first, count), first):
             state, (out, before) = run.span(span, layers, moe_layers, state)
-            if is_moe and span.with_mlp:
+            if moe_layers is not None and span.with_mlp:
                 stats.append(out)
             hidden.append(before)
-        moe_start += count * is_moe
     x, cache, _, _ = state
     joined = jax.tree.map(lambda *parts: jnp.concatenate(parts), *stats) if stats else None
     if wanted.hidden and joined is not None:
@@ -297,15 +293,11 @@ def run_between(
         needed=None if weights.table.offloaded is None else jnp.zeros_like(weights.table.offloaded),
         wrong=None if cfg.strategy is None else by_layer,
     )
-    state, moe_start = (x, cache, run.no_replicas(), stats), 0
-    for (is_moe, start, count), layers in zip(
-        cfg.segments(), weights.params["segments"], strict=True
-    ):
-        moe_layers = slice(moe_start, moe_start + count) if is_moe else None
+    state = x, cache, run.no_replicas(), stats
+    for start, count, layers, moe_layers in run.segments():
         for span in run.by_kind([_Span(0, count)], start):
             low, high = (jnp.clip(at - start, span.start, span.stop) for at in (first, stop))
             state = run.loop(low, high, span, layers, moe_layers, start, state)
-        moe_start += count * is_moe
     x, cache, _, stats = state
     return x, cache, stats
 
@@ -385,6 +377,15 @@ class _Run:
         if self.replication is None or not self.stacked:
             return None
         return Replicas.none(self.weights.pool, self.weights.table, self.replication)
+
+    def segments(self) -> Iterator[tuple[int, int, Any, slice | None]]:
+        """Yields each segment's first layer, number of layers and parameters, and which of the MoE
+        layers they are; None: they are dense.
+        """
+        moe_start, all_layers = 0, self.weights.params["segments"]
+        for (is_moe, first, count), layers in zip(self.cfg.segments(), all_layers, strict=True):
+            yield first, count, layers, slice(moe_start, moe_start + count) if is_moe else None
+            moe_start += count * is_moe
 
     def by_kind(self, spans: list[_Span], first: int) -> list[_Span]:
         """Returns the spans of a segment that begins at layer `first`, cut where the kind of

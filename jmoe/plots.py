@@ -40,10 +40,7 @@ def losses(
     for name, points in curves.items():
         ax.plot(*zip(*sorted(points), strict=True), marker="o", markersize=4, label=name)
     ax.set(xlabel=over, ylabel="loss, nats a token")
-    ax.set_ylim(bottom=0)
-    ax.grid(alpha=0.3)
-    ax.legend()
-    return ax
+    return _finished(ax)
 
 
 def p90_over_time(
@@ -69,10 +66,7 @@ def p90_over_time(
         ax.plot(at_s, p90, label=name)
     ax.axhline(slo_ms, color="black", linestyle="--", linewidth=1, label="objective")
     ax.set(xlabel="seconds", ylabel=f"P90 of the last {window_s:g} s, ms")
-    ax.set_ylim(bottom=0)
-    ax.grid(alpha=0.3)
-    ax.legend()
-    return ax
+    return _finished(ax)
 
 
 def expert_map(owners: Int[np.ndarray, "N L m"], names: Sequence[str], ax: Any = None) -> Any:
@@ -92,6 +86,14 @@ def expert_map(owners: Int[np.ndarray, "N L m"], names: Sequence[str], ax: Any =
     for owner, name in enumerate(names):
         ax.plot([], [], "s", color=colors(owner), label=f"expert of {name}")
     ax.legend(loc="upper left", bbox_to_anchor=(1, 1))
+    return ax
+
+
+def _finished(ax: Any) -> Any:
+    """Returns the Axes of some curves from 0 on, with a grid and their names."""
+    ax.set_ylim(bottom=0)
+    ax.grid(alpha=0.3)
+    ax.legend()
     return ax
 
 

@@ -15,13 +15,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
-from safetensors import SafetensorError, safe_open
 
-from jmoe.checkpoint import CheckpointError
+from jmoe.checkpoint import CheckpointError, reading
 from jmoe.config import ModelConfig
 from jmoe.experts import Pool
 from jmoe.finite import seem_finite
-from jmoe.model_files import regular
 from jmoe.offloaded import Expert
 from jmoe.sharing import WEIGHTS_FILE, Sharing
 
@@ -111,14 +109,11 @@ def read_residuals(
         ("down", "right"): (rank, d),
     }
     leaves = [np.empty((len(experts), *shape), jnp.bfloat16) for shape in shapes.values()]
-    try:
-        with safe_open(regular(path), framework="numpy") as file:
-            for at, (model, layer, expert) in enumerate(experts):
-                for leaf, ((key, side), shape) in zip(leaves, shapes.items(), strict=True):
-                    name = tensor_name(sharing.fingerprints[model], layer, expert, key, side)
-                    leaf[at] = _checked(path, name, file.get_tensor(name), shape, check_weights)
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} is not readable: {error}") from None
+    with reading(path) as file:
+        for at, (model, layer, expert) in enumerate(experts):
+            for leaf, ((key, side), shape) in zip(leaves, shapes.items(), strict=True):
+                name = tensor_name(sharing.fingerprints[model], layer, expert, key, side)
+                leaf[at] = _checked(path, name, file.get_tensor(name), shape, check_weights)
     return Residuals(*map(jnp.asarray, leaves))
 
 

@@ -5,6 +5,7 @@ Without one, it is softmax over all experts and the K likeliest. That, `ScoredTo
 is a `Router`, wherever experts are.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
@@ -42,7 +43,7 @@ def fused(cfg: "ModelConfig", layer: Mapping[str, Array]) -> dict[str, Any] | No
     """
     if cfg.router is None:
         return _options(cfg)
-    if isinstance(cfg.router, ScoredTopK | SparseMixer):
+    if isinstance(cfg.router, Fused):
         return cfg.router.options(cfg, layer)
     return None
 
@@ -51,8 +52,22 @@ def _options(cfg: "ModelConfig") -> dict[str, Any]:
     return {"top_k": cfg.experts_per_token, "normalize": cfg.norm_topk_prob}
 
 
+class Fused(ABC):
+    """A Router of which the routing ops know how it chooses."""
+
+    @abstractmethod
+    def options(self, cfg: "ModelConfig", layer: Mapping[str, Array]) -> dict[str, Any]:
+        """Returns what `routing.gate` and `routing.route` are told of it."""
+
+    def __call__(
+        self, cfg: "ModelConfig", layer: Mapping[str, Array], logits: Float[Array, "T m"]
+    ) -> tuple[Float[Array, "T K"], Int[Array, "T K"]]:
+        """See Router."""
+        return routing.gate(logits, **self.options(cfg, layer))
+
+
 @dataclass(frozen=True)
-class ScoredTopK:
+class ScoredTopK(Fused):
     """The K experts of the highest scores, of the best groups (DeepSeek-V2 and V3, GLM-4.5). A
     layer's bias has a say in the choice and none in the weights.
     """
@@ -64,14 +79,8 @@ class ScoredTopK:
     bias: bool = False
     best: int = 2  # experts whose scores add up to their group's: 1 of DeepSeek-V2, 2 of V3
 
-    def __call__(
-        self, cfg: "ModelConfig", layer: Mapping[str, Array], logits: Float[Array, "T m"]
-    ) -> tuple[Float[Array, "T K"], Int[Array, "T K"]]:
-        """See Router."""
-        return routing.gate(logits, **self.options(cfg, layer))
-
     def options(self, cfg: "ModelConfig", layer: Mapping[str, Array]) -> dict[str, Any]:
-        """Returns what `routing.gate` and `routing.route` are told of it."""
+        """See `Fused`."""
         best = min(self.best, cfg.num_experts // self.groups)
         grouping = routing.Grouping(self.groups, self.top_groups, best)
         return _options(cfg) | {
@@ -83,7 +92,7 @@ class ScoredTopK:
 
 
 @dataclass(frozen=True)
-class SparseMixer:
+class SparseMixer(Fused):
     """The likeliest expert, and the likeliest but for it (Phi-3.5-MoE; arXiv 2409.12136). Each
     weighs what a softmax gives it over the experts that are near it.
     """
@@ -95,14 +104,8 @@ class SparseMixer:
         """See Router."""
         return False
 
-    def __call__(
-        self, cfg: "ModelConfig", layer: Mapping[str, Array], logits: Float[Array, "T m"]
-    ) -> tuple[Float[Array, "T K"], Int[Array, "T K"]]:
-        """See Router."""
-        return routing.gate(logits, **self.options(cfg, layer))
-
     def options(self, cfg: "ModelConfig", layer: Mapping[str, Array]) -> dict[str, Any]:
-        """Returns what `routing.gate` and `routing.route` are told of it."""
+        """See `Fused`."""
         del layer
         own = {"normalize": False, "scoring": "sparsemixer", "jitter": self.jitter}
         return _options(cfg) | own

@@ -48,7 +48,21 @@ def sample(
         min_p: share of the likeliest token's probability, after the temperature, below which a
             token is left out; 0: none is.
     """
-    sampled = _gumbel_maximum(logits, sampling, positions, truncate, min_p)
+    scaled = logits / jnp.maximum(sampling.temperature, 1e-6)[:, None]
+    if min_p is not None:
+        least = jnp.max(scaled, axis=-1, keepdims=True) + jnp.log(min_p)[:, None]  # log 0: -inf
+        scaled = jnp.where(scaled < least, -jnp.inf, scaled)
+    if not isinstance(truncate, bool):
+        scaled = lax.cond(truncate, _truncate, lambda same, _: same, scaled, sampling)
+    elif truncate:
+        scaled = _truncate(scaled, sampling)
+
+    def noise(seed: Array, position: Array) -> Array:  # Gumbel's, so that the largest is a draw
+        key = jax.random.fold_in(jax.random.key(seed), position)
+        return jax.random.gumbel(key, (logits.shape[-1],), jnp.float32)
+
+    noisy = scaled + jax.vmap(noise)(sampling.seed, positions)
+    sampled = jnp.argmax(noisy, axis=-1).astype(jnp.int32)
     ids = jnp.where(sampling.temperature > 0, sampled, greedy(logits)[0])
     return ids, token_logprobs(logits, ids)
 
@@ -96,33 +110,6 @@ def scored(logits: Float[Array, "B V"], tokens: Int[Array, "B"]) -> Float[Array,
     chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
     pair = jnp.stack([chosen, jnp.max(logits, axis=-1)], axis=-1)
     return pair - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-
-
-def _gumbel_maximum(
-    logits: Float[Array, "B V"],
-    sampling: Sampling,
-    positions: Int[Array, "B"],
-    truncate: bool | Bool[Array, ""],
-    min_p: Float[Array, "B"] | None,
-) -> Int[Array, "B"]:
-    """Returns the argmax, with Gumbel noise, of what temperature, min-p, top-k and top-p leave of
-    each row.
-    """
-    scaled = logits / jnp.maximum(sampling.temperature, 1e-6)[:, None]
-    if min_p is not None:
-        least = jnp.max(scaled, axis=-1, keepdims=True) + jnp.log(min_p)[:, None]  # log 0: -inf
-        scaled = jnp.where(scaled < least, -jnp.inf, scaled)
-    if not isinstance(truncate, bool):
-        scaled = lax.cond(truncate, _truncate, lambda same, _: same, scaled, sampling)
-    elif truncate:
-        scaled = _truncate(scaled, sampling)
-
-    def noise(seed: Array, position: Array) -> Array:
-        key = jax.random.fold_in(jax.random.key(seed), position)
-        return jax.random.gumbel(key, (logits.shape[-1],), jnp.float32)
-
-    noisy = scaled + jax.vmap(noise)(sampling.seed, positions)
-    return jnp.argmax(noisy, axis=-1).astype(jnp.int32)
 
 
 def _truncate(scaled: Float[Array, "B V"], sampling: Sampling) -> Float[Array, "B V"]:

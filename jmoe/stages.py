@@ -108,32 +108,18 @@ def attend_stage(
     if groups is None:
         return WaitingRows(dense_mlp(cfg, layer, x), jnp.zeros_like(waiting.weights)), None, pages
     h, logits = router(cfg, layer, x)
-    weights, visits = _asked(cfg, layer, h, logits, groups, step.rows, step.control, reachable)
-    if cfg.d_ff_shared:
-        x = residual(cfg, x, shared_expert(cfg, layer, h))
-    return WaitingRows(x, weights * cfg.residual_multiplier), visits, pages
-
-
-def _asked(
-    cfg: ModelConfig,
-    layer: Params,
-    h: Float[Array, "T d"],
-    logits: Float[Array, "T columns"],
-    groups: Int[Array, "m"],
-    rows: RoutedRows,
-    control: Control,
-    reachable: Bool[Array, "E"] | None,
-) -> tuple[Float[Array, "T K"], StageVisits]:
-    weights, ids = gate(cfg, logits, layer)
+    (rows, _, control), (weights, ids) = step, gate(cfg, logits, layer)
     plan = planned(cfg, ids, weights, groups, rows.valid, rows.exempt, control)
     expert_ids, unserved = plan.expert_ids, jnp.zeros_like(plan.degraded)
     if reachable is not None:
         expert_ids, unserved = _reached(ids, expert_ids, groups, reachable, rows, control)
     degraded = jnp.sum(rows.valid[:, None] & (expert_ids != ids), axis=-1, dtype=jnp.int32)
     weights, expert_ids = _once(weights, expert_ids)
-    return weights, StageVisits(
-        h, expert_ids, degraded, jnp.sum(unserved, axis=-1, dtype=jnp.int32)
-    )
+    unserved = jnp.sum(unserved, axis=-1, dtype=jnp.int32)
+    if cfg.d_ff_shared:
+        x = residual(cfg, x, shared_expert(cfg, layer, h))
+    visits = StageVisits(h, expert_ids, degraded, unserved)
+    return WaitingRows(x, weights * cfg.residual_multiplier), visits, pages
 
 
 def _reached(

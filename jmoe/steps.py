@@ -152,19 +152,15 @@ def _sampling(rows: Int[Array, "B C"]) -> Sampling:
     )
 
 
-def _apply_deltas(table: Int[Array, "S M"], deltas: Int[Array, "N 3"]) -> Int[Array, "S M"]:
-    slot = deltas[:, DELTA_SLOT]
-    slot = jnp.where(slot < 0, table.shape[0], slot)  # out of range: dropped
-    return table.at[slot, deltas[:, DELTA_BLOCK]].set(deltas[:, DELTA_PAGE], mode="drop")
-
-
 def with_deltas(state: State, deltas: Int[Array, "N 3"], layers: range | None = None) -> State:
     """Returns the state with updated block tables before a step's first part; later parts get no
     deltas.
     """
     if layers is not None and layers.start:
         return state
-    return state._replace(block_table=_apply_deltas(state.block_table, deltas))
+    slot, table = deltas[:, DELTA_SLOT], state.block_table
+    at = jnp.where(slot < 0, table.shape[0], slot), deltas[:, DELTA_BLOCK]  # out of range: dropped
+    return state._replace(block_table=table.at[at].set(deltas[:, DELTA_PAGE], mode="drop"))
 
 
 def decode_step(
@@ -194,7 +190,7 @@ def decode_step(
     """
     state = with_deltas(state, deltas, layers)
     slot, step = decode_data(cfg, state, rows, control)
-    part = _Part.of(cfg, weights, state, control, max_active, layers)
+    part = _Part(cfg, weights, state, control, max_active, _layers(cfg, state, layers))
     x, state, stats = part.run(lambda: state.last_token[slot], step, slot, step.rows.valid)
     degraded = jnp.sum(stats.degraded, axis=0, dtype=jnp.int32)
     return part.sample(x, rows, state, degraded, stats)
@@ -260,6 +256,11 @@ def _step_data(
     return StepData(rows, attention, Control(control[0], control[1]))
 
 
+def _layers(cfg: ModelConfig, state: State, layers: range | None) -> range | None:
+    """Returns the layers of a part of a step; without room for hidden rows, all of them."""
+    return range(cfg.num_layers) if layers is None and state.hidden is None else layers
+
+
 class _Part(NamedTuple):
     """What one call runs of a step: layers, and what is before the first and after the last."""
 
@@ -270,22 +271,6 @@ class _Part(NamedTuple):
     max_active: int
     layers: range | None  # None: those that control says
     replication: Replication | None = None
-
-    @classmethod
-    def of(
-        cls,
-        cfg: ModelConfig,
-        weights: Weights,
-        state: State,
-        control: Int[Array, "controls"],
-        max_active: int,
-        layers: range | None,
-        replication: Replication | None = None,
-    ) -> "_Part":
-        """Makes the part of a step; without room for hidden rows, all layers."""
-        if layers is None and state.hidden is None:
-            layers = range(cfg.num_layers)
-        return cls(cfg, weights, state, control, max_active, layers, replication)
 
     def run(
         self,
@@ -506,17 +491,12 @@ def prefill_step(
     if num_decodes:
         newest = state.last_token[jnp.maximum(rows[owner, SLOT], 0)]
         tokens = jnp.where(tokens < 0, newest, tokens)
-    part = _Part.of(cfg, weights, state, control, max_active, layers, replication)
+    layers = _layers(cfg, state, layers)
+    part = _Part(cfg, weights, state, control, max_active, layers, replication)
     x, state, stats = part.run(lambda: tokens, step, places, valid)
     last = jnp.maximum(q_start[1:] - 1, 0)
-    degraded = _by_chunk(stats, owner, valid, rows.shape[0])
+    by_row = jnp.sum(stats.degraded, axis=0, dtype=jnp.int32)
+    chunk = jnp.where(valid, owner, rows.shape[0])  # of padding: dropped
+    degraded = jnp.zeros(rows.shape[0], jnp.int32).at[chunk].add(by_row, mode="drop")
     state, out = part.sample(x[last], rows, state, degraded, stats)
     return state, out._replace(hidden=x) if keep_hidden else out
-
-
-def _by_chunk(
-    stats: LayerStats, owner: Int[Array, "T"], valid: Array, num_chunks: int
-) -> Int[Array, "B"]:
-    degraded = jnp.sum(stats.degraded, axis=0, dtype=jnp.int32)
-    at = jnp.where(valid, owner, num_chunks)
-    return jnp.zeros(num_chunks, jnp.int32).at[at].add(degraded, mode="drop")

@@ -202,9 +202,9 @@ class Tokenizer:
         """Special tokens by the names that chat templates know them by; without a beginning or an
         end, these are empty.
         """
-        named = {f"{name}_token": self._special(f"{name}_token") for name in SPECIAL_TOKENS}
-        always = ("bos_token", "eos_token")
-        return {name: text for name, text in named.items() if text or name in always}
+        named = {name: _special(self._settings, f"{name}_token") for name in SPECIAL_TOKENS}
+        always = ("bos", "eos")
+        return {f"{name}_token": text for name, text in named.items() if text or name in always}
 
     @cached_property
     def _compiled(self) -> "ChatTemplate":
@@ -212,9 +212,6 @@ class Tokenizer:
         from jmoe.chat_template import ChatTemplate
 
         return ChatTemplate(self.chat_template or "", self.special_tokens)
-
-    def _special(self, name: str) -> str:
-        return _special(self._settings, name)
 
 
 def _special(settings: Mapping[str, Any], name: str) -> str:

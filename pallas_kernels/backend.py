@@ -29,18 +29,13 @@ def backend() -> str:
     return _named.get() or jax.default_backend()
 
 
-@contextmanager
-def traced_for(platform: str) -> Iterator[None]:
+def traced_for(platform: str) -> AbstractContextManager[str]:
     """Traces references for `platform` rather than for the default backend within it.
 
     A machine without a GPU needs it to compile for one. `jax.jit` keeps what it has traced: give it
     a function object that no other platform was traced with.
     """
-    token = _named.set(platform)
-    try:
-        yield
-    finally:
-        _named.reset(token)
+    return _within(_named, platform)
 
 
 def hopper() -> bool:
@@ -78,19 +73,13 @@ NATIVE = "C++"
 """How `noting` names the implementations of an op that are none in XLA."""
 
 
-@contextmanager
-def noting() -> Iterator[dict[str, str]]:
+def noting() -> AbstractContextManager[dict[str, str]]:
     """Yields which implementation each op takes that is traced within it, by its name.
 
     That is `KERNEL`, `NATIVE`, "batched XLA" or "XLA": the op's sizes and dtypes decide, too. For
     an op that is traced several times it is the last one.
     """
-    noted: dict[str, str] = {}
-    token = _noted.set(noted)
-    try:
-        yield noted
-    finally:
-        _noted.reset(token)
+    return _within(_noted, {})
 
 
 def note(op: str, form: str = "", *, has_batched: bool = True) -> None:
@@ -100,19 +89,19 @@ def note(op: str, form: str = "", *, has_batched: bool = True) -> None:
 
 
 @contextmanager
-def _within(choice: ContextVar[bool]) -> Iterator[None]:
-    token = choice.set(True)
+def _within[T](choice: ContextVar[Any], value: T) -> Iterator[T]:
+    token = choice.set(value)
     try:
-        yield
+        yield value
     finally:
         choice.reset(token)
 
 
-def batched_only() -> AbstractContextManager[None]:
+def batched_only() -> AbstractContextManager[bool]:
     """Takes the batched form of every op that is traced within it, on any backend, as on an
     A100.
     """
-    return _within(_batched_only)
+    return _within(_batched_only, True)
 
 
 def check_ptxas(version: int | None) -> None:
@@ -154,11 +143,11 @@ def is_reference_wanted() -> bool:
     return _references_only.get() or _batched_only.get()
 
 
-def references_only() -> AbstractContextManager[None]:
+def references_only() -> AbstractContextManager[bool]:
     """Takes the XLA reference of every op that is traced within it, on any backend, for
     comparison.
     """
-    return _within(_references_only)
+    return _within(_references_only, True)
 
 
 def trip_count(dynamic: Int[Array, ""], static: int) -> Int[Array, ""] | int:

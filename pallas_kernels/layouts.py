@@ -41,6 +41,11 @@ def down(vector, shape, layout: Any = SINGLE_COLUMNS):
     return plgpu.layout_cast(lax.broadcast_in_dim(vector, shape, (1,)), layout)
 
 
+def of_rows(rows, shape):
+    """Returns a row's value in all of its columns, under Warpgroup semantics."""
+    return lax.broadcast_in_dim(rows, shape, (0,))
+
+
 def by_row(ref):
     """Returns a vector that has a value for each row."""
     return plgpu.load(ref, layout=BY_ROW, optimized=False)
@@ -58,4 +63,14 @@ def product(a, b):
         plgpu.wgmma(acc, a, b)
         return acc[...]
 
-    return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((a.shape[0], b.shape[1]), jnp.float32))
+    return accumulate(multiply, (a.shape[0], b.shape[1]))
+
+
+def accumulate(run, shape, kept=None):
+    """Calls `run` with an accumulator of zeros: in registers, or in `kept` where it is interpreted,
+    which multiplies into new accumulators alone.
+    """
+    if kept is None:
+        return pl.run_scoped(run, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
+    kept[...] = jnp.zeros(shape, jnp.float32)
+    return run(kept)

@@ -118,45 +118,33 @@ def _parts(*pages) -> list[Array]:
 
 
 def paged_attention(
-    q, k_pages, v_pages, *, layer, block_table, kv_len, scale, window=0, sinks=None, latent=0
+    q, k_pages, v_pages, *, layer, block_table, kv_len, scale, window, sinks, latent
 ):
     """See `paged_attention.op.paged_attention`."""
     none = jnp.full((), -jnp.inf, jnp.float32)
     sinks = jnp.broadcast_to(none if sinks is None else sinks.astype(jnp.float32), q.shape[:2])
-    call = jax.ffi.ffi_call(_TARGETS[0], jax.ShapeDtypeStruct(q.shape, q.dtype))
-    layer = jnp.asarray(layer, jnp.int32).reshape(1)
-    values = k_pages if v_pages is None else v_pages
-    out = call(
-        q, *_parts(k_pages, values), sinks, layer, block_table, kv_len,
-        scale=np.float32(scale), window=np.int32(window),
-    )  # fmt: skip
-    return out[..., :latent] if latent else out
+    rows = layer, block_table, kv_len
+    return _attended(_TARGETS[0], q, (k_pages, v_pages), sinks, rows, scale, window, latent)
 
 
 def prefill_attention(
-    q,
-    k_pages,
-    v_pages,
-    *,
-    layer,
-    block_table,
-    q_start,
-    kv_len,
-    scale,
-    window=0,
-    sinks=None,
-    latent=0,
+    q, k_pages, v_pages, *, layer, block_table, q_start, kv_len, scale, window, sinks, latent
 ):
     """See `prefill_attention.op.prefill_attention`."""
     none = jnp.full(q.shape[1], -jnp.inf, jnp.float32)
     sinks = none if sinks is None else sinks.astype(jnp.float32)
-    call = jax.ffi.ffi_call(_TARGETS[1], jax.ShapeDtypeStruct(q.shape, q.dtype))
+    rows = layer, block_table, q_start, kv_len
+    return _attended(_TARGETS[1], q, (k_pages, v_pages), sinks, rows, scale, window, latent)
+
+
+def _attended(target, q, pages, sinks, rows, scale, window, latent):
+    keys, values = pages
+    layer, *rows = rows
+    call = jax.ffi.ffi_call(target, jax.ShapeDtypeStruct(q.shape, q.dtype))
     layer = jnp.asarray(layer, jnp.int32).reshape(1)
-    values = k_pages if v_pages is None else v_pages
-    out = call(
-        q, *_parts(k_pages, values), sinks, layer, block_table, q_start, kv_len,
-        scale=np.float32(scale), window=np.int32(window),
-    )  # fmt: skip
+    parts = _parts(keys, keys if values is None else values)
+    options = {"scale": np.float32(scale), "window": np.int32(window)}
+    out = call(q, *parts, sinks, layer, *rows, **options)
     return out[..., :latent] if latent else out
 
 

@@ -35,7 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--dry-run", action="store_true", help="something tiny; writes no file")
     args = parser.parse_args(arguments)
     study = import_module(f"benchmarks.mesh.{args.study}")
-    names = args.parts.split(",") if args.parts else study.DRY if args.dry_run else study.PARTS
+    every = getattr(study, "DRY", study.PARTS) if args.dry_run else study.PARTS
+    names = args.parts.split(",") if args.parts else every
     if unknown := set(names) - set(study.PARTS):
         parser.error(f"{unknown.pop()!r} is none of {', '.join(study.PARTS)}")
     found: dict[str, Any] = {}

@@ -126,6 +126,7 @@ PARTS: dict[str, Callable[[bool], Any]] = {
     "late": late,
 }
 DRY = ("eight", "late")
+"""The parts of a dry run; of a study without it, all."""
 
 
 def table(found: dict[str, Any]) -> list[str]:

@@ -283,7 +283,6 @@ PARTS: dict[str, Callable[[bool], Any]] = {
     "synthetic": synthetic,
     "planning": plan_time,
 }
-DRY = tuple(PARTS)
 
 
 def table(found: dict[str, Any]) -> list[str]:

@@ -169,7 +169,6 @@ def drifting(dry: bool) -> list[dict[str, Any]]:
 
 
 PARTS: dict[str, Callable[[bool], Any]] = {"drift": drifting}
-DRY = tuple(PARTS)
 
 
 def table(found: dict[str, Any]) -> list[str]:

@@ -102,7 +102,6 @@ def late(dry: bool) -> list[dict[str, Any]]:
 
 
 PARTS: dict[str, Callable[[bool], Any]] = {"cases": cases, "late": late}
-DRY = ("cases", "late")
 
 
 def _group(row: dict[str, Any]) -> int:

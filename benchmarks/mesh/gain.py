@@ -39,7 +39,6 @@ def rows(_: bool) -> list[dict[str, Any]]:
 
 
 PARTS = {"break_even": rows}
-DRY = tuple(PARTS)
 
 
 def table(found: dict[str, Any]) -> list[str]:

@@ -289,7 +289,6 @@ def scaling(_: bool) -> list[dict[str, Any]]:
 
 
 PARTS: dict[str, Callable[[bool], Any]] = {"errors": errors_of_steps, "scaling": scaling}
-DRY = tuple(PARTS)
 
 
 def table(found: dict[str, Any]) -> list[str]:

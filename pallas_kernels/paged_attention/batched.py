@@ -18,7 +18,7 @@ DEAD = -1e30
 
 
 def paged_attention(
-    q, k_pages, v_pages, *, layer, block_table, kv_len, scale, window=0, sinks=None, latent=0
+    q, k_pages, v_pages, *, layer, block_table, kv_len, scale, window, sinks, latent
 ):
     """See `op.paged_attention`."""
     batch, heads, head_dim = q.shape

@@ -27,7 +27,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.layouts import product
+from pallas_kernels.layouts import accumulate, of_rows, product
 from pallas_kernels.paged_attention.common import (
     NONE,
     PARAMS,
@@ -177,11 +177,7 @@ class _Warpgroup(NamedTuple):
     def accumulate(self, mine: int, attend_to: Callable[[Any], Any]) -> Any:
         """Calls `attend_to` with an accumulator of zeros for warpgroup `mine`."""
         shape = LATENT_HEADS, self.sizes.head_dim // LATENT_WARPGROUPS
-        if not self.interpreted:
-            return pl.run_scoped(attend_to, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
-        acc = self.refs.acc.at[mine]
-        acc[...] = jnp.zeros(shape, jnp.float32)
-        return attend_to(acc)
+        return accumulate(attend_to, shape, self.refs.acc.at[mine] if self.interpreted else None)
 
     def add_values(self, mine: int, acc, stage, valid, keep) -> None:
         """Shrinks the sums by `keep` and adds the tile's values by their weights."""
@@ -194,8 +190,8 @@ class _Warpgroup(NamedTuple):
             plgpu.commit_smem()
 
         values = tile.at[:, mine * width : (mine + 1) * width]
-        acc[...] = acc[...] * _across(keep, acc.shape)
-        if self.interpreted:  # which multiplies into new accumulators alone
+        acc[...] = acc[...] * of_rows(keep, acc.shape)
+        if self.interpreted:
             acc[...] = acc[...] + product(self.refs.weights, values)
         else:
             plgpu.wgmma(acc, self.refs.weights, values)
@@ -204,7 +200,7 @@ class _Warpgroup(NamedTuple):
     def store(self, mine: int, of: _Piece, acc, factor) -> None:
         """Sends a result to its segment, or a piece to its slot."""
         width = self.sizes.head_dim // LATENT_WARPGROUPS
-        result = acc[...] * _across(factor, acc.shape)
+        result = acc[...] * of_rows(factor, acc.shape)
         columns = pl.ds(mine * width, width)
 
         @pl.when(of.is_whole)
@@ -251,7 +247,7 @@ class _Warpgroup(NamedTuple):
             s = jnp.where(live, s * scale, -jnp.inf)
             new_top = jnp.maximum(top, jnp.max(s, axis=1))
             keep = jnp.exp2(top - new_top)
-            p = jnp.exp2(s - _across(new_top, s.shape))
+            p = jnp.exp2(s - of_rows(new_top, s.shape))
             norm = norm * keep + jnp.sum(p, axis=1)
             plgpu.barrier_wait(refs.taken)
             refs.weights[...] = p.astype(jnp.bfloat16)
@@ -337,7 +333,3 @@ class _Warpgroup(NamedTuple):
         plgpu.barrier_arrive(refs.taken)
         self.store(1, of, acc, last)
         return ahead
-
-
-def _across(heads, shape):
-    return lax.broadcast_in_dim(heads, shape, (0,))

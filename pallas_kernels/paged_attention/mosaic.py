@@ -54,7 +54,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.fp8_pages import E4M3, AnyPages, Fp8Pages
-from pallas_kernels.layouts import product
+from pallas_kernels.layouts import by_row, of_rows, product
 from pallas_kernels.paged_attention.common import (
     NONE,
     NUM_SMS,
@@ -330,11 +330,11 @@ def _attend_piece(sizes: Sizes, refs: _Refs, scale: float, run: Run, at: At, ahe
 
         plgpu.barrier_wait(k_full)
         if sizes.fp8:
-            k_scales = _by_row(refs.scales_smem.at[0, stage])
+            k_scales = by_row(refs.scales_smem.at[0, stage])
             _widen(k_smem, refs.k_wide)
             plgpu.commit_smem()
             s = product(refs.k_wide, refs.q_smem.T)
-            s = s * _to_columns(k_scales, s.shape)
+            s = s * of_rows(k_scales, s.shape)
         else:
             s = product(k_smem, refs.q_smem.T)
         pl.when(more)(lambda: _copy_keys(refs, parts, stage))
@@ -350,7 +350,7 @@ def _attend_piece(sizes: Sizes, refs: _Refs, scale: float, run: Run, at: At, ahe
         norm = norm * _to_rows(keep, norm.shape) + p
         if sizes.fp8:
             plgpu.barrier_wait(v_full)
-            v_scales = _to_columns(_by_row(refs.scales_smem.at[1, stage]), p.shape)
+            v_scales = of_rows(by_row(refs.scales_smem.at[1, stage]), p.shape)
             p = jnp.where(live, p * v_scales, 0.0)
             _widen(v_smem, refs.v_wide)
             values = refs.v_wide
@@ -434,15 +434,6 @@ def _widen(smem, wide) -> None:
     for column in range(0, smem.shape[1], 64):
         part = slice(column, column + 64)
         wide.at[:, part][...] = smem.at[:, part][...].astype(jnp.float32).astype(jnp.bfloat16)
-
-
-def _by_row(ref):
-    """Returns a value for each key of a tile."""
-    return plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
-
-
-def _to_columns(column, shape):
-    return lax.broadcast_in_dim(column, shape, (0,))
 
 
 def _to_rows(row, shape):

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
+from pallas_kernels.layouts import accumulate, of_rows, product
 from pallas_kernels.prefill_attention import work
 from pallas_kernels.prefill_attention.parts import Item, Refs, Shape, for_each_item, zero
 from pallas_kernels.prefill_attention.tiles import LANES, WARPGROUPS
@@ -112,7 +113,7 @@ class Attention:
             return self.last(acc, p), norm
 
         out, norm = self.accumulator(rest)
-        out = out * across(1.0 / norm, out.shape)
+        out = out * of_rows(1.0 / norm, out.shape)
         return out.astype(refs.out.dtype)
 
     def whole(self):
@@ -129,7 +130,7 @@ class Attention:
         """
         refs, stage = self.refs, self.key_stage(step)
 
-        def product(scores):
+        def queue(scores):
             plgpu.barrier_wait(refs.full.at[stage])
             if refs.latents is not None:
                 plgpu.barrier_wait(refs.full.at[self.tile.stages + stage])
@@ -141,7 +142,7 @@ class Attention:
             return plgpu.wgmma_accumulator_load(scores, wait_n=more)
 
         shape = (LANES, self.tile.block_kv)
-        s = pl.run_scoped(product, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
+        s = accumulate(queue, shape)
         plgpu.barrier_arrive(refs.empty.at[stage])
         return self.mask(s, step) if masked else s
 
@@ -166,7 +167,7 @@ class Attention:
             self.row + self.at.offset - step * self.tile.block_kv
         )
         if self.shape.window:
-            last = across(last, s.shape)
+            last = of_rows(last, s.shape)
         # `column <= last`, written so that a thread's columns differ by constants alone. As sums
         # with the lane they would be computed once and held in 32 registers through every loop.
         seen = (column & -8) <= last - (column & 7)
@@ -183,14 +184,14 @@ class Attention:
         if self.shape.window:  # a row may see none of the first step's keys
             top = jnp.maximum(top, NONE)
         if self.refs.sinks is None:
-            p = jnp.exp2(s * self.factor - across(top, s.shape))
+            p = jnp.exp2(s * self.factor - of_rows(top, s.shape))
             norm = jnp.sum(p, axis=1)
         else:  # a score more, of a key without a value
             at = lax.div(self.at.head, self.tile.pack)
             layout = plgpu.Layout.WGMMA.reduce(1)
             sinks = plgpu.load(self.refs.sinks, (at,), layout=layout, optimized=False)
             top = jnp.maximum(top, sinks)
-            p = jnp.exp2(s * self.factor - across(top, s.shape))
+            p = jnp.exp2(s * self.factor - of_rows(top, s.shape))
             norm = jnp.sum(p, axis=1) + jnp.exp2(sinks - top)
         self.wait_for_values(0)
         return top, norm, self.narrow(p)
@@ -206,13 +207,13 @@ class Attention:
         s = self.scores(step, values, masked)
         new_top = jnp.maximum(top, jnp.max(s, axis=1) * self.factor)
         keep = jnp.exp2(top - new_top)
-        p = jnp.exp2(s * self.factor - across(new_top, s.shape))
+        p = jnp.exp2(s * self.factor - of_rows(new_top, s.shape))
         norm = norm * keep + jnp.sum(p, axis=1)
         # The next step weighs this one's values. They are waited for here because that ends a basic
         # block: within one, ptxas moves the wait for the product, which the accumulator needs, up
         # to before the exponentials.
         self.wait_for_values(step)
-        acc[...] = acc[...] * across(keep, acc.shape)
+        acc[...] = acc[...] * of_rows(keep, acc.shape)
         self.release_values(step - 1)
         return new_top, norm, self.narrow(p)
 
@@ -260,12 +261,8 @@ class Attention:
 
     def accumulator(self, run: Callable[[Any], Any]) -> Any:
         """Calls `run` with an accumulator of zeros."""
-        size = (LANES, self.shape.head_dim)
-        if not self.shape.interpreted:
-            return pl.run_scoped(run, plgpu.WGMMAAccumulatorRef(size, jnp.float32))
-        acc = self.refs.acc_smem.at[self.warpgroup]
-        acc[...] = jnp.zeros(size, jnp.float32)
-        return run(acc)
+        kept = self.refs.acc_smem.at[self.warpgroup] if self.shape.interpreted else None
+        return accumulate(run, (LANES, self.shape.head_dim), kept)
 
     def weigh(self, acc, p, step) -> None:
         """Adds `p @ values`."""
@@ -276,19 +273,7 @@ class Attention:
         p_smem = self.refs.p_smem.at[self.warpgroup]
         p_smem[...] = p
         plgpu.commit_smem()
-
-        def product(part):
-            plgpu.wgmma(part, p_smem, v)
-            return part[...]
-
-        acc[...] = acc[...] + pl.run_scoped(
-            product, plgpu.WGMMAAccumulatorRef(acc.shape, jnp.float32)
-        )
-
-
-def across(rows, shape):
-    """Returns an array with a row's value in all of its columns."""
-    return lax.broadcast_in_dim(rows, shape, [0])
+        acc[...] = acc[...] + product(p_smem, v)
 
 
 def store(shape: Shape, refs: Refs, warpgroup, at: Item, out) -> None:

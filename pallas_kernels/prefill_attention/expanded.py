@@ -33,13 +33,13 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.layouts import accumulate, of_rows
 from pallas_kernels.paged_attention.common import splat
 from pallas_kernels.paged_attention.tiles import LATENT_HEADS
 from pallas_kernels.prefill_attention import work
 from pallas_kernels.prefill_attention.attend import (
     NONE,
     Attention,
-    across,
     multiply,
     nothing,
     store,
@@ -429,10 +429,10 @@ class _Attention(Attention):
         s = self.scores(step, lambda: 0, masked)
         new_top = jnp.maximum(top, jnp.max(s, axis=1) * self.factor)
         keep = jnp.exp2(top - new_top)
-        p = jnp.exp2(s * self.factor - across(new_top, s.shape))
+        p = jnp.exp2(s * self.factor - of_rows(new_top, s.shape))
         norm = norm * keep + jnp.sum(p, axis=1)
         self.wait_for_values(step)
-        acc[...] = acc[...] * across(keep, acc.shape)
+        acc[...] = acc[...] * of_rows(keep, acc.shape)
         self.weigh(acc, self.narrow(p), step)
         if not self.shape.interpreted:
             plgpu.wgmma_wait(0)
@@ -461,7 +461,7 @@ def _attend(shape: Shape, refs: Refs, warpgroup) -> None:
 
         @pl.when(is_last)
         def _():
-            result = out * across(1.0 / norm, out.shape)
+            result = out * of_rows(1.0 / norm, out.shape)
             store(shape, refs, warpgroup, of.own, result.astype(refs.out.dtype))
 
         @pl.when(~is_last)
@@ -527,8 +527,7 @@ def _expand(shape: Shape, refs: Refs, warpgroup, at: Item, i, steps, live) -> No
     staged = refs.out_smem[0].at[warpgroup + zero(at)]
     row = pl.multiple_of(i * tile.block_kv + warpgroup * LANES, LANES)
     for part in range(2):
-        acc = plgpu.WGMMAAccumulatorRef((LANES, SIZE), jnp.float32)
-        made = pl.run_scoped(partial(products, part * chunks), acc)
+        made = accumulate(partial(products, part * chunks), (LANES, SIZE))
         if part:
             # A weight of zero would not do: what another sequence left there may be infinite.
             layout = plgpu.Layout.WGMMA

@@ -14,18 +14,7 @@ TOKENS_PER_STEP = 128
 
 
 def prefill_attention(
-    q,
-    k_pages,
-    v_pages,
-    *,
-    layer,
-    block_table,
-    q_start,
-    kv_len,
-    scale,
-    window=0,
-    sinks=None,
-    latent=0,
+    q, k_pages, v_pages, *, layer, block_table, q_start, kv_len, scale, window, sinks, latent
 ):
     """See `op.prefill_attention`."""
     num_rows, heads, head_dim = q.shape
