@@ -22,7 +22,7 @@ from jmoe.experts import ExpertTable, Pool, QuantizedPool, UnitedExperts, num_un
 from jmoe.hub import locate
 from jmoe.numbers import integer
 from jmoe.packed import unpacked
-from jmoe.parallel.home import Home
+from jmoe.parallel.home import Home, require_mesh
 from jmoe.parallel.placement import Placement, check, contiguous
 from jmoe.tokenizer import Tokenizer, TokenizerError
 from jmoe.weights import Params, ResidentWeights, Weights
@@ -365,6 +365,7 @@ def _home(
         if placement is not None:
             raise ValueError("a placement was given, but no mesh; give both, or neither")
         return None
+    require_mesh(mesh)
     shape = cfg.num_moe_layers, cfg.num_experts + num_united, mesh.size
     if placement is None:
         return Home(mesh, contiguous(*shape, num_united=num_united))

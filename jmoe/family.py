@@ -29,7 +29,7 @@ from jmoe.finite import seem_finite
 from jmoe.model_files import regular
 from jmoe.numbers import integer
 from jmoe.offloaded import Expert, Homes, OffloadedExperts, OnHost, check_spare, needed_by_a_row
-from jmoe.parallel.home import Home
+from jmoe.parallel.home import Home, require_mesh
 from jmoe.parallel.placement import of_tables
 from jmoe.residuals import ByDifference, read_residuals
 from jmoe.sharing import MERGED, WEIGHTS_FILE, Sharing, SharingError, read_sharing
@@ -185,6 +185,8 @@ def load_family(
         "resident_experts": resident_experts,
         "spare_models": spare_models,
     }
+    if mesh is not None:
+        require_mesh(mesh)
     if mesh is not None and (given := [key for key, value in elsewhere.items() if value]):
         raise ValueError(
             f"{given[0]} is {elsewhere[given[0]]}, and a mesh is given: what is spread over it "

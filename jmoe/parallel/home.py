@@ -37,6 +37,12 @@ def make_mesh(num_devices: int) -> Mesh:
     return jax.make_mesh((num_devices,), (AXIS,), devices=devices, axis_types=(AxisType.Auto,))
 
 
+def require_mesh(mesh: Any) -> None:
+    """Raises ValueError for what is no mesh of `make_mesh`."""
+    if not isinstance(mesh, Mesh) or mesh.axis_names != (AXIS,):
+        raise ValueError(f"mesh is {mesh!r}; it must be made by jmoe.make_mesh, such as of 4")
+
+
 class Home(NamedTuple):
     """Where a model's weights lie: a mesh, and which expert is on which of its devices.
 

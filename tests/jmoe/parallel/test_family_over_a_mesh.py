@@ -1,11 +1,13 @@
 import math
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import jmoe
 from jmoe.parallel.placement import check, of_tables
 from tests.on_devices import run_on_devices
 
@@ -13,6 +15,13 @@ from tests.on_devices import run_on_devices
 @pytest.mark.deep
 def test_families_over_a_mesh_are_their_models_by_themselves():
     run_on_devices(Path(__file__).with_name("family_steps.py"), 8)
+
+
+def test_a_mesh_that_is_not_jmoes_is_named():
+    where, mesh = Path(__file__).parents[2] / "golden" / "qwen2_moe", jax.make_mesh((1,), ("x",))
+    for load, model in ((jmoe.load, where), (jmoe.load_family, {"one": where})):
+        with pytest.raises(ValueError, match=r"mesh is .*; it must be made by jmoe\.make_mesh"):
+            load(model, mesh=mesh)
 
 
 @given(
