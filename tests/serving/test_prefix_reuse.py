@@ -472,6 +472,6 @@ async def test_whoever_shares_with_whom_answers_are_the_models():
     await traces(range(30))
 
 
-@pytest.mark.deep
+@pytest.mark.exhaustive
 async def test_many_more():
     await traces(range(1000, 1000 + num_traces(400)))

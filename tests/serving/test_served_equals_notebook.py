@@ -660,7 +660,7 @@ ROWS = {
         "bundled", shaped(evicted=True), {"max_model_len": 96, "num_pages": 10}
     ),
     "one: structures": Row("bundled", structures),
-    "one: fp8": Row("fp8", shaped(evicted=False), {"max_model_len": 96}),
+    "one: fp8": Row("fp8", shaped(evicted=False), {"max_model_len": 96}, exhaustive=True),
     "one: fp8 KV": Row("fp8 kv", parts, RESTLESS),
     "family: fp8 KV": Row("fp8 kv family", mixes),
     "one: hybrid steps": Row("one", beside(urgent), HYBRID),

@@ -664,7 +664,7 @@ def test_random_traces_lose_nothing_under_any_policy(name):
         assert joins > 2
 
 
-@pytest.mark.deep
+@pytest.mark.exhaustive
 def test_many_more_random_traces_lose_nothing():
     for seed in range(1000, 1000 + num_traces(800)):
         random_trace(seed, lambda rng: rng.choice((LsFirst(), Whims(rng), make_policy("qllm"))))
