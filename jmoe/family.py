@@ -448,25 +448,25 @@ def _tables(homes: Homes, num_united: int, lenders: Sequence[int], first: int) -
 class _Spread(NamedTuple):
     """Where the experts of a family lie over a mesh."""
 
-    home: Home  # of the columns of each layer, which are the distinct experts of all models
-    columns: Int[np.ndarray, "N layers E"]  # of each model's logical experts
-    column: Int[np.ndarray, "slots"]  # of what would lie in that slot of one device
+    home: Home  # of the distinct experts of all models, numbered in each layer
+    numbers: Int[np.ndarray, "N layers E"]  # of each model's logical experts
+    number: Int[np.ndarray, "slots"]  # of what would lie in that slot of one device
     homes: list[Home]  # of each model
 
     @classmethod
     def over(cls, mesh: Mesh, tables: Sequence[ExpertTable]) -> "_Spread":
         """Places what lies in these tables of one device."""
         slots = np.stack([np.asarray(table.slots) for table in tables])
-        placement, columns = of_tables(slots, tables[0].groups.shape[1], mesh.size)
-        column = np.zeros(slots.max() + 1, np.int32)
-        column[slots] = columns
-        homes = [Home(mesh, placement.part(own)) for own in columns]
-        return cls(Home(mesh, placement), columns, column, homes)
+        placement, numbers = of_tables(slots, tables[0].groups.shape[1], mesh.size)
+        number = np.zeros(slots.max() + 1, np.int32)
+        number[slots] = numbers
+        homes = [Home(mesh, placement.part(own)) for own in numbers]
+        return cls(Home(mesh, placement), numbers, number, homes)
 
     def tables(self, num_experts: int) -> list[ExpertTable]:
         """Returns each model's table."""
-        each = zip(self.homes, self.columns, strict=True)
-        return [home.table(num_experts, columns) for home, columns in each]
+        each = zip(self.homes, self.numbers, strict=True)
+        return [home.table(num_experts, numbers) for home, numbers in each]
 
 
 @dataclass
@@ -498,9 +498,9 @@ class _Reader:
         """Writes experts of one layer, which are at these places among `held_experts`."""
         slots = self.homes.slot[at]
         if self.spread is not None:
-            layer, columns = int(self.held_experts[at[0], 1]), self.spread.column[slots]
+            layer, numbers = int(self.held_experts[at[0], 1]), self.spread.number[slots]
             on_host = jax.tree.map(np.asarray, experts)
-            self.held.pool = self.spread.home.write(self.held.pool, layer, on_host, columns)
+            self.held.pool = self.spread.home.write(self.held.pool, layer, on_host, numbers)
             return
         if len(at) == self.cfg.num_experts and (slots >= 0).all():
             self.held.pool = write_slots(self.held.pool, jnp.asarray(slots), experts)

@@ -88,16 +88,16 @@ class Home(NamedTuple):
         return Weights(params, jax.tree.map(whole, weights.pool), table)
 
     def table(
-        self, num_experts: int, columns: Int[np.ndarray, "layers E"] | None = None
+        self, num_experts: int, numbers: Int[np.ndarray, "layers E"] | None = None
     ) -> ExpertTable:
         """Returns the table of `num_experts` routed experts a layer, without groups.
 
-        `columns` number the distinct experts of several models: where a device does not have one,
+        `numbers` are of the distinct experts of several models: where a device does not have one,
         its slot is -1 less that number, which tells a mixed step what its models share.
         """
         local, hosts = map(np.asarray, self.placement[:2])
-        if columns is not None:
-            local = np.where(local < 0, -1 - columns[None], local)
+        if numbers is not None:
+            local = np.where(local < 0, -1 - numbers[None], local)
         groups = np.full((local.shape[1], num_experts), -1, np.int32)
         put = partial(_put, self.mesh)
         return ExpertTable(put(SPLIT, local), put(WHOLE, groups), put(WHOLE, hosts))

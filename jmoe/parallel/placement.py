@@ -30,10 +30,10 @@ class Placement(NamedTuple):
         """Devices of the mesh."""
         return self.local.shape[0]
 
-    def part(self, columns: Int[np.ndarray, "L e"]) -> "Placement":
+    def part(self, numbers: Int[np.ndarray, "L e"]) -> "Placement":
         """Returns where these experts of each layer are, without a slot beside theirs."""
-        layers = np.arange(len(columns))[:, None]
-        return Placement(self.local[:, layers, columns], self.hosts[layers, columns])
+        layers = np.arange(len(numbers))[:, None]
+        return Placement(self.local[:, layers, numbers], self.hosts[layers, numbers])
 
     @property
     def spare(self) -> int:
@@ -121,36 +121,36 @@ def of_tables(
 ) -> tuple[Placement, Int[np.ndarray, "N L E"]]:
     """Places the experts of N models over one pool, `slots` being their tables on one device.
 
-    The distinct experts of a layer are columns, by slot; a layer with fewer than others has columns
+    The distinct experts of a layer are numbered by slot; a layer with fewer than others has numbers
     that are nowhere. A step may have rows of one model alone, so each model's `num_experts` routed
     ones are spread evenly, and as evenly as that allows all of a layer. United ones are dealt out
     in turn, as in `contiguous`. Every device has the room of the fullest.
 
-    Returns the placement of the columns, and the column of each model's logical expert. Raises
+    Returns the placement by these numbers, and the number of each model's logical expert. Raises
     ValueError as `slots_per_layer`.
     """
     share = slots_per_layer(num_experts, num_devices)
     _, num_layers, logical = slots.shape
-    columns = np.empty_like(slots)
+    numbers = np.empty_like(slots)
     hosts = np.zeros((num_layers, slots[:, 0].size, num_devices), bool)
     for layer in range(num_layers):
         held, first, inverse = np.unique(slots[:, layer], return_index=True, return_inverse=True)
-        columns[:, layer] = inverse.reshape(len(slots), logical)
+        numbers[:, layer] = inverse.reshape(len(slots), logical)
         uses = np.zeros((len(slots), len(held)), bool)  # whose experts they are
-        np.put_along_axis(uses, columns[:, layer, :num_experts].astype(np.int64), True, axis=1)
+        np.put_along_axis(uses, numbers[:, layer, :num_experts].astype(np.int64), True, axis=1)
         of_model, of_all = np.zeros((len(slots), num_devices), int), np.zeros(num_devices, int)
-        for column in np.argsort(-uses.sum(axis=0), kind="stable"):
-            expert, users = first[column] % logical, uses[:, column]
+        for number in np.argsort(-uses.sum(axis=0), kind="stable"):
+            expert, users = first[number] % logical, uses[:, number]
             if users.any():
                 over = np.maximum(of_model[users] + 1 - share, 0).sum(axis=0)
                 device = np.lexsort((of_all, over))[0]
             else:
                 device = num_devices - 1 - (expert - num_experts) % num_devices
-            hosts[layer, column, device] = True
+            hosts[layer, number, device] = True
             of_model[users, device] += 1
             of_all[device] += 1
-    width = int(columns.max()) + 1
-    return _in_order(hosts[:, :width], int(hosts.sum(axis=1).max())), columns
+    width = int(numbers.max()) + 1
+    return _in_order(hosts[:, :width], int(hosts.sum(axis=1).max())), numbers
 
 
 def rehosted(placement: Placement, layer: int, hosts: ArrayLike) -> Placement:

@@ -33,18 +33,21 @@ class ByRank(NamedTuple):
         """Splits a plan by rank, and each rank of a mixed step in a segment for each model, by
         number.
         """
-        rows, deltas = plan.rows, plan.deltas
-        if limits.num_ranks == 1 == len(plan.models):  # nothing to take apart
-            return cls(plan, 1, *(np.zeros(len(p), np.int32) for p in (rows, plan.tokens, deltas)))
-        rows, deltas = rows.copy(), deltas.copy()
-        rank, rows[:, SLOT] = np.divmod(rows[:, SLOT], limits.slots_per_rank)
-        delta_rank, deltas[:, DELTA_SLOT] = np.divmod(deltas[:, DELTA_SLOT], limits.slots_per_rank)
-        group = deltas[:, DELTA_BLOCK] % len(limits.windows)
-        deltas[:, DELTA_PAGE] %= np.array(limits.group_pages, np.int32)[group]
-        token_rank = np.repeat(rank, plan.q_lens) if len(plan.tokens) else NOTHING
-        places = plan.places % limits.hidden_per_rank
-        own = replace(plan, rows=rows, deltas=deltas, places=places)
-        if (count := len(plan.models)) > 1:
+        rows, deltas, count = plan.rows, plan.deltas, len(plan.models)
+        if limits.num_ranks == 1:  # nothing to take apart
+            own, parts = plan, (rows, plan.tokens, deltas)
+            rank, token_rank, delta_rank = (np.zeros(len(part), np.int32) for part in parts)
+        else:
+            rows, deltas = rows.copy(), deltas.copy()
+            slots = limits.slots_per_rank
+            rank, rows[:, SLOT] = np.divmod(rows[:, SLOT], slots)
+            delta_rank, deltas[:, DELTA_SLOT] = np.divmod(deltas[:, DELTA_SLOT], slots)
+            group = deltas[:, DELTA_BLOCK] % len(limits.windows)
+            deltas[:, DELTA_PAGE] %= np.array(limits.group_pages, np.int32)[group]
+            token_rank = np.repeat(rank, plan.q_lens) if len(plan.tokens) else NOTHING
+            places = plan.places % limits.hidden_per_rank
+            own = replace(plan, rows=rows, deltas=deltas, places=places)
+        if count > 1:
             _, segment = np.unique(plan.row_models, return_inverse=True)
             rank = rank * count + segment.astype(np.int32)
             # Any segment of a rank takes a delta of it.

@@ -38,36 +38,29 @@ def arriving(
     Raises SettingsError where memory does not suffice, what `check` raises of the curves, before
     any weight is read, and what `jmoe.arrival.read_arrival` raises.
     """
+
+    def read() -> tuple[Arrival, Params, Mapping[Kind, Curve]]:
+        with giving_way():
+            path = resolve(directory, config.hub_revision)
+            check_templates([path], config.chat_template)
+            _check_memory(family, name)
+            curves = curves_of(path / FILE, partial(digest_of, path), 0.0)
+            check(curves)
+            ways = allowed_ways(config.brownout, family)
+            arrival = read_arrival(
+                family,
+                name,
+                path,
+                check_weights=config.check_weights,
+                allow_unknown_config=config.allow_unknown_config,
+                chat_template=config.chat_template,
+            )
+            if config.brownout.levels:
+                arrival.levels = levels_of(arrival, config.brownout.keep, ways)
+            return arrival, executor.place_params(arrival.params), curves
+
     with ThreadPoolExecutor(1, initializer=be_nice) as pool:
-        return pool.submit(_read, config, family, executor, name, directory, check).result()
-
-
-def _read(
-    config: EngineConfig,
-    family: Family,
-    executor: TakesModels,
-    name: str,
-    directory: str,
-    check: Callable[[Mapping[Kind, Curve]], None],
-) -> tuple[Arrival, Params, Mapping[Kind, Curve]]:
-    with giving_way():
-        path = resolve(directory, config.hub_revision)
-        check_templates([path], config.chat_template)
-        _check_memory(family, name)
-        curves = curves_of(path / FILE, partial(digest_of, path), 0.0)
-        check(curves)
-        ways = allowed_ways(config.brownout, family)
-        arrival = read_arrival(
-            family,
-            name,
-            path,
-            check_weights=config.check_weights,
-            allow_unknown_config=config.allow_unknown_config,
-            chat_template=config.chat_template,
-        )
-        if config.brownout.levels:
-            arrival.levels = levels_of(arrival, config.brownout.keep, ways)
-        return arrival, executor.place_params(arrival.params), curves
+        return pool.submit(read).result()
 
 
 def _check_memory(family: Family, name: str) -> None:

@@ -8,6 +8,7 @@ from safetensors.numpy import load_file
 import jmoe
 from jmoe.residuals import tensor_name
 from jmoe.sharing import MERGED, WEIGHTS_FILE, Sharing
+from tests.jmoe.conftest import add_united
 from tests.variants import change, tensors, variant
 
 TOKENS = np.array([[3, 17, 60, 5, 41, 22, 9, 70]], np.int32)
@@ -19,6 +20,21 @@ def logits(model, brownout=None):
 
 def alone(directory, **options):
     return jmoe.load(directory, dtype="float32", **options)
+
+
+def three_models(golden, where):
+    """Makes a base with united experts and two variants; one of them has the base's embeddings.
+    Returns their directories by name.
+    """
+    base = variant(golden, where / "base", 0, scale=0.0)
+    own = {
+        "base": base,
+        "law": variant(base, where / "law", 1, only="layers"),
+        "code": variant(base, where / "code", 2),
+    }
+    for seed, directory in enumerate(own.values()):
+        add_united(directory, seed=seed)
+    return own
 
 
 def drawn_map(names, cfg, seed=0, merged=False):

@@ -13,8 +13,14 @@ from jmoe.checkpoint import weights_digest
 from jmoe.config import ConfigError
 from jmoe.family import Family, load_family
 from jmoe.sharing import Sharing, SharingError, write_sharing
-from tests.jmoe.conftest import GOLDEN, add_united
-from tests.jmoe.family_oracles import alone, drawn_map, logits, with_owners_experts
+from tests.jmoe.conftest import GOLDEN
+from tests.jmoe.family_oracles import (
+    alone,
+    drawn_map,
+    logits,
+    three_models,
+    with_owners_experts,
+)
 from tests.variants import variant
 
 pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
@@ -24,19 +30,7 @@ CASE = "qwen2_moe"
 
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory):
-    """Returns a base with united experts and two variants; one of them has the base's
-    embeddings.
-    """
-    where = tmp_path_factory.mktemp("family")
-    base = variant(GOLDEN / CASE, where / "base", 0, scale=0.0)
-    own = {
-        "base": base,
-        "law": variant(base, where / "law", 1, only="layers"),
-        "code": variant(base, where / "code", 2),
-    }
-    for seed, directory in enumerate(own.values()):
-        add_united(directory, seed=seed)
-    return own
+    return three_models(GOLDEN / CASE, tmp_path_factory.mktemp("family"))
 
 
 @pytest.fixture(scope="module")

@@ -11,9 +11,8 @@ from safetensors.numpy import save_file
 import jmoe
 from jmoe.family import load_family
 from jmoe.sharing import WEIGHTS_FILE, Sharing
-from tests.jmoe.conftest import GOLDEN, add_united
-from tests.jmoe.family_oracles import alone, drawn_map, with_owners_experts
-from tests.variants import variant
+from tests.jmoe.conftest import GOLDEN
+from tests.jmoe.family_oracles import alone, drawn_map, three_models, with_owners_experts
 
 pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
 
@@ -27,16 +26,7 @@ def logits(model, brownout=None):
 
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory):
-    where = tmp_path_factory.mktemp("family")
-    base = variant(GOLDEN / "qwen2_moe", where / "base", 0, scale=0.0)
-    own = {
-        "base": base,
-        "law": variant(base, where / "law", 1, only="layers"),
-        "code": variant(base, where / "code", 2),
-    }
-    for seed, directory in enumerate(own.values()):
-        add_united(directory, seed=seed)
-    return own
+    return three_models(GOLDEN / "qwen2_moe", tmp_path_factory.mktemp("family"))
 
 
 def merged_map(directories, to):
