@@ -296,7 +296,7 @@ def test_files_apart_fill_rows_of_their_own_and_half_of_what_is_drawn(tiny_dir, 
     for path, count in zip(files, (900, 300, 60), strict=True):
         words = [{"prompt": "copy " + "ab " * (n % 7), "answer": "cd"} for n in range(count)]
         written(path, *words)
-    corpus = pack_files(files, cfg, tokenizer, 64, seed, apart=1)
+    corpus = pack_files(files[:2], cfg, tokenizer, 64, seed, more=lambda: files[2:])
     many, few = corpus.parts
     assert (many.start, many.stop, few.stop) == (0, few.start, len(corpus))
     whole = corpus.rows(slice(None))

@@ -24,7 +24,7 @@ import training.distill.run as distillation
 from jmoe.checkpoint import CheckpointError
 from jmoe.layers import Layers
 from jmoe.tokenizer import Tokenizer
-from training.distill import DistillConfig, DistillError, distill, refine
+from training.distill import DistillConfig, DistillError, distill, refine, sampled
 from training.distill.data import pack_files
 from training.distill.fit import HELD_OUT
 
@@ -333,7 +333,10 @@ def test_bad_ways_are_refused(tiny_dir, tmp_path, ways):
         ("a.txt", None, "cannot read"),
     ],
 )
-def test_bad_data_is_named(tiny_dir, tmp_path, name, content, message):
+def test_bad_data_is_named_before_texts_are_written(
+    tiny_dir, tmp_path, monkeypatch, name, content, message
+):
+    monkeypatch.setattr(sampled, "write_texts", lambda *_, **__: pytest.fail("texts are written"))
     path = tmp_path / name
     if content is not None:
         path.write_bytes(content)

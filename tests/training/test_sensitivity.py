@@ -125,7 +125,7 @@ def test_what_levels_cannot_be_compared_on_is_refused(tmp_path):
 @pytest.mark.deep
 def test_a_models_own_levels_are_compared_without_a_search(tmp_path):
     text = tmp_path / "a.txt"
-    text.write_text("The quick brown fox jumps over the lazy dog. " * 6)
+    text.write_text("The quick brown fox jumps over the lazy dog. ")
     config = EvaluateConfig("bundled", text=(text,), text_window=16, batch=4, out=tmp_path / "out")
     found = evaluate_levels(config, [8], "weight", 0, stored=True)
     assert len(found[8]) == 2 * 2 * len(SAVINGS)

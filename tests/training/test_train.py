@@ -8,6 +8,7 @@ from safetensors import safe_open
 
 import jmoe
 from training import remake
+from training.distill import sampled
 from training.export import newest_params, to_tensors
 from training.network import forward, init_params
 from training.packing import eval_tasks, task_batch, training_batch
@@ -63,6 +64,7 @@ def test_one_command_makes_a_model_of_the_geometry_that_it_names(tiny, tmp_path,
     monkeypatch.setitem(remake.GEOMETRIES, "second", tiny.config)
     monkeypatch.setattr(remake, "EVAL_ITEMS", 4)
     monkeypatch.setattr(remake, "DISTILL_ITEMS", 300)
+    monkeypatch.setattr(sampled, "SAMPLED", 20)
     for key, value in remake.ALLOCATOR.items():
         monkeypatch.setenv(key, value)
     flags = "--geometry second --seed 3 --steps 2 --rows 2 --distill-steps 2 --refine-steps 1"

@@ -251,10 +251,10 @@ def pack_files(
     length: int,
     seed: int,
     folder: Path | None = None,
-    apart: int = 0,
+    more: Callable[[], Sequence[Path]] = tuple,
 ) -> Corpus:
-    """Returns all texts of `files` in packed rows, in an order drawn from `seed`; those of the last
-    `apart` files in rows of their own.
+    """Returns all texts of `files` in packed rows, in an order drawn from `seed`, and those of the
+    files of `more`, which is called once these are read, in rows of their own.
 
     Their token ids, four bytes each, go to a file in `folder` (None: the system's for temporary
     ones) that goes when the corpus does. Raises ValueError for unreadable data, a model without
@@ -268,7 +268,7 @@ def pack_files(
         raise ValueError("no data file was given; name at least one with --data")
     starts, num_prompt, of_file = array("q", [0]), array("i"), array("i")
     with tempfile.TemporaryFile(dir=folder) as kept:
-        for number, file in enumerate(files):
+        for number, file in enumerate(_one_after_another(files, more)):
             for line, prompt, ids in _tokens(read_texts(file, tokenizer), tokenizer):
                 if not np.isin(ids[-1:], cfg.eos_token_ids).any():
                     ids = np.concatenate([ids, np.array(cfg.eos_token_ids[:1], np.int32)])
@@ -289,7 +289,12 @@ def pack_files(
         kept.flush()
         all_ids = np.memmap(kept, np.int32, "r")
     pieces = np.array(starts), np.array(num_prompt), np.array(of_file)
-    return Corpus(all_ids, *pieces, length, seed, len(files) - apart)
+    return Corpus(all_ids, *pieces, length, seed, len(files))
+
+
+def _one_after_another(files: Sequence[Path], more: Callable[[], Sequence[Path]]) -> Iterator[Path]:
+    yield from files
+    yield from more()
 
 
 def _keep(kept: IO[bytes], ids: Int[np.ndarray, " T"]) -> None:

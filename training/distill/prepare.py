@@ -1,7 +1,7 @@
 """What happens before a distillation: its data is read, its plan made, its ways chosen."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -57,7 +57,7 @@ def prepare(
     *,
     need_data: bool = True,
     room: Room | None = None,
-    apart: int = 0,
+    more: Callable[[], Sequence[Path]] = tuple,
 ) -> Prepared:
     """Checks a run and plans it, without its weights: `config.json` and, for data, the tokenizer.
 
@@ -70,7 +70,7 @@ def prepare(
         allow_unknown_config: as of `jmoe.load`.
         need_data: False plans without data, too, for as much as the settings want.
         room: what is free; None looks at this machine.
-        apart: how many of the last files fill half of the rows, alone.
+        more: called once the data is read; the texts of its files fill half of the rows, alone.
 
     Raises ValueError for ways that cannot be, for rows that do not divide by the devices, and for
     data that cannot be used or is too little; ConfigError and TokenizerError.
@@ -83,7 +83,7 @@ def prepare(
     if data or need_data:
         tokenizer = Tokenizer.load(directory)
         folder = None if out is None else existing(out)
-        corpus = pack_files(data, cfg, tokenizer, config.length, config.seed, folder, apart)
+        corpus = pack_files(data, cfg, tokenizer, config.length, config.seed, folder, more)
         amount = _amount(corpus, config)
         warnings = _check_amount(amount, cfg, config)
     there = 0 if out is None else folder_bytes(out / WORK)

@@ -111,23 +111,24 @@ def distill(
     if "data" in fingerprint:
         check_began(out, fingerprint, model_dir)
     written: list[Path] = []
-    if config.sampled and "data" in fingerprint:
-        # What cannot be is said before anything is written.
-        known = out, config, allow_unknown_config
-        if refusal := prepare(model_dir, ways, (), *known, need_data=False).refusal:
-            raise ValueError(refusal)
+    known = out, config, allow_unknown_config
 
+    def own_texts() -> list[Path]:
         def wrote(done: int) -> None:
             progress("texts of its own", done, config.sampled or 0, "")
 
-        written = sampled_texts(directory, *known, wrote, need=is_given)
-        if not written:
-            say(writes_none)
-            none, same = dataclasses.replace(config, sampled=0), (allow_unknown_config, say)
-            return distill(model_dir, ways, data, out, none, progress, *same, log_dir)
-    prepared = prepare(
-        model_dir, ways, [*data, *written], out, config, allow_unknown_config, apart=len(written)
-    )
+        written.extend(sampled_texts(directory, *known, wrote, need=is_given))
+        return written
+
+    # What cannot be is said before anything is written.
+    first = prepare(model_dir, ways, (), *known, need_data=False) if config.sampled else None
+    if first and first.refusal:
+        raise ValueError(first.refusal)
+    prepared = prepare(model_dir, ways, data, *known, more=own_texts)
+    if config.sampled and not written:
+        say(writes_none)
+        none, same = dataclasses.replace(config, sampled=0), (allow_unknown_config, say)
+        return distill(model_dir, ways, data, out, none, progress, *same, log_dir)
     data = [*data, *written]
     packed, own = prepared.data, prepared.plan.ways
     assert packed is not None
