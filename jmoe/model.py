@@ -33,7 +33,7 @@ from jmoe.moe import (
     normed,
     residual,
 )
-from jmoe.parallel.experts import gathered
+from jmoe.parallel.delivery import over_mesh
 from jmoe.parallel.probe import Probe
 from jmoe.parallel.replicas import Copying, Replicas, Replication
 from jmoe.rope import rotation
@@ -529,7 +529,7 @@ class _Run:
         if table.hosts is None:
             return alone
         if self.replication is None:
-            return gathered
+            return over_mesh
         return Copying(self.replication, replicas, next_layer, next_table)
 
 

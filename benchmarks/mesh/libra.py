@@ -13,27 +13,21 @@ length 1 is compared, since that is one prefill step.
 Rows are tokens of a whole step, over all devices; a device's own rows are those over the number of
 devices, since attention is data-parallel. Times are seconds unless a name says otherwise.
 
-Three ways bring rows to experts on G devices in nodes of 8, each with the same bytes back as there:
-
-- *all-gather*: every row to every device. A row enters a node once, by the network card of the
-  device that has the number of its sender there, and is passed on inside.
-- *direct*: an all-to-all; a row goes once to each device that needs it, by the network where that
-  is in another node.
-- *forwarded*: a row goes once to each node that needs it, and inside from there to each device
-  that needs it (as DeepEP does).
+Three ways bring rows to experts on G devices in nodes of 8 (`jmoe.parallel.cost.rows_moved`), each
+with the same bytes back as there.
 
 NVLink is as fast as Table 2 shows for Libra's exchanges. Both kinds of links are busy at once, so
 that the slower one decides. Latencies are left out: a device's rows are megabytes in prefill.
 """
 
 from collections.abc import Callable, Iterator
-from math import comb
 from typing import Any, NamedTuple
 
 from benchmarks.harness.store import markdown
 from benchmarks.mesh import rates
 from benchmarks.mesh.compare import PAPERS, errors
-from benchmarks.mesh.rates import NIC_BYTES_PER_S, NODE
+from benchmarks.mesh.rates import NIC_BYTES_PER_S
+from jmoe.parallel.cost import rows_moved
 
 PAPER = PAPERS["libra"]
 NUM_DEVICES = 8
@@ -159,38 +153,9 @@ def attention_s(geometry: Geometry, own: float, length: int) -> float:
     return products + scores + elements * ELEMENT_BYTES / rates.COPY_BYTES_PER_S
 
 
-def distinct_parts(num_experts: int, top_k: int, parts: int) -> float:
-    """Returns the parts that a row needs on average, where `parts` share E experts in ranges as
-    even as can be.
-
-    A row picks K different experts, all equally likely. With more parts than experts each pick is
-    in a part of its own.
-    """
-    short, longer = divmod(num_experts, parts)
-    return sum(
-        count * (1 - comb(num_experts - held, top_k) / comb(num_experts, top_k))
-        for held, count in ((short + 1, longer), (short, parts - longer))
-        if count
-    )
-
-
-def rows_moved(way: str, geometry: Geometry, devices: int) -> tuple[float, float]:
-    """Returns the rows that a device receives in one direction, over its own, by NVLink and by
-    network card. `devices` is a multiple of a node's 8.
-    """
-    nodes, inside = devices // NODE, (NODE - 1) / NODE
-    experts, top_k = geometry.num_experts, geometry.experts_per_token
-    needed = distinct_parts(experts, top_k, devices)
-    if way == "all-gather":
-        return inside * devices, nodes - 1
-    if way == "direct":
-        return (NODE - 1) / devices * needed, (devices - NODE) / devices * needed
-    return inside * needed, (nodes - 1) / nodes * distinct_parts(experts, top_k, nodes)
-
-
 def exchange(way: str, scheme: Scheme, geometry: Geometry, own: float, devices: int) -> Exchange:
     """Returns the seconds there and back of `own` rows a device."""
-    nvlink, nic = rows_moved(way, geometry, devices)
+    nvlink, nic = rows_moved(way, geometry.num_experts, geometry.experts_per_token, devices)
     row_bytes = own * geometry.d_model * ELEMENT_BYTES
     nic_s = nic * row_bytes / NIC_BYTES_PER_S
     there = nvlink * row_bytes / scheme.dispatch_bytes_per_s

@@ -9,6 +9,7 @@ them a row, N replicas a device.
 """
 
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from jmoe.config import ModelConfig
@@ -71,6 +72,74 @@ HALVES_S = 58e-6
 `tests/jmoe/parallel/test_compile_eight_h200.py`) at 2.5 us. Not measured by jmoe."""
 
 
+ROOM = 1.5
+"""Times the rows that one device has for another on average that an all-to-all has room for. What
+does not fit goes in blocks, which takes what an all-gather does, and more passes."""
+
+DELIVERY_S = 100e-6
+"""Of what a layer launches more whose rows are delivered: 34 small kernels, or 45 where they are
+forwarded (eight H200s, `tests/jmoe/parallel/test_compile_eight_h200.py`), at 2.5 us. Not measured
+by jmoe."""
+
+
+class Delivery(NamedTuple):
+    """How rows travel to the devices that need them, and to no other."""
+
+    room: int  # rows from a device to another; to another node, where they are forwarded
+    node: int = 0  # devices of a node inside which rows are forwarded; 0: an all-to-all in one hop
+    inside: int = 0  # forwarded rows from a device of a node to another
+
+    def block(self, num_devices: int) -> int:
+        """Returns the rows of a device that have room whatever they need."""
+        if not self.node:
+            return self.room
+        return max(1, min(self.room, self.inside * self.node // num_devices))
+
+
+def distinct_parts(num_experts: int, top_k: int, parts: int) -> float:
+    """Returns the parts that a row needs on average, where `parts` share E experts in ranges as
+    even as can be.
+
+    A row picks K different experts, all equally likely. With more parts than experts each pick is
+    in a part of its own.
+    """
+    short, longer = divmod(num_experts, parts)
+    return sum(
+        count * (1 - math.comb(num_experts - held, top_k) / math.comb(num_experts, top_k))
+        for held, count in ((short + 1, longer), (short, parts - longer))
+        if count
+    )
+
+
+def node_of(num_devices: int) -> int:
+    """Returns the devices of each of the nodes that so many are in: equally many."""
+    return max(count for count in range(1, NODE + 1) if num_devices % count == 0)
+
+
+def rows_moved(way: str, num_experts: int, top_k: int, num_devices: int) -> tuple[float, float]:
+    """Returns the rows that a device receives in one direction, over its own, by NVLink and by
+    network card, where nodes are as `node_of` says.
+
+    Args:
+        way: "all-gather", every row to every device: it enters a node once, by the network card of
+            the device that has the number of its sender there, and is passed on inside; "direct",
+            an all-to-all in one hop; or "forwarded", once to each node that needs it, and from
+            there to each device.
+        num_experts: E, in ranges as even as can be.
+        top_k: K.
+        num_devices: D.
+    """
+    node = node_of(num_devices)
+    nodes, inside = num_devices // node, (node - 1) / node
+    needed = distinct_parts(num_experts, top_k, num_devices)
+    if way == "all-gather":
+        return inside * num_devices, float(nodes - 1)
+    if way == "direct":
+        outside = (num_devices - node) / num_devices
+        return (node - 1) / num_devices * needed, outside * needed
+    return inside * needed, (nodes - 1) / nodes * distinct_parts(num_experts, top_k, nodes)
+
+
 class Fit(NamedTuple):
     """How many replicas a device may get in a layer of one token bucket, and why."""
 
@@ -112,8 +181,8 @@ def check_copies(
 class ExchangeBytes(NamedTuple):
     """Bytes that a device sends in a step, over all MoE layers; it receives as many."""
 
-    gathered: int  # all-gather: rows with ids, gate weights and flags
-    scattered: int  # reduce-scatter: parts of the results
+    there: int  # rows with ids, gate weights and flags
+    home: int  # parts of the results
 
 
 class MeshStep(NamedTuple):
@@ -197,13 +266,14 @@ class MeshStep(NamedTuple):
         """
         machine, own, elements = self.machine, self.visits, self.cfg.d_model * self.dtype_bytes
         others = self.visits_of_pass()
-        gathered = self.exchange_bytes().gathered / self.cfg.num_moe_layers
-        gather_s = gathered / machine.link_bytes_per_s
+        gather_s = self._travel_s("all-gather", elements + self._numbers())
         total = 0.0 if others is None else self.loop_s
         sorted_rows = others or self.num_devices * own
         if fit is None:
             total += gather_s + self._experts_s(imbalance * own, self.held)
-            total -= max(0.0, self.saved_by_halves())
+            total -= max(
+                0.0, self.saved_by_halves(), *map(self.saved_by_delivery, self._deliveries())
+            )
         else:
             sent = fit.per_pair * self.num_devices * expert_bytes(self.cfg, self.dtype_bytes)
             local = self._local_share(fit.num_replicas)
@@ -249,9 +319,10 @@ class MeshStep(NamedTuple):
 
         Reckoned for an even load: experts of an uneven one take longer, which hides no less.
         """
+        elements = self.cfg.d_model * self.dtype_bytes
         there_s, home_s = (
-            part / self.cfg.num_moe_layers / self.machine.link_bytes_per_s / 2
-            for part in self.exchange_bytes()
+            self._travel_s("all-gather", part) / 2
+            for part in (elements + self._numbers(), elements)
         )
         half = self._replace(tokens_per_device=self.tokens_per_device // 2)
         whole_s, half_s = (one._experts_s(float(one.visits), one.held) for one in (self, half))
@@ -259,38 +330,107 @@ class MeshStep(NamedTuple):
         saved_s = there_s + whole_s + home_s + self._sorted_s() - under_s
         return saved_s - 2 * half._sorted_s() - HALVES_S
 
-    def exchange_bytes(self) -> ExchangeBytes:
-        """Returns what `jmoe.parallel.experts.gathered` sends from T rows a device to D - 1 others.
-
-        Beside its elements a row has K gate weights, K ids and its flags, four bytes each.
+    def delivery(self) -> Delivery | None:
+        """Returns how rows are delivered to the devices that need them; None: all rows to all
+        devices takes no longer, by what `saved_by_delivery` reckons.
         """
-        hops = self.cfg.num_moe_layers * (self.num_devices - 1) * self.tokens_per_device
-        elements = self.cfg.d_model * self.dtype_bytes
-        numbers = 4 * (2 * self.cfg.experts_per_token + 1)
-        return ExchangeBytes(hops * (elements + numbers), hops * elements)
+        found = [one for one in self._deliveries() if self.saved_by_delivery(one) > 0]
+        best = max(found, key=self.saved_by_delivery, default=None)
+        if best is None or self.saved_by_delivery(best) <= self.saved_by_halves():
+            return None
+        return best
 
-    def visits_of_pass(self) -> int | None:
+    def saved_by_delivery(self, delivery: Delivery) -> float:
+        """Returns the seconds a layer that a step saves whose rows are delivered, over one whose
+        rows travel to all devices at once; for an even load, whose rows have room.
+        """
+        elements = self.cfg.d_model * self.dtype_bytes
+        numbers = self._numbers()
+        all_s = self._travel_s("all-gather", numbers) + 2 * self._travel_s("all-gather", elements)
+        way = "forwarded" if delivery.node else "direct"
+        some_s = self._travel_s("all-gather", numbers) + self.loop_s + DELIVERY_S
+        padded = delivery.room / self._for_each_of(self.num_devices // (delivery.node or 1))
+        some_s += padded * (self._travel_s(way, elements + numbers) + self._travel_s(way, elements))
+        received = self.received(delivery)
+        return all_s + self._sorted_s() - some_s - self._sorted_s(received)
+
+    def received(self, delivery: Delivery) -> int:
+        """Returns the rows that a device has room for."""
+        if delivery.node:
+            return delivery.node * delivery.inside
+        return self.num_devices * delivery.room
+
+    def _deliveries(self) -> Iterator[Delivery]:
+        """Yields the ways that have less room than all rows would take."""
+        devices, rows = self.num_devices, self.tokens_per_device
+
+        def room(parts: int, of: int = 1) -> int:
+            return min(of * rows, math.ceil(ROOM * of * self._for_each_of(parts)))
+
+        if room(devices) < rows:
+            yield Delivery(room(devices))
+        if 1 < (node := node_of(devices)) < devices:
+            nodes = devices // node
+            yield Delivery(room(nodes), node, room(devices, nodes))
+
+    def _for_each_of(self, parts: int) -> float:
+        """Returns the rows of a device that each of so many even parts of the experts needs."""
+        sizes = self.cfg.num_experts, self.cfg.experts_per_token
+        return distinct_parts(*sizes, parts) / parts * self.tokens_per_device
+
+    def _numbers(self) -> int:
+        """Returns the bytes that travel of a row beside its elements."""
+        return 4 * (2 * self.cfg.experts_per_token + 1)
+
+    def _travel_s(self, way: str, row_bytes: int) -> float:
+        """Returns the seconds of a device's rows in one direction."""
+        sizes = self.cfg.num_experts, self.cfg.experts_per_token, self.num_devices
+        nvlink, nic = rows_moved(way, *sizes)
+        machine, bytes_ = self.machine, row_bytes * self.tokens_per_device
+        return bytes_ * max(nvlink / machine.link_bytes_per_s, nic / machine.nic_bytes_per_s)
+
+    def exchange_bytes(self) -> ExchangeBytes:
+        """Returns what T rows a device send to D - 1 others, delivered or not.
+
+        Beside its elements a row has K gate weights, K ids and its flags, four bytes each; of one
+        that is delivered, those go to all.
+        """
+        layers, others = self.cfg.num_moe_layers, self.num_devices - 1
+        elements, all_rows = self.cfg.d_model * self.dtype_bytes, others * self.tokens_per_device
+        if (delivery := self.delivery()) is None:
+            rows = layers * all_rows
+            return ExchangeBytes(rows * (elements + self._numbers()), rows * elements)
+        rows = others * delivery.room
+        if node := delivery.node:
+            rows = (self.num_devices // node - 1) * delivery.room + (node - 1) * delivery.inside
+        there = rows * (elements + self._numbers() - 4) + all_rows * self._numbers()
+        return ExchangeBytes(layers * there, layers * rows * elements)
+
+    def visits_of_pass(self, received: int | None = None) -> int | None:
         """Returns the visits after which a device leaves further rows to another pass: `OVER` times
-        the mean; None: sorted rows with room for the visits of all devices take less time.
+        the mean; None: sorted rows with room for all visits of `received` rows (None: those of all
+        devices) take less time.
 
         Such a row is written, in the order of experts, whether it is a visit or not; less room
         saves the rest, and costs a loop. In one pass neither depends on how uneven the visits are.
         """
-        over = max(0, self.num_devices - OVER) * self.visits
+        over = max(0, self._most(received) - OVER * self.visits)
         saved_s = over * self.cfg.d_model * self.dtype_bytes / self.machine.memory_bytes_per_s
         return OVER * self.visits if saved_s > self.loop_s else None
 
     def gathered_buffer_bytes(self) -> int:
         """Returns the bytes that an MoE layer's rows take on each device, reckoned from shapes.
 
-        The gathered rows and their sums in float32; and the visits' rows, hidden rows and results,
-        of one pass (`visits_of_pass`) or of all devices.
+        The rows that arrive, those that leave where rows are delivered, and sums in float32; and
+        the visits' rows, hidden rows and results, of one pass (`visits_of_pass`) or of all rows.
         """
-        cfg, rows = self.cfg, self.num_devices * self.tokens_per_device
-        visits = self.visits_of_pass() or rows * cfg.experts_per_token
+        cfg, delivery = self.cfg, self.delivery()
+        rows = self.num_devices * self.tokens_per_device
+        rows = rows if delivery is None else self.received(delivery)
+        visits = self.visits_of_pass(rows) or rows * cfg.experts_per_token
         per_visit = 2 * cfg.d_model + cfg.d_ff_expert
-        of_rows = rows * cfg.d_model * (self.dtype_bytes + 4)
-        return of_rows + visits * per_visit * self.dtype_bytes
+        per_row = self.dtype_bytes * (1 if delivery is None else 2) + 4
+        return rows * cfg.d_model * per_row + visits * per_visit * self.dtype_bytes
 
     def _local_share(self, num_replicas: int) -> float:
         """Returns the share of a device's visits that need no other device's rows, if all experts
@@ -306,10 +446,14 @@ class MeshStep(NamedTuple):
         read = min(visits, experts) * expert_bytes(self.cfg, self.dtype_bytes)
         return max(self._products_s(visits), read / self.machine.memory_bytes_per_s)
 
-    def _sorted_s(self) -> float:
+    def _most(self, received: int | None) -> int:
+        rows = self.num_devices * self.tokens_per_device if received is None else received
+        return rows * self.cfg.experts_per_token
+
+    def _sorted_s(self, received: int | None = None) -> float:
         """Returns the seconds of writing the rows sorted for experts, and of the loop if any."""
-        per_pass = self.visits_of_pass()
-        rows = per_pass or self.num_devices * self.visits
+        per_pass = self.visits_of_pass(received)
+        rows = per_pass or self._most(received)
         written_s = rows * self.cfg.d_model * self.dtype_bytes / self.machine.memory_bytes_per_s
         return written_s + (self.loop_s if per_pass else 0.0)
 

@@ -50,7 +50,7 @@ class AllRows(NamedTuple):
         """Returns the normed rows, of which `own` are this device's. Where it is called they are
         read out of what was sent; a loop that was given them would want a copy.
         """
-        return _from_words(self.sent[:, : own.shape[1]], own.dtype)
+        return from_words(self.sent[:, : own.shape[1]], own.dtype)
 
 
 def gather_rows(
@@ -63,26 +63,30 @@ def gather_rows(
     """Returns the rows of all devices in one collective, to the bit: all travels as integers of h's
     width. Where `h` are every second row, those between them are known but for themselves.
     """
-    word = jnp.dtype(f"uint{8 * h.dtype.itemsize}")
     flags = jnp.where(valid, VALID, 0) | jnp.where(exempt, EXEMPT, 0)
     numbers = jnp.concatenate([ids, flags.astype(jnp.int32)[:, None]], axis=1)
-    given = h, weights.astype(jnp.float32), numbers
-    parts = [lax.bitcast_convert_type(a, word).reshape(len(h), -1) for a in given]
+    parts = to_words(h, weights.astype(jnp.float32), numbers)
     sent = lax.all_gather(jnp.concatenate(parts, axis=1), AXIS, tiled=True)
     ends = (parts[0].shape[1], parts[0].shape[1] + parts[1].shape[1])
     _, weights, numbers = jnp.split(sent, ends, axis=1)
-    numbers = _from_words(numbers, jnp.int32).reshape(-1, ids.shape[1] + 1)
+    numbers = from_words(numbers, jnp.int32).reshape(-1, ids.shape[1] + 1)
     flags = numbers[:, -1]
     return AllRows(
         sent,
-        _from_words(weights, jnp.float32).reshape(-1, ids.shape[1]),
+        from_words(weights, jnp.float32).reshape(-1, ids.shape[1]),
         numbers[:, :-1],
         (flags & VALID) > 0,
         (flags & EXEMPT) > 0,
     )
 
 
-def _from_words(words: Array, kind: jnp.dtype | type) -> Array:
+def to_words(h: Float[Array, "R d"], *others: Array) -> list[Array]:
+    """Returns matrices as integers of h's width, so that they can travel side by side."""
+    word = jnp.dtype(f"uint{8 * h.dtype.itemsize}")
+    return [lax.bitcast_convert_type(a, word).reshape(len(h), -1) for a in (h, *others)]
+
+
+def from_words(words: Array, kind: jnp.dtype | type) -> Array:
     """Returns the matrix whose bits they are."""
     per_element = jnp.dtype(kind).itemsize // words.dtype.itemsize
     if per_element > 1:
@@ -123,11 +127,7 @@ def gathered(
     num_rows = asked.h.shape[0]
     parts = 2 if in_halves(cfg, asked.h, table.hosts.shape[1]) else 1
     h = asked.h.reshape(-1, parts, asked.h.shape[1])
-    weights, ids = gate(cfg, asked.logits, asked.layer, table.groups.shape[0])
-    rows = gather_rows(h[:, 0], weights, ids, asked.rows.valid, asked.rows.exempt)
-    plan = planned(
-        cfg, rows.ids, rows.weights, table.groups, rows.valid, rows.exempt, asked.control
-    )
+    _, ids, rows, plan = planned_together(cfg, table, asked, h[:, 0])
     device = lax.axis_index(AXIS)
     own = hosts_in_turn(plan.expert_ids, table.hosts) == device
     visits, slots = jnp.where(own, plan.expert_ids, -1), jnp.maximum(table.slots, 0)
@@ -158,6 +158,19 @@ def gathered(
     return Answered(out, ids, LayerStats(own_degraded(plan, device, num_rows), expert_rows))
 
 
+def planned_together(
+    cfg: ModelConfig, table: ExpertTable, asked: Asked, h: Float[Array, "R columns"]
+) -> tuple[Float[Array, "T K"], Int[Array, "T K"], AllRows, routing.Plan]:
+    """Returns gate weights and ids of this device's rows; and the rows of all devices, of which `h`
+    travel, with their brownout plan.
+    """
+    weights, ids = gate(cfg, asked.logits, asked.layer, table.groups.shape[0])
+    rows = gather_rows(h, weights, ids, asked.rows.valid, asked.rows.exempt)
+    flags = rows.valid, rows.exempt
+    plan = planned(cfg, rows.ids, rows.weights, table.groups, *flags, asked.control)
+    return weights, ids, rows, plan
+
+
 def in_halves(cfg: ModelConfig, h: Float[Array, "T d"], num_devices: int) -> bool:
     """Returns whether rows travel in two halves, where `h` are a device's own: a CPU computes
     nothing meanwhile.
@@ -167,14 +180,16 @@ def in_halves(cfg: ModelConfig, h: Float[Array, "T d"], num_devices: int) -> boo
     return cost.MeshStep(cfg, num_devices, len(h), h.dtype.itemsize).saved_by_halves() > 0
 
 
-def visits_of_pass(cfg: ModelConfig, h: Float[Array, "T d"], num_rows: int) -> int | None:
+def visits_of_pass(
+    cfg: ModelConfig, h: Float[Array, "T d"], num_rows: int, received: int | None = None
+) -> int | None:
     """Returns the visits after which a device leaves further rows to another pass, where `h` are
-    its own ones of `num_rows` in all; None: room for all visits costs less. A CPU's loops cost
-    nothing.
+    its own ones of `num_rows` in all, of which it has `received` (None: all); None: room for all
+    visits costs less. A CPU's loops cost nothing.
     """
     sizes = num_rows // len(h), len(h), h.dtype.itemsize
     loop_s = 0.0 if backend() == "cpu" else cost.LOOP_S
-    return cost.MeshStep(cfg, *sizes, loop_s=loop_s).visits_of_pass()
+    return cost.MeshStep(cfg, *sizes, loop_s=loop_s).visits_of_pass(received)
 
 
 def in_passes(
@@ -195,11 +210,22 @@ def in_passes(
     pass_of = (jnp.cumsum(visits, dtype=jnp.int32) - visits) // per_pass
     last = jnp.max(jnp.where(visits > 0, pass_of, 0))
     most = per_pass + expert_ids.shape[1] - 1  # the last row may begin just before the end
+    return by_pass(pass_of, last, lambda here: run(jnp.where(here, expert_ids, -1), most))
+
+
+def by_pass(
+    pass_of: Int[Array, "N"],
+    last: Int[Array, ""],
+    run: Callable[[Bool[Array, "N 1"]], tuple[Float[Array, "N d"], Int[Array, "E"]]],
+) -> tuple[Float[Array, "N d"], Int[Array, "E"]]:
+    """Runs rows in passes 0 to `last`: `run` is told which are in one, and returns their sums and
+    the rows by expert.
+    """
 
     @jax.jit  # lowered once for both uses
     def only(number: Array) -> tuple[Array, Array, Array]:
         here = (pass_of == number)[:, None]
-        return here, *run(jnp.where(here, expert_ids, -1), most)
+        return here, *run(here)
 
     def one_more(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         number, before, expert_rows = state

@@ -17,7 +17,6 @@ from jmoe.checkpoint import TensorFiles, is_native, united_ways
 from jmoe.config import read_config
 from jmoe.family import Family
 from jmoe.offloaded import check_spare
-from jmoe.parallel.cost import MeshStep
 from jmoe.sharing import lends_united
 from jmoe.tokenizer import read_settings
 from pallas_kernels.backend import KERNEL, hopper
@@ -51,9 +50,6 @@ if TYPE_CHECKING:
     from serving.cluster.followers import Followers
 
 log = logging.getLogger(__name__)
-
-GATHERS_WELL = 8
-"""Up to so many devices, all-gather (sending every row to all devices) is the best exchange."""
 
 
 def check_start(config: EngineConfig) -> None:
@@ -193,7 +189,6 @@ def build(
     if config.brownout.strategy == "auto" and not ways and config.process_index <= 0:
         log.warning("brownout is off: %s has no united experts", loaded.name)
     fitting = fit_to_model(config, loaded)
-    warn_of_gathering(fitting, loaded)
     parks = getattr(make_policy(config.policy), "parks", True)
     runner = DeviceRunner(family, fitting, parks=parks, followers=followers)
     if config.process_index <= 0:
@@ -229,21 +224,3 @@ def log_implementations(taken: Mapping[str, str]) -> None:
     )
     said = ", ".join(f"{op} ({form})" for op, form in others.items())
     log.warning("%s: without a Mosaic kernel are %s, %s", device, said, why)
-
-
-def warn_of_gathering(config: EngineConfig, model: Model) -> None:
-    """Warns what all-gather costs on a large mesh; no other exchange is implemented."""
-    devices = 1 if model.home is None else model.home.mesh.size
-    if devices <= GATHERS_WELL or config.process_index > 0:
-        return
-    tokens = config.max_prefill_tokens
-    sent = MeshStep(model.config, devices, tokens, model.dtype.itemsize).exchange_bytes()
-    log.warning(
-        "engine.mesh is %r: rows are gathered by all devices, %.3g MiB a device in a prefill step "
-        "of %d tokens each; beyond %d devices an exchange that sends a row only where it is needed "
-        "would send less, and is not built (docs/expert-parallelism.md)",
-        config.mesh,
-        sum(sent) / 2**20,
-        tokens,
-        GATHERS_WELL,
-    )

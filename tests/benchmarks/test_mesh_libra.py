@@ -1,7 +1,6 @@
 """Libra's prefill: fits and sums by hand, exchanges by sampling, errors anew; and the command."""
 
 import json
-import random
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
@@ -160,45 +159,6 @@ def test_the_command_writes_keeps_and_prints(tmp_path, capsys):
     with pytest.raises(SystemExit):
         mesh.main(["libra", "--parts", "eight"])
     assert "'eight' is none of errors, scaling" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("experts", "top_k", "parts"), [(128, 8, 16), (128, 8, 8), (160, 8, 64), (60, 4, 8), (8, 2, 16)]
-)
-def test_distinct_parts_by_sampling(experts, top_k, parts):
-    rng = random.Random(7)
-    short, longer = divmod(experts, parts)
-    part_of = [p for p in range(parts) for _ in range(short + (p < longer))]
-    draws = 4000
-    seen = sum(len({part_of[e] for e in rng.sample(range(experts), top_k)}) for _ in range(draws))
-    assert libra.distinct_parts(experts, top_k, parts) == pytest.approx(seen / draws, rel=0.01)
-
-
-def test_distinct_parts_by_hand():
-    assert libra.distinct_parts(4, 2, 2) == pytest.approx(1 / 3 * 1 + 2 / 3 * 2)
-    assert libra.distinct_parts(4, 2, 1) == 1
-    assert libra.distinct_parts(4, 2, 512) == pytest.approx(2)
-
-
-@pytest.mark.parametrize("devices", [8, 16, 64])
-def test_rows_moved_by_counting_them(devices):
-    """Each row's way, hop by hop, from drawn picks: what the average device receives."""
-    rng, draws = random.Random(3), 3000
-    experts, top_k = QWEN.num_experts, QWEN.experts_per_token
-    counts = {way: [0, 0] for way in libra.WAYS}  # by NVLink, by network
-    for _ in range(draws):
-        sender = rng.randrange(devices)
-        needed = {e * devices // experts for e in rng.sample(range(experts), top_k)}
-        for way, there in (("all-gather", set(range(devices))), ("forwarded", needed)):
-            for node in {device // 8 for device in there}:
-                landing = 8 * node + sender % 8
-                counts[way][1] += node != sender // 8
-                counts[way][0] += sum(d // 8 == node and d != landing for d in there)
-        for device in needed - {sender}:
-            counts["direct"][device // 8 != sender // 8] += 1
-    for way, (nvlink, nic) in counts.items():
-        expected = pytest.approx((nvlink / draws, nic / draws), rel=0.03, abs=1e-9)
-        assert libra.rows_moved(way, QWEN, devices) == expected
 
 
 def test_an_exchange_takes_as_long_as_its_slower_link():

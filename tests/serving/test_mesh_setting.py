@@ -20,7 +20,7 @@ from serving.execution import memory
 from serving.settings import reading as settings
 from serving.settings.reading import mesh_devices
 from serving.startup.loading import load_models
-from serving.startup.prepare import prepare, warn_of_gathering
+from serving.startup.prepare import prepare
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 
@@ -230,17 +230,3 @@ def test_copies_of_a_model_that_is_given_are_checked_too(copies):
     model = jmoe.load("bundled", "float32", mesh=make_mesh(1))
     with pytest.raises(SettingsError, match="is 1; a device lacks 0 of 60 experts: set it to 0"):
         prepare(EngineConfig(mesh="ep=1", balance=BalanceConfig(**copies)), model, lambda *_: None)
-
-
-def test_a_mesh_that_is_large_for_all_gather_is_warned_of(caplog):
-    cfg = geometry()
-    for devices, said in ((8, False), (16, True)):
-        home = SimpleNamespace(mesh=SimpleNamespace(size=devices))
-        model = SimpleNamespace(home=home, config=cfg, dtype=np.dtype("float32"))
-        config = EngineConfig(mesh=f"ep={devices}", max_prefill_tokens=64)
-        caplog.clear()
-        warn_of_gathering(config, model)
-        assert ("rows are gathered by all devices" in caplog.text) is said
-    # Two layers, 15 others, 64 rows: 64 elements and 2 K + 1 words there, 64 elements back.
-    words = 2 * 64 + 2 * cfg.experts_per_token + 1
-    assert f"{2 * 15 * 64 * 4 * words / 2**20:.3g} MiB" in caplog.text

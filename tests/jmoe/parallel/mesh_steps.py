@@ -17,9 +17,10 @@ from jmoe.brownout import strategy_code
 from jmoe.experts import ExpertPool
 from jmoe.model import LOOKAHEAD, layers_of, unstack
 from jmoe.packed_rows import NUM_COLUMNS, empty_deltas, empty_rows, pack_row
-from jmoe.parallel import cost, experts
+from jmoe.parallel import cost, delivery, experts
 from jmoe.parallel import steps as on
 from jmoe.parallel.copies import with_copies
+from jmoe.parallel.cost import Delivery
 from jmoe.parallel.home import Home, make_mesh
 from jmoe.parallel.placement import Placement, contiguous, from_hosts, slots_per_layer
 from jmoe.parallel.probe import Probe
@@ -87,17 +88,20 @@ def one_device(name):
 
 
 @cache
-def many_devices(name, count, phase, replication=None, per_pass=None, halves=False):
-    """`per_pass` is of visits, where it is not as many as are served; `halves`: rows travel so."""
+def many_devices(name, count, phase, replication=None, per_pass=None, halves=False, way=None):
+    """`per_pass` is of visits, where it is not as many as are served; `halves`: rows travel so;
+    `way`: they are delivered so.
+    """
     cfg = model_of(name).config
     step = decode_step if phase == "decode" else partial(prefill_step, replication=replication)
     step = partial(step, cfg, max_active=cfg.num_experts)
-    sized = cost.MeshStep.visits_of_pass if per_pass is None else lambda step: per_pass
+    sized = cost.MeshStep.visits_of_pass if per_pass is None else lambda step, _: per_pass
 
     def traced(*arguments):
         with (
             mock.patch.object(cost.MeshStep, "visits_of_pass", sized),
             mock.patch.object(experts, "in_halves", return_value=halves),
+            mock.patch.object(delivery, "delivery_of", return_value=way),
         ):
             return step(*arguments)
 
@@ -184,9 +188,10 @@ def check_same(
     moved=None,
     per_pass=None,
     halves=False,
+    way=None,
 ):
     """`served` makes parameters of the model's, and `moved` changes the weights on the mesh, before
-    they are used; `per_pass` and `halves` are as of `many_devices`.
+    they are used; `per_pass`, `halves` and `way` are as of `many_devices`.
     """
     model, (prefill, decode) = model_of(name), one_device(name)
     control = np.array([percent, strategy_code(strategy)], np.int32)
@@ -200,8 +205,9 @@ def check_same(
     want = play(model, prefill, decode, state_of(model, MOST * SLOTS), model.weights, alone)
 
     mesh = make_mesh(count)
-    prefill = many_devices(name, count, "prefill", replication, per_pass, halves)
-    decode = many_devices(name, count, "decode", per_pass=per_pass, halves=halves)
+    sent = {"per_pass": per_pass, "halves": halves, "way": way}
+    prefill = many_devices(name, count, "prefill", replication, **sent)
+    decode = many_devices(name, count, "decode", **sent)
     home = Home(mesh, placement)
     resident = ResidentWeights(home.spread(model.weights), model.united, home=home)
     resident.use_way(model.way)
@@ -384,6 +390,39 @@ def test_rows_that_travel_in_halves(name, count, per_pass, strategy):
     for one, other in zip(whole, halves, strict=True):
         np.testing.assert_array_equal(one.tokens, other.tokens)
         np.testing.assert_array_equal(one.logits, other.logits)
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "way", "per_pass", "strategy"),
+    [
+        ("bundled", 1, Delivery(16), None, "partial"),
+        ("bundled", 2, Delivery(16), None, "full"),
+        ("bundled", 8, Delivery(16), None, "partial"),
+        ("bundled", 8, Delivery(3), None, "partial"),
+        ("bundled", 8, Delivery(16, 2, 64), None, "partial"),
+        ("bundled", 8, Delivery(16, 4, 32), 5, "full"),
+        ("bundled", 8, Delivery(4, 4, 4), None, "partial"),
+        ("bundled", 8, Delivery(16, 2, 9), None, "zero"),
+        ("skewed bundled", 8, Delivery(6), None, "zero"),
+        ("skewed bundled", 8, Delivery(9, 4, 12), 3, "zero"),
+        ("qwen2_moe", 4, Delivery(5), 2, "full"),
+        ("qwen3_moe_mixed_yarn", 4, Delivery(16, 2, 32), None, "full"),
+        ("gpt_oss", 4, Delivery(1), None, "full"),
+        ("deepseek_v3", 4, Delivery(2, 2, 3), 1, "full"),
+    ],
+)
+def test_rows_that_go_where_they_are_needed_alone(name, count, way, per_pass, strategy):
+    """As on one device, whether they have room or go in blocks; in one hop, with the bits of rows
+    that go everywhere.
+    """
+    model = model_of(name)
+    spare = spare_of(name, count) if count in ROOM.get(name, {}) else 0
+    placement = contiguous(*size_of(model), count, spare=spare)
+    given = name, count, placement, 30, strategy
+    got = check_same(*given, per_pass=per_pass, way=way)
+    if not way.node:
+        for one, other in zip(check_same(*given, per_pass=per_pass), got, strict=True):
+            np.testing.assert_array_equal(one.logits, other.logits)
 
 
 def router_as_probes(model):

@@ -22,7 +22,7 @@ from jmoe.config import from_hf
 from jmoe.experts import ExpertPool, ExpertTable
 from jmoe.mixed import MixedWeights, mixed_decode_step
 from jmoe.packed_rows import NUM_COLUMNS
-from jmoe.parallel import cost, experts
+from jmoe.parallel import cost, delivery, experts
 from jmoe.parallel.experts import AXIS
 from jmoe.parallel.replicas import Replication
 from jmoe.parallel.steps import STEPS, mixed, spread
@@ -243,6 +243,26 @@ def test_halves_travel_under_visits_of_the_other_half(mesh):
     assert len(rows) == 8
     assert all(PASS_VISITS < 2 * each <= PASS_VISITS + 2 * PADDED for each in rows)
     assert sum(counts.values()) <= 190
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("way", "hops", "launches"),
+    [(cost.Delivery(1300), 1, 205), (cost.Delivery(2048, 4, 2600), 2, 228)],
+)
+def test_rows_are_delivered_without_copies(mesh, monkeypatch, way, hops, launches):
+    """Numbers of all rows travel to all; rows by an all-to-all a hop, there and back. Blocks and
+    passes are loops, the latter in the former's body, too.
+    """
+    monkeypatch.setattr(delivery, "delivery_of", lambda *_: way)
+    program = compile_step(mesh, "prefill", 2)
+    check_memory(program, 0.7 * GIB)
+    assert program.copied() == {}
+    counts = count_launches(program.hlo)
+    sent = counts["all-to-all"] + counts["all-to-all-start"]
+    assert (counts["all-gather"], sent, counts["reduce-scatter"]) == (2, 2 * hops * 2, 0)
+    assert (counts["while"], program.hlo.count(" while(")) == (4, 6)
+    assert sum(counts.values()) <= launches
 
 
 @pytest.mark.exhaustive

@@ -2,6 +2,7 @@
 
 import json
 import math
+import random
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,12 +15,14 @@ from hypothesis import strategies as st
 
 from jmoe.config import from_hf
 from jmoe.parallel import cost
+from jmoe.parallel.delivery import delivery_of
 from jmoe.parallel.experts import AXIS, gather_rows, in_halves
 from pallas_kernels.backend import traced_for
 
 PUBLISHED = Path(__file__).parents[2] / "published_configs"
 QWEN = from_hf(json.loads((PUBLISHED / "Qwen3-235B-A22B.json").read_text()))
 MIXTRAL = from_hf(json.loads((PUBLISHED / "Mixtral-8x7B-v0.1.json").read_text()))
+PHI = from_hf(json.loads((PUBLISHED / "Phi-3.5-MoE-instruct.json").read_text()))
 # Round numbers: 4 experts of 120 bytes, 2 a row, 60 operations of 2 a visit.
 SMALL = replace(
     QWEN, d_model=5, d_ff_expert=4, num_experts=4, experts_per_token=2, moe_layers=(True,) * 94
@@ -176,8 +179,8 @@ def test_bytes_are_those_of_the_all_gather_that_is_served(dtype):
     assert len(sent) == 1
     per_layer = (devices - 1) * sent[0].size * sent[0].dtype.itemsize
     bytes_ = cost.MeshStep(QWEN, devices, rows, jnp.dtype(dtype).itemsize).exchange_bytes()
-    assert bytes_.gathered == 94 * per_layer
-    assert bytes_.scattered == 94 * 7 * rows * 4096 * jnp.dtype(dtype).itemsize
+    assert bytes_.there == 94 * per_layer
+    assert bytes_.home == 94 * 7 * rows * 4096 * jnp.dtype(dtype).itemsize
 
 
 def test_buffers_by_hand():
@@ -189,8 +192,12 @@ def test_buffers_by_hand():
     step = cost.MeshStep(SMALL, 8, 10_000, 2)
     assert step.gathered_buffer_bytes() > expected  # so small rows cost nothing
     wide = replace(SMALL, d_model=1000)
-    expected = 80_000 * 1000 * (2 + 4) + 40_000 * (1000 + 4 + 1000) * 2
+    # Delivered, with room for 3,750 rows of each device, which leave as they arrive.
+    expected = 30_000 * 1000 * (2 + 2 + 4) + 60_000 * (1000 + 4 + 1000) * 2
     assert step._replace(cfg=wide).gathered_buffer_bytes() == expected
+    step = step._replace(cfg=replace(wide, experts_per_token=4))  # each row is for all
+    expected = 80_000 * 1000 * (2 + 4) + 80_000 * (1000 + 4 + 1000) * 2
+    assert step.gathered_buffer_bytes() == expected
 
 
 def test_passes_by_hand():
@@ -272,3 +279,85 @@ def test_passes_of_a_large_model():
     """Prefill steps have them, and no decode step of a usual size."""
     assert cost.MeshStep(QWEN, 8, 2048, 2).visits_of_pass() == 2 * 2048 * 8
     assert cost.MeshStep(QWEN, 8, 256, 2).visits_of_pass() is None
+
+
+def test_delivery_by_hand():
+    """Of 8 experts on 8 devices a row needs 2: a quarter of the rows for each device."""
+    step = cost.MeshStep(MIXTRAL, 8, 2048, 2)
+    way = step.delivery()
+    assert way == cost.Delivery(768)  # 1.5 times
+    assert (way.block(8), step.received(way)) == (768, 8 * 768)
+    numbers, elements = 4 * 5, 2 * 4096
+    there = 7 * 768 * (elements + 4 * 4) + 7 * 2048 * numbers
+    assert step.exchange_bytes() == (32 * there, 32 * 7 * 768 * elements)
+    # Of all devices' rows' ways, 2 x 7 x 2048, are left 1.5 quarters; sorted rows are fewer.
+    way_s = 7 * 2048 * 2 * elements / 360e9
+    sorted_s = (step._sorted_s() - step._sorted_s(8 * 768)) - 7 * 2048 * 16 * 0.375 / 360e9
+    saved_s = way_s * 0.625 + sorted_s - cost.LOOP_S - cost.DELIVERY_S
+    assert step.saved_by_delivery(way) == pytest.approx(saved_s, rel=1e-3)
+    assert saved_s > step.saved_by_halves() > 0
+    # Two nodes: a row is for each with a chance of 11 / 14, which leaves no room to save.
+    assert cost.MeshStep(MIXTRAL, 16, 2048, 2).delivery() is None
+    assert cost.Delivery(9, 4, 13).block(8) == 6  # rows for one device may all come from both nodes
+    assert cost.Delivery(9, 4, 1).block(8) == 1
+
+
+@pytest.mark.parametrize(
+    ("cfg", "devices", "tokens", "node"),
+    [
+        *((QWEN, devices, 2048, None) for devices in (2, 8, 16, 64)),
+        (MIXTRAL, 8, 32, None),
+        (MIXTRAL, 8, 2048, 0),
+        (MIXTRAL, 64, 2048, 0),
+        (PHI, 64, 2048, 8),
+        (PHI, 1, 2048, None),
+        (PHI, 13, 2048, 0),
+    ],
+)
+def test_rows_are_delivered_where_that_saves_some(cfg, devices, tokens, node):
+    """Few picks a row, or many devices; of many picks nearly all devices are visited."""
+    way = cost.MeshStep(cfg, devices, tokens, 2).delivery()
+    assert (None if way is None else way.node) == node
+    h = jnp.zeros((tokens, cfg.d_model), jnp.bfloat16)
+    assert delivery_of(cfg, h, devices) is None  # on a CPU
+    with traced_for("cuda"):
+        assert delivery_of(cfg, h, devices) == way
+
+
+@pytest.mark.parametrize(
+    ("experts", "top_k", "parts"), [(128, 8, 16), (128, 8, 8), (160, 8, 64), (60, 4, 8), (8, 2, 16)]
+)
+def test_distinct_parts_by_sampling(experts, top_k, parts):
+    rng = random.Random(7)
+    short, longer = divmod(experts, parts)
+    part_of = [p for p in range(parts) for _ in range(short + (p < longer))]
+    draws = 4000
+    seen = sum(len({part_of[e] for e in rng.sample(range(experts), top_k)}) for _ in range(draws))
+    assert cost.distinct_parts(experts, top_k, parts) == pytest.approx(seen / draws, rel=0.01)
+
+
+def test_distinct_parts_by_hand():
+    assert cost.distinct_parts(4, 2, 2) == pytest.approx(1 / 3 * 1 + 2 / 3 * 2)
+    assert cost.distinct_parts(4, 2, 1) == 1
+    assert cost.distinct_parts(4, 2, 512) == pytest.approx(2)
+
+
+@pytest.mark.parametrize("devices", [8, 16, 64])
+def test_rows_moved_by_counting_them(devices):
+    """Each row's way, hop by hop, from drawn picks: what the average device receives."""
+    rng, draws = random.Random(3), 3000
+    experts, top_k = QWEN.num_experts, QWEN.experts_per_token
+    counts = {way: [0, 0] for way in ("all-gather", "direct", "forwarded")}  # by NVLink, by network
+    for _ in range(draws):
+        sender = rng.randrange(devices)
+        needed = {e * devices // experts for e in rng.sample(range(experts), top_k)}
+        for way, there in (("all-gather", set(range(devices))), ("forwarded", needed)):
+            for node in {device // 8 for device in there}:
+                landing = 8 * node + sender % 8
+                counts[way][1] += node != sender // 8
+                counts[way][0] += sum(d // 8 == node and d != landing for d in there)
+        for device in needed - {sender}:
+            counts["direct"][device // 8 != sender // 8] += 1
+    for way, (nvlink, nic) in counts.items():
+        expected = pytest.approx((nvlink / draws, nic / draws), rel=0.03, abs=1e-9)
+        assert cost.rows_moved(way, experts, top_k, devices) == expected
