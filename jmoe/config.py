@@ -98,6 +98,8 @@ class ModelConfig:
     """Rows and columns of a matrix of the checkpoint in fp8 that share a scale; 0: all of them."""
     strategy: Own | None = None  # of brownout, a user's own, that programs are made with
     int4: Int4 | None = None  # how the checkpoint packs matrices in four bits, if it does
+    exchange: str = "auto"
+    """How rows meet experts over a mesh, by name (`jmoe.parallel.cost.MeshStep.exchange`)."""
 
     def __post_init__(self) -> None:
         """Raises ConfigError where fields contradict each other."""

@@ -422,6 +422,14 @@ class EngineConfig:
         "Parallelism",
         metavar="ep=N",
     )
+    exchange: str = setting(
+        "auto",
+        "How rows reach experts over a mesh, where a step copies none. all-gather: all go to all; "
+        "halves: so, in two parts; direct, or forwarded by nodes: to the devices that need them. "
+        "auto: as reckoned fastest (expert-parallelism.md).",
+        one_of("auto", "all-gather", "halves", "direct", "forwarded"),
+        "Parallelism",
+    )
     coordinator: str = setting(
         "",
         "Address of process 0 of a mesh over several processes. Give this and the next two to "

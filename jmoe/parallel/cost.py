@@ -10,7 +10,7 @@ them a row, N replicas a device.
 
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from jmoe.config import ModelConfig
 from jmoe.display import seconds
@@ -80,6 +80,10 @@ DELIVERY_S = 100e-6
 """Of what a layer launches more whose rows are delivered: 34 small kernels, or 45 where they are
 forwarded (eight H200s, `tests/jmoe/parallel/test_compile_eight_h200.py`), at 2.5 us. Not measured
 by jmoe."""
+
+
+AllGather = Literal["all-gather", "halves"]
+"""All rows to all devices, at once or in two halves (`MeshStep.saved_by_halves`)."""
 
 
 class Delivery(NamedTuple):
@@ -271,9 +275,7 @@ class MeshStep(NamedTuple):
         sorted_rows = others or self.num_devices * own
         if fit is None:
             total += gather_s + self._experts_s(imbalance * own, self.held)
-            total -= max(
-                0.0, self.saved_by_halves(), *map(self.saved_by_delivery, self._deliveries())
-            )
+            total -= self.saved()
         else:
             sent = fit.per_pair * self.num_devices * expert_bytes(self.cfg, self.dtype_bytes)
             local = self._local_share(fit.num_replicas)
@@ -330,15 +332,25 @@ class MeshStep(NamedTuple):
         saved_s = there_s + whole_s + home_s + self._sorted_s() - under_s
         return saved_s - 2 * half._sorted_s() - HALVES_S
 
-    def delivery(self) -> Delivery | None:
-        """Returns how rows are delivered to the devices that need them; None: all rows to all
-        devices takes no longer, by what `saved_by_delivery` reckons.
+    def exchange(self) -> Delivery | AllGather:
+        """Returns how rows and experts meet: as `cfg.exchange` says, or what is reckoned to save
+        most. Inside one node nothing is forwarded.
         """
-        found = [one for one in self._deliveries() if self.saved_by_delivery(one) > 0]
-        best = max(found, key=self.saved_by_delivery, default=None)
-        if best is None or self.saved_by_delivery(best) <= self.saved_by_halves():
-            return None
-        return best
+        return self._exchange()[1]
+
+    def saved(self) -> float:
+        """Returns the seconds a layer that `exchange` saves over all rows to all at once."""
+        return self._exchange()[0]
+
+    def _exchange(self) -> tuple[float, Delivery | AllGather]:
+        found: dict[str, tuple[float, Delivery | AllGather]] = {"all-gather": (0.0, "all-gather")}
+        if self.num_devices > 1:
+            found["halves"] = self.saved_by_halves(), "halves"
+            found |= {name: (self.saved_by_delivery(way), way) for name, way in self._deliveries()}
+        wanted = self.cfg.exchange
+        if wanted == "auto":
+            wanted = max(found, key=lambda name: found[name][0])
+        return found.get(wanted, found["all-gather"])
 
     def saved_by_delivery(self, delivery: Delivery) -> float:
         """Returns the seconds a layer that a step saves whose rows are delivered, over one whose
@@ -360,18 +372,17 @@ class MeshStep(NamedTuple):
             return delivery.node * delivery.inside
         return self.num_devices * delivery.room
 
-    def _deliveries(self) -> Iterator[Delivery]:
-        """Yields the ways that have less room than all rows would take."""
+    def _deliveries(self) -> Iterator[tuple[str, Delivery]]:
+        """Yields each way to deliver rows, by its name."""
         devices, rows = self.num_devices, self.tokens_per_device
 
         def room(parts: int, of: int = 1) -> int:
             return min(of * rows, math.ceil(ROOM * of * self._for_each_of(parts)))
 
-        if room(devices) < rows:
-            yield Delivery(room(devices))
+        yield "direct", Delivery(room(devices))
         if 1 < (node := node_of(devices)) < devices:
             nodes = devices // node
-            yield Delivery(room(nodes), node, room(devices, nodes))
+            yield "forwarded", Delivery(room(nodes), node, room(devices, nodes))
 
     def _for_each_of(self, parts: int) -> float:
         """Returns the rows of a device that each of so many even parts of the experts needs."""
@@ -397,12 +408,13 @@ class MeshStep(NamedTuple):
         """
         layers, others = self.cfg.num_moe_layers, self.num_devices - 1
         elements, all_rows = self.cfg.d_model * self.dtype_bytes, others * self.tokens_per_device
-        if (delivery := self.delivery()) is None:
+        way = self.exchange()
+        if not isinstance(way, Delivery):
             rows = layers * all_rows
             return ExchangeBytes(rows * (elements + self._numbers()), rows * elements)
-        rows = others * delivery.room
-        if node := delivery.node:
-            rows = (self.num_devices // node - 1) * delivery.room + (node - 1) * delivery.inside
+        rows = others * way.room
+        if node := way.node:
+            rows = (self.num_devices // node - 1) * way.room + (node - 1) * way.inside
         there = rows * (elements + self._numbers() - 4) + all_rows * self._numbers()
         return ExchangeBytes(layers * there, layers * rows * elements)
 
@@ -424,12 +436,13 @@ class MeshStep(NamedTuple):
         The rows that arrive, those that leave where rows are delivered, and sums in float32; and
         the visits' rows, hidden rows and results, of one pass (`visits_of_pass`) or of all rows.
         """
-        cfg, delivery = self.cfg, self.delivery()
-        rows = self.num_devices * self.tokens_per_device
-        rows = rows if delivery is None else self.received(delivery)
+        cfg, way = self.cfg, self.exchange()
+        rows, copies = self.num_devices * self.tokens_per_device, 1
+        if isinstance(way, Delivery):
+            rows, copies = self.received(way), 2
         visits = self.visits_of_pass(rows) or rows * cfg.experts_per_token
         per_visit = 2 * cfg.d_model + cfg.d_ff_expert
-        per_row = self.dtype_bytes * (1 if delivery is None else 2) + 4
+        per_row = self.dtype_bytes * copies + 4
         return rows * cfg.d_model * per_row + visits * per_visit * self.dtype_bytes
 
     def _local_share(self, num_replicas: int) -> float:

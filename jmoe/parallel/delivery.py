@@ -1,6 +1,6 @@
 """Rows of a mesh that travel to the devices whose experts they visit, and to no other.
 
-Where that takes less time than an all-gather (`cost.MeshStep.delivery`: few picks a row, or many
+Where that takes less time than an all-gather (`cost.MeshStep.exchange`: few picks a row, or many
 devices) what all devices gather is ids, gate weights and flags; rows follow in an all-to-all, once
 to each device that needs them, in one hop; or in two, once to each node that needs them, and inside
 from there to each device (as DeepEP forwards them). Their sums go back the same way.
@@ -39,23 +39,26 @@ from pallas_kernels.backend import backend
 def over_mesh(
     cfg: ModelConfig, pool: Pool, table: ExpertTable, asked: Asked, max_active: int
 ) -> Answered:
-    """Serves the rows of this device wherever their experts are, by the exchange that is reckoned
-    to take least. A `jmoe.moe.Exchange`.
+    """Serves the rows of this device wherever their experts are, by the exchange that is asked for
+    or reckoned to take least. A `jmoe.moe.Exchange`.
     """
     assert table.hosts is not None
-    delivery = delivery_of(cfg, asked.h, table.hosts.shape[1])
-    if delivery is None:
-        return gathered(cfg, pool, table, asked, max_active)
-    return delivered(cfg, pool, table, asked, max_active, delivery)
+    way, given = exchange_of(cfg, asked.h, table.hosts.shape[1]), (cfg, pool, table, asked)
+    if isinstance(way, cost.Delivery):
+        return delivered(*given, max_active, way)
+    return gathered(*given, max_active, halves=way == "halves")
 
 
-def delivery_of(cfg: ModelConfig, h: Float[Array, "T d"], num_devices: int) -> cost.Delivery | None:
-    """Returns how rows are delivered where `h` are a device's own; None: to all devices. A CPU's
-    devices share their memory.
+def exchange_of(
+    cfg: ModelConfig, h: Float[Array, "T d"], num_devices: int
+) -> cost.Delivery | cost.AllGather:
+    """Returns how rows and experts meet where `h` are a device's own. A CPU's devices share their
+    memory, and compute nothing meanwhile; an odd number of rows has no halves.
     """
-    if backend() == "cpu":
-        return None
-    return cost.MeshStep(cfg, num_devices, len(h), h.dtype.itemsize).delivery()
+    if cfg.exchange == "auto" and backend() == "cpu":
+        return "all-gather"
+    way = cost.MeshStep(cfg, num_devices, len(h), h.dtype.itemsize).exchange()
+    return "all-gather" if way == "halves" and len(h) % 2 else way
 
 
 def delivered(

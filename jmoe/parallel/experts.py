@@ -5,8 +5,9 @@ of its own, the same number everywhere; all of them, in the order of devices, ar
 travel to every device in one all-gather, each device computes the visits that fall to it, and a
 reduce-scatter brings a row's parts home (Libra, section 3.1).
 
-Where that gains (`cost.MeshStep.saved_by_halves`) rows travel in two halves, every second row each:
-the second one comes under visits of the first, whose sums leave under visits of the second.
+Rows may travel in two halves, every second row each: the second one comes under visits of the
+first, whose sums leave under visits of the second. `jmoe.parallel.delivery` chooses, and has
+another exchange.
 
 A device's part of the visits varies, up to all of them; arrays of rows sorted for experts have room
 for `cost.OVER` times the mean, and the rows that are over wait for further passes (`in_passes`).
@@ -115,17 +116,23 @@ def hosts_in_turn(expert_ids: Int[Array, "N K"], hosts: Bool[Array, "E D"]) -> I
 
 
 def gathered(
-    cfg: ModelConfig, pool: Pool, table: ExpertTable, asked: Asked, max_active: int
+    cfg: ModelConfig,
+    pool: Pool,
+    table: ExpertTable,
+    asked: Asked,
+    max_active: int,
+    *,
+    halves: bool = False,
 ) -> Answered:
-    """Serves the rows of this device wherever their experts are. A `jmoe.moe.Exchange`.
+    """Serves the rows of this device wherever their experts are, at once or in two halves. A
+    `jmoe.moe.Exchange`.
 
     One brownout plan covers the rows of all devices. The table's slots are this device's own (-1:
     not here), its hosts say who has which expert. Rows by expert are those, of all devices, that
     this one computed.
     """
     assert table.hosts is not None
-    num_rows = asked.h.shape[0]
-    parts = 2 if in_halves(cfg, asked.h, table.hosts.shape[1]) else 1
+    num_rows, parts = asked.h.shape[0], 2 if halves else 1
     h = asked.h.reshape(-1, parts, asked.h.shape[1])
     _, ids, rows, plan = planned_together(cfg, table, asked, h[:, 0])
     device = lax.axis_index(AXIS)
@@ -169,15 +176,6 @@ def planned_together(
     flags = rows.valid, rows.exempt
     plan = planned(cfg, rows.ids, rows.weights, table.groups, *flags, asked.control)
     return weights, ids, rows, plan
-
-
-def in_halves(cfg: ModelConfig, h: Float[Array, "T d"], num_devices: int) -> bool:
-    """Returns whether rows travel in two halves, where `h` are a device's own: a CPU computes
-    nothing meanwhile.
-    """
-    if backend() == "cpu" or len(h) % 2:
-        return False
-    return cost.MeshStep(cfg, num_devices, len(h), h.dtype.itemsize).saved_by_halves() > 0
 
 
 def visits_of_pass(

@@ -230,15 +230,14 @@ def _steps(cfg: "ModelConfig", num_devices: int) -> list[tuple[str, str]]:
     for tokens in (DECODE_BUCKET, *PREFILL_BUCKETS):
         step = MeshStep(cfg, num_devices, tokens, DTYPE_BYTES)
         there, home = map(size, step.exchange_bytes())
-        if (delivery := step.delivery()) is not None:
+        if not isinstance(way := step.exchange(), str):
             text = f"{there} and {home} back, to the devices alone that need a row"
-            text += f", inside nodes of {delivery.node}" if delivery.node else ""
-            saved_s = step.saved_by_delivery(delivery)
-            text += f": takes {seconds(saved_s)} a layer less than to all"
+            text += f", inside nodes of {way.node}" if way.node else ""
+            text += f": takes {seconds(step.saved())} a layer less than to all"
         else:
             text = f"{there} by all-gather, {home} by reduce-scatter"
-            if (saved_s := step.saved_by_halves()) > 0:
-                text += f"; in halves, which takes {seconds(saved_s)} a layer less"
+            if way == "halves":
+                text += f"; in halves, which takes {seconds(step.saved())} a layer less"
         sent.append((f"sent at {tokens:,} tokens a device", text))
     for tokens in PREFILL_BUCKETS:
         step = MeshStep(cfg, num_devices, tokens, DTYPE_BYTES)

@@ -162,6 +162,7 @@ def spare_slots_that_fit(
         quantize = quantize_as(config.quantize, cfg)
         slot = _size(jax.eval_shape(partial(empty_pool, cfg, 1, dtype, quantize)))
         held = cfg.num_moe_layers * slots_per_layer(cfg.num_experts + num_united, num_devices)
+        cfg = replace(cfg, exchange=config.exchange)
         step = MeshStep(cfg, num_devices, config.max_prefill_tokens, dtype.itemsize)
         rows = step.gathered_buffer_bytes()
         free = free // num_devices if on_cpu else free  # CPU devices share the host's memory

@@ -498,6 +498,11 @@ def _check_together(config: ServerConfig, require: Any) -> None:
             f"0 unless engine.mesh is ep=2 or more, and it is {engine.mesh!r}",
         )
     require(
+        engine.exchange == "auto" or mesh_devices(engine.mesh) > 1,
+        "engine.exchange",
+        f"auto unless engine.mesh is ep=2 or more, and it is {engine.mesh!r}",
+    )
+    require(
         not engine.balance.load_file or bool(engine.balance.spare_slots),
         "engine.balance.load_file",
         "empty unless engine.balance.spare_slots is 1 or more",

@@ -19,6 +19,7 @@ from jmoe.beside import belongs, digest_in_family, digest_of
 from jmoe.checkpoint import config_of, is_native
 from jmoe.expected_loss import Kind, file_of
 from jmoe.family import Family, load_family
+from jmoe.parallel.cost import NODE, node_of
 from jmoe.parallel.home import make_mesh
 from serving.config import EngineConfig
 from serving.control.losses import Curve, Curves, Losses
@@ -47,6 +48,11 @@ def make_mesh_of(config: EngineConfig) -> Mesh | None:
     if not config.mesh:
         return None
     count = mesh_devices(config.mesh)
+    if config.exchange == "forwarded" and not 1 < (node := node_of(count)) < count:
+        raise SettingsError(
+            f"engine.exchange is 'forwarded', and engine.mesh {config.mesh!r} is {count // node} "
+            f"nodes of {node}; it takes several nodes of 2 to {NODE} devices each"
+        )
     own = count // max(1, config.num_processes)
     want_cpu_devices(own)
     have = len(jax.local_devices()), jax.device_count()

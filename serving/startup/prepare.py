@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -179,8 +179,12 @@ def build(
         home = loaded.home
         spare = home.spare if len(family) == 1 else None
         check_balance(loaded.config, home.mesh.size, config.balance, spare=spare)
+    if config.exchange != "auto":
+        family = _made_with(family, exchange=config.exchange)
     if (strategy := own_strategy(config.brownout.strategy)) is not None:
-        family = _with_strategy(family, Own(strategy, guarded=True))
+        own = Own(strategy, guarded=True)
+        own.probe(loaded.config.num_experts, loaded.config.experts_per_token)
+        family = _made_with(family, strategy=own)
     ways = allowed_ways(config.brownout, family)
     starting_strategy(config.brownout.strategy, ways[0] if ways else 0)
     if config.brownout.levels:
@@ -196,11 +200,9 @@ def build(
     return fitting, family, runner, ways
 
 
-def _with_strategy(family: Family, own: Own) -> Family:
-    """Returns the same models, whose programs are made with a user's own strategy."""
-    cfg = family.config
-    own.probe(cfg.num_experts, cfg.experts_per_token)
-    models = [replace(one, config=replace(one.config, strategy=own)) for one in family]
+def _made_with(family: Family, **fields: Any) -> Family:
+    """Returns the same models, whose programs are made with other fields of their config."""
+    models = [replace(one, config=replace(one.config, **fields)) for one in family]
     return replace(family, models=tuple(models))
 
 

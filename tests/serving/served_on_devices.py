@@ -63,13 +63,22 @@ async def test_rows_of_every_rank_are_shaped_as_on_one_device() -> None:
 
 
 @pytest.mark.parametrize(
-    ("golden", "kv_cache_dtype"), [*((name, "auto") for name in ARCHITECTURES), ("gpt_oss", "fp8")]
+    ("golden", "changes"),
+    [
+        *((name, {}) for name in ARCHITECTURES),
+        ("gpt_oss", {"kv_cache_dtype": "fp8"}),
+        ("mixtral", {"exchange": "direct"}),
+        ("glm4_moe", {"exchange": "halves"}),
+    ],
+    ids=str,
 )
-async def test_two_devices_write_what_the_notebook_writes(golden: str, kv_cache_dtype: str) -> None:
+async def test_two_devices_write_what_the_notebook_writes(
+    golden: str, changes: dict[str, str]
+) -> None:
     """Experts of each architecture on two devices, prompts that begin alike, and too few pages."""
     sizes = {"max_num_seqs": 8, "page_size": 4, "num_pages": 20, "max_model_len": 40}
     given = {"model": str(GOLDEN / golden), "mesh": "ep=2", "prefix_reuse": "on"}
-    given |= {"kv_cache_dtype": kv_cache_dtype}
+    given |= changes
     given |= {"decode_buckets": (8,), "prefill_buckets": (32,), "threshold_buckets_percent": (100,)}
     engine = await Engine.start(config(**sizes, **given, compilation_cache=""))
     try:
@@ -81,6 +90,7 @@ async def test_two_devices_write_what_the_notebook_writes(golden: str, kv_cache_
         assert sum(engine.scheduler.num_evictions.values()) > 0
     finally:
         await engine.stop()
+    kv_cache_dtype = changes.get("kv_cache_dtype", "auto")
     model = jmoe.load(GOLDEN / golden, "float32", kv_cache_dtype=kv_cache_dtype)
     check(model, asked, found, tie=1e-3 if kv_cache_dtype == "auto" else 0.05)
 

@@ -56,6 +56,19 @@ def test_a_model_has_to_lie_on_the_mesh_that_is_asked_for():
     assert make_mesh(1).size == 1
 
 
+def test_an_exchange_needs_a_mesh_and_forwarding_several_nodes():
+    with pytest.raises(
+        SettingsError, match=r"engine.exchange is 'direct'; .*auto unless engine.me"
+    ):
+        settings.load("demo", {"engine.exchange": "direct"})
+    with pytest.raises(SettingsError, match=r"engine.exchange is .all.; .*all-gather"):
+        settings.load("demo", {"engine.exchange": "all", "engine.mesh": "ep=2"})
+    for count, nodes in ((8, "1 nodes of 8"), (13, "13 nodes of 1")):
+        config = EngineConfig(mesh=f"ep={count}", exchange="forwarded")
+        with pytest.raises(SettingsError, match=f"'ep={count}' is {nodes}; it takes several"):
+            prepare(config, None, lambda *_: None)
+
+
 @pytest.mark.parametrize("name", ["replicas", "spare_slots"])
 def test_copies_need_a_mesh(name):
     key = f"engine.balance.{name}"

@@ -17,7 +17,7 @@ from jmoe.brownout import strategy_code
 from jmoe.experts import ExpertPool
 from jmoe.model import LOOKAHEAD, layers_of, unstack
 from jmoe.packed_rows import NUM_COLUMNS, empty_deltas, empty_rows, pack_row
-from jmoe.parallel import cost, delivery, experts
+from jmoe.parallel import cost, delivery
 from jmoe.parallel import steps as on
 from jmoe.parallel.copies import with_copies
 from jmoe.parallel.cost import Delivery
@@ -88,10 +88,8 @@ def one_device(name):
 
 
 @cache
-def many_devices(name, count, phase, replication=None, per_pass=None, halves=False, way=None):
-    """`per_pass` is of visits, where it is not as many as are served; `halves`: rows travel so;
-    `way`: they are delivered so.
-    """
+def many_devices(name, count, phase, replication=None, per_pass=None, way="all-gather"):
+    """`per_pass` is of visits, where it is not as many as are served; rows travel by `way`."""
     cfg = model_of(name).config
     step = decode_step if phase == "decode" else partial(prefill_step, replication=replication)
     step = partial(step, cfg, max_active=cfg.num_experts)
@@ -100,8 +98,7 @@ def many_devices(name, count, phase, replication=None, per_pass=None, halves=Fal
     def traced(*arguments):
         with (
             mock.patch.object(cost.MeshStep, "visits_of_pass", sized),
-            mock.patch.object(experts, "in_halves", return_value=halves),
-            mock.patch.object(delivery, "delivery_of", return_value=way),
+            mock.patch.object(delivery, "exchange_of", return_value=way),
         ):
             return step(*arguments)
 
@@ -187,11 +184,10 @@ def check_same(
     served=None,
     moved=None,
     per_pass=None,
-    halves=False,
-    way=None,
+    way="all-gather",
 ):
     """`served` makes parameters of the model's, and `moved` changes the weights on the mesh, before
-    they are used; `per_pass`, `halves` and `way` are as of `many_devices`.
+    they are used; `per_pass` and `way` are as of `many_devices`.
     """
     model, (prefill, decode) = model_of(name), one_device(name)
     control = np.array([percent, strategy_code(strategy)], np.int32)
@@ -205,7 +201,7 @@ def check_same(
     want = play(model, prefill, decode, state_of(model, MOST * SLOTS), model.weights, alone)
 
     mesh = make_mesh(count)
-    sent = {"per_pass": per_pass, "halves": halves, "way": way}
+    sent = {"per_pass": per_pass, "way": way}
     prefill = many_devices(name, count, "prefill", replication, **sent)
     decode = many_devices(name, count, "decode", **sent)
     home = Home(mesh, placement)
@@ -386,7 +382,8 @@ def test_rows_that_travel_in_halves(name, count, per_pass, strategy):
     spare = spare_of(name, count) if count in ROOM.get(name, {}) else 0
     placement = contiguous(*size_of(model), count, spare=spare)
     given = name, count, placement, 30, strategy
-    whole, halves = (check_same(*given, per_pass=per_pass, halves=so) for so in (False, True))
+    ways = "all-gather", "halves"
+    whole, halves = (check_same(*given, per_pass=per_pass, way=way) for way in ways)
     for one, other in zip(whole, halves, strict=True):
         np.testing.assert_array_equal(one.tokens, other.tokens)
         np.testing.assert_array_equal(one.logits, other.logits)

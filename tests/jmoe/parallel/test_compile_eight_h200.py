@@ -22,7 +22,7 @@ from jmoe.config import from_hf
 from jmoe.experts import ExpertPool, ExpertTable
 from jmoe.mixed import MixedWeights, mixed_decode_step
 from jmoe.packed_rows import NUM_COLUMNS
-from jmoe.parallel import cost, delivery, experts
+from jmoe.parallel import cost, delivery
 from jmoe.parallel.experts import AXIS
 from jmoe.parallel.replicas import Replication
 from jmoe.parallel.steps import STEPS, mixed, spread
@@ -203,7 +203,7 @@ def test_a_step_copies_nothing_and_exchanges_rows_once_each_way(mesh, phase, lau
     bound have a loop a layer in prefill, whose body is no launch here; they travel at once.
     """
     if phase == "prefill":
-        monkeypatch.setattr(experts, "in_halves", lambda *_: False)
+        monkeypatch.setattr(delivery, "exchange_of", lambda *_: "all-gather")
     program = compile_step(mesh, phase, 3)
     check_memory(program, 0.05 * GIB if phase == "decode" else 0.7 * GIB)
     assert program.copied() == {}
@@ -254,7 +254,7 @@ def test_rows_are_delivered_without_copies(mesh, monkeypatch, way, hops, launche
     """Numbers of all rows travel to all; rows by an all-to-all a hop, there and back. Blocks and
     passes are loops, the latter in the former's body, too.
     """
-    monkeypatch.setattr(delivery, "delivery_of", lambda *_: way)
+    monkeypatch.setattr(delivery, "exchange_of", lambda *_: way)
     program = compile_step(mesh, "prefill", 2)
     check_memory(program, 0.7 * GIB)
     assert program.copied() == {}

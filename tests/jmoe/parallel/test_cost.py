@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from jmoe.config import from_hf
 from jmoe.parallel import cost
-from jmoe.parallel.delivery import delivery_of
-from jmoe.parallel.experts import AXIS, gather_rows, in_halves
+from jmoe.parallel.delivery import exchange_of
+from jmoe.parallel.experts import AXIS, gather_rows
 from pallas_kernels.backend import traced_for
 
 PUBLISHED = Path(__file__).parents[2] / "published_configs"
@@ -250,10 +250,14 @@ def test_halves_save_what_is_hidden_by_hand():
 def test_a_step_travels_in_halves_where_that_saves_some():
     rows = partial(jnp.zeros, dtype=jnp.bfloat16)
     large, small, odd = (rows((n, QWEN.d_model)) for n in (1024, 512, 1025))
-    assert not in_halves(QWEN, large, 8)  # on a CPU
+    assert exchange_of(QWEN, large, 8) == "all-gather"  # on a CPU
+    asked = replace(QWEN, exchange="halves")
+    assert [exchange_of(asked, h, 8) for h in (small, odd)] == ["halves", "all-gather"]
     with traced_for("cuda"):
-        assert [in_halves(QWEN, h, 8) for h in (large, small, odd)] == [True, False, False]
-        assert not in_halves(QWEN, large, 2)
+        found = [exchange_of(QWEN, h, 8) for h in (large, small, odd)]
+        assert found == ["halves", "all-gather", "all-gather"]
+        assert exchange_of(QWEN, large, 2) == "all-gather"
+        assert exchange_of(replace(QWEN, exchange="all-gather"), large, 8) == "all-gather"
 
 
 @pytest.mark.parametrize(
@@ -284,7 +288,7 @@ def test_passes_of_a_large_model():
 def test_delivery_by_hand():
     """Of 8 experts on 8 devices a row needs 2: a quarter of the rows for each device."""
     step = cost.MeshStep(MIXTRAL, 8, 2048, 2)
-    way = step.delivery()
+    way = step.exchange()
     assert way == cost.Delivery(768)  # 1.5 times
     assert (way.block(8), step.received(way)) == (768, 8 * 768)
     numbers, elements = 4 * 5, 2 * 4096
@@ -297,7 +301,7 @@ def test_delivery_by_hand():
     assert step.saved_by_delivery(way) == pytest.approx(saved_s, rel=1e-3)
     assert saved_s > step.saved_by_halves() > 0
     # Two nodes: a row is for each with a chance of 11 / 14, which leaves no room to save.
-    assert cost.MeshStep(MIXTRAL, 16, 2048, 2).delivery() is None
+    assert cost.MeshStep(MIXTRAL, 16, 2048, 2).exchange() == "halves"
     assert cost.Delivery(9, 4, 13).block(8) == 6  # rows for one device may all come from both nodes
     assert cost.Delivery(9, 4, 1).block(8) == 1
 
@@ -306,6 +310,7 @@ def test_delivery_by_hand():
     ("cfg", "devices", "tokens", "node"),
     [
         *((QWEN, devices, 2048, None) for devices in (2, 8, 16, 64)),
+        (QWEN, 128, 2048, 8),
         (MIXTRAL, 8, 32, None),
         (MIXTRAL, 8, 2048, 0),
         (MIXTRAL, 64, 2048, 0),
@@ -314,14 +319,30 @@ def test_delivery_by_hand():
         (PHI, 13, 2048, 0),
     ],
 )
-def test_rows_are_delivered_where_that_saves_some(cfg, devices, tokens, node):
+def test_rows_are_delivered_where_that_saves_most(cfg, devices, tokens, node):
     """Few picks a row, or many devices; of many picks nearly all devices are visited."""
-    way = cost.MeshStep(cfg, devices, tokens, 2).delivery()
-    assert (None if way is None else way.node) == node
+    step = cost.MeshStep(cfg, devices, tokens, 2)
+    way = step.exchange()
+    assert (way.node if isinstance(way, cost.Delivery) else None) == node
+    assert step.saved() >= max(0, step.saved_by_halves() if devices > 1 else 0)
     h = jnp.zeros((tokens, cfg.d_model), jnp.bfloat16)
-    assert delivery_of(cfg, h, devices) is None  # on a CPU
+    assert exchange_of(cfg, h, devices) == "all-gather"  # on a CPU
     with traced_for("cuda"):
-        assert delivery_of(cfg, h, devices) == way
+        assert exchange_of(cfg, h, devices) == way
+
+
+def test_an_exchange_that_is_asked_for_is_taken():
+    """Whatever it costs."""
+
+    def taken(name, devices, tokens=8):
+        return cost.MeshStep(replace(QWEN, exchange=name), devices, tokens, 2).exchange()
+
+    assert taken("direct", 8) == cost.Delivery(8)  # all rows have room
+    assert taken("direct", 64, 64) == cost.Delivery(12)
+    assert taken("forwarded", 16, 64) == cost.Delivery(64, 8, 80)
+    assert taken("halves", 8) == "halves"
+    for name, devices in (("forwarded", 8), ("direct", 1), ("halves", 1), ("forwarded", 13)):
+        assert taken(name, devices) == "all-gather"
 
 
 @pytest.mark.parametrize(

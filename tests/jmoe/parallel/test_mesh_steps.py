@@ -8,6 +8,7 @@ STEPS = Path(__file__).with_name("mesh_steps.py")
 SHORT = "copied_while and ranges and 30-partial or cannot or no_device or windows or forward_over"
 SHORT += " or (placements and (oss or deepseek)) or generate_over or saved_over"
 SHORT += " or (over_the_bound and (bundled-8 or bundled-4)) or (in_halves and bundled-8-3)"
+SHORT += " or (needed_alone and (bundled-8-way3 or bundled-8-way5))"
 
 
 @pytest.mark.deep
