@@ -32,9 +32,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from types import SimpleNamespace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
-import jax
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils import z85
@@ -45,7 +44,6 @@ from serving.cluster.wire import (
     MOST_FRAMES,
     Buffer,
     Part,
-    Rows,
     Wire,
     WireError,
     to_frames,
@@ -57,8 +55,6 @@ MOST_AT_ONCE = 1024
 """Messages of one `receive`, whoever sent them: who sends without end does not keep it from
 returning.
 """
-LOOKS_EVERY_S = 1e-4
-"""Whether rows have been computed; jax calls nobody back."""
 SAYS_WITHIN_S, SAYS_AFTER = 0.1, 32
 """Time and messages after which a peer is told, by a message of its own, what has come."""
 ASKS_EVERY_S = 0.25
@@ -115,7 +111,7 @@ class _Sent:
         self._frames: list[Buffer] = []
 
     def frames(self) -> list[Buffer]:
-        """Returns the frames, once rows are computed. Raises what their computation raised."""
+        """Returns the frames."""
         if not self._frames:
             self._frames = _frames_of(self.parts)
             self.parts = []
@@ -159,23 +155,18 @@ class _Link:
         self._events.close(linger=0)
         self.socket.close(linger=math.ceil(1e3 * linger_s))
 
-    def flush(self) -> bool:
-        """Sends messages in order, up to the first whose rows have yet to be computed; returns
-        whether there is one.
-        """
+    def flush(self) -> None:
+        """Sends messages in order, as far as the peer takes them."""
         self.is_full = False
         while self.waiting:
             sent = self.waiting[0]
-            if not all(map(_is_computed, sent.parts)):
-                return True
             if sent.number > self._said:
                 if not self._give(sent.number, sent.frames()):
-                    return False
+                    return
                 if not self.unsaid:
                     self.progress_at = time.monotonic()
                 self.unsaid.append(sent)
             self.waiting.popleft()
-        return False
 
     def hear(self, said: int, again: bool, now: float) -> None:
         """Notes up to which number all messages came, and whether later ones are wanted again."""
@@ -241,10 +232,6 @@ def _frames_of(parts: Sequence[Part]) -> list[Buffer]:
     return [frame for part in parts for frame in to_frames(part)]
 
 
-def _is_computed(part: Any) -> bool:
-    return not isinstance(part, jax.Array) or cast(Any, part).is_ready()
-
-
 def _events_of(monitor: zmq.Socket) -> Iterator[tuple[int, int]]:
     """Yields what has happened to a socket, and the value that comes with it."""
     with suppress(zmq.Again):
@@ -266,7 +253,6 @@ class Port:
         messages: Sequence[type],
         key: bytes,
         *,
-        device: Any = None,
         bind: str = "tcp://127.0.0.1:0",
         most_waiting: int = 0,
         greetings: Sequence[type] = (),
@@ -277,7 +263,6 @@ class Port:
             name: by which others know this port.
             messages: types that travel, as of Wire; the same in all ports.
             key: 32 secret bytes, the same in all ports that may talk to each other.
-            device: of jax, where rows that come are put; None: they are NumPy's, read-only.
             bind: address of ZeroMQ, which others have to reach, so none that stands for all
                 interfaces; port 0: one that is free.
             most_waiting: messages for one peer that may wait here, and as many in ZeroMQ's hands
@@ -288,7 +273,7 @@ class Port:
 
         Raises PortError where it cannot listen, WireError for messages that cannot travel.
         """
-        self._wire, self._device, self._most = Wire(messages), device, most_waiting
+        self._wire, self._most = Wire(messages), most_waiting
         self._greetings = Wire(greetings)
         self._curve = z85.encode(key)
         self._public = zmq.curve_public(self._curve)
@@ -354,13 +339,10 @@ class Port:
 
     def send(self, to: str, message: Any) -> None:
         """Sends a message and returns at once, whatever the peer does. One peer's messages come in
-        the order in which they were sent. Rows may have yet to be computed; they leave during a
-        later `send` or `receive`, and until then must not be donated. Arrays of a message must stay
-        as they are.
+        the order in which they were sent. Arrays of a message must stay as they are.
 
         Raises PortError for a peer that never was, PeerBehind for one that has `most_waiting`
-        messages waiting here already, WireError for a message that cannot travel, and what the
-        computation of rows raised.
+        messages waiting here already, and WireError for a message that cannot travel.
         """
         if (link := self._peers.get(to)) is None:
             if to not in self._known:
@@ -370,9 +352,6 @@ class Port:
         if self._most and len(link.waiting) >= self._most:
             raise PeerBehind(f"{len(link.waiting)} messages wait for {to}, the most there may")
         parts = self._wire.encode(message)
-        for part in parts:
-            if isinstance(part, jax.Array):
-                part.copy_to_host_async()
         link.newest += 1
         link.waiting.append(_Sent(link.newest, parts))
         link.flush()
@@ -429,17 +408,16 @@ class Port:
         """
         deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
         while True:
-            computing = sum(link.flush() for link in self._peers.values()) > 0
+            for link in self._peers.values():
+                link.flush()
             now = time.monotonic()
             due_at = min([link.speak(now) for link in self._peers.values()], default=math.inf)
             left_s = 0.0 if self._came else max(0.0, deadline - now)
-            woken = self._wait(0.0 if computing else min(left_s, max(0.0, due_at - now)))
+            woken = self._wait(min(left_s, max(0.0, due_at - now)))
             self._take()
             if self._came or woken or not left_s:
                 came, self._came = self._came, []
                 return came
-            if computing:
-                time.sleep(min(left_s, LOOKS_EVERY_S))
 
     def wake(self) -> None:
         """Lets `receive` return, this time or the next; for any thread, at any time."""
@@ -528,14 +506,14 @@ class Port:
                 try:
                     if len(frames) > MOST_FRAMES:
                         raise WireError(f"it has {len(frames)} frames; it may have {MOST_FRAMES}")
-                    self._came.append((name, self._wire.decode(parts, self._rows)))
+                    self._came.append((name, self._wire.decode(parts)))
                 except WireError as error:
                     raise WireError(f"from {name}: {error}") from None
 
     def _take_greeting(self, parts: Sequence[Buffer]) -> None:
         with suppress(WireError):
             if len(parts) <= MOST_GREETING_FRAMES:
-                self._came.append((STRANGER, self._greetings.decode(parts, self._rows)))
+                self._came.append((STRANGER, self._greetings.decode(parts)))
 
     def _secured(self, kind: int) -> zmq.Socket:
         secured = self._context.socket(kind)
@@ -555,6 +533,3 @@ class Port:
             outbox.close()
             raise PortError(f"no peer is at {address!r}: {error}") from None
         return outbox
-
-    def _rows(self, view: Rows) -> Any:
-        return view if self._device is None else jax.device_put(view, self._device)

@@ -16,14 +16,12 @@ from dataclasses import is_dataclass
 from types import NoneType, UnionType
 from typing import Any, Protocol, Union, get_args, get_origin, get_type_hints
 
-import jax
 import ml_dtypes
 import numpy as np
-from jaxtyping import AbstractArray, Float, Shaped
+from jaxtyping import AbstractArray, Shaped
 
 Buffer = bytes | bytearray | memoryview
-Rows = Float[np.ndarray, "n d"] | Float[jax.Array, "n d"]
-Part = bytes | Shaped[np.ndarray, "..."] | Rows
+Part = bytes | Shaped[np.ndarray, "..."]
 """Of an outgoing message: its header, or an array that `to_frames` has yet to make frames of."""
 
 MAX_FRAME_BYTES = 1 << 17
@@ -53,7 +51,7 @@ class Wire:
 
     A message is a NamedTuple or a dataclass. Annotations that its fields may have: bool, int,
     float, str, an array of jaxtyping over np.ndarray with a rank, `Any` for rows (an array [n, d]
-    of bfloat16, float16 or float32 of NumPy or jax), another message that has none inside, a list
+    of bfloat16, float16 or float32), another message that has none inside, a list
     of scalars or of such messages; and any of them `| None`.
     """
 
@@ -68,7 +66,7 @@ class Wire:
             raise WireError(f"two messages have one name: {names}")
 
     def encode(self, message: Any) -> list[Part]:
-        """Returns the header, and each array as it is; rows are not waited for.
+        """Returns the header, and each array as it is.
 
         Raises WireError for a message of another type, or with a value that its field cannot have.
         """
@@ -79,15 +77,14 @@ class Wire:
         plain = kind.pack(message, arrays)
         return [json.dumps([name, plain]).encode(), *arrays]
 
-    def decode(self, frames: Sequence[Buffer], to_rows: Callable[[Rows], Any]) -> Any:
-        """Returns the message. Arrays are copies; rows are what `to_rows` makes of a view of their
-        frame.
+    def decode(self, frames: Sequence[Buffer]) -> Any:
+        """Returns the message. Arrays are copies; rows are a view of their frame, read-only.
 
         Raises WireError for frames that are no message of these types.
         """
         if not frames:
             raise WireError("a message has no frame")
-        incoming = _Incoming(iter(frames), to_rows)
+        incoming = _Incoming(iter(frames))
         try:
             plain = json.loads(bytes(incoming.part() or b""))
         except (ValueError, RecursionError) as error:
@@ -104,10 +101,8 @@ class Wire:
 
 
 def to_frames(part: Part) -> list[Buffer]:
-    """Returns the bytes of a part, without a copy where its memory is the host's;
-    waits for rows.
-    """
-    given = part if isinstance(part, bytes) else np.ascontiguousarray(np.asarray(part))
+    """Returns the bytes of a part, without a copy where they lie in order."""
+    given = part if isinstance(part, bytes) else np.ascontiguousarray(part)
     view = memoryview(given if isinstance(given, bytes) else given.reshape(-1).view(np.uint8))
     return [view[at : at + MAX_FRAME_BYTES] for at in range(0, len(view) + 1, MAX_FRAME_BYTES)]
 
@@ -115,8 +110,8 @@ def to_frames(part: Part) -> list[Buffer]:
 class _Incoming:
     """Frames that no field has taken yet."""
 
-    def __init__(self, frames: Iterator[Buffer], to_rows: Callable[[Rows], Any]) -> None:
-        self.frames, self.to_rows = frames, to_rows
+    def __init__(self, frames: Iterator[Buffer]) -> None:
+        self.frames = frames
 
     def part(self) -> Buffer | None:
         """Returns the bytes of the next part; None behind the last."""
@@ -211,7 +206,7 @@ class _Array:
 
 
 class _Rows(_Array):
-    types, named = np.ndarray | jax.Array, "rows"
+    types, named = np.ndarray, "rows"
 
     def __init__(self) -> None:
         super().__init__(_ROW_DTYPES, 2)
@@ -219,7 +214,7 @@ class _Rows(_Array):
     def unpack(self, plain: Any, incoming: _Incoming) -> Any:
         view = incoming.view(plain)
         self._check(view)
-        return incoming.to_rows(view)
+        return view
 
 
 class _Optional:

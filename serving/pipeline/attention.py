@@ -8,10 +8,10 @@ misses is the token pool of AMoE, section 3.3.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Int, Shaped
 
 from jmoe.packed_rows import (
     EXEMPT,
@@ -25,8 +25,9 @@ from jmoe.packed_rows import (
     pack_row,
     pack_seat,
 )
+from jmoe.stages import StageVisits
 from serving.execution.executor import FailedRows, LostRows
-from serving.pipeline.devices import AttentionDevice, Drawn, warm_copies
+from serving.pipeline.devices import AttentionDevice, Drawn
 from serving.pipeline.messages import (
     DECODE,
     EXPERTS,
@@ -42,7 +43,7 @@ from serving.pipeline.messages import (
     WorkerDown,
     WorkerUp,
 )
-from serving.pipeline.queues import Entry, MicroQueues, bucket, buckets
+from serving.pipeline.queues import Entry, MicroQueues, buckets
 from serving.plan import StepControl, spare_latency_sensitive
 from serving.scheduling.layers.picker import LayerPicker
 
@@ -79,15 +80,25 @@ class Sizes:
 
     @property
     def row_sizes(self) -> list[int]:
-        """Rows that come to an expert worker at a time, padded: of whole stages, or of some."""
-        stages = {*self.decode_buckets, *self.prefill_buckets}
-        return sorted(stages | set(buckets(max(stages))))
+        """Rows that come to an expert worker at a time, padded, ascending."""
+        return buckets(max(*self.decode_buckets, *self.prefill_buckets))
+
+
+class _UnderWay(NamedTuple):
+    """A stage that was launched and not read."""
+
+    layer: int
+    units: list[Unit]
+    places: Int[np.ndarray, "T"]
+    rows: Int[np.ndarray, "B C"]
+    control: StepControl
+    attended: StageVisits
 
 
 class AttentionWorker:
-    """Attention of one device. Launches: one for a stage, one for each message of parts that comes;
-    for each expert worker that a stage's rows go to a gather (none where all rows go) and a copy;
-    and a stage waits for its own result, which says where rows go.
+    """Attention of one device. Launches: one for a stage, one for each message of parts that comes.
+    Where a stage's rows go is read once the next one is launched, if any waits; they leave through
+    the host's memory.
     """
 
     def __init__(
@@ -97,7 +108,6 @@ class AttentionWorker:
         hosts: Bool[np.ndarray, "layers E W"],
         numbers: RowNumbers,
         number: int,
-        experts: Sequence[Any],
         send: Callable[[int, ToExperts], None],
         picker: LayerPicker,
         sizes: Sizes,
@@ -111,7 +121,6 @@ class AttentionWorker:
                 one that several have take turns.
             numbers: of the rows of all attention workers.
             number: of this one.
-            experts: where the expert workers are, as `device.sent` has it.
             send: called with an expert worker's number and visits for it.
             picker: whose layer runs next; behind the last layer is one more, where tokens come of
                 rows.
@@ -127,7 +136,8 @@ class AttentionWorker:
         self._moe = np.cumsum(moe_layers) - 1
         self._hosts, self._alive = hosts, np.ones(hosts.shape[-1], bool)
         self._find_owners()
-        self._experts, self._send = list(experts), send
+        self._send = send
+        self._under_way: _UnderWay | None = None
         self.queues = MicroQueues(self._num_layers + 1, 2, picker)
         self._unit_of: dict[int, Unit] = {}  # by the first of its places
         self._first = np.full(numbers.per_worker, FREE)  # of each place's unit
@@ -191,10 +201,7 @@ class AttentionWorker:
     def receive(self, parts: FromExperts, now: float) -> None:
         """Adds parts that came; units that no longer miss any wait for their next layer."""
         place = self.numbers.place(parts.row)
-        places = np.full(parts.padded, self.numbers.per_worker, np.int32)  # padding: dropped
-        picks = np.zeros(parts.padded, np.int32)
-        places[: len(place)], picks[: len(place)] = place, parts.pick
-        self.device.keep(parts.part, places, picks)
+        self.device.keep(parts.part, place, parts.pick)
         came = np.bincount(self._first[place])
         touched = np.flatnonzero(came)
         self._missing[touched, parts.worker] -= came[touched]
@@ -237,12 +244,12 @@ class AttentionWorker:
             del self._unit_of[int(unit.places[0])]
 
     def advance(self, now: float) -> list[Result] | None:
-        """Runs a stage if the picker says so; returns the results of units that left with it, None
-        where none ran.
+        """Launches a stage if the picker says so, and reads the one before; returns the results of
+        units that left, None where there was nothing to do.
         """
         chosen = self.queues.pick(now)
         if chosen is None:
-            return None
+            return [] if self._settle(now) else None
         layer, group = chosen
         most_units = MOST_CHUNKS if group == PREFILL else 0
         entries = self.queues.take(layer, group, self._buckets[group][-1], most_units)
@@ -250,8 +257,11 @@ class AttentionWorker:
         self.stages += 1
         self.newest = layer, sum(entry.rows for entry in entries)
         if layer == self._num_layers:
+            self._settle(now)
             return self._finish(units)
-        self._run(layer, units, now)
+        launched = self._launch(layer, units, now)
+        self._settle(now)
+        self._under_way = launched
         return []
 
     def _wait(self, units: Sequence[Unit], now: float) -> None:
@@ -268,10 +278,9 @@ class AttentionWorker:
             unit.layer += 1
         self._wait(units, now)
 
-    def _run(self, layer: int, units: list[Unit], now: float) -> None:
-        """Runs attention of a layer, and sends its rows to their experts."""
-        lengths = [len(unit.places) for unit in units]
-        places, rows, tokens = self._packed(units, sum(lengths))
+    def _launch(self, layer: int, units: list[Unit], now: float) -> _UnderWay | None:
+        """Launches attention of a layer; None: of a dense one, behind which nobody waits."""
+        places, rows, tokens = self._packed(units, sum(len(unit.places) for unit in units))
         deltas = empty_deltas(1)
         if not layer:
             given = np.concatenate([unit.deltas for unit in units])
@@ -279,14 +288,28 @@ class AttentionWorker:
             deltas[: len(given)] = given
         control = self._control(units, rows)
         attended = self.device.attend(layer, tokens, rows, deltas, control, places)
-        h, asked, degraded, unserved = attended
-        if asked is None or degraded is None or unserved is None:  # a dense layer: nobody waits
+        if attended is None:
             self._pass(units, now)
-            return
+            return None
+        return _UnderWay(layer, units, places, rows, control, attended)
+
+    def _settle(self, now: float) -> bool:
+        """Reads the stage that is under way, and sends its rows to their experts; returns whether
+        there was one.
+        """
+        if self._under_way is None:
+            return False
+        (layer, units, places, rows, control, attended), self._under_way = self._under_way, None
+        h, asked, degraded, unserved = self.device.read(attended)
+        lengths = [len(unit.places) for unit in units]
         count, starts = sum(lengths), np.cumsum([0, *lengths[:-1]])
         asked = asked[:count]
-        if unserved[:count].any():
-            asked = self._end_unserved(units, lengths, asked, unserved[:count], layer)
+        asked = self._end_unserved(units, lengths, asked, unserved[:count], layer)
+        # A worker may have gone since the launch.
+        owners = self._num_owners[self._moe[layer]][np.maximum(asked, 0)]
+        stranded = ((asked >= 0) & (owners == 0)).any(axis=1)
+        lost, asked = _without(units, lengths, asked, stranded)
+        self._end_lost(lost)
         given_up = np.add.reduceat(degraded[:count], starts).tolist()
         exempt = rows[: len(units), EXEMPT].tolist()
         for unit, degraded_here, is_exempt in zip(units, given_up, exempt, strict=True):
@@ -300,7 +323,8 @@ class AttentionWorker:
             self._pass([unit for unit in alive if int(unit.places[0]) in self._unit_of], now)
         urgent = np.repeat([unit.urgent for unit in units], lengths)
         firsts = np.repeat(places[starts], lengths)
-        self._ask(int(self._moe[layer]), h, len(places), places[:count], asked, urgent, firsts)
+        self._ask(int(self._moe[layer]), h, places[:count], asked, urgent, firsts)
+        return True
 
     def _num_deltas(self, group: int, size: int) -> int:
         """Returns the most changes of the block table that a stage of some size has: a row needs
@@ -318,14 +342,13 @@ class AttentionWorker:
         layer: int,
     ) -> Int[np.ndarray, "n K"]:
         """Ends units with visits that no worker can make; returns the visits without them."""
-        starts = np.cumsum([0, *lengths[:-1]])
-        ends = np.add.reduceat(unserved, starts) > 0
-        failed = [unit for unit, at_end in zip(units, ends, strict=True) if at_end]
-        self._free(failed)
-        gone = ", ".join(f"experts-{n}" for n in np.flatnonzero(~self._alive))
-        reason = f"no worker has an expert of layer {layer} now ({gone} gone)"
-        self._told.append(FailedRows([unit.number for unit in failed], reason))
-        return np.where(np.repeat(ends, lengths)[:, None], -1, asked)
+        failed, asked = _without(units, lengths, asked, unserved > 0)
+        if failed:
+            self._free(failed)
+            gone = ", ".join(f"experts-{n}" for n in np.flatnonzero(~self._alive))
+            reason = f"no worker has an expert of layer {layer} now ({gone} gone)"
+            self._told.append(FailedRows([unit.number for unit in failed], reason))
+        return asked
 
     def _control(self, units: list[Unit], rows: Int[np.ndarray, "B C"]) -> StepControl:
         """Returns the brownout of a stage, and marks those of its packed `rows` that it spares.
@@ -375,15 +398,14 @@ class AttentionWorker:
     def _ask(
         self,
         layer: int,
-        h: Any,
-        size: int,
+        h: Shaped[np.ndarray, "T d"],
         places: Int[np.ndarray, "n"],
         asked: Int[np.ndarray, "n K"],
         urgent: Bool[np.ndarray, "n"],
         firsts: Int[np.ndarray, "n"],
     ) -> None:
-        """Sends rows to the workers that have the experts they ask for; `h` is padded to `size`,
-        `firsts` are the first places of the rows' units.
+        """Sends rows to the workers that have the experts they ask for; `firsts` are the first
+        places of the rows' units.
         """
         at, pick = np.nonzero(asked >= 0)
         expert, row = asked[at, pick], self.numbers.of(self.number, places)
@@ -391,27 +413,13 @@ class AttentionWorker:
         turn = row[at] % self._num_owners[layer, expert]
         owner = self._owners[layer, expert, turn]
         np.add.at(self._missing, (firsts[at], owner), 1)
-        for number in range(len(self._experts)):
-            own, index = np.flatnonzero(owner == number), None
-            if not len(own):
-                continue
+        for number in np.unique(owner).tolist():
+            own = np.flatnonzero(owner == number)
             asks = at[own]  # ascending: visits are in the order of their rows
             new = np.concatenate([[True], asks[1:] != asks[:-1]])
             needed, mine = asks[new], np.cumsum(new) - 1
-            if len(needed) < len(places):
-                index = np.zeros(bucket(len(needed)), np.int32)
-                index[: len(needed)] = needed
-            visits = ToExperts(
-                layer,
-                self.device.sent(h, index, self._experts[number]),
-                size if index is None else len(index),
-                row[needed],
-                mine,
-                pick[own],
-                expert[own],
-                urgent[at[own]],
-            )
-            self._send(number, visits)
+            of_visits = mine, pick[own], expert[own], urgent[asks]
+            self._send(number, ToExperts(layer, h[needed], row[needed], *of_visits))
 
     def _finish(self, units: list[Unit]) -> list[Result]:
         """Takes the tokens of units that have been through all layers and frees their places."""
@@ -506,9 +514,7 @@ class AttentionWorker:
                 tokens = np.zeros(size, np.int32) if group == PREFILL else None
                 for layer in range(self._num_layers):
                     deltas = empty_deltas(1 if layer else self._num_deltas(group, size))
-                    h, *_ = self.device.attend(layer, tokens, rows, deltas, EXACT, places)
-                    if self._moe_layers[layer]:
-                        warm_copies(self.device, h, size, self._experts[0])
+                    self.device.attend(layer, tokens, rows, deltas, EXACT, places)
                 if group == PREFILL:
                     self.device.score(places, np.zeros(size, np.int32), False)
         sampled = partial(pack_row, -1, kv_len=1, temperature=1.0)
@@ -521,8 +527,21 @@ class AttentionWorker:
                 self.device.draw(rows, places, shapes, [])
         self.device.seat(pack_seat(-1, [], [], [], self._sizes.max_len)[0])
         for size in part_sizes:
-            nowhere_at_all = np.full(size, nowhere, np.int32)
-            self.device.keep(self.device.blank(size), nowhere_at_all, np.zeros(size, np.int32))
+            self.device.keep(self.device.blank(size), *np.full((2, size), nowhere, np.int32))
+
+
+def _without(
+    units: Sequence[Unit],
+    lengths: Sequence[int],
+    asked: Int[np.ndarray, "n K"],
+    wrong: Bool[np.ndarray, "n"],
+) -> tuple[list[Unit], Int[np.ndarray, "n K"]]:
+    """Returns the units of which a row is wrong, and the visits without theirs."""
+    if not wrong.any():
+        return [], asked
+    ends = np.logical_or.reduceat(wrong, np.cumsum([0, *lengths[:-1]]))
+    found = [unit for unit, at_end in zip(units, ends, strict=True) if at_end]
+    return found, np.where(np.repeat(ends, lengths)[:, None], -1, asked)
 
 
 def likeliest(results: Sequence[Result]) -> tuple[np.ndarray, np.ndarray]:

@@ -33,17 +33,8 @@ from jmoe.steps import (
 )
 from jmoe.weights import Params
 from pallas_kernels.activation import Activation
-from serving.pipeline.queues import buckets
+from serving.pipeline.queues import bucket
 from serving.plan import StepControl
-
-
-class Attended(NamedTuple):
-    """What a stage of attention returns to its host, once it has run."""
-
-    h: Any  # [T, d], on the device: rows that travel to experts; None of a dense layer
-    expert_ids: Int[np.ndarray, "T K"] | None  # -1: no visit
-    degraded: Int[np.ndarray, "T"] | None
-    unserved: Int[np.ndarray, "T"] | None  # visits that no worker can make
 
 
 class Drawn(NamedTuple):
@@ -172,29 +163,20 @@ def _keep_rows(
     return store.at[rows].set(h, mode="drop")
 
 
-@jax.jit
-def _some(rows: Float[Array, "T d"], at: Int[Array, "n"]) -> Float[Array, "n d"]:
-    return rows[at]
+def _padded(
+    rows: Shaped[np.ndarray, "n d"], *numbers: Int[np.ndarray, "n"]
+) -> tuple[Shaped[np.ndarray, "m d"], ...]:
+    """Returns rows and what belongs to each, padded to one of few sizes; padding belongs
+    nowhere.
+    """
+    more = bucket(len(rows)) - len(rows)
+    beyond = np.iinfo(np.int32).max
+    return np.pad(rows, ((0, more), (0, 0))), *(
+        np.pad(each.astype(np.int32), (0, more), constant_values=beyond) for each in numbers
+    )
 
 
-class _Sender:
-    """A jax device with rows that others get. `device` is where others send rows to."""
-
-    def __init__(self, device: Any, width: int, dtype: Any) -> None:
-        self.device, self._width, self._dtype = device, width, dtype
-
-    def sent(self, rows: Array, at: Int[np.ndarray, "n"] | None, to: Any) -> Array:
-        """Starts a copy of some rows of an array of this device, None: all, to another one, and
-        returns at once; it follows what made the rows.
-        """
-        return jax.device_put(rows if at is None else _some(rows, at), to)
-
-    def blank(self, count: int) -> Array:
-        """Returns so many rows without content, as they come from others."""
-        return jax.device_put(np.zeros((count, self._width), self._dtype), self.device)
-
-
-class AttentionDevice(_Sender):
+class AttentionDevice:
     """A jax device and a model's weights, but for its experts: pages, slots, and rows between two
     layers. Padding has a place past the last row.
     """
@@ -215,7 +197,7 @@ class AttentionDevice(_Sender):
         included.
         """
         width, picks, kind = cfg.d_model, cfg.experts_per_token, params["embed"].dtype
-        super().__init__(device, width, kind)
+        self._device = device
         self._params, self._state = params, state
         self._programs = _programs_of(cfg)
         self._layers, kinds = [], cfg.attention_kinds
@@ -245,9 +227,10 @@ class AttentionDevice(_Sender):
         deltas: Int[np.ndarray, "N 3"],
         control: StepControl,
         places: Int[np.ndarray, "T"],
-    ) -> Attended:
-        """Runs one layer's stage for the rows at `places`, and waits for it. `tokens` are of chunks
-        of prompts; without them a row decodes the newest token of its slot.
+    ) -> StageVisits | None:
+        """Launches one layer's stage for the rows at `places`; returns what `read` takes, None of a
+        dense layer. `tokens` are of chunks of prompts; without them a row decodes the newest token
+        of its slot.
         """
         params, index, kind = self._layers[layer]
         self._store, self._state, visits = self._programs.attend(
@@ -265,9 +248,11 @@ class AttentionDevice(_Sender):
             index,
             kind=kind,
         )
-        if visits is None:
-            return Attended(None, None, None, None)
-        return Attended(visits.h, *jax.device_get(visits[1:]))
+        return started(visits)
+
+    def read(self, attended: StageVisits) -> tuple[np.ndarray, ...]:
+        """Waits for a stage and returns what it found, in the host's memory."""
+        return jax.device_get(tuple(attended))
 
     def reach(self, reachable: Bool[np.ndarray, "layers E"]) -> None:
         """Sets which logical experts of each MoE layer some worker has, from now on."""
@@ -279,12 +264,21 @@ class AttentionDevice(_Sender):
 
     def _of_layers(self, table: Shaped[np.ndarray, "layers columns"]) -> list[Array | None]:
         """Copies the rows of MoE layers to the device, and returns them by layer."""
-        rows = iter(jax.device_put(list(table), self.device))
+        rows = iter(jax.device_put(list(table), self._device))
         return [next(rows) if is_moe else None for is_moe in self._is_moe]
 
-    def keep(self, parts: Array, places: Int[np.ndarray, "n"], picks: Int[np.ndarray, "n"]) -> None:
+    def blank(self, count: int) -> Shaped[np.ndarray, "n d"]:
+        """Returns so many parts without content."""
+        return np.zeros((count, self._store.x.shape[1]), self._store.x.dtype)
+
+    def keep(
+        self,
+        parts: Shaped[np.ndarray, "n d"],
+        places: Int[np.ndarray, "n"],
+        picks: Int[np.ndarray, "n"],
+    ) -> None:
         """Stores parts of visits that came."""
-        self._store = _keep_parts(self._store, parts, places, picks)
+        self._store = _keep_parts(self._store, *_padded(parts, places, picks))
 
     def leave(
         self, rows: Int[np.ndarray, "B C"], places: Int[np.ndarray, "B"]
@@ -351,7 +345,7 @@ def _compute(
     return expert_stage(pool, store[rows], expert_ids, slots, **given)
 
 
-class ExpertDevice(_Sender):
+class ExpertDevice:
     """A jax device and its part of a model's experts, and the newest rows by number."""
 
     def __init__(
@@ -368,7 +362,6 @@ class ExpertDevice(_Sender):
         -1: they are elsewhere. `rows` is the shape of all attention workers' rows. `united` experts
         are by way and MoE layer; those of the first way are loaded.
         """
-        super().__init__(device, rows[1], pool.dtype)
         self._pool, self._united = pool, united
         self._activation = activation
         self.ways = tuple(united)
@@ -377,9 +370,13 @@ class ExpertDevice(_Sender):
         self._max_active = max(1, int((slots >= 0).sum(axis=1).max()))
         self._store = jax.device_put(jnp.zeros(rows, pool.dtype), device)
 
-    def keep(self, h: Array, rows: Int[np.ndarray, "n"]) -> None:
-        """Stores rows that came; padding has a number past the last."""
-        self._store = _keep_rows(self._store, h, rows)
+    def blank(self, count: int) -> Shaped[np.ndarray, "n d"]:
+        """Returns so many rows without content."""
+        return np.zeros((count, self._store.shape[1]), self._store.dtype)
+
+    def keep(self, h: Shaped[np.ndarray, "n d"], rows: Int[np.ndarray, "n"]) -> None:
+        """Stores rows that came, by their numbers."""
+        self._store = _keep_rows(self._store, *_padded(h, rows))
 
     def use_way(self, way: int) -> None:
         """Loads the united experts of `way` that are on this device, unless they are loaded."""
@@ -391,17 +388,20 @@ class ExpertDevice(_Sender):
     def compute(
         self, layer: int, rows: Int[np.ndarray, "V"], expert_ids: Int[np.ndarray, "V"]
     ) -> Array:
-        """Computes parts [V, d] of visits to experts of one MoE layer, on the device; id -1:
+        """Launches the computation of parts [V, d] of visits to experts of one MoE layer; id -1:
         padding.
         """
         slots, most = self._slots[layer], self._max_active
         given: dict[str, Any] = {"max_active": most, "activation": self._activation}
-        return _compute(self._pool, self._store, slots, rows, expert_ids, **given)
+        return started(_compute(self._pool, self._store, slots, rows, expert_ids, **given))
+
+    def read(self, parts: Array) -> Shaped[np.ndarray, "V d"]:
+        """Waits for parts and returns them, on the host."""
+        return jax.device_get(parts)
 
 
-def warm_copies(device: AttentionDevice | ExpertDevice, rows: Any, size: int, to: Any) -> None:
-    """Runs the copies of fewer rows than the `size` that there are, so that none is compiled
-    later.
-    """
-    for count in buckets(size - 1) if size > 1 else ():
-        device.sent(rows, np.zeros(count, np.int32), to)
+def started[T](arrays: T) -> T:
+    """Starts the copy of arrays to the host, which follows what makes them, and returns them."""
+    for array in jax.tree.leaves(arrays):
+        array.copy_to_host_async()
+    return arrays

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from serving.pipeline.devices import ExpertDevice, warm_copies
+from serving.pipeline.devices import ExpertDevice
 from serving.pipeline.messages import (
     ATTENTION,
     FromExperts,
@@ -20,8 +20,8 @@ from serving.scheduling.layers.picker import LayerPicker
 
 
 class ExpertWorker:
-    """Experts of one device. Launches: one for a message that comes, one for a stage, and for each
-    attention worker that its parts go to a copy, and a gather if there are several.
+    """Experts of one device. Launches: one for a message that comes, one for a stage, whose parts
+    are read once the next one is launched, if any waits.
     """
 
     def __init__(
@@ -30,7 +30,6 @@ class ExpertWorker:
         num_layers: int,
         numbers: RowNumbers,
         number: int,
-        attention: Sequence[Any],
         send: Callable[[int, FromExperts], None],
         picker: LayerPicker,
         max_visits: int,
@@ -42,23 +41,21 @@ class ExpertWorker:
             num_layers: MoE layers.
             numbers: of the rows that may come.
             number: of this worker.
-            attention: where the attention workers are, as `device.sent` has it.
             send: called with an attention worker's number and parts for it.
             picker: whose layer runs next.
             max_visits: in one stage, unless more came at once.
         """
         self.device, self.numbers, self.number = device, numbers, number
         self.queues = MicroQueues(num_layers, 1, picker)
-        self._attention, self._send = list(attention), send
+        self._send = send
+        self._under_way: tuple[Any, np.ndarray, np.ndarray] | None = None
         self._max_visits = max_visits
         self.stages = 0
         self.newest = 0, 0  # layer and rows of the newest stage
 
     def receive(self, visits: ToExperts, now: float) -> None:
         """Queues rows that came, in front of their layer."""
-        rows = np.full(visits.padded, self.numbers.total, np.int32)  # padding: dropped
-        rows[: len(visits.row)] = visits.row
-        self.device.keep(visits.h, rows)
+        self.device.keep(visits.h, visits.row)
         what = visits.row[visits.at], visits.pick, visits.expert
         entry = Entry(len(visits.at), int(visits.urgent.sum()), now, what)
         self.queues.put(visits.layer, 0, [entry])
@@ -76,13 +73,22 @@ class ExpertWorker:
             case UseWay(way):
                 self.device.use_way(way)
             case WorkerDown(kind, number) if kind == ATTENTION:
-                self.queues.drop(lambda what: self.numbers.owner(what[0][0]) == number)
+                self.forget(lambda row: self.numbers.owner(row) == number)
+
+    def forget(self, unwanted: Callable[[np.ndarray], np.ndarray]) -> None:
+        """Drops visits of rows, by their numbers: those that wait, and those under way."""
+        self.queues.drop(lambda what: bool(unwanted(what[0]).all()))
+        if self._under_way is not None:
+            parts, row, pick = self._under_way
+            self._under_way = parts, np.where(unwanted(row), -1, row), pick
 
     def advance(self, now: float) -> list[Result] | None:
-        """Runs a stage, if the picker says so. Nothing leaves a model here; None where none ran."""
+        """Launches a stage if the picker says so, and sends the parts of the one before. Nothing
+        leaves a model here; None where there was nothing to do.
+        """
         chosen = self.queues.pick(now)
         if chosen is None:
-            return None
+            return [] if self._settle() else None
         layer, group = chosen
         taken = [entry.what for entry in self.queues.take(layer, group, self._max_visits)]
         row, pick, expert = (np.concatenate(column) for column in zip(*taken, strict=True))
@@ -92,21 +98,22 @@ class ExpertWorker:
         parts = self.device.compute(layer, rows, ids)
         self.stages += 1
         self.newest = layer, len(row)
-        self._return(parts, size, row, pick)
+        self._settle()
+        self._under_way = parts, row, pick
         return []
 
-    def _return(self, parts: Any, size: int, row: np.ndarray, pick: np.ndarray) -> None:
-        owner = self.numbers.owner(row)
-        for number in range(len(self._attention)):
-            own, at = np.flatnonzero(owner == number), None
-            if not len(own):
-                continue
-            if len(own) < len(row):
-                at = np.zeros(bucket(len(own)), np.int32)
-                at[: len(own)] = own
-            back = self.device.sent(parts, at, self._attention[number])
-            padded = size if at is None else len(at)
-            self._send(number, FromExperts(self.number, back, padded, row[own], pick[own]))
+    def _settle(self) -> bool:
+        """Reads the stage that is under way and sends its parts back; returns whether there was
+        one.
+        """
+        if self._under_way is None:
+            return False
+        (parts, row, pick), self._under_way = self._under_way, None
+        found, owner = self.device.read(parts), self.numbers.owner(row)
+        for number in np.unique(owner[row >= 0]).tolist():
+            own = np.flatnonzero(owner == number)
+            self._send(number, FromExperts(self.number, found[own], row[own], pick[own]))
+        return True
 
     def warm(self, row_sizes: Sequence[int]) -> None:
         """Compiles as AttentionWorker does; `row_sizes` are those of rows that come."""
@@ -118,5 +125,4 @@ class ExpertWorker:
         for size in self.stage_sizes:
             rows, ids = np.zeros(size, np.int32), np.full(size, -1, np.int32)
             for layer in range(len(self.queues.counts)):
-                parts = self.device.compute(layer, rows, ids)
-            warm_copies(self.device, parts, size, self._attention[0])
+                self.device.compute(layer, rows, ids)

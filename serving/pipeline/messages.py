@@ -1,4 +1,4 @@
-"""What workers send each other: rows, which stay on devices, and where they belong.
+"""What workers send each other: rows, and where they belong.
 
 A row is known everywhere by one number: its place in its attention worker's store, counted on
 through all attention workers. It is in one layer at a time, so that an expert worker that keeps a
@@ -121,8 +121,7 @@ class ToExperts(NamedTuple):
     """Rows on their way to experts of one MoE layer, to one worker."""
 
     layer: int
-    h: Any  # [padded, d], on the worker's device: each row once
-    padded: int
+    h: Any  # [n, d], each row once
     row: Int[np.ndarray, "n"]  # their numbers
     at: Int[np.ndarray, "V"]  # of each visit: which of the rows
     pick: Int[np.ndarray, "V"]  # which of its picks
@@ -134,8 +133,7 @@ class FromExperts(NamedTuple):
     """What experts made of visits, on its way back to the rows' attention worker."""
 
     worker: int  # that computed them
-    part: Any  # [padded, d], on the worker's device
-    padded: int
+    part: Any  # [V, d]
     row: Int[np.ndarray, "V"]
     pick: Int[np.ndarray, "V"]
 

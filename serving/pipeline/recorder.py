@@ -58,10 +58,10 @@ def run_stage(
     """Lets a worker run a stage and reports its results; returns False where nothing was to be
     run.
     """
-    began_at = clock()
+    began_at, before = clock(), worker.stages
     recorder.begin()
     results = worker.advance(began_at)
-    if results is not None:
+    if worker.stages > before:
         recorder.end(began_at, clock())
     if isinstance(worker, AttentionWorker):
         if results:

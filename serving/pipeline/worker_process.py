@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 from jaxtyping import Int
 from pydantic import TypeAdapter
@@ -135,7 +134,6 @@ def work(
         assignment.name,
         MESSAGES,
         bytes.fromhex(assignment.key),
-        device=jax.local_devices()[0],
         bind=f"tcp://{assignment.host}:0",
         greetings=GREETINGS,
     )

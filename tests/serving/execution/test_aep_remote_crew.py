@@ -477,7 +477,7 @@ def test_a_process_says_that_it_has_a_way_behind_what_it_was_told_before():
 @pytest.mark.parametrize("news", ["down", "meet"])
 def test_what_a_former_process_sent_is_not_taken_behind_the_news_of_its_end(news):
     """It may stand in one batch with it: a port forgets what is to come, not what has come."""
-    parts = [FromExperts(1, None, 8, np.arange(n), np.arange(n)) for n in range(3)]
+    parts = [FromExperts(1, None, np.arange(n), np.arange(n)) for n in range(3)]
     port, worker = FakePort(), FakeWorker()
     told = WorkerDown("experts", 1)
     if news == "meet":

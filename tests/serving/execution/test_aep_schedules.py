@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from jmoe.packed_rows import EXEMPT, KV_LEN, Q_LEN, SLOT, SPARED, empty_deltas, pack_row
-from serving.pipeline.devices import Attended
+from jmoe.stages import StageVisits
+from serving.execution.executor import LostRows
 from serving.pipeline.messages import DECODE, Unit, WorkerDown, WorkerUp
 from serving.pipeline.queues import Entry
 from serving.scheduling.layers.picker import Waiting, make_picker
@@ -98,15 +99,13 @@ class Attention:
                     x = (5 * x + 1) % PRIME
                 self.x[place] = h[at] = x
                 at += 1
-        return (
-            Attended(h, ids, *np.zeros((2, size), int))
-            if MOE[layer]
-            else Attended(None, None, None, None)
-        )
+        return StageVisits(h, ids, *np.zeros((2, size), int)) if MOE[layer] else None
+
+    def read(self, attended):
+        return attended
 
     def keep(self, parts, places, picks):
-        real = places < ROWS
-        self.parts[places[real], picks[real]] = parts[real]
+        self.parts[places, picks] = parts
 
     def leave(self, rows, places):
         tokens = [self.merged(place) % VOCAB for place in places]
@@ -114,9 +113,6 @@ class Attention:
             if row[SLOT] >= 0:
                 self.newest[row[SLOT]] = token
         return tokens, [0.0] * len(tokens)
-
-    def sent(self, h, at, to):
-        return (h if at is None else h[at]).copy()
 
 
 class Experts:
@@ -128,15 +124,14 @@ class Experts:
         self.hosted, self.rows = hosted, np.zeros(num_rows, int)
 
     def keep(self, h, rows):
-        real = rows < len(self.rows)
-        self.rows[rows[real]] = h[real]
+        self.rows[rows] = h
 
     def compute(self, layer, rows, expert_ids):
         assert self.hosted[layer, expert_ids[expert_ids >= 0]].all()
         return np.array([part(self.rows[r], layer, e) for r, e in zip(rows, expert_ids)])  # noqa: B905
 
-    def sent(self, parts, at, to):
-        return (parts if at is None else parts[at]).copy()
+    def read(self, parts):
+        return parts
 
 
 def play(seed):
@@ -271,7 +266,7 @@ def tell_of(workers, down, ended, rng):
     number = len(workers.attention) + gone
     workers.inboxes[number] = fresh = SimpleQueue()
     assert fresh.empty()
-    workers.experts[gone].queues.drop(lambda what: True)
+    workers.experts[gone].forget(lambda row: row >= 0)
 
 
 @pytest.mark.deep
@@ -348,6 +343,61 @@ def test_a_unit_leaves_with_the_span_of_thresholds_that_it_has_had():
         workers.turn(1)
     assert {percent for percent, *_ in seen} == {0}
     assert [(u.least_percent, u.most_percent) for u in units] == [(100, 100), (0, 0)]
+
+
+def launched_twice():
+    """Returns workers with two units in layers 0 and 2, whose stages may run one after another, and
+    what their devices are asked to do.
+    """
+    workers, _ = stages_of((True, 100, 0), (True, 100, 0))
+    asked, device = [], workers.attention[0].device
+    attend, read = device.attend, device.read
+
+    def attend_and_note(layer, *args):
+        asked.append(("attend", layer))
+        found = attend(layer, *args)
+        return None if found is None else (layer, found)
+
+    def read_and_note(attended):
+        asked.append(("read", attended[0]))
+        return read(attended[1])
+
+    device.attend, device.read = attend_and_note, read_and_note
+    queues = workers.attention[0].queues
+    first, second = queues.take(0, DECODE, 2)
+    second.what.layer = 2
+    queues.put(0, DECODE, [first])
+    queues.put(2, DECODE, [second])
+    return workers, asked
+
+
+def test_a_stage_is_read_once_the_next_is_launched_or_none_waits():
+    workers, asked = launched_twice()
+    assert workers.advance(0) == []
+    assert len(asked) == 1
+    assert workers.inboxes[1].empty()
+    workers.advance(0)
+    first, second = asked[0][1], asked[1][1]
+    assert asked == [("attend", first), ("attend", second), ("read", first)]
+    assert not workers.inboxes[1].empty()
+    workers.advance(0)
+    assert asked[3:] == [("read", second)]
+    assert workers.attention[0].advance(0.0) is None
+
+
+def test_who_asks_for_a_worker_that_went_after_the_launch_is_lost_not_failed():
+    workers, _ = launched_twice()
+    worker = workers.attention[0]
+    worker.advance(0.0)
+    worker.take(WorkerDown("experts", 0), 0.0)
+    worker.advance(0.0)
+    [told] = worker.told()
+    assert isinstance(told, LostRows)
+    assert len(told.rows) == 1
+    worker.advance(0.0)
+    assert not worker._missing.any()
+    assert not worker.num_units
+    assert workers.inboxes[1].empty()
 
 
 def test_an_expert_without_a_host_is_named():
