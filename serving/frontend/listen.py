@@ -121,13 +121,15 @@ class GrpcPort:
         self.guard.close()
 
 
-def bind_socket(host: str, port: int, prefix: str = "", first: int = 0) -> socket.socket:
+def bind_socket(
+    host: str, port: int, prefix: str = "", first: int = 0, port_flag: str = "http-port"
+) -> socket.socket:
     """Returns a socket for HTTP, bound to the first address of the host name.
 
     Port 0 is any free one or, with `first`, that or the next free one. The socket then listens
     already, so that no other process takes the same port.
 
-    Raises as `GrpcPort.bind`; the flags are `--<prefix>host` and `--<prefix>http-port`.
+    Raises as `GrpcPort.bind`; the flags are `--<prefix>host` and `--<prefix><port_flag>`.
     """
     if first and not port:
         for tried in range(first, first + _TRIED_PORTS):
@@ -142,7 +144,7 @@ def bind_socket(host: str, port: int, prefix: str = "", first: int = 0) -> socke
     try:
         return _bound(*addresses(host, port)[0])
     except OSError as error:
-        raise cannot_listen(join(host, port), error, prefix, "http-port") from None
+        raise cannot_listen(join(host, port), error, prefix, port_flag) from None
 
 
 def cannot_listen(address: str, refused: OSError, prefix: str, port_flag: str) -> OSError:
