@@ -49,9 +49,6 @@ clients accept 8 KB of metadata.
 """
 LOG_EVERY_S = 10.0
 
-MAX_STREAMS = 64
-"""Concurrent calls of methods with a stream of requests (reflection); few are needed."""
-
 _HEALTH = "/grpc.health.v1.Health/"
 
 _Code = grpc.StatusCode
@@ -120,7 +117,7 @@ class Guard(grpc.aio.ServerInterceptor):
     def __init__(self, limits: Limits, server: "Server") -> None:
         """`server` has the callers' keys, the engine that admits requests, and the metrics."""
         self.limits, self._server = limits, server
-        self.num_calls = self.num_streams = 0
+        self.num_calls = 0
         # Health has its own inbox, so that callers of other services cannot block it.
         self.inbox, self._health_inbox = (
             Inbox(limits.max_receiving, 4 * limits.max_calls, limits.message_timeout_s)
@@ -180,9 +177,7 @@ class Guard(grpc.aio.ServerInterceptor):
         """
         if handler.request_streaming and not handler.response_streaming:
             raise TypeError(f"{method} is of a kind that the guard does not know")
-        make = self._call
-        if handler.request_streaming:
-            make = self._lasting_stream if method in self._lasting else self._stream
+        make = self._stream if handler.request_streaming else self._call
         kind = (
             grpc.stream_stream_rpc_method_handler
             if handler.response_streaming
@@ -210,38 +205,22 @@ class Guard(grpc.aio.ServerInterceptor):
         return call
 
     def _stream(self, method: str, handler: Any) -> Callable[[object, Any], Awaitable[None]]:
-        async def messages(context: Any) -> AsyncIterator[Any]:
-            while (message := await self.inbox.receive(context)) is not None:
-                yield self._parsed(method, handler, message)
-
-        async def stream(_: object, context: Any) -> None:
-            async with self._answering(method, context):
-                self._identify(method, context)
-                if self.num_streams >= MAX_STREAMS:
-                    raise Overloaded(f"{MAX_STREAMS} calls of {method} are open", RETRY_AFTER_S)
-                self.num_streams += 1
-                try:
-                    async for answer in handler.stream_stream(messages(context), context):
-                        await context.write(answer)
-                finally:
-                    self.num_streams -= 1
-
-        return stream
-
-    def _lasting_stream(
-        self, method: str, handler: Any
-    ) -> Callable[[object, Any], Awaitable[None]]:
-        """Wraps a `lasting` method, which writes responses itself and takes a `place` per
-        request.
+        """Wraps a method with a stream of requests; a `lasting` one writes responses itself, and
+        takes a `place` per request.
         """
+        parse = functools.partial(self._parsed, method, handler)
 
         async def stream(_: object, context: Any) -> None:
             async with self._answering(method, context):
                 self._identify(method, context)
                 self._admit(method)
-                parse = functools.partial(self._parsed, method, handler)
                 with self.streams.open(context, parse) as messages:
-                    await handler.stream_stream(messages, context)
+                    answers = handler.stream_stream(messages, context)
+                    if method in self._lasting:
+                        await answers
+                        return
+                    async for answer in answers:
+                        await context.write(answer)
 
         return stream
 
