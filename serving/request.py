@@ -279,6 +279,10 @@ def _num_chars(value: Any) -> int:
     return 1
 
 
+OPTIONS = ("allow_brownout", "reuse_prefix", "allow_audit", "max_degraded_percent")
+"""Fields of a request that every protocol takes under these names, and may leave out."""
+
+
 @dataclass(frozen=True)
 class Request:
     """One generation request."""

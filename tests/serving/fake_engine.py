@@ -10,6 +10,7 @@ from serving.config import EngineConfig
 from serving.control.window import LatencyWindow
 from serving.errors import Aborted, InvalidRequest, ServingError, Unavailable
 from serving.request import (
+    OPTIONS,
     Bounds,
     BrownoutState,
     Chat,
@@ -18,6 +19,7 @@ from serving.request import (
     ModelBrownout,
     Output,
     Priority,
+    Request,
     SamplingParams,
     ThresholdSpan,
     Usage,
@@ -26,6 +28,7 @@ from serving.request import (
 
 LS, BE = Priority.LATENCY_SENSITIVE, Priority.BEST_EFFORT
 
+DEFAULTS = {name: getattr(Request("", ""), name) for name in OPTIONS}
 UNLUCKY = 66
 """A prompt with this last token makes the engine fail."""
 
@@ -142,7 +145,7 @@ class FakeEngine:
             raise self.failure
         if isinstance(prompt, list) and not all(0 <= t < self.bounds.vocab_size for t in prompt):
             raise InvalidRequest("a token is not in the vocabulary")
-        self.calls.append({"prompt": prompt, "sampling": sampling, **options})
+        self.calls.append({"prompt": prompt, "sampling": sampling, **DEFAULTS, **options})
         self.running += 1
         try:
             tokens = self.tokens_of(prompt)
