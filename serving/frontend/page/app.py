@@ -5,7 +5,6 @@ The files need no key. Everything under `/api` requires an admin key, sent only 
 """
 
 import asyncio
-import math
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,19 +18,8 @@ from pydantic import TypeAdapter, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from serving.errors import (
-    Aborted,
-    ClientLeft,
-    DeadlineExceeded,
-    InvalidRequest,
-    NotFound,
-    Overloaded,
-    PermissionDenied,
-    ServingError,
-    Unauthenticated,
-    Unavailable,
-    shown,
-)
+from serving.errors import ClientLeft, InvalidRequest, ServingError, shown
+from serving.frontend.openai import errors
 from serving.frontend.page.live import Live
 from serving.frontend.page.shield import Shield
 from serving.frontend.web import Listener
@@ -47,19 +35,6 @@ _MAX_CONNECTIONS = 128
 STATIC = Path(__file__).with_name("static")
 MAX_BODY_BYTES = 4096
 """Limit for a brownout change; one that sets every field has about 250 bytes."""
-
-_STATUS: dict[type[ServingError], int] = {
-    InvalidRequest: 400,
-    Unauthenticated: 401,
-    PermissionDenied: 403,
-    NotFound: 404,
-    Overloaded: 503,
-    Unavailable: 503,
-    DeadlineExceeded: 408,
-    ClientLeft: 499,
-    Aborted: 503,
-}
-
 
 _FIELDS = tuple(field.name for field in fields(BrownoutChange))
 _CHANGE = TypeAdapter(BrownoutChange)
@@ -155,7 +130,7 @@ class _Stream(StreamingResponse):
 async def _read_change(request: Request, timeout_s: float) -> BrownoutChange:
     """Reads a JSON object with fields of BrownoutChange.
 
-    Raises InvalidRequest, which names the field, DeadlineExceeded if the body does not arrive in
+    Raises InvalidRequest, which names the field, SlowBody if the body does not arrive in
     time, and ClientLeft if the client disconnects.
     """
     body = bytearray()
@@ -168,7 +143,7 @@ async def _read_change(request: Request, timeout_s: float) -> BrownoutChange:
                         f"the change has more than {MAX_BODY_BYTES} bytes; send its fields"
                     )
     except TimeoutError:
-        raise DeadlineExceeded(
+        raise errors.SlowBody(
             f"the change did not come within message_timeout_s, {timeout_s:g} s; send it at once"
         ) from None
     except ClientDisconnect:
@@ -212,13 +187,9 @@ def _peer(caller: "Caller", request: Request) -> str:
 
 async def _refuse(request: Request, error: Exception) -> Response:
     """Responds with the error's message as JSON."""
-    headers: dict[str, str] = {}
     if isinstance(error, HTTPException):
         return JSONResponse({"error": error.detail}, error.status_code, error.headers)
-    status = next((code for kind, code in _STATUS.items() if isinstance(error, kind)), 500)
-    if status == 401:
-        headers["www-authenticate"] = "Bearer"
-    if isinstance(error, ServingError) and error.retry_after_s is not None:
-        headers["retry-after"] = str(math.ceil(error.retry_after_s))
     field = error.param if isinstance(error, InvalidRequest) else None
-    return JSONResponse({"error": str(error), "field": field}, status, headers)
+    headers = {name.decode(): value.decode() for name, value in errors.headers(error)}
+    body = {"error": str(error), "field": field}
+    return JSONResponse(body, errors.told(error).status, headers)
