@@ -270,8 +270,23 @@ class FakeEngine:
                 raise InvalidRequest(f"{name} is {slo_s}")
 
     def stats(self) -> EngineStats:
-        stats = EngineStats(self.running, 3, 25, 100, 0, self.closed, 1, 2, 5, 6, 800, 200, 1.5, 4)
-        return replace(stats, **{"full_decode_step_s": 0.01, **self.counters})
+        stats = EngineStats(
+            num_running=self.running,
+            num_waiting=3,
+            kv_pages_used=25,
+            kv_pages_total=100,
+            requests_finished=self.closed,
+            requests_aborted=1,
+            requests_rejected=2,
+            requests_failed=4,
+            steps_prefill=5,
+            steps_decode=6,
+            expert_visits=800,
+            degraded_visits=200,
+            uptime_s=1.5,
+            full_decode_step_s=0.01,
+        )
+        return replace(stats, **self.counters)
 
     async def drain(self, timeout_s: float) -> bool:
         self.status = "draining"
