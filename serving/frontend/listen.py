@@ -126,21 +126,14 @@ def bind_socket(
 ) -> socket.socket:
     """Returns a socket for HTTP, bound to the first address of the host name.
 
-    Port 0 is any free one or, with `first`, that or the next free one. The socket then listens
-    already, so that no other process takes the same port.
+    Port 0 is any free one or, with `first`, that or the next free one.
 
     Raises as `GrpcPort.bind`; the flags are `--<prefix>host` and `--<prefix><port_flag>`.
     """
     if first and not port:
         for tried in range(first, first + _TRIED_PORTS):
             with contextlib.suppress(OSError):
-                bound = bind_socket(host, tried, prefix)
-                try:
-                    bound.listen()
-                except OSError:
-                    bound.close()
-                    raise
-                return bound
+                return bind_socket(host, tried, prefix)
     try:
         return _bound(*addresses(host, port)[0])
     except OSError as error:
@@ -168,11 +161,14 @@ def addresses(host: str, port: int) -> list[Address]:
 
 
 def _bound(family: int, kind: int, protocol: int, _: str, where: Any) -> socket.socket:
-    """Returns a socket that is bound to one of `addresses`. Raises OSError."""
+    """Returns a socket that is bound to one of `addresses`, and listens, so that no other process
+    takes the same port. Raises OSError.
+    """
     bound = socket.socket(family, kind, protocol)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(where)
+        bound.listen()
     except OSError:
         bound.close()
         raise
