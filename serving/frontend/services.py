@@ -69,7 +69,7 @@ class GenerationService(rpc.GenerationServicer):
         ):
             outputs = engine.generate(
                 convert.prompt(request, engine.bounds),
-                convert.sampling(request.sampling, engine.bounds),
+                convert.sampling(request.sampling),
                 request_id=request_id,
                 priority=priority,
                 timeout_s=context.time_remaining(),

@@ -99,7 +99,7 @@ class SimulatedServer:
         await asyncio.sleep(self._overhead_s)
         outputs = self.engine.generate(
             prompt,
-            convert.sampling(sampling or pb.SamplingParams(), self.engine.bounds),
+            convert.sampling(sampling or pb.SamplingParams()),
             allow_brownout=allow_brownout and not is_exempt,
             priority=convert.priority(pb.GenerateRequest(priority=priority)),
             timeout_s=timeout_s,
