@@ -19,11 +19,6 @@ from serving.telemetry.progress import progress_bar
 bench = typer.Typer(help="Runs benchmarks.", no_args_is_help=True)
 
 
-@bench.callback()
-def _bench() -> None:
-    """Runs benchmarks."""
-
-
 class _SeveralValues(TyperCommand):
     """Lets `--goodput ttft:200 tpot:50` take several values, as vLLM's does; so --model-mix."""
 
