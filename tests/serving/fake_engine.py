@@ -145,6 +145,7 @@ class FakeEngine:
             raise self.failure
         if isinstance(prompt, list) and not all(0 <= t < self.bounds.vocab_size for t in prompt):
             raise InvalidRequest("a token is not in the vocabulary")
+        self.bounds.check_ids("stop_token_ids", sampling.stop_token_ids)
         self.calls.append({"prompt": prompt, "sampling": sampling, **DEFAULTS, **options})
         self.running += 1
         try:

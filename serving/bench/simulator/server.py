@@ -32,7 +32,7 @@ from serving.errors import ServingError
 from serving.execution.executor import StepExecutor
 from serving.execution.fitting import limits_of
 from serving.frontend import convert
-from serving.frontend.guard import code_of
+from serving.frontend.reports import report
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 from serving.request import BrownoutChange
 
@@ -110,7 +110,7 @@ class SimulatedServer:
                 yield convert.response(out)
         except ServingError as error:
             nothing = grpc.aio.Metadata()
-            raise grpc.aio.AioRpcError(code_of(error), nothing, nothing, str(error)) from None
+            raise grpc.aio.AioRpcError(report(error).grpc, nothing, nothing, str(error)) from None
 
     async def server_info(self) -> pb.ServerInfo:
         """See Client."""

@@ -10,9 +10,10 @@ from serving.errors import ClientLeft, DeadlineExceeded, shown
 from serving.frontend import convert
 from serving.frontend.inbox import MAX_MESSAGE_BYTES
 from serving.frontend.openai.door import header
-from serving.frontend.openai.errors import HttpError, SlowBody
+from serving.frontend.openai.errors import HttpError
 from serving.frontend.openai.schemas import MAX_ENTRIES, REFUSED, STATE, UNKNOWN_FIELD, WANTED
 from serving.frontend.origin import is_json
+from serving.frontend.reports import SlowBody
 from serving.request import MAX_STRUCTURE_CHARS, Bounds
 
 if TYPE_CHECKING:
