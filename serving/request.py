@@ -279,6 +279,10 @@ def _num_chars(value: Any) -> int:
     return 1
 
 
+OPTIONS = ("allow_brownout", "reuse_prefix", "allow_audit", "max_degraded_percent")
+"""Fields of a request that every protocol takes under these names, and may leave out."""
+
+
 @dataclass(frozen=True)
 class Request:
     """One generation request."""
@@ -459,24 +463,32 @@ class Refused:
     count: int
 
 
-@dataclass(frozen=True)
-class EngineStats:
+@dataclass
+class Counters:
+    """Counts of events since the start."""
+
+    requests_finished: int = 0
+    requests_aborted: int = 0
+    requests_rejected: int = 0
+    requests_failed: int = 0  # failed alone, not by their caller's fault
+    steps_prefill: int = 0
+    steps_decode: int = 0
+    expert_visits: int = 0
+    degraded_visits: int = 0
+    priced_tokens: int = 0  # sampled tokens whose expected loss is known
+    expected_loss_nats: float = 0.0  # of them together
+
+
+@dataclass
+class EngineStats(Counters):
     """Counters and gauges of an engine at one moment."""
 
-    num_running: int
-    num_waiting: int
-    kv_pages_used: int
-    kv_pages_total: int
-    compilations_since_ready: int
-    requests_finished: int
-    requests_aborted: int
-    requests_rejected: int
-    steps_prefill: int
-    steps_decode: int
-    expert_visits: int
-    degraded_visits: int
-    uptime_s: float
-    requests_failed: int = 0  # failed alone, not by their caller's fault
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_pages_used: int = 0
+    kv_pages_total: int = 0
+    compilations_since_ready: int = 0
+    uptime_s: float = 0.0
     parks: int = 0  # steps parked between two layers for another
     joins: int = 0  # parked steps whose rows joined another
     evictions: int = 0  # requests that lost their pages and were recomputed
@@ -486,6 +498,4 @@ class EngineStats:
     full_decode_step_s: float = math.nan  # expected, with every slot taken and no brownout
     audits: tuple[AuditState, ...] = ()  # of each model
     refused: tuple[Refused, ...] = ()  # `requests_rejected`, apart by key and class
-    priced_tokens: int = 0  # sampled tokens whose expected loss is known
-    expected_loss_nats: float = 0.0  # of them together
     prefix_queries: int = 0  # prompt tokens that were looked up for prefix reuse

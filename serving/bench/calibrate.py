@@ -76,10 +76,23 @@ async def calibrate(
     """
     concurrency = (await client.server_info()).max_num_seqs
     company = (await client.get_brownout()).prefill_company
+    say("calibrating: single requests, no brownout")
     try:
-        return await _measure(client, samples, concurrency, strategy, window_s, say)
+        await _fix_threshold(client, strategy, 100)
+        unloaded = await saturate(client, samples[:13], concurrency=1, duration_s=window_s)
+        _check_answered(unloaded)
+        ttfts_s = [r.ttft_s for r in unloaded.records if r.ok]
+        ttfts_s = ttfts_s[1:] or ttfts_s  # the first one warms up, but may be all the window held
+        found: dict[int, list[FullBatch]] = {100: [], 0: []}
+        for percent, batches in [*found.items()] * 2:
+            words = "no brownout" if percent else "all the brownout there is"
+            say(f"calibrating: {concurrency} requests at a time, {words}")
+            await _fix_threshold(client, strategy, percent)
+            batches.append(await _full_batch(client, samples, concurrency, window_s))
     finally:
         await client.set_brownout(prefill_company=company)
+    zero, full = (max(batches, key=lambda b: b.capacity_per_s) for batches in found.values())
+    return Calibration(float(np.median(ttfts_s)), zero, full)
 
 
 async def run_all_steps(
@@ -103,30 +116,6 @@ async def run_all_steps(
 def _check_answered(run: Run) -> None:
     if not any(record.ok for record in run.records):
         raise CalibrationError(f"no request was answered: {run.records[0].error}")
-
-
-async def _measure(
-    client: Steered,
-    samples: Sequence[Arrival],
-    concurrency: int,
-    strategy: str,
-    window_s: float,
-    say: Callable[[str], None],
-) -> Calibration:
-    say("calibrating: single requests, no brownout")
-    await _fix_threshold(client, strategy, 100)
-    unloaded = await saturate(client, samples[:13], concurrency=1, duration_s=window_s)
-    _check_answered(unloaded)
-    ttfts_s = [r.ttft_s for r in unloaded.records if r.ok]
-    ttfts_s = ttfts_s[1:] or ttfts_s  # the first one warms up, but may be all the window held
-    found: dict[int, list[FullBatch]] = {100: [], 0: []}
-    for percent, batches in [*found.items()] * 2:
-        words = "no brownout" if percent else "all the brownout there is"
-        say(f"calibrating: {concurrency} requests at a time, {words}")
-        await _fix_threshold(client, strategy, percent)
-        batches.append(await _full_batch(client, samples, concurrency, window_s))
-    zero, full = (max(batches, key=lambda b: b.capacity_per_s) for batches in found.values())
-    return Calibration(float(np.median(ttfts_s)), zero, full)
 
 
 async def _fix_threshold(client: Steered, strategy: str, percent: int) -> None:

@@ -12,22 +12,14 @@ import grpc
 import orjson
 
 from serving.client.connection import Connection
+from serving.frontend.reports import FAULT, REPORTS
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 
 _UNKNOWN = 1 << 20  # tokens of a context that nobody tells
 _EVENT = b"data: "
-_CODES = {  # the others' are UNKNOWN
-    400: grpc.StatusCode.INVALID_ARGUMENT,
-    401: grpc.StatusCode.UNAUTHENTICATED,
-    403: grpc.StatusCode.PERMISSION_DENIED,
-    404: grpc.StatusCode.NOT_FOUND,
-    413: grpc.StatusCode.INVALID_ARGUMENT,
-    422: grpc.StatusCode.INVALID_ARGUMENT,
-    429: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    500: grpc.StatusCode.INTERNAL,
-    503: grpc.StatusCode.UNAVAILABLE,
-    504: grpc.StatusCode.DEADLINE_EXCEEDED,
-}
+_CODES = {how.status: how.grpc for how in reversed((*REPORTS.values(), FAULT))}
+_CODES |= dict.fromkeys((413, 422), grpc.StatusCode.INVALID_ARGUMENT)
+"""By HTTP status; the others' are UNKNOWN."""
 
 
 class OpenAITarget:

@@ -14,6 +14,7 @@ from serving.cli.options import (
     Quantize,
     documented,
     family_flag,
+    given_flags,
     of_fields,
 )
 from serving.settings.plugins import own_strategy
@@ -25,9 +26,7 @@ if TYPE_CHECKING:
     from training.evaluation.run import EvaluateConfig
     from training.evaluation.tables import Score
 
-WAYS = "2,4,8"
-THRESHOLDS = "100,90,80,70,60,50,40,30,20,10,0"
-STRATEGIES = "partial,full"
+OF_LEFT_OUT = "--sources", "--distill-rows", "--distill-steps", "--sampled", "--refine-steps"
 OF_ONE_MODEL = "--leave-one-out", "--sensitivity", "--quantize", "--against"
 WITHOUT = {
     "--leave-one-out": (
@@ -46,6 +45,7 @@ WITHOUT = {
 
 @documented
 def evaluate(
+    ctx: typer.Context,
     model: list[str] | None = None,
     family: Path | None = None,
     borrow_united: Annotated[float | None, typer.Option(metavar="PERCENT")] = None,
@@ -56,9 +56,9 @@ def evaluate(
     data: Path | None = None,
     num: int | None = None,
     generate_tasks: int | None = None,
-    ways: str = WAYS,
-    thresholds: str = THRESHOLDS,
-    strategies: str = STRATEGIES,
+    ways: str = "2,4,8",
+    thresholds: str = "100,90,80,70,60,50,40,30,20,10,0",
+    strategies: str = "partial,full",
     keep: str = "visits",
     levels: bool = False,
     sensitivity: bool = False,
@@ -135,31 +135,18 @@ def evaluate(
         "refine_steps": refine_steps,
         "sampled": sampled,
     }
-    defaults = {"rows": 65_536, "steps": 600, "refine_steps": 600, "sampled": None}
-    if not leave_one_out and (sources or short != defaults):
+    given = given_flags(ctx)
+    if not leave_one_out and not given.isdisjoint(OF_LEFT_OUT):
         raise ValueError(
             "--sources, --distill-rows, --distill-steps, --sampled and --refine-steps need "
             "--leave-one-out"
         )
-    flags_given = {
-        "--leave-one-out": leave_one_out,
-        "--sensitivity": sensitivity,
-        "--levels": levels,
-        "--only": only is not None,
-        "--ways": ways != WAYS,
-        "--thresholds": thresholds != THRESHOLDS,
-        "--strategies": strategies != STRATEGIES,
-        "--text": bool(text),
-        "--quantize": quantize != "auto",
-        "--against": against is not None,
-    }
-    if family is not None and (given := [name for name in OF_ONE_MODEL if flags_given[name]]):
-        raise ValueError(f"{given[0]} is of a single model; leave out --family")
+    if family is not None and (single := [name for name in OF_ONE_MODEL if name in given]):
+        raise ValueError(f"{single[0]} is of a single model; leave out --family")
     if borrow_united is not None and family is None:
         raise ValueError("--borrow-united needs --family, and --model NAME=DIR for each model")
     for flag, others in WITHOUT.items():
-        beside = [other for other in others if flags_given[flag] and flags_given[other]]
-        if beside:
+        if flag in given and (beside := [other for other in others if other in given]):
             raise ValueError(f"{beside[0]} does not go with {flag}; leave one of them out")
     if leave_one_out:
         numbers = integers("ways", ways), integers("thresholds", thresholds)

@@ -17,6 +17,7 @@ from serving.cli.options import (
     TlsKey,
     documented,
     family_flag,
+    given_flags,
 )
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ Section = tuple[str, Sequence[tuple[str, str]]]
 
 @documented
 def info(
+    ctx: typer.Context,
     model: Annotated[str | None, typer.Argument()] = None,
     hub_revision: HubRevision = "",
     model_config: str | None = None,
@@ -83,22 +85,16 @@ def info(
         raise ValueError(f"--model {models[0]} needs --family; of a single model, give MODEL")
     if as_json and address is None:
         raise ValueError("--json needs a running server; give --address HOST:PORT as well")
-    for name, value in {"--mesh": mesh, "--device-gb": device_gb}.items():
-        if address is not None and value is not None:
+    given = given_flags(ctx)
+    for name in ("--mesh", "--device-gb"):
+        if address is not None and name in given:
             raise ValueError(f"{name} needs a model: give MODEL or --model-config, not --address")
     if in_flight is not None and not mesh:
         raise ValueError("--in-flight needs --mesh ep=N")
     if in_flight is not None and family is not None:
         raise ValueError("--in-flight is of a single model: give MODEL, one of the family")
-    of_forecast = {
-        "--context": context,
-        "--imbalance": imbalance,
-        "--host-us": host_us,
-        "--stage-times": stage_times,
-        "--late": late,
-    }
-    for name, value in of_forecast.items():
-        if value is not None and in_flight is None:
+    for name in ("--context", "--imbalance", "--host-us", "--stage-times", "--late"):
+        if in_flight is None and name in given:
             raise ValueError(f"{name} needs --mesh ep=N and --in-flight T")
     if address is not None:
         from serving.client.connection import Connection

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from serving.cli.options import documented
+from serving.cli.options import documented, of_fields
 from serving.request import Priority
 
 if TYPE_CHECKING:
@@ -47,26 +47,19 @@ def new(
         tokens_per_min: Most tokens per minute, prompts and outputs. 0: any number.
         concurrency: Most requests at a time. 0: any number.
     """
+    flags = locals() | {"models": model, "classes": class_}
     from serving.frontend.keys import Key, changing, check_name, digest, new_key
 
     check_name(name)
     key = new_key()
+    flags["sha256"] = digest(key).hex()
     with changing(file) as found:
         if name in found:
             raise ValueError(
                 f"{file} has a key named {name}; revoke it with `jmoe keys revoke {name}`, or give "
                 "this one another name"
             )
-        found[name] = Key(
-            digest(key).hex(),
-            admin=admin,
-            metrics=metrics,
-            models=tuple(model or ()),
-            classes=tuple(class_ or ()),
-            requests_per_min=requests_per_min,
-            tokens_per_min=tokens_per_min,
-            concurrency=concurrency,
-        )
+        found[name] = of_fields(Key, flags)
     print(key)
 
 

@@ -105,6 +105,19 @@ def documented[F: Callable[..., None]](command: F) -> F:
     return command
 
 
+def given_flags(context: typer.Context) -> set[str]:
+    """Returns the flags that the command line has, by their long names; without those that it turns
+    off.
+    """
+    return {
+        param.opts[0]
+        for param in context.command.params
+        if (source := context.get_parameter_source(str(param.name))) is not None
+        and source.name == "COMMANDLINE"
+        and context.params.get(str(param.name)) is not False
+    }
+
+
 def of_fields[T](kind: type[T], flags: Mapping[str, Any]) -> T:
     """Makes a dataclass of the flags that are called as its fields, of lists tuples. Other fields,
     and those of flags that are not given (None), keep their defaults.

@@ -3,9 +3,9 @@
 import math
 import os
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,11 +17,6 @@ from serving.telemetry import logs
 from serving.telemetry.progress import progress_bar
 
 bench = typer.Typer(help="Runs benchmarks.", no_args_is_help=True)
-
-
-@bench.callback()
-def _bench() -> None:
-    """Runs benchmarks."""
 
 
 class _SeveralValues(TyperCommand):
@@ -141,27 +136,11 @@ def serve(
     from serving.bench.table import result_table
 
     with progress_bar() as progress:
-        result = run_bench(of_fields(BenchConfig, flags), logs.say, _seldom(progress))
+        result = run_bench(of_fields(BenchConfig, flags), logs.say, partial(progress, "requests"))
     print(result_table(result))
     if not result["completed"]:
         print("jmoe: no request was answered", file=sys.stderr)
         raise typer.Exit(1)
-
-
-def _seldom(progress: Callable[..., None]) -> Callable[[int, int, str], None]:
-    """Returns a callback that reports requests to `progress` at a limited rate; in a log, every 5
-    s.
-    """
-    every_s = 0.1 if sys.stderr.isatty() else 5.0
-    next_at = time.monotonic() + every_s
-
-    def count(done: int, total: int, text: str) -> None:
-        nonlocal next_at
-        if time.monotonic() >= next_at or done == total:
-            progress("requests", done, total, text)
-            next_at = time.monotonic() + every_s
-
-    return count
 
 
 @bench.command()

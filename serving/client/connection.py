@@ -5,10 +5,9 @@ kept in shell histories.
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import grpc
 
@@ -74,14 +73,6 @@ class Connection:
         if self.is_encrypted(address):
             return grpc.aio.secure_channel(bare(address), self._credentials())
         return grpc.aio.insecure_channel(bare(address))
-
-    def channel(
-        self, address: str, options: Sequence[tuple[str, Any]] | None = None
-    ) -> grpc.Channel:
-        """Opens a synchronous channel, otherwise as `aio_channel` does."""
-        if self.is_encrypted(address):
-            return grpc.secure_channel(bare(address), self._credentials(), options)
-        return grpc.insecure_channel(bare(address), options)
 
     def _credentials(self) -> grpc.ChannelCredentials:
         def pem(name: str) -> bytes | None:

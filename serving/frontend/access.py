@@ -98,19 +98,14 @@ class Caller:
         self._requests.change(key.requests_per_min, now_ns)
         self._tokens.change(key.tokens_per_min, now_ns)
 
-    @property
-    def is_admin(self) -> bool:
-        """Whether the key may use the admin service."""
-        return self.key.admin
-
     def require_admin(self) -> None:
         """Raises PermissionDenied unless the key is an admin key."""
-        if not self.is_admin:
+        if not self.key.admin:
             raise self._denied("admin", "this key is no admin key; use one that is")
 
     def require_metrics(self) -> None:
         """Raises PermissionDenied unless the key may read metrics."""
-        if not (self.is_admin or self.key.metrics):
+        if not (self.key.admin or self.key.metrics):
             why = "this key may not read metrics; use an admin key, or one made with --metrics"
             raise self._denied("metrics", why)
 

@@ -17,20 +17,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import grpc
 
-from serving.errors import (
-    Aborted,
-    ClientLeft,
-    DeadlineExceeded,
-    InvalidRequest,
-    NotFound,
-    Overloaded,
-    PermissionDenied,
-    ServingError,
-    Unauthenticated,
-    Unavailable,
-)
+from serving.errors import ClientLeft, InvalidRequest, Overloaded, ServingError
 from serving.frontend.access import current
 from serving.frontend.inbox import MAX_MESSAGE_BYTES, RETRY_AFTER_S, Inbox
+from serving.frontend.reports import FAULT, REPORTS, report
 from serving.frontend.streams import Streams
 from serving.request import Bounds
 
@@ -49,26 +39,7 @@ clients accept 8 KB of metadata.
 """
 LOG_EVERY_S = 10.0
 
-MAX_STREAMS = 64
-"""Concurrent calls of methods with a stream of requests (reflection); few are needed."""
-
 _HEALTH = "/grpc.health.v1.Health/"
-
-_Code = grpc.StatusCode
-_REPORTED: dict[type[Exception], tuple[grpc.StatusCode, str | None]] = {
-    InvalidRequest: (_Code.INVALID_ARGUMENT, "invalid"),
-    ValueError: (_Code.INVALID_ARGUMENT, "invalid"),
-    Unauthenticated: (_Code.UNAUTHENTICATED, "denied"),
-    PermissionDenied: (_Code.PERMISSION_DENIED, "denied"),
-    NotFound: (_Code.NOT_FOUND, "invalid"),
-    Overloaded: (_Code.RESOURCE_EXHAUSTED, "refused"),
-    Unavailable: (_Code.UNAVAILABLE, "refused"),
-    DeadlineExceeded: (_Code.DEADLINE_EXCEEDED, "expired"),
-    Aborted: (_Code.CANCELLED, None),  # by its caller, or because the server stops
-}
-"""The status of each error, and the kind under which the log counts it; None: it does not."""
-_FAULT = _Code.INTERNAL, "failed"
-"""Of all others."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +91,7 @@ class Guard(grpc.aio.ServerInterceptor):
     def __init__(self, limits: Limits, server: "Server") -> None:
         """`server` has the callers' keys, the engine that admits requests, and the metrics."""
         self.limits, self._server = limits, server
-        self.num_calls = self.num_streams = 0
+        self.num_calls = 0
         # Health has its own inbox, so that callers of other services cannot block it.
         self.inbox, self._health_inbox = (
             Inbox(limits.max_receiving, 4 * limits.max_calls, limits.message_timeout_s)
@@ -130,16 +101,16 @@ class Guard(grpc.aio.ServerInterceptor):
         self._prompts: dict[str, Callable[[Bounds], int]] = {}  # see Service; of all services
         self._lasting, self._needs_admin = set[str](), set[str]()  # methods
         self._ended: dict[str, Callable[[str, str], None]] = {}  # by route
-        self._ended_elsewhere = server.metrics.calls.door("grpc", ["other"], _FAULT[0].name)
+        self._ended_elsewhere = server.metrics.calls.door("grpc", ["other"], FAULT.grpc.name)
         self._wrapped: dict[str, grpc.RpcMethodHandler] = {}
-        kinds = [kind for _, kind in (*_REPORTED.values(), _FAULT)]
+        kinds = {how.counted for how in (*REPORTS.values(), FAULT)}
         self._tallies = {kind: Tally(kind) for kind in kinds if kind is not None}
         self._idle = asyncio.Event()
 
     def add(self, service: Service) -> None:
         """Learns of a service; of others it knows that they take no prompts."""
         routes = [*service.methods, *service.also_counted]
-        ended = self._server.metrics.calls.door(service.protocol, routes, _FAULT[0].name)
+        ended = self._server.metrics.calls.door(service.protocol, routes, FAULT.grpc.name)
         self._prompts |= service.prompts
         self._lasting |= {*service.lasting}
         self._needs_admin |= {*service.methods} if service.needs_admin else set()
@@ -180,9 +151,7 @@ class Guard(grpc.aio.ServerInterceptor):
         """
         if handler.request_streaming and not handler.response_streaming:
             raise TypeError(f"{method} is of a kind that the guard does not know")
-        make = self._call
-        if handler.request_streaming:
-            make = self._lasting_stream if method in self._lasting else self._stream
+        make = self._stream if handler.request_streaming else self._call
         kind = (
             grpc.stream_stream_rpc_method_handler
             if handler.response_streaming
@@ -210,38 +179,22 @@ class Guard(grpc.aio.ServerInterceptor):
         return call
 
     def _stream(self, method: str, handler: Any) -> Callable[[object, Any], Awaitable[None]]:
-        async def messages(context: Any) -> AsyncIterator[Any]:
-            while (message := await self.inbox.receive(context)) is not None:
-                yield self._parsed(method, handler, message)
-
-        async def stream(_: object, context: Any) -> None:
-            async with self._answering(method, context):
-                self._identify(method, context)
-                if self.num_streams >= MAX_STREAMS:
-                    raise Overloaded(f"{MAX_STREAMS} calls of {method} are open", RETRY_AFTER_S)
-                self.num_streams += 1
-                try:
-                    async for answer in handler.stream_stream(messages(context), context):
-                        await context.write(answer)
-                finally:
-                    self.num_streams -= 1
-
-        return stream
-
-    def _lasting_stream(
-        self, method: str, handler: Any
-    ) -> Callable[[object, Any], Awaitable[None]]:
-        """Wraps a `lasting` method, which writes responses itself and takes a `place` per
-        request.
+        """Wraps a method with a stream of requests; a `lasting` one writes responses itself, and
+        takes a `place` per request.
         """
+        parse = functools.partial(self._parsed, method, handler)
 
         async def stream(_: object, context: Any) -> None:
             async with self._answering(method, context):
                 self._identify(method, context)
                 self._admit(method)
-                parse = functools.partial(self._parsed, method, handler)
                 with self.streams.open(context, parse) as messages:
-                    await handler.stream_stream(messages, context)
+                    answers = handler.stream_stream(messages, context)
+                    if method in self._lasting:
+                        await answers
+                        return
+                    async for answer in answers:
+                        await context.write(answer)
 
         return stream
 
@@ -314,7 +267,7 @@ class Guard(grpc.aio.ServerInterceptor):
 
     def note(self, method: str, peer: str, error: Exception) -> None:
         """Counts a failed call for the log, with a traceback if the error is unexpected."""
-        if (kind := _reported(error)[1]) is not None:
+        if (kind := report(error).counted) is not None:
             traced = None if _is_expected(error) else error
             self._tallies[kind].note(_detail(method, peer, error), traced)
 
@@ -355,7 +308,7 @@ class Guard(grpc.aio.ServerInterceptor):
         # The error may outlive its call until the next garbage collection, in a cycle of gRPC's
         # context and the exception that `abort` raises: let no message be among its frames.
         traceback.clear_frames(error.__traceback__)
-        return Told(code_of(error), said(error), _trailing(error))
+        return Told(report(error).grpc, said(error), _trailing(error))
 
 
 def authorization(context: Any) -> str | None:
@@ -377,15 +330,6 @@ def _detail(method: str, peer: str, error: Exception) -> str:
     """Describes an error in one line."""
     text = " ".join(cut(str(error)).split()) or type(error).__name__
     return f"the last one, {method} from {peer}: {text}"
-
-
-def code_of(error: Exception) -> grpc.StatusCode:
-    """Returns the gRPC status with which an error is reported."""
-    return _reported(error)[0]
-
-
-def _reported(error: Exception) -> tuple[grpc.StatusCode, str | None]:
-    return next((how for kind, how in _REPORTED.items() if isinstance(error, kind)), _FAULT)
 
 
 def _trailing(error: Exception) -> tuple[tuple[str, str], ...]:

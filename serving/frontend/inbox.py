@@ -31,15 +31,6 @@ class Inbox:
         self._receiving: dict[asyncio.Timeout, float] = {}  # start times, the oldest first
         self._connections = WeakValueDictionary[str, asyncio.Semaphore]()
 
-    async def receive(self, context: Any) -> bytes | None:
-        """Returns the next message of a call; None if there are no more.
-
-        Raises as `receiving`.
-        """
-        async with self.receiving(context.peer()):
-            message = await context.read()
-        return message if isinstance(message, bytes) else None  # grpc.aio.EOF
-
     @contextlib.asynccontextmanager
     async def receiving(self, peer: str) -> AsyncIterator[None]:
         """Holds a place to receive one message of a connection within the block.
@@ -66,9 +57,12 @@ class Inbox:
             self.num_callers -= 1
 
     async def receive_one(self, context: Any) -> bytes:
-        """Returns a call's only message. Raises InvalidRequest if there is none."""
-        message = await self.receive(context)
-        if message is None:
+        """Returns a call's only message. Raises InvalidRequest if there is none, and as
+        `receiving`.
+        """
+        async with self.receiving(context.peer()):
+            message = await context.read()
+        if not isinstance(message, bytes):  # grpc.aio.EOF
             raise InvalidRequest("the call has no message; send one")
         return message
 

@@ -113,15 +113,12 @@ class InferenceService(rpc.GRPCInferenceServiceServicer):
                 asked.prompt,
                 asked.sampling,
                 request_id=request_id,
-                allow_brownout=asked.allow_brownout,
                 priority=asked.priority,
                 timeout_s=_sooner(asked.timeout_s, context.time_remaining()),
                 model=model,
-                reuse_prefix=asked.reuse_prefix,
                 salt=caller.salt(asked.salt),
-                max_degraded_percent=asked.max_degraded_percent,
-                allow_audit=asked.allow_audit,
                 key=caller.name,
+                **asked.options,
             )
             async with noted(outputs, request_id, caller, span) as note:
                 async for out in outputs:

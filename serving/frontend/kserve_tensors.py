@@ -17,6 +17,7 @@ from serving.proto.inference import inference_pb2 as pb
 from serving.request import (
     MAX_REQUEST_ID_CHARS,
     MAX_SALT_CHARS,
+    OPTIONS,
     Bounds,
     Output,
     Priority,
@@ -58,12 +59,9 @@ _PRIORITIES = {
 }
 """Triton's priorities: 0 is the default, and otherwise a lower number goes first."""
 OWN_PARAMETERS = (
+    *OPTIONS,
     "priority",
     "timeout",
-    "allow_brownout",
-    "max_degraded_percent",
-    "allow_audit",
-    "reuse_prefix",
     "cache_salt",
     "triton_enable_empty_final_response",
 )
@@ -88,12 +86,9 @@ class Asked:
     echoes: bool  # the text begins with the prompt
     outputs: frozenset[str]
     priority: Priority
-    allow_brownout: bool
     timeout_s: float | None
-    reuse_prefix: bool
     salt: str
-    max_degraded_percent: int
-    allow_audit: bool
+    options: dict[str, Any]  # of `serving.request.OPTIONS`, those that are given
 
 
 def check_version(version: str) -> None:
@@ -129,12 +124,9 @@ def read(request: pb.ModelInferRequest, bounds: Bounds) -> Asked:
         echoes=echoes,
         outputs=outputs,
         priority=_priority(parameters.get("priority", 0)),
-        allow_brownout=_truth("allow_brownout", parameters.get("allow_brownout", True)),
         timeout_s=_timeout_s(parameters.get("timeout", 0)),
-        reuse_prefix=_truth("reuse_prefix", parameters.get("reuse_prefix", True)),
         salt=_salt(parameters.get("cache_salt", "")),
-        max_degraded_percent=parameters.get("max_degraded_percent", 100),  # the engine checks it
-        allow_audit=_truth("allow_audit", parameters.get("allow_audit", True)),
+        options=_options(parameters),
     )
 
 
@@ -263,6 +255,14 @@ def _truth(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise InvalidRequest(f"the parameter {name} is {shown(value)}; it must be true or false")
     return value
+
+
+def _options(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    found = {name: parameters[name] for name in OPTIONS if name in parameters}
+    for name, value in found.items():
+        if name != "max_degraded_percent":  # which the engine checks
+            _truth(name, value)
+    return found
 
 
 def _salt(value: Any) -> str:

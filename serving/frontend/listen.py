@@ -121,28 +121,23 @@ class GrpcPort:
         self.guard.close()
 
 
-def bind_socket(host: str, port: int, prefix: str = "", first: int = 0) -> socket.socket:
+def bind_socket(
+    host: str, port: int, prefix: str = "", first: int = 0, port_flag: str = "http-port"
+) -> socket.socket:
     """Returns a socket for HTTP, bound to the first address of the host name.
 
-    Port 0 is any free one or, with `first`, that or the next free one. The socket then listens
-    already, so that no other process takes the same port.
+    Port 0 is any free one or, with `first`, that or the next free one.
 
-    Raises as `GrpcPort.bind`; the flags are `--<prefix>host` and `--<prefix>http-port`.
+    Raises as `GrpcPort.bind`; the flags are `--<prefix>host` and `--<prefix><port_flag>`.
     """
     if first and not port:
         for tried in range(first, first + _TRIED_PORTS):
             with contextlib.suppress(OSError):
-                bound = bind_socket(host, tried, prefix)
-                try:
-                    bound.listen()
-                except OSError:
-                    bound.close()
-                    raise
-                return bound
+                return bind_socket(host, tried, prefix)
     try:
         return _bound(*addresses(host, port)[0])
     except OSError as error:
-        raise cannot_listen(join(host, port), error, prefix, "http-port") from None
+        raise cannot_listen(join(host, port), error, prefix, port_flag) from None
 
 
 def cannot_listen(address: str, refused: OSError, prefix: str, port_flag: str) -> OSError:
@@ -166,11 +161,14 @@ def addresses(host: str, port: int) -> list[Address]:
 
 
 def _bound(family: int, kind: int, protocol: int, _: str, where: Any) -> socket.socket:
-    """Returns a socket that is bound to one of `addresses`. Raises OSError."""
+    """Returns a socket that is bound to one of `addresses`, and listens, so that no other process
+    takes the same port. Raises OSError.
+    """
     bound = socket.socket(family, kind, protocol)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(where)
+        bound.listen()
     except OSError:
         bound.close()
         raise

@@ -341,18 +341,17 @@ async def serve(
 def _log_addresses(server: Server) -> None:
     config = server.config
     at = join(config.host, config.metrics_port)
-    http = f"{server.scheme}://{at}/metrics" if config.metrics_port else ""
+    http = f"{server.scheme}://{at}/metrics" if config.metrics_port else None
+    found = {
+        "model": ", ".join(server.model_names),
+        "address": server.address,
+        "admin_address": server.addresses["admin"],
+        "metrics": http,
+    }
     log.info(
-        "loading %s; listening on %s, admin on %s, metrics %s",
-        *(", ".join(server.model_names), server.address, server.addresses["admin"]),
-        f"on {http}" if http else "off",
-        extra={
-            "event": "listening",
-            "model": ", ".join(server.model_names),
-            "address": server.address,
-            "admin_address": server.addresses["admin"],
-            "metrics": http or None,
-        },
+        "loading %(model)s; listening on %(address)s, admin on %(admin_address)s, metrics %(on)s",
+        found | {"on": f"on {http}" if http else "off"},
+        extra={"event": "listening", **found},
     )
 
 

@@ -11,7 +11,7 @@ from serving.frontend.listen import GrpcPort
 from serving.frontend.status import noted
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 from serving.proto.jmoe.v1 import jmoe_pb2_grpc as rpc
-from serving.request import number_of
+from serving.request import OPTIONS, number_of
 from serving.telemetry.version import jmoe_version
 
 if TYPE_CHECKING:
@@ -69,21 +69,14 @@ class GenerationService(rpc.GenerationServicer):
         ):
             outputs = engine.generate(
                 convert.prompt(request, engine.bounds),
-                convert.sampling(request.sampling, engine.bounds),
+                convert.sampling(request.sampling),
                 request_id=request_id,
-                allow_brownout=request.allow_brownout or not request.HasField("allow_brownout"),
                 priority=priority,
                 timeout_s=context.time_remaining(),
                 model=request.model,
-                reuse_prefix=request.reuse_prefix or not request.HasField("reuse_prefix"),
                 salt=caller.salt(convert.salt(request)),
-                allow_audit=request.allow_audit or not request.HasField("allow_audit"),
-                max_degraded_percent=(
-                    request.max_degraded_percent
-                    if request.HasField("max_degraded_percent")
-                    else 100
-                ),
                 key=caller.name,
+                **{name: getattr(request, name) for name in OPTIONS if request.HasField(name)},
             )
             async with noted(outputs, request_id, caller, span) as note:
                 async for out in outputs:

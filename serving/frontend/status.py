@@ -157,20 +157,15 @@ def _log_status(last: Snapshot, now: Snapshot) -> None:
         tokens, late = after[0] - before[0], after[1] - before[1]
         found[f"{phase}_late_share"] = late / tokens if tokens else math.nan
     found["machine_speed"] = now.speed or math.nan
+    shares = ("kv_cache_usage", "prefill_late_share", "decode_late_share", "degraded_share")
+    is_news = abs((now.speed or 1) - 1) > NEWS_OF_SPEED
     log.info(
-        "%d running, %d waiting; prompt %.1f tokens/s, output %.1f tokens/s; KV cache %.1f%%; "
-        "threshold prefill %.0f%%, decode %.0f%%; late prefill %s, decode %s; degraded %s%s",
-        found["running"],
-        found["waiting"],
-        found["prompt_tokens_per_s"],
-        found["output_tokens_per_s"],
-        100 * found["kv_cache_usage"],
-        found["prefill_threshold_percent"],
-        found["decode_threshold_percent"],
-        _percent(found["prefill_late_share"]),
-        _percent(found["decode_late_share"]),
-        _percent(found["degraded_share"]),
-        f"; machine speed {now.speed:.2f}" if abs((now.speed or 1) - 1) > NEWS_OF_SPEED else "",
+        "%(running)d running, %(waiting)d waiting; prompt %(prompt_tokens_per_s).1f tokens/s, "
+        "output %(output_tokens_per_s).1f tokens/s; KV cache %(kv_cache_usage)s; threshold prefill "
+        "%(prefill_threshold_percent).0f%%, decode %(decode_threshold_percent).0f%%; late prefill "
+        "%(prefill_late_share)s, decode %(decode_late_share)s; degraded %(degraded_share)s"
+        + (f"; machine speed {now.speed:.2f}" if is_news else ""),
+        found | {name: _percent(found[name]) for name in shares},
         extra={"event": "status", **found},
     )
 
@@ -410,18 +405,12 @@ def loadable_ways(engine: "Engine") -> tuple[int, ...]:
 
 def _log_brownout(engine: "Engine") -> None:
     state, ways = engine.get_brownout(), loadable_ways(engine)
+    listed = ", ".join(map(str, ways)) or "none"
     log.info(
-        "brownout %s by %s, way %d (ways %s); thresholds prefill %g%%, decode %g%%; SALC %s; "
-        "SLO TTFT %g s, ITL %g s",
-        state.strategy,
-        state.keep,
-        state.way,
-        ", ".join(map(str, ways)) or "none",
-        state.prefill_threshold_percent,
-        state.decode_threshold_percent,
-        _show(state.salc_enabled),
-        state.ttft_slo_s,
-        state.itl_slo_s,
+        "brownout %(strategy)s by %(keep)s, way %(way)d (ways %(ways)s); thresholds prefill "
+        "%(prefill_threshold_percent)g%%, decode %(decode_threshold_percent)g%%; SALC %(salc)s; "
+        "SLO TTFT %(ttft_slo_s)g s, ITL %(itl_slo_s)g s",
+        vars(state) | {"ways": listed, "salc": _show(state.salc_enabled)},
         extra={
             "event": "brownout",
             "ways": list(ways),

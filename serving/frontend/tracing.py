@@ -189,7 +189,7 @@ def make_tracer(endpoint: str) -> Tracer:
     if "OTEL_SERVICE_NAME" not in os.environ:
         attributes["service.name"] = "jmoe"
     provider = TracerProvider(resource=Resource.create(attributes), shutdown_on_exit=False)
-    exporter = _watched(OTLPSpanExporter(endpoint=endpoint), endpoint)
+    exporter = _watched(OTLPSpanExporter, endpoint)
     provider.add_span_processor(BatchSpanProcessor(exporter))
     return Tracer(provider, exporter)
 
@@ -323,12 +323,12 @@ def _sendable(text: str) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
-def _watched(exporter: Any, endpoint: str) -> Any:
-    """Wraps an exporter so that it logs once when spans get lost, and once when that ends.
+def _watched(kind: Any, endpoint: str) -> Any:
+    """Makes an exporter of a kind that logs once when spans get lost, and once when that ends.
 
     OpenTelemetry's own log lines about every attempt are suppressed.
     """
-    from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+    from opentelemetry.sdk.trace.export import SpanExportResult
 
     for name in (
         "opentelemetry.exporter.otlp.proto.http.trace_exporter",
@@ -336,11 +336,11 @@ def _watched(exporter: Any, endpoint: str) -> Any:
     ):
         logging.getLogger(name).addFilter(_heard)
 
-    class Watched(SpanExporter):
+    class Watched(kind):
         lost = 0
 
         def export(self, spans: Any) -> Any:
-            found = exporter.export(spans)
+            found = super().export(spans)
             if found is SpanExportResult.SUCCESS:
                 if self.lost:
                     log.info("traces reach %s again; %d spans were lost", endpoint, self.lost)
@@ -355,13 +355,7 @@ def _watched(exporter: Any, endpoint: str) -> Any:
             self.lost += len(spans)
             return found
 
-        def shutdown(self) -> None:
-            exporter.shutdown()
-
-        def force_flush(self, timeout_millis: int = 30_000) -> bool:
-            return exporter.force_flush(timeout_millis)
-
-    return Watched()
+    return Watched(endpoint=endpoint)
 
 
 class _LastLine(logging.Filter):

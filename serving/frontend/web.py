@@ -79,17 +79,18 @@ class Listener:
         *,
         prefix: str = "",
         first: int = 0,
+        port_flag: str = "http-port",
     ) -> None:
         """`protocol` is what the metrics count requests under, by route and status, which is
         `other` for paths that are not served. Connections beyond `max_connections` are closed at
-        once. `prefix` is that of the flags which errors name, such as `--admin-http-port` (see
-        `bind_socket`); `first` is the port that is tried first where `port` is 0.
+        once. `prefix` and `port_flag` make the flags which errors name, such as `--admin-http-port`
+        (see `bind_socket`); `first` is the port that is tried first where `port` is 0.
         """
         routes = [*(getattr(route, "path", "") or "/" for route in app.routes), "other"]
         self._ended: Ended = server.metrics.calls.door(protocol, routes, "500")
         self._app, self._serving, self._host = _Counted(app, self._ended), server, host
-        self._wanted, self._prefix = port, prefix
-        self._first = first
+        self._wanted, self._prefix, self._first = port, prefix, first
+        self._port_flag = port_flag
         self._make_protocol = partial(
             BoundedHttp,
             max_connections=max_connections,
@@ -112,7 +113,7 @@ class Listener:
         Raises OSError if the address cannot be bound.
         """
         tls = self._serving.tls
-        bound = bind_socket(self._host, self._wanted, self._prefix, self._first)
+        bound = bind_socket(self._host, self._wanted, self._prefix, self._first, self._port_flag)
         self.port = bound.getsockname()[1]
         if self._first and not self._wanted and self.port != self._first:
             log.info("port %d is taken; HTTP is on port %d", self._first, self.port)

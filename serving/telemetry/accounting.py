@@ -4,14 +4,14 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from serving.errors import NOT_OURS, RequestFailed, ServingError
 from serving.plan import Phase, StepResult
-from serving.request import AuditState, EngineStats, Output, Priority, Refused
+from serving.request import AuditState, Counters, EngineStats, Output, Priority, Refused
 from serving.scheduling.sequence import SequenceState
 from serving.scheduling.step import ScheduledStep
 from serving.telemetry.latencies import Latencies
@@ -22,22 +22,6 @@ if TYPE_CHECKING:
     from serving.scheduling.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
-
-
-@dataclass
-class Counters:
-    """Counts of events since the start."""
-
-    requests_finished: int = 0
-    requests_aborted: int = 0
-    requests_rejected: int = 0
-    requests_failed: int = 0  # failed alone, not by their caller's fault
-    steps_prefill: int = 0
-    steps_decode: int = 0
-    expert_visits: int = 0
-    degraded_visits: int = 0
-    priced_tokens: int = 0  # sampled tokens whose expected loss is known
-    expected_loss_nats: float = 0.0  # of them together
 
 
 MAX_KEYS = 1000

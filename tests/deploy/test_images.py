@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import yaml
 from dockerfile import DOCKERFILE, ROOT, command, health, instructions, served_with
-from prometheus_client import CollectorRegistry
 
 from serving.frontend import exposure
-from serving.frontend.metrics_http import serve
+from serving.frontend.metrics import Metrics
 from serving.settings import reading as settings
 from tests.serving.certificates import Authority
+from tests.serving.probed import probed
 
 
 def ignored(path):
@@ -101,17 +101,11 @@ def test_a_container_is_healthy_once_it_is_ready(tmp_path, encrypted):
             ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER),
         )
         tls.load_cert_chain(pair.cert, pair.key)
-    metrics, _ = serve(
-        *("127.0.0.1", 0, CollectorRegistry(), lambda: (is_ready[0], "")),
-        tls=None if tls is None else lambda: tls,
-    )
-    try:
-        assert health(metrics.server_port) != 0
+    context = None if tls is None else lambda: tls
+    with probed(Metrics(), lambda: (is_ready[0], ""), context) as port:
+        assert health(port) != 0
         is_ready[:] = [True]
-        assert health(metrics.server_port) == 0
-    finally:
-        metrics.shutdown()
-        metrics.server_close()
+        assert health(port) == 0
 
 
 def test_the_services_command_is_a_server_with_the_sample_settings(monkeypatch):

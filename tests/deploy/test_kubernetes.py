@@ -14,8 +14,8 @@ from dockerfile import ROOT, served_with
 from serving.cli import main as cli
 from serving.cluster.hosts import OWN
 from serving.frontend.metrics import Metrics
-from serving.frontend.metrics_http import serve
 from serving.settings import reading as settings
+from tests.serving.probed import probed
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "kubernetes"
 CONFIG = settings.load(FOLDER / "server.yaml")
@@ -56,21 +56,16 @@ def test_arguments_are_those_of_the_command_line(monkeypatch):
 
 def test_probes_ask_for_what_the_server_answers():
     """Each path, of the real server of probes."""
-    server, thread = serve("127.0.0.1", 0, Metrics().registry, lambda: (True, "ready"))
-    try:
-        from urllib.request import urlopen
+    from urllib.request import urlopen
 
+    with probed(Metrics()) as port:
         probes = {name: CONTAINER[f"{name}Probe"]["httpGet"] for name in ("startup", "readiness")}
         probes["liveness"] = CONTAINER["livenessProbe"]["httpGet"]
         paths = {name: probe["path"] for name, probe in probes.items()}
         (scraped,) = manifest("podmonitor.yaml")["spec"]["podMetricsEndpoints"]
         for path in (*paths.values(), scraped["path"]):
-            with urlopen(f"http://127.0.0.1:{server.server_port}{path}") as answer:
+            with urlopen(f"http://127.0.0.1:{port}{path}") as answer:
                 assert answer.status == 200
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
     assert {probe["port"] for probe in probes.values()} == {"metrics"}
     # A server that drains or loads is alive: only who hangs is started again.
     assert paths == {"startup": "/readyz", "readiness": "/readyz", "liveness": "/healthz"}

@@ -10,6 +10,7 @@ from serving.config import EngineConfig
 from serving.control.window import LatencyWindow
 from serving.errors import Aborted, InvalidRequest, ServingError, Unavailable
 from serving.request import (
+    OPTIONS,
     Bounds,
     BrownoutState,
     Chat,
@@ -18,6 +19,7 @@ from serving.request import (
     ModelBrownout,
     Output,
     Priority,
+    Request,
     SamplingParams,
     ThresholdSpan,
     Usage,
@@ -26,6 +28,7 @@ from serving.request import (
 
 LS, BE = Priority.LATENCY_SENSITIVE, Priority.BEST_EFFORT
 
+DEFAULTS = {name: getattr(Request("", ""), name) for name in OPTIONS}
 UNLUCKY = 66
 """A prompt with this last token makes the engine fail."""
 
@@ -142,7 +145,8 @@ class FakeEngine:
             raise self.failure
         if isinstance(prompt, list) and not all(0 <= t < self.bounds.vocab_size for t in prompt):
             raise InvalidRequest("a token is not in the vocabulary")
-        self.calls.append({"prompt": prompt, "sampling": sampling, **options})
+        self.bounds.check_ids("stop_token_ids", sampling.stop_token_ids)
+        self.calls.append({"prompt": prompt, "sampling": sampling, **DEFAULTS, **options})
         self.running += 1
         try:
             tokens = self.tokens_of(prompt)
@@ -267,8 +271,23 @@ class FakeEngine:
                 raise InvalidRequest(f"{name} is {slo_s}")
 
     def stats(self) -> EngineStats:
-        stats = EngineStats(self.running, 3, 25, 100, 0, self.closed, 1, 2, 5, 6, 800, 200, 1.5, 4)
-        return replace(stats, **{"full_decode_step_s": 0.01, **self.counters})
+        stats = EngineStats(
+            num_running=self.running,
+            num_waiting=3,
+            kv_pages_used=25,
+            kv_pages_total=100,
+            requests_finished=self.closed,
+            requests_aborted=1,
+            requests_rejected=2,
+            requests_failed=4,
+            steps_prefill=5,
+            steps_decode=6,
+            expert_visits=800,
+            degraded_visits=200,
+            uptime_s=1.5,
+            full_decode_step_s=0.01,
+        )
+        return replace(stats, **self.counters)
 
     async def drain(self, timeout_s: float) -> bool:
         self.status = "draining"

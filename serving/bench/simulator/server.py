@@ -32,7 +32,7 @@ from serving.errors import ServingError
 from serving.execution.executor import StepExecutor
 from serving.execution.fitting import limits_of
 from serving.frontend import convert
-from serving.frontend.guard import code_of
+from serving.frontend.reports import report
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 from serving.request import BrownoutChange
 
@@ -99,7 +99,7 @@ class SimulatedServer:
         await asyncio.sleep(self._overhead_s)
         outputs = self.engine.generate(
             prompt,
-            convert.sampling(sampling or pb.SamplingParams(), self.engine.bounds),
+            convert.sampling(sampling or pb.SamplingParams()),
             allow_brownout=allow_brownout and not is_exempt,
             priority=convert.priority(pb.GenerateRequest(priority=priority)),
             timeout_s=timeout_s,
@@ -110,7 +110,7 @@ class SimulatedServer:
                 yield convert.response(out)
         except ServingError as error:
             nothing = grpc.aio.Metadata()
-            raise grpc.aio.AioRpcError(code_of(error), nothing, nothing, str(error)) from None
+            raise grpc.aio.AioRpcError(report(error).grpc, nothing, nothing, str(error)) from None
 
     async def server_info(self) -> pb.ServerInfo:
         """See Client."""

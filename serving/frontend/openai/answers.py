@@ -137,48 +137,6 @@ class ChatCompletion(_Generated):
     usage: Usage
 
 
-class CalledDelta(_Answer):
-    """What an event adds to a called function."""
-
-    name: str | None = None
-    arguments: str
-
-
-class CallDelta(_Answer):
-    """What an event adds to a call; `id`, `type` and the name come with its first one."""
-
-    index: int
-    id: str | None = None
-    type: Literal["function"] | None = None
-    function: CalledDelta
-
-
-class Delta(_Answer):
-    """What an event adds to a message."""
-
-    role: Literal["assistant"] | None = None
-    content: str | None = None
-    tool_calls: list[CallDelta] = []
-    reasoning_content: str | None = None
-
-
-class EventChoice(_Answer):
-    """One message's part of an event."""
-
-    index: int
-    delta: Delta
-    logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length", "tool_calls"] | None
-
-
-class ChatEvent(_Generated):
-    """Event of a stream of `/v1/chat/completions`."""
-
-    object: Literal["chat.completion.chunk"]
-    choices: list[EventChoice]
-    usage: Usage | None = None
-
-
 class ResponsePart(_Answer):
     """A part of an item, which is text."""
 

@@ -10,9 +10,10 @@ from serving.errors import ClientLeft, DeadlineExceeded, shown
 from serving.frontend import convert
 from serving.frontend.inbox import MAX_MESSAGE_BYTES
 from serving.frontend.openai.door import header
-from serving.frontend.openai.errors import HttpError, SlowBody
+from serving.frontend.openai.errors import HttpError
 from serving.frontend.openai.schemas import MAX_ENTRIES, REFUSED, STATE, UNKNOWN_FIELD, WANTED
 from serving.frontend.origin import is_json
+from serving.frontend.reports import SlowBody
 from serving.request import MAX_STRUCTURE_CHARS, Bounds
 
 if TYPE_CHECKING:
@@ -35,8 +36,14 @@ def max_bytes(bounds: Bounds) -> int:
     return min(MAX_MESSAGE_BYTES, most)
 
 
-async def read(scope: "Scope", receive: "Receive", guard: "Guard", most: int) -> bytes:
-    """Reads the whole body.
+async def read(
+    scope: "Scope",
+    receive: "Receive",
+    guard: "Guard",
+    most: int,
+    advice: str = "send fewer or shorter prompts",
+) -> bytes:
+    """Reads the whole body. `advice` says how to have a smaller one.
 
     Raises HttpError if the body is not sent as JSON (415) or has more than `most` bytes (413;
     before reading it, if the client sent a content-length), SlowBody if it does not arrive in time,
@@ -49,7 +56,7 @@ async def read(scope: "Scope", receive: "Receive", guard: "Guard", most: int) ->
             "content-type",
             415,
         )
-    _check_length(int(length) if length.isdecimal() else 0, most)
+    _check_length(int(length) if length.isdecimal() else 0, most, advice)
     client = scope.get("client") or ("", 0)
     parts: list[bytes] = []
     count = 0
@@ -61,7 +68,7 @@ async def read(scope: "Scope", receive: "Receive", guard: "Guard", most: int) ->
                     raise ClientLeft("the client left before its request was there")
                 parts.append(message.get("body", b""))
                 count += len(parts[-1])
-                _check_length(count, most)
+                _check_length(count, most, advice)
                 if not message.get("more_body"):
                     return b"".join(parts)
     except DeadlineExceeded:
@@ -71,11 +78,11 @@ async def read(scope: "Scope", receive: "Receive", guard: "Guard", most: int) ->
         ) from None
 
 
-def _check_length(count: int, most: int) -> None:
+def _check_length(count: int, most: int, advice: str) -> None:
     if count > most:
         raise HttpError(
             f"the body has {count} bytes or more; what this server can serve has {most} at most; "
-            "send fewer or shorter prompts",
+            f"{advice}",
             status=413,
         )
 

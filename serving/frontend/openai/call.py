@@ -19,7 +19,7 @@ from serving.frontend.openai.errors import HttpError
 from serving.frontend.openai.sampling import priority
 from serving.frontend.status import noted
 from serving.frontend.tracing import RequestSpan
-from serving.request import MAX_REQUEST_ID_CHARS, Output, ThresholdSpan, number_of
+from serving.request import MAX_REQUEST_ID_CHARS, OPTIONS, Output, ThresholdSpan, number_of
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
@@ -227,16 +227,13 @@ class Call:
             choice.prompt,
             choice.sampling,
             request_id=request_id,
-            allow_brownout=body.allow_brownout is not False,
             priority=priority(body),
             timeout_s=body.timeout_s,
             model=body.model,
-            reuse_prefix=body.reuse_prefix is not False,
             salt=self._caller.salt(body.cache_salt or ""),
-            allow_audit=body.allow_audit is not False,
-            max_degraded_percent=100 if (most := body.max_degraded_percent) is None else most,
             key=self._caller.name,
             waited_s=choice.waited_s,
+            **{name: value for name in OPTIONS if (value := getattr(body, name)) is not None},
         )
         async with noted(outputs, request_id, self._caller, self._span) as note:
             async for out in outputs:

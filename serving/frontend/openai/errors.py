@@ -1,29 +1,15 @@
 """Converts errors to OpenAI's format: a status, an `error` object and headers."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import replace
 
 import orjson
 
-from serving.errors import (
-    Aborted,
-    ClientLeft,
-    DeadlineExceeded,
-    InvalidRequest,
-    NotFound,
-    Overloaded,
-    PermissionDenied,
-    ServingError,
-    TooLong,
-    Unauthenticated,
-    Unavailable,
-    WorkerLost,
-)
+from serving.errors import InvalidRequest, ServingError
 from serving.frontend.guard import said
+from serving.frontend.reports import Report, report
 
 Headers = list[tuple[bytes, bytes]]
-
-INVALID = "invalid_request_error"
 
 
 class HttpError(InvalidRequest):
@@ -36,35 +22,6 @@ class HttpError(InvalidRequest):
         self.status = status
 
 
-class SlowBody(DeadlineExceeded):
-    """A body that did not arrive in time: status 408 (a request that takes too long has 504)."""
-
-
-@dataclass(frozen=True)
-class Told:
-    """How an error is reported."""
-
-    status: int
-    type: str
-    code: str | None = None
-
-
-_TOLD: dict[type[Exception], Told] = {
-    SlowBody: Told(408, "timeout_error", "body_timeout"),
-    TooLong: Told(400, INVALID, "context_length_exceeded"),
-    InvalidRequest: Told(400, INVALID, "invalid_value"),
-    ValueError: Told(400, INVALID, "invalid_value"),
-    Unauthenticated: Told(401, "authentication_error", "invalid_api_key"),
-    PermissionDenied: Told(403, "permission_error", "permission_denied"),
-    NotFound: Told(404, INVALID, "model_not_found"),
-    Overloaded: Told(429, "rate_limit_error", "rate_limit_exceeded"),
-    WorkerLost: Told(503, "server_error", "worker_lost"),
-    Unavailable: Told(503, "server_error", "unavailable"),
-    DeadlineExceeded: Told(504, "timeout_error", "deadline_exceeded"),
-    ClientLeft: Told(499, INVALID, "client_left"),  # for the metrics: nobody is there to be told
-    Aborted: Told(503, "server_error", "aborted"),
-}
-_FAILED = Told(500, "server_error", "request_failed")
 _CODES = {
     404: "not_found",
     405: "method_not_allowed",
@@ -73,11 +30,12 @@ _CODES = {
 }
 
 
-def told(error: Exception) -> Told:
+def told(error: Exception) -> Report:
     """Returns the status, type and code of an error."""
     if isinstance(error, HttpError):
-        return Told(error.status, INVALID, _CODES.get(error.status, "invalid_value"))
-    return next((how for kind, how in _TOLD.items() if isinstance(error, kind)), _FAILED)
+        code = _CODES.get(error.status, "invalid_value")
+        return replace(report(error), status=error.status, code=code)
+    return report(error)
 
 
 def body(error: Exception, param: str | None) -> bytes:

@@ -4,8 +4,6 @@ The files need no key. Everything under `/api` requires an admin key, sent only 
 `Authorization: Bearer`. If the server has no keys, anybody who reaches the port may use it.
 """
 
-import asyncio
-import math
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,21 +15,9 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from fastapi.staticfiles import StaticFiles
 from pydantic import TypeAdapter, ValidationError
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
 
-from serving.errors import (
-    Aborted,
-    ClientLeft,
-    DeadlineExceeded,
-    InvalidRequest,
-    NotFound,
-    Overloaded,
-    PermissionDenied,
-    ServingError,
-    Unauthenticated,
-    Unavailable,
-    shown,
-)
+from serving.errors import InvalidRequest, ServingError, shown
+from serving.frontend.openai import body, errors
 from serving.frontend.page.live import Live
 from serving.frontend.page.shield import Shield
 from serving.frontend.web import Listener
@@ -41,25 +27,13 @@ if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
     from serving.frontend.access import Caller
+    from serving.frontend.guard import Guard
     from serving.frontend.server import Server
 
 _MAX_CONNECTIONS = 128
 STATIC = Path(__file__).with_name("static")
 MAX_BODY_BYTES = 4096
 """Limit for a brownout change; one that sets every field has about 250 bytes."""
-
-_STATUS: dict[type[ServingError], int] = {
-    InvalidRequest: 400,
-    Unauthenticated: 401,
-    PermissionDenied: 403,
-    NotFound: 404,
-    Overloaded: 503,
-    Unavailable: 503,
-    DeadlineExceeded: 408,
-    ClientLeft: 499,
-    Aborted: 503,
-}
-
 
 _FIELDS = tuple(field.name for field in fields(BrownoutChange))
 _CHANGE = TypeAdapter(BrownoutChange)
@@ -116,7 +90,7 @@ def make_app(server: "Server", live: Live) -> FastAPI:
     async def brownout(request: Request) -> Response:
         """Changes the fields that are set; if the way changes, answers once it is loaded."""
         caller = admin(request)
-        change = await _read_change(request, server.config.message_timeout_s)
+        change = await _read_change(request, server.guard)
         server.ready_engine()
         try:
             after = await server.set_brownout(change, _peer(caller, request))
@@ -128,7 +102,7 @@ def make_app(server: "Server", live: Live) -> FastAPI:
     async def what_if(request: Request) -> Response:
         """Returns what a change lets expect at the present load, by phase; changes nothing."""
         admin(request)
-        change = await _read_change(request, server.config.message_timeout_s)
+        change = await _read_change(request, server.guard)
         try:
             found = server.ready_engine().what_if(change)
         except (InvalidRequest, ValueError) as error:
@@ -152,30 +126,16 @@ class _Stream(StreamingResponse):
             await super().__call__(scope, receive, send)
 
 
-async def _read_change(request: Request, timeout_s: float) -> BrownoutChange:
+async def _read_change(request: Request, guard: "Guard") -> BrownoutChange:
     """Reads a JSON object with fields of BrownoutChange.
 
-    Raises InvalidRequest, which names the field, DeadlineExceeded if the body does not arrive in
-    time, and ClientLeft if the client disconnects.
+    Raises InvalidRequest, which names the field, and what `body.read` raises.
     """
-    body = bytearray()
+    advice = "send the fields that change"
+    given = await body.read(request.scope, request.receive, guard, MAX_BODY_BYTES, advice)
     try:
-        async with asyncio.timeout(timeout_s):
-            async for part in request.stream():
-                body += part
-                if len(body) > MAX_BODY_BYTES:
-                    raise InvalidRequest(
-                        f"the change has more than {MAX_BODY_BYTES} bytes; send its fields"
-                    )
-    except TimeoutError:
-        raise DeadlineExceeded(
-            f"the change did not come within message_timeout_s, {timeout_s:g} s; send it at once"
-        ) from None
-    except ClientDisconnect:
-        raise ClientLeft("the client left before its change was there") from None
-    try:
-        change = _CHANGE.validate_json(bytes(body), strict=True, extra="forbid")
-        jiter.from_json(bytes(body), catch_duplicate_keys=True)
+        change = _CHANGE.validate_json(given, strict=True, extra="forbid")
+        jiter.from_json(given, catch_duplicate_keys=True)
         return change
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
@@ -183,7 +143,7 @@ async def _read_change(request: Request, timeout_s: float) -> BrownoutChange:
         raise InvalidRequest(f"the change: {error}; send each field once") from None
     if not first["loc"]:
         raise InvalidRequest(
-            f"the change is {shown(bytes(body))}; it must be a JSON object with some of: "
+            f"the change is {shown(given)}; it must be a JSON object with some of: "
             f"{', '.join(_FIELDS)}"
         )
     name = str(first["loc"][0])
@@ -212,13 +172,9 @@ def _peer(caller: "Caller", request: Request) -> str:
 
 async def _refuse(request: Request, error: Exception) -> Response:
     """Responds with the error's message as JSON."""
-    headers: dict[str, str] = {}
     if isinstance(error, HTTPException):
         return JSONResponse({"error": error.detail}, error.status_code, error.headers)
-    status = next((code for kind, code in _STATUS.items() if isinstance(error, kind)), 500)
-    if status == 401:
-        headers["www-authenticate"] = "Bearer"
-    if isinstance(error, ServingError) and error.retry_after_s is not None:
-        headers["retry-after"] = str(math.ceil(error.retry_after_s))
     field = error.param if isinstance(error, InvalidRequest) else None
-    return JSONResponse({"error": str(error), "field": field}, status, headers)
+    headers = {name.decode(): value.decode() for name, value in errors.headers(error)}
+    told = {"error": str(error), "field": field}
+    return JSONResponse(told, errors.told(error).status, headers)

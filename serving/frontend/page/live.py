@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import orjson
 
-from serving.errors import Overloaded, ServingError
+from serving.errors import ServingError, Unavailable
 from serving.frontend.status import Counted, loadable_ways
 from serving.request import BrownoutState, ModelBrownout, Priority
 from serving.settings.composes import why_not
@@ -423,11 +423,11 @@ class Live:
 
     @contextlib.contextmanager
     def viewer(self) -> Iterator[None]:
-        """Counts a viewer within the block. Raises Overloaded if there are `MAX_VIEWERS`
+        """Counts a viewer within the block. Raises Unavailable if there are `MAX_VIEWERS`
         already.
         """
         if self.num_viewers >= MAX_VIEWERS:
-            raise Overloaded(
+            raise Unavailable(
                 f"{MAX_VIEWERS} pages are open on this server already; close one", RETRY_AFTER_S
             )
         self.num_viewers += 1

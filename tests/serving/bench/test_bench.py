@@ -15,7 +15,6 @@ from serving.bench.run import run_bench
 from serving.bench.table import WIDTH, result_table
 from serving.bench.workload import WorkloadError
 from serving.cli import main as cli
-from serving.cli import tools as cli_tools
 
 NOBODY = "127.0.0.1:1"
 
@@ -378,14 +377,3 @@ def test_table_of_the_least_there_is():
     assert found["Request rate configured (RPS)"] == "2.00"
     assert found["Degraded expert visits (%)"] == "-"
     assert found["Busy share of one core (%)"] == "25.00"
-
-
-def test_progress_in_a_log_is_a_line_every_few_seconds(monkeypatch):
-    now = 0.0
-    monkeypatch.setattr(cli_tools, "time", SimpleNamespace(monotonic=lambda: now))
-    shown = []
-    count = cli_tools._seldom(lambda *report: shown.append(report))
-    for done in range(1, 13):
-        now += 1.0
-        count(done, 12, "")
-    assert [done for _, done, _, _ in shown] == [5, 10, 12]

@@ -168,7 +168,7 @@ MALFORMED = [None, "", "Bearer", "Bearer ", "Basic {}", "{}", "Bearer {}x", "bea
 def test_a_key_names_its_caller_and_nothing_else_does(file):
     access = Access(file.path)
     assert access.caller(file.says("alice")).name == "alice"
-    assert access.caller(f"bearer  {file.text('root')} ").is_admin
+    assert access.caller(f"bearer  {file.text('root')} ").key.admin
     errors = set()
     for said in [*MALFORMED, f"Bearer {WRONG}", "Bearer " + "x" * 10_000, "Bearer \udcff"]:
         with pytest.raises(Unauthenticated) as caught:

@@ -27,6 +27,7 @@ from serving.frontend import metrics_http
 from serving.frontend.metrics import MAX_MODELS, OTHER_MODELS, PHASES, Histogram, Metrics
 from serving.frontend.server import Server
 from serving.request import ModelBrownout, Output, Priority, Refused, Usage
+from tests.serving.probed import probed
 
 LS = Priority.LATENCY_SENSITIVE
 
@@ -47,10 +48,6 @@ ACCEPT = (
     "text/plain;version=1.0.0;escaping=allow-utf-8;q=0.6,text/plain;version=0.0.4;q=0.5",
     "text/plain;version=0.0.4",
 )
-
-
-def READY() -> tuple[bool, str]:
-    return True, "ready"
 
 
 def samples(text: str) -> dict[tuple, float]:
@@ -95,13 +92,8 @@ def busy() -> Metrics:
 
 @contextlib.contextmanager
 def served(metrics: Metrics):
-    server, thread = metrics_http.serve("127.0.0.1", 0, metrics.registry, READY)
-    try:
-        yield f"http://127.0.0.1:{server.server_port}/metrics"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    with probed(metrics) as port:
+        yield f"http://127.0.0.1:{port}/metrics"
 
 
 def scrape(url: str, accept: str) -> tuple[str, str]:
@@ -123,7 +115,7 @@ def test_names_are_the_same_in_every_format(accept: str) -> None:
         for sample in f.samples
     }
     # The scrape before is one of these, and is counted once its answer has gone.
-    got.pop(("jmoe_calls_total", "200", "metrics", "/metrics"), None)
+    got.pop(("jmoe_calls_total", "200", "", "", "metrics", "/metrics"), None)
     known = samples(plain)
     assert {at for at in got if "process" in at[0]} == {at for at in known if "process" in at[0]}
     assert {at: value for at, value in got.items() if "process" not in at[0]} == {

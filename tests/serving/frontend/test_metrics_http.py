@@ -1,7 +1,6 @@
 """The metrics port under clients that are slow, silent, or many."""
 
 import socket
-import threading
 import time
 from contextlib import ExitStack
 from http.client import HTTPConnection
@@ -9,23 +8,20 @@ from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import pytest
-from prometheus_client import CollectorRegistry, Gauge
+from prometheus_client import Gauge
 
-from serving.frontend import metrics_http
+from serving.frontend.metrics import Metrics
+from tests.serving.probed import probed
 
 STATE = {"now": (False, "starting")}  # what the server says of itself
 
 
 @pytest.fixture
-def port(monkeypatch):
-    monkeypatch.setattr(metrics_http, "TIMEOUT_S", 1.0)
-    registry = CollectorRegistry()
-    Gauge("answer", "to everything", registry=registry).set(42)
-    server, thread = metrics_http.serve("127.0.0.1", 0, registry, lambda: STATE["now"])
-    yield server.server_port
-    server.shutdown()
-    server.server_close()
-    thread.join()
+def port():
+    metrics = Metrics()
+    Gauge("answer", "to everything", registry=metrics.registry).set(42)
+    with probed(metrics, lambda: STATE["now"], message_timeout_s=1.0) as port:
+        yield port
 
 
 def scrape(port: int) -> str:
@@ -39,14 +35,11 @@ def half_sent(port: int, stack: ExitStack) -> socket.socket:
     return client
 
 
-def test_half_sent_requests_take_few_threads_and_no_scrape_waits_for_them(port: int) -> None:
-    before = threading.active_count()
+def test_no_scrape_waits_for_half_sent_requests(port: int) -> None:
     with ExitStack() as stack:
         for _ in range(300):
             half_sent(port, stack)
         assert "answer 42.0" in scrape(port)
-        until(lambda: threading.active_count() - before <= metrics_http.MAX_CONNECTIONS)
-    until(lambda: threading.active_count() == before)
 
 
 def test_a_request_that_trickles_in_ends_after_its_time(port: int) -> None:
@@ -92,13 +85,6 @@ def test_other_paths_and_methods_are_refused(port: int) -> None:
         assert all(name in line for name in ("/metrics", "/healthz", "/readyz"))
     for path in ("/metrics", "/healthz", "/readyz"):
         assert get(port, path, "POST")[0] == 405
-
-
-def until(holds, timeout_s: float = 60.0) -> None:
-    began = time.monotonic()
-    while not holds():
-        assert time.monotonic() - began < timeout_s
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize(

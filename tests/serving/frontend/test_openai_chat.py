@@ -2,6 +2,7 @@
 
 import openai
 import pytest
+from openai.types.chat import ChatCompletionChunk
 from openai_served import CHAT, serving_http
 
 from serving.config import EngineConfig
@@ -47,7 +48,7 @@ async def test_every_event_of_a_stream_looks_as_described():
     *events, done, _ = answer.text.split("\n\n")
     assert done == "data: [DONE]"
     for event in events:
-        answers.ChatEvent.model_validate_json(event.removeprefix("data: "))
+        ChatCompletionChunk.model_validate_json(event.removeprefix("data: "))
     assert len(events) == 4
 
 

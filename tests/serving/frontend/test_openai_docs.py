@@ -17,7 +17,7 @@ from openai_served import CHAT, serving_http
 from serving import errors
 from serving.config import EngineConfig
 from serving.frontend.access import Access
-from serving.frontend.openai.errors import _CODES, HttpError, SlowBody, told
+from serving.frontend.openai.errors import _CODES, HttpError, told
 from serving.frontend.openai.schemas import (
     ACCEPTED,
     REFUSED,
@@ -27,6 +27,7 @@ from serving.frontend.openai.schemas import (
     CompletionRequest,
     ResponsesRequest,
 )
+from serving.frontend.reports import SlowBody
 
 PAGE = (Path(__file__).parents[3] / "docs" / "http.md").read_text(encoding="utf-8")
 MODELS = {"completions": CompletionRequest, "chat": ChatRequest, "responses": ResponsesRequest}

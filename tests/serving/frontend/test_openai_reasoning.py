@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 from counting import counting_engine, model_with
+from openai.types.chat import ChatCompletionChunk
 from openai_served import CHAT, TOOLS_TEMPLATE, HttpSetup, saying
 from served import until
 from tokenizers_of_kinds import characters
@@ -55,12 +56,14 @@ async def test_thoughts_are_apart(template, text, fields, thoughts, content, cal
     assert message["content"] == content
     assert len(message.get("tool_calls", ())) == called
     events = [
-        answers.ChatEvent.model_validate_json(event.removeprefix("data: ")).choices[0].delta
+        ChatCompletionChunk.model_validate_json(event.removeprefix("data: ")).choices[0].delta
         for event in raw
     ]
-    assert ("".join(one.reasoning_content or "" for one in events) or None) == thoughts
+    assert (
+        "".join(getattr(one, "reasoning_content", None) or "" for one in events) or None
+    ) == thoughts
     assert ("".join(one.content or "" for one in events) or None) == content
-    assert sum(call.id is not None for one in events for call in one.tool_calls) == called
+    assert sum(call.id is not None for one in events for call in one.tool_calls or ()) == called
     details = whole["usage"].get("completion_tokens_details")
     if template == TOOLS_TEMPLATE:
         assert details is None

@@ -7,6 +7,7 @@ import openai
 import pytest
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
+from openai.types.chat import ChatCompletionChunk
 from openai_served import CHAT, NO_CERTIFICATES, TOOLS_TEMPLATE, saying
 from served import Setup
 from shaped import config
@@ -74,7 +75,7 @@ async def test_a_stream_joined_is_the_answer(text, step):
         body = {"model": "counter", "messages": CHAT, "tools": [WEATHER, NOW], "stream": True}
         raw = (await s.http.post(PATH, json=body)).text.split("\n\n")
     for event in raw[:-2]:
-        answers.ChatEvent.model_validate_json(event.removeprefix("data: "))
+        ChatCompletionChunk.model_validate_json(event.removeprefix("data: "))
     assert joined.finish_reason == whole.finish_reason
     assert (joined.message.content or None) == (whole.message.content or None)
     joined_calls, calls = joined.message.tool_calls or [], whole.message.tool_calls or []

@@ -17,7 +17,7 @@ from serving.client import Client
 from serving.client.connection import Connection
 from serving.config import ServerConfig
 from serving.errors import SettingsError
-from serving.frontend import handshake, metrics_http
+from serving.frontend import handshake
 from serving.frontend.exposure import certificates, warn
 from serving.frontend.server import Server
 from serving.frontend.tls import Certificates, Files
@@ -365,7 +365,6 @@ def test_without_settings_nothing_is_encrypted():
 @pytest.mark.parametrize("port", HTTP)
 async def test_a_handshake_that_never_ends_is_ended(made, tmp_path, monkeypatch, port):
     monkeypatch.setattr(handshake, "HANDSHAKE_S", 0.2)
-    monkeypatch.setattr(metrics_http, "TIMEOUT_S", 0.2)
     async with encrypted(Deployed(tmp_path, made.server)) as s:
         reader, writer = await asyncio.open_connection("127.0.0.1", s.ports[port])
         writer.write(b"\x16\x03\x01\x02\x00\x01")  # a hello that stops after six bytes
