@@ -81,6 +81,8 @@ class Models:
         self.retired = asyncio.Event()  # a request has ended
         self._changing = asyncio.Lock()
         self._coming: _Coming | None = None
+        self.coming: tuple[str, CurvesOf] | None = None
+        """The name and the curves of a model that is read and not served yet."""
         self._ended: ServingError | None = None  # once the engine no longer ticks
 
     @property
@@ -124,11 +126,14 @@ class Models:
                 raise InvalidRequest(f"{shown(name)} was not loaded: {error}") from None
             self._changeable()  # still
             check(curves)  # settings may be others by now
-            self._coming = _Coming(arrival, params)
+            self.coming, self._coming = (name, curves), _Coming(arrival, params)
             wake()
-            model = await self._coming.done
-            await joined(arrival.number, model, curves)
-            self.names[arrival.number] = name
+            try:
+                model = await self._coming.done
+                await joined(arrival.number, model, curves)
+                self.names[arrival.number] = name
+            finally:
+                self.coming = None
             log.info("model %s is served", shown(name), extra={"event": "model_loaded"})
 
     async def unload(
