@@ -33,7 +33,7 @@ from serving.control.experts_loader import ExpertsLoader, allowed_ways
 from serving.control.fetcher import Fetcher
 from serving.control.guarded import make_controller
 from serving.control.losses import Curve, Curves, LossBound, Losses
-from serving.control.models import CurvesOf, Models
+from serving.control.models import Check, CurvesOf, Models
 from serving.control.registry import Registry
 from serving.control.slo import SloAnalyser
 from serving.errors import (
@@ -604,8 +604,9 @@ class Engine:
         slots or memory, and Unavailable if the engine does not run.
         """
 
-        def check(curves: CurvesOf) -> None:
-            self._bound(BrownoutChange()).check(self._losses_of(name, curves))
+        def check() -> Check:
+            bound = self._bound(BrownoutChange())
+            return lambda curves: bound.check(self._losses_of(name, curves))
 
         async def joined(number: int, model: Model, curves: CurvesOf) -> None:
             await self.admission.put(number, model)

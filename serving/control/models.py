@@ -101,12 +101,13 @@ class Models:
         name: str,
         directory: str,
         wake: Callable[[], None],
-        check: Check,
+        check: Callable[[], Check],
         joined: Callable[[int, Model, CurvesOf], Awaitable[None]],
     ) -> None:
         """Loads a model; returns when it is served. One comes or goes at a time. `wake` is called
-        when the tick has something to write, `check` in a thread before the model's weights are
-        read, and again before any is written, `joined` before anybody can ask for the model.
+        when the tick has something to write, `joined` before anybody can ask for the model. `check`
+        returns the check by what is in force then, which may be called in another thread: that of
+        the start, before the model's weights are read, and a new one before any is written.
 
         Raises InvalidRequest for a model that cannot be served here, or has no place, slots or
         memory, and what the engine ended with.
@@ -119,13 +120,13 @@ class Models:
             if not name.isprintable() or name in self.names:
                 why = "is served already" if name in self.names else "is not printable"
                 raise InvalidRequest(f"the name {shown(name)} {why}; choose another", "name")
-            of_model = self._config, family, executor, name, directory, check
+            of_model = self._config, family, executor, name, directory, check()
             try:
                 arrival, params, curves = await asyncio.to_thread(self._read, *of_model)
             except (ValueError, OSError) as error:
                 raise InvalidRequest(f"{shown(name)} was not loaded: {error}") from None
             self._changeable()  # still
-            check(curves)  # settings may be others by now
+            check()(curves)  # settings may be others by now
             self.coming, self._coming = (name, curves), _Coming(arrival, params)
             wake()
             try:
