@@ -41,6 +41,8 @@ MAY_DIFFER = frozenset({"eos_token_ids"})
 
 Progress = Callable[[int, int], None] | None
 """`(layers done, layers in all)`."""
+Fits = Callable[[int, int], None]
+"""`(slots of each device's pool, bytes of a slot)`; raises where they do not fit."""
 
 
 @dataclass(repr=False, eq=False)
@@ -144,6 +146,7 @@ def load_family(
     quantize: str = "auto",
     spare_models: int = 0,
     mesh: Mesh | None = None,
+    fits: Fits = lambda num_slots, slot_bytes: None,
 ) -> Family:
     """Loads Hugging Face directories of one architecture into one pool.
 
@@ -169,6 +172,7 @@ def load_family(
         spare_models: further places, with slots for all experts of as many models that come later.
         mesh: spread the pool over its devices (`jmoe.make_mesh`), each model's experts evenly; None
             keeps all on one.
+        fits: called before the pool is made and anything is read into it.
 
     A tensor beside the experts that is equal in two models is on the device once.
 
@@ -176,8 +180,8 @@ def load_family(
     united experts to lend, fewer resident experts than one model has, fewer spare slots than a row
     can need or some that nothing would be fetched into, a mesh beside weights that lie in host
     memory, experts known by differences or models that come later, ConfigError for models that are
-    not of one architecture and vocabulary, SharingError for a map of other models; then as
-    `jmoe.load`.
+    not of one architecture and vocabulary, SharingError for a map of other models, and what `fits`
+    raises; then as `jmoe.load`.
     """
     kind = check_dtype(dtype)
     elsewhere = {
@@ -248,9 +252,11 @@ def load_family(
     like = next(iter(files.values())).like()
     if mesh is None:
         num_slots = routed_slots + num_places * cfg.num_moe_layers * num_united
+        fits(num_slots, like.slot_bytes)
         spread, held = None, PoolHolder(like.empty(num_slots))
     else:
         spread = _Spread.over(mesh, tables)
+        fits(spread.home.num_slots, like.slot_bytes)
         tables, held = spread.tables(cfg.num_experts), PoolHolder(spread.home.empty_pool(like))
     reader = _Reader(held, held_experts, homes, cfg, spread)
     if (sharing.owners == MERGED).any():

@@ -32,8 +32,8 @@ from serving.control.audit import Auditor, Offer, Scores
 from serving.control.experts_loader import ExpertsLoader, allowed_ways
 from serving.control.fetcher import Fetcher
 from serving.control.guarded import make_controller
-from serving.control.losses import Curve, Curves, Losses
-from serving.control.models import CurvesOf, Models
+from serving.control.losses import Curve, Curves, LossBound, Losses
+from serving.control.models import Check, CurvesOf, Models
 from serving.control.registry import Registry
 from serving.control.slo import SloAnalyser
 from serving.errors import (
@@ -183,6 +183,7 @@ class Engine:
         self._news = deque[Any]()  # what the executor told (serving.execution.executor)
         self._workers = executor if isinstance(executor, HasWorkers) else None
         self._changes = set[asyncio.Task[Any]]()  # of models
+        self._waiting: list[BrownoutChange] = []  # in turn, each for its way
         self._open: set[SequenceState] = set()  # admitted and not ended
         self._idle = asyncio.Event()
         self._failed = asyncio.Event()
@@ -551,14 +552,19 @@ class Engine:
         """Changes brownout settings; another way is loaded while serving goes on (ExpertsLoader).
         Raises InvalidRequest, and Unavailable for another way if the engine has failed or stopped.
         """
-        self._check_composes(change)
-        self.slo.check(change)
+        self._check(change, self._bound(change))
         if change.way is not None:
             if self.status in ("failed", "stopped"):
                 raise Unavailable(f"the engine is {self.status}; no other way can be loaded")
             loaded = self.loader.request(change.way)
             self._work.set()
-            await asyncio.shield(loaded)  # goes on even if this caller is cancelled
+            self._waiting.append(change)
+            try:
+                await asyncio.shield(loaded)  # goes on even if this caller is cancelled
+            finally:
+                self._waiting.remove(change)
+            # A change that this one was checked with may have been dropped with its caller.
+            self._check(change, self._bound(replace(change, way=None)))
         self.slo.apply(change, self._clock())
         return self.slo.state()
 
@@ -566,8 +572,29 @@ class Engine:
         """Returns what a change of brownout lets expect at the present load; nothing is changed.
         Raises InvalidRequest as `set_brownout`.
         """
+        bound = self._bound(change)
+        self._check(change, bound)
+        return self.slo.what_if(change, bound)
+
+    def _bound(self, change: BrownoutChange) -> LossBound:
+        """Returns the bound on expected loss, and the brownout that has to keep it, once a change
+        is made and those that wait for their ways; one of another way comes behind them.
+        """
+        if change.way is None:
+            return self.slo.bound([change, *self._waiting], self.loader.next_way)
+        return self.slo.bound([*self._waiting, change], change.way)
+
+    def _check(self, change: BrownoutChange, bound: LossBound) -> None:
+        """Raises InvalidRequest for a change that cannot be made, and NotFound for a model that is
+        not served.
+        """
         self._check_composes(change)
-        return self.slo.what_if(change)
+        self.slo.check(change, bound)
+        if self.models.coming is not None:
+            bound.check(self._losses_of(*self.models.coming))
+
+    def _losses_of(self, name: str, curves: CurvesOf) -> Losses:
+        return Losses((name,), [curves], levels=self.config.brownout.levels)
 
     async def load_model(self, name: str, directory: str) -> None:
         """Loads a further model of the family's architecture while others are served; returns when
@@ -577,9 +604,9 @@ class Engine:
         slots or memory, and Unavailable if the engine does not run.
         """
 
-        def check(curves: CurvesOf) -> None:
-            losses = Losses((name,), [curves], levels=self.config.brownout.levels)
-            self.slo.check_bound(BrownoutChange(), losses, self.loader.next_way)
+        def check() -> Check:
+            bound = self._bound(BrownoutChange())
+            return lambda curves: bound.check(self._losses_of(name, curves))
 
         async def joined(number: int, model: Model, curves: CurvesOf) -> None:
             await self.admission.put(number, model)

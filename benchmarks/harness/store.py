@@ -87,6 +87,18 @@ def origin(command: str) -> dict[str, Any]:
     return {"command": command, "commit": commit(), "date": now(), "machine": machine(cpus)}
 
 
+def put_parts(found: dict[str, Any], new: dict[str, Any], command: str) -> None:
+    """Puts the parts of a run into a result, which names the newest run's origin, and in `origins`
+    that of every part: those that did not run keep theirs.
+    """
+    newest, origins = origin(command), found.pop("origins", {})
+    before = {key: found.pop(key) for key in newest if key in found}
+    origins = {name: origins.get(name, before) for name in found} | dict.fromkeys(new, newest)
+    parts = found | new
+    found.clear()
+    found |= {**newest, "origins": origins, **parts}
+
+
 def now() -> str:
     """Returns the date of a record: UTC, to the second."""
     return datetime.now(UTC).isoformat(timespec="seconds")

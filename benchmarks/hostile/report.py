@@ -9,8 +9,14 @@ from typing import Any
 from benchmarks.harness.store import markdown
 from benchmarks.hostile.probes import Samples, between, latencies
 
-HEALTH_P999_S, MOST_GAP_RATIO, MOST_COMPANY_RATIO = 0.1, 3.0, 1.5
+MOST_HEALTH_S, MOST_HEALTH_RATIO, MOST_CALM_RATIO = 0.1, 3.0, 5.0
+MOST_GAP_RATIO, MOST_COMPANY_RATIO = 3.0, 1.5
+MOST_BATCH_RATIO = 30.0
+"""Of a full batch's step time to that of one row."""
 MOST_GROWTH, MOST_PEAK = 1.05, 1.3
+
+Spans = dict[str, list[tuple[float, float]]]
+"""When the server was "idle", under hostile "load" and under "polite" load."""
 
 
 @dataclass(frozen=True)
@@ -59,24 +65,31 @@ def _mib(size: float) -> str:
 
 def probed(
     measured: Mapping[str, tuple[Samples, list[str]]],
-    marks: dict[str, tuple[float, float]],
+    marks: Spans,
     ended_at: list[float],
 ) -> tuple[list[Line], dict[str, Any]]:
     """Returns what must hold beside the load, and the figures.
 
-    The server does not grow or burst, a health check is answered at once, and a polite stream goes
-    on, about as it does beside as many polite clients. `marks` tells when the server was "idle",
-    under hostile "load" and under "polite" load. The longest gap of an idle server may be one of
-    the machine's; P99 is not.
+    The server does not grow or burst; a health check is answered, and a polite stream goes on,
+    about as beside as many polite clients. What is slow beside those as well is found by what an
+    idle server, and most of the stream's gaps, take. So a slow machine fails none of it; but for an
+    idle server's checks, of which half are answered at once on any. Where polite parts differ, the
+    machine was busy with something else: the load may do as the worst does, and of what depends on
+    no other time the calmest counts.
     """
     stalled, (checks, failed) = measured["stalls"][0], measured["health"]
     memory = _memory(measured["memory"][0], marks, ended_at)
     health, gaps = (
-        {name: latencies(between(samples, *span), stalled) for name, span in marks.items()}
+        {name: latencies(_within(samples, spans), stalled) for name, spans in marks.items()}
         for samples in (checks, measured["stream"][0])
     )
-    worst = health["load"].get("p999_s")
+    checks_of, gaps_of = (
+        [latencies(between(samples, *span), stalled) for span in marks["polite"]]
+        for samples in (checks, measured["stream"][0])
+    )
+    idle_s = health["idle"].get("p50_s")
     size = {name.removesuffix("_bytes"): found for name, found in memory.items()}
+    check = {name: found.get for name, found in health.items()}
     gap = {name: found.get for name, found in gaps.items()}
     lines = [
         *(
@@ -87,43 +100,86 @@ def probed(
             )
         ),
         Line(
-            *("health check under load, P99.9", f"at most {_ms(HEALTH_P999_S)}"),
-            *(("not measured", None) if worst is None else (_ms(worst), worst <= HEALTH_P999_S)),
+            *("health check of an idle server, median", f"at most {_ms(MOST_HEALTH_S)}"),
+            *(("not measured", None) if idle_s is None else (_ms(idle_s), idle_s <= MOST_HEALTH_S)),
             by_machine=True,
         ),
         must_be("health checks that failed", 0, len(failed)),
         *(
-            at_most(
-                f"{name} gap of a polite stream", gap["load"](key), gap[base](key), of, most, _ms
-            )
-            for name, key, base, of, most in (
-                ("longest", "max_s", "idle", "idle", MOST_GAP_RATIO),
-                ("P99", "p99_s", "polite", "polite load", MOST_COMPANY_RATIO),
+            at_most(name, value, base, of, most, _ms)
+            for name, value, base, of, most in (
+                (
+                    "health check under load, P99.9",
+                    *(check["load"]("p999_s"), _worst(checks_of, "p999_s"), "polite load"),
+                    MOST_HEALTH_RATIO,
+                ),
+                (
+                    "health check beside polite clients, P99",
+                    *(_calmest(checks_of)("p99_s"), check["idle"]("p99_s"), "idle"),
+                    MOST_CALM_RATIO,
+                ),
+                (
+                    "longest gap of a polite stream",
+                    *(gap["load"]("max_s"), gap["polite"]("max_s"), "polite load"),
+                    MOST_GAP_RATIO,
+                ),
+                (
+                    "P99 gap of a polite stream",
+                    *(gap["load"]("p99_s"), _worst(gaps_of, "p99_s"), "polite load"),
+                    MOST_COMPANY_RATIO,
+                ),
+                (
+                    "longest gap beside polite clients",
+                    *(gap["polite"]("max_s"), gap["polite"]("p99_s"), "its P99", MOST_GAP_RATIO),
+                ),
+                (
+                    "P99 gap beside polite clients",
+                    *(_calmest(gaps_of)("p99_s"), _calmest(gaps_of)("p50_s"), "its median"),
+                    MOST_CALM_RATIO,
+                ),
+                (
+                    "median gap beside polite clients",
+                    *(gap["polite"]("p50_s"), gap["idle"]("p50_s"), "idle", MOST_BATCH_RATIO),
+                ),
             )
         ),
     ]
-    during = between(stalled, *marks["load"])
+    during = _within(stalled, marks["load"])
     return lines, {
-        "load_s": marks["load"][1] - marks["load"][0],
+        "load_s": sum(end - begin for begin, end in marks["load"]),
         "memory": memory,
         "health": health | {"failures": failed[:20]},
         "stream": gaps | {"failures": measured["stream"][1][:20]},
+        "polite_parts": {"health": checks_of, "stream": gaps_of},
         "machine_stalls": {"count": len(during), "total_s": sum(b - a for a, b in during)},
     }
 
 
-def _memory(
-    samples: Samples, marks: dict[str, tuple[float, float]], ended_at: list[float]
-) -> dict[str, Any]:
+def _worst(parts: list[dict[str, Any]], key: str) -> float | None:
+    return max((found[key] for found in parts if key in found), default=None)
+
+
+def _calmest(parts: list[dict[str, Any]]) -> Callable[[str], float | None]:
+    """Returns the figures of the part whose P99 is nearest to its median."""
+    known = [found for found in parts if found.get("p50_s")]
+    return min(known, key=lambda found: found["p99_s"] / found["p50_s"], default={}).get
+
+
+def _within(samples: Samples, spans: list[tuple[float, float]]) -> Samples:
+    """Returns the samples that began in one of these times."""
+    return [sample for span in spans for sample in between(samples, *span)]
+
+
+def _memory(samples: Samples, marks: Spans, ended_at: list[float]) -> dict[str, Any]:
     """Returns the server's resident bytes: idle, as first and last requests ended, and peak."""
     part = max(1, min(1000, len(ended_at) // 5))
     spans = {"idle": marks["idle"]}
     if ended_at:
-        spans["first"] = (marks["load"][0], ended_at[part - 1])
-        spans["last"] = (ended_at[-part], marks["load"][1])
-    sizes = {name: [size for _, size in between(samples, *span)] for name, span in spans.items()}
+        spans["first"] = [(marks["load"][0][0], ended_at[part - 1])]
+        spans["last"] = [(ended_at[-part], marks["load"][-1][1])]
+    sizes = {name: [size for _, size in _within(samples, each)] for name, each in spans.items()}
     found = {f"{name}_bytes": median(values) for name, values in sizes.items() if values}
-    if under_load := [size for _, size in between(samples, *marks["load"])]:
+    if under_load := [size for _, size in _within(samples, marks["load"])]:
         found["peak_bytes"] = max(under_load)
         # A server that has just started still holds what compiling took.
         found["idle_bytes"] = min(found.get("idle_bytes", math.inf), *under_load)

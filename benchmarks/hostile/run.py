@@ -6,7 +6,7 @@ import collections
 import contextlib
 import random
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +26,7 @@ from benchmarks.hostile.attempts import (
 )
 from benchmarks.hostile.fuzzing import Answer, Fuzz
 from benchmarks.hostile.over_grpc import HUNG
-from benchmarks.hostile.report import Line, must_be
+from benchmarks.hostile.report import Line, Spans, must_be
 from serving.client import Client
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 
@@ -50,13 +50,13 @@ _TIMEOUT_S = 60.0
 _LARGE, _MOST_LARGE = 64 << 10, 8  # under way, or this process would be the one to burst
 _NUM_HONEST, _NUM_WORKERS, _MOST_EXAMPLES = 8, 32, 20
 _SPARE_FILES = 32  # that a server may open once and keep
+_NUM_PARTS = 3  # of the load
 
 
 @dataclass
 class Load:
     """All ends. `problems` has, of those that are not as they should be, one of each sort."""
 
-    started_at: float = field(default_factory=time.monotonic)
     ended_at: list[float] = field(default_factory=list)  # one a request, rising
     codes: collections.Counter[tuple[str, str, str]] = field(default_factory=collections.Counter)
     num_wrong_codes: int = 0
@@ -194,20 +194,30 @@ class Run:
     # ---- load ---------------------------------------------------------------------------------
 
     async def _load(self) -> None:
-        facts, args = self.facts, self.args
+        facts, args, load, calm = self.facts, self.args, Load(), Load()
+        marks: Spans = {"idle": [], "load": [], "polite": []}
+
+        @contextlib.contextmanager
+        def marked(name: str) -> Iterator[None]:
+            began = time.monotonic()
+            yield
+            marks[name].append((began, time.monotonic()))
+
         async with probes.probing(facts.address, facts.max_model_len, self.pid) as measured:
-            idle_from = time.monotonic()
-            await asyncio.sleep(args.idle_s)
+            with marked("idle"):
+                await asyncio.sleep(args.idle_s)
             print(f"{args.requests} requests of {args.clients} clients", flush=True)
-            load = await self._requests(args.requests)
-            load_to = time.monotonic()
-            # The same again without hostility: what of the latencies is the load's, and what not.
-            polite = await self._requests(max(1, args.requests // 10), polite=True)
-            marks = {
-                "idle": (idle_from, load.started_at),
-                "load": (load.started_at, load_to),
-                "polite": (polite.started_at, time.monotonic()),
-            }
+            # Parts without hostility before, between and after those with it: what of the latencies
+            # is the load's, and what a machine's that is slow for a while.
+            hostile, polite = random.Random(args.seed), random.Random(f"{args.seed} polite")
+            few = max(1, args.requests // 10)
+            for part in range(_NUM_PARTS + 1):
+                with marked("polite"):
+                    await self._requests(few, polite, calm, polite=True)
+                first, last = (args.requests * at // _NUM_PARTS for at in (part, part + 1))
+                if part < _NUM_PARTS and last > first:
+                    with marked("load"):
+                        await self._requests(last - first, hostile, load)
         lines, figures = report.probed(measured, marks, load.ended_at)
         self.lines += load.lines(args.requests) + lines
         for name, found in figures.items():
@@ -221,10 +231,11 @@ class Run:
             print(f"not as it should be: {problem}")
         self.figures |= figures | {"codes": codes, "problems": [*load.problems.values()]}
 
-    async def _requests(self, count: int, polite: bool = False) -> Load:
-        """Sends so many attempts of all clients."""
-        load, rng, left = Load(), random.Random(self.args.seed), iter(range(count))
-        room = asyncio.Semaphore(_MOST_LARGE)
+    async def _requests(
+        self, count: int, rng: random.Random, load: Load, *, polite: bool = False
+    ) -> None:
+        """Sends so many attempts of all clients, and adds their ends to `load`."""
+        left, room = iter(range(count)), asyncio.Semaphore(_MOST_LARGE)
 
         async def one_client() -> None:
             async with self.protocol.connect(self.facts) as send:
@@ -235,7 +246,6 @@ class Run:
                         load.add(attempt, await _ended(send, attempt))
 
         await asyncio.gather(*(one_client() for _ in range(self.args.clients)))
-        return load
 
     # ---- fuzz ---------------------------------------------------------------------------------
 

@@ -25,7 +25,9 @@ STUDIES = ("aep", "forecast", "balance", "drift", "libra", "gain")
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
-    """Plays the parts that are asked for, keeps the others of the file, and prints tables."""
+    """Plays the parts that are asked for, keeps the others of the file as they are, with where each
+    is from, and prints tables.
+    """
     words = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("benchmarks.mesh", description=__doc__, formatter_class=words)
     parser.add_argument("study", choices=STUDIES)
@@ -43,9 +45,10 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     if args.json and args.json.exists() and not args.dry_run:
         found = json.loads(args.json.read_text(encoding="utf-8"))
     if not args.tables or args.dry_run:
-        found |= store.origin(f"python -m benchmarks.mesh {args.study}")
-        for name in names:
-            found[name] = study.PARTS[name](args.dry_run)
+        command = f"python -m benchmarks.mesh {args.study}"
+        command += f" --parts {args.parts}" if args.parts else ""
+        new = {name: study.PARTS[name](args.dry_run) for name in names}
+        store.put_parts(found, new, command)
         if args.json and not args.dry_run:
             write_figures(args.json, found)
     print("\n".join(study.table(found)))

@@ -110,10 +110,14 @@ class Home(NamedTuple):
         """Returns zeroed pools of the kind of `like` (of arrays, or their shapes and dtypes): each
         device has as many slots for each layer as the fullest needs.
         """
+        return like.empty(self.mesh.size * self.num_slots, NamedSharding(self.mesh, SPLIT))
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of each device's pool."""
         num_layers = self.placement.local.shape[1]
         used = -(-(int(self.placement.local.max()) + 1) // num_layers)
-        num_slots = num_layers * max(self.placement.room, used)
-        return like.empty(self.mesh.size * num_slots, NamedSharding(self.mesh, SPLIT))
+        return num_layers * max(self.placement.room, used)
 
     def write(
         self, pool: Pool, layer: int, experts: Pool, first: int | Int[np.ndarray, "n"] = 0

@@ -1,12 +1,13 @@
 """What thresholds are expected to cost each model of a server, and the lowest within a bound."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 
 from jmoe.brownout import strategy_code
 from jmoe.expected_loss import Kind
 from pallas_kernels.routing import BY_WEIGHT, OWN, STRATEGIES
-from serving.errors import shown
+from serving.errors import InvalidRequest, shown
 
 Curve = Sequence[float]
 """Expected loss under each threshold 0 to 100, in nats a token."""
@@ -71,3 +72,19 @@ class Losses:
         return (
             f"{of} has no expected loss of {kind}; `jmoe evaluate {flags}` measures and writes it"
         )
+
+
+@dataclass(frozen=True)
+class LossBound:
+    """A bound on expected loss, 0 for none, and the brownout that has to keep it."""
+
+    most: float
+    strategy: str
+    keep: str
+    way: int
+
+    def check(self, losses: Losses) -> None:
+        """Raises InvalidRequest where it bounds what nobody has measured of one of the models."""
+        missing = self.most and losses.missing(self.strategy, self.way, self.keep)
+        if missing:
+            raise InvalidRequest(f"max_expected_loss is {self.most:g}, and {missing}")

@@ -81,6 +81,8 @@ class Models:
         self.retired = asyncio.Event()  # a request has ended
         self._changing = asyncio.Lock()
         self._coming: _Coming | None = None
+        self.coming: tuple[str, CurvesOf] | None = None
+        """The name and the curves of a model that is read and not served yet."""
         self._ended: ServingError | None = None  # once the engine no longer ticks
 
     @property
@@ -99,12 +101,13 @@ class Models:
         name: str,
         directory: str,
         wake: Callable[[], None],
-        check: Check,
+        check: Callable[[], Check],
         joined: Callable[[int, Model, CurvesOf], Awaitable[None]],
     ) -> None:
         """Loads a model; returns when it is served. One comes or goes at a time. `wake` is called
-        when the tick has something to write, `check` in a thread before the model's weights are
-        read, and again before any is written, `joined` before anybody can ask for the model.
+        when the tick has something to write, `joined` before anybody can ask for the model. `check`
+        returns the check by what is in force then, which may be called in another thread: that of
+        the start, before the model's weights are read, and a new one before any is written.
 
         Raises InvalidRequest for a model that cannot be served here, or has no place, slots or
         memory, and what the engine ended with.
@@ -117,18 +120,21 @@ class Models:
             if not name.isprintable() or name in self.names:
                 why = "is served already" if name in self.names else "is not printable"
                 raise InvalidRequest(f"the name {shown(name)} {why}; choose another", "name")
-            of_model = self._config, family, executor, name, directory, check
+            of_model = self._config, family, executor, name, directory, check()
             try:
                 arrival, params, curves = await asyncio.to_thread(self._read, *of_model)
             except (ValueError, OSError) as error:
                 raise InvalidRequest(f"{shown(name)} was not loaded: {error}") from None
             self._changeable()  # still
-            check(curves)  # settings may be others by now
-            self._coming = _Coming(arrival, params)
+            check()(curves)  # settings may be others by now
+            self.coming, self._coming = (name, curves), _Coming(arrival, params)
             wake()
-            model = await self._coming.done
-            await joined(arrival.number, model, curves)
-            self.names[arrival.number] = name
+            try:
+                model = await self._coming.done
+                await joined(arrival.number, model, curves)
+                self.names[arrival.number] = name
+            finally:
+                self.coming = None
             log.info("model %s is served", shown(name), extra={"event": "model_loaded"})
 
     async def unload(

@@ -13,7 +13,7 @@ from serving.config import BrownoutConfig, SalcConfig
 from serving.control.controller import Decision, Load, Loss, PhaseSeen, Seen, StepSeen
 from serving.control.guarded import CONTROLLERS, GuardedController, make_controller
 from serving.control.load import LoadMeter
-from serving.control.losses import Curve, Losses
+from serving.control.losses import Curve, LossBound, Losses
 from serving.control.window import LatencyWindow
 from serving.errors import InvalidRequest, SettingsError, shown
 from serving.plan import Phase, StepControl
@@ -674,9 +674,10 @@ class SloAnalyser:
                 )
             self.ls.of(phase).judge(in_vain, least_s, now)
 
-    def check(self, change: BrownoutChange) -> None:
+    def check(self, change: BrownoutChange, bound: LossBound | None = None) -> None:
         """Raises InvalidRequest for a value out of range, and NotFound for a model that is not
-        served; nothing is changed.
+        served; nothing is changed. `bound` is the one that is to be in force; None: as the change
+        alone leaves it.
         """
         if change.model is not None:
             self._of_model(change)
@@ -710,13 +711,18 @@ class SloAnalyser:
             value = getattr(change, name)
             if value is not None and not (math.isfinite(value) and value > 0):
                 raise InvalidRequest(f"{name} is {value}; it must be a positive number of seconds")
-        way = change.way or self.way
-        if strategy == "partial" and not way:
+        bound = bound or self.bound([change], change.way or self.way)
+        if strategy == "partial" and not bound.way:
             raise InvalidRequest(
                 "partial brownout needs united experts; this model has none (`jmoe distill` makes "
                 "them)"
             )
-        self.check_bound(change, self._losses, way)
+        most = change.max_expected_loss
+        if most is not None and not 0 <= most < math.inf:
+            raise InvalidRequest(
+                f"max_expected_loss is {most}; it must be 0 (no bound) or more, in nats a token"
+            )
+        bound.check(self._losses)
 
     def _of_model(self, change: BrownoutChange) -> tuple[int, ModelBrownout]:
         """Returns a model's place, and what it has of its own after a change. Raises as `check`."""
@@ -734,29 +740,28 @@ class SloAnalyser:
         number = number_of(model, [one.name for one in self.models])
         return number, replace(self.models[number], **given)
 
-    def check_bound(self, change: BrownoutChange, losses: Losses, way: int) -> None:
-        """Raises InvalidRequest for a bound on the expected loss of what nobody has measured, once
-        a change is made and every layer has `way`; `losses` are those of the models in question.
+    def bound(self, changes: Sequence[BrownoutChange], way: int) -> LossBound:
+        """Returns the bound on expected loss, and the brownout that has to keep it, once changes
+        are made in turn and every layer has `way`.
         """
-        most = change.max_expected_loss
-        most = self.max_expected_loss if most is None else most
-        if not 0 <= most < math.inf:
-            raise InvalidRequest(
-                f"max_expected_loss is {most}; it must be 0 (no bound) or more, in nats a token"
-            )
-        strategy = change.strategy or self.strategy
-        missing = most and losses.missing(strategy, way, change.keep or self.keep)
-        if missing:
-            raise InvalidRequest(f"max_expected_loss is {most:g}, and {missing}")
+        found = LossBound(self.max_expected_loss, self.strategy, self.keep, way)
+        for change in changes:
+            most, strategy = change.max_expected_loss, change.strategy or found.strategy
+            most = found.most if most is None else most
+            found = LossBound(most, strategy, change.keep or found.keep, way)
+        return found
 
-    def what_if(self, change: BrownoutChange) -> dict[Phase, Expected]:
+    def what_if(
+        self, change: BrownoutChange, bound: LossBound | None = None
+    ) -> dict[Phase, Expected]:
         """Returns what a change lets expect at the present load, by the times that steps are known
         to take; nothing is changed. Of a model that is named, it is of steps of its requests alone.
-        Raises InvalidRequest and NotFound as `check`.
+        `bound` is as in `check`, which says what this raises.
 
         Step times under another strategy or way are not known before steps have run under it.
         """
-        self.check(change)
+        self.check(change, bound)
+        bound = bound or self.bound([change], change.way or self.way)
         was = own = ModelBrownout("")
         if change.model is not None:
             number, own = self._of_model(change)
@@ -765,9 +770,8 @@ class SloAnalyser:
                 ttft_slo_s=own.ttft_slo_s or self.ttft_slo_s,
                 itl_slo_s=own.itl_slo_s or self.itl_slo_s,
             )
-        strategy, way = change.strategy or self.strategy, change.way or self.way
-        code, most = strategy_code(strategy, change.keep or self.keep), change.max_expected_loss
-        most = self.max_expected_loss if most is None else most
+        strategy, way, most = bound.strategy, bound.way, bound.most
+        code = strategy_code(strategy, bound.keep)
         least = self._losses.least_percent(code, way, most) if most and strategy != "zero" else 0
         given = {
             Phase.DECODE: change.decode_threshold_percent,

@@ -187,9 +187,9 @@ class RunsParts(Protocol):
 class Mixes(Protocol):
     """Runs decode steps with rows of several models."""
 
-    def mixes(self, counts: Sequence[int]) -> bool:
-        """Returns whether one decode step with so many rows of each of several models takes less
-        than their steps one after another.
+    def mixes(self, counts: Int[np.ndarray, "models ranks"]) -> bool:
+        """Returns whether one decode step with so many rows of each of several models, by rank,
+        takes less than their steps one after another.
         """
         ...
 

@@ -108,27 +108,67 @@ def check_balance(
         )
 
 
-def check_mesh(
-    cfg: ModelConfig, dtype_bytes: int, num_devices: int, balance: BalanceConfig
-) -> None:
+def check_mesh(config: EngineConfig, cfg: ModelConfig, num_devices: int) -> None:
     """Raises SettingsError, before weights load, as `check_balance` does, and where a device's part
-    of the routed experts and its copies do not fit; other weights are not counted.
+    of a model's routed experts and its copies do not fit; other weights are not counted.
     """
+    balance = config.balance
     check_balance(cfg, num_devices, balance)
-    free = free_bytes()
+    free = _free_on_each(num_devices)
     if free is None:
         return
-    if jax.local_devices()[0].platform == "cpu":  # whose devices share the host's memory
-        free //= num_devices
-    room = int(SHARE * free) // expert_bytes(cfg, dtype_bytes)
+    slot_bytes = _slot_bytes(config, cfg)
+    room = int(SHARE * free) // slot_bytes
     layers, spare = cfg.num_moe_layers, _asked(balance.spare_slots)
     try:
         check_room(layers, cfg.num_experts, num_devices, room, spare=spare)
     except ValueError as error:
         raise SettingsError(f"engine.mesh is 'ep={num_devices}': {error}") from None
-    if not _asked(balance.replicas):
+    held = layers * slots_per_layer(cfg.num_experts, num_devices, spare)
+    _check_copies_of_steps(config, cfg, num_devices, (room - held) * slot_bytes)
+
+
+def check_family(
+    config: EngineConfig, cfg: ModelConfig, num_devices: int, num_slots: int, slot_bytes: int
+) -> None:
+    """Raises SettingsError where a family's experts, in `num_slots` of each device, do not fit
+    beside one model's other weights and the copies of a step; what else the other models have of
+    their own is not counted, since they may share it.
+    """
+    free = _free_on_each(num_devices)
+    if free is None:
         return
-    left = room - layers * slots_per_layer(cfg.num_experts, num_devices, spare)
+    params = jax.eval_shape(
+        partial(random_params, cfg, dtype=jnp.dtype(config.dtype)), jax.random.key(0)
+    )
+    wanted = num_slots * slot_bytes + _size(params)
+    if wanted > SHARE * free:
+        fixes = ["name fewer models"]
+        fixes += ["lower engine.spare_models"] * bool(config.spare_models)
+        fixes += ["have them share experts (engine.family)"] * (not config.family)
+        if num_devices > 1:
+            fixes.append("take a larger mesh")
+        elif jax.local_devices()[0].platform != "cpu":
+            fixes.append("keep some in host memory (engine.resident_experts)")
+        where = f" on each device of engine.mesh {config.mesh!r}" if num_devices > 1 else ""
+        raise SettingsError(
+            f"engine.models are {len(config.models)}, whose {num_slots} experts take, with one "
+            f"model's other weights, {wanted / GIB:.4g} GiB{where}, and {free / GIB:.4g} GiB are "
+            f"free; {', or '.join(fixes)}"
+        )
+    _check_copies_of_steps(config, cfg, num_devices, int(SHARE * free) - wanted)
+
+
+def _check_copies_of_steps(
+    config: EngineConfig, cfg: ModelConfig, num_devices: int, left: int
+) -> None:
+    """Raises SettingsError where the copies of a step do not fit into the bytes that are left of a
+    device.
+    """
+    balance = config.balance
+    if num_devices == 1 or not _asked(balance.replicas):
+        return
+    left //= expert_bytes(cfg, jnp.dtype(config.dtype).itemsize)
     of_one = HELD * num_devices
     if of_one * balance.replicas_per_pair > left:
         fits = left // of_one
@@ -139,6 +179,20 @@ def check_mesh(
             f"{of_one * balance.replicas_per_pair} experts, and beside its own a device has room "
             f"for {left}; {advice}"
         )
+
+
+def _free_on_each(num_devices: int) -> int | None:
+    """Returns the bytes that are free for each device; None where that is not known."""
+    free = free_bytes()
+    if free is not None and jax.local_devices()[0].platform == "cpu":  # which share the host's
+        free //= num_devices
+    return free
+
+
+def _slot_bytes(config: EngineConfig, cfg: ModelConfig) -> int:
+    """Returns the bytes of an expert, as the settings have it kept."""
+    kind = quantize_as(config.quantize, cfg)
+    return _size(jax.eval_shape(partial(empty_pool, cfg, 1, jnp.dtype(config.dtype), kind)))
 
 
 def _asked(count: CountOrAuto) -> int:
@@ -159,8 +213,7 @@ def spare_slots_that_fit(
         on_cpu = jax.local_devices()[0].platform == "cpu"
         params = jax.eval_shape(partial(random_params, cfg, dtype=dtype), jax.random.key(0))
         others = _size(params) + (0 if on_cpu else _size(params["segments"]))
-        quantize = quantize_as(config.quantize, cfg)
-        slot = _size(jax.eval_shape(partial(empty_pool, cfg, 1, dtype, quantize)))
+        slot = _slot_bytes(config, cfg)
         held = cfg.num_moe_layers * slots_per_layer(cfg.num_experts + num_united, num_devices)
         cfg = replace(cfg, exchange=config.exchange)
         step = MeshStep(cfg, num_devices, config.max_prefill_tokens, dtype.itemsize)

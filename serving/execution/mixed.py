@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import jax
 import numpy as np
+from jaxtyping import Int
 
 from jmoe.family import Family
 from jmoe.packed_rows import pack_row
@@ -64,17 +65,16 @@ class MixedSteps:
         self.alone_s: dict[int, float] = {}  # by rows that a program has: mean of the models
         self.mixed_s: dict[tuple[int, int], float] = {}  # by models, and rows of each
 
-    def pays(self, counts: Sequence[int]) -> bool:
+    def pays(self, counts: Int[np.ndarray, "models ranks"]) -> bool:
         """Returns whether a step with so many rows of each of several models takes less than their
-        steps.
+        steps. On each rank a model's rows are as many as on the rank with most.
 
         False for more models than there are programs for, or more rows than a step may have.
         """
         buckets, limits = self._device.buckets, self._device.limits
-        if sum(counts) > limits.decode_rows:
+        if counts.sum(axis=0).max() > limits.decode_rows // limits.num_ranks:
             return False
-        # Over a mesh each rank has some of each model's.
-        sizes = [buckets.bucket("decode", -(-count // limits.num_ranks)) for count in counts]
+        sizes = [buckets.bucket("decode", most) for most in counts.max(axis=1).tolist()]
         mixed_s = self.mixed_s.get((len(counts), max(sizes)))
         if mixed_s is None:
             return False

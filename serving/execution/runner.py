@@ -467,7 +467,7 @@ class DeviceRunner(StepExecutor):
         """See Executor; measured at the start, or as the settings say."""
         return self._layers_at_once[phase, self.buckets.bucket(phase, size)]
 
-    def mixes(self, counts: Sequence[int]) -> bool:
+    def mixes(self, counts: Int[np.ndarray, "models ranks"]) -> bool:
         """See Executor; measured at the start."""
         return self.mixed.pays(counts)
 

@@ -161,7 +161,8 @@ class Pace:
         fixed_s, per_token_s = line
         decode_s = self.times.expected_s(Phase.DECODE, num_decoding)
         if beside:
-            ratio = self.times.hybrid_ratio(fixed_s / per_token_s if per_token_s > 0 else 1)
+            alike = fixed_s / per_token_s if per_token_s > 0 else 1
+            ratio = self.times.hybrid_ratio(alike, num_decoding)
             fixed_s = max(0.0, ratio * (fixed_s + decode_s) - decode_s)
         tokens = fixed_s / per_token_s if per_token_s > 0 else math.inf
         prefill_s = self.times.expected_s(Phase.PREFILL, tokens)

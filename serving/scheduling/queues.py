@@ -3,14 +3,19 @@ turns of models that share one pool (Multi-MoE), and best effort's share.
 """
 
 import math
-from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from itertools import count, islice
 
+import numpy as np
+from jaxtyping import Int
+
+from serving.plan import Limits
 from serving.request import Priority
 from serving.scheduling.policy import BE, LS, GuardedPolicy
 from serving.scheduling.sequence import SequenceState
 
+Mixes = Callable[[Int[np.ndarray, "models ranks"]], bool]
+"""Whether a decode step with these numbers of rows of several models, by rank, pays."""
 MOST_SKIPPED = 32
 """Of a queue, which bounds what a plan costs where many wait for the same pages."""
 
@@ -73,11 +78,9 @@ class RoundRobin:
     unless one decode step with rows of several takes less time than separate ones.
     """
 
-    def __init__(self, mixes: Callable[[Sequence[int]], bool] | None = None) -> None:
-        """`mixes` returns whether a step with these row counts of several models pays;
-        None: never.
-        """
-        self._mixes = mixes or (lambda counts: False)
+    def __init__(self, limits: Limits, mixes: Mixes | None = None) -> None:
+        """`mixes` None: rows of different models are never in one step."""
+        self._limits, self._mixes = limits, mixes
         self._steps = count(1)
         self._last: dict[int, int] = {}  # number of the last decode step, by model
 
@@ -93,18 +96,24 @@ class RoundRobin:
         asked = [sequence.request.model for sequence in sequences]
         if len(set(asked)) < 2:  # nothing to choose, as with one model
             return sequences
-        rows = Counter(asked)
         first = next(group for group in groups if group)
-        models = rows.keys() if for_all else {s.request.model for s in first}
+        models = set(asked) if for_all else {s.request.model for s in first}
         line = sorted(models, key=lambda model: (self._last.get(model, 0), model))
-        chosen = line[:1] if alone else self._together(line, rows)
+        chosen = line[:1] if alone else self._together(line, sequences)
         self._last |= {model: next(self._steps) for model in chosen}
         return [s for s in sequences if s.request.model in chosen]
 
-    def _together(self, line: Sequence[int], rows: Counter[int]) -> Sequence[int]:
+    def _together(self, line: Sequence[int], sequences: Sequence[SequenceState]) -> Sequence[int]:
         """Returns as many models from the front of the line as pay in one step."""
+        if self._mixes is None:
+            return line[:1]
+        places = {model: at for at, model in enumerate(line)}
+        counts = np.zeros((len(line), self._limits.num_ranks), np.int32)
+        for sequence in sequences:
+            if (at := places.get(sequence.request.model)) is not None:
+                counts[at, self._limits.rank(sequence.slot)] += 1
         for number in range(len(line), 1, -1):
-            if self._mixes([rows[model] for model in line[:number]]):
+            if self._mixes(counts[:number]):
                 return line[:number]
         return line[:1]
 

@@ -33,7 +33,7 @@ from serving.scheduling.policy import (
     View,
 )
 from serving.scheduling.prefixes import Brownout
-from serving.scheduling.queues import Queues, RoundRobin, Share, of_one_model
+from serving.scheduling.queues import Mixes, Queues, RoundRobin, Share, of_one_model
 from serving.scheduling.reuse import Reuse
 from serving.scheduling.sequence import SequenceState, SequenceStatus, is_best_effort
 from serving.scheduling.step import Chunks, ScheduledStep, SingleRows, StagingRegions, gathered
@@ -61,8 +61,8 @@ class Scheduler:
             while there is best-effort work; otherwise steps are launched whole.
         share: best effort's guaranteed share of device time; None: no guarantee.
         max_wait_s: best effort that has waited longer counts as latency-sensitive.
-        mixes: returns whether a decode step with these numbers of rows of several models pays;
-            None: never.
+        mixes: returns whether a decode step with these numbers of rows of several models, by rank,
+            pays; None: never.
         accepted: returns how much brownout a sequence accepts in reused pages; None turns
             prefix reuse off.
         slow_s: calls of the policy that take longer are logged.
@@ -77,7 +77,7 @@ class Scheduler:
         layers_at_once: Callable[[Phase, int], int] | None = None,
         share: Share | None = None,
         max_wait_s: float = math.inf,
-        mixes: Callable[[Sequence[int]], bool] | None = None,
+        mixes: Mixes | None = None,
         accepted: Callable[[SequenceState], Brownout] | None = None,
         slow_s: float = math.inf,
         in_order: bool = True,
@@ -88,7 +88,7 @@ class Scheduler:
         self.places = Places(limits)
         self._slides = any(limits.windows)
         self.reuse = Reuse(limits, self.places, accepted)
-        self._round_robin = RoundRobin(mixes)
+        self._round_robin = RoundRobin(limits, mixes)
         self.models: set[int] | None = None  # models that may begin steps; None: all
         self.exact = ExactRows()
         self.queues = Queues(self.policy)

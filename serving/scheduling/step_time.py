@@ -51,8 +51,9 @@ class StepTimeModel:
         self.mood = 1.0
         self.error = 0.0
         """Recent mean relative error of predictions, each made before learning from its step."""
-        self._hybrid_ratios = [FIRST_RATIO] * len(SIZES)
-        """Recent time of hybrid steps over that of a step of each phase, by tokens of prompts."""
+        self._hybrid_ratios: list[dict[int, float]] = [{} for _ in SIZES]
+        """Recent time of hybrid steps over that of a step of each phase, by tokens of prompts and
+        then by rows; only of those that were observed."""
         self._variance = 0.0
         self._tables = {phase: _Table() for phase in Phase}
 
@@ -84,9 +85,10 @@ class StepTimeModel:
             self.mood *= 1 + MOOD_GAIN * min(max(error, -CLIP), CLIP)
             self.mood **= 0.99  # lasting changes move into the table
         table.learn(size, threshold_percent, error)
-        at = _knot(size)
-        if phase is Phase.PREFILL and self._hybrid_ratios[at] > WORTHWHILE:
-            self._hybrid_ratios[at] *= 1 - FORGET
+        ratios = self._hybrid_ratios[_knot(size)] if phase is Phase.PREFILL else {}
+        for rows, ratio in ratios.items():
+            if ratio > WORTHWHILE:
+                ratios[rows] = ratio * (1 - FORGET)
 
     def observe_hybrid(
         self, num_tokens: int, num_rows: int, threshold_percent: float, seconds: float
@@ -97,19 +99,26 @@ class StepTimeModel:
             error = seconds / expected_s - 1
             self._note(error)
             gain = RATIO_GAIN if error < 0 else RATIO_RISE
-            self._hybrid_ratios[_knot(num_tokens)] *= 1 + gain * min(max(error, -1.0), 1.0)
+            ratio = self.hybrid_ratio(num_tokens, num_rows)
+            ratio *= 1 + gain * min(max(error, -1.0), 1.0)
+            self._hybrid_ratios[_knot(num_tokens)][_knot(num_rows)] = ratio
 
-    def hybrid_ratio(self, num_tokens: float) -> float:
-        """Returns the expected time of a hybrid step with so many tokens of prompts, over that of a
-        step of each phase.
+    def hybrid_ratio(self, num_tokens: float, num_rows: float) -> float:
+        """Returns the expected time of a hybrid step with so many tokens of prompts and rows that
+        decode, over that of a step of each phase. Beside more than twice or less than half the rows
+        of every such step that was observed, nothing is known.
         """
-        return self._hybrid_ratios[_knot(num_tokens)]
+        ratios, rows = self._hybrid_ratios[_knot(num_tokens)], _knot(num_rows)
+        near = [other for other in ratios if abs(other - rows) <= 1]
+        if not near:
+            return FIRST_RATIO
+        return ratios[min(near, key=lambda other: (abs(other - rows), other))]
 
     def hybrid_s(self, num_tokens: int, num_rows: int, threshold_percent: float = 100.0) -> float:
         """Returns the expected time (s) of such a step; NaN before there was one of each phase."""
         sizes = (Phase.PREFILL, num_tokens), (Phase.DECODE, num_rows)
         apart_s = sum(self.expected_s(*of, threshold_percent) for of in sizes)
-        return self.hybrid_ratio(num_tokens) * apart_s
+        return self.hybrid_ratio(num_tokens, num_rows) * apart_s
 
     def hybrid_pays(self, num_tokens: int, num_rows: int) -> bool:
         """Returns whether such a step takes less than one of each phase; False where too few of
@@ -117,7 +126,7 @@ class StepTimeModel:
         """
         sizes = {Phase.PREFILL: num_tokens, Phase.DECODE: num_rows}
         taught = all(self._tables[of].is_taught_near(size, 100.0) for of, size in sizes.items())
-        return taught and self.hybrid_ratio(num_tokens) <= WORTHWHILE
+        return taught and self.hybrid_ratio(num_tokens, num_rows) <= WORTHWHILE
 
     def forget_brownout(self, *phases: Phase) -> None:
         """Forgets times with brownout, of all phases if none is named: of another strategy or way,

@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -26,7 +25,7 @@ from serving.control.losses import Curve, Curves, Losses
 from serving.control.mover import starting_placement
 from serving.control.slo import starting_strategy
 from serving.errors import SettingsError
-from serving.execution.memory import check_mesh, free_bytes, spare_slots_that_fit
+from serving.execution.memory import check_family, check_mesh, free_bytes, spare_slots_that_fit
 from serving.execution.programs import Progress
 from serving.intake.chat_templates import check_templates
 from serving.settings.reading import mesh_devices, named_models
@@ -114,11 +113,13 @@ def load_models(
         )
     named = named_models(config.models)
     directory = resolve(next(iter(named.values()), config.model), config.hub_revision)
-    if mesh is not None:
+    if mesh is not None or named:
         cfg = config_of(directory, allow_unknown_config=config.allow_unknown_config)
-        if not is_native(directory):  # of a family, what one model takes is the least
-            check_mesh(cfg, jnp.dtype(config.dtype).itemsize, mesh.size, config.balance)
+    if mesh is not None and not is_native(directory):
+        # Of a family, one model is the least; all is counted once it is known what they share.
+        check_mesh(config, cfg, mesh.size)
     if named:
+        num_devices = 1 if mesh is None else mesh.size
         return load_family(
             named,
             config.family or None,
@@ -135,6 +136,7 @@ def load_models(
             quantize=config.quantize,
             spare_models=config.spare_models,
             mesh=mesh,
+            fits=partial(check_family, config, cfg, num_devices),
         )
     if config.model not in (BUNDLED, str(directory)):
         log.info("%s of the Hugging Face Hub, in %s", config.model, directory)

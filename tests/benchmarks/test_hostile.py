@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.hostile import report
 from benchmarks.hostile.attempts import GENERATE, Attempt, Ended, Facts, draw, flaw
 from benchmarks.hostile.fuzzing import conforming, spoil, spoiled
 from benchmarks.hostile.over_grpc import LOST, MESSAGE_LIMIT
@@ -88,6 +89,68 @@ def test_ends_that_must_not_be_are_counted():
     load.add(*whole(finish_reason=""))
     assert [line.ok for line in load.lines(5)] == [False] * 4
     assert len(load.problems) == 2
+
+
+MARKS = {"idle": [(0, 10)], "polite": [(10, 20), (30, 40)], "load": [(20, 30), (40, 50)]}
+LATENCY = "health check under load, P99.9", "longest gap of a polite stream"
+P99 = "P99 gap of a polite stream"
+CALM = "health check beside polite clients, P99", "longest gap beside polite clients"
+CALM_P99, CALM_P50 = (f"{of} gap beside polite clients" for of in ("P99", "median"))
+IDLE = "health check of an idle server, median"
+
+
+def failing(slow=1.0, of=(), by=1.0, every=1, busy=()):
+    """Returns which lines of latencies fail where a check takes 5 ms idle and 20 ms beside others,
+    and a gap 4 and 30 ms; a machine is `slow` times as slow, every so many samples `of` some times
+    take longer by so much again, and every tenth of those between `busy` six times as long.
+    """
+    took = {"idle": (0.005, 0.004), "polite": (0.020, 0.030), "load": (0.020, 0.030)}
+    checks, gaps = [], []
+    for name, spans in MARKS.items():
+        for begin, end in spans:
+            for at in range(int(100 * (end - begin))):
+                more = slow * (by if name in of and at % every == 0 else 1)
+                if busy and busy[0] <= begin + at / 100 < busy[1] and at % 10 == 0:
+                    more *= 6
+                for samples, seconds in zip((checks, gaps), took[name], strict=True):
+                    samples.append((begin + at / 100, begin + at / 100 + more * seconds))
+    measured = {"stalls": [], "memory": [], "health": sorted(checks), "stream": sorted(gaps)}
+    lines, figures = report.probed(
+        {name: (samples, []) for name, samples in measured.items()}, MARKS, [21.0, 45.0]
+    )
+    assert figures["load_s"] == 20
+    assert figures["health"]["polite"]["count"] == 2000
+    assert sum(line.by_machine for line in lines) == 10
+    return [line.name for line in lines if line.ok is False]
+
+
+def test_a_slow_machine_fails_no_limit_of_a_hostile_load():
+    assert failing() == failing(slow=8) == []
+
+
+def test_nor_does_one_that_is_busy_for_a_part_of_it():
+    """From within a polite part on, into a hostile one."""
+    assert failing(busy=(35, 45)) == failing(slow=8, busy=(15, 25)) == []
+    assert P99 in failing(busy=(21, 29))  # beside the hostile one alone
+
+
+@pytest.mark.parametrize(
+    ("how", "failed"),
+    [
+        ({"of": ("load",), "by": 2}, [P99]),
+        ({"of": ("load",), "by": 4}, [LATENCY[0], LATENCY[1], P99]),
+        ({"of": ("load",), "by": 4, "every": 400}, [*LATENCY]),
+        ({"of": ("load", "polite"), "by": 3}, [CALM[0]]),
+        ({"of": ("load", "polite"), "by": 5}, [CALM[0], CALM_P50]),
+        ({"of": ("load", "polite"), "by": 7, "every": 400}, [CALM[1]]),
+        ({"of": ("load", "polite"), "by": 7, "every": 20}, [CALM[0], CALM_P99]),
+        ({"of": ("idle",), "by": 30}, [IDLE]),
+        ({"slow": 8, "of": ("load",), "by": 4}, [*LATENCY, P99]),
+    ],
+)
+def test_a_server_that_is_slow_in_company_is_found(how, failed):
+    """Whether the company is hostile or polite, and on a slow machine, too."""
+    assert sorted(failing(**how)) == sorted(failed)
 
 
 def test_answers_that_must_not_be_are_counted_with_their_messages():

@@ -161,6 +161,40 @@ def test_the_command_writes_keeps_and_prints(tmp_path, capsys):
     assert "'eight' is none of errors, scaling" in capsys.readouterr().err
 
 
+def test_parts_that_are_played_by_themselves_say_so_and_leave_others_theirs(tmp_path, monkeypatch):
+    """A file from before it was so names the origin of all its parts, and of one that is gone."""
+    file, commits = tmp_path / "times.json", iter("abcd")
+    monkeypatch.setattr(mesh.store, "commit", lambda given=None: next(commits))
+    before = {"command": "python -m benchmarks.mesh libra", "commit": "z", "date": "then"}
+    file.write_text(json.dumps(before | {"errors": [], "scaling": [], "gone": 1}))
+
+    def played(*words):
+        mesh.main(["libra", "--json", str(file), *words])
+        stored = json.loads(file.read_text())
+        own = {name: (of["command"], of["commit"]) for name, of in stored["origins"].items()}
+        newest = stored["command"], stored["commit"]
+        assert newest in own.values()
+        assert set(own) == {"errors", "scaling", "gone"}
+        return own, stored
+
+    whole = "python -m benchmarks.mesh libra"
+    own, stored = played("--parts", "errors")
+    assert own == {
+        "errors": (f"{whole} --parts errors", "a"),
+        "scaling": (whole, "z"),
+        "gone": (whole, "z"),
+    }
+    assert stored["origins"]["scaling"]["date"] == "then"
+    assert stored["scaling"] == []
+    own, _ = played("--parts", "scaling")
+    assert own["errors"] == (f"{whole} --parts errors", "a")
+    assert own["scaling"] == (f"{whole} --parts scaling", "b")
+    own, stored = played()
+    assert own == dict.fromkeys(("errors", "scaling"), (whole, "c")) | {"gone": (whole, "z")}
+    mesh.main(["libra", "--json", str(file), "--tables"])
+    assert json.loads(file.read_text()) == stored
+
+
 def test_an_exchange_takes_as_long_as_its_slower_link():
     geometry = QWEN._replace(d_model=1000)
     scheme = LIBRA._replace(dispatch_bytes_per_s=14e9, combine_bytes_per_s=1e15)

@@ -31,7 +31,7 @@ async def test_a_server_withstands_a_small_run(tmp_path):
     assert ended.returncode in (0, 1), ended.stderr
     found = json.loads(out.read_text(encoding="utf-8"))
     lines = {line["name"]: line for line in found["lines"]}
-    assert sum(line["by_machine"] for line in lines.values()) == 5
+    assert sum(line["by_machine"] for line in lines.values()) == 10
     wrong = [line for line in lines.values() if not line["by_machine"] and not line["ok"]]
     if wrong:  # whole, which an assertion's message is not
         pytest.fail(f"{wrong}\n{ended.stdout}")

@@ -6,7 +6,7 @@ sets.
 """
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
@@ -168,7 +168,7 @@ class FakeRunner(StepExecutor):
         """See serving.execution.executor."""
         return {}
 
-    def mixes(self, counts: Sequence[int]) -> bool:
+    def mixes(self, counts: Int[np.ndarray, "models ranks"]) -> bool:
         """See Executor; always mixes as many models as allowed."""
         return 1 < len(counts) <= self.mixed_models
 

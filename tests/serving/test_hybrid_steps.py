@@ -1,8 +1,10 @@
 """Rows that decode beside prompts, on a whole engine with predictable step times."""
 
 import asyncio
+from collections import Counter
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from types import MappingProxyType
 
 import pytest
@@ -20,6 +22,7 @@ from serving.errors import SettingsError
 from serving.execution.buckets import Buckets
 from serving.plan import Limits, Phase
 from serving.request import BrownoutChange, Priority, SamplingParams
+from serving.scheduling.step_time import StepTimeModel
 from serving.settings.reading import check
 from tests.serving.fake_runner import FakeRunner
 
@@ -147,6 +150,68 @@ async def test_rows_decode_apart_where_that_takes_less(start):
     assert len(beside) == 200
     assert sum(beside) <= 4
     assert engine.pace.times.expected_s(Phase.PREFILL, 50) == pytest.approx(0.015, rel=0.2)
+
+
+def test_whether_it_pays_is_known_by_rows():
+    """A row costs a hybrid step three times what it costs a decode step: it pays beside few. Steps
+    of few and of many rows come in turn, and say nothing of each other.
+    """
+    times = StepTimeModel()
+
+    def apart_s(tokens, rows):
+        return (0.010 + 0.0001 * tokens) * (tokens > 0) + (0.006 + 0.0001 * rows) * (rows > 0)
+
+    def hybrid_s(tokens, rows):
+        return 0.010 + 0.0001 * tokens + 0.0003 * rows
+
+    sizes = (64, 256)
+    for tokens, rows in (*product(sizes, (4, 16, 64)),) * 6:
+        times.observe(Phase.PREFILL, tokens, 100.0, apart_s(tokens, 0))
+        times.observe(Phase.DECODE, rows, 100.0, apart_s(0, rows))
+    tried = Counter()
+    for tokens, rows in (*product(sizes, (64, 4, 16)),) * 40:
+        times.observe(Phase.PREFILL, tokens, 100.0, apart_s(tokens, 0))
+        if times.hybrid_pays(tokens, rows):
+            tried[rows] += 1
+            times.observe_hybrid(tokens, rows, 100.0, hybrid_s(tokens, rows))
+    assert tried[4] == tried[16] == 80
+    assert 2 <= tried[64] <= 8
+    for tokens, rows in product(sizes, (4, 16)):
+        assert times.hybrid_s(tokens, rows) == pytest.approx(hybrid_s(tokens, rows), rel=0.02)
+    assert times.hybrid_pays(64, 5)  # as with about as many
+    assert not times.hybrid_pays(64, 50)
+
+
+async def test_prompts_have_rows_beside_them_where_these_are_few_enough(start):
+    """Eight times the rows cost a hybrid step more than a step of their own would."""
+
+    def dear(plan):
+        return step_s(plan) + 0.0004 * plan.num_decodes
+
+    limits = Limits(40, 4000, 4, 256, 8)
+    runner = partial(Watched, has_hybrid=True, checks_context=False)
+    settings = {"prefix_reuse": "off", "prefill_company": False, "max_num_seqs": 40}
+    engine = start(dear, limits, runner=runner, max_model_len=900, **settings)
+    for size in (4, 50, 256) * 5:
+        await collect(engine, [1] * size, 2)
+    for _ in range(6):
+        await asyncio.gather(*(collect(engine, [2], 10) for _ in range(32)))
+    long = [asyncio.create_task(collect(engine, [3], 800)) for _ in range(4)]
+    found = Counter()
+    for _ in range(8):
+        for short in (28, 0):
+            others = [asyncio.create_task(collect(engine, [4], 20)) for _ in range(short)]
+            await asyncio.sleep(0.1)
+            first = len(engine.executor.steps)
+            await collect(engine, [500] * 50, 1)
+            rows = [own for phase, _, own in engine.executor.steps[first:] if phase == "prefill"]
+            found[short] += sum(own > 0 for own in rows)
+            await asyncio.gather(*others)
+    for one in long:
+        one.cancel()
+    await asyncio.gather(*long, return_exceptions=True)
+    assert found[0] == 8
+    assert found[28] <= 3
 
 
 @pytest.mark.parametrize(("rows", "beside"), [(14, True), (20, False), (60, False), (70, False)])

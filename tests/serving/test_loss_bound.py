@@ -22,6 +22,7 @@ from jmoe.sharing import Sharing, read_sharing, write_sharing
 from serving.bench.simulated_time import SimulatedLoop
 from serving.config import AuditConfig, BrownoutConfig, EngineConfig, SalcConfig
 from serving.control.controller import Decision
+from serving.control.experts_loader import ExpertsLoader
 from serving.control.losses import Losses
 from serving.engine import Engine
 from serving.errors import InvalidRequest, SettingsError
@@ -184,6 +185,79 @@ async def test_a_bound_that_cannot_be_kept_is_named(change, words):
     engine = start(curve=None)
     with pytest.raises(InvalidRequest, match=r"is 0.2, and the model has no expected loss of full"):
         await engine.set_brownout(BrownoutChange(max_expected_loss=0.2))
+    await engine.stop()
+
+
+TWO, FOUR = Kind(2, "weight"), Kind(4, "weight")
+
+
+def changing(known, **brownout):
+    """Returns an engine of ways 2 and 4, of which only `known` have a table, and the task that
+    changes way 2 to way 4, along with `brownout`; nothing is loaded before it is let.
+    """
+    engine = start(kinds=known)
+    engine.slo.strategy, engine.slo.way = "partial", 2
+    engine.loader = ExpertsLoader(engine.executor, None, (2, 4), engine.slo)
+    engine.loader.advance, go_on = lambda *_: None, engine.loader.advance
+
+    def let():
+        engine.loader.advance = go_on
+
+    change = BrownoutChange(way=4, **brownout)
+    return engine, asyncio.create_task(engine.set_brownout(change)), let
+
+
+@pytest.mark.simulated_time
+@pytest.mark.parametrize(
+    ("known", "earlier", "change", "refused"),
+    [
+        (TWO, {}, {"max_expected_loss": 0.5}, "way 4 by weight"),
+        (FOUR, {}, {"max_expected_loss": 0.5}, ""),
+        (TWO, {"strategy": "zero"}, {"max_expected_loss": 0.5}, ""),
+        (FOUR, {"keep": "visits"}, {"max_expected_loss": 0.5}, "way 4 by visits"),
+        (FOUR, {"max_expected_loss": 0.5}, {"keep": "visits"}, "way 4 by visits"),
+        (FOUR, {"max_expected_loss": 0.5}, {"way": 2}, "way 2 by weight"),
+        (TWO, {}, {"max_expected_loss": 0.5, "way": 2}, ""),
+    ],
+)
+async def test_a_bound_is_checked_against_the_way_that_is_to_come(known, earlier, change, refused):
+    """And against what else is set with it. What a change would do is told of the same."""
+    engine, earlier, let = changing((known,), **earlier)
+    await asyncio.sleep(0)
+    change = BrownoutChange(**change)
+    if refused:
+        words = f"max_expected_loss is 0.5, and the model has no expected loss of {refused}"
+        with pytest.raises(InvalidRequest, match=words):
+            engine.what_if(change)
+        with pytest.raises(InvalidRequest, match=words):
+            await engine.set_brownout(change)
+    else:
+        engine.what_if(change)
+        made = asyncio.create_task(engine.set_brownout(change))
+        await asyncio.sleep(0)
+    let()
+    await earlier
+    if not refused:
+        await made
+        assert engine.get_brownout().least_threshold_percent in (0, 50)
+    assert engine.get_brownout().way == (2 if change.way == 2 and not refused else 4)
+    await engine.stop()
+
+
+@pytest.mark.simulated_time
+async def test_a_change_that_went_without_its_caller_counts_no_more():
+    """What it would have set besides is dropped, so that a later one is checked without it."""
+    engine, earlier, let = changing((FOUR, Kind(2, "visits")), keep="visits")
+    await asyncio.sleep(0)
+    later = engine.set_brownout(BrownoutChange(way=2, max_expected_loss=0.5))
+    later = asyncio.create_task(later)
+    await asyncio.sleep(0)
+    earlier.cancel()
+    let()
+    with pytest.raises(InvalidRequest, match=r"is 0.5, and the model has no expected loss of way"):
+        await later
+    state = engine.get_brownout()
+    assert (state.way, state.keep, state.max_expected_loss) == (2, "weight", 0.0)
     await engine.stop()
 
 

@@ -1,5 +1,6 @@
 """What can be wrong with `engine.mesh`."""
 
+import math
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 import jmoe
+from jmoe.checkpoint import HFLayers
 from jmoe.config import read_config
 from jmoe.parallel.cost import MeshStep
 from jmoe.parallel.home import make_mesh
@@ -19,8 +21,10 @@ from serving.errors import SettingsError
 from serving.execution import memory
 from serving.settings import reading as settings
 from serving.settings.reading import mesh_devices
+from serving.startup import loading
 from serving.startup.loading import load_models
 from serving.startup.prepare import prepare
+from tests.variants import variant
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 
@@ -113,6 +117,10 @@ def geometry():
     return found
 
 
+def with_copies(**balance):
+    return EngineConfig(dtype="bfloat16", balance=BalanceConfig(**balance))
+
+
 @pytest.fixture
 def room(monkeypatch):
     """Returns a function that sets how many experts a device has room for."""
@@ -129,9 +137,78 @@ def test_a_mesh_too_small_names_the_smallest_that_works(room):
     room(40, 2)
     message = r"engine.mesh is 'ep=2': .* too small: each would hold 64 .* room for 40; 4 devices"
     with pytest.raises(SettingsError, match=message):
-        memory.check_mesh(geometry(), 2, 2, BalanceConfig())
+        memory.check_mesh(with_copies(), geometry(), 2)
     room(40, 4)
-    memory.check_mesh(geometry(), 2, 4, BalanceConfig())
+    memory.check_mesh(with_copies(), geometry(), 4)
+
+
+def test_experts_are_counted_as_they_are_kept(room):
+    """In four bits, and a scale for each group, they take less than a third."""
+    room(32 // 3, 2)
+    config = with_copies()
+    with pytest.raises(SettingsError, match="each would hold 64 experts and has room for"):
+        memory.check_mesh(config, geometry(), 2)
+    room(64 // 3, 2)
+    memory.check_mesh(replace(config, quantize="int4"), geometry(), 2)
+
+
+def family_free(num_experts, num_devices=1, cfg=None):
+    """Returns what has to be free for so many experts on each device and one model's rest."""
+    cfg = cfg or geometry()
+    rest = jax.eval_shape(partial(random_params, cfg, dtype=np.dtype("float32")), jax.random.key(0))
+    rest = 2 * sum(leaf.size for leaf in jax.tree.leaves(rest))
+    return math.ceil((num_experts * 24_576 + rest) / memory.SHARE) * num_devices
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "words"),
+    [
+        (1, "engine.models are 2, whose 256 experts take, .*; name fewer models, or have them sh"),
+        (2, "GiB on each device of engine.mesh 'ep=2', and .*, or take a larger mesh"),
+    ],
+)
+def test_a_family_is_counted_as_a_whole(monkeypatch, num_devices, words):
+    config = replace(with_copies(), models=("a=a", "b=b"), mesh=f"ep={num_devices}")
+    own = config, geometry(), num_devices, 256, 24_576
+    monkeypatch.setattr(memory, "free_bytes", lambda: family_free(256, num_devices))
+    memory.check_family(*own)
+    monkeypatch.setattr(memory, "free_bytes", lambda: family_free(255, num_devices))
+    with pytest.raises(SettingsError, match=words):
+        memory.check_family(*own)
+
+
+def test_copies_of_a_step_are_counted_beside_a_whole_family(monkeypatch):
+    config = with_copies(replicas=6, replicas_per_pair=3)
+    monkeypatch.setattr(memory, "free_bytes", lambda: family_free(64 + 30, 4))
+    with pytest.raises(SettingsError, match=r"replicas_per_pair is 3: .*36 .*room for 30; 2 would"):
+        memory.check_family(config, geometry(), 4, 64, 24_576)
+    monkeypatch.setattr(memory, "free_bytes", lambda: family_free(64 + 36, 4))
+    memory.check_family(config, geometry(), 4, 64, 24_576)
+
+
+@pytest.mark.parametrize("spread", [False, True])
+def test_a_family_that_does_not_fit_is_refused_before_it_is_loaded(tmp_path, monkeypatch, spread):
+    """What is counted is what the pool takes: experts that two models store alike once."""
+    paths = {"base": GOLDEN / "qwen2_moe"}
+    paths["law"] = variant(paths["base"], tmp_path / "law", seed=1)
+    paths["near"] = variant(paths["base"], tmp_path / "near", 3, only="self_attn")
+    mesh = make_mesh(1) if spread else None
+    models = tuple(f"{name}={path}" for name, path in paths.items())
+    config = EngineConfig(dtype="float32", models=models)
+    seen, check = [], loading.check_family
+    monkeypatch.setattr(loading, "check_family", lambda *own: (seen.append(own), check(*own)))
+    family = load_models(config, mesh, lambda *_: None)
+    (*_, num_slots, slot_bytes) = seen[0]
+    assert (num_slots, slot_bytes) == (family[0].pool.num_slots, family[0].pool.slot_bytes)
+    cfg = family.config
+    assert num_slots == 2 * cfg.num_moe_layers * cfg.num_experts
+    least = num_slots * slot_bytes + sum(leaf.nbytes for leaf in jax.tree.leaves(family[0].params))
+    monkeypatch.setattr(memory, "free_bytes", lambda: math.ceil(least / memory.SHARE))
+    load_models(config, mesh, lambda *_: None)
+    monkeypatch.setattr(memory, "free_bytes", lambda: int(least / memory.SHARE) - 1)
+    monkeypatch.setattr(HFLayers, "layer", lambda *_: pytest.fail("weights are read"))
+    with pytest.raises(SettingsError, match=r"engine.models are 3, whose .* experts take"):
+        load_models(config, mesh, lambda *_: None)
 
 
 def test_models_of_a_family_are_checked_before_they_are_loaded(monkeypatch):
@@ -144,13 +221,13 @@ def test_models_of_a_family_are_checked_before_they_are_loaded(monkeypatch):
 def test_more_copies_than_fit_name_how_many_would(room):
     room(32 + 30, 4)
     with pytest.raises(SettingsError, match=r"replicas_per_pair is 3: .*36 .*room for 30; 2 would"):
-        memory.check_mesh(geometry(), 2, 4, BalanceConfig(replicas=6, replicas_per_pair=3))
-    memory.check_mesh(geometry(), 2, 4, BalanceConfig(replicas=6, replicas_per_pair=2))
+        memory.check_mesh(with_copies(replicas=6, replicas_per_pair=3), geometry(), 4)
+    memory.check_mesh(with_copies(replicas=6, replicas_per_pair=2), geometry(), 4)
     room(32 + 5, 4)
     with pytest.raises(SettingsError, match=r"room for 5; set engine.balance.replicas to 0"):
-        memory.check_mesh(geometry(), 2, 4, BalanceConfig(replicas=6, replicas_per_pair=2))
+        memory.check_mesh(with_copies(replicas=6, replicas_per_pair=2), geometry(), 4)
     with pytest.raises(SettingsError, match=r"each would hold 40 experts and has room for 37"):
-        memory.check_mesh(geometry(), 2, 4, BalanceConfig(spare_slots=4))
+        memory.check_mesh(with_copies(spare_slots=4), geometry(), 4)
 
 
 @pytest.mark.parametrize(
@@ -171,7 +248,7 @@ def test_more_copies_than_fit_name_how_many_would(room):
 def test_more_copies_than_a_device_can_get_are_refused(copies, words, monkeypatch):
     monkeypatch.setattr(memory, "free_bytes", lambda: None)  # whether memory is known or not
     with pytest.raises(SettingsError, match=words):
-        memory.check_mesh(geometry(), 2, 4, BalanceConfig(**copies))
+        memory.check_mesh(with_copies(**copies), geometry(), 4)
 
 
 def on_mesh(devices):

@@ -283,6 +283,67 @@ async def test_a_bound_asks_for_the_loss_of_the_way_that_comes_next(known):
     await engine.stop()
 
 
+async def test_a_change_of_way_that_ends_while_a_model_is_checked_fails_nothing():
+    """Wherever the check looks at pending changes in a thread of its own, the last of them ends."""
+    engine = await bounded(OF_WAYS)
+    loop, here, looked = asyncio.get_running_loop(), threading.get_ident(), []
+    layers, engine.loader.advance = engine.loader.advance, lambda *_: None
+
+    class Ending(list):
+        def __len__(self):
+            length = super().__len__()
+            if threading.get_ident() != here and length:
+                looked.append(length)
+                ended = threading.Event()
+                loop.call_soon_threadsafe(lambda: (resume(), ended.set()))
+                assert ended.wait(60)
+            return length
+
+    def resume():
+        engine.loader.advance = layers
+        while engine.loader.busy:
+            layers(0.0)
+
+    engine.loader._pending = Ending()
+    await engine.set_brownout(BrownoutChange(max_expected_loss=0.5))
+    changing = asyncio.create_task(engine.set_brownout(BrownoutChange(way=4)))
+    while not engine.loader.busy:
+        await asyncio.sleep(0)
+    loading = asyncio.create_task(engine.load_model("third", "there"))
+    if not looked:
+        while not engine.models.busy and not loading.done():
+            await asyncio.sleep(0)
+        resume()
+    await asyncio.wait_for(asyncio.gather(changing, loading), 60)
+    assert engine.names == ["counter", "second", "third"]
+    assert engine.get_brownout().way == 4
+    await engine.stop()
+
+
+@pytest.mark.parametrize("change", [{"max_expected_loss": 0.5}, {"way": 4, "keep": "visits"}])
+async def test_what_is_set_while_a_model_is_written_counts_for_it(change):
+    engine = await bounded(
+        {Kind(2, "visits"): OF_WAYS[Kind(2, "visits")]} if "way" in change else {}
+    )
+    if "way" in change:
+        await engine.set_brownout(BrownoutChange(max_expected_loss=0.5))
+    engine.models.advance, advance = lambda: None, engine.models.advance
+    loading = asyncio.create_task(engine.load_model("third", "there"))
+    while not engine.models.busy:
+        await asyncio.sleep(0)
+    why = "max_expected_loss is 0.5, and model 'third' has no expected loss of way"
+    with pytest.raises(InvalidRequest, match=why):
+        await engine.set_brownout(BrownoutChange(**change))
+    engine.models.advance = advance
+    await loading
+    with pytest.raises(InvalidRequest, match=why):
+        await engine.set_brownout(BrownoutChange(**change))
+    assert engine.get_brownout().way == 2
+    await engine.unload_model("third")
+    await engine.set_brownout(BrownoutChange(**change))
+    await engine.stop()
+
+
 async def test_a_bound_that_is_set_while_a_model_is_read_counts_for_it():
     reading, bound = threading.Event(), threading.Event()
     engine = await bounded({}, lambda: (reading.set(), bound.wait(60)))

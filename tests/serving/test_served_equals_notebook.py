@@ -501,8 +501,10 @@ async def interleaved(run, asked, seed, **options):
 def mix_whenever_possible(engine):
     """Mixes steps of several models whatever is measured."""
     most = engine.config.mixed_models
-    assert engine.executor.mixed.pays([1] * (most + 1)) is False
-    assert engine.executor.mixed.pays([8, 1]) is False  # a step has room for eight rows
+    assert engine.executor.mixed.pays(np.full((most + 1, 1), 1)) is False
+    assert (
+        engine.executor.mixed.pays(np.array([[8], [1]])) is False
+    )  # a step has room for eight rows
     engine.executor.mixed.pays = lambda counts: 1 < len(counts) <= most
 
 

@@ -2,7 +2,7 @@
 
 import asyncio
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +15,7 @@ from jmoe.config import read_config
 from jmoe.experts import ExpertPool, UnitedExperts, make_table
 from jmoe.weights import ResidentWeights, Weights
 from serving.bench.simulator.step_times import StepTimes
-from serving.execution.executor import StepExecutor
+from serving.execution.executor import LoadsWays, StepExecutor
 from serving.plan import Limits, StepControl, StepPlan, StepResult
 
 
@@ -76,7 +76,9 @@ class SimulatedDevice(StepExecutor):
         return future
 
     def load_way(self, way: int, layer: int) -> None:
-        """See LoadsWays. There is nothing to load."""
+        """See LoadsWays. Takes no time; without a runner there is nothing to load."""
+        if isinstance(self.runner, LoadsWays):
+            self.runner.load_way(way, layer)
 
     def watch(self, on_failure: Callable[[str], None]) -> None:
         """See Executor. Nothing fails."""
@@ -103,9 +105,9 @@ def _finish(future: "Future[StepResult]", result: StepResult) -> None:
         future.set_result(result)
 
 
-def simulated_model(limits: Limits, visits_per_layer: int, way: int) -> Model:
-    """Returns a model of the right sizes without weights; it takes token ids, and none ends an
-    answer.
+def simulated_model(limits: Limits, visits_per_layer: int, ways: Collection[int]) -> Model:
+    """Returns a model of the right sizes without weights, with united experts for `ways`; it takes
+    token ids, and none ends an answer.
     """
     layers = limits.num_layers
     cfg = replace(
@@ -117,12 +119,10 @@ def simulated_model(limits: Limits, visits_per_layer: int, way: int) -> Model:
         layer_attention=(),
         experts_per_token=visits_per_layer,
     )
-    united = {}
-    if way:
-        shapes = (layers, 1, 1, 2), (layers, 1, 1, 1), (layers, cfg.num_experts)
-        gate_up, down, groups = (np.zeros(shape, np.int32) for shape in shapes)
-        united[way] = UnitedExperts(way, gate_up, down, groups)
+    shapes = (layers, 1, 1, 2), (layers, 1, 1, 1), (layers, cfg.num_experts)
+    gate_up, down, groups = (np.zeros(shape, np.int32) for shape in shapes)
+    united = {way: UnitedExperts(way, gate_up, down, groups) for way in ways}
     pool = ExpertPool(jnp.zeros((1, 1, 2)), jnp.zeros((1, 1, 1)))
-    weights = Weights({}, pool, make_table(layers, cfg.num_experts, len(united)))
+    weights = Weights({}, pool, make_table(layers, cfg.num_experts, bool(united)))
     resident = ResidentWeights(weights, united)
     return Model("simulated", Path(), cfg, jnp.dtype(jnp.float32), resident)

@@ -66,12 +66,16 @@ class SimulatedServer:
         clock = asyncio.get_running_loop().time
         limits = limits_of(config, machine.num_layers)
         if served is None:
-            model = simulated_model(limits, machine.visits_per_layer, config.brownout.way)
+            ways = {config.brownout.way, *config.brownout.ways} - {0}
+            model = simulated_model(limits, machine.visits_per_layer, ways)
             served = Served(Family.of(model), None)
         family, runner, losses = served
         self.device = SimulatedDevice(limits, machine, seed, runner)
         config = replace(config, watchdog_s=0, audit=AuditConfig(share=0))  # nothing to score
         self.engine = Engine(config, self.device, family, clock=clock, losses=losses)
+        if runner is not None and (way := self.engine.slo.way):
+            for model in family:
+                model.use_way(way)  # a server before may have left another
         self._overhead_s, self._exempt_share = machine.overhead_s, exempt_share
         self._rng = np.random.default_rng(seed)
 

@@ -30,14 +30,17 @@ from serving.bench.controllers import (
     spread,
 )
 from serving.bench.results import Record, Run, Sample, Slo
+from serving.bench.simulator.device import SimulatedDevice
 from serving.bench.simulator.server import Machine, Served, run_simulated, simulate
 from serving.bench.simulator.step_times import Recorded, StepTimes, read_steps
 from serving.bench.workload import Arrival, piecewise_poisson_times
 from serving.cli.main import app
 from serving.config import AuditConfig, BrownoutConfig, EngineConfig
+from serving.execution.fitting import limits_of
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 from serving.startup.prepare import prepare
 from tests.jmoe.conftest import add_united
+from tests.serving.fake_runner import FakeRunner
 from tests.serving.families import GOLDEN, settings_of
 
 LAYERS, PICKS = 4, 2
@@ -149,7 +152,9 @@ def test_brownout_is_what_the_threshold_says():
 @pytest.mark.usefixtures("compiled_in_a_hurry")
 @pytest.mark.deep
 def test_a_model_answers_in_the_times_of_the_machine(tmp_path):
-    """Tokens and their costs are a notebook's; it takes as long as without a model."""
+    """Tokens and their costs are a notebook's, of the way in force; it takes as long as without a
+    model.
+    """
     add_united(path := shutil.copytree(GOLDEN, tmp_path / "model"))
     prompts = [[1 + number, 2, 3, 9, 8, 7] for number in range(3)]
     fixed = {f"{phase}_threshold_percent": 0 for phase in ("prefill", "decode")}
@@ -159,10 +164,12 @@ def test_a_model_answers_in_the_times_of_the_machine(tmp_path):
     cfg = family.config
     sampling = pb.SamplingParams(max_new_tokens=7, ignore_eos=True, logprobs=True)
 
-    def answers(served):
+    def answers(served, ways=(2,)):
         async def drive(server):
             found, at_s = [], []
-            for allowed, prompt in product((True, False), prompts):
+            for way, allowed, prompt in product(ways, (True, False), prompts):
+                if (await server.get_brownout()).way != way:
+                    assert (await server.set_brownout(way=way)).way == way
                 tokens, logprobs = [], []
                 async for out in server.generate(prompt, sampling, allow_brownout=allowed):
                     tokens += out.token_ids
@@ -174,16 +181,35 @@ def test_a_model_answers_in_the_times_of_the_machine(tmp_path):
         own = machine(num_layers=cfg.num_layers, visits_per_layer=cfg.experts_per_token)
         return run_simulated(own, fitting, drive, served=served)
 
-    got, at_s = answers(Served(family, runner, losses))
-    assert at_s == answers(None)[1]
-    model = jmoe.load(path, "float32")
-    for number, (tokens, logprobs, degraded) in enumerate(got):
-        setting = Brownout("partial", 0, 2, "weight") if number < 3 else None
-        want = jmoe.generate(model, [prompts[number % 3]], 7, setting, stop_token_ids=[])
-        assert (tokens, degraded) == (want.tokens[0], want.degraded_visits[0])
-        np.testing.assert_allclose(logprobs, want.logprobs[0], atol=1e-4)
-    assert min(degraded for *_, degraded in got[:3]) > 0
+    model, served = jmoe.load(path, "float32"), Served(family, runner, losses)
+    assert answers(served)[1] == answers(None)[1]
+    for ways in ((2, 3), (2,)):  # a server begins with its first way, whatever one before had last
+        got, _ = answers(served, ways)
+        for number, (tokens, logprobs, degraded) in enumerate(got):
+            allowed = number % 6 < 3
+            setting = Brownout("partial", 0, ways[number // 6], "weight") if allowed else None
+            want = jmoe.generate(model, [prompts[number % 3]], 7, setting, stop_token_ids=[])
+            assert (tokens, degraded) == (want.tokens[0], want.degraded_visits[0])
+            np.testing.assert_allclose(logprobs, want.logprobs[0], atol=1e-4)
+            assert (degraded > 0) == allowed
     runner.close()
+
+
+def test_a_way_is_changed_in_what_computes_the_answers():
+    """Layer by layer, as a server's; without a model any of the settings' ways may be served."""
+    limits = limits_of(CONFIG, LAYERS)
+    device = SimulatedDevice(limits, machine(), runner=(runner := FakeRunner(limits)))
+    runner.load_way = lambda *told: loaded.append(told)
+    loaded = []
+    device.load_way(4, 2)
+    assert loaded == [(4, 2)]
+    brownout = BrownoutConfig("partial", way=2, ways=(2, 4), salc=False)
+
+    async def drive(server):
+        states = [await server.set_brownout(way=way) for way in (4, 4, 2)]
+        return [state.way for state in states]
+
+    assert run_simulated(machine(), replace(CONFIG, brownout=brownout), drive) == [4, 4, 2]
 
 
 def test_the_same_seed_is_the_same_run():

@@ -1,5 +1,6 @@
 """When a mixed decode step pays, by what was measured; and how its rows lie."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import MagicMock
@@ -55,7 +56,24 @@ def steps(buckets):
     ],
 )
 def test_a_mixed_step_pays_where_it_takes_less_than_its_models_steps(steps, counts, pays):
-    assert steps.pays(counts) is pays
+    assert steps.pays(np.array(counts)[:, None]) is pays
+
+
+@pytest.mark.parametrize(
+    ("counts", "pays"),
+    [
+        ([[4, 4], [4, 4]], True),
+        ([[8, 0], [8, 0]], True),
+        ([[8, 0], [0, 4]], False),  # not 4 and 2 on each: 2.6 beside 1.5 + 1.0
+        ([[8, 0], [1, 1]], False),
+        ([[4, 4], [1, 0]], True),
+        ([[0, 9], [0, 8]], False),  # more rows than a rank may have
+        ([[1, 0], [0, 1]], True),
+    ],
+)
+def test_over_a_mesh_a_model_has_the_rows_of_its_fullest_rank(steps, counts, pays):
+    steps._device.limits = replace(LIMITS, num_slots=32, num_ranks=2)
+    assert steps.pays(np.array(counts)) is pays
 
 
 @pytest.mark.parametrize(

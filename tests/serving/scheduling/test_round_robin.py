@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from restless import Restless
 from scheduled import sequence_of
 
+from jmoe.packed_rows import SLOT
 from serving.plan import Limits, Phase, StepControl
 from serving.request import Priority
 from serving.scheduling.policy import Fcfs, LsFirst
@@ -191,7 +192,7 @@ def test_models_are_mixed_where_it_pays_alone():
     asked = []
 
     def mixes(counts):
-        asked.append(tuple(counts))
+        asked.append(tuple(counts.ravel().tolist()))
         return len(counts) == 2 and min(counts) >= 2
 
     play = Play(mixes=mixes)
@@ -204,6 +205,36 @@ def test_models_are_mixed_where_it_pays_alone():
         play.add(name, model, 2, 6)
     play.finish()
     assert play.scheduler.num_mixed >= 4
+
+
+def test_over_a_mesh_it_is_asked_with_the_rows_of_each_rank():
+    """As the steps have them, a model and a rank at a time."""
+    asked = []
+
+    def mixes(counts):
+        asked.append(counts.copy())
+        return True
+
+    limits = Limits(8, 40, 4, 16, 4, 4, LAYERS, prefill_buckets=(8, 16), num_ranks=2)
+    play = Play(limits=limits, mixes=mixes)
+    for at in range(4):
+        play.add(f"a{at}", 0, 2, 12 + 2 * at)
+        play.add(f"b{at}", 1, 2, 18 - 2 * at)
+    launch, seen = play.runner.launch, []
+
+    def launched(plan, control):
+        if len(plan.models) > 1:
+            ranks = plan.rows[:, SLOT] // limits.slots_per_rank
+            rows = list(zip(plan.row_models.tolist(), ranks.tolist(), strict=True))
+            seen.append([[rows.count((model, rank)) for rank in (0, 1)] for model in (0, 1)])
+        return launch(plan, control)
+
+    play.runner.launch, play.runner.mixed_models = launched, 2
+    play.finish()
+    assert len(seen) == len(asked) >= 4
+    assert {0, 1} <= {abs(a - b) for step in seen for a, b in step}  # even, and not
+    for found, wanted in zip(asked, seen, strict=True):
+        assert sorted(found.tolist()) == sorted(wanted)
 
 
 def test_a_step_that_best_effort_may_park_is_of_one_model():
