@@ -90,8 +90,8 @@ def prepare(
     room = room or room_here(out)
     config.check_devices(room.num_devices, cfg.d_model)
     plan = make_plan(cfg, config, chosen, amount, room, there)
-    plan, more, refusal = choose(plan, named=ways is not None)
-    return Prepared(corpus, plan, (*warnings, *more), refusal)
+    plan, others, refusal = choose(plan, named=ways is not None)
+    return Prepared(corpus, plan, (*warnings, *others), refusal)
 
 
 def _checked(cfg: ModelConfig, ways: Sequence[int] | None) -> list[int]:
