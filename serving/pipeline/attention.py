@@ -42,7 +42,7 @@ from serving.pipeline.messages import (
     WorkerDown,
     WorkerUp,
 )
-from serving.pipeline.queues import Entry, MicroQueues, bucket, buckets
+from serving.pipeline.queues import Entry, MicroQueues, bucket, buckets, padded
 from serving.plan import StepControl, spare_latency_sensitive
 from serving.scheduling.layers.picker import LayerPicker
 
@@ -190,11 +190,9 @@ class AttentionWorker:
 
     def receive(self, parts: FromExperts, now: float) -> None:
         """Adds parts that came; units that no longer miss any wait for their next layer."""
-        place = self.numbers.place(parts.row)
-        places = np.full(parts.padded, self.numbers.per_worker, np.int32)  # padding: dropped
-        picks = np.zeros(parts.padded, np.int32)
-        places[: len(place)], picks[: len(place)] = place, parts.pick
-        self.device.keep(parts.part, places, picks)
+        place, size = self.numbers.place(parts.row), parts.padded
+        places = padded(place, size, self.numbers.per_worker)  # padding: dropped
+        self.device.keep(parts.part, places, padded(parts.pick, size))
         came = np.bincount(self._first[place])
         touched = np.flatnonzero(came)
         self._missing[touched, parts.worker] -= came[touched]
@@ -271,7 +269,7 @@ class AttentionWorker:
     def _run(self, layer: int, units: list[Unit], now: float) -> None:
         """Runs attention of a layer, and sends its rows to their experts."""
         lengths = [len(unit.places) for unit in units]
-        places, rows, tokens = self._packed(units, sum(lengths))
+        places, rows, tokens = self._packed(units)
         deltas = empty_deltas(1)
         if not layer:
             given = np.concatenate([unit.deltas for unit in units])
@@ -353,24 +351,17 @@ class AttentionWorker:
         percent = spare_latency_sensitive(rows, urgent, control)
         return control._replace(threshold_percent=percent)
 
-    def _packed(
-        self, units: list[Unit], count: int
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    def _packed(self, units: list[Unit]) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
         """Returns places, packed rows and tokens of a stage, padded; no tokens where rows
         decode.
         """
-        group = units[0].group
-        size = next(size for size in self._buckets[group] if size >= count)
-        places = np.full(size, self.numbers.per_worker, np.int32)  # padding: dropped
-        places[:count] = np.concatenate([unit.places for unit in units])
+        group, own = units[0].group, np.concatenate([unit.places for unit in units])
+        size = next(size for size in self._buckets[group] if size >= len(own))
+        places = padded(own, size, self.numbers.per_worker)  # padding: dropped
         rows = empty_rows(size if group == DECODE else MOST_CHUNKS)
         rows[: len(units)] = np.stack([unit.row for unit in units])
         given = [unit.tokens for unit in units if unit.tokens is not None]
-        if not given:
-            return places, rows, None
-        tokens = np.zeros(size, np.int32)
-        tokens[:count] = np.concatenate(given)
-        return places, rows, tokens
+        return places, rows, padded(np.concatenate(given), size) if given else None
 
     def _ask(
         self,
@@ -392,15 +383,13 @@ class AttentionWorker:
         owner = self._owners[layer, expert, turn]
         np.add.at(self._missing, (firsts[at], owner), 1)
         for number in range(len(self._experts)):
-            own, index = np.flatnonzero(owner == number), None
+            own = np.flatnonzero(owner == number)
             if not len(own):
                 continue
             asks = at[own]  # ascending: visits are in the order of their rows
             new = np.concatenate([[True], asks[1:] != asks[:-1]])
             needed, mine = asks[new], np.cumsum(new) - 1
-            if len(needed) < len(places):
-                index = np.zeros(bucket(len(needed)), np.int32)
-                index[: len(needed)] = needed
+            index = None if len(needed) == len(places) else padded(needed, bucket(len(needed)))
             visits = ToExperts(
                 layer,
                 self.device.sent(h, index, self._experts[number]),
@@ -459,7 +448,7 @@ class AttentionWorker:
         and the likeliest tokens there if its request asks for them, as `Scored` has them.
         """
         assert unit.tokens is not None
-        places, _, tokens = self._packed([unit], len(unit.places))
+        places, _, tokens = self._packed([unit])
         assert tokens is not None
         following = np.roll(tokens, -1)
         following[len(unit.tokens) - 1] = unit.row[NEXT_TOKEN]

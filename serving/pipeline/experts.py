@@ -15,7 +15,7 @@ from serving.pipeline.messages import (
     UseWay,
     WorkerDown,
 )
-from serving.pipeline.queues import Entry, MicroQueues, bucket, buckets
+from serving.pipeline.queues import Entry, MicroQueues, bucket, buckets, padded
 from serving.scheduling.layers.picker import LayerPicker
 
 
@@ -56,8 +56,7 @@ class ExpertWorker:
 
     def receive(self, visits: ToExperts, now: float) -> None:
         """Queues rows that came, in front of their layer."""
-        rows = np.full(visits.padded, self.numbers.total, np.int32)  # padding: dropped
-        rows[: len(visits.row)] = visits.row
+        rows = padded(visits.row, visits.padded, self.numbers.total)  # padding: dropped
         self.device.keep(visits.h, rows)
         what = visits.row[visits.at], visits.pick, visits.expert
         entry = Entry(len(visits.at), int(visits.urgent.sum()), now, what)
@@ -87,9 +86,7 @@ class ExpertWorker:
         taken = [entry.what for entry in self.queues.take(layer, group, self._max_visits)]
         row, pick, expert = (np.concatenate(column) for column in zip(*taken, strict=True))
         size = bucket(len(row))
-        rows, ids = np.zeros(size, np.int32), np.full(size, -1, np.int32)
-        rows[: len(row)], ids[: len(row)] = row, expert
-        parts = self.device.compute(layer, rows, ids)
+        parts = self.device.compute(layer, padded(row, size), padded(expert, size, -1))
         self.stages += 1
         self.newest = layer, len(row)
         self._return(parts, size, row, pick)
@@ -98,15 +95,12 @@ class ExpertWorker:
     def _return(self, parts: Any, size: int, row: np.ndarray, pick: np.ndarray) -> None:
         owner = self.numbers.owner(row)
         for number in range(len(self._attention)):
-            own, at = np.flatnonzero(owner == number), None
-            if not len(own):
-                continue
-            if len(own) < len(row):
-                at = np.zeros(bucket(len(own)), np.int32)
-                at[: len(own)] = own
-            back = self.device.sent(parts, at, self._attention[number])
-            padded = size if at is None else len(at)
-            self._send(number, FromExperts(self.number, back, padded, row[own], pick[own]))
+            own = np.flatnonzero(owner == number)
+            if len(own):
+                at = None if len(own) == len(row) else padded(own, bucket(len(own)))
+                back = self.device.sent(parts, at, self._attention[number])
+                count = size if at is None else len(at)
+                self._send(number, FromExperts(self.number, back, count, row[own], pick[own]))
 
     def warm(self, row_sizes: Sequence[int]) -> None:
         """Compiles as AttentionWorker does; `row_sizes` are those of rows that come."""
