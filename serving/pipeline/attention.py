@@ -25,8 +25,9 @@ from jmoe.packed_rows import (
     pack_row,
     pack_seat,
 )
+from jmoe.shaping import Drawn
 from serving.execution.executor import FailedRows, LostRows
-from serving.pipeline.devices import AttentionDevice, Drawn, warm_copies
+from serving.pipeline.devices import AttentionDevice, warm_copies
 from serving.pipeline.messages import (
     DECODE,
     EXPERTS,
@@ -123,7 +124,7 @@ class AttentionWorker:
             layer, expert = np.argwhere(~hosts.any(axis=-1))[0].tolist()
             raise ValueError(f"expert {expert} of MoE layer {layer} is on no expert worker")
         self.device, self.number, self.numbers = device, number, numbers
-        self._num_layers, self._moe_layers = len(moe_layers), list(moe_layers)
+        self._num_layers = len(moe_layers)
         self._moe = np.cumsum(moe_layers) - 1
         self._hosts, self._alive = hosts, np.ones(hosts.shape[-1], bool)
         self._find_owners()
@@ -276,11 +277,11 @@ class AttentionWorker:
             deltas = empty_deltas(self._num_deltas(units[0].group, len(places)))
             deltas[: len(given)] = given
         control = self._control(units, rows)
-        attended = self.device.attend(layer, tokens, rows, deltas, control, places)
-        h, asked, degraded, unserved = attended
-        if asked is None or degraded is None or unserved is None:  # a dense layer: nobody waits
+        visits: Any = self.device.attend(layer, tokens, rows, deltas, control, places)
+        if visits is None:  # a dense layer: nobody waits
             self._pass(units, now)
             return
+        h, asked, degraded, unserved = visits
         count, starts = sum(lengths), np.cumsum([0, *lengths[:-1]])
         asked = asked[:count]
         if unserved[:count].any():
@@ -414,8 +415,9 @@ class AttentionWorker:
         self._free(units)
         top: list[Any] = [None] * len(units)
         if any(unit.shape is not None for unit in units):
-            tokens, logprobs, *likeliest = self._draw(units, rows, places)
-            top = list(zip(*likeliest, strict=True))
+            drawn = self._draw(units, rows, places)
+            tokens, logprobs = drawn.tokens.tolist(), drawn.logprobs.tolist()
+            top = list(zip(drawn.top_ids, drawn.top_logprobs, strict=True))
         else:
             tokens, logprobs = self.device.leave(rows, places)
         found = zip(units, tokens, logprobs, scores, top, strict=False)
@@ -495,9 +497,9 @@ class AttentionWorker:
                 tokens = np.zeros(size, np.int32) if group == PREFILL else None
                 for layer in range(self._num_layers):
                     deltas = empty_deltas(1 if layer else self._num_deltas(group, size))
-                    h, *_ = self.device.attend(layer, tokens, rows, deltas, EXACT, places)
-                    if self._moe_layers[layer]:
-                        warm_copies(self.device, h, size, self._experts[0])
+                    visits = self.device.attend(layer, tokens, rows, deltas, EXACT, places)
+                    if visits is not None:
+                        warm_copies(self.device, visits.h, size, self._experts[0])
                 if group == PREFILL:
                     self.device.score(places, np.zeros(size, np.int32), False)
         sampled = partial(pack_row, -1, kv_len=1, temperature=1.0)

@@ -20,7 +20,7 @@ from jmoe.experts import Pool, write_slots
 from jmoe.model import embed, head, layers_of
 from jmoe.packed_rows import SLOT, everything, sampling_mode
 from jmoe.sampling import Scored, greedy, score_prompts
-from jmoe.shaping import Shaping
+from jmoe.shaping import Drawn, Shaping
 from jmoe.stages import StageVisits, WaitingRows, attend_stage, entering, expert_stage, merge
 from jmoe.steps import (
     State,
@@ -35,24 +35,6 @@ from jmoe.weights import Params
 from pallas_kernels.activation import Activation
 from serving.pipeline.queues import buckets
 from serving.plan import StepControl
-
-
-class Attended(NamedTuple):
-    """What a stage of attention returns to its host, once it has run."""
-
-    h: Any  # [T, d], on the device: rows that travel to experts; None of a dense layer
-    expert_ids: Int[np.ndarray, "T K"] | None  # -1: no visit
-    degraded: Int[np.ndarray, "T"] | None
-    unserved: Int[np.ndarray, "T"] | None  # visits that no worker can make
-
-
-class Drawn(NamedTuple):
-    """Tokens of rows of which some have their logits changed."""
-
-    tokens: Sequence[int]
-    logprobs: Sequence[float]  # of the unchanged logits
-    top_ids: Int[np.ndarray, "B TOP"]
-    top_logprobs: Float[np.ndarray, "B TOP"]
 
 
 class UnitedPart(NamedTuple):
@@ -141,7 +123,7 @@ class _Programs(NamedTuple):
     leave: Callable[..., tuple[Array, Array, Array, Array]]
     score: Callable[..., Scored]
     sample: Callable[..., tuple[Array, Array, Array]]
-    draw: Callable[..., tuple[Array, Shaping, shaping.Drawn]]
+    draw: Callable[..., tuple[Array, Shaping, Drawn]]
     seat: Callable[..., Shaping]
 
 
@@ -245,9 +227,11 @@ class AttentionDevice(_Sender):
         deltas: Int[np.ndarray, "N 3"],
         control: StepControl,
         places: Int[np.ndarray, "T"],
-    ) -> Attended:
+    ) -> StageVisits | None:
         """Runs one layer's stage for the rows at `places`, and waits for it. `tokens` are of chunks
         of prompts; without them a row decodes the newest token of its slot.
+
+        Returns visits of experts, all but `h` on the host; None of a dense layer.
         """
         params, index, kind = self._layers[layer]
         self._store, self._state, visits = self._programs.attend(
@@ -265,9 +249,7 @@ class AttentionDevice(_Sender):
             index,
             kind=kind,
         )
-        if visits is None:
-            return Attended(None, None, None, None)
-        return Attended(visits.h, *jax.device_get(visits[1:]))
+        return None if visits is None else StageVisits(visits.h, *jax.device_get(visits[1:]))
 
     def reach(self, reachable: Bool[np.ndarray, "layers E"]) -> None:
         """Sets which logical experts of each MoE layer some worker has, from now on."""
@@ -311,7 +293,9 @@ class AttentionDevice(_Sender):
         shapes: Int[np.ndarray, "B shape"],
         allowed: Sequence[Int[np.ndarray, "W"] | None],
     ) -> Drawn:
-        """Draws as `leave` does, with the logits of some rows changed (`jmoe.shaping.draw`)."""
+        """Draws as `leave` does, with the logits of some rows changed (`jmoe.shaping.draw`).
+        Returns what is drawn on the host.
+        """
         masks = everything(len(rows), self._vocab_size)
         for mask, given in zip(masks, allowed, strict=False):
             if given is not None:
@@ -323,8 +307,7 @@ class AttentionDevice(_Sender):
             last, self._shaping, logits, rows, shapes, masks
         )
         self._state = self._state._replace(last_token=last)
-        tokens, logprobs, *top = jax.device_get(tuple(drawn))
-        return Drawn(tokens.tolist(), logprobs.tolist(), *top)
+        return jax.device_get(drawn)
 
     def score(
         self, places: Int[np.ndarray, "T"], following: Int[np.ndarray, "T"], top: bool

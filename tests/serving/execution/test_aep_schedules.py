@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jmoe.packed_rows import EXEMPT, KV_LEN, Q_LEN, SLOT, SPARED, empty_deltas, pack_row
-from serving.pipeline.devices import Attended
+from jmoe.stages import StageVisits
 from serving.pipeline.messages import DECODE, Unit, WorkerDown, WorkerUp
 from serving.pipeline.queues import Entry
 from serving.scheduling.layers.picker import Waiting, make_picker
@@ -98,11 +98,7 @@ class Attention:
                     x = (5 * x + 1) % PRIME
                 self.x[place] = h[at] = x
                 at += 1
-        return (
-            Attended(h, ids, *np.zeros((2, size), int))
-            if MOE[layer]
-            else Attended(None, None, None, None)
-        )
+        return StageVisits(h, ids, *np.zeros((2, size), int)) if MOE[layer] else None
 
     def keep(self, parts, places, picks):
         real = places < ROWS
