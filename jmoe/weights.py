@@ -91,11 +91,6 @@ class ResidentWeights:
         ways = self._lender._ways
         return ways[0] if len(set(ways)) == 1 else None
 
-    @way.setter
-    def way(self, way: int | None) -> None:
-        """Says which way every layer has, where slots and groups were written by other means."""
-        self._lender._ways = [way] * len(self._ways)
-
     def use_way(self, way: int) -> None:
         """Loads the united experts of `way`. Raises ValueError for one the model does not have."""
         if way == self.way:
@@ -148,9 +143,7 @@ class ResidentWeights:
 
     def set_levels(self, levels: np.ndarray | None) -> None:
         """Gives programs thresholds by layer (`jmoe.levels.by_code`), or takes them back."""
-        params, pool, table = self.weights
-        held = None if levels is None else jnp.asarray(levels)
-        self.weights = Weights(params, pool, table._replace(levels=held))
+        self._table = self._table._replace(levels=None if levels is None else jnp.asarray(levels))
 
     def point(self, changes: Sequence[tuple[int, int, int, int]]) -> None:
         """Points routed experts to other slots of the pool; nothing is copied.
@@ -158,13 +151,10 @@ class ResidentWeights:
         A change is an MoE layer, an expert, its slot, and what that means
         (`ExpertTable.offloaded`); they are made in order.
         """
-        params, pool, table = self.weights
-        assert table.offloaded is not None
-        slots, gone = np.array(table.slots), np.array(table.offloaded)
+        slots, gone = np.array(self._table.slots), np.array(self._table.offloaded)
         for layer, expert, slot, offloaded in changes:
             slots[layer, expert], gone[layer, expert] = slot, offloaded
-        table = table._replace(slots=jnp.asarray(slots), offloaded=jnp.asarray(gone))
-        self.weights = Weights(params, pool, table)
+        self._table = self._table._replace(slots=jnp.asarray(slots), offloaded=jnp.asarray(gone))
 
     def host_layer(self, layer: int, hosts: Bool[np.ndarray, "E D"]) -> None:
         """Gives one MoE layer's experts other hosts, to which they are copied from their home.
@@ -173,9 +163,8 @@ class ResidentWeights:
         """
         if self.home is None:
             raise ValueError(f"{self._name} is on one device, which hosts all experts")
-        params, pool, table = self.weights
-        self.home, pool, table = self.home.host_layer(pool, table, layer, hosts)
-        self.weights = Weights(params, pool, table)
+        moved = self.home.host_layer(self.held.pool, self._table, layer, hosts)
+        self.home, self.held.pool, self._table = moved
 
     def united_of(self, way: int) -> UnitedExperts:
         """Returns the united experts of a way in host memory. Raises ValueError where there are

@@ -3,75 +3,29 @@
 `python -m training.lookahead --model DIR --data FILE` runs texts through a model and writes
 `lookahead.safetensors` beside it, or to `--out`. A server on a mesh that copies experts while a
 step runs guesses with it. One run over 20,000 rows is enough for the bundled model.
-
-Letters: T rows, L MoE layers, d model width, K picks a row, m experts.
 """
 
 import argparse
-from functools import partial
-from itertools import chain, pairwise
+from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
 
 import jmoe
 from jmoe.api import resolve
-from jmoe.brownout import Control
-from jmoe.config import ModelConfig
-from jmoe.experts import ExpertTable
-from jmoe.model import attend, embed, layers_of
-from jmoe.moe import RoutedRows, dense_mlp, moe, route, router
+from jmoe.model import layers_of
+from jmoe.moe import router
 from jmoe.parallel.probe import PROBE_FILE, Probe, Sums, save_probes
-from jmoe.rope import rotation
-from jmoe.weights import Weights
 from training.distill.data import read_texts
+from training.evaluation.quality import moe_inputs
 
 LENGTH, AT_ONCE = 128, 16
 """Tokens a text, longer ones are cut; and texts of one program."""
 
 
-class Routed(NamedTuple):
-    """Rows that enter one MoE layer, and what its router says of them."""
-
-    x: Float[Array, "T d"]  # rows that enter the MoE block
-    ids: Int[Array, "T K"]  # chosen
-    logits: Float[Array, "T m"]
-
-
-def routing_of(cfg: ModelConfig, weights: Weights, tokens: Int[Array, "B T"]) -> list[Routed]:
-    """Returns the routers' inputs and logits for texts, padding included, by layer, without
-    brownout.
-    """
-    batch, length = tokens.shape
-    positions, out = jnp.tile(jnp.arange(length, dtype=jnp.int32), batch), []
-    x = embed(cfg, weights.params, tokens.reshape(-1))
-    for (layer, is_moe), kind in zip(
-        layers_of(cfg, weights.params), cfg.layer_attention, strict=True
-    ):
-        table = (weights.table.slots[len(out)], weights.table.groups[len(out)]) if is_moe else None
-        attention = kind.causal(batch, length)
-        x, found = _layer(cfg, layer, weights.pool, table, x, positions, attention)
-        out += [found] if is_moe else []
-    return out
-
-
-@partial(jax.jit, static_argnums=0)
-def _layer(cfg, layer, pool, table, x, positions, attention):
-    yes = jnp.ones(x.shape[0], bool)
-    cos_sin = rotation(positions, cfg.rope, cfg.head_dim)
-    x, _ = attend(cfg, layer, x, cos_sin, attention, jnp.int32(0), None)
-    if table is None:
-        return dense_mlp(cfg, layer, x), None
-    found = Routed(x, route(cfg, layer, x)[2], router(cfg, layer, x)[1])
-    rows = RoutedRows(positions, yes, ~yes)
-    none, most = Control.of(None), cfg.num_experts
-    return moe(cfg, layer, pool, ExpertTable(*table), x, rows, none, max_active=most)[0], found
-
-
+_router = jax.jit(router, static_argnums=0)
 _sums, _fit = jax.jit(Sums.of), jax.jit(Sums.fit, static_argnames="ridge")
 
 
@@ -92,6 +46,8 @@ def fit_probes(
             f"{min(num_rows, given)} rows are too few: a probe of {model.name} has {cfg.d_model} "
             "inputs; give more text, or a larger --rows"
         )
+    layers = [layer for layer, is_moe in layers_of(cfg, model.params) if is_moe]
+    whole = jnp.full(AT_ONCE, LENGTH, jnp.int32)
     sums: list[Sums] = []
     for first in range(0, len(texts), AT_ONCE):
         tokens, real = np.zeros((AT_ONCE, LENGTH), np.int32), np.zeros((AT_ONCE, LENGTH))
@@ -99,9 +55,11 @@ def fit_probes(
             count = min(len(text), LENGTH, max(0, num_rows))
             tokens[row, :count], real[row, :count] = text[:count], 1
             num_rows -= count
-        found = routing_of(cfg, model.weights, jnp.asarray(tokens))
+        entering = moe_inputs(cfg, model.weights, jnp.asarray(tokens), whole)
+        logits = [_router(cfg, layer, x)[1] for layer, x in zip(layers, entering, strict=True)]
         counts = jnp.asarray(real.reshape(-1), jnp.float32)
-        now = [_sums(a.x, b.logits, counts) for a, b in pairwise(found)]
+        pairs = zip(entering, logits[1:], strict=False)
+        now = [_sums(x, of_next, counts) for x, of_next in pairs]
         sums = jax.tree.map(jnp.add, sums, now) if sums else now
         if num_rows <= 0:
             break

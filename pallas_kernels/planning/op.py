@@ -90,7 +90,6 @@ def shard_visits(
     hosts: Bool[Array, "E G"],
     *,
     home: Int[Array, "E"] | None = None,
-    tolerance: float = 0.0,
     move_local: bool = True,
 ) -> Shares:
     """Divides every expert's visits among its hosts (Libra, Algorithm 2, with whole visits).
@@ -107,22 +106,19 @@ def shard_visits(
     it may pass visits on to a less loaded one, half of the difference, which then is the one to
     give; differences that this moves by less than 1/GRAIN of the mean are left.
 
-    On Hopper, without tolerance and with `move_local`, it takes one kernel.
+    On Hopper, with `move_local`, it takes one kernel.
 
     Args:
         counts: int32, the visits that were made.
         hosts: homes and replicas.
         home: int32, `home_of` the hosts before there were replicas; None takes the hosts as given.
-        tolerance: how far above the mean is left alone, in steps of 0.001 (static).
         move_local: own visits may move (static).
 
     Returns int32 shares: for each expert they add up to its visits, only hosts have any, and no
-    device keeps more than its own rows made. Raises ValueError for a negative tolerance.
+    device keeps more than its own rows made.
     """
-    if tolerance < 0:
-        raise ValueError(f"tolerance is {tolerance}; it must be 0 or more")
     home = home_of(hosts) if home is None else home
-    computed = _computed(counts, hosts, home, tolerance, move_local)
+    computed = _computed(counts, hosts, home, move_local)
     kept = jnp.minimum(jnp.where(hosts.T, counts, 0), computed)
     return Shares(kept, computed - kept)
 
@@ -131,14 +127,13 @@ def _computed(
     counts: Int[Array, "G E"],
     hosts: Bool[Array, "E G"],
     home: Int[Array, "E"],
-    tolerance: float,
     move_local: bool,
 ) -> Int[Array, "G E"]:
-    if hopper() and move_local and not tolerance:
+    if hopper() and move_local:
         from pallas_kernels.planning import mosaic
 
         if mosaic.supports(*hosts.shape):
             note("shares of copies", KERNEL)
             return mosaic.shard_visits(counts, hosts, home)
     note("shares of copies", has_batched=False)
-    return reference.shard_visits(counts, hosts, home, tolerance=tolerance, move_local=move_local)
+    return reference.shard_visits(counts, hosts, home, move_local=move_local)

@@ -43,18 +43,15 @@ def shard_visits(
     hosts: Bool[Array, "E G"],
     home: Int[Array, "E"],
     *,
-    tolerance: float,
     move_local: bool,
 ) -> Int[Array, "G E"]:
     """Returns the visits that each device computes; see `op.shard_visits`."""
     own = jnp.where(hosts.T, counts, 0)
     others = _at_home(_sum(counts - own, axis=0), home, counts.shape[0])
     mean = _mean(counts)
-    permille = round(1000 * tolerance)
-    limit = mean + mean // 1000 * permille + mean % 1000 * permille // 1000
 
     def unbalanced(loads: _Loads) -> Array:
-        return (jnp.max(loads.load) > limit) & (jnp.max(loads.unstuck) > mean)
+        return jnp.max(loads.unstuck) > mean
 
     def move(loads: _Loads) -> _Loads:
         source = _argmax(loads.unstuck)

@@ -76,16 +76,9 @@ def prefill_attention(
     """
     if (v_pages is None) != (latent > 0):
         raise ValueError(f"latent is {latent}; give v_pages or, of latents, their values' elements")
-    chunks = {
-        "layer": layer,
-        "block_table": block_table,
-        "q_start": q_start,
-        "kv_len": kv_len,
-        "scale": scale,
-        "window": window,
-        "sinks": sinks,
-        "latent": latent,
-    }
+    chunks: dict[str, Any] = {"layer": layer, "block_table": block_table, "scale": scale}
+    chunks |= {"q_start": q_start, "kv_len": kv_len}
+    chunks |= {"window": window, "sinks": sinks, "latent": latent}
     if hopper():
         # Pallas is not imported where unused.
         from pallas_kernels.paged_attention import mosaic as paged
@@ -142,15 +135,10 @@ def expanded_attention(
     q: Float[Array, "T H K"],
     weights: tuple[Float[Array, "R X"], Float[Array, "R Y"]],
     pages: Float[Array, "L P 1 S D"],
-    *,
-    layer: Int[Array, ""],
-    block_table: Int[Array, "N M"],
-    q_start: Int[Array, "N1"],
-    kv_len: Int[Array, "N"],
-    scale: float,
-    todo: Any,
+    **chunks: Any,
 ) -> Float[Array, "T H V"]:
-    """Attends as `prefill_attention` does, to keys and values that are made of latents.
+    """Attends as `prefill_attention` does, to keys and values that are made of latents; `chunks`
+    are its layer, block_table, q_start, kv_len, scale and todo.
 
     `weights` make of a latent's first R elements, for each head in turn, the elements of its key
     that do not turn, and those of its value; the other D - R end every head's key. `todo` is
@@ -159,14 +147,4 @@ def expanded_attention(
     from pallas_kernels.prefill_attention import expanded  # Pallas is not imported where unused
 
     note("attention", KERNEL)
-    return expanded.prefill_attention(
-        q,
-        weights,
-        pages,
-        layer=layer,
-        block_table=block_table,
-        q_start=q_start,
-        kv_len=kv_len,
-        scale=scale,
-        todo=todo,
-    )
+    return expanded.prefill_attention(q, weights, pages, **chunks)

@@ -41,7 +41,7 @@ def route(
     block_m,
     num_blocks,
 ):
-    """See `op.route`; `num_blocks` is the bound. Returns picks, and the fields of `op.Plan` and
+    """See `op.route`; `num_blocks` is the bound. Returns picks, and the fields of `Plan` and
     `op.Dispatch`.
     """
     num_experts = groups.shape[0]

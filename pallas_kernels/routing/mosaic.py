@@ -54,7 +54,7 @@ from pallas_kernels.layouts import (
     iota,
 )
 from pallas_kernels.routing import stages
-from pallas_kernels.routing.op import Dispatch, Grouping, Plan, TableRow, row_length, row_of
+from pallas_kernels.routing.op import Dispatch, TableRow, row_length, row_of
 from pallas_kernels.routing.parts import (
     BY_EXPERT,
     DEGRADABLE,
@@ -83,6 +83,7 @@ from pallas_kernels.routing.parts import (
     whole_fours,
 )
 from pallas_kernels.routing.tile_map import COUNT, END, HEAD, ROW, SIZE, SLOT, RowTiles, TileMap
+from pallas_kernels.routing.values import Grouping, Plan
 
 
 def supports(

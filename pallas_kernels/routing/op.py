@@ -1,6 +1,6 @@
 """Public routing ops. Letters: T rows, K picks a row, m routed experts, E logical experts."""
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Shaped
@@ -8,30 +8,14 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from pallas_kernels.backend import KERNEL, batched, hopper, note
 from pallas_kernels.routing import batched as few_launches
 from pallas_kernels.routing import reference, tile_map
+from pallas_kernels.routing.reference import brownout_plan, gate
 from pallas_kernels.routing.tile_map import RowTiles, TileMap
+from pallas_kernels.routing.values import Grouping, Plan, Scoring
 
-Scoring = Literal["softmax", "sigmoid", "sparsemixer"]
 ZERO, FULL, PARTIAL = 0, 1, 2
 OWN = 3
 """Of a user's own strategy, which replaces the plan that is partial brownout's for this code."""
 STRATEGIES = {"zero": ZERO, "full": FULL, "partial": PARTIAL}
-BY_WEIGHT = reference.BY_WEIGHT
-
-
-class Grouping(NamedTuple):
-    """Groups of experts that follow each other, of one size: picks are of the best groups."""
-
-    count: int
-    top: int  # groups that are picked from
-    best: int  # experts whose scores add up to their group's
-
-
-class Plan(NamedTuple):
-    """What a brownout plan decided for one layer of one step."""
-
-    expert_ids: Int[Array, "T K"]  # logical expert of each visit; -1: dropped, or a padding row
-    degraded: Bool[Array, "T K"]  # visits that went elsewhere than the router said
-    s1: Bool[Array, "m"]  # experts whose visits stay with the original
 
 
 class TableRow(NamedTuple):
@@ -55,78 +39,6 @@ class Dispatch(NamedTuple):
     expert_start: Int[Array, "E"]  # its first sorted row, a multiple of block_m
     expert_slot: Int[Array, "E"]  # its pool slot
     tile_map: TileMap | None = None  # of the tiles that `route` was told
-
-
-def gate(
-    logits: Float[Array, "T m"],
-    *,
-    top_k: int,
-    normalize: bool,
-    scoring: Scoring = "softmax",
-    bias: Float[Array, "m"] | None = None,
-    grouping: Grouping | None = None,
-    scale: float = 1.0,
-    jitter: float = 0.0,
-) -> tuple[Float[Array, "T {top_k}"], Int[Array, "T {top_k}"]]:
-    """Returns the `top_k` largest logits of each row, and their scores; ties go to the lower id.
-
-    Scores are softmax over all m experts or each logit's sigmoid, in float32. Returns gate weights
-    (the scores, divided by their sum where `normalize`, times `scale`) and expert ids (int32), by
-    falling score. A logit that is NaN counts as the lowest there is. With a `bias`, experts and
-    groups are chosen by score plus bias, with groups of which several experts count by score, as
-    float32 rounds them.
-
-    With sparsemixer (Phi-3.5-MoE; arXiv 2409.12136) a pick's score is its softmax over what was not
-    picked before and is at most 2 `jitter` below it, as a part of the larger of both. It has no
-    groups, bias or normalization: raises ValueError.
-    """
-    if scoring == "sparsemixer" and (normalize or bias is not None or grouping is not None):
-        raise ValueError("sparsemixer has no bias, grouping or normalize; leave them out")
-    return reference.gate(
-        logits,
-        top_k=top_k,
-        normalize=normalize,
-        scoring=scoring,
-        bias=bias,
-        grouping=grouping,
-        scale=scale,
-        jitter=jitter,
-    )
-
-
-def brownout_plan(
-    ids: Int[Array, "T K"],
-    weights: Float[Array, "T K"] | None = None,
-    *,
-    scale: float = 1.0,
-    groups: Int[Array, "m"],
-    threshold_percent: Int[Array, ""],
-    strategy: Int[Array, ""],
-    valid: Bool[Array, "T"],
-    exempt: Bool[Array, "T"],
-) -> Plan:
-    """BrownoutServe's Algorithm 1 for one layer, made exact (docs/architecture.md, Brownout).
-
-    A strategy's code plus `BY_WEIGHT` keeps as many experts as Algorithm 1 does, but those whose
-    degradable visits have most gate `weights` together (in units of 2^-15, before `scale`): as much
-    is computed, and less is lost. It needs weights.
-
-    `groups[e]` is the united expert of e's group, or -1 where none is loaded (the original then
-    serves). Threshold and strategy are traced: another setting is not another program. All
-    arithmetic is int32, so T * K must stay below 2**31 / 100.
-    """
-    return Plan(
-        *reference.brownout_plan(
-            ids,
-            weights,
-            scale=scale,
-            groups=groups,
-            threshold_percent=threshold_percent,
-            strategy=strategy,
-            valid=valid,
-            exempt=exempt,
-        )
-    )
 
 
 def max_active_experts(

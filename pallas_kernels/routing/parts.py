@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.layouts import BY_SINGLE_COLUMN, I32, ROWS, SINGLE_COLUMNS
-from pallas_kernels.routing.op import Grouping
 from pallas_kernels.routing.reference import BY_WEIGHT, by_score
 from pallas_kernels.routing.tile_map import RowTiles, max_tiles
+from pallas_kernels.routing.values import Grouping
 
 MAX_BLOCKS = 8
 """Blocks of a cluster, the most that every GPU can place."""

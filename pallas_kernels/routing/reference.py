@@ -1,4 +1,4 @@
-"""XLA reference of the routing ops.
+"""XLA reference of the routing ops, with the letters of `op.py`.
 
 Counts are sums over comparisons rather than scatters: XLA runs a scatter on a CPU one index at a
 time, and these tables are small.
@@ -7,6 +7,9 @@ time, and these tables are small.
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from pallas_kernels.routing.values import Grouping, Plan, Scoring
 
 LOWEST = float(jnp.finfo(jnp.float32).min)
 """What a logit that is NaN or -inf counts as when experts are chosen."""
@@ -18,8 +21,31 @@ TINY = float(jnp.finfo(jnp.float32).tiny)
 """Least sum that weights are divided by: sigmoids underflow."""
 
 
-def gate(logits, *, top_k, normalize, scoring, bias=None, grouping=None, scale=1.0, jitter=0.0):
-    """See `op.gate`."""
+def gate(
+    logits: Float[Array, "T m"],
+    *,
+    top_k: int,
+    normalize: bool,
+    scoring: Scoring = "softmax",
+    bias: Float[Array, "m"] | None = None,
+    grouping: Grouping | None = None,
+    scale: float = 1.0,
+    jitter: float = 0.0,
+) -> tuple[Float[Array, "T {top_k}"], Int[Array, "T {top_k}"]]:
+    """Returns the `top_k` largest logits of each row, and their scores; ties go to the lower id.
+
+    Scores are softmax over all m experts or each logit's sigmoid, in float32. Returns gate weights
+    (the scores, divided by their sum where `normalize`, times `scale`) and expert ids (int32), by
+    falling score. A logit that is NaN counts as the lowest there is. With a `bias`, experts and
+    groups are chosen by score plus bias, with groups of which several experts count by score, as
+    float32 rounds them.
+
+    With sparsemixer (Phi-3.5-MoE; arXiv 2409.12136) a pick's score is its softmax over what was not
+    picked before and is at most 2 `jitter` below it, as a part of the larger of both. It has no
+    groups, bias or normalization: raises ValueError.
+    """
+    if scoring == "sparsemixer" and (normalize or bias is not None or grouping is not None):
+        raise ValueError("sparsemixer has no bias, grouping or normalize; leave them out")
     logits = logits.astype(jnp.float32)
     keys = no_less(logits)
     # top_k would put 0.0 above -0.0. Added, so that a logit of zero has its gradient.
@@ -99,8 +125,27 @@ def _in_best(keys, grouping):
     return jnp.repeat(is_best, num_experts // grouping.count, axis=1)
 
 
-def brownout_plan(ids, weights, *, scale, groups, threshold_percent, strategy, valid, exempt):
-    """See `op.brownout_plan`. Returns (expert_ids, degraded, s1)."""
+def brownout_plan(
+    ids: Int[Array, "T K"],
+    weights: Float[Array, "T K"] | None = None,
+    *,
+    scale: float = 1.0,
+    groups: Int[Array, "m"],
+    threshold_percent: Int[Array, ""],
+    strategy: Int[Array, ""],
+    valid: Bool[Array, "T"],
+    exempt: Bool[Array, "T"],
+) -> Plan:
+    """BrownoutServe's Algorithm 1 for one layer, made exact (docs/architecture.md, Brownout).
+
+    A strategy's code plus `BY_WEIGHT` keeps as many experts as Algorithm 1 does, but those whose
+    degradable visits have most gate `weights` together (in units of 2^-15, before `scale`): as much
+    is computed, and less is lost. It needs weights.
+
+    `groups[e]` is the united expert of e's group, or -1 where none is loaded (the original then
+    serves). Threshold and strategy are traced: another setting is not another program. All
+    arithmetic is int32, so T * K must stay below 2**31 / 100.
+    """
     num_experts = groups.shape[0]
     degradable = valid & ~exempt
     chosen = ids[:, :, None] == jnp.arange(num_experts, dtype=jnp.int32)[None, None, :]
@@ -115,7 +160,7 @@ def brownout_plan(ids, weights, *, scale, groups, threshold_percent, strategy, v
     s1, target = targets(count, shares, pinned, total, groups, threshold_percent, strategy)
     expert_ids = jnp.where(degradable[:, None], target[ids], ids)
     expert_ids = jnp.where(valid[:, None], expert_ids, -1)
-    return expert_ids, valid[:, None] & (expert_ids != ids), s1
+    return Plan(expert_ids, valid[:, None] & (expert_ids != ids), s1)
 
 
 def share_of(weights, scale):

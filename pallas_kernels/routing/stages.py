@@ -21,7 +21,6 @@ from pallas_kernels.layouts import (
     iota,
     product,
 )
-from pallas_kernels.routing.op import Grouping
 from pallas_kernels.routing.parts import (
     BY_EXPERT,
     DEGRADABLE,
@@ -36,6 +35,7 @@ from pallas_kernels.routing.parts import (
     by_row_and_expert,
 )
 from pallas_kernels.routing.reference import BY_WEIGHT, LOWEST, TINY, is_far, no_less
+from pallas_kernels.routing.values import Grouping
 
 MAX_TOGETHER, MAX_TOGETHER_IN_TURNS, FEW = 128, 64, 32
 """Routed experts that sums over rows are made of at once, in a block of one turn and of several;

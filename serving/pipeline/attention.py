@@ -25,9 +25,10 @@ from jmoe.packed_rows import (
     pack_row,
     pack_seat,
 )
+from jmoe.shaping import Drawn
 from jmoe.stages import StageVisits
 from serving.execution.executor import FailedRows, LostRows
-from serving.pipeline.devices import AttentionDevice, Drawn
+from serving.pipeline.devices import AttentionDevice
 from serving.pipeline.messages import (
     DECODE,
     EXPERTS,
@@ -43,7 +44,7 @@ from serving.pipeline.messages import (
     WorkerDown,
     WorkerUp,
 )
-from serving.pipeline.queues import Entry, MicroQueues, buckets
+from serving.pipeline.queues import Entry, MicroQueues, buckets, padded
 from serving.plan import StepControl, spare_latency_sensitive
 from serving.scheduling.layers.picker import LayerPicker
 
@@ -132,7 +133,7 @@ class AttentionWorker:
             layer, expert = np.argwhere(~hosts.any(axis=-1))[0].tolist()
             raise ValueError(f"expert {expert} of MoE layer {layer} is on no expert worker")
         self.device, self.number, self.numbers = device, number, numbers
-        self._num_layers, self._moe_layers = len(moe_layers), list(moe_layers)
+        self._num_layers = len(moe_layers)
         self._moe = np.cumsum(moe_layers) - 1
         self._hosts, self._alive = hosts, np.ones(hosts.shape[-1], bool)
         self._find_owners()
@@ -280,7 +281,7 @@ class AttentionWorker:
 
     def _launch(self, layer: int, units: list[Unit], now: float) -> _UnderWay | None:
         """Launches attention of a layer; None: of a dense one, behind which nobody waits."""
-        places, rows, tokens = self._packed(units, sum(len(unit.places) for unit in units))
+        places, rows, tokens = self._packed(units)
         deltas = empty_deltas(1)
         if not layer:
             given = np.concatenate([unit.deltas for unit in units])
@@ -376,24 +377,17 @@ class AttentionWorker:
         percent = spare_latency_sensitive(rows, urgent, control)
         return control._replace(threshold_percent=percent)
 
-    def _packed(
-        self, units: list[Unit], count: int
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    def _packed(self, units: list[Unit]) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
         """Returns places, packed rows and tokens of a stage, padded; no tokens where rows
         decode.
         """
-        group = units[0].group
-        size = next(size for size in self._buckets[group] if size >= count)
-        places = np.full(size, self.numbers.per_worker, np.int32)  # padding: dropped
-        places[:count] = np.concatenate([unit.places for unit in units])
+        group, own = units[0].group, np.concatenate([unit.places for unit in units])
+        size = next(size for size in self._buckets[group] if size >= len(own))
+        places = padded(own, size, self.numbers.per_worker)  # padding: dropped
         rows = empty_rows(size if group == DECODE else MOST_CHUNKS)
         rows[: len(units)] = np.stack([unit.row for unit in units])
         given = [unit.tokens for unit in units if unit.tokens is not None]
-        if not given:
-            return places, rows, None
-        tokens = np.zeros(size, np.int32)
-        tokens[:count] = np.concatenate(given)
-        return places, rows, tokens
+        return places, rows, padded(np.concatenate(given), size) if given else None
 
     def _ask(
         self,
@@ -433,8 +427,9 @@ class AttentionWorker:
         self._free(units)
         top: list[Any] = [None] * len(units)
         if any(unit.shape is not None for unit in units):
-            tokens, logprobs, *likeliest = self._draw(units, rows, places)
-            top = list(zip(*likeliest, strict=True))
+            drawn = self._draw(units, rows, places)
+            tokens, logprobs = drawn.tokens.tolist(), drawn.logprobs.tolist()
+            top = list(zip(drawn.top_ids, drawn.top_logprobs, strict=True))
         else:
             tokens, logprobs = self.device.leave(rows, places)
         found = zip(units, tokens, logprobs, scores, top, strict=False)
@@ -467,7 +462,7 @@ class AttentionWorker:
         and the likeliest tokens there if its request asks for them, as `Scored` has them.
         """
         assert unit.tokens is not None
-        places, _, tokens = self._packed([unit], len(unit.places))
+        places, _, tokens = self._packed([unit])
         assert tokens is not None
         following = np.roll(tokens, -1)
         following[len(unit.tokens) - 1] = unit.row[NEXT_TOKEN]

@@ -20,7 +20,7 @@ from jmoe.experts import Pool, write_slots
 from jmoe.model import embed, head, layers_of
 from jmoe.packed_rows import SLOT, everything, sampling_mode
 from jmoe.sampling import Scored, greedy, score_prompts
-from jmoe.shaping import Shaping
+from jmoe.shaping import Drawn, Shaping
 from jmoe.stages import StageVisits, WaitingRows, attend_stage, entering, expert_stage, merge
 from jmoe.steps import (
     State,
@@ -33,17 +33,8 @@ from jmoe.steps import (
 )
 from jmoe.weights import Params
 from pallas_kernels.activation import Activation
-from serving.pipeline.queues import bucket
+from serving.pipeline.queues import bucket, padded
 from serving.plan import StepControl
-
-
-class Drawn(NamedTuple):
-    """Tokens of rows of which some have their logits changed."""
-
-    tokens: Sequence[int]
-    logprobs: Sequence[float]  # of the unchanged logits
-    top_ids: Int[np.ndarray, "B TOP"]
-    top_logprobs: Float[np.ndarray, "B TOP"]
 
 
 class UnitedPart(NamedTuple):
@@ -132,7 +123,7 @@ class _Programs(NamedTuple):
     leave: Callable[..., tuple[Array, Array, Array, Array]]
     score: Callable[..., Scored]
     sample: Callable[..., tuple[Array, Array, Array]]
-    draw: Callable[..., tuple[Array, Shaping, shaping.Drawn]]
+    draw: Callable[..., tuple[Array, Shaping, Drawn]]
     seat: Callable[..., Shaping]
 
 
@@ -169,11 +160,9 @@ def _padded(
     """Returns rows and what belongs to each, padded to one of few sizes; padding belongs
     nowhere.
     """
-    more = bucket(len(rows)) - len(rows)
-    beyond = np.iinfo(np.int32).max
-    return np.pad(rows, ((0, more), (0, 0))), *(
-        np.pad(each.astype(np.int32), (0, more), constant_values=beyond) for each in numbers
-    )
+    size, beyond = bucket(len(rows)), np.iinfo(np.int32).max
+    found = np.pad(rows, ((0, size - len(rows)), (0, 0)))
+    return found, *(padded(each, size, beyond) for each in numbers)
 
 
 class AttentionDevice:
@@ -305,7 +294,9 @@ class AttentionDevice:
         shapes: Int[np.ndarray, "B shape"],
         allowed: Sequence[Int[np.ndarray, "W"] | None],
     ) -> Drawn:
-        """Draws as `leave` does, with the logits of some rows changed (`jmoe.shaping.draw`)."""
+        """Draws as `leave` does, with the logits of some rows changed (`jmoe.shaping.draw`).
+        Returns what is drawn on the host.
+        """
         masks = everything(len(rows), self._vocab_size)
         for mask, given in zip(masks, allowed, strict=False):
             if given is not None:
@@ -317,8 +308,7 @@ class AttentionDevice:
             last, self._shaping, logits, rows, shapes, masks
         )
         self._state = self._state._replace(last_token=last)
-        tokens, logprobs, *top = jax.device_get(tuple(drawn))
-        return Drawn(tokens.tolist(), logprobs.tolist(), *top)
+        return jax.device_get(drawn)
 
     def score(
         self, places: Int[np.ndarray, "T"], following: Int[np.ndarray, "T"], top: bool

@@ -15,7 +15,7 @@ from serving.pipeline.messages import (
     UseWay,
     WorkerDown,
 )
-from serving.pipeline.queues import Entry, MicroQueues, bucket, buckets
+from serving.pipeline.queues import Entry, MicroQueues, bucket, buckets, padded
 from serving.scheduling.layers.picker import LayerPicker
 
 
@@ -93,9 +93,7 @@ class ExpertWorker:
         taken = [entry.what for entry in self.queues.take(layer, group, self._max_visits)]
         row, pick, expert = (np.concatenate(column) for column in zip(*taken, strict=True))
         size = bucket(len(row))
-        rows, ids = np.zeros(size, np.int32), np.full(size, -1, np.int32)
-        rows[: len(row)], ids[: len(row)] = row, expert
-        parts = self.device.compute(layer, rows, ids)
+        parts = self.device.compute(layer, padded(row, size), padded(expert, size, -1))
         self.stages += 1
         self.newest = layer, len(row)
         self._settle()

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from jaxtyping import Int
 
 from serving.scheduling.layers.picker import LayerPicker
 
@@ -98,6 +99,13 @@ class MicroQueues:
 def bucket(count: int) -> int:
     """Returns the next of 8, 32, 128, ...: few shapes, few programs."""
     return max(8, 1 << ((count - 1).bit_length() // 2 * 2 + 1))
+
+
+def padded(values: Int[np.ndarray, "n"], size: int, padding: int = 0) -> Int[np.ndarray, "size"]:
+    """Returns int32 values with padding behind them."""
+    found = np.full(size, padding, np.int32)
+    found[: len(values)] = values
+    return found
 
 
 def buckets(most: int) -> list[int]:

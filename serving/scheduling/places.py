@@ -9,7 +9,7 @@ from types import MappingProxyType
 from serving.plan import Limits
 from serving.request import Priority
 from serving.scheduling.policy import BE, LS
-from serving.scheduling.prefixes import Found, PrefixPages
+from serving.scheduling.prefixes import Found, PagePool
 from serving.scheduling.sequence import SequenceState
 
 
@@ -26,11 +26,10 @@ class Places:
             for rank in range(limits.num_ranks)
         ]
         self._closed: set[int] = set()  # ranks that admit no sequences
-        self._named = [
-            [PrefixPages(pages, rank * pages) for pages in limits.group_pages]
+        self._pages = [
+            [PagePool(pages, rank * pages) for pages in limits.group_pages]
             for rank in range(limits.num_ranks)
         ]
-        self._pages = [[named.pages for named in groups] for groups in self._named]
         self.nothing = Found(0, [[] for _ in limits.windows])
 
     @property
@@ -53,11 +52,11 @@ class Places:
     @property
     def num_evicted_pages(self) -> int:
         """The number of the first group's cached pages evicted on all ranks since the start."""
-        return sum(groups[0].num_evicted for groups in self._named)
+        return sum(groups[0].num_evicted for groups in self._pages)
 
-    def named(self, rank: int) -> list[PrefixPages]:
-        """Returns the prefix cache of a rank, by group."""
-        return self._named[rank]
+    def pages(self, rank: int) -> list[PagePool]:
+        """Returns the pages of a rank, by group."""
+        return self._pages[rank]
 
     def admissible(self, running: Iterable[SequenceState], priority: Priority) -> list[int]:
         """Returns how many more sequences of a class each rank could admit, apart from pages.
@@ -85,8 +84,8 @@ class Places:
     def close(self, rank: int) -> None:
         """Stops admission on a rank until it is opened again, and drops its prefix cache."""
         self._closed.add(rank)
-        for named in self._named[rank]:
-            named.drop_all()
+        for pages in self._pages[rank]:
+            pages.drop_all()
 
     def open(self, rank: int) -> None:
         """Resumes admission on a rank. Does nothing if it is open."""

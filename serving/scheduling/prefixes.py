@@ -1,4 +1,4 @@
-"""KV pages on the host: their allocator, with reference counts, and the prefix cache.
+"""KV pages on the host: reference counts, and the prefix cache.
 
 Full pages are found by their block hash, so a shared prefix is computed once. A page's name is a
 hash of its tokens and of the previous page's name, so equal names mean equal tokens from the first
@@ -19,115 +19,6 @@ from typing import NamedTuple
 
 class OutOfPages(Exception):
     """The pool has fewer free pages than were asked for."""
-
-
-class PageAllocator:
-    """Allocates pages `[first, first + num_pages)`; each is free, or held by one or more callers.
-
-    A cached ("kept") page keeps its contents after its last holder has freed it, until no other
-    free page is left. Then the least recently used one is evicted first.
-    """
-
-    def __init__(
-        self, num_pages: int, first: int = 0, on_evict: Callable[[int], None] = lambda page: None
-    ) -> None:
-        """`on_evict` is called with a cached page that is about to be reallocated."""
-        if num_pages < 1:
-            raise ValueError(f"num_pages is {num_pages}; it must be at least 1")
-        self.num_pages, self._first, self._on_evict = num_pages, first, on_evict
-        self._free = list(range(first + num_pages - 1, first - 1, -1))
-        self._holders = [0] * num_pages
-        self._kept: set[int] = set()
-        self._idle: dict[int, None] = {}  # cached without holders, least recently used first
-
-    @property
-    def num_free(self) -> int:
-        """The number of pages without holders, including cached ones."""
-        return len(self._free) + len(self._idle)
-
-    @property
-    def num_idle(self) -> int:
-        """The number of cached pages without holders."""
-        return len(self._idle)
-
-    def allocate(self, count: int) -> list[int]:
-        """Allocates `count` pages, all or none. Raises OutOfPages."""
-        if count > self.num_free:
-            raise OutOfPages(f"{count} pages wanted, {self.num_free} of {self.num_pages} free")
-        pages = [self._free.pop() if self._free else self._evict() for _ in range(count)]
-        for page in pages:
-            self._holders[page - self._first] = 1
-        return pages
-
-    def share(self, pages: Iterable[int]) -> None:
-        """Adds a holder to each page. Raises ValueError for one that is neither held nor cached."""
-        for page in pages:
-            at = self._at(page)
-            if not self._holders[at] and page not in self._idle:
-                raise ValueError(f"page {page} has nothing to share")
-            self._idle.pop(page, None)
-            self._holders[at] += 1
-
-    def free(self, pages: Collection[int]) -> None:
-        """Removes a holder from each page. Raises ValueError for one that is not held.
-
-        Cached pages are queued for eviction from the end of the sequence, because a later page is
-        useless without the earlier ones.
-        """
-        idle = []
-        for page in pages:
-            at = self._at(page)
-            if not self._holders[at]:
-                raise ValueError(f"page {page} is freed twice")
-            self._holders[at] -= 1
-            if self._holders[at]:
-                continue
-            if page in self._kept:
-                idle.append(page)
-            else:
-                self._free.append(page)
-        self._idle.update(dict.fromkeys(reversed(idle)))
-
-    def keep(self, page: int) -> None:
-        """Marks a held page as cached. Raises ValueError for one that is not held."""
-        if not self._holders[self._at(page)]:
-            raise ValueError(f"page {page} is nobody's; there is nothing to keep")
-        self._kept.add(page)
-
-    def forget(self, page: int) -> None:
-        """Removes a page from the cache."""
-        self._kept.discard(page)
-        if page in self._idle:
-            del self._idle[page]
-            self._free.append(page)
-
-    def is_idle(self, page: int) -> bool:
-        """Returns whether a page is cached and has no holder."""
-        return page in self._idle
-
-    def num_holders(self, page: int) -> int:
-        """Returns the number of a page's holders."""
-        return self._holders[self._at(page)]
-
-    def check_idle(self) -> None:
-        """Raises AssertionError unless all pages were freed: the leak check when idle."""
-        held = [self._first + at for at, holders in enumerate(self._holders) if holders]
-        if held or self.num_free != self.num_pages:
-            raise AssertionError(f"{len(held)} pages leaked: {held[:10]}")
-
-    def _evict(self) -> int:
-        page = next(iter(self._idle))
-        del self._idle[page]
-        self._kept.discard(page)
-        self._on_evict(page)
-        return page
-
-    def _at(self, page: int) -> int:
-        at = page - self._first
-        if not 0 <= at < self.num_pages:
-            last = self._first + self.num_pages - 1
-            raise ValueError(f"page {page} is not one of {self._first} to {last}")
-        return at
 
 
 NAME_BYTES = 16
@@ -240,15 +131,87 @@ class Prefix:
         return Prefix(self.names, num_admitted=self.num_admitted)
 
 
-class PrefixPages:
-    """The cached pages of one rank."""
+class PagePool:
+    """Pages `[first, first + num_pages)` of one rank and group of layers. Each is free, or held by
+    one or more callers; full ones are cached by name.
+
+    A cached page keeps its contents after its last holder has freed it, until no other free page is
+    left. Then the least recently used one is evicted first.
+    """
 
     def __init__(self, num_pages: int, first: int = 0) -> None:
-        self.pages = PageAllocator(num_pages, first, self._evicted)
+        if num_pages < 1:
+            raise ValueError(f"num_pages is {num_pages}; it must be at least 1")
+        self.num_pages, self._first = num_pages, first
         self.num_gone = self.num_kept = 0  # pages removed from the cache, and added to it
         self.num_evicted = 0
+        self._free = list(range(first + num_pages - 1, first - 1, -1))
+        self._holders = [0] * num_pages
         self._by_name: dict[bytes, Kept] = {}
-        self._names: dict[int, bytes] = {}
+        self._names: dict[int, bytes] = {}  # of cached pages
+        self._idle: dict[int, None] = {}  # cached without holders, least recently used first
+
+    @property
+    def num_free(self) -> int:
+        """The number of pages without holders, including cached ones."""
+        return len(self._free) + len(self._idle)
+
+    @property
+    def num_idle(self) -> int:
+        """The number of cached pages without holders."""
+        return len(self._idle)
+
+    def allocate(self, count: int) -> list[int]:
+        """Allocates `count` pages, all or none. Raises OutOfPages."""
+        if count > self.num_free:
+            raise OutOfPages(f"{count} pages wanted, {self.num_free} of {self.num_pages} free")
+        pages = [self._free.pop() if self._free else self._evict() for _ in range(count)]
+        for page in pages:
+            self._holders[page - self._first] = 1
+        return pages
+
+    def share(self, pages: Iterable[int]) -> None:
+        """Adds a holder to each page. Raises ValueError for one that is neither held nor cached."""
+        for page in pages:
+            at = self._at(page)
+            if not self._holders[at] and page not in self._idle:
+                raise ValueError(f"page {page} has nothing to share")
+            self._idle.pop(page, None)
+            self._holders[at] += 1
+
+    def free(self, pages: Collection[int]) -> None:
+        """Removes a holder from each page. Raises ValueError for one that is not held.
+
+        Cached pages are queued for eviction from the end of the sequence, because a later page is
+        useless without the earlier ones.
+        """
+        idle = []
+        for page in pages:
+            at = self._at(page)
+            if not self._holders[at]:
+                raise ValueError(f"page {page} is freed twice")
+            self._holders[at] -= 1
+            if self._holders[at]:
+                continue
+            if page in self._names:
+                idle.append(page)
+            else:
+                self._free.append(page)
+        self._idle.update(dict.fromkeys(reversed(idle)))
+
+    def is_idle(self, page: int) -> bool:
+        """Returns whether a page is cached and has no holder."""
+        return page in self._idle
+
+    def num_holders(self, page: int) -> int:
+        """Returns the number of a page's holders."""
+        return self._holders[self._at(page)]
+
+    def check_idle(self) -> None:
+        """Raises AssertionError unless all pages were freed: the leak check when idle."""
+        held = [self._first + at for at, holders in enumerate(self._holders) if holders]
+        if held or self.num_free != self.num_pages:
+            raise AssertionError(f"{len(held)} pages leaked: {held[:10]}")
 
     def get(self, name: bytes, accepted: Brownout) -> Kept | None:
         """Returns the page of a name if one is cached whose brownout is within `accepted`."""
@@ -266,14 +229,18 @@ class PrefixPages:
         return found
 
     def keep(self, name: bytes, page: int, brownout: Brownout) -> None:
-        """Caches a page under its name; of two pages with one name, the less degraded stays."""
+        """Caches a held page under its name; of two pages with one name, the less degraded stays.
+
+        Raises ValueError for a page that is not held.
+        """
         there = self._by_name.get(name)
         if there is not None:
             # One of another kind of brownout is replaced: requests that come now refuse it.
             if there.brownout == EXACT or there.brownout.is_within(brownout):
                 return
             self._drop(name)
-        self.pages.keep(page)
+        if not self._holders[self._at(page)]:
+            raise ValueError(f"page {page} is nobody's; there is nothing to keep")
         self._by_name[name], self._names[page] = Kept(page, brownout), name
         self.num_kept += 1
 
@@ -285,10 +252,21 @@ class PrefixPages:
     def _drop(self, name: bytes) -> None:
         page = self._by_name.pop(name).page
         del self._names[page]
-        self.pages.forget(page)
+        if page in self._idle:
+            del self._idle[page]
+            self._free.append(page)
         self.num_gone += 1
 
-    def _evicted(self, page: int) -> None:
-        del self._by_name[self._names.pop(page)]
+    def _evict(self) -> int:
+        page = next(iter(self._idle))
+        del self._idle[page], self._by_name[self._names.pop(page)]
         self.num_evicted += 1
         self.num_gone += 1
+        return page
+
+    def _at(self, page: int) -> int:
+        at = page - self._first
+        if not 0 <= at < self.num_pages:
+            last = self._first + self.num_pages - 1
+            raise ValueError(f"page {page} is not one of {self._first} to {last}")
+        return at

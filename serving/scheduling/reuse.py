@@ -23,8 +23,8 @@ from serving.scheduling.prefixes import (
     Found,
     KnownPages,
     Names,
+    PagePool,
     Prefix,
-    PrefixPages,
 )
 from serving.scheduling.sequence import SequenceState
 from serving.scheduling.step import ScheduledStep
@@ -55,7 +55,7 @@ class Reuse:
         count = self._num_wanted(sequence)
         if not count:
             return self._places.nothing
-        accepted, groups = self._accepted(sequence), self._places.named(rank)
+        accepted, groups = self._accepted(sequence), self._places.pages(rank)
         num_gone, num_kept = groups[0].num_gone, groups[0].num_kept
         for pages in groups[1:]:
             num_gone, num_kept = num_gone + pages.num_gone, num_kept + pages.num_kept
@@ -77,7 +77,7 @@ class Reuse:
         return seen.found
 
     def _found_within(
-        self, names: Sequence[bytes], groups: Sequence[PrefixPages], accepted: Brownout
+        self, names: Sequence[bytes], groups: Sequence[PagePool], accepted: Brownout
     ) -> Found:
         """Returns the pages of the longest prefix of `names` behind which a row has all that it
         reads, in each group.
@@ -188,7 +188,7 @@ class Reuse:
         if sequence.prefix is not prefix or sequence.slot < 0:
             return  # its pages were taken away meanwhile
         names = self._names(sequence).upto(count, lambda: sequence.context)
-        groups = self._places.named(self._limits.rank(sequence.slot))
+        groups = self._places.pages(self._limits.rank(sequence.slot))
         for pages, held in zip(groups, sequence.pages, strict=True):
             for block in range(prefix.num_named, count):
                 if block in held:  # not behind a window, where they were short

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -118,25 +119,28 @@ def load_models(
     if mesh is not None and not is_native(directory):
         # Of a family, one model is the least; all is counted once it is known what they share.
         check_mesh(config, cfg, mesh.size)
+    wanted: dict[str, Any] = {
+        "dtype": config.dtype,
+        "ways": config.brownout.ways or None,
+        "progress": layers,
+        "check_weights": config.check_weights,
+        "allow_unknown_config": config.allow_unknown_config,
+        "mesh": mesh,
+        "revision": config.hub_revision,
+        "chat_template": config.chat_template,
+        "quantize": config.quantize,
+    }
     if named:
         num_devices = 1 if mesh is None else mesh.size
         return load_family(
             named,
             config.family or None,
-            config.dtype,
-            ways=config.brownout.ways or None,
-            progress=layers,
-            check_weights=config.check_weights,
-            allow_unknown_config=config.allow_unknown_config,
             resident_experts=config.resident_experts,
             spare_experts=config.spare_experts,
             params_on_host=0 < config.resident_sets < len(named),
-            revision=config.hub_revision,
-            chat_template=config.chat_template,
-            quantize=config.quantize,
             spare_models=config.spare_models,
-            mesh=mesh,
             fits=partial(check_family, config, cfg, num_devices),
+            **wanted,
         )
     if config.model not in (BUNDLED, str(directory)):
         log.info("%s of the Hugging Face Hub, in %s", config.model, directory)
@@ -144,20 +148,7 @@ def load_models(
     if mesh is not None:
         fits = partial(spare_slots_that_fit, config, cfg, mesh, free_bytes())
         placement = partial(starting_placement, config.balance, spare_that_fits=fits)
-    return load(
-        config.model,
-        config.dtype,
-        ways=config.brownout.ways or None,
-        progress=layers,
-        check_weights=config.check_weights,
-        allow_unknown_config=config.allow_unknown_config,
-        mesh=mesh,
-        placement=placement,
-        revision=config.hub_revision,
-        chat_template=config.chat_template,
-        quantize=config.quantize,
-        experts=experts,
-    )
+    return load(config.model, placement=placement, experts=experts, **wanted)
 
 
 def expected_losses(config: EngineConfig, family: Family, ways: Sequence[int]) -> Curves:

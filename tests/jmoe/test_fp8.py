@@ -274,8 +274,9 @@ def test_forward_and_generate_run_over_it(models, way):
     kept, plain = models
     if way is not None:  # united experts are quantized as they are loaded
         kept.use_way(way)
-        plain = plain.with_weights(pool=kept.pool.plain(), table=kept.table)
-        plain.resident.way = way
+        plain = plain.with_weights(pool=kept.pool.plain())
+        plain.use_way(way)  # in floats
+        plain.resident.weights = plain.weights._replace(pool=kept.pool.plain())
     got, want = (jmoe.forward(m, TOKENS, brownout) for m in (kept, plain))
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-4)
     got, want = (jmoe.generate(m, TOKENS.tolist(), 6, brownout) for m in (kept, plain))

@@ -363,8 +363,9 @@ def test_weights_in_floats_are_quantized_as_they_are_loaded(tmp_path, fmt):
     assert kept.pool.format == fmt
     assert kept.pool.slot_bytes == pool_bytes(kept.config, 32, 3 if fmt == "int4" else 1)
     kept.use_way(8)
-    plain = exact.with_weights(pool=kept.pool.plain(), table=kept.table)
-    plain.resident.way = 8
+    plain = exact.with_weights(pool=kept.pool.plain())
+    plain.use_way(8)  # in floats
+    plain.resident.weights = plain.weights._replace(pool=kept.pool.plain())
     brownout = jmoe.Brownout("partial", 20, 8)
     got, want = (jmoe.forward(model, TOKENS, brownout) for model in (kept, plain))
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-4)

@@ -90,7 +90,9 @@ def model(exact):
 def dequantized(model):
     """Returns the same model over a plain pool."""
     plain = model.with_weights(pool=model.pool.plain())
-    plain.resident.way = model.way
+    if model.way:
+        plain.use_way(model.way)  # in floats
+    plain.resident.weights = plain.weights._replace(pool=model.pool.plain())
     return plain
 
 

@@ -215,7 +215,7 @@ async def test_a_later_page_is_no_better_than_those_before_it():
     """The first page goes, and is computed again under brownout; the second one stays exact."""
     engine = reading_engine()
     await ask(engine, PROMPT)
-    (named,) = engine.scheduler.places.named(0)
+    (named,) = engine.scheduler.places.pages(0)
     first = min(named._names)
     named._drop(named._names[first])
     await at(engine, 40)
@@ -353,13 +353,13 @@ async def test_whoever_waits_for_pages_in_vain_computes_them():
     await asyncio.sleep(0.001)
     owner.cancel()
     assert (await waiting)[1].usage.cached_tokens == 0
-    engine.scheduler.places.named(0)[0].drop_all()
+    engine.scheduler.places.pages(0)[0].drop_all()
     engine.executor.step_s = 1.0
     slow = asyncio.create_task(ask(engine, PROMPT, 1, priority=BE))
     await asyncio.sleep(0.001)
     assert (await ask(engine, PROMPT, 1))[1].usage.cached_tokens == 0
     await slow
-    engine.scheduler.places.named(0)[0].drop_all()
+    engine.scheduler.places.pages(0)[0].drop_all()
     await at(engine, 40)
     engine.slo.suffered = lambda step: NOBODYS
     asked = [asyncio.create_task(ask(engine, PROMPT, 1)) for _ in range(4)]

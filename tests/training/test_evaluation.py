@@ -32,9 +32,7 @@ TASK = {"prompt": "a", "answer": " b", "family": "f"}
 
 
 def result(setting, right, **fields):
-    return Result(
-        setting.strategy, setting.way, setting.threshold_percent, right, 0.25, [0.1, 0.3], **fields
-    )
+    return Result(setting, right, 0.25, [0.1, 0.3], **fields)
 
 
 # -- items and settings --------------------------------------------------------------------------
@@ -300,7 +298,7 @@ def test_expected_losses_by_hand():
     settings.append(Brownout(LowestGate(), 0, 2))
     costs = {"tokens": [2, 4], "others": [0, 0]}
     results = {
-        s: result(s, [True, True], keep=s.keep, excess=[0.2, 100 - s.threshold_percent], **costs)
+        s: result(s, [True, True], excess=[0.2, 100 - s.threshold_percent], **costs)
         for s in settings
         if s.threshold_percent < 100
     }
@@ -376,7 +374,7 @@ def test_what_another_format_loses_is_paired_with_the_run_it_is_compared_with(tm
     inputs = {"items_digest": digest(part for item in items for part in item)}
     right = [number % 5 > 0 for number in range(40)]
     for folder, answers in ((tmp_path / "exact", [True] * 40), (config.out, right)):
-        Store(folder, inputs).add(Result("zero", None, 100, answers, 0.0, [0.0]))
+        Store(folder, inputs).add(Result(ZERO, answers, 0.0, [0.0]))
     [(setting, (lost, low, high, beyond, margin))] = losses_against(
         config, tmp_path / "exact"
     ).items()
@@ -413,7 +411,7 @@ def test_losses_of_a_format_and_of_brownout_add_or_not(tmp_path):
         store = Store(folder, inputs)
         for one, wrong in zip((ZERO, setting), wrongs, strict=True):
             right = [int(item.answer) // 2 not in wrong for item in items]
-            store.add(Result(one.strategy, one.way, one.threshold_percent, right, 0.0, [0.0]))
+            store.add(Result(one, right, 0.0, [0.0]))
 
     stored(tmp_path / "exact", (), (1,))
     stored(config.out, (0,), (0, 1, 2))
@@ -431,7 +429,7 @@ def scored_rights(*rights):
     """
     settings = Brownout("partial", 40, 2), Brownout("partial", 0, 2), Brownout("full", 0)
     results = {
-        setting: Result(setting.name, None, 0, [at < right for at in range(40)], 0.0, [0.0])
+        setting: Result(setting, [at < right for at in range(40)], 0.0, [0.0])
         for setting, right in zip((ZERO, *settings), (*rights, 0), strict=True)
     }
     return scores(settings, results, ["f"] * 40)

@@ -12,7 +12,8 @@ from jmoe.model import layers_of
 from jmoe.moe import route
 from jmoe.parallel.probe import load_probes
 from training.distill.data import read_texts
-from training.lookahead import fit_probes, main, routing_of
+from training.evaluation.quality import moe_inputs
+from training.lookahead import fit_probes, main
 
 TASKS = resolve("bundled") / "tasks.jsonl"
 
@@ -44,14 +45,15 @@ def test_probes_guess_better_than_the_next_router(model, tmp_path, monkeypatch, 
     probes = load_probes(tmp_path, model.config)
     texts = [model.tokenizer.encode(t.prompt + t.answer) for t in list(read_texts(TASKS))[-400:]]
     tokens = np.array([text[:16] for text in texts if len(text) >= 16], np.int32)[:64]
-    found = routing_of(model.config, model.weights, jnp.asarray(tokens))
+    lengths = jnp.full(len(tokens), tokens.shape[1])
+    found = moe_inputs(model.config, model.weights, jnp.asarray(tokens), lengths)
     layers, top_k = layers_of(model.config, model.params), model.config.experts_per_token
     ours, routers = [], []
     for n in range(len(found) - 1):
         probe = type(probes)(probes.weight[n], probes.bias[n])
-        made = found[n + 1].ids
-        ours.append(hit(probe.choices(found[n].x, top_k), made))
-        guess = route(model.config, layers[n + 1][0], found[n].x)[2]  # Libra's own predictor
+        made = route(model.config, layers[n + 1][0], found[n + 1])[2]
+        ours.append(hit(probe.choices(found[n], top_k), made))
+        guess = route(model.config, layers[n + 1][0], found[n])[2]  # Libra's own predictor
         routers.append(hit(guess, made))
     assert np.mean(ours) > np.mean(routers) + 0.05
 

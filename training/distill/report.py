@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jmoe.extras import need
+from training.markdown import table
 
 REPORT_FILES = "distill.md", "distill.png"
 
@@ -45,41 +46,25 @@ def write_report(
 ) -> None:
     """Writes `distill.md` and `distill.png` into `out`; `files` are the names of the data's."""
     ways = sorted({r.way for r in layers})
-    lines = [
-        "# Distillation of united experts",
-        "",
-        settings,
-        "",
-        "| way | layer | error before | error after | steps |",
-        "|---|---|---|---|---|",
-        *(
-            f"| {r.way} | {r.layer} | {r.error_before:.4f} | {r.error_after:.4f} | {r.steps} |"
-            for r in layers
-        ),
+    rows = [
+        [str(r.way), str(r.layer), f"{r.error_before:.4f}", f"{r.error_after:.4f}", str(r.steps)]
+        for r in layers
     ]
+    head = ["way", "layer", "error before", "error after", "steps"]
+    parts = ["# Distillation of united experts", settings, table(head, rows, "l")]
     if refined:
-        lines += [
-            "",
-            "End to end, divergence from the exact model in nats a token:",
-            "",
-            "| way | before | after |",
-            "|---|---|---|",
-            *(f"| {r.way} | {r.before:.4f} | {r.after:.4f} |" for r in refined),
-        ]
+        rows = [[str(r.way), f"{r.before:.4f}", f"{r.after:.4f}"] for r in refined]
+        parts.append("End to end, divergence from the exact model in nats a token:")
+        parts.append(table(["way", "before", "after"], rows, "l"))
     if any(r.by_file for r in refined):
-        lines += [
-            "",
-            "After, by data file:",
-            "",
-            "| way | file | divergence |",
-            "|---|---|---|",
-            *(
-                f"| {r.way} | {file} | {divergence:.4f} |"
-                for r in refined
-                for file, divergence in zip(files, r.by_file, strict=True)
-            ),
+        rows = [
+            [str(r.way), file, f"{divergence:.4f}"]
+            for r in refined
+            for file, divergence in zip(files, r.by_file, strict=True)
         ]
-    (out / "distill.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        parts.append("After, by data file:")
+        parts.append(table(["way", "file", "divergence"], rows, "l"))
+    (out / "distill.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
     _draw(out / "distill.png", layers, ways)
 
 

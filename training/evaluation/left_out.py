@@ -24,6 +24,7 @@ from training.distill.sampled import as_begun, sampled_texts, with_num_texts
 from training.evaluation import items as sources_of
 from training.evaluation.run import EvaluateConfig, Work, evaluate
 from training.evaluation.tables import Score, csv_of
+from training.markdown import table
 from training.tasks import Task, tasks, write_items
 
 DISTILL_ITEMS = 20_000  # fresh ones, where items are made
@@ -268,22 +269,19 @@ def write_markdown(found: Sequence[Compared]) -> str:
         "with the source; **unseen**: without it. Full brownout and the lowest gates' have no "
         "united experts, and at their thresholds at least as many active experts.\n",
     ]
+    head = ["source", "items", "active experts", "seen", "unseen", "full", "lowest gate"]
     for setting in dict.fromkeys(one.setting for one in found):
         own = [one for one in found if one.setting == setting]
+        mean = ["**mean**", "", "", *(_told(*mean_loss(own, kind)) for kind in _KINDS)]
         parts += [
             f"## Way {setting.way}, t {setting.threshold_percent} %, kept by {setting.keep}\n",
-            "| source | items | active experts | seen | unseen | full | lowest gate |",
-            "|---|---:|---:|---:|---:|---:|---:|",
-            *map(_line, own),
-            "| **mean** | | | "
-            + " | ".join(_told(*mean_loss(own, kind)) for kind in _KINDS)
-            + " |",
+            table(head, [*map(_row, own), mean], "lr"),
             "",
         ]
     return "\n".join(parts)
 
 
-def _line(one: Compared) -> str:
+def _row(one: Compared) -> list[str]:
     cells = [one.source, str(len(one.seen.result.right)), f"{one.active:.1f}"]
     for kind in _KINDS:
         score: Score = getattr(one, kind)
@@ -291,7 +289,7 @@ def _line(one: Compared) -> str:
         active = getattr(one, f"{kind}_active", None)
         at = f"t {score.setting.threshold_percent}, {active:.1f} experts: " if active else ""
         cells.append(at + told)
-    return f"| {' | '.join(cells)} |"
+    return cells
 
 
 def _told(loss: float, low: float, high: float) -> str:

@@ -135,7 +135,7 @@ def sample_inputs(
         lengths = np.zeros(CAPTURE_BATCH, np.int32)
         for i, ids in enumerate(sequences[start : start + CAPTURE_BATCH]):
             tokens[i, : len(ids)], lengths[i] = ids, len(ids)
-        inputs = _moe_inputs(model.config, model.weights, jnp.asarray(tokens), jnp.asarray(lengths))
+        inputs = moe_inputs(model.config, model.weights, jnp.asarray(tokens), jnp.asarray(lengths))
         real = (np.arange(length) < lengths[:, None]).reshape(-1)
         for part, x in zip(parts, inputs, strict=True):
             part.append(np.asarray(x)[real])
@@ -144,7 +144,7 @@ def sample_inputs(
 
 
 @partial(jax.jit, static_argnums=0)
-def _moe_inputs(
+def moe_inputs(
     cfg: ModelConfig,
     weights: Weights,
     tokens: Int[Array, "B S"],

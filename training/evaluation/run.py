@@ -400,16 +400,12 @@ class Work:
             for tokens, item in zip(answers.tokens, self.items, strict=True)
         ]
         return Result(
-            setting.strategy,
-            setting.way,
-            setting.threshold_percent,
+            setting,
             right,
             answers.degraded_visits / answers.expert_visits,
             self.error.of(setting),
             {name: perplexity(self.model, t, setting, advance) for name, t in self.texts.items()},
             round(time.monotonic() - began, 2),
-            setting.keep,
-            setting.levels,
             list(map(len, answers.tokens)),
             *losses(self.model, self.prompts, answers.tokens, answers.logprobs),
         )

@@ -15,6 +15,7 @@ import numpy as np
 from jmoe.beside import digest_of
 from jmoe.brownout import Brownout
 from jmoe.levels import FILE, Levels, by_code, read, write
+from training import markdown
 from training.evaluation.divergence import Cost, Divergence
 from training.evaluation.run import EvaluateConfig, Progress, Work, check_ways
 from training.evaluation.tables import RESAMPLES
@@ -247,32 +248,30 @@ def at_saving(costs: Sequence[Cost], saving: float) -> np.ndarray:
 def _described(search: Search, table: Levels) -> str:
     """Returns what each layer costs and saves by itself, and thresholds by level, as Markdown."""
     thresholds = (60, 20, 0)
-    lines = [
+    alone = [
+        [str(layer), *(f"{1000 * cost.divergence:.3f}, {cost.active:.1f}" for cost in costs)]
+        for layer, costs in enumerate(search.alone(thresholds))
+    ]
+    by_level = [
+        [str(level), ", ".join(map(str, table.rows[level]))] for level in range(100, -1, -NOTCH)
+    ]
+    parts = [
         f"## Way {table.way}\n",
         "Each MoE layer alone, the others exact: divergence of an answer token in thousandths, and "
         "its active experts.\n",
-        "| layer | " + " | ".join(f"t {t} %" for t in thresholds) + " |",
-        "|---:|" + "---:|" * len(thresholds),
+        markdown.table(["layer", *(f"t {t} %" for t in thresholds)], alone, "r") + "\n",
+        markdown.table(["level", "thresholds by layer"], by_level, "rl") + "\n",
     ]
-    for layer, costs in enumerate(search.alone(thresholds)):
-        cells = (f"{1000 * cost.divergence:.3f}, {cost.active:.1f}" for cost in costs)
-        lines.append(f"| {layer} | " + " | ".join(cells) + " |")
-    lines += ["\n| level | thresholds by layer |", "|---:|---|"]
-    lines += [
-        f"| {level} | {', '.join(map(str, table.rows[level]))} |"
-        for level in range(100, -1, -NOTCH)
-    ]
-    return "\n".join(lines) + "\n"
+    return "\n".join(parts)
 
 
 def _table(found: Sequence[Compared]) -> str:
-    lines = [
-        "Divergence over that of the paper's plan at equal saving, on items that were not searched "
-        "on; 95 % intervals.\n",
-        "| phase | saving | thresholds alike | levels |",
-        "|---|---:|---|---|",
-    ]
+    rows = []
     for alike, levels in zip(found[::2], found[1::2], strict=True):
         cells = (f"{one.ratio:.2f} ({one.low:.2f} to {one.high:.2f})" for one in (alike, levels))
-        lines.append(f"| {alike.phase} | {alike.saving_percent} % | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+        rows.append([alike.phase, f"{alike.saving_percent} %", *cells])
+    head = ["phase", "saving", "thresholds alike", "levels"]
+    return (
+        "Divergence over that of the paper's plan at equal saving, on items that were not searched "
+        f"on; 95 % intervals.\n\n{markdown.table(head, rows, 'lrl')}\n"
+    )

@@ -23,26 +23,15 @@ INPUTS, RESULTS = "inputs.json", "results.jsonl"
 class Result:
     """The scores of one setting."""
 
-    strategy: str | OwnStrategy
-    way: int | None
-    threshold_percent: int
+    setting: Brownout
     right: list[bool]  # by item
     degraded_share: float  # of expert visits, prefill and decode of the tasks
     output_error: list[float]  # by MoE layer
     perplexity: dict[str, float] = field(default_factory=dict)  # by text file
     seconds: float = 0.0
-    keep: str = "visits"
-    levels: bool = False
     tokens: list[int] = field(default_factory=list)  # of each answer; none in older folders
     excess: list[float] = field(default_factory=list)  # of each answer, in nats
     others: list[int] = field(default_factory=list)  # its tokens that the exact model would not say
-
-    @property
-    def setting(self) -> Brownout:
-        """The setting that was run."""
-        strategy: Any = self.strategy
-        keep: Any = self.keep
-        return Brownout(strategy, self.threshold_percent, self.way, keep, self.levels)
 
 
 class Store:
@@ -89,7 +78,9 @@ class Store:
                 row["strategy"] = self._own.get(row["strategy"], row["strategy"])
                 if isinstance(row["strategy"], str) and ":" in row["strategy"]:
                     continue  # of one that is not asked for, or has changed since
-                result = Result(**row)
+                own = {name: row.pop(name) for name in ("strategy", "threshold_percent", "way")}
+                own |= {name: row.pop(name) for name in ("keep", "levels") if name in row}
+                result = Result(Brownout(**own), **row)
             except (ValueError, KeyError, TypeError) as error:
                 raise ValueError(
                     f"{path}, line {number} is not a result ({error!r}); remove the line"
@@ -101,8 +92,8 @@ class Store:
     def add(self, result: Result) -> None:
         """Adds a result; it is on the disk before this returns."""
         packed = np.packbits(np.array(result.right, bool)).tobytes().hex()
-        row = {**vars(result), "right": packed, "num": len(result.right)}
-        row["strategy"] = _name(result.strategy)
+        row = vars(result.setting) | vars(result) | {"right": packed, "num": len(result.right)}
+        row["strategy"] = _name(row.pop("setting").strategy)
         with (self.folder / RESULTS).open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
             file.flush()

@@ -15,6 +15,7 @@ from jmoe.expected_loss import ExpectedLoss, Kind, Point
 from jmoe.ratios import ratio
 from training.evaluation.items import ZERO, kind_of
 from training.evaluation.store import Result
+from training.markdown import table
 
 RESAMPLES = 10_000
 INTERVAL = (2.5, 97.5)  # percentiles
@@ -231,12 +232,12 @@ def _grid(found: Sequence[Score], cell: Any) -> str:
     kinds = {kind_of(setting): setting.way or math.inf for setting in settings}
     columns = sorted(kinds, key=lambda kind: kinds[kind])  # full brownout last
     cells = {(kind_of(s.setting), s.setting.threshold_percent): cell(s) for s in found[1:]}
-    lines = ["| threshold | " + " | ".join(_title(column) for column in columns) + " |"]
-    lines.append("|---:|" + "---:|" * len(columns))
-    for t in sorted({setting.threshold_percent for setting in settings}, reverse=True):
-        row = [cells.get((column, t), "") for column in columns]
-        lines.append(f"| {t} % | " + " | ".join(row) + " |")
-    return "\n".join(lines) + "\n"
+    rows = [
+        [f"{t} %", *(cells.get((column, t), "") for column in columns)]
+        for t in sorted({setting.threshold_percent for setting in settings}, reverse=True)
+    ]
+    head = ["threshold", *map(_title, columns)]
+    return table(head, rows, "r") + "\n"
 
 
 def _title(column: str) -> str:

@@ -25,6 +25,7 @@ from jmoe.family import Family, load_family
 from jmoe.mixed import MixedWeights, mixed_decode_step
 from jmoe.packed_rows import empty_deltas, empty_rows, pack_row
 from jmoe.steps import State, decode_step, make_state, prefill_step
+from training import markdown
 from training.evaluation.tables import by_families, paired_loss
 from training.family.skills import held_out
 from training.packing import Encoded, encode_task
@@ -159,7 +160,7 @@ def table(
     in thousandths.
     """
     heads = [f"{name}, {steps}" for name in family.names for steps in ("alone", "mixed")]
-    lines = ["| keep, t | " + " | ".join(heads) + " |", "|---|" + "---|" * len(heads)]
+    rows = []
     for setting in dict.fromkeys(key[0] for key in found if key[0] is not None):
         cells = []
         for n, steps in itertools.product(range(len(family)), ("alone", "mixed")):
@@ -169,8 +170,8 @@ def table(
             loss, low, high = paired_loss(by_family)
             thousandths = 1000 * own.divergence.sum() / tokens
             cells.append(f"{loss:.2f} ({low:.1f} to {high:.1f}), {thousandths:.3f}")
-        lines.append(f"| {setting.keep}, {setting.threshold_percent} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        rows.append([f"{setting.keep}, {setting.threshold_percent}", *cells])
+    return markdown.table(["keep, t", *heads], rows, "l")
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """Tables of `training.family.quality`, as docs/consolidation.md has them, and the picture."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +8,7 @@ import numpy as np
 from jaxtyping import Float
 
 from jmoe.extras import pyplot
+from training.markdown import table
 
 
 def tables(found: Mapping[str, Any]) -> str:
@@ -34,7 +35,7 @@ def losses(found: Mapping[str, Any]) -> str:
             beside = " / ".join(extra) if any(float(e) for e in extra) else ""
             rows.append([rule, f"{share} %, {scores[names[0]]['slots']}", *cells, beside])
         head = ["rule", "shared, slots", *names, "extra memory, % of a model"]
-        parts.append(f"**{', '.join(names)}**\n\n{_table(head, rows)}")
+        parts.append(f"**{', '.join(names)}**\n\n{table(head, rows, 'lr')}")
     return "\n\n".join(parts)
 
 
@@ -47,7 +48,7 @@ def families(found: Mapping[str, Any]) -> str:
         [row["model"], row["setting"], *(f"{row['right_percent'][n]:.0f}" for n in names)]
         for row in found["families"]
     ]
-    return _table(["model", "setting", *names], rows)
+    return table(["model", "setting", *names], rows, "lr")
 
 
 def distances(found: Mapping[str, Any]) -> str:
@@ -66,7 +67,7 @@ def distances(found: Mapping[str, Any]) -> str:
     elsewhere = [f"{d:.1f}" for d in found["distances"][0]["of other positions, base"]]
     rows.append(["base, another position", *elsewhere, ""])
     head = ["models", *(f"layer {layer}" for layer in range(layers)), "rank correlation with cost"]
-    return _table(head, rows)
+    return table(head, rows, "lr")
 
 
 def _place(score: Mapping[str, Any]) -> int:
@@ -81,11 +82,6 @@ def _loss(score: Mapping[str, Any]) -> str:
     return (
         f"{score['loss_percent']:.1f} ({score['low_percent']:.1f} to {score['high_percent']:.1f})"
     )
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = ["| " + " | ".join(head) + " |", "|---|" + "---:|" * (len(head) - 1)]
-    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
 
 
 def write_picture(found: Float[np.ndarray, "N N L m"], names: Sequence[str], path: Path) -> None:

@@ -45,7 +45,6 @@ def decide(
     min_batch: int,
     max_wait_s: float,
     max_age_s: float,
-    more_may_come: bool,
 ) -> int:
     """Returns the queue to run as layer * G + group, or NOTHING; see `LayerPicker.pick`.
 
@@ -53,14 +52,13 @@ def decide(
     that a layer's fullest queue stands for it.
     """
     num_layers, num_groups = counts.shape
-    least = min_batch if more_may_come else 1
     fullest, totals = np.zeros(num_layers, np.int64), np.zeros(num_layers, np.int64)
-    if _survey(counts, counts, oldest, now, least, max_wait_s, max_age_s, fullest, totals):
+    if _survey(counts, counts, oldest, now, min_batch, max_wait_s, max_age_s, fullest, totals):
         return _eldest(counts, oldest)
     seen = counts
     if classes:
         most, all_urgent = np.zeros(num_layers, np.int64), np.zeros(num_layers, np.int64)
-        _survey(counts, urgent, oldest, now, least, max_wait_s, max_age_s, most, all_urgent)
+        _survey(counts, urgent, oldest, now, min_batch, max_wait_s, max_age_s, most, all_urgent)
         if most.any():
             seen, fullest, totals = urgent, most, all_urgent
     best, best_score = NOTHING, -1.0
@@ -82,7 +80,7 @@ def decide(
         return NOTHING
     for group in range(num_groups):
         rows, since = counts[best, group], oldest[best, group]
-        may_run = rows > 0 and (rows >= least or since + max_wait_s <= now)
+        may_run = rows > 0 and (rows >= min_batch or since + max_wait_s <= now)
         if may_run and seen[best, group] == fullest[best]:
             return best * num_groups + group
     return NOTHING

@@ -63,15 +63,13 @@ class LayerPicker:
         now: float,
         *,
         urgent: Rows | None = None,
-        more_may_come: bool = True,
     ) -> tuple[int, int] | None:
         """Returns the (layer, group) whose queue is to run now; None: none is, before `wake_at`.
 
         A queue whose oldest row is `max_age_s` old goes first, the oldest of several. Otherwise the
         rule chooses among queues that may run: with `min_batch` rows, or a row that is `max_wait_s`
-        old, or all that have any where nothing else may come. Where one of these has urgent rows,
-        it chooses among those that have, and by their urgent rows; the others of the queue run
-        along.
+        old. Where one of these has urgent rows, it chooses among those that have, and by their
+        urgent rows; the others of the queue run along.
 
         Args:
             counts: rows in each queue, int64.
@@ -79,10 +77,9 @@ class LayerPicker:
                 came; of an empty one it means nothing.
             now: seconds of that clock.
             urgent: latency-sensitive rows in each queue, a part of `counts`; None: no classes.
-            more_may_come: False where every row that could still come is in a queue already.
         """
         if not self._compiled:
-            return self._pick(counts, oldest, now, urgent, more_may_come)
+            return self._pick(counts, oldest, now, urgent)
         flat = compiled.decide(
             self._number,
             self.rule.weights,  # pyright: ignore[reportAttributeAccessIssue]
@@ -92,7 +89,6 @@ class LayerPicker:
             oldest,
             float(now),
             *self._limits,
-            bool(more_may_come),
         )
         return None if flat < 0 else divmod(flat, counts.shape[1])
 
@@ -113,18 +109,14 @@ class LayerPicker:
         oldest: Since,
         now: float,
         urgent: Rows | None,
-        more_may_come: bool,
     ) -> tuple[int, int] | None:
         filled = counts > 0
         since = np.where(filled, oldest, math.inf)
         first = int(since.argmin())
         if since.flat[first] + self.waiting.max_age_s <= now:
             return divmod(first, counts.shape[1])
-        may_run = filled & (
-            (counts >= self.waiting.min_batch)
-            | (since + self.waiting.max_wait_s <= now)
-            | (not more_may_come)
-        )
+        is_full = counts >= self.waiting.min_batch
+        may_run = filled & (is_full | (since + self.waiting.max_wait_s <= now))
         if not may_run.any():
             return None
         if urgent is not None and (may_run & (urgent > 0)).any():

@@ -66,7 +66,7 @@ def algorithm_1(counts, hosts, n, alpha, per_pair=None):
     return [[held[e][g] and not hosts[e][g] for g in range(devices)] for e in range(experts)]
 
 
-def algorithm_2(counts, held, home, tolerance=Fraction(0), move_local=False):
+def algorithm_2(counts, held, home, move_local=False):
     """Returns the visits [G][E] that each device computes; whole visits, the mean rounded up.
 
     With `move_local`: all visits may move, no more than the giver's excess; and a device that finds
@@ -114,7 +114,7 @@ def algorithm_2(counts, held, home, tolerance=Fraction(0), move_local=False):
         amount, e, target = max(found, default=(0, 0, 0))
         return (source, target, -e, amount) if amount >= max(1, mean // 256) else None
 
-    while max(map(load, range(devices))) > math.floor((1 + tolerance) * mean):
+    while max(map(load, range(devices))) > mean:
         if (found := transfer()) is None:
             break
         source, target, e, amount = found

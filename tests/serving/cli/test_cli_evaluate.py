@@ -46,7 +46,7 @@ def calls(monkeypatch):
     def evaluate(config, settings, progress):
         seen.append((config, settings))
         progress("evaluate", 1, 1)
-        result = run_module.Result("zero", None, 100, [True], 0.0, [0.0])
+        result = run_module.Result(run_module.ZERO, [True], 0.0, [0.0])
         return run_module.scores([], {Brownout("zero"): result}, ["f"])
 
     monkeypatch.setattr(run_module, "evaluate", evaluate)
@@ -100,7 +100,7 @@ def test_what_nothing_is_compared_with_is_named_before_anything_runs(
 
 def test_no_loss_is_told_where_nothing_was_right(monkeypatch, capsys) -> None:
     results = {
-        brownout: run_module.Result(brownout.strategy, None, 100, [False], 0.0, [0.0])
+        brownout: run_module.Result(brownout, [False], 0.0, [0.0])
         for brownout in (Brownout("zero"), Brownout("full", 0))
     }
     found = run_module.scores([Brownout("full", 0)], results, ["f"])
@@ -155,7 +155,7 @@ def test_flags_reach_the_run(calls, monkeypatch) -> None:
 
 
 def test_leaving_one_out_is_as_short_as_it_is_asked_to_be(monkeypatch, capsys, tmp_path) -> None:
-    result = run_module.Result("zero", None, 100, [True], 0.0, [0.0])
+    result = run_module.Result(run_module.ZERO, [True], 0.0, [0.0])
     (score,) = run_module.scores([], {Brownout("zero"): result}, ["sort"])
     seen = []
 
@@ -204,7 +204,7 @@ def test_siblings_that_lose_little_borrow_united_experts(family, monkeypatch, ca
         after = {s: s == ZERO or s.name == "full" for s in (ZERO, *settings)}
         results = {
             s: run_module.Result(
-                s.name, s.way, 0, [every or at < rights[model.name] for at in range(100)], 0, [0.0]
+                s, [every or at < rights[model.name] for at in range(100)], 0, [0.0]
             )
             for s, every in after.items()
         }
@@ -255,7 +255,7 @@ def test_what_a_family_costs_is_known_once_it_is_copied(family, monkeypatch, cap
 
     def evaluate(config, settings, progress, model, belongs_to):
         write_table(config.out, losses[model.name], belongs_to)
-        result = run_module.Result("zero", None, 100, [True], 0, [0.0])
+        result = run_module.Result(run_module.ZERO, [True], 0, [0.0])
         return run_module.scores([], {ZERO: result}, ["f"])
 
     monkeypatch.setattr(run_module, "evaluate", evaluate)

@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from serving.scheduling.prefixes import OutOfPages, PageAllocator
+from serving.scheduling.prefixes import OutOfPages, PagePool
 
 
 class Owners(RuleBasedStateMachine):
@@ -15,7 +15,7 @@ class Owners(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.pages = PageAllocator(self.NUM_PAGES)
+        self.pages = PagePool(self.NUM_PAGES)
         self.owned = []
 
     @rule(count=st.integers(0, NUM_PAGES + 2))
@@ -57,8 +57,8 @@ TestOwners.settings = settings(max_examples=60, database=None, derandomize=True)
 
 def test_pages_that_are_no_pages():
     with pytest.raises(ValueError, match="num_pages is 0; it must be at least 1"):
-        PageAllocator(0)
-    pages = PageAllocator(4)
+        PagePool(0)
+    pages = PagePool(4)
     pages.allocate(4)
     for page in (-1, 4):
         with pytest.raises(ValueError, match=f"page {page} is not one of 0 to 3"):

@@ -112,17 +112,14 @@ def test_small_cases_by_hand(use_numba):
         Waiting, st.integers(1, 4), st.sampled_from([0.0, 2.0]), st.sampled_from([2.5, 5, math.inf])
     ),
     classes=st.booleans(),
-    more=st.booleans(),
 )
-def test_compiled_and_plain_agree(counts, rule, seed, now, waiting, classes, more):
+def test_compiled_and_plain_agree(counts, rule, seed, now, waiting, classes):
     oldest = ages(counts, seed)
     urgent = None
     if classes:
         urgent = np.random.default_rng(seed).integers(0, counts + 1)
     picked = [
-        LayerPicker(rule, waiting, use_numba=way).pick(
-            counts, oldest, now, urgent=urgent, more_may_come=more
-        )
+        LayerPicker(rule, waiting, use_numba=way).pick(counts, oldest, now, urgent=urgent)
         for way in (True, False)
     ]
     assert picked[0] == picked[1]
@@ -133,17 +130,16 @@ def test_compiled_and_plain_agree(counts, rule, seed, now, waiting, classes, mor
     rule=st.sampled_from(RULES),
     seed=st.integers(0, 99),
     least=st.integers(1, 4),
-    more=st.booleans(),
 )
-def test_an_empty_queue_is_never_picked_and_wake_at_keeps_its_word(counts, rule, seed, least, more):
+def test_an_empty_queue_is_never_picked_and_wake_at_keeps_its_word(counts, rule, seed, least):
     oldest = ages(counts, seed)
     picker = LayerPicker(rule, Waiting(least, max_wait_s=0.1, max_age_s=50.0))
     now = 7.05
-    picked = picker.pick(counts, oldest, now, more_may_come=more)
+    picked = picker.pick(counts, oldest, now)
     if picked is not None:
         assert counts[picked] > 0
         old = oldest[picked] + 0.1 <= now
-        assert counts[picked] >= least or old or not more
+        assert counts[picked] >= least or old
         return
     at = picker.wake_at(counts, oldest)
     assert at > now

@@ -10,8 +10,7 @@ from serving.scheduling.prefixes import (
     Brownout,
     Names,
     OutOfPages,
-    PageAllocator,
-    PrefixPages,
+    PagePool,
 )
 
 PARTIAL, FULL = (2, 2), (1, 2)
@@ -79,79 +78,79 @@ def test_brownout_one_after_the_other():
 
 
 def test_the_less_degraded_page_is_kept():
-    named = PrefixPages(8)
-    worse, better, third = named.pages.allocate(3)
-    named.keep(b"n", worse, Brownout(40, PARTIAL))
-    named.keep(b"n", better, EXACT)
-    named.keep(b"n", third, EXACT)
-    assert [kept.page for kept in named.find([b"n"], EXACT)] == [better]
-    named.pages.free([worse, third, better])
-    assert (named.pages.num_free, named.pages.num_idle) == (8, 1)
+    pool = PagePool(8)
+    worse, better, third = pool.allocate(3)
+    pool.keep(b"n", worse, Brownout(40, PARTIAL))
+    pool.keep(b"n", better, EXACT)
+    pool.keep(b"n", third, EXACT)
+    assert [kept.page for kept in pool.find([b"n"], EXACT)] == [better]
+    pool.free([worse, third, better])
+    assert (pool.num_free, pool.num_idle) == (8, 1)
 
 
 def test_a_page_of_another_kind_of_brownout_makes_way():
-    named = PrefixPages(8)
-    old, new, more = named.pages.allocate(3)
-    named.keep(b"n", old, Brownout(60, FULL))
-    named.keep(b"n", new, Brownout(50, PARTIAL))
-    named.keep(b"n", more, Brownout(40, PARTIAL))
-    assert [kept.page for kept in named.find([b"n"], Brownout(50, PARTIAL))] == [new]
+    pool = PagePool(8)
+    old, new, more = pool.allocate(3)
+    pool.keep(b"n", old, Brownout(60, FULL))
+    pool.keep(b"n", new, Brownout(50, PARTIAL))
+    pool.keep(b"n", more, Brownout(40, PARTIAL))
+    assert [kept.page for kept in pool.find([b"n"], Brownout(50, PARTIAL))] == [new]
 
 
 def test_a_beginning_ends_where_a_page_is_missing():
-    named = PrefixPages(8)
-    pages = named.pages.allocate(3)
+    pool = PagePool(8)
+    pages = pool.allocate(3)
     for name, page in zip((b"a", b"c", b"d"), pages, strict=True):
-        named.keep(name, page, EXACT)
-    assert [k.page for k in named.find([b"a", b"b", b"c"], EXACT)] == pages[:1]
+        pool.keep(name, page, EXACT)
+    assert [k.page for k in pool.find([b"a", b"b", b"c"], EXACT)] == pages[:1]
 
 
 def test_of_unused_pages_the_end_goes_before_the_beginning():
-    named = PrefixPages(4)
-    pages = named.pages.allocate(4)
+    pool = PagePool(4)
+    pages = pool.allocate(4)
     for number, page in enumerate(pages):
-        named.keep(bytes([number]), page, EXACT)
-    named.pages.free(pages)
-    named.pages.allocate(1)
+        pool.keep(bytes([number]), page, EXACT)
+    pool.free(pages)
+    pool.allocate(1)
     every = [bytes([number]) for number in range(4)]
-    assert [k.page for k in named.find(every, EXACT)] == pages[:3]
-    assert named.num_evicted == 1
+    assert [k.page for k in pool.find(every, EXACT)] == pages[:3]
+    assert pool.num_evicted == 1
 
 
 def test_what_is_held_is_never_taken():
-    named = PrefixPages(2)
-    (page,) = named.pages.allocate(1)
-    named.keep(b"a", page, EXACT)
-    named.pages.share([page])
-    named.pages.free([page])
+    pool = PagePool(2)
+    (page,) = pool.allocate(1)
+    pool.keep(b"a", page, EXACT)
+    pool.share([page])
+    pool.free([page])
     with pytest.raises(OutOfPages):
-        named.pages.allocate(2)
-    named.pages.free([page])
-    assert len(named.pages.allocate(2)) == 2
-    assert not named.find([b"a"], EXACT)
+        pool.allocate(2)
+    pool.free([page])
+    assert len(pool.allocate(2)) == 2
+    assert not pool.find([b"a"], EXACT)
 
 
 def test_nothing_is_shared_that_nobody_keeps():
-    pages = PageAllocator(2)
+    pages = PagePool(2)
     (page,) = pages.allocate(1)
     pages.free([page])
     with pytest.raises(ValueError, match="has nothing to share"):
         pages.share([page])
     with pytest.raises(ValueError, match="nothing to keep"):
-        pages.keep(page)
+        pages.keep(b"a", page, EXACT)
 
 
 def test_a_rank_that_was_lost_has_nothing():
-    named = PrefixPages(4)
-    held, idle = named.pages.allocate(2)
-    named.keep(b"a", held, EXACT)
-    named.keep(b"b", idle, EXACT)
-    named.pages.free([idle])
-    named.drop_all()
-    assert not named.find([b"a"], EXACT)
-    assert (named.pages.num_free, named.pages.num_idle) == (3, 0)
-    named.pages.free([held])
-    named.pages.check_idle()
+    pool = PagePool(4)
+    held, idle = pool.allocate(2)
+    pool.keep(b"a", held, EXACT)
+    pool.keep(b"b", idle, EXACT)
+    pool.free([idle])
+    pool.drop_all()
+    assert not pool.find([b"a"], EXACT)
+    assert (pool.num_free, pool.num_idle) == (3, 0)
+    pool.free([held])
+    pool.check_idle()
 
 
 MOVES = st.lists(st.tuples(st.sampled_from(["begin", "end", "keep", "drop"]), st.integers(0, 9)))
@@ -160,34 +159,34 @@ MOVES = st.lists(st.tuples(st.sampled_from(["begin", "end", "keep", "drop"]), st
 @given(MOVES)
 def test_pages_and_holders_are_conserved(moves):
     """Against an independent count of who holds what, and which contents are to be found."""
-    named, sequences, contents = PrefixPages(6), [], {}
+    pool, sequences, contents = PagePool(6), [], {}
     for move, number in moves:
         name = bytes([number % 4])
         if move == "begin":
-            found = [k.page for k in named.find([name], EXACT)]
-            needed = 2 - sum(not named.pages.is_idle(page) for page in found)
-            if needed > named.pages.num_free:
+            found = [k.page for k in pool.find([name], EXACT)]
+            needed = 2 - sum(not pool.is_idle(page) for page in found)
+            if needed > pool.num_free:
                 continue
-            named.pages.share(found)
-            own = named.pages.allocate(2 - len(found))
+            pool.share(found)
+            own = pool.allocate(2 - len(found))
             for page in own:
                 contents.pop(page, None)
             for page in found:
                 assert contents[page] == name
             sequences.append([*found, *own])
         elif move == "end" and sequences:
-            named.pages.free(sequences.pop(number % len(sequences)))
+            pool.free(sequences.pop(number % len(sequences)))
         elif move == "keep" and sequences:
             page = sequences[number % len(sequences)][-1]
             if page not in contents:
                 contents[page] = name
-                named.keep(name, page, EXACT)
+                pool.keep(name, page, EXACT)
         elif move == "drop":
-            named.drop_all()
+            pool.drop_all()
         held = {page for pages in sequences for page in pages}
-        assert named.pages.num_free == 6 - len(held)
+        assert pool.num_free == 6 - len(held)
         for page in held:
-            assert named.pages.num_holders(page) == sum(page in pages for pages in sequences)
+            assert pool.num_holders(page) == sum(page in pages for pages in sequences)
     for pages in sequences:
-        named.pages.free(pages)
-    named.pages.check_idle()
+        pool.free(pages)
+    pool.check_idle()

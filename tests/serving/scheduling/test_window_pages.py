@@ -71,13 +71,13 @@ class Play:
 
     def check_conserved(self):
         """Checks that each page is free, or held by those sequences that the allocator counts."""
-        for rank, groups in enumerate(self.scheduler.places._named):
+        for rank, groups in enumerate(self.scheduler.places._pages):
             own = [s for s in self.scheduler.running if self.limits.rank(s.slot) == rank]
-            for group, named in enumerate(groups):
+            for group, pool in enumerate(groups):
                 holders = [p for s in own for p in s.pages[group].values()]
-                assert named.pages.num_free == self.limits.group_pages[group] - len(set(holders))
+                assert pool.num_free == self.limits.group_pages[group] - len(set(holders))
                 for page in set(holders):
-                    assert named.pages.num_holders(page) == holders.count(page)
+                    assert pool.num_holders(page) == holders.count(page)
 
 
 GROUPS = [(6,), (1,), (9,), (0, 6), (9, 2), (0, 5, 3), (4,), (0, 4), (0, 0), (0, 100)]
@@ -208,11 +208,11 @@ class TestPrefixes:
         while play.tick():
             pass
         again = sequence_of(list(range(33)), 2)
-        named = play.scheduler.places.named(0)
+        pools = play.scheduler.places.pages(0)
         found = play.scheduler.reuse.found(again, 0)
         assert found.num_blocks == 8
         assert [len(kept) for kept in found.kept] == [2 if window else 8 for window in windows]
-        self.forget(named[-1], found.kept[-1][0].page)  # of block 6
+        self.forget(pools[-1], found.kept[-1][0].page)  # of block 6
         assert play.scheduler.reuse.found(again, 0).num_blocks == 6  # whose row reads blocks 4, 5
         play.scheduler.add(again)
         while play.tick():
@@ -221,8 +221,8 @@ class TestPrefixes:
         assert play.outputs[again] == play.outputs[first] == [33, 34]
         play.scheduler.check_idle()
 
-    def forget(self, named, page):
-        named._drop(named._names[page])
+    def forget(self, pool, page):
+        pool._drop(pool._names[page])
 
     def test_a_page_without_a_window_that_is_gone_ends_it(self):
         play = Play(replace(LIMITS, num_pages=40, windows=(0, 6)), reuses=True)
@@ -230,7 +230,7 @@ class TestPrefixes:
         while play.tick():
             pass
         again = sequence_of(list(range(33)), 2)
-        whole, _ = play.scheduler.places.named(0)
+        whole, _ = play.scheduler.places.pages(0)
         self.forget(whole, play.scheduler.reuse.found(again, 0).kept[0][3].page)
         found = play.scheduler.reuse.found(again, 0)
         assert (found.num_blocks, [len(kept) for kept in found.kept]) == (3, [3, 2])
