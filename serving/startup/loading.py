@@ -13,14 +13,15 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jmoe import expected_loss, levels
-from jmoe.api import BUNDLED, ExpertsOf, Model, load, resolve
+from jmoe.api import BUNDLED, ExpertsOf, Model, PlacementOf, load, resolve
 from jmoe.arrival import Arrival
 from jmoe.beside import belongs, digest_in_family, digest_of
 from jmoe.checkpoint import config_of, is_native
 from jmoe.expected_loss import Kind, file_of
 from jmoe.family import Family, load_family
 from jmoe.parallel.home import make_mesh
-from serving.config import EngineConfig
+from jmoe.parallel.placement import Placement, contiguous
+from serving.config import BalanceConfig, EngineConfig
 from serving.control.losses import Curve, Curves, Losses
 from serving.control.mover import starting_placement
 from serving.control.slo import starting_strategy
@@ -108,10 +109,13 @@ def load_models(
         )
     named = named_models(config.models)
     directory = resolve(next(iter(named.values()), config.model), config.hub_revision)
+    placed, in_ranges = None, None
     if mesh is not None:
         cfg = config_of(directory, allow_unknown_config=config.allow_unknown_config)
         if not is_native(directory):  # of a family, what one model takes is the least
             check_mesh(cfg, jnp.dtype(config.dtype).itemsize, mesh.size, config.balance)
+            fits = partial(spare_slots_that_fit, config, cfg, mesh, free_bytes(), len(named) or 1)
+        placed, in_ranges = placements(config.balance, fits, len(named))
     if named:
         return load_family(
             named,
@@ -129,13 +133,10 @@ def load_models(
             quantize=config.quantize,
             spare_models=config.spare_models,
             mesh=mesh,
+            placement=placed,
         )
     if config.model not in (BUNDLED, str(directory)):
         log.info("%s of the Hugging Face Hub, in %s", config.model, directory)
-    placement = None
-    if mesh is not None:
-        fits = partial(spare_slots_that_fit, config, cfg, mesh, free_bytes())
-        placement = partial(starting_placement, config.balance, spare_that_fits=fits)
     return load(
         config.model,
         config.dtype,
@@ -144,12 +145,29 @@ def load_models(
         check_weights=config.check_weights,
         allow_unknown_config=config.allow_unknown_config,
         mesh=mesh,
-        placement=placement,
+        placement=in_ranges,
         revision=config.hub_revision,
         chat_template=config.chat_template,
         quantize=config.quantize,
         experts=experts,
     )
+
+
+def placements(
+    config: BalanceConfig, fits: Callable[[int], int], num_models: int
+) -> tuple[Callable[[Placement], Placement], PlacementOf]:
+    """Returns where experts lie at the start: of a family of so many models, and of one by itself.
+    `fits` is asked how many spare slots have room beside those of a device's own experts.
+    """
+
+    def placed(own: Placement) -> Placement:
+        return starting_placement(config, own, partial(fits, own.room), num_models)
+
+    def in_ranges(*shape: int, num_united: int) -> Placement:
+        own = contiguous(*shape, num_united=num_united)
+        return starting_placement(config, own, partial(fits, own.room))
+
+    return placed, in_ranges
 
 
 def expected_losses(config: EngineConfig, family: Family, ways: Sequence[int]) -> Curves:
