@@ -148,10 +148,9 @@ class Mover(Observer):
 
 def make_mover(config: BalanceConfig, executor: Executor, family: Family | None) -> Mover | None:
     """Makes the mover that the settings ask for; None: experts stay where they are."""
-    home = None if family is None else family.home
-    if not config.spare_slots or family is None or home is None or not home.spare:
+    if not config.spare_slots or family is None or not isinstance(executor, CopiesExperts):
         return None
-    if not isinstance(executor, CopiesExperts):
+    if (home := family.home) is None or not home.spare:
         return None
     placement, spread = home.placement, family.spread
     if spread is not None:
