@@ -10,13 +10,13 @@ from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 from safetensors import SafetensorError, safe_open
 
 from jmoe import checkpoint, display, layout
@@ -30,7 +30,7 @@ from jmoe.model_files import regular
 from jmoe.numbers import integer
 from jmoe.offloaded import Expert, Homes, OffloadedExperts, OnHost, check_spare, needed_by_a_row
 from jmoe.parallel.home import Home, require_mesh
-from jmoe.parallel.placement import of_tables
+from jmoe.parallel.placement import Placement, check, of_tables
 from jmoe.residuals import ByDifference, read_residuals
 from jmoe.sharing import MERGED, WEIGHTS_FILE, Sharing, SharingError, read_sharing
 from jmoe.tokenizer import Tokenizer
@@ -56,6 +56,7 @@ class Family(Sequence[Model]):
     offloaded: OffloadedExperts | None = None  # experts without a slot for good
     routed_slots: int = 0  # of the pool, for models that come and go; 0: none do
     vacant: frozenset[int] = frozenset()  # places without a model, which stand for the first
+    spread: "Spread | None" = None  # over a mesh; None: on one device, or a model by itself
 
     @classmethod
     def of(cls, model: "Model | Family") -> "Family":
@@ -74,6 +75,23 @@ class Family(Sequence[Model]):
     def names(self) -> tuple[str, ...]:
         """Names of the models, by place; empty where it is vacant."""
         return tuple("" if at in self.vacant else one.name for at, one in enumerate(self.models))
+
+    @property
+    def home(self) -> Home | None:
+        """Where the distinct experts of all models lie over a mesh; None: on one device."""
+        return self.models[0].home if self.spread is None else self.spread.home
+
+    def host_layer(self, layer: int, hosts: Bool[np.ndarray, "E D"]) -> None:
+        """Gives the experts of one MoE layer of `home` other hosts, between two programs; a copy
+        serves all models that share the expert. Raises ValueError as `ResidentWeights.host_layer`.
+        """
+        if self.spread is None:
+            self.models[0].resident.host_layer(layer, hosts)
+            return
+        held, spread = self.models[0].resident.held, self.spread
+        spread.home, held.pool = spread.home.host_layer(held.pool, layer, hosts)
+        for model, own in zip(self.models, spread.numbers, strict=True):
+            model.resident.use_home(spread.home.part(own), own)
 
     def put(self, number: int, model: Model | None) -> None:
         """Puts a model at a place, between two programs; None: what was there leaves."""
@@ -147,6 +165,7 @@ def load_family(
     spare_models: int = 0,
     mesh: Mesh | None = None,
     fits: Fits = lambda num_slots, slot_bytes: None,
+    placement: Callable[[Placement], Placement] | None = None,
 ) -> Family:
     """Loads Hugging Face directories of one architecture into one pool.
 
@@ -173,15 +192,18 @@ def load_family(
         mesh: spread the pool over its devices (`jmoe.make_mesh`), each model's experts evenly; None
             keeps all on one.
         fits: called before the pool is made and anything is read into it.
+        placement: called with where the distinct experts of all models lie over `mesh`, each once
+            (`jmoe.parallel.placement.of_tables`), and returns where they are to lie, such as with
+            slots for copies (`with_spare`). None: as they lie.
 
     A tensor beside the experts that is equal in two models is on the device once.
 
     Raises, before any weights are read, ValueError for no directories, a way that one lacks, no
     united experts to lend, fewer resident experts than one model has, fewer spare slots than a row
     can need or some that nothing would be fetched into, a mesh beside weights that lie in host
-    memory, experts known by differences or models that come later, ConfigError for models that are
-    not of one architecture and vocabulary, SharingError for a map of other models, and what `fits`
-    raises; then as `jmoe.load`.
+    memory, experts known by differences or models that come later, a placement without a mesh or
+    one that does not fit, ConfigError for models that are not of one architecture and vocabulary,
+    SharingError for a map of other models, and what `fits` raises; then as `jmoe.load`.
     """
     kind = check_dtype(dtype)
     elsewhere = {
@@ -191,6 +213,8 @@ def load_family(
     }
     if mesh is not None:
         require_mesh(mesh)
+    elif placement is not None:
+        raise ValueError("a placement was given, but no mesh; give both, or neither")
     if mesh is not None and (given := [key for key, value in elsewhere.items() if value]):
         raise ValueError(
             f"{given[0]} is {elsewhere[given[0]]}, and a mesh is given: what is spread over it "
@@ -255,7 +279,7 @@ def load_family(
         fits(num_slots, like.slot_bytes)
         spread, held = None, PoolHolder(like.empty(num_slots))
     else:
-        spread = _Spread.over(mesh, tables)
+        spread = Spread.over(mesh, tables, placement)
         fits(spread.home.num_slots, like.slot_bytes)
         tables, held = spread.tables(cfg.num_experts), PoolHolder(spread.home.empty_pool(like))
     reader = _Reader(held, held_experts, homes, cfg, spread)
@@ -269,7 +293,7 @@ def load_family(
     residents: dict[int, ResidentWeights] = {}
     for number in sorted(range(len(names)), key=lambda at: lenders[at] != at):  # lenders first
         weights, lender = Weights(params[number], held.pool, tables[number]), lenders[number]
-        home = None if spread is None else spread.homes[number]
+        home = None if spread is None else spread.home.part(spread.numbers[number])
         residents[number] = ResidentWeights(
             weights, united[names[lender]], names[number], home, held, residents.get(lender)
         )
@@ -294,6 +318,7 @@ def load_family(
         offloaded,
         routed_slots if comes_and_goes else 0,
         frozenset(range(len(models), num_places)),
+        spread,
     )
 
 
@@ -451,28 +476,43 @@ def _tables(homes: Homes, num_united: int, lenders: Sequence[int], first: int) -
     ]
 
 
-class _Spread(NamedTuple):
+@dataclass(eq=False)
+class Spread:
     """Where the experts of a family lie over a mesh."""
 
     home: Home  # of the distinct experts of all models, numbered in each layer
-    numbers: Int[np.ndarray, "N layers E"]  # of each model's logical experts
+    own: Bool[np.ndarray, "layers E D"]  # each one's own device, without copies
+    numbers: Int[np.ndarray, "N layers e"]  # of each model's logical experts
     number: Int[np.ndarray, "slots"]  # of what would lie in that slot of one device
-    homes: list[Home]  # of each model
 
     @classmethod
-    def over(cls, mesh: Mesh, tables: Sequence[ExpertTable]) -> "_Spread":
-        """Places what lies in these tables of one device."""
+    def over(
+        cls,
+        mesh: Mesh,
+        tables: Sequence[ExpertTable],
+        placement: Callable[[Placement], Placement] | None,
+    ) -> "Spread":
+        """Places what lies in these tables of one device. Raises ValueError for a `placement` of
+        one's own that does not fit.
+        """
         slots = np.stack([np.asarray(table.slots) for table in tables])
-        placement, numbers = of_tables(slots, tables[0].groups.shape[1], mesh.size)
+        placed, numbers = of_tables(slots, tables[0].groups.shape[1], mesh.size)
         number = np.zeros(slots.max() + 1, np.int32)
         number[slots] = numbers
-        homes = [Home(mesh, placement.part(own)) for own in numbers]
-        return cls(Home(mesh, placement), numbers, number, homes)
+        own = np.asarray(placed.hosts)
+        if placement is not None:
+            placed = placement(placed)
+            if np.shape(placed.hosts) != own.shape:
+                raise ValueError(
+                    f"placement.hosts is {np.shape(placed.hosts)}; this family on this mesh has "
+                    f"[MoE layers, distinct experts, devices] = {own.shape}"
+                )
+            check(placed, int(np.max(placed.local)) + 1)
+        return cls(Home(mesh, placed), own, numbers, number)
 
     def tables(self, num_experts: int) -> list[ExpertTable]:
         """Returns each model's table."""
-        each = zip(self.homes, self.numbers, strict=True)
-        return [home.table(num_experts, numbers) for home, numbers in each]
+        return [self.home.part(own).table(num_experts, own) for own in self.numbers]
 
 
 @dataclass
@@ -483,7 +523,7 @@ class _Reader:
     held_experts: Int[np.ndarray, "slots 3"]
     homes: Homes
     cfg: ModelConfig
-    spread: _Spread | None = None  # None: on one device
+    spread: Spread | None = None  # None: on one device
     on_host: dict[Expert, Pool] = field(default_factory=dict)  # in the kind of the pool
 
     def read(self, files: HFLayers, number: int, progress: Progress) -> Params:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jmoe.attention import DecodeAttention
@@ -227,8 +228,7 @@ def mixed_decode_step(
     """Runs `jmoe.steps.decode_step` for rows of N models: rows `[i B, (i + 1) B)` are of the i-th.
 
     It runs whole: what `control` says of layers is not read. `max_active` counts the step's
-    columns. In the output `expert_rows` are by a model's own numbers, those of all models added up,
-    as steps of one model after another would count them; `needed` is by column.
+    columns. In the output `expert_rows` are by column, the united ones last, and so is `needed`.
     """
     count = len(weights.params)
     state = with_deltas(state, deltas)
@@ -245,10 +245,10 @@ def mixed_decode_step(
     tokens, logprobs = greedy(logits)
     if stats is None:  # dense layers alone
         degraded = jnp.zeros(rows.shape[0], jnp.int32)
-        by_expert = jnp.zeros((0, weights.tables[0].slots.shape[1]), jnp.int32)
+        by_expert = jnp.zeros((0, count * weights.tables[0].slots.shape[1]), jnp.int32)
     else:
         degraded = jnp.sum(stats.degraded, axis=0, dtype=jnp.int32)
-        by_expert = _by_number(stats.expert_rows, count, cfg.num_experts)
+        by_expert = stats.expert_rows
     state = state._replace(
         pages=pages, last_token=remember(state.last_token, rows[:, SLOT], tokens)
     )
@@ -256,11 +256,12 @@ def mixed_decode_step(
     return state, StepOutput(tokens, logprobs, degraded, by_expert, logits=logits, needed=needed)
 
 
-def _by_number(
-    columns: Int[Array, "layers E"], count: int, num_experts: int
-) -> Int[Array, "layers logical"]:
-    """Sums rows by column over the models."""
-    layers = columns.shape[0]
+def by_model(
+    columns: Int[np.ndarray, "layers E"], count: int, num_experts: int
+) -> Int[np.ndarray, "N layers logical"]:
+    """Returns what is by column of a step of `count` models by the logical experts of each: of an
+    expert that several share, all is the first one's.
+    """
     parts = columns[:, : count * num_experts], columns[:, count * num_experts :]
-    each = [jnp.sum(part.reshape(layers, count, -1), axis=1, dtype=jnp.int32) for part in parts]
-    return jnp.concatenate(each, axis=1)
+    each = [part.reshape(len(part), count, part.shape[1] // count) for part in parts]
+    return np.concatenate(each, axis=2).swapaxes(0, 1)

@@ -104,7 +104,8 @@ class StepOutput(NamedTuple):
     tokens: Int[Array, "B"] | None  # None: the program ends before the last layer
     logprobs: Float[Array, "B"] | None
     degraded: Int[Array, "B"]  # degraded expert visits of the row or chunk
-    expert_rows: Int[Array, "layers E"]  # rows computed by MoE layer (of its own) and expert
+    expert_rows: Int[Array, "layers E"]
+    """Rows computed by MoE layer (of its own) and expert: of a mixed step, by column."""
     logits: Float[Array, "B V"] | None = None
     hidden: Float[Array, "T d"] | None = None  # rows after the last layer, where they are kept
     prompt_logprobs: Float[Array, "T 2"] | None = None  # by `score_step`

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Bool
+from jaxtyping import Bool, Int
 
 from jmoe.experts import ExpertTable, Pool, UnitedExperts, load_layer
 from jmoe.numbers import integer
@@ -163,8 +163,13 @@ class ResidentWeights:
         """
         if self.home is None:
             raise ValueError(f"{self._name} is on one device, which hosts all experts")
-        moved = self.home.host_layer(self.held.pool, self._table, layer, hosts)
-        self.home, self.held.pool, self._table = moved
+        home, self.held.pool = self.home.host_layer(self.held.pool, layer, hosts)
+        self.use_home(home)
+
+    def use_home(self, home: "Home", numbers: Int[np.ndarray, "layers E"] | None = None) -> None:
+        """Points the table to where experts lie from now on; `numbers` as of `Home.table`."""
+        self.home, (slots, hosts) = home, home.columns(numbers)
+        self._table = self._table._replace(slots=slots, hosts=hosts)
 
     def united_of(self, way: int) -> UnitedExperts:
         """Returns the united experts of a way in host memory. Raises ValueError where there are

@@ -296,7 +296,8 @@ class StepResult:
     tokens: Sequence[int]
     logprobs: Sequence[float]
     degraded: Sequence[int]  # degraded expert visits of each row
-    expert_rows: Int[np.ndarray, "layers E"]  # rows that each logical expert computed
+    expert_rows: Int[np.ndarray, "layers E"]
+    """Rows that each logical expert computed: of a mixed step, those of all its models added up."""
     prompt_logprobs: Float[np.ndarray, "T 2"] | None
     """Of the next token of the prompt, and of the likeliest one there."""
     device_rows: Int[np.ndarray, "layers D"] | None = None  # of `expert_rows`, by device of a mesh
@@ -312,6 +313,9 @@ class StepResult:
     (monotonic seconds)."""
     prompt_top: tuple[Int[np.ndarray, "T n"], Float[np.ndarray, "T n"]] | None = None
     """Ids and log-probabilities of the likeliest tokens where `prompt_logprobs` has the next."""
+    rows_by_model: Int[np.ndarray, "N layers E"] | None = None
+    """`expert_rows` of each model of a mixed step; of an expert that several share, all of them are
+    the first one's."""
 
     def top(self, row: int, count: int) -> tuple[tuple[int, float], ...]:
         """Returns the `count` likeliest tokens of a row, with their log-probabilities."""

@@ -95,12 +95,22 @@ class Home(NamedTuple):
         `numbers` are of the distinct experts of several models: where a device does not have one,
         its slot is -1 less that number, which tells a mixed step what its models share.
         """
+        groups = np.full((len(self.placement.hosts), num_experts), -1, np.int32)
+        slots, hosts = self.columns(numbers)
+        return ExpertTable(slots, _put(self.mesh, WHOLE, groups), hosts)
+
+    def columns(
+        self, numbers: Int[np.ndarray, "layers E"] | None = None
+    ) -> tuple[Int[Array, "D layers E"], Bool[Array, "layers E D"]]:
+        """Returns the slots and hosts of a `table`."""
         local, hosts = map(np.asarray, self.placement[:2])
         if numbers is not None:
             local = np.where(local < 0, -1 - numbers[None], local)
-        groups = np.full((local.shape[1], num_experts), -1, np.int32)
-        put = partial(_put, self.mesh)
-        return ExpertTable(put(SPLIT, local), put(WHOLE, groups), put(WHOLE, hosts))
+        return _put(self.mesh, SPLIT, local), _put(self.mesh, WHOLE, hosts)
+
+    def part(self, numbers: Int[np.ndarray, "layers E"]) -> "Home":
+        """Returns where these experts of each layer lie, as those of a model."""
+        return self._replace(placement=self.placement.part(numbers))
 
     def whole(self, tree: Any) -> Any:
         """Copies arrays to every device."""
@@ -144,13 +154,13 @@ class Home(NamedTuple):
         return _write(self.mesh, pool, _put(self.mesh, SPLIT, slots.reshape(-1)), parts)
 
     def host_layer(
-        self, pool: Pool, table: ExpertTable, layer: int, hosts: Bool[np.ndarray, "E D"]
-    ) -> tuple["Home", Pool, ExpertTable]:
+        self, pool: Pool, layer: int, hosts: Bool[np.ndarray, "E D"]
+    ) -> tuple["Home", Pool]:
         """Gives one layer's experts other hosts, each copied from the lowest-numbered one so far.
 
-        All copies travel in one exchange; the pool passed in is gone afterwards (donated). Raises
-        ValueError as `rehosted` does, or where more experts would travel between two devices than
-        there are spare slots.
+        All copies travel in one exchange; the pool passed in is gone afterwards (donated), and
+        tables are those of the home that is returned. Raises ValueError as `rehosted` does, or
+        where more experts would travel between two devices than there are spare slots.
         """
         before, after = self.placement, rehosted(self.placement, layer, hosts)
         devices, spare = len(before.local), self.spare
@@ -168,18 +178,14 @@ class Home(NamedTuple):
             sends[sender, to, at] = before.local[sender, layer, expert]
             writes[to, sender, at] = after.local[to, layer, expert]
             count[sender, to] += 1
-        put = partial(_put, self.mesh)
         if count.any():
-            slots = (put(SPLIT, plan.reshape(-1)) for plan in (sends, writes))
-            pool = _copy(self.mesh, pool, *slots)
-        table = table._replace(
-            slots=put(SPLIT, np.asarray(after.local)), hosts=put(WHOLE, np.asarray(after.hosts))
-        )
-        return self._replace(placement=after), pool, table
+            put = partial(_put, self.mesh, SPLIT)
+            pool = _copy(self.mesh, pool, put(sends.reshape(-1)), put(writes.reshape(-1)))
+        return self._replace(placement=after), pool
 
     @property
     def spare(self) -> int:
-        """Slots that each device has for each layer beside its part of the experts."""
+        """Slots that each device has for copies of each layer's experts."""
         return self.placement.spare
 
 

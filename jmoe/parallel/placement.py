@@ -24,6 +24,7 @@ class Placement(NamedTuple):
     local: Int[Numbers, "D L E"]  # int32: slot in that device's pool, -1: it does not hold it
     hosts: Bool[Numbers, "L E D"]  # the same without slots, for what all devices decide alike
     room: int = 0  # slots that every device has for each layer; 0: as many as are used
+    spare: int = 0  # of them, those for copies: the others have room for experts of its own
 
     @property
     def num_devices(self) -> int:
@@ -31,15 +32,11 @@ class Placement(NamedTuple):
         return self.local.shape[0]
 
     def part(self, numbers: Int[np.ndarray, "L e"]) -> "Placement":
-        """Returns where these experts of each layer are, without a slot beside theirs."""
+        """Returns where these experts of each layer are."""
         layers = np.arange(len(numbers))[:, None]
-        return Placement(self.local[:, layers, numbers], self.hosts[layers, numbers])
-
-    @property
-    def spare(self) -> int:
-        """Slots that each device has for each layer beside its part of the experts."""
-        _, num_experts, devices = self.hosts.shape
-        return max(0, self.room - -(-num_experts // devices))
+        return self._replace(
+            local=self.local[:, layers, numbers], hosts=self.hosts[layers, numbers]
+        )
 
 
 def slots_per_layer(num_experts: int, num_devices: int, spare: int = 0) -> int:
@@ -106,14 +103,24 @@ def from_hosts(hosts: ArrayLike, *, spare: int = 0) -> Placement:
             f"device {device} hosts {held[layer, device]} experts of MoE layer {layer} and has "
             f"{room} slots for them; spare={needed} would be enough"
         )
-    return _in_order(array, room)
+    return _in_order(array, room, spare)
 
 
-def _in_order(hosts: Bool[np.ndarray, "L E D"], room: int) -> Placement:
+def with_spare(
+    homes: Placement, spare: int, hosts: Bool[np.ndarray, "L E D"] | None = None
+) -> Placement:
+    """Returns a placement of `hosts` (None: those that there are) that has `spare` slots of each
+    layer and device beside what `homes`, every expert's own device, has room for.
+    """
+    placed = np.asarray(homes.hosts) if hosts is None else hosts
+    return _in_order(placed, homes.room + spare, spare)
+
+
+def _in_order(hosts: Bool[np.ndarray, "L E D"], room: int, spare: int = 0) -> Placement:
     """Gives each layer `room` slots on every device, and experts their slots by id."""
     slot = np.cumsum(hosts, axis=1) - hosts + room * np.arange(len(hosts))[:, None, None]
     local = np.where(hosts, slot, -1).transpose(2, 0, 1)
-    return Placement(np.ascontiguousarray(local, np.int32), hosts, room)
+    return Placement(np.ascontiguousarray(local, np.int32), hosts, room, spare)
 
 
 def of_tables(
@@ -122,9 +129,10 @@ def of_tables(
     """Places the experts of N models over one pool, `slots` being their tables on one device.
 
     The distinct experts of a layer are numbered by slot; a layer with fewer than others has numbers
-    that are nowhere. A step may have rows of one model alone, so each model's `num_experts` routed
-    ones are spread evenly, and as evenly as that allows all of a layer. United ones are dealt out
-    in turn, as in `contiguous`. Every device has the room of the fullest.
+    of none, which are given slots that are left over. A step may have rows of one model alone, so
+    each model's `num_experts` routed ones are spread evenly, and as evenly as that allows all of a
+    layer. United ones are dealt out in turn, as in `contiguous`. Every device has the room of the
+    fullest.
 
     Returns the placement by these numbers, and the number of each model's logical expert. Raises
     ValueError as `slots_per_layer`.
@@ -149,8 +157,11 @@ def of_tables(
             hosts[layer, number, device] = True
             of_model[users, device] += 1
             of_all[device] += 1
-    width = int(numbers.max()) + 1
-    return _in_order(hosts[:, :width], int(hosts.sum(axis=1).max())), numbers
+    hosts = hosts[:, : int(numbers.max()) + 1]
+    for own in hosts:
+        for number in np.flatnonzero(~own.any(axis=1)):
+            own[number, own.sum(axis=0).argmin()] = True
+    return _in_order(hosts, int(hosts.sum(axis=1).max())), numbers
 
 
 def rehosted(placement: Placement, layer: int, hosts: ArrayLike) -> Placement:
@@ -176,7 +187,7 @@ def rehosted(placement: Placement, layer: int, hosts: ArrayLike) -> Placement:
         local[device, layer] = slots
     all_hosts = np.array(placement.hosts)
     all_hosts[layer] = array
-    return Placement(local, all_hosts, placement.room)
+    return placement._replace(local=local, hosts=all_hosts)
 
 
 def check(placement: Placement, num_slots: int) -> None:

@@ -106,8 +106,10 @@ def family_section(
         rows.append((f"left for KV{form}", said))
     if spread is not None:
         devices, slots = spread
-        left = _left(cfg, devices, device_gb, (num_models * others + slots * expert) * DTYPE_BYTES)
+        weights = (num_models * others + slots * expert) * DTYPE_BYTES
+        left = _left(cfg, devices, device_gb, weights)
         rows.append((f"left for KV on each device, --mesh ep={devices}", _kv(cfg, devices, left)))
+        rows.append(_spare(cfg, devices, device_gb, weights, num_models))
     return f"What fits in a GPU of {device_gb:g} GB, reckoned and not measured", rows
 
 
@@ -199,24 +201,36 @@ def _room(
 ) -> list[tuple[str, str]]:
     """Describes what a device has left for KV pages beside its weights and the largest step."""
     from jmoe.display import size
-    from serving.config import EngineConfig
-    from serving.execution.memory import COPIES_SHARE, SHARE, STEPS_UNDER_WAY, spare_slots_in
 
     again, rows = _beside(cfg, num_devices)
     left = _left(cfg, num_devices, device_gb, weights)
-    one, config = expert_parameters(cfg) * DTYPE_BYTES, EngineConfig()
-    taken = int(1e9 * device_gb * SHARE * config.memory_fraction)
-    room = taken - weights - again - STEPS_UNDER_WAY * rows
-    spare = spare_slots_in(room, config, cfg, num_devices, one)
-    text = f"{spare}, {size(cfg.num_moe_layers * one)} each"
-    text += f", beside KV of {EngineConfig().max_num_seqs} full sequences, or in "
-    text += f"{100 * COPIES_SHARE:g} % of its room"
     return [
         ("layers without experts, again", f"{size(again)}, on a GPU, for CUDA graphs"),
         (f"a step of {KV_BUCKET:,} tokens a device", size(rows)),
         (f"left for KV of {device_gb:g} GB", _kv(cfg, num_devices, left)),
-        ("spare slots of auto, at most", text),
+        _spare(cfg, num_devices, device_gb, weights),
     ]
+
+
+def _spare(
+    cfg: "ModelConfig", num_devices: int, device_gb: float, weights: int, num_models: int = 1
+) -> tuple[str, str]:
+    """Describes how many copies that stay a device has room for, beside so many bytes of weights of
+    all models.
+    """
+    from jmoe.display import size
+    from serving.config import EngineConfig
+    from serving.execution.memory import COPIES_SHARE, SHARE, STEPS_UNDER_WAY, spare_slots_in
+
+    again, rows = _beside(cfg, num_devices)
+    one, config = expert_parameters(cfg) * DTYPE_BYTES, EngineConfig()
+    taken = int(1e9 * device_gb * SHARE * config.memory_fraction)
+    room = taken - weights - num_models * again - STEPS_UNDER_WAY * rows
+    spare = spare_slots_in(room, config, cfg, num_devices, one)
+    text = f"{spare}, {size(cfg.num_moe_layers * one)} each"
+    text += f", beside KV of {EngineConfig().max_num_seqs} full sequences, or in "
+    text += f"{100 * COPIES_SHARE:g} % of its room"
+    return "spare slots of auto, at most", text
 
 
 def _steps(cfg: "ModelConfig", num_devices: int) -> list[tuple[str, str]]:

@@ -62,7 +62,7 @@ class ExpertsLoader:
         balance: BalanceConfig = BALANCE,
     ) -> None:
         """`balance` says whether a mover gets the ticks in which no way is loaded."""
-        self.mover = make_mover(balance, executor, None if family is None else family[0])
+        self.mover = make_mover(balance, executor, family)
         self._executor, self._ways, self._slo = executor, ways, slo
         self._num_layers = 1 if family is None else len(family) * family.config.num_moe_layers
         self._pending: list[tuple[int, asyncio.Future[None]]] = []

@@ -9,17 +9,16 @@ layer a tick, between two steps, as another way of united experts is loaded; not
 import logging
 import os
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import jax
 import numpy as np
 from jax.experimental.multihost_utils import broadcast_one_to_all
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 
-from jmoe.api import Model
+from jmoe.family import Family
 from jmoe.parallel.copies import imbalance, spare_that_gains, with_copies
-from jmoe.parallel.placement import Placement, contiguous, from_hosts
+from jmoe.parallel.placement import Placement, contiguous, with_spare
 from serving.config import BalanceConfig
 from serving.errors import SettingsError
 from serving.execution.executor import CopiesExperts, Executor
@@ -43,22 +42,26 @@ class Mover(Observer):
         executor: CopiesExperts,
         placement: Placement,
         copy_s: float,
-        num_united: int = 0,
+        own: Bool[np.ndarray, "L E D"] | None = None,
+        numbers: Int[np.ndarray, "N L e"] | None = None,
     ) -> None:
         """`placement` is the one that is served; `copy_s` what copying a layer's experts takes;
-        `num_united` of the experts are united ones.
+        `own` says which device each expert would be on without copies, None: in ranges. `numbers`
+        are those that `placement` gives the logical experts of several models: each one's steps,
+        and mixed ones, are a kind whose load is seen for itself.
         """
         super().__init__()
         self._config, self._executor, self._copy_s = config, executor, copy_s
         self._spare = placement.spare if config.spare_slots == "auto" else config.spare_slots
         self.hosts = np.array(placement.hosts)
         layers, experts, devices = self.hosts.shape
-        homes = np.asarray(contiguous(layers, experts, devices, num_united=num_united).hosts)
+        homes = np.asarray(contiguous(layers, experts, devices).hosts if own is None else own)
         if (homes & ~self.hosts).any():  # a placement of a caller's own
             homes = _homes_among(self.hosts)
-        self._homes = homes
-        found = read_load(config, (layers, experts))
-        self.load = np.zeros((layers, experts)) if found is None else found
+        self._homes, self._numbers = homes, numbers
+        shape = load_shape(placement, None if numbers is None else len(numbers))
+        found = read_load(config, shape)
+        self.load = np.zeros(shape) if found is None else found
         self._seen_at = self._look_at = -1.0
         self._busy_s = 0.0
         self._to_look_at: list[int] = []  # MoE layers, the worst last
@@ -73,7 +76,15 @@ class Mover(Observer):
         super().step_read(step, result, started_at, now)
         if self._seen_at >= 0:
             self.load *= 0.5 ** ((now - self._seen_at) / self._config.half_life_s)
-        self.load += result.expert_rows
+        if self._numbers is None:
+            self.load += result.expert_rows
+        else:
+            by_model = result.rows_by_model
+            every = result.expert_rows[None] if by_model is None else by_model
+            kind = step.models[0] if by_model is None else -1
+            for model, rows in zip(step.models, every, strict=True):
+                numbers = self._numbers[model]
+                self.load[np.arange(len(numbers))[:, None], kind, numbers] += rows
         self._seen_at = now
         self._busy_s += max(0.0, now - started_at)
 
@@ -135,14 +146,17 @@ class Mover(Observer):
             log.warning("engine.balance.load_file could not be written: %s", error)
 
 
-def make_mover(config: BalanceConfig, executor: Executor, model: Model | None) -> Mover | None:
+def make_mover(config: BalanceConfig, executor: Executor, family: Family | None) -> Mover | None:
     """Makes the mover that the settings ask for; None: experts stay where they are."""
-    if not config.spare_slots or model is None or model.home is None or not model.home.spare:
+    if not config.spare_slots or family is None or not isinstance(executor, CopiesExperts):
         return None
-    if not isinstance(executor, CopiesExperts):
+    if (home := family.home) is None or not home.spare:
         return None
-    united = model.num_united_slots
-    return Mover(config, executor, model.home.placement, executor.copy_s, united)
+    placement, spread = home.placement, family.spread
+    if spread is not None:
+        return Mover(config, executor, placement, executor.copy_s, spread.own, spread.numbers)
+    ranges = contiguous(*placement.hosts.shape, num_united=family[0].num_united_slots)
+    return Mover(config, executor, placement, executor.copy_s, np.asarray(ranges.hosts))
 
 
 def _homes_among(hosts: Bool[np.ndarray, "L m N"]) -> Bool[np.ndarray, "L m N"]:
@@ -157,9 +171,17 @@ def _homes_among(hosts: Bool[np.ndarray, "L m N"]) -> Bool[np.ndarray, "L m N"]:
     return np.stack(found)[..., None] == np.arange(devices)
 
 
+def load_shape(placement: Placement, num_models: int | None) -> tuple[int, ...]:
+    """Returns the shape of the load of experts placed so: by layer and expert and, of several
+    models (None: one by itself), by the kind of step, too: each model's, then mixed ones.
+    """
+    layers, experts, _ = placement.hosts.shape
+    return (layers, experts) if num_models is None else (layers, num_models + 1, experts)
+
+
 def read_load(
-    config: BalanceConfig, shape: tuple[int, int] | None = None
-) -> Float[np.ndarray, "layers E"] | None:
+    config: BalanceConfig, shape: tuple[int, ...] | None = None
+) -> Float[np.ndarray, "layers *kinds E"] | None:
     """Reads the load that an earlier server stored; None where none did.
 
     Raises SettingsError for a file that is something else, or not of `shape`, where that is known.
@@ -180,37 +202,37 @@ def read_load(
         raise SettingsError(f"{key} is {config.load_file!r}, and cannot be read: {error}") from None
     shape = shape or load.shape
     if load.shape != shape or not np.isfinite(load).all() or load.min(initial=0) < 0:
+        whose = "this model it must hold [MoE layers, logical experts]"
+        if len(shape) > 2:
+            whose = "these models it must hold [MoE layers, kinds of steps, distinct experts]"
         raise SettingsError(
-            f"{key} is {config.load_file!r}, which holds {load.shape}; of this model it must hold "
-            f"[MoE layers, logical experts] = {shape}; name another file, or remove it"
+            f"{key} is {config.load_file!r}, which holds {load.shape}; of {whose} = {shape}; name "
+            "another file, or remove it"
         )
     return load.astype(np.float64)
 
 
 def starting_placement(
     config: BalanceConfig,
-    num_layers: int,
-    num_experts: int,
-    num_devices: int,
-    *,
-    num_united: int = 0,
-    spare_that_fits: Callable[[int], int] = lambda _: 0,
+    own: Placement,
+    spare_that_fits: Callable[[], int] = lambda: 0,
+    num_models: int | None = None,
 ) -> Placement:
-    """Returns ranges of experts, with copies by the load that an earlier server stored.
+    """Returns a placement of experts on their `own` devices, with copies by the load that an
+    earlier server stored.
 
     Where the settings leave spare slots to `auto` there are as many as gain by that load
-    (`spare_that_gains`), or `SPARE`, up to those that fit, which is asked with `num_united`.
+    (`spare_that_gains`), or `SPARE`, up to those that fit. `num_models` is as of `load_shape`.
 
     Of several processes, process 0 alone reads the load and tells the others, which wait for that.
     Raises SettingsError as `read_load` does.
     """
-    place = partial(contiguous, num_layers, num_experts, num_devices, num_united=num_united)
-    hosts = np.asarray(place().hosts)
+    hosts = np.asarray(own.hosts)
     is_first = jax.process_index() == 0
-    load = read_load(config, (num_layers, num_experts)) if is_first else None
+    load = read_load(config, load_shape(own, num_models)) if is_first else None
     spare, most = config.spare_slots, 0
     if spare == "auto":
-        most = spare_that_fits(num_united)
+        most = spare_that_fits()
         spare = min(SPARE, most)
         by = "forecast"
         if load is not None and load.any():
@@ -227,7 +249,7 @@ def starting_placement(
             most,
         )
     if not config.load_file:
-        return place(spare=spare)
+        return with_spare(own, spare)
     if load is not None:
         hosts = np.stack([with_copies(*one, spare) for one in zip(load, hosts, strict=True)])
-    return from_hosts(broadcast_one_to_all(hosts), spare=spare)
+    return with_spare(own, spare, broadcast_one_to_all(hosts))

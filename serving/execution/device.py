@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from jmoe.family import Family
+from jmoe.mixed import by_model
 from jmoe.packed_rows import NUM_SHAPE_COLUMNS, empty_rows, everything, pack_row, seat_size
 from jmoe.parallel.steps import shardings
 from jmoe.shaping import Shaping
@@ -151,6 +152,10 @@ class Device:
             read = jax.tree.map(np.asarray, out)  # `device_get` takes ten times as long on a CPU
             none = [0] * len(row_at)
             by_rank = read.expert_rows.reshape(num_ranks, -1, read.expert_rows.shape[-1])
+            rows, rows_by_model = self._of_all(by_rank.sum(0), plan.first_layer), None
+            if key.models > 1:
+                rows_by_model = by_model(rows, key.models, self.model.config.num_experts)
+                rows = rows_by_model.sum(0, dtype=rows.dtype)
             if (own := self.model.config.strategy) is not None:
                 own.check(read.wrong)
             copies = None
@@ -161,7 +166,7 @@ class Device:
                 none if read.tokens is None else read.tokens[row_at].tolist(),
                 none if read.logprobs is None else read.logprobs[row_at].tolist(),
                 read.degraded[row_at].tolist(),
-                self._of_all(by_rank.sum(0), plan.first_layer),
+                rows,
                 None if read.prompt_logprobs is None else read.prompt_logprobs[token_at],
                 self._of_all(by_rank.sum(-1).T, plan.first_layer) if num_ranks > 1 else None,
                 copies,
@@ -172,6 +177,7 @@ class Device:
                 prompt_top=None
                 if read.prompt_top_ids is None
                 else (read.prompt_top_ids[token_at], read.prompt_top_logprobs[token_at]),
+                rows_by_model=rows_by_model,
             )
 
         return read
@@ -233,7 +239,7 @@ class Device:
 
     def host_layer(self, layer: int, hosts: Bool[np.ndarray, "E D"]) -> None:
         """Copies one MoE layer's experts to other hosts."""
-        self.model.resident.host_layer(layer, hosts)
+        self.family.host_layer(layer, hosts)
 
     def ready(self) -> None:
         """Waits for what was launched; from here on every compilation counts as a fault, and

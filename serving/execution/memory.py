@@ -201,11 +201,17 @@ def _asked(count: CountOrAuto) -> int:
 
 
 def spare_slots_that_fit(
-    config: EngineConfig, cfg: ModelConfig, mesh: Mesh, free: int | None, num_united: int
+    config: EngineConfig,
+    cfg: ModelConfig,
+    mesh: Mesh,
+    free: int | None,
+    num_models: int,
+    slots: int,
 ) -> int:
-    """Returns how many spare slots of each layer every device of a mesh has room for, where `free`
-    bytes were free on this process's before weights loaded; 0 where that is not known. Layers of a
-    GPU count twice, for CUDA graphs.
+    """Returns how many spare slots of each layer every device of a mesh has room for beside the
+    `slots` of its own experts, where `free` bytes were free on this process's before weights
+    loaded; 0 where that is not known. Layers of a GPU count twice, for CUDA graphs, and other
+    weights as many times as there are models, though some may have them alike.
     """
     dtype, num_devices = jnp.dtype(config.dtype), mesh.size
     fitting = 0
@@ -213,8 +219,8 @@ def spare_slots_that_fit(
         on_cpu = jax.local_devices()[0].platform == "cpu"
         params = jax.eval_shape(partial(random_params, cfg, dtype=dtype), jax.random.key(0))
         others = _size(params) + (0 if on_cpu else _size(params["segments"]))
-        slot = _slot_bytes(config, cfg)
-        held = cfg.num_moe_layers * slots_per_layer(cfg.num_experts + num_united, num_devices)
+        others *= num_models
+        slot, held = _slot_bytes(config, cfg), cfg.num_moe_layers * slots
         cfg = replace(cfg, exchange=config.exchange)
         step = MeshStep(cfg, num_devices, config.max_prefill_tokens, dtype.itemsize)
         rows = step.gathered_buffer_bytes()

@@ -26,6 +26,7 @@ from jmoe.family import Family
 from jmoe.model import LOOKAHEAD
 from jmoe.offloaded import Expert
 from jmoe.packed_rows import NUM_SHAPE_COLUMNS, everything, pack_row, pack_seat
+from jmoe.parallel.placement import Placement
 from jmoe.weights import Params
 from pallas_kernels.backend import backend
 from pallas_kernels.routing import OWN
@@ -188,8 +189,8 @@ class DeviceRunner(StepExecutor):
         for other in [w for w in ways if w != way] + [way] * bool(way):
             self._calls.use_way(other)  # every way once: switching compiles nothing later
         jax.block_until_ready((self.device.state, self.model.pool))
-        if self.model.home is not None and self.model.home.spare:
-            self._measure_copies()
+        if (home := self.family.home) is not None and home.spare:
+            self._measure_copies(home.placement)
         if (offloaded := self.family.offloaded) is not None and offloaded.spare:
             self.fetch_experts(offloaded.first_fetched())  # and what that takes is compiled
         if self.family.routed_slots and len(self.family) > 1:
@@ -247,14 +248,12 @@ class DeviceRunner(StepExecutor):
                 launch_s = max(GPU_LAUNCH_S, self._host_launch_s(key))
             self._layers_at_once[phase, size] = part_layers(launch_s, whole_s, num_layers)
 
-    def _measure_copies(self) -> None:
+    def _measure_copies(self, placement: Placement) -> None:
         """Measures what `host_layer` takes, and has it compiled.
 
         One expert gets a host more, or one less where every slot is taken, and all is put back.
         """
-        assert self.model.home is not None
-        placement, took_s = self.model.home.placement, []
-        before = np.array(placement.hosts[0])
+        before, took_s = np.array(placement.hosts[0]), []
         other, room = before.copy(), before.sum(axis=0) < placement.room
         copied = before & (before.sum(axis=1, keepdims=True) > 1)
         expert, device = np.argwhere(~before & room[None, :] if room.any() else copied)[-1]

@@ -12,7 +12,6 @@ from serving.config import EngineConfig, ServerConfig
 
 AEP = "asynchronous workers (mode aep)"
 MESH = "experts over a mesh"
-SEVERAL = "several models"
 ALL_THERE = "every model on the device"
 ONE_THERE = "one model on the device at a time"
 IN_TURN = "sets that come and go (engine.resident_sets)"
@@ -22,7 +21,6 @@ HOSTED = "experts in host memory (engine.resident_experts)"
 MODES: dict[str, Callable[[EngineConfig, int], bool]] = {
     AEP: lambda engine, count: engine.mode == "aep" or engine.asynchronous.attention > 0,
     MESH: lambda engine, count: bool(engine.mesh),
-    SEVERAL: lambda engine, count: bool(engine.models) or count > 1,
     ALL_THERE: lambda engine, count: count > 0 and not 0 < engine.resident_sets < count,
     ONE_THERE: lambda engine, count: 1 in (count, engine.resident_sets),
     IN_TURN: lambda engine, count: engine.resident_sets > 0,
@@ -67,7 +65,6 @@ COMPOSES: dict[tuple[str, str], str] = {
     (MESH, HYBRID): "each phase has exchanges of its own between devices",
     (MESH, OWN_STRATEGY): "devices agree on integers alone, and floats may differ in the last bit",
     (MESH, "engine.brownout.levels"): "devices make plans with one threshold a step",
-    (SEVERAL, "engine.balance.spare_slots"): "an expert may be several models'",
     (ALL_THERE, "engine.model_stay_s"): "no model takes another's place (engine.resident_sets)",
     (ONE_THERE, "engine.mixed_models"): "models of one step have to be on the device together",
     (IN_TURN, COMING): "a model's set comes and goes already",

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jmoe import expected_loss, levels
-from jmoe.api import BUNDLED, ExpertsOf, Model, load, resolve
+from jmoe.api import BUNDLED, ExpertsOf, Model, PlacementOf, load, resolve
 from jmoe.arrival import Arrival
 from jmoe.beside import belongs, digest_in_family, digest_of
 from jmoe.checkpoint import config_of, is_native
@@ -21,7 +21,8 @@ from jmoe.expected_loss import Kind, file_of
 from jmoe.family import Family, load_family
 from jmoe.parallel.cost import NODE, node_of
 from jmoe.parallel.home import make_mesh
-from serving.config import EngineConfig
+from jmoe.parallel.placement import Placement, contiguous
+from serving.config import BalanceConfig, EngineConfig
 from serving.control.losses import Curve, Curves, Losses
 from serving.control.mover import starting_placement
 from serving.control.slo import starting_strategy
@@ -114,11 +115,15 @@ def load_models(
         )
     named = named_models(config.models)
     directory = resolve(next(iter(named.values()), config.model), config.hub_revision)
+    placed, in_ranges = None, None
     if mesh is not None or named:
         cfg = config_of(directory, allow_unknown_config=config.allow_unknown_config)
-    if mesh is not None and not is_native(directory):
-        # Of a family, one model is the least; all is counted once it is known what they share.
-        check_mesh(config, cfg, mesh.size)
+    if mesh is not None:
+        if not is_native(directory):
+            # Of a family, one model is the least; all is counted once it is known what they share.
+            check_mesh(config, cfg, mesh.size)
+        fits = partial(spare_slots_that_fit, config, cfg, mesh, free_bytes(), len(named) or 1)
+        placed, in_ranges = placements(config.balance, fits, len(named))
     wanted: dict[str, Any] = {
         "dtype": config.dtype,
         "ways": config.brownout.ways or None,
@@ -139,16 +144,30 @@ def load_models(
             spare_experts=config.spare_experts,
             params_on_host=0 < config.resident_sets < len(named),
             spare_models=config.spare_models,
+            placement=placed,
             fits=partial(check_family, config, cfg, num_devices),
             **wanted,
         )
     if config.model not in (BUNDLED, str(directory)):
         log.info("%s of the Hugging Face Hub, in %s", config.model, directory)
-    placement = None
-    if mesh is not None:
-        fits = partial(spare_slots_that_fit, config, cfg, mesh, free_bytes())
-        placement = partial(starting_placement, config.balance, spare_that_fits=fits)
-    return load(config.model, placement=placement, experts=experts, **wanted)
+    return load(config.model, placement=in_ranges, experts=experts, **wanted)
+
+
+def placements(
+    config: BalanceConfig, fits: Callable[[int], int], num_models: int
+) -> tuple[Callable[[Placement], Placement], PlacementOf]:
+    """Returns where experts lie at the start: of a family of so many models, and of one by itself.
+    `fits` is asked how many spare slots have room beside those of a device's own experts.
+    """
+
+    def placed(own: Placement) -> Placement:
+        return starting_placement(config, own, partial(fits, own.room), num_models)
+
+    def in_ranges(*shape: int, num_united: int) -> Placement:
+        own = contiguous(*shape, num_united=num_united)
+        return starting_placement(config, own, partial(fits, own.room))
+
+    return placed, in_ranges
 
 
 def expected_losses(config: EngineConfig, family: Family, ways: Sequence[int]) -> Curves:

@@ -86,7 +86,7 @@ def check_start(config: EngineConfig) -> None:
             if lends:
                 continue
             ways = ways_among(united_ways(directory), config.brownout)
-            if config.mesh and not is_native(directory):
+            if config.mesh and not is_native(directory) and not config.models:
                 united = max((-(-cfg.num_experts // way) for way in ways), default=0)
                 read_load(config.balance, (cfg.num_moe_layers, cfg.num_experts + united))
             starting_strategy(config.brownout.strategy, ways[0] if ways else 0)
@@ -175,10 +175,8 @@ def build(
         check_spare(
             len(offloaded.spare), offloaded.needed_by_a_row(family.config.experts_per_token)
         )
-    if loaded.home is not None:
-        home = loaded.home
-        spare = home.spare if len(family) == 1 else None
-        check_balance(loaded.config, home.mesh.size, config.balance, spare=spare)
+    if (home := family.home) is not None:
+        check_balance(loaded.config, home.mesh.size, config.balance, spare=home.spare)
     if config.exchange != "auto":
         family = _made_with(family, exchange=config.exchange)
     if (strategy := own_strategy(config.brownout.strategy)) is not None:

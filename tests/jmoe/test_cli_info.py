@@ -188,6 +188,8 @@ def test_a_family_over_a_mesh_takes_what_its_placement_says(family, capsys, monk
     assert int(slots) == loaded.config.num_moe_layers * placement.room >= held.max()
     assert int(slots) <= loaded[0].pool.num_slots / 2 + 3 * loaded.config.num_moe_layers
     assert re.search(r"left for KV on each device, --mesh ep=2 .* tokens", text)
+    lacking = loaded.config.num_experts - -(-loaded.config.num_experts // 2)
+    assert re.search(rf"spare slots of auto, at most +{lacking}, .* each, beside KV", text)
 
 
 @pytest.mark.parametrize(

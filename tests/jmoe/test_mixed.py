@@ -9,18 +9,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jmoe.attention import FULL, Paged, page_windows
+from jmoe.attention import FULL, Paged
 from jmoe.brownout import Control, strategy_code
 from jmoe.experts import ABSENT, FETCHED, ExpertTable
 from jmoe.family import load_family
-from jmoe.mixed import JoinedTable, MixedWeights, mixed_decode_step, mixed_moe
+from jmoe.mixed import JoinedTable, MixedWeights, by_model, mixed_decode_step, mixed_moe
 from jmoe.model import layers_of, unstack
 from jmoe.moe import RoutedRows, route, shared_expert
-from jmoe.packed_rows import DELTA_PAGE, empty_deltas, empty_rows, pack_row
+from jmoe.packed_rows import DELTA_PAGE, empty_deltas
 from jmoe.sharing import Sharing
-from jmoe.steps import decode_step, make_state
+from jmoe.steps import decode_step
 from pallas_kernels.routing import max_active_experts
 from tests.jmoe.conftest import GOLDEN, add_united
+from tests.jmoe.mixed_rows import ROWS, control, random_state, rows_of
 from tests.jmoe.plan_oracle import plan as expected_plan
 from tests.variants import variant
 
@@ -29,7 +30,6 @@ pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
 # A shared expert and no norm of gate weights; biases and QK norm; dense layers between others.
 CASES = ["qwen2_moe", "qwen3_moe_attention_bias", "qwen3_moe_mixed_yarn"]
 NAMES = ("base", "law", "code")
-SLOTS, ROWS, PAGE, BLOCKS = 12, 4, 4, 4
 SHARED = {"none": 0.0, "some": 0.6, "all": 1.0}
 
 
@@ -60,48 +60,6 @@ def family(tmp_path_factory):
         return loaded
 
     return load
-
-
-def random_state(cfg):
-    """Returns a state with pages of noise, each slot's own, and other newest tokens."""
-    state = make_state(
-        cfg,
-        num_slots=SLOTS,
-        num_pages=SLOTS * BLOCKS,
-        page_size=PAGE,
-        max_blocks=BLOCKS,
-        dtype=jnp.dtype(jnp.float32),
-    )
-    rng = np.random.default_rng(0)
-
-    def noise(leaf):
-        return jnp.asarray(rng.standard_normal(leaf.shape), jnp.float32)
-
-    table = np.arange(SLOTS * BLOCKS, dtype=np.int32).reshape(SLOTS, BLOCKS)
-    table = np.repeat(table, len(page_windows(cfg)), axis=1)
-    return state._replace(
-        pages=jax.tree.map(noise, state.pages),
-        block_table=jnp.asarray(table),
-        last_token=jnp.asarray(rng.integers(1, cfg.vocab_size, SLOTS), jnp.int32),
-    )
-
-
-def rows_of(counts, exempt=()):
-    """Returns packed rows, a segment for each count; slots are numbered consecutively, some rows
-    are exempt.
-    """
-    rows, slot = empty_rows(ROWS * len(counts)), 0
-    for segment, count in enumerate(counts):
-        for at in range(count):
-            kv_len = 3 + 5 * slot % 12
-            exempt_row = slot in exempt
-            rows[ROWS * segment + at] = pack_row(slot, kv_len=kv_len, exempt=exempt_row)
-            slot += 1
-    return rows
-
-
-def control(strategy="zero", percent=100):
-    return np.array([percent, strategy_code(strategy), 0, 0], np.int32)
 
 
 @cache
@@ -153,7 +111,8 @@ def check_segments(models, counts, state, out):
         for leaf, old, got in zip(pages, before, jax.tree.leaves(state_alone.pages), strict=True):
             changed = np.asarray(got) != old
             leaf[changed] = np.asarray(got)[changed]
-    np.testing.assert_array_equal(out.expert_rows, expert_rows)
+    found = by_model(np.asarray(out.expert_rows), len(models), models[0].config.num_experts)
+    np.testing.assert_array_equal(found.sum(axis=0), expert_rows)
     assert not np.asarray(out.degraded).any()
     for want, got in zip(pages, jax.tree.leaves(state.pages), strict=True):
         np.testing.assert_allclose(got[:, :-1], want[:, :-1], atol=2e-5)  # but the padding page

@@ -5,6 +5,7 @@ devices.
 import asyncio
 import random
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -152,16 +153,16 @@ def asked_of_family(count: int, **sampling) -> list[Asked]:
 
 
 @pytest.mark.usefixtures("compiled_in_a_hurry")
-@pytest.mark.parametrize(("devices", "replicas"), [(2, 0), (4, 2)])
+@pytest.mark.parametrize(("devices", "replicas", "spare"), [(2, 0, "auto"), (4, 2, 0), (4, 0, 2)])
 async def test_models_of_a_family_write_what_the_notebook_writes(
-    tmp_path: Path, devices: int, replicas: int
+    tmp_path: Path, devices: int, replicas: int, spare: Any
 ) -> None:
-    """Steps of one model in turn, and of several together, beside brownout and steps that copy
-    experts.
+    """Steps of one model in turn, and of several together, beside brownout, steps that copy experts
+    and copies that stay, which are made meanwhile.
     """
     brownout = BrownoutConfig("partial", 2, (2, 3), 30, 30, salc=False)
     given = {"mesh": f"ep={devices}", "mixed_models": 3, "brownout": brownout}
-    balance = BalanceConfig(replicas=replicas)
+    balance = BalanceConfig(replicas, spare_slots=spare, interval_s=0.05, half_life_s=60.0)
     directories, settings = family_settings(tmp_path, balance=balance, **given)
     engine = await Engine.start(settings)
     try:
@@ -179,6 +180,12 @@ async def test_models_of_a_family_write_what_the_notebook_writes(
         assert await engine.drain(60)
         engine.scheduler.check_idle()
         assert engine.stats().compilations_since_ready == 0
+        mover = engine.loader.mover
+        assert (mover is not None) == bool(spare)
+        if mover is not None:
+            home = engine.family.home
+            assert mover.experts_copied > 0 == len(mover.failure)
+            np.testing.assert_array_equal(home.placement.hosts, mover.hosts)
     finally:
         await engine.stop()
     for model in load_family(directories, settings.family, "float32"):
@@ -190,7 +197,7 @@ async def test_models_of_a_family_write_what_the_notebook_writes(
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"balance": BalanceConfig(spare_slots=2)}, "engine.balance.spare_slots is 2"),
+        ({"balance": BalanceConfig(spare_slots=9)}, "engine.balance.spare_slots is 9"),
         ({"resident_sets": 2}, "engine.resident_sets is 2"),
         ({"resident_experts": 14}, "engine.resident_experts is 14"),
     ],

@@ -293,8 +293,12 @@ def test_memory_beside_weights_and_steps_has_room_for_spare_slots():
     held = others + 2 * 17 * 24_576 + 2 * rows + kv
     for room, wanted in ((2 * 3 * 24_576 + 100, 3), (2 * 3 * 24_576 - 100, 2)):
         free = int((held + room) / memory.SHARE * 4)
-        assert memory.spare_slots_that_fit(config, cfg, on_mesh(4), free, 2) == wanted
-    assert memory.spare_slots_that_fit(config, cfg, on_mesh(4), None, 2) == 0
+        assert memory.spare_slots_that_fit(config, cfg, on_mesh(4), free, 1, 17) == wanted
+        free = int(
+            (held + 2 * others + 2 * 8 * 24_576 + room) / memory.SHARE * 4
+        )  # of three models
+        assert memory.spare_slots_that_fit(config, cfg, on_mesh(4), free, 3, 25) == wanted
+    assert memory.spare_slots_that_fit(config, cfg, on_mesh(4), None, 1, 17) == 0
 
 
 def test_copies_of_a_step_are_bounded_by_a_tenth_of_the_memory(monkeypatch):

@@ -25,7 +25,6 @@ from serving.settings.composes import (
     COMPOSES,
     MESH,
     ONE_THERE,
-    SEVERAL,
 )
 from serving.settings.reading import CONFIGS, check, load, read_yaml, settled, to_yaml, variable
 
@@ -237,7 +236,6 @@ def test_unknown_preset_lists_those_there_are() -> None:
 MODE_SETTINGS = {
     AEP: {"engine.asynchronous.attention": 1, "engine.asynchronous.experts": 1},
     MESH: {"engine.mesh": "ep=2"},
-    SEVERAL: {"engine.models": ("a=x", "b=y")},
     ALL_THERE: {"engine.models": ("a=x", "b=y")},
     ONE_THERE: {"engine.models": ("a=x", "b=y"), "engine.resident_sets": 1},
 }

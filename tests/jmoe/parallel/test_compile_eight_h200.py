@@ -276,7 +276,7 @@ def test_a_mixed_step_copies_nothing_and_exchanges_the_rows_of_all_models_once(m
         "reduce-scatter": 2,
     }
     assert " while(" not in program.hlo
-    assert sum(counts.values()) <= 140
+    assert sum(counts.values()) <= 141  # one puts rows by column together, of all layers
 
 
 class TestCopiesOfExperts:

@@ -59,14 +59,15 @@ def test_spare_slots_that_gain_by_hand():
     assert found(two, gain=2.0) == found(two, most=0) == found(0 * one) == found(one**0) == 0
 
 
-def test_near_the_best_of_all():
+@pytest.mark.parametrize("kinds", [(), (2,)])
+def test_near_the_best_of_all(kinds):
     """So few experts are the hard case: where one copy alone helps nothing, the rule stops."""
     rng, homes, over = np.random.default_rng(0), homes_of(6, 3), []
     candidates = list(all_hosts(homes, 1))
     for _ in range(40):
-        load = rng.gamma(0.5, size=6) * 100
+        load = rng.gamma(0.5, size=(*kinds, 6)) * 100
         found = imbalance(load, with_copies(load, homes, 1))
-        assert found <= imbalance(load, homes)
+        assert found <= imbalance(load, homes) * (1.01 if kinds else 1)  # squares, not the fullest
         over.append(found / min(imbalance(load, hosts) for hosts in candidates))
     assert min(over) >= 1
     assert np.median(over) <= 1.02
@@ -93,14 +94,21 @@ def greedy(load, homes, spare):
 
 
 @pytest.mark.parametrize("rounds", [0, 2])
-@pytest.mark.parametrize(("experts", "devices", "spare"), [(12, 4, 1), (12, 4, 2), (60, 8, 1)])
-def test_the_rule_is_that_of_plain_loops(monkeypatch, rounds, experts, devices, spare):
-    """Without replacing copies it finds the same hosts; with replacing, none that are worse."""
+@pytest.mark.parametrize(
+    ("kinds", "experts", "devices", "spare"),
+    [((), 12, 4, 1), ((), 12, 4, 2), ((), 60, 8, 1), ((3,), 12, 4, 2), ((2,), 60, 8, 1)],
+)
+def test_the_rule_is_that_of_plain_loops(monkeypatch, rounds, kinds, experts, devices, spare):
+    """Without replacing copies it finds the same hosts; with replacing, none that are worse. Of
+    several kinds of steps each one's squares are over its load.
+    """
     monkeypatch.setattr("jmoe.parallel.copies.ROUNDS", rounds)
     rng, homes, better = np.random.default_rng(1), homes_of(experts, devices), 0
     for _ in range(8):
-        load = rng.lognormal(0, 1.2, experts)
-        found, plain = with_copies(load, homes, spare), greedy(load, homes, spare)
+        load = rng.lognormal(0, 1.2, (*kinds, experts))
+        found = with_copies(load, homes, spare)
+        load = load / np.sqrt(load.sum(axis=-1, keepdims=True))
+        plain = greedy(load, homes, spare)
         if rounds == 0:
             np.testing.assert_array_equal(found, plain)
         assert squares(load, found) <= squares(load, plain) * (1 + 1e-9)
@@ -108,11 +116,12 @@ def test_the_rule_is_that_of_plain_loops(monkeypatch, rounds, experts, devices, 
     assert (better > 0) == (rounds > 0)
 
 
-def test_a_copy_is_given_up_for_the_best_other_one():
+@pytest.mark.parametrize("kinds", [1, 2])
+def test_a_copy_is_given_up_for_the_best_other_one(kinds):
     """Every swap is tried by itself; the one that is made is the best of them."""
     rng, homes, made = np.random.default_rng(2), homes_of(9, 3), 0
     for _ in range(30):
-        load, hosts = rng.lognormal(0, 1.2, 9), homes.copy()
+        load, hosts = rng.lognormal(0, 1.2, (kinds, 9)), homes.copy()
         search = _Search(load, homes, 1)
         for device in range(3):  # any copies
             expert = int(rng.choice(np.flatnonzero(~hosts[:, device])))
@@ -134,6 +143,22 @@ def test_a_copy_is_given_up_for_the_best_other_one():
             assert min(tries) >= squares(load, hosts) * (1 - 1e-8)
         assert device_loads(load, search.hosts) == pytest.approx(search.loads)
     assert made > 20
+
+
+def test_kinds_of_steps_do_not_even_each_other_out():
+    """Each of two models is busy on one device, in its own steps. Together they are even."""
+    homes = homes_of(8, 2)
+    load = np.array([[9.0, 1, 1, 1, 0, 0, 0, 0], [0, 0, 0, 0, 9, 1, 1, 1]])
+    assert imbalance(load.sum(axis=0), homes) == 1
+    assert imbalance(load, homes) == 2
+    assert not (with_copies(load.sum(axis=0), homes, 1) & ~homes).any()
+    hosts = with_copies(load, homes, 1)
+    assert np.argwhere(hosts & ~homes).tolist() == [[0, 1], [4, 0]]
+    assert imbalance(load, hosts) == 15 / 12
+    assert imbalance(load, with_copies(load, homes, 4)) == 1
+    rare = np.array([load[0], 0 * load[1]])  # a kind without load counts nothing
+    np.testing.assert_array_equal(with_copies(rare, homes, 1), with_copies(load[0], homes, 1))
+    assert imbalance(rare, hosts) == imbalance(load[0], hosts)
 
 
 @given(

@@ -15,7 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jmoe.parallel.placement import contiguous, from_hosts
+from jmoe.parallel.copies import device_loads
+from jmoe.parallel.placement import contiguous, from_hosts, of_tables, with_spare
 from serving.config import BalanceConfig, EngineConfig
 from serving.control.mover import SPARE, Mover, make_mover, read_load, starting_placement
 from serving.errors import SettingsError
@@ -128,6 +129,104 @@ def test_homes_are_even_and_as_few_experts_move_as_can_be(hosts):
     assert (homes & ~hosts[0]).sum() == min(moved)
 
 
+def family_placed(*, models, experts, devices, shared, seed=0, united=0):
+    """Returns `of_tables` of models that share a part of their experts."""
+    rng = np.random.default_rng(seed)
+    owner = np.tile(np.arange(models)[:, None, None], (1, LAYERS, experts))
+    owner[:, rng.random((LAYERS, experts)) < shared] = 0
+    slots = owner * experts * LAYERS + np.arange(LAYERS * experts).reshape(LAYERS, experts)
+    first = models * LAYERS * experts
+    own = first + np.arange(models * LAYERS * united).reshape(models, LAYERS, united)
+    return of_tables(np.concatenate([slots, own], axis=2).astype(np.int32), experts, devices)
+
+
+def step_of(*models):
+    return SimpleNamespace(models=models)
+
+
+def mixed_of(rows):
+    """What a mixed step tells of each of its models' rows, [N, L, e]."""
+    return SimpleNamespace(expert_rows=rows.sum(axis=0), rows_by_model=rows)
+
+
+@given(st.data())
+def test_load_is_counted_by_distinct_expert_and_kind_of_step(data):
+    """Against plain loops: an expert that two models share has the loads of both."""
+    models, experts = 3, 5
+    own, numbers = family_placed(
+        models=models, experts=experts, devices=2, shared=0.5, seed=data.draw(st.integers(0, 99))
+    )
+    config = BalanceConfig(spare_slots=1)
+    mover = Mover(config, Noting(), with_spare(own, 1), 0.0, np.asarray(own.hosts), numbers)
+    wanted = np.zeros((LAYERS, models + 1, own.hosts.shape[1]))
+    rng = np.random.default_rng(data.draw(st.integers(0, 99)))
+    steps = st.lists(st.sets(st.integers(0, models - 1), min_size=1, max_size=2), max_size=5)
+    for of in map(sorted, data.draw(steps)):
+        rows = rng.integers(0, 9, (len(of), LAYERS, numbers.shape[2]))
+        alone = SimpleNamespace(expert_rows=rows[0], rows_by_model=None)
+        mover.step_read(step_of(*of), mixed_of(rows) if len(of) > 1 else alone, 0.0, 0.0)
+        for at, layer, expert in np.ndindex(rows.shape):
+            kind = models if len(of) > 1 else of[0]
+            wanted[layer, kind, numbers[of[at], layer, expert]] += rows[at, layer, expert]
+    np.testing.assert_allclose(mover.load, wanted)
+
+
+def test_copies_of_a_family_level_the_steps_of_each_model_and_of_both(tmp_path):
+    """Of three steps in four one model has all rows; the others are another's, or mixed. Copies are
+    by the load of the first half, and judged by steps of the second.
+    """
+    models, experts, devices, rows = 2, 64, 8, 4096
+    own, numbers = family_placed(models=models, experts=experts, devices=devices, shared=0.5)
+    rng, homes = np.random.default_rng(5), np.asarray(own.hosts)
+    popular = rng.lognormal(0, 1.0, (models, LAYERS, experts))
+    popular /= popular.sum(axis=2, keepdims=True)
+    settings = {"spare_slots": 2, "interval_s": 1.0, "half_life_s": 60.0}
+    config = BalanceConfig(**settings, load_file=str(tmp_path / "load.npy"))
+    mover = Mover(config, Noting(), with_spare(own, 2), 0.0, homes, numbers)
+
+    def drawn(share):
+        """The rows of a model in a step, of which it has a share."""
+        return rng.poisson(rows * share * popular[:, :, :])
+
+    def step(number):
+        if number % 4:
+            return step_of(0), SimpleNamespace(expert_rows=drawn(1)[0], rows_by_model=None)
+        if number % 8:
+            return step_of(1), SimpleNamespace(expert_rows=drawn(1)[1], rows_by_model=None)
+        return step_of(0, 1), mixed_of(drawn(0.5))
+
+    def on_devices(at, result, hosts):
+        by_model = result.rows_by_model
+        every = result.expert_rows[None] if by_model is None else by_model
+        load = np.zeros(homes.shape[:2])
+        for model, own_rows in zip(at.models, every, strict=True):
+            np.add.at(load, (np.arange(LAYERS)[:, None], numbers[model]), own_rows)
+        return np.stack([device_loads(*one) for one in zip(load, hosts, strict=True)])
+
+    found = {}
+    for number in range(600):
+        at, result = step(number)
+        if number >= 300:
+            for name, hosts in (("before", homes), ("after", mover.hosts)):
+                loads = on_devices(at, result, hosts)
+                ratio = loads.max(axis=1).sum() / loads.mean(axis=1).sum()
+                found.setdefault((name, at.models), []).append(ratio)
+            continue
+        mover.step_read(at, result, number * 0.1, number * 0.1 + 0.1)
+        mover.advance(number * 0.1 + 0.1)
+    p99 = {key: np.percentile(each, 99) for key, each in found.items()}
+    for at, most in (((0,), 1.12), ((1,), 1.2), ((0, 1), 1.2)):
+        assert p99["before", at] > 1.3
+        assert p99["after", at] < most
+    assert mover.experts_copied <= 2 * devices * LAYERS + 20
+    # What is kept is what another server starts with, and no file of one model is.
+    placed = starting_placement(config, own, num_models=models)
+    assert placed.spare == 2
+    assert (np.asarray(placed.hosts) != homes).any()
+    with pytest.raises(SettingsError, match=r"of these models it must hold .* = \(3, 4, "):
+        starting_placement(config, own, num_models=3)
+
+
 def test_what_would_not_pay_back_is_left():
     runner = Noting()
     mover = mover_of(runner, copy_s=60.0)  # as long as all that it could save
@@ -176,7 +275,7 @@ def test_load_is_kept_over_a_restart(tmp_path):
         read(mover, load, float(now))
         mover.advance(float(now))
     config = BalanceConfig(spare_slots=1, load_file=file)
-    placement = starting_placement(config, LAYERS, EXPERTS, DEVICES)
+    placement = starting_placement(config, contiguous(LAYERS, EXPERTS, DEVICES))
     np.testing.assert_array_equal(placement.hosts[1], mover.hosts[1])
     assert placement.hosts[1, 2].all()
     assert Mover(config, Noting(), placement, 0.0).load[1, 2] > 100
@@ -188,9 +287,8 @@ def test_a_load_that_needs_no_copies_leaves_one_slot_that_a_later_load_may_need(
     config = BalanceConfig(spare_slots="auto", load_file=str(tmp_path / "load.npy"))
     np.save(config.load_file, np.ones((LAYERS, EXPERTS), np.float32))
     for fits, spare in ((0, 0), (1, 1), (3, 1)):
-        placement = starting_placement(
-            config, LAYERS, EXPERTS, DEVICES, spare_that_fits=lambda _, n=fits: n
-        )
+        own = contiguous(LAYERS, EXPERTS, DEVICES)
+        placement = starting_placement(config, own, lambda n=fits: n)
         assert placement.spare == spare
 
 
@@ -199,10 +297,7 @@ AUTO = BalanceConfig(spare_slots="auto")
 
 def test_auto_takes_what_is_forecast_or_fits():
     def placed(fits):
-        asked = []
-        place = partial(starting_placement, spare_that_fits=lambda n: asked.append(n) or fits)
-        found = place(AUTO, LAYERS, EXPERTS, DEVICES, num_united=1)
-        assert asked == [1]
+        found = starting_placement(AUTO, contiguous(LAYERS, EXPERTS, DEVICES), lambda: fits)
         assert found.room == 2 + found.spare  # of eight experts on four devices
         return found.spare
 
@@ -213,15 +308,23 @@ def test_auto_counts_what_gains_by_the_load_that_was_stored(tmp_path, caplog):
     """One of eight experts is busy: a slot on each device levels it."""
     caplog.set_level("INFO")
     config = replace(AUTO, load_file=str(tmp_path / "load.npy"))
-    place = partial(starting_placement, config, LAYERS, EXPERTS, DEVICES)
-    assert place(spare_that_fits=lambda _: 5).spare == SPARE  # no server has stored any
+    place = partial(starting_placement, config, contiguous(LAYERS, EXPERTS, DEVICES))
+    assert place(spare_that_fits=lambda: 5).spare == SPARE  # no server has stored any
     assert "2 a layer and device, by forecast; memory has room for 5" in caplog.text
     np.save(tmp_path / "load.npy", np.array([[0.0, 0, 8, 0, 0, 0, 0, 0]] * LAYERS))
-    found = place(spare_that_fits=lambda _: 5)
+    found = place(spare_that_fits=lambda: 5)
     assert found.spare == 1
     assert found.hosts[:, 2].all()
     assert "1 a layer and device, by what earlier servers saw" in caplog.text
-    assert place(spare_that_fits=lambda _: 0).spare == 0
+    assert place(spare_that_fits=lambda: 0).spare == 0
+
+
+class FakeFamily(list):
+    """Models over a mesh, one by itself unless they are spread."""
+
+    def __init__(self, models, home, spread=None):
+        super().__init__(models)
+        self.home, self.spread = home, spread
 
 
 def test_the_mover_fills_the_slots_that_auto_took():
@@ -232,24 +335,29 @@ def test_the_mover_fills_the_slots_that_auto_took():
         mover.advance(float(now))
     assert executor.told[0][1].sum() == EXPERTS + DEVICES
     for spare, wanted in ((0, False), (1, True)):
-        model = SimpleNamespace(
-            home=SimpleNamespace(placement=home(spare=spare), spare=spare), num_united_slots=0
-        )
+        there = SimpleNamespace(placement=home(spare=spare), spare=spare)
+        family = FakeFamily([SimpleNamespace(num_united_slots=0)], there)
         executor.copy_s = 0.0
-        assert (make_mover(AUTO, executor, model) is not None) is wanted
+        assert (make_mover(AUTO, executor, family) is not None) is wanted
+    own, numbers = family_placed(models=2, experts=8, devices=4, shared=0.5, united=2)
+    there = SimpleNamespace(placement=with_spare(own, 1), spare=1)
+    spread = SimpleNamespace(own=np.asarray(own.hosts), numbers=numbers)
+    mover = make_mover(AUTO, executor, FakeFamily([None, None], there, spread))
+    assert mover.load.shape == (LAYERS, 3, own.hosts.shape[1])
 
 
 PLACES = """
 import sys
 import jax
 import numpy as np
+from jmoe.parallel.placement import contiguous
 from serving.config import BalanceConfig
 from serving.control.mover import starting_placement
 
 address, index, file, kept, spare = sys.argv[1:]
 jax.distributed.initialize(address, 2, int(index))
 config = BalanceConfig(spare_slots="auto" if spare == "auto" else int(spare), load_file=file)
-placed = starting_placement(config, 3, 8, 4, spare_that_fits=lambda _: 3)
+placed = starting_placement(config, contiguous(3, 8, 4), lambda: 3)
 np.savez(kept, hosts=placed.hosts, room=placed.room)
 jax.distributed.shutdown()
 """
@@ -276,8 +384,8 @@ def test_two_processes_place_experts_by_the_file_of_process_0(tmp_path, spare):
         for one in placing:
             one.kill()
     config = BalanceConfig(spare_slots=spare, load_file=str(tmp_path / "load0.npy"))
-    place = partial(starting_placement, config, LAYERS, EXPERTS, DEVICES)
-    wanted = place(spare_that_fits=lambda _: 3)
+    place = partial(starting_placement, config, contiguous(LAYERS, EXPERTS, DEVICES))
+    wanted = place(spare_that_fits=lambda: 3)
     assert wanted.hosts[1, 2].all()
     assert wanted.spare > 0
     for index in range(2):
