@@ -257,9 +257,9 @@ class BalanceConfig:
         NOT_NEGATIVE,
     )
     spare_slots: int | Literal["auto"] = setting(
-        0,
+        "auto",
         "Slots per layer and device for copies that stay. 0: none. auto: by past load, and by the "
-        "memory beside KV pages (expert-parallelism.md).",
+        "memory beside KV pages; on a CPU none (expert-parallelism.md).",
         NOT_NEGATIVE_OR_AUTO,
     )
     interval_s: float = setting(5.0, "Seconds between looks at expert load.", POSITIVE)

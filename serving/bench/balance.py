@@ -213,9 +213,8 @@ def variant_settings(config: BalanceBenchConfig, variant: Variant) -> dict[str, 
     if variant.replicas:
         settings |= {"balance.replicas": str(config.replicas)}
         settings |= {"balance.replicas_per_pair": str(PER_PAIR)}
-    if variant.spare_slots:
-        settings |= {"balance.spare_slots": str(config.spare_slots)}
-        settings |= {"balance.interval_s": "1"}
+    settings |= {"balance.spare_slots": str(config.spare_slots if variant.spare_slots else 0)}
+    settings |= {"balance.interval_s": "1"} if variant.spare_slots else {}
     settings = {f"engine.{key}": value for key, value in settings.items()}
     own = {flag.partition("=")[0] for flag in config.server_args}
     return {key: value for key, value in settings.items() if key not in own}

@@ -241,13 +241,14 @@ def starting_placement(
             spare, by = max(min(1, most), gains), "what earlier servers saw"
         if jax.process_count() > 1:
             spare = int(broadcast_one_to_all(np.int32(spare)))
-        log.info(
-            "engine.balance.spare_slots is auto: %d a layer and device, by %s; memory has room "
-            "for %d",
-            spare,
-            by,
-            most,
-        )
+        if most:
+            log.info(
+                "engine.balance.spare_slots is auto: %d a layer and device, by %s; memory has room "
+                "for %d",
+                spare,
+                by,
+                most,
+            )
     if not config.load_file:
         return with_spare(own, spare)
     if load is not None:

@@ -493,9 +493,9 @@ def _check_together(config: ServerConfig, require: Any) -> None:
     )
     for name in ("replicas", "spare_slots"):
         require(
-            not getattr(engine.balance, name) or mesh_devices(engine.mesh) > 1,
+            getattr(engine.balance, name) in (0, "auto") or mesh_devices(engine.mesh) > 1,
             f"engine.balance.{name}",
-            f"0 unless engine.mesh is ep=2 or more, and it is {engine.mesh!r}",
+            f"0 or auto unless engine.mesh is ep=2 or more, and it is {engine.mesh!r}",
         )
     require(
         engine.exchange == "auto" or mesh_devices(engine.mesh) > 1,
@@ -503,9 +503,10 @@ def _check_together(config: ServerConfig, require: Any) -> None:
         f"auto unless engine.mesh is ep=2 or more, and it is {engine.mesh!r}",
     )
     require(
-        not engine.balance.load_file or bool(engine.balance.spare_slots),
+        not engine.balance.load_file
+        or bool(engine.balance.spare_slots and mesh_devices(engine.mesh) > 1),
         "engine.balance.load_file",
-        "empty unless engine.balance.spare_slots is 1 or more",
+        "empty unless engine.mesh is ep=2 or more, and engine.balance.spare_slots not 0",
     )
     devices = engine.asynchronous.attention or mesh_devices(engine.mesh)
     seqs_per_device = -(-engine.max_num_seqs // devices)

@@ -123,6 +123,8 @@ def load_models(
             # Of a family, one model is the least; all is counted once it is known what they share.
             check_mesh(config, cfg, mesh.size)
         fits = partial(spare_slots_that_fit, config, cfg, mesh, free_bytes(), len(named) or 1)
+        if jax.default_backend() == "cpu":  # whose devices share cores, so that copies only cost
+            fits = _none_fit
         placed, in_ranges = placements(config.balance, fits, len(named))
     wanted: dict[str, Any] = {
         "dtype": config.dtype,
@@ -151,6 +153,10 @@ def load_models(
     if config.model not in (BUNDLED, str(directory)):
         log.info("%s of the Hugging Face Hub, in %s", config.model, directory)
     return load(config.model, placement=in_ranges, experts=experts, **wanted)
+
+
+def _none_fit(slots: int) -> int:
+    return 0
 
 
 def placements(
