@@ -231,7 +231,8 @@ def _choose(s: State, c: Costs, worker: int, picker: Picker, more: bool, most: i
     counts, oldest = s.counts[worker], s.oldest[worker]
     rule, weights, least, wait_s, age_s = picker
     now = s.seconds[NOW]
-    flat = decide(rule, weights, counts, counts, False, oldest, now, least, wait_s, age_s, more)
+    least = least if more else 1
+    flat = decide(rule, weights, counts, counts, False, oldest, now, least, wait_s, age_s)
     if flat >= 0:
         start(s, c, worker, flat, 0, most)
         return

@@ -167,9 +167,8 @@ def test_settings_of_a_variant():
     none, both = (variant_settings(config, VARIANTS[name]) for name in ("none", "both"))
     assert none["engine.max_num_seqs"] == "16"
     assert "engine.page_size" not in none  # the caller's own
-    assert {key: none[key] for key in none if "balance" in key} == {
-        "engine.balance.spare_slots": "0"
-    }
+    assert none.pop("engine.balance.spare_slots") == "0"
+    assert not any("balance" in key for key in none)
     assert both.items() >= none.items()
     assert both["engine.balance.replicas"] == "4"
     assert both["engine.balance.spare_slots"] == "2"
