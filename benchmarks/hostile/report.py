@@ -89,8 +89,23 @@ def probed(
     )
     idle_s = health["idle"].get("p50_s")
     size = {name.removesuffix("_bytes"): found for name, found in memory.items()}
-    check = {name: found.get for name, found in health.items()}
-    gap = {name: found.get for name, found in gaps.items()}
+    calm_check, calm_gap = _calmest(checks_of), _calmest(gaps_of)
+    idle, polite, load = ((health[name].get, gaps[name].get) for name in ("idle", "polite", "load"))
+    worst_check_s, worst_gap_s = _worst(checks_of, "p999_s"), _worst(gaps_of, "p99_s")
+    check, gap = "health check beside polite clients, P99", "gap beside polite clients"
+    times = (
+        ("health check under load, P99.9", load[0]("p999_s"), MOST_HEALTH_RATIO, worst_check_s),
+        ("longest gap of a polite stream", load[1]("max_s"), MOST_GAP_RATIO, polite[1]("max_s")),
+        ("P99 gap of a polite stream", load[1]("p99_s"), MOST_COMPANY_RATIO, worst_gap_s),
+        (check, calm_check("p99_s"), MOST_CALM_RATIO, idle[0]("p99_s")),
+        (f"longest {gap}", polite[1]("max_s"), MOST_GAP_RATIO, polite[1]("p99_s")),
+        (f"P99 {gap}", calm_gap("p99_s"), MOST_CALM_RATIO, calm_gap("p50_s")),
+        (f"median {gap}", polite[1]("p50_s"), MOST_BATCH_RATIO, idle[1]("p50_s")),
+    )
+    beside = ("polite load",) * 3 + ("idle", "its P99", "its median", "idle")
+    seen = "not measured" if idle_s is None else _ms(idle_s)
+    is_prompt = None if idle_s is None else idle_s <= MOST_HEALTH_S
+    must = f"at most {_ms(MOST_HEALTH_S)}"
     lines = [
         *(
             at_most(f"resident memory, {name}", size.get(value), size.get(base), base, most, _mib)
@@ -99,49 +114,11 @@ def probed(
                 ("peak", "peak", "idle", MOST_PEAK),
             )
         ),
-        Line(
-            *("health check of an idle server, median", f"at most {_ms(MOST_HEALTH_S)}"),
-            *(("not measured", None) if idle_s is None else (_ms(idle_s), idle_s <= MOST_HEALTH_S)),
-            by_machine=True,
-        ),
+        Line("health check of an idle server, median", must, seen, is_prompt, by_machine=True),
         must_be("health checks that failed", 0, len(failed)),
         *(
             at_most(name, value, base, of, most, _ms)
-            for name, value, base, of, most in (
-                (
-                    "health check under load, P99.9",
-                    *(check["load"]("p999_s"), _worst(checks_of, "p999_s"), "polite load"),
-                    MOST_HEALTH_RATIO,
-                ),
-                (
-                    "health check beside polite clients, P99",
-                    *(_calmest(checks_of)("p99_s"), check["idle"]("p99_s"), "idle"),
-                    MOST_CALM_RATIO,
-                ),
-                (
-                    "longest gap of a polite stream",
-                    *(gap["load"]("max_s"), gap["polite"]("max_s"), "polite load"),
-                    MOST_GAP_RATIO,
-                ),
-                (
-                    "P99 gap of a polite stream",
-                    *(gap["load"]("p99_s"), _worst(gaps_of, "p99_s"), "polite load"),
-                    MOST_COMPANY_RATIO,
-                ),
-                (
-                    "longest gap beside polite clients",
-                    *(gap["polite"]("max_s"), gap["polite"]("p99_s"), "its P99", MOST_GAP_RATIO),
-                ),
-                (
-                    "P99 gap beside polite clients",
-                    *(_calmest(gaps_of)("p99_s"), _calmest(gaps_of)("p50_s"), "its median"),
-                    MOST_CALM_RATIO,
-                ),
-                (
-                    "median gap beside polite clients",
-                    *(gap["polite"]("p50_s"), gap["idle"]("p50_s"), "idle", MOST_BATCH_RATIO),
-                ),
-            )
+            for (name, value, most, base), of in zip(times, beside, strict=True)
         ),
     ]
     during = _within(stalled, marks["load"])
