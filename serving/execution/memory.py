@@ -221,7 +221,9 @@ def spare_slots_that_fit(
         others = _size(params) + (0 if on_cpu else _size(params["segments"]))
         others *= num_models
         slot, held = _slot_bytes(config, cfg), cfg.num_moe_layers * slots
-        cfg = replace(cfg, exchange=config.exchange)
+        # Steps that copy experts gather all rows, whatever others do.
+        exchange = "all-gather" if config.balance.replicas else config.exchange
+        cfg = replace(cfg, exchange=exchange)
         step = MeshStep(cfg, num_devices, config.max_prefill_tokens, dtype.itemsize)
         rows = step.gathered_buffer_bytes()
         free = free // num_devices if on_cpu else free  # CPU devices share the host's memory
