@@ -260,7 +260,7 @@ def test_rows_are_delivered_without_copies(mesh, monkeypatch, way, hops, launche
     assert program.copied() == {}
     counts = count_launches(program.hlo)
     sent = counts["all-to-all"] + counts["all-to-all-start"]
-    assert (counts["all-gather"], sent, counts["reduce-scatter"]) == (2, 2 * hops * 2, 0)
+    assert (counts["all-gather"], sent, "reduce-scatter" in counts) == (2, 2 * hops * 2, False)
     assert (counts["while"], program.hlo.count(" while(")) == (4, 6)
     assert sum(counts.values()) <= launches
 

@@ -2,6 +2,8 @@
 
 import random
 
+import jax
+
 import jmoe
 from tests.jmoe.conftest import GOLDEN
 from tests.serving.execution.aep_sequences import Sequences, some_prompts, workers_of
@@ -10,7 +12,8 @@ from tests.serving.execution.aep_sequences import Sequences, some_prompts, worke
 def test_two_and_six_devices(compiled_in_a_hurry):
     model, rng = jmoe.load(GOLDEN / "qwen2_moe", dtype="float32"), random.Random(9)
     workers = workers_of(model, rng, attention=2, experts=6)
-    assert len({worker.device.device for worker in workers.attention + workers.experts}) == 8
+    stores = [jax.tree.leaves(worker.device._store)[0] for worker in workers.workers]
+    assert len(frozenset.union(*(frozenset(store.devices()) for store in stores))) == 8
     prompts = some_prompts(model, rng, 8)
     played = Sequences(workers, prompts, 5, 10)
     played.play(rng)
