@@ -17,5 +17,6 @@ def test_some_steps_over_a_mesh_are_those_of_one_device():
 
 
 @pytest.mark.exhaustive
-def test_all_other_steps_over_a_mesh_are_those_of_one_device():
-    run_on_devices(STEPS, 8, "-k", f"not ({SHORT})")
+@pytest.mark.parametrize("kinds", ["needed_alone", "not needed_alone"])
+def test_all_other_steps_over_a_mesh_are_those_of_one_device(kinds):
+    run_on_devices(STEPS, 8, "-k", f"{kinds} and not ({SHORT})")
