@@ -1,7 +1,7 @@
 """The MLP half of a layer: router, brownout plan, routed and shared experts; or a dense MLP.
 
 `moe` is the one MoE block. Where rows and experts meet is an `Exchange`: `alone` on one device,
-`jmoe.parallel.experts.gathered` over a mesh, `jmoe.parallel.replicas.Copying` with copies of
+`jmoe.parallel.delivery.over_mesh` over a mesh, `jmoe.parallel.replicas.Copying` with copies of
 experts that travel meanwhile; `jmoe.stages` cuts the block in two, between workers. All of them are
 made of `router`, `gate`, `planned` and `compute`.
 
