@@ -91,13 +91,16 @@ class Delivery(NamedTuple):
 
     room: int  # rows from a device to another; to another node, where they are forwarded
     node: int = 0  # devices of a node inside which rows are forwarded; 0: an all-to-all in one hop
-    inside: int = 0  # forwarded rows from a device of a node to another
+    inside: int = 0
+    """Forwarded rows from a device of a node to another; as many as there are nodes, or more: so
+    many may come at a time.
+    """
 
     def block(self, num_devices: int) -> int:
         """Returns the rows of a device that have room whatever they need."""
         if not self.node:
             return self.room
-        return max(1, min(self.room, self.inside * self.node // num_devices))
+        return min(self.room, self.inside * self.node // num_devices)
 
 
 def distinct_parts(num_experts: int, top_k: int, parts: int) -> float:
@@ -382,7 +385,7 @@ class MeshStep(NamedTuple):
         yield "direct", Delivery(room(devices))
         if 1 < (node := node_of(devices)) < devices:
             nodes = devices // node
-            yield "forwarded", Delivery(room(nodes), node, room(devices, nodes))
+            yield "forwarded", Delivery(room(nodes), node, max(nodes, room(devices, nodes)))
 
     def _for_each_of(self, parts: int) -> float:
         """Returns the rows of a device that each of so many even parts of the experts needs."""

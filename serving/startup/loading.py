@@ -51,8 +51,8 @@ def make_mesh_of(config: EngineConfig) -> Mesh | None:
     count = mesh_devices(config.mesh)
     if config.exchange == "forwarded" and not 1 < (node := node_of(count)) < count:
         raise SettingsError(
-            f"engine.exchange is 'forwarded', and engine.mesh {config.mesh!r} is {count // node} "
-            f"nodes of {node}; it takes several nodes of 2 to {NODE} devices each"
+            f"engine.exchange is 'forwarded', and engine.mesh {config.mesh!r} makes nodes of "
+            f"{node}: {count // node}; it takes several nodes of 2 to {NODE} devices each"
         )
     own = count // max(1, config.num_processes)
     want_cpu_devices(own)

@@ -67,9 +67,9 @@ def test_an_exchange_needs_a_mesh_and_forwarding_several_nodes():
         settings.load("demo", {"engine.exchange": "direct"})
     with pytest.raises(SettingsError, match=r"engine.exchange is .all.; .*all-gather"):
         settings.load("demo", {"engine.exchange": "all", "engine.mesh": "ep=2"})
-    for count, nodes in ((8, "1 nodes of 8"), (13, "13 nodes of 1")):
+    for count, nodes in ((8, "nodes of 8: 1"), (13, "nodes of 1: 13")):
         config = EngineConfig(mesh=f"ep={count}", exchange="forwarded")
-        with pytest.raises(SettingsError, match=f"'ep={count}' is {nodes}; it takes several"):
+        with pytest.raises(SettingsError, match=f"'ep={count}' makes {nodes}; it takes several"):
             prepare(config, None, lambda *_: None)
 
 

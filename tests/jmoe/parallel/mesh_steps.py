@@ -402,6 +402,7 @@ def test_rows_that_travel_in_halves(name, count, per_pass, strategy):
         ("bundled", 8, Delivery(16, 2, 9), None, "zero"),
         ("skewed bundled", 8, Delivery(6), None, "zero"),
         ("skewed bundled", 8, Delivery(9, 4, 12), 3, "zero"),
+        ("skewed bundled", 8, Delivery(1, 4, 2), None, "zero"),
         ("qwen2_moe", 4, Delivery(5), 2, "full"),
         ("qwen3_moe_mixed_yarn", 4, Delivery(16, 2, 32), None, "full"),
         ("gpt_oss", 4, Delivery(1), None, "full"),

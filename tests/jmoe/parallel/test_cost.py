@@ -303,7 +303,27 @@ def test_delivery_by_hand():
     # Two nodes: a row is for each with a chance of 11 / 14, which leaves no room to save.
     assert cost.MeshStep(MIXTRAL, 16, 2048, 2).exchange() == "halves"
     assert cost.Delivery(9, 4, 13).block(8) == 6  # rows for one device may all come from both nodes
-    assert cost.Delivery(9, 4, 1).block(8) == 1
+
+
+@given(
+    st.sampled_from([SMALL, QWEN, MIXTRAL, PHI]),
+    st.integers(2, 600),
+    st.integers(1, 3000),
+)
+def test_a_block_of_rows_fits_whatever_they_visit(cfg, devices, tokens):
+    """All of them one device, of both hops."""
+    for _, way in cost.MeshStep(cfg, devices, tokens, 2)._deliveries():
+        block = way.block(devices)
+        assert 1 <= block <= way.room <= tokens
+        if way.node:
+            assert block * (devices // way.node) <= way.inside
+
+
+def test_what_is_forwarded_on_many_devices_saves_as_the_page_says():
+    step = cost.MeshStep(PHI, 64, 2048, 2)
+    assert step.exchange() == cost.Delivery(743, 8, 768)
+    assert 1e3 * step.saved() == pytest.approx(3.22, abs=0.01)
+    assert 1e3 * step.saved_by_halves() == pytest.approx(0.99, abs=0.01)
 
 
 @pytest.mark.parametrize(
