@@ -807,7 +807,8 @@ def save_native(
     }
     for kind in stored["layer_attention"]:
         kind.pop("fp8", None)  # of caches
-    del stored["strategy"], stored["fp8_block"], stored["int4"]  # of programs, and of other files
+    for name in ("strategy", "exchange", "fp8_block", "int4"):  # of programs, and of other files
+        del stored[name]
     need("train", "orbax")
     import orbax.checkpoint as ocp
 

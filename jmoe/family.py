@@ -191,7 +191,8 @@ def load_family(
         spare_models: further places, with slots for all experts of as many models that come later.
         mesh: spread the pool over its devices (`jmoe.make_mesh`), each model's experts evenly; None
             keeps all on one.
-        fits: called before the pool is made and anything is read into it.
+        fits: called with the slots of each device's pool and the bytes of one, before the pool is
+            made; raises where they do not fit.
         placement: called with where the distinct experts of all models lie over `mesh`, each once
             (`jmoe.parallel.placement.of_tables`), and returns where they are to lie, such as with
             slots for copies (`with_spare`). None: as they lie.

@@ -90,6 +90,7 @@ def probed(
     idle_s = health["idle"].get("p50_s")
     size = {name.removesuffix("_bytes"): found for name, found in memory.items()}
     calm_check, calm_gap = _calmest(checks_of), _calmest(gaps_of)
+    # Of health checks, and of the polite stream's gaps.
     idle, polite, load = ((health[name].get, gaps[name].get) for name in ("idle", "polite", "load"))
     worst_check_s, worst_gap_s = _worst(checks_of, "p999_s"), _worst(gaps_of, "p99_s")
     check, gap = "health check beside polite clients, P99", "gap beside polite clients"

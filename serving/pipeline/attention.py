@@ -509,7 +509,9 @@ class AttentionWorker:
                 tokens = np.zeros(size, np.int32) if group == PREFILL else None
                 for layer in range(self._num_layers):
                     deltas = empty_deltas(1 if layer else self._num_deltas(group, size))
-                    self.device.attend(layer, tokens, rows, deltas, EXACT, places)
+                    launched = self.device.attend(layer, tokens, rows, deltas, EXACT, places)
+                    if launched is not None:  # what it raises is told now
+                        self.device.read(launched)
                 if group == PREFILL:
                     self.device.score(places, np.zeros(size, np.int32), False)
         sampled = partial(pack_row, -1, kv_len=1, temperature=1.0)

@@ -123,4 +123,4 @@ class ExpertWorker:
         for size in self.stage_sizes:
             rows, ids = np.zeros(size, np.int32), np.full(size, -1, np.int32)
             for layer in range(len(self.queues.counts)):
-                self.device.compute(layer, rows, ids)
+                self.device.read(self.device.compute(layer, rows, ids))

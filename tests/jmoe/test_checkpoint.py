@@ -1,5 +1,6 @@
 """Checkpoints: what is refused and how it is named, and jmoe's own format there and back."""
 
+import dataclasses
 import json
 import shutil
 
@@ -320,6 +321,16 @@ def test_routers_activations_and_attentions_come_back_by_name(case, copy, tmp_pa
     jax.tree.map(np.testing.assert_array_equal, back.weights, model.weights)
     kinds = [jax.tree.map(lambda leaf: str(leaf.dtype), dict(one.params)) for one in (back, model)]
     assert kinds[0] == kinds[1]  # a router's bias stays float32
+
+
+def test_what_programs_alone_are_made_with_is_not_saved(copy, tmp_path):
+    model = jmoe.load(copy(CASE), "float32")
+    served = dataclasses.replace(model.config, exchange="direct")
+    jmoe.save(dataclasses.replace(model, config=served), tmp_path / "saved")
+    assert jmoe.load(tmp_path / "saved", "float32").config == model.config
+    assert (
+        not {"exchange", "strategy"} & json.loads((tmp_path / "saved/jmoe.json").read_text()).keys()
+    )
 
 
 def test_save_does_not_overwrite(saved):
