@@ -28,6 +28,8 @@ from jmoe.model_files import read_text
 from jmoe.router import Router
 from pallas_kernels.activation import SILU, Activation
 
+EXCHANGES = "auto", "all-gather", "halves", "direct", "forwarded"
+"""How rows may meet experts over a mesh."""
 MOST_LAYERS = 10_000
 
 
@@ -126,6 +128,8 @@ class ModelConfig:
             wanted = f"one entry a layer ({self.num_layers})"
             _require(count == self.num_layers, key, count, wanted)
         _require(any(self.moe_layers), "moe_layers", self.moe_layers, "at least one MoE layer")
+        one_of = f"one of {', '.join(EXCHANGES)}"
+        _require(self.exchange in EXCHANGES, "exchange", self.exchange, one_of)
 
     def __repr__(self) -> str:
         """Returns architecture and sizes. Equal for equal configurations only: it ends with a

@@ -12,11 +12,11 @@ import pytest
 
 import jmoe
 from jmoe.checkpoint import HFLayers
-from jmoe.config import read_config
+from jmoe.config import EXCHANGES, ConfigError, read_config
 from jmoe.parallel.cost import MeshStep
 from jmoe.parallel.home import make_mesh
 from jmoe.random_model import random_params
-from serving.config import BalanceConfig, EngineConfig
+from serving.config import BalanceConfig, EngineConfig, described
 from serving.errors import SettingsError
 from serving.execution import memory
 from serving.settings import reading as settings
@@ -58,6 +58,12 @@ def test_a_model_has_to_lie_on_the_mesh_that_is_asked_for():
     with pytest.raises(SettingsError, match="not spread over such a mesh"):
         prepare(EngineConfig(mesh="ep=1"), model, lambda *_: None)
     assert make_mesh(1).size == 1
+
+
+def test_an_exchange_of_no_such_name_is_refused_in_a_notebook_too():
+    assert described()["engine.exchange"].range.choices == EXCHANGES
+    with pytest.raises(ConfigError, match=r"exchange is 'dirct'; it must be one of auto, all-g"):
+        replace(geometry(), exchange="dirct")
 
 
 def test_an_exchange_needs_a_mesh_and_forwarding_several_nodes():
