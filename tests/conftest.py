@@ -134,12 +134,13 @@ def pytest_runtest_setup(item):
 ROUTING = "tests/pallas_kernels/test_routing.py"  # its smallest interpreted case takes 20 seconds
 THINNED = {"tests/pallas_kernels/test_odd_shapes.py": 3, "tests/pallas_kernels/": 1000}
 """Of each deep test of these files, every n-th case is not exhaustive."""
+MOST_TESTS = {"mosaic": 2, "sm90": 5}
 
 
 def pytest_collection_modifyitems(config, items):
     """Marks cases that `sized` names, and of kernels' contract suites those that a rule makes deep:
-    all that are emulated, and interpreted ones but for the first of a file. Of deep interpreted
-    ones two tests a file are not exhaustive.
+    all that are emulated, and interpreted ones but for the first of a file. Of deep ones two
+    interpreted tests a file and five emulated ones are not exhaustive.
     """
     count, interpreted, named = Counter(), defaultdict(set), {}
     for item in items:
@@ -170,7 +171,8 @@ def pytest_collection_modifyitems(config, items):
             if not any(item.iter_markers("exhaustive")):
                 step = next((n for start, n in THINNED.items() if file.startswith(start)), 1)
                 at = file, test.partition("[")[0], how.replace("batched", "")
-                if count[at] % step or (how == "mosaic" and is_past(2)):
+                most = MOST_TESTS.get(how)
+                if count[at] % step or (most and is_past(most)):
                     item.add_marker("exhaustive")
                 count[at] += 1
     unknown = {at: cases for at, cases in named.items() if cases}

@@ -36,6 +36,7 @@ def test_what_is_stored_was_run_whole_and_names_no_machine(path):
 
 
 @pytest.mark.deep
+@pytest.mark.sized(exhaustive=("3-a-burst", "4-distil-a-way"))
 @each
 def test_a_notebook_runs_and_draws_what_it_has_stored(path, tmp_path):
     stored = nbformat.read(path, as_version=4)

@@ -103,6 +103,7 @@ for part in {parts}:
     subprocess.run([sys.executable, "-c", code], cwd=store.ROOT, check=True, timeout=120)
 
 
+@pytest.mark.exhaustive
 def test_planted_faults_cost_their_cases_alone(tmp_path, monkeypatch):
     plants = {
         "smoke": "hang",

@@ -323,7 +323,7 @@ def test_the_command_starts_no_device():
     assert all("GLM-4.5-Air" in line for line in lines[1:])
 
 
-@pytest.mark.deep
+@pytest.mark.exhaustive
 def test_launches_are_those_of_compiled_programs(monkeypatch):
     """Of every op in bfloat16, at small sizes, and of attention to latents."""
     pytest.importorskip("jax_plugins.xla_cuda13", reason="needs the extra jmoe[aot]")

@@ -57,6 +57,7 @@ async def answer(client):
         return None
 
 
+@pytest.mark.exhaustive
 async def test_a_killed_actor_is_replaced_and_a_drain_waits(tmp_path):
     log = tmp_path / "log"
     want = jmoe.generate(jmoe.load("bundled", "float32"), [PROMPT], NEW_TOKENS, stop_token_ids=())

@@ -88,6 +88,7 @@ def test_more_than_64_experts():
     check_route("mosaic", static, [draw(1, static, routing.PARTIAL), ones(static)])
 
 
+@pytest.mark.exhaustive
 def test_more_than_128_routed_experts():
     """Sums over them are made in parts, and picks are ranked in two groups."""
     static = Static(rows=9, experts=256, united=64, top_k=16, tiles=ONE)
@@ -206,6 +207,7 @@ def test_steps_of_several_blocks_emulated():
     check_route("sm90", static, [draw(5, static, routing.PARTIAL)])
 
 
+@pytest.mark.exhaustive
 def test_blocks_that_take_their_rows_in_turns_emulated():
     """580 rows are ten times 64: five blocks of two, the last of which has four rows in its second
     turn; the emulator fails on what a turn writes before the one before has let it go."""

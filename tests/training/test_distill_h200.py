@@ -109,7 +109,7 @@ def abstract_refinement(cfg, way, mesh):
     return experts, state, frozen, arrays, key
 
 
-@pytest.mark.sized(exhaustive=("qwen1.5-moe-a2.7b-2-1-130",))
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("name", "way", "num_gpus", "limit_gib"),
     [

@@ -122,7 +122,7 @@ def test_what_levels_cannot_be_compared_on_is_refused(tmp_path):
         evaluate_levels(stored, [8], "visits", 0, stored=True)
 
 
-@pytest.mark.deep
+@pytest.mark.exhaustive
 def test_a_models_own_levels_are_compared_without_a_search(tmp_path):
     text = tmp_path / "a.txt"
     text.write_text("The quick brown fox jumps over the lazy dog. ")
