@@ -128,6 +128,27 @@ def check_mesh(config: EngineConfig, cfg: ModelConfig, num_devices: int) -> None
     _check_copies_of_steps(config, cfg, num_devices, (room - held) * slot_bytes)
 
 
+def check_model(config: EngineConfig, cfg: ModelConfig) -> None:
+    """Raises SettingsError, before weights load, where one model's routed experts and other weights
+    do not fit into a device.
+    """
+    free = _free_on_each(1)
+    if free is None:
+        return
+    experts = cfg.num_moe_layers * cfg.num_experts * _slot_bytes(config, cfg)
+    wanted = experts + _rest_bytes(config, cfg)
+    if wanted > SHARE * free:
+        fixes = ["take a smaller model"]
+        if jax.local_devices()[0].platform != "cpu":
+            fixes.append("spread it over devices (engine.mesh)")
+        if config.quantize in ("auto", "none"):
+            fixes.append("keep its experts in fewer bits (engine.quantize)")
+        raise SettingsError(
+            f"engine.model is {config.model!r}, whose weights take {wanted / GIB:.4g} GiB, and "
+            f"{free / GIB:.4g} GiB are free; {', or '.join(fixes)}"
+        )
+
+
 def check_family(
     config: EngineConfig, cfg: ModelConfig, num_devices: int, num_slots: int, slot_bytes: int
 ) -> None:
@@ -138,10 +159,7 @@ def check_family(
     free = _free_on_each(num_devices)
     if free is None:
         return
-    params = jax.eval_shape(
-        partial(random_params, cfg, dtype=jnp.dtype(config.dtype)), jax.random.key(0)
-    )
-    wanted = num_slots * slot_bytes + _size(params)
+    wanted = num_slots * slot_bytes + _rest_bytes(config, cfg)
     if wanted > SHARE * free:
         fixes = ["name fewer models"]
         fixes += ["lower engine.spare_models"] * bool(config.spare_models)
@@ -193,6 +211,12 @@ def _slot_bytes(config: EngineConfig, cfg: ModelConfig) -> int:
     """Returns the bytes of an expert, as the settings have it kept."""
     kind = quantize_as(config.quantize, cfg)
     return _size(jax.eval_shape(partial(empty_pool, cfg, 1, jnp.dtype(config.dtype), kind)))
+
+
+def _rest_bytes(config: EngineConfig, cfg: ModelConfig) -> int:
+    """Returns the bytes of what a model has beside its experts."""
+    make = partial(random_params, cfg, dtype=jnp.dtype(config.dtype))
+    return _size(jax.eval_shape(make, jax.random.key(0)))
 
 
 def _asked(count: CountOrAuto) -> int:

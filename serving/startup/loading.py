@@ -27,7 +27,13 @@ from serving.control.losses import Curve, Curves, Losses
 from serving.control.mover import starting_placement
 from serving.control.slo import starting_strategy
 from serving.errors import SettingsError
-from serving.execution.memory import check_family, check_mesh, free_bytes, spare_slots_that_fit
+from serving.execution.memory import (
+    check_family,
+    check_mesh,
+    check_model,
+    free_bytes,
+    spare_slots_that_fit,
+)
 from serving.execution.programs import Progress
 from serving.intake.chat_templates import check_templates
 from serving.settings.reading import mesh_devices, named_models
@@ -116,8 +122,11 @@ def load_models(
     named = named_models(config.models)
     directory = resolve(next(iter(named.values()), config.model), config.hub_revision)
     placed, in_ranges = None, None
-    if mesh is not None or named:
+    whole = mesh is None and not named and experts is None and not is_native(directory)
+    if mesh is not None or named or whole:
         cfg = config_of(directory, allow_unknown_config=config.allow_unknown_config)
+    if whole:
+        check_model(config, cfg)
     if mesh is not None:
         if not is_native(directory):
             # Of a family, one model is the least; all is counted once it is known what they share.

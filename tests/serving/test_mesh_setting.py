@@ -183,6 +183,19 @@ def test_a_family_is_counted_as_a_whole(monkeypatch, num_devices, words):
         memory.check_family(*own)
 
 
+def test_a_model_that_does_not_fit_is_refused_before_it_is_loaded(monkeypatch):
+    config = EngineConfig(model=str(GOLDEN / "qwen2_moe"), dtype="float32")
+    model = load_models(config, None, lambda *_: None)
+    experts = model.config.num_moe_layers * model.config.num_experts * model.pool.slot_bytes
+    least = experts + sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
+    monkeypatch.setattr(memory, "free_bytes", lambda: math.ceil(least / memory.SHARE))
+    load_models(config, None, lambda *_: None)
+    monkeypatch.setattr(memory, "free_bytes", lambda: int(least / memory.SHARE) - 1)
+    monkeypatch.setattr(HFLayers, "layer", lambda *_: pytest.fail("weights are read"))
+    with pytest.raises(SettingsError, match=r"engine.model is .*qwen2_moe', whose weights take"):
+        load_models(config, None, lambda *_: None)
+
+
 def test_copies_of_a_step_are_counted_beside_a_whole_family(monkeypatch):
     config = with_copies(replicas=6, replicas_per_pair=3)
     monkeypatch.setattr(memory, "free_bytes", lambda: family_free(64 + 30, 4))
