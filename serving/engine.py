@@ -564,7 +564,11 @@ class Engine:
             finally:
                 self._waiting.remove(change)
             # A change that this one was checked with may have been dropped with its caller.
-            self._check(change, self._bound(replace(change, way=None)))
+            try:
+                self._check(change, self._bound(replace(change, way=None)))
+            except InvalidRequest as error:
+                way = self.slo.way
+                raise InvalidRequest(f"{error}; the way is {way} now, all else as before") from None
         self.slo.apply(change, self._clock())
         return self.slo.state()
 
