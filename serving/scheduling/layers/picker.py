@@ -18,7 +18,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from serving.scheduling.layers import compiled
 from serving.scheduling.layers.rules import RULES, Defragging, MayRun, Rows, Rule, Since
 from serving.settings import plugins
 
@@ -47,9 +46,12 @@ class LayerPicker:
         """
         self.rule, self.waiting = rule, waiting or Waiting()
         self._number = getattr(rule, "number", None) if type(rule) in RULES.values() else None
-        self._compiled = (
-            compiled.AVAILABLE if use_numba is None else use_numba
-        ) and self._number is not None
+        self._decide = None
+        if self._number is not None and use_numba is not False:
+            from serving.scheduling.layers import compiled  # numba is 0.3 s and 50 MB
+
+            if use_numba or compiled.AVAILABLE:
+                self._decide = compiled.decide
         # Of one type each, whatever was given: numba compiles anew for others.
         w = self.waiting
         self._limits = int(w.min_batch), float(w.max_wait_s), float(w.max_age_s)
@@ -78,9 +80,9 @@ class LayerPicker:
             now: seconds of that clock.
             urgent: latency-sensitive rows in each queue, a part of `counts`; None: no classes.
         """
-        if not self._compiled:
+        if self._decide is None:
             return self._pick(counts, oldest, now, urgent)
-        flat = compiled.decide(
+        flat = self._decide(
             self._number,
             self.rule.weights,  # pyright: ignore[reportAttributeAccessIssue]
             counts,
