@@ -503,6 +503,9 @@ register(
     ),
 )
 register(
+    "kimi_k2", replace(ARCHITECTURES["deepseek_v3"], apart="DeepSeek-V3 by another `model_type`")
+)
+register(
     "granitemoe",
     Architecture(
         "GraniteMoeForCausalLM",

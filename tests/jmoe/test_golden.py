@@ -1,6 +1,7 @@
 """Logits and greedy tokens against Hugging Face transformers (tests/golden)."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -44,6 +45,16 @@ def test_forward_equals_transformers(case):
     logits = np.asarray(jmoe.forward(model, golden["tokens"]))
     assert logits.dtype == np.float32
     assert np.abs(logits - golden["logits"]).max() < 1e-4
+
+
+def test_kimi_k2_is_deepseek_v3_by_another_model_type(copy):
+    directory = copy("deepseek_v3")
+    config = json.loads((directory / "config.json").read_text()) | {"model_type": "kimi_k2"}
+    (directory / "config.json").write_text(json.dumps(config))
+    own, model = (jmoe.load(one, dtype="float32") for one in (directory, GOLDEN / "deepseek_v3"))
+    assert own.config == replace(model.config, architecture="kimi_k2")
+    jax.tree.map(np.testing.assert_array_equal, own.params, model.params)
+    jax.tree.map(np.testing.assert_array_equal, own.pool, model.pool)
 
 
 @pytest.mark.deep
