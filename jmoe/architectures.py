@@ -58,6 +58,8 @@ class Architecture:
     rope_kinds: Collection[str] = ("default", "linear", "llama3", "yarn")
     router: str = "gate"
     """Name of the router in the MLP block."""
+    router_bias: str = "gate.e_score_correction_bias"
+    """Name of the bias of its scores there, where it has one."""
     shared: str = "shared_expert"
     """Name of the shared experts in the MLP block."""
     apart: str = ""
@@ -321,6 +323,28 @@ def _mixtral(fields: Fields) -> dict[str, Any]:
     }
 
 
+def _minimax(fields: Fields) -> dict[str, Any]:
+    if set(fields.integers("attn_type_list")) - {1}:
+        raise fields.wrong("attn_type_list", "all 1: full attention")
+    head_dim, partial = fields.size("head_dim", 128), "partial_rotary_factor"
+    turned = fields.size("rotary_dim", head_dim) / head_dim
+    for section in (fields, *map(fields.section, ROPE_SECTIONS)):
+        if fields.given("rotary_dim") and section.number(partial, turned) != turned:
+            raise section.wrong(partial, f"absent, or rotary_dim / head_dim ({turned:g})")
+    return {
+        "num_experts": _num_experts(fields, *_either_count(fields)),
+        "d_ff_expert": fields.size("intermediate_size"),
+        "moe_layers": (True,) * fields.size("num_hidden_layers"),
+        "norm_topk_prob": True,
+        "head_dim": head_dim,
+        "partial_rotary": turned,
+        "qk_norm": True,
+        "normed_whole": True,
+        "router": ScoredTopK(bias=True),
+        "unused_layers": fields.size("num_mtp_modules", 0, least=0),
+    }
+
+
 def _either_count(fields: Fields) -> tuple[str, str]:
     """Returns the spelling that is given, and the other."""
     if fields.first("num_local_experts", "num_experts") == "num_experts":
@@ -504,6 +528,33 @@ register(
 )
 register(
     "kimi_k2", replace(ARCHITECTURES["deepseek_v3"], apart="DeepSeek-V3 by another `model_type`")
+)
+register(
+    "minimax_m2",
+    Architecture(
+        "MiniMaxM2ForCausalLM",
+        _minimax,
+        _and(
+            "attn_type_list mlp_intermediate_size mtp_transformer_layers num_experts "
+            "num_local_experts num_mtp_modules partial_rotary_factor rotary_dim shared_moe_mode "
+            "use_mtp"
+        ),
+        {
+            **dict.fromkeys(("attention_bias", "qkv_bias"), (False,)),
+            "norm_topk_prob": (True,),
+            "qk_norm_type": ("per_layer",),
+            "scoring_func": ("sigmoid",),
+            **dict.fromkeys(("shared_expert_intermediate_size", "shared_intermediate_size"), (0,)),
+            **dict.fromkeys(("use_qk_norm", "use_routing_bias"), (True,)),
+        },
+        rope_theta=5e6,
+        partial_rotary=1.0,
+        mlp="block_sparse_moe",
+        expert_names=("w1", "w3", "w2"),
+        router_bias="e_score_correction_bias",
+        apart="Mixtral's names, OLMoE's norms, a sigmoid router; heads turn in part; prediction "
+        "modules left out",
+    ),
 )
 register(
     "granitemoe",

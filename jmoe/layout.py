@@ -171,7 +171,7 @@ def layer(cfg: ModelConfig, index: int, is_moe: bool) -> Layout:
         name = (f"{mlp}{names.router}.bias",)
         out["logits_bias"] = Parameter(name, ((cfg.num_experts,),), ("m",), "bias")
     if cfg.router is not None and cfg.router.bias:
-        name = (mlp + "gate.e_score_correction_bias",)
+        name = (mlp + names.router_bias,)
         out["router_bias"] = Parameter(name, ((cfg.num_experts,),), ("m",), "bias", float32=True)
     if cfg.d_ff_shared:
         out |= _swiglu("shared_", f"{mlp}{names.shared}.", d, cfg.d_ff_shared, "f_s")

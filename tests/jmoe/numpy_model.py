@@ -101,7 +101,7 @@ class NumpyModel:
         for i, (sequence, _, _) in enumerate(rows):
             keys, values = self.cache.setdefault((sequence, layer), ([], []))
             q, k, v = (self.linear(f"{at}{p}_proj", h[i]) for p in ("q", "k", "v"))
-            whole = cfg["model_type"] == "olmoe"  # norms all heads together
+            whole = cfg["model_type"] in ("olmoe", "minimax_m2")  # norms all heads together
             if whole:
                 q, k = self.norm(q, at + "q_norm.weight"), self.norm(k, at + "k_norm.weight")
             if clip := cfg.get("clip_qkv"):
@@ -131,6 +131,7 @@ class NumpyModel:
 
     def rotate(self, x, position):
         turned = int(x.shape[1] * self.config.get("partial_rotary_factor", 1.0))
+        turned = self.config.get("rotary_dim", turned)
         half = turned // 2
         theta = self.config.get("rope_theta") or self.config["rope_parameters"]["rope_theta"]
         out = x.copy()
@@ -197,20 +198,22 @@ class NumpyModel:
         """Returns a row's experts, their weights, and how close the call was."""
         cfg = self.config
         top_k = cfg["num_experts_per_tok"]
-        always = cfg["model_type"] in ("granitemoe", "gpt_oss")
+        always = cfg["model_type"] in ("granitemoe", "gpt_oss", "minimax_m2")
         normalize = cfg.get("norm_topk_prob") or always
         if cfg["model_type"] == "phimoe":
             return sparsemixer(logits, cfg["router_jitter_noise"])
-        if cfg["model_type"] == "glm4_moe":
+        if cfg["model_type"] in ("glm4_moe", "minimax_m2"):
+            biases = (at + "gate.e_score_correction_bias", at + "e_score_correction_bias")
+            [bias] = (self.tensors[name] for name in biases if name in self.tensors)
             return scored(
                 logits,
-                self.tensors[at + "gate.e_score_correction_bias"],
+                bias,
                 top_k,
                 scoring="sigmoid",
-                groups=cfg["n_group"],
-                top_groups=cfg["topk_group"],
+                groups=cfg.get("n_group", 1),
+                top_groups=cfg.get("topk_group", 1),
                 best=2,
-                scale=cfg["routed_scaling_factor"],
+                scale=cfg.get("routed_scaling_factor", 1.0),
                 normalize=normalize,
             )
         order = sorted(range(len(logits)), key=lambda e: (-logits[e], e))

@@ -103,7 +103,8 @@ def test_a_changed_key_does_what_it_does_in_transformers_or_is_refused(case, tmp
 
 def extra_tensor_names(config):
     layer = "model.layers.0."
-    block = "block_sparse_moe." if config["model_type"] == "mixtral" else "mlp."
+    sparse = config["model_type"] in ("mixtral", "minimax_m2")
+    block = "block_sparse_moe." if sparse else "mlp."
     if config["model_type"] not in ("glm4_moe", "deepseek_v3"):
         yield layer + block + "gate.e_score_correction_bias"
     yield layer + block + "experts.0.gate_proj.bias"

@@ -20,6 +20,7 @@ CASES = [
     "phimoe",
     "gpt_oss",
     "deepseek_v3",
+    "minimax_m2",
 ]
 
 
@@ -52,7 +53,7 @@ def test_names_and_shapes_are_those_of_the_file(case):
     assert want == found
 
 
-@pytest.mark.sized(deep=("gpt_oss-jax.numpy", "deepseek_v3-jax.numpy"))
+@pytest.mark.sized(deep=[f"{name}-jax.numpy" for name in ("gpt_oss", "deepseek_v3", "minimax_m2")])
 @pytest.mark.parametrize("where", [np, jnp])
 def test_splitting_is_the_inverse_of_assembling(case, where):
     _, cfg = case

@@ -12,7 +12,7 @@ import pytest
 
 import jmoe
 from jmoe.attention import CacheSizes, Latent, make_pages
-from jmoe.config import from_hf
+from jmoe.config import ConfigError, from_hf
 from jmoe.int4 import Int4
 from jmoe.model import project
 from jmoe.random_model import random_model, random_params
@@ -51,6 +51,7 @@ CARDS = {
     "DeepSeek-V2-Lite": (15.7, 2.4, 163840),
     "DeepSeek-V3-bf16": (671, 37, 163840),
     "Kimi-K2-Instruct": (1026, 32, 131072),
+    "MiniMax-M2.5": (228.69, 10, 196608),
     "gpt-oss-20b": (20.9, 3.6, 131072),
     "gpt-oss-120b": (116.8, 5.1, 131072),
 }
@@ -89,6 +90,16 @@ def test_kimi_k2_is_read_in_four_bits_as_its_thinking_models_are_published():
     assert cfg.fp8_block == (128, 128)
     thinking = from_hf(config | {"quantization_config": int4})
     assert thinking == replace(cfg, fp8_block=(), int4=packed)
+
+
+def test_minimax_m2_is_as_its_later_releases_but_for_keys_of_nothing():
+    config = json.loads((PUBLISHED / "MiniMax-M2.5.json").read_text())
+    first = config | {"attention_dropout": 0.0, "mlp_intermediate_size": 8192}
+    assert from_hf(first) == from_hf(config)
+    with pytest.raises(ConfigError, match=r"attn_type_list .* all 1: full attention"):
+        from_hf(config | {"attn_type_list": [1, 0] * 31})
+    with pytest.raises(ConfigError, match=r"absent, or rotary_dim / head_dim \(0.5\)"):
+        from_hf(config | {"partial_rotary_factor": 0.75})
 
 
 def test_qwen3_has_the_positions_that_its_card_says_to_get_by_yarn():
@@ -150,6 +161,7 @@ SMALL = {
     "moe_intermediate_size": 7,
     "shared_expert_intermediate_size": 13,
     "head_dim": 12,
+    "rotary_dim": 8,
     "kv_lora_rank": 6,
     "q_lora_rank": 10,
     "qk_nope_head_dim": 6,
