@@ -60,6 +60,16 @@ class Architecture:
     """Name of the router in the MLP block."""
     router_bias: str = "gate.e_score_correction_bias"
     """Name of the bias of its scores there, where it has one."""
+    row_of_bias: bool = False
+    """Whether that is a matrix of one row."""
+    neighbours_turn: bool = False
+    """Whether heads turn neighbouring elements together, not those half a head apart."""
+    tied: bool = False
+    """`tie_word_embeddings` where the key is absent."""
+    predicting: str = ""
+    """How names of tensors begin that predict further tokens, beside those of layers past the last
+    one.
+    """
     shared: str = "shared_expert"
     """Name of the shared experts in the MLP block."""
     apart: str = ""
@@ -345,11 +355,42 @@ def _minimax(fields: Fields) -> dict[str, Any]:
     }
 
 
+def _ernie(fields: Fields) -> dict[str, Any]:
+    count, width = fields.size("num_hidden_layers"), fields.size("moe_intermediate_size")
+    first, interval = (
+        fields.size(f"moe_layer_{key}", 1, least=least)
+        for key, least in (("start_index", 0), ("interval", 1))
+    )
+    last = fields.size("moe_layer_end_index", -1, least=-1)
+    sparse = range(first, count if last < 0 else min(last + 1, count))
+    layers = tuple(i in sparse and (i + 1) % interval == 0 for i in range(count))
+    if not any(layers):
+        wanted = "such that with moe_layer_end_index and moe_layer_interval it leaves an MoE layer"
+        raise fields.wrong("moe_layer_start_index", wanted)
+    num_experts, per_token = (
+        _num_experts(fields, *_either(fields, *keys))
+        for keys in (("moe_num_experts", "num_experts"), ("moe_k", "num_experts_per_tok"))
+    )
+    return {
+        "num_experts": num_experts,
+        "experts_per_token": per_token,
+        "d_ff_expert": width,
+        "d_ff_shared": width * fields.size("moe_num_shared_experts", 2, least=0),
+        "shared_gate": False,
+        "moe_layers": layers,
+        "norm_topk_prob": True,
+        "router": ScoredTopK("softmax", bias=True),
+        "unused_layers": fields.size("num_nextn_predict_layers", 0, least=0),
+    }
+
+
 def _either_count(fields: Fields) -> tuple[str, str]:
+    return _either(fields, "num_local_experts", "num_experts")
+
+
+def _either(fields: Fields, one: str, other: str) -> tuple[str, str]:
     """Returns the spelling that is given, and the other."""
-    if fields.first("num_local_experts", "num_experts") == "num_experts":
-        return "num_experts", "num_local_experts"
-    return "num_local_experts", "num_experts"
+    return (one, other) if fields.first(one, other) == one else (other, one)
 
 
 def _num_experts(fields: Fields, key: str, other: str) -> int:
@@ -554,6 +595,34 @@ register(
         router_bias="e_score_correction_bias",
         apart="Mixtral's names, OLMoE's norms, a sigmoid router; heads turn in part; prediction "
         "modules left out",
+    ),
+)
+register(
+    "ernie4_5_moe",
+    Architecture(
+        "Ernie4_5_MoeForCausalLM",
+        _ernie,
+        _and(
+            "moe_capacity moe_intermediate_size moe_k moe_layer_end_index moe_layer_interval "
+            "moe_layer_start_index moe_num_experts moe_num_shared_experts num_experts "
+            "num_nextn_predict_layers"
+        ),
+        {
+            "moe_gate": ("topk", "topk_fused"),
+            "moe_gate_act": ("softmax",),
+            "moe_norm_min": (1e-12,),
+            **dict.fromkeys(("is_quantized", "use_bias"), (False,)),
+            **dict.fromkeys(("moe_use_aux_free", "use_rmsnorm"), (True,)),
+        },
+        rms_norm_eps=1e-5,
+        rope_theta=500000.0,
+        router_bias="moe_statics.e_score_correction_bias",
+        row_of_bias=True,
+        neighbours_turn=True,
+        tied=True,
+        shared="shared_experts",
+        predicting="model.mtp_",
+        apart="softmax router with a bias; neighbours in a head turn; prediction layer left out",
     ),
 )
 register(

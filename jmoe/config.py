@@ -245,6 +245,7 @@ def from_hf(
     if "activation" not in own and fields.given("hidden_act") not in (None, "silu"):
         raise fields.wrong("hidden_act", "'silu'")
     head_dim = own.pop("head_dim", None) or _head_dim(fields, num_heads)
+    per_token = own.pop("experts_per_token", None) or fields.size("num_experts_per_tok")
     partial_rotary = own.pop("partial_rotary", architecture.partial_rotary)
     rope = _rope(fields, architecture.rope_theta, partial_rotary, max_position)
     if rope.kind == "longrope":
@@ -268,11 +269,11 @@ def from_hf(
             num_heads=num_heads,
             num_kv_heads=fields.size("num_key_value_heads", num_heads),
             head_dim=head_dim,
-            experts_per_token=fields.size("num_experts_per_tok"),
+            experts_per_token=per_token,
             d_ff_dense=0
             if all(own["moe_layers"])
             else d_ff_dense or fields.size("intermediate_size"),
-            tie_embeddings=fields.flag("tie_word_embeddings", False),
+            tie_embeddings=fields.flag("tie_word_embeddings", architecture.tied),
             rms_norm_eps=fields.number("rms_norm_eps", architecture.rms_norm_eps),
             rope=rope,
             max_position=max_position,

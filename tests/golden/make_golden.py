@@ -26,7 +26,8 @@ ROOT = Path(__file__).resolve().parent
 LENGTH, NEW_TOKENS = 19, 12
 MIN_ROUTER_GAP, MIN_LOGIT_GAP, MIN_DISTINCT, MIN_ROPE_EFFECT = 0.005, 0.02, 5, 0.05
 # Sigmoids saturate, and groups can tie: so wide a gap between their scores is never seen.
-BIASED = ("glm4_moe", "deepseek_v3", "minimax_m2")  # scores with a bias in the choice
+# Scores with a bias in the choice.
+BIASED = ("glm4_moe", "deepseek_v3", "minimax_m2", "ernie4_5_moe")
 MIN_SCORE_GAP = dict.fromkeys((*BIASED, "phimoe", "deepseek_v2"), 0.0005)
 EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
 
@@ -42,6 +43,7 @@ NAMES = {
     "deepseek_v2": ("n_routed_experts", "moe_intermediate_size"),
     "deepseek_v3": ("n_routed_experts", "moe_intermediate_size"),
     "minimax_m2": ("num_local_experts", "intermediate_size"),
+    "ernie4_5_moe": ("moe_num_experts", "moe_intermediate_size"),
 }
 
 
@@ -155,6 +157,7 @@ deepseek2, deepseek3 = (
     partial(case, name, eos_token_id=2, **LATENT) for name in ("deepseek_v2", "deepseek_v3")
 )
 minimax = partial(case, "minimax_m2", eos_token_id=2)
+ernie = partial(case, "ernie4_5_moe", eos_token_id=2)
 gpt_oss = partial(case, "gpt_oss", rope=YARN_EXACT, sliding_window=5, eos_token_id=2)
 glm4 = partial(case, "glm4_moe", rope={"rope_theta": 1e4, "partial_rotary_factor": 0.5})
 CASES = {
@@ -324,6 +327,21 @@ CASES = {
         head_dim=24,
         **TIED,
     ),
+    "ernie4_5_moe": ernie([3, 40, 5, 1, 73], [9, 3, 11, 25], moe_k=3, num_nextn_predict_layers=1),
+    "ernie4_5_moe_yarn_untied": ernie(
+        [4, 36, 6, 3, 61],
+        [7, 2, 9, 21],
+        rope=YARN_BETAS,
+        hub=False,
+        bf16=True,
+        head_dim=10,
+        moe_k=2,
+        moe_layer_start_index=0,
+        moe_layer_end_index=2,
+        moe_layer_interval=2,
+        moe_num_shared_experts=0,
+        tie_word_embeddings=False,
+    ),
     "gpt_oss_mxfp4": gpt_oss([2, 96, 3, 3, 61], [3, 2, 32], head_dim=12, bf16=True, mxfp4=True),
     "phimoe": phi([2, 32, 4, 2, 73], [5, 2, 23], rope=LONGROPE, hub=False, **PHI_BIASES),
     "phimoe_window_tied": phi(
@@ -446,7 +464,8 @@ def choice_gap(model, logits):
     gaps = []
     for block, own in zip(at, logits, strict=True):
         [bias] = (b for n, b in block.state_dict().items() if n.endswith("correction_bias"))
-        scores = own.sigmoid() + bias
+        scores = own.softmax(-1) if config.model_type == "ernie4_5_moe" else own.sigmoid()
+        scores = scores + bias
         groups = scores.unflatten(-1, (n_group, -1))
         worth = groups.topk(2).values.sum(-1)
         if topk_group < n_group:

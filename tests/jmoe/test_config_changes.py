@@ -125,6 +125,14 @@ def test_a_tensor_that_nothing_reads_is_refused_by_name(case, tmp_path, add_tens
     assert all(name in str(caught.value) for name in names)
 
 
+def test_a_prediction_layer_of_a_name_of_its_own_is_left_out(add_tensors, caplog):
+    names = ["model.mtp_block.0.mlp.up_proj.weight", "model.mtp_linear_proj.0.weight"]
+    caplog.set_level("INFO")
+    directory = add_tensors("ernie4_5_moe", dict.fromkeys(names, np.ones(3, np.float32)))
+    jmoe.load(directory, dtype="float32")
+    assert "2 tensors are not read, model.layers.3.*, model.mtp_*: they predict" in caplog.text
+
+
 @pytest.fixture
 def add_tensors(copy):
     def add(case, tensors):

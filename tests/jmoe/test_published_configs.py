@@ -51,6 +51,8 @@ CARDS = {
     "DeepSeek-V2-Lite": (15.7, 2.4, 163840),
     "DeepSeek-V3-bf16": (671, 37, 163840),
     "Kimi-K2-Instruct": (1026, 32, 131072),
+    "ERNIE-4.5-21B-A3B-PT": (21.8, 3, 131072),
+    "ERNIE-4.5-300B-A47B-PT": (300, 47, 131072),
     "MiniMax-M2.5": (228.69, 10, 196608),
     "gpt-oss-20b": (20.9, 3.6, 131072),
     "gpt-oss-120b": (116.8, 5.1, 131072),
@@ -177,8 +179,12 @@ def shrunk(config):
     own["num_key_value_heads"] = 3 if group == 1 else 2
     own["num_attention_heads"] = heads = own["num_key_value_heads"] * group
     own["hidden_size"] = 30 if "head_dim" in config else 8 * heads
-    for key in {"num_experts", "num_local_experts", "n_routed_experts"} & config.keys():
-        own[key] = max(config["num_experts_per_tok"] + 3, 3 * (config.get("n_group") or 1))
+    counts = {"num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"}
+    per_token = config.get("moe_k") or config["num_experts_per_tok"]
+    for key in counts & config.keys():
+        own[key] = max(per_token + 3, 3 * (config.get("n_group") or 1))
+    if "moe_layer_start_index" in config:
+        own["moe_layer_start_index"] = 1
     if "first_k_dense_replace" in config:
         own["first_k_dense_replace"] = min(config["first_k_dense_replace"], 2)
     if (config.get("sliding_window") or 0) in range(1, config["max_position_embeddings"]):
