@@ -136,9 +136,9 @@ def _qwen3(fields: Fields) -> dict[str, Any]:
     }
 
 
-def _shared(fields: Fields, dense: int, shared: int) -> dict[str, Any]:
+def _shared(fields: Fields, dense: int, shared: int | None) -> dict[str, Any]:
     """Reads layers whose first few are dense, and experts that every row visits; `dense` and
-    `shared` are how many where the keys are absent.
+    `shared` are how many where the keys are absent, None: the key must be there.
     """
     width, num_layers = fields.size("moe_intermediate_size"), fields.size("num_hidden_layers")
     if (dense := fields.size("first_k_dense_replace", dense, least=0)) >= num_layers:
@@ -161,6 +161,22 @@ def _glm4(fields: Fields) -> dict[str, Any]:
         "qkv_bias": fields.flag("attention_bias", False),
         "qk_norm": fields.flag("use_qk_norm", False),
         "unused_layers": fields.size("num_nextn_predict_layers", 1, least=0),
+    }
+
+
+def _dots(fields: Fields) -> dict[str, Any]:
+    own, bias, window = _shared(fields, 0, None), fields.flag("attention_bias", False), 0
+    if fields.values.get("sliding_window", 0) is not None:
+        window = fields.size("sliding_window", 4096)
+    first = fields.size("max_window_layers", 62, least=0)
+    return {
+        **own,
+        "layer_attention": full_or_window(fields, window, first=first),
+        "norm_topk_prob": fields.flag("norm_topk_prob", False),
+        "router": scored(fields, own["num_experts"], bias=True),
+        "qkv_bias": bias,
+        "o_bias": bias,
+        "qk_norm": True,
     }
 
 
@@ -425,16 +441,19 @@ def _qwen_window(fields: Fields) -> int:
 
 
 def full_or_window(
-    fields: Fields, window: int = 0, *, alternate: int | None = None
+    fields: Fields, window: int = 0, *, alternate: int | None = None, first: int | None = None
 ) -> tuple[Paged, ...]:
-    """Returns each layer's attention, as transformers makes it of `layer_types`. `alternate`:
-    without these, every other layer below that one has the window; else all have it.
+    """Returns each layer's attention, as transformers makes it of `layer_types`. Without these,
+    every other layer below `alternate` has the window, or all from `first` on, or simply all.
 
     Raises ConfigError for other kinds, and for those that transformers would not heed.
     """
     count = fields.size("num_hidden_layers")
-    if alternate is not None:
-        slides = [at % 2 == 0 and at < alternate for at in range(count)]
+    if alternate is not None or first is not None:
+        slides = [
+            at % 2 == 0 and at < alternate if alternate is not None else at >= (first or 0)
+            for at in range(count)
+        ]
         served = {"full_attention", *(["sliding_attention"] if window else [])}
     else:
         slides, served = [True] * count, {"sliding_attention" if window else "full_attention"}
@@ -537,6 +556,27 @@ register(
         interleaved=True,
         quantized=("mxfp4",),
         apart="windows in turn, sinks, biases everywhere, clamped SwiGLU; experts in MXFP4",
+    ),
+)
+register(
+    "dots1",
+    Architecture(
+        "Dots1ForCausalLM",
+        _dots,
+        _and(
+            "attention_bias aux_loss_alpha ep_size first_k_dense_replace max_window_layers "
+            "moe_intermediate_size n_group n_routed_experts n_shared_experts norm_topk_prob "
+            "routed_scaling_factor seq_aux topk_group"
+        ),
+        {
+            "moe_layer_freq": (1,),
+            "scoring_func": ("sigmoid",),
+            "topk_method": ("noaux_tc",),
+            "use_qk_norm": (True,),
+            "use_sliding_window": (False,),
+        },
+        shared="shared_experts",
+        apart="RMSNorm of q and k a head, DeepSeek-V3's router; windows from a layer on",
     ),
 )
 _DEEPSEEK = (

@@ -129,6 +129,12 @@ ADDED_FOR = {
         "swiglu_alpha": [1.1],
         "swiglu_limit": [0.7],
     },
+    "dots1": {
+        "moe_layer_freq": [1, 2],
+        "scoring_func": ["softmax", "sigmoid"],
+        "sliding_window": [4],
+        "topk_method": ["noaux_tc", "greedy"],
+    },
     "ernie4_5_moe": {
         "moe_capacity": [[64, 64, 64]],
         "moe_gate": ["topk", "sinkhorn"],

@@ -27,7 +27,7 @@ LENGTH, NEW_TOKENS = 19, 12
 MIN_ROUTER_GAP, MIN_LOGIT_GAP, MIN_DISTINCT, MIN_ROPE_EFFECT = 0.005, 0.02, 5, 0.05
 # Sigmoids saturate, and groups can tie: so wide a gap between their scores is never seen.
 # Scores with a bias in the choice.
-BIASED = ("glm4_moe", "deepseek_v3", "minimax_m2", "ernie4_5_moe")
+BIASED = ("glm4_moe", "deepseek_v3", "minimax_m2", "ernie4_5_moe", "dots1")
 MIN_SCORE_GAP = dict.fromkeys((*BIASED, "phimoe", "deepseek_v2"), 0.0005)
 EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
 
@@ -44,6 +44,7 @@ NAMES = {
     "deepseek_v3": ("n_routed_experts", "moe_intermediate_size"),
     "minimax_m2": ("num_local_experts", "intermediate_size"),
     "ernie4_5_moe": ("moe_num_experts", "moe_intermediate_size"),
+    "dots1": ("n_routed_experts", "moe_intermediate_size"),
 }
 
 
@@ -158,6 +159,7 @@ deepseek2, deepseek3 = (
 )
 minimax = partial(case, "minimax_m2", eos_token_id=2)
 ernie = partial(case, "ernie4_5_moe", eos_token_id=2)
+dots = partial(case, "dots1", eos_token_id=2, n_shared_experts=2)
 gpt_oss = partial(case, "gpt_oss", rope=YARN_EXACT, sliding_window=5, eos_token_id=2)
 glm4 = partial(case, "glm4_moe", rope={"rope_theta": 1e4, "partial_rotary_factor": 0.5})
 CASES = {
@@ -341,6 +343,27 @@ CASES = {
         moe_layer_interval=2,
         moe_num_shared_experts=0,
         tie_word_embeddings=False,
+    ),
+    "dots1": dots(
+        [3, 40, 4, 2, 73],
+        [9, 3, 11, 25],
+        n_group=3,
+        topk_group=2,
+        routed_scaling_factor=2.5,
+        first_k_dense_replace=1,
+        sliding_window=5,
+        max_window_layers=2,
+        **NORM,
+    ),
+    "dots1_attention_bias_tied": dots(
+        [2, 36, 3, 3, 61],
+        [7, 2, 9, 21],
+        rope=YARN_BETAS,
+        hub=False,
+        bf16=True,
+        head_dim=10,
+        attention_bias=True,
+        **TIED,
     ),
     "gpt_oss_mxfp4": gpt_oss([2, 96, 3, 3, 61], [3, 2, 32], head_dim=12, bf16=True, mxfp4=True),
     "phimoe": phi([2, 32, 4, 2, 73], [5, 2, 23], rope=LONGROPE, hub=False, **PHI_BIASES),

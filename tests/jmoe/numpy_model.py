@@ -127,6 +127,8 @@ class NumpyModel:
     def window(self, layer):
         types = self.config.get("layer_types")
         slides = types is not None and types[layer] == "sliding_attention"
+        if self.config["model_type"] == "dots1" and types is None:
+            slides = layer >= self.config["max_window_layers"]
         return self.config["sliding_window"] if slides else 10**9
 
     def rotate(self, x, position):
@@ -203,7 +205,7 @@ class NumpyModel:
         normalize = cfg.get("norm_topk_prob") or always
         if cfg["model_type"] == "phimoe":
             return sparsemixer(logits, cfg["router_jitter_noise"])
-        if cfg["model_type"] in ("glm4_moe", "minimax_m2", softmaxed):
+        if cfg["model_type"] in ("glm4_moe", "dots1", "minimax_m2", softmaxed):
             biases = (f"{at}{own}e_score_correction_bias" for own in ("gate.", "moe_statics.", ""))
             [bias] = (self.tensors[name] for name in biases if name in self.tensors)
             return scored(

@@ -105,7 +105,7 @@ def extra_tensor_names(config):
     layer = "model.layers.0."
     sparse = config["model_type"] in ("mixtral", "minimax_m2")
     block = "block_sparse_moe." if sparse else "mlp."
-    if config["model_type"] not in ("glm4_moe", "deepseek_v3"):
+    if config["model_type"] not in ("glm4_moe", "deepseek_v3", "dots1"):
         yield layer + block + "gate.e_score_correction_bias"
     yield layer + block + "experts.0.gate_proj.bias"
     behind = config["num_hidden_layers"] + config.get("num_nextn_predict_layers", 0)

@@ -18,7 +18,7 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 CASES = sorted(path.parent.name for path in GOLDEN.glob("*/golden.npz"))
 FIRST = ("qwen", "mixtral")
 QUICK = {name for name in CASES if name.startswith(FIRST)}
-QUICK |= {"glm4_moe", "phimoe", "gpt_oss", "deepseek_v3", "minimax_m2", "ernie4_5_moe"}
+QUICK |= {"glm4_moe", "phimoe", "gpt_oss", "deepseek_v3", "minimax_m2", "ernie4_5_moe", "dots1"}
 # Fed eight tokens at a time instead of whole: dense layers between, all kinds of grouping.
 CHUNKED = {"qwen2_moe_mlp_only_tied", "qwen3_moe_mixed_yarn", "mixtral_top1_head_dim"}
 CHUNKED |= {"gpt_oss_types_tied", "deepseek_v3_tied"}
@@ -107,6 +107,7 @@ def test_batched_forms_equal_transformers_greedy(name):
         "deepseek_v2_scaled",
         "deepseek_v3_halves",
         "deepseek_v3_tied",
+        "dots1_attention_bias_tied",
         "ernie4_5_moe_yarn_untied",
         "glm4_moe_air",
         "glm4_moe_yarn_tied",
