@@ -19,6 +19,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import yaml
 from google.protobuf import descriptor_pb2 as d
 
@@ -30,6 +32,7 @@ from jmoe.attention import page_windows
 from jmoe.config import ModelConfig, from_hf
 from jmoe.display import count
 from jmoe.router import fused
+from pallas_kernels.routing import mosaic
 from serving.cli.info import has_attention_kernel, kv_bytes_per_token, num_parameters
 from serving.config import ServerConfig, Setting
 
@@ -303,8 +306,24 @@ def _released(name: str, cfg: ModelConfig) -> tuple[str, ...]:
         kv += f", {kv_bytes_per_token(cfg, 'bfloat16', window):,} past {window:,}"
     forms = ("XLA", "a kernel")
     sizes = count(total), count(active), f"{cfg.max_position:,}", kv
-    routed = forms[fused(cfg, {}) is not None]
-    return name, f"`{cfg.architecture}`", *sizes, forms[has_attention_kernel(cfg)], routed
+    form = forms[has_attention_kernel(cfg)]
+    return name, f"`{cfg.architecture}`", *sizes, form, forms[_has_routing_kernel(cfg)]
+
+
+def _has_routing_kernel(cfg: ModelConfig) -> bool:
+    """Returns whether a kernel routes a small step of a model without united experts."""
+    m, taken = cfg.num_experts, []
+
+    def ask() -> None:
+        bias = {"router_bias": jnp.zeros(m)} if cfg.router is not None and cfg.router.bias else {}
+        options, row = fused(cfg, bias), jnp.zeros(m, jnp.int32)
+        if options is not None:
+            own = {key: options[key] for key in ("bias", "grouping", "scoring") if key in options}
+            picks = cfg.experts_per_token
+            taken.append(mosaic.supports(jnp.zeros((64, m)), row, row, picks, 16, **own))
+
+    jax.eval_shape(ask)
+    return taken == [True]
 
 
 _RELEASED = """\

@@ -58,6 +58,18 @@ class Architecture:
     rope_kinds: Collection[str] = ("default", "linear", "llama3", "yarn")
     router: str = "gate"
     """Name of the router in the MLP block."""
+    router_bias: str = "gate.e_score_correction_bias"
+    """Name of the bias of its scores there, where it has one."""
+    row_of_bias: bool = False
+    """Whether that is a matrix of one row."""
+    neighbours_turn: bool = False
+    """Whether heads turn neighbouring elements together, not those half a head apart."""
+    tied: bool = False
+    """`tie_word_embeddings` where the key is absent."""
+    predicting: str = ""
+    """How names of tensors begin that predict further tokens, beside those of layers past the last
+    one.
+    """
     shared: str = "shared_expert"
     """Name of the shared experts in the MLP block."""
     apart: str = ""
@@ -124,9 +136,9 @@ def _qwen3(fields: Fields) -> dict[str, Any]:
     }
 
 
-def _shared(fields: Fields, dense: int, shared: int) -> dict[str, Any]:
+def _shared(fields: Fields, dense: int, shared: int | None) -> dict[str, Any]:
     """Reads layers whose first few are dense, and experts that every row visits; `dense` and
-    `shared` are how many where the keys are absent.
+    `shared` are how many where the keys are absent, None: the key must be there.
     """
     width, num_layers = fields.size("moe_intermediate_size"), fields.size("num_hidden_layers")
     if (dense := fields.size("first_k_dense_replace", dense, least=0)) >= num_layers:
@@ -149,6 +161,22 @@ def _glm4(fields: Fields) -> dict[str, Any]:
         "qkv_bias": fields.flag("attention_bias", False),
         "qk_norm": fields.flag("use_qk_norm", False),
         "unused_layers": fields.size("num_nextn_predict_layers", 1, least=0),
+    }
+
+
+def _dots(fields: Fields) -> dict[str, Any]:
+    own, bias, window = _shared(fields, 0, None), fields.flag("attention_bias", False), 0
+    if fields.values.get("sliding_window", 0) is not None:
+        window = fields.size("sliding_window", 4096)
+    first = fields.size("max_window_layers", 62, least=0)
+    return {
+        **own,
+        "layer_attention": full_or_window(fields, window, first=first),
+        "norm_topk_prob": fields.flag("norm_topk_prob", False),
+        "router": scored(fields, own["num_experts"], bias=True),
+        "qkv_bias": bias,
+        "o_bias": bias,
+        "qk_norm": True,
     }
 
 
@@ -321,11 +349,64 @@ def _mixtral(fields: Fields) -> dict[str, Any]:
     }
 
 
+def _minimax(fields: Fields) -> dict[str, Any]:
+    if set(fields.integers("attn_type_list")) - {1}:
+        raise fields.wrong("attn_type_list", "all 1: full attention")
+    head_dim, partial = fields.size("head_dim", 128), "partial_rotary_factor"
+    turned = fields.size("rotary_dim", head_dim) / head_dim
+    for section in (fields, *map(fields.section, ROPE_SECTIONS)):
+        if fields.given("rotary_dim") and section.number(partial, turned) != turned:
+            raise section.wrong(partial, f"absent, or rotary_dim / head_dim ({turned:g})")
+    return {
+        "num_experts": _num_experts(fields, *_either_count(fields)),
+        "d_ff_expert": fields.size("intermediate_size"),
+        "moe_layers": (True,) * fields.size("num_hidden_layers"),
+        "norm_topk_prob": True,
+        "head_dim": head_dim,
+        "partial_rotary": turned,
+        "qk_norm": True,
+        "normed_whole": True,
+        "router": ScoredTopK(bias=True),
+        "unused_layers": fields.size("num_mtp_modules", 0, least=0),
+    }
+
+
+def _ernie(fields: Fields) -> dict[str, Any]:
+    count, width = fields.size("num_hidden_layers"), fields.size("moe_intermediate_size")
+    first, interval = (
+        fields.size(f"moe_layer_{key}", 1, least=least)
+        for key, least in (("start_index", 0), ("interval", 1))
+    )
+    last = fields.size("moe_layer_end_index", -1, least=-1)
+    sparse = range(first, count if last < 0 else min(last + 1, count))
+    layers = tuple(i in sparse and (i + 1) % interval == 0 for i in range(count))
+    if not any(layers):
+        wanted = "such that with moe_layer_end_index and moe_layer_interval it leaves an MoE layer"
+        raise fields.wrong("moe_layer_start_index", wanted)
+    num_experts, per_token = (
+        _num_experts(fields, *_either(fields, *keys))
+        for keys in (("moe_num_experts", "num_experts"), ("moe_k", "num_experts_per_tok"))
+    )
+    return {
+        "num_experts": num_experts,
+        "experts_per_token": per_token,
+        "d_ff_expert": width,
+        "d_ff_shared": width * fields.size("moe_num_shared_experts", 2, least=0),
+        "shared_gate": False,
+        "moe_layers": layers,
+        "norm_topk_prob": True,
+        "router": ScoredTopK("softmax", bias=True),
+        "unused_layers": fields.size("num_nextn_predict_layers", 0, least=0),
+    }
+
+
 def _either_count(fields: Fields) -> tuple[str, str]:
+    return _either(fields, "num_local_experts", "num_experts")
+
+
+def _either(fields: Fields, one: str, other: str) -> tuple[str, str]:
     """Returns the spelling that is given, and the other."""
-    if fields.first("num_local_experts", "num_experts") == "num_experts":
-        return "num_experts", "num_local_experts"
-    return "num_local_experts", "num_experts"
+    return (one, other) if fields.first(one, other) == one else (other, one)
 
 
 def _num_experts(fields: Fields, key: str, other: str) -> int:
@@ -360,16 +441,19 @@ def _qwen_window(fields: Fields) -> int:
 
 
 def full_or_window(
-    fields: Fields, window: int = 0, *, alternate: int | None = None
+    fields: Fields, window: int = 0, *, alternate: int | None = None, first: int | None = None
 ) -> tuple[Paged, ...]:
-    """Returns each layer's attention, as transformers makes it of `layer_types`. `alternate`:
-    without these, every other layer below that one has the window; else all have it.
+    """Returns each layer's attention, as transformers makes it of `layer_types`. Without these,
+    every other layer below `alternate` has the window, or all from `first` on, or simply all.
 
     Raises ConfigError for other kinds, and for those that transformers would not heed.
     """
     count = fields.size("num_hidden_layers")
-    if alternate is not None:
-        slides = [at % 2 == 0 and at < alternate for at in range(count)]
+    if alternate is not None or first is not None:
+        slides = [
+            at % 2 == 0 and at < alternate if alternate is not None else at >= (first or 0)
+            for at in range(count)
+        ]
         served = {"full_attention", *(["sliding_attention"] if window else [])}
     else:
         slides, served = [True] * count, {"sliding_attention" if window else "full_attention"}
@@ -474,6 +558,27 @@ register(
         apart="windows in turn, sinks, biases everywhere, clamped SwiGLU; experts in MXFP4",
     ),
 )
+register(
+    "dots1",
+    Architecture(
+        "Dots1ForCausalLM",
+        _dots,
+        _and(
+            "attention_bias aux_loss_alpha ep_size first_k_dense_replace max_window_layers "
+            "moe_intermediate_size n_group n_routed_experts n_shared_experts norm_topk_prob "
+            "routed_scaling_factor seq_aux topk_group"
+        ),
+        {
+            "moe_layer_freq": (1,),
+            "scoring_func": ("sigmoid",),
+            "topk_method": ("noaux_tc",),
+            "use_qk_norm": (True,),
+            "use_sliding_window": (False,),
+        },
+        shared="shared_experts",
+        apart="RMSNorm of q and k a head, DeepSeek-V3's router; windows from a layer on",
+    ),
+)
 _DEEPSEEK = (
     "aux_loss_alpha ep_size first_k_dense_replace kv_lora_rank moe_intermediate_size n_group "
     "n_routed_experts n_shared_experts q_lora_rank qk_head_dim qk_nope_head_dim qk_rope_head_dim "
@@ -500,6 +605,64 @@ register(
         {**_LATENT, "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
         shared="shared_experts",
         apart="as V2, with a sigmoid router; prediction layer left out",
+    ),
+)
+register(
+    "kimi_k2", replace(ARCHITECTURES["deepseek_v3"], apart="DeepSeek-V3 by another `model_type`")
+)
+register(
+    "minimax_m2",
+    Architecture(
+        "MiniMaxM2ForCausalLM",
+        _minimax,
+        _and(
+            "attn_type_list mlp_intermediate_size mtp_transformer_layers num_experts "
+            "num_local_experts num_mtp_modules partial_rotary_factor rotary_dim shared_moe_mode "
+            "use_mtp"
+        ),
+        {
+            **dict.fromkeys(("attention_bias", "qkv_bias"), (False,)),
+            "norm_topk_prob": (True,),
+            "qk_norm_type": ("per_layer",),
+            "scoring_func": ("sigmoid",),
+            **dict.fromkeys(("shared_expert_intermediate_size", "shared_intermediate_size"), (0,)),
+            **dict.fromkeys(("use_qk_norm", "use_routing_bias"), (True,)),
+        },
+        rope_theta=5e6,
+        partial_rotary=1.0,
+        mlp="block_sparse_moe",
+        expert_names=("w1", "w3", "w2"),
+        router_bias="e_score_correction_bias",
+        apart="Mixtral's names, OLMoE's norms, a sigmoid router; heads turn in part; prediction "
+        "modules left out",
+    ),
+)
+register(
+    "ernie4_5_moe",
+    Architecture(
+        "Ernie4_5_MoeForCausalLM",
+        _ernie,
+        _and(
+            "moe_capacity moe_intermediate_size moe_k moe_layer_end_index moe_layer_interval "
+            "moe_layer_start_index moe_num_experts moe_num_shared_experts num_experts "
+            "num_nextn_predict_layers"
+        ),
+        {
+            "moe_gate": ("topk", "topk_fused"),
+            "moe_gate_act": ("softmax",),
+            "moe_norm_min": (1e-12,),
+            **dict.fromkeys(("is_quantized", "use_bias"), (False,)),
+            **dict.fromkeys(("moe_use_aux_free", "use_rmsnorm"), (True,)),
+        },
+        rms_norm_eps=1e-5,
+        rope_theta=500000.0,
+        router_bias="moe_statics.e_score_correction_bias",
+        row_of_bias=True,
+        neighbours_turn=True,
+        tied=True,
+        shared="shared_experts",
+        predicting="model.mtp_",
+        apart="softmax router with a bias; neighbours in a head turn; prediction layer left out",
     ),
 )
 register(

@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from jmoe import layout
+from jmoe.architectures import naming
 from jmoe.attention import Latent, Paged
 from jmoe.config import ModelConfig, RopeConfig, read_config
 from jmoe.digests import file_digests, stamp_of
@@ -247,6 +248,8 @@ def _check(files: TensorFiles, cfg: ModelConfig, directory: Path) -> None:
             )
     unread = _without_unused(unread, read, cfg, files, directory)
     behind = tuple(f"model.layers.{cfg.num_layers + i}." for i in range(cfg.unused_layers))
+    if behind and (predicting := naming(cfg.architecture).predicting):
+        behind += (predicting,)
     if extra := [name for name in unread if name.startswith(behind)]:
         layers = ", ".join(f"{at}*" for at in behind)
         log.info(

@@ -9,7 +9,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from jmoe.architectures import ARCHITECTURES, LACKING, Architecture, full_or_window
+from jmoe.architectures import ARCHITECTURES, LACKING, full_or_window
 from jmoe.attention import FULL, AttentionKind, Latent
 from jmoe.brownout import Own
 from jmoe.config_fields import ConfigError as ConfigError
@@ -245,7 +245,9 @@ def from_hf(
     if "activation" not in own and fields.given("hidden_act") not in (None, "silu"):
         raise fields.wrong("hidden_act", "'silu'")
     head_dim = own.pop("head_dim", None) or _head_dim(fields, num_heads)
-    rope = _rope(fields, architecture, max_position)
+    per_token = own.pop("experts_per_token", None) or fields.size("num_experts_per_tok")
+    partial_rotary = own.pop("partial_rotary", architecture.partial_rotary)
+    rope = _rope(fields, architecture.rope_theta, partial_rotary, max_position)
     if rope.kind == "longrope":
         if len(rope.short_factor) != head_dim // 2:
             wanted = f"as many numbers as half of head_dim ({head_dim // 2})"
@@ -267,11 +269,11 @@ def from_hf(
             num_heads=num_heads,
             num_kv_heads=fields.size("num_key_value_heads", num_heads),
             head_dim=head_dim,
-            experts_per_token=fields.size("num_experts_per_tok"),
+            experts_per_token=per_token,
             d_ff_dense=0
             if all(own["moe_layers"])
             else d_ff_dense or fields.size("intermediate_size"),
-            tie_embeddings=fields.flag("tie_word_embeddings", False),
+            tie_embeddings=fields.flag("tie_word_embeddings", architecture.tied),
             rms_norm_eps=fields.number("rms_norm_eps", architecture.rms_norm_eps),
             rope=rope,
             max_position=max_position,
@@ -311,18 +313,20 @@ def _head_dim(fields: Fields, num_heads: int) -> int:
     return d_model // num_heads
 
 
-def _rope(fields: Fields, architecture: Architecture, max_position: int) -> RopeConfig:
+def _rope(
+    fields: Fields, theta: float, partial_rotary: float | None, max_position: int
+) -> RopeConfig:
     """Reads both spellings: `rope_theta` with `rope_scaling`, and the newer `rope_parameters`."""
     sections = [fields.section(key) for key in ROPE_SECTIONS]
-    theta = fields.number("rope_theta", architecture.rope_theta)
-    partial, key = architecture.partial_rotary or 1.0, "partial_rotary_factor"
-    if architecture.partial_rotary:
+    theta = fields.number("rope_theta", theta)
+    partial, key = partial_rotary or 1.0, "partial_rotary_factor"
+    if partial_rotary:
         partial = fields.number(key, partial)
     original = fields.size(ORIGINAL, 0)
     ropes = [
         replace(
             _scaled(section, section.number("rope_theta", theta), original, max_position),
-            partial=section.number(key, partial) if architecture.partial_rotary else partial,
+            partial=section.number(key, partial) if partial_rotary else partial,
         )
         for section in sections
         if section.values

@@ -178,7 +178,7 @@ def fp8_block(fields: Fields) -> tuple[int, int] | tuple[()]:
         if section.given(key) and not is_dense:  # such as rotations of the weights
             raise section.wrong(key, "absent or empty: jmoe does not know this key")
     if method == "fp8":
-        if section.given("fmt") not in (None, "e4m3"):
+        if section.given("fmt") not in (None, "e4m3", "float8_e4m3fn"):
             raise section.wrong("fmt", "'e4m3'")
         return _block(section, "weight_block_size", whole[0])
     groups = section.section("config_groups")

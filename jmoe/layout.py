@@ -43,11 +43,20 @@ class Parameter:
     float32: bool = False  # whatever the model's dtype is
     part: tuple[int, int] | None = None  # its place along a first axis of the file, of how many
     in_turn: bool = False  # the file's columns are those of the two halves in turn
+    paired: int = 0
+    """Of a file whose heads turn two neighbours together, the elements of one: all tensors but the
+    last have their heads' halves in turn.
+    """
 
     @property
     def transposed(self) -> bool:
         """Whether the file has it `[out, in]` and jmoe `[in, out]`."""
         return self.kind in ("matrix", "router")
+
+    @property
+    def is_row(self) -> bool:
+        """Whether the file has a vector as a matrix of one row."""
+        return self.kind == "gate" or (self.kind == "bias" and len(self.stored[0]) == 2)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -57,7 +66,7 @@ class Parameter:
         if self.kind == "mxfp4":
             columns, groups, _ = self.stored[0]
             return groups * MXFP4_GROUP, columns
-        if self.kind == "gate":  # the file has a matrix of one row
+        if self.is_row:
             return self.stored[0][1:]
         return sum(shape[0] for shape in self.stored), *self.stored[0][1:]
 
@@ -75,9 +84,11 @@ class Parameter:
             tensors = [_dequantized(*tensors).T]
         if self.in_turn:
             return _halves(*tensors)
+        if self.paired:
+            tensors = [*(self._swapped(one, -1, 2) for one in tensors[:-1]), tensors[-1]]
         if self.transposed:
             tensors = [tensor.T for tensor in tensors]
-        if self.kind == "gate":
+        if self.is_row:
             tensors = [tensor[0] for tensor in tensors]
         if len(tensors) == 1:
             return tensors[0]
@@ -93,7 +104,7 @@ class Parameter:
 
     def split(self, parameter: Any) -> dict[str, Any]:
         """Returns tensors by name, as the file has them: the inverse of `assemble`."""
-        if self.kind == "gate":
+        if self.is_row:
             return {self.names[0]: parameter[None]}
         if self.kind == "mxfp4":
             raise ValueError(f"{self.names[0]} is not written: jmoe does not quantize to MXFP4")
@@ -103,10 +114,16 @@ class Parameter:
             return {self.names[0]: turns.reshape(parameter.shape)}
         ends = np.cumsum([shape[0] for shape in self.stored])[:-1].tolist()
         parts = xp.split(parameter, ends, axis=-1 if self.transposed else 0)
-        return {
-            name: part.T if self.transposed else part
-            for name, part in zip(self.names, parts, strict=True)
-        }
+        if self.transposed:
+            parts = [part.T for part in parts]
+        if self.paired:
+            parts = [*(self._swapped(one, 2, -1) for one in parts[:-1]), parts[-1]]
+        return dict(zip(self.names, parts, strict=True))
+
+    def _swapped(self, tensor: Any, *sizes: int) -> Any:
+        """Returns rows of heads, each cut into `sizes`, of which the second comes first."""
+        heads = (len(tensor) // self.paired, *sizes, *tensor.shape[1:])
+        return tensor.reshape(heads).swapaxes(1, 2).reshape(tensor.shape)
 
 
 def _of(array: Any) -> Any:
@@ -171,8 +188,9 @@ def layer(cfg: ModelConfig, index: int, is_moe: bool) -> Layout:
         name = (f"{mlp}{names.router}.bias",)
         out["logits_bias"] = Parameter(name, ((cfg.num_experts,),), ("m",), "bias")
     if cfg.router is not None and cfg.router.bias:
-        name = (mlp + "gate.e_score_correction_bias",)
-        out["router_bias"] = Parameter(name, ((cfg.num_experts,),), ("m",), "bias", float32=True)
+        name, shape = (mlp + names.router_bias,), (cfg.num_experts,)
+        shape = (1, *shape) if names.row_of_bias else shape
+        out["router_bias"] = Parameter(name, (shape,), ("m",), "bias", float32=True)
     if cfg.d_ff_shared:
         out |= _swiglu("shared_", f"{mlp}{names.shared}.", d, cfg.d_ff_shared, "f_s")
         if cfg.shared_gate:
@@ -186,8 +204,9 @@ def _heads(cfg: ModelConfig, attn: str) -> Layout:
     q, kv = cfg.num_heads * size, cfg.num_kv_heads * size
     qkv = tuple(f"{attn}{p}_proj." for p in "qkv")
     weights, biases = (tuple(p + kind for p in qkv) for kind in ("weight", "bias"))
+    paired = size if naming(cfg.architecture).neighbours_turn else 0
     out = {
-        "wqkv": Parameter(weights, ((q, d), (kv, d), (kv, d)), ("d", heads)),
+        "wqkv": Parameter(weights, ((q, d), (kv, d), (kv, d)), ("d", heads), paired=paired),
         "wo": Parameter((attn + "o_proj.weight",), ((d, q),), ("heads", "d")),
     }
     if cfg.qkv_bias:

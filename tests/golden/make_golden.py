@@ -26,7 +26,9 @@ ROOT = Path(__file__).resolve().parent
 LENGTH, NEW_TOKENS = 19, 12
 MIN_ROUTER_GAP, MIN_LOGIT_GAP, MIN_DISTINCT, MIN_ROPE_EFFECT = 0.005, 0.02, 5, 0.05
 # Sigmoids saturate, and groups can tie: so wide a gap between their scores is never seen.
-MIN_SCORE_GAP = dict.fromkeys(("glm4_moe", "phimoe", "deepseek_v2", "deepseek_v3"), 0.0005)
+# Scores with a bias in the choice.
+BIASED = ("glm4_moe", "deepseek_v3", "minimax_m2", "ernie4_5_moe", "dots1")
+MIN_SCORE_GAP = dict.fromkeys((*BIASED, "phimoe", "deepseek_v2"), 0.0005)
 EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
 
 
@@ -40,6 +42,9 @@ NAMES = {
     "gpt_oss": ("num_local_experts", "intermediate_size"),
     "deepseek_v2": ("n_routed_experts", "moe_intermediate_size"),
     "deepseek_v3": ("n_routed_experts", "moe_intermediate_size"),
+    "minimax_m2": ("num_local_experts", "intermediate_size"),
+    "ernie4_5_moe": ("moe_num_experts", "moe_intermediate_size"),
+    "dots1": ("n_routed_experts", "moe_intermediate_size"),
 }
 
 
@@ -152,6 +157,9 @@ olmoe = partial(case, "olmoe", eos_token_id=2)
 deepseek2, deepseek3 = (
     partial(case, name, eos_token_id=2, **LATENT) for name in ("deepseek_v2", "deepseek_v3")
 )
+minimax = partial(case, "minimax_m2", eos_token_id=2)
+ernie = partial(case, "ernie4_5_moe", eos_token_id=2)
+dots = partial(case, "dots1", eos_token_id=2, n_shared_experts=2)
 gpt_oss = partial(case, "gpt_oss", rope=YARN_EXACT, sliding_window=5, eos_token_id=2)
 glm4 = partial(case, "glm4_moe", rope={"rope_theta": 1e4, "partial_rotary_factor": 0.5})
 CASES = {
@@ -306,6 +314,57 @@ CASES = {
         num_nextn_predict_layers=0,
         **TIED,
     ),
+    "minimax_m2": minimax(
+        [2, 36, 6, 3, 73],
+        [9, 3, 13],
+        rope={"rope_theta": 1e4, "partial_rotary_factor": 0.6},
+        head_dim=10,
+    ),
+    "minimax_m2_yarn_tied": minimax(
+        [3, 28, 5, 1, 61],
+        [6, 2, 9],
+        rope=YARN_PARTIAL,
+        hub=False,
+        bf16=True,
+        head_dim=24,
+        **TIED,
+    ),
+    "ernie4_5_moe": ernie([3, 40, 5, 1, 73], [9, 3, 11, 25], moe_k=3, num_nextn_predict_layers=1),
+    "ernie4_5_moe_yarn_untied": ernie(
+        [4, 36, 6, 3, 61],
+        [7, 2, 9, 21],
+        rope=YARN_BETAS,
+        hub=False,
+        bf16=True,
+        head_dim=10,
+        moe_k=2,
+        moe_layer_start_index=0,
+        moe_layer_end_index=2,
+        moe_layer_interval=2,
+        moe_num_shared_experts=0,
+        tie_word_embeddings=False,
+    ),
+    "dots1": dots(
+        [3, 40, 4, 2, 73],
+        [9, 3, 11, 25],
+        n_group=3,
+        topk_group=2,
+        routed_scaling_factor=2.5,
+        first_k_dense_replace=1,
+        sliding_window=5,
+        max_window_layers=2,
+        **NORM,
+    ),
+    "dots1_attention_bias_tied": dots(
+        [2, 36, 3, 3, 61],
+        [7, 2, 9, 21],
+        rope=YARN_BETAS,
+        hub=False,
+        bf16=True,
+        head_dim=10,
+        attention_bias=True,
+        **TIED,
+    ),
     "gpt_oss_mxfp4": gpt_oss([2, 96, 3, 3, 61], [3, 2, 32], head_dim=12, bf16=True, mxfp4=True),
     "phimoe": phi([2, 32, 4, 2, 73], [5, 2, 23], rope=LONGROPE, hub=False, **PHI_BIASES),
     "phimoe_window_tied": phi(
@@ -421,17 +480,20 @@ def choice_gap(model, logits):
         least = worth.topk(config.topk_group).values[..., -1:]
         allowed = groups.masked_fill((worth < least)[..., None], 0.0).flatten(-2)
         return min(gap(worth, config.topk_group), gap(allowed, config.num_experts_per_tok))
-    if config.model_type not in ("glm4_moe", "deepseek_v3"):
+    if config.model_type not in BIASED:
         return gap(logits, config.num_experts_per_tok)
-    at = [layer.mlp.gate for layer in model.model.layers if hasattr(layer.mlp, "gate")]
+    at = [layer.mlp for layer in model.model.layers if hasattr(layer.mlp, "gate")]
+    n_group, topk_group = (getattr(config, key, 1) for key in ("n_group", "topk_group"))
     gaps = []
-    for gate, own in zip(at, logits, strict=True):
-        scores = own.sigmoid() + gate.e_score_correction_bias
-        groups = scores.unflatten(-1, (config.n_group, -1))
+    for block, own in zip(at, logits, strict=True):
+        [bias] = (b for n, b in block.state_dict().items() if n.endswith("correction_bias"))
+        scores = own.softmax(-1) if config.model_type == "ernie4_5_moe" else own.sigmoid()
+        scores = scores + bias
+        groups = scores.unflatten(-1, (n_group, -1))
         worth = groups.topk(2).values.sum(-1)
-        if config.topk_group < config.n_group:
-            gaps.append(gap(worth, config.topk_group))
-        least = worth.topk(config.topk_group).values[..., -1:]
+        if topk_group < n_group:
+            gaps.append(gap(worth, topk_group))
+        least = worth.topk(topk_group).values[..., -1:]
         allowed = groups.masked_fill((worth < least)[..., None], -torch.inf).flatten(-2)
         gaps.append(gap(allowed, config.num_experts_per_tok))
     return min(gaps)
@@ -470,7 +532,11 @@ def spell_like_hub(path):
     rope = config.pop("rope_parameters")
     config["rope_theta"] = rope.pop("rope_theta")
     if "partial_rotary_factor" in rope:
-        config["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
+        factor = rope.pop("partial_rotary_factor")
+        if config["model_type"] == "minimax_m2":
+            config["rotary_dim"] = round(factor * config["head_dim"])
+        else:
+            config["partial_rotary_factor"] = factor
     if "type" in rope:  # the oldest spelling names the kind of scaling `type`
         rope.pop("rope_type")
     config["rope_scaling"] = None if rope.get("rope_type") == "default" else rope

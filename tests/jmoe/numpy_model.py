@@ -101,7 +101,7 @@ class NumpyModel:
         for i, (sequence, _, _) in enumerate(rows):
             keys, values = self.cache.setdefault((sequence, layer), ([], []))
             q, k, v = (self.linear(f"{at}{p}_proj", h[i]) for p in ("q", "k", "v"))
-            whole = cfg["model_type"] == "olmoe"  # norms all heads together
+            whole = cfg["model_type"] in ("olmoe", "minimax_m2")  # norms all heads together
             if whole:
                 q, k = self.norm(q, at + "q_norm.weight"), self.norm(k, at + "k_norm.weight")
             if clip := cfg.get("clip_qkv"):
@@ -127,17 +127,21 @@ class NumpyModel:
     def window(self, layer):
         types = self.config.get("layer_types")
         slides = types is not None and types[layer] == "sliding_attention"
+        if self.config["model_type"] == "dots1" and types is None:
+            slides = layer >= self.config["max_window_layers"]
         return self.config["sliding_window"] if slides else 10**9
 
     def rotate(self, x, position):
         turned = int(x.shape[1] * self.config.get("partial_rotary_factor", 1.0))
-        half = turned // 2
+        turned = self.config.get("rotary_dim", turned)
+        half, neighbours = turned // 2, self.config["model_type"] == "ernie4_5_moe"
         theta = self.config.get("rope_theta") or self.config["rope_parameters"]["rope_theta"]
         out = x.copy()
         for i in range(half):
             angle = position * theta ** (-2 * i / turned)
-            a, b, cos, sin = x[:, i], x[:, i + half], np.cos(angle), np.sin(angle)
-            out[:, i], out[:, i + half] = a * cos - b * sin, b * cos + a * sin
+            one, other = (2 * i, 2 * i + 1) if neighbours else (i, i + half)
+            a, b, cos, sin = x[:, one], x[:, other], np.cos(angle), np.sin(angle)
+            out[:, one], out[:, other] = a * cos - b * sin, b * cos + a * sin
         return out
 
     def moe(self, layer, moe_layer, h, rows, strategy, threshold, way):
@@ -164,7 +168,7 @@ class NumpyModel:
         if at + "shared_expert_gate.weight" in self.tensors:
             opening = 1 / (1 + np.exp(-self.linear(at + "shared_expert_gate", h)))
             out += opening * self.mlp(at + "shared_expert.", h)
-        if cfg.get("n_shared_experts"):
+        if cfg.get("n_shared_experts") or cfg.get("moe_num_shared_experts"):
             out += self.mlp(at + "shared_experts.", h)
         return out, np.array(degraded).sum(-1)
 
@@ -196,21 +200,23 @@ class NumpyModel:
     def chosen(self, at, logits):
         """Returns a row's experts, their weights, and how close the call was."""
         cfg = self.config
-        top_k = cfg["num_experts_per_tok"]
-        always = cfg["model_type"] in ("granitemoe", "gpt_oss")
+        top_k, softmaxed = cfg.get("moe_k") or cfg["num_experts_per_tok"], "ernie4_5_moe"
+        always = cfg["model_type"] in ("granitemoe", "gpt_oss", "minimax_m2", softmaxed)
         normalize = cfg.get("norm_topk_prob") or always
         if cfg["model_type"] == "phimoe":
             return sparsemixer(logits, cfg["router_jitter_noise"])
-        if cfg["model_type"] == "glm4_moe":
+        if cfg["model_type"] in ("glm4_moe", "dots1", "minimax_m2", softmaxed):
+            biases = (f"{at}{own}e_score_correction_bias" for own in ("gate.", "moe_statics.", ""))
+            [bias] = (self.tensors[name] for name in biases if name in self.tensors)
             return scored(
                 logits,
-                self.tensors[at + "gate.e_score_correction_bias"],
+                bias.ravel(),
                 top_k,
-                scoring="sigmoid",
-                groups=cfg["n_group"],
-                top_groups=cfg["topk_group"],
+                scoring="softmax" if cfg["model_type"] == softmaxed else "sigmoid",
+                groups=cfg.get("n_group", 1),
+                top_groups=cfg.get("topk_group", 1),
                 best=2,
-                scale=cfg["routed_scaling_factor"],
+                scale=cfg.get("routed_scaling_factor", 1.0),
                 normalize=normalize,
             )
         order = sorted(range(len(logits)), key=lambda e: (-logits[e], e))

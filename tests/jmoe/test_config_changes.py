@@ -103,8 +103,9 @@ def test_a_changed_key_does_what_it_does_in_transformers_or_is_refused(case, tmp
 
 def extra_tensor_names(config):
     layer = "model.layers.0."
-    block = "block_sparse_moe." if config["model_type"] == "mixtral" else "mlp."
-    if config["model_type"] not in ("glm4_moe", "deepseek_v3"):
+    sparse = config["model_type"] in ("mixtral", "minimax_m2")
+    block = "block_sparse_moe." if sparse else "mlp."
+    if config["model_type"] not in ("glm4_moe", "deepseek_v3", "dots1"):
         yield layer + block + "gate.e_score_correction_bias"
     yield layer + block + "experts.0.gate_proj.bias"
     behind = config["num_hidden_layers"] + config.get("num_nextn_predict_layers", 0)
@@ -122,6 +123,14 @@ def test_a_tensor_that_nothing_reads_is_refused_by_name(case, tmp_path, add_tens
     with pytest.raises(CheckpointError, match="would be left out") as caught:
         jmoe.load(directory, dtype="float32")
     assert all(name in str(caught.value) for name in names)
+
+
+def test_a_prediction_layer_of_a_name_of_its_own_is_left_out(add_tensors, caplog):
+    names = ["model.mtp_block.0.mlp.up_proj.weight", "model.mtp_linear_proj.0.weight"]
+    caplog.set_level("INFO")
+    directory = add_tensors("ernie4_5_moe", dict.fromkeys(names, np.ones(3, np.float32)))
+    jmoe.load(directory, dtype="float32")
+    assert "2 tensors are not read, model.layers.3.*, model.mtp_*: they predict" in caplog.text
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """Logits and greedy tokens against Hugging Face transformers (tests/golden)."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -17,7 +18,7 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 CASES = sorted(path.parent.name for path in GOLDEN.glob("*/golden.npz"))
 FIRST = ("qwen", "mixtral")
 QUICK = {name for name in CASES if name.startswith(FIRST)}
-QUICK |= {"glm4_moe", "phimoe", "gpt_oss", "deepseek_v3"}
+QUICK |= {"glm4_moe", "phimoe", "gpt_oss", "deepseek_v3", "minimax_m2", "ernie4_5_moe", "dots1"}
 # Fed eight tokens at a time instead of whole: dense layers between, all kinds of grouping.
 CHUNKED = {"qwen2_moe_mlp_only_tied", "qwen3_moe_mixed_yarn", "mixtral_top1_head_dim"}
 CHUNKED |= {"gpt_oss_types_tied", "deepseek_v3_tied"}
@@ -44,6 +45,16 @@ def test_forward_equals_transformers(case):
     logits = np.asarray(jmoe.forward(model, golden["tokens"]))
     assert logits.dtype == np.float32
     assert np.abs(logits - golden["logits"]).max() < 1e-4
+
+
+def test_kimi_k2_is_deepseek_v3_by_another_model_type(copy):
+    directory = copy("deepseek_v3")
+    config = json.loads((directory / "config.json").read_text()) | {"model_type": "kimi_k2"}
+    (directory / "config.json").write_text(json.dumps(config))
+    own, model = (jmoe.load(one, dtype="float32") for one in (directory, GOLDEN / "deepseek_v3"))
+    assert own.config == replace(model.config, architecture="kimi_k2")
+    jax.tree.map(np.testing.assert_array_equal, own.params, model.params)
+    jax.tree.map(np.testing.assert_array_equal, own.pool, model.pool)
 
 
 @pytest.mark.deep
@@ -96,11 +107,14 @@ def test_batched_forms_equal_transformers_greedy(name):
         "deepseek_v2_scaled",
         "deepseek_v3_halves",
         "deepseek_v3_tied",
+        "dots1_attention_bias_tied",
+        "ernie4_5_moe_yarn_untied",
         "glm4_moe_air",
         "glm4_moe_yarn_tied",
         "gpt_oss_types_tied",
         "granitemoe_attention_bias",
         "granitemoe_yarn",
+        "minimax_m2_yarn_tied",
         "olmoe",
         "olmoe_attention_bias_linear",
         "phimoe_attention_bias",

@@ -20,6 +20,8 @@ CASES = [
     "phimoe",
     "gpt_oss",
     "deepseek_v3",
+    "minimax_m2",
+    "ernie4_5_moe",
 ]
 
 
@@ -52,7 +54,7 @@ def test_names_and_shapes_are_those_of_the_file(case):
     assert want == found
 
 
-@pytest.mark.sized(deep=("gpt_oss-jax.numpy", "deepseek_v3-jax.numpy"))
+@pytest.mark.sized(deep=[f"{name}-jax.numpy" for name in CASES[-4:]])
 @pytest.mark.parametrize("where", [np, jnp])
 def test_splitting_is_the_inverse_of_assembling(case, where):
     _, cfg = case

@@ -12,7 +12,8 @@ import pytest
 
 import jmoe
 from jmoe.attention import CacheSizes, Latent, make_pages
-from jmoe.config import from_hf
+from jmoe.config import ConfigError, from_hf
+from jmoe.int4 import Int4
 from jmoe.model import project
 from jmoe.random_model import random_model, random_params
 from jmoe.rope import rotation
@@ -49,6 +50,11 @@ CARDS = {
     "DeepSeek-V2": (236, 21, 163840),
     "DeepSeek-V2-Lite": (15.7, 2.4, 163840),
     "DeepSeek-V3-bf16": (671, 37, 163840),
+    "Kimi-K2-Instruct": (1026, 32, 131072),
+    "ERNIE-4.5-21B-A3B-PT": (21.8, 3, 131072),
+    "ERNIE-4.5-300B-A47B-PT": (300, 47, 131072),
+    "dots.llm1.inst": (142, 14, 32768),
+    "MiniMax-M2.5": (228.69, 10, 196608),
     "gpt-oss-20b": (20.9, 3.6, 131072),
     "gpt-oss-120b": (116.8, 5.1, 131072),
 }
@@ -70,6 +76,33 @@ def test_deepseek_v3_is_read_in_eight_bits_as_it_is_published():
     fp8 = {"fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
     cfg = from_hf(config | {"quantization_config": fp8})
     assert cfg == replace(from_hf(config), fp8_block=(128, 128))
+
+
+def test_kimi_k2_is_read_in_four_bits_as_its_thinking_models_are_published():
+    config = json.loads((PUBLISHED / "Kimi-K2-Instruct.json").read_text())
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "actorder": None}
+    weights |= {"strategy": "group", "group_size": 32, "observer": "minmax"}
+    names = ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*"]
+    int4 = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+        "ignore": [*names, r"re:.*mlp\.(gate|up|gate_up|down)_proj.*"],
+    }
+    cfg, packed = from_hf(config), Int4("compressed-tensors", 32, has_zeros=False)
+    assert cfg.fp8_block == (128, 128)
+    thinking = from_hf(config | {"quantization_config": int4})
+    assert thinking == replace(cfg, fp8_block=(), int4=packed)
+
+
+def test_minimax_m2_is_as_its_later_releases_but_for_keys_of_nothing():
+    config = json.loads((PUBLISHED / "MiniMax-M2.5.json").read_text())
+    first = config | {"attention_dropout": 0.0, "mlp_intermediate_size": 8192}
+    assert from_hf(first) == from_hf(config)
+    with pytest.raises(ConfigError, match=r"attn_type_list .* all 1: full attention"):
+        from_hf(config | {"attn_type_list": [1, 0] * 31})
+    with pytest.raises(ConfigError, match=r"absent, or rotary_dim / head_dim \(0.5\)"):
+        from_hf(config | {"partial_rotary_factor": 0.75})
 
 
 def test_qwen3_has_the_positions_that_its_card_says_to_get_by_yarn():
@@ -96,8 +129,8 @@ def test_a_released_model_is_read(name):
     counts = [(found - part) / 1e9 for part in (0, embed, (2 - cfg.tie_embeddings) * embed)]
     assert any(one == pytest.approx(active, rel=0.03) for one in counts)
     assert cfg.max_position == positions
-    kinds = {"deepseek_v2": "yarn", "deepseek_v3": "yarn", "gpt_oss": "yarn", "phimoe": "longrope"}
-    assert cfg.rope.kind == kinds.get(cfg.architecture, "default")
+    kinds = dict.fromkeys(("deepseek_v2", "deepseek_v3", "gpt_oss", "kimi_k2"), "yarn")
+    assert cfg.rope.kind == (kinds | {"phimoe": "longrope"}).get(cfg.architecture, "default")
     if name in KV_BYTES:
         assert kv_bytes_per_token(cfg, "bfloat16") == KV_BYTES[name]
 
@@ -131,6 +164,7 @@ SMALL = {
     "moe_intermediate_size": 7,
     "shared_expert_intermediate_size": 13,
     "head_dim": 12,
+    "rotary_dim": 8,
     "kv_lora_rank": 6,
     "q_lora_rank": 10,
     "qk_nope_head_dim": 6,
@@ -146,8 +180,12 @@ def shrunk(config):
     own["num_key_value_heads"] = 3 if group == 1 else 2
     own["num_attention_heads"] = heads = own["num_key_value_heads"] * group
     own["hidden_size"] = 30 if "head_dim" in config else 8 * heads
-    for key in {"num_experts", "num_local_experts", "n_routed_experts"} & config.keys():
-        own[key] = max(config["num_experts_per_tok"] + 3, 3 * (config.get("n_group") or 1))
+    counts = {"num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"}
+    per_token = config.get("moe_k") or config["num_experts_per_tok"]
+    for key in counts & config.keys():
+        own[key] = max(per_token + 3, 3 * (config.get("n_group") or 1))
+    if "moe_layer_start_index" in config:
+        own["moe_layer_start_index"] = 1
     if "first_k_dense_replace" in config:
         own["first_k_dense_replace"] = min(config["first_k_dense_replace"], 2)
     if (config.get("sliding_window") or 0) in range(1, config["max_position_embeddings"]):

@@ -327,6 +327,7 @@ SCORED = [
     (LARGEST_SCORED, 64),
     (LARGEST_SCORED, 512),
     (scored("softmax", 256, 8, True, "softmax", routing.Grouping(8, 4, 2)), 512),
+    (scored("ERNIE-4.5-21B-A3B", 64, 6, scoring="softmax"), 512),
     (scored("two groups", 256, 8, grouping=routing.Grouping(2, 1, 2)), 512),
 ]
 
