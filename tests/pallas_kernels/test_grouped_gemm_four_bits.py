@@ -159,6 +159,14 @@ def test_kernel_equals_float64(weights_in_registers, fmt):
     check(interpreter.run(partial(mosaic.moe_mlp, tile=tile, num_blocks=4), *args), want)
 
 
+@pytest.mark.deep
+def test_zero_points_arrive_whole_in_each_block_of_a_cluster():
+    """A half of 128 bytes would begin where TMA writes nothing to shared memory."""
+    args, want = case("int4 whole", (16, 0, 33, 1))
+    tile = replace(TILE, cluster=2)
+    check(interpreter.emulate(partial(mosaic.moe_mlp, tile=tile, num_blocks=4), *args), want)
+
+
 def test_what_is_not_supported():
     (x, gate_up, down, plan), _ = case("int4 of 32", (1, 2, 3, 4))
     assert mosaic.supports(x, gate_up, down, plan)
