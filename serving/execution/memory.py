@@ -110,7 +110,7 @@ def check_balance(
 
 def check_mesh(config: EngineConfig, cfg: ModelConfig, num_devices: int) -> None:
     """Raises SettingsError, before weights load, as `check_balance` does, and where a device's part
-    of a model's routed experts and its copies do not fit; other weights are not counted.
+    of a model's routed experts and its copies do not fit beside other weights, which each has.
     """
     balance = config.balance
     check_balance(cfg, num_devices, balance)
@@ -118,7 +118,7 @@ def check_mesh(config: EngineConfig, cfg: ModelConfig, num_devices: int) -> None
     if free is None:
         return
     slot_bytes = _slot_bytes(config, cfg)
-    room = int(SHARE * free) // slot_bytes
+    room = max(0, int(SHARE * free) - _rest_bytes(config, cfg)) // slot_bytes
     layers, spare = cfg.num_moe_layers, _asked(balance.spare_slots)
     try:
         check_room(layers, cfg.num_experts, num_devices, room, spare=spare)

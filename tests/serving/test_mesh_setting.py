@@ -129,12 +129,11 @@ def with_copies(**balance):
 
 @pytest.fixture
 def room(monkeypatch):
-    """Returns a function that sets how many experts a device has room for."""
+    """Returns a function that sets how many experts a device has room for beside other weights."""
 
     def has_room_for(num_experts, num_devices):
-        expert = 3 * 64 * 64 * 2
-        free = num_devices * (num_experts + 0.5) * expert / memory.SHARE  # a CPU's share it
-        monkeypatch.setattr(memory, "free_bytes", lambda: int(free))
+        free = family_free(num_experts + 0.5, num_devices)  # a CPU's share it
+        monkeypatch.setattr(memory, "free_bytes", lambda: free)
 
     return has_room_for
 
