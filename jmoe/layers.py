@@ -12,6 +12,7 @@ from jmoe.api import resolve
 from jmoe.checkpoint import HFLayers, is_native, load_native
 from jmoe.config import ModelConfig, read_config
 from jmoe.experts import ExpertPool
+from jmoe.host_memory import on_the_host
 
 
 class Layers:
@@ -36,7 +37,7 @@ class Layers:
         self.directory = resolve(path)
         kind = jnp.dtype(dtype)
         if is_native(self.directory):
-            with jax.default_device(jax.devices("cpu")[0]):
+            with on_the_host():
                 self.cfg, self._weights = load_native(self.directory, kind, check_weights)
             self._slots = np.asarray(self._weights.table.slots)
             self._files = None

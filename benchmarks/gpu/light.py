@@ -231,9 +231,9 @@ def op_sizes(*, dry: bool) -> Any:
 
 def op_cases(*, dry: bool) -> list[Any]:
     """Returns the kernel cases, those that move least first."""
-    from benchmarks.kernels.cases import all_cases
+    from benchmarks.kernels.cases import with_one_router
 
-    found = [case for case in all_cases(op_sizes(dry=dry)) if case.skew != "uniform"]
+    found = with_one_router(op_sizes(dry=dry))
     return sorted(found, key=lambda c: (c.op.startswith("grouped_gemm"), c.tokens, c.name))
 
 

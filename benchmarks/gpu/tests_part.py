@@ -13,7 +13,8 @@ from benchmarks.harness import store
 FILES = {
     "test_scorings": 60.0,
     "test_planned": 60.0,
-    "test_ops": 150.0,
+    "test_ops": 200.0,
+    "test_few_bits": 120.0,
     "test_models": 150.0,
     "test_served": 180.0,
 }

@@ -192,6 +192,11 @@ def all_cases(sizes: Sizes) -> list[Case]:
     return sorted(cases, key=lambda case: target(case) is None)
 
 
+def with_one_router(sizes: Sizes) -> list[Case]:
+    """Returns every case, each op's with the most skewed of the routers that it is tried with."""
+    return [case for case in all_cases(sizes) if case.skew == _SKEWS.get(case.op, ("",))[-1]]
+
+
 def _cases_of(op: str, shape: Shape, sizes: Sizes) -> Iterator[Case]:
     decode, prefill = sizes.decode_tokens, sizes.prefill_tokens
     if op == "kv_write" and shape.latent:

@@ -311,20 +311,20 @@ class _Block(NamedTuple):
         gemm, tile = self.call.gemm, self.call.tile
         ks = pl.ds(k * gemm.block_k, gemm.block_k)
         for part in range(gemm.parts):
-            copies = [(self.weights_at(item, part, k), self.w_smem)]
+            copies = [(self.weights_at(item, part, k), self.w_smem, tile.cluster > 1)]
             for of_all, staged in self.groups:
                 assert self.packed is not None
                 columns = pl.ds(self.first_column(item, part), gemm.columns)
                 first = lax.div(k * gemm.block_k, self.packed.group)
-                copies.append(
-                    (of_all.at[item.slot, pl.ds(first, staged.shape[2]), columns], staged)
-                )
-            for source, staged in copies:
+                source = of_all.at[item.slot, pl.ds(first, staged.shape[2]), columns]
+                # Whole in each block: TMA writes to multiples of 128 bytes, which half may not be.
+                copies.append((source, staged, False))
+            for source, staged, is_shared in copies:
                 plgpu.copy_gmem_to_smem(
                     source,
                     staged.at[stage, part],
                     self.full.at[stage],
-                    collective_axes=("rank",) if tile.cluster > 1 else None,
+                    collective_axes=("rank",) if is_shared else None,
                 )
 
         def load_rows(width: int) -> None:

@@ -22,7 +22,7 @@ class Rows(NamedTuple):
     """A step's rows as sequences that end with them."""
 
     chunk: Int[Array, "T"]
-    kv_len: Int[Array, "T"]  # 0: padding
+    kv_len: Int[Array, "T"]  # 0: of no chunk
     schedule: Schedule
 
 
@@ -41,7 +41,7 @@ def plan(
     chunk = jnp.sum(q_start[None, 1:] <= row[:, None], axis=1, dtype=jnp.int32)
     own = jnp.minimum(chunk, kv_len.shape[0] - 1)
     seen = row + (kv_len - q_start[1:])[own] + 1
-    seen = jnp.where(chunk < kv_len.shape[0], seen, 0)
+    seen = jnp.where((row >= q_start[0]) & (chunk < kv_len.shape[0]), seen, 0)
     q = jax.ShapeDtypeStruct((num_rows, heads, pages.shape[4]), pages.dtype)
     return Rows(own, seen, mosaic.plan(q, pages, seen, window, latent))
 

@@ -110,7 +110,7 @@ def check_balance(
 
 def check_mesh(config: EngineConfig, cfg: ModelConfig, num_devices: int) -> None:
     """Raises SettingsError, before weights load, as `check_balance` does, and where a device's part
-    of a model's routed experts and its copies do not fit; other weights are not counted.
+    of a model's routed experts and its copies do not fit beside other weights, which each has.
     """
     balance = config.balance
     check_balance(cfg, num_devices, balance)
@@ -118,7 +118,7 @@ def check_mesh(config: EngineConfig, cfg: ModelConfig, num_devices: int) -> None
     if free is None:
         return
     slot_bytes = _slot_bytes(config, cfg)
-    room = int(SHARE * free) // slot_bytes
+    room = max(0, int(SHARE * free) - _rest_bytes(config, cfg)) // slot_bytes
     layers, spare = cfg.num_moe_layers, _asked(balance.spare_slots)
     try:
         check_room(layers, cfg.num_experts, num_devices, room, spare=spare)
@@ -214,9 +214,15 @@ def _slot_bytes(config: EngineConfig, cfg: ModelConfig) -> int:
 
 
 def _rest_bytes(config: EngineConfig, cfg: ModelConfig) -> int:
-    """Returns the bytes of what a model has beside its experts."""
+    """Returns the bytes of what a model has beside its experts. Layers of a GPU count twice, for
+    CUDA graphs (`jmoe.steps.served`), but where a family's sets come from host memory.
+    """
     make = partial(random_params, cfg, dtype=jnp.dtype(config.dtype))
-    return _size(jax.eval_shape(make, jax.random.key(0)))
+    params = jax.eval_shape(make, jax.random.key(0))
+    has_graphs = jax.local_devices()[0].platform != "cpu" and not config.enforce_eager
+    come_from_host = 0 < config.resident_sets < len(config.models)
+    twice = _size(params["segments"]) if has_graphs and not come_from_host else 0
+    return _size(params) + twice
 
 
 def _asked(count: CountOrAuto) -> int:
@@ -234,16 +240,14 @@ def spare_slots_that_fit(
 ) -> int:
     """Returns how many spare slots of each layer every device of a mesh has room for beside the
     `slots` of its own experts, where `free` bytes were free on this process's before weights
-    loaded; 0 where that is not known. Layers of a GPU count twice, for CUDA graphs, and other
-    weights as many times as there are models, though some may have them alike.
+    loaded; 0 where that is not known. Other weights count as many times as there are models, though
+    some may have them alike.
     """
     dtype, num_devices = jnp.dtype(config.dtype), mesh.size
     fitting = 0
     if free is not None:
         on_cpu = jax.local_devices()[0].platform == "cpu"
-        params = jax.eval_shape(partial(random_params, cfg, dtype=dtype), jax.random.key(0))
-        others = _size(params) + (0 if on_cpu else _size(params["segments"]))
-        others *= num_models
+        others = num_models * _rest_bytes(config, cfg)
         slot, held = _slot_bytes(config, cfg), cfg.num_moe_layers * slots
         # Steps that copy experts gather all rows, whatever others do.
         exchange = "all-gather" if config.balance.replicas else config.exchange

@@ -12,6 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import jax
 import numpy as np
 
+from jmoe.host_memory import on_the_host
 from jmoe.steps import served
 from jmoe.weights import Params
 from pallas_kernels.backend import backend
@@ -41,10 +42,9 @@ class ParamSets:
             self.options = once[id(params[0])][1]
             self._on_device: list[Params | None] = [once[id(one)][0] for one in params]
             return
-        cpu = jax.devices("cpu")[0]
         leaves = []
         for one in params:
-            with jax.default_device(cpu):
+            with on_the_host():
                 found, self.options = served(one, eager=eager)
             own, self._tree = jax.tree.flatten(jax.tree.map(np.asarray, found))
             leaves.append(own)
@@ -81,7 +81,7 @@ class ParamSets:
         """Returns a set of host memory, as `served`, on the device; a tensor that another set has
         as well is that one.
         """
-        with jax.default_device(jax.devices("cpu")[0]):
+        with on_the_host():
             found, _ = served(params, eager=self._eager)
         others = {id(other): other for other in self._on_device if other is not None}
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from jmoe.host_memory import on_the_host
 from serving.cluster.hosts import facts
 from serving.execution.kv_pages import claim_memory
 from serving.execution.programs import Progress, limit_cpu_threads
@@ -42,7 +43,7 @@ def make_worker(
     claim_memory(assignment.config.memory_fraction)
     device = jax.local_devices()[0]
     # Read in the CPU's memory: the device gets only the worker's part.
-    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+    with on_the_host():
         worker, sizes = _worker_of(assignment, send, device, progress)
     worker.warm(sizes)
     return worker

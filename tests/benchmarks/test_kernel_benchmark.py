@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks.gpu import light
 from benchmarks.kernels import (
     cases,
     inputs,
@@ -19,7 +20,7 @@ from benchmarks.kernels import (
     sweep,
     timing,
 )
-from benchmarks.kernels.cases import DRY, Sizes, all_cases
+from benchmarks.kernels.cases import DRY, OPS, Sizes, all_cases, with_one_router
 from benchmarks.kernels.shapes import (
     DEEPSEEK_V3,
     MIXTRAL_8X7B,
@@ -101,6 +102,16 @@ def test_every_case_is_there_once():
         if case.context:
             assert sum(n for n, _ in case.chunks()) == case.tokens
             assert all(c == case.context and n <= c for n, c in case.chunks())
+
+
+def test_no_op_is_left_out_where_routers_are_not_varied():
+    """What first light and the device tests run: of quantized experts there is one router."""
+    every, chosen = all_cases(Sizes()), with_one_router(Sizes())
+    assert {case.op for case in chosen} == set(OPS)
+    assert {case for case in every if case not in chosen} == {
+        case for case in every if (case.op, case.skew) == ("grouped_gemm", "uniform")
+    }
+    assert {case.op for case in light.op_cases(dry=False)} == set(OPS)
 
 
 def test_targets():

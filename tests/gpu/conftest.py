@@ -21,7 +21,11 @@ def _hopper():
         return False
     from pallas_kernels.backend import hopper
 
-    return hopper()
+    # This process takes memory as it needs it: servers and others that tests start, which do not
+    # inherit that, want most of it at once.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+        return hopper()
 
 
 def pytest_collection_modifyitems(items):

@@ -12,22 +12,23 @@ import numpy as np
 import pytest
 
 from benchmarks.kernels import judge, problems
-from benchmarks.kernels.cases import OPS, Case, Sizes, all_cases
+from benchmarks.kernels.cases import OPS, Case, Sizes, with_one_router
 from benchmarks.kernels.inputs import Pools
-from benchmarks.kernels.shapes import LATENT_MODELS
+from benchmarks.kernels.shapes import LATENT_MODELS, MODELS
 from benchmarks.kernels.timing import JaxProgram
 from pallas_kernels.backend import KERNEL, noting, references_only
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.prefill_attention import prefill_attention
 
 SIZES = Sizes(
+    quantized_models=MODELS[:1],
     decode_tokens=(1, 64),
     prefill_tokens=(1024,),
     contexts=(1024,),
     rotated_bytes=0,
     kv_bytes=1 << 30,
 )
-CASES = [case for case in all_cases(SIZES) if case.skew != "uniform"]
+CASES = with_one_router(SIZES)
 # Chunks after prefixes: latents are expanded in turns, or few rows take the absorbed form.
 CASES += [
     Case("prefill_attention", shape, "prefill", rows, 8192)

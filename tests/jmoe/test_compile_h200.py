@@ -208,6 +208,22 @@ def test_a_step_over_experts_in_fp8_copies_none_of_them(mesh, phase):
     assert program.memory.argument_size_in_bytes < 0.55 * experts + 2 * other
 
 
+FOUR_BITS = [QWEN3._replace(depth=2, quantize="int4"), GPT_OSS._replace(quantize="mxfp4")]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("phase", ["decode", "prefill"])
+@pytest.mark.parametrize("case", FOUR_BITS, ids=lambda case: case.quantize)
+def test_a_step_over_experts_in_four_bits_copies_none_of_them(mesh, case, phase):
+    program = compile_step(mesh, case, *ROWS[phase])
+    check_copies(program)
+    check_one_graph(program)
+    assert program.mosaic_kernels == (6 if phase == "decode" else 5) * case.depth
+    experts = case.depth * case.num_slots * case.expert_bytes
+    other = 2 * case.config.vocab_size * case.config.d_model * 2
+    assert program.memory.argument_size_in_bytes < 0.32 * experts + 3 * other
+
+
 FP8_KV = QWEN3._replace(depth=2, kv_cache_dtype="fp8")
 
 

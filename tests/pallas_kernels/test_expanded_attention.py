@@ -85,9 +85,15 @@ def test_no_rows_but_padding():
 
 
 @pytest.mark.exhaustive
-def test_emulated():
-    chunks = [(100, 40), (0, 5)]
-    check(chunks, 1, 256, 64, Expanded(128, 128), run=interpreter.emulate)
+@pytest.mark.parametrize(
+    ("chunks", "rank", "size"),
+    [
+        ([(100, 40), (0, 5)], 256, Expanded(128, 128)),
+        ([(200, 150), (0, 5)], 128, Expanded(256, 256)),  # rows of two sets, in two turns
+    ],
+)
+def test_emulated(chunks, rank, size):
+    check(chunks, 1, rank, 64, size, run=interpreter.emulate)
 
 
 def arguments(shape, num_tokens, page_size):

@@ -12,7 +12,7 @@ import pytest
 from benchmarks.kernels.shapes import MIXTRAL_8X7B
 from pallas_kernels import grouped_gemm, routing
 from pallas_kernels.activation import SILU, ClampedSwiglu
-from pallas_kernels.grouped_gemm import mosaic
+from pallas_kernels.grouped_gemm import mosaic, tiles
 from pallas_kernels.grouped_gemm.four_bits import (
     PackedWeights,
     dequantize,
@@ -157,6 +157,18 @@ def test_kernel_equals_float64(weights_in_registers, fmt):
     args, want = case(fmt, (16, 0, 33, 1))
     tile = replace(TILE, cluster=2 if fmt == "int4 of 64" else 1)
     check(interpreter.run(partial(mosaic.moe_mlp, tile=tile, num_blocks=4), *args), want)
+
+
+@pytest.mark.deep
+@pytest.mark.sized(exhaustive=("mxfp4", "int4 of 32", "int4 of 64"))
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_a_cluster_shares_what_tma_can_write_in_halves(fmt):
+    """Half of 128 zero points would begin off the multiples of 128 bytes that TMA writes to, which
+    the interpreter lets pass.
+    """
+    args, want = case(fmt, (16, 0, 150, 1))
+    run = partial(mosaic.moe_mlp, tile=tiles.packed(128, cluster=2), num_blocks=4)
+    check(interpreter.emulate(run, *args), want)
 
 
 def test_what_is_not_supported():

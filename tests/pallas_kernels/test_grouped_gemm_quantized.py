@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.kernels.shapes import MIXTRAL_8X7B
 from pallas_kernels import grouped_gemm, routing
-from pallas_kernels.grouped_gemm import QuantizedWeights, mosaic, quantize
+from pallas_kernels.grouped_gemm import QuantizedWeights, mosaic, quantize, tiles
 from pallas_kernels.grouped_gemm.tiles import GemmTile, Tile
 from tests.pallas_kernels.registers import weights_in_registers
 
@@ -98,6 +98,14 @@ def test_kernel_equals_float64(weights_in_registers):
     args, want = case((16, 0, 33, 1))
     run = partial(mosaic.moe_mlp, tile=replace(TILE, cluster=2), num_blocks=4)
     check(interpreter.run(run, *args), want)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize(("width", "cluster"), [(8, 1), (128, 2)])
+def test_chosen_tiles_emulated_equal_float64(width, cluster):
+    args, want = case((3, 0, 150, 1) if width > 8 else (3, 0, 8, 1))
+    run = partial(mosaic.moe_mlp, tile=tiles.quantized(width, cluster), num_blocks=4)
+    check(interpreter.emulate(run, *args), want)
 
 
 @pytest.mark.deep

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from prefill_contract import IMPLEMENTATIONS, check
 
-from pallas_kernels.prefill_attention import mosaic
+from pallas_kernels.prefill_attention import latent, mosaic
 
 # The references are held to float64; a kernel's PTX is the same, however XLA is told to compile.
 pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
@@ -63,6 +63,22 @@ def test_no_rows_but_padding(impl):
 def test_rows_before_the_chunks_are_left_alone(impl):
     """Those that decode in a hybrid step, which read by themselves."""
     check(impl, [(0, 5), (60, 4), (6, 0), (3, 2)], before=13, unused=np.nan)
+
+
+@pytest.mark.parametrize("name", ["mosaic-latent"])
+def test_more_rows_before_the_chunks_than_a_tile_has_keys(name):
+    """A row that decodes lies further before the first prompt's end than that prompt is long."""
+    check(IMPLEMENTATIONS[name], [(0, 2), (70, 1)], before=200, padding=0, unused=np.nan)
+
+
+def test_rows_before_the_chunks_read_no_latents():
+    pages = jnp.zeros((1, 4, 1, 64, 192), jnp.bfloat16)
+    q_start, kv_len = jnp.array([200, 202, 203]), jnp.array([2, 71])
+    rows = {"q_start": q_start, "kv_len": kv_len, "window": 0, "latent": 128}
+    planned = latent.plan(208, 16, pages, **rows)
+    assert planned.kv_len.tolist() == [0] * 200 + [1, 2, 71] + [0] * 5
+    tiles = np.diff(planned.schedule.before)
+    assert tiles.tolist() == [0] * 200 + [1, 1, 2] + [0] * 5
 
 
 @pytest.mark.parametrize(("page_size", "taken"), [(16, True), (32, False), (64, True)])

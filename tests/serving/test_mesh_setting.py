@@ -129,12 +129,11 @@ def with_copies(**balance):
 
 @pytest.fixture
 def room(monkeypatch):
-    """Returns a function that sets how many experts a device has room for."""
+    """Returns a function that sets how many experts a device has room for beside other weights."""
 
     def has_room_for(num_experts, num_devices):
-        expert = 3 * 64 * 64 * 2
-        free = num_devices * (num_experts + 0.5) * expert / memory.SHARE  # a CPU's share it
-        monkeypatch.setattr(memory, "free_bytes", lambda: int(free))
+        free = family_free(num_experts + 0.5, num_devices)  # a CPU's share it
+        monkeypatch.setattr(memory, "free_bytes", lambda: free)
 
     return has_room_for
 
@@ -194,6 +193,23 @@ def test_a_model_that_does_not_fit_is_refused_before_it_is_loaded(monkeypatch):
     monkeypatch.setattr(HFLayers, "layer", lambda *_: pytest.fail("weights are read"))
     with pytest.raises(SettingsError, match=r"engine.model is .*qwen2_moe', whose weights take"):
         load_models(config, None, lambda *_: None)
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_on_a_gpu_layers_are_counted_twice_but_without_graphs(monkeypatch, eager):
+    config = EngineConfig(model="m", dtype="bfloat16", enforce_eager=eager)
+    params = jax.eval_shape(
+        partial(random_params, geometry(), dtype=np.dtype("float32")), jax.random.key(0)
+    )
+    held = [params] if eager else [params, params["segments"]]
+    experts = geometry().num_moe_layers * geometry().num_experts * 24_576
+    least = experts + 2 * sum(leaf.size for leaf in jax.tree.leaves(held))
+    monkeypatch.setattr(jax, "local_devices", lambda: [SimpleNamespace(platform="gpu")])
+    monkeypatch.setattr(memory, "free_bytes", lambda: math.ceil(least / memory.SHARE))
+    memory.check_model(config, geometry())
+    monkeypatch.setattr(memory, "free_bytes", lambda: int(least / memory.SHARE) - 1)
+    with pytest.raises(SettingsError, match="whose weights take"):
+        memory.check_model(config, geometry())
 
 
 def test_copies_of_a_step_are_counted_beside_a_whole_family(monkeypatch):

@@ -1,7 +1,6 @@
 """Data parallelism: one loss over rows that lie spread over the devices of all processes."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -50,17 +49,6 @@ def wait_for_all(what: str) -> None:
     """Returns when every process has come to this point."""
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(what)
-
-
-@contextmanager
-def on_the_host() -> Iterator[None]:
-    """Makes arrays in the host's memory, unless JAX_PLATFORMS leaves the CPU out."""
-    try:
-        device = jax.local_devices(backend="cpu")[0]
-    except RuntimeError:
-        device = None
-    with jax.default_device(device):
-        yield
 
 
 def on_host(tree: Any) -> Any:

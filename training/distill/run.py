@@ -18,6 +18,7 @@ from jmoe.checkpoint import UNITED_FILE, weights_digest
 from jmoe.config import ModelConfig
 from jmoe.digests import file_digests
 from jmoe.experts import ExpertPool
+from jmoe.host_memory import on_the_host
 from jmoe.layers import Layers
 from jmoe.model_files import regular
 from training.distill.config import DistillConfig
@@ -25,7 +26,7 @@ from training.distill.data import Corpus, digest
 from training.distill.expert import Experts
 from training.distill.fit import DistillError, Fit, fit_layer
 from training.distill.grouping import make_groups
-from training.distill.parallel import is_first, on_the_host, wait_for_all
+from training.distill.parallel import is_first, wait_for_all
 from training.distill.prepare import DEFAULT_WAYS, prepare
 from training.distill.refine import Progressing, begin, freeze, held_out_by_file, refine
 from training.distill.report import REPORT_FILES, LayerResult, RefineResult, write_report
