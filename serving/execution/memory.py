@@ -128,12 +128,17 @@ def check_mesh(config: EngineConfig, cfg: ModelConfig, num_devices: int) -> None
     _check_copies_of_steps(config, cfg, num_devices, (room - held) * slot_bytes)
 
 
-def check_model(config: EngineConfig, cfg: ModelConfig) -> None:
+MOST_GROWTH = 8
+"""Of weights as they load: from four bits to float32. Others grow less, though a GPU may have them
+twice."""
+
+
+def check_model(config: EngineConfig, cfg: ModelConfig, stored: int) -> None:
     """Raises SettingsError, before weights load, where one model's routed experts and other weights
-    do not fit into a device.
+    do not fit into a device. They are not counted where so many bytes as are stored surely fit.
     """
     free = _free_on_each(1)
-    if free is None:
+    if free is None or MOST_GROWTH * stored <= SHARE * free:
         return
     experts = cfg.num_moe_layers * cfg.num_experts * _slot_bytes(config, cfg)
     wanted = experts + _rest_bytes(config, cfg)

@@ -126,7 +126,8 @@ def load_models(
     if mesh is not None or named or whole:
         cfg = config_of(directory, allow_unknown_config=config.allow_unknown_config)
     if whole:
-        check_model(config, cfg)
+        stored = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
+        check_model(config, cfg, stored)
     if mesh is not None:
         if not is_native(directory):
             # Of a family, one model is the least; all is counted once it is known what they share.
