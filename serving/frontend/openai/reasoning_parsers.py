@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from serving.frontend.openai.tool_parsers import Delta, Harmony, Reading, ToolParser
+from serving.frontend.openai.tool_parsers import Delta, Harmony, Kimi, Reading, ToolParser
 
 
 class Think(ToolParser):
@@ -12,6 +12,7 @@ class Think(ToolParser):
     """
 
     opening, closing = "<think>", "</think>"
+    calls = ""  # marker at which calls begin, and thoughts end; empty: `closing` alone ends them
 
     def __init__(self, before: str) -> None:
         """`before` is how the prompt ends."""
@@ -30,7 +31,9 @@ class Think(ToolParser):
             yield from self.until(self.opening)
         if is_tag or self._opened:
             yield from self.peek()
-            yield from self.until(self.closing, take=self.think)
+            ends = filter(None, (self.closing, self.calls))
+            if (yield from self.until(*ends, take=self.think, stay=True)) == self.closing:
+                self._consume(len(self.closing))
             yield from self.peek()
         while True:
             if text := self._consume(len(self._left)):
@@ -38,6 +41,12 @@ class Think(ToolParser):
             if self._ended:
                 return
             yield
+
+
+class KimiThink(Think):
+    """Kimi-K2-Thinking, which at times calls before it has ended its thoughts."""
+
+    calls = Kimi.opening
 
 
 class Channels(Harmony):
@@ -54,6 +63,7 @@ Thinks = Callable[[str], ToolParser]
 PARSERS: dict[str, Thinks] = {
     "deepseek_r1": Think,
     "glm45": Think,
+    "kimi_k2": KimiThink,
     "openai_gptoss": Channels,
     "qwen3": Think,
 }
@@ -64,4 +74,6 @@ def parser_of(template: str) -> Thinks | None:
     """Returns the format in which a chat template's model thinks; None: none of these."""
     if "<|channel|>" in template:
         return Channels
-    return Think if Think.closing in template else None
+    if Think.closing not in template:
+        return None
+    return KimiThink if Kimi.opening in template else Think

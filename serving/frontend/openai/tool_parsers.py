@@ -17,6 +17,7 @@ Reading = Generator[None]
 """What `yield`s where it needs more text."""
 
 _NAME = re.compile(r"[\w.-]{1,128}")
+_KIMI_ID = re.compile(r"(?:functions\.)?([\w.-]{1,128}):\d{1,9}")
 _RECIPIENT = re.compile(r"\bto=(?:functions\.)?([\w.-]+)")
 SPACED: Schema = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """How templates write JSON, and so what models have learned."""
@@ -24,13 +25,15 @@ SPACED: Schema = {"whitespace_flexible": False, "item_separator": ", ", "key_sep
 
 class Delta(NamedTuple):
     """What a piece of text adds to an answer. `name` begins a call; `arguments` is JSON text that
-    belongs to the newest call; `reasoning` is what the model thinks before it answers.
+    belongs to the newest call; `reasoning` is what the model thinks before it answers. `id` is that
+    of a call whose model writes one.
     """
 
     content: str = ""
     name: str = ""
     arguments: str = ""
     reasoning: str = ""
+    id: str = ""
 
 
 class ToolParser:
@@ -131,11 +134,11 @@ class ToolParser:
         if thought:
             self._deltas.append(Delta(reasoning=thought))
 
-    def begin(self, name: str) -> None:
-        """Begins a call."""
+    def begin(self, name: str, id: str = "") -> None:
+        """Begins a call. `id` is the one that the model wrote, if it did."""
         self._space, self._argued, self._raw = "", False, None
         self._num_calls += 1
-        self._deltas.append(Delta(name=name))
+        self._deltas.append(Delta(name=name, id=id))
 
     def argue(self, text: str) -> None:
         """Adds to the arguments of the newest call."""
@@ -483,43 +486,60 @@ class Glm(ToolParser):
         return [f"call{i}: {first} {' '.join(arguments)} {marker('</tool_call>')}", *lines]
 
 
-class DeepSeek(ToolParser):
-    """DeepSeek V2, V3 and R1, with the arguments in a code block, and V3.1, without."""
+class _Section(ToolParser):
+    """Calls in a section, each between markers. A format says in `header` what comes before a
+    call's arguments.
+    """
 
-    opening, encloses = "<｜tool▁calls▁begin｜>", True
+    encloses = True
+    closing = ""  # marker at which a section ends
+    around = "", ""  # markers between which a call stands
 
     def read(self) -> Reading:
         """See ToolParser."""
-        begins, ends = "<｜tool▁call▁begin｜>", ("<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>")
-        around = "<｜tool▁calls▁begin｜>"
-        while marker := (yield from self.until(begins, around, *ends, take=self.say)):
+        begins, ends = self.around[0], (self.around[1], self.closing)
+        while marker := (yield from self.until(begins, self.opening, *ends, take=self.say)):
             if marker != begins:
                 continue
             self.keep(begins)
-            name, _ = yield from self.text("<｜tool▁sep｜>")
-            if (yield from self.peek()) != "{":  # what came first is the kind, `function`
-                name, _ = yield from self.text("\n", "```", "{", stay=True)
-            name = name.strip()
+            name, id = yield from self.header()
             found = yield from self.until("{", *ends, stay=True)
             if not found or not _NAME.fullmatch(name):
                 self.give_up()
                 continue
-            self.begin(name)
+            self.begin(name, id)
             if found == "{":
                 yield from self.json(self.argue)
             else:
                 self.argue("{}")
             yield from self.until(*ends)
 
+    def header(self) -> Generator[None, None, tuple[str, str]]:
+        """Consumes what comes before the arguments; returns the name and the id, if any."""
+        raise NotImplementedError
+
+
+class DeepSeek(_Section):
+    """DeepSeek V2, V3 and R1, with the arguments in a code block, and V3.1, without."""
+
+    opening, closing = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+    around = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
+
+    def header(self) -> Generator[None, None, tuple[str, str]]:
+        """See _Section."""
+        name, _ = yield from self.text("<｜tool▁sep｜>")
+        if (yield from self.peek()) != "{":  # what came first is the kind, `function`
+            name, _ = yield from self.text("\n", "```", "{", stay=True)
+        return name.strip(), ""
+
     def start(self, many: bool, marker: Marker) -> str:
         """See ToolParser."""
         more = "" if not many else "call*" if self._is_plain else r'("\n" call)*'
-        end = marker("<｜tool▁calls▁end｜>")
-        return f"start: {marker('<｜tool▁calls▁begin｜>')} call {more} {end}"
+        return f"start: {marker(self.opening)} call {more} {marker(self.closing)}"
 
     def written(self, name: str, arguments: str, marker: Marker) -> str:
         """See ToolParser."""
-        begin, end = marker("<｜tool▁call▁begin｜>"), marker("<｜tool▁call▁end｜>")
+        begin, end = map(marker, self.around)
         separator = marker("<｜tool▁sep｜>")
         if self._is_plain:
             return f"{begin} {_literal(name)} {separator} {arguments} {end}"
@@ -531,12 +551,37 @@ class DeepSeek(ToolParser):
         return "```" not in self.template
 
 
+class Kimi(_Section):
+    """Kimi-K2: a call begins with its id, `functions.NAME:NUMBER`; the template wants it back."""
+
+    opening, closing = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+    around = "<|tool_call_begin|>", "<|tool_call_end|>"
+
+    def header(self) -> Generator[None, None, tuple[str, str]]:
+        """See _Section."""
+        ends = "<|tool_call_argument_begin|>", self.around[1], self.closing
+        text, found = yield from self.text(*ends, stay=True)
+        written = _KIMI_ID.fullmatch(text.strip())
+        return (written[1], written[0]) if written is not None and found == ends[0] else ("", "")
+
+    def start(self, many: bool, marker: Marker) -> str:
+        """See ToolParser."""
+        return f"start: {marker(self.opening)} call{'+' if many else ''} {marker(self.closing)}"
+
+    def written(self, name: str, arguments: str, marker: Marker) -> str:
+        """See ToolParser."""
+        begin, end = map(marker, self.around)
+        id = f"{_literal(f'functions.{name}:')} /[0-9]{{1,4}}/"
+        return f"{begin} {id} {marker('<|tool_call_argument_begin|>')} {arguments} {end}"
+
+
 PARSERS: dict[str, type[ToolParser]] = {
     "glm45": Glm,
     "hermes": Hermes,
     "mistral": Mistral,
     "openai": Harmony,
     "deepseek_v3": DeepSeek,
+    "kimi_k2": Kimi,
 }
 """By vLLM's names."""
 _MARKERS: dict[str, type[ToolParser]] = {
@@ -545,6 +590,7 @@ _MARKERS: dict[str, type[ToolParser]] = {
     "[TOOL_CALLS]": Mistral,
     "<|channel|>": Harmony,
     "<｜tool▁call▁begin｜>": DeepSeek,
+    "<|tool_call_begin|>": Kimi,
 }
 """What a chat template has of its model's format; the first that is found counts."""
 

@@ -61,12 +61,22 @@ def harmony(*calls):
     )
 
 
+def kimi(*calls):
+    told = (
+        f"<|tool_call_begin|>functions.{name}:{at}<|tool_call_argument_begin|>{arguments}"
+        "<|tool_call_end|>"
+        for at, (name, arguments) in enumerate(calls)
+    )
+    return f"<|tool_calls_section_begin|>{''.join(told)}<|tool_calls_section_end|>"
+
+
 FORMATS = {
     "<tool_call>": hermes,
     "[TOOL_CALLS]": mistral,
     "<arg_key>": glm,
     "<｜tool▁call▁begin｜>": deepseek,
     "<|channel|>": harmony,
+    "<|tool_call_begin|>": kimi,
 }
 
 

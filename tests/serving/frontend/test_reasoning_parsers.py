@@ -6,9 +6,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serving.frontend.openai.reasoning_parsers import PARSERS, Channels, Think, parser_of
+from serving.frontend.openai.reasoning_parsers import (
+    PARSERS,
+    Channels,
+    KimiThink,
+    Think,
+    parser_of,
+)
 
 OPENED = "<|im_start|>assistant\n<think>\n"
+KIMI = "<|tool_calls_section_begin|>"
 CHANNELS = "<|channel|>analysis<|message|>"
 
 
@@ -44,6 +51,12 @@ CASES = [
     ("deepseek_r1", "<｜Assistant｜></think>", "2", "", "2"),  # V3.1 without thoughts
     ("glm45", "<|assistant|>", "\n<think>Hm.</think>\n2", "Hm.", "2"),
     ("glm45", "<|assistant|>\n<think></think>", "\n2", "", "\n2"),
+    ("kimi_k2", "<|im_middle|>", "<think>Hm.</think>2", "Hm.", "2"),
+    ("kimi_k2", "<|im_middle|>", "2", "", "2"),
+    ("kimi_k2", "", f"<think>Hm. </think>{KIMI}2", "Hm.", f"{KIMI}2"),
+    ("kimi_k2", "", f"<think>Hm.\n{KIMI}2</think>", "Hm.", f"{KIMI}2</think>"),
+    ("kimi_k2", "", "<think>Hm. <|tool_calls", "Hm. <|tool_calls", ""),
+    ("qwen3", "", f"<think>{KIMI}</think>2", KIMI, "2"),
     (
         "openai_gptoss",
         "<|start|>assistant",
@@ -85,11 +98,12 @@ _PIECES = st.sampled_from(
     [
         *("<think>", "</think>", "\n", " ", "a", "<", "</th", "ink>", "東", "<|message|>"),
         *("<|end|>", "<|channel|>", "<|start|>", "analysis", "final", " to=functions.f "),
+        *(KIMI, "<|tool_calls"),
     ]
 )
 
 
-@pytest.mark.parametrize("kind", [Think, Channels])
+@pytest.mark.parametrize("kind", [Think, KimiThink, Channels])
 @settings(max_examples=60)
 @given(
     pieces=st.lists(_PIECES, max_size=14),
@@ -102,7 +116,7 @@ def test_a_split_does_not_matter_and_no_letter_is_lost(kind, pieces, cuts, befor
     split = [output[start:end] for start, end in pairwise(ends)]
     whole = read(kind(before), [output])
     assert read(kind(before), split) == read(kind(before), output) == whole
-    if kind is Think:
+    if kind is not Channels:
         assert (whole[0] + whole[1]).count("a") == output.count("a")
 
 
@@ -120,6 +134,8 @@ def test_thoughts_are_released_as_they_come():
     [
         ("{{ content.split('</think>')[-1] }}", Think),
         ("{{ '<|start|>assistant<|channel|>final' }}", Channels),
+        (KIMI + "{{ content }}<think></think>", KimiThink),
+        (KIMI + "{{ content }}", None),
         ("{{ messages[0].content }}", None),
     ],
 )

@@ -30,11 +30,16 @@ MARKERS = {
         *("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>"),
         *("<｜tool▁call▁end｜>", "<｜tool▁sep｜>"),
     ],
+    "kimi_k2": [
+        *("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>"),
+        *("<|tool_call_argument_begin|>", "<|tool_call_end|>"),
+    ],
 }
 TEMPLATES = [
     *(("hermes", "tools <tool_call>"), ("mistral", "tools [TOOL_CALLS]"), ("glm45", "<arg_key>")),
     *(("mistral", "[TOOL_CALLS] [ARGS]"), ("openai", "<|channel|>")),
     *(("deepseek_v3", "<｜tool▁call▁begin｜>```"), ("deepseek_v3", "<｜tool▁call▁begin｜>")),
+    ("kimi_k2", "<|tool_call_begin|>"),
 ]
 SCHEMA = {
     "type": "object",
@@ -219,6 +224,11 @@ IN_TEXT = {
         ["Hi.", "<｜tool"],
         "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{0}<｜tool▁sep｜>{1}<｜tool▁call▁end｜>"
         "<｜tool▁calls▁end｜>",
+    ),
+    "kimi_k2": (
+        ["Hi.", "<|tool_call"],
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.{0}:3"
+        "<|tool_call_argument_begin|>{1}<|tool_call_end|><|tool_calls_section_end|>",
     ),
 }
 RIGHT, WRONG = '{"unit": "</x>", "days": 3}', '{"unit": "K", "days": 3}'

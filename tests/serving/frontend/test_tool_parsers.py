@@ -28,7 +28,8 @@ def read(parser, pieces):
     deltas = [delta for piece in pieces for delta in parser.push(piece)] + parser.finish()
     content, calls = "", []
     for delta in deltas:
-        assert sum(map(bool, delta)) == 1  # each says one thing
+        assert sum(map(bool, delta._replace(id=""))) == 1  # each says one thing
+        assert delta.name or not delta.id
         content += delta.content
         if delta.name:
             calls.append((delta.name, ""))
@@ -330,6 +331,48 @@ DEEPSEEK = [
     ("<｜tool▁calls▁begin｜>", "", []),
     ("", "", []),
 ]
+
+
+def kimi(*calls):
+    told = [
+        f"<|tool_call_begin|>functions.{name}:{number}<|tool_call_argument_begin|>{arguments}"
+        "<|tool_call_end|>"
+        for number, (name, arguments) in enumerate(calls)
+    ]
+    return f"<|tool_calls_section_begin|>{''.join(told)}<|tool_calls_section_end|>"
+
+
+KIMI_HEAD = "<|tool_calls_section_begin|><|tool_call_begin|>"
+KIMI = [
+    ("Hello <|you|>.", "Hello <|you|>.", []),
+    (kimi(PARIS), "", [PARIS]),
+    (kimi(PARIS, ("now", "{}")), "", [PARIS, ("now", "{}")]),
+    ("I look.\n" + kimi(PARIS), "I look.", [PARIS]),
+    (kimi(PARIS) + "\nDone.", "\nDone.", [PARIS]),
+    (kimi(("now", "")), "", [("now", "{}")]),
+    (kimi(PARIS).replace("functions.", ""), "", [PARIS]),
+    (kimi(PARIS).replace(":0<", ":12 <"), "", [PARIS]),
+    (kimi(("a.b-c_d", '{\n  "x": 1\n}')), "", [("a.b-c_d", '{\n  "x": 1\n}')]),
+    (
+        kimi(("weather", r'{"city": "<|tool_call_end|>{\"東\\"}')),
+        "",
+        [("weather", r'{"city": "<|tool_call_end|>{\"東\\"}')],
+    ),
+    (kimi(PARIS).partition("ris")[0], "", [("weather", '{"city": "Pa')]),
+    (f"{KIMI_HEAD}functions.wea", "<|tool_call_begin|>functions.wea", []),
+    (
+        kimi(PARIS).replace(":0", "") + kimi(("now", "{}")),
+        '<|tool_call_begin|>functions.weather<|tool_call_argument_begin|>{"city": "Paris"}',
+        [("now", "{}")],
+    ),
+    (
+        f"{KIMI_HEAD}functions.f:0<|tool_call_end|>" + kimi(("now", "{}")),
+        "<|tool_call_begin|>functions.f:0",
+        [("now", "{}")],
+    ),
+    ("<|tool_calls_section_begin|>", "", []),
+    ("", "", []),
+]
 CASES = [
     (name, number, *case)
     for name, cases in {
@@ -338,6 +381,7 @@ CASES = [
         "openai": HARMONY,
         "glm45": GLM,
         "deepseek_v3": DEEPSEEK,
+        "kimi_k2": KIMI,
     }.items()
     for number, case in enumerate(cases)
 ]
@@ -367,6 +411,8 @@ _MARKERS = st.sampled_from(
         *("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "<｜tool▁calls▁begin｜>"),
         *("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "```json\n", "\n", " "),
         *('{"name": "f", "arguments": ', '{"a": "x"}', '"', "{", "}", "[", "]", ",", ":", "\\"),
+        *("<|tool_calls_section_begin|>", "<|tool_call_begin|>", "<|tool_call_argument_begin|>"),
+        *("<|tool_call_end|>", "<|tool_calls_section_end|>", "functions.f:0"),
         *("weather", "city", "<", "東", '"arguments"', '"name"', r'"\ud800"', "null", "1e999"),
     ]
 )
@@ -400,6 +446,15 @@ def test_text_is_released_as_soon_as_it_cannot_be_a_marker():
     ]
 
 
+@pytest.mark.parametrize("split", [False, True])
+def test_a_call_has_the_id_that_its_model_wrote(split):
+    output = kimi(PARIS, ("now", "{}")).replace("functions.now:1", "now:7")
+    parser = PARSERS["kimi_k2"](FUNCTIONS)
+    deltas = [delta for piece in (output if split else [output]) for delta in parser.push(piece)]
+    calls = [(delta.name, delta.id) for delta in deltas if delta.name]
+    assert calls == [("weather", "functions.weather:0"), ("now", "now:7")]
+
+
 @pytest.mark.parametrize(
     ("template", "name"),
     [
@@ -408,6 +463,7 @@ def test_text_is_released_as_soon_as_it_cannot_be_a_marker():
         ("{{ '[TOOL_CALLS]' }}", "mistral"),
         ("{{ '<|channel|>analysis' }}", "openai"),
         ("{{ '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' }}", "deepseek_v3"),
+        ("<|tool_calls_section_begin|><|tool_call_begin|>{{ tool_call['id'] }}", "kimi_k2"),
         ("{{ messages[0].content }}", None),
     ],
 )
