@@ -278,7 +278,7 @@ class ToolParser:
 
 
 class Hermes(ToolParser):
-    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`: Hermes, Qwen."""
+    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`: Hermes, Qwen, ERNIE-4.5."""
 
     opening = "<tool_call>"
 
@@ -671,6 +671,7 @@ PARSERS: dict[str, type[ToolParser]] = {
     "mistral": Mistral,
     "openai": Harmony,
     "deepseek_v3": DeepSeek,
+    "ernie45": Hermes,
     "kimi_k2": Kimi,
     "minimax_m2": MiniMax,
 }

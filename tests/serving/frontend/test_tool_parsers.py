@@ -129,6 +129,13 @@ HERMES = [
         [PARIS],
     ),
 ]
+IN_TAGS = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>\n'
+ERNIE = [
+    ("Hello.", "Hello.", []),
+    (f"\n\n\n{IN_TAGS}", "", [PARIS]),
+    (f"\n\n{IN_TAGS}\n{IN_TAGS}", "", [PARIS, PARIS]),
+    (f"I look.\n\n{IN_TAGS}", "I look.", [PARIS]),
+]
 MISTRAL = [
     ("Hello [you].", "Hello [you].", []),
     ('[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Paris"}}]', "", [PARIS]),
@@ -489,6 +496,7 @@ CASES = [
         "openai": HARMONY,
         "glm45": GLM,
         "deepseek_v3": DEEPSEEK,
+        "ernie45": ERNIE,
         "kimi_k2": KIMI,
         "minimax_m2": MINIMAX,
     }.items()
