@@ -13,6 +13,7 @@ from jmoe.numbers import integer, real
 from jmoe.packed_rows import Q_LEN, empty_rows, pack_row
 from jmoe.stepper import Stepper, bucket
 from jmoe.steps import StepOutput
+from jmoe.tokenizer import lacking
 
 Prompt = str | Sequence[int]
 
@@ -155,7 +156,7 @@ def as_tokens(model: Model, prompt: Prompt) -> list[int]:
     """
     if isinstance(prompt, str):
         if model.tokenizer is None:
-            raise ValueError(f"{model.name} has no tokenizer; give token lists")
+            raise ValueError(f"{model.name} has {lacking(model.path)}; give token lists")
         tokens = model.tokenizer.encode(prompt)
     elif not hasattr(prompt, "__iter__"):
         raise ValueError(f"a prompt is {prompt!r:.40}; give text or a list of tokens: [[1, 2, 3]]")

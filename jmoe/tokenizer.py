@@ -86,6 +86,19 @@ _REMEMBERED_TOKENS = 1 << 14
 _FROM_THE_SERVER = frozenset({"messages", "add_generation_prompt", "bos_token", "eos_token"})
 
 
+def lacking(directory: Path) -> str:
+    """Says what a model without `tokenizer.json` lacks, and how to make that file from a tokenizer
+    of another kind in its directory.
+    """
+    for other in ("tiktoken.model", "tokenizer.model"):
+        if (directory / other).exists():
+            return (
+                f"{other} and no tokenizer.json (where transformers has a fast tokenizer for it, "
+                "AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR) makes the file)"
+            )
+    return "no tokenizer"
+
+
 class TokenizerError(ValueError):
     """Tokenizer files that are missing or broken, or a request they cannot serve."""
 

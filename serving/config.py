@@ -740,16 +740,17 @@ class ServerConfig:
     )
     tool_call_parser: str = setting(
         "",
-        "Format of models' tool calls: hermes, mistral, openai (gpt-oss), glm45, deepseek_v3, or "
-        "your own module:Class or file.py:Class (http.md). Empty: by the chat template.",
+        "Format of models' tool calls: hermes, mistral, openai (gpt-oss), glm45, deepseek_v3, "
+        "kimi_k2, minimax_m2, ernie45, or your own module:Class or file.py:Class (http.md). Empty: "
+        "by the chat template.",
         None,
         "Model",
     )
     reasoning_parser: str = setting(
         "",
-        "Format in which models think before they answer: qwen3, deepseek_r1, glm45 (all "
-        "`<think>`), openai_gptoss, or your own module:Class or file.py:Class (http.md); none "
-        "leaves thoughts in the answer. Empty: by the chat template.",
+        "Format in which models think before they answer: qwen3, deepseek_r1, glm45, "
+        "minimax_m2, kimi_k2, ernie45 (all `<think>`), openai_gptoss, or your own module:Class or "
+        "file.py:Class (http.md); none leaves thoughts in the answer. Empty: by the chat template.",
         None,
         "Model",
     )

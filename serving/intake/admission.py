@@ -23,7 +23,7 @@ import numpy as np
 
 from jmoe.api import Model
 from jmoe.family import Family
-from jmoe.tokenizer import Tokenizer
+from jmoe.tokenizer import Tokenizer, lacking
 from serving.config import EngineConfig
 from serving.errors import (
     NOT_OURS,
@@ -100,7 +100,7 @@ class Admission:
     def __init__(self, config: EngineConfig, limits: Limits, family: Family | None) -> None:
         """Without `family` (in tests), only prompts of token ids are taken."""
         self._config, self._limits = config, limits
-        of_models = [] if family is None else list(family)
+        self._models = of_models = [] if family is None else list(family)
         self._tokenizers: list[Tokenizer | None] = [one.tokenizer for one in of_models] or [None]
         self._eos: list[tuple[int, ...]] = [one.config.eos_token_ids for one in of_models] or [()]
         self.capacity = {priority: Capacity(limits.decode_rows) for priority in Priority}
@@ -123,6 +123,7 @@ class Admission:
         """Makes a model the one that requests to `number` are for; what only the one before needed
         is ended.
         """
+        self._models[number] = model
         cfg, tokenizer = model.config, model.tokenizer
         self._tokenizers[number], self._eos[number] = tokenizer, cfg.eos_token_ids
         before, self._structures[number] = (
@@ -259,7 +260,8 @@ class Admission:
         self._check_degraded(request.max_degraded_percent)
         if isinstance(prompt, str | Chat):
             if tokenizer is None:
-                raise InvalidRequest("this model has no tokenizer; send token ids", "prompt")
+                has = lacking(self._models[request.model].path) if self._models else "no tokenizer"
+                raise InvalidRequest(f"this model has {has}; send token ids", "prompt")
             if isinstance(prompt, Chat):
                 num_messages = len(prompt.messages)
                 check_count("messages", num_messages, bounds.max_prompt_tokens, "prompt")

@@ -1,5 +1,6 @@
 """`jmoe.generate` under brownout, step by step against the model in float64 loops."""
 
+import dataclasses
 from itertools import pairwise
 
 import numpy as np
@@ -109,6 +110,14 @@ def test_stop_tokens_end_a_sequence_alone(united_models):
         model, PROMPTS, NEW, stop_token_ids=(), page_size=4, progress=lambda *at: steps.append(at)
     )
     assert steps == [(i, NEW) for i in range(NEW)]
+
+
+@pytest.mark.parametrize("other", ["tiktoken.model", "tokenizer.model"])
+def test_a_tokenizer_of_another_kind_is_named_with_what_to_do(united_models, tmp_path, other):
+    model = dataclasses.replace(united_models(CASE), path=tmp_path)
+    (tmp_path / other).touch()
+    with pytest.raises(ValueError, match=rf"has {other} and no tokenizer\.json \(.*AutoTokenizer"):
+        jmoe.generate(model, ["text"], NEW)
 
 
 @pytest.mark.parametrize(

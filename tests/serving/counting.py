@@ -1,6 +1,7 @@
 """Engines over a runner that counts up, for tests of the tick."""
 
 import asyncio
+from pathlib import Path
 from unittest.mock import Mock
 
 from jmoe.api import Model
@@ -21,7 +22,7 @@ def model_with(tokenizer):
     sizes = {"num_moe_layers": 1, "experts_per_token": 1, "num_experts": 1}
     config = Mock(spec=ModelConfig, vocab_size=1000, eos_token_ids=(), **sizes)
     model = Mock(spec=Model, tokenizer=tokenizer, config=config, united={})
-    model.name = "counter"
+    model.name, model.path = "counter", Path("counter")
     return model
 
 

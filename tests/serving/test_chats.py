@@ -63,6 +63,21 @@ async def test_a_model_without_a_tokenizer_takes_no_chats(start):
         await collect(start(), Chat(HI), 2)
 
 
+@pytest.mark.parametrize("other", ["tiktoken.model", "tokenizer.model"])
+async def test_a_tokenizer_of_another_kind_is_named_with_what_to_do(start, tmp_path, other):
+    model = model_with(None)
+    model.path = tmp_path
+    engine = start(model=model)
+    for prompt in (Chat(HI), "hi"):
+        with pytest.raises(InvalidRequest, match="this model has no tokenizer; send token ids"):
+            await collect(engine, prompt, 2)
+    (tmp_path / other).touch()
+    says = rf"has {other} and no tokenizer\.json \(.*save_pretrained\(DIR\) .*; send token ids"
+    for prompt in (Chat(HI), "hi"):
+        with pytest.raises(InvalidRequest, match=says):
+            await collect(engine, prompt, 2)
+
+
 async def test_as_many_tokens_as_fit_the_model(start):
     outputs = await collect(start(), [1] * 10, sampling=FITTING)
     assert len(outputs) == 190  # of 200 positions

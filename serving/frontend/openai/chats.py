@@ -347,7 +347,8 @@ class ReadChoice(ChatChoice):
             at = num_calls - 1
             if delta.name:
                 made = {"name": delta.name, "arguments": ""}
-                calls.append({"index": at, "id": _id(), "type": "function", "function": made})
+                told = {"index": at, "id": delta.id or _id(), "type": "function"}
+                calls.append({**told, "function": made})
             if delta.arguments:
                 if not calls:
                     calls.append({"index": at, "function": {"arguments": ""}})

@@ -171,7 +171,8 @@ class ResponseChoice(ReadChoice):
             self._ahead.append((len(out.text), self._format.of(out)[0]))
         for delta in deltas:
             if delta.name:
-                self._begin("function_call", name=delta.name)
+                call_id = delta.id or f"call_{secrets.token_hex(12)}"
+                self._begin("function_call", call_id=call_id, name=delta.name)
             elif delta.reasoning:
                 self._add("reasoning", delta.reasoning)
             elif delta.content:
@@ -191,7 +192,7 @@ class ResponseChoice(ReadChoice):
     def _begin(self, kind: str, **more: Any) -> None:
         self._end()
         if kind == "function_call":
-            made = {"call_id": f"call_{secrets.token_hex(12)}", "arguments": "", **more}
+            made = {"arguments": "", **more}
         elif kind == "reasoning":
             made = {"summary": [], "content": []}
         else:

@@ -268,7 +268,7 @@ class CompletionRequest(Sampled):
         le=MAX_COMPLETION_LOGPROBS,
     )
     best_of: int | None = supported("as many as `n`; more are refused", ge=1)
-    suffix: None = refused("models served here write on from a prompt; they fill no gaps")
+    suffix: None = refused("models served here fill no gaps")
 
     def name_of(self, param: str) -> str:
         """See Sampled."""

@@ -17,6 +17,7 @@ Reading = Generator[None]
 """What `yield`s where it needs more text."""
 
 _NAME = re.compile(r"[\w.-]{1,128}")
+_KIMI_ID = re.compile(r"(?:functions\.)?([\w.-]{1,128}):\d{1,9}")
 _RECIPIENT = re.compile(r"\bto=(?:functions\.)?([\w.-]+)")
 SPACED: Schema = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """How templates write JSON, and so what models have learned."""
@@ -24,13 +25,15 @@ SPACED: Schema = {"whitespace_flexible": False, "item_separator": ", ", "key_sep
 
 class Delta(NamedTuple):
     """What a piece of text adds to an answer. `name` begins a call; `arguments` is JSON text that
-    belongs to the newest call; `reasoning` is what the model thinks before it answers.
+    belongs to the newest call; `reasoning` is what the model thinks before it answers. `id` is that
+    of a call whose model writes one.
     """
 
     content: str = ""
     name: str = ""
     arguments: str = ""
     reasoning: str = ""
+    id: str = ""
 
 
 class ToolParser:
@@ -131,11 +134,11 @@ class ToolParser:
         if thought:
             self._deltas.append(Delta(reasoning=thought))
 
-    def begin(self, name: str) -> None:
-        """Begins a call."""
+    def begin(self, name: str, id: str = "") -> None:
+        """Begins a call. `id` is the one that the model wrote, if it did."""
         self._space, self._argued, self._raw = "", False, None
         self._num_calls += 1
-        self._deltas.append(Delta(name=name))
+        self._deltas.append(Delta(name=name, id=id))
 
     def argue(self, text: str) -> None:
         """Adds to the arguments of the newest call."""
@@ -158,6 +161,17 @@ class ToolParser:
             self._consume(len(self._left) - len(self._left.lstrip()))
             if self._left or self._ended:
                 return self._left[:1]
+            yield
+
+    def skip(self, tag: str) -> Generator[None, None, bool]:
+        """Consumes white space and a tag, if that comes next; returns whether it did."""
+        while True:
+            left = self._left.lstrip()
+            if left.startswith(tag):
+                self._consume(len(self._left) - len(left) + len(tag))
+                return True
+            if self._ended or not tag.startswith(left):
+                return False
             yield
 
     def until(
@@ -264,7 +278,7 @@ class ToolParser:
 
 
 class Hermes(ToolParser):
-    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`: Hermes, Qwen."""
+    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`: Hermes, Qwen, ERNIE-4.5."""
 
     opening = "<tool_call>"
 
@@ -406,52 +420,46 @@ class Harmony(ToolParser):
         return f"{marker('<|channel|>')} {to} {json_message} {arguments}"
 
 
-class Glm(ToolParser):
-    """GLM-4.5: a call's name, then each argument between tags. Strings are written as they are, so
-    that the function's schema has to say what is one.
+class _Tagged(ToolParser):
+    """Calls with each argument between tags. Strings are written as they are, so that the
+    function's schema has to say what is one. A format says in `key` how an argument's name is read.
     """
 
-    opening = "<tool_call>"
+    before, closing = "", ""  # markers before an argument's name, and behind its value
 
-    def read(self) -> Reading:
-        """See ToolParser."""
-        opening, key, closing = "<tool_call>", "<arg_key>", "</tool_call>"
-        marker = yield from self.until(opening, take=self.say)
-        while marker:
-            self.keep(opening)
-            name, marker = yield from self.text(key, closing)
-            name = name.strip()
-            if marker and _NAME.fullmatch(name):
-                self.begin(name)
-                self.argue("{")
-                before = ""
-                while marker == key:
-                    yield from self._argument(name, before)
-                    before = ", "
-                    marker = yield from self.until(key, closing, opening)
-                if marker:
-                    self.argue("}")
-            else:
-                self.give_up()
-            if marker != opening:
-                marker = yield from self.until(opening, take=self.say)
+    def arguments(self, function: str, marker: str, *ends: str) -> Generator[None, None, str]:
+        """Consumes the arguments of a call, the first of which has begun if `marker` says so;
+        returns which of `ends` comes behind them, empty if the output ended before.
+        """
+        self.argue("{")
+        before = ""
+        while marker == self.before:
+            name = yield from self.key()
+            if name is not None:
+                yield from self._argument(function, name, before)
+            before = ", "
+            marker = yield from self.until(self.before, *ends)
+        if marker:
+            self.argue("}")
+        return marker
 
-    def _argument(self, function: str, before: str) -> Reading:
-        name, _ = yield from self.text("</arg_key>")
-        name = name.strip()
-        if not (yield from self.until("<arg_value>")):
-            return
+    def key(self) -> Generator[None, None, str | None]:
+        """Consumes an argument's name and what is between it and the value; None: it is cut."""
+        raise NotImplementedError
+
+    def _argument(self, function: str, name: str, before: str) -> Reading:
         self.argue(f"{before}{_dumped(name)}: ")
-        if _is_string(_property(self.functions.get(function, {}), name)):
+        schema = _property(self.functions.get(function, {}), name)
+        if _is_string(schema):
             self.argue('"')
             ended = yield from self.until(
-                "</arg_value>", take=lambda text: self.argue(_dumped(text)[1:-1])
+                self.closing, take=lambda text: self.argue(_dumped(text)[1:-1])
             )
             self.argue('"' if ended else "")
             return
-        text, ended = yield from self.text("</arg_value>")
+        text, ended = yield from self.text(self.closing)
         if ended:
-            self.argue(text.strip() if _is_json(text.strip()) else _dumped(text))
+            self.argue(text.strip() if _is_of(text.strip(), schema) else _dumped(text))
 
     def rules(self, i: int, name: str, schema: Schema, marker: Marker) -> list[str]:
         """See ToolParser. Each argument is held to its own schema, apart from strings, which are
@@ -460,10 +468,8 @@ class Glm(ToolParser):
         properties, required = schema.get("properties"), schema.get("required")
         arguments: list[str] = []
         lines: list[str] = []
-        end = marker("</arg_value>")
+        end = marker(self.closing)
         for n, (key, one) in enumerate(properties.items() if isinstance(properties, dict) else ()):
-            before = f"{marker('<arg_key>')} {_literal(key)} {marker('</arg_key>')}"
-            before += rf' "\n" {marker("<arg_value>")}'
             rule = f"value{i}x{n}"
             tail = rf'{end} "\n"'
             if not _is_string(one):
@@ -476,50 +482,154 @@ class Glm(ToolParser):
             else:
                 lines.append(f"{rule}[suffix={end}]: {_TEXT}")
                 tail = r'"\n"'
-            text = f"{before} {rule} {tail}"
+            text = f"{self.keyed(key, marker)} {rule} {tail}"
             is_required = isinstance(required, list) and key in required
             arguments.append(text if is_required else f"({text})?")
-        first = rf'{marker("<tool_call>")} {_literal(name)} "\n"'
-        return [f"call{i}: {first} {' '.join(arguments)} {marker('</tool_call>')}", *lines]
+        return [f"call{i}: {self.written(name, ' '.join(arguments), marker)}", *lines]
+
+    def keyed(self, key: str, marker: Marker) -> str:
+        """Returns how an argument's name and what is between it and the value are written."""
+        raise NotImplementedError
 
 
-class DeepSeek(ToolParser):
-    """DeepSeek V2, V3 and R1, with the arguments in a code block, and V3.1, without."""
+class Glm(_Tagged):
+    """GLM-4.5: a call's name, then each argument."""
 
-    opening, encloses = "<｜tool▁calls▁begin｜>", True
+    opening = "<tool_call>"
+    before, closing = "<arg_key>", "</arg_value>"
 
     def read(self) -> Reading:
         """See ToolParser."""
-        begins, ends = "<｜tool▁call▁begin｜>", ("<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>")
-        around = "<｜tool▁calls▁begin｜>"
-        while marker := (yield from self.until(begins, around, *ends, take=self.say)):
+        opening, key, closing = self.opening, self.before, "</tool_call>"
+        marker = yield from self.until(opening, take=self.say)
+        while marker:
+            self.keep(opening)
+            name, marker = yield from self.text(key, closing)
+            name = name.strip()
+            if marker and _NAME.fullmatch(name):
+                self.begin(name)
+                marker = yield from self.arguments(name, marker, closing, opening)
+            else:
+                self.give_up()
+            if marker != opening:
+                marker = yield from self.until(opening, take=self.say)
+
+    def key(self) -> Generator[None, None, str | None]:
+        """See _Tagged."""
+        name, _ = yield from self.text("</arg_key>")
+        return name.strip() if (yield from self.until("<arg_value>")) else None
+
+    def keyed(self, key: str, marker: Marker) -> str:
+        """See _Tagged."""
+        name = f"{marker('<arg_key>')} {_literal(key)} {marker('</arg_key>')}"
+        return rf'{name} "\n" {marker("<arg_value>")}'
+
+    def written(self, name: str, arguments: str, marker: Marker) -> str:
+        """See ToolParser."""
+        first = rf'{marker("<tool_call>")} {_literal(name)} "\n"'
+        return f"{first} {arguments} {marker('</tool_call>')}"
+
+
+class MiniMax(_Tagged):
+    """MiniMax-M2: `<invoke name="...">` for each call, all between markers."""
+
+    opening, encloses = "<minimax:tool_call>", True
+    before, closing = '<parameter name="', "</parameter>"
+
+    def read(self) -> Reading:
+        """See ToolParser."""
+        opening, invoke, ends = self.opening, '<invoke name="', "</minimax:tool_call>"
+        marker = yield from self.until(opening, take=self.say)
+        while marker:
+            self.keep(marker)
+            name, found = "", ""
+            if marker == invoke or (yield from self.skip(invoke)):
+                name, found = yield from self.text('">')
+            if found and _NAME.fullmatch(name):
+                self.begin(name)
+                marker = yield from self.until(self.before, "</invoke>", invoke, ends, opening)
+                marker = yield from self.arguments(name, marker, "</invoke>", invoke, ends, opening)
+                if marker == "</invoke>":
+                    marker = yield from self.until(invoke, ends, opening)
+            else:
+                self.give_up()
+                marker = ends
+            if marker == ends:
+                marker = yield from self.until(opening, take=self.say)
+
+    def key(self) -> Generator[None, None, str | None]:
+        """See _Tagged."""
+        name, found = yield from self.text('">')
+        return name if found else None
+
+    def keyed(self, key: str, marker: Marker) -> str:
+        """See _Tagged."""
+        return _literal(f'<parameter name="{key}">')
+
+    def start(self, many: bool, marker: Marker) -> str:
+        """See ToolParser."""
+        calls = f"call{'+' if many else ''}"
+        return rf'start: {marker(self.opening)} "\n" {calls} {marker("</minimax:tool_call>")}'
+
+    def written(self, name: str, arguments: str, marker: Marker) -> str:
+        """See ToolParser."""
+        return rf'{_literal(f'<invoke name="{name}">\n')} {arguments} "</invoke>\n"'
+
+
+class _Section(ToolParser):
+    """Calls in a section, each between markers. A format says in `header` what comes before a
+    call's arguments.
+    """
+
+    encloses = True
+    closing = ""  # marker at which a section ends
+    around = "", ""  # markers between which a call stands
+
+    def read(self) -> Reading:
+        """See ToolParser."""
+        begins, ends = self.around[0], (self.around[1], self.closing)
+        while marker := (yield from self.until(begins, self.opening, *ends, take=self.say)):
             if marker != begins:
                 continue
             self.keep(begins)
-            name, _ = yield from self.text("<｜tool▁sep｜>")
-            if (yield from self.peek()) != "{":  # what came first is the kind, `function`
-                name, _ = yield from self.text("\n", "```", "{", stay=True)
-            name = name.strip()
+            name, id = yield from self.header()
             found = yield from self.until("{", *ends, stay=True)
             if not found or not _NAME.fullmatch(name):
                 self.give_up()
                 continue
-            self.begin(name)
+            self.begin(name, id)
             if found == "{":
                 yield from self.json(self.argue)
             else:
                 self.argue("{}")
             yield from self.until(*ends)
 
+    def header(self) -> Generator[None, None, tuple[str, str]]:
+        """Consumes what comes before the arguments; returns the name and the id, if any."""
+        raise NotImplementedError
+
+
+class DeepSeek(_Section):
+    """DeepSeek V2, V3 and R1, with the arguments in a code block, and V3.1, without."""
+
+    opening, closing = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+    around = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
+
+    def header(self) -> Generator[None, None, tuple[str, str]]:
+        """See _Section."""
+        name, _ = yield from self.text("<｜tool▁sep｜>")
+        if (yield from self.peek()) != "{":  # what came first is the kind, `function`
+            name, _ = yield from self.text("\n", "```", "{", stay=True)
+        return name.strip(), ""
+
     def start(self, many: bool, marker: Marker) -> str:
         """See ToolParser."""
         more = "" if not many else "call*" if self._is_plain else r'("\n" call)*'
-        end = marker("<｜tool▁calls▁end｜>")
-        return f"start: {marker('<｜tool▁calls▁begin｜>')} call {more} {end}"
+        return f"start: {marker(self.opening)} call {more} {marker(self.closing)}"
 
     def written(self, name: str, arguments: str, marker: Marker) -> str:
         """See ToolParser."""
-        begin, end = marker("<｜tool▁call▁begin｜>"), marker("<｜tool▁call▁end｜>")
+        begin, end = map(marker, self.around)
         separator = marker("<｜tool▁sep｜>")
         if self._is_plain:
             return f"{begin} {_literal(name)} {separator} {arguments} {end}"
@@ -531,12 +641,39 @@ class DeepSeek(ToolParser):
         return "```" not in self.template
 
 
+class Kimi(_Section):
+    """Kimi-K2: a call begins with its id, `functions.NAME:NUMBER`; the template wants it back."""
+
+    opening, closing = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+    around = "<|tool_call_begin|>", "<|tool_call_end|>"
+
+    def header(self) -> Generator[None, None, tuple[str, str]]:
+        """See _Section."""
+        ends = "<|tool_call_argument_begin|>", self.around[1], self.closing
+        text, found = yield from self.text(*ends, stay=True)
+        written = _KIMI_ID.fullmatch(text.strip())
+        return (written[1], written[0]) if written is not None and found == ends[0] else ("", "")
+
+    def start(self, many: bool, marker: Marker) -> str:
+        """See ToolParser."""
+        return f"start: {marker(self.opening)} call{'+' if many else ''} {marker(self.closing)}"
+
+    def written(self, name: str, arguments: str, marker: Marker) -> str:
+        """See ToolParser."""
+        begin, end = map(marker, self.around)
+        id = f"{_literal(f'functions.{name}:')} /[0-9]{{1,4}}/"
+        return f"{begin} {id} {marker('<|tool_call_argument_begin|>')} {arguments} {end}"
+
+
 PARSERS: dict[str, type[ToolParser]] = {
     "glm45": Glm,
     "hermes": Hermes,
     "mistral": Mistral,
     "openai": Harmony,
     "deepseek_v3": DeepSeek,
+    "ernie45": Hermes,
+    "kimi_k2": Kimi,
+    "minimax_m2": MiniMax,
 }
 """By vLLM's names."""
 _MARKERS: dict[str, type[ToolParser]] = {
@@ -545,6 +682,8 @@ _MARKERS: dict[str, type[ToolParser]] = {
     "[TOOL_CALLS]": Mistral,
     "<|channel|>": Harmony,
     "<｜tool▁call▁begin｜>": DeepSeek,
+    "<|tool_call_begin|>": Kimi,
+    "<minimax:tool_call>": MiniMax,
 }
 """What a chat template has of its model's format; the first that is found counts."""
 
@@ -613,11 +752,44 @@ def _as_object(arguments: str) -> str:
 
 
 def _is_json(text: str) -> bool:
+    return _is_of(text, {})
+
+
+def _is_of(text: str, schema: Any) -> bool:
+    """Returns whether a text is JSON, and of one of its schema's types if a string is one, too."""
     try:
-        json.loads(text, parse_constant=_refuse)
+        found = json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError):
         return False
-    return True
+    kinds = _kinds(schema)
+    return "string" not in kinds or any(type(found) in _TYPES.get(kind, ()) for kind in kinds)
+
+
+_TYPES = {
+    "string": (str,),
+    "null": (type(None),),
+    "boolean": (bool,),
+    "integer": (int,),
+    "number": (int, float),
+    "object": (dict,),
+    "array": (list,),
+}
+
+
+def _kinds(schema: Any) -> set[str]:
+    """Returns the types that a schema allows; empty: it does not say."""
+    if not isinstance(schema, dict):
+        return set()
+    kinds = schema.get("type")
+    kinds = kinds if isinstance(kinds, list) else [kinds]
+    found = {kind for kind in kinds if isinstance(kind, str)}
+    for key in ("anyOf", "oneOf"):
+        others = schema.get(key)
+        branches = [_kinds(one) for one in others] if isinstance(others, list) else []
+        if not all(branches):
+            return set()
+        found.update(*branches)
+    return found
 
 
 def _refuse(constant: str) -> None:

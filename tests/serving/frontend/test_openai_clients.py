@@ -61,12 +61,34 @@ def harmony(*calls):
     )
 
 
+def kimi(*calls):
+    told = (
+        f"<|tool_call_begin|>functions.{name}:{at}<|tool_call_argument_begin|>{arguments}"
+        "<|tool_call_end|>"
+        for at, (name, arguments) in enumerate(calls)
+    )
+    return f"<|tool_calls_section_begin|>{''.join(told)}<|tool_calls_section_end|>"
+
+
+def minimax(*calls):
+    found = []
+    for name, arguments in calls:
+        pairs = "".join(
+            f'<parameter name="{key}">{value}</parameter>\n'
+            for key, value in json.loads(arguments).items()
+        )
+        found.append(f'<invoke name="{name}">\n{pairs}</invoke>\n')
+    return f"<minimax:tool_call>\n{''.join(found)}</minimax:tool_call>"
+
+
 FORMATS = {
     "<tool_call>": hermes,
     "[TOOL_CALLS]": mistral,
     "<arg_key>": glm,
     "<｜tool▁call▁begin｜>": deepseek,
     "<|channel|>": harmony,
+    "<|tool_call_begin|>": kimi,
+    "<minimax:tool_call>": minimax,
 }
 
 

@@ -19,6 +19,19 @@ WEATHER = {"type": "function", "function": {"name": "weather"}}
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 THINKS = TOOLS_TEMPLATE + "{% if opens %}<think>\n{% endif %}{# </think> #}"
 """As Qwen3's, in short."""
+ERNIE = TOOLS_TEMPLATE + "<global_setting>\nthink_mode=True\n</global_setting><think>\n"
+MINIMAX = TOOLS_TEMPLATE.replace("<tool_call>", "<minimax:tool_call>") + "{# </think> #}<think>\n"
+INVOKE = (
+    '<minimax:tool_call>\n<invoke name="weather">\n<parameter name="city">Paris</parameter>\n'
+    "</invoke>\n</minimax:tool_call>"
+)
+KIMI = TOOLS_TEMPLATE.replace(
+    "<tool_call>", "<|tool_calls_section_begin|><|tool_call_begin|><think></think>"
+)
+SECTION = (
+    "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0"
+    '<|tool_call_argument_begin|>{"city": "Paris"}<|tool_call_end|><|tool_calls_section_end|>'
+)
 GPT_OSS = "{% if tools %}{% endif %}{% for m in messages %}{{ m.thinking }}|{{ m.content }}"
 GPT_OSS += "{% endfor %}{# <|channel|> #}"
 CHANNELS = (
@@ -40,6 +53,19 @@ PATH = "/v1/chat/completions"
         ),
         (THINKS, f"<think>\nHm.\n</think>\n\n{CALL}", {"tools": [WEATHER]}, "Hm.", None, 1),
         (THINKS, f"<think>{CALL}</think>No.", {"tools": [WEATHER]}, CALL, "No.", 0),
+        (
+            *(ERNIE, "Hm.\n</think>\n\n<response>\nIt is 2.\n</response>\n", {}),
+            *("Hm.", "It is 2.", 0),
+        ),
+        (ERNIE, f"Hm.\n</think>\n\n\n{CALL}\n", {"tools": [WEATHER]}, "Hm.", None, 1),
+        (MINIMAX, "Hm.\n</think>\n\nIt is 2.", {}, "Hm.", "It is 2.", 0),
+        (MINIMAX, f"Hm.\n</think>\n\n\n{INVOKE}", {"tools": [WEATHER]}, "Hm.", None, 1),
+        (
+            *(MINIMAX, f"Hm.</think>I look.\n{INVOKE}", {"tools": [WEATHER]}),
+            *("Hm.", "I look.", 1),
+        ),
+        (KIMI, f"<think>Hm.</think>I look.{SECTION}", {"tools": [WEATHER]}, "Hm.", "I look.", 1),
+        (KIMI, f"<think>Hm.{SECTION}", {"tools": [WEATHER]}, "Hm.", None, 1),
         (GPT_OSS, CHANNELS, {}, "Hm.", "It is 2.", 0),
         (GPT_OSS, CHANNELS, {"tools": [WEATHER]}, "Hm.", "It is 2.", 0),
         (TOOLS_TEMPLATE, "<think>Hm.</think>2", {}, None, "<think>Hm.</think>2", 0),

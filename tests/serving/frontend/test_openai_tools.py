@@ -98,6 +98,37 @@ async def test_deltas_are_as_openais():
     assert [one.finish_reason for one in got if one.finish_reason] == ["tool_calls"]
 
 
+KIMI = (
+    "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:4"
+    '<|tool_call_argument_begin|>{"city": "Paris"}<|tool_call_end|>'
+    "<|tool_call_begin|>functions.now:5<|tool_call_argument_begin|>{}<|tool_call_end|>"
+    "<|tool_calls_section_end|>"
+)
+
+
+@pytest.mark.parametrize("step", [3, 1000])
+async def test_the_ids_that_a_model_wrote_are_those_of_its_calls(step):
+    template = TOOLS_TEMPLATE.replace("<tool_call>", "<|tool_call_begin|>{{ call.id }}:")
+    ids = ["functions.weather:4", "functions.now:5"]
+    async with saying(KIMI, template, step=step) as s:
+        (choice,) = (await s.chat(tools=[WEATHER, NOW])).choices
+        stream = await s.chat(tools=[WEATHER, NOW], stream=True)
+        parts = [p async for e in stream for p in e.choices[0].delta.tool_calls or []]
+        tools = [{"type": "function", **one["function"]} for one in (WEATHER, NOW)]
+        response = await s.client.responses.create(model="counter", input="hi", tools=tools)
+        results = [{"role": "tool", "tool_call_id": id, "content": "12"} for id in ids]
+        await s.chat([*CHAT, choice.message, *results], tools=[WEATHER, NOW])
+        prompt = s.engine.calls[-1]["prompt"]
+        text = s.engine.model.tokenizer.chat(prompt.messages, prompt.options)
+    assert choice.finish_reason == "tool_calls"
+    assert shape(choice.message.tool_calls) == [("weather", {"city": "Paris"}), ("now", {})]
+    assert [call.id for call in choice.message.tool_calls] == ids
+    assert [part.id for part in parts if part.id] == ids
+    assert [item.call_id for item in response.output] == ids
+    assert all(f"<|tool_call_begin|>{id}:" in text for id in ids)
+    assert [one["tool_call_id"] for one in prompt.messages[-2:]] == ids
+
+
 async def test_a_call_that_was_cut_off_says_so():
     async with saying(PARIS.rpartition('s"')[0], reason="length") as s:
         got = (await s.chat(tools=[WEATHER])).choices[0]

@@ -6,9 +6,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serving.frontend.openai.reasoning_parsers import PARSERS, Channels, Think, parser_of
+from serving.frontend.openai.reasoning_parsers import (
+    PARSERS,
+    Channels,
+    ErnieThink,
+    KimiThink,
+    Think,
+    parser_of,
+)
 
 OPENED = "<|im_start|>assistant\n<think>\n"
+KIMI = "<|tool_calls_section_begin|>"
 CHANNELS = "<|channel|>analysis<|message|>"
 
 
@@ -44,6 +52,34 @@ CASES = [
     ("deepseek_r1", "<｜Assistant｜></think>", "2", "", "2"),  # V3.1 without thoughts
     ("glm45", "<|assistant|>", "\n<think>Hm.</think>\n2", "Hm.", "2"),
     ("glm45", "<|assistant|>\n<think></think>", "\n2", "", "\n2"),
+    ("minimax_m2", "]~b]ai\n<think>\n", "Hm.\n</think>\n\nIt is 2.", "Hm.", "It is 2."),
+    (
+        "ernie45",
+        OPENED,
+        "Hm.\n</think>\n\n<response>\nIt is\n\n2.\n</response>\n",
+        "Hm.",
+        "It is\n\n2.",
+    ),
+    ("ernie45", OPENED, "Hm.\n</think>\nIt is 2.", "Hm.", "It is 2."),
+    ("ernie45", OPENED, "Hm.</think><response>2</response>", "Hm.", "2"),
+    ("ernie45", OPENED, "Hm.</think><response>\n2\n</resp", "Hm.", "2\n</resp"),
+    ("ernie45", OPENED, "Hm.</think>\n<response>\n2 \n", "Hm.", "2 \n"),
+    ("ernie45", OPENED, "Hm.</think>\n<respon", "Hm.", "<respon"),
+    ("ernie45", OPENED, "Hm. <response> so", "Hm. <response> so", ""),
+    ("ernie45", OPENED, "Hm.\n</think>\n\n\n<tool_call>\n{}", "Hm.", "<tool_call>\n{}"),
+    (
+        *("ernie45", OPENED, "Hm.</think>\n<response>\n2\n</response>\n\n<tool_call>\n{}"),
+        *("Hm.", "2<tool_call>\n{}"),
+    ),
+    ("ernie45", OPENED, "Hm.</think>2 <response>3</response>", "Hm.", "2 <response>3</response>"),
+    ("ernie45", "", "<response>\n2\n</response>", "", "2"),
+    ("qwen3", OPENED, "Hm.</think><response>2</response>", "Hm.", "<response>2</response>"),
+    ("kimi_k2", "<|im_middle|>", "<think>Hm.</think>2", "Hm.", "2"),
+    ("kimi_k2", "<|im_middle|>", "2", "", "2"),
+    ("kimi_k2", "", f"<think>Hm. </think>{KIMI}2", "Hm.", f"{KIMI}2"),
+    ("kimi_k2", "", f"<think>Hm.\n{KIMI}2</think>", "Hm.", f"{KIMI}2</think>"),
+    ("kimi_k2", "", "<think>Hm. <|tool_calls", "Hm. <|tool_calls", ""),
+    ("qwen3", "", f"<think>{KIMI}</think>2", KIMI, "2"),
     (
         "openai_gptoss",
         "<|start|>assistant",
@@ -85,11 +121,12 @@ _PIECES = st.sampled_from(
     [
         *("<think>", "</think>", "\n", " ", "a", "<", "</th", "ink>", "東", "<|message|>"),
         *("<|end|>", "<|channel|>", "<|start|>", "analysis", "final", " to=functions.f "),
+        *(KIMI, "<|tool_calls", "<response>", "</response>"),
     ]
 )
 
 
-@pytest.mark.parametrize("kind", [Think, Channels])
+@pytest.mark.parametrize("kind", [Think, KimiThink, ErnieThink, Channels])
 @settings(max_examples=60)
 @given(
     pieces=st.lists(_PIECES, max_size=14),
@@ -102,7 +139,7 @@ def test_a_split_does_not_matter_and_no_letter_is_lost(kind, pieces, cuts, befor
     split = [output[start:end] for start, end in pairwise(ends)]
     whole = read(kind(before), [output])
     assert read(kind(before), split) == read(kind(before), output) == whole
-    if kind is Think:
+    if kind is not Channels:
         assert (whole[0] + whole[1]).count("a") == output.count("a")
 
 
@@ -120,6 +157,10 @@ def test_thoughts_are_released_as_they_come():
     [
         ("{{ content.split('</think>')[-1] }}", Think),
         ("{{ '<|start|>assistant<|channel|>final' }}", Channels),
+        (KIMI + "{{ content }}<think></think>", KimiThink),
+        ("<global_setting>\\nthink_mode=True{{ content }}<think>\\n", ErnieThink),
+        ("<minimax:tool_call>{{ content.split('</think>') }}<response>", Think),
+        (KIMI + "{{ content }}", None),
         ("{{ messages[0].content }}", None),
     ],
 )

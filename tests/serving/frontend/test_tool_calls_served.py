@@ -33,6 +33,11 @@ MARKERS = {
         *("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>"),
         *("<｜tool▁call▁end｜>", "<｜tool▁sep｜>"),
     ],
+    "kimi_k2": [
+        *("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>"),
+        *("<|tool_call_argument_begin|>", "<|tool_call_end|>"),
+    ],
+    "minimax_m2": ["<minimax:tool_call>", "</minimax:tool_call>"],
     "openai": ["<|channel|>", "<|message|>", "<|constrain|>", "<|start|>", "<|end|>", "<|call|>"],
     "in text": [],
 }

@@ -30,11 +30,18 @@ MARKERS = {
         *("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>"),
         *("<｜tool▁call▁end｜>", "<｜tool▁sep｜>"),
     ],
+    "kimi_k2": [
+        *("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>"),
+        *("<|tool_call_argument_begin|>", "<|tool_call_end|>"),
+    ],
+    # The last is none of the model's tokens; it is one here so that texts drawn at random end.
+    "minimax_m2": ["<minimax:tool_call>", "</minimax:tool_call>", "</parameter>"],
 }
 TEMPLATES = [
     *(("hermes", "tools <tool_call>"), ("mistral", "tools [TOOL_CALLS]"), ("glm45", "<arg_key>")),
     *(("mistral", "[TOOL_CALLS] [ARGS]"), ("openai", "<|channel|>")),
     *(("deepseek_v3", "<｜tool▁call▁begin｜>```"), ("deepseek_v3", "<｜tool▁call▁begin｜>")),
+    *(("kimi_k2", "<|tool_call_begin|>"), ("minimax_m2", "<minimax:tool_call>")),
 ]
 SCHEMA = {
     "type": "object",
@@ -220,23 +227,36 @@ IN_TEXT = {
         "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{0}<｜tool▁sep｜>{1}<｜tool▁call▁end｜>"
         "<｜tool▁calls▁end｜>",
     ),
+    "kimi_k2": (
+        ["Hi.", "<|tool_call"],
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.{0}:3"
+        "<|tool_call_argument_begin|>{1}<|tool_call_end|><|tool_calls_section_end|>",
+    ),
+}
+TAGGED = {
+    "glm45": (
+        "<tool_call>{0}\n{1}</tool_call>",
+        "<arg_key>{0}</arg_key>\n<arg_value>{1}</arg_value>\n",
+    ),
+    "minimax_m2": (
+        '<minimax:tool_call>\n<invoke name="{0}">\n{1}</invoke>\n</minimax:tool_call>',
+        '<parameter name="{0}">{1}</parameter>\n',
+    ),
 }
 RIGHT, WRONG = '{"unit": "</x>", "days": 3}', '{"unit": "K", "days": 3}'
 
 
 @pytest.mark.parametrize("kind", ["special", "added", "text"])
-@pytest.mark.parametrize("parser", [*IN_TEXT, "glm45"])
+@pytest.mark.parametrize("parser", [*IN_TEXT, *TAGGED])
 def test_beside_text_a_call_is_held_from_its_marker_on(parser, kind):
-    texts, form = IN_TEXT.get(parser, (["Hi.", "<arg_key>"], ""))
+    texts, form = IN_TEXT.get(parser, (["Hi.", "<arg_key>", '<invoke name="x">'], ""))
 
     def called(name, arguments):
-        if parser != "glm45":
+        if parser not in TAGGED:
             return form.format(name, arguments)
-        pairs = json.loads(arguments).items()
-        told = [
-            f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n" for key, value in pairs
-        ]
-        return f"<tool_call>{name}\n{''.join(told)}</tool_call>"
+        call, argument = TAGGED[parser]
+        told = [argument.format(*one) for one in json.loads(arguments).items()]
+        return call.format(name, "".join(told))
 
     template = dict(reversed(TEMPLATES))[parser].replace("```", "")
     tokenizer = tokenizer_of(f"tools {template}", MARKERS[parser] if kind == "special" else [])
@@ -258,6 +278,17 @@ def test_beside_text_a_call_is_held_from_its_marker_on(parser, kind):
     if parser != "openai":
         assert follows(tools, tokenizer, f"I look.\n{calls[0]}\n{calls[1]}\nSo.")
         assert not follows(tools, tokenizer, calls[0] + called("weather", WRONG))
+
+
+def test_a_text_ends_at_its_tag_where_that_is_no_token():
+    tokenizer = tokenizer_of("<minimax:tool_call>", MARKERS["minimax_m2"][:2])
+    tools = tools_of(tokenizer, schemas={"say": FREE})
+    call, argument = TAGGED["minimax_m2"]
+    text = 'a < b\n</par"</invoke>'
+    written = call.format("say", argument.format("text", text))
+    assert follows(tools, tokenizer, written)
+    assert calls_in(tools, written) == ("", [("say", {"text": text})])
+    assert not follows(tools, tokenizer, written.replace("</parameter>", ""))
 
 
 @pytest.mark.parametrize(("parser", "template"), TEMPLATES)

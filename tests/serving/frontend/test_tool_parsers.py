@@ -19,7 +19,19 @@ SCHEMA = {
         "any": {"type": ["string", "null"]},
     },
 }
-FUNCTIONS = {"weather": SCHEMA, "now": {}}
+TYPED = {
+    "properties": {
+        "number": {"type": "number"},
+        "flag": {"type": "boolean"},
+        "nothing": {"type": "null"},
+        "inner": {"type": "object"},
+        "zip": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        "count": {"type": ["string", "integer"]},
+        "either": {"oneOf": [{"type": ["string"]}, {"type": "boolean"}]},
+        "some": {"anyOf": [{"type": "string"}, {"$ref": "#/$defs/x"}]},
+    }
+}
+FUNCTIONS = {"weather": SCHEMA, "now": {}, "typed": TYPED}
 PARIS = ("weather", '{"city": "Paris"}')
 
 
@@ -28,7 +40,8 @@ def read(parser, pieces):
     deltas = [delta for piece in pieces for delta in parser.push(piece)] + parser.finish()
     content, calls = "", []
     for delta in deltas:
-        assert sum(map(bool, delta)) == 1  # each says one thing
+        assert sum(map(bool, delta._replace(id=""))) == 1  # each says one thing
+        assert delta.name or not delta.id
         content += delta.content
         if delta.name:
             calls.append((delta.name, ""))
@@ -115,6 +128,13 @@ HERMES = [
         "",
         [PARIS],
     ),
+]
+IN_TAGS = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>\n'
+ERNIE = [
+    ("Hello.", "Hello.", []),
+    (f"\n\n\n{IN_TAGS}", "", [PARIS]),
+    (f"\n\n{IN_TAGS}\n{IN_TAGS}", "", [PARIS, PARIS]),
+    (f"I look.\n\n{IN_TAGS}", "I look.", [PARIS]),
 ]
 MISTRAL = [
     ("Hello [you].", "Hello [you].", []),
@@ -241,6 +261,7 @@ GLM = [
     (glm("weather", ("days", "three")), "", [("weather", '{"days": "three"}')]),
     (glm("weather", ("days", "NaN")), "", [("weather", '{"days": "NaN"}')]),
     (glm("weather", ("any", "null")), "", [("weather", '{"any": null}')]),
+    (glm("weather", ("any", "10115")), "", [("weather", '{"any": "10115"}')]),
     (glm("weather", ("tags", '["a", {"b": 1}]')), "", [("weather", '{"tags": ["a", {"b": 1}]}')]),
     (glm("weather", ("what", "else")), "", [("weather", '{"what": "else"}')]),
     (
@@ -330,6 +351,143 @@ DEEPSEEK = [
     ("<｜tool▁calls▁begin｜>", "", []),
     ("", "", []),
 ]
+
+
+def kimi(*calls):
+    told = [
+        f"<|tool_call_begin|>functions.{name}:{number}<|tool_call_argument_begin|>{arguments}"
+        "<|tool_call_end|>"
+        for number, (name, arguments) in enumerate(calls)
+    ]
+    return f"<|tool_calls_section_begin|>{''.join(told)}<|tool_calls_section_end|>"
+
+
+KIMI_HEAD = "<|tool_calls_section_begin|><|tool_call_begin|>"
+KIMI = [
+    ("Hello <|you|>.", "Hello <|you|>.", []),
+    (kimi(PARIS), "", [PARIS]),
+    (kimi(PARIS, ("now", "{}")), "", [PARIS, ("now", "{}")]),
+    ("I look.\n" + kimi(PARIS), "I look.", [PARIS]),
+    (kimi(PARIS) + "\nDone.", "\nDone.", [PARIS]),
+    (kimi(("now", "")), "", [("now", "{}")]),
+    (kimi(PARIS).replace("functions.", ""), "", [PARIS]),
+    (kimi(PARIS).replace(":0<", ":12 <"), "", [PARIS]),
+    (kimi(("a.b-c_d", '{\n  "x": 1\n}')), "", [("a.b-c_d", '{\n  "x": 1\n}')]),
+    (
+        kimi(("weather", r'{"city": "<|tool_call_end|>{\"東\\"}')),
+        "",
+        [("weather", r'{"city": "<|tool_call_end|>{\"東\\"}')],
+    ),
+    (kimi(PARIS).partition("ris")[0], "", [("weather", '{"city": "Pa')]),
+    (f"{KIMI_HEAD}functions.wea", "<|tool_call_begin|>functions.wea", []),
+    (
+        kimi(PARIS).replace(":0", "") + kimi(("now", "{}")),
+        '<|tool_call_begin|>functions.weather<|tool_call_argument_begin|>{"city": "Paris"}',
+        [("now", "{}")],
+    ),
+    (
+        f"{KIMI_HEAD}functions.f:0<|tool_call_end|>" + kimi(("now", "{}")),
+        "<|tool_call_begin|>functions.f:0",
+        [("now", "{}")],
+    ),
+    ("<|tool_calls_section_begin|>", "", []),
+    ("", "", []),
+]
+
+
+def invoke(name, *arguments):
+    told = "".join(f'<parameter name="{key}">{value}</parameter>\n' for key, value in arguments)
+    return f'<invoke name="{name}">\n{told}</invoke>\n'
+
+
+def minimax(*invokes):
+    return f"<minimax:tool_call>\n{''.join(invokes)}</minimax:tool_call>"
+
+
+IN_PARIS = invoke("weather", ("city", "Paris"))
+MINIMAX = [
+    ('Hello <you>, <invoke name="x">.', 'Hello <you>, <invoke name="x">.', []),
+    (minimax(IN_PARIS), "", [PARIS]),
+    ("\n" + minimax(IN_PARIS) + "\n", "", [PARIS]),
+    ("I look.\n" + minimax(IN_PARIS, invoke("now")), "I look.", [PARIS, ("now", "{}")]),
+    (minimax(IN_PARIS) + "\n" + minimax(invoke("now")), "", [PARIS, ("now", "{}")]),
+    (minimax(IN_PARIS) + " Done.", " Done.", [PARIS]),
+    (minimax(IN_PARIS).replace("\n", ""), "", [PARIS]),
+    (
+        minimax(
+            invoke("weather", ("city", "3"), ("days", "3"), ("unit", "C"), ("tags", '["a", {}]'))
+        ),
+        "",
+        [("weather", '{"city": "3", "days": 3, "unit": "C", "tags": ["a", {}]}')],
+    ),
+    (
+        minimax(
+            invoke(
+                "typed",
+                *(("number", "-1.5e3"), ("flag", "true"), ("nothing", "null")),
+                *(("inner", '{"a": [1]}'), ("zip", "10115"), ("count", "7"), ("either", "[1]")),
+                ("some", "[1]"),
+            )
+        ),
+        "",
+        [
+            (
+                "typed",
+                '{"number": -1.5e3, "flag": true, "nothing": null, "inner": {"a": [1]}, '
+                '"zip": "10115", "count": 7, "either": "[1]", "some": [1]}',
+            )
+        ],
+    ),
+    (
+        minimax(invoke("typed", ("zip", "null"), ("count", "seven"), ("either", "false"))),
+        "",
+        [("typed", '{"zip": null, "count": "seven", "either": false}')],
+    ),
+    (
+        minimax(invoke("typed", ("zip", '"10115"'), ("flag", "True"), ("number", "NaN"))),
+        "",
+        [("typed", '{"zip": "10115", "flag": "True", "number": "NaN"}')],
+    ),
+    (
+        minimax(invoke("weather", ("city", ' a "b"\\\n\t</invoke></x> 東京 😀\n'))),
+        "",
+        [("weather", '{"city": " a \\"b\\"\\\\\\n\\t</invoke></x> 東京 😀\\n"}')],
+    ),
+    (
+        minimax(invoke("weather", ("city", "</minimax:tool_call><minimax:tool_call>"))),
+        "",
+        [("weather", '{"city": "</minimax:tool_call><minimax:tool_call>"}')],
+    ),
+    (minimax(IN_PARIS).partition("ris")[0], "", [("weather", '{"city": "Pa')]),
+    (minimax(IN_PARIS).partition('ity">')[0], "", [("weather", "{")]),
+    (minimax(IN_PARIS).partition("\n</mini")[0] + "\n</minim", "", [PARIS]),
+    (minimax(IN_PARIS).replace("</invoke>\n", "") + "!", "!", [PARIS]),
+    (
+        minimax(IN_PARIS.replace("</invoke>\n", ""), invoke("now")),
+        "",
+        [PARIS, ("now", "{}")],
+    ),
+    (
+        minimax(IN_PARIS).replace("</minimax:tool_call>", "") + minimax(invoke("now")),
+        "",
+        [PARIS, ("now", "{}")],
+    ),
+    ('<minimax:tool_call>\n<invoke name="wea', '<minimax:tool_call>\n<invoke name="wea', []),
+    ("<minimax:tool_call>\n<invo", "<minimax:tool_call>\n<invo", []),
+    ("<minimax:tool_call>", "<minimax:tool_call>", []),
+    (
+        "<minimax:tool_call>\nweather\n</minimax:tool_call> so",
+        "<minimax:tool_call>\nweather\n</minimax:tool_call> so",
+        [],
+    ),
+    (minimax(invoke("a b")), minimax(invoke("a b")), []),
+    (
+        minimax(IN_PARIS, invoke("a b")),
+        '<invoke name="a b">\n</invoke>\n</minimax:tool_call>',
+        [PARIS],
+    ),
+    ("", "", []),
+]
 CASES = [
     (name, number, *case)
     for name, cases in {
@@ -338,6 +496,9 @@ CASES = [
         "openai": HARMONY,
         "glm45": GLM,
         "deepseek_v3": DEEPSEEK,
+        "ernie45": ERNIE,
+        "kimi_k2": KIMI,
+        "minimax_m2": MINIMAX,
     }.items()
     for number, case in enumerate(cases)
 ]
@@ -367,6 +528,10 @@ _MARKERS = st.sampled_from(
         *("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "<｜tool▁calls▁begin｜>"),
         *("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "```json\n", "\n", " "),
         *('{"name": "f", "arguments": ', '{"a": "x"}', '"', "{", "}", "[", "]", ",", ":", "\\"),
+        *("<|tool_calls_section_begin|>", "<|tool_call_begin|>", "<|tool_call_argument_begin|>"),
+        *("<|tool_call_end|>", "<|tool_calls_section_end|>", "functions.f:0"),
+        *("<minimax:tool_call>", '<invoke name="', '">', '<parameter name="', "</parameter>"),
+        *("</invoke>", "</minimax:tool_call>", "zip", "typed"),
         *("weather", "city", "<", "東", '"arguments"', '"name"', r'"\ud800"', "null", "1e999"),
     ]
 )
@@ -400,6 +565,15 @@ def test_text_is_released_as_soon_as_it_cannot_be_a_marker():
     ]
 
 
+@pytest.mark.parametrize("split", [False, True])
+def test_a_call_has_the_id_that_its_model_wrote(split):
+    output = kimi(PARIS, ("now", "{}")).replace("functions.now:1", "now:7")
+    parser = PARSERS["kimi_k2"](FUNCTIONS)
+    deltas = [delta for piece in (output if split else [output]) for delta in parser.push(piece)]
+    calls = [(delta.name, delta.id) for delta in deltas if delta.name]
+    assert calls == [("weather", "functions.weather:0"), ("now", "now:7")]
+
+
 @pytest.mark.parametrize(
     ("template", "name"),
     [
@@ -408,6 +582,8 @@ def test_text_is_released_as_soon_as_it_cannot_be_a_marker():
         ("{{ '[TOOL_CALLS]' }}", "mistral"),
         ("{{ '<|channel|>analysis' }}", "openai"),
         ("{{ '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' }}", "deepseek_v3"),
+        ("{{- '\\n' ~ '<minimax:tool_call>' }}<response>", "minimax_m2"),
+        ("<|tool_calls_section_begin|><|tool_call_begin|>{{ tool_call['id'] }}", "kimi_k2"),
         ("{{ messages[0].content }}", None),
     ],
 )
