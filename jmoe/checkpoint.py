@@ -438,12 +438,12 @@ class HFLayers:
         self, experts: Sequence[Layout], like: Pool, layouts: Sequence[Layout]
     ) -> QuantizedPool:
         """Reads experts in float32 and quantizes them block by block (see `quantizing_bytes`), by
-        one program for all layers, which drops what fills up the last block.
+        one program for all layers: fewer experts are filled up to whole blocks.
 
         What is not finite is looked for before: four bits would hide it.
         """
-        count, most, size = len(experts), self._cfg.num_experts, _experts_at_once(self._cfg)
-        pool: Any = like.empty(most)
+        count, size = len(experts), _experts_at_once(self._cfg)
+        pool: Any = like.empty(self._cfg.num_experts)
         for first in range(0, count, size):
             block = experts[first : first + size]
             parts = [self._read(expert, dtype=jnp.dtype(jnp.float32)) for expert in block]
@@ -452,13 +452,11 @@ class HFLayers:
             floats = ExpertPool(**{key: _stack([p[key] for p in parts]) for key in parts[0]})
             del parts
             self._refuse_not_finite(floats, layouts)
-            places = np.arange(first, first + size, dtype=np.int32)
-            places[len(block) :] = most  # out of range
-            pool = write_slots(pool, jnp.asarray(places), floats)
+            pool = write_slots(pool, first + jnp.arange(size), floats)
             del floats
         if self._experts_on_host:
             return jax.tree.map(lambda leaf: np.asarray(leaf)[:count], pool)
-        return pool if count == most else jax.tree.map(lambda leaf: leaf[:count], pool)
+        return pool if count == pool.num_slots else jax.tree.map(lambda a: a[:count], pool)
 
     def like(self) -> Pool:
         """Returns one slot's worth of how experts are kept; what is in it is not to be looked at.
@@ -732,11 +730,12 @@ def quantizing_bytes(cfg: ModelConfig, quantize: str, slot_bytes: int) -> int:
 
 
 def _experts_at_once(cfg: ModelConfig) -> int:
-    """Returns the experts of a block of at most `BLOCK_BYTES` in float32, or one; blocks are as
-    even as they can be, since the last is filled up.
+    """Returns the experts of a block of at most `BLOCK_BYTES` in float32, or one: blocks are alike,
+    and whole layers are whole blocks.
     """
-    most = max(1, BLOCK_BYTES // (4 * layout.expert_parameters(cfg)))
-    return -(-cfg.num_experts // -(-cfg.num_experts // most))
+    most = BLOCK_BYTES // (4 * layout.expert_parameters(cfg))
+    sizes = range(1, cfg.num_experts + 1)
+    return max((n for n in sizes if n <= most and cfg.num_experts % n == 0), default=1)
 
 
 def empty_pool(cfg: ModelConfig, num_slots: int, dtype: jnp.dtype, quantize: str = "none") -> Pool:
