@@ -126,7 +126,7 @@ def read_arrival(
             at = np.where(at < len(own), at, start)  # filled up, so that one program writes all
             pieces.append((own[at], jax.tree.map(lambda leaf, at=at: leaf[at], experts)))
 
-    params = checkpoint.read_layers(files, cfgs[name], None, keep, numbers)
+    params = checkpoint.read_layers(files, cfgs[name], None, keep, numbers, first.pool)
     number = min(family.vacant)
     count = first.resident.weights.num_united_slots
     behind = np.arange(layers * count, dtype=np.int32).reshape(layers, count)

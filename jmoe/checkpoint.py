@@ -53,6 +53,8 @@ UNITED_FILE = "united.safetensors"
 DISTILLED_FROM = "distilled_from"
 """In the metadata of that file: `weights_digest` of the model whose experts it stands in for."""
 QUANTIZE = ("auto", "none", "fp8", "int4", "mxfp4")
+BLOCK_BYTES = 128 << 20
+"""Of experts that are quantized at once, in float32; one larger expert is by itself."""
 FLOATS = ("BF16", "F16", "F32", "F64")  # as safetensors names them
 FP8 = "F8_E4M3"
 SCALES = ("_scale_inv", "_scale")
@@ -382,7 +384,7 @@ class HFLayers:
         """Checks every tensor's name and shape. Raises CheckpointError.
 
         Where experts are kept as `quantize` says, those that the files have in that format are read
-        as they are, and others in float32.
+        as they are, and others are quantized from float32.
 
         `experts_on_host` leaves them there, for who places each on a device of its own, and
         `params_on_host` all other weights.
@@ -390,7 +392,6 @@ class HFLayers:
         self._files, self._cfg, self._dtype = TensorFiles(directory), cfg, dtype
         self._quantize = quantize
         self._is_stored = quantize != "none" and stored_format(cfg) == quantize
-        self._experts_as = dtype if quantize == "none" else jnp.dtype(jnp.float32)
         self._experts_on_host, self._params_on_host = experts_on_host, params_on_host
         self._directory, self._check_weights = directory, check_weights
         _check(self._files, cfg, directory)
@@ -405,12 +406,13 @@ class HFLayers:
         return params
 
     def layer(
-        self, index: int, numbers: Sequence[int] | None = None
+        self, index: int, numbers: Sequence[int] | None = None, like: Pool | None = None
     ) -> tuple[dict[str, Any], Pool | None]:
         """Returns one layer's parameters, and its routed experts in order; None for a dense layer,
         and where there are no `numbers` of experts to read (None: of all).
 
-        Raises CheckpointError for weights that are not finite.
+        Experts that are quantized are kept as those of `like`, of which only shapes and dtypes are
+        looked at (None: as `like` says). Raises CheckpointError for weights that are not finite.
         """
         is_moe = self._cfg.moe_layers[index]
         own = layout.layer(self._cfg, index, is_moe)
@@ -421,14 +423,40 @@ class HFLayers:
             experts = [layout.expert(self._cfg, index, number) for number in numbers]
         if self._is_stored and all(map(self._as_kept, experts)) and experts:
             pool = self._kept(experts)
+        elif self._quantize != "none" and experts:
+            self._refuse_not_finite(params, [own, *experts])
+            return params, self._quantized(experts, like or self.like(), [own, *experts])
         elif experts:
             on_host = self._experts_on_host
-            dtype = self._experts_as
-            parts = [self._read(expert, on_host=on_host, dtype=dtype) for expert in experts]
+            parts = [self._read(expert, on_host=on_host) for expert in experts]
             stack: Any = np.stack if on_host else _stack
             pool = ExpertPool(**{key: stack([p[key] for p in parts]) for key in parts[0]})
         self._refuse_not_finite((params, pool), [own, *experts])
         return params, pool
+
+    def _quantized(
+        self, experts: Sequence[Layout], like: Pool, layouts: Sequence[Layout]
+    ) -> QuantizedPool:
+        """Reads experts in float32 and quantizes them block by block (see `quantizing_bytes`), by
+        one program for all layers: fewer experts are filled up to whole blocks.
+
+        What is not finite is looked for before: four bits would hide it.
+        """
+        count, size = len(experts), _experts_at_once(self._cfg)
+        pool: Any = like.empty(self._cfg.num_experts)
+        for first in range(0, count, size):
+            block = experts[first : first + size]
+            parts = [self._read(expert, dtype=jnp.dtype(jnp.float32)) for expert in block]
+            parts += parts[-1:] * (size - len(parts))
+            jax.block_until_ready(pool)  # or any number of blocks would wait to be quantized
+            floats = ExpertPool(**{key: _stack([p[key] for p in parts]) for key in parts[0]})
+            del parts
+            self._refuse_not_finite(floats, layouts)
+            pool = write_slots(pool, first + jnp.arange(size), floats)
+            del floats
+        if self._experts_on_host:
+            return jax.tree.map(lambda leaf: np.asarray(leaf)[:count], pool)
+        return pool if count == pool.num_slots else jax.tree.map(lambda a: a[:count], pool)
 
     def like(self) -> Pool:
         """Returns one slot's worth of how experts are kept; what is in it is not to be looked at.
@@ -630,10 +658,10 @@ def load_hf(
     The pool is allocated once, with slots for the largest of `ways`, and filled in place, on the
     device or where `home` says; host memory never holds a second copy of the model.
     `progress(done, total)` counts layers. Experts that are kept in fewer bits are taken as they are
-    stored, where that is as `quantize` says, or quantized from float32, which a layer of them is in
-    meanwhile. Of each MoE layer only the experts of `numbers` are read, where there are any, and
-    slots of others stay zero; for who has no `home`. Raises CheckpointError, and ValueError as
-    `empty_pool`.
+    stored, where that is as `quantize` says, or quantized from float32, which a block of them is in
+    meanwhile (`quantizing_bytes`). Of each MoE layer only the experts of `numbers` are read, where
+    there are any, and slots of others stay zero; for who has no `home`. Raises CheckpointError, and
+    ValueError as `empty_pool`.
     """
     on_host = home is not None
     files = HFLayers(
@@ -651,7 +679,7 @@ def load_hf(
         else:
             held.pool = home.write(held.pool, layer, experts)
 
-    params = read_layers(files, cfg, progress, write, numbers)
+    params = read_layers(files, cfg, progress, write, numbers, like)
     if home is None:
         return Weights(params, held.pool, table)
     return Weights(home.whole(params), held.pool, home.table(cfg.num_experts))
@@ -663,9 +691,11 @@ def read_layers(
     progress: Callable[[int, int], None] | None,
     write: Callable[[int, Pool], None],
     numbers: Sequence[Sequence[int]] | None = None,
+    like: Pool | None = None,
 ) -> dict[str, Any]:
     """Reads a model layer by layer, and returns all but its experts; those of each MoE layer go to
-    `write(MoE layer, experts)`. `numbers` says which, by MoE layer; None: all.
+    `write(MoE layer, experts)`. `numbers` says which, by MoE layer; None: all. `like` is as of
+    `HFLayers.layer`.
 
     Raises CheckpointError.
     """
@@ -674,7 +704,7 @@ def read_layers(
         layers = []
         for layer in range(start, start + count):
             wanted = numbers[moe_layer] if is_moe and numbers is not None else None
-            own, experts = files.layer(layer, wanted)
+            own, experts = files.layer(layer, wanted, like)
             layers.append(own)
             if experts is not None:
                 write(moe_layer, experts)
@@ -685,6 +715,27 @@ def read_layers(
         segments.append(jax.tree.map(lambda *parts: _stack(parts), *layers))
     params["segments"] = tuple(segments)
     return params
+
+
+def quantizing_bytes(cfg: ModelConfig, quantize: str, slot_bytes: int) -> int:
+    """Returns the most bytes of a device that quantizing on load takes beside the pool, whose slots
+    have `slot_bytes`: a layer as it is kept, and four blocks in float32. One is read, with what its
+    last expert is assembled from, while the one before is quantized, in less than another. 0 where
+    experts are kept in floats, or as the files have them.
+    """
+    if quantize in ("none", stored_format(cfg)):
+        return 0
+    block = 4 * layout.expert_parameters(cfg) * _experts_at_once(cfg)
+    return cfg.num_experts * slot_bytes + 4 * block
+
+
+def _experts_at_once(cfg: ModelConfig) -> int:
+    """Returns the experts of a block of at most `BLOCK_BYTES` in float32, or one: blocks are alike,
+    and whole layers are whole blocks.
+    """
+    most = BLOCK_BYTES // (4 * layout.expert_parameters(cfg))
+    sizes = range(1, cfg.num_experts + 1)
+    return max((n for n in sizes if n <= most and cfg.num_experts % n == 0), default=1)
 
 
 def empty_pool(cfg: ModelConfig, num_slots: int, dtype: jnp.dtype, quantize: str = "none") -> Pool:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jmoe import display
@@ -89,12 +90,19 @@ class Pool(ABC):
         )
 
     def with_experts(self, slots: Int[Array, "n"], experts: "Pool") -> "Pool":
-        """Returns the pool with `experts`, of any kind, in `slots`; one out of range is dropped."""
+        """Returns the pool with `experts`, of any kind, in `slots`; one out of range is dropped.
+
+        Eight bits are moved as integers: a CPU would convert a whole pool of floats.
+        """
         is_alike = jax.tree.structure(experts) == jax.tree.structure(self)
         kept = experts if is_alike else self.kept(experts.plain())
-        return jax.tree.map(
-            lambda held, new: held.at[slots].set(new.astype(held.dtype), mode="drop"), self, kept
-        )
+
+        def written(held: Array, new: Array) -> Array:
+            moved = jnp.uint8 if held.dtype.itemsize == 1 else held.dtype
+            was, new = (lax.bitcast_convert_type(a, moved) for a in (held, new.astype(held.dtype)))
+            return lax.bitcast_convert_type(was.at[slots].set(new, mode="drop"), held.dtype)
+
+        return jax.tree.map(written, self, kept)
 
 
 class _Plain(NamedTuple):

@@ -539,7 +539,8 @@ class _Reader:
         def write(moe_layer: int, experts: Pool) -> None:
             self.write(at[moe_layer], experts)
 
-        return checkpoint.read_layers(files, self.cfg, progress, write, numbers)
+        like = self.held.pool
+        return checkpoint.read_layers(files, self.cfg, progress, write, numbers, like)
 
     def write(self, at: Int[np.ndarray, "n"], experts: Pool) -> None:
         """Writes experts of one layer, which are at these places among `held_experts`."""

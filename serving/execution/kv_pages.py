@@ -83,6 +83,14 @@ def by_memory(
     sizes = page_bytes(model.config, limits.page_size, model.dtype)
     kv_bytes = partial(kv_bytes_of, limits, sizes)
     memory = min(known, key=attrgetter("free"))
+    if memory.wanted:
+        log.warning(
+            "XLA has %.4g of the %.4g GiB of a GPU that it was to take (engine.memory_fraction): "
+            "another process holds memory of it. KV pages are fewer for it; end that process and "
+            "start again, or give each of them a part (lower engine.memory_fraction)",
+            memory.limit / GIB,
+            memory.wanted / GIB,
+        )
     fitting = pages_that_fit(memory, steps, kv_bytes, most)
     fitting = smallest(fitting, mesh)  # before one of them may refuse: all have to ask
     _check(config, memory, steps, sum(sizes), fitting, blocks)

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from jmoe.api import Model
 from jmoe.attention import page_bytes, page_windows, with_kv_cache_dtype
-from jmoe.checkpoint import empty_pool, quantize_as
+from jmoe.checkpoint import empty_pool, quantize_as, quantizing_bytes
 from jmoe.config import ModelConfig
 from jmoe.free_memory import free_device_bytes, free_host_bytes
 from jmoe.parallel.cost import MeshStep, check_copies, expert_bytes
@@ -118,7 +118,8 @@ def check_mesh(config: EngineConfig, cfg: ModelConfig, num_devices: int) -> None
     if free is None:
         return
     slot_bytes = _slot_bytes(config, cfg)
-    room = max(0, int(SHARE * free) - _rest_bytes(config, cfg)) // slot_bytes
+    rest = _rest_bytes(config, cfg, _quantizing_bytes(config, cfg, num_devices))
+    room = max(0, int(SHARE * free) - rest) // slot_bytes
     layers, spare = cfg.num_moe_layers, _asked(balance.spare_slots)
     try:
         check_room(layers, cfg.num_experts, num_devices, room, spare=spare)
@@ -128,20 +129,22 @@ def check_mesh(config: EngineConfig, cfg: ModelConfig, num_devices: int) -> None
     _check_copies_of_steps(config, cfg, num_devices, (room - held) * slot_bytes)
 
 
-MOST_GROWTH = 8
-"""Of weights as they load: from four bits to float32. Others grow less, though a GPU may have them
-twice."""
+MOST_GROWTH = 12
+"""Of weights as they load: from four bits to float32 8 times; quantized, with blocks of a layer in
+float32 meanwhile, no model grows more than this."""
 
 
 def check_model(config: EngineConfig, cfg: ModelConfig, stored: int) -> None:
     """Raises SettingsError, before weights load, where one model's routed experts and other weights
-    do not fit into a device. They are not counted where so many bytes as are stored surely fit.
+    do not fit into a device, or not with what quantizing them takes meanwhile. They are not counted
+    where so many bytes as are stored surely fit.
     """
     free = _free_on_each(1)
     if free is None or MOST_GROWTH * stored <= SHARE * free:
         return
     experts = cfg.num_moe_layers * cfg.num_experts * _slot_bytes(config, cfg)
-    wanted = experts + _rest_bytes(config, cfg)
+    quantizing = _quantizing_bytes(config, cfg, 1)
+    wanted = experts + _rest_bytes(config, cfg, quantizing)
     if wanted > SHARE * free:
         fixes = ["take a smaller model"]
         if jax.local_devices()[0].platform != "cpu":
@@ -149,8 +152,9 @@ def check_model(config: EngineConfig, cfg: ModelConfig, stored: int) -> None:
         if config.quantize in ("auto", "none"):
             fixes.append("keep its experts in fewer bits (engine.quantize)")
         raise SettingsError(
-            f"engine.model is {config.model!r}, whose weights take {wanted / GIB:.4g} GiB, and "
-            f"{free / GIB:.4g} GiB are free; {', or '.join(fixes)}"
+            f"engine.model is {config.model!r}, whose weights take {wanted / GIB:.4g} GiB"
+            f"{' while they are quantized' * bool(quantizing)}, and {free / GIB:.4g} GiB are free; "
+            f"{', or '.join(fixes)}"
         )
 
 
@@ -164,7 +168,8 @@ def check_family(
     free = _free_on_each(num_devices)
     if free is None:
         return
-    wanted = num_slots * slot_bytes + _rest_bytes(config, cfg)
+    quantizing = _quantizing_bytes(config, cfg, num_devices)
+    wanted = num_slots * slot_bytes + _rest_bytes(config, cfg, quantizing)
     if wanted > SHARE * free:
         fixes = ["name fewer models"]
         fixes += ["lower engine.spare_models"] * bool(config.spare_models)
@@ -218,16 +223,26 @@ def _slot_bytes(config: EngineConfig, cfg: ModelConfig) -> int:
     return _size(jax.eval_shape(partial(empty_pool, cfg, 1, jnp.dtype(config.dtype), kind)))
 
 
-def _rest_bytes(config: EngineConfig, cfg: ModelConfig) -> int:
-    """Returns the bytes of what a model has beside its experts. Layers of a GPU count twice, for
-    CUDA graphs (`jmoe.steps.served`), but where a family's sets come from host memory.
+def _quantizing_bytes(config: EngineConfig, cfg: ModelConfig, num_devices: int) -> int:
+    """Returns the bytes of each device that quantizing on load takes; a mesh does so on its first
+    one, and CPU devices share memory.
+    """
+    kind = quantize_as(config.quantize, cfg)
+    found = quantizing_bytes(cfg, kind, _slot_bytes(config, cfg))
+    return found // (num_devices if jax.local_devices()[0].platform == "cpu" else 1)
+
+
+def _rest_bytes(config: EngineConfig, cfg: ModelConfig, loading: int = 0) -> int:
+    """Returns the bytes of what a model has beside its experts, with `loading` bytes that are
+    needed before there are graphs. Layers of a GPU count twice, for CUDA graphs
+    (`jmoe.steps.served`), but where a family's sets come from host memory.
     """
     make = partial(random_params, cfg, dtype=jnp.dtype(config.dtype))
     params = jax.eval_shape(make, jax.random.key(0))
     has_graphs = jax.local_devices()[0].platform != "cpu" and not config.enforce_eager
     come_from_host = 0 < config.resident_sets < len(config.models)
     twice = _size(params["segments"]) if has_graphs and not come_from_host else 0
-    return _size(params) + twice
+    return _size(params) + max(twice, loading)
 
 
 def _asked(count: CountOrAuto) -> int:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import jmoe
-from jmoe.checkpoint import HFLayers
+from jmoe.checkpoint import HFLayers, empty_pool
 from jmoe.config import EXCHANGES, ConfigError, read_config
 from jmoe.parallel.cost import MeshStep
 from jmoe.parallel.home import make_mesh
@@ -153,8 +153,10 @@ def test_experts_are_counted_as_they_are_kept(room):
     config = with_copies()
     with pytest.raises(SettingsError, match="each would hold 64 experts and has room for"):
         memory.check_mesh(config, geometry(), 2)
-    room(64 // 3, 2)
-    memory.check_mesh(replace(config, quantize="int4"), geometry(), 2)
+    config = replace(config, quantize="int4")
+    meanwhile = memory._quantizing_bytes(config, geometry(), 2)
+    room(64 // 3 + meanwhile / 24_576, 2)
+    memory.check_mesh(config, geometry(), 2)
 
 
 def family_free(num_experts, num_devices=1, cfg=None):
@@ -195,6 +197,35 @@ def test_a_model_that_does_not_fit_is_refused_before_it_is_loaded(monkeypatch):
         load_models(config, None, lambda *_: None)
 
 
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_what_quantizing_takes_is_counted(monkeypatch, num_devices):
+    """Experts that are kept in fewer bits than the files have, while they load."""
+    config = replace(with_copies(), model="m", quantize="int4", enforce_eager=True)
+    kept = jax.eval_shape(partial(empty_pool, geometry(), 1, np.dtype("float32"), "int4"))
+    slot = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(kept))
+    layer = 64 * slot + 4 * 64 * 4 * 3 * 64 * 64  # as it is kept, and four blocks in float32
+    own = (2 * 64 * slot // num_devices + layer) / memory.SHARE + family_free(0)
+    monkeypatch.setattr(jax, "local_devices", lambda: [SimpleNamespace(platform="gpu")])
+
+    def check():
+        if num_devices == 1:
+            memory.check_model(config, geometry(), 1 << 40)
+        else:
+            memory.check_mesh(config, geometry(), num_devices)
+
+    def check_family():
+        memory.check_family(config, geometry(), num_devices, 2 * 64 // num_devices, slot)
+
+    monkeypatch.setattr(memory, "free_bytes", lambda: math.ceil(own) + 1)
+    check()
+    check_family()
+    monkeypatch.setattr(memory, "free_bytes", lambda: int(own) - 2 * slot)
+    with pytest.raises(SettingsError, match=r"while they are quantized|mesh is 'ep=2': .*small"):
+        check()
+    with pytest.raises(SettingsError, match=r"engine.models are"):
+        check_family()
+
+
 @pytest.mark.parametrize("eager", [False, True])
 def test_on_a_gpu_layers_are_counted_twice_but_without_graphs(monkeypatch, eager):
     config = EngineConfig(model="m", dtype="bfloat16", enforce_eager=eager)
@@ -210,7 +241,7 @@ def test_on_a_gpu_layers_are_counted_twice_but_without_graphs(monkeypatch, eager
     monkeypatch.setattr(memory, "free_bytes", lambda: int(least / memory.SHARE) - 1)
     with pytest.raises(SettingsError, match="whose weights take"):
         memory.check_model(config, geometry(), 1 << 40)
-    memory.check_model(config, geometry(), least // 8 - 1)  # so few bytes fit however they grow
+    memory.check_model(config, geometry(), least // 12 - 1)  # so few bytes fit however they grow
 
 
 def test_copies_of_a_step_are_counted_beside_a_whole_family(monkeypatch):

@@ -74,6 +74,15 @@ def test_pages_fill_what_weights_and_two_steps_leave(model, monkeypatch, caplog)
     assert "(all slots could fill 96)" in line.getMessage()
 
 
+def test_what_another_process_holds_is_told(model, monkeypatch, caplog):
+    devices(monkeypatch, DeviceMemory(120_000, 60_000, wanted=240_000))
+    found = by_memory(CONFIG, limits(), model, lambda _: 5_000)
+    assert found.num_pages == 29  # as with 120,000 bytes in all
+    (line,) = caplog.records
+    assert line.levelname == "WARNING"
+    assert "another process holds memory of it" in line.getMessage()
+
+
 def test_no_more_pages_than_every_slot_can_fill(model, monkeypatch):
     devices(monkeypatch, DeviceMemory(GIB, 0))
     assert by_memory(CONFIG, limits(), model, lambda _: 0).num_pages == 6 * 16
