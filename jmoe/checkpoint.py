@@ -412,7 +412,8 @@ class HFLayers:
         and where there are no `numbers` of experts to read (None: of all).
 
         Experts that are quantized are kept as those of `like`, of which only shapes and dtypes are
-        looked at (None: as `like` says). Raises CheckpointError for weights that are not finite.
+        looked at (None: those of the method `like`). Raises CheckpointError for weights that are
+        not finite.
         """
         is_moe = self._cfg.moe_layers[index]
         own = layout.layer(self._cfg, index, is_moe)
@@ -630,15 +631,18 @@ def stored_format(cfg: ModelConfig) -> str:
     return "fp8" if is_fp8 else "none"
 
 
-def quantize_as(quantize: str, cfg: ModelConfig) -> str:
-    """Returns how experts of a checkpoint are to be kept. Raises ValueError."""
+def quantize_as(quantize: str, cfg: ModelConfig, *, says_why: bool = True) -> str:
+    """Returns how experts of a checkpoint are to be kept; `says_why`: logs it where they are not
+    kept as stored. Raises ValueError.
+    """
     if quantize not in QUANTIZE:
         raise ValueError(f"quantize is {quantize!r}; it must be one of {', '.join(QUANTIZE)}")
     if quantize != "auto" or (stored := stored_format(cfg)) == "none":
         return quantize.replace("auto", "none")
     if jax.default_backend() != "cpu":
         return stored
-    log.info("experts in %s are dequantized: a CPU's steps take longer with them", stored)
+    if says_why:
+        log.info("experts in %s are dequantized: a CPU's steps take longer with them", stored)
     return "none"
 
 

@@ -70,6 +70,13 @@ def test_a_notebook_needs_no_extra(extras):
     assert (status, said) == (0, "1")
 
 
+def test_a_server_imports_nothing_heavy_for_what_few_use():
+    """Each takes a third of a second at every start, and tens of megabytes."""
+    code = "import serving.engine, serving.frontend.server, serving.cli.main\n"
+    code += "print(sorted({'matplotlib', 'numba', 'orbax', 'pandas', 'scipy'} & set(sys.modules)))"
+    assert run((), code) == (0, "[]")
+
+
 @pytest.mark.parametrize(
     ("extra", "code"),
     [

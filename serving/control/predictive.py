@@ -50,7 +50,7 @@ SHARES = np.linspace(0, 1, 41)  # of all brownout, by its price
 DEVIATIONS = np.linspace(-8, 8, 1281)
 NORMAL = np.array([NormalDist().cdf(at) for at in DEVIATIONS])
 """The normal distribution there; between them a line errs by 5e-6. SciPy's takes a server 0.4 s and
-25 MB to import."""
+20 MB to import."""
 SURE = 1.0  # standard deviations of step times by which the ITL objective is taken to be shorter
 
 FIRST_TARGET = 0.05

@@ -129,9 +129,9 @@ def check_mesh(config: EngineConfig, cfg: ModelConfig, num_devices: int) -> None
     _check_copies_of_steps(config, cfg, num_devices, (room - held) * slot_bytes)
 
 
-MOST_GROWTH = 12
-"""Of weights as they load: from four bits to float32 8 times; quantized, with blocks of a layer in
-float32 meanwhile, no model grows more than this."""
+MOST_GROWTH = 8
+"""Of weights as they load: from four bits to float32. Others grow less, though a GPU may have them
+twice."""
 
 
 def check_model(config: EngineConfig, cfg: ModelConfig, stored: int) -> None:
@@ -140,10 +140,12 @@ def check_model(config: EngineConfig, cfg: ModelConfig, stored: int) -> None:
     where so many bytes as are stored surely fit.
     """
     free = _free_on_each(1)
-    if free is None or MOST_GROWTH * stored <= SHARE * free:
+    if free is None:
+        return
+    quantizing = _quantizing_bytes(config, cfg, 1)
+    if MOST_GROWTH * stored + quantizing <= SHARE * free:
         return
     experts = cfg.num_moe_layers * cfg.num_experts * _slot_bytes(config, cfg)
-    quantizing = _quantizing_bytes(config, cfg, 1)
     wanted = experts + _rest_bytes(config, cfg, quantizing)
     if wanted > SHARE * free:
         fixes = ["take a smaller model"]
@@ -219,7 +221,7 @@ def _free_on_each(num_devices: int) -> int | None:
 
 def _slot_bytes(config: EngineConfig, cfg: ModelConfig) -> int:
     """Returns the bytes of an expert, as the settings have it kept."""
-    kind = quantize_as(config.quantize, cfg)
+    kind = quantize_as(config.quantize, cfg, says_why=False)
     return _size(jax.eval_shape(partial(empty_pool, cfg, 1, jnp.dtype(config.dtype), kind)))
 
 
@@ -227,7 +229,7 @@ def _quantizing_bytes(config: EngineConfig, cfg: ModelConfig, num_devices: int) 
     """Returns the bytes of each device that quantizing on load takes; a mesh does so on its first
     one, and CPU devices share memory.
     """
-    kind = quantize_as(config.quantize, cfg)
+    kind = quantize_as(config.quantize, cfg, says_why=False)
     found = quantizing_bytes(cfg, kind, _slot_bytes(config, cfg))
     return found // (num_devices if jax.local_devices()[0].platform == "cpu" else 1)
 
