@@ -43,6 +43,7 @@ def test_every_method_and_field_of_the_stubs_is_on_the_page() -> None:
             assert f"| `{field.name}` | " in section
 
 
+@pytest.mark.deep
 def test_comments_types_and_labels_are_told(reference, tmp_path) -> None:
     reference.make(tmp_path)
     own = (tmp_path / "jmoe.v1.md").read_text(encoding="utf-8")

@@ -272,6 +272,7 @@ def test_losses_of_a_ladder():
 # ---- Every case ----
 
 
+@pytest.mark.deep
 def test_every_case_has_a_prediction_that_adds_up(rows):
     assert len({case.name for case, _ in rows}) == len(rows)
     for case, of in [*rows, *((case, roofline.predict(case, DRY)) for case in all_cases(DRY))]:

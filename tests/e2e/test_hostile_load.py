@@ -152,7 +152,13 @@ async def idle(client):
     raise AssertionError(f"still busy: {stats}")
 
 
-@pytest.mark.sized(exhaustive=("ep=8", "aep=2+6"))
+@pytest.mark.sized(
+    exhaustive=(
+        "ep=8",
+        "aep=2+6",
+    ),
+    deep=("one",),
+)
 async def test_everyone_is_answered_and_nothing_leaks(server, model, request):
     _, address = server
     rng, texts = random.Random(7), prompts(model)

@@ -60,7 +60,12 @@ class Hosts:
                         stdout=out,
                         stderr=err,
                         cwd=Path(__file__).parents[2],
-                        env={**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "4"},
+                        env={
+                            **os.environ,
+                            "JAX_PLATFORMS": "cpu",
+                            "JAX_NUM_CPU_DEVICES": "4",
+                            "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # compiling is most of it
+                        },
                     )
                 )
 

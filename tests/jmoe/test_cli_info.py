@@ -88,6 +88,7 @@ def test_a_geometry_has_no_ways_at_all(capsys, monkeypatch):
     assert "131,072 bytes a token" in text
 
 
+@pytest.mark.sized(deep=("DeepSeek-V3-bf16-changes0-a kernel",))
 @pytest.mark.parametrize(
     ("name", "changes", "said"),
     [

@@ -76,6 +76,7 @@ def names_it(words, path):
     return any(name in words for name in (path[-1], path[0], "  model.", "  lm_head."))
 
 
+@pytest.mark.sized(deep=("qwen3_moe_mixed_yarn",))
 @pytest.mark.parametrize("case", SIZED)
 def test_a_changed_key_does_what_it_does_in_transformers_or_is_refused(case, tmp_path):
     directory = linked(case, tmp_path / case)

@@ -272,6 +272,7 @@ KEYS = [
 ]
 
 
+@pytest.mark.deep
 @settings(max_examples=300)
 @given(st.sampled_from(sorted(KEYS)), ANY_JSON)
 def test_any_value_of_any_key_gives_a_model_or_an_error_of_ours(where, value):

@@ -39,6 +39,7 @@ def shown(model, generation):
     yield from (jmoe.ConfigError("x"), jmoe.CheckpointError("y"))
 
 
+@pytest.mark.deep
 def test_the_repr_of_each_public_object_is_one_short_line(model, generation):
     for one in shown(model, generation):
         assert len(repr(one)) < 300, one

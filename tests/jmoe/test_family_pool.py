@@ -122,6 +122,7 @@ def with_united_of(directories, sharing, number, to):
     return path
 
 
+@pytest.mark.sized(deep=("(0, 0, 0)",))
 @pytest.mark.parametrize("united", [(0, 0, 0), (2, 1, 2)], ids=str)
 def test_who_borrows_united_experts_has_its_lenders(directories, tmp_path, united):
     """Also of ways that it has not itself; they take host memory and slots once for both."""

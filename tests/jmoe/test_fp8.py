@@ -283,6 +283,7 @@ def test_forward_and_generate_run_over_it(models, way):
     assert got.tokens == want.tokens
 
 
+@pytest.mark.deep
 def test_a_checkpoint_of_whole_blocks_keeps_its_bits(tmp_path):
     source = jmoe.api.resolve("bundled")
     directory, _ = write(source, tmp_path / "fp8", "published", keep=("shared_expert_gate.weight",))

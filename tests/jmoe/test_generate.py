@@ -40,7 +40,13 @@ def run(model, prompts=PROMPTS, brownout=None, **kwargs):
     return jmoe.generate(model, prompts, NEW, brownout, stop_token_ids=(), page_size=4, **kwargs)
 
 
-@pytest.mark.sized(deep=("zero100", "full40"))
+@pytest.mark.sized(
+    deep=(
+        "zero100",
+        "full40",
+        "partial0",
+    )
+)
 @pytest.mark.parametrize(
     "brownout",
     [Brownout("zero"), Brownout("full", 40), Brownout("partial", 0, 2), Brownout("partial", 50, 3)],
@@ -97,6 +103,7 @@ def test_sampling_is_reproducible_and_prompt_i_draws_from_seed_plus_i(united_mod
     assert all(a != b for a, b in pairwise(one.tokens))
 
 
+@pytest.mark.deep
 def test_stop_tokens_end_a_sequence_alone(united_models):
     model = united_models(CASE)
     plain = run(model)

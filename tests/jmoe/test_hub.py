@@ -254,6 +254,7 @@ def template(tmp_path):
     return path
 
 
+@pytest.mark.deep
 def test_a_template_takes_the_models_place(template):
     talk = [{"role": "user", "content": "Hello"}]
     own = jmoe.load("bundled", "float32").tokenizer.chat(talk)

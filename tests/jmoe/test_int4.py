@@ -279,6 +279,7 @@ def test_a_cpu_dequantizes_what_nothing_is_said_of(four_bits):
     assert type(jmoe.load(four_bits, "float32").pool) is ExpertPool
 
 
+@pytest.mark.deep
 def test_united_experts_are_kept_like_the_others(tmp_path):
     packed, _ = write("qwen2_moe", tmp_path, "compressed-zeros")
     add_united(packed)

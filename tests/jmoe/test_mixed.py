@@ -182,7 +182,12 @@ def test_pages_that_rows_were_given_are_written(family):
     assert deltas[0][DELTA_PAGE] == 7
 
 
-@pytest.mark.sized(deep=("full",))
+@pytest.mark.sized(
+    deep=(
+        "full",
+        "partial",
+    )
+)
 @pytest.mark.parametrize("strategy", ["partial", "full"])
 def test_rows_that_refuse_brownout_are_exact(family, strategy):
     """While others are degraded."""
@@ -280,7 +285,13 @@ def layer_step(cfg, capacity):
     return jax.jit(run)
 
 
-@pytest.mark.sized(deep=("0.0-some-told0", "0.0-some-told1"))
+@pytest.mark.sized(
+    deep=(
+        "0.0-some-told0",
+        "0.0-some-told1",
+        "0.0-none-told4",
+    )
+)
 @pytest.mark.parametrize(
     ("shared", "told"),
     [

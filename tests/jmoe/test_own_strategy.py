@@ -197,6 +197,7 @@ def test_models_serve_what_it_plans(name, united_models):
         run(Brownout(Rows(nowhere), 50))
 
 
+@pytest.mark.deep
 def test_a_strategy_gets_the_united_experts_that_partial_brownout_would():
     """Of a model that was just loaded no way is in its slots yet."""
     model = jmoe.load("bundled", dtype="float32", ways=[4, 8])

@@ -131,7 +131,12 @@ def test_the_program_for_parts_is_the_one_without(setup):
     np.testing.assert_array_equal(out.expert_rows, want.expert_rows)
 
 
-@pytest.mark.sized(deep=("qwen3_moe_mixed_yarn",))
+@pytest.mark.sized(
+    deep=(
+        "qwen3_moe_mixed_yarn",
+        "qwen2_moe",
+    )
+)
 def test_a_parked_step_goes_on_after_another_and_they_may_join(setup):
     model = setup[0]
     both = prefill_arrays({0: PROMPTS[0], 1: PROMPTS[1]})

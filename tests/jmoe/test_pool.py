@@ -108,6 +108,7 @@ def test_its_op_equals_the_plain_pools_on_the_same_weights(model):
     np.testing.assert_allclose(model.pool.mlp(h, work, SILU), want, **SAME)
 
 
+@pytest.mark.deep
 def test_forward_and_generate_run_over_it(model):
     plain, brownout = dequantized(model), jmoe.Brownout("full", 40)
     got, want = (jmoe.forward(m, TOKENS) for m in (model, plain))
@@ -194,6 +195,7 @@ def test_slots_are_written_read_and_counted(exact, model):
         np.testing.assert_allclose(got, want, rtol=1e-6)
 
 
+@pytest.mark.sized(deep=("True",))
 @pytest.mark.parametrize("spread", [False, True])
 def test_united_experts_are_loaded_into_it(exact, model, spread):
     """Also over a mesh, if only of one device."""

@@ -33,6 +33,7 @@ def config(**change):
     return from_hf(GEOMETRY | change)
 
 
+@pytest.mark.deep
 def test_weights_have_unit_gain_and_every_layer_its_own():
     model = random_model(config(hidden_size=256, moe_intermediate_size=128), seed=3)
     gate_up = np.asarray(model.pool.gate_up)

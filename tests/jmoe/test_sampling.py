@@ -125,6 +125,7 @@ def test_ties_at_the_cut_go_to_lower_ids():
     assert set(tokens.tolist()) == {0, 1, 2, 3}
 
 
+@pytest.mark.deep
 def test_top_p_of_one_cuts_nothing():
     """Not even what rounding of the cumulated probabilities would: a long tail of rare tokens."""
     n = 1_500

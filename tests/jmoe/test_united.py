@@ -35,6 +35,7 @@ SETTINGS = [
 ]
 
 
+@pytest.mark.sized(deep=("qwen3_moe-zero0",))
 @pytest.mark.parametrize("brownout", SETTINGS, ids=lambda b: f"{b.strategy}{b.threshold_percent}")
 @pytest.mark.parametrize("case", CASES)
 def test_forward_under_brownout_equals_loops(case, brownout, united_models, united_dirs):
@@ -156,6 +157,7 @@ def test_forward_refuses_bad_input(tokens, exempt, words, united_models):
         jmoe.forward(united_models("qwen2_moe"), tokens, exempt=exempt)
 
 
+@pytest.mark.deep
 def test_reduced_precision_stays_close(united_dirs):
     model = jmoe.load(united_dirs("qwen2_moe"), dtype="bfloat16", ways=[])
     logits = np.asarray(jmoe.forward(model, TOKENS))
@@ -165,6 +167,7 @@ def test_reduced_precision_stays_close(united_dirs):
     assert error < 0.1
 
 
+@pytest.mark.deep
 def test_what_was_assigned_before_is_assigned_still_with_a_warning(united_models):
     """For one release: notebooks that replace a model's weights still work, with a warning."""
     model = united_models("qwen2_moe")

@@ -70,6 +70,12 @@ def model(request, windowed):
     return windowed(case, attention, **keys)
 
 
+@pytest.mark.sized(
+    deep=(
+        "first layer",
+        "in turn",
+    )
+)
 def test_whole_sequences_see_what_numpy_sees(model):
     want = numpy_forward.forward(model, TOKENS)
     got = jmoe.forward(model, TOKENS)[:, -1]

@@ -245,6 +245,7 @@ def test_rows_in_bfloat16_read_them():
     assert noted == {"attention": "batched XLA"}
 
 
+@pytest.mark.sized(deep=("shape0-64-0-run",))
 @pytest.mark.parametrize("run", [mosaic.run, pytest.param(mosaic.emulate, marks=pytest.mark.deep)])
 @pytest.mark.parametrize(
     ("shape", "page_size", "window"),

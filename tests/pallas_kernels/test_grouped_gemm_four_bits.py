@@ -95,6 +95,7 @@ def check(got, want):
     np.testing.assert_allclose(got, want, rtol=0, atol=0.01 * np.abs(want).max())
 
 
+@pytest.mark.sized(deep=("mxfp4",))
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_weights_are_what_their_codes_say(fmt):
     for k in (64, 200):  # 200: bytes are filled up, and the last group is ragged

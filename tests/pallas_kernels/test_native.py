@@ -182,6 +182,7 @@ def run_experts(arrays, ids, experts, **kwargs):
     return grouped_gemm.moe_mlp(x, up, down, plan, **kwargs)
 
 
+@pytest.mark.sized(deep=("(64, 4, 60, 128, 96, 5)",))
 @pytest.mark.parametrize(
     "shape",
     [
@@ -228,6 +229,7 @@ def test_large_gates_are_silus():
     np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-3)
 
 
+@pytest.mark.deep
 def test_other_dtypes_sizes_and_activations_are_left_to_xla():
     (q, k, v), rows = attention_case(np.random.default_rng(5), 2, 2, 2, 24, 4, 2)
     arrays, ids = expert_case(np.random.default_rng(6), 4, 2, 4, 24, 16)

@@ -155,6 +155,7 @@ def check(
     return np.asarray(got)
 
 
+@pytest.mark.sized(deep=("mosaic-one head",))
 @pytest.mark.parametrize(("op", "shape"), each(lambda op: op.shapes))
 def test_query_heads_share_kv_heads(op, shape):
     check(op, [5, 1, 17, 9], min(16, 4 * op.page_sizes[0]), shape=shape)

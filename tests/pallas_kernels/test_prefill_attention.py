@@ -32,6 +32,7 @@ def cases(field):
     ]
 
 
+@pytest.mark.sized(deep=("mosaic-3:1",))
 @pytest.mark.parametrize(("impl", "shape"), cases("shapes"))
 def test_query_heads_share_kv_heads(impl, shape):
     check(impl, [(0, 5), (3, 2), (0, 1)], shape)

@@ -204,6 +204,7 @@ async def test_a_flood_of_best_effort_does_not_hold_up_prompts(start):
     engine.scheduler.check_idle()
 
 
+@pytest.mark.deep
 @simulated_time
 async def test_a_backlog_older_than_its_longest_wait_does_not_hold_up_prompts(start):
     """Best effort waits up to twice `best_effort_max_wait_s`, so that its first is promoted."""

@@ -214,6 +214,7 @@ async def test_prompts_have_rows_beside_them_where_these_are_few_enough(start):
     assert found[28] <= 3
 
 
+@pytest.mark.sized(deep=("60-False",))
 @pytest.mark.parametrize(("rows", "beside"), [(14, True), (20, False), (60, False), (70, False)])
 async def test_a_prompt_does_not_crawl_beside_many_rows(start, rows, beside):
     """A step of 64 tokens leaves room for 16 rows; beside more, full steps are prompts' alone."""

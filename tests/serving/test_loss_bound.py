@@ -379,6 +379,7 @@ def test_what_is_wrong_with_a_bound_is_named_at_the_start(directory, caplog):
     expected_losses(free, family, (2,))
 
 
+@pytest.mark.deep
 def test_a_family_has_a_table_for_each_model_beside_its_map(directory, tmp_path):
     (directory / expected_loss.FILE).unlink()
     law = variant(directory, tmp_path / "law", seed=1)

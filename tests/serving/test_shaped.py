@@ -74,6 +74,7 @@ async def test_a_structure_that_holds_up_all_others_is_ended(model, monkeypatch)
         await engine.stop()
 
 
+@pytest.mark.deep
 async def test_a_structure_takes_no_step_in_vain(model) -> None:
     """It ends with the token that completes it, and not with one more that says so."""
     engine = await Engine.start(config(**FEW_PROGRAMS), model=model)

@@ -40,6 +40,7 @@ ALL = {"KV write", "attention", "grouped GEMM", "routing"}
         "rocm-16-bfloat16-without_kernel1",
         "cuda-256-bfloat16-without_kernel3",
         "cuda-8-bfloat16-without_kernel4",
+        "cuda-16-float32-without_kernel5",
     )
 )
 @pytest.mark.parametrize(

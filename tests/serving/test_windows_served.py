@@ -104,7 +104,13 @@ async def served(model, config, asked):
     return answers, stats
 
 
-@pytest.mark.sized(deep=("beside full", "two windows"))
+@pytest.mark.sized(
+    deep=(
+        "beside full",
+        "two windows",
+        "a window",
+    )
+)
 async def test_over_few_pages_everyone_gets_the_whole_model_s_tokens(mix):
     """Twenty windows long, in chunks, with preemption where a layer keeps all, and cancellation."""
     model, config = mix

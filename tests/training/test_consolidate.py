@@ -108,6 +108,7 @@ def settings(family, **changed):
     )
 
 
+@pytest.mark.deep
 def test_a_map_is_written_and_serves_the_models(family, tmp_path):
     out, seen = tmp_path / "maps" / "family.json", []
     done = consolidate(

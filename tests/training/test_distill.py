@@ -215,6 +215,7 @@ def test_packed_data_is_all_of_the_text(tiny_dir):
 # -- what is asked of a united expert --------------------------------------------------------------
 
 
+@pytest.mark.deep
 def test_s2_sets_are_those_that_brownout_makes():
     """Every block equals the public plan at one of the thresholds; drawn, not all the same one."""
     rng = np.random.default_rng(3)
@@ -328,7 +329,12 @@ def test_groups_by_similarity_and_coactivation():
 # -- training --------------------------------------------------------------------------------------
 
 
-@pytest.mark.sized(deep=("combined",))
+@pytest.mark.sized(
+    deep=(
+        "combined",
+        "routed",
+    )
+)
 @pytest.mark.parametrize("objective", ["combined", "routed", "equation4"])
 def test_training_beats_its_start(objective):
     members, groups = random_experts(7, 16, 8, 0), (np.arange(7) // 3).astype(np.int32)
@@ -508,6 +514,7 @@ def test_two_processes_of_two_devices_come_to_the_same(tiny_dir, on_one_device, 
     assert not list((tmp_path / "distill-work").glob("stream-*"))
 
 
+@pytest.mark.sized(deep=("here-0-must be HOST:PORT",))
 @pytest.mark.parametrize(
     ("coordinator", "index", "message"),
     [

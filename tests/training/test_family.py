@@ -56,6 +56,7 @@ def test_words_spelled_backwards_are_the_words():
         assert spelled == asked(task).split()
 
 
+@pytest.mark.sized(deep=("caller",))
 @pytest.mark.parametrize("skill", VARIANTS)
 def test_held_out_items_are_in_no_training_data(skill):
     train, held_out = ({task.prompt for task in some(skill, s, 1000)} for s in ("train", "eval"))
@@ -101,6 +102,7 @@ def united(base):
     return {key: np.asarray(leaf)[:, ::2] for key, leaf in base["experts"].items()}
 
 
+@pytest.mark.deep
 def test_a_variant_of_low_rank_comes_back(base, united, tmp_path):
     rng = np.random.default_rng(1)
     variant = jax.tree.map(lambda leaf: leaf * 1.25, base)  # exact in bfloat16

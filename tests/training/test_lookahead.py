@@ -68,6 +68,7 @@ def test_rows_beyond_the_number_asked_for_do_not_count(model):
     assert np.abs(more.weight - few.weight).max() > 1e-3
 
 
+@pytest.mark.deep
 def test_what_cannot_be_fitted_is_said(model, tmp_path, monkeypatch, capsys):
     with pytest.raises(ValueError, match="10 rows are too few: a probe of bundled has"):
         fit_probes(model, [[1] * 10], num_rows=4000)

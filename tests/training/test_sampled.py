@@ -97,6 +97,7 @@ class Killed(Exception):
     pass
 
 
+@pytest.mark.deep
 def test_a_run_goes_on_with_the_number_of_texts_that_it_began_with(tiny_dir, tmp_path, monkeypatch):
     """Whatever memory is free then; a number of one's own is refused by name."""
 

@@ -64,6 +64,7 @@ def test_what_stands_in_for_an_expert_is_its_group_s_mlp(activation):
         Experts(given).in_place_of(jnp.ones((1, 8)), jnp.zeros((1, 1), jnp.int32))
 
 
+@pytest.mark.deep
 def test_modules_are_trained_by_a_loop_of_one_s_own_and_served(model_dir):
     layers = load_united(model_dir, WAY)
     assert [experts.groups[...].tolist() for experts in layers] == 2 * [[0] * 4 + [1] * 4]

@@ -93,6 +93,13 @@ def greedy(load, homes, spare):
         hosts[min(tries)[1:]] = True
 
 
+@pytest.mark.sized(
+    deep=(
+        "kinds2-60-8-1-0",
+        "kinds2-60-8-1-2",
+        "kinds4-60-8-1-0",
+    )
+)
 @pytest.mark.parametrize("rounds", [0, 2])
 @pytest.mark.parametrize(
     ("kinds", "experts", "devices", "spare"),

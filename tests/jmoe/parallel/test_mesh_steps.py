@@ -5,11 +5,10 @@ import pytest
 from tests.on_devices import run_on_devices
 
 STEPS = Path(__file__).with_name("mesh_steps.py")
-SHORT = "copied_while and ranges and 30-partial or cannot or no_device or windows"
-SHORT += " or (placements and deepseek) or (saved_over and ranges)"
-SHORT += " or (forward_over and (qwen2 or glm4)) or (generate_over and 2-5)"
-SHORT += " or (over_the_bound and bundled-8) or (in_halves and bundled-8-3)"
-SHORT += " or (needed_alone and (bundled-8-way3 or bundled-8-way5))"
+SHORT = "copied_while and ranges and 30-partial or cannot or no_device"
+SHORT += " or (placements and deepseek) or (forward_over and qwen2) or (generate_over and 2-5)"
+SHORT += " or (over_the_bound and bundled-8-3) or (in_halves and bundled-8-3)"
+SHORT += " or (needed_alone and bundled-8-way3)"
 
 
 @pytest.mark.deep

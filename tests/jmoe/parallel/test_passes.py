@@ -57,6 +57,7 @@ def test_each_row_is_run_once_and_no_pass_is_over_its_bound(ids, per_pass):
     assert passes <= (1 if per_pass is None else max(1, -(-most // per_pass)))
 
 
+@pytest.mark.sized(deep=("bfloat16",))
 @pytest.mark.parametrize("dtype", [pytest.param(jnp.float32, marks=pytest.mark.deep), jnp.bfloat16])
 def test_bits_are_those_of_one_pass(dtype):
     rng = np.random.default_rng(0)

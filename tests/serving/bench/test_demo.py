@@ -113,6 +113,7 @@ def played(console):
     return ["with" in line.split() for line in lines if line.startswith("playing: ")]
 
 
+@pytest.mark.deep
 def test_pairs_go_to_and_fro_and_what_others_disturb_is_played_again(tmp_path, monkeypatch):
     quiet_now, busy_now = (0.0,), (0.4, 0.0)  # as it looks before something is played
     looks = [

@@ -108,6 +108,7 @@ def test_a_server_is_timed_and_then_simulated(tmp_path, monkeypatch):
     assert (out / "demo.png").stat().st_size > 10_000
 
 
+@pytest.mark.deep
 def test_brownout_that_saves_half_of_a_step_holds():
     result = played(machine())
     assert result["gain"] > 1.3
@@ -130,7 +131,12 @@ def test_noise_of_steps_is_no_change_of_the_machines_speed():
     assert sum(map(bool, why_not)) <= 1
 
 
-@pytest.mark.sized(deep=("off",))
+@pytest.mark.sized(
+    deep=(
+        "off",
+        "saves_nothing",
+    )
+)
 @pytest.mark.parametrize("plant", PLANTS)
 def test_a_server_that_saves_nothing_never_holds(plant, monkeypatch):
     launch = planted(SimulatedDevice.launch, plant)

@@ -261,7 +261,7 @@ def test_prediction_keeps_more_tokens_in_time_with_fewer_degraded_visits():
     assert predictive["late_first"] < alone["late_first"] / 2
 
 
-@pytest.mark.sized(exhaustive=("300.0",))
+@pytest.mark.sized(exhaustive=("300.0",), deep=("60.0",))
 @pytest.mark.parametrize("seconds", [60.0, 300.0])
 def test_a_steady_load_that_needs_no_brownout_gets_none(seconds):
     calm = case(shape="steady", load=0.1)

@@ -141,6 +141,7 @@ def test_windows_let_more_long_sequences_fit():
     assert text.endswith(f"; {left // each:,} sequences of {cfg.max_position:,} on each")
 
 
+@pytest.mark.deep
 def test_the_section_follows_what_is_shown_without_a_mesh(monkeypatch, capsys):
     for model in (["bundled"], ["--model-config", "mixtral-8x7b"]):
         alone = shown(monkeypatch, capsys, *model)

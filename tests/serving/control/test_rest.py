@@ -100,6 +100,12 @@ async def test_ten_seconds_after_the_last_late_token_nothing_is_degraded(
     }
 
 
+@pytest.mark.sized(
+    deep=(
+        "1",
+        "4",
+    )
+)
 @pytest.mark.parametrize("slots", [1, 2, 4])
 async def test_users_who_have_a_slot_each_are_no_queue(start, slots):
     engine = start(
@@ -175,6 +181,13 @@ async def test_an_objective_that_no_threshold_can_keep_is_a_state_not_a_reason(
     assert engine.get_brownout().objective_state == ""
 
 
+@pytest.mark.sized(
+    deep=(
+        "change1-True",
+        "change2-False",
+        "change3-False",
+    )
+)
 @pytest.mark.parametrize(
     ("change", "stays"),
     [
@@ -235,6 +248,7 @@ async def useless(serve, monkeypatch):
     await asking
 
 
+@pytest.mark.deep
 async def test_brownout_that_saved_nothing_is_tried_again(useless):
     """A device that waited for the host did not show what brownout saves; now it does."""
     await asyncio.sleep(0.2)

@@ -166,7 +166,7 @@ def play(seed):
     return rule
 
 
-@pytest.mark.sized(exhaustive=("more",))
+@pytest.mark.sized(exhaustive=("more",), deep=("some",))
 @pytest.mark.parametrize(
     "seeds", [range(100), range(100, 100 + num_traces(400))], ids=["some", "more"]
 )

@@ -120,6 +120,7 @@ def test_sampled_tokens_are_those_of_generate(models):
     assert [tokens] == want
 
 
+@pytest.mark.deep
 def test_what_does_not_fit_is_refused(models):
     model, rng = models["qwen2_moe"], random.Random(4)
     workers = workers_of(model, rng)

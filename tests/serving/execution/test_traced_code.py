@@ -96,6 +96,7 @@ def test_patched_libraries_and_jitted_functions_count(monkeypatch):
     assert digest([steps.decode_step]) != plain
 
 
+@pytest.mark.deep
 def test_it_is_the_same_in_every_process():
     program = "from jmoe import steps; from serving.execution.traced_code import digest;"
     program += "print(digest([steps.decode_step, steps.prefill_step]))"

@@ -647,7 +647,16 @@ def random_trace(seed, make):
     return play
 
 
-@pytest.mark.sized(deep=("fcfs", "edf", "whims", "broken", "odd"))
+@pytest.mark.sized(
+    deep=(
+        "fcfs",
+        "edf",
+        "whims",
+        "broken",
+        "odd",
+        "ls_first",
+    )
+)
 @pytest.mark.parametrize("name", [*POLICIES, "whims", "broken", "odd"])
 def test_random_traces_lose_nothing_under_any_policy(name):
     makers = {"whims": Whims, "odd": Odd, "broken": lambda rng: Broken()}
