@@ -158,7 +158,7 @@ async def check_ways(address, model, prompt):
             assert outs[-1].usage.degraded_visits == want.degraded_visits[0] > 0
 
 
-@pytest.mark.sized(exhaustive=("1",))
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("copies", [2, 1])
 async def test_workers_are_killed_and_come_back(copies):
     """With an expert on both workers, one of them may go and nobody notices. The way of united

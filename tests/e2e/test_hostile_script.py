@@ -63,6 +63,7 @@ async def test_a_server_withstands_the_same_in_another_protocol(tmp_path):
     assert any("INVALID_ARGUMENT" in one for name, one in codes.items() if "malformed" in name)
 
 
+@pytest.mark.exhaustive
 async def test_a_server_withstands_a_small_run_over_http(tmp_path):
     out = tmp_path / "hostile.json"
     sizes = ("--requests", 200, "--clients", 16, "--fuzz", 2000, "--idle-s", 1)

@@ -222,6 +222,7 @@ def test_the_restored_family_is_served_under_brownout(files):
     assert reply["usage"]["degraded_share"] > 0.2
 
 
+@pytest.mark.sized(exhaustive=("jmoe distill",))
 @pytest.mark.parametrize("name", ["jmoe distill", "jmoe evaluate"])
 def test_commands_of_a_training_engineer(files, name):
     folder, names = files

@@ -88,7 +88,14 @@ def check_one_graph(program):
     assert alone == ["000: kCommandBuffer"]
 
 
-@pytest.mark.sized(exhaustive=("qwen3-30b-a3b", "mixtral-8x7b", "mixtral-8x7b-window"))
+@pytest.mark.sized(
+    exhaustive=(
+        "qwen3-30b-a3b",
+        "mixtral-8x7b",
+        "mixtral-8x7b-window",
+        "qwen1.5-moe-a2.7b",
+    )
+)
 @unrolled
 def test_a_decode_step_is_one_graph_and_copies_neither_experts_nor_pages(mesh, case):
     program = compile_decode(mesh, case)
@@ -252,6 +259,7 @@ def test_thresholds_by_layer_are_one_launch_of_a_whole_step(mesh):
     assert counts[1] <= counts[0] + 1
 
 
+@pytest.mark.exhaustive
 def test_a_prefill_of_1024_rows_launches_as_little_as_one_of_512(mesh):
     rows = int32(1024), int32(8, NUM_COLUMNS), int32(8, 3), int32(2)
     program = compile_step(mesh, TWO_QWEN15, prefill_step, *rows)
@@ -352,6 +360,7 @@ def test_prompts_are_scored_in_parts_and_nothing_is_sorted(mesh):
     assert " sort(" not in exe.as_text()
 
 
+@pytest.mark.exhaustive
 def test_the_control_without_our_options_computes_things_twice(mesh):
     """This model takes more than 80 % of the memory, as weights and pages together are meant to."""
     program = compile_decode(mesh, MIXTRAL, eager=True, xla_disable_hlo_passes="")

@@ -32,7 +32,7 @@ __all__ = ["_kernels_are_assembled_well", "equal_kernels_are_compiled_once", "me
 ROWS = BATCH // 2
 
 
-@pytest.mark.sized(exhaustive=("qwen3-30b-a3b",))
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "case", [MIXTRAL._replace(depth=2), QWEN3._replace(depth=2)], ids=lambda case: case.name
 )

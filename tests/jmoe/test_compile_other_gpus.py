@@ -126,7 +126,7 @@ def test_a_decode_step_is_one_graph_and_copies_neither_experts_nor_pages(mesh, n
     assert large_results(hlo, 128 * 2**20) == []
 
 
-@all_but("sm_80-qwen1.5-moe-a2.7b-513-60", of=PREFILL)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("name", "rows", "most"), PREFILL)
 def test_a_prefill_step_copies_no_more_than_pieces(mesh, name, rows, most):
     hlo = check(mesh, name, "prefill", rows, most, PIECES)

@@ -12,10 +12,14 @@ from jmoe.parallel.copies import device_loads, with_copies
 from jmoe.parallel.placement import check, of_tables, rehosted, with_spare
 from tests.on_devices import run_on_devices
 
+STEPS = Path(__file__).with_name("family_steps.py")
+ON_MANY = "4 or 8"  # devices
 
-@pytest.mark.deep
-def test_families_over_a_mesh_are_their_models_by_themselves():
-    run_on_devices(Path(__file__).with_name("family_steps.py"), 8)
+
+@pytest.mark.sized(deep=("few",), exhaustive=("many",))
+@pytest.mark.parametrize("cases", [f"not ({ON_MANY})", ON_MANY], ids=["few", "many"])
+def test_families_over_a_mesh_are_their_models_by_themselves(cases):
+    run_on_devices(STEPS, 8, "-k", cases)
 
 
 def test_a_mesh_that_is_not_jmoes_is_named():
