@@ -23,7 +23,7 @@ pad and cut around every product, some six launches a layer.
 class Key(NamedTuple):
     """Which program. `size` is tokens of a `prefill` step and of `score`, else rows.
 
-    `layers` are the first and the one to stop at of a program for a part of a step, None of others.
+    A program for a part of a step runs from `first_layer` to `stop_layer`, which is 0 of others.
     A mixed decode step has `size` rows of each of several `models`.
     `score`, `sample` and `draw` run behind a step whose rows ask for it; `truncate` is `sample`
     with top-k and top-p (`sampling_phases`). `seat` has the positions of a sequence.
@@ -34,7 +34,8 @@ class Key(NamedTuple):
     phase: str
     size: int
     bucket_percent: int
-    layers: tuple[int, int] | None = None
+    first_layer: int = 0
+    stop_layer: int = 0
     models: int = 1
     copies: bool = True
     num_decodes: int = 0
@@ -42,7 +43,7 @@ class Key(NamedTuple):
     @property
     def name(self) -> str:
         """Name of its entry on disk."""
-        part = "" if self.layers is None else "-layers-{}-{}".format(*self.layers)
+        part = f"-layers-{self.first_layer}-{self.stop_layer}" if self.stop_layer else ""
         part += "" if self.models == 1 else f"-models-{self.models}"
         part += "" if self.copies else "-no-copies"
         part += f"-decodes-{self.num_decodes}" if self.num_decodes else ""
@@ -210,7 +211,10 @@ class Buckets:
             for (phase, size), count in at_once.items()
             if phase == key.phase and size >= key.size and layers in cuts(count, self._num_layers)
         )
-        return key._replace(size=size, bucket_percent=FULL_CAPACITY, layers=layers)
+        first, stop = layers
+        return key._replace(
+            size=size, bucket_percent=FULL_CAPACITY, first_layer=first, stop_layer=stop
+        )
 
     def parts(self, at_once: Mapping[tuple[str, int], int]) -> list[Key]:
         """Returns programs for parts of steps, of `at_once` layers by phase and size, the largest
@@ -220,7 +224,7 @@ class Buckets:
         """
         return self._forms(
             [
-                Key(phase, size, FULL_CAPACITY, layers)
+                Key(phase, size, FULL_CAPACITY, *layers)
                 for (phase, size), count in sorted(at_once.items(), reverse=True)
                 if count < self._num_layers
                 for layers in cuts(count, self._num_layers)

@@ -323,8 +323,8 @@ class Programs:
 
     def _layers(self, key: Key) -> range | None:
         """Returns the layers that a step's program runs; None: those that its arguments say."""
-        if key.layers is not None:
-            return range(*key.layers)
+        if key.stop_layer:
+            return range(key.first_layer, key.stop_layer)
         return None if self._parts_by_number else range(self._model.config.num_layers)
 
     def _replicates(self, key: Key) -> Replication | None:

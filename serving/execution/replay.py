@@ -19,17 +19,6 @@ if TYPE_CHECKING:
     from serving.cluster.followers import Followers
 
 
-class Program(NamedTuple):
-    """A Key that travels."""
-
-    phase: str
-    size: int
-    bucket_percent: int
-    layers: list[int] | None  # of a program for a part: the first, and the one to stop at
-    copies: bool
-    models: int
-
-
 class Numbers(NamedTuple):
     """Int32 arrays of any ranks, as one: a message with few arrays takes less time."""
 
@@ -41,19 +30,19 @@ class Numbers(NamedTuple):
 class Compile(NamedTuple):
     """See Device, as of the others."""
 
-    programs: list[Program]
+    keys: list[Key]
 
 
 class Warm(NamedTuple):
     """See Device."""
 
-    program: Program
+    key: Key
 
 
 class Run(NamedTuple):
     """See Device; `arrays` are the arguments behind weights and state."""
 
-    program: Program
+    key: Key
     arrays: Numbers
     score: bool
     sample: bool
@@ -109,12 +98,12 @@ class Led:
 
     def compile(self, keys: Sequence[Key], progress: Progress | None = None) -> None:
         """See Device."""
-        self._followers.call(Compile([to_program(key) for key in keys]))
+        self._followers.call(Compile([*keys]))
         self._device.compile(keys, progress)
 
     def warm(self, key: Key) -> None:
         """See Device."""
-        self._followers.call(Warm(to_program(key)))
+        self._followers.call(Warm(key))
         self._device.warm(key)
 
     def run(
@@ -127,7 +116,7 @@ class Led:
         sample: bool = False,
     ) -> StepOutput:
         """See Device."""
-        message = Run(to_program(key), to_message(*arrays), score, sample, [*models])
+        message = Run(key, to_message(*arrays), score, sample, [*models])
         self._followers.call(message)
         return self._device.run(key, arrays, models=models, score=score, sample=sample)
 
@@ -171,13 +160,12 @@ def replay(device: Device, calls: Iterable[Any], progress: Progress | None = Non
     """Makes calls as they come, until there are no more. Raises what they raise."""
     for call in calls:
         match call:
-            case Compile(programs):
-                device.compile([to_key(program) for program in programs], progress)
-            case Warm(program):
-                device.warm(to_key(program))
-            case Run(program, arrays, score, sample, models):
-                key, given = to_key(program), to_arrays(arrays)
-                device.run(key, given, models=models, score=score, sample=sample)
+            case Compile(keys):
+                device.compile(keys, progress)
+            case Warm(key):
+                device.warm(key)
+            case Run(key, arrays, score, sample, models):
+                device.run(key, to_arrays(arrays), models=models, score=score, sample=sample)
             case Seat(rank, told):
                 device.seat(rank, *to_arrays(told))
             case Draw(arrays):
@@ -192,22 +180,6 @@ def replay(device: Device, calls: Iterable[Any], progress: Progress | None = Non
                 device.ready()
             case other:
                 raise ValueError(f"process 0 asks for a call that is not known here: {other}")
-
-
-def to_program(key: Key) -> Program:
-    """Returns a key as a message."""
-    layers = None if key.layers is None else [*key.layers]
-    own = key.phase, key.size, key.bucket_percent
-    return Program(*own, layers, key.copies, key.models)
-
-
-def to_key(program: Program) -> Key:
-    """Returns the key that `to_program` was given. Raises ValueError for layers that are none."""
-    phase, size, bucket_percent, layers, copies, models = program
-    if layers is not None:
-        first, stop = layers
-        layers = first, stop
-    return Key(phase, size, bucket_percent, layers, models, copies)
 
 
 def to_message(*arrays: np.ndarray) -> Numbers:

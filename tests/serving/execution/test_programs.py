@@ -103,8 +103,8 @@ async def test_a_program_for_each_part_where_the_host_would_wait_for_a_loop(as_o
     brownout = BrownoutConfig(strategy=strategy, decode_threshold_percent=0, salc=False)
     async with serving(part_layers=1, brownout=brownout, reserved_ls_seqs=1) as engine:
         alone = await answer(engine)
-        parts = [key for key in engine.executor.programs.compiled() if key.layers is not None]
-        assert sorted(key.layers for key in parts) == sorted(2 * [(n, n + 1) for n in range(4)])
+        parts = [key for key in engine.executor.programs.compiled() if key.stop_layer]
+        assert sorted(map(layers_of, parts)) == sorted(2 * [(n, n + 1) for n in range(4)])
         given_way, urgent = [], []
         while not engine.scheduler.num_parks:
             two = [asyncio.create_task(answer(engine, BE)) for _ in range(2)]
@@ -149,8 +149,12 @@ async def test_each_size_of_a_gpus_steps_is_cut_as_its_layers_take(as_on_a_gpu, 
 
 def parts_of(engine):
     """Returns the sizes that have programs for parts, and how many layers these have."""
-    keys = [key for key in engine.executor.programs.compiled() if key.layers]
-    return {(f"{key.phase} {key.size}", key.layers[1] - key.layers[0]) for key in keys}
+    keys = [key for key in engine.executor.programs.compiled() if key.stop_layer]
+    return {(f"{key.phase} {key.size}", key.stop_layer - key.first_layer) for key in keys}
+
+
+def layers_of(key):
+    return key.first_layer, key.stop_layer
 
 
 @pytest.mark.deep
@@ -185,13 +189,13 @@ def test_a_part_has_a_program_for_whatever_a_step_that_began_it_still_holds(firs
     of = Buckets(config(decode_buckets=(2, 4, 8), prefill_buckets=(2, 4, 8)), limits)
     at_once = {(first, 2): 4, (first, 4): 2, (first, 8): 1}
     parts = of.parts(at_once)
-    assert [key.layers for key in parts if key.size == 8] == [(0, 1), (1, 2), (2, 3), (3, 4)]
-    assert [key.layers for key in parts if key.size == 4] == [(0, 2), (2, 4)]
+    assert [layers_of(key) for key in parts if key.size == 8] == [(0, 1), (1, 2), (2, 3), (3, 4)]
+    assert [layers_of(key) for key in parts if key.size == 4] == [(0, 2), (2, 4)]
     assert not [key for key in parts if key.size == 2]
     for begun in parts:
         for left in (2, 4, 8):
             if left <= begun.size:
-                found = of.part(Key(first, left, 100), begun.layers, at_once)
+                found = of.part(Key(first, left, 100), layers_of(begun), at_once)
                 assert found in parts
                 assert left <= found.size <= begun.size
 
@@ -257,7 +261,7 @@ async def test_steps_that_are_timed_write_no_two_rows_to_one_place(monkeypatch):
 @pytest.mark.deep
 async def test_a_policy_that_never_parks_needs_no_programs_for_parts(as_on_a_gpu):
     async with serving(policy="fcfs", part_layers=1) as engine:
-        assert all(key.layers is None for key in engine.executor.programs.compiled())
+        assert not any(key.stop_layer for key in engine.executor.programs.compiled())
         assert engine.executor.device.state.hidden is None
 
 

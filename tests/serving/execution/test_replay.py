@@ -15,7 +15,7 @@ from serving.engine import Engine
 from serving.errors import Lost, PeerLost, Unavailable
 from serving.execution.buckets import Key
 from serving.execution.fitting import fit_to_model
-from serving.execution.replay import Draw, Led, Run, Seat, replay, to_key, to_message, to_program
+from serving.execution.replay import Draw, Led, Run, Seat, replay, to_message
 from serving.execution.runner import DeviceRunner
 from serving.request import BrownoutChange, Priority, SamplingParams, Structure, StructureKind
 
@@ -169,13 +169,6 @@ async def test_a_process_lost_before_a_step_is_drawn_is_named(kept, one_at_a_tim
 
 def numbers(*shape):
     return np.zeros(shape, np.int32)
-
-
-@pytest.mark.parametrize("layers", [None, (2, 4)])
-@pytest.mark.parametrize("copies", [True, False])
-def test_followers_run_the_program_that_process_0_chose(layers, copies):
-    key = Key("prefill", 32, 100, layers, copies=copies)
-    assert to_key(to_program(key)) == key
 
 
 @pytest.mark.deep
