@@ -582,6 +582,7 @@ class EngineConfig:
         -1,
         "Slots beside max_num_seqs for latency-sensitive requests only. -1: an eighth of "
         "max_num_seqs.",
+        Range("0 or more, or -1: by max_num_seqs", lambda value: value >= -1),
     )
     max_best_effort_queue_len: int = setting(
         0, "Best-effort requests that may wait. 0: max_queue_len.", NOT_NEGATIVE
@@ -727,6 +728,7 @@ class ServerConfig:
         256 << 20,
         "Bytes for messages being received, each of which reserves 4 MiB. Open streams of "
         "KServe have a second budget of this size.",
+        Range(f"{4 << 20} or more: one message", lambda value: value >= 4 << 20),
     )
     message_timeout_s: float = setting(
         10.0, "Seconds from the opening of a call to the end of its message.", POSITIVE

@@ -476,14 +476,6 @@ def _check_together(config: ServerConfig, require: Any) -> None:
     )
     for name in ("host", "admin_host"):
         require(bool(attrgetter(name)(config)), name, "an address or a name")
-    require(
-        config.max_bytes_in_flight >= 4 << 20, "max_bytes_in_flight", "4194304 or more: one message"
-    )
-    require(
-        engine.reserved_ls_seqs >= -1,
-        "engine.reserved_ls_seqs",
-        "0 or more, or -1: by max_num_seqs",
-    )
     require(bool(engine.model), "engine.model", "a directory, OWNER/NAME of the Hub, or bundled")
     _check_models(config, require)
     require(
