@@ -103,10 +103,6 @@ class Limits:
         at = bisect_left(self.prefill_buckets, num_tokens)
         return self.prefill_buckets[at] if at < len(self.prefill_buckets) else num_tokens
 
-    def hidden_row(self, slot: int) -> int:
-        """Returns the hidden row of a slot's decode row between two parts of its step."""
-        return self.rank(slot) * self.hidden_per_rank + slot % self.slots_per_rank
-
     def staging_row(self, region: int, rank: int = 0) -> int:
         """Returns the first hidden row of a staging region, which holds a prefill step's tokens on
         a rank.

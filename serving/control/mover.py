@@ -66,7 +66,7 @@ class Mover(Observer):
         self._busy_s = 0.0
         self._to_look_at: list[int] = []  # MoE layers, the worst last
         self._busy = 0.0  # share of the time that the device had work in
-        self.layers_looked_at = self.layers_moved = self.experts_copied = 0
+        self.layers_looked_at = self.experts_copied = 0
         self.failure = ""
 
     def step_read(
@@ -129,7 +129,6 @@ class Mover(Observer):
                 layer,
             )
             return
-        self.layers_moved += 1
         self.experts_copied += int((hosts & ~self.hosts[layer]).sum())
         self.hosts[layer] = hosts
 

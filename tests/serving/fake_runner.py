@@ -73,7 +73,7 @@ class FakeRunner(StepExecutor):
                 at += q_len
                 new = [self._last[slot]] if new == [-1] else new  # of a hybrid step
             else:
-                new, places = [self._last[slot]], [self.limits.hidden_row(slot)]
+                new, places = [self._last[slot]], [self._hidden_row(slot)]
             start = kv_len - q_len
             # Pages that another sequence has written; what no window reads may be anything.
             adopted = first_block.get(slot, start) * self.limits.page_size < start
@@ -129,6 +129,11 @@ class FakeRunner(StepExecutor):
         share = plan.num_layers / self.limits.num_layers
         self._busy_until = max(self._busy_until, loop.time() + self.launch_s) + whole_s * share
         loop.call_at(self._busy_until, self._finish, future, result)
+
+    def _hidden_row(self, slot: int) -> int:
+        """Returns the hidden row of a slot's decode row between two parts of its step."""
+        limits = self.limits
+        return limits.rank(slot) * limits.hidden_per_rank + slot % limits.slots_per_rank
 
     def _check_ranks(self, plan: StepPlan) -> None:
         """Checks that ranks have room for their rows, and that a sequence's pages are on
