@@ -176,11 +176,9 @@ class _Scalar:
 
 
 class _Array:
-    types: type | UnionType = np.ndarray
-    named = "an array of NumPy"
-
-    def __init__(self, dtypes: Sequence[str], rank: int) -> None:
+    def __init__(self, dtypes: Sequence[str], rank: int, *, is_rows: bool = False) -> None:
         self._dtypes, self._rank = frozenset(_DTYPES[name] for name in dtypes), rank
+        self._is_rows = is_rows
 
     def _check(self, array: Any) -> None:
         if array.dtype not in self._dtypes or array.ndim != self._rank:
@@ -193,8 +191,9 @@ class _Array:
             raise WireError(f"it has {array.nbytes} bytes; an array has {MAX_ARRAY_BYTES} at most")
 
     def pack(self, value: Any, arrays: list[Part]) -> Any:
-        if not isinstance(value, self.types):
-            raise WireError(f"it is {reprlib.repr(value)}; it must be {self.named}")
+        if not isinstance(value, np.ndarray):
+            wanted = "rows" if self._is_rows else "an array of NumPy"
+            raise WireError(f"it is {reprlib.repr(value)}; it must be {wanted}")
         self._check(value)
         arrays.append(value)
         return [_NAMES[value.dtype], value.shape]
@@ -202,19 +201,8 @@ class _Array:
     def unpack(self, plain: Any, incoming: _Incoming) -> Any:
         view = incoming.view(plain)
         self._check(view)
-        return view.copy()  # aligned, and of memory of its own
-
-
-class _Rows(_Array):
-    types, named = np.ndarray, "rows"
-
-    def __init__(self) -> None:
-        super().__init__(_ROW_DTYPES, 2)
-
-    def unpack(self, plain: Any, incoming: _Incoming) -> Any:
-        view = incoming.view(plain)
-        self._check(view)
-        return view
+        # A copy is aligned, and of memory of its own.
+        return view if self._is_rows else view.copy()
 
 
 class _Optional:
@@ -279,7 +267,7 @@ def _kind_of(annotation: Any, *, inside: bool) -> _Kind:
     one.
     """
     if annotation is Any:
-        return _Rows()
+        return _Array(_ROW_DTYPES, 2, is_rows=True)
     if annotation in _SCALARS:
         return _Scalar(annotation)
     origin, given = get_origin(annotation), get_args(annotation)
