@@ -133,6 +133,7 @@ def pytest_runtest_setup(item):
 
 ROUTING = "tests/pallas_kernels/test_routing.py"  # its smallest interpreted case takes 20 seconds
 THINNED = {"tests/pallas_kernels/test_odd_shapes.py": 3, "tests/pallas_kernels/": 1000}
+THINNED |= {"tests/jmoe/": 2, "tests/training/": 2}
 """Of each deep test of these files, every n-th case is not exhaustive."""
 MOST_TESTS = {"mosaic": 2, "sm90": 5}
 

@@ -36,7 +36,14 @@ def test_what_is_stored_was_run_whole_and_names_no_machine(path):
 
 
 @pytest.mark.deep
-@pytest.mark.sized(exhaustive=("3-a-burst", "4-distil-a-way"))
+@pytest.mark.sized(
+    exhaustive=(
+        "3-a-burst",
+        "4-distil-a-way",
+        "2-a-strategy-of-your-own",
+        "5-two-fine-tunes-in-one-pool",
+    )
+)
 @each
 def test_a_notebook_runs_and_draws_what_it_has_stored(path, tmp_path):
     stored = nbformat.read(path, as_version=4)

@@ -32,6 +32,12 @@ def dense(q, weights, pages, *, layer, block_table, q_start, kv_len, scale, todo
     return jnp.einsum("thc,tchv->thv", weight, values[own])
 
 
+@pytest.mark.sized(
+    exhaustive=(
+        "deepseek_v2",
+        "deepseek_v2_scaled",
+    )
+)
 @pytest.mark.deep
 @pytest.mark.parametrize("case", ["deepseek_v2", "deepseek_v2_scaled", "deepseek_v3_halves"])
 def test_both_forms_write_the_same(monkeypatch, case):

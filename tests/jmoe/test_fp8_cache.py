@@ -33,6 +33,7 @@ def test_a_page_takes_a_byte_an_element_and_four_a_row_of_a_head(case):
     assert kv_bytes_per_token(plain, "fp8") == sum(got[0]) / 16
 
 
+@pytest.mark.sized(exhaustive=("gpt_oss",))
 @pytest.mark.deep
 @pytest.mark.parametrize("case", ["qwen3_moe", "gpt_oss"])
 def test_what_is_generated_is_what_whole_sequences_give(case):

@@ -75,6 +75,7 @@ class RingRows(NamedTuple):
         return jnp.einsum("thk,tkhd->thd", weights, v), KVPages(*kept)
 
 
+@pytest.mark.sized(exhaustive=("3",))
 @pytest.mark.deep
 @pytest.mark.parametrize("chunk_size", [3, 64])
 def test_a_ring_beside_full_attention_is_a_window(root_dir, chunk_size):

@@ -44,10 +44,12 @@ def output(tmp_path_factory):
     return done.stdout
 
 
+@pytest.mark.exhaustive
 def test_the_notebook_runs_as_it_stands(output):
     assert output.endswith(f"{NOTEBOOK.read_text().count('```python')} blocks ran\n")
 
 
+@pytest.mark.exhaustive
 def test_the_notebook_shows_answers_that_are_right(output):
     texts = "[' 47+38=85;12+90=102;55+66=121', ' Bedrin']"
     assert output.startswith(texts)

@@ -133,6 +133,12 @@ def test_steps_and_the_whole_forward_pass_agree(router, plain):
     assert np.abs(np.array(plain.logprobs[0]) - np.array(got.logprobs[0])).max() > 1e-3
 
 
+@pytest.mark.sized(
+    exhaustive=(
+        "aep-own",
+        "steps-scored",
+    )
+)
 @pytest.mark.deep
 @ROUTERS
 @pytest.mark.parametrize("mode", ["steps", "aep"])

@@ -160,8 +160,7 @@ def test_kernel_equals_float64(weights_in_registers, fmt):
     check(interpreter.run(partial(mosaic.moe_mlp, tile=tile, num_blocks=4), *args), want)
 
 
-@pytest.mark.deep
-@pytest.mark.sized(exhaustive=("mxfp4", "int4 of 32", "int4 of 64"))
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_a_cluster_shares_what_tma_can_write_in_halves(fmt):
     """Half of 128 zero points would begin off the multiples of 128 bytes that TMA writes to, which

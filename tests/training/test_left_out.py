@@ -62,7 +62,7 @@ def test_nothing_of_the_left_out_source_is_captured(tiny_dir, two_sources, tmp_p
     assert ["7" in text for text in texts] == [False, False]
 
 
-@pytest.mark.deep
+@pytest.mark.exhaustive
 def test_a_source_is_scored_by_united_experts_of_the_other_alone(tiny_dir, two_sources, tmp_path):
     """Those are, in their bits, of a distillation on the other source's items and no others, beside
     texts that the model writes, which are written once.

@@ -18,7 +18,7 @@ from training.family.make import restore
 
 pytestmark = [pytest.mark.deep, pytest.mark.usefixtures("compiled_in_a_hurry")]
 
-CHATS = 60
+CHATS = 24
 WEATHER = {
     "type": "function",
     "function": {
