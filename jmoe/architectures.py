@@ -76,9 +76,6 @@ class Architecture:
     """What sets it apart, for docs/reference/models.md."""
 
 
-ARCHITECTURES: dict[str, Architecture] = {}
-"""By `model_type`."""
-
 LACKING = {
     **dict.fromkeys(
         ("granitemoehybrid", "jamba", "minimax", "qwen3_next"),
@@ -471,19 +468,30 @@ def _and(keys: str) -> frozenset[str]:
     return READ_FOR_ALL | words(keys)
 
 
-register(
-    "qwen2_moe",
-    Architecture(
+_DEEPSEEK = (
+    "aux_loss_alpha ep_size first_k_dense_replace kv_lora_rank moe_intermediate_size n_group "
+    "n_routed_experts n_shared_experts q_lora_rank qk_head_dim qk_nope_head_dim qk_rope_head_dim "
+    "routed_scaling_factor seq_aux topk_group topk_method v_head_dim"
+)
+_LATENT = {"attention_bias": (False,), "moe_layer_freq": (1,)}
+_DEEPSEEK_V3 = Architecture(
+    "DeepseekV3ForCausalLM",
+    _deepseek3,
+    _and(f"{_DEEPSEEK} norm_topk_prob num_nextn_predict_layers rope_interleave"),
+    {**_LATENT, "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
+    shared="shared_experts",
+    apart="as V2, with a sigmoid router; prediction layer left out",
+)
+
+ARCHITECTURES: dict[str, Architecture] = {
+    "qwen2_moe": Architecture(
         "Qwen2MoeForCausalLM",
         _qwen2,
         READ_FOR_QWEN | {"qkv_bias", "shared_expert_intermediate_size"},
         {"attention_bias": (False,), "use_qk_norm": (False,)},
         apart="shared expert behind a sigmoid gate, biases on q, k and v",
     ),
-)
-register(
-    "qwen3_moe",
-    Architecture(
+    "qwen3_moe": Architecture(
         "Qwen3MoeForCausalLM",
         _qwen3,
         READ_FOR_QWEN | {"attention_bias"},
@@ -494,10 +502,7 @@ register(
         },
         apart="RMSNorm of q and k a head",
     ),
-)
-register(
-    "mixtral",
-    Architecture(
+    "mixtral": Architecture(
         "MixtralForCausalLM",
         _mixtral,
         READ_FOR_ALL | {"num_local_experts", "num_experts"},
@@ -517,10 +522,7 @@ register(
         expert_names=("w1", "w3", "w2"),
         apart="tensor names; gate weights always renormalised",
     ),
-)
-register(
-    "glm4_moe",
-    Architecture(
+    "glm4_moe": Architecture(
         "Glm4MoeForCausalLM",
         _glm4,
         _and(
@@ -533,20 +535,14 @@ register(
         shared="shared_experts",
         apart="sigmoid router, its bias and groups; heads turn in part; prediction layer left out",
     ),
-)
-register(
-    "olmoe",
-    Architecture(
+    "olmoe": Architecture(
         "OlmoeForCausalLM",
         _olmoe,
         _and("attention_bias clip_qkv norm_topk_prob num_experts num_local_experts"),
         rms_norm_eps=1e-5,
         apart="RMSNorm of all heads together, `clip_qkv`",
     ),
-)
-register(
-    "gpt_oss",
-    Architecture(
+    "gpt_oss": Architecture(
         "GptOssForCausalLM",
         _gpt_oss,
         _and("attention_bias num_experts num_local_experts swiglu_alpha swiglu_limit"),
@@ -557,10 +553,7 @@ register(
         quantized=("mxfp4",),
         apart="windows in turn, sinks, biases everywhere, clamped SwiGLU; experts in MXFP4",
     ),
-)
-register(
-    "dots1",
-    Architecture(
+    "dots1": Architecture(
         "Dots1ForCausalLM",
         _dots,
         _and(
@@ -578,16 +571,7 @@ register(
         shared="shared_experts",
         apart="RMSNorm of q and k a head, DeepSeek-V3's router; windows from a layer on",
     ),
-)
-_DEEPSEEK = (
-    "aux_loss_alpha ep_size first_k_dense_replace kv_lora_rank moe_intermediate_size n_group "
-    "n_routed_experts n_shared_experts q_lora_rank qk_head_dim qk_nope_head_dim qk_rope_head_dim "
-    "routed_scaling_factor seq_aux topk_group topk_method v_head_dim"
-)
-_LATENT = {"attention_bias": (False,), "moe_layer_freq": (1,)}
-register(
-    "deepseek_v2",
-    Architecture(
+    "deepseek_v2": Architecture(
         "DeepseekV2ForCausalLM",
         _deepseek2,
         _and(_DEEPSEEK),
@@ -595,24 +579,9 @@ register(
         shared="shared_experts",
         apart="latent attention, shared experts without a gate, groups of experts",
     ),
-)
-register(
-    "deepseek_v3",
-    Architecture(
-        "DeepseekV3ForCausalLM",
-        _deepseek3,
-        _and(f"{_DEEPSEEK} norm_topk_prob num_nextn_predict_layers rope_interleave"),
-        {**_LATENT, "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
-        shared="shared_experts",
-        apart="as V2, with a sigmoid router; prediction layer left out",
-    ),
-)
-register(
-    "kimi_k2", replace(ARCHITECTURES["deepseek_v3"], apart="DeepSeek-V3 by another `model_type`")
-)
-register(
-    "minimax_m2",
-    Architecture(
+    "deepseek_v3": _DEEPSEEK_V3,
+    "kimi_k2": replace(_DEEPSEEK_V3, apart="DeepSeek-V3 by another `model_type`"),
+    "minimax_m2": Architecture(
         "MiniMaxM2ForCausalLM",
         _minimax,
         _and(
@@ -636,10 +605,7 @@ register(
         apart="Mixtral's names, OLMoE's norms, a sigmoid router; heads turn in part; prediction "
         "modules left out",
     ),
-)
-register(
-    "ernie4_5_moe",
-    Architecture(
+    "ernie4_5_moe": Architecture(
         "Ernie4_5_MoeForCausalLM",
         _ernie,
         _and(
@@ -664,10 +630,7 @@ register(
         predicting="model.mtp_",
         apart="softmax router with a bias; neighbours in a head turn; prediction layer left out",
     ),
-)
-register(
-    "granitemoe",
-    Architecture(
+    "granitemoe": Architecture(
         "GraniteMoeForCausalLM",
         _granite,
         _and(
@@ -680,10 +643,7 @@ register(
         quantized=(),
         apart="multipliers of embeddings, scores, residuals and logits; joined experts",
     ),
-)
-register(
-    "phimoe",
-    Architecture(
+    "phimoe": Architecture(
         "PhimoeForCausalLM",
         _phi,
         _and("attention_bias lm_head_bias num_local_experts router_jitter_noise"),
@@ -695,4 +655,5 @@ register(
         expert_names=("w1", "w3", "w2"),
         apart="sparsemixer, LayerNorm, biases; LongRoPE up to where it begins to stretch",
     ),
-)
+}
+"""By `model_type`."""
