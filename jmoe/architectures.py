@@ -98,6 +98,21 @@ def naming(model_type: str) -> Architecture:
     return ARCHITECTURES.get(model_type, ARCHITECTURES["qwen3_moe"])
 
 
+def _biases(fields: Fields, absent: bool = False) -> dict[str, bool]:
+    """Reads whether all of attention's projections have biases."""
+    bias = fields.flag("attention_bias", absent)
+    return {"qkv_bias": bias, "o_bias": bias}
+
+
+def _all_sparse(fields: Fields, num_experts: int | None = None) -> dict[str, Any]:
+    """Reads layers that are all MoE; `num_experts` None: under either spelling."""
+    return {
+        "num_experts": num_experts or _num_experts(fields, *_either_count(fields)),
+        "d_ff_expert": fields.size("intermediate_size"),
+        "moe_layers": (True,) * fields.size("num_hidden_layers"),
+    }
+
+
 def _qwen(fields: Fields) -> dict[str, Any]:
     return {
         "d_ff_expert": fields.size("moe_intermediate_size"),
@@ -122,13 +137,11 @@ def _qwen2(fields: Fields) -> dict[str, Any]:
 
 
 def _qwen3(fields: Fields) -> dict[str, Any]:
-    bias = fields.flag("attention_bias", False)
     return {
         **_qwen(fields),
+        **_biases(fields),
         "layer_attention": full_or_window(fields, _qwen_window(fields)),
         "num_experts": _num_experts(fields, *_either_count(fields)),
-        "qkv_bias": bias,
-        "o_bias": bias,
         "qk_norm": True,
     }
 
@@ -162,17 +175,16 @@ def _glm4(fields: Fields) -> dict[str, Any]:
 
 
 def _dots(fields: Fields) -> dict[str, Any]:
-    own, bias, window = _shared(fields, 0, None), fields.flag("attention_bias", False), 0
+    own, window = _shared(fields, 0, None), 0
     if fields.values.get("sliding_window", 0) is not None:
         window = fields.size("sliding_window", 4096)
     first = fields.size("max_window_layers", 62, least=0)
     return {
         **own,
+        **_biases(fields),
         "layer_attention": full_or_window(fields, window, first=first),
         "norm_topk_prob": fields.flag("norm_topk_prob", False),
         "router": scored(fields, own["num_experts"], bias=True),
-        "qkv_bias": bias,
-        "o_bias": bias,
         "qk_norm": True,
     }
 
@@ -264,14 +276,10 @@ def scored(
 
 
 def _olmoe(fields: Fields) -> dict[str, Any]:
-    bias = fields.flag("attention_bias", False)
     return {
-        "num_experts": _num_experts(fields, *_either_count(fields)),
-        "d_ff_expert": fields.size("intermediate_size"),
-        "moe_layers": (True,) * fields.size("num_hidden_layers"),
+        **_all_sparse(fields),
+        **_biases(fields),
         "norm_topk_prob": fields.flag("norm_topk_prob", False),
-        "qkv_bias": bias,
-        "o_bias": bias,
         "qk_norm": True,
         "normed_whole": True,
         "clip_qkv": fields.number("clip_qkv", 0.0),
@@ -284,17 +292,14 @@ def _gpt_oss(fields: Fields) -> dict[str, Any]:
         raise fields.wrong("rope_scaling", wanted)
     if "sliding_window" in fields.values and fields.given("sliding_window") is None:
         raise fields.wrong("sliding_window", "1 or more")
-    count, bias = fields.size("num_hidden_layers"), fields.flag("attention_bias", True)
+    count = fields.size("num_hidden_layers")
     kinds = full_or_window(fields, fields.size("sliding_window", 128), alternate=count)
     return {
+        **_all_sparse(fields),
+        **_biases(fields, absent=True),
         "layer_attention": tuple(replace(kind, sinks=True) for kind in kinds),
         "head_dim": fields.size("head_dim", 64),
-        "num_experts": _num_experts(fields, *_either_count(fields)),
-        "d_ff_expert": fields.size("intermediate_size"),
-        "moe_layers": (True,) * count,
         "norm_topk_prob": True,  # as a softmax over the chosen logits is
-        "qkv_bias": bias,
-        "o_bias": bias,
         "logits_bias": True,
         "expert_bias": True,
         "activation": ClampedSwiglu(
@@ -305,32 +310,24 @@ def _gpt_oss(fields: Fields) -> dict[str, Any]:
 
 
 def _granite(fields: Fields) -> dict[str, Any]:
-    bias = fields.flag("attention_bias", False)
     scales = ("attention_multiplier", "embedding_multiplier", "logits_scaling")
     return {
-        "num_experts": fields.size("num_local_experts", most=MOST_EXPERTS),
-        "d_ff_expert": fields.size("intermediate_size"),
-        "moe_layers": (True,) * fields.size("num_hidden_layers"),
+        **_all_sparse(fields, fields.size("num_local_experts", most=MOST_EXPERTS)),
+        **_biases(fields),
         "norm_topk_prob": True,
-        "qkv_bias": bias,
-        "o_bias": bias,
         **{key: fields.number(key, 1.0) for key in (*scales, "residual_multiplier")},
     }
 
 
 def _phi(fields: Fields) -> dict[str, Any]:
-    bias = fields.flag("attention_bias", False)
     if fields.size("num_experts_per_tok") != 2:
         raise fields.wrong("num_experts_per_tok", "2")
     return {
+        **_all_sparse(fields, fields.size("num_local_experts", most=MOST_EXPERTS)),
+        **_biases(fields),
         "layer_attention": full_or_window(fields, fields.size("sliding_window", 0)),
-        "num_experts": fields.size("num_local_experts", most=MOST_EXPERTS),
-        "d_ff_expert": fields.size("intermediate_size"),
-        "moe_layers": (True,) * fields.size("num_hidden_layers"),
         "norm_topk_prob": False,
         "router": SparseMixer(fields.number("router_jitter_noise", 0.01)),
-        "qkv_bias": bias,
-        "o_bias": bias,
         "head_bias": fields.flag("lm_head_bias", False),
         "layer_norm": True,
     }
@@ -338,10 +335,8 @@ def _phi(fields: Fields) -> dict[str, Any]:
 
 def _mixtral(fields: Fields) -> dict[str, Any]:
     return {
+        **_all_sparse(fields),
         "layer_attention": full_or_window(fields, fields.size("sliding_window", 0)),
-        "num_experts": _num_experts(fields, *_either_count(fields)),
-        "d_ff_expert": fields.size("intermediate_size"),
-        "moe_layers": (True,) * fields.size("num_hidden_layers"),
         "norm_topk_prob": True,
     }
 
@@ -355,9 +350,7 @@ def _minimax(fields: Fields) -> dict[str, Any]:
         if fields.given("rotary_dim") and section.number(partial, turned) != turned:
             raise section.wrong(partial, f"absent, or rotary_dim / head_dim ({turned:g})")
     return {
-        "num_experts": _num_experts(fields, *_either_count(fields)),
-        "d_ff_expert": fields.size("intermediate_size"),
-        "moe_layers": (True,) * fields.size("num_hidden_layers"),
+        **_all_sparse(fields),
         "norm_topk_prob": True,
         "head_dim": head_dim,
         "partial_rotary": turned,
