@@ -14,69 +14,30 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Bool, Int
+from jaxtyping import Bool
 from tokenizers import Tokenizer
 
 import jmoe
 from jmoe.api import Model
-from jmoe.forward import forward
 from jmoe.layers import Layers
 from training.consolidate.budget import slots_of_share
 from training.consolidate.run import Measured, choose, measure
 from training.distill.stream import layers_dtype
+from training.evaluation.quality import answer_logprobs
 from training.evaluation.tables import by_families, paired_loss
 from training.family.report import tables, write_picture
 from training.family.shared import Members, Owners
 from training.family.skills import SKILLS, held_out, skill_tasks
 from training.packing import Batch, Encoded, encode_task, pack, training_items
-from training.tasks import Task
-
-BATCH, STEP = 128, 16
-"""Items of a forward pass, and what lengths are rounded up to: a program for each length."""
 
 
-@dataclass(frozen=True)
-class Items:
-    """Task items as token rows, padded behind; `answer` marks tokens that have to be predicted."""
-
-    tokens: Int[np.ndarray, "n S"]
-    answer: Bool[np.ndarray, "n S"]
-    families: tuple[str, ...]
-
-
-def encode_items(tokenizer: Tokenizer, tasks: Sequence[Task]) -> Items:
-    """Returns the rows of prompt, answer and end of text. Raises ValueError for no tasks."""
-    if not tasks:
-        raise ValueError("there are no items to score; ask for at least one")
-    encoded = [encode_task(tokenizer, task) for task in tasks]
-    longest = max(len(item.ids) for item in encoded)
-    tokens = np.zeros((len(tasks), longest), np.int32)
-    answer = np.zeros((len(tasks), longest), bool)
-    for row, item in enumerate(encoded):
-        tokens[row, : len(item.ids)] = item.ids
-        answer[row, item.num_prompt : len(item.ids)] = True
-    return Items(tokens, answer, tuple(task.family for task in tasks))
-
-
-def right_items(model: Model, items: Items) -> Bool[np.ndarray, "n"]:
+def right_items(model: Model, items: Sequence[Encoded]) -> Bool[np.ndarray, "n"]:
     """Returns which items' whole answers, end of text included, are the model's greedy ones."""
-    longest = items.tokens.shape[1]
-    lengths = longest - items.answer[:, ::-1].argmax(axis=1)
-    order = np.argsort(lengths, kind="stable")  # short ones together: less to compute
-    found = np.zeros(len(order), bool)
-    for start in range(0, len(order), BATCH):
-        rows = order[start : start + BATCH]
-        width = -(-int(lengths[rows].max()) // STEP) * STEP
-        tokens, answer = np.zeros((BATCH, width), np.int32), np.zeros((BATCH, width), bool)
-        known = min(width, longest)
-        tokens[: len(rows), :known] = items.tokens[rows, :known]
-        answer[: len(rows), :known] = items.answer[rows, :known]
-        likeliest = np.asarray(jnp.argmax(forward(model, tokens), axis=-1))
-        wrong = (likeliest[:, :-1] != tokens[:, 1:]) & answer[:, 1:]
-        found[rows] = ~wrong.any(axis=1)[: len(rows)]
-    return found
+    prompts = [list(item.ids[: item.num_prompt]) for item in items]
+    answers = [list(item.ids[item.num_prompt :]) for item in items]
+    exact = answer_logprobs(model, prompts, answers)
+    return np.array([bool((own[:, 0] >= own[:, 1]).all()) for own in exact])
 
 
 NAMES = ("base", *SKILLS)
@@ -121,7 +82,10 @@ class Quality:
         self.seed, self.rows = seed, rows
         self.members = Members(tuple(jmoe.load(p, layers_dtype(), ways=()) for p in self.paths))
         self.tokenizer = Tokenizer.from_file(str(self.paths[0] / "tokenizer.json"))
-        self.items = [encode_items(self.tokenizer, held_out(n, num_items, seed)) for n in NAMES]
+        self.items = [
+            [encode_task(self.tokenizer, task) for task in held_out(name, num_items, seed)]
+            for name in NAMES
+        ]
 
     @cached_property
     def measured(self) -> Measured:
@@ -211,7 +175,7 @@ class Quality:
         number = group[at]
         items, before = self.items[number], self.alone[number][number]
         after = right_items(model, items)
-        loss, low, high = paired_loss(by_families(before, after, items.families))
+        loss, low, high = paired_loss(by_families(before, after, [item.family for item in items]))
         slots = sum(
             len(set(owners[:, layer, expert].tolist()))
             for layer, expert in np.ndindex(owners.shape[1:])
@@ -247,9 +211,9 @@ class Quality:
     def _family_row(self, name: str, setting: str, right: Sequence[np.ndarray]) -> dict[str, Any]:
         shares = {}
         for items, own in zip(self.items, right, strict=True):
-            for family in sorted(set(items.families)):
-                mine = np.array(items.families) == family
-                shares[family] = 100 * float(own[mine].mean())
+            families = np.array([item.family for item in items])
+            for family in sorted(set(families.tolist())):
+                shares[family] = 100 * float(own[families == family].mean())
         return {"model": name, "setting": setting, "right_percent": shares}
 
 
@@ -305,7 +269,7 @@ def run(
 
     found: dict[str, Any] = {
         "command": "python -m training.family.quality",
-        "items": len(quality.items[0].families),
+        "items": len(quality.items[0]),
         "rows": quality.rows * LENGTH,
         "seed": quality.seed,
         "distances": distances(quality.measured, quality.members),
