@@ -4,6 +4,7 @@ import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -33,6 +34,7 @@ from training.consolidate.rules import (
 from training.distill.data import pack_files
 from training.distill.stream import layers_dtype
 from training.packing import Batch
+from training.progress import counted
 
 RuleName = Literal["functional", "paper", "random", "average"]
 RULES: tuple[str, ...] = get_args(RuleName)
@@ -150,13 +152,8 @@ def consolidate(
     allowed = config.allow_unknown_config
     models = [Layers(path, layers_dtype(), allow_unknown_config=allowed) for path in found.values()]
     passes = 2 if config.rule == "average" or config.residual_rank else 1
-    done = 0
-
-    def advance(layers: int) -> None:
-        nonlocal done
-        done += layers
-        progress("consolidate", done, passes * len(found) * cfg.num_layers)
-
+    total = passes * len(found) * cfg.num_layers
+    advance = counted(partial(progress, "consolidate"), total)
     if config.lossless:
         kind = jnp.dtype(layers_dtype())
         files = {name: HFLayers(path, cfg, kind) for name, path in found.items()}

@@ -30,6 +30,7 @@ from training.family.report import tables, write_picture
 from training.family.shared import Members, Owners
 from training.family.skills import SKILLS, held_out, skill_tasks
 from training.packing import Batch, Encoded, encode_task, pack, training_items
+from training.progress import bars, counted
 
 
 def right_items(model: Model, items: Sequence[Encoded]) -> Bool[np.ndarray, "n"]:
@@ -123,23 +124,22 @@ class Quality:
         slots = slots_of_share(share, len(group), distances[0, 0].size)
         return choose(rule, Measured(distances[pick], costs[pick]), slots, self.seed)
 
-    def scores(self, advance: Callable[[], None]) -> Iterator[Score]:
+    def scores(self) -> Iterator[Score]:
         """Yields the scores of every rule, share and group, in the order of comparison."""
-        yield from self._by_rule(RULES[:2], advance)
+        yield from self._by_rule(RULES[:2])
         for group in GROUPS:
-            yield from self._residuals(group, advance)
-            yield from self._averaged(group, advance)
-        yield from self._by_rule(RULES[2:], advance)
+            yield from self._residuals(group)
+            yield from self._averaged(group)
+        yield from self._by_rule(RULES[2:])
 
-    def _by_rule(self, rules: Sequence[str], advance: Callable[[], None]) -> Iterator[Score]:
+    def _by_rule(self, rules: Sequence[str]) -> Iterator[Score]:
         for rule, group, share in itertools.product(rules, GROUPS, SHARES):
             owners = self.owners(group, rule, share)
             for at in range(len(group)):
                 model = self.members.mapped(group, owners, at)
                 yield self._score(group, rule, share, at, model, owners)
-                advance()
 
-    def _averaged(self, group: Sequence[int], advance: Callable[[], None]) -> Iterator[Score]:
+    def _averaged(self, group: Sequence[int]) -> Iterator[Score]:
         """Yields the scores of one model for all, the mean of every weight: the paper's
         baseline.
         """
@@ -147,9 +147,8 @@ class Quality:
         one = np.zeros((1, *self.measured.distances.shape[2:]), np.int32)
         for at in range(len(group)):
             yield self._score(group, "average of all weights", 100, at, whole, one)
-            advance()
 
-    def _residuals(self, group: Sequence[int], advance: Callable[[], None]) -> Iterator[Score]:
+    def _residuals(self, group: Sequence[int]) -> Iterator[Score]:
         """Yields the scores with all positions shared by the functional rule and a low-rank
         difference to each.
         """
@@ -160,7 +159,6 @@ class Quality:
                 extra = 100 * size / (2 * model.num_parameters)
                 rule = f"residual, rank {rank}"
                 yield self._score(group, rule, 100, at, model, owners, extra)
-                advance()
 
     def _score(
         self,
@@ -193,20 +191,19 @@ class Quality:
             extra,
         )
 
-    def families(self, advance: Callable[[], None]) -> list[dict[str, Any]]:
-        """Scores every model on every task family: alone, and in the family of four with 75 %
-        shared.
+    def families(self) -> Iterator[dict[str, Any]]:
+        """Yields the scores of every model on every task family: alone, and in the family of four
+        with 75 % shared.
         """
-        found = [self._family_row(NAMES[n], "alone", right) for n, right in enumerate(self.alone)]
+        for name, right in zip(NAMES, self.alone, strict=True):
+            yield self._family_row(name, "alone", right)
         group = GROUPS[-1]
         for rule in ("functional", "paper", "average"):
             owners = self.owners(group, rule, 75)
             for at, number in enumerate(group):
                 model = self.members.mapped(group, owners, at)
                 right = [right_items(model, items) for items in self.items]
-                found.append(self._family_row(NAMES[number], f"{rule}, 75 %", right))
-                advance()
-        return found
+                yield self._family_row(NAMES[number], f"{rule}, 75 %", right)
 
     def _family_row(self, name: str, setting: str, right: Sequence[np.ndarray]) -> dict[str, Any]:
         shares = {}
@@ -261,12 +258,8 @@ def run(
     repeatedly.
     """
     models = sum(map(len, GROUPS))
-    total = models * (len(RULES) * len(SHARES) + len(RANKS) + 1) + 3 * len(NAMES)
-    done = itertools.count(1)
-
-    def advance() -> None:
-        progress(next(done), total)
-
+    total = models * (len(RULES) * len(SHARES) + len(RANKS) + 1) + 4 * len(NAMES)
+    advance = counted(progress, total)
     found: dict[str, Any] = {
         "command": "python -m training.family.quality",
         "items": len(quality.items[0]),
@@ -278,10 +271,14 @@ def run(
     }
     if picture is not None:
         write_picture(quality.measured.distances, NAMES, picture)
-    for score in quality.scores(advance):
+    for score in quality.scores():
         found["scores"].append(asdict(score))
         save(found)
-    found["families"] = quality.families(advance)
+        advance(1)
+    found["families"] = []
+    for row in quality.families():
+        found["families"].append(row)
+        advance(1)
     save(found)
     return found
 
@@ -296,19 +293,17 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=128, help="packed rows that costs are over")
     parser.add_argument("--seed", type=int, default=5)
     args = parser.parse_args()
-    from rich.progress import Progress
 
     def save(found: dict[str, Any]) -> None:
         args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
-    with Progress() as bars:
-        job = bars.add_task("quality")
-        found = run(
-            Quality(args.family, args.items, args.rows, args.seed),
-            args.picture,
-            lambda done, total: bars.update(job, completed=done, total=total),
-            save,
-        )
+    with bars() as progress:
+        quality = Quality(args.family, args.items, args.rows, args.seed)
+
+        def told(done: int, total: int) -> None:
+            progress("quality", done, total, "")
+
+        found = run(quality, args.picture, told, save)
     print(tables(found))
 
 
