@@ -18,7 +18,7 @@ from jmoe.experts import ExpertTable, Pool
 from jmoe.forward import forward
 from jmoe.model import StepData, embed, layers_of, run_layers
 from jmoe.moe import Asked, RoutedRows, alone, router
-from jmoe.sampling import scored, token_logprobs
+from jmoe.sampling import scored
 from jmoe.weights import Params, Weights
 
 CAPTURE_BATCH = 32  # sequences of a forward pass that captures inputs
@@ -62,21 +62,13 @@ def perplexity(
     """
     total, count = 0.0, 0
     for rows, counts in steps:
-        logprobs = np.asarray(_target_logprobs(forward(model, rows, brownout), jnp.asarray(rows)))
+        logits = forward(model, rows, brownout)
+        logprobs = np.asarray(_next_logprobs(logits, jnp.asarray(rows)))[..., 0]
         taken = np.arange(rows.shape[1] - 1) >= rows.shape[1] - 1 - counts[:, None]
         total += float(logprobs[taken].sum(dtype=np.float64))
         count += int(taken.sum())
         progress(len(rows))
     return math.exp(-total / count)
-
-
-@jax.jit
-def _target_logprobs(
-    logits: Float[Array, "B S V"], tokens: Int[Array, "B S"]
-) -> Float[Array, "B S1"]:
-    vocab = logits.shape[-1]
-    flat = token_logprobs(logits[:, :-1].reshape(-1, vocab), tokens[:, 1:].reshape(-1))
-    return flat.reshape(tokens.shape[0], -1)
 
 
 def losses(
