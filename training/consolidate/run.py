@@ -1,6 +1,5 @@
 """`consolidate`: a map of the experts that models of one architecture share, and its file."""
 
-import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,6 +14,7 @@ from jaxtyping import Float
 from jmoe import layout
 from jmoe.checkpoint import HFLayers, weights_digest
 from jmoe.config import ModelConfig
+from jmoe.digests import sha256_of
 from jmoe.family import check_family, stored_alike
 from jmoe.layers import Layers
 from jmoe.sharing import MERGED, WEIGHTS_FILE, Sharing, write_sharing
@@ -321,13 +321,8 @@ def _facts(
         rows = [int(np.count_nonzero(batch.items)) for batch in data]
         facts["rows"] = dict(zip(sharing.names, rows, strict=True))
         facts["data"] = {
-            f"{name}={path.name}" if name else path.name: _digest(path)
+            f"{name}={path.name}" if name else path.name: sha256_of(path)[:16]
             for name, paths in config.data.items()
             for path in paths
         }
     return facts
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()[:16]
