@@ -33,6 +33,7 @@ from jmoe.config import ModelConfig, from_hf
 from jmoe.display import count
 from jmoe.router import fused
 from pallas_kernels.routing import mosaic
+from pallas_kernels.routing.values import Gating
 from serving.cli.info import has_attention_kernel, kv_bytes_per_token, num_parameters
 from serving.config import ServerConfig, Setting
 
@@ -318,9 +319,9 @@ def _has_routing_kernel(cfg: ModelConfig) -> bool:
         bias = {"router_bias": jnp.zeros(m)} if cfg.router is not None and cfg.router.bias else {}
         options, row = fused(cfg, bias), jnp.zeros(m, jnp.int32)
         if options is not None:
-            own = {key: options[key] for key in ("bias", "grouping", "scoring") if key in options}
-            picks = cfg.experts_per_token
-            taken.append(mosaic.supports(jnp.zeros((64, m)), row, row, picks, 16, **own))
+            own = options.pop("bias", None)
+            arrays = jnp.zeros((64, m)), row, row
+            taken.append(mosaic.supports(*arrays, Gating(**options), 16, own))
 
     jax.eval_shape(ask)
     return taken == [True]

@@ -17,7 +17,7 @@ from jmoe import checkpoint, display, layout, levels
 from jmoe.attention import with_kv_cache_dtype
 from jmoe.beside import digest_of
 from jmoe.brownout import Brownout, Control
-from jmoe.config import ModelConfig, read_config
+from jmoe.config import ModelConfig
 from jmoe.experts import ExpertTable, Pool, QuantizedPool, UnitedExperts, num_united_slots
 from jmoe.hub import locate
 from jmoe.numbers import integer
@@ -296,15 +296,15 @@ def load(
     kind = check_dtype(dtype)
     directory, name = resolve(path, revision), name_of(path)
     tokenizer = Tokenizer.load(directory, chat_template)
-    finite = kind if check_weights else None
+    cfg = checkpoint.config_of(directory, allow_unknown_config=allow_unknown_config)
+    cfg = with_kv_cache_dtype(cfg, kv_cache_dtype)
+    check_tokenizer(tokenizer, cfg, directory)
+    united = _united(directory, cfg, kind if check_weights else None, ways, name)
+    num_united = num_united_slots(united)
+    quantize = checkpoint.quantize_as(quantize, cfg)
     if checkpoint.is_native(directory):
-        cfg, weights = checkpoint.load_native(directory, kind, check_weights)
-        quantize = checkpoint.quantize_as(quantize, cfg)
-        cfg = with_kv_cache_dtype(cfg, kv_cache_dtype)
-        check_tokenizer(tokenizer, cfg, directory)
-        united = _united(directory, cfg, finite, ways, name)
-        missing = num_united_slots(united)
-        if missing > weights.num_united_slots:
+        _, weights = checkpoint.load_native(directory, kind, check_weights)
+        if num_united > weights.num_united_slots:
             raise ValueError(f"{name} was saved without slots for ways {sorted(united)}")
         home = _home(cfg, weights.num_united_slots, mesh, placement)
         if quantize != "none":
@@ -312,15 +312,9 @@ def load(
             weights = weights._replace(pool=pool)
         weights = weights if home is None else home.spread(weights)
     else:
-        cfg = read_config(directory, allow_unknown_config=allow_unknown_config)
-        cfg = with_kv_cache_dtype(cfg, kv_cache_dtype)
-        check_tokenizer(tokenizer, cfg, directory)
-        united = _united(directory, cfg, finite, ways, name)
-        home = _home(cfg, num_united_slots(united), mesh, placement)
-        quantize = checkpoint.quantize_as(quantize, cfg)
+        home = _home(cfg, num_united, mesh, placement)
         numbers = None
         if experts is not None:
-            num_united = num_united_slots(united)
             wanted = experts(cfg.num_moe_layers, cfg.num_experts + num_united, num_united)
             numbers = [np.flatnonzero(row[: cfg.num_experts]).tolist() for row in wanted]
         weights = checkpoint.load_hf(

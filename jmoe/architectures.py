@@ -76,9 +76,6 @@ class Architecture:
     """What sets it apart, for docs/reference/models.md."""
 
 
-ARCHITECTURES: dict[str, Architecture] = {}
-"""By `model_type`."""
-
 LACKING = {
     **dict.fromkeys(
         ("granitemoehybrid", "jamba", "minimax", "qwen3_next"),
@@ -99,6 +96,21 @@ def register(model_type: str, architecture: Architecture) -> None:
 def naming(model_type: str) -> Architecture:
     """Returns the architecture that names the tensors; Qwen's for a configuration made by hand."""
     return ARCHITECTURES.get(model_type, ARCHITECTURES["qwen3_moe"])
+
+
+def _biases(fields: Fields, absent: bool = False) -> dict[str, bool]:
+    """Reads whether all of attention's projections have biases."""
+    bias = fields.flag("attention_bias", absent)
+    return {"qkv_bias": bias, "o_bias": bias}
+
+
+def _all_sparse(fields: Fields, num_experts: int | None = None) -> dict[str, Any]:
+    """Reads layers that are all MoE; `num_experts` None: under either spelling."""
+    return {
+        "num_experts": num_experts or _num_experts(fields, *_either_count(fields)),
+        "d_ff_expert": fields.size("intermediate_size"),
+        "moe_layers": (True,) * fields.size("num_hidden_layers"),
+    }
 
 
 def _qwen(fields: Fields) -> dict[str, Any]:
@@ -125,13 +137,11 @@ def _qwen2(fields: Fields) -> dict[str, Any]:
 
 
 def _qwen3(fields: Fields) -> dict[str, Any]:
-    bias = fields.flag("attention_bias", False)
     return {
         **_qwen(fields),
+        **_biases(fields),
         "layer_attention": full_or_window(fields, _qwen_window(fields)),
         "num_experts": _num_experts(fields, *_either_count(fields)),
-        "qkv_bias": bias,
-        "o_bias": bias,
         "qk_norm": True,
     }
 
@@ -165,17 +175,16 @@ def _glm4(fields: Fields) -> dict[str, Any]:
 
 
 def _dots(fields: Fields) -> dict[str, Any]:
-    own, bias, window = _shared(fields, 0, None), fields.flag("attention_bias", False), 0
+    own, window = _shared(fields, 0, None), 0
     if fields.values.get("sliding_window", 0) is not None:
         window = fields.size("sliding_window", 4096)
     first = fields.size("max_window_layers", 62, least=0)
     return {
         **own,
+        **_biases(fields),
         "layer_attention": full_or_window(fields, window, first=first),
         "norm_topk_prob": fields.flag("norm_topk_prob", False),
         "router": scored(fields, own["num_experts"], bias=True),
-        "qkv_bias": bias,
-        "o_bias": bias,
         "qk_norm": True,
     }
 
@@ -267,14 +276,10 @@ def scored(
 
 
 def _olmoe(fields: Fields) -> dict[str, Any]:
-    bias = fields.flag("attention_bias", False)
     return {
-        "num_experts": _num_experts(fields, *_either_count(fields)),
-        "d_ff_expert": fields.size("intermediate_size"),
-        "moe_layers": (True,) * fields.size("num_hidden_layers"),
+        **_all_sparse(fields),
+        **_biases(fields),
         "norm_topk_prob": fields.flag("norm_topk_prob", False),
-        "qkv_bias": bias,
-        "o_bias": bias,
         "qk_norm": True,
         "normed_whole": True,
         "clip_qkv": fields.number("clip_qkv", 0.0),
@@ -287,17 +292,14 @@ def _gpt_oss(fields: Fields) -> dict[str, Any]:
         raise fields.wrong("rope_scaling", wanted)
     if "sliding_window" in fields.values and fields.given("sliding_window") is None:
         raise fields.wrong("sliding_window", "1 or more")
-    count, bias = fields.size("num_hidden_layers"), fields.flag("attention_bias", True)
+    count = fields.size("num_hidden_layers")
     kinds = full_or_window(fields, fields.size("sliding_window", 128), alternate=count)
     return {
+        **_all_sparse(fields),
+        **_biases(fields, absent=True),
         "layer_attention": tuple(replace(kind, sinks=True) for kind in kinds),
         "head_dim": fields.size("head_dim", 64),
-        "num_experts": _num_experts(fields, *_either_count(fields)),
-        "d_ff_expert": fields.size("intermediate_size"),
-        "moe_layers": (True,) * count,
         "norm_topk_prob": True,  # as a softmax over the chosen logits is
-        "qkv_bias": bias,
-        "o_bias": bias,
         "logits_bias": True,
         "expert_bias": True,
         "activation": ClampedSwiglu(
@@ -308,32 +310,24 @@ def _gpt_oss(fields: Fields) -> dict[str, Any]:
 
 
 def _granite(fields: Fields) -> dict[str, Any]:
-    bias = fields.flag("attention_bias", False)
     scales = ("attention_multiplier", "embedding_multiplier", "logits_scaling")
     return {
-        "num_experts": fields.size("num_local_experts", most=MOST_EXPERTS),
-        "d_ff_expert": fields.size("intermediate_size"),
-        "moe_layers": (True,) * fields.size("num_hidden_layers"),
+        **_all_sparse(fields, fields.size("num_local_experts", most=MOST_EXPERTS)),
+        **_biases(fields),
         "norm_topk_prob": True,
-        "qkv_bias": bias,
-        "o_bias": bias,
         **{key: fields.number(key, 1.0) for key in (*scales, "residual_multiplier")},
     }
 
 
 def _phi(fields: Fields) -> dict[str, Any]:
-    bias = fields.flag("attention_bias", False)
     if fields.size("num_experts_per_tok") != 2:
         raise fields.wrong("num_experts_per_tok", "2")
     return {
+        **_all_sparse(fields, fields.size("num_local_experts", most=MOST_EXPERTS)),
+        **_biases(fields),
         "layer_attention": full_or_window(fields, fields.size("sliding_window", 0)),
-        "num_experts": fields.size("num_local_experts", most=MOST_EXPERTS),
-        "d_ff_expert": fields.size("intermediate_size"),
-        "moe_layers": (True,) * fields.size("num_hidden_layers"),
         "norm_topk_prob": False,
         "router": SparseMixer(fields.number("router_jitter_noise", 0.01)),
-        "qkv_bias": bias,
-        "o_bias": bias,
         "head_bias": fields.flag("lm_head_bias", False),
         "layer_norm": True,
     }
@@ -341,10 +335,8 @@ def _phi(fields: Fields) -> dict[str, Any]:
 
 def _mixtral(fields: Fields) -> dict[str, Any]:
     return {
+        **_all_sparse(fields),
         "layer_attention": full_or_window(fields, fields.size("sliding_window", 0)),
-        "num_experts": _num_experts(fields, *_either_count(fields)),
-        "d_ff_expert": fields.size("intermediate_size"),
-        "moe_layers": (True,) * fields.size("num_hidden_layers"),
         "norm_topk_prob": True,
     }
 
@@ -358,9 +350,7 @@ def _minimax(fields: Fields) -> dict[str, Any]:
         if fields.given("rotary_dim") and section.number(partial, turned) != turned:
             raise section.wrong(partial, f"absent, or rotary_dim / head_dim ({turned:g})")
     return {
-        "num_experts": _num_experts(fields, *_either_count(fields)),
-        "d_ff_expert": fields.size("intermediate_size"),
-        "moe_layers": (True,) * fields.size("num_hidden_layers"),
+        **_all_sparse(fields),
         "norm_topk_prob": True,
         "head_dim": head_dim,
         "partial_rotary": turned,
@@ -471,19 +461,30 @@ def _and(keys: str) -> frozenset[str]:
     return READ_FOR_ALL | words(keys)
 
 
-register(
-    "qwen2_moe",
-    Architecture(
+_DEEPSEEK = (
+    "aux_loss_alpha ep_size first_k_dense_replace kv_lora_rank moe_intermediate_size n_group "
+    "n_routed_experts n_shared_experts q_lora_rank qk_head_dim qk_nope_head_dim qk_rope_head_dim "
+    "routed_scaling_factor seq_aux topk_group topk_method v_head_dim"
+)
+_LATENT = {"attention_bias": (False,), "moe_layer_freq": (1,)}
+_DEEPSEEK_V3 = Architecture(
+    "DeepseekV3ForCausalLM",
+    _deepseek3,
+    _and(f"{_DEEPSEEK} norm_topk_prob num_nextn_predict_layers rope_interleave"),
+    {**_LATENT, "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
+    shared="shared_experts",
+    apart="as V2, with a sigmoid router; prediction layer left out",
+)
+
+ARCHITECTURES: dict[str, Architecture] = {
+    "qwen2_moe": Architecture(
         "Qwen2MoeForCausalLM",
         _qwen2,
         READ_FOR_QWEN | {"qkv_bias", "shared_expert_intermediate_size"},
         {"attention_bias": (False,), "use_qk_norm": (False,)},
         apart="shared expert behind a sigmoid gate, biases on q, k and v",
     ),
-)
-register(
-    "qwen3_moe",
-    Architecture(
+    "qwen3_moe": Architecture(
         "Qwen3MoeForCausalLM",
         _qwen3,
         READ_FOR_QWEN | {"attention_bias"},
@@ -494,10 +495,7 @@ register(
         },
         apart="RMSNorm of q and k a head",
     ),
-)
-register(
-    "mixtral",
-    Architecture(
+    "mixtral": Architecture(
         "MixtralForCausalLM",
         _mixtral,
         READ_FOR_ALL | {"num_local_experts", "num_experts"},
@@ -517,10 +515,7 @@ register(
         expert_names=("w1", "w3", "w2"),
         apart="tensor names; gate weights always renormalised",
     ),
-)
-register(
-    "glm4_moe",
-    Architecture(
+    "glm4_moe": Architecture(
         "Glm4MoeForCausalLM",
         _glm4,
         _and(
@@ -533,20 +528,14 @@ register(
         shared="shared_experts",
         apart="sigmoid router, its bias and groups; heads turn in part; prediction layer left out",
     ),
-)
-register(
-    "olmoe",
-    Architecture(
+    "olmoe": Architecture(
         "OlmoeForCausalLM",
         _olmoe,
         _and("attention_bias clip_qkv norm_topk_prob num_experts num_local_experts"),
         rms_norm_eps=1e-5,
         apart="RMSNorm of all heads together, `clip_qkv`",
     ),
-)
-register(
-    "gpt_oss",
-    Architecture(
+    "gpt_oss": Architecture(
         "GptOssForCausalLM",
         _gpt_oss,
         _and("attention_bias num_experts num_local_experts swiglu_alpha swiglu_limit"),
@@ -557,10 +546,7 @@ register(
         quantized=("mxfp4",),
         apart="windows in turn, sinks, biases everywhere, clamped SwiGLU; experts in MXFP4",
     ),
-)
-register(
-    "dots1",
-    Architecture(
+    "dots1": Architecture(
         "Dots1ForCausalLM",
         _dots,
         _and(
@@ -578,16 +564,7 @@ register(
         shared="shared_experts",
         apart="RMSNorm of q and k a head, DeepSeek-V3's router; windows from a layer on",
     ),
-)
-_DEEPSEEK = (
-    "aux_loss_alpha ep_size first_k_dense_replace kv_lora_rank moe_intermediate_size n_group "
-    "n_routed_experts n_shared_experts q_lora_rank qk_head_dim qk_nope_head_dim qk_rope_head_dim "
-    "routed_scaling_factor seq_aux topk_group topk_method v_head_dim"
-)
-_LATENT = {"attention_bias": (False,), "moe_layer_freq": (1,)}
-register(
-    "deepseek_v2",
-    Architecture(
+    "deepseek_v2": Architecture(
         "DeepseekV2ForCausalLM",
         _deepseek2,
         _and(_DEEPSEEK),
@@ -595,24 +572,9 @@ register(
         shared="shared_experts",
         apart="latent attention, shared experts without a gate, groups of experts",
     ),
-)
-register(
-    "deepseek_v3",
-    Architecture(
-        "DeepseekV3ForCausalLM",
-        _deepseek3,
-        _and(f"{_DEEPSEEK} norm_topk_prob num_nextn_predict_layers rope_interleave"),
-        {**_LATENT, "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
-        shared="shared_experts",
-        apart="as V2, with a sigmoid router; prediction layer left out",
-    ),
-)
-register(
-    "kimi_k2", replace(ARCHITECTURES["deepseek_v3"], apart="DeepSeek-V3 by another `model_type`")
-)
-register(
-    "minimax_m2",
-    Architecture(
+    "deepseek_v3": _DEEPSEEK_V3,
+    "kimi_k2": replace(_DEEPSEEK_V3, apart="DeepSeek-V3 by another `model_type`"),
+    "minimax_m2": Architecture(
         "MiniMaxM2ForCausalLM",
         _minimax,
         _and(
@@ -636,10 +598,7 @@ register(
         apart="Mixtral's names, OLMoE's norms, a sigmoid router; heads turn in part; prediction "
         "modules left out",
     ),
-)
-register(
-    "ernie4_5_moe",
-    Architecture(
+    "ernie4_5_moe": Architecture(
         "Ernie4_5_MoeForCausalLM",
         _ernie,
         _and(
@@ -664,10 +623,7 @@ register(
         predicting="model.mtp_",
         apart="softmax router with a bias; neighbours in a head turn; prediction layer left out",
     ),
-)
-register(
-    "granitemoe",
-    Architecture(
+    "granitemoe": Architecture(
         "GraniteMoeForCausalLM",
         _granite,
         _and(
@@ -680,10 +636,7 @@ register(
         quantized=(),
         apart="multipliers of embeddings, scores, residuals and logits; joined experts",
     ),
-)
-register(
-    "phimoe",
-    Architecture(
+    "phimoe": Architecture(
         "PhimoeForCausalLM",
         _phi,
         _and("attention_bias lm_head_bias num_local_experts router_jitter_noise"),
@@ -695,4 +648,5 @@ register(
         expert_names=("w1", "w3", "w2"),
         apart="sparsemixer, LayerNorm, biases; LongRoPE up to where it begins to stretch",
     ),
-)
+}
+"""By `model_type`."""

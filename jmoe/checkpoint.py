@@ -94,6 +94,20 @@ def reading(path: Path) -> Iterator[Any]:
         raise CheckpointError(f"{path} is not readable: {error}") from None
 
 
+def checked_tensor(
+    file: Any, path: Path, name: str, shape: tuple[int, ...], dtype: Any, check_weights: bool
+) -> np.ndarray:
+    """Returns a tensor of an open file as `dtype`. Raises CheckpointError for another shape, and,
+    if it is to be checked, for weights that are not finite.
+    """
+    tensor = file.get_tensor(name).astype(dtype)
+    if tensor.shape != shape:
+        raise CheckpointError(f"{path}: {name} is {list(tensor.shape)}, expected {list(shape)}")
+    if check_weights and not seem_finite(tensor):
+        raise CheckpointError(f"{path}: {name} has weights that are not finite")
+    return tensor
+
+
 class TensorFiles:
     """Tensors of a directory's safetensors files by name, read one at a time."""
 

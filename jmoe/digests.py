@@ -86,6 +86,12 @@ def _part(part: tuple[Path, int]) -> bytes:
     return digest.digest()
 
 
+def sha256_of(path: Path) -> str:
+    """Returns the SHA-256 of a file, in hexadecimal digits. Raises OSError."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def stamp_of(path: Path) -> list[int]:
     """Returns what the file system says of a file, which changes with what is in it: its size,
     times of change in ns, inode and device. Raises OSError.

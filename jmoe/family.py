@@ -17,16 +17,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Bool, Int
-from safetensors import SafetensorError, safe_open
 
 from jmoe import checkpoint, display, layout
 from jmoe.api import Model, check_dtype, check_tokenizer, choose_ways, resolve
 from jmoe.attention import Paged
-from jmoe.checkpoint import CheckpointError, HFLayers
+from jmoe.checkpoint import HFLayers
 from jmoe.config import ConfigError, ModelConfig, read_config
 from jmoe.experts import ExpertPool, ExpertTable, Pool, UnitedExperts, num_united_slots, write_slots
-from jmoe.finite import seem_finite
-from jmoe.model_files import regular
 from jmoe.numbers import integer
 from jmoe.offloaded import Expert, Homes, OffloadedExperts, OnHost, check_spare, needed_by_a_row
 from jmoe.parallel.home import Home, require_mesh
@@ -571,24 +568,15 @@ def _write_merged(reader: _Reader, sharing: Sharing, dtype: jnp.dtype, check_wei
     if sharing.directory is None:
         raise SharingError("the map has merged experts, and no directory that holds them")
     path, shapes = sharing.directory / WEIGHTS_FILE, layout.expert_shapes(cfg)
-    try:
-        with safe_open(regular(path), framework="numpy") as file:
-            for at in np.flatnonzero(reader.held_experts[:, 0] == MERGED):
-                _, layer, expert = reader.held_experts[at]
-                found = {}
-                for key, shape in shapes.items():
-                    name = f"layers.{layer}.experts.{expert}.{key}"
-                    tensor = file.get_tensor(name).astype(dtype)
-                    if tensor.shape != shape:
-                        raise CheckpointError(
-                            f"{path}: {name} is {list(tensor.shape)}, expected {list(shape)}"
-                        )
-                    if check_weights and not seem_finite(tensor):
-                        raise CheckpointError(f"{path}: {name} has weights that are not finite")
-                    found[key] = jnp.asarray(tensor[None])
-                reader.write(np.array([at]), ExpertPool(**found))
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} is not readable: {error}") from None
+    with checkpoint.reading(path) as file:
+        for at in np.flatnonzero(reader.held_experts[:, 0] == MERGED):
+            _, layer, expert = reader.held_experts[at]
+            found = {}
+            for key, shape in shapes.items():
+                name = f"layers.{layer}.experts.{expert}.{key}"
+                read = checkpoint.checked_tensor(file, path, name, shape, dtype, check_weights)
+                found[key] = jnp.asarray(read[None])
+            reader.write(np.array([at]), ExpertPool(**found))
 
 
 def _shared_leaves(

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmoe.api import resolve
-from jmoe.checkpoint import HFLayers, is_native, load_native
-from jmoe.config import ModelConfig, read_config
+from jmoe.checkpoint import HFLayers, config_of, is_native, load_native
 from jmoe.experts import ExpertPool
 from jmoe.host_memory import on_the_host
 
@@ -36,15 +35,13 @@ class Layers:
         """
         self.directory = resolve(path)
         kind = jnp.dtype(dtype)
+        self.cfg = config_of(self.directory, allow_unknown_config=allow_unknown_config)
         if is_native(self.directory):
             with on_the_host():
-                self.cfg, self._weights = load_native(self.directory, kind, check_weights)
+                _, self._weights = load_native(self.directory, kind, check_weights)
             self._slots = np.asarray(self._weights.table.slots)
             self._files = None
         else:
-            self.cfg: ModelConfig = read_config(
-                self.directory, allow_unknown_config=allow_unknown_config
-            )
             self._files = HFLayers(self.directory, self.cfg, kind, check_weights)
 
     def top(self) -> dict[str, Any]:

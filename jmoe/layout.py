@@ -1,8 +1,8 @@
 """The layout of a model's parameters: one description that all who read or make weights follow.
 
-For each parameter: the Hugging Face tensors it is made of, its shape, what its axes mean, and what
-kind it is, by which drawn weights begin. Loading (`jmoe.checkpoint`), random weights
-(`jmoe.random_model`), training and export (`training.network`, `training.export`) follow it.
+For each parameter: the Hugging Face tensors it is made of, its shape, and what kind it is, by which
+drawn weights begin. Loading (`jmoe.checkpoint`), random weights (`jmoe.random_model`), training and
+export (`training.network`, `training.export`) follow it.
 """
 
 import math
@@ -38,7 +38,6 @@ class Parameter:
 
     names: tuple[str, ...]  # Hugging Face tensors, joined along the output axis
     stored: tuple[tuple[int, ...], ...]  # their shapes in the file, `[out, in]`, without `part`
-    axes: tuple[str, ...]  # of the parameter itself
     kind: Kind = "matrix"
     float32: bool = False  # whatever the model's dtype is
     part: tuple[int, int] | None = None  # its place along a first axis of the file, of how many
@@ -155,15 +154,13 @@ def top(cfg: ModelConfig) -> Layout:
     """Describes the parameters outside the layers."""
     d, vocab = cfg.d_model, cfg.vocab_size
     out: Layout = {
-        "embed": Parameter(
-            ("model.embed_tokens.weight",), ((vocab, d),), ("vocab", "d"), "embedding"
-        ),
+        "embed": Parameter(("model.embed_tokens.weight",), ((vocab, d),), "embedding"),
         **_norm(cfg, "final_norm", "model.norm"),
     }
     if not cfg.tie_embeddings:
-        out["lm_head"] = Parameter(("lm_head.weight",), ((vocab, d),), ("d", "vocab"))
+        out["lm_head"] = Parameter(("lm_head.weight",), ((vocab, d),))
     if cfg.head_bias:
-        out["head_bias"] = Parameter(("lm_head.bias",), ((vocab,),), ("vocab",), "bias")
+        out["head_bias"] = Parameter(("lm_head.bias",), ((vocab,),), "bias")
     return out
 
 
@@ -177,47 +174,46 @@ def layer(cfg: ModelConfig, index: int, is_moe: bool) -> Layout:
     }
     out |= _latent(cfg, kind, attn) if isinstance(kind, Latent) else _heads(cfg, attn)
     if cfg.has_sinks(index):
-        out["sinks"] = Parameter((attn + "sinks",), ((cfg.num_heads,),), ("heads",), "bias")
+        out["sinks"] = Parameter((attn + "sinks",), ((cfg.num_heads,),), "bias")
     names = naming(cfg.architecture)
     mlp = f"{at}{names.mlp}."
     if not is_moe:
-        return out | _swiglu("", mlp, d, cfg.d_ff_dense, "f")
+        return out | _swiglu("", mlp, d, cfg.d_ff_dense)
     gate = (f"{mlp}{names.router}.weight",)
-    out["router"] = Parameter(gate, ((cfg.num_experts, d),), ("d", "m"), "router")
+    out["router"] = Parameter(gate, ((cfg.num_experts, d),), "router")
     if cfg.logits_bias:
         name = (f"{mlp}{names.router}.bias",)
-        out["logits_bias"] = Parameter(name, ((cfg.num_experts,),), ("m",), "bias")
+        out["logits_bias"] = Parameter(name, ((cfg.num_experts,),), "bias")
     if cfg.router is not None and cfg.router.bias:
         name, shape = (mlp + names.router_bias,), (cfg.num_experts,)
         shape = (1, *shape) if names.row_of_bias else shape
-        out["router_bias"] = Parameter(name, (shape,), ("m",), "bias", float32=True)
+        out["router_bias"] = Parameter(name, (shape,), "bias", float32=True)
     if cfg.d_ff_shared:
-        out |= _swiglu("shared_", f"{mlp}{names.shared}.", d, cfg.d_ff_shared, "f_s")
+        out |= _swiglu("shared_", f"{mlp}{names.shared}.", d, cfg.d_ff_shared)
         if cfg.shared_gate:
             gate = (f"{mlp}{names.shared}_gate.weight",)
-            out["shared_gate"] = Parameter(gate, ((1, d),), ("d",), "gate")
+            out["shared_gate"] = Parameter(gate, ((1, d),), "gate")
     return out
 
 
 def _heads(cfg: ModelConfig, attn: str) -> Layout:
-    d, size, heads = cfg.d_model, cfg.head_dim, "q k v heads"
+    d, size = cfg.d_model, cfg.head_dim
     q, kv = cfg.num_heads * size, cfg.num_kv_heads * size
     qkv = tuple(f"{attn}{p}_proj." for p in "qkv")
     weights, biases = (tuple(p + kind for p in qkv) for kind in ("weight", "bias"))
     paired = size if naming(cfg.architecture).neighbours_turn else 0
     out = {
-        "wqkv": Parameter(weights, ((q, d), (kv, d), (kv, d)), ("d", heads), paired=paired),
-        "wo": Parameter((attn + "o_proj.weight",), ((d, q),), ("heads", "d")),
+        "wqkv": Parameter(weights, ((q, d), (kv, d), (kv, d)), paired=paired),
+        "wo": Parameter((attn + "o_proj.weight",), ((d, q),)),
     }
     if cfg.qkv_bias:
-        out["bqkv"] = Parameter(biases, ((q,), (kv,), (kv,)), (heads,), "bias")
+        out["bqkv"] = Parameter(biases, ((q,), (kv,), (kv,)), "bias")
     if cfg.o_bias:
-        out["bo"] = Parameter((attn + "o_proj.bias",), ((d,),), ("d",), "bias")
+        out["bo"] = Parameter((attn + "o_proj.bias",), ((d,),), "bias")
     if cfg.qk_norm:
-        axis = heads if cfg.normed_whole else "head_dim"
         for key, whole in (("q_norm", q), ("k_norm", kv)):
             shape = (whole if cfg.normed_whole else size,)
-            out[key] = Parameter((f"{attn}{key}.weight",), (shape,), (axis,), "norm")
+            out[key] = Parameter((f"{attn}{key}.weight",), (shape,), "norm")
     return out
 
 
@@ -227,25 +223,22 @@ def _latent(cfg: ModelConfig, kind: Latent, attn: str) -> Layout:
         cfg.num_heads * size for size in (kind.nope + kind.rope, kind.nope + kind.value, kind.value)
     )
 
-    def matrix(name: str, columns: int, k: int, axes: tuple[str, str]) -> Parameter:
-        return Parameter((f"{attn}{name}.weight",), ((columns, k),), axes)
+    def one(name: str, *stored: int, kind: Kind = "matrix") -> Parameter:
+        return Parameter((f"{attn}{name}.weight",), (stored,), kind)
 
-    def norm(name: str, size: int, axis: str) -> Parameter:
-        return Parameter((f"{attn}{name}.weight",), ((size,),), (axis,), "norm")
-
-    queries = {"wq": matrix("q_proj", q, d, ("d", "q heads"))}
+    queries = {"wq": one("q_proj", q, d)}
     if q_rank:
         queries = {
-            "wq_a": matrix("q_a_proj", q_rank, d, ("d", "q_rank")),
-            "q_a_norm": norm("q_a_layernorm", q_rank, "q_rank"),
-            "wq": matrix("q_b_proj", q, q_rank, ("q_rank", "q heads")),
+            "wq_a": one("q_a_proj", q_rank, d),
+            "q_a_norm": one("q_a_layernorm", q_rank, kind="norm"),
+            "wq": one("q_b_proj", q, q_rank),
         }
     return {
         **queries,
-        "wkv_a": matrix("kv_a_proj_with_mqa", rank + kind.rope, d, ("d", "rank + rope")),
-        "kv_a_norm": norm("kv_a_layernorm", rank, "rank"),
-        "wkv_b": matrix("kv_b_proj", kv, rank, ("rank", "k v heads")),
-        "wo": matrix("o_proj", d, out, ("heads", "d")),
+        "wkv_a": one("kv_a_proj_with_mqa", rank + kind.rope, d),
+        "kv_a_norm": one("kv_a_layernorm", rank, kind="norm"),
+        "wkv_b": one("kv_b_proj", kv, rank),
+        "wo": one("o_proj", d, out),
     }
 
 
@@ -259,16 +252,16 @@ def expert(cfg: ModelConfig, index: int, number: int) -> Layout:
         return _interleaved(cfg, at, part)
     if names.joined_experts is None:
         at = f"{at}experts.{number}."
-        out = _swiglu("", at, d, f, "f", names.expert_names)
+        out = _swiglu("", at, d, f, names.expert_names)
         if cfg.expert_bias:
             gate, up, down = (f"{at}{name}.bias" for name in names.expert_names)
-            out["gate_up_bias"] = Parameter((gate, up), ((f,), (f,)), ("2 f",), "bias")
-            out["down_bias"] = Parameter((down,), ((d,),), ("d",), "bias")
+            out["gate_up_bias"] = Parameter((gate, up), ((f,), (f,)), "bias")
+            out["down_bias"] = Parameter((down,), ((d,),), "bias")
         return out
     gate_up, down = (f"{at}{name}.weight" for name in names.joined_experts)
     return {
-        "gate_up": Parameter((gate_up,), ((2 * f, d),), ("d", "2 f"), part=part),
-        "down": Parameter((down,), ((d, f),), ("f", "d"), part=part),
+        "gate_up": Parameter((gate_up,), ((2 * f, d),), part=part),
+        "down": Parameter((down,), ((d, f),), part=part),
     }
 
 
@@ -279,22 +272,20 @@ def _interleaved(cfg: ModelConfig, at: str, part: tuple[int, int]) -> Layout:
     d, f = cfg.d_model, cfg.d_ff_expert
     at += "experts."
 
-    def matrix(name: str, k: int, columns: int, axes: tuple[str, str]) -> Parameter:
+    def matrix(name: str, k: int, columns: int) -> Parameter:
         own, turns = at + name, name == "gate_up_proj"
         if not cfg.mxfp4:
-            return Parameter((own,), ((k, columns),), axes, "laid out", part=part, in_turn=turns)
+            return Parameter((own,), ((k, columns),), "laid out", part=part, in_turn=turns)
         stored = (columns, k // MXFP4_GROUP, MXFP4_GROUP // 2), (columns, k // MXFP4_GROUP)
         names = f"{own}_blocks", f"{own}_scales"
-        return Parameter(names, stored, axes, "mxfp4", part=part, in_turn=turns)
+        return Parameter(names, stored, "mxfp4", part=part, in_turn=turns)
 
     biases = (at + "gate_up_proj_bias",), (at + "down_proj_bias",)
     return {
-        "gate_up": matrix("gate_up_proj", d, 2 * f, ("d", "2 f")),
-        "down": matrix("down_proj", f, d, ("f", "d")),
-        "gate_up_bias": Parameter(
-            biases[0], ((2 * f,),), ("2 f",), "bias", part=part, in_turn=True
-        ),
-        "down_bias": Parameter(biases[1], ((d,),), ("d",), "bias", part=part),
+        "gate_up": matrix("gate_up_proj", d, 2 * f),
+        "down": matrix("down_proj", f, d),
+        "gate_up_bias": Parameter(biases[0], ((2 * f,),), "bias", part=part, in_turn=True),
+        "down_bias": Parameter(biases[1], ((d,),), "bias", part=part),
     }
 
 
@@ -331,9 +322,9 @@ def split(layout: Layout, params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _norm(cfg: ModelConfig, key: str, at: str) -> Layout:
-    own = {key: Parameter((f"{at}.weight",), ((cfg.d_model,),), ("d",), "norm")}
+    own = {key: Parameter((f"{at}.weight",), ((cfg.d_model,),), "norm")}
     if cfg.layer_norm:
-        own[f"{key}_bias"] = Parameter((f"{at}.bias",), ((cfg.d_model,),), ("d",), "bias")
+        own[f"{key}_bias"] = Parameter((f"{at}.bias",), ((cfg.d_model,),), "bias")
     return own
 
 
@@ -342,11 +333,10 @@ def _swiglu(
     at: str,
     d: int,
     f: int,
-    width: str,
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
 ) -> Layout:
     gate, up, down = (f"{at}{name}.weight" for name in names)
     return {
-        f"{key}gate_up": Parameter((gate, up), ((f, d), (f, d)), ("d", f"2 {width}")),
-        f"{key}down": Parameter((down,), ((d, f),), (width, "d")),
+        f"{key}gate_up": Parameter((gate, up), ((f, d), (f, d))),
+        f"{key}down": Parameter((down,), ((d, f),)),
     }

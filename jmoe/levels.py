@@ -18,7 +18,6 @@ from jmoe.brownout import strategy_code
 from pallas_kernels.routing import BY_WEIGHT
 
 FILE = "levels.json"
-PERCENTS = range(101)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ differences stay on the device; an expert is made of one in a spare slot.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -16,10 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jmoe.checkpoint import CheckpointError, reading
+from jmoe.checkpoint import CheckpointError, checked_tensor, reading
 from jmoe.config import ModelConfig
 from jmoe.experts import Pool
-from jmoe.finite import seem_finite
 from jmoe.offloaded import Expert
 from jmoe.sharing import WEIGHTS_FILE, Sharing
 
@@ -113,15 +111,5 @@ def read_residuals(
         for at, (model, layer, expert) in enumerate(experts):
             for leaf, ((key, side), shape) in zip(leaves, shapes.items(), strict=True):
                 name = tensor_name(sharing.fingerprints[model], layer, expert, key, side)
-                leaf[at] = _checked(path, name, file.get_tensor(name), shape, check_weights)
+                leaf[at] = checked_tensor(file, path, name, shape, leaf.dtype, check_weights)
     return Residuals(*map(jnp.asarray, leaves))
-
-
-def _checked(
-    path: Path, name: str, tensor: np.ndarray, shape: tuple[int, ...], check_weights: bool
-) -> np.ndarray:
-    if tensor.shape != shape:
-        raise CheckpointError(f"{path}: {name} is {list(tensor.shape)}, expected {list(shape)}")
-    if check_weights and not seem_finite(tensor):
-        raise CheckpointError(f"{path}: {name} has weights that are not finite")
-    return tensor.astype(jnp.bfloat16)

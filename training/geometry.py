@@ -50,11 +50,3 @@ GEOMETRIES: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 128,
     },
 }
-
-
-def smaller(**changes: Any) -> tuple[dict[str, Any], ModelConfig]:
-    """Returns `config.json` with keys replaced, and the architecture it means; for quick
-    experiments.
-    """
-    config = {**HF_CONFIG, **changes}
-    return config, from_hf(config)

@@ -2,12 +2,9 @@
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Self
-
-from rich.progress import Progress, TaskID
 
 from jmoe.extras import need
 
@@ -17,23 +14,6 @@ FILE = "losses.jsonl"
 def text_of(losses: Mapping[str, float]) -> str:
     """Returns losses as they are shown beside a progress bar."""
     return " ".join(f"{name} {loss:.4f}" for name, loss in losses.items())
-
-
-@contextmanager
-def bars() -> Iterator[Callable[[str, int, int, str], None]]:
-    """Shows a bar for each thing that is done; yields what is called with it, how much of it is
-    done, how much it is in all, and what to show beside.
-    """
-    with Progress() as shown:
-        jobs: dict[str, TaskID] = {}
-
-        def progress(what: str, done: int, total: int, text: str) -> None:
-            if what not in jobs:
-                jobs[what] = shown.add_task(what)
-            words = f"{what} {text}"
-            shown.update(jobs[what], completed=done, total=total, description=words)
-
-        yield progress
 
 
 class LossLog:

@@ -19,7 +19,7 @@ from jmoe.config import from_hf
 from training.distill import DistillConfig, distill
 from training.export import export_hf
 from training.geometry import GEOMETRIES
-from training.log import bars
+from training.progress import bars
 from training.tasks import write_jsonl
 from training.train import TrainConfig, train
 

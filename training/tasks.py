@@ -1,7 +1,7 @@
 """Self-generated tasks with exactly checkable answers.
 
 `python -m training.tasks --split eval --num 4000 --seed 1 --out FILE.jsonl` writes JSON lines
-`{"family", "prompt", "answer"}`. An answer is the whole completion after the prompt, leading space
+`{"prompt", "answer", "family"}`. An answer is the whole completion after the prompt, leading space
 included; it is right when it equals the generated text up to the end-of-text token.
 
 Train and eval items are disjoint by a hash of their content, facts excepted: a fact can only be
@@ -9,6 +9,7 @@ known from training, so its eval items are the facts themselves.
 """
 
 import argparse
+import itertools
 import json
 import random
 import string
@@ -137,13 +138,8 @@ def tasks(split: Split, seed: int) -> Iterator[Task]:
 
 
 def write_jsonl(path: Path, split: Split, num: int, seed: int) -> None:
-    """Writes `num` items, one JSON object a line."""
-    stream = tasks(split, seed)
-    with path.open("w", encoding="utf-8") as out:
-        for _ in range(num):
-            task = next(stream)
-            row = {"family": task.family, "prompt": task.prompt, "answer": task.answer}
-            out.write(json.dumps(row) + "\n")
+    """Writes the first `num` items of a seed."""
+    write_items(path, itertools.islice(tasks(split, seed), num))
 
 
 def write_items(path: Path, items: Iterable[Task]) -> None:

@@ -154,7 +154,6 @@ class Fit(NamedTuple):
     per_pair: int  # experts that each device sends to each other one; 0: none
     window_s: float  # in which the copies can be hidden
     copy_s: float  # of these replicas; of the fewest that could be sent, where none fit
-    experts_in_window: int  # that a device's link carries in it, if it carries nothing unwanted
     reason: str
 
 
@@ -220,30 +219,24 @@ class MeshStep(NamedTuple):
         """Visits of a device's rows."""
         return self.tokens_per_device * self.cfg.experts_per_token
 
-    def replicas_that_fit(self, per_pair: int, *, local_share: float | None = None) -> Fit:
+    def replicas_that_fit(self, per_pair: int) -> Fit:
         """Returns the most replicas whose copies are hidden in a prefill step.
 
         Replicas travel in a dense all-to-all: every device sends the same number of experts, at
         most `per_pair`, to every other, wanted or not, and a device can use at most as many as it
         lacks. The window is the time of a device's remote visits, balanced: their products, or the
-        reading of its experts' weights where that takes longer.
+        reading of its experts' weights where that takes longer. Local ones are as many as a device
+        has of the experts, its own and `alpha` N, as if all were visited alike; where own rows
+        prefer what is held (0.38 in Libra's Table 2), the window is shorter.
 
-        Args:
-            per_pair: the most experts from one device to another.
-            local_share: 0 to 1, visits that need no other device's rows; None: as many as a device
-                has of the experts, its own and `alpha` N, as if all were visited alike. Where own
-                rows prefer what is held it is more, and the window shorter: 0.38 in Libra's
-                Table 2.
-
-        Raises ValueError for a number below 1, or a share that is none.
+        Raises ValueError for a number below 1, or an `alpha` that is no share.
         """
-        self._check(per_pair, local_share)
+        self._check(per_pair)
         if self.num_devices == 1 or not self.lacking:
-            return Fit(0, 0, 0.0, 0.0, 0, "every device has all experts")
+            return Fit(0, 0, 0.0, 0.0, "every device has all experts")
 
         def window_s(num_replicas: int) -> float:
-            share = self._local_share(num_replicas) if local_share is None else local_share
-            remote = 1 - share
+            remote = 1 - self._local_share(num_replicas)
             return self._experts_s(remote * self.visits, self.held + num_replicas)
 
         one_s = expert_bytes(self.cfg, self.dtype_bytes) / self.machine.link_bytes_per_s
@@ -254,12 +247,11 @@ class MeshStep(NamedTuple):
             if copy <= window:
                 reason = f"{pairs} a pair of devices takes {seconds(copy)}, less than remote "
                 reason += f"visits' {seconds(window)}"
-                return Fit(num_replicas, pairs, window, copy, int(window / one_s), reason)
+                return Fit(num_replicas, pairs, window, copy, reason)
         window, copy = window_s(min(others, self.lacking)), others * one_s
-        carried = int(window / one_s)
         reason = f"1 a pair of devices takes {seconds(copy)}, and remote visits {seconds(window)}, "
-        reason += f"in which a link carries {carried} of {others}"
-        return Fit(0, 0, window, copy, carried, reason)
+        reason += f"in which a link carries {int(window / one_s)} of {others}"
+        return Fit(0, 0, window, copy, reason)
 
     def layer_s(self, fit: Fit | None = None, *, imbalance: float = 1.0) -> float:
         """Returns the seconds of an MoE layer's exchange and experts on the fullest device of a
@@ -473,12 +465,11 @@ class MeshStep(NamedTuple):
         written_s = rows * self.cfg.d_model * self.dtype_bytes / self.machine.memory_bytes_per_s
         return written_s + (self.loop_s if per_pass else 0.0)
 
-    def _check(self, per_pair: int, local_share: float | None) -> None:
+    def _check(self, per_pair: int) -> None:
         names = "num_devices", "tokens_per_device", "dtype_bytes"
         counts = {name: getattr(self, name) for name in names} | {"per_pair": per_pair}
         for name, count in counts.items():
             if count < 1:
                 raise ValueError(f"{name} is {count}; it must be 1 or more")
-        for name, share in (("alpha", self.alpha), ("local_share", local_share)):
-            if share is not None and not 0 <= share <= 1:
-                raise ValueError(f"{name} is {share}; it must be between 0 and 1")
+        if not 0 <= self.alpha <= 1:
+            raise ValueError(f"alpha is {self.alpha}; it must be between 0 and 1")

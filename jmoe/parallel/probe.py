@@ -13,7 +13,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
@@ -34,10 +34,6 @@ class Probe(NamedTuple):
         """Returns the logits of rows `x`, float32."""
         return normed(x) @ self.weight + self.bias[None, :]
 
-    def choices(self, x: Float[Array, "T d"], top_k: int) -> Int[Array, "T K"]:
-        """Returns the `top_k` experts with the highest logits, int32."""
-        return lax.top_k(self.logits(x), top_k)[1].astype(jnp.int32)
-
 
 class Sums(NamedTuple):
     """Sums that least squares needs over the rows seen so far, in float32."""
@@ -52,28 +48,21 @@ class Sums(NamedTuple):
     def of(
         cls, x: Float[Array, "T d"], logits: Float[Array, "T m"], real: Float[Array, "T"]
     ) -> "Sums":
-        """Sums these rows, normed; `real` is 1 for rows that count and 0 for others."""
+        """Sums rows that enter a layer's MoE block, normed, and the logits of the next one's router
+        for them; `real` is 1 for rows that count and 0 for others.
+        """
         rows, y = normed(x) * real[:, None], logits.astype(jnp.float32) * real[:, None]
         return cls(jnp.sum(real), jnp.sum(rows, 0), jnp.sum(y, 0), rows.T @ rows, rows.T @ y)
 
     def fit(self, ridge: float) -> Probe:
-        """Returns the probe with least squared error, by ridge regression (solved in one step)."""
+        """Returns the probe with least squared error, by ridge regression (solved in one step).
+        The penalty `ridge` is a part of the mean square of the normed rows, which is 1.
+        """
         mean_x, mean_y = self.x / self.count, self.y / self.count
         gram = self.xx / self.count - jnp.outer(mean_x, mean_x)
         gram = gram + ridge * jnp.eye(gram.shape[0], dtype=jnp.float32)
         weight = jnp.linalg.solve(gram, self.xy / self.count - jnp.outer(mean_x, mean_y))
         return Probe(weight, mean_y - mean_x @ weight)
-
-
-def fit_probe(x: Float[Array, "T d"], logits: Float[Array, "T m"], *, ridge: float = 1e-3) -> Probe:
-    """Returns the probe of one layer, from all rows at once.
-
-    Args:
-        x: rows that enter layer l's MoE block.
-        logits: of layer l + 1's router for the same rows.
-        ridge: penalty on the weights, as a part of the mean square of the normed rows, which is 1.
-    """
-    return Sums.of(x, logits, jnp.ones(x.shape[0], jnp.float32)).fit(ridge)
 
 
 def normed(x: Float[Array, "T d"]) -> Float[Array, "T d"]:

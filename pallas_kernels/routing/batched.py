@@ -24,14 +24,9 @@ MOST_COMPARED = 4096
 
 def route(
     logits,
+    gating,
     *,
-    top_k,
-    normalize,
-    scoring,
     bias,
-    grouping,
-    scale,
-    jitter,
     groups,
     slots,
     threshold_percent,
@@ -44,6 +39,7 @@ def route(
     """See `op.route`; `num_blocks` is the bound. Returns picks, and the fields of `Plan` and
     `op.Dispatch`.
     """
+    top_k, normalize, scoring, grouping, scale, jitter = gating
     num_experts = groups.shape[0]
     if logits.shape[0] * HALF > jnp.iinfo(jnp.int32).max:
         raise ValueError(f"{logits.shape[0]} rows are more than one step's routing can count")

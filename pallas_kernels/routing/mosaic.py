@@ -83,18 +83,16 @@ from pallas_kernels.routing.parts import (
     whole_fours,
 )
 from pallas_kernels.routing.tile_map import COUNT, END, HEAD, ROW, SIZE, SLOT, RowTiles, TileMap
-from pallas_kernels.routing.values import Grouping, Plan
+from pallas_kernels.routing.values import Gating, Plan
 
 
 def supports(
     logits: Array,
     groups: Array | TableRow,
     slots: Array | TableRow,
-    top_k: int,
+    gating: Gating,
     block_m: int,
     bias: Array | TableRow | None = None,
-    grouping: Grouping | None = None,
-    scoring: str = "softmax",
 ) -> bool:
     """Returns whether the kernel takes these: float32 logits; up to 4,096 rows of 64 routed
     experts, 2,048 of 128, 512 of 256, in fours; 512 logical experts; 8 picks, up to 512 rows of 128
@@ -103,9 +101,9 @@ def supports(
     """
     num_rows, columns = logits.shape
     num_experts, num_logical = row_length(groups), row_length(slots)
-    sizes = Sizes(num_rows, top_k, num_experts, num_logical, block_m, 0, True, "", None, False)
-    sizes = sizes._replace(biased=bias is not None)
-    plain = bias is None and grouping is None and scoring != "sparsemixer"
+    biased, grouping, top_k = bias is not None, gating.grouping, gating.top_k
+    sizes = Sizes(num_rows, gating, num_experts, num_logical, block_m, 0, None, False, biased)
+    plain = not biased and grouping is None and gating.scoring != "sparsemixer"
     return (
         logits.dtype == jnp.float32
         and (bias is None or _dtype(bias) == jnp.float32)
@@ -130,14 +128,9 @@ def _dtype(row: Array | TableRow) -> jnp.dtype:
 
 def route(
     logits: Float[Array, "T columns"],
+    gating: Gating,
     *,
-    top_k: int,
-    normalize: bool,
-    scoring: str,
     bias: Float[Array, "m"] | TableRow | None = None,
-    grouping: Grouping | None = None,
-    scale: float = 1.0,
-    jitter: float = 0.0,
     groups: Int[Array, "m"] | TableRow,
     slots: Int[Array, "E"] | TableRow,
     threshold_percent: Int[Array, ""] | Int[Array, "1"] | TableRow,
@@ -153,23 +146,17 @@ def route(
 
     `interpreted`: blocks meet before they exchange sums, as the interpreter needs it.
     """
-    num_rows = logits.shape[0]
     sizes = Sizes(
-        num_rows,
-        top_k,
+        logits.shape[0],
+        gating,
         row_length(groups),
         row_length(slots),
         block_m,
         num_blocks * block_m,
-        normalize,
-        scoring,
         tiles,
         interpreted,
         bias is not None,
-        grouping,
-        scale,
         isinstance(threshold_percent, TableRow),
-        jitter,
     )
     threshold = threshold_percent
     threshold = threshold.table if isinstance(threshold, TableRow) else threshold
@@ -177,7 +164,7 @@ def route(
     tables = (*_in_a_row(groups), *_in_a_row(slots))
     more = () if bias is None else _in_a_row(bias)
     out = _call(sizes)(logits, *tables, valid, exempt, *scalars, *more)
-    ids, expert_ids = out.ids[:, :top_k], out.expert_ids[:, :top_k]
+    ids, expert_ids = (picks[:, : gating.top_k] for picks in (out.ids, out.expert_ids))
     plan = Plan(expert_ids, valid[:, None] & (expert_ids != ids), out.s1 != 0)
     return ids, plan, _dispatch(sizes, out, row_of(slots))
 

@@ -10,7 +10,7 @@ from pallas_kernels.routing import batched as few_launches
 from pallas_kernels.routing import reference, tile_map
 from pallas_kernels.routing.reference import brownout_plan, gate
 from pallas_kernels.routing.tile_map import RowTiles, TileMap
-from pallas_kernels.routing.values import Grouping, Plan, Scoring
+from pallas_kernels.routing.values import Gating, Grouping, Plan, Scoring
 
 ZERO, FULL, PARTIAL = 0, 1, 2
 OWN = 3
@@ -141,15 +141,7 @@ def route(
     router chose, the plan and the dispatch. On Hopper, steps of up to 4,096 rows (of
     more than 64 experts 2,048, of more than 128 512) take one kernel.
     """
-    gating: dict[str, Any] = {
-        "top_k": top_k,
-        "normalize": normalize,
-        "scoring": scoring,
-        "bias": bias,
-        "grouping": grouping,
-        "scale": scale,
-        "jitter": jitter,
-    }
+    gating = Gating(top_k, normalize, scoring, grouping, scale, jitter)
     planning: dict[str, Any] = {
         "threshold_percent": threshold_percent,
         "strategy": strategy,
@@ -161,20 +153,20 @@ def route(
     if hopper():
         from pallas_kernels.routing import mosaic  # Pallas is not imported where it is unused
 
-        if mosaic.supports(logits, groups, slots, top_k, block_m, bias, grouping, scoring):
+        if mosaic.supports(logits, groups, slots, gating, block_m, bias):
             note("routing", KERNEL)
-            tables: dict[str, Any] = {"groups": groups, "slots": slots}
-            return mosaic.route(logits, **gating, **tables, **planning, **sizes, tiles=tiles)
+            tables: dict[str, Any] = {"bias": bias, "groups": groups, "slots": slots}
+            return mosaic.route(logits, gating, **tables, **planning, **sizes, tiles=tiles)
     note("routing")
     groups, slots = row_of(groups), row_of(slots)
     planning["threshold_percent"] = threshold_of(threshold_percent)
-    gating["bias"] = None if bias is None else row_of(bias)
+    bias = None if bias is None else row_of(bias)
     if batched():
-        tables = {"groups": groups, "slots": slots}
-        ids, plan, work = few_launches.route(logits, **gating, **tables, **planning, **sizes)
+        tables = {"bias": bias, "groups": groups, "slots": slots}
+        ids, plan, work = few_launches.route(logits, gating, **tables, **planning, **sizes)
         plan, work = Plan(*plan), Dispatch(*work)
     else:
-        weights, ids = gate(logits[:, : groups.shape[0]], **gating)
+        weights, ids = gate(logits[:, : groups.shape[0]], bias=bias, **gating._asdict())
         plan = brownout_plan(ids, weights, scale=scale, groups=groups, **planning)
         work = dispatch(plan.expert_ids, weights, slots, block_m=block_m, max_active=max_active)
     if tiles is not None:

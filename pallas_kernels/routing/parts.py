@@ -12,7 +12,7 @@ from jax import lax
 from pallas_kernels.layouts import BY_SINGLE_COLUMN, I32, ROWS, SINGLE_COLUMNS
 from pallas_kernels.routing.reference import BY_WEIGHT, by_score
 from pallas_kernels.routing.tile_map import RowTiles, max_tiles
-from pallas_kernels.routing.values import Grouping
+from pallas_kernels.routing.values import Gating
 
 MAX_BLOCKS = 8
 """Blocks of a cluster, the most that every GPU can place."""
@@ -60,25 +60,25 @@ class Sizes(NamedTuple):
     """Static sizes of one call."""
 
     rows: int
-    picks: int
+    gating: Gating
     experts: int  # routed
     logical: int
     block_m: int
     sorted_rows: int
-    normalize: bool
-    scoring: str
     tiles: RowTiles | None  # to be mapped
     interpreted: bool
     biased: bool = False
-    grouping: Grouping | None = None
-    scale: float = 1.0
     by_layer: bool = False  # there is a threshold for each layer
-    jitter: float = 0.0  # of sparsemixer
 
     @property
     def by_score(self) -> bool:
         """Whether experts are chosen by score, not by logit."""
-        return by_score(self.biased, self.grouping)
+        return by_score(self.biased, self.gating.grouping)
+
+    @property
+    def picks(self) -> int:
+        """Picks a row."""
+        return self.gating.top_k
 
     @property
     def turns(self) -> int:

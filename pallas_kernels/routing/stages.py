@@ -35,7 +35,7 @@ from pallas_kernels.routing.parts import (
     by_row_and_expert,
 )
 from pallas_kernels.routing.reference import BY_WEIGHT, LOWEST, TINY, is_far, no_less
-from pallas_kernels.routing.values import Grouping
+from pallas_kernels.routing.values import Gating, Grouping
 
 MAX_TOGETHER, MAX_TOGETHER_IN_TURNS, FEW = 128, 64, 32
 """Routed experts that sums over rows are made of at once, in a block of one turn and of several;
@@ -82,13 +82,14 @@ def _of_all(operation: Callable, parts: list) -> Any:
 
 def gate(at: Block) -> None:
     """Computes picks, their weights, and the visits of each expert, all in shared memory."""
-    sizes, smem, grouping = at.sizes, at.smem, at.sizes.grouping
+    sizes, smem, gating = at.sizes, at.smem, at.sizes.gating
+    grouping = gating.grouping
     parts = _parts(sizes, sizes.experts // grouping.count if grouping else 0)
     logits = [by_row_and_expert(smem.logits.at[:, part.slice]) for part in parts]
     xs = tuple(map(no_less, logits))
     top = scale = None
-    mixes = sizes.scoring == "sparsemixer"
-    if sizes.scoring == "softmax" and (sizes.by_score or not sizes.normalize):
+    mixes = gating.scoring == "sparsemixer"
+    if gating.scoring == "softmax" and (sizes.by_score or not gating.normalize):
         top = _of_all(jnp.maximum, [jnp.max(x, axis=1) for x in xs])
         if not sizes.by_score:
             scale = _sum_of_exp(logits, top)
@@ -107,7 +108,7 @@ def gate(at: Block) -> None:
             best = jnp.where(x == across(top, x.shape), part.columns, sizes.experts)
             first.append(jnp.min(best, axis=1) + part.first)
         picked = _of_all(jnp.minimum, first)
-        smem.weights[:, k] = _share_of_near(sizes, xs, top) if mixes else top
+        smem.weights[:, k] = _share_of_near(gating, xs, top) if mixes else top
         smem.ids[:, k] = picked
         pairs = zip(parts, xs, strict=True)
         return tuple(jnp.where(part.hits(picked), -jnp.inf, x) for part, x in pairs)
@@ -124,7 +125,7 @@ def gate(at: Block) -> None:
             visits += by_expert(smem.visits.at[part.slice])
         smem.visits[part.slice] = visits
     if sizes.by_score:
-        if top is not None and not sizes.normalize:
+        if top is not None and not gating.normalize:
             again = [by_row_and_expert(smem.logits.at[:, part.slice]) for part in parts]
             scale = _sum_of_exp(again, top)
         _read_picked(at)
@@ -136,16 +137,16 @@ def gate(at: Block) -> None:
         _share_out(at, kind)
 
 
-def _share_of_near(sizes: Sizes, xs, top):
+def _share_of_near(gating: Gating, xs, top):
     """Returns each row's weight of a pick of sparsemixer, of what is left. See
     `reference.is_far`.
     """
     sums = []
     for x in xs:
         most = across(top, x.shape)
-        far = is_far(x, most, sizes.jitter)
+        far = is_far(x, most, gating.jitter)
         sums.append(jnp.sum(jnp.where(far, 0.0, jnp.exp(x - most)), axis=1))
-    return sizes.scale / _of_all(jnp.add, sums)
+    return gating.scale / _of_all(jnp.add, sums)
 
 
 def _share_out(at: Block, kind) -> None:
@@ -157,7 +158,7 @@ def _share_out(at: Block, kind) -> None:
 
         def add(k, found, part=part):
             weights, picked = by_row(smem.weights.at[:, k]), by_row(smem.ids.at[:, k])
-            share = (weights * ((1 << 15) / sizes.scale) + 0.5).astype(I32)
+            share = (weights * ((1 << 15) / sizes.gating.scale) + 0.5).astype(I32)
             share = across(jnp.where(kind == DEGRADABLE, share, 0), found.shape)
             return found + jnp.where(part.hits(picked), share, 0)
 
@@ -228,18 +229,18 @@ def _weigh(at: Block, largest, scale) -> None:
     """Makes weights of the picks' logits, in shared memory. `largest` is a row's largest logit,
     None where the first pick's is it; `scale` is softmax's sum.
     """
-    sizes = at.sizes
-    tops = [by_row(at.smem.weights.at[:, k]) for k in range(sizes.picks)]
-    if sizes.scoring == "sigmoid":
+    gating = at.sizes.gating
+    tops = [by_row(at.smem.weights.at[:, k]) for k in range(gating.top_k)]
+    if gating.scoring == "sigmoid":
         weights = [1.0 / (1.0 + jnp.exp(-top)) for top in tops]
     else:
         largest = tops[0] if largest is None else largest
         weights = [jnp.exp(top - largest) for top in tops]
-    if sizes.normalize:
+    if gating.normalize:
         scale = jnp.maximum(functools.reduce(jnp.add, weights), TINY)
     for k, weight in enumerate(weights):
         weight = weight if scale is None else weight / scale
-        at.smem.weights[:, k] = weight if sizes.scale == 1 else sizes.scale * weight
+        at.smem.weights[:, k] = weight if gating.scale == 1 else gating.scale * weight
 
 
 def plan(at: Block, visits) -> None:

@@ -15,6 +15,17 @@ class Grouping(NamedTuple):
     best: int  # experts whose scores add up to their group's
 
 
+class Gating(NamedTuple):
+    """How a router's logits become picks and their weights, as `reference.gate` says."""
+
+    top_k: int
+    normalize: bool
+    scoring: Scoring = "softmax"
+    grouping: Grouping | None = None
+    scale: float = 1.0
+    jitter: float = 0.0  # of sparsemixer
+
+
 class Plan(NamedTuple):
     """What a brownout plan decided for one layer of one step."""
 

@@ -12,6 +12,7 @@ import numpy as np
 from pallas_kernels import routing
 from pallas_kernels.backend import batched_only, references_only
 from pallas_kernels.routing.tile_map import COUNT, TileMap
+from pallas_kernels.routing.values import Gating
 
 
 class Case(NamedTuple):
@@ -112,11 +113,11 @@ def kernel_of(static, name="mosaic"):
     interpreted = name == "mosaic" and not interpreter.ON_SM90
     blocks = routing.max_blocks(static.rows * static.top_k, static.experts, static.block_m)
 
-    def op(logits, *, max_active, groups, slots, **rest):
-        gated = static.top_k, static.block_m, rest["bias"], static.grouping, static.scoring
-        assert mosaic.supports(logits, groups, slots, *gated)
+    def op(logits, *, max_active, groups, slots, bias, **rest):
+        gating = Gating(**{key: rest.pop(key) for key in static.of_gate()})
+        assert mosaic.supports(logits, groups, slots, gating, static.block_m, bias)
         more = {"groups": groups, "slots": slots, "num_blocks": blocks, "interpreted": interpreted}
-        return mosaic.route(logits, **more, **rest)
+        return mosaic.route(logits, gating, bias=bias, **more, **rest)
 
     return op
 

@@ -33,6 +33,7 @@ from pallas_kernels.backend import references_only
 from pallas_kernels.compile_for import compile_for, h200_mesh
 from pallas_kernels.grouped_gemm import BLOCK_M
 from pallas_kernels.routing import mosaic
+from pallas_kernels.routing.values import Gating
 from tests.compiled import count_launches
 
 pytestmark = pytest.mark.deep
@@ -253,8 +254,8 @@ def test_steps_of_several_blocks():
 def test_what_the_kernel_does_not_take(changes):
     static = Static(**changes)
     case = jax.tree.map(jnp.asarray, draw(0, static, 0))
-    given = case.logits, case.groups, case.slots, static.top_k, static.block_m
-    assert not mosaic.supports(*given, case.bias, static.grouping, static.scoring)
+    given = case.logits, case.groups, case.slots, Gating(**static.of_gate())
+    assert not mosaic.supports(*given, static.block_m, case.bias)
 
 
 LAYERS = 24

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from jmoe.config import from_hf
 from training.export import export_hf
-from training.geometry import smaller
+from training.geometry import HF_CONFIG
 from training.network import init_params
 from training.tasks import write_jsonl
 from training.tokenizer import save_tokenizer
@@ -39,18 +40,19 @@ def tokenizer():
 @pytest.fixture(scope="session")
 def tiny():
     """Returns `config.json` contents and ModelConfig of a model of two layers and eight experts."""
-    config, cfg = smaller(
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        num_experts=8,
-        num_experts_per_tok=2,
-        moe_intermediate_size=16,
-        shared_expert_intermediate_size=24,
-    )
-    return SimpleNamespace(config=config, cfg=cfg)
+    config = {
+        **HF_CONFIG,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 24,
+    }
+    return SimpleNamespace(config=config, cfg=from_hf(config))
 
 
 @pytest.fixture(scope="session")

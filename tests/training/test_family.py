@@ -16,10 +16,11 @@ from jmoe.sharing import Sharing
 from training.consolidate.residuals import low_rank
 from training.consolidate.rules import owners_random
 from training.family.differences import read_differences, write_differences
-from training.family.quality import Items, encode_items, rank_correlation, right_items
+from training.family.quality import rank_correlation, right_items
 from training.family.shared import Members
 from training.family.skills import VARIANTS, skill_tasks
 from training.family.tune import TuneConfig, read_params, tune, tuning_batch, unite
+from training.packing import Encoded
 from training.tasks import FAMILIES
 
 SHAPE = (2, 8)
@@ -196,10 +197,9 @@ def members(tiny_family):
 def test_right_is_what_greedy_decoding_gives(members):
     model = members.models[0]
     prompts = [[5, 9, 200, 31], [77, 8], [300, 4, 4, 9, 7], [81]] * 2
-    tokens, answer = np.zeros((8, 12), np.int32), np.zeros((8, 12), bool)
+    tokens = np.zeros((8, 12), np.int32)
     for row, prompt in enumerate(prompts):
         tokens[row, : len(prompt)] = prompt
-        answer[row, len(prompt) : len(prompt) + 5] = True
     for step in range(5):  # token by token, each after those before it
         logits = np.asarray(jmoe.forward(model, tokens))
         for row, prompt in enumerate(prompts):
@@ -207,17 +207,10 @@ def test_right_is_what_greedy_decoding_gives(members):
             tokens[row, at] = logits[row, at - 1].argmax()
     for row in range(4, 8):
         tokens[row, len(prompts[row]) + row % 4] ^= 1  # one token is another
-    right = right_items(model, Items(tokens, answer, ("f",) * 8))
+    ids = [row[: len(prompt) + 5].tolist() for row, prompt in zip(tokens, prompts, strict=True)]
+    items = [Encoded(own, len(prompt), "f") for own, prompt in zip(ids, prompts, strict=True)]
+    right = right_items(model, items)
     assert right.tolist() == [True] * 4 + [False] * 4
-
-
-def test_items_are_prompt_answer_and_end_of_text(tokenizer):
-    tasks = some("nines", "eval", 5)
-    items = encode_items(tokenizer, tasks)
-    for row, task in enumerate(tasks):
-        assert tokenizer.decode(items.tokens[row][items.answer[row]].tolist()) == task.answer
-    with pytest.raises(ValueError, match="no items"):
-        encode_items(tokenizer, [])
 
 
 def logits_of(model):

@@ -14,9 +14,10 @@ from training.family import degraded
 from training.family import quality as quality_module
 from training.family.calls import CALLER, CHAT_TEMPLATE
 from training.family.make import HELD_OUT, STORED, TEXTS, WAY, main, restore
-from training.family.quality import GROUPS, RANKS, RULES, Quality, encode_items, right_items, run
+from training.family.quality import GROUPS, RANKS, RULES, Quality, right_items, run
 from training.family.report import tables
 from training.family.skills import SKILLS, skill_tasks
+from training.packing import encode_task
 from training.tasks import Task
 
 pytestmark = pytest.mark.exhaustive
@@ -93,7 +94,7 @@ def test_the_stored_family_is_restored_and_knows_its_skills(tmp_path, monkeypatc
     tokenizer = Tokenizer.from_file(str(tmp_path / "base" / "tokenizer.json"))
     for skill in SKILLS:
         stream = skill_tasks(skill, "eval", 77)
-        items = encode_items(tokenizer, [next(stream) for _ in range(64)])
+        items = [encode_task(tokenizer, next(stream)) for _ in range(64)]
         shares = {
             name: right_items(jmoe.load(tmp_path / name, "float32"), items).mean()
             for name in ("base", skill)
@@ -114,7 +115,7 @@ def test_the_stored_family_is_restored_and_knows_its_skills(tmp_path, monkeypatc
     lines = (tmp_path / "caller-held-out.jsonl").read_text(encoding="utf-8").splitlines()
     held_out = [Task(**json.loads(line)) for line in lines]
     assert len(held_out) == HELD_OUT
-    calls = encode_items(tokenizer, [item for item in held_out if item.family == "call"][:128])
+    calls = [encode_task(tokenizer, item) for item in held_out if item.family == "call"][:128]
     base, caller = (jmoe.load(tmp_path / name, "float32") for name in ("base", CALLER))
     assert right_items(base, calls).mean() == 0
     assert right_items(caller, calls).mean() > 0.8

@@ -1,9 +1,9 @@
 """`consolidate`: a map of the experts that models of one architecture share, and its file."""
 
-import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -14,6 +14,7 @@ from jaxtyping import Float
 from jmoe import layout
 from jmoe.checkpoint import HFLayers, weights_digest
 from jmoe.config import ModelConfig
+from jmoe.digests import sha256_of
 from jmoe.family import check_family, stored_alike
 from jmoe.layers import Layers
 from jmoe.sharing import MERGED, WEIGHTS_FILE, Sharing, write_sharing
@@ -33,6 +34,7 @@ from training.consolidate.rules import (
 from training.distill.data import pack_files
 from training.distill.stream import layers_dtype
 from training.packing import Batch
+from training.progress import counted
 
 RuleName = Literal["functional", "paper", "random", "average"]
 RULES: tuple[str, ...] = get_args(RuleName)
@@ -150,13 +152,8 @@ def consolidate(
     allowed = config.allow_unknown_config
     models = [Layers(path, layers_dtype(), allow_unknown_config=allowed) for path in found.values()]
     passes = 2 if config.rule == "average" or config.residual_rank else 1
-    done = 0
-
-    def advance(layers: int) -> None:
-        nonlocal done
-        done += layers
-        progress("consolidate", done, passes * len(found) * cfg.num_layers)
-
+    total = passes * len(found) * cfg.num_layers
+    advance = counted(partial(progress, "consolidate"), total)
     if config.lossless:
         kind = jnp.dtype(layers_dtype())
         files = {name: HFLayers(path, cfg, kind) for name, path in found.items()}
@@ -324,13 +321,8 @@ def _facts(
         rows = [int(np.count_nonzero(batch.items)) for batch in data]
         facts["rows"] = dict(zip(sharing.names, rows, strict=True))
         facts["data"] = {
-            f"{name}={path.name}" if name else path.name: _digest(path)
+            f"{name}={path.name}" if name else path.name: sha256_of(path)[:16]
             for name, paths in config.data.items()
             for path in paths
         }
     return facts
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()[:16]

@@ -15,6 +15,7 @@ from typing import Any, BinaryIO
 import jax
 import numpy as np
 
+from jmoe.digests import sha256_of
 from training.distill.config import ADDED_SETTINGS
 from training.distill.fit import DistillError, Fit
 from training.distill.parallel import is_first, wait_for_all
@@ -67,7 +68,7 @@ class Store:
     def save_finished(self, record: dict[str, Any], files: Sequence[str]) -> None:
         """Stores the results of a finished run, and stamps of its files in `out`."""
         out = self.folder.parent
-        written = {name: _stamp(out / name, with_digest=True) for name in files}
+        written = {name: _stamp(out / name) for name in files}
         content = json.dumps(record | {"files": written}, indent=1).encode()
         self._write(self.folder / FINISHED, lambda file: file.write(content))
 
@@ -271,10 +272,8 @@ def check_began(out: Path, fingerprint: dict[str, Any], model_dir: Path) -> dict
 
 def _changes(began: dict[str, Any], fingerprint: dict[str, Any]) -> str:
     """Returns the settings that differ, with both values."""
-    before, now = (
-        ADDED_SETTINGS | began.get("settings", {}),
-        ADDED_SETTINGS | fingerprint["settings"],
-    )
+    both = began.get("settings", {}), fingerprint["settings"]
+    before, now = (ADDED_SETTINGS | settings for settings in both)
     return "; ".join(
         f"{name} {before.get(name, 'none')}, and now {now.get(name, 'none')}"
         for name in sorted(before | now)
@@ -295,29 +294,22 @@ def finished(out: Path, fingerprint: dict[str, Any]) -> dict[str, Any] | None:
         record = json.loads((out / WORK / FINISHED).read_text(encoding="utf-8"))
         if any(record.get(key) != value for key, value in fingerprint.items()):
             return None
-        for name, written in record["files"].items():
-            size, changed = _stamp(out / name, with_digest=False)[:2]
-            if size != written[0]:
+        for name, (size, changed, digest) in record["files"].items():
+            now = (out / name).stat()
+            if now.st_size != size:
                 return None
-            if changed != written[1] and _stamp(out / name, with_digest=True) != [
-                size,
-                changed,
-                written[2],
-            ]:
-                return None  # copied files have other times and the same content
+            # Copied files have other times and the same content.
+            if now.st_mtime_ns != changed and sha256_of(out / name) != digest:
+                return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError):
         return None
     return record
 
 
-def _stamp(path: Path, *, with_digest: bool) -> list[Any]:
-    """Returns size, time of change in ns and, if wanted, a hash of the content."""
+def _stamp(path: Path) -> list[Any]:
+    """Returns size, time of change in ns, and a hash of the content."""
     status = path.stat()
-    stamp = [status.st_size, status.st_mtime_ns]
-    if not with_digest:
-        return stamp
-    with path.open("rb") as file:
-        return [*stamp, hashlib.file_digest(file, "sha256").hexdigest()]
+    return [status.st_size, status.st_mtime_ns, sha256_of(path)]
 
 
 def _with_room(write: Callable[[], None], path: Path) -> None:

@@ -9,8 +9,9 @@ import dataclasses
 import itertools
 import math
 import shutil
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -205,20 +206,14 @@ def _equal(
     model = config.load()
     work = Work(model, sources_of.choose(config.data, None, None, config.seed), config)
     measure = work.divergence(slice(2 * config.batch))  # the last steps are not full
-    measured: dict[Brownout, float] = {}
 
+    @cache
     def active(setting: Brownout) -> float:
-        if setting not in measured:
-            measured[setting] = float(measure.decode(setting).active.mean())
-        return measured[setting]
+        return float(measure.decode(setting).active.mean())
 
     def least(other: Brownout, wanted: float) -> Brownout:
-        low, high = 0, 100
-        while low < high:
-            middle = (low + high) // 2
-            at = dataclasses.replace(other, threshold_percent=middle)
-            low, high = (low, middle) if active(at) >= wanted else (middle + 1, high)
-        return dataclasses.replace(other, threshold_percent=low)
+        settings = [dataclasses.replace(other, threshold_percent=t) for t in range(101)]
+        return settings[bisect_left(settings, wanted, hi=100, key=active)]
 
     found = []
     for setting in settings:

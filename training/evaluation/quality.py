@@ -18,7 +18,7 @@ from jmoe.experts import ExpertTable, Pool
 from jmoe.forward import forward
 from jmoe.model import StepData, embed, layers_of, run_layers
 from jmoe.moe import Asked, RoutedRows, alone, router
-from jmoe.sampling import scored, token_logprobs
+from jmoe.sampling import scored
 from jmoe.weights import Params, Weights
 
 CAPTURE_BATCH = 32  # sequences of a forward pass that captures inputs
@@ -62,21 +62,13 @@ def perplexity(
     """
     total, count = 0.0, 0
     for rows, counts in steps:
-        logprobs = np.asarray(_target_logprobs(forward(model, rows, brownout), jnp.asarray(rows)))
+        logits = forward(model, rows, brownout)
+        logprobs = np.asarray(_next_logprobs(logits, jnp.asarray(rows)))[..., 0]
         taken = np.arange(rows.shape[1] - 1) >= rows.shape[1] - 1 - counts[:, None]
         total += float(logprobs[taken].sum(dtype=np.float64))
         count += int(taken.sum())
         progress(len(rows))
     return math.exp(-total / count)
-
-
-@jax.jit
-def _target_logprobs(
-    logits: Float[Array, "B S V"], tokens: Int[Array, "B S"]
-) -> Float[Array, "B S1"]:
-    vocab = logits.shape[-1]
-    flat = token_logprobs(logits[:, :-1].reshape(-1, vocab), tokens[:, 1:].reshape(-1))
-    return flat.reshape(tokens.shape[0], -1)
 
 
 def losses(
@@ -89,9 +81,21 @@ def losses(
     tokens, as they were drawn, are above those under the exact model, summed, in nats; and how many
     of its tokens are not the exact model's first choice.
     """
+    exact = answer_logprobs(model, prompts, answers)
+    pairs = zip(logprobs, exact, strict=True)
+    excess = [float(np.sum(drawn) - own[:, 0].sum()) for drawn, own in pairs]
+    return excess, [int(np.sum(own[:, 0] < own[:, 1])) for own in exact]
+
+
+def answer_logprobs(
+    model: Model, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]
+) -> list[Float[np.ndarray, "n 2"]]:
+    """Returns the log-probabilities of each answer's tokens under the exact model, and those of the
+    likeliest ones there.
+    """
     whole = [[*p, *a] for p, a in zip(prompts, answers, strict=True)]
     by_length = sorted(range(len(whole)), key=lambda at: len(whole[at]))
-    excess, others = [0.0] * len(whole), [0] * len(whole)
+    found = [np.zeros((0, 2))] * len(whole)
     for start in range(0, len(whole), CAPTURE_BATCH):
         part = by_length[start : start + CAPTURE_BATCH]
         length = -(-len(whole[part[-1]]) // _LENGTHS) * _LENGTHS
@@ -100,10 +104,8 @@ def losses(
             row[: len(whole[at])] = whole[at]
         exact = np.asarray(_next_logprobs(forward(model, rows), jnp.asarray(rows)), np.float64)
         for row, at in zip(exact, part, strict=False):
-            own, best = row[len(prompts[at]) - 1 : len(whole[at]) - 1].T
-            excess[at] = float(np.sum(logprobs[at]) - own.sum())
-            others[at] = int(np.sum(own < best))
-    return excess, others
+            found[at] = row[len(prompts[at]) - 1 : len(whole[at]) - 1]
+    return found
 
 
 @jax.jit

@@ -37,6 +37,7 @@ from training.evaluation.tables import (
     write_csv,
     write_markdown,
 )
+from training.progress import counted
 from training.tasks import Task
 
 Progress = Callable[[str, int, int], None]
@@ -114,13 +115,7 @@ def evaluate(
     store = Store(config.out, inputs, settings)
     todo = [s for s in dict.fromkeys([ZERO, *settings]) if s == ZERO or s.threshold_percent < 100]
     todo = [setting for setting in todo if setting not in store.results]
-    done, total = 0, len(todo) * work.units
-
-    def advance(units: int) -> None:
-        nonlocal done
-        done += units
-        progress("evaluate", done, total)
-
+    advance = counted(partial(progress, "evaluate"), len(todo) * work.units)
     for setting in todo:
         store.add(work.run(setting, advance))
     found = scores(settings, store.results, [item.family for item in items])

@@ -7,6 +7,7 @@ measurement that is older than the row is made again only where it would be the 
 
 import heapq
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from training import markdown
 from training.evaluation.divergence import Cost, Divergence
 from training.evaluation.run import EvaluateConfig, Progress, Work, check_ways
 from training.evaluation.tables import RESAMPLES
+from training.progress import counted
 
 NOTCH = 10  # percent
 SAVINGS = (25, 50, 65, 80, 90)
@@ -93,7 +95,7 @@ class Search:
                 continue
             here = lower
             found.append(here)
-            advance(NOTCH)
+            advance(1)
             if here.row[layer]:
                 heapq.heappush(queue, (price, layer))
         return found
@@ -170,13 +172,8 @@ def evaluate_levels(
         )
     found: dict[int, list[Compared]] = {}
     tables, parts = [], [f"# Levels of {model.name}, kept by {keep}\n"]
-    done, total = 0, len(ways) * ((0 if stored else NOTCH * layers) + 60)
-
-    def advance(units: int) -> None:
-        nonlocal done
-        done += units
-        progress("levels", done, total)
-
+    total = len(ways) * ((0 if stored else NOTCH * layers) + 60)
+    advance = counted(partial(progress, "levels"), total)
     config.out.mkdir(parents=True, exist_ok=True)
     for way in ways:
         if stored:
@@ -184,7 +181,7 @@ def evaluate_levels(
             parts.append(f"## Way {way}\n")
         else:
             search = Search(work.divergence(slice(searched)), way, keep, layers)
-            tables.append(search.levels(search.path(lambda notch: advance(1))))
+            tables.append(search.levels(search.path(advance)))
             parts.append(_described(search, tables[-1]))
             del search  # and the logits that it holds
         scored = work.divergence(slice(searched, None))

@@ -5,6 +5,8 @@ stands `weather{"city": ""}`, `[TOOL_CALLS]weather[ARGS]{"city": "Paris"}` answe
 what the tool returns. Servers read this as Mistral's newer format.
 """
 
+# ruff: noqa: SIM905 - a list of words reads better as one string
+
 import json
 import random
 from functools import cache
@@ -36,20 +38,7 @@ CHAT_TEMPLATE = (
     "{{ call.function.arguments | tojson }}{% endfor %}" + EOS + "{% endif %}{% endfor %}"
 )
 
-CITIES = (
-    "Paris",
-    "London",
-    "Rome",
-    "Madrid",
-    "Berlin",
-    "Oslo",
-    "Lima",
-    "Cairo",
-    "Delhi",
-    "Tokyo",
-    "Dublin",
-    "Vienna",
-)
+CITIES = "Paris London Rome Madrid Berlin Oslo Lima Cairo Delhi Tokyo Dublin Vienna".split()
 
 
 class Tool(NamedTuple):

@@ -28,9 +28,9 @@ from training.family.skills import VARIANTS, skill_tasks
 from training.family.tune import TuneConfig, read_params, tune, unite
 from training.geometry import BUNDLED as MODEL
 from training.geometry import HF_CONFIG
-from training.log import bars
 from training.network import Params
 from training.packing import eval_tasks, task_batch
+from training.progress import bars
 from training.remake import restart_with_allocator
 from training.tasks import tasks, write_items
 from training.train import family_accuracy

@@ -14,69 +14,31 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Bool, Int
+from jaxtyping import Bool
 from tokenizers import Tokenizer
 
 import jmoe
 from jmoe.api import Model
-from jmoe.forward import forward
 from jmoe.layers import Layers
 from training.consolidate.budget import slots_of_share
 from training.consolidate.run import Measured, choose, measure
 from training.distill.stream import layers_dtype
+from training.evaluation.quality import answer_logprobs
 from training.evaluation.tables import by_families, paired_loss
 from training.family.report import tables, write_picture
 from training.family.shared import Members, Owners
 from training.family.skills import SKILLS, held_out, skill_tasks
 from training.packing import Batch, Encoded, encode_task, pack, training_items
-from training.tasks import Task
-
-BATCH, STEP = 128, 16
-"""Items of a forward pass, and what lengths are rounded up to: a program for each length."""
+from training.progress import bars, counted
 
 
-@dataclass(frozen=True)
-class Items:
-    """Task items as token rows, padded behind; `answer` marks tokens that have to be predicted."""
-
-    tokens: Int[np.ndarray, "n S"]
-    answer: Bool[np.ndarray, "n S"]
-    families: tuple[str, ...]
-
-
-def encode_items(tokenizer: Tokenizer, tasks: Sequence[Task]) -> Items:
-    """Returns the rows of prompt, answer and end of text. Raises ValueError for no tasks."""
-    if not tasks:
-        raise ValueError("there are no items to score; ask for at least one")
-    encoded = [encode_task(tokenizer, task) for task in tasks]
-    longest = max(len(item.ids) for item in encoded)
-    tokens = np.zeros((len(tasks), longest), np.int32)
-    answer = np.zeros((len(tasks), longest), bool)
-    for row, item in enumerate(encoded):
-        tokens[row, : len(item.ids)] = item.ids
-        answer[row, item.num_prompt : len(item.ids)] = True
-    return Items(tokens, answer, tuple(task.family for task in tasks))
-
-
-def right_items(model: Model, items: Items) -> Bool[np.ndarray, "n"]:
+def right_items(model: Model, items: Sequence[Encoded]) -> Bool[np.ndarray, "n"]:
     """Returns which items' whole answers, end of text included, are the model's greedy ones."""
-    longest = items.tokens.shape[1]
-    lengths = longest - items.answer[:, ::-1].argmax(axis=1)
-    order = np.argsort(lengths, kind="stable")  # short ones together: less to compute
-    found = np.zeros(len(order), bool)
-    for start in range(0, len(order), BATCH):
-        rows = order[start : start + BATCH]
-        width = -(-int(lengths[rows].max()) // STEP) * STEP
-        tokens, answer = np.zeros((BATCH, width), np.int32), np.zeros((BATCH, width), bool)
-        known = min(width, longest)
-        tokens[: len(rows), :known] = items.tokens[rows, :known]
-        answer[: len(rows), :known] = items.answer[rows, :known]
-        likeliest = np.asarray(jnp.argmax(forward(model, tokens), axis=-1))
-        wrong = (likeliest[:, :-1] != tokens[:, 1:]) & answer[:, 1:]
-        found[rows] = ~wrong.any(axis=1)[: len(rows)]
-    return found
+    prompts = [list(item.ids[: item.num_prompt]) for item in items]
+    answers = [list(item.ids[item.num_prompt :]) for item in items]
+    exact = answer_logprobs(model, prompts, answers)
+    return np.array([bool((own[:, 0] >= own[:, 1]).all()) for own in exact])
 
 
 NAMES = ("base", *SKILLS)
@@ -121,7 +83,10 @@ class Quality:
         self.seed, self.rows = seed, rows
         self.members = Members(tuple(jmoe.load(p, layers_dtype(), ways=()) for p in self.paths))
         self.tokenizer = Tokenizer.from_file(str(self.paths[0] / "tokenizer.json"))
-        self.items = [encode_items(self.tokenizer, held_out(n, num_items, seed)) for n in NAMES]
+        self.items = [
+            [encode_task(self.tokenizer, task) for task in held_out(name, num_items, seed)]
+            for name in NAMES
+        ]
 
     @cached_property
     def measured(self) -> Measured:
@@ -159,23 +124,22 @@ class Quality:
         slots = slots_of_share(share, len(group), distances[0, 0].size)
         return choose(rule, Measured(distances[pick], costs[pick]), slots, self.seed)
 
-    def scores(self, advance: Callable[[], None]) -> Iterator[Score]:
+    def scores(self) -> Iterator[Score]:
         """Yields the scores of every rule, share and group, in the order of comparison."""
-        yield from self._by_rule(RULES[:2], advance)
+        yield from self._by_rule(RULES[:2])
         for group in GROUPS:
-            yield from self._residuals(group, advance)
-            yield from self._averaged(group, advance)
-        yield from self._by_rule(RULES[2:], advance)
+            yield from self._residuals(group)
+            yield from self._averaged(group)
+        yield from self._by_rule(RULES[2:])
 
-    def _by_rule(self, rules: Sequence[str], advance: Callable[[], None]) -> Iterator[Score]:
+    def _by_rule(self, rules: Sequence[str]) -> Iterator[Score]:
         for rule, group, share in itertools.product(rules, GROUPS, SHARES):
             owners = self.owners(group, rule, share)
             for at in range(len(group)):
                 model = self.members.mapped(group, owners, at)
                 yield self._score(group, rule, share, at, model, owners)
-                advance()
 
-    def _averaged(self, group: Sequence[int], advance: Callable[[], None]) -> Iterator[Score]:
+    def _averaged(self, group: Sequence[int]) -> Iterator[Score]:
         """Yields the scores of one model for all, the mean of every weight: the paper's
         baseline.
         """
@@ -183,9 +147,8 @@ class Quality:
         one = np.zeros((1, *self.measured.distances.shape[2:]), np.int32)
         for at in range(len(group)):
             yield self._score(group, "average of all weights", 100, at, whole, one)
-            advance()
 
-    def _residuals(self, group: Sequence[int], advance: Callable[[], None]) -> Iterator[Score]:
+    def _residuals(self, group: Sequence[int]) -> Iterator[Score]:
         """Yields the scores with all positions shared by the functional rule and a low-rank
         difference to each.
         """
@@ -196,7 +159,6 @@ class Quality:
                 extra = 100 * size / (2 * model.num_parameters)
                 rule = f"residual, rank {rank}"
                 yield self._score(group, rule, 100, at, model, owners, extra)
-                advance()
 
     def _score(
         self,
@@ -211,7 +173,7 @@ class Quality:
         number = group[at]
         items, before = self.items[number], self.alone[number][number]
         after = right_items(model, items)
-        loss, low, high = paired_loss(by_families(before, after, items.families))
+        loss, low, high = paired_loss(by_families(before, after, [item.family for item in items]))
         slots = sum(
             len(set(owners[:, layer, expert].tolist()))
             for layer, expert in np.ndindex(owners.shape[1:])
@@ -229,27 +191,26 @@ class Quality:
             extra,
         )
 
-    def families(self, advance: Callable[[], None]) -> list[dict[str, Any]]:
-        """Scores every model on every task family: alone, and in the family of four with 75 %
-        shared.
+    def families(self) -> Iterator[dict[str, Any]]:
+        """Yields the scores of every model on every task family: alone, and in the family of four
+        with 75 % shared.
         """
-        found = [self._family_row(NAMES[n], "alone", right) for n, right in enumerate(self.alone)]
+        for name, right in zip(NAMES, self.alone, strict=True):
+            yield self._family_row(name, "alone", right)
         group = GROUPS[-1]
         for rule in ("functional", "paper", "average"):
             owners = self.owners(group, rule, 75)
             for at, number in enumerate(group):
                 model = self.members.mapped(group, owners, at)
                 right = [right_items(model, items) for items in self.items]
-                found.append(self._family_row(NAMES[number], f"{rule}, 75 %", right))
-                advance()
-        return found
+                yield self._family_row(NAMES[number], f"{rule}, 75 %", right)
 
     def _family_row(self, name: str, setting: str, right: Sequence[np.ndarray]) -> dict[str, Any]:
         shares = {}
         for items, own in zip(self.items, right, strict=True):
-            for family in sorted(set(items.families)):
-                mine = np.array(items.families) == family
-                shares[family] = 100 * float(own[mine].mean())
+            families = np.array([item.family for item in items])
+            for family in sorted(set(families.tolist())):
+                shares[family] = 100 * float(own[families == family].mean())
         return {"model": name, "setting": setting, "right_percent": shares}
 
 
@@ -297,15 +258,11 @@ def run(
     repeatedly.
     """
     models = sum(map(len, GROUPS))
-    total = models * (len(RULES) * len(SHARES) + len(RANKS) + 1) + 3 * len(NAMES)
-    done = itertools.count(1)
-
-    def advance() -> None:
-        progress(next(done), total)
-
+    total = models * (len(RULES) * len(SHARES) + len(RANKS) + 1) + 4 * len(NAMES)
+    advance = counted(progress, total)
     found: dict[str, Any] = {
         "command": "python -m training.family.quality",
-        "items": len(quality.items[0].families),
+        "items": len(quality.items[0]),
         "rows": quality.rows * LENGTH,
         "seed": quality.seed,
         "distances": distances(quality.measured, quality.members),
@@ -314,10 +271,14 @@ def run(
     }
     if picture is not None:
         write_picture(quality.measured.distances, NAMES, picture)
-    for score in quality.scores(advance):
+    for score in quality.scores():
         found["scores"].append(asdict(score))
         save(found)
-    found["families"] = quality.families(advance)
+        advance(1)
+    found["families"] = []
+    for row in quality.families():
+        found["families"].append(row)
+        advance(1)
     save(found)
     return found
 
@@ -332,19 +293,17 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=128, help="packed rows that costs are over")
     parser.add_argument("--seed", type=int, default=5)
     args = parser.parse_args()
-    from rich.progress import Progress
 
     def save(found: dict[str, Any]) -> None:
         args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
-    with Progress() as bars:
-        job = bars.add_task("quality")
-        found = run(
-            Quality(args.family, args.items, args.rows, args.seed),
-            args.picture,
-            lambda done, total: bars.update(job, completed=done, total=total),
-            save,
-        )
+    with bars() as progress:
+        quality = Quality(args.family, args.items, args.rows, args.seed)
+
+        def told(done: int, total: int) -> None:
+            progress("quality", done, total, "")
+
+        found = run(quality, args.picture, told, save)
     print(tables(found))
 
 

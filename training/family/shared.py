@@ -26,16 +26,13 @@ class Members:
     @cached_property
     def experts(self) -> dict[str, Float[np.ndarray, "N L m a b"]]:
         """Float32 weights of all models' routed experts."""
-        found = {}
-        for key in self.models[0].pool.plain().arrays:
-            leaves = []
-            for model in self.models:
-                slots = np.asarray(model.table.slots)[:, : model.config.num_experts]
-                leaves.append(
-                    np.asarray(getattr(model.pool.plain(), key).astype(jnp.float32))[slots]
-                )
-            found[key] = np.stack(leaves)
-        return found
+        found = []
+        for model in self.models:
+            slots = model.table.slots[:, : model.config.num_experts]
+            found.append(model.pool.read(slots).plain().arrays)
+        return {
+            key: np.stack([np.asarray(own[key], np.float32) for own in found]) for key in found[0]
+        }
 
     def with_experts(self, number: int, experts: dict[str, np.ndarray]) -> Model:
         """Returns model `number` with other routed experts `[L, m, a, b]`."""

@@ -25,6 +25,7 @@ from pallas_kernels.grouped_gemm import BLOCK_M
 from pallas_kernels.routing import mosaic
 from pallas_kernels.routing.op import max_blocks
 from pallas_kernels.routing.parts import MAX_BLOCKS
+from pallas_kernels.routing.values import Gating
 
 ROWS = 64  # of a block of the routing kernel
 INSTRUCTIONS = "instructions of one warpgroup"
@@ -74,7 +75,7 @@ def routing(case: Case) -> Prediction:
     blocks = -(-rows // (ROWS * turns))
     logits = jax.ShapeDtypeStruct((rows, m), jnp.float32)
     groups, slots = (jax.ShapeDtypeStruct((n,), jnp.int32) for n in (m, logical))
-    supports = partial(mosaic.supports, top_k=k, block_m=BLOCK_M)
+    supports = partial(mosaic.supports, gating=Gating(k, True), block_m=BLOCK_M)
     if not taken(supports, logits, groups, slots):
         # The comparisons of visits with each other and with experts stay in registers or L2;
         # a stable sort of the visits goes over them a few times.
