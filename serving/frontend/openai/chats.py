@@ -46,6 +46,8 @@ _ASKS = re.compile(r"content['\"]?\]?\s+is\s+(not\s+)?none")
 """What a template asks that tells calls alone by null; another may write null as `None`."""
 
 
+_NUMBERED = re.compile(r"(.*:)(\d{1,9})", re.DOTALL)
+"""An id that ends in a number."""
 _NUM_BEFORE = 32
 """Tokens of a prompt's end, by which a format knows that the prompt has begun a thought."""
 _THINKING = re.compile(r"\.thinking\b|\[['\"]thinking['\"]\]")
@@ -308,6 +310,8 @@ class ReadChoice(ChatChoice):
             thoughts = self._parsers[0]
         self.reasoning_tokens = None if thoughts is None else 0
         self._num_calls = 0
+        self._ids: set[str] = set()  # of calls
+        self._last_number = 0  # the largest that one of them ends in
         self._message: dict[str, Any] = {
             "role": "assistant",
             "content": "",
@@ -338,6 +342,27 @@ class ReadChoice(ChatChoice):
                 kept.append(delta)
         return kept
 
+    def new_id(self, written: str) -> str:
+        """Returns the id of a new call: the one that the model wrote (empty: none), if no earlier
+        call of the message has it. Otherwise one is made: of what ends in a number, as Kimi's
+        `functions.NAME:NUMBER`, by the number after the largest of the message, else by drawing.
+        """
+        id, numbered = written, _NUMBERED.fullmatch(written)
+        if numbered is not None:
+            number = int(numbered[2])
+            if id in self._ids:
+                number = self._last_number + 1
+                id = f"{numbered[1]}{number}"
+            self._last_number = max(self._last_number, number)
+        while not id or id in self._ids:
+            id = self.drawn_id()
+        self._ids.add(id)
+        return id
+
+    def drawn_id(self) -> str:
+        """Draws an id of a call."""
+        return _id()
+
     def _new(self, out: Output) -> tuple[str, str, list[dict[str, Any]]]:
         """Returns the thoughts, content and parts of calls that an output adds."""
         num_calls, deltas = self._num_calls, self.read(out)
@@ -347,7 +372,7 @@ class ReadChoice(ChatChoice):
             at = num_calls - 1
             if delta.name:
                 made = {"name": delta.name, "arguments": ""}
-                told = {"index": at, "id": delta.id or _id(), "type": "function"}
+                told = {"index": at, "id": self.new_id(delta.id), "type": "function"}
                 calls.append({**told, "function": made})
             if delta.arguments:
                 if not calls:

@@ -171,7 +171,7 @@ class ResponseChoice(ReadChoice):
             self._ahead.append((len(out.text), self._format.of(out)[0]))
         for delta in deltas:
             if delta.name:
-                call_id = delta.id or f"call_{secrets.token_hex(12)}"
+                call_id = self.new_id(delta.id)
                 self._begin("function_call", call_id=call_id, name=delta.name)
             elif delta.reasoning:
                 self._add("reasoning", delta.reasoning)
@@ -188,6 +188,10 @@ class ResponseChoice(ReadChoice):
             if self._ahead and self._open is not None and self._open["type"] == "message":
                 self._add("message", "")
             self._end("completed" if out.finish_reason == "stop" else "incomplete")
+
+    def drawn_id(self) -> str:
+        """See ReadChoice."""
+        return f"call_{secrets.token_hex(12)}"
 
     def _begin(self, kind: str, **more: Any) -> None:
         self._end()

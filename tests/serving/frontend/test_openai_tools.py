@@ -129,6 +129,53 @@ async def test_the_ids_that_a_model_wrote_are_those_of_its_calls(step):
     assert [one["tool_call_id"] for one in prompt.messages[-2:]] == ids
 
 
+@pytest.mark.parametrize(
+    ("written", "wanted"),
+    [
+        (["f:0", "f:0", "g:0"], ["f:0", "f:1", "g:0"]),
+        (["f:4", "f:4", "f:5"], ["f:4", "f:5", "f:6"]),
+        (
+            ["f:999999999", "f:999999999", "f:999999999"],
+            ["f:999999999", "f:1000000000", "f:1000000001"],
+        ),
+        (["a", "b", ""], ["a", "b", None]),
+        (["a", "a", "a"], ["a", None, None]),
+    ],
+)
+@pytest.mark.parametrize("step", [3, 1000])
+async def test_no_two_calls_of_a_message_have_one_id(written, wanted, step, monkeypatch):
+    """Each of a message's ids that the model wrote twice is made anew, alike in all kinds of
+    answers, and whatever other messages have.
+    """
+
+    class Writes(PARSERS["hermes"]):
+        def begin(self, name, id=""):
+            super().begin(name, written[self._num_calls])
+
+    def check(ids):
+        assert len(set(ids)) == 3
+        assert [want in (None, id) for want, id in zip(wanted, ids, strict=True)] == [True] * 3
+
+    monkeypatch.setitem(PARSERS, "hermes", Writes)
+    async with saying(3 * PARIS, step=step, tool_call_parser="hermes") as s:
+        got = await s.chat(tools=[WEATHER], n=2)
+        stream = await s.chat(tools=[WEATHER], n=2, stream=True)
+        events = [(e.choices[0].index, e.choices[0].delta) async for e in stream]
+        asked = {
+            "model": "counter",
+            "input": "hi",
+            "tools": [{"type": "function", **WEATHER["function"]}],
+        }
+        response = await s.client.responses.create(**asked)
+        streamed = [e async for e in await s.client.responses.create(**asked, stream=True)]
+    for number, choice in enumerate(got.choices):
+        check([call.id for call in choice.message.tool_calls])
+        parts = [p for at, delta in events if at == number for p in delta.tool_calls or []]
+        check([part.id for part in parts if part.id])
+    check([item.call_id for item in response.output])
+    check([item.call_id for item in streamed[-1].response.output])
+
+
 async def test_a_call_that_was_cut_off_says_so():
     async with saying(PARIS.rpartition('s"')[0], reason="length") as s:
         got = (await s.chat(tools=[WEATHER])).choices[0]
