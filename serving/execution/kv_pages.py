@@ -7,10 +7,11 @@ page belongs to a sequence that has a slot. Pages are counted of the group of la
 (`Limits.windows`); those of others follow.
 """
 
+import contextlib
 import logging
 import os
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
@@ -96,6 +97,34 @@ def by_memory(
     _check(config, memory, steps, sum(sizes), fitting, blocks)
     _log(memory, steps, kv_bytes(fitting) - sum(sizes), fitting, limits.page_size, most)
     return replace(limits, num_pages=fitting * limits.num_ranks)
+
+
+@contextlib.contextmanager
+def allocating(config: EngineConfig, limits: Limits, model: Model) -> Generator[None]:
+    """Raises SettingsError, with what to lower, where KV pages are allocated in its block and a
+    device does not have the memory that was counted for them: another process took some of it, and
+    XLA takes it only as it needs it (`XLA_PYTHON_CLIENT_PREALLOCATE` false).
+    """
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        sizes = page_bytes(model.config, limits.page_size, model.dtype)
+        asked = kv_bytes_of(limits, sizes, limits.pages_per_rank)
+        known = device_memory(jax.local_devices()[0])
+        counted = ""
+        if known is not None:
+            counted = f" of {known.limit / GIB:.4g} GiB that XLA may take, it counts "
+            counted += f"{known.free / GIB:.4g} GiB free, and"
+        lower = f"engine.num_pages (it is {config.num_pages}) or engine.max_num_seqs"
+        if goes_by_memory(config):
+            lower = f"engine.memory_fraction (it is {config.memory_fraction:g})"
+        raise SettingsError(
+            f"{limits.num_pages} KV pages, {asked / GIB:.4g} GiB on a device, could not be "
+            f"allocated:{counted} another process seems to hold memory of the device; end that "
+            f"process, or lower {lower}. XLA says: {str(error).splitlines()[0]}"
+        ) from error
 
 
 def pages_that_fit(

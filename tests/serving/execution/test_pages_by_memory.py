@@ -82,6 +82,51 @@ def test_what_another_process_holds_is_told(model, monkeypatch, caplog):
     assert "another process holds memory of it" in line.getMessage()
 
 
+@pytest.mark.parametrize(
+    ("platform", "num_pages", "lower"),
+    [
+        ("gpu", 0, r"lower engine.memory_fraction \(it is 0.9\)\."),
+        ("gpu", 96, r"lower engine.num_pages \(it is 96\) or engine.max_num_seqs\."),
+        ("cpu", 96, r"lower engine.num_pages \(it is 96\)"),
+    ],
+)
+def test_pages_that_another_process_left_no_room_for(
+    model, monkeypatch, platform, num_pages, lower
+):
+    """By hand: 96 pages of 1,536 bytes and a padding page. What XLA counts it has not got yet."""
+    device = SimpleNamespace(platform=platform)
+    monkeypatch.setattr(kv_pages.jax, "local_devices", lambda: [device])
+    memory = DeviceMemory(4 * GIB, GIB) if platform == "gpu" else None
+    monkeypatch.setattr(kv_pages, "device_memory", lambda _: memory)
+    config = replace(CONFIG, num_pages=num_pages, memory_fraction=0.9)
+    said = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 148992 bytes."
+    failed = jax.errors.JaxRuntimeError(f"{said}\nAllocator says more")
+    with (
+        pytest.raises(SettingsError, match=lower) as refused,
+        kv_pages.allocating(config, limits(num_pages=96), model),
+    ):
+        raise failed
+    told = str(refused.value)
+    assert told.startswith(f"96 KV pages, {97 * 1536 / GIB:.4g} GiB on a device")
+    assert ("of 4 GiB that XLA may take, it counts 3 GiB free" in told) == (platform == "gpu")
+    assert told.endswith(said)
+    with (
+        pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"),
+        kv_pages.allocating(config, limits(num_pages=96), model),
+    ):
+        raise jax.errors.JaxRuntimeError("INTERNAL: another fault")
+
+
+def test_a_server_that_cannot_allocate_its_pages_says_so(monkeypatch):
+    def fails(*_):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+
+    monkeypatch.setattr(runner.States, "make", fails)
+    loaded = jmoe.load("bundled", "float32")
+    with pytest.raises(SettingsError, match=r"KV pages, .* could not be allocated: another proc"):
+        runner.DeviceRunner(loaded, fit_to_model(EngineConfig(max_num_seqs=2), loaded))
+
+
 def test_no_more_pages_than_every_slot_can_fill(model, monkeypatch):
     devices(monkeypatch, DeviceMemory(GIB, 0))
     assert by_memory(CONFIG, limits(), model, lambda _: 0).num_pages == 6 * 16
