@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jiter
 import orjson
 
-from serving.errors import shown
+from serving.errors import InvalidRequest, shown
 from serving.frontend.openai import logprobs, reasoning_parsers
 from serving.frontend.openai.endpoints import Choice
 from serving.frontend.openai.errors import HttpError
@@ -46,6 +46,12 @@ _ASKS = re.compile(r"content['\"]?\]?\s+is\s+(not\s+)?none")
 """What a template asks that tells calls alone by null; another may write null as `None`."""
 
 
+_FAULT = re.compile(
+    r".* cannot be used: at (\d+)\(\d+\): failed to compile JSON schema: (.*?)( \d+ \| .*)?",
+    re.DOTALL,
+)
+"""What is said of a line of a grammar."""
+_RULE = re.compile(r"(?:args|value)(\d+)")
 _NUMBERED = re.compile(r"(.*:)(\d{1,9})", re.DOTALL)
 """An id that ends in a number."""
 _NUM_BEFORE = 32
@@ -120,8 +126,7 @@ class Tools:
 
         Raises HttpError for one that is no JSON schema.
         """
-        choice, parser = self._body.tool_choice, self.parser()
-        names = [choice.function.name] if isinstance(choice, NamedTool) else list(self._functions)
+        parser, names = self.parser(), self._names()
         many = self.most_calls is None
         if self._body.forces_call:
             return Structure(StructureKind.GRAMMAR, parser.grammar(names, many, self._marker))
@@ -146,6 +151,29 @@ class Tools:
         if not text or (len(text) > MAX_STRUCTURE_CHARS and not self._is_strict):
             return None
         return Structure(StructureKind.GRAMMAR, text)
+
+    def _names(self) -> list[str]:
+        """Returns the functions that may be called, as a grammar numbers them."""
+        choice = self._body.tool_choice
+        return [choice.function.name] if isinstance(choice, NamedTool) else list(self._functions)
+
+    def explained(self, error: InvalidRequest, structure: Structure) -> InvalidRequest:
+        """Returns the error of a structure that cannot be used, with the function whose schema is
+        at fault, if one is, in place of a grammar that the client has not written.
+        """
+        found = _FAULT.fullmatch(str(error))
+        lines = structure.text.split("\n")
+        if found is None or int(found[1]) > len(lines):
+            return error
+        rule = _RULE.match(lines[int(found[1]) - 1])
+        if rule is None:
+            return error
+        name = self._names()[int(rule[1])]
+        return HttpError(
+            f"the parameters of the function {shown(name)} cannot be used: {found[2]}; they must "
+            "be a JSON schema",
+            "tools",
+        )
 
     def _marker(self, text: str) -> str:
         token = self._tokenizer.added_tokens.get(text)
@@ -304,7 +332,7 @@ class ReadChoice(ChatChoice):
         super().__init__(*given)
         self._parsers = [] if thoughts is None else [thoughts]
         self._parsers += [] if tools is None else [tools.parser()]
-        self._most = None if tools is None else tools.most_calls
+        self._tools, self._most = tools, None if tools is None else tools.most_calls
         if self._parsers and isinstance(self._parsers[-1], Harmony):  # it reads thoughts, too
             self._parsers = self._parsers[-1:]
             thoughts = self._parsers[0]
@@ -341,6 +369,13 @@ class ReadChoice(ChatChoice):
             if not of_call or self._most is None or self._num_calls <= self._most:
                 kept.append(delta)
         return kept
+
+    def explained(self, error: InvalidRequest) -> InvalidRequest:
+        """See Choice."""
+        structure = self.sampling.structure
+        if self._tools is None or structure is None:
+            return error
+        return self._tools.explained(error, structure)
 
     def new_id(self, written: str) -> str:
         """Returns the id of a new call: the one that the model wrote (empty: none), if no earlier

@@ -56,6 +56,11 @@ _SAME = "model", "temperature", "top_p", "priority", "timeout_s"
 def chat_of(body: ResponsesRequest) -> ChatRequest:
     """Returns the chat that a response answers. Raises HttpError."""
     choice, format_ = body.tool_choice, body.text.format if body.text is not None else None
+    if body.top_logprobs and not body.wants_logprobs:
+        raise HttpError(
+            "top_logprobs without log-probabilities; add message.output_text.logprobs to include",
+            "top_logprobs",
+        )
     tools = [
         Tool(type="function", function=Function(**tool.model_dump(exclude={"type"})))
         for tool in body.tools or ()

@@ -321,6 +321,18 @@ async def test_an_engine_writes_the_call_that_has_to_be():
             bomb = {"$ref": "#/$defs/a", "$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}] * 2}}}
             tool["function"]["parameters"] = bomb
             refused = await client.post(PATH, json=body | {"tool_choice": named})
+            wrong = {"type": "object", "properties": {"a": {"$ref": "#/x"}}}
+            tool["function"]["parameters"] = wrong
+            faults = [
+                await client.post(PATH, json=body | {"tools": tools} | more)
+                for tools, more in (
+                    ([NOW, tool], {"tool_choice": "required"}),
+                    ([NOW, tool], {"tool_choice": named, "n": 2, "stream": True}),
+                )
+            ]
+            response = {"model": "bundled", "input": "hi", "tool_choice": "required"}
+            flat = {"type": "function", **tool["function"]}
+            faults.append(await client.post("/v1/responses", json=response | {"tools": [flat]}))
     (choice,) = got.json()["choices"]
     ((_, arguments),) = [
         (call["function"]["name"], json.loads(call["function"]["arguments"]))
@@ -329,6 +341,12 @@ async def test_an_engine_writes_the_call_that_has_to_be():
     assert arguments["days"] in (3, 14)
     assert choice["finish_reason"] == "tool_calls"
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tools")
+    for fault in faults:
+        assert (fault.status_code, fault.json()["error"]["param"]) == (400, "tools")
+        assert fault.json()["error"]["message"] == (
+            "the parameters of the function 'days' cannot be used: Pointer '/x' does not exist; "
+            "they must be a JSON schema"
+        )
 
 
 WRONG = [
@@ -340,7 +358,7 @@ WRONG = [
         "tools",
         "tools.0.function.name is 'a b'",
     ),
-    ({"tools": [WEATHER] * 129}, "tools", "at most 128"),
+    ({"tools": [WEATHER] * 129}, "tools", "tools has 129 entries; it must have 128 at most"),
     ({"tool_choice": "required"}, "tool_choice", "asks for a call, and there are no tools"),
     ({"tools": [WEATHER], "tool_choice": "any"}, "tool_choice", "it must be none, auto, required"),
     (
