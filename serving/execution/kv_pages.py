@@ -23,7 +23,14 @@ from jmoe.attention import page_bytes
 from jmoe.free_memory import DeviceMemory, device_memory
 from serving.config import EngineConfig
 from serving.errors import SettingsError
-from serving.execution.memory import GIB, SHARE, STEPS_UNDER_WAY, kv_bytes_of, smallest
+from serving.execution.memory import (
+    GIB,
+    SHARE,
+    STEPS_UNDER_WAY,
+    kv_bytes_of,
+    short_of_memory,
+    smallest,
+)
 from serving.plan import Limits
 
 log = logging.getLogger(__name__)
@@ -105,26 +112,21 @@ def allocating(config: EngineConfig, limits: Limits, model: Model) -> Generator[
     device does not have the memory that was counted for them: another process took some of it, and
     XLA takes it only as it needs it (`XLA_PYTHON_CLIENT_PREALLOCATE` false).
     """
-    try:
-        yield
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
+
+    def told(counted: str) -> str:
         sizes = page_bytes(model.config, limits.page_size, model.dtype)
         asked = kv_bytes_of(limits, sizes, limits.pages_per_rank)
-        known = device_memory(jax.local_devices()[0])
-        counted = ""
-        if known is not None:
-            counted = f" of {known.limit / GIB:.4g} GiB that XLA may take, it counts "
-            counted += f"{known.free / GIB:.4g} GiB free, and"
         lower = f"engine.num_pages (it is {config.num_pages}) or engine.max_num_seqs"
         if goes_by_memory(config):
             lower = f"engine.memory_fraction (it is {config.memory_fraction:g})"
-        raise SettingsError(
+        return (
             f"{limits.num_pages} KV pages, {asked / GIB:.4g} GiB on a device, could not be "
             f"allocated:{counted} another process seems to hold memory of the device; end that "
-            f"process, or lower {lower}. XLA says: {str(error).splitlines()[0]}"
-        ) from error
+            f"process, or lower {lower}"
+        )
+
+    with short_of_memory(told):
+        yield
 
 
 def pages_that_fit(

@@ -1,8 +1,9 @@
 """Whether KV pages fit, told before they are allocated, and how many copies of experts may."""
 
+import contextlib
 import logging
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,7 +17,7 @@ from jmoe.api import Model
 from jmoe.attention import page_bytes, page_windows, with_kv_cache_dtype
 from jmoe.checkpoint import NativeStored, empty_pool, quantize_as, quantizing_bytes
 from jmoe.config import ModelConfig
-from jmoe.free_memory import free_device_bytes, free_host_bytes
+from jmoe.free_memory import device_memory, free_device_bytes, free_host_bytes
 from jmoe.parallel.cost import MeshStep, check_copies, expert_bytes
 from jmoe.parallel.placement import check_room, slots_per_layer
 from jmoe.random_model import random_params
@@ -394,6 +395,25 @@ def smallest(count: int, mesh: Mesh | None) -> int:
 
 def _size(tree: Any) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+@contextlib.contextmanager
+def short_of_memory(told: Callable[[str], str]) -> Generator[None]:
+    """Raises SettingsError of what `told` makes of XLA's count of a device's memory, and of what
+    XLA says, where something is allocated in its block that a device has no memory for.
+    """
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        known = device_memory(jax.local_devices()[0])
+        counted = ""
+        if known is not None:
+            counted = f" of {known.limit / GIB:.4g} GiB that XLA may take, it counts "
+            counted += f"{known.free / GIB:.4g} GiB free, and"
+        said = str(error).splitlines()[0]
+        raise SettingsError(f"{told(counted)}. XLA says: {said}") from error
 
 
 def free_bytes() -> int | None:

@@ -32,6 +32,7 @@ from serving.execution.memory import (
     check_mesh,
     check_model,
     free_bytes,
+    short_of_memory,
     spare_slots_that_fit,
 )
 from serving.execution.programs import Progress
@@ -152,20 +153,31 @@ def load_models(
     }
     if named:
         num_devices = 1 if mesh is None else mesh.size
-        return load_family(
-            named,
-            config.family or None,
-            resident_experts=config.resident_experts,
-            spare_experts=config.spare_experts,
-            params_on_host=0 < config.resident_sets < len(named),
-            spare_models=config.spare_models,
-            placement=placed,
-            fits=partial(check_family, config, cfg, num_devices),
-            **wanted,
-        )
+        with short_of_memory(partial(_too_large, f"engine.models are {len(named)}")):
+            return load_family(
+                named,
+                config.family or None,
+                resident_experts=config.resident_experts,
+                spare_experts=config.spare_experts,
+                params_on_host=0 < config.resident_sets < len(named),
+                spare_models=config.spare_models,
+                placement=placed,
+                fits=partial(check_family, config, cfg, num_devices),
+                **wanted,
+            )
     if config.model not in (BUNDLED, str(directory)):
         log.info("%s of the Hugging Face Hub, in %s", config.model, directory)
-    return load(config.model, placement=in_ranges, experts=experts, **wanted)
+    with short_of_memory(partial(_too_large, f"engine.model is {config.model!r}")):
+        return load(config.model, placement=in_ranges, experts=experts, **wanted)
+
+
+def _too_large(what: str, counted: str) -> str:
+    """Returns what to do about weights that have been counted and do not fit all the same."""
+    return (
+        f"{what}: a device has no memory left for weights:{counted} another process may hold "
+        "memory of it; end that process, raise engine.memory_fraction, keep experts in fewer bits "
+        "(engine.quantize), or spread them over devices (engine.mesh)"
+    )
 
 
 def _none_fit(slots: int) -> int:

@@ -206,6 +206,22 @@ def test_a_model_that_does_not_fit_is_refused_before_it_is_loaded(monkeypatch):
         load_models(config, None, lambda *_: None)
 
 
+def test_weights_that_do_not_fit_all_the_same_say_what_to_do(monkeypatch):
+    """Where another process has memory that was counted free."""
+
+    def fails(*_, **__):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory\nmore")
+
+    monkeypatch.setattr(loading, "load", fails)
+    monkeypatch.setattr(loading, "load_family", fails)
+    path = GOLDEN / "qwen2_moe"
+    with pytest.raises(SettingsError, match=r"engine.model is .*qwen2_moe': .*: Out of memory$"):
+        load_models(EngineConfig(model=str(path)), None, lambda *_: None)
+    models = tuple(f"{name}={path}" for name in ("base", "law"))
+    with pytest.raises(SettingsError, match=r"engine.models are 2: a device has no memory left"):
+        load_models(EngineConfig(models=models), None, lambda *_: None)
+
+
 def test_that_experts_are_dequantized_is_told_once(monkeypatch, caplog):
     """However often they are counted before."""
     caplog.set_level("INFO")

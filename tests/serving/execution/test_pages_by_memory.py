@@ -19,7 +19,7 @@ from jmoe.parallel.steps import abstract_states, make_states
 from jmoe.steps import make_state
 from serving.config import EngineConfig
 from serving.errors import SettingsError
-from serving.execution import kv_pages, runner
+from serving.execution import kv_pages, memory, runner
 from serving.execution.fitting import fit_to_model
 from serving.execution.kv_pages import by_memory, pages_that_fit
 from serving.plan import Limits
@@ -96,8 +96,8 @@ def test_pages_that_another_process_left_no_room_for(
     """By hand: 96 pages of 1,536 bytes and a padding page. What XLA counts it has not got yet."""
     device = SimpleNamespace(platform=platform)
     monkeypatch.setattr(kv_pages.jax, "local_devices", lambda: [device])
-    memory = DeviceMemory(4 * GIB, GIB) if platform == "gpu" else None
-    monkeypatch.setattr(kv_pages, "device_memory", lambda _: memory)
+    found = DeviceMemory(4 * GIB, GIB) if platform == "gpu" else None
+    monkeypatch.setattr(memory, "device_memory", lambda _: found)
     config = replace(CONFIG, num_pages=num_pages, memory_fraction=0.9)
     said = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 148992 bytes."
     failed = jax.errors.JaxRuntimeError(f"{said}\nAllocator says more")
