@@ -192,7 +192,7 @@ def _wanted(error: Any) -> str:
         return f"it must match {error['ctx']['pattern']}"
     if error["type"] == "string_type" and error["loc"][-1] == "str":
         return "it must be text, or a list of parts"
-    wanted = error["msg"].replace("Input should be", "it must be")
+    wanted: str = error["msg"].replace("Input should be", "it must be")
     return _WANTED.get(error["type"], wanted)
 
 

@@ -170,8 +170,8 @@ class Tools:
             return error
         name = self._names()[int(rule[1])]
         return HttpError(
-            f"the parameters of the function {shown(name)} cannot be used: {found[2]}; they must "
-            "be a JSON schema",
+            f"the parameters of the function {shown(name)} cannot be held to: {found[2]}; mend "
+            "that schema, or leave out what it says there",
             "tools",
         )
 

@@ -344,8 +344,8 @@ async def test_an_engine_writes_the_call_that_has_to_be():
     for fault in faults:
         assert (fault.status_code, fault.json()["error"]["param"]) == (400, "tools")
         assert fault.json()["error"]["message"] == (
-            "the parameters of the function 'days' cannot be used: Pointer '/x' does not exist; "
-            "they must be a JSON schema"
+            "the parameters of the function 'days' cannot be held to: Pointer '/x' does not exist; "
+            "mend that schema, or leave out what it says there"
         )
 
 
