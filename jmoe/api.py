@@ -18,7 +18,7 @@ from jmoe.attention import with_kv_cache_dtype
 from jmoe.beside import digest_of
 from jmoe.brownout import Brownout, Control
 from jmoe.config import ModelConfig
-from jmoe.experts import ExpertTable, Pool, QuantizedPool, UnitedExperts, num_united_slots
+from jmoe.experts import ExpertTable, Pool, UnitedExperts, num_united_slots
 from jmoe.hub import locate
 from jmoe.numbers import integer
 from jmoe.packed import unpacked
@@ -308,7 +308,7 @@ def load(
             raise ValueError(f"{name} was saved without slots for ways {sorted(united)}")
         home = _home(cfg, weights.num_united_slots, mesh, placement)
         if quantize != "none":
-            pool = QuantizedPool.of(weights.pool.plain(), dtype, quantize)
+            pool = checkpoint.quantized(weights.pool.plain(), cfg, kind, quantize)
             weights = weights._replace(pool=pool)
         weights = weights if home is None else home.spread(weights)
     else:

@@ -11,7 +11,7 @@ from functools import partial
 from hashlib import sha256
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -730,7 +730,8 @@ def read_layers(
             moe_layer += is_moe
             if progress is not None:
                 progress(layer + 1, cfg.num_layers)
-        segments.append(jax.tree.map(lambda *parts: _stack(parts), *layers))
+        # Array by array, each in memory twice only while it is stacked.
+        segments.append({k: _stack([own.pop(k) for own in layers]) for k in list(layers[0])})
     params["segments"] = tuple(segments)
     return params
 
@@ -754,6 +755,19 @@ def _experts_at_once(cfg: ModelConfig) -> int:
     most = BLOCK_BYTES // (4 * layout.expert_parameters(cfg))
     sizes = range(1, cfg.num_experts + 1)
     return max((n for n in sizes if n <= most and cfg.num_experts % n == 0), default=1)
+
+
+def quantized(pool: ExpertPool, cfg: ModelConfig, dtype: jnp.dtype, quantize: str) -> Pool:
+    """Returns a pool that was in floats as `quantize` says, quantized block by block, as
+    `quantizing_bytes` counts beside both pools. Raises ValueError as `QuantizedPool.of`.
+    """
+    found = empty_pool(cfg, pool.num_slots, dtype, quantize)
+    size = _experts_at_once(cfg)
+    for first in range(0, pool.num_slots, size):
+        slots = jnp.minimum(jnp.arange(first, first + size), pool.num_slots - 1)
+        jax.block_until_ready(found)  # or any number of blocks would wait to be quantized
+        found = write_slots(found, slots, pool.read(slots))
+    return found
 
 
 def empty_pool(cfg: ModelConfig, num_slots: int, dtype: jnp.dtype, quantize: str = "none") -> Pool:
@@ -932,10 +946,15 @@ def config_of(directory: Path, *, allow_unknown_config: Collection[str] = ()) ->
     return read_config(directory, allow_unknown_config=allow_unknown_config)
 
 
-def native_stored(directory: Path) -> tuple[str, int]:
-    """Returns the data type of the experts that `save_native` wrote, and how many united experts a
-    layer have slots; reads no weights. Raises CheckpointError.
-    """
+class NativeStored(NamedTuple):
+    """How `save_native` wrote experts."""
+
+    dtype: str
+    num_united: int  # slots of united experts in each layer
+
+
+def native_stored(directory: Path) -> NativeStored:
+    """Returns how `save_native` wrote experts; reads no weights. Raises CheckpointError."""
     need("train", "orbax")
     import orbax.checkpoint as ocp
 
@@ -944,7 +963,7 @@ def native_stored(directory: Path) -> tuple[str, int]:
             tree = checkpointer.metadata(directory.absolute() / "state").item_metadata
         table = tree["table"]
         united = table["slots"].shape[1] - table["groups"].shape[1]
-        return str(jnp.dtype(tree["pool"]["down"].dtype)), united
+        return NativeStored(str(jnp.dtype(tree["pool"]["down"].dtype)), united)
     except Exception as error:  # whatever Orbax raises for a damaged tree
         raise CheckpointError(f"{directory} is not readable: {error}") from error
 

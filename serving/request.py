@@ -152,7 +152,12 @@ class SamplingParams:
             self.temperature,
             "between 0 and 100",
         )
-        _check(_whole(self.top_k, 0, 2**31), "top_k", self.top_k, "a whole number (0: off)")
+        _check(
+            _whole(self.top_k, 0, 2**31),
+            "top_k",
+            self.top_k,
+            f"a whole number up to {2**31 - 1} (0: off)",
+        )
         _check(_real(self.top_p) and 0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]")
         seed_fits = self.seed is None or _whole(self.seed, 0, 2**64)
         _check(seed_fits, "seed", self.seed, "a 64-bit number")

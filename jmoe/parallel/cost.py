@@ -163,16 +163,23 @@ def expert_bytes(cfg: ModelConfig, dtype_bytes: int) -> int:
 
 
 def check_copies(
-    num_experts: int, num_devices: int, *, replicas: int, per_pair: int, spare_slots: int
+    num_experts: int,
+    num_devices: int,
+    *,
+    replicas: int,
+    per_pair: int,
+    spare_slots: int,
+    num_models: int = 1,
 ) -> None:
     """Raises ValueError for more copies than a device of a mesh can get, or has a use for.
 
     Args:
-        num_experts: of a layer, routed ones.
+        num_experts: of a layer of one model, routed ones.
         num_devices: D; experts are spread evenly.
         replicas: of a layer and step that a device asks for.
         per_pair: the most of them from one other device.
-        spare_slots: of a layer and device.
+        spare_slots: of a layer and device, for experts of all models; a step may have rows of one.
+        num_models: that may have experts of their own.
     """
     lacking, sent = num_experts - -(-num_experts // num_devices), per_pair * (num_devices - 1)
     lacks = f"a device lacks {lacking} of {num_experts} experts"
@@ -180,6 +187,9 @@ def check_copies(
         others = f"the other {num_devices - 1} devices send {per_pair} each at most"
         why = lacks if lacking <= sent else others
         raise ValueError(f"replicas is {replicas}; {why}: set it to {min(lacking, sent)} or less")
+    num_experts *= num_models
+    lacking = num_experts - -(-num_experts // num_devices)
+    lacks = f"a device lacks {lacking} of {num_experts} experts"
     if spare_slots > lacking:
         raise ValueError(f"spare_slots is {spare_slots}; {lacks}: set it to {lacking} or less")
 

@@ -7,10 +7,11 @@ page belongs to a sequence that has a slot. Pages are counted of the group of la
 (`Limits.windows`); those of others follow.
 """
 
+import contextlib
 import logging
 import os
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
@@ -22,7 +23,14 @@ from jmoe.attention import page_bytes
 from jmoe.free_memory import DeviceMemory, device_memory
 from serving.config import EngineConfig
 from serving.errors import SettingsError
-from serving.execution.memory import GIB, SHARE, STEPS_UNDER_WAY, kv_bytes_of, smallest
+from serving.execution.memory import (
+    GIB,
+    SHARE,
+    STEPS_UNDER_WAY,
+    kv_bytes_of,
+    short_of_memory,
+    smallest,
+)
 from serving.plan import Limits
 
 log = logging.getLogger(__name__)
@@ -96,6 +104,29 @@ def by_memory(
     _check(config, memory, steps, sum(sizes), fitting, blocks)
     _log(memory, steps, kv_bytes(fitting) - sum(sizes), fitting, limits.page_size, most)
     return replace(limits, num_pages=fitting * limits.num_ranks)
+
+
+@contextlib.contextmanager
+def allocating(config: EngineConfig, limits: Limits, model: Model) -> Generator[None]:
+    """Raises SettingsError, with what to lower, where KV pages are allocated in its block and a
+    device does not have the memory that was counted for them: another process took some of it, and
+    XLA takes it only as it needs it (`XLA_PYTHON_CLIENT_PREALLOCATE` false).
+    """
+
+    def told(counted: str) -> str:
+        sizes = page_bytes(model.config, limits.page_size, model.dtype)
+        asked = kv_bytes_of(limits, sizes, limits.pages_per_rank)
+        lower = f"engine.num_pages (it is {config.num_pages}) or engine.max_num_seqs"
+        if goes_by_memory(config):
+            lower = f"engine.memory_fraction (it is {config.memory_fraction:g})"
+        return (
+            f"{limits.num_pages} KV pages, {asked / GIB:.4g} GiB on a device, could not be "
+            f"allocated:{counted} another process seems to hold memory of the device; end that "
+            f"process, or lower {lower}"
+        )
+
+    with short_of_memory(told):
+        yield
 
 
 def pages_that_fit(

@@ -1,8 +1,9 @@
 """Whether KV pages fit, told before they are allocated, and how many copies of experts may."""
 
+import contextlib
 import logging
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,9 +15,9 @@ from jax.sharding import Mesh
 
 from jmoe.api import Model
 from jmoe.attention import page_bytes, page_windows, with_kv_cache_dtype
-from jmoe.checkpoint import empty_pool, quantize_as, quantizing_bytes
+from jmoe.checkpoint import NativeStored, empty_pool, quantize_as, quantizing_bytes
 from jmoe.config import ModelConfig
-from jmoe.free_memory import free_device_bytes, free_host_bytes
+from jmoe.free_memory import device_memory, free_device_bytes, free_host_bytes
 from jmoe.parallel.cost import MeshStep, check_copies, expert_bytes
 from jmoe.parallel.placement import check_room, slots_per_layer
 from jmoe.random_model import random_params
@@ -81,10 +82,15 @@ def kv_bytes_of(limits: Limits, sizes: tuple[int, ...], num_pages: int) -> int:
 
 
 def check_balance(
-    cfg: ModelConfig, num_devices: int, balance: BalanceConfig, *, spare: int | None = None
+    cfg: ModelConfig,
+    num_devices: int,
+    balance: BalanceConfig,
+    *,
+    spare: int | None = None,
+    num_models: int = 1,
 ) -> None:
-    """Raises SettingsError for more copies than a device can get or use, or than a loaded model has
-    spare slots for: `spare` of each layer.
+    """Raises SettingsError for more copies than a device can get or use of `num_models` that share
+    no experts, or than a loaded model has spare slots for: `spare` of each layer.
     """
     try:
         check_copies(
@@ -93,6 +99,7 @@ def check_balance(
             replicas=_asked(balance.replicas),
             per_pair=balance.replicas_per_pair,
             spare_slots=_asked(balance.spare_slots),
+            num_models=num_models,
         )
     except ValueError as error:
         raise SettingsError(f"engine.balance.{error}") from None
@@ -108,17 +115,19 @@ def check_balance(
         )
 
 
-def check_mesh(config: EngineConfig, cfg: ModelConfig, num_devices: int) -> None:
+def check_mesh(
+    config: EngineConfig, cfg: ModelConfig, num_devices: int, num_models: int = 1
+) -> None:
     """Raises SettingsError, before weights load, as `check_balance` does, and where a device's part
     of a model's routed experts and its copies do not fit beside other weights, which each has.
     """
     balance = config.balance
-    check_balance(cfg, num_devices, balance)
+    check_balance(cfg, num_devices, balance, num_models=num_models)
     free = _free_on_each(num_devices)
     if free is None:
         return
     slot_bytes = _slot_bytes(config, cfg)
-    rest = _rest_bytes(config, cfg, _quantizing_bytes(config, cfg, num_devices))
+    rest = _rest_bytes(config, cfg, _loading_bytes(config, cfg, num_devices))
     room = max(0, int(SHARE * free) - rest) // slot_bytes
     layers, spare = cfg.num_moe_layers, _asked(balance.spare_slots)
     try:
@@ -126,7 +135,8 @@ def check_mesh(config: EngineConfig, cfg: ModelConfig, num_devices: int) -> None
     except ValueError as error:
         raise SettingsError(f"engine.mesh is 'ep={num_devices}': {error}") from None
     held = layers * slots_per_layer(cfg.num_experts, num_devices, spare)
-    _check_copies_of_steps(config, cfg, num_devices, (room - held) * slot_bytes)
+    left = int(SHARE * free) - _rest_bytes(config, cfg) - held * slot_bytes
+    _check_copies_of_steps(config, cfg, num_devices, left)
 
 
 MOST_GROWTH = 8
@@ -134,28 +144,35 @@ MOST_GROWTH = 8
 twice."""
 
 
-def check_model(config: EngineConfig, cfg: ModelConfig, stored: int) -> None:
+def check_model(
+    config: EngineConfig, cfg: ModelConfig, stored: int, native: NativeStored | None = None
+) -> None:
     """Raises SettingsError, before weights load, where one model's routed experts and other weights
-    do not fit into a device, or not with what quantizing them takes meanwhile. They are not counted
-    where so many bytes as are stored surely fit.
+    do not fit into a device, or not with what loading them takes meanwhile. They are not counted
+    where so many bytes as are stored surely fit. `native` is how jmoe's own format has them, which
+    is read as a whole.
     """
     free = _free_on_each(1)
     if free is None:
         return
-    quantizing = _quantizing_bytes(config, cfg, 1)
-    if MOST_GROWTH * stored + quantizing <= SHARE * free:
+    loading = _loading_bytes(config, cfg, 1, native)
+    if native is None and MOST_GROWTH * stored + loading <= SHARE * free:
         return
-    experts = cfg.num_moe_layers * cfg.num_experts * _slot_bytes(config, cfg)
-    wanted = experts + _rest_bytes(config, cfg, quantizing)
+    each = cfg.num_experts + (0 if native is None else native.num_united)
+    experts = cfg.num_moe_layers * each * _slot_bytes(config, cfg)
+    wanted = experts + _rest_bytes(config, cfg, loading)
+    quantizing = _is_quantized(config, cfg)
     if wanted > SHARE * free:
         fixes = ["take a smaller model"]
-        if jax.local_devices()[0].platform != "cpu":
+        if native is not None:
+            fixes.append("keep it in Hugging Face's format, which is loaded layer by layer")
+        elif jax.local_devices()[0].platform != "cpu":
             fixes.append("spread it over devices (engine.mesh)")
-        if config.quantize in ("auto", "none"):
+        if config.quantize in ("auto", "none") and native is None:
             fixes.append("keep its experts in fewer bits (engine.quantize)")
         raise SettingsError(
             f"engine.model is {config.model!r}, whose weights take {wanted / GIB:.4g} GiB"
-            f"{' while they are quantized' * bool(quantizing)}, and {free / GIB:.4g} GiB are free; "
+            f"{' while they are quantized' * quantizing}, and {free / GIB:.4g} GiB are free; "
             f"{', or '.join(fixes)}"
         )
 
@@ -170,8 +187,8 @@ def check_family(
     free = _free_on_each(num_devices)
     if free is None:
         return
-    quantizing = _quantizing_bytes(config, cfg, num_devices)
-    wanted = num_slots * slot_bytes + _rest_bytes(config, cfg, quantizing)
+    loading = _loading_bytes(config, cfg, num_devices)
+    wanted = num_slots * slot_bytes + _rest_bytes(config, cfg, loading)
     if wanted > SHARE * free:
         fixes = ["name fewer models"]
         fixes += ["lower engine.spare_models"] * bool(config.spare_models)
@@ -186,7 +203,8 @@ def check_family(
             f"model's other weights, {wanted / GIB:.4g} GiB{where}, and {free / GIB:.4g} GiB are "
             f"free; {', or '.join(fixes)}"
         )
-    _check_copies_of_steps(config, cfg, num_devices, int(SHARE * free) - wanted)
+    left = int(SHARE * free) - num_slots * slot_bytes - _rest_bytes(config, cfg)
+    _check_copies_of_steps(config, cfg, num_devices, left)
 
 
 def _check_copies_of_steps(
@@ -219,19 +237,50 @@ def _free_on_each(num_devices: int) -> int | None:
     return free
 
 
-def _slot_bytes(config: EngineConfig, cfg: ModelConfig) -> int:
-    """Returns the bytes of an expert, as the settings have it kept."""
-    kind = quantize_as(config.quantize, cfg, says_why=False)
+def _slot_bytes(config: EngineConfig, cfg: ModelConfig, kind: str | None = None) -> int:
+    """Returns the bytes of an expert that is kept as `kind`; None: as the settings say."""
+    kind = quantize_as(config.quantize, cfg, says_why=False) if kind is None else kind
     return _size(jax.eval_shape(partial(empty_pool, cfg, 1, jnp.dtype(config.dtype), kind)))
 
 
-def _quantizing_bytes(config: EngineConfig, cfg: ModelConfig, num_devices: int) -> int:
-    """Returns the bytes of each device that quantizing on load takes; a mesh does so on its first
-    one, and CPU devices share memory.
+def _is_quantized(config: EngineConfig, cfg: ModelConfig) -> bool:
+    """Returns whether experts are quantized on load."""
+    kind = quantize_as(config.quantize, cfg, says_why=False)
+    return quantizing_bytes(cfg, kind, 0) > 0
+
+
+def _loading_bytes(
+    config: EngineConfig, cfg: ModelConfig, num_devices: int, native: NativeStored | None = None
+) -> int:
+    """Returns the most bytes of each device that loading takes beside all weights, which CPU
+    devices share: what quantizing takes; in floats, a layer's experts as they are read and again as
+    they are stacked; of those kept as stored, a layer that comes from the host. A mesh quantizes on
+    its first device, and gets from the host no more than a device's part of a layer.
+
+    Of a model in jmoe's own format: all its experts in floats, if they are quantized or wanted in
+    another dtype than they are stored in; over a mesh they lie on its first device meanwhile.
     """
     kind = quantize_as(config.quantize, cfg, says_why=False)
-    found = quantizing_bytes(cfg, kind, _slot_bytes(config, cfg))
-    return found // (num_devices if jax.local_devices()[0].platform == "cpu" else 1)
+    on_cpu = jax.local_devices()[0].platform == "cpu"
+    slot, num_experts = _slot_bytes(config, cfg), cfg.num_experts
+    quantizing = quantizing_bytes(cfg, kind, slot)
+    if native is not None:
+        count = cfg.num_moe_layers * (num_experts + native.num_united)
+        plain = count * _slot_bytes(config, cfg, "none")
+        size = jnp.dtype(native.dtype).itemsize
+        wanted = jnp.dtype(config.dtype).itemsize
+        as_stored = plain * size // wanted if native.dtype != config.dtype else 0
+        found = as_stored
+        if quantizing:
+            found = max(plain + quantizing, plain + as_stored - count * slot)
+        found = max(found, count * slot * (num_devices > 1))
+    elif quantizing:
+        found = quantizing
+    elif num_devices > 1 and not on_cpu:
+        found = (-(-num_experts // num_devices) + _asked(config.balance.spare_slots)) * slot
+    else:
+        found = num_experts * slot * (2 if on_cpu or kind == "none" else 1)
+    return found // (num_devices if on_cpu else 1)
 
 
 def _rest_bytes(config: EngineConfig, cfg: ModelConfig, loading: int = 0) -> int:
@@ -239,12 +288,17 @@ def _rest_bytes(config: EngineConfig, cfg: ModelConfig, loading: int = 0) -> int
     needed before there are graphs. Layers of a GPU count twice, for CUDA graphs
     (`jmoe.steps.served`), but where a family's sets come from host memory.
     """
-    make = partial(random_params, cfg, dtype=jnp.dtype(config.dtype))
-    params = jax.eval_shape(make, jax.random.key(0))
+    params = _params(config, cfg)
     has_graphs = jax.local_devices()[0].platform != "cpu" and not config.enforce_eager
     come_from_host = 0 < config.resident_sets < len(config.models)
     twice = _size(params["segments"]) if has_graphs and not come_from_host else 0
     return _size(params) + max(twice, loading)
+
+
+def _params(config: EngineConfig, cfg: ModelConfig) -> Any:
+    """Returns the shapes and dtypes of what a model has beside its experts."""
+    make = partial(random_params, cfg, dtype=jnp.dtype(config.dtype))
+    return jax.eval_shape(make, jax.random.key(0))
 
 
 def _asked(count: CountOrAuto) -> int:
@@ -259,39 +313,50 @@ def spare_slots_that_fit(
     free: int | None,
     num_models: int,
     slots: int,
+    native: NativeStored | None = None,
 ) -> int:
     """Returns how many spare slots of each layer every device of a mesh has room for beside the
     `slots` of its own experts, where `free` bytes were free on this process's before weights
-    loaded; 0 where that is not known. Other weights count as many times as there are models, though
-    some may have them alike.
+    loaded; 0 where that is not known. They have to fit beside what loading takes (`native` is as
+    of `check_model`), and later beside steps and KV pages. Other weights count as many times as
+    there are models, though some may have them alike.
     """
     dtype, num_devices = jnp.dtype(config.dtype), mesh.size
     fitting = 0
     if free is not None:
         on_cpu = jax.local_devices()[0].platform == "cpu"
-        others = num_models * _rest_bytes(config, cfg)
-        slot, held = _slot_bytes(config, cfg), cfg.num_moe_layers * slots
+        slot = _slot_bytes(config, cfg)
+        free = free // num_devices if on_cpu else free  # CPU devices share the host's memory
+        own = int(SHARE * free) - cfg.num_moe_layers * slots * slot
+        loading = _loading_bytes(config, cfg, num_devices, native)
+        while_loading = own - num_models * _size(_params(config, cfg)) - loading
         # Steps that copy experts gather all rows, whatever others do.
         exchange = "all-gather" if config.balance.replicas else config.exchange
         cfg = replace(cfg, exchange=exchange)
         step = MeshStep(cfg, num_devices, config.max_prefill_tokens, dtype.itemsize)
         rows = step.gathered_buffer_bytes()
-        free = free // num_devices if on_cpu else free  # CPU devices share the host's memory
-        left = int(SHARE * free) - others - held * slot - STEPS_UNDER_WAY * rows
+        left = own - num_models * _rest_bytes(config, cfg) - STEPS_UNDER_WAY * rows
         if config.balance.replicas and not on_cpu:  # copies of a step, beside those that stay
             pairs = HELD * num_devices * config.balance.replicas_per_pair
             left -= STEPS_UNDER_WAY * pairs * expert_bytes(cfg, dtype.itemsize)
-        fitting = spare_slots_in(left, config, cfg, num_devices, slot)
+        fitting = spare_slots_in(left, config, cfg, num_devices, slot, num_models)
+        fitting = min(fitting, max(0, while_loading) // (cfg.num_moe_layers * slot))
     return smallest(fitting, mesh)
 
 
 def spare_slots_in(
-    left: int, config: EngineConfig, cfg: ModelConfig, num_devices: int, slot_bytes: int
+    left: int,
+    config: EngineConfig,
+    cfg: ModelConfig,
+    num_devices: int,
+    slot_bytes: int,
+    num_models: int = 1,
 ) -> int:
     """Returns how many spare slots of each layer, of `slot_bytes` each, a device may have where
     `left` bytes are beside weights and steps: in what KV pages of `max_num_seqs` sequences of
     `max_model_len` do not take, or, where the settings leave pages to memory, in `COPIES_SHARE` of
-    all, if one such sequence fits beside them.
+    all, if one such sequence fits beside them. There are no more than a device lacks experts of
+    `num_models` that share none.
     """
     cfg = with_kv_cache_dtype(cfg, config.kv_cache_dtype)
     length = served_len(config, cfg, config.model, num_devices)
@@ -303,7 +368,8 @@ def spare_slots_in(
     room = beside_all
     if not config.num_pages:
         room = max(beside_all, min(int(COPIES_SHARE * left), beside_one))
-    lacking = cfg.num_experts - -(-cfg.num_experts // num_devices)
+    num_experts = num_models * cfg.num_experts
+    lacking = num_experts - -(-num_experts // num_devices)
     return min(max(0, room) // (cfg.num_moe_layers * slot_bytes), lacking)
 
 
@@ -329,6 +395,25 @@ def smallest(count: int, mesh: Mesh | None) -> int:
 
 def _size(tree: Any) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+@contextlib.contextmanager
+def short_of_memory(told: Callable[[str], str]) -> Generator[None]:
+    """Raises SettingsError of what `told` makes of XLA's count of a device's memory, and of what
+    XLA says, where something is allocated in its block that a device has no memory for.
+    """
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        known = device_memory(jax.local_devices()[0])
+        counted = ""
+        if known is not None:
+            counted = f" of {known.limit / GIB:.4g} GiB that XLA may take, it counts "
+            counted += f"{known.free / GIB:.4g} GiB free, and"
+        said = str(error).splitlines()[0]
+        raise SettingsError(f"{told(counted)}. XLA says: {said}") from error
 
 
 def free_bytes() -> int | None:

@@ -37,7 +37,7 @@ from serving.execution.device import Device
 from serving.execution.executables import Executables
 from serving.execution.executor import StepExecutor
 from serving.execution.fitting import limits_of, num_ranks_of
-from serving.execution.kv_pages import by_memory, goes_by_memory
+from serving.execution.kv_pages import allocating, by_memory, goes_by_memory
 from serving.execution.memory import check_memory
 from serving.execution.mixed import MixedSteps, mixed_models
 from serving.execution.param_sets import ParamSets
@@ -150,7 +150,9 @@ class DeviceRunner(StepExecutor):
             self.limits = by_memory(config, self.limits, model, step_bytes, beside=beside)
         else:
             check_memory(model, self.limits, beside=beside)
-        state, shaping = states.make(self.limits), states.shaping(self.limits)
+        with allocating(config, self.limits, model):
+            state, shaping = states.make(self.limits), states.shaping(self.limits)
+            jax.block_until_ready((state, shaping))
         programs = programs_of(state)
         self.device = Device(
             family, self.limits, self.buckets, state, shaping, programs, executables

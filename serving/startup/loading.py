@@ -16,7 +16,7 @@ from jmoe import expected_loss, levels
 from jmoe.api import BUNDLED, ExpertsOf, Model, PlacementOf, load, resolve
 from jmoe.arrival import Arrival
 from jmoe.beside import belongs, digest_in_family, digest_of
-from jmoe.checkpoint import config_of, is_native
+from jmoe.checkpoint import config_of, is_native, native_stored
 from jmoe.expected_loss import Kind, file_of
 from jmoe.family import Family, load_family
 from jmoe.parallel.cost import NODE, node_of
@@ -32,6 +32,7 @@ from serving.execution.memory import (
     check_mesh,
     check_model,
     free_bytes,
+    short_of_memory,
     spare_slots_that_fit,
 )
 from serving.execution.programs import Progress
@@ -122,17 +123,20 @@ def load_models(
     named = named_models(config.models)
     directory = resolve(next(iter(named.values()), config.model), config.hub_revision)
     placed, in_ranges = None, None
-    whole = mesh is None and not named and experts is None and not is_native(directory)
+    native = native_stored(directory) if not named and is_native(directory) else None
+    whole = mesh is None and not named and experts is None
     if mesh is not None or named or whole:
         cfg = config_of(directory, allow_unknown_config=config.allow_unknown_config)
     if whole:
         stored = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
-        check_model(config, cfg, stored)
+        check_model(config, cfg, stored, native)
     if mesh is not None:
-        if not is_native(directory):
-            # Of a family, one model is the least; all is counted once it is known what they share.
-            check_mesh(config, cfg, mesh.size)
-        fits = partial(spare_slots_that_fit, config, cfg, mesh, free_bytes(), len(named) or 1)
+        if native is not None:
+            check_model(config, cfg, 0, native)  # as a whole on the first device
+        # Of a family, one model is the least; all is counted once it is known what they share.
+        check_mesh(config, cfg, mesh.size, len(named) or 1)
+        beside = config, cfg, mesh, free_bytes(), len(named) or 1
+        fits = partial(spare_slots_that_fit, *beside, native=native)
         if jax.default_backend() == "cpu":  # whose devices share cores, so that copies only cost
             fits = _none_fit
         placed, in_ranges = placements(config.balance, fits, len(named))
@@ -149,20 +153,31 @@ def load_models(
     }
     if named:
         num_devices = 1 if mesh is None else mesh.size
-        return load_family(
-            named,
-            config.family or None,
-            resident_experts=config.resident_experts,
-            spare_experts=config.spare_experts,
-            params_on_host=0 < config.resident_sets < len(named),
-            spare_models=config.spare_models,
-            placement=placed,
-            fits=partial(check_family, config, cfg, num_devices),
-            **wanted,
-        )
+        with short_of_memory(partial(_too_large, f"engine.models are {len(named)}")):
+            return load_family(
+                named,
+                config.family or None,
+                resident_experts=config.resident_experts,
+                spare_experts=config.spare_experts,
+                params_on_host=0 < config.resident_sets < len(named),
+                spare_models=config.spare_models,
+                placement=placed,
+                fits=partial(check_family, config, cfg, num_devices),
+                **wanted,
+            )
     if config.model not in (BUNDLED, str(directory)):
         log.info("%s of the Hugging Face Hub, in %s", config.model, directory)
-    return load(config.model, placement=in_ranges, experts=experts, **wanted)
+    with short_of_memory(partial(_too_large, f"engine.model is {config.model!r}")):
+        return load(config.model, placement=in_ranges, experts=experts, **wanted)
+
+
+def _too_large(what: str, counted: str) -> str:
+    """Returns what to do about weights that have been counted and do not fit all the same."""
+    return (
+        f"{what}: a device has no memory left for weights:{counted} another process may hold "
+        "memory of it; end that process, raise engine.memory_fraction, keep experts in fewer bits "
+        "(engine.quantize), or spread them over devices (engine.mesh)"
+    )
 
 
 def _none_fit(slots: int) -> int:
@@ -177,6 +192,12 @@ def placements(
     """
 
     def placed(own: Placement) -> Placement:
+        count = own.hosts.shape[1]  # of distinct experts
+        if config.spare_slots != "auto" and config.spare_slots > (lacking := count - own.room):
+            raise SettingsError(
+                f"engine.balance.spare_slots is {config.spare_slots}; a device lacks {lacking} of "
+                f"the {count} experts that these models have: set it to {lacking} or less"
+            )
         return starting_placement(config, own, partial(fits, own.room), num_models)
 
     def in_ranges(*shape: int, num_united: int) -> Placement:

@@ -176,7 +176,8 @@ def build(
             len(offloaded.spare), offloaded.needed_by_a_row(family.config.experts_per_token)
         )
     if (home := family.home) is not None:
-        check_balance(loaded.config, home.mesh.size, config.balance, spare=home.spare)
+        of_mesh = loaded.config, home.mesh.size, config.balance
+        check_balance(*of_mesh, spare=home.spare, num_models=len(family))
     if config.exchange != "auto":
         family = _made_with(family, exchange=config.exchange)
     if (strategy := own_strategy(config.brownout.strategy)) is not None:

@@ -120,3 +120,40 @@ def test_what_four_bits_would_hide_is_named(directory, tmp_path):
     save_file(tensors, path / "model.safetensors")
     with pytest.raises(CheckpointError, match=rf"{name} holds NaN or infinity"):
         jmoe.load(path, "float32", quantize="int4")
+
+
+def test_a_model_in_jmoes_own_format_is_quantized_block_by_block(directory, tmp_path, monkeypatch):
+    """Beside its experts in floats and the pool there are blocks, of an odd number of experts."""
+    model = jmoe.load(directory, "float32")
+    jmoe.save(model, tmp_path / "native")
+    floats = model.pool
+    want = jax.jit(lambda pool: QuantizedPool.of(pool, "float32", "int4"))(floats)
+    monkeypatch.setattr(checkpoint, "_experts_at_once", lambda cfg: 5)
+    sizes, write = [], checkpoint.write_slots
+    monkeypatch.setattr(
+        checkpoint, "write_slots", lambda *own: (sizes.append(own[2].num_slots), write(*own))[1]
+    )
+    got = jmoe.load(tmp_path / "native", "float32", quantize="int4").pool
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+    assert sizes == [5] * -(-floats.num_slots // 5)
+
+
+def test_in_floats_a_layer_is_there_twice_and_no_more(directory, monkeypatch):
+    """Its experts as they are read, and stacked; all else that a model has, once."""
+    gc.collect()
+    before, seen, stack = live_bytes(), [], checkpoint._stack
+
+    def counted(parts):
+        found = stack(parts)
+        seen.append(live_bytes() - before)
+        return found
+
+    monkeypatch.setattr(checkpoint, "_stack", counted)
+    model = jmoe.load(directory, "float32")
+    params = sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
+    most = max(leaf.nbytes for leaf in jax.tree.leaves(model.params["segments"]))
+    layer = EXPERTS * model.pool.slot_bytes
+    pool = model.pool.num_slots * model.pool.slot_bytes
+    like = model.pool.slot_bytes + 1024
+    assert pool + layer < max(seen) <= pool + 2 * layer + params + like
+    assert seen[-1] <= pool + params + most + like

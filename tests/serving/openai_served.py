@@ -96,16 +96,17 @@ async def serving_http(
 @contextlib.asynccontextmanager
 async def saying(said, template: str | None = TOOLS_TEMPLATE, reason="stop", step=3, **fields):
     """Serves an engine that says a text, or what `said` makes of a prompt, `step` characters at a
-    time.
+    time, and ends for a reason, or for what `reason` makes of the prompt.
     """
     async with serving_http(template, EngineConfig(max_model_len=2048), **fields) as s:
 
         async def generate(prompt, sampling, **options):
             s.engine.calls.append({"prompt": prompt, "sampling": sampling, **options})
             text = said(prompt) if callable(said) else said
+            why = reason(prompt) if callable(reason) else reason
             pieces = [text[at : at + step] for at in range(0, len(text), step)] or [""]
             for at, piece in enumerate(pieces):
-                ended = reason if at == len(pieces) - 1 else None
+                ended = why if at == len(pieces) - 1 else None
                 usage = Usage(5, at + 1, 8, 0)
                 logprobs = (-0.5,) if sampling.logprobs else ()
                 yield Output(options["request_id"], piece, (65,), logprobs, usage, ended)

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 import jmoe
-from jmoe.checkpoint import HFLayers, empty_pool
+from jmoe.checkpoint import HFLayers, NativeStored, empty_pool
 from jmoe.config import EXCHANGES, ConfigError, read_config
 from jmoe.parallel.cost import MeshStep
 from jmoe.parallel.home import make_mesh
+from jmoe.parallel.placement import contiguous
 from jmoe.random_model import random_params
 from serving.config import BalanceConfig, EngineConfig, described
 from serving.errors import SettingsError
@@ -131,8 +132,8 @@ def with_copies(**balance):
 def room(monkeypatch):
     """Returns a function that sets how many experts a device has room for beside other weights."""
 
-    def has_room_for(num_experts, num_devices):
-        free = family_free(num_experts + 0.5, num_devices)  # a CPU's share it
+    def has_room_for(num_experts, num_devices, loading=LAYER_TWICE):
+        free = family_free(num_experts + 0.5, num_devices, loading)  # a CPU's share it
         monkeypatch.setattr(memory, "free_bytes", lambda: free)
 
     return has_room_for
@@ -154,17 +155,24 @@ def test_experts_are_counted_as_they_are_kept(room):
     with pytest.raises(SettingsError, match="each would hold 64 experts and has room for"):
         memory.check_mesh(config, geometry(), 2)
     config = replace(config, quantize="int4")
-    meanwhile = memory._quantizing_bytes(config, geometry(), 2)
-    room(64 // 3 + meanwhile / 24_576, 2)
+    meanwhile = memory._loading_bytes(config, geometry(), 2)
+    room(64 // 3, 2, 2 * meanwhile)
     memory.check_mesh(config, geometry(), 2)
 
 
-def family_free(num_experts, num_devices=1, cfg=None):
-    """Returns what has to be free for so many experts on each device and one model's rest."""
-    cfg = cfg or geometry()
+LAYER_TWICE = 2 * 64 * 24_576
+"""In floats: as experts are read, and as they are stacked."""
+
+
+def family_free(num_experts, num_devices=1, loading=LAYER_TWICE):
+    """Returns what has to be free for so many experts on each device, one model's rest, and what
+    the devices take together while it loads.
+    """
+    cfg = geometry()
     rest = jax.eval_shape(partial(random_params, cfg, dtype=np.dtype("float32")), jax.random.key(0))
     rest = 2 * sum(leaf.size for leaf in jax.tree.leaves(rest))
-    return math.ceil((num_experts * 24_576 + rest) / memory.SHARE) * num_devices
+    wanted = num_experts * 24_576 + rest + loading // num_devices
+    return math.ceil(wanted / memory.SHARE) * num_devices
 
 
 @pytest.mark.parametrize(
@@ -188,13 +196,30 @@ def test_a_model_that_does_not_fit_is_refused_before_it_is_loaded(monkeypatch):
     config = EngineConfig(model=str(GOLDEN / "qwen2_moe"), dtype="float32")
     model = load_models(config, None, lambda *_: None)
     experts = model.config.num_moe_layers * model.config.num_experts * model.pool.slot_bytes
-    least = experts + sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
+    layer = model.config.num_experts * model.pool.slot_bytes
+    least = experts + 2 * layer + sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
     monkeypatch.setattr(memory, "free_bytes", lambda: math.ceil(least / memory.SHARE))
     load_models(config, None, lambda *_: None)
     monkeypatch.setattr(memory, "free_bytes", lambda: int(least / memory.SHARE) - 1)
     monkeypatch.setattr(HFLayers, "layer", lambda *_: pytest.fail("weights are read"))
     with pytest.raises(SettingsError, match=r"engine.model is .*qwen2_moe', whose weights take"):
         load_models(config, None, lambda *_: None)
+
+
+def test_weights_that_do_not_fit_all_the_same_say_what_to_do(monkeypatch):
+    """Where another process has memory that was counted free."""
+
+    def fails(*_, **__):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory\nmore")
+
+    monkeypatch.setattr(loading, "load", fails)
+    monkeypatch.setattr(loading, "load_family", fails)
+    path = GOLDEN / "qwen2_moe"
+    with pytest.raises(SettingsError, match=r"engine.model is .*qwen2_moe': .*: Out of memory$"):
+        load_models(EngineConfig(model=str(path)), None, lambda *_: None)
+    models = tuple(f"{name}={path}" for name in ("base", "law"))
+    with pytest.raises(SettingsError, match=r"engine.models are 2: a device has no memory left"):
+        load_models(EngineConfig(models=models), None, lambda *_: None)
 
 
 def test_that_experts_are_dequantized_is_told_once(monkeypatch, caplog):
@@ -213,7 +238,7 @@ def test_what_quantizing_takes_is_counted(monkeypatch, num_devices):
     kept = jax.eval_shape(partial(empty_pool, geometry(), 1, np.dtype("float32"), "int4"))
     slot = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(kept))
     layer = 64 * slot + 4 * 64 * 4 * 3 * 64 * 64  # as it is kept, and four blocks in float32
-    own = (2 * 64 * slot // num_devices + layer) / memory.SHARE + family_free(0)
+    own = (2 * 64 * slot // num_devices + layer) / memory.SHARE + family_free(0, loading=0)
     monkeypatch.setattr(jax, "local_devices", lambda: [SimpleNamespace(platform="gpu")])
 
     def check():
@@ -235,8 +260,39 @@ def test_what_quantizing_takes_is_counted(monkeypatch, num_devices):
         check_family()
 
 
+@pytest.mark.parametrize(
+    ("dtype", "quantize", "loading"),
+    [
+        ("bfloat16", "none", 0),  # as it is stored
+        ("float32", "none", 24_576),  # beside it, as it is stored
+        ("bfloat16", "int4", 24_576),
+        ("float32", "int4", 2 * 24_576),  # what was stored is gone by then
+    ],
+)
+def test_a_model_in_jmoes_own_format_is_counted_as_a_whole(monkeypatch, dtype, quantize, loading):
+    """Two layers of 64 experts, and six slots for united ones, in bfloat16."""
+    config = EngineConfig(model="m", dtype=dtype, quantize=quantize)
+    native = NativeStored("bfloat16", 6)
+    kept = jax.eval_shape(partial(empty_pool, geometry(), 1, np.dtype(dtype), quantize))
+    slot = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(kept))
+    params = jax.eval_shape(
+        partial(random_params, geometry(), dtype=np.dtype(dtype)), jax.random.key(0)
+    )
+    least = 140 * (slot + loading)
+    least += sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params))
+    if quantize != "none":
+        least += 64 * slot + 4 * 64 * 4 * 3 * 64 * 64
+    monkeypatch.setattr(memory, "free_bytes", lambda: math.ceil(least / memory.SHARE))
+    memory.check_model(config, geometry(), 0, native)
+    monkeypatch.setattr(memory, "free_bytes", lambda: int(least / memory.SHARE) - 1)
+    with pytest.raises(SettingsError, match=r"whose weights take .*Hugging Face's format"):
+        memory.check_model(config, geometry(), 0, native)
+
+
 @pytest.mark.parametrize("eager", [False, True])
 def test_on_a_gpu_layers_are_counted_twice_but_without_graphs(monkeypatch, eager):
+    """Their experts beside that, as they load, if that takes more."""
+    monkeypatch.setattr(memory, "_loading_bytes", lambda *_: 0)
     config = EngineConfig(model="m", dtype="bfloat16", enforce_eager=eager)
     params = jax.eval_shape(
         partial(random_params, geometry(), dtype=np.dtype("float32")), jax.random.key(0)
@@ -254,11 +310,12 @@ def test_on_a_gpu_layers_are_counted_twice_but_without_graphs(monkeypatch, eager
 
 
 def test_copies_of_a_step_are_counted_beside_a_whole_family(monkeypatch):
+    """What loading takes, 32 experts, is free again by then."""
     config = with_copies(replicas=6, replicas_per_pair=3)
-    monkeypatch.setattr(memory, "free_bytes", lambda: family_free(64 + 30, 4))
-    with pytest.raises(SettingsError, match=r"replicas_per_pair is 3: .*36 .*room for 30; 2 would"):
+    monkeypatch.setattr(memory, "free_bytes", lambda: family_free(64 + 34, 4, loading=0))
+    with pytest.raises(SettingsError, match=r"replicas_per_pair is 3: .*36 .*room for 34; 2 would"):
         memory.check_family(config, geometry(), 4, 64, 24_576)
-    monkeypatch.setattr(memory, "free_bytes", lambda: family_free(64 + 36, 4))
+    monkeypatch.setattr(memory, "free_bytes", lambda: family_free(64 + 36, 4, loading=0))
     memory.check_family(config, geometry(), 4, 64, 24_576)
 
 
@@ -278,7 +335,9 @@ def test_a_family_that_does_not_fit_is_refused_before_it_is_loaded(tmp_path, mon
     assert (num_slots, slot_bytes) == (family[0].pool.num_slots, family[0].pool.slot_bytes)
     cfg = family.config
     assert num_slots == 2 * cfg.num_moe_layers * cfg.num_experts
-    least = num_slots * slot_bytes + sum(leaf.nbytes for leaf in jax.tree.leaves(family[0].params))
+    layer = cfg.num_experts * slot_bytes
+    others = sum(leaf.nbytes for leaf in jax.tree.leaves(family[0].params))
+    least = num_slots * slot_bytes + 2 * layer + others
     monkeypatch.setattr(memory, "free_bytes", lambda: math.ceil(least / memory.SHARE))
     load_models(config, mesh, lambda *_: None)
     monkeypatch.setattr(memory, "free_bytes", lambda: int(least / memory.SHARE) - 1)
@@ -295,13 +354,14 @@ def test_models_of_a_family_are_checked_before_they_are_loaded(monkeypatch):
 
 
 def test_more_copies_than_fit_name_how_many_would(room):
-    room(32 + 30, 4)
-    with pytest.raises(SettingsError, match=r"replicas_per_pair is 3: .*36 .*room for 30; 2 would"):
+    room(32 + 34, 4, loading=0)
+    with pytest.raises(SettingsError, match=r"replicas_per_pair is 3: .*36 .*room for 34; 2 would"):
         memory.check_mesh(with_copies(replicas=6, replicas_per_pair=3), geometry(), 4)
     memory.check_mesh(with_copies(replicas=6, replicas_per_pair=2), geometry(), 4)
+    room(8 + 20, 16, loading=0)
+    with pytest.raises(SettingsError, match=r"room for 20; set engine.balance.replicas to 0"):
+        memory.check_mesh(with_copies(replicas=6, replicas_per_pair=2), geometry(), 16)
     room(32 + 5, 4)
-    with pytest.raises(SettingsError, match=r"room for 5; set engine.balance.replicas to 0"):
-        memory.check_mesh(with_copies(replicas=6, replicas_per_pair=2), geometry(), 4)
     with pytest.raises(SettingsError, match=r"each would hold 40 experts and has room for 37"):
         memory.check_mesh(with_copies(spare_slots=4), geometry(), 4)
 
@@ -375,6 +435,50 @@ def test_memory_beside_weights_and_steps_has_room_for_spare_slots():
         )  # of three models
         assert memory.spare_slots_that_fit(config, cfg, on_mesh(4), free, 3, 25) == wanted
     assert memory.spare_slots_that_fit(config, cfg, on_mesh(4), None, 1, 17) == 0
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_spare_slots_fit_beside_what_loading_takes(monkeypatch, platform):
+    """Quantizing needs more than steps and KV pages of one short sequence."""
+    cfg = replace(geometry(), d_ff_shared=0)
+    config = EngineConfig(
+        dtype="bfloat16", quantize="int4", max_num_seqs=4, max_model_len=16, max_prefill_tokens=64
+    )
+    monkeypatch.setattr(jax, "local_devices", lambda: [SimpleNamespace(platform=platform)])
+    kept = jax.eval_shape(partial(empty_pool, cfg, 1, np.dtype("bfloat16"), "int4"))
+    slot = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(kept))
+    shapes = jax.eval_shape(
+        partial(random_params, cfg, dtype=np.dtype("float32")), jax.random.key(0)
+    )
+    others = 2 * sum(leaf.size for leaf in jax.tree.leaves(shapes))
+    quantizing = 64 * slot + 4 * 64 * 4 * 3 * 64 * 64
+    sharing = 4 if platform == "cpu" else 1
+    held = others + 2 * 16 * slot + quantizing // sharing
+    for spare in (0, 2, 5):
+        for more, wanted in ((100, spare), (-100, spare - 1)):
+            free = int((held + 2 * spare * slot + more) / memory.SHARE * sharing)
+            found = memory.spare_slots_that_fit(config, cfg, on_mesh(4), free, 1, 16)
+            assert found == max(wanted, 0)
+
+
+def test_spare_slots_of_a_family_are_bounded_by_all_its_experts():
+    """Three models of 64 experts each are 192, of which each of four devices has 48 of its own."""
+    family = partial(memory.check_balance, geometry(), 4, num_models=3)
+    family(BalanceConfig(spare_slots=144))
+    with pytest.raises(SettingsError, match=r"spare_slots is 145; a device lacks 144 of 192 exp"):
+        family(BalanceConfig(spare_slots=145))
+    with pytest.raises(SettingsError, match=r"replicas is 49; a device lacks 48 of 64"):
+        family(BalanceConfig(replicas=49, replicas_per_pair=64))
+    config = EngineConfig(dtype="bfloat16", max_num_seqs=8, max_model_len=32, page_size=16)
+    of_three = partial(memory.spare_slots_in, 1 << 40, config, geometry(), 4, 24_576)
+    assert (of_three(), of_three(3)) == (48, 144)
+    # As soon as it is known what they share, no more slots than a device lacks of that.
+    shared = contiguous(2, 80, 4)
+    placed, _ = loading.placements(BalanceConfig(spare_slots=60), lambda slots: 0, 3)
+    assert placed(shared).spare == 60
+    placed, _ = loading.placements(BalanceConfig(spare_slots=61), lambda slots: 0, 3)
+    with pytest.raises(SettingsError, match=r"is 61; a device lacks 60 of the 80 .*: set it to 60"):
+        placed(shared)
 
 
 def test_copies_of_a_step_are_bounded_by_a_tenth_of_the_memory(monkeypatch):

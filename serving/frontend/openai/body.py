@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 _BYTES_PER_CHAR = 12  # upper bound in JSON: a pair of escaped surrogates
 _GRPC_BYTES_PER_CHAR = 4
 _LARGE_BYTES = 64 << 10
+_KINDS = {list: "list", str: "string", bool: "boolean", int: "number", float: "number"}
 _NAMES_BYTES = 256 << 10  # for field names, message roles and logit biases
 
 
@@ -105,8 +106,8 @@ def _parsed[Parsed: BaseModel](model: type[Parsed], body: bytes, bounds: Bounds)
             f"the body cannot be read: {error}; send one JSON object, with each key once"
         ) from None
     if not isinstance(found, dict):
-        kind = type(found).__name__
-        raise HttpError(f"the body is a JSON {kind}; send one JSON object")
+        kind = "null" if found is None else f"a JSON {_KINDS[type(found)]}"
+        raise HttpError(f"the body is {kind}; send one JSON object")
     _check_counts(found, bounds)
     try:
         return model.model_validate(found)
@@ -135,8 +136,8 @@ def _check_counts(found: dict[str, Any], bounds: Bounds) -> None:
 
 def explained(model: type[BaseModel], error: ValidationError) -> HttpError:
     """Makes an HttpError of the first validation error, in one sentence."""
-    first = error.errors(include_url=False)[0]
-    where = [str(part) for part in first["loc"]]
+    first = _told(error)
+    where = [part for part in map(str, first["loc"]) if part != "str" and "[" not in part]
     if first["type"] == UNKNOWN_FIELD:
         name = first.get("ctx", {})["name"]
         where.append(shown(name))
@@ -151,8 +152,48 @@ def explained(model: type[BaseModel], error: ValidationError) -> HttpError:
     if WANTED in told:
         value = _innermost(error, param)
         return HttpError(f"{param} is {shown(value)}; it must be {told[WANTED]}", param)
-    wanted = first["msg"].replace("Input should be", "it must be")
-    return HttpError(f"{'.'.join(where)} is {shown(first['input'])}; {wanted}", param)
+    value = shown(first["input"])
+    if first["type"] == "too_long":
+        ctx = first.get("ctx", {})
+        return HttpError(
+            f"{'.'.join(where)} has {ctx['actual_length']} entries; it must have "
+            f"{ctx['max_length']} at most",
+            param,
+        )
+    return HttpError(f"{'.'.join(where)} is {value}; {_wanted(first)}", param)
+
+
+def _told(error: ValidationError) -> Any:
+    """Returns the first of the errors; of a field that is text or a list, the one of the list's
+    entries, if there is one, since text it is not.
+    """
+    errors: list[Any] = error.errors(include_url=False)
+    loc = errors[0]["loc"]
+    field = loc[:-1]
+    if loc[-1:] != ("str",):
+        return errors[0]
+    own = [one for one in errors if one["loc"][: len(field)] == field]
+    return max(own, key=lambda one: len(one["loc"]) > len(field) + 1)
+
+
+_WANTED = {
+    "too_short": "it must not be empty",
+    "string_too_short": "it must not be empty",
+    "model_type": "it must be an object",
+    "dict_type": "it must be an object",
+    "none_required": "it must be null: leave it out",
+}
+"""What an error of a type asks for, where pydantic says that in words of its own."""
+
+
+def _wanted(error: Any) -> str:
+    """Returns what an error asks for."""
+    if error["type"] == "string_pattern_mismatch":
+        return f"it must match {error['ctx']['pattern']}"
+    if error["type"] == "string_type" and error["loc"][-1] == "str":
+        return "it must be text, or a list of parts"
+    wanted: str = error["msg"].replace("Input should be", "it must be")
+    return _WANTED.get(error["type"], wanted)
 
 
 def _innermost(error: ValidationError, name: str) -> object:

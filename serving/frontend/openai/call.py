@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import orjson
 from starlette.responses import Response
 
-from serving.errors import ClientLeft
+from serving.errors import ClientLeft, InvalidRequest
 from serving.frontend.access import Caller
 from serving.frontend.openai import body as bodies
 from serving.frontend.openai.door import caller_of, request_id_of, set_request_id
@@ -235,12 +235,15 @@ class Call:
             waited_s=choice.waited_s,
             **{name: value for name in OPTIONS if (value := getattr(body, name)) is not None},
         )
-        async with noted(outputs, request_id, self._caller, self._span) as note:
-            async for out in outputs:
-                note(out)
-                if choice.sampling.prompt_logprobs and choice.last is None:
-                    await choice.take_prompt(out)
-                await take(choice, out)
+        try:
+            async with noted(outputs, request_id, self._caller, self._span) as note:
+                async for out in outputs:
+                    note(out)
+                    if choice.sampling.prompt_logprobs and choice.last is None:
+                        await choice.take_prompt(out)
+                    await take(choice, out)
+        except InvalidRequest as error:
+            raise choice.explained(error) from None
 
 
 async def keep(choice: Choice, out: Output) -> None:

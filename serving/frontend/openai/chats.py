@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jiter
 import orjson
 
-from serving.errors import shown
+from serving.errors import InvalidRequest, shown
 from serving.frontend.openai import logprobs, reasoning_parsers
 from serving.frontend.openai.endpoints import Choice
 from serving.frontend.openai.errors import HttpError
@@ -46,6 +46,14 @@ _ASKS = re.compile(r"content['\"]?\]?\s+is\s+(not\s+)?none")
 """What a template asks that tells calls alone by null; another may write null as `None`."""
 
 
+_FAULT = re.compile(
+    r".* cannot be used: at (\d+)\(\d+\): failed to compile JSON schema: (.*?)( \d+ \| .*)?",
+    re.DOTALL,
+)
+"""What is said of a line of a grammar."""
+_RULE = re.compile(r"(?:args|value)(\d+)")
+_NUMBERED = re.compile(r"(.*:)(\d{1,9})", re.DOTALL)
+"""An id that ends in a number."""
 _NUM_BEFORE = 32
 """Tokens of a prompt's end, by which a format knows that the prompt has begun a thought."""
 _THINKING = re.compile(r"\.thinking\b|\[['\"]thinking['\"]\]")
@@ -118,8 +126,7 @@ class Tools:
 
         Raises HttpError for one that is no JSON schema.
         """
-        choice, parser = self._body.tool_choice, self.parser()
-        names = [choice.function.name] if isinstance(choice, NamedTool) else list(self._functions)
+        parser, names = self.parser(), self._names()
         many = self.most_calls is None
         if self._body.forces_call:
             return Structure(StructureKind.GRAMMAR, parser.grammar(names, many, self._marker))
@@ -144,6 +151,29 @@ class Tools:
         if not text or (len(text) > MAX_STRUCTURE_CHARS and not self._is_strict):
             return None
         return Structure(StructureKind.GRAMMAR, text)
+
+    def _names(self) -> list[str]:
+        """Returns the functions that may be called, as a grammar numbers them."""
+        choice = self._body.tool_choice
+        return [choice.function.name] if isinstance(choice, NamedTool) else list(self._functions)
+
+    def explained(self, error: InvalidRequest, structure: Structure) -> InvalidRequest:
+        """Returns the error of a structure that cannot be used, with the function whose schema is
+        at fault, if one is, in place of a grammar that the client has not written.
+        """
+        found = _FAULT.fullmatch(str(error))
+        lines = structure.text.split("\n")
+        if found is None or int(found[1]) > len(lines):
+            return error
+        rule = _RULE.match(lines[int(found[1]) - 1])
+        if rule is None:
+            return error
+        name = self._names()[int(rule[1])]
+        return HttpError(
+            f"the parameters of the function {shown(name)} cannot be held to: {found[2]}; mend "
+            "that schema, or leave out what it says there",
+            "tools",
+        )
 
     def _marker(self, text: str) -> str:
         token = self._tokenizer.added_tokens.get(text)
@@ -302,12 +332,14 @@ class ReadChoice(ChatChoice):
         super().__init__(*given)
         self._parsers = [] if thoughts is None else [thoughts]
         self._parsers += [] if tools is None else [tools.parser()]
-        self._most = None if tools is None else tools.most_calls
+        self._tools, self._most = tools, None if tools is None else tools.most_calls
         if self._parsers and isinstance(self._parsers[-1], Harmony):  # it reads thoughts, too
             self._parsers = self._parsers[-1:]
             thoughts = self._parsers[0]
         self.reasoning_tokens = None if thoughts is None else 0
         self._num_calls = 0
+        self._ids: set[str] = set()  # of calls
+        self._last_number = 0  # the largest that one of them ends in
         self._message: dict[str, Any] = {
             "role": "assistant",
             "content": "",
@@ -338,6 +370,34 @@ class ReadChoice(ChatChoice):
                 kept.append(delta)
         return kept
 
+    def explained(self, error: InvalidRequest) -> InvalidRequest:
+        """See Choice."""
+        structure = self.sampling.structure
+        if self._tools is None or structure is None:
+            return error
+        return self._tools.explained(error, structure)
+
+    def new_id(self, written: str) -> str:
+        """Returns the id of a new call: the one that the model wrote (empty: none), if no earlier
+        call of the message has it. Otherwise one is made: of what ends in a number, as Kimi's
+        `functions.NAME:NUMBER`, by the number after the largest of the message, else by drawing.
+        """
+        id, numbered = written, _NUMBERED.fullmatch(written)
+        if numbered is not None:
+            number = int(numbered[2])
+            if id in self._ids:
+                number = self._last_number + 1
+                id = f"{numbered[1]}{number}"
+            self._last_number = max(self._last_number, number)
+        while not id or id in self._ids:
+            id = self.drawn_id()
+        self._ids.add(id)
+        return id
+
+    def drawn_id(self) -> str:
+        """Draws an id of a call."""
+        return _id()
+
     def _new(self, out: Output) -> tuple[str, str, list[dict[str, Any]]]:
         """Returns the thoughts, content and parts of calls that an output adds."""
         num_calls, deltas = self._num_calls, self.read(out)
@@ -347,7 +407,7 @@ class ReadChoice(ChatChoice):
             at = num_calls - 1
             if delta.name:
                 made = {"name": delta.name, "arguments": ""}
-                told = {"index": at, "id": delta.id or _id(), "type": "function"}
+                told = {"index": at, "id": self.new_id(delta.id), "type": "function"}
                 calls.append({**told, "function": made})
             if delta.arguments:
                 if not calls:

@@ -59,6 +59,10 @@ class Choice:
         """The number of the prompt's tokens; 0 where the engine will encode it."""
         return len(self.prompt) if isinstance(self.prompt, list) else 0
 
+    def explained(self, error: InvalidRequest) -> InvalidRequest:
+        """Returns what refuses the request in the client's terms: here, as it is."""
+        return error
+
     async def take_prompt(self, out: Output) -> None:
         """Formats the log-probabilities of the prompt, which are in the first output, in parts
         between which other tasks run.

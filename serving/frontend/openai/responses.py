@@ -56,6 +56,11 @@ _SAME = "model", "temperature", "top_p", "priority", "timeout_s"
 def chat_of(body: ResponsesRequest) -> ChatRequest:
     """Returns the chat that a response answers. Raises HttpError."""
     choice, format_ = body.tool_choice, body.text.format if body.text is not None else None
+    if body.top_logprobs and not body.wants_logprobs:
+        raise HttpError(
+            "top_logprobs without log-probabilities; add message.output_text.logprobs to include",
+            "top_logprobs",
+        )
     tools = [
         Tool(type="function", function=Function(**tool.model_dump(exclude={"type"})))
         for tool in body.tools or ()
@@ -171,7 +176,7 @@ class ResponseChoice(ReadChoice):
             self._ahead.append((len(out.text), self._format.of(out)[0]))
         for delta in deltas:
             if delta.name:
-                call_id = delta.id or f"call_{secrets.token_hex(12)}"
+                call_id = self.new_id(delta.id)
                 self._begin("function_call", call_id=call_id, name=delta.name)
             elif delta.reasoning:
                 self._add("reasoning", delta.reasoning)
@@ -188,6 +193,10 @@ class ResponseChoice(ReadChoice):
             if self._ahead and self._open is not None and self._open["type"] == "message":
                 self._add("message", "")
             self._end("completed" if out.finish_reason == "stop" else "incomplete")
+
+    def drawn_id(self) -> str:
+        """See ReadChoice."""
+        return f"call_{secrets.token_hex(12)}"
 
     def _begin(self, kind: str, **more: Any) -> None:
         self._end()

@@ -2,12 +2,19 @@
 
 A parser takes an output's text as it comes and gives deltas; an answer that is not streamed is its
 deltas joined, so that there is one way to read it. What looks like a call and cannot be read as one
-is content, and nothing is lost. White space beside a call is dropped.
+is content, and nothing is lost. White space beside a call is dropped, and brackets too many.
+
+A call has begun for a client with its name, so that one whose arguments never close stays a call,
+with them as far as they were written: they are not completed, lest a client runs what the model did
+not say. It ends at the format's next marker, behind which text is content again. A marker in a
+string may be part of it: it is where the value closes as JSON.
 """
 
 import json
 import re
+import string
 from collections.abc import Callable, Generator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 Schema = Mapping[str, Any]
@@ -43,6 +50,7 @@ class ToolParser:
 
     opening = ""  # marker at which calls begin in what is otherwise text; empty: there is none
     encloses = False  # whether it stands once before several calls, not before each
+    behind = string.whitespace + "]}"  # characters behind arguments that are no content
 
     def __init__(self, functions: Mapping[str, Schema], template: str = "") -> None:
         """`functions` has the JSON schema of the arguments by name; `template` is the model's chat
@@ -163,79 +171,138 @@ class ToolParser:
                 return self._left[:1]
             yield
 
-    def skip(self, tag: str) -> Generator[None, None, bool]:
-        """Consumes white space and a tag, if that comes next; returns whether it did."""
+    def skip(self, tag: str, *, stay: bool = False) -> Generator[None, None, bool]:
+        """Consumes white space and, unless `stay`, a tag, if that comes next; returns whether it
+        did.
+        """
         while True:
             left = self._left.lstrip()
             if left.startswith(tag):
-                self._consume(len(self._left) - len(left) + len(tag))
+                self._consume(len(self._left) - len(left) + (0 if stay else len(tag)))
                 return True
             if self._ended or not tag.startswith(left):
                 return False
             yield
 
     def until(
-        self, *markers: str, take: Callable[[str], object] | None = None, stay: bool = False
+        self,
+        *markers: str,
+        take: Callable[[str], object] | None = None,
+        stay: bool = False,
+        in_call: bool = False,
     ) -> Generator[None, None, str]:
         """Consumes text up to the first of `markers` and, unless `stay`, it; returns which one,
-        empty if the output ended before it. `take` gets the text, in pieces.
+        empty if the output ended before it. `take` gets the text, in pieces; `in_call`: without
+        the beginning of a marker at the output's end.
         """
         while True:
             found = [(at, one) for one in markers if (at := self._left.find(one)) >= 0]
             at, marker = min(found, default=(len(self._left), ""))
-            if not found and not self._ended:  # a marker may have begun
+            if not found and (in_call or not self._ended):  # a marker may have begun
                 at -= max(_overlap(self._left, one) for one in markers)
             text = self._consume(at)
             if text and take is not None:
                 take(text)
             if found and not stay:
                 self._consume(len(marker))
+            if self._ended and not found:
+                self._consume(len(self._left))
             if found or self._ended:
                 return marker
             yield
 
-    def text(self, *markers: str, stay: bool = False) -> Generator[None, None, tuple[str, str]]:
+    def text(
+        self, *markers: str, stay: bool = False, in_call: bool = False
+    ) -> Generator[None, None, tuple[str, str]]:
         """Consumes as `until`; returns the text before the marker, and the marker."""
         pieces: list[str] = []
-        marker = yield from self.until(*markers, take=pieces.append, stay=stay)
+        marker = yield from self.until(*markers, take=pieces.append, stay=stay, in_call=in_call)
         return "".join(pieces), marker
 
-    def json(self, take: Callable[[str], object]) -> Generator[None, None, bool]:
+    def json(self, take: Callable[[str], object], *ends: str) -> Generator[None, None, bool]:
         """Consumes the object, list or string that begins with the next character; returns whether
-        it is whole. `take` gets its text, in pieces.
+        it is whole. `take` gets its text, in pieces. One of the markers `ends` cuts it; one in a
+        string does unless the value is JSON with it, and until that is known nothing more is taken.
         """
         depth, in_string, escaped = 0, False, False
+        at = 0  # what is left is read up to here
+        firsts = {end[0] for end in ends}
+        pieces: list[str] = []  # what was taken
+
+        def taken(count: int) -> None:
+            if text := self._consume(count):
+                pieces.append(text)
+                take(text)
+
+        in_doubt = -1  # where the first marker in a string is
+        follows = False  # a string has just ended, behind that
         while True:
-            for at, char in enumerate(self._left, 1):
+            while at < len(self._left):
+                char = self._left[at]
+                if follows and not char.isspace():
+                    if char not in ",:]}":
+                        taken(in_doubt)
+                        return False
+                    if not depth:  # the value is that string
+                        taken(at)
+                        return True
+                    follows = False
+                if char in firsts and in_doubt < 0:
+                    if self._left.startswith(ends, at):
+                        if not in_string:
+                            taken(at)
+                            return False
+                        in_doubt = at
+                    elif not self._ended and any(one.startswith(self._left[at:]) for one in ends):
+                        break
+                at += 1
                 if in_string:
                     in_string = escaped or char != '"'
                     escaped = char == "\\" and not escaped
+                    follows = in_doubt >= 0 and not in_string
                 elif char == '"':
                     in_string = True
                 elif char in "{[":
                     depth += 1
                 elif char in "}]":
                     depth -= 1
-                if not depth and not in_string:
-                    take(self._consume(at))
-                    return True
-            if self._left:
-                take(self._consume(len(self._left)))
-            if self._ended:
-                return False
+                if depth or in_string or follows:
+                    continue
+                whole = in_doubt < 0 or _closes("".join([*pieces, self._left[:at]]))
+                taken(at if whole else in_doubt)
+                return whole
+            if in_doubt >= 0:
+                if self._ended:
+                    taken(in_doubt)
+                    return False
+            else:
+                taken(at)
+                at = 0
+                if self._ended:
+                    return False
             yield
 
-    def value(self) -> Generator[None, None, str]:
-        """Consumes a JSON value and returns its text."""
+    def value(self, *ends: str) -> Generator[None, None, str]:
+        """Consumes a JSON value, up to one of the markers `ends`, and returns its text."""
         if (yield from self.peek()) not in ("{", "[", '"'):
-            return (yield from self.text(",", "}", "]", stay=True))[0]
+            return (yield from self.text(",", "}", "]", *ends, stay=True))[0]
         pieces: list[str] = []
-        yield from self.json(pieces.append)
+        yield from self.json(pieces.append, *ends)
         return "".join(pieces)
 
-    def call_object(self) -> Generator[None, None, bool]:
+    def leave(self, *markers: str) -> Generator[None, None, str]:
+        """Makes content of what is behind a call's arguments and before one of `markers`, without
+        what may be `behind` them; returns which marker comes.
+        """
+        while not (left := self._left.lstrip(self.behind)) and not self._ended:
+            self._consume(len(self._left))
+            yield
+        self._consume(len(self._left) - len(left))
+        return (yield from self.until(*markers, take=self.say, stay=True, in_call=True))
+
+    def call_object(self, *ends: str) -> Generator[None, None, bool]:
         """Consumes a call that is a JSON object with `name` and `arguments`, from its `{` on;
-        returns whether it was one.
+        returns whether it was one. The markers `ends` cut it (see `json`).
         """
         name, arguments, begun = "", "", False
         self._consume(1)
@@ -243,7 +310,7 @@ class ToolParser:
             if char == ",":
                 self._consume(1)
                 continue
-            key = yield from self.value()
+            key = yield from self.value(*ends)
             if (yield from self.peek()) != ":":
                 return begun
             self._consume(1)
@@ -251,9 +318,9 @@ class ToolParser:
             if is_arguments and name and not begun and (yield from self.peek()) == "{":
                 begun = True
                 self.begin(name)
-                yield from self.json(self.argue)
+                yield from self.json(self.argue, *ends)
                 continue
-            value = yield from self.value()
+            value = yield from self.value(*ends)
             if key == '"name"':
                 name = name or _text(value)
             elif is_arguments:
@@ -289,8 +356,10 @@ class Hermes(ToolParser):
         while marker:
             if marker == opening:
                 self.keep(opening)
-                if (yield from self.peek()) == "{" and (yield from self.call_object()):
-                    marker = yield from self.until(opening, closing)
+                ends = opening, closing
+                if (yield from self.peek()) == "{" and (yield from self.call_object(*ends)):
+                    marker = yield from self.leave(*ends)
+                    self._consume(len(marker))
                     continue
                 self.give_up()
             marker = yield from self.until(opening, take=self.say)
@@ -316,21 +385,21 @@ class Mistral(ToolParser):
 
     def read(self) -> Reading:
         """See ToolParser."""
-        while (yield from self.until("[TOOL_CALLS]", take=self.say)):
-            self.keep("[TOOL_CALLS]")
+        while (yield from self.until(self.opening, take=self.say)):
+            self.keep(self.opening)
             first = yield from self.peek()
-            if first == "[":
+            if first == "[" and not (yield from self.skip(self.opening, stay=True)):
                 self._consume(1)
                 yield from self._list()
             elif first == "{":
-                if not (yield from self.call_object()):
+                if not (yield from self.call_object(self.opening)):
                     self.give_up()
             else:
                 yield from self._named()
 
     def _list(self) -> Reading:
         while (yield from self.peek()) == "{":
-            if not (yield from self.call_object()):
+            if not (yield from self.call_object(self.opening)):
                 break
             self.keep("")
             if (yield from self.peek()) == ",":
@@ -342,13 +411,21 @@ class Mistral(ToolParser):
         self.give_up()
 
     def _named(self) -> Reading:
-        name, found = yield from self.text("[ARGS]", "[CALL_ID]", "{", stay=True)
-        if not found or not _NAME.fullmatch(name.strip()):
+        begins = "[ARGS]", "[CALL_ID]", "{"
+        name, found = yield from self.text(*begins, self.opening, stay=True)
+        if found not in begins or not _NAME.fullmatch(name.strip()):
             self.give_up()
             return
+        if found == "[CALL_ID]":
+            found = yield from self.until("[ARGS]", "{", self.opening, stay=True)
         self.begin(name.strip())
-        if (yield from self.until("{", "[TOOL_CALLS]", stay=True)) == "{":
-            yield from self.json(self.argue)
+        if found == "[ARGS]":
+            self._consume(len(found))
+        if (yield from self.peek()) == "{":
+            yield from self.json(self.argue, self.opening)
+        else:
+            text, _ = yield from self.text(self.opening, stay=True)
+            self.argue(text.rstrip())
 
     def start(self, many: bool, marker: Marker) -> str:
         """See ToolParser."""
@@ -369,7 +446,10 @@ class Harmony(ToolParser):
 
     def read(self) -> Reading:
         """See ToolParser."""
-        ends = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
+        ended, begins = ("<|end|>", "<|call|>", "<|return|>"), ("<|start|>", "<|channel|>")
+        ends = (*ended, *begins)
+        stays: Any = {"take": self.say, "stay": True, "in_call": True}
+        behind = partial(self.until, *ends, "<|message|>", **stays)  # an ended message
         between = ""  # thoughts
         while True:
             header, found = yield from self.text("<|message|>")
@@ -380,17 +460,19 @@ class Harmony(ToolParser):
             if self.functions and (to := _RECIPIENT.search(header)) is not None:
                 self.begin(to[1])
                 if (yield from self.peek()) == "{":
-                    yield from self.json(self.argue)
-                    yield from self.until(*ends)
+                    yield from self.json(self.argue, *ends)
+                    yield from self.leave(*ends)
                 else:
-                    yield from self.until(*ends, take=self.argue)
+                    yield from self.until(*ends, take=self.argue, stay=True)
                 if not self._argued:
                     self.argue("{}")
             elif "analysis" in header:
                 self._pause, between = between, "\n"
-                yield from self.until(*ends, take=self.think)
+                yield from self.until(*ends, take=self.think, stay=True)
             else:
-                yield from self.until(*ends, take=self.say)
+                yield from self.until(*ends, take=self.say, stay=True)
+            while (marker := (yield from behind())) in ended:
+                self._consume(len(marker))
 
     def start(self, many: bool, marker: Marker) -> str:
         """See ToolParser. An answer has one call, whose end is the answer's."""
@@ -427,39 +509,71 @@ class _Tagged(ToolParser):
 
     before, closing = "", ""  # markers before an argument's name, and behind its value
 
-    def arguments(self, function: str, marker: str, *ends: str) -> Generator[None, None, str]:
-        """Consumes the arguments of a call, the first of which has begun if `marker` says so;
-        returns which of `ends` comes behind them, empty if the output ended before.
+    def arguments(self, function: str, *ends: str) -> Generator[None, None, str]:
+        """Consumes the arguments of a call, up to one of the markers `ends`; returns which, empty
+        if the output ended before. What is between them is no argument and becomes content.
         """
         self.argue("{")
         before = ""
-        while marker == self.before:
-            name = yield from self.key()
-            if name is not None:
-                yield from self._argument(function, name, before)
-            before = ", "
-            marker = yield from self.until(self.before, *ends)
+        other: list[str] = []
+        while True:
+            text, marker = yield from self.text(self.before, *ends, stay=True, in_call=True)
+            other.append(text.strip())
+            if marker != self.before:
+                break
+            self._consume(len(marker))
+            name, has_value = yield from self.key(*ends)
+            if has_value:
+                self.argue(f"{before}{_dumped(name)}: ")
+                yield from self._argument(function, name, *ends)
+                before = ", "
+            elif self._left:  # one of `ends`
+                other.append(name)
+            else:
+                self.argue(before + _dumped(name)[:-1])
         if marker:
             self.argue("}")
+        self.say("".join(other))
         return marker
 
-    def key(self) -> Generator[None, None, str | None]:
-        """Consumes an argument's name and what is between it and the value; None: it is cut."""
+    def key(self, *ends: str) -> Generator[None, None, tuple[str, bool]]:
+        """Consumes an argument's name and what is between it and the value; returns the name, and
+        whether there is a value, not the output's end or one of `ends`.
+        """
         raise NotImplementedError
 
-    def _argument(self, function: str, name: str, before: str) -> Reading:
-        self.argue(f"{before}{_dumped(name)}: ")
+    def _argument(self, function: str, name: str, *ends: str) -> Reading:
         schema = _property(self.functions.get(function, {}), name)
         if _is_string(schema):
             self.argue('"')
-            ended = yield from self.until(
-                self.closing, take=lambda text: self.argue(_dumped(text)[1:-1])
-            )
+            ended = yield from self._value(*ends, take=lambda text: self.argue(_dumped(text)[1:-1]))
             self.argue('"' if ended else "")
             return
-        text, ended = yield from self.text(self.closing)
-        if ended:
-            self.argue(text.strip() if _is_of(text.strip(), schema) else _dumped(text))
+        pieces: list[str] = []
+        ended = yield from self._value(*ends, take=pieces.append)
+        text = "".join(pieces)
+        if not (text or ended):
+            return
+        is_typed = _is_of(text.strip(), schema)
+        self.argue(text.strip() if is_typed else _dumped(text)[: None if ended else -1])
+
+    def _value(self, *ends: str, take: Callable[[str], object]) -> Generator[None, None, str]:
+        """Consumes a value; returns the marker behind it, empty if the output ended before. It ends
+        at `closing`, or else before the first of `ends`, which may be part of it: that is so if
+        `closing` comes and no other argument before it, and what follows waits until that is known.
+        """
+        marker = yield from self.until(self.closing, *ends, take=take, stay=True)
+        while marker in ends:
+            at, other = self._left.find(self.closing), self._left.find(self.before)
+            if at >= 0 and not 0 <= other < at:
+                take(self._consume(at))
+                marker = self.closing
+            elif other >= 0 or self._ended:
+                return marker
+            else:
+                yield
+        self._consume(len(marker))
+        return marker
 
     def rules(self, i: int, name: str, schema: Schema, marker: Marker) -> list[str]:
         """See ToolParser. Each argument is held to its own schema, apart from strings, which are
@@ -500,24 +614,28 @@ class Glm(_Tagged):
 
     def read(self) -> Reading:
         """See ToolParser."""
-        opening, key, closing = self.opening, self.before, "</tool_call>"
+        opening, closing = self.opening, "</tool_call>"
         marker = yield from self.until(opening, take=self.say)
         while marker:
             self.keep(opening)
-            name, marker = yield from self.text(key, closing)
-            name = name.strip()
-            if marker and _NAME.fullmatch(name):
-                self.begin(name)
-                marker = yield from self.arguments(name, marker, closing, opening)
+            name, found = yield from self.text(self.before, closing, opening, stay=True)
+            if found not in ("", opening) and _NAME.fullmatch(name.strip()):
+                self.begin(name.strip())
+                found = yield from self.arguments(name.strip(), closing, opening)
+                self._consume(len(found) if found == closing else 0)
             else:
+                self._consume(len(found) if found == closing else 0)
                 self.give_up()
-            if marker != opening:
-                marker = yield from self.until(opening, take=self.say)
+            marker = yield from self.until(opening, take=self.say)
 
-    def key(self) -> Generator[None, None, str | None]:
+    def key(self, *ends: str) -> Generator[None, None, tuple[str, bool]]:
         """See _Tagged."""
-        name, _ = yield from self.text("</arg_key>")
-        return name.strip() if (yield from self.until("<arg_value>")) else None
+        name, found = yield from self.text("</arg_key>", *ends, stay=True)
+        if found == "</arg_key>":
+            self._consume(len(found))
+            found = yield from self.until("<arg_value>", *ends, stay=True)
+            self._consume(len(found) if found == "<arg_value>" else 0)
+        return name.strip(), found == "<arg_value>"
 
     def keyed(self, key: str, marker: Marker) -> str:
         """See _Tagged."""
@@ -538,29 +656,37 @@ class MiniMax(_Tagged):
 
     def read(self) -> Reading:
         """See ToolParser."""
-        opening, invoke, ends = self.opening, '<invoke name="', "</minimax:tool_call>"
-        marker = yield from self.until(opening, take=self.say)
-        while marker:
-            self.keep(marker)
-            name, found = "", ""
-            if marker == invoke or (yield from self.skip(invoke)):
-                name, found = yield from self.text('">')
-            if found and _NAME.fullmatch(name):
-                self.begin(name)
-                marker = yield from self.until(self.before, "</invoke>", invoke, ends, opening)
-                marker = yield from self.arguments(name, marker, "</invoke>", invoke, ends, opening)
-                if marker == "</invoke>":
-                    marker = yield from self.until(invoke, ends, opening)
-            else:
-                self.give_up()
-                marker = ends
-            if marker == ends:
-                marker = yield from self.until(opening, take=self.say)
+        opening, invoke, closing = self.opening, '<invoke name="', "</minimax:tool_call>"
+        between = invoke, closing, opening
+        ends = "</invoke>", *between
+        while (yield from self.until(opening, take=self.say)):
+            self.keep(opening)
+            marker = invoke if (yield from self.skip(invoke, stay=True)) else ""
+            while marker in ("", invoke):
+                name, found = "", ""
+                if marker:
+                    self._consume(len(invoke))
+                    name, found = yield from self.text('">', *ends, stay=True)
+                if found == '">' and _NAME.fullmatch(name):
+                    self._consume(len(found))
+                    self.begin(name)
+                    found = yield from self.arguments(name, *ends)
+                    if found == "</invoke>":
+                        self._consume(len(found))
+                    marker = yield from self.leave(*between)
+                    self._consume(len(marker) if marker == closing else 0)
+                else:
+                    self.give_up()
+                    marker = yield from self.until(*between, take=self.say, stay=True)
+                if not marker:
+                    return
+                self.keep("")
 
-    def key(self) -> Generator[None, None, str | None]:
+    def key(self, *ends: str) -> Generator[None, None, tuple[str, bool]]:
         """See _Tagged."""
-        name, found = yield from self.text('">')
-        return name if found else None
+        name, found = yield from self.text('">', *ends, stay=True)
+        self._consume(len(found) if found == '">' else 0)
+        return name, found == '">'
 
     def keyed(self, key: str, marker: Marker) -> str:
         """See _Tagged."""
@@ -587,25 +713,31 @@ class _Section(ToolParser):
 
     def read(self) -> Reading:
         """See ToolParser."""
-        begins, ends = self.around[0], (self.around[1], self.closing)
-        while marker := (yield from self.until(begins, self.opening, *ends, take=self.say)):
+        begins = self.around[0]
+        ends = *self.around, self.opening, self.closing
+        among = False  # calls
+        while marker := (yield from self.until(*ends, take=self.say, in_call=among)):
+            among = marker != self.closing
             if marker != begins:
                 continue
             self.keep(begins)
-            name, id = yield from self.header()
-            found = yield from self.until("{", *ends, stay=True)
-            if not found or not _NAME.fullmatch(name):
+            name, id = yield from self.header(*ends)
+            first = yield from self.peek()
+            if not first or not _NAME.fullmatch(name):
                 self.give_up()
                 continue
             self.begin(name, id)
-            if found == "{":
-                yield from self.json(self.argue)
+            if first == "{":
+                yield from self.json(self.argue, *ends)
             else:
-                self.argue("{}")
-            yield from self.until(*ends)
+                text, _ = yield from self.text(*ends, stay=True)
+                self.argue(text.rstrip().removesuffix("```").rstrip() or "{}")
+            yield from self.leave(*ends)
 
-    def header(self) -> Generator[None, None, tuple[str, str]]:
-        """Consumes what comes before the arguments; returns the name and the id, if any."""
+    def header(self, *ends: str) -> Generator[None, None, tuple[str, str]]:
+        """Consumes what comes before the arguments, up to one of the markers `ends`; returns the
+        name and the id, if any.
+        """
         raise NotImplementedError
 
 
@@ -614,12 +746,22 @@ class DeepSeek(_Section):
 
     opening, closing = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
     around = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
+    behind = _Section.behind + "`"
 
-    def header(self) -> Generator[None, None, tuple[str, str]]:
+    def header(self, *ends: str) -> Generator[None, None, tuple[str, str]]:
         """See _Section."""
-        name, _ = yield from self.text("<｜tool▁sep｜>")
-        if (yield from self.peek()) != "{":  # what came first is the kind, `function`
-            name, _ = yield from self.text("\n", "```", "{", stay=True)
+        separator = "<｜tool▁sep｜>"
+        name, found = yield from self.text(separator, *ends, stay=True)
+        if found != separator:
+            return "", ""
+        self._consume(len(separator))
+        first = yield from self.peek()
+        if name.strip() == "function" and first != "{":  # it is the kind
+            name, _ = yield from self.text("\n", "```", "{", *ends, stay=True)
+            if (yield from self.skip("```")):
+                yield from self.skip("json")
+        elif first not in ("{", "[", '"') and not (yield from self.skip(self.around[1], stay=True)):
+            return "", ""
         return name.strip(), ""
 
     def start(self, many: bool, marker: Marker) -> str:
@@ -647,12 +789,15 @@ class Kimi(_Section):
     opening, closing = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
     around = "<|tool_call_begin|>", "<|tool_call_end|>"
 
-    def header(self) -> Generator[None, None, tuple[str, str]]:
+    def header(self, *ends: str) -> Generator[None, None, tuple[str, str]]:
         """See _Section."""
-        ends = "<|tool_call_argument_begin|>", self.around[1], self.closing
-        text, found = yield from self.text(*ends, stay=True)
+        begins = "<|tool_call_argument_begin|>"
+        text, found = yield from self.text(begins, *ends, stay=True)
         written = _KIMI_ID.fullmatch(text.strip())
-        return (written[1], written[0]) if written is not None and found == ends[0] else ("", "")
+        if written is None or found != begins:
+            return "", ""
+        self._consume(len(begins))
+        return written[1], written[0]
 
     def start(self, many: bool, marker: Marker) -> str:
         """See ToolParser."""
@@ -753,6 +898,15 @@ def _as_object(arguments: str) -> str:
 
 def _is_json(text: str) -> bool:
     return _is_of(text, {})
+
+
+def _closes(text: str) -> bool:
+    """Returns whether a text is JSON, in whose strings there may be line breaks."""
+    try:
+        json.loads(text, strict=False)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _is_of(text: str, schema: Any) -> bool:

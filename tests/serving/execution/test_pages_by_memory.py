@@ -19,7 +19,7 @@ from jmoe.parallel.steps import abstract_states, make_states
 from jmoe.steps import make_state
 from serving.config import EngineConfig
 from serving.errors import SettingsError
-from serving.execution import kv_pages, runner
+from serving.execution import kv_pages, memory, runner
 from serving.execution.fitting import fit_to_model
 from serving.execution.kv_pages import by_memory, pages_that_fit
 from serving.plan import Limits
@@ -80,6 +80,51 @@ def test_what_another_process_holds_is_told(model, monkeypatch, caplog):
     assert found.num_pages == 29  # as with 120,000 bytes in all
     (line,) = [one for one in caplog.records if one.levelname == "WARNING"]
     assert "another process holds memory of it" in line.getMessage()
+
+
+@pytest.mark.parametrize(
+    ("platform", "num_pages", "lower"),
+    [
+        ("gpu", 0, r"lower engine.memory_fraction \(it is 0.9\)\."),
+        ("gpu", 96, r"lower engine.num_pages \(it is 96\) or engine.max_num_seqs\."),
+        ("cpu", 96, r"lower engine.num_pages \(it is 96\)"),
+    ],
+)
+def test_pages_that_another_process_left_no_room_for(
+    model, monkeypatch, platform, num_pages, lower
+):
+    """By hand: 96 pages of 1,536 bytes and a padding page. What XLA counts it has not got yet."""
+    device = SimpleNamespace(platform=platform)
+    monkeypatch.setattr(kv_pages.jax, "local_devices", lambda: [device])
+    found = DeviceMemory(4 * GIB, GIB) if platform == "gpu" else None
+    monkeypatch.setattr(memory, "device_memory", lambda _: found)
+    config = replace(CONFIG, num_pages=num_pages, memory_fraction=0.9)
+    said = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 148992 bytes."
+    failed = jax.errors.JaxRuntimeError(f"{said}\nAllocator says more")
+    with (
+        pytest.raises(SettingsError, match=lower) as refused,
+        kv_pages.allocating(config, limits(num_pages=96), model),
+    ):
+        raise failed
+    told = str(refused.value)
+    assert told.startswith(f"96 KV pages, {97 * 1536 / GIB:.4g} GiB on a device")
+    assert ("of 4 GiB that XLA may take, it counts 3 GiB free" in told) == (platform == "gpu")
+    assert told.endswith(said)
+    with (
+        pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"),
+        kv_pages.allocating(config, limits(num_pages=96), model),
+    ):
+        raise jax.errors.JaxRuntimeError("INTERNAL: another fault")
+
+
+def test_a_server_that_cannot_allocate_its_pages_says_so(monkeypatch):
+    def fails(*_):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+
+    monkeypatch.setattr(runner.States, "make", fails)
+    loaded = jmoe.load("bundled", "float32")
+    with pytest.raises(SettingsError, match=r"KV pages, .* could not be allocated: another proc"):
+        runner.DeviceRunner(loaded, fit_to_model(EngineConfig(max_num_seqs=2), loaded))
 
 
 def test_no_more_pages_than_every_slot_can_fill(model, monkeypatch):

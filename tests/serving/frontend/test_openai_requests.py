@@ -134,6 +134,12 @@ WRONG = [
     ({"prompt": [1, "a"]}, "prompt", "text, a list of token ids"),
     ({"prompt": [1.5]}, "prompt", "text, a list of token ids"),
     ({"model": 5}, "model", "a valid string"),
+    ({"model": ""}, "model", "model is ''; it must not be empty"),
+    ({"request_id": ""}, "request_id", "request_id is ''; it must match ^[!-~]{1,128}$"),
+    ({"guided_choice": []}, "guided_choice", "guided_choice is []; it must not be empty"),
+    ({"response_format": "json"}, "response_format", "is 'json'; it must be an object"),
+    ({"logit_bias": [1]}, "logit_bias", "logit_bias is [1]; it must be an object"),
+    ({"top_k": 2**31}, "top_k", "top_k is 2147483648; it must be a whole number up to 2147483647"),
     ({"max_tokens": "5"}, "max_tokens", "a valid integer"),
     ({"temperature": True}, "temperature", "a valid number"),
     ({"n": 0}, "n", "n is 0"),
@@ -164,15 +170,40 @@ WRONG = [
     ({"response_format": {"type": "json_schema"}}, "response_format", "no json_schema"),
     ({"store": True}, "store", "'store' is not known"),
 ]
+TEXT = {"type": "text", "text": "a"}
+NOW = {"type": "function", "function": {"name": "now"}}
 WRONG_CHATS = [
     ({"messages": "hi"}, "messages", "a valid list"),
     ({"messages": [{"role": "bot", "content": "x"}]}, "messages", "messages.0.role is 'bot'"),
     ({"messages": [{"content": "x"}]}, "messages", "messages.0.role is missing"),
+    ({"messages": []}, "messages", "messages is []; it must not be empty"),
     (
-        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        {"messages": [{"role": "user", "content": [TEXT, {"type": "image_url"}]}]},
         "messages",
-        "messages.0.content",
+        "messages.0.content.1.type is 'image_url'; it must be 'text'",
     ),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+        "messages",
+        "messages.0.content.0.text is missing",
+    ),
+    (
+        {"messages": [{"role": "user", "content": 5}]},
+        "messages",
+        "messages.0.content is 5; it must be text, or a list of parts",
+    ),
+    (
+        {"messages": [{"role": "user", "content": [TEXT | {"x": 1}]}]},
+        "messages",
+        "messages.0.content.0.'x' is not known",
+    ),
+    (
+        {"messages": [{"role": "user", "content": ["a"]}]},
+        "messages",
+        "messages.0.content.0 is 'a'; it must be an object",
+    ),
+    ({"tools": ["f"]}, "tools", "tools.0 is 'f'; it must be an object"),
+    ({"tools": [NOW] * 129}, "tools", "tools has 129 entries; it must have 128 at most"),
     ({"functions": [{"name": "f"}]}, "functions", "functions is not supported: "),
     ({"store": True}, "store", "it must be false"),
     ({"service_tier": "flex"}, "service_tier", "set priority instead"),
@@ -269,7 +300,9 @@ async def test_null_is_absent():
         (b"", "the body cannot be read"),
         (b"{", "the body cannot be read"),
         (b"[]", "the body is a JSON list"),
-        (b'"x"', "the body is a JSON str"),
+        (b"null", "the body is null"),
+        (b"1e3", "the body is a JSON number"),
+        (b'"x"', "the body is a JSON string"),
         (b'{"model": "\xff"}', "the body cannot be read"),
         (b'{"model": NaN}', "the body cannot be read"),
         (b"[" * 100_000, "the body cannot be read"),
@@ -282,7 +315,7 @@ async def test_null_is_absent():
             "'x0' is not known",
         ),
     ],
-    ids=range(10),
+    ids=range(12),
 )
 async def test_bodies_that_are_none(body, message):
     async with serving_http() as s:

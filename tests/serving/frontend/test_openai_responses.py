@@ -263,8 +263,8 @@ async def test_a_stream_that_fails_says_so_and_ends():
 ITEM = {"type": "function_call", "call_id": "a", "name": "now", "arguments": "{}"}
 WRONG = [
     ({"input": 5}, "input", "it must be text, or a list of items"),
-    ({"input": []}, "input", "at least 1 item"),
-    ({"input": ""}, "input", "at least 1 item"),
+    ({"input": []}, "input", "must not be empty"),
+    ({"input": ""}, "input", "must not be empty"),
     ({"input": [{"role": "user"}]}, "input", "input.0 of type message has no content"),
     ({"input": [{"content": "a"}]}, "input", "has no role"),
     (
@@ -298,7 +298,8 @@ WRONG = [
     ({"reasoning": {"effort": "high"}}, "reasoning", "reasoning.effort is 'high'"),
     ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text", "has no schema"),
     ({"text": {"format": {"type": "text", "schema": {}}}}, "text", "has a schema"),
-    ({"top_logprobs": 3}, "top_logprobs", "top_logprobs without logprobs"),
+    ({"reasoning": {"effort": "low"}}, "reasoning", "is 'low'; it must be null: leave it out"),
+    ({"top_logprobs": 3}, "top_logprobs", "add message.output_text.logprobs to include"),
     ({"include": ["file_search_call.results"]}, "include", "it must be a list of message."),
     ({"temperature": 1000}, "temperature", "temperature is 1000"),
 ]

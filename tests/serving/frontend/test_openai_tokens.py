@@ -51,7 +51,7 @@ async def test_a_chat_is_tokenized_as_its_template_writes_it():
         ("/tokenize", {"prompt": "a", "messages": CHAT}, "prompt", "send one of them"),
         ("/tokenize", {"prompt": 5}, "prompt", "it must be a valid string"),
         ("/tokenize", {"prompt": "a", "add_specials": True}, "add_specials", "did you mean add_sp"),
-        ("/tokenize", {"messages": []}, "messages", "at least 1 item"),
+        ("/tokenize", {"messages": []}, "messages", "must not be empty"),
         ("/tokenize", {"prompt": "a", "tools": [TOOL]}, "tools", "go with messages"),
         (
             "/tokenize",

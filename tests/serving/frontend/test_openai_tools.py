@@ -129,6 +129,53 @@ async def test_the_ids_that_a_model_wrote_are_those_of_its_calls(step):
     assert [one["tool_call_id"] for one in prompt.messages[-2:]] == ids
 
 
+@pytest.mark.parametrize(
+    ("written", "wanted"),
+    [
+        (["f:0", "f:0", "g:0"], ["f:0", "f:1", "g:0"]),
+        (["f:4", "f:4", "f:5"], ["f:4", "f:5", "f:6"]),
+        (
+            ["f:999999999", "f:999999999", "f:999999999"],
+            ["f:999999999", "f:1000000000", "f:1000000001"],
+        ),
+        (["a", "b", ""], ["a", "b", None]),
+        (["a", "a", "a"], ["a", None, None]),
+    ],
+)
+@pytest.mark.parametrize("step", [3, 1000])
+async def test_no_two_calls_of_a_message_have_one_id(written, wanted, step, monkeypatch):
+    """Each of a message's ids that the model wrote twice is made anew, alike in all kinds of
+    answers, and whatever other messages have.
+    """
+
+    class Writes(PARSERS["hermes"]):
+        def begin(self, name, id=""):
+            super().begin(name, written[self._num_calls])
+
+    def check(ids):
+        assert len(set(ids)) == 3
+        assert [want in (None, id) for want, id in zip(wanted, ids, strict=True)] == [True] * 3
+
+    monkeypatch.setitem(PARSERS, "hermes", Writes)
+    async with saying(3 * PARIS, step=step, tool_call_parser="hermes") as s:
+        got = await s.chat(tools=[WEATHER], n=2)
+        stream = await s.chat(tools=[WEATHER], n=2, stream=True)
+        events = [(e.choices[0].index, e.choices[0].delta) async for e in stream]
+        asked = {
+            "model": "counter",
+            "input": "hi",
+            "tools": [{"type": "function", **WEATHER["function"]}],
+        }
+        response = await s.client.responses.create(**asked)
+        streamed = [e async for e in await s.client.responses.create(**asked, stream=True)]
+    for number, choice in enumerate(got.choices):
+        check([call.id for call in choice.message.tool_calls])
+        parts = [p for at, delta in events if at == number for p in delta.tool_calls or []]
+        check([part.id for part in parts if part.id])
+    check([item.call_id for item in response.output])
+    check([item.call_id for item in streamed[-1].response.output])
+
+
 async def test_a_call_that_was_cut_off_says_so():
     async with saying(PARIS.rpartition('s"')[0], reason="length") as s:
         got = (await s.chat(tools=[WEATHER])).choices[0]
@@ -274,6 +321,18 @@ async def test_an_engine_writes_the_call_that_has_to_be():
             bomb = {"$ref": "#/$defs/a", "$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}] * 2}}}
             tool["function"]["parameters"] = bomb
             refused = await client.post(PATH, json=body | {"tool_choice": named})
+            wrong = {"type": "object", "properties": {"a": {"$ref": "#/x"}}}
+            tool["function"]["parameters"] = wrong
+            faults = [
+                await client.post(PATH, json=body | {"tools": tools} | more)
+                for tools, more in (
+                    ([NOW, tool], {"tool_choice": "required"}),
+                    ([NOW, tool], {"tool_choice": named, "n": 2, "stream": True}),
+                )
+            ]
+            response = {"model": "bundled", "input": "hi", "tool_choice": "required"}
+            flat = {"type": "function", **tool["function"]}
+            faults.append(await client.post("/v1/responses", json=response | {"tools": [flat]}))
     (choice,) = got.json()["choices"]
     ((_, arguments),) = [
         (call["function"]["name"], json.loads(call["function"]["arguments"]))
@@ -282,6 +341,12 @@ async def test_an_engine_writes_the_call_that_has_to_be():
     assert arguments["days"] in (3, 14)
     assert choice["finish_reason"] == "tool_calls"
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tools")
+    for fault in faults:
+        assert (fault.status_code, fault.json()["error"]["param"]) == (400, "tools")
+        assert fault.json()["error"]["message"] == (
+            "the parameters of the function 'days' cannot be held to: Pointer '/x' does not exist; "
+            "mend that schema, or leave out what it says there"
+        )
 
 
 WRONG = [
@@ -293,7 +358,7 @@ WRONG = [
         "tools",
         "tools.0.function.name is 'a b'",
     ),
-    ({"tools": [WEATHER] * 129}, "tools", "at most 128"),
+    ({"tools": [WEATHER] * 129}, "tools", "tools has 129 entries; it must have 128 at most"),
     ({"tool_choice": "required"}, "tool_choice", "asks for a call, and there are no tools"),
     ({"tools": [WEATHER], "tool_choice": "any"}, "tool_choice", "it must be none, auto, required"),
     (

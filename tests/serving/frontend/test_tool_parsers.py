@@ -280,7 +280,7 @@ GLM = [
         "",
         [("weather", '{"city": "Par')],
     ),
-    ("<tool_call>weather\n<arg_key>ci", "", [("weather", "{")]),
+    ("<tool_call>weather\n<arg_key>ci", "", [("weather", '{"ci')]),
     ("<tool_call>weath", "<tool_call>weath", []),
     ("<tool_call>\nin Paris\n</tool_call>", "<tool_call>\nin Paris\n</tool_call>", []),
     (
@@ -459,7 +459,7 @@ MINIMAX = [
         [("weather", '{"city": "</minimax:tool_call><minimax:tool_call>"}')],
     ),
     (minimax(IN_PARIS).partition("ris")[0], "", [("weather", '{"city": "Pa')]),
-    (minimax(IN_PARIS).partition('ity">')[0], "", [("weather", "{")]),
+    (minimax(IN_PARIS).partition('ity">')[0], "", [("weather", '{"c')]),
     (minimax(IN_PARIS).partition("\n</mini")[0] + "\n</minim", "", [PARIS]),
     (minimax(IN_PARIS).replace("</invoke>\n", "") + "!", "!", [PARIS]),
     (
