@@ -209,7 +209,7 @@ class Model(_Answer):
     object: Literal["model"]
     created: int
     owned_by: str
-    max_model_len: int
+    max_model_len: int | None
 
 
 class Models(_Answer):

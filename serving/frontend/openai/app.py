@@ -219,7 +219,7 @@ def _add_facts(app: FastAPI, server: "Server", created: int) -> None:
     def model(name: str) -> dict[str, Any]:
         settings = server.config.engine if server.engine is None else server.engine.config
         told = {"id": name, "object": "model", "created": created, "owned_by": "jmoe"}
-        return {**told, "max_model_len": settings.max_model_len}
+        return {**told, "max_model_len": settings.max_model_len or None}  # not known yet
 
     @app.get("/v1/models", responses={200: {"model": answers.Models}, **_KEYED})
     async def models() -> Response:

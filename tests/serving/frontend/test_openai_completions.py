@@ -265,4 +265,4 @@ async def test_before_there_is_an_engine():
         models = await s.http.get("/v1/models")
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "unavailable")
     assert (health.status_code, health.json()) == (503, {"status": "starting"})
-    assert [one["id"] for one in models.json()["data"]] == ["soon"]
+    assert [(m["id"], m["max_model_len"]) for m in models.json()["data"]] == [("soon", None)]
