@@ -145,7 +145,7 @@ ASKED = {
     ),
     "a long stop": Row("invalid", "stop string is 1025", {"stop": ["x" * 1025]}, param="stop"),
     "1025 stop tokens": Row(
-        "invalid", on(("grpc", *KSERVE), "stop_token_ids is 1025") | on(HTTP, "a list of 1025"),
+        "invalid", on(("grpc", *KSERVE), "stop_token_ids is 1025") | on(HTTP, "stop_token_ids has 1025 entries"),
         {"stop_token_ids": [1] * 1025}, param="stop_token_ids",
     ),
     "a long id": Row(
