@@ -14,6 +14,9 @@ from jaxtyping import Array, Int
 SHARED_BYTES = 226 * 1024
 """Shared memory a block may have on a Hopper GPU, a kilobyte of it left for barriers."""
 
+NUM_SMS = 132
+"""Multiprocessors of an H100 (SXM) or H200: of the GPU that is compiled for where there is none."""
+
 _MISCOMPILING = {87: "12.8", 88: "12.9"}
 """CUDA releases by the PTX version of their ptxas, times ten. CUDA 12.9.1 has been repaired and
 cannot be told from 12.9.0 by it. Mosaic attention that comes with jax refuses them, too."""
@@ -55,6 +58,15 @@ def hopper() -> bool:
         return False
     _check_ptxas_found()
     return True
+
+
+def num_sms() -> int:
+    """Returns the multiprocessors of the GPU that programs are traced for: an H100 PCIe has 114, an
+    H20 78.
+    """
+    if _named.get() is not None or jax.default_backend() != "gpu":
+        return NUM_SMS
+    return getattr(jax.devices()[0], "core_count", None) or NUM_SMS
 
 
 def batched() -> bool:

@@ -13,6 +13,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from pallas_kernels.activation import SILU, Activation, ClampedSwiglu, Silu
+from pallas_kernels.backend import num_sms
 from pallas_kernels.grouped_gemm.four_bits import HALF, PackedWeights
 from pallas_kernels.grouped_gemm.kernel import CHUNK, Gemm
 from pallas_kernels.grouped_gemm.op import Biases, tile_for
@@ -20,9 +21,6 @@ from pallas_kernels.grouped_gemm.quantized import BLOCK, Weights, weight_bits, w
 from pallas_kernels.grouped_gemm.tiles import LANES, Tile
 from pallas_kernels.routing import RowTiles, map_tiles
 from pallas_kernels.routing.op import Dispatch
-
-NUM_BLOCKS = 132
-"""Multiprocessors of an H100 or H200: one persistent block each."""
 
 
 def supports(
@@ -68,9 +66,12 @@ def moe_mlp(
     biases: Biases | None = None,
     *,
     tile: Tile | None = None,
-    num_blocks: int = NUM_BLOCKS,
+    num_blocks: int | None = None,
 ) -> Float[Array, "T d"]:
-    """See `op.moe_mlp`; `supports` says for what. `num_blocks` persistent blocks a kernel."""
+    """See `op.moe_mlp`; `supports` says for what. A kernel has `num_blocks` persistent blocks, by
+    default one a multiprocessor.
+    """
+    num_blocks = num_blocks or num_sms()
     num_rows, top_k = plan.visit_row.shape
     tile = tile or tile_for(num_rows, top_k, plan.expert_rows.shape[0], down)
     work = map_tiles(plan, RowTiles(tile.block_t, tile.group))

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
+from pallas_kernels.backend import num_sms
 from pallas_kernels.fp8_pages import Fp8Pages
 from pallas_kernels.paged_attention import schedule
 from pallas_kernels.paged_attention.schedule import At, Run
@@ -19,9 +20,6 @@ from pallas_kernels.paged_attention.tiles import (
     latent_stages,
     occupancy,
 )
-
-NUM_SMS = 132
-"""Multiprocessors of an H100 or H200."""
 
 NONE = -1e30
 """A maximum that no score was taken into: finite, so that it can be subtracted."""
@@ -124,7 +122,7 @@ def sizes_of(
         page_size=page_size,
         tile=tile,
         stages=stages,
-        num_blocks=num_blocks or NUM_SMS * blocks_per_sm,
+        num_blocks=num_blocks or num_sms() * blocks_per_sm,
         window=window,
         fp8=fp8,
     )
@@ -153,7 +151,7 @@ def latent_sizes(
         page_size=page_size,
         tile=tile,
         stages=stages,
-        num_blocks=num_blocks or NUM_SMS // (columns // LATENT_HEADS),
+        num_blocks=num_blocks or num_sms() // (columns // LATENT_HEADS),
         window=window,
         latent=width,
     )

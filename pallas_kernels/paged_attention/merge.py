@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from pallas_kernels.paged_attention.common import NONE, NUM_SMS, PARAMS, TINY, Sizes, splat
+from pallas_kernels.backend import num_sms
+from pallas_kernels.paged_attention.common import NONE, PARAMS, TINY, Sizes, splat
 from pallas_kernels.paged_attention.schedule import FIRST, LAST, SEGMENT, Schedule
 
 _BF16 = jnp.bfloat16
@@ -61,7 +62,7 @@ def grid_of(sizes: Sizes) -> Grid:
     """Returns the grid that the merge is launched with."""
     num_lines = sizes.rows * sizes.head_dim // sizes.line
     # Few segments have many pieces each: a block for each of their lines, and more at a time.
-    lines = 1 if sizes.cuts * num_lines <= 8 * NUM_SMS else math.gcd(num_lines, 8)
+    lines = 1 if sizes.cuts * num_lines <= 8 * num_sms() else math.gcd(num_lines, 8)
     width = max(2, sizes.tile.merge_width // lines)
     return Grid(max(sizes.cuts, sizes.batch), num_lines, lines, width)
 

@@ -53,11 +53,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.backend import num_sms
 from pallas_kernels.fp8_pages import E4M3, AnyPages, Fp8Pages
 from pallas_kernels.layouts import by_row, of_rows, product
 from pallas_kernels.paged_attention.common import (
     NONE,
-    NUM_SMS,
     PARAMS,
     TINY,
     Part,
@@ -90,7 +90,7 @@ def supports(q: Any, k_pages: Any, v_pages: Any, latent: int = 0) -> bool:
         sizes = batch and k_pages.shape[2] == 1 and k_pages.shape[3] >= 16
         rows = width <= 576 and width % 64 == 0 and latent <= min(512, width) and latent % 128 == 0
         of_heads = heads % (LATENT_HEADS if heads > LATENT_HEADS else 8) == 0
-        of_heads &= heads <= NUM_SMS * LATENT_HEADS
+        of_heads &= heads <= num_sms() * LATENT_HEADS
         return bool(
             bf16 and sizes and rows and of_heads and latent_sizes(q, k_pages, latent, None, None)
         )

@@ -33,6 +33,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.backend import num_sms
 from pallas_kernels.layouts import accumulate, of_rows
 from pallas_kernels.paged_attention.common import splat
 from pallas_kernels.paged_attention.tiles import LATENT_HEADS
@@ -44,7 +45,7 @@ from pallas_kernels.prefill_attention.attend import (
     nothing,
     store,
 )
-from pallas_kernels.prefill_attention.mosaic import LOADER, NUM_BLOCKS
+from pallas_kernels.prefill_attention.mosaic import LOADER
 from pallas_kernels.prefill_attention.parts import (
     Item,
     Refs,
@@ -100,12 +101,12 @@ def pays(num_rows: int, heads: int, rank: int) -> bool:
     Counted for a position, of a block that has the most to do: both forms' bounds are the tensor
     cores.
     """
-    size = choose_expanded(num_rows, heads, NUM_BLOCKS)
-    turns = -(-(-(-num_rows // size.rows) * heads) // NUM_BLOCKS)
+    size = choose_expanded(num_rows, heads, num_sms())
+    turns = -(-(-(-num_rows // size.rows) * heads) // num_sms())
     rows = min(num_rows, size.rows)
     of_head = rows * 2 * (2 * SIZE + ROPE) + 2 * rank * 2 * SIZE
     padded = -(-heads // LATENT_HEADS) * LATENT_HEADS
-    absorbed = num_rows * padded * 2 * (2 * rank + ROPE) / NUM_BLOCKS
+    absorbed = num_rows * padded * 2 * (2 * rank + ROPE) / num_sms()
     return turns * of_head < absorbed
 
 
@@ -118,7 +119,7 @@ def plan(
     size: Expanded | None = None,
 ) -> work.Work:
     """Returns what `prefill_attention` takes as `todo`."""
-    size = size or choose_expanded(num_rows, heads, NUM_BLOCKS)
+    size = size or choose_expanded(num_rows, heads, num_sms())
     rows = work.aligned(num_rows)
     return work.plan(q_start, kv_len, rows, block_rows=size.rows, block_kv=size.keys)
 
@@ -135,7 +136,7 @@ def prefill_attention(
     scale: float,
     todo: work.Work | None = None,
     size: Expanded | None = None,
-    num_blocks: int = NUM_BLOCKS,
+    num_blocks: int | None = None,
     interpreted: bool = False,
 ) -> Float[Array, "T H 128"]:
     """See `op.expanded_attention`; `supports` says for what, `mosaic.prefill_attention` the rest.
@@ -143,7 +144,7 @@ def prefill_attention(
     `todo` is for the size that is chosen: give no other with it.
     """
     num_rows, heads, _ = q.shape
-    chosen = size or choose_expanded(num_rows, heads, NUM_BLOCKS)
+    chosen = size or choose_expanded(num_rows, heads, num_sms())
     if todo is None:
         todo = plan(num_rows, heads, q_start=q_start, kv_len=kv_len, size=size)
     rank = weights[0].shape[0]
@@ -153,7 +154,7 @@ def prefill_attention(
         SIZE,
         pages.shape[3],
         TILE,
-        num_blocks,
+        num_blocks or num_sms(),
         scale,
         interpreted,
         rank=rank,

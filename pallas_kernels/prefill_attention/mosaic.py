@@ -40,6 +40,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.backend import num_sms
 from pallas_kernels.fp8_pages import AnyPages, Fp8Pages, read
 from pallas_kernels.prefill_attention import work
 from pallas_kernels.prefill_attention.attend import attend
@@ -53,9 +54,6 @@ from pallas_kernels.prefill_attention.parts import (
     zero,
 )
 from pallas_kernels.prefill_attention.tiles import LANES, WARPGROUPS, Tile, choose
-
-NUM_BLOCKS = 132
-"""Multiprocessors of an H100 or H200: one persistent block each."""
 
 LOADER = WARPGROUPS  # index of the warpgroup that loads
 REGISTERS = {"load": 24, "multiply": 240}
@@ -111,10 +109,11 @@ def prefill_attention(
     sinks: Float[Array, "H"] | None = None,
     todo: work.Work | None = None,
     tile: Tile | None = None,
-    num_blocks: int = NUM_BLOCKS,
+    num_blocks: int | None = None,
     interpreted: bool = False,
 ) -> Float[Array, "T H D"]:
-    """See `op.prefill_attention`; `supports` says for what. `num_blocks` persistent blocks.
+    """See `op.prefill_attention`; `supports` says for what. There are `num_blocks` persistent
+    blocks; None: one a multiprocessor.
 
     `todo` is for the tile that is chosen: give no other with it.
 
@@ -132,7 +131,15 @@ def prefill_attention(
     kv_heads, page_size = k_pages.shape[2:4]
     tile = tile or choose(heads // kv_heads, head_dim, window)
     shape = Shape(
-        heads, kv_heads, head_dim, page_size, tile, num_blocks, scale, interpreted, window
+        heads,
+        kv_heads,
+        head_dim,
+        page_size,
+        tile,
+        num_blocks or num_sms(),
+        scale,
+        interpreted,
+        window,
     )
     q = jnp.pad(q, ((0, work.aligned(num_rows) - num_rows), (0, 0), (0, 0)))
     if todo is None:

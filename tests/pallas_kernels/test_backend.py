@@ -3,10 +3,14 @@
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import backend
+from pallas_kernels.paged_attention import common
 
 PTXAS = """#!/bin/sh
 case "$1" in --version) echo "Cuda compilation tools, release 12.8, V12.8.93"; exit 0;; esac
@@ -50,6 +54,21 @@ def test_a_hopper_gpu_is_not_used_with_one_that_miscompiles(monkeypatch):
         assert backend.hopper()
     finally:
         backend._check_ptxas_found.cache_clear()
+
+
+def test_kernels_have_a_block_for_each_multiprocessor_there_is(monkeypatch):
+    assert backend.num_sms() == 132  # where there is no GPU
+    pcie = SimpleNamespace(compute_capability="9.0", core_count=114)
+    monkeypatch.setattr(backend.jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(backend.jax, "devices", lambda: [pcie])
+    assert backend.num_sms() == 114
+    with backend.traced_for("cuda"):
+        assert backend.num_sms() == 132
+    q = jax.ShapeDtypeStruct((64, 32, 128), jnp.bfloat16)
+    pages = jax.ShapeDtypeStruct((2, 64, 4, 64, 128), jnp.bfloat16)
+    sizes = common.sizes_of(q, pages, None, None)
+    assert sizes is not None
+    assert sizes.num_blocks % 114 == 0
 
 
 def test_the_ptxas_in_path_is_the_one_that_is_asked(tmp_path):

@@ -12,6 +12,7 @@ import paged
 import pytest
 
 from benchmarks.kernels.shapes import DEEPSEEK_V2_LITE, DEEPSEEK_V3, Shape
+from pallas_kernels.backend import NUM_SMS
 from pallas_kernels.prefill_attention import expanded
 from pallas_kernels.prefill_attention.tiles import Expanded, choose_expanded
 
@@ -133,9 +134,9 @@ def test_compiled_for_an_h200(capfd, monkeypatch, shape, num_tokens, page_size):
     compiled, kernels = interpreter.compile_kernels(capfd, monkeypatch, attend, *args)
     assert [kernel.spill_bytes for kernel in kernels] == [0]
     # A block's expanded positions, and sums of its rows; nothing grows with a context.
-    rows = choose_expanded(num_tokens, shape.heads, expanded.NUM_BLOCKS).rows
+    rows = choose_expanded(num_tokens, shape.heads, NUM_SMS).rows
     block = 2 * 512 * 128 * 2 + rows * (128 + 2) * 4
-    assert compiled.memory_analysis().temp_size_in_bytes < expanded.NUM_BLOCKS * block + 2**20
+    assert compiled.memory_analysis().temp_size_in_bytes < NUM_SMS * block + 2**20
 
 
 def test_it_pays_where_many_rows_share_what_is_expanded():

@@ -14,6 +14,7 @@ from jax import lax
 from sm90 import ptxas, sass
 
 from benchmarks.kernels.shapes import MODELS, QWEN3_30B_A3B, Shape
+from pallas_kernels.backend import NUM_SMS
 from pallas_kernels.compile_for import compile_for, h200_mesh
 from pallas_kernels.fp8_pages import Fp8Pages
 from pallas_kernels.paged_attention import common, paged_attention, schedule, tiles
@@ -243,7 +244,7 @@ def test_latents_compile_without_spills_or_copies(
     assert [(k.spill_bytes, k.registers <= 255) for k in kernels] == [(0, True)] * 2
     sizes = common.latent_sizes(q, pages, 512, None, None)
     assert sizes is not None
-    assert sizes.num_blocks * sizes.parts == common.NUM_SMS
+    assert sizes.num_blocks * sizes.parts == NUM_SMS
     assert sizes.stages == 2
     assert tiles.latent_shared_bytes(576, 64, 2) <= 227 * 1024
     padded = sizes.columns * 512
@@ -309,8 +310,8 @@ def compile_and_fit(monkeypatch, folder, args, blocks, stages, sinks=(), window=
     q, k_pages, *_ = args
     sizes = common.sizes_of(q, k_pages, None, None)
     assert sizes is not None
-    assert (sizes.num_blocks, sizes.stages) == (common.NUM_SMS * blocks, stages)
-    assert grid == common.NUM_SMS * blocks
+    assert (sizes.num_blocks, sizes.stages) == (NUM_SMS * blocks, stages)
+    assert grid == NUM_SMS * blocks
     tile = sizes.tile
     of = functools.partial(
         tiles.shared_bytes, sizes.columns, sizes.head_dim, tile.tokens, fp8=sizes.fp8
@@ -335,7 +336,7 @@ def test_compiles_without_spills_or_copies(monkeypatch, tmp_path, of, batch, con
     compiled = compile_and_fit(monkeypatch, tmp_path, args, 3, 2)
     temp = compiled.memory_analysis().temp_size_in_bytes
     queries = 2 * batch * of.heads * of.head_dim
-    pieces = 4 * 2 * 3 * common.NUM_SMS * of.heads // of.kv_heads * of.head_dim
+    pieces = 4 * 2 * 3 * NUM_SMS * of.heads // of.kv_heads * of.head_dim
     assert temp < 2**20 + 1.1 * pieces + 2 * queries
     hlo = compiled.as_text()
     assert hlo.count("mosaic_gpu_v2") == 2
