@@ -17,7 +17,7 @@ import math
 import threading
 import time
 import uuid
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
@@ -185,6 +185,7 @@ class Engine:
         self._changes = set[asyncio.Task[Any]]()  # of models
         self._waiting: list[BrownoutChange] = []  # in turn, each for its way
         self._open: set[SequenceState] = set()  # admitted and not ended
+        self._under_way = {priority: Counter[str]() for priority in Priority}  # of them, by key
         self._idle = asyncio.Event()
         self._failed = asyncio.Event()
         self._started_at = clock()
@@ -285,8 +286,15 @@ class Engine:
         """Calls `_fail` from another thread: the watchdog's, or one in which a runner fails."""
         assert self._loop is not None
         heard = threading.Event()
+
+        def fail() -> None:
+            try:
+                self._fail(reason)
+            finally:
+                heard.set()
+
         with contextlib.suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(lambda: (self._fail(reason), heard.set()))
+            self._loop.call_soon_threadsafe(fail)
         if not heard.wait(UNRESPONSIVE_S):
             self.on_unresponsive(f"{reason}, and the event loop does not answer")
 
@@ -334,9 +342,8 @@ class Engine:
     def _check_queue(self, priority: Priority, key: str, model: int | None) -> None:
         admission, objective_s = self.config.admission, math.inf
         queued = self.scheduler.queues[priority]
-        requests = (sequence.request for sequence in (self._open if queued else ()))
-        keys = (request.key for request in requests if request.priority is priority)
-        room, steps_s, prompts_s = self.admission.room(key, keys, self._clock()), 0.0, 0.0
+        under_way = self._under_way[priority] if queued else Counter[str]()
+        room, steps_s, prompts_s = self.admission.room(key, under_way, self._clock()), 0.0, 0.0
         if admission == "objective" or (admission == "auto" and self.slo.is_own_objective):
             asked = range(len(self.names)) if model is None else (model,)
             objective_s = max(self.slo.objectives(priority, one)[0] for one in asked)
@@ -489,6 +496,7 @@ class Engine:
         self.scheduler.add(sequence, self._clock())
         self.accounts.request_admitted(sequence, arrived_at)
         self._open.add(sequence)
+        self._under_way[request.priority][request.key] += 1
         self._work.set()
         return sequence
 
@@ -521,7 +529,13 @@ class Engine:
             self._retire(sequence)
 
     def _retire(self, sequence: SequenceState) -> None:
-        self._open.discard(sequence)
+        if sequence in self._open:
+            self._open.remove(sequence)
+            request = sequence.request
+            counts = self._under_way[request.priority]
+            counts[request.key] -= 1
+            if not counts[request.key]:
+                del counts[request.key]
         self.models.retired.set()
         try:
             self.scheduler.finish(sequence)

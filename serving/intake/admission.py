@@ -12,7 +12,7 @@ import math
 import random
 import sys
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence, Sized
+from collections.abc import AsyncIterator, Callable, Sequence, Sized
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -190,10 +190,10 @@ class Admission:
         async with _in_time(request, "the structure was not read"):
             return await self._structures[request.model].matcher(structure)
 
-    def room(self, key: str, under_way: Iterable[str], now: float) -> float:
+    def room(self, key: str, under_way: Counter[str], now: float) -> float:
         """Returns the share of the queue up to which a key's requests may join it: all of it, but
-        `FAIR_ROOM` for one that has more than its share of the requests `under_way` (their keys)
-        while others ask, too.
+        `FAIR_ROOM` for one that has more than its share of the requests `under_way` (a count by
+        key) while others ask, too.
         """
         self._asked_at.pop(key, None)
         self._asked_at[key] = now
@@ -201,9 +201,9 @@ class Admission:
             del self._asked_at[oldest[0]]
         if len(self._asked_at) == 1:
             return 1.0
-        counts = Counter(under_way)
-        sharers = max(2, len(counts | {key: 1}))  # who has nothing under way may want something
-        return FAIR_ROOM if counts[key] * sharers > counts.total() else 1.0
+        # Who has nothing under way may want something.
+        sharers = max(2, len(under_way) + (key not in under_way))
+        return FAIR_ROOM if under_way[key] * sharers > under_way.total() else 1.0
 
     def check_queue(
         self,
