@@ -297,6 +297,20 @@ async def test_a_long_text_is_tokenized_beside_the_steps(start):
     assert [t for out in await long for t in out.token_ids] == [6]
 
 
+async def test_a_key_that_has_more_than_its_share_fills_half_of_the_queue(start):
+    engine = start(step_s=0.01, max_queue_len=8)  # four slots
+    by_b = asyncio.create_task(collect(engine, [1], 50, key="b"))
+    await asyncio.sleep(0.03)
+    by_a = [asyncio.create_task(collect(engine, [i], 50, key="a")) for i in range(9)]
+    results = await asyncio.gather(*by_a, return_exceptions=True)
+    refused = [r for r in results if isinstance(r, Overloaded)]
+    assert len(refused) == 9 - 3 - 4  # three slots are free, and half of the queue
+    assert all("keys with fewer under way come first" in str(error) for error in refused)
+    await by_b
+    again = [collect(engine, [i], 5, key="ab"[i % 2]) for i in range(12)]
+    await asyncio.gather(*again)  # what has ended counts for nobody
+
+
 async def test_a_burst_fills_free_slots_before_it_is_refused(start):
     engine = start(step_s=0.002, max_queue_len=1)  # four slots
     tasks = [asyncio.create_task(collect(engine, [i], 30)) for i in range(7)]
