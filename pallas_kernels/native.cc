@@ -38,7 +38,17 @@ using Window = ffi::Attr<int32_t, kWindow>;
 
 namespace {
 
-constexpr int kLanes = 16;
+// A vector is a register: of a larger one GCC makes an array in memory. A tile of products has as many
+// sums as registers hold beside what they are made of.
+#if defined(__AVX512F__)
+constexpr int kLanes = 16, kWide = 4;
+#elif defined(__AVX2__)
+constexpr int kLanes = 8, kWide = 2;
+#elif defined(__aarch64__)
+constexpr int kLanes = 4, kWide = 4;
+#else
+constexpr int kLanes = 4, kWide = 2;
+#endif
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 typedef float Vec __attribute__((vector_size(4 * kLanes)));
 typedef int32_t IntVec __attribute__((vector_size(4 * kLanes)));
@@ -46,6 +56,20 @@ typedef int32_t IntVec __attribute__((vector_size(4 * kLanes)));
 inline Vec Load(const float* from) {
   Vec v;
   std::memcpy(&v, from, sizeof v);
+  return v;
+}
+
+struct Bf16 {
+  uint16_t bits;
+};
+
+inline Vec Load(const Bf16* from) {
+  typedef uint16_t HalfVec __attribute__((vector_size(2 * kLanes)));
+  HalfVec halves;
+  std::memcpy(&halves, from, sizeof halves);
+  const IntVec bits = __builtin_convertvector(halves, IntVec) << 16;
+  Vec v;
+  std::memcpy(&v, &bits, sizeof v);
   return v;
 }
 
@@ -135,31 +159,37 @@ void Parallel(ffi::ThreadPool& pool, int n, Task task) {
 
 // -- products -------------------------------------------------------------------------------------
 
-constexpr int kRows = 6;  // of a tile at most: as many sums as registers hold
-#ifdef __AVX512F__
-constexpr int kWide = 4;  // vectors of a tile's rows
-inline void Hold(Vec& v) { asm("" : "+v"(v)); }  // in a register: or each row's product loads it again
-#else
-constexpr int kWide = 1;
-inline void Hold(Vec&) {}
+constexpr int kRows = 6;  // of a tile at most, of kWide vectors each
+// Keeps a vector in a register: or each row's product loads it again.
+inline void Hold(Vec& v) {
+#if defined(__AVX512F__)
+  asm("" : "+v"(v));
+#elif defined(__AVX2__)
+  asm("" : "+x"(v));
+#elif defined(__aarch64__)
+  asm("" : "+w"(v));
 #endif
+}
 
+template <typename T = float>
 struct Matrix {
-  const float* at;
+  const T* at;
   int64_t stride;
-  const float* operator()(int row) const { return at + row * stride; }
+  const T* operator()(int row) const { return at + row * stride; }
 };
+template <typename T>
+Matrix(const T*, int64_t) -> Matrix<T>;
 
 // out = x @ w of a tile, or out += x @ w where it is to `add`: of elements x(m, k) and rows w(k). It
 // may fetch a tile of `next`, which is read after it.
-template <int rows, int wide, bool fetch, typename X, typename W>
-inline void Tile(int depth, X x, W w, Matrix next, bool add, float* out, int64_t out_stride) {
+template <int rows, int wide, bool fetch, typename X, typename W, typename Next>
+inline void Tile(int depth, X x, W w, Next next, bool add, float* out, int64_t out_stride) {
   Vec sums[rows][wide]{};
   if (add)
     for (int m = 0; m < rows; ++m)
       for (int j = 0; j < wide; ++j) sums[m][j] = Load(out + m * out_stride + j * kLanes);
   for (int k = 0; k < depth; ++k) {
-    const float* row = w(k);
+    const auto* row = w(k);
     Vec from[wide];
     for (int j = 0; j < wide; ++j) Hold(from[j] = Load(row + j * kLanes));
     if constexpr (fetch)
@@ -175,12 +205,12 @@ inline void Tile(int depth, X x, W w, Matrix next, bool add, float* out, int64_t
 
 // The same of any number of rows, and of columns that are a multiple of the lanes. A row's sums go by
 // rising k whatever the number of rows is.
-template <bool fetch = false, int wide = kWide, typename X, typename W>
+template <bool fetch = false, int wide = kWide, typename X, typename W, typename Next = Matrix<>>
 void Product(int rows, int columns, int depth, X x, W w, bool add, float* out, int64_t out_stride,
-             Matrix next = {}, int n = 0) {
+             Next next = {}, int n = 0) {
   for (; n + wide * kLanes <= columns; n += wide * kLanes) {
     auto from = [w, n](int k) { return w(k) + n; };
-    Matrix after = next;
+    Next after = next;
     if constexpr (fetch)
       if (n + wide * kLanes < columns) after = {from(0) + wide * kLanes, w.stride};
     for (int m = 0, size; m < rows; m += size) {
@@ -240,21 +270,29 @@ inline void Widen(const uint8_t* from, float scale, int n, float* to) {
   }
 }
 
-// Pages of keys or values: in float32, or in e4m3 with a scale for each row of a head.
+// Pages of keys or values: in float32, bfloat16, or e4m3 with a scale for each row of a head.
 struct Pages {
   const float* wide;
+  const Bf16* halves;
   const uint8_t* bits;
   const float* scales;
 
   static Pages Of(const ffi::AnyBuffer& numbers, const Floats& scales) {
-    if (numbers.element_type() == ffi::F32) return {numbers.typed_data<float>(), nullptr, nullptr};
-    return {nullptr, numbers.typed_data<uint8_t>(), scales.typed_data()};
+    const void* at = numbers.untyped_data();
+    switch (numbers.element_type()) {
+      case ffi::F32: return {static_cast<const float*>(at), nullptr, nullptr, nullptr};
+      case ffi::BF16: return {nullptr, static_cast<const Bf16*>(at), nullptr, nullptr};
+      default: return {nullptr, nullptr, static_cast<const uint8_t*>(at), scales.typed_data()};
+    }
   }
 
   // Returns a row, which is widened into `room` where it has to be.
   const float* Row(int64_t row, int dim, float* room) const {
     if (wide != nullptr) return wide + row * dim;
-    Widen(bits + row * dim, scales[row], dim, room);
+    if (bits != nullptr)
+      Widen(bits + row * dim, scales[row], dim, room);
+    else
+      for (int d = 0; d < dim; d += kLanes) Store(room + d, Load(halves + row * dim + d));
     return room;
   }
 };
@@ -487,15 +525,18 @@ ffi::Error Prefill(ffi::ThreadPool pool, Floats q, ffi::AnyBuffer k, ffi::AnyBuf
 
 // -- experts --------------------------------------------------------------------------------------
 
+template <typename T>
 struct Experts {
-  const float *x, *up, *down;
+  const float* x;
+  const T *up, *down;
   const int32_t *row_token, *block_slot;
   float* sorted;  // a row of results for each sorted row
   int num_tokens, width, hidden, blocks, block_rows;
 };
 
 // Blocks of one expert.
-void RunBlocks(const Experts& e, int begin, int end) {
+template <typename T>
+void RunBlocks(const Experts<T>& e, int begin, int end) {
   const int width = e.width, hidden = e.hidden;
   const int64_t first = static_cast<int64_t>(begin) * e.block_rows;
   int rows = (end - begin) * e.block_rows;  // gaps are behind an expert's rows
@@ -512,11 +553,11 @@ void RunBlocks(const Experts& e, int begin, int end) {
       std::copy_n(e.x + static_cast<int64_t>(token) * width, width, in + m * width);
   }
   const int64_t slot = e.block_slot[begin], next = e.block_slot[std::min(end, e.blocks - 1)];
-  const Matrix up{e.up + slot * width * 2 * hidden, 2 * hidden};
-  const Matrix down{e.down + slot * hidden * width, width};
+  const Matrix<T> up{e.up + slot * width * 2 * hidden, 2 * hidden};
+  const Matrix<T> down{e.down + slot * hidden * width, width};
   // Of few rows the time is that of reading weights.
-  auto product = [rows](const float* x, int64_t stride, Matrix w, int depth, int columns, float* out,
-                        int64_t out_stride, Matrix after) {
+  auto product = [rows](const float* x, int64_t stride, Matrix<T> w, int depth, int columns,
+                        float* out, int64_t out_stride, Matrix<T> after) {
     auto row = [x, stride](int m, int k) { return x[m * stride + k]; };
     if (rows <= 2 * kRows)
       Product<true>(rows, columns, depth, row, w, false, out, out_stride, after);
@@ -538,23 +579,24 @@ void RunBlocks(const Experts& e, int begin, int end) {
 
 constexpr int kBlockRows = 64;  // of an expert that a task computes
 
-ffi::Error MoeMlp(ffi::ThreadPool pool, Floats x, Floats up, Floats down, Ints row_token,
-                  Ints block_slot, Ints num_blocks, Ints visit_row, Floats visit_weight, Result out,
-                  Result sorted) {
+template <typename T>
+ffi::Error MoeMlpOf(ffi::ThreadPool& pool, Floats x, ffi::AnyBuffer up, ffi::AnyBuffer down,
+                    Ints row_token, Ints block_slot, Ints num_blocks, Ints visit_row,
+                    Floats visit_weight, Result out, Result sorted) {
   const int rows = static_cast<int>(row_token.dimensions()[0]);
   const int blocks = static_cast<int>(block_slot.dimensions()[0]);
   const int picks = static_cast<int>(visit_row.dimensions()[1]);
-  const Experts e{x.typed_data(),
-                  up.typed_data(),
-                  down.typed_data(),
-                  row_token.typed_data(),
-                  block_slot.typed_data(),
-                  sorted->typed_data(),
-                  static_cast<int>(x.dimensions()[0]),
-                  static_cast<int>(x.dimensions()[1]),
-                  static_cast<int>(down.dimensions()[1]),
-                  blocks,
-                  rows / blocks};
+  const Experts<T> e{x.typed_data(),
+                     static_cast<const T*>(up.untyped_data()),
+                     static_cast<const T*>(down.untyped_data()),
+                     row_token.typed_data(),
+                     block_slot.typed_data(),
+                     sorted->typed_data(),
+                     static_cast<int>(x.dimensions()[0]),
+                     static_cast<int>(x.dimensions()[1]),
+                     static_cast<int>(down.dimensions()[1]),
+                     blocks,
+                     rows / blocks};
   // An expert's blocks follow each other, and one thread runs them: weights are read once.
   auto begins = std::make_shared<std::vector<int>>();
   const int used = std::min(*num_blocks.typed_data(), blocks);
@@ -576,6 +618,14 @@ ffi::Error MoeMlp(ffi::ThreadPool pool, Floats x, Floats up, Floats down, Ints r
       Store(out->typed_data() + static_cast<int64_t>(t) * e.width + d, sum);
     }
   return ffi::Error::Success();
+}
+
+ffi::Error MoeMlp(ffi::ThreadPool pool, Floats x, ffi::AnyBuffer up, ffi::AnyBuffer down,
+                  Ints row_token, Ints block_slot, Ints num_blocks, Ints visit_row,
+                  Floats visit_weight, Result out, Result sorted) {
+  const auto run = up.element_type() == ffi::F32 ? MoeMlpOf<float> : MoeMlpOf<Bf16>;
+  return run(pool, x, up, down, row_token, block_slot, num_blocks, visit_row, visit_weight, out,
+             sorted);
 }
 
 }  // namespace

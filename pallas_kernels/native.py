@@ -1,7 +1,9 @@
 """Attention and routed experts for CPUs in C++, compiled on first use.
 
-XLA's references are what runs where there is no compiler, for other dtypes and sizes, and for
-comparison (`references_only`). The two agree within rounding; each is the same bits in every batch.
+Weights and pages are in float32 or bfloat16; what is computed of them is in float32 up to the
+result. XLA's references are what runs where there is no compiler, for other dtypes and sizes, and
+for comparison (`references_only`). The two agree within rounding; each is the same bits in every
+batch.
 """
 
 import ctypes
@@ -92,11 +94,13 @@ LIBRARY = Library()
 
 
 def _runs(*arrays: Array | jax.ShapeDtypeStruct) -> bool:
+    dtypes = {array.dtype for array in arrays}
     return (
         backend() == "cpu"
         and jax.default_backend() == "cpu"
         and not is_reference_wanted()
-        and all(array.dtype == jnp.float32 for array in arrays)
+        and len(dtypes) == 1
+        and dtypes <= {jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)}
         and LIBRARY.is_there
     )
 
@@ -109,8 +113,8 @@ def attends(q, k_pages, v_pages) -> bool:
 
 
 def _parts(*pages) -> list[Array]:
-    """Returns what the calls take of pages: numbers of each, then their scales, of which float32
-    has none.
+    """Returns what the calls take of pages: numbers of each, then their scales, which those in
+    eight bits alone have.
     """
     if isinstance(pages[0], Fp8Pages):
         return [*(one.bits for one in pages), *(one.scales for one in pages)]
@@ -140,11 +144,11 @@ def prefill_attention(
 def _attended(target, q, pages, sinks, rows, scale, window, latent):
     keys, values = pages
     layer, *rows = rows
-    call = jax.ffi.ffi_call(target, jax.ShapeDtypeStruct(q.shape, q.dtype))
+    call = jax.ffi.ffi_call(target, jax.ShapeDtypeStruct(q.shape, jnp.float32))
     layer = jnp.asarray(layer, jnp.int32).reshape(1)
     parts = _parts(keys, keys if values is None else values)
     options = {"scale": np.float32(scale), "window": np.int32(window)}
-    out = call(q, *parts, sinks, layer, *rows, **options)
+    out = call(q.astype(jnp.float32), *parts, sinks, layer, *rows, **options).astype(q.dtype)
     return out[..., :latent] if latent else out
 
 
@@ -158,9 +162,9 @@ def mixes(x: Float[Array, "T d"], gate_up, down, activation, biases) -> bool:
 def moe_mlp(x, gate_up, down, plan):
     """See `grouped_gemm.op.moe_mlp`."""
     shapes = x.shape, (plan.row_token.shape[0], x.shape[1])  # the result, and one a sorted row
-    call = jax.ffi.ffi_call(_TARGETS[2], [jax.ShapeDtypeStruct(one, x.dtype) for one in shapes])
-    return call(
-        x,
+    call = jax.ffi.ffi_call(_TARGETS[2], [jax.ShapeDtypeStruct(one, jnp.float32) for one in shapes])
+    out, _ = call(
+        x.astype(jnp.float32),
         gate_up,
         down,
         plan.row_token,
@@ -168,4 +172,5 @@ def moe_mlp(x, gate_up, down, plan):
         plan.num_blocks.reshape(1),
         plan.visit_row,
         plan.visit_weight,
-    )[0]
+    )
+    return out.astype(x.dtype)

@@ -229,12 +229,41 @@ def test_large_gates_are_silus():
     np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-3)
 
 
+def check_bfloat16(run, *arrays):
+    """Checks that what is computed of bfloat16 is what is computed of the same numbers in float32,
+    rounded once, and close to the reference's.
+    """
+    low = [a.astype(jnp.bfloat16) for a in arrays]
+    wide = [a.astype(jnp.float32) for a in low]
+    ours, theirs = compare(run, *low)
+    assert ours.dtype == jnp.bfloat16
+    exact = run(*wide).astype(jnp.bfloat16)
+    np.testing.assert_array_equal(ours.astype(np.float32), np.asarray(exact.astype(jnp.float32)))
+    np.testing.assert_allclose(
+        ours.astype(np.float32), theirs.astype(np.float32), rtol=0.02, atol=0.05
+    )
+
+
+@pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[3]], ids=str)
+def test_bfloat16_is_float32_rounded_once(shape):
+    rng = np.random.default_rng(11)
+    arrays, rows = attention_case(rng, *shape)
+    check_bfloat16(lambda *a: paged_attention(*a, **rows, window=9), *arrays)
+    arrays, rows = prefill_case(rng, *shape)
+    check_bfloat16(lambda *a: prefill_attention(*a, **rows), *arrays)
+    for experts in ((9, 2, 8, 48, 32), (70, 3, 5, 64, 96)):  # few rows, and many
+        (*arrays, weights), ids = expert_case(rng, *experts)
+        check_bfloat16(
+            lambda *a, w=weights, i=ids, n=experts[2]: run_experts([*a, w], i, n), *arrays
+        )
+
+
 @pytest.mark.deep
 def test_other_dtypes_sizes_and_activations_are_left_to_xla():
     (q, k, v), rows = attention_case(np.random.default_rng(5), 2, 2, 2, 24, 4, 2)
     arrays, ids = expert_case(np.random.default_rng(6), 4, 2, 4, 24, 16)
     even, even_ids = expert_case(np.random.default_rng(6), 4, 2, 4, 32, 16)
-    low = [a.astype(jnp.bfloat16) for a in even[:3]]
+    low = [a.astype(jnp.float16) for a in even[:3]]
     for run in (
         lambda: paged_attention(q, k, v, **rows),
         lambda: prefill_attention(q, k, v, q_start=jnp.zeros(3, jnp.int32), **rows),
