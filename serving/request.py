@@ -61,8 +61,8 @@ class Bounds:
         """Raises TooLong for token ids that cannot fit."""
         if count > self.max_prompt_tokens:
             raise TooLong(
-                f"the prompt has {count} tokens; this server's longest prompt has "
-                f"{self.max_prompt_tokens}",
+                f"the prompt has {count} tokens; the context length is "
+                f"{self.max_prompt_tokens + 1} (engine.max_model_len), one of them for the answer",
                 "prompt",
             )
 
@@ -140,6 +140,7 @@ class SamplingParams:
     structure: Structure | None = None  # what the output has to match
     skip_special_tokens: bool = True  # the text is without them
     top_prompt_logprobs: int = 0  # likeliest tokens, where `prompt_logprobs` has the prompt's
+    default_new_tokens: int | None = None  # at most, if `max_new_tokens` is None
 
     def __post_init__(self) -> None:
         """Checks types and ranges."""
@@ -175,7 +176,7 @@ class SamplingParams:
         """Returns the most log-probabilities that the answer to a prompt of this many tokens can
         have, if at most `most_new` tokens fit behind a prompt.
         """
-        new = most_new if self.max_new_tokens is None else min(self.max_new_tokens, most_new)
+        new = min(self.max_new_tokens or self.default_new_tokens or most_new, most_new)
         of_new = new * (1 + self.top_logprobs) if self.logprobs or self.top_logprobs else 0
         of_prompt = prompt_tokens * (1 + self.top_prompt_logprobs)
         return of_new + (of_prompt if self.prompt_logprobs else 0)

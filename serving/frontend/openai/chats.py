@@ -257,14 +257,14 @@ def _message(message: Message, names: dict[str, str], template: Template) -> dic
         content = "".join(part.text for part in content)
     role = "system" if message.role == "developer" else message.role
     made: dict[str, Any] = {"role": role, "content": content or ""}
-    if message.reasoning_content is not None:
+    if (thoughts := _thoughts(message)) is not None:
         if role != "assistant":
             raise HttpError(
                 f"a message of role {role} has reasoning_content; role assistant alone has it",
                 "messages",
             )
         if template.thoughts != "thinking" or not (content and message.tool_calls):
-            made[template.thoughts] = message.reasoning_content  # gpt-oss's takes not both
+            made[template.thoughts] = thoughts  # gpt-oss's takes not both
     if message.tool_calls:
         if role != "assistant":
             raise HttpError(
@@ -289,6 +289,18 @@ def _message(message: Message, names: dict[str, str], template: Template) -> dic
         made["tool_call_id"] = message.tool_call_id
         name = name or names.get(message.tool_call_id)
     return made if name is None else {**made, "name": name}
+
+
+def _thoughts(message: Message) -> str | None:
+    """Returns what a message says was thought, by either name; they must not differ."""
+    given = message.reasoning_content, message.reasoning
+    if None not in given and given[0] != given[1]:
+        raise HttpError(
+            "a message has reasoning and reasoning_content, which are the same and differ; send "
+            "one of them",
+            "messages",
+        )
+    return given[1] if given[0] is None else given[0]
 
 
 def _object(arguments: str) -> Any:

@@ -50,7 +50,7 @@ _MORE = {"reasoning": {"content"}}
 _EVERY = {"type", "id", "status", "phase", "parsed_arguments"}
 
 
-_SAME = "model", "temperature", "top_p", "priority", "timeout_s"
+_SAME = "model", "temperature", "top_p", "skip_special_tokens", "priority", "timeout_s"
 
 
 def chat_of(body: ResponsesRequest) -> ChatRequest:
