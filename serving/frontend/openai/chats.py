@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 _ID_CHARS, _NUM_ID_CHARS = string.ascii_letters + string.digits, 9
 """Ids as Mistral's templates demand them, which suits all others."""
+_EFFORT = re.compile(r"\breasoning_effort\b")
 _TOLD = re.compile(r"\btools\b")
 _JOINED = re.compile(r"\+\s*[\w.\['\"\]]*arguments['\"]?\]?\s*[-+%}]")
 """What a template does with arguments that it wants as text: `+ tool['function']['arguments'] +`"""
@@ -68,6 +69,7 @@ class Template(NamedTuple):
     joins: bool  # it wants arguments as text
     empty: str | None  # content where there is none
     thoughts: str  # its name of what a model thought
+    reads_effort: bool  # it names `reasoning_effort`
 
     @classmethod
     @lru_cache(maxsize=64)
@@ -76,7 +78,8 @@ class Template(NamedTuple):
         empty = None if _ASKS.search(text) else ""
         thoughts = "thinking" if _THINKING.search(text) else "reasoning_content"
         told, joins = bool(_TOLD.search(text)), bool(_JOINED.search(text))
-        return cls(told, parser_of(text), joins, empty, thoughts)
+        effort = _EFFORT.search(text) is not None
+        return cls(told, parser_of(text), joins, empty, thoughts, effort)
 
 
 class Tools:
@@ -240,6 +243,30 @@ def options_of(body: ChatRequest | TokenizeRequest, has_tools: bool) -> dict[str
         )
     tools = [tool.function.model_dump(exclude_none=True) for tool in body.tools or ()]
     return {**options, "tools": [{"type": "function", "function": one} for one in tools]}
+
+
+def _with_effort(options: dict[str, Any], body: ChatRequest, template: str) -> dict[str, Any]:
+    """Returns options for a chat template with the body's `reasoning_effort`.
+
+    Raises HttpError if they have another, and if the template does not read it.
+    """
+    name, effort = "reasoning_effort", body.reasoning_effort
+    if effort is None:
+        return options
+    if options.get(name, effort) != effort:
+        raise HttpError(
+            f"{name} is {shown(effort)} and in chat_template_kwargs {shown(options[name])}; leave "
+            "one of them out",
+            name,
+        )
+    if template and not Template.of(template).reads_effort:
+        raise HttpError(
+            f"{name} is {shown(effort)}, and the chat template of model {shown(body.model)} does "
+            f"not read {name}; leave it out, or send what that template reads (enable_thinking, "
+            "for one) in chat_template_kwargs",
+            name,
+        )
+    return {**options, name: effort}
 
 
 def messages_of(messages: Sequence[Message], template: str) -> list[dict[str, Any]]:
@@ -508,7 +535,7 @@ class ChatEndpoint:
         """Returns the choices of a call. Raises InvalidRequest."""
         template = "" if tokenizer is None else tokenizer.chat_template or ""
         tools = tools_of(body, tokenizer, self._parser)
-        options = options_of(body, tools is not None)
+        options = _with_effort(options_of(body, tools is not None), body, template)
         prompt = Chat(messages_of(body.messages, template), options)
         shown = logprobs.Chat(logprobs.Texts(tokenizer))
         drawn = [sampling(body, i) for i in range(body.n or 1)]

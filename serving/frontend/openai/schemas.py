@@ -133,6 +133,7 @@ _Messages = Annotated[list["Message"], Field(fail_fast=True, max_length=MAX_ENTR
 _ToolCalls = Annotated[list["ToolCall"], Field(fail_fast=True, max_length=MAX_ENTRIES)]
 Object = dict[str, Any]
 
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 _STRUCTURES = (
     *("response_format", "structured_outputs"),
     *("guided_json", "guided_regex", "guided_grammar", "guided_choice"),
@@ -472,8 +473,8 @@ class ChatRequest(Sampled, Conversing):
     audio: None = refused("models served here write text")
     functions: None = refused("OpenAI's API has `tools` instead")
     prediction: None = refused("nothing is predicted; leave it out, the text is the same")
-    reasoning_effort: None = refused(
-        "what a model's template knows of it goes through chat_template_kwargs"
+    reasoning_effort: Effort | None = supported(
+        "goes to the chat template; refused if that does not name it"
     )
     verbosity: None = refused("models served here know no such setting; say it in a message")
     web_search_options: None = refused("nothing is searched here")
@@ -577,7 +578,7 @@ class TextConfig(Strict):
 class Reasoning(Strict):
     """What is asked of thoughts."""
 
-    effort: None = None
+    effort: Effort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
 
@@ -634,8 +635,8 @@ class ResponsesRequest(Conversing):
         "`message.output_text.logprobs`; `reasoning.encrypted_content` has no effect",
         wanted=f"a list of {_LOGPROBS} and reasoning.encrypted_content",
     )
-    reasoning: Reasoning | None = accepted(
-        "`summary`: thoughts come whole; for effort see `reasoning_effort`"
+    reasoning: Reasoning | None = supported(
+        "`effort`, as `reasoning_effort`; `summary`: thoughts come whole"
     )
     metadata: Object | None = accepted("comes back in the answer")
     store: bool | None = accepted("nothing is stored: the answer says false")
@@ -661,7 +662,7 @@ class ResponsesRequest(Conversing):
         """See OfModel."""
         names = {
             **{"prompt": "input", "messages": "input", "max_new_tokens": "max_output_tokens"},
-            "response_format": "text",
+            **{"response_format": "text", "reasoning_effort": "reasoning"},
             "structure": "text" if self.text and self.text.format else "tools",
         }
         return names.get(param, param)
