@@ -236,6 +236,7 @@ async def test_health_and_version_and_the_description():
     async with serving_http() as s:
         health = await s.http.get("/health")
         version = await s.http.get("/version")
+        metrics = await s.http.get("/metrics")
         told = (await s.http.get("/openapi.json")).json()
         s.engine.status = "draining"
         s.server.health.set(False)
@@ -243,6 +244,7 @@ async def test_health_and_version_and_the_description():
     assert (health.status_code, health.json()) == (200, {"status": "ready"})
     assert (draining.status_code, draining.json()) == (503, {"status": "draining"})
     assert set(version.json()) == {"version"}
+    assert "jmoe_prompt_tokens" in metrics.text
     bodies = {
         path: operation["post"]["requestBody"]["content"]["application/json"]["schema"]["$ref"]
         for path, operation in told["paths"].items()
