@@ -141,12 +141,16 @@ class SamplingParams:
     skip_special_tokens: bool = True  # the text is without them
     top_prompt_logprobs: int = 0  # likeliest tokens, where `prompt_logprobs` has the prompt's
     default_new_tokens: int | None = None  # at most, if `max_new_tokens` is None
+    min_new_tokens: int = 0  # before which nothing ends the output but its structure
+    include_stop: bool = False  # the text ends behind what stopped it, not before
 
     def __post_init__(self) -> None:
         """Checks types and ranges."""
         new = self.max_new_tokens
         fits = new is None or _whole(new, 1)
         _check(fits, "max_new_tokens", new, "a whole number, at least 1")
+        least, name = self.min_new_tokens, "min_new_tokens"
+        _check(_whole(least, 0), name, least, "a whole number, at least 0")
         _check(
             _real(self.temperature) and 0 <= self.temperature <= 100,
             "temperature",
@@ -216,7 +220,7 @@ class SamplingParams:
         """
         return (
             self.structure is not None
-            or bool(self.logit_bias or self.top_logprobs or self.min_p)
+            or bool(self.logit_bias or self.top_logprobs or self.min_p or self.min_new_tokens)
             or self.penalizes
         )
 

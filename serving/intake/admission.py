@@ -328,7 +328,14 @@ class Admission:
 
         The request must come from `fitted`.
         """
-        total = len(tokens) + (request.sampling.max_new_tokens or 1)
+        least, most_new = request.sampling.min_new_tokens, request.sampling.max_new_tokens or 1
+        if least > most_new:
+            raise InvalidRequest(
+                f"at least {least} new tokens are asked for, and {most_new} at most; ask for fewer "
+                "at least, or for more at most",
+                "min_new_tokens",
+            )
+        total = len(tokens) + most_new
         if total > self._config.max_model_len:
             raise self._too_long(len(tokens), request)
         self.bounds.check_logprobs([(request.sampling, len(tokens))])

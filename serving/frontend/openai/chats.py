@@ -15,7 +15,7 @@ import orjson
 
 from serving.errors import InvalidRequest, shown
 from serving.frontend.openai import logprobs, reasoning_parsers
-from serving.frontend.openai.endpoints import Choice
+from serving.frontend.openai.endpoints import Choice, truncated
 from serving.frontend.openai.errors import HttpError
 from serving.frontend.openai.reasoning_parsers import Thinks
 from serving.frontend.openai.sampling import priority, sampling
@@ -545,22 +545,23 @@ class ChatEndpoint:
         # What is held to a structure from its first token on has no thoughts.
         is_held = wanted is not None or (tools is not None and body.forces_call)
         thinks = None if is_held else self._reasoning(template)
-        if thinks is None and tools is None:
-            return [self.plain(i, prompt, one, shown) for i, one in enumerate(drawn)]
         before, given, began_s = "", prompt, time.monotonic()
+        if body.truncate_prompt_tokens is not None:
+            given = await truncated(prompt, body, engine, drawn[0].max_new_tokens)
         if thinks is not None and tokenizer is not None:
-            given = await engine.tokenize(
-                prompt, body.model, priority=priority(body), timeout_s=body.timeout_s
-            )
+            if isinstance(given, Chat):
+                given = await engine.tokenize(
+                    prompt, body.model, priority=priority(body), timeout_s=body.timeout_s
+                )
             before = tokenizer.decode(given[-_NUM_BEFORE:], skip_special_tokens=False)
-        found = [
-            self.read(
-                None if thinks is None else thinks(before),
-                tools,
-                *(i, given, replace(one, skip_special_tokens=False), shown),
-            )
-            for i, one in enumerate(drawn)
-        ]
+        found: list[Choice] = []
+        for i, one in enumerate(drawn):
+            if thinks is None and tools is None:
+                found.append(self.plain(i, given, one, shown))
+                continue
+            one = replace(one, skip_special_tokens=False)
+            parser = None if thinks is None else thinks(before)
+            found.append(self.read(parser, tools, i, given, one, shown))
         for choice in found:
             choice.waited_s = time.monotonic() - began_s
         return found

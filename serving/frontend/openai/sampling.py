@@ -44,6 +44,8 @@ def sampling(body: Sampled, index: int) -> SamplingParams:
     ):
         if (value := getattr(body, name)) is not None:
             given[name] = value
+    given["min_new_tokens"] = body.min_tokens or 0
+    given["include_stop"] = bool(body.include_stop_str_in_output)
     if body.top_k is not None:
         given["top_k"] = max(0, body.top_k)  # -1 means off, like 0
     return SamplingParams(**given, **_logprobs(body))

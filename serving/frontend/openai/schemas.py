@@ -267,6 +267,13 @@ class Sampled(Generating):
         f"new tokens at most; absent: {DEFAULT_MAX_TOKENS} (completions), as many as fit (chats)",
         ge=1,
     )
+    min_tokens: int | None = supported(
+        "as in vLLM: before so many, neither stop tokens nor strings end it", ge=0
+    )
+    include_stop_str_in_output: bool | None = supported("as in vLLM")
+    truncate_prompt_tokens: int | None = supported(
+        "as in vLLM: only so many of the prompt's last tokens; -1: as many as fit", ge=-1
+    )
     n: int | None = supported(
         f"answers; times the number of prompts up to {MAX_SEQUENCES}", ge=1, le=MAX_SEQUENCES
     )
@@ -322,7 +329,8 @@ class Sampled(Generating):
         """See OfModel."""
         if param == "structure":
             return next((name for name in _STRUCTURES if getattr(self, name) is not None), param)
-        return "max_tokens" if param == "max_new_tokens" else param
+        names = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
+        return names.get(param, param)
 
 
 class Conversing(Generating):

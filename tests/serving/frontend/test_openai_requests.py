@@ -9,6 +9,7 @@ import orjson
 import pytest
 from openai_served import CHAT, serving_http
 
+from serving.config import EngineConfig
 from serving.errors import InvalidRequest
 from serving.frontend.openai.schemas import MAX_SEQUENCES
 from serving.request import Priority, SamplingParams, Structure, StructureKind
@@ -31,6 +32,8 @@ ALL = {
     "logit_bias": {"15": -100, "7": 2.5},
     "ignore_eos": True,
     "skip_special_tokens": False,
+    "min_tokens": 2,
+    "include_stop_str_in_output": True,
 }
 PARAMS = SamplingParams(
     max_new_tokens=3,
@@ -47,6 +50,8 @@ PARAMS = SamplingParams(
     logit_bias=((15, -100.0), (7, 2.5)),
     ignore_eos=True,
     skip_special_tokens=False,
+    min_new_tokens=2,
+    include_stop=True,
 )
 
 
@@ -325,6 +330,35 @@ async def test_values_without_effect_are_taken():
             answer = await s.http.post(path, json=body)
             assert answer.status_code == 200, answer.text
         assert all(call["priority"] is Priority.LATENCY_SENSITIVE for call in s.engine.calls)
+
+
+@pytest.mark.parametrize(
+    ("text", "last", "kept"),
+    [
+        ("0123[xab]cd", 3, "]cd"),
+        ("0123[xab]cd", 1, "d"),
+        ("0123[xabcd", -1, "[xabcd"),  # what fits beside four new ones
+        ("abcd", 6, "abcd"),
+    ],
+)
+async def test_of_a_long_prompt_the_last_tokens_are_kept(text, last, kept):
+    chat = "\x01[user|hi]"
+    async with serving_http(engine=EngineConfig(max_model_len=10)) as s:
+        for prompt in (text, [ord(c) for c in text]):
+            fields = {"prompt": prompt, "max_tokens": 4, "truncate_prompt_tokens": last}
+            answer = await s.post(**fields, echo=True)
+            assert answer.status_code == 200, answer.text
+            assert answer.json()["choices"][0]["text"].startswith(kept)
+        await s.chat(max_tokens=4, extra_body={"truncate_prompt_tokens": last})
+        refused = await s.post(truncate_prompt_tokens=0)
+        *texts, call = s.engine.calls
+    whole = text == kept
+    assert [one["prompt"] for one in texts] == [
+        kept if whole else [ord(c) for c in kept],
+        [ord(c) for c in kept],
+    ]
+    assert call["prompt"] == [ord(c) for c in chat[-(last if last > 0 else 6) :]]
+    assert refused.json()["error"]["param"] == "truncate_prompt_tokens"
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,9 @@ async def test_fields_arrive_as_they_are_sent() -> None:
         logit_bias={7: -100, 9: 2.5},
         top_logprobs=3,
         regex="[0-9]+",
+        min_new_tokens=2,
+        include_stop=True,
+        skip_special_tokens=False,
     )
     async with serving() as setup:
         await collect(setup.stub.Generate(request([1], sampling=asked)))
@@ -30,6 +33,8 @@ async def test_fields_arrive_as_they_are_sent() -> None:
     assert sampling.structure == Structure(StructureKind.REGEX, "[0-9]+")
     assert dict(sampling.logit_bias) == {7: -100.0, 9: 2.5}
     assert (sampling.min_p, sampling.top_logprobs) == (0.25, 3)
+    assert (sampling.min_new_tokens, sampling.include_stop) == (2, True)
+    assert not sampling.skip_special_tokens
     penalties = sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty
     assert penalties == (-1.5, 0.5, 1.25)
 
