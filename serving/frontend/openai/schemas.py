@@ -203,7 +203,7 @@ class Generating(OfModel):
     stream: bool | None = supported("server-sent events, one a token")
     temperature: float | None = supported("0 is greedy; absent: 1")
     top_p: float | None = supported("absent: 1, off")
-    skip_special_tokens: bool | None = supported("as in vLLM")
+    skip_special_tokens: bool | None = supported("vLLM's")
     user: str | None = accepted("nothing is done by user; keys tell callers apart")
     # jmoe's own.
     priority: Literal["latency_sensitive", "best_effort"] | None = supported(
@@ -225,7 +225,7 @@ class Generating(OfModel):
         "(docs/prefixes.md)"
     )
     cache_salt: str | None = supported(
-        "as in vLLM: requests with different ones share no prefix",
+        "vLLM's: requests with different ones share no prefix",
         min_length=1,
         max_length=MAX_SALT_CHARS,
     )
@@ -268,11 +268,11 @@ class Sampled(Generating):
         ge=1,
     )
     min_tokens: int | None = supported(
-        "as in vLLM: before so many, neither stop tokens nor strings end it", ge=0
+        "vLLM's: before so many, neither stop tokens nor strings end it", ge=0
     )
-    include_stop_str_in_output: bool | None = supported("as in vLLM")
+    include_stop_str_in_output: bool | None = supported("vLLM's")
     truncate_prompt_tokens: int | None = supported(
-        "as in vLLM: only so many of the prompt's last tokens; -1: as many as fit", ge=-1
+        "vLLM's: only so many of the prompt's last tokens; -1: as many as fit", ge=-1
     )
     n: int | None = supported(
         f"answers; times the number of prompts up to {MAX_SEQUENCES}", ge=1, le=MAX_SEQUENCES
@@ -288,23 +288,23 @@ class Sampled(Generating):
         f"numbers between -100 and 100 by token id, {MAX_LOGIT_BIASES} at most"
     )
     # Not OpenAI's, but vLLM's.
-    top_k: int | None = supported("as in vLLM; 0 or -1: off", ge=-1)
-    min_p: float | None = supported("as in vLLM; 0: off")
-    repetition_penalty: float | None = supported("as in vLLM; 1: off")
-    ignore_eos: bool | None = supported("as in vLLM: goes on behind the end of the text")
-    stop_token_ids: Tokens | None = supported("as in vLLM", max_length=MAX_STOP_TOKEN_IDS)
+    top_k: int | None = supported("vLLM's; 0 or -1: off", ge=-1)
+    min_p: float | None = supported("vLLM's; 0: off")
+    repetition_penalty: float | None = supported("vLLM's; 1: off")
+    ignore_eos: bool | None = supported("vLLM's: goes on behind the end of the text")
+    stop_token_ids: Tokens | None = supported("vLLM's", max_length=MAX_STOP_TOKEN_IDS)
     response_format: ResponseFormat | None = supported(
         "`text`, `json_object` or `json_schema`; what is wanted is held to token by token"
     )
     structured_outputs: StructuredOutputs | None = supported(
-        "as in vLLM: one of `json`, `regex`, `choice`, `grammar`"
+        "vLLM's: one of `json`, `regex`, `choice`, `grammar`"
     )
     guided_json: Object | str | None = supported(
-        "as in vLLM: a JSON schema", wanted="an object or text"
+        "vLLM's: a JSON schema", wanted="an object or text"
     )
-    guided_regex: str | None = supported("as in vLLM")
-    guided_grammar: str | None = supported("as in vLLM, in Lark's syntax")
-    guided_choice: Texts | None = supported("as in vLLM", min_length=1)
+    guided_regex: str | None = supported("vLLM's")
+    guided_grammar: str | None = supported("vLLM's, in Lark's syntax")
+    guided_choice: Texts | None = supported("vLLM's", min_length=1)
     use_beam_search: Literal[False] | None = fixed(
         False, "set temperature to 0 for the likeliest tokens"
     )
@@ -339,7 +339,7 @@ class Conversing(Generating):
     top_logprobs: int | None = supported(
         "likeliest tokens at each position, with `logprobs`", ge=0, le=MAX_TOP_LOGPROBS
     )
-    chat_template_kwargs: Object | None = supported("as in vLLM: names for the chat template")
+    chat_template_kwargs: Object | None = supported("vLLM's: names for the chat template")
     parallel_tool_calls: bool | None = supported("false: one call at most")
     prompt_cache_key: str | None = accepted(
         "a hint of what shares a beginning, which is found without"
@@ -466,7 +466,7 @@ class ChatRequest(Sampled, Conversing):
     )
     max_completion_tokens: int | None = supported("the newer name of `max_tokens`", ge=1)
     logprobs: bool | None = supported("of each new token")
-    metadata: Object | None = accepted("nothing is stored, so that there is nothing to label")
+    metadata: Object | None = accepted("nothing is stored to label")
     modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = accepted(
         "`text` alone, which is what there is", wanted="a list with `text` alone"
     )
@@ -480,11 +480,11 @@ class ChatRequest(Sampled, Conversing):
     store: Literal[False] | None = accepted("false: nothing is stored", wanted="false")
     audio: None = refused("models served here write text")
     functions: None = refused("OpenAI's API has `tools` instead")
-    prediction: None = refused("nothing is predicted; leave it out, the text is the same")
+    prediction: None = refused("leave it out; the text is the same")
     reasoning_effort: Effort | None = supported(
         "goes to the chat template; refused if that does not name it"
     )
-    verbosity: None = refused("models served here know no such setting; say it in a message")
+    verbosity: None = refused("say it in a message")
     web_search_options: None = refused("nothing is searched here")
     add_generation_prompt: Literal[True] | None = fixed(True, _BEGINS)
     continue_final_message: Literal[False] | None = fixed(False, _BEGINS)
@@ -656,7 +656,7 @@ class ResponsesRequest(Conversing):
     conversation: None = refused(_KEPT_NOT)
     context_management: None = refused(_KEPT_NOT)
     prompt: None = refused("nothing is stored; send its text")
-    access_programs: None = refused("there are no such programs here")
+    access_programs: None = refused("there are none here")
     background_options: None = refused("the answer comes at once")
     image: None = refused("models served here write text")
     max_tool_calls: None = refused("there are no built-in tools")

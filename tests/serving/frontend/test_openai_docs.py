@@ -59,16 +59,14 @@ def table():
 
 
 def fixed():
-    """Returns the list of parameters that may have one value alone, with that."""
+    """Returns the list of parameters that may have one value alone, by that."""
     found = {}
     for model in MODELS.values():
         for name, field in fields(model).items():
             if cell(field) == FIXED:
                 value = json.dumps(field.json_schema_extra[VALUE])
-                found.setdefault(name, []).append(value)
-    return ", ".join(
-        f"`{name}` {' or '.join(dict.fromkeys(found[name]))}" for name in sorted(found)
-    )
+                found.setdefault(value, set()).add(f"`{name}`")
+    return "; ".join(f"{value}: {', '.join(sorted(found[value]))}" for value in sorted(found))
 
 
 def test_the_table_is_that_of_the_code():
