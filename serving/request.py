@@ -61,8 +61,8 @@ class Bounds:
         """Raises TooLong for token ids that cannot fit."""
         if count > self.max_prompt_tokens:
             raise TooLong(
-                f"the prompt has {count} tokens; this server's longest prompt has "
-                f"{self.max_prompt_tokens}",
+                f"the prompt has {count} tokens; the context length is "
+                f"{self.max_prompt_tokens + 1} (engine.max_model_len), one of them for the answer",
                 "prompt",
             )
 
@@ -140,12 +140,17 @@ class SamplingParams:
     structure: Structure | None = None  # what the output has to match
     skip_special_tokens: bool = True  # the text is without them
     top_prompt_logprobs: int = 0  # likeliest tokens, where `prompt_logprobs` has the prompt's
+    default_new_tokens: int | None = None  # at most, if `max_new_tokens` is None
+    min_new_tokens: int = 0  # before which nothing ends the output but its structure
+    include_stop: bool = False  # the text ends behind what stopped it, not before
 
     def __post_init__(self) -> None:
         """Checks types and ranges."""
         new = self.max_new_tokens
         fits = new is None or _whole(new, 1)
         _check(fits, "max_new_tokens", new, "a whole number, at least 1")
+        least, name = self.min_new_tokens, "min_new_tokens"
+        _check(_whole(least, 0), name, least, "a whole number, at least 0")
         _check(
             _real(self.temperature) and 0 <= self.temperature <= 100,
             "temperature",
@@ -175,7 +180,7 @@ class SamplingParams:
         """Returns the most log-probabilities that the answer to a prompt of this many tokens can
         have, if at most `most_new` tokens fit behind a prompt.
         """
-        new = most_new if self.max_new_tokens is None else min(self.max_new_tokens, most_new)
+        new = min(self.max_new_tokens or self.default_new_tokens or most_new, most_new)
         of_new = new * (1 + self.top_logprobs) if self.logprobs or self.top_logprobs else 0
         of_prompt = prompt_tokens * (1 + self.top_prompt_logprobs)
         return of_new + (of_prompt if self.prompt_logprobs else 0)
@@ -215,7 +220,7 @@ class SamplingParams:
         """
         return (
             self.structure is not None
-            or bool(self.logit_bias or self.top_logprobs or self.min_p)
+            or bool(self.logit_bias or self.top_logprobs or self.min_p or self.min_new_tokens)
             or self.penalizes
         )
 

@@ -1,7 +1,7 @@
 """Metrics and health probes over HTTP, on a port of their own."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request
@@ -51,7 +51,7 @@ def make_app(server: "Server", host: str) -> FastAPI:
     """
     handlers: dict[Any, Any] = {HTTPException: _refuse, ServingError: _refuse}
     app = FastAPI(openapi_url=None, redirect_slashes=False, exception_handlers=handlers)
-    written, origins = make_wsgi_app(server.metrics.registry), Origins(host)
+    scraped, origins = scraping(server), Origins(host)
 
     async def metrics(request: Request) -> Response:
         caller = server.access.caller(request.headers.get("authorization"))
@@ -59,8 +59,7 @@ def make_app(server: "Server", host: str) -> FastAPI:
         asked = request.headers.get("host")
         if caller is ANYBODY and asked and origins.is_loopback and not origins.has(asked):
             raise PermissionDenied(f"this server is not {shown(asked)}; ask for localhost")
-        # In a thread, as tokens would wait for so much text.
-        return await asyncio.to_thread(_scraped, written, request)
+        return await scraped(request)
 
     async def healthz(request: Request) -> Response:
         return PlainTextResponse("ok\n")
@@ -72,6 +71,17 @@ def make_app(server: "Server", host: str) -> FastAPI:
     for path, route in zip(PATHS, (metrics, healthz, readyz), strict=True):
         app.add_route(path, route)
     return app
+
+
+def scraping(server: "Server") -> Callable[[Request], Awaitable[Response]]:
+    """Returns what answers a request for a server's metrics, whose caller may read them."""
+    written = make_wsgi_app(server.metrics.registry)
+
+    async def scraped(request: Request) -> Response:
+        # In a thread, as tokens would wait for so much text.
+        return await asyncio.to_thread(_scraped, written, request)
+
+    return scraped
 
 
 def _scraped(written: Callable[..., Any], request: Request) -> Response:

@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
+LOADING_RETRY_S = 5.0
+"""After which to try again, while the model is loaded: how long that takes is not known."""
 MAX_EVENTS = 200
 MERGED_S = 5.0
 """Within which events of one kind that are counted are one event."""
@@ -243,7 +245,9 @@ class Server:
     def ready_engine(self) -> "Engine":
         """Returns the engine. Raises Unavailable while it is loading."""
         if self.engine is None:
-            raise Unavailable("the server is still loading its model; try again later")
+            raise Unavailable(
+                "the server is still loading its model; try again later", LOADING_RETRY_S
+            )
         return self.engine
 
     async def _watch_engine(self, engine: "Engine") -> None:

@@ -134,6 +134,13 @@ def _max_tokens(name: str, value: Any) -> int:
     return number
 
 
+def _min_tokens(name: str, value: Any) -> int:
+    number = _whole(name, value)
+    if number < 0:
+        raise _wrong(name, value, "at least 0")
+    return number
+
+
 def _top_k(name: str, value: Any) -> int:
     number = _whole(name, value)
     return 0 if number == -1 else number  # both are off
@@ -196,6 +203,8 @@ _STRUCTURES: dict[str, Callable[[str, Any], Structure]] = {
 
 _FIELDS = {
     "max_tokens": "max_new_tokens",
+    "min_tokens": "min_new_tokens",
+    "include_stop_str_in_output": "include_stop",
     "logprobs": "top_logprobs",  # how many likeliest tokens to return beside the sampled one
     "structured_outputs": "structure",
     "guided_decoding": "structure",
@@ -204,6 +213,9 @@ _FIELDS = {
 
 _READERS: dict[str, Callable[[str, Any], Any]] = {
     "max_tokens": _max_tokens,
+    "min_tokens": _min_tokens,
+    "skip_special_tokens": _truth,
+    "include_stop_str_in_output": _truth,
     "temperature": _real,
     "top_k": _top_k,
     "top_p": _real,
@@ -224,11 +236,8 @@ _READERS: dict[str, Callable[[str, Any], Any]] = {
 _FIXED = {
     "n": 1,
     "best_of": 1,
-    "min_tokens": 0,
     "detokenize": True,
-    "skip_special_tokens": True,
     "spaces_between_special_tokens": True,
-    "include_stop_str_in_output": False,
     "use_beam_search": False,
 }
 """vLLM's parameters with only one supported value, accepted for clients that send defaults."""

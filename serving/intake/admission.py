@@ -312,19 +312,30 @@ class Admission:
         return tokens
 
     def fitted(self, request: Request, tokens: list[int]) -> Request:
-        """Returns the request with `max_new_tokens` set: as many as fit, if it names none."""
-        if request.sampling.max_new_tokens is not None:
+        """Returns the request with `max_new_tokens` set: if it names none, `default_new_tokens`, or
+        fewer if no more fit.
+        """
+        sampling = request.sampling
+        if sampling.max_new_tokens is not None:
             return request
         most = min(self._config.max_model_len, self._limits.most_positions)
         left = max(1, most - len(tokens))
-        return replace(request, sampling=replace(request.sampling, max_new_tokens=left))
+        most_new = min(left, sampling.default_new_tokens or left)
+        return replace(request, sampling=replace(sampling, max_new_tokens=most_new))
 
     def check_fit(self, request: Request, tokens: list[int]) -> None:
         """Raises InvalidRequest if prompt and output exceed what the server can hold.
 
         The request must come from `fitted`.
         """
-        total = len(tokens) + (request.sampling.max_new_tokens or 1)
+        least, most_new = request.sampling.min_new_tokens, request.sampling.max_new_tokens or 1
+        if least > most_new:
+            raise InvalidRequest(
+                f"at least {least} new tokens are asked for, and {most_new} at most; ask for fewer "
+                "at least, or for more at most",
+                "min_new_tokens",
+            )
+        total = len(tokens) + most_new
         if total > self._config.max_model_len:
             raise self._too_long(len(tokens), request)
         self.bounds.check_logprobs([(request.sampling, len(tokens))])
@@ -351,11 +362,13 @@ class Admission:
 
     def _too_long(self, num_tokens: int, request: Request) -> TooLong:
         new, most = request.sampling.max_new_tokens or 1, self._config.max_model_len
-        return TooLong(
-            f"prompt ({num_tokens} tokens) and max_new_tokens ({new}) make {num_tokens + new} "
-            f"positions; this server has {most}",
-            _longer(num_tokens, most),
-        )
+        limit = f"the context length is {most} (engine.max_model_len)"
+        said = f"the prompt has {num_tokens} tokens"
+        if num_tokens >= most:
+            said += f"; {limit}, one of them for the answer"
+        else:
+            said += f" and up to {new} new ones are asked for: {num_tokens + new} in all; {limit}"
+        return TooLong(said, _longer(num_tokens, most))
 
     async def _encode(
         self, tokenizer: Tokenizer, request: Request, special_tokens: bool

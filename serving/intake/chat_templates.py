@@ -18,14 +18,16 @@ ROOM_BYTES, ROOM_A_CHAR = 256 << 20, 32
 """Memory that a template may take, and for each character that a prompt may have."""
 SHORT_CHARS = 16_384
 """Up to so many characters a chat counts as short."""
+_EFFORT, _WORD_CHARS = "reasoning_effort", 16
 _CHARS_A_MESSAGE = 64  # that a message counts for beside its content
 
 
 class ChatTemplate:
     """A model's chat template, which is neither compiled nor rendered in this process.
 
-    Short chats without names of the caller's for the template, tools apart, have a process of their
-    own: what others send, however long it takes, does not delay them.
+    Short chats without names of the caller's for the template, tools and a word for
+    `reasoning_effort` apart, have a process of their own: what others send, however long it takes,
+    does not delay them.
     """
 
     def __init__(self, tokenizer: Tokenizer, bounds: Bounds) -> None:
@@ -45,7 +47,8 @@ class ChatTemplate:
         except TokenizerError as error:
             raise InvalidRequest(str(error), "prompt") from None
         num_chars = chat.num_chars + _CHARS_A_MESSAGE * len(chat.messages)
-        usual = num_chars <= SHORT_CHARS and not options.keys() - {"tools"}
+        others = options.keys() - ({"tools", _EFFORT} if _is_word(options) else {"tools"})
+        usual = num_chars <= SHORT_CHARS and not others
         process = self._short if usual else self._other
         asked = {"messages": [dict(message) for message in chat.messages], "options": options}
         try:
@@ -61,6 +64,11 @@ class ChatTemplate:
         """Ends the processes."""
         await self._short.close()
         await self._other.close()
+
+
+def _is_word(options: dict[str, Any]) -> bool:
+    effort = options.get(_EFFORT)
+    return isinstance(effort, str) and len(effort) <= _WORD_CHARS
 
 
 def _process(facts: dict[str, Any]) -> LimitedProcess:

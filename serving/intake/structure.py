@@ -10,7 +10,7 @@ import asyncio
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from functools import cached_property
 from typing import Any
@@ -214,10 +214,12 @@ def allowed_tokens(
     """
     allowed = everything(len(sequences), vocab_size)
     for row, sequence, is_drawn in zip(allowed, sequences, drawn, strict=True):
-        if sequence.matcher is None or sequence.done or not is_drawn:
+        if not sequence.is_held or sequence.done or not is_drawn:
             continue
         try:
-            sequence.matcher.fill(row)
+            if sequence.matcher is not None:
+                sequence.matcher.fill(row)
+            _forbid(row, sequence.barred_token_ids)
         except NOT_OURS:
             raise
         except BaseException as error:  # a panic of an extension module is no Exception
@@ -225,6 +227,16 @@ def allowed_tokens(
             failed = RequestFailed(f"the structure's mask failed: {error}")
             end(sequence, error if isinstance(error, InvalidRequest) else failed)
     return allowed
+
+
+def _forbid(allowed: Int[np.ndarray, "W"], tokens: Collection[int]) -> None:
+    """Clears the bits of tokens, unless no other may come: what is complete may end."""
+    ids = np.fromiter(tokens, np.int64, len(tokens))
+    ids = ids[ids < 32 * len(allowed)]
+    bits = np.full(len(allowed), -1, np.int32)
+    np.bitwise_and.at(bits, ids >> 5, ~np.left_shift(np.uint32(1), ids & 31).astype(np.int32))
+    if (allowed & bits).any():
+        allowed &= bits
 
 
 def _unreadable(structure: Structure, why: str) -> InvalidRequest:

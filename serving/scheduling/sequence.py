@@ -36,7 +36,7 @@ class StopString:
     def push(self, character: str) -> bool:
         """Takes the text's next character; returns True if it completes the string."""
         matched = self.num_matched
-        while matched and self._text[matched] != character:
+        while matched and (matched == len(self._text) or self._text[matched] != character):
             matched = self._borders[matched - 1]
         if self._text[matched] == character:
             matched += 1
@@ -57,9 +57,18 @@ class Detokenizer:
     """Text of one sequence; what may be the start of a stop string is held back."""
 
     def __init__(
-        self, tokenizer: Tokenizer | None, stop: Sequence[str], skip_special_tokens: bool = True
+        self,
+        tokenizer: Tokenizer | None,
+        stop: Sequence[str],
+        skip_special_tokens: bool = True,
+        *,
+        least: int = 0,
+        include_stop: bool = False,
     ) -> None:
-        """Without a tokenizer, all text is empty."""
+        """Without a tokenizer, all text is empty. No stop string ends one that has no more than
+        `least` tokens; `include_stop`: the text has the one that ended it.
+        """
+        self._least, self._includes, self._num_tokens = least, include_stop, 0
         self._stream = None if tokenizer is None else tokenizer.stream(skip_special_tokens)
         self._stop = [StopString(text) for text in stop]
         self._held = ""
@@ -67,9 +76,10 @@ class Detokenizer:
     def push(self, token: int) -> tuple[str, bool]:
         """Takes a token; returns the text to release, and whether a stop string ended it.
 
-        The stop string is left out of the text. The one completed first counts; if several are
-        completed at once, the longest.
+        The stop string is left out of the text, unless that includes it. The one completed first
+        counts; if several are completed at once, the longest.
         """
+        self._num_tokens += 1
         return ("", False) if self._stream is None else self._take(self._stream.push(token))
 
     def finish(self) -> str:
@@ -88,9 +98,9 @@ class Detokenizer:
         for end, character in enumerate(piece, len(self._held) + 1):
             # Push the character to all stop strings, even after one is complete.
             complete = [stop.num_matched for stop in self._stop if stop.push(character)]
-            if complete:
+            if complete and self._num_tokens > self._least:
                 self._held = ""
-                return before[: end - max(complete)], True
+                return before[: end - (0 if self._includes else max(complete))], True
         num_held = max(stop.num_matched for stop in self._stop)
         cut = len(before) - num_held
         self._held = before[cut:]
@@ -134,6 +144,7 @@ class SequenceState:
         sampling = request.sampling
         assert sampling.max_new_tokens is not None  # admission has set it
         self.max_new_tokens = sampling.max_new_tokens
+        self.min_new_tokens = sampling.min_new_tokens
         self.request = request
         self.prompt = prompt
         self.arrived_at = arrived_at
@@ -167,7 +178,11 @@ class SequenceState:
                 repetition_penalty=sampling.repetition_penalty,
             )
         self.matcher = matcher
-        self.detokenizer = Detokenizer(tokenizer, sampling.stop, sampling.skip_special_tokens)
+        self.detokenizer = Detokenizer(
+            *(tokenizer, sampling.stop, sampling.skip_special_tokens),
+            least=sampling.min_new_tokens,
+            include_stop=sampling.include_stop,
+        )
         self.started_at = math.nan  # when its first step was launched
         self.began_at = math.nan  # when the device began that step
         self.first_at = math.nan  # when its first token arrived
@@ -211,6 +226,16 @@ class SequenceState:
     def exhausted(self) -> bool:
         """Whether all tokens that it may have are sampled already."""
         return self.num_sampled >= self.max_new_tokens
+
+    @property
+    def barred_token_ids(self) -> frozenset[int]:
+        """Tokens that may not come next, since the output would end too early."""
+        return self.stop_token_ids if len(self.tokens) < self.min_new_tokens else frozenset()
+
+    @property
+    def is_held(self) -> bool:
+        """Whether some tokens may not come next."""
+        return self.matcher is not None or bool(self.barred_token_ids)
 
     @property
     def scores_prompt(self) -> bool:
@@ -319,7 +344,9 @@ class SequenceState:
         self.tokens.append(token)
         self.logprobs.append(logprob)
         ended = token in self.stop_token_ids
-        text, stopped = ("", False) if ended else self.detokenizer.push(token)
+        sampling = self.request.sampling
+        is_text = not ended or (sampling.include_stop and token in sampling.stop_token_ids)
+        text, stopped = self.detokenizer.push(token) if is_text else ("", False)
         complete = self.matcher is not None and not ended and self.matcher.take(token)
         reason = "stop" if ended or stopped or complete else None
         if reason is None and len(self.tokens) >= self.max_new_tokens:

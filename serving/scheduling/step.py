@@ -296,7 +296,7 @@ class ScheduledStep(StepPlan):
         seated = self.num_decodes if self.phase is Phase.PREFILL else len(self.sequences)
         ends = zip(self.sequences[seated:], self.sampled[seated:], strict=True)
         seats = [s.seat() for s, used in ends if used and s.shape is not None]
-        return Shapes(rows, seats, waits=any(s.matcher is not None for s in drawn))
+        return Shapes(rows, seats, waits=any(s.is_held for s in drawn))
 
 
 class StagingRegions:

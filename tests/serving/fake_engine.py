@@ -150,7 +150,8 @@ class FakeEngine:
         self.running += 1
         try:
             tokens = self.tokens_of(prompt)
-            most = sampling.max_new_tokens or self.config.max_model_len - len(tokens)
+            left = self.config.max_model_len - len(tokens)
+            most = sampling.max_new_tokens or min(left, sampling.default_new_tokens or left)
             if tokens[-1] == UNLUCKY:
                 self.fail(f"{UNLUCKY} is unlucky")
             for i in range(most):

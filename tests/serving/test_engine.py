@@ -172,7 +172,7 @@ async def test_a_failing_step_fails_its_requests_with_a_reason(start):
     [
         ([], {}, "empty"),
         ("text", {}, "no tokenizer"),
-        ([1] * 190, {"max_new_tokens": 20}, "210 positions"),
+        ([1] * 190, {"max_new_tokens": 20}, "210 in all"),
         ([1], {"stop": ("x",)}, "tokenizer"),
         ([[1, 2], [3, 4]], {}, r"the prompt is \[\[1, 2\], \[3, 4\]\]; send text or one list"),
         ([[1], [2, 3]], {}, "one list of token ids"),

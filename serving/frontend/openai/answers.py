@@ -193,7 +193,7 @@ class Response(_Answer):
     top_p: float
     max_output_tokens: int | None
     top_logprobs: int
-    reasoning: dict[str, None]
+    reasoning: dict[str, str | None]
     truncation: Literal["disabled"]
     background: Literal[False]
     store: Literal[False]

@@ -15,13 +15,14 @@ from fastapi.openapi.utils import get_openapi
 from fastapi.routing import APIRoute
 from fastapi.staticfiles import StaticFiles
 from starlette.exceptions import HTTPException
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
 from serving.errors import NotFound
+from serving.frontend.metrics_http import scraping
 from serving.frontend.openai import answers, tokens
 from serving.frontend.openai.call import Answer
 from serving.frontend.openai.chats import ChatEndpoint
-from serving.frontend.openai.door import DOCS_PATH, OPENAPI_PATH, Door
+from serving.frontend.openai.door import DOCS_PATH, OPENAPI_PATH, Door, caller_of
 from serving.frontend.openai.endpoints import CompletionEndpoint
 from serving.frontend.openai.responses import ResponseCall, ResponsesEndpoint
 from serving.frontend.openai.schemas import (
@@ -248,6 +249,14 @@ def _add_facts(app: FastAPI, server: "Server", created: int) -> None:
         """200 while requests are served, else 503. Needs no key."""
         ready, word = server.readiness()
         return _json({"status": word}, 200 if ready else 503)
+
+    scraped = scraping(server)
+
+    @app.get("/metrics", response_class=PlainTextResponse, responses=_KEYED)
+    async def metrics(request: Request) -> Response:
+        """Metrics for Prometheus, to an admin key or one made for metrics; as on `metrics_port`."""
+        caller_of(request.scope).require_metrics()
+        return await scraped(request)
 
     @app.get("/version", responses={200: {"model": answers.Version}, **_KEYED})
     async def version() -> Response:

@@ -11,7 +11,14 @@ from serving.frontend import convert
 from serving.frontend.inbox import MAX_MESSAGE_BYTES
 from serving.frontend.openai.door import header
 from serving.frontend.openai.errors import HttpError
-from serving.frontend.openai.schemas import MAX_ENTRIES, REFUSED, STATE, UNKNOWN_FIELD, WANTED
+from serving.frontend.openai.schemas import (
+    MAX_ENTRIES,
+    MAX_SEQUENCES,
+    REFUSED,
+    STATE,
+    UNKNOWN_FIELD,
+    WANTED,
+)
 from serving.frontend.origin import is_json
 from serving.frontend.reports import SlowBody
 from serving.request import MAX_STRUCTURE_CHARS, Bounds
@@ -151,6 +158,12 @@ def explained(model: type[BaseModel], error: ValidationError) -> HttpError:
         return HttpError(f"{param} is not supported: {field.description}", param)
     if WANTED in told:
         value = _innermost(error, param)
+        if param == "prompt" and (count := _num_prompts(error)):
+            return HttpError(
+                f"prompt has {count} entries; one call takes {MAX_SEQUENCES} at most; send several "
+                "calls",
+                param,
+            )
         return HttpError(f"{param} is {shown(value)}; it must be {told[WANTED]}", param)
     value = shown(first["input"])
     if first["type"] == "too_long":
@@ -194,6 +207,13 @@ def _wanted(error: Any) -> str:
         return "it must be text, or a list of parts"
     wanted: str = error["msg"].replace("Input should be", "it must be")
     return _WANTED.get(error["type"], wanted)
+
+
+def _num_prompts(error: ValidationError) -> int:
+    """Returns how many prompts there are, if that is what is wrong; else 0."""
+    own = [one for one in error.errors(include_url=False) if one["type"] == "too_long"]
+    found = own[0]["input"] if own and len(own[0]["loc"]) == 2 else ()
+    return len(found) if found and isinstance(found[0], str | list) else 0
 
 
 def _innermost(error: ValidationError, name: str) -> object:

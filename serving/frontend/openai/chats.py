@@ -15,7 +15,7 @@ import orjson
 
 from serving.errors import InvalidRequest, shown
 from serving.frontend.openai import logprobs, reasoning_parsers
-from serving.frontend.openai.endpoints import Choice
+from serving.frontend.openai.endpoints import Choice, truncated
 from serving.frontend.openai.errors import HttpError
 from serving.frontend.openai.reasoning_parsers import Thinks
 from serving.frontend.openai.sampling import priority, sampling
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 _ID_CHARS, _NUM_ID_CHARS = string.ascii_letters + string.digits, 9
 """Ids as Mistral's templates demand them, which suits all others."""
+_EFFORT = re.compile(r"\breasoning_effort\b")
 _TOLD = re.compile(r"\btools\b")
 _JOINED = re.compile(r"\+\s*[\w.\['\"\]]*arguments['\"]?\]?\s*[-+%}]")
 """What a template does with arguments that it wants as text: `+ tool['function']['arguments'] +`"""
@@ -68,6 +69,7 @@ class Template(NamedTuple):
     joins: bool  # it wants arguments as text
     empty: str | None  # content where there is none
     thoughts: str  # its name of what a model thought
+    reads_effort: bool  # it names `reasoning_effort`
 
     @classmethod
     @lru_cache(maxsize=64)
@@ -76,7 +78,8 @@ class Template(NamedTuple):
         empty = None if _ASKS.search(text) else ""
         thoughts = "thinking" if _THINKING.search(text) else "reasoning_content"
         told, joins = bool(_TOLD.search(text)), bool(_JOINED.search(text))
-        return cls(told, parser_of(text), joins, empty, thoughts)
+        effort = _EFFORT.search(text) is not None
+        return cls(told, parser_of(text), joins, empty, thoughts, effort)
 
 
 class Tools:
@@ -242,6 +245,30 @@ def options_of(body: ChatRequest | TokenizeRequest, has_tools: bool) -> dict[str
     return {**options, "tools": [{"type": "function", "function": one} for one in tools]}
 
 
+def _with_effort(options: dict[str, Any], body: ChatRequest, template: str) -> dict[str, Any]:
+    """Returns options for a chat template with the body's `reasoning_effort`.
+
+    Raises HttpError if they have another, and if the template does not read it.
+    """
+    name, effort = "reasoning_effort", body.reasoning_effort
+    if effort is None:
+        return options
+    if options.get(name, effort) != effort:
+        raise HttpError(
+            f"{name} is {shown(effort)} and in chat_template_kwargs {shown(options[name])}; leave "
+            "one of them out",
+            name,
+        )
+    if template and not Template.of(template).reads_effort:
+        raise HttpError(
+            f"{name} is {shown(effort)}, and the chat template of model {shown(body.model)} does "
+            f"not read {name}; leave it out, or send what that template reads (enable_thinking, "
+            "for one) in chat_template_kwargs",
+            name,
+        )
+    return {**options, name: effort}
+
+
 def messages_of(messages: Sequence[Message], template: str) -> list[dict[str, Any]]:
     """Returns messages as Hugging Face's chat templates expect them: content as text, role
     `developer` as `system`, and arguments of calls as objects, unless the template joins them as
@@ -257,14 +284,14 @@ def _message(message: Message, names: dict[str, str], template: Template) -> dic
         content = "".join(part.text for part in content)
     role = "system" if message.role == "developer" else message.role
     made: dict[str, Any] = {"role": role, "content": content or ""}
-    if message.reasoning_content is not None:
+    if (thoughts := _thoughts(message)) is not None:
         if role != "assistant":
             raise HttpError(
                 f"a message of role {role} has reasoning_content; role assistant alone has it",
                 "messages",
             )
         if template.thoughts != "thinking" or not (content and message.tool_calls):
-            made[template.thoughts] = message.reasoning_content  # gpt-oss's takes not both
+            made[template.thoughts] = thoughts  # gpt-oss's takes not both
     if message.tool_calls:
         if role != "assistant":
             raise HttpError(
@@ -289,6 +316,18 @@ def _message(message: Message, names: dict[str, str], template: Template) -> dic
         made["tool_call_id"] = message.tool_call_id
         name = name or names.get(message.tool_call_id)
     return made if name is None else {**made, "name": name}
+
+
+def _thoughts(message: Message) -> str | None:
+    """Returns what a message says was thought, by either name; they must not differ."""
+    given = message.reasoning_content, message.reasoning
+    if None not in given and given[0] != given[1]:
+        raise HttpError(
+            "a message has reasoning and reasoning_content, which are the same and differ; send "
+            "one of them",
+            "messages",
+        )
+    return given[1] if given[0] is None else given[0]
 
 
 def _object(arguments: str) -> Any:
@@ -496,7 +535,7 @@ class ChatEndpoint:
         """Returns the choices of a call. Raises InvalidRequest."""
         template = "" if tokenizer is None else tokenizer.chat_template or ""
         tools = tools_of(body, tokenizer, self._parser)
-        options = options_of(body, tools is not None)
+        options = _with_effort(options_of(body, tools is not None), body, template)
         prompt = Chat(messages_of(body.messages, template), options)
         shown = logprobs.Chat(logprobs.Texts(tokenizer))
         drawn = [sampling(body, i) for i in range(body.n or 1)]
@@ -506,22 +545,23 @@ class ChatEndpoint:
         # What is held to a structure from its first token on has no thoughts.
         is_held = wanted is not None or (tools is not None and body.forces_call)
         thinks = None if is_held else self._reasoning(template)
-        if thinks is None and tools is None:
-            return [self.plain(i, prompt, one, shown) for i, one in enumerate(drawn)]
         before, given, began_s = "", prompt, time.monotonic()
+        if body.truncate_prompt_tokens is not None:
+            given = await truncated(prompt, body, engine, drawn[0].max_new_tokens)
         if thinks is not None and tokenizer is not None:
-            given = await engine.tokenize(
-                prompt, body.model, priority=priority(body), timeout_s=body.timeout_s
-            )
+            if isinstance(given, Chat):
+                given = await engine.tokenize(
+                    prompt, body.model, priority=priority(body), timeout_s=body.timeout_s
+                )
             before = tokenizer.decode(given[-_NUM_BEFORE:], skip_special_tokens=False)
-        found = [
-            self.read(
-                None if thinks is None else thinks(before),
-                tools,
-                *(i, given, replace(one, skip_special_tokens=False), shown),
-            )
-            for i, one in enumerate(drawn)
-        ]
+        found: list[Choice] = []
+        for i, one in enumerate(drawn):
+            if thinks is None and tools is None:
+                found.append(self.plain(i, given, one, shown))
+                continue
+            one = replace(one, skip_special_tokens=False)
+            parser = None if thinks is None else thinks(before)
+            found.append(self.read(parser, tools, i, given, one, shown))
         for choice in found:
             choice.waited_s = time.monotonic() - began_s
         return found

@@ -5,6 +5,7 @@ first token, and as few objects as possible are made per token.
 """
 
 import asyncio
+import time
 from collections.abc import Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -14,8 +15,13 @@ import orjson
 from serving.errors import InvalidRequest, shown
 from serving.frontend.openai import logprobs
 from serving.frontend.openai.errors import HttpError
-from serving.frontend.openai.sampling import sampling
-from serving.frontend.openai.schemas import MAX_SEQUENCES, CompletionRequest
+from serving.frontend.openai.sampling import priority, sampling
+from serving.frontend.openai.schemas import (
+    DEFAULT_MAX_TOKENS,
+    MAX_SEQUENCES,
+    CompletionRequest,
+    Sampled,
+)
 from serving.request import Chat, Output, SamplingParams
 
 if TYPE_CHECKING:
@@ -203,7 +209,12 @@ class CompletionEndpoint:
             )
         texts = logprobs.Texts(tokenizer)
         found: list[Choice] = []
+        began_s = time.monotonic()
         for prompt in prompts:
+            if body.truncate_prompt_tokens is not None:
+                prompt = await truncated(
+                    prompt, body, engine, body.max_tokens or DEFAULT_MAX_TOKENS
+                )
             if body.echo and tokenizer is not None:  # the tokenizer will encode or decode it
                 check = bounds.check_chars if isinstance(prompt, str) else bounds.check_tokens
                 check(len(prompt))
@@ -213,7 +224,33 @@ class CompletionEndpoint:
             for i in range(n):
                 shown = logprobs.Completion(texts, bool(body.logprobs))
                 found.append(CompletionChoice(len(found), prompt, sampling(body, i), shown, echo))
+        if body.truncate_prompt_tokens is not None:
+            for choice in found:
+                choice.waited_s = time.monotonic() - began_s
         return found
+
+
+async def truncated[Given: str | list[int] | Chat](
+    prompt: Given, body: Sampled, engine: "Engine", max_tokens: int | None
+) -> Given | list[int]:
+    """Returns a prompt's last tokens, as many as `truncate_prompt_tokens` says (-1: as many as fit
+    beside `max_tokens` new ones), or the prompt if it has no more. Raises InvalidRequest.
+    """
+    most = body.truncate_prompt_tokens
+    if not most:
+        raise HttpError(
+            "truncate_prompt_tokens is 0; a prompt must have a token: send more, or -1 for as many "
+            "as fit",
+            "truncate_prompt_tokens",
+        )
+    if most < 0:
+        most = max(1, engine.bounds.max_prompt_tokens + 1 - (max_tokens or 1))
+    tokens = prompt
+    if not isinstance(tokens, list):
+        tokens = await engine.tokenize(
+            tokens, body.model, priority=priority(body), timeout_s=body.timeout_s
+        )
+    return prompt if len(tokens) <= most else tokens[-most:]
 
 
 def _prompts(given: Any) -> Sequence[Prompt]:

@@ -50,7 +50,7 @@ _MORE = {"reasoning": {"content"}}
 _EVERY = {"type", "id", "status", "phase", "parsed_arguments"}
 
 
-_SAME = "model", "temperature", "top_p", "priority", "timeout_s"
+_SAME = "model", "temperature", "top_p", "skip_special_tokens", "priority", "timeout_s"
 
 
 def chat_of(body: ResponsesRequest) -> ChatRequest:
@@ -78,6 +78,7 @@ def chat_of(body: ResponsesRequest) -> ChatRequest:
         logprobs=body.wants_logprobs,
         top_logprobs=body.top_logprobs,
         chat_template_kwargs=body.chat_template_kwargs,
+        reasoning_effort=body.reasoning and body.reasoning.effort,
         response_format=None if format_ is None else _format(format_),
     )
 
@@ -387,7 +388,7 @@ class ResponseCall(Call):
             "top_p": 1.0 if body.top_p is None else body.top_p,
             "max_output_tokens": body.max_output_tokens,
             "top_logprobs": body.top_logprobs or 0,
-            "reasoning": {"effort": None, "summary": None},
+            "reasoning": {"effort": body.reasoning and body.reasoning.effort, "summary": None},
             "truncation": "disabled",
             "background": False,
             "store": False,

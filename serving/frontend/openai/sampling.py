@@ -7,7 +7,13 @@ from typing import Any
 
 from serving.errors import shown
 from serving.frontend.openai.errors import HttpError
-from serving.frontend.openai.schemas import ChatRequest, CompletionRequest, Generating, Sampled
+from serving.frontend.openai.schemas import (
+    DEFAULT_MAX_TOKENS,
+    ChatRequest,
+    CompletionRequest,
+    Generating,
+    Sampled,
+)
 from serving.request import Priority, SamplingParams, Structure, StructureKind
 
 _ANY_OBJECT = '{"type":"object"}'
@@ -30,12 +36,16 @@ def sampling(body: Sampled, index: int) -> SamplingParams:
     }
     if isinstance(body, ChatRequest):
         given["max_new_tokens"] = _max_tokens(body)
+    else:
+        given["default_new_tokens"] = DEFAULT_MAX_TOKENS
     for name in (
         *("top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
-        "ignore_eos",
+        *("ignore_eos", "skip_special_tokens"),
     ):
         if (value := getattr(body, name)) is not None:
             given[name] = value
+    given["min_new_tokens"] = body.min_tokens or 0
+    given["include_stop"] = bool(body.include_stop_str_in_output)
     if body.top_k is not None:
         given["top_k"] = max(0, body.top_k)  # -1 means off, like 0
     return SamplingParams(**given, **_logprobs(body))

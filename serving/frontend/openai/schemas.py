@@ -1,9 +1,11 @@
 """What requests look like: every field of both endpoints. See docs/http.md for the table."""
 
+import json
+from collections.abc import Collection
 from difflib import get_close_matches
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from serving.request import (
@@ -15,8 +17,8 @@ from serving.request import (
     MAX_TOP_LOGPROBS,
 )
 
-SUPPORTED, ACCEPTED, REFUSED = "supported", "accepted", "refused"
-STATE, WANTED = "x-conformance", "x-wanted"
+SUPPORTED, ACCEPTED, REFUSED, FIXED = "supported", "accepted", "refused", "fixed"
+STATE, WANTED, VALUE = "x-conformance", "x-wanted", "x-value"
 
 MAX_ENTRIES = 4096
 """Limit for a list of messages, or of a message's parts: far more than any conversation has."""
@@ -27,7 +29,8 @@ UNKNOWN_FIELD = "unknown_field"
 class Strict(BaseModel):
     """An object without conversions, whose unknown fields are refused by name.
 
-    They are let in and looked at afterwards: one error however many they are.
+    They are let in and looked at afterwards: one error however many they are. One that is null
+    counts as absent.
     """
 
     model_config = ConfigDict(
@@ -36,13 +39,21 @@ class Strict(BaseModel):
 
     @model_validator(mode="after")
     def _has_no_others(self) -> "Strict":
-        for name in self.model_extra or ():
-            near = get_close_matches(name[:100], type(self).model_fields, n=1)
-            advice = f"did you mean {near[0]}?" if near else "docs/http.md lists what there is"
-            raise PydanticCustomError(
-                UNKNOWN_FIELD, "is not known; {advice}", {"advice": advice, "name": name[:100]}
-            )
+        extra = self.model_extra or {}
+        for name, value in extra.items():
+            if value is not None:
+                told = {"advice": _advice(name, type(self).model_fields), "name": name[:100]}
+                raise PydanticCustomError(UNKNOWN_FIELD, "is not known; {advice}", told)
+        extra.clear()
         return self
+
+
+def _advice(name: str, fields: Collection[str]) -> str:
+    """Returns what to do about a field that an object of these `fields` does not have."""
+    meant = next((one for one in _SAME.get(name, ()) if one in fields), None)
+    if meant is None and name not in _MEANING_OTHERS:
+        meant = next(iter(get_close_matches(name[:100], fields, n=1)), None)
+    return "docs/http.md lists what there is" if meant is None else f"did you mean {meant}?"
 
 
 def supported(text: str, default: Any = None, wanted: str = "", **bounds: Any) -> Any:
@@ -65,9 +76,51 @@ def refused(why: str) -> Any:
     return Field(default=None, description=why, json_schema_extra={STATE: REFUSED})
 
 
+def fixed(value: Any, advice: str) -> Any:
+    """Declares a field of vLLM's that may only have the value without effect (None: null alone);
+    `advice` says what to do instead of another.
+    """
+    wanted = f"{json.dumps(value)}: {advice}"
+    extra = {STATE: FIXED, VALUE: value, WANTED: wanted}
+    return Field(default=None, description=wanted, json_schema_extra=extra)
+
+
+_SAME = {
+    "max_tokens": ("max_output_tokens",),
+    "max_completion_tokens": ("max_output_tokens", "max_tokens"),
+    "max_output_tokens": ("max_completion_tokens", "max_tokens"),
+    "max_new_tokens": ("max_tokens", "max_output_tokens"),
+    "min_new_tokens": ("min_tokens",),
+    "messages": ("input", "prompt"),
+    "prompt": ("input", "messages"),
+    "input": ("messages", "prompt"),
+    "reasoning_effort": ("reasoning",),
+    "response_format": ("text",),
+    "guided_decoding": ("structured_outputs",),
+}
+"""Other APIs' names of what has another name here."""
+_MEANING_OTHERS = {
+    *("allowed_token_ids", "bad_words", "best_of", "detokenize", "echo", "include_reasoning"),
+    *(
+        "logits_processors",
+        "min_tokens",
+        "n",
+        "prompt_logprobs",
+        "stop",
+        "store",
+        "suffix",
+        "tools",
+    ),
+    *("thinking_token_budget", "top_logprobs", "truncate_prompt_tokens", "typical_p", "max_tokens"),
+    *("min_p", "top_p", "top_k", "logprobs", "stop_token_ids", "include_stop_str_in_output"),
+}
+"""Fields of OpenAI's or vLLM's API that are not another one, misspelt."""
+
 MAX_SEQUENCES = 64
 """Answers of one call: prompts times `n`. They share one place among the calls under way."""
 MAX_COMPLETION_LOGPROBS = 5
+DEFAULT_MAX_TOKENS = 16
+"""Of completions, as in OpenAI's API."""
 REQUEST_ID = rf"^[!-~]{{1,{MAX_REQUEST_ID_CHARS}}}$"
 """What goes into a header and a log line as it stands."""
 
@@ -80,6 +133,7 @@ _Messages = Annotated[list["Message"], Field(fail_fast=True, max_length=MAX_ENTR
 _ToolCalls = Annotated[list["ToolCall"], Field(fail_fast=True, max_length=MAX_ENTRIES)]
 Object = dict[str, Any]
 
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 _STRUCTURES = (
     *("response_format", "structured_outputs"),
     *("guided_json", "guided_regex", "guided_grammar", "guided_choice"),
@@ -125,6 +179,14 @@ class StructuredOutputs(Strict):
     grammar: str | None = supported("a grammar in Lark's syntax")
 
 
+def _class_of(given: Any) -> Any:
+    return None if type(given) is int and given == 0 else given  # vLLM's default
+
+
+_One = Annotated[float, Field(ge=1, le=1)]
+_Empty = Annotated[list[Any], Field(max_length=0)]
+
+
 class OfModel(Strict):
     """What every body has."""
 
@@ -141,6 +203,7 @@ class Generating(OfModel):
     stream: bool | None = supported("server-sent events, one a token")
     temperature: float | None = supported("0 is greedy; absent: 1")
     top_p: float | None = supported("absent: 1, off")
+    skip_special_tokens: bool | None = supported("vLLM's")
     user: str | None = accepted("nothing is done by user; keys tell callers apart")
     # jmoe's own.
     priority: Literal["latency_sensitive", "best_effort"] | None = supported(
@@ -162,13 +225,26 @@ class Generating(OfModel):
         "(docs/prefixes.md)"
     )
     cache_salt: str | None = supported(
-        "as in vLLM: requests with different ones share no prefix",
+        "vLLM's: requests with different ones share no prefix",
         min_length=1,
         max_length=MAX_SALT_CHARS,
     )
     timeout_s: float | None = supported(
         "jmoe's: seconds after which the request ends with 504; absent: `request_timeout_s`", gt=0
     )
+    # vLLM's, which do nothing at these values.
+    spaces_between_special_tokens: Literal[True] | None = fixed(
+        True, "the tokenizer says where spaces are"
+    )
+    include_reasoning: Literal[True] | None = fixed(
+        True, "set reasoning_parser to none for thoughts within the answer"
+    )
+    mm_processor_kwargs: None = fixed(None, "models served here read text")
+    vllm_xargs: None = fixed(None, "extensions of vLLM are not known here")
+    kv_transfer_params: None = fixed(None, "prompts and answers are computed in one place")
+
+    _takes_zero = field_validator("priority", mode="before")(_class_of)
+
     request_id: str | None = supported(
         f"jmoe's: the id in answers and logs, {MAX_REQUEST_ID_CHARS} visible ASCII characters at "
         "most; absent: the `x-request-id` header, or a drawn one",
@@ -187,7 +263,17 @@ class Sampled(Generating):
     stream_options: StreamOptions | None = supported(
         "with `stream` only: `include_usage`, `continuous_usage_stats`"
     )
-    max_tokens: int | None = supported("new tokens at most; absent: as many as fit", ge=1)
+    max_tokens: int | None = supported(
+        f"new tokens at most; absent: {DEFAULT_MAX_TOKENS} (completions), as many as fit (chats)",
+        ge=1,
+    )
+    min_tokens: int | None = supported(
+        "vLLM's: before so many, neither stop tokens nor strings end it", ge=0
+    )
+    include_stop_str_in_output: bool | None = supported("vLLM's")
+    truncate_prompt_tokens: int | None = supported(
+        "vLLM's: only so many of the prompt's last tokens; -1: as many as fit", ge=-1
+    )
     n: int | None = supported(
         f"answers; times the number of prompts up to {MAX_SEQUENCES}", ge=1, le=MAX_SEQUENCES
     )
@@ -202,23 +288,37 @@ class Sampled(Generating):
         f"numbers between -100 and 100 by token id, {MAX_LOGIT_BIASES} at most"
     )
     # Not OpenAI's, but vLLM's.
-    top_k: int | None = supported("as in vLLM; 0 or -1: off", ge=-1)
-    min_p: float | None = supported("as in vLLM; 0: off")
-    repetition_penalty: float | None = supported("as in vLLM; 1: off")
-    ignore_eos: bool | None = supported("as in vLLM: goes on behind the end of the text")
-    stop_token_ids: Tokens | None = supported("as in vLLM", max_length=MAX_STOP_TOKEN_IDS)
+    top_k: int | None = supported("vLLM's; 0 or -1: off", ge=-1)
+    min_p: float | None = supported("vLLM's; 0: off")
+    repetition_penalty: float | None = supported("vLLM's; 1: off")
+    ignore_eos: bool | None = supported("vLLM's: goes on behind the end of the text")
+    stop_token_ids: Tokens | None = supported("vLLM's", max_length=MAX_STOP_TOKEN_IDS)
     response_format: ResponseFormat | None = supported(
         "`text`, `json_object` or `json_schema`; what is wanted is held to token by token"
     )
     structured_outputs: StructuredOutputs | None = supported(
-        "as in vLLM: one of `json`, `regex`, `choice`, `grammar`"
+        "vLLM's: one of `json`, `regex`, `choice`, `grammar`"
     )
     guided_json: Object | str | None = supported(
-        "as in vLLM: a JSON schema", wanted="an object or text"
+        "vLLM's: a JSON schema", wanted="an object or text"
     )
-    guided_regex: str | None = supported("as in vLLM")
-    guided_grammar: str | None = supported("as in vLLM, in Lark's syntax")
-    guided_choice: Texts | None = supported("as in vLLM", min_length=1)
+    guided_regex: str | None = supported("vLLM's")
+    guided_grammar: str | None = supported("vLLM's, in Lark's syntax")
+    guided_choice: Texts | None = supported("vLLM's", min_length=1)
+    use_beam_search: Literal[False] | None = fixed(
+        False, "set temperature to 0 for the likeliest tokens"
+    )
+    length_penalty: _One | None = fixed(1.0, "it is of beam search, which there is not")
+    prompt_logprobs: None = fixed(
+        None, "/v1/completions gives those of the prompt with echo and logprobs"
+    )
+    return_token_ids: Literal[False] | None = fixed(False, "POST /tokenize gives token ids")
+    return_tokens_as_token_ids: Literal[False] | None = fixed(
+        False, "POST /tokenize gives token ids"
+    )
+    allowed_token_ids: None = fixed(None, "send structured_outputs, or logit_bias")
+    bad_words: _Empty | None = fixed([], "send logit_bias")
+    logits_processors: None = fixed(None, "send structured_outputs, or logit_bias")
 
     @property
     def num_answers(self) -> int:
@@ -229,7 +329,8 @@ class Sampled(Generating):
         """See OfModel."""
         if param == "structure":
             return next((name for name in _STRUCTURES if getattr(self, name) is not None), param)
-        return "max_tokens" if param == "max_new_tokens" else param
+        names = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
+        return names.get(param, param)
 
 
 class Conversing(Generating):
@@ -238,7 +339,7 @@ class Conversing(Generating):
     top_logprobs: int | None = supported(
         "likeliest tokens at each position, with `logprobs`", ge=0, le=MAX_TOP_LOGPROBS
     )
-    chat_template_kwargs: Object | None = supported("as in vLLM: names for the chat template")
+    chat_template_kwargs: Object | None = supported("vLLM's: names for the chat template")
     parallel_tool_calls: bool | None = supported("false: one call at most")
     prompt_cache_key: str | None = accepted(
         "a hint of what shares a beginning, which is found without"
@@ -269,6 +370,9 @@ class CompletionRequest(Sampled):
     )
     best_of: int | None = supported("as many as `n`; more are refused", ge=1)
     suffix: None = refused("models served here fill no gaps")
+    add_special_tokens: Literal[True] | None = fixed(
+        True, "send token ids for a prompt without those of the tokenizer"
+    )
 
     def name_of(self, param: str) -> str:
         """See Sampled."""
@@ -341,10 +445,14 @@ class Message(Strict):
     tool_calls: _ToolCalls | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = Field(default=None, description="another name of `reasoning_content`")
     parsed: Any = Field(default=None, description="of OpenAI's client; changes nothing")
     function_call: None = None
     audio: None = None
-    annotations: None = None
+    annotations: _Empty | None = None
+
+
+_BEGINS = "an answer begins a message; /v1/completions goes on with a text as it is"
 
 
 class ChatRequest(Sampled, Conversing):
@@ -358,7 +466,7 @@ class ChatRequest(Sampled, Conversing):
     )
     max_completion_tokens: int | None = supported("the newer name of `max_tokens`", ge=1)
     logprobs: bool | None = supported("of each new token")
-    metadata: Object | None = accepted("nothing is stored, so that there is nothing to label")
+    metadata: Object | None = accepted("nothing is stored to label")
     modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = accepted(
         "`text` alone, which is what there is", wanted="a list with `text` alone"
     )
@@ -372,12 +480,17 @@ class ChatRequest(Sampled, Conversing):
     store: Literal[False] | None = accepted("false: nothing is stored", wanted="false")
     audio: None = refused("models served here write text")
     functions: None = refused("OpenAI's API has `tools` instead")
-    prediction: None = refused("nothing is predicted; leave it out, the text is the same")
-    reasoning_effort: None = refused(
-        "what a model's template knows of it goes through chat_template_kwargs"
+    prediction: None = refused("leave it out; the text is the same")
+    reasoning_effort: Effort | None = supported(
+        "goes to the chat template; refused if that does not name it"
     )
-    verbosity: None = refused("models served here know no such setting; say it in a message")
+    verbosity: None = refused("say it in a message")
     web_search_options: None = refused("nothing is searched here")
+    add_generation_prompt: Literal[True] | None = fixed(True, _BEGINS)
+    continue_final_message: Literal[False] | None = fixed(False, _BEGINS)
+    add_special_tokens: Literal[False] | None = fixed(False, "the chat template writes them")
+    chat_template: None = fixed(None, "set engine.chat_template for the server")
+    documents: None = fixed(None, "send them in chat_template_kwargs")
 
     @property
     def forces_call(self) -> bool:
@@ -473,7 +586,7 @@ class TextConfig(Strict):
 class Reasoning(Strict):
     """What is asked of thoughts."""
 
-    effort: None = None
+    effort: Effort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
 
@@ -530,8 +643,8 @@ class ResponsesRequest(Conversing):
         "`message.output_text.logprobs`; `reasoning.encrypted_content` has no effect",
         wanted=f"a list of {_LOGPROBS} and reasoning.encrypted_content",
     )
-    reasoning: Reasoning | None = accepted(
-        "`summary`: thoughts come whole; for effort see `reasoning_effort`"
+    reasoning: Reasoning | None = supported(
+        "`effort`, as `reasoning_effort`; `summary`: thoughts come whole"
     )
     metadata: Object | None = accepted("comes back in the answer")
     store: bool | None = accepted("nothing is stored: the answer says false")
@@ -543,7 +656,7 @@ class ResponsesRequest(Conversing):
     conversation: None = refused(_KEPT_NOT)
     context_management: None = refused(_KEPT_NOT)
     prompt: None = refused("nothing is stored; send its text")
-    access_programs: None = refused("there are no such programs here")
+    access_programs: None = refused("there are none here")
     background_options: None = refused("the answer comes at once")
     image: None = refused("models served here write text")
     max_tool_calls: None = refused("there are no built-in tools")
@@ -557,7 +670,7 @@ class ResponsesRequest(Conversing):
         """See OfModel."""
         names = {
             **{"prompt": "input", "messages": "input", "max_new_tokens": "max_output_tokens"},
-            "response_format": "text",
+            **{"response_format": "text", "reasoning_effort": "reasoning"},
             "structure": "text" if self.text and self.text.format else "tools",
         }
         return names.get(param, param)
@@ -574,6 +687,10 @@ class TokenizeRequest(OfModel):
         "false: a text without those that the tokenizer puts around it"
     )
     return_token_strs: bool | None = supported("also the tokens' texts")
+    add_generation_prompt: Literal[True] | None = fixed(True, _BEGINS)
+    continue_final_message: Literal[False] | None = fixed(False, _BEGINS)
+    chat_template: None = fixed(None, "set engine.chat_template for the server")
+    mm_processor_kwargs: None = fixed(None, "models served here read text")
 
 
 class DetokenizeRequest(OfModel):

@@ -141,8 +141,10 @@ async def test_models_and_classes_of_a_key(file):
         assert [call["key"] for call in s.engine.calls] == ["alice", "alice"]
 
 
-def get(s: Setup, path: str, authorization: str | None = None) -> tuple[int, str, str | None]:
-    connection = HTTPConnection("127.0.0.1", s.server.front_ends["metrics"].port, timeout=60)
+def get(
+    s: Setup, path: str, authorization: str | None = None, of: str = "metrics"
+) -> tuple[int, str, str | None]:
+    connection = HTTPConnection("127.0.0.1", s.server.front_ends[of].port, timeout=60)
     connection.request(
         "GET", path, headers={"Authorization": authorization} if authorization else {}
     )
@@ -161,10 +163,11 @@ async def test_metrics_ask_for_a_key_that_may_and_probes_for_none(file):
         wanted = {None: 401, f"Bearer {WRONG}": 401, "alice": 403, "root": 200, "prometheus": 200}
         for who, status in wanted.items():
             says = file.says(who) if who in file.found else who
-            got, body, asks = await asyncio.to_thread(get, s, "/metrics", says)
-            assert got == status
-            assert asks == ("Bearer" if status == 401 else None)
-            assert ("jmoe_prompt_tokens" in body) == (status == 200)
+            for port in ("metrics", "http"):
+                got, body, asks = await asyncio.to_thread(get, s, "/metrics", says, port)
+                assert got == status
+                assert asks == ("Bearer" if status == 401 else None)
+                assert ("jmoe_prompt_tokens" in body) == (status == 200)
         for _ in range(2):
             error = await failure(ask(s, file.text("prometheus")))
             assert error.code() == CODE.PERMISSION_DENIED

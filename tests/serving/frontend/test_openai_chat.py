@@ -28,9 +28,7 @@ async def test_a_stream_says_who_speaks_once():
     async with serving_http() as s:
         stream = await s.chat(max_tokens=3, stream=True, stream_options={"include_usage": True})
         got = [event async for event in stream]
-        raw = await s.post(
-            "/v1/chat/completions", messages=CHAT, stream=True, max_tokens=3, prompt=None
-        )
+        raw = await s.post("/v1/chat/completions", messages=CHAT, stream=True, max_tokens=3)
     deltas = [event.choices[0].delta for event in got[:-1]]
     assert [delta.content for delta in deltas] == ["^", "_", "`"]
     assert [delta.role for delta in deltas] == ["assistant", None, None]
@@ -66,6 +64,27 @@ async def test_roles_parts_and_names_reach_the_template():
     assert text == "\x01[system|be brief][user|ab][assistant|][userAnn|c]A"
     assert got.choices[0].message.content == "BC"
     assert got.usage.prompt_tokens == len(text)
+
+
+async def test_answers_of_openai_come_back_as_history():
+    """With all that its API puts into a message, and vLLM's newer name of thoughts."""
+    empty = {"refusal": None, "audio": None, "function_call": None, "tool_calls": []}
+    answer = {"role": "assistant", "content": "b", "annotations": [], "reasoning": "Hm.", **empty}
+    async with serving_http(engine=EngineConfig(max_model_len=128)) as s:
+        await s.post("/v1/chat/completions", messages=[*CHAT, answer, *CHAT], prompt=None)
+        await s.post(
+            "/v1/chat/completions", messages=[*CHAT, answer | {"tool_calls": None}], prompt=None
+        )
+        differs = await s.post(
+            "/v1/chat/completions", messages=[answer | {"reasoning_content": "No."}], prompt=None
+        )
+        cites = await s.post(
+            "/v1/chat/completions", messages=[answer | {"annotations": [{}]}], prompt=None
+        )
+        told = [call["prompt"].messages[1] for call in s.engine.calls]
+    assert told == [{"role": "assistant", "content": "b", "reasoning_content": "Hm."}] * 2
+    assert "reasoning and reasoning_content" in differs.json()["error"]["message"]
+    assert "annotations has 1 entries" in cites.json()["error"]["message"]
 
 
 async def test_logprobs_and_likeliest_tokens():

@@ -4,7 +4,7 @@ import asyncio
 
 import orjson
 import pytest
-from openai_served import HttpSetup, serving_http
+from openai_served import CHAT, HttpSetup, serving_http
 from tokenizers_of_kinds import byte_fallback
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
@@ -214,11 +214,16 @@ async def test_likeliest_tokens():
     assert told.top_logprobs == [{"c": -0.5, "d": -1.5}, {"d": -0.5, "e": -1.5}]
 
 
-async def test_absent_max_tokens_is_what_fits():
-    async with serving_http(engine=EngineConfig(max_model_len=16)) as s:
+async def test_absent_max_tokens_is_sixteen_or_what_fits():
+    """Of a chat, as many as fit."""
+    async with serving_http(engine=EngineConfig(max_model_len=64)) as s:
         got = await s.client.completions.create(model="counter", prompt="ab")
-        assert s.engine.calls[0]["sampling"].max_new_tokens is None
-    assert got.usage.completion_tokens == 14
+        long = await s.client.completions.create(model="counter", prompt="a" * 60)
+        chat = await s.client.chat.completions.create(model="counter", messages=CHAT)
+        asked = [call["sampling"] for call in s.engine.calls]
+    assert [one.max_new_tokens for one in asked] == [None] * 3
+    assert [one.default_new_tokens for one in asked] == [16, 16, None]
+    assert [one.usage.completion_tokens for one in (got, long, chat)] == [16, 4, 64 - 10]
 
 
 async def test_a_stop_token_is_told_as_stop():
@@ -231,6 +236,7 @@ async def test_health_and_version_and_the_description():
     async with serving_http() as s:
         health = await s.http.get("/health")
         version = await s.http.get("/version")
+        metrics = await s.http.get("/metrics")
         told = (await s.http.get("/openapi.json")).json()
         s.engine.status = "draining"
         s.server.health.set(False)
@@ -238,6 +244,7 @@ async def test_health_and_version_and_the_description():
     assert (health.status_code, health.json()) == (200, {"status": "ready"})
     assert (draining.status_code, draining.json()) == (503, {"status": "draining"})
     assert set(version.json()) == {"version"}
+    assert "jmoe_prompt_tokens" in metrics.text
     bodies = {
         path: operation["post"]["requestBody"]["content"]["application/json"]["schema"]["$ref"]
         for path, operation in told["paths"].items()

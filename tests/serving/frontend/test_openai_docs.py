@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import re
 import shlex
 import subprocess
@@ -20,9 +21,11 @@ from serving.frontend.access import Access
 from serving.frontend.openai.errors import _CODES, HttpError, told
 from serving.frontend.openai.schemas import (
     ACCEPTED,
+    FIXED,
     REFUSED,
     STATE,
     SUPPORTED,
+    VALUE,
     ChatRequest,
     CompletionRequest,
     ResponsesRequest,
@@ -44,7 +47,10 @@ def cell(field):
 def table():
     """Returns the table of all parameters, made from their declarations."""
     lines = ["| parameter | completions | chat | responses | |", "|---|---|---|---|---|"]
-    columns = [fields(model) for model in MODELS.values()]
+    columns = [
+        {name: field for name, field in fields(model).items() if cell(field) != FIXED}
+        for model in MODELS.values()
+    ]
     for name in sorted(set().union(*columns)):
         found = [column.get(name) for column in columns]
         texts = list(dict.fromkeys(field.description for field in found if field is not None))
@@ -52,16 +58,29 @@ def table():
     return "\n".join(lines)
 
 
+def fixed():
+    """Returns the list of parameters that may have one value alone, by that."""
+    found = {}
+    for model in MODELS.values():
+        for name, field in fields(model).items():
+            if cell(field) == FIXED:
+                value = json.dumps(field.json_schema_extra[VALUE])
+                found.setdefault(value, set()).add(f"`{name}`")
+    return "; ".join(f"{value}: {', '.join(sorted(found[value]))}" for value in sorted(found))
+
+
 def test_the_table_is_that_of_the_code():
     assert table() in PAGE
+    assert fixed() in PAGE
 
 
 def test_every_parameter_has_a_state_and_says_why():
     for model in MODELS.values():
         for name, field in fields(model).items():
-            assert cell(field) in (SUPPORTED, ACCEPTED, REFUSED), name
+            assert cell(field) in (SUPPORTED, ACCEPTED, REFUSED, FIXED), name
             assert field.description, name
-            assert (cell(field) == REFUSED) == (field.annotation is type(None)), name
+            is_null = cell(field) == REFUSED or field.json_schema_extra.get(VALUE, ...) is None
+            assert is_null == (field.annotation is type(None)), name
 
 
 @pytest.mark.parametrize(

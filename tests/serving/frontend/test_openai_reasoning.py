@@ -210,3 +210,48 @@ async def test_a_parser_by_its_name_none_and_one_of_ones_own():
     with pytest.raises(ValueError, match=r"reasoning_parser is 'xml'; it must be one of deepseek"):
         async with saying("", reasoning_parser="xml"):
             pass
+
+
+READS = THINKS + "{{ reasoning_effort or '' }}"
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "wanted"),
+    [
+        (PATH, {"messages": CHAT}, None),
+        (PATH, {"messages": CHAT, "reasoning_effort": "low"}, "low"),
+        (PATH, {"messages": CHAT, "reasoning_effort": None}, None),
+        ("/v1/responses", {"input": "hi", "reasoning": {"effort": "xhigh"}}, "xhigh"),
+        ("/v1/responses", {"input": "hi", "reasoning": {"summary": "auto"}}, None),
+    ],
+)
+async def test_the_effort_reaches_the_template(path, fields, wanted):
+    options = {"chat_template_kwargs": {"reasoning_effort": wanted}} if wanted else {}
+    async with saying("Fine.", READS, reasoning_parser="none") as s:
+        for more in ({}, options):
+            answer = await s.http.post(path, json={"model": "counter", **fields, **more})
+            assert answer.status_code == 200, answer.text
+        told = [call["prompt"].options.get("reasoning_effort") for call in s.engine.calls]
+    assert told == [wanted] * 2
+    if path != PATH:
+        assert answer.json()["reasoning"]["effort"] == wanted
+
+
+@pytest.mark.parametrize(
+    ("template", "fields", "said"),
+    [
+        (THINKS, {"reasoning_effort": "low"}, "does not read reasoning_effort; leave it out, or"),
+        (READS, {"reasoning_effort": "most"}, "reasoning_effort is 'most'; it must be 'none', 'm"),
+        (
+            READS,
+            {"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "high"}},
+            "is 'low' and in chat_template_kwargs 'high'; leave one of them out",
+        ),
+    ],
+)
+async def test_an_effort_without_effect_is_refused(template, fields, said):
+    async with saying("Fine.", template) as s:
+        answer = await s.http.post(PATH, json={"model": "counter", "messages": CHAT, **fields})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, "reasoning_effort")
+    assert said in error["message"]

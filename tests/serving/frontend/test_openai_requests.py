@@ -2,12 +2,14 @@
 
 import json
 import re
+from dataclasses import replace
 
 import llguidance
 import orjson
 import pytest
 from openai_served import CHAT, serving_http
 
+from serving.config import EngineConfig
 from serving.errors import InvalidRequest
 from serving.frontend.openai.schemas import MAX_SEQUENCES
 from serving.request import Priority, SamplingParams, Structure, StructureKind
@@ -29,6 +31,9 @@ ALL = {
     "repetition_penalty": 1.5,
     "logit_bias": {"15": -100, "7": 2.5},
     "ignore_eos": True,
+    "skip_special_tokens": False,
+    "min_tokens": 2,
+    "include_stop_str_in_output": True,
 }
 PARAMS = SamplingParams(
     max_new_tokens=3,
@@ -44,6 +49,9 @@ PARAMS = SamplingParams(
     repetition_penalty=1.5,
     logit_bias=((15, -100.0), (7, 2.5)),
     ignore_eos=True,
+    skip_special_tokens=False,
+    min_new_tokens=2,
+    include_stop=True,
 )
 
 
@@ -53,7 +61,9 @@ async def test_every_sampling_parameter_arrives(path):
     async with serving_http() as s:
         answer = await s.http.post(path, json={"model": "counter", **prompt, **ALL})
         assert answer.status_code == 200, answer.text
-        assert [call["sampling"] for call in s.engine.calls] == [PARAMS]
+        default = 16 if path == "/v1/completions" else None
+        wanted = replace(PARAMS, default_new_tokens=default)
+        assert [call["sampling"] for call in s.engine.calls] == [wanted]
 
 
 async def test_jmoes_own_fields_arrive():
@@ -169,6 +179,15 @@ WRONG = [
     ({"response_format": {"type": "xml"}}, "response_format", "response_format.type is 'xml'"),
     ({"response_format": {"type": "json_schema"}}, "response_format", "no json_schema"),
     ({"store": True}, "store", "'store' is not known"),
+    ({"prompt": ["a"] * 65}, "prompt", "prompt has 65 entries; one call takes 64 at most"),
+    ({"prompt": [[1]] * 65}, "prompt", "prompt has 65 entries; one call takes 64 at most"),
+    ({"length_penalty": 2}, "length_penalty", "length_penalty is 2; it must be 1.0: it is of beam"),
+    ({"prompt_logprobs": 1}, "prompt_logprobs", "must be null: /v1/completions gives"),
+    ({"bad_words": ["a"]}, "bad_words", "must be []: send logit_bias"),
+    ({"priority": 1}, "priority", "it must be 'latency_sensitive' or 'best_effort'"),
+    ({"priority": False}, "priority", "it must be 'latency_sensitive' or 'best_effort'"),
+    ({"max_output_tokens": 5}, "max_output_tokens", "did you mean max_tokens?"),
+    ({"thinking_token_budget": 5}, "thinking_token_budget", "docs/http.md lists what there is"),
 ]
 TEXT = {"type": "text", "text": "a"}
 NOW = {"type": "function", "function": {"name": "now"}}
@@ -292,6 +311,54 @@ async def test_null_is_absent():
             absent = dict.fromkeys(schema[name]["properties"]) | required
             answer = await s.http.post(path, json=absent)
             assert answer.status_code == 200, answer.text
+
+
+async def test_values_without_effect_are_taken():
+    """What clients of vLLM send without being asked to; null is absent whatever its name is."""
+    async with serving_http() as s:
+        schemas = (await s.http.get("/openapi.json")).json()["components"]["schemas"]
+        for path, name, required in (
+            ("/v1/completions", "CompletionRequest", {"prompt": "ab", "priority": 0}),
+            ("/v1/chat/completions", "ChatRequest", {"messages": CHAT, "priority": 0}),
+            ("/v1/responses", "ResponsesRequest", {"input": "ab", "priority": 0}),
+            ("/tokenize", "TokenizeRequest", {"messages": CHAT}),
+        ):
+            found = schemas[name]["properties"].items()
+            given = {one: field["x-value"] for one, field in found if "x-value" in field}
+            assert given
+            body = {"model": "counter", **required, **given, "no_field_of_any_api": None}
+            answer = await s.http.post(path, json=body)
+            assert answer.status_code == 200, answer.text
+        assert all(call["priority"] is Priority.LATENCY_SENSITIVE for call in s.engine.calls)
+
+
+@pytest.mark.parametrize(
+    ("text", "last", "kept"),
+    [
+        ("0123[xab]cd", 3, "]cd"),
+        ("0123[xab]cd", 1, "d"),
+        ("0123[xabcd", -1, "[xabcd"),  # what fits beside four new ones
+        ("abcd", 6, "abcd"),
+    ],
+)
+async def test_of_a_long_prompt_the_last_tokens_are_kept(text, last, kept):
+    chat = "\x01[user|hi]"
+    async with serving_http(engine=EngineConfig(max_model_len=10)) as s:
+        for prompt in (text, [ord(c) for c in text]):
+            fields = {"prompt": prompt, "max_tokens": 4, "truncate_prompt_tokens": last}
+            answer = await s.post(**fields, echo=True)
+            assert answer.status_code == 200, answer.text
+            assert answer.json()["choices"][0]["text"].startswith(kept)
+        await s.chat(max_tokens=4, extra_body={"truncate_prompt_tokens": last})
+        refused = await s.post(truncate_prompt_tokens=0)
+        *texts, call = s.engine.calls
+    whole = text == kept
+    assert [one["prompt"] for one in texts] == [
+        kept if whole else [ord(c) for c in kept],
+        [ord(c) for c in kept],
+    ]
+    assert call["prompt"] == [ord(c) for c in chat[-(last if last > 0 else 6) :]]
+    assert refused.json()["error"]["param"] == "truncate_prompt_tokens"
 
 
 @pytest.mark.parametrize(

@@ -145,7 +145,7 @@ ASKED = {
     ),
     "a long stop": Row("invalid", "stop string is 1025", {"stop": ["x" * 1025]}, param="stop"),
     "1025 stop tokens": Row(
-        "invalid", on(("grpc", *KSERVE), "stop_token_ids is 1025") | on(HTTP, "stop_token_ids has 1025 entries"),
+        "invalid", on(("grpc", *KSERVE), "stop_token_ids is 1025") | on(HTTP, "ids has 1025"),
         {"stop_token_ids": [1] * 1025}, param="stop_token_ids",
     ),
     "a long id": Row(
@@ -166,7 +166,7 @@ STATES = {
     # Nothing is looked at before: the prompt is wrong as well.
     "a full queue": Row("overloaded", "512 requests wait", {"prompt": ""}, refuses(FULL), 250),
     "too many calls": Row("overloaded", "max_concurrent_calls", {}, takes_no_calls, 1000),
-    "loading": Row("unavailable", "still loading", {}, loads),
+    "loading": Row("unavailable", "still loading", {}, loads, 5000),
     "draining": Row("unavailable", "the engine is draining", {}, is_("draining")),
     "a failed engine": Row("unavailable", "the engine is failed", {}, is_("failed")),
 }

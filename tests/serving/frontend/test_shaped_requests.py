@@ -22,6 +22,9 @@ async def test_fields_arrive_as_they_are_sent() -> None:
         logit_bias={7: -100, 9: 2.5},
         top_logprobs=3,
         regex="[0-9]+",
+        min_new_tokens=2,
+        include_stop=True,
+        skip_special_tokens=False,
     )
     async with serving() as setup:
         await collect(setup.stub.Generate(request([1], sampling=asked)))
@@ -30,6 +33,8 @@ async def test_fields_arrive_as_they_are_sent() -> None:
     assert sampling.structure == Structure(StructureKind.REGEX, "[0-9]+")
     assert dict(sampling.logit_bias) == {7: -100.0, 9: 2.5}
     assert (sampling.min_p, sampling.top_logprobs) == (0.25, 3)
+    assert (sampling.min_new_tokens, sampling.include_stop) == (2, True)
+    assert not sampling.skip_special_tokens
     penalties = sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty
     assert penalties == (-1.5, 0.5, 1.25)
 
@@ -103,5 +108,36 @@ async def test_biases_are_of_tokens_that_there_are() -> None:
     try:
         with pytest.raises(InvalidRequest, match="logit_bias has -1, which is no token"):
             admission.check_size(Request("id", [1], SamplingParams(logit_bias=((-1, 1.0),))))
+    finally:
+        await admission.close()
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "new", "said"),
+    [
+        (4, 1000, "has 4 tokens and up to 1000 new ones are asked for: 1004 in all; the context"),
+        (600, 1, "has 600 tokens; the context length is 512 (engine.max_model_len), one of them"),
+        (600, None, "has 600 tokens; the context length is 512 (engine.max_model_len), one of"),
+    ],
+)
+async def test_what_is_too_long_is_told_in_words_of_every_protocol(num_tokens, new, said) -> None:
+    admission = Admission(EngineConfig(max_model_len=512), Limits(4, 32, 16, 32, 4), None)
+    request = Request("id", [1] * num_tokens, SamplingParams(max_new_tokens=new))
+    try:
+        with pytest.raises(TooLong) as caught:
+            await admission.sequence(request, 0.0)
+        assert said in str(caught.value)
+        assert "max_new_tokens" not in str(caught.value)
+    finally:
+        await admission.close()
+
+
+@pytest.mark.parametrize(("num_tokens", "fits"), [(400, 16), (506, 6), (511, 1)])
+async def test_a_default_number_of_new_tokens_is_cut_to_what_fits(num_tokens, fits) -> None:
+    admission = Admission(EngineConfig(max_model_len=512), Limits(4, 32, 16, 32, 4), None)
+    sampling = SamplingParams(max_new_tokens=None, default_new_tokens=16)
+    try:
+        sequence = await admission.sequence(Request("id", [1] * num_tokens, sampling), 0.0)
+        assert sequence.max_new_tokens == fits
     finally:
         await admission.close()

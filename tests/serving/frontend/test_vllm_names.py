@@ -46,6 +46,9 @@ def test_defaults_are_vllms() -> None:
         ({"logit_bias": {"5": -100, "6": 1.5}}, of(logit_bias=((5, -100.0), (6, 1.5)))),
         ({"n": 1, "best_of": 1, "min_tokens": 0, "skip_special_tokens": True}, DEFAULT),
         ({"use_beam_search": "false", "include_stop_str_in_output": False}, DEFAULT),
+        ({"min_tokens": "3"}, of(min_new_tokens=3)),
+        ({"include_stop_str_in_output": True}, of(include_stop=True)),
+        ({"skip_special_tokens": "false"}, of(skip_special_tokens=False)),
     ],
 )  # fmt: skip
 def test_values_are_taken(asked, wanted) -> None:
@@ -123,8 +126,9 @@ def test_choices_are_what_the_library_of_masks_takes() -> None:
         ({"logit_bias": {str(i): 0 for i in range(1025)}}, "tokens in logit_bias is 1025"),
         ({"logit_bias": [1]}, "logit_bias is [1]"),
         ({"n": 2}, "n is 2; it must be 1, all that is served"),
-        ({"min_tokens": 3}, "min_tokens is 3; it must be 0"),
-        ({"skip_special_tokens": False}, "skip_special_tokens is False; it must be true"),
+        ({"min_tokens": -1}, "min_tokens is -1; it must be at least 0"),
+        ({"skip_special_tokens": 1}, "skip_special_tokens is 1; it must be true or false"),
+        ({"use_beam_search": True}, "use_beam_search is True; it must be false"),
         ({"structured_outputs": {}}, "structured_outputs is []; it must be one of json, regex"),
         ({"structured_outputs": {"regex": "a", "json": "{}"}}, "['json', 'regex']"),
         ({"structured_outputs": {"whitespace_pattern": "a"}}, "['whitespace_pattern']"),

@@ -24,32 +24,35 @@ class Letters:
         return TextStream(lambda tokens: "".join(map(chr, tokens)))
 
 
-def cut(text, stop):
-    """Returns the text before the stop string that is complete first, the longest of several (the
-    oracle).
+def cut(text, stop, ignored=0, includes=False):
+    """Returns the text before the stop string that is complete first, the longest of several; those
+    complete within the first `ignored` characters do not count (the oracle).
     """
-    ends = [end for end in range(1, len(text) + 1) if any(s in text[:end] for s in stop)]
-    if not ends:
-        return text, False
-    seen = text[: ends[0]]
-    return seen[: min(seen.find(s) for s in stop if s in seen)], True
+    for end in range(ignored + 1, len(text) + 1):
+        if complete := [s for s in stop if text[:end].endswith(s)]:
+            return text[: end - (0 if includes else max(map(len, complete)))], True
+    return text, False
 
 
 @given(
     st.lists(st.text("abc", min_size=1, max_size=4), max_size=12),
     st.lists(st.text("abc", min_size=1, max_size=6), max_size=4),
+    st.integers(0, 4),
+    st.booleans(),
 )
-def test_stop_strings_cut_where_the_whole_text_would_be_cut(pieces, stop):
+def test_stop_strings_cut_where_the_whole_text_would_be_cut(pieces, stop, least, includes):
     """However the text is cut into tokens, of which each may complete several stop strings."""
     stream = SimpleNamespace(push=lambda i: pieces[i], finish=lambda: "")
-    out = Detokenizer(SimpleNamespace(stream=lambda *_: stream), stop)
+    tokenizer = SimpleNamespace(stream=lambda *_: stream)
+    out = Detokenizer(tokenizer, stop, least=least, include_stop=includes)
     got, stopped = "", False
     for i in range(len(pieces)):
         text, stopped = out.push(i)
         got += text
         if stopped:
             break
-    assert (got + ("" if stopped else out.finish()), stopped) == cut("".join(pieces), stop)
+    wanted = cut("".join(pieces), stop, len("".join(pieces[:least])), includes)
+    assert (got + ("" if stopped else out.finish()), stopped) == wanted
 
 
 def test_what_was_held_is_released_at_the_end():
