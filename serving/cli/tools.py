@@ -10,16 +10,24 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
-from serving.cli.options import ApiKeyEnv, TlsCa, TlsCert, TlsKey, documented, of_fields, overrides
+from serving.cli.options import (
+    ApiKeyEnv,
+    Command,
+    TlsCa,
+    TlsCert,
+    TlsKey,
+    documented,
+    of_fields,
+    overrides,
+)
 from serving.telemetry import logs
 from serving.telemetry.progress import progress_bar
 
 bench = typer.Typer(help="Runs benchmarks.", no_args_is_help=True)
 
 
-class _SeveralValues(TyperCommand):
+class _SeveralValues(Command):
     """Lets `--goodput ttft:200 tpot:50` take several values, as vLLM's does; so --model-mix."""
 
     FLAGS = ("--goodput", "--model-mix")
@@ -143,7 +151,7 @@ def serve(
         raise typer.Exit(1)
 
 
-@bench.command()
+@bench.command(cls=Command)
 @documented
 def priority(
     server_args: Annotated[list[str] | None, typer.Argument()] = None,
@@ -174,7 +182,7 @@ def priority(
         run_priority(of_fields(PriorityConfig, flags))
 
 
-@bench.command()
+@bench.command(cls=Command)
 @documented
 def balance(
     server_args: Annotated[list[str] | None, typer.Argument()] = None,
@@ -214,7 +222,7 @@ def balance(
         run_balance(of_fields(BalanceBenchConfig, flags))
 
 
-@bench.command()
+@bench.command(cls=Command)
 @documented
 def family(
     model: Annotated[list[str], typer.Option()],
@@ -254,7 +262,7 @@ def family(
         run_family(of_fields(FamilyConfig, flags))
 
 
-@bench.command()
+@bench.command(cls=Command)
 @documented
 def controllers(
     conditions: str = "",
