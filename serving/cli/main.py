@@ -275,7 +275,8 @@ def generate(
         top_k: Sample among this many most likely tokens. 0: all.
         top_p: Sample among the most likely tokens of this total probability. 1: all.
         seed: Seed of sampling.
-        brownout_threshold: Percentage of expert visits kept exact. 100: no brownout.
+        brownout_threshold: Percentage of expert visits kept exact, at least (with keep weight
+            about), since whole experts stay. 100: no brownout.
         strategy: What happens to degraded expert visits: partial sends them to united experts, full
             drops them, zero degrades none; or your own module:Class (notebook.md). Default:
             partial.
