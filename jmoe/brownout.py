@@ -322,7 +322,8 @@ def plan(
     Args:
         ids: router choices, each in `[0, num_experts)`.
         num_experts: routed experts m of the layer.
-        threshold_percent: whole percent of visits that the originals keep at least.
+        threshold_percent: whole percent of visits that the originals keep: at least, by `weight`
+            about.
         way: experts a group, consecutive by id; give either this or `groups`.
         groups: int [m], the united expert of each routed one.
         strategy: `zero`, `partial`, `full`, or a user's own, which needs `weights`.

@@ -97,14 +97,16 @@ class BrownoutConfig:
     )
     prefill_threshold_percent: int = setting(
         100,
-        "Percentage of prefill's visits kept exact, at the start.",
+        "Percentage of prefill's visits kept exact, at the start: at least (with keep weight "
+        "about), since whole experts stay, and with them those alone in their group.",
         PERCENT,
         "Brownout",
         flag="prefill-threshold",
     )
     decode_threshold_percent: int = setting(
         100,
-        "Percentage of decode's visits kept exact, at the start.",
+        "Percentage of decode's visits kept exact, at the start: at least (with keep weight "
+        "about), since whole experts stay, and with them those alone in their group.",
         PERCENT,
         "Brownout",
         flag="decode-threshold",

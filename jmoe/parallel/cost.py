@@ -255,12 +255,13 @@ class MeshStep(NamedTuple):
             num_replicas = min(pairs * others, self.lacking)
             window, copy = window_s(num_replicas), pairs * others * one_s
             if copy <= window:
-                reason = f"{pairs} a pair of devices takes {seconds(copy)}, less than remote "
-                reason += f"visits' {seconds(window)}"
+                reason = f"sending {pairs} to each other device takes {seconds(copy)}, hidden "
+                reason += f"behind the {seconds(window)} of computing other devices' tokens"
                 return Fit(num_replicas, pairs, window, copy, reason)
         window, copy = window_s(min(others, self.lacking)), others * one_s
-        reason = f"1 a pair of devices takes {seconds(copy)}, and remote visits {seconds(window)}, "
-        reason += f"in which a link carries {int(window / one_s)} of {others}"
+        reason = f"sending 1 to each other device takes {seconds(copy)}, longer than the "
+        reason += f"{seconds(window)} of computing other devices' tokens, "
+        reason += f"which would hide {int(window / one_s)} of {others}"
         return Fit(0, 0, window, copy, reason)
 
     def layer_s(self, fit: Fit | None = None, *, imbalance: float = 1.0) -> float:

@@ -3,7 +3,7 @@
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -34,9 +34,9 @@ RAMPS = ("linear", "exponential")
 
 @dataclass(frozen=True)
 class BenchConfig:
-    """Flags of `jmoe bench serve`, named as `vllm bench serve` names them."""
+    """Flags of `jmoe bench serve`. Those that `vllm bench serve` has, too, are named as there."""
 
-    backend: str = "jmoe"  # one of PORTS: gRPC, or OpenAI's completions over HTTP
+    backend: str = "jmoe"  # one of PORTS: gRPC, or OpenAI's completions over HTTP; vllm is openai
     base_url: str | None = None  # http://, https:// or grpc://HOST:PORT; none: host and port
     host: str = "127.0.0.1"
     port: int | None = None  # none: that of PORTS
@@ -60,6 +60,10 @@ class BenchConfig:
     max_concurrency: int | None = None
     random_input_len: int | None = None  # none: 1024, or what fits the server
     random_output_len: int | None = None  # none: 128, or what fits the server
+    random_range_ratio: float = 0.0  # lengths are even within (1 - ratio) and (1 + ratio) times
+    ignore_eos: bool = False  # in every request; random prompts' have it anyway
+    temperature: float = 0.0
+    num_warmups: int = 0  # requests before those that count
     best_effort_share: float = 0.0  # of the requests: best effort, by lot
     seed: int = 0
     percentile_metrics: str = "ttft,tpot,itl"
@@ -69,6 +73,7 @@ class BenchConfig:
     save_detailed: bool = False  # every request's lengths, latencies and text too
     result_dir: Path = Path()
     result_filename: str | None = None
+    disable_tqdm: bool = False  # no bar
     time_limit_s: float = 3600.0  # requests not answered by then have failed
 
     @property
@@ -104,6 +109,8 @@ def prepare(config: BenchConfig) -> LoadPlan:
     """Checks all that needs no server, and reads the dataset. Raises WorkloadError, and ValueError
     for a key or certificates that cannot be used.
     """
+    if config.backend == "vllm":
+        config = replace(config, backend="openai")
     _check_choices(config)
     _check_numbers(config)
     _check_ramp(config)
@@ -137,8 +144,8 @@ def prepare(config: BenchConfig) -> LoadPlan:
 def _check_choices(config: BenchConfig) -> None:
     if config.backend not in PORTS:
         raise WorkloadError(
-            f"--backend is {config.backend}; known: jmoe (gRPC) and openai (any server of OpenAI's "
-            "completions, over HTTP)"
+            f"--backend is {config.backend}; known: jmoe (gRPC) and openai, also called vllm (any "
+            "server of OpenAI's completions, over HTTP)"
         )
     if config.backend == "openai" and (config.best_effort_share or config.admin_address):
         given = "--best-effort-share" if config.best_effort_share else "--admin-address"
@@ -162,6 +169,8 @@ def _check_numbers(config: BenchConfig) -> None:
         "random_input_len": 1,
         "random_output_len": 1,
         "ready_check_timeout_sec": 0,
+        "temperature": 0,
+        "num_warmups": 0,
     }
     for name, bound in least.items():
         value = getattr(config, name)
@@ -170,6 +179,15 @@ def _check_numbers(config: BenchConfig) -> None:
     if not 0 <= config.best_effort_share <= 1:
         raise WorkloadError(
             f"--best-effort-share is {config.best_effort_share}; it must be between 0 and 1"
+        )
+    if not 0 <= config.random_range_ratio < 1:
+        raise WorkloadError(
+            f"--random-range-ratio is {config.random_range_ratio}; it must be 0 or more, below 1"
+        )
+    if config.random_range_ratio and config.dataset_name != "random":
+        raise WorkloadError(
+            "--random-range-ratio is of --dataset-name random, and that is "
+            f"{config.dataset_name}: leave one of them out"
         )
     for name in ("time_limit_s", "request_rate", "burstiness"):
         value = getattr(config, name)

@@ -61,6 +61,11 @@ def fit(plan: LoadPlan, server: pb.ServerInfo, vocab_size: int) -> Load:
         arrivals = several_models(arrivals, plan.model_mix, config.seed)
         asked = Counter(a.model for a in arrivals)
         words += f"; {', '.join(f'{asked[name]} to {name}' for name in plan.model_mix)}"
+    if config.ignore_eos or config.temperature:
+        arrivals = [
+            replace(a, ignore_eos=a.ignore_eos or config.ignore_eos, temperature=config.temperature)
+            for a in arrivals
+        ]
     return Load(arrivals, f"{num} requests: {words}")
 
 
@@ -156,6 +161,8 @@ def _lengths(config: BenchConfig, limit: int) -> tuple[Lengths, str]:
 
 def _fixed_lengths(config: BenchConfig, limit: int) -> tuple[Lengths, str]:
     num_input, num_output = config.random_input_len, config.random_output_len
+    ratio, server_limit = config.random_range_ratio, limit
+    limit = int(limit / (1 + ratio))  # of the mean
     given = [
         f"{flag} {num}"
         for flag, num in (("--random-input-len", num_input), ("--random-output-len", num_output))
@@ -169,9 +176,13 @@ def _fixed_lengths(config: BenchConfig, limit: int) -> tuple[Lengths, str]:
     if num_input is None:
         num_input = max(1, min(INPUT_LEN, limit - num_output))
     if num_input + num_output > limit:
+        times = f", {1 + ratio:g} times that" if ratio else ""
         raise WorkloadError(
             f"{' and '.join(given)} {'make' if len(given) == 2 else 'makes'} at least "
-            f"{num_input + num_output} tokens a request; the server's max_model_len is {limit}"
+            f"{num_input + num_output} tokens a request{times}"
+            f"; the server's max_model_len is {server_limit}"
         )
-    words = f"{num_input} random tokens in, {num_output} out (max_model_len {limit})"
-    return Lengths(num_input, num_output, sigma=0), words
+    words = f"{num_input} random tokens in, {num_output} out (max_model_len {server_limit})"
+    if ratio:
+        words += f", each {1 - ratio:g} to {1 + ratio:g} times that"
+    return Lengths(num_input, num_output, sigma=0, range_ratio=ratio), words

@@ -94,7 +94,9 @@ class _Player:
             record.code, record.error = "DEADLINE_EXCEEDED", "the run's time was over"
             return record
         sampling = pb.SamplingParams(
-            max_new_tokens=arrival.max_new_tokens, ignore_eos=arrival.ignore_eos
+            max_new_tokens=arrival.max_new_tokens,
+            ignore_eos=arrival.ignore_eos,
+            temperature=arrival.temperature,
         )
         own: dict[str, Any] = {"priority": pb.BEST_EFFORT} if arrival.best_effort else {}
         texts: list[str] = []

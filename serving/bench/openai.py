@@ -23,7 +23,7 @@ _CODES |= dict.fromkeys((413, 422), grpc.StatusCode.INVALID_ARGUMENT)
 
 
 class OpenAITarget:
-    """One server's `/v1/models` and `/v1/completions`, greedy and streamed.
+    """One server's `/v1/models` and `/v1/completions`, streamed.
 
     Calls raise `grpc.aio.AioRpcError`, as those of `serving.client.Client` do, with the nearest
     status. Use within a running event loop.
@@ -102,7 +102,7 @@ class OpenAITarget:
             "model": model or self._first or (await self.server_info(timeout_s)).model,
             "prompt": prompt if isinstance(prompt, str) else list(prompt),
             "max_tokens": sampling.max_new_tokens,
-            "temperature": 0.0,
+            "temperature": sampling.temperature,
             "stream": True,
             "stream_options": {"include_usage": True},
         }

@@ -4,6 +4,7 @@ import asyncio
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +50,8 @@ def run_bench(
     server answers, Unavailable for one that does not get ready.
     """
     plan = prepare(config)
+    if config.disable_tqdm:
+        progress = _silent
     run, model = asyncio.run(_bench(plan, say, progress))
     for text in _failures(run.records):
         say(text)
@@ -62,6 +65,10 @@ def run_bench(
         path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
         say(f"saved to {path}")
     return result
+
+
+def _silent(done: int, total: int, text: str) -> None:
+    """Shows no progress."""
 
 
 # -- against the server --------------------------------------------------------------------------
@@ -86,6 +93,7 @@ async def _bench(plan: LoadPlan, say: Say, progress: Progress) -> tuple[Run, str
             )
         load = fit(plan, server, vocab_size)
         await _check_takes(client, load.arrivals[0])
+        await _warm_up(client, load.arrivals[0], config, say)
         say(load.words)
         run = await play(
             client,
@@ -175,6 +183,21 @@ async def _check_takes(client: Target, arrival: Arrival) -> None:
                 f"the server does not take the dataset's texts: {error.details()} "
                 "(--dataset-name random needs no tokenizer)"
             ) from None
+
+
+async def _warm_up(client: Target, arrival: Arrival, config: BenchConfig, say: Say) -> None:
+    """Plays the first request `num_warmups` times, as vLLM does; the result has none of it."""
+    if not config.num_warmups:
+        return
+    run = await play(
+        client,
+        [replace(arrival, at_s=0.0)] * config.num_warmups,
+        time_limit_s=config.time_limit_s,
+        max_concurrency=config.max_concurrency,
+        model=config.model or "",
+    )
+    for text in _failures(run.records):
+        say(f"warming up: {text}")
 
 
 def _counting(total: int, progress: Progress) -> Callable[[Record], None]:

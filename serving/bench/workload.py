@@ -33,6 +33,7 @@ class Arrival:
     at_s: float = 0.0  # after the start of the run
     best_effort: bool = False
     model: str = ""  # of a family; "": the server's first
+    temperature: float = 0.0
 
 
 def approximate_tokens(text: str) -> int:
@@ -291,11 +292,15 @@ def _encodes(text: str) -> bool:
 
 @dataclass(frozen=True)
 class Lengths:
-    """Mean prompt and output lengths in tokens, and the spread of their logarithm (0: fixed)."""
+    """Mean prompt and output lengths in tokens, and the spread of their logarithm (0: fixed).
+
+    With `range_ratio` r instead, each is drawn evenly from (1 - r) to (1 + r) times its mean.
+    """
 
     mean_input_tokens: float
     mean_output_tokens: float
     sigma: float = 1.0
+    range_ratio: float = 0.0
 
 
 SHAREGPT_LENGTHS = Lengths(161, 338, 1.0)
@@ -325,6 +330,11 @@ def lognormal_lengths(
     return clipped(low, rng.standard_normal(num)).astype(int)
 
 
+def _even_lengths(rng: np.random.Generator, num: int, mean: float, ratio: float) -> np.ndarray:
+    low, high = max(1, int(mean * (1 - ratio))), int(mean * (1 + ratio))
+    return rng.integers(low, high, num, endpoint=True)
+
+
 def synthetic(
     lengths: Lengths, num: int, *, seed: int, vocab_size: int, max_total_tokens: int = 2048
 ) -> list[Arrival]:
@@ -337,6 +347,8 @@ def synthetic(
     max_input = int(max_total_tokens * lengths.mean_input_tokens / mean_total)
     inputs, outputs = (
         lognormal_lengths(rng, num, mean, lengths.sigma, limit)
+        if not lengths.range_ratio
+        else _even_lengths(rng, num, mean, lengths.range_ratio)
         for mean, limit in (
             (lengths.mean_input_tokens, max_input),
             (lengths.mean_output_tokens, max_total_tokens - max_input),

@@ -1,5 +1,6 @@
 """`jmoe info`: what a model needs in memory, or what a running server says of itself."""
 
+import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -77,14 +78,17 @@ def info(
         late: For --in-flight: a timeline of workers (`jmoe serve --mode aep --timeline FILE`),
             whose late stages are measured; or as 10,0.02: ten times as long, 2 %. Default: none is
             late.
-        as_json: With --address: print all that the server says, as JSON.
+        as_json: Print all that the server says, or the model's sizes in bytes, as JSON.
     """
     if (model, model_config, address, family).count(None) < 3:
         raise ValueError("give one of MODEL, --model-config, --family and --address")
     if models and family is None:
         raise ValueError(f"--model {models[0]} needs --family; of a single model, give MODEL")
-    if as_json and address is None:
-        raise ValueError("--json needs a running server; give --address HOST:PORT as well")
+    if as_json and (mesh or family):
+        raise ValueError(
+            f"--json is of a server or of one model in one device; leave {'--mesh' if mesh else ''}"
+            f"{'' if mesh else '--family'} out, or --json"
+        )
     given = given_flags(ctx)
     for name in ("--mesh", "--device-gb"):
         if address is not None and name in given:
@@ -118,7 +122,8 @@ def info(
         )
     elif model_config is not None:
         cfg = load_model_config(model_config)
-        sections = _describe(cfg, None, mesh, device_gb)
+        sections = None if as_json else _describe(cfg, None, mesh, device_gb)
+        directory = None
     else:
         from jmoe.api import BUNDLED, resolve
         from jmoe.checkpoint import config_of
@@ -126,7 +131,11 @@ def info(
         directory = resolve(model or "bundled", hub_revision, weights=False)
         cfg = config_of(directory, allow_unknown_config=allow_unknown_config or ())
         there = not model or model == BUNDLED or Path(model).exists()  # else nothing of its weights
-        sections = _describe(cfg, directory if there else None, mesh, device_gb)
+        directory = directory if there else None
+        sections = None if as_json else _describe(cfg, directory, mesh, device_gb)
+    if sections is None:
+        print(json.dumps(_facts(cfg, directory, device_gb), indent=2))
+        return
     if mesh and in_flight is not None:
         from serving.cli.async_info import CONTEXT, asynchronous_section, parse_imbalance
 
@@ -234,8 +243,7 @@ def _describe(
         *_memory(cfg, total),
     ]
     for fmt, whole in quantized_bytes(cfg).items():
-        said = f"{size(whole)}, slower than bfloat16 on a CPU"
-        rows.append((f"weights in bfloat16, experts in {fmt}", said))
+        rows.append((f"weights in bfloat16, experts in {fmt}", size(whole)))
     if directory is not None and is_native(directory):
         dtype, slots = native_stored(directory)
         room = f"room for {slots} united experts a layer"
@@ -257,6 +265,43 @@ def _describe(
     else:
         sections.append(device_section(cfg, device_gb))
     return sections
+
+
+def _facts(cfg: "ModelConfig", directory: Path | None, device_gb: float) -> dict[str, Any]:
+    """Returns what `_describe` says of a model in one device, as numbers; names are those of
+    ModelInfo where it has them.
+    """
+    from serving.cli.mesh_info import kv_tokens
+
+    total, rest = num_parameters(cfg), "bfloat16, experts in "
+    weights = {dtype: total * taken for dtype, taken in _BYTES.items()}
+    weights |= {rest + fmt: whole for fmt, whole in quantized_bytes(cfg).items()}
+    stored = {} if directory is None else united_bytes(directory)
+    return {
+        "architecture": cfg.architecture,
+        "num_layers": cfg.num_layers,
+        "num_moe_layers": cfg.num_moe_layers,
+        "num_experts": cfg.num_experts,
+        "experts_per_token": cfg.experts_per_token,
+        "max_position": cfg.max_position,
+        "num_parameters": total,
+        "num_active_parameters": num_parameters(cfg, cfg.experts_per_token),
+        "has_attention_kernel": has_attention_kernel(cfg),
+        "weight_bytes": weights,
+        "kv_bytes_per_token": {
+            dtype: size for dtype in (*_BYTES, "fp8") if (size := kv_bytes_per_token(cfg, dtype))
+        },
+        "united_bytes_on_disk": {f"way{way}": size for way, size in stored.items()},
+        "united_bytes": {
+            f"way{way}": _united_bytes_of(cfg, way) for way in _WAYS if way <= cfg.num_experts
+        },
+        "device_gb": device_gb,
+        "kv_tokens": {
+            form: kv_tokens(cfg, device_gb, whole)
+            for form, whole in weights.items()
+            if form.startswith("bfloat16")
+        },
+    }
 
 
 def _on_disk(cfg: "ModelConfig", stored: Mapping[int, int]) -> list[tuple[str, str]]:
@@ -474,8 +519,6 @@ _KEYS = {"ServerInfo": "server", "BrownoutState": "brownout", "Stats": "stats"}
 
 def _json(address: str, admin: str, trouble: str, messages: Sequence[Any]) -> str:
     """Writes all fields under the proto's names; null stands for NaN, infinity and no address."""
-    import json
-
     said: dict[str, Any] = {"address": address, "admin_address": admin or None}
     said |= {"admin_error": trouble or None, "models": []}
     for message in messages:
@@ -552,10 +595,11 @@ def _brownout_in_words(state: Any) -> Section:
     strategy = [state.strategy, *([f"way {state.way}"] if state.way else [])]
     strategy += [f"experts kept by {state.keep}"] if state.keep else []
     who = f"set by controller {state.controller}" if state.salc_enabled else "fixed"
+    about = "about" if state.keep == "weight" else "at least"
     prefill, decode = state.prefill_threshold_percent, state.decode_threshold_percent
     rows = [
         ("strategy", ", ".join(strategy)),
-        ("visits kept exact", f"prefill {prefill:.1f} %, decode {decode:.1f} %, {who}"),
+        (f"visits kept exact, {about}", f"prefill {prefill:.1f} %, decode {decode:.1f} %, {who}"),
         ("time to first token", latency(state.ttft_p90_s, state.ttft_slo_s)),
         ("inter-token latency", latency(state.itl_p90_s, state.itl_slo_s)),
     ]

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from serving.cli.options import documented, of_fields
+from serving.cli.options import Command, documented, of_fields
 from serving.request import Priority
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ File = Annotated[
 Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of the key in logs and metrics.")]
 
 
-@keys.command()
+@keys.command(cls=Command)
 @documented
 def new(
     name: Name,
@@ -63,7 +63,7 @@ def new(
     print(key)
 
 
-@keys.command("list")
+@keys.command("list", cls=Command)
 def list_(file: File) -> None:
     """Lists the names of keys and what each allows."""
     from serving.frontend.keys import read
@@ -85,7 +85,7 @@ def _allows(key: "Key") -> list[str]:
     ]
 
 
-@keys.command()
+@keys.command(cls=Command)
 def revoke(name: Name, file: File) -> None:
     """Removes a key.
 

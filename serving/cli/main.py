@@ -30,6 +30,7 @@ from serving.cli.options import (
     HubRevision,
     KvCacheDtype,
     Quantize,
+    ServeCommand,
     documented,
     family_flag,
     flag_keys,
@@ -54,11 +55,11 @@ app = typer.Typer(
 )
 app.add_typer(bench, name="bench")
 app.add_typer(keys, name="keys")
-app.command()(consolidate)
-app.command()(demo)
-app.command()(distill)
-app.command()(evaluate)
-app.command()(info)
+app.command(cls=Command)(consolidate)
+app.command(cls=Command)(demo)
+app.command(cls=Command)(distill)
+app.command(cls=Command)(evaluate)
+app.command(cls=Command)(info)
 
 
 def main() -> None:
@@ -126,7 +127,7 @@ _SETTINGS = (
 )
 
 
-@app.command(cls=Command, epilog=_SETTINGS)
+@app.command(cls=ServeCommand, epilog=_SETTINGS)
 @setting_flags
 @documented
 def serve(
@@ -158,7 +159,13 @@ def serve(
     from serving.settings import reading as settings
 
     given = {key: flags[name] for name, key in flag_keys().items() if flags[name] != []}
-    given |= models_flag([*(models or []), *(model or [])])
+    served = [*(models or []), *(model or [])]
+    if flags["served_model_name"] and len(served) > 1 and not all("=" in one for one in served):
+        raise ValueError(
+            f"--served-model-name takes one name, and {len(served)} models are given: "
+            f"{' '.join(served)}; leave out what is a further name, and keep one model"
+        )
+    given |= models_flag(served)
     loaded = settings.settled(settings.load(config, overrides(given, set_ or []), os.environ))
     verbose = verbose or logging.getLogger("serving").level == logging.DEBUG
     logs.configure(loaded.log_format, verbose=verbose)
@@ -231,7 +238,7 @@ async def _start_engine(config: Any, *observers: Any) -> Any:
     return engine
 
 
-@app.command()
+@app.command(cls=Command)
 @documented
 def generate(
     prompts: Annotated[list[str], typer.Argument(metavar="PROMPT...")],
@@ -268,7 +275,8 @@ def generate(
         top_k: Sample among this many most likely tokens. 0: all.
         top_p: Sample among the most likely tokens of this total probability. 1: all.
         seed: Seed of sampling.
-        brownout_threshold: Percentage of expert visits kept exact. 100: no brownout.
+        brownout_threshold: Percentage of expert visits kept exact, at least (with keep weight
+            about), since whole experts stay. 100: no brownout.
         strategy: What happens to degraded expert visits: partial sends them to united experts, full
             drops them, zero degrades none; or your own module:Class (notebook.md). Default:
             partial.

@@ -27,6 +27,7 @@ KV_BUCKET = 2048
 PER_PAIR = 2
 """Experts from one device to another at most, as the balance benchmark bounds them."""
 DTYPE, DTYPE_BYTES = "bfloat16", 2
+_REPLICAS = "busy experts that a device copies for one layer of a prefill step"
 _MESHES = (2, 4, 8, 16, 32, 64)
 
 
@@ -65,6 +66,14 @@ def device_section(cfg: "ModelConfig", device_gb: float = DEVICE_GB) -> Section:
                 rows.append((f"left for KV, --mesh ep={n}", _kv(cfg, n, left)))
                 break
     return f"What fits in a GPU of {device_gb:g} GB, reckoned and not measured", rows
+
+
+def kv_tokens(cfg: "ModelConfig", device_gb: float, weights: int) -> int:
+    """Returns the tokens of KV cache in bfloat16 that fit beside so many bytes of weights in one
+    device, or raises ValueError for an invalid memory size.
+    """
+    _check(device_gb)
+    return max(0, _left(cfg, 1, device_gb, weights)) // kv_bytes_per_token(cfg, DTYPE)
 
 
 def family_section(
@@ -240,7 +249,7 @@ def _steps(cfg: "ModelConfig", num_devices: int) -> list[tuple[str, str]]:
     from jmoe.display import seconds, size
     from jmoe.parallel.cost import MeshStep, expert_bytes
 
-    sent, replicas = [], []
+    sent, replicas = [], [("replicas", "engine.balance.replicas: " + _REPLICAS)]
     for tokens in (DECODE_BUCKET, *PREFILL_BUCKETS):
         step = MeshStep(cfg, num_devices, tokens, DTYPE_BYTES)
         there, home = map(size, step.exchange_bytes())
@@ -257,14 +266,14 @@ def _steps(cfg: "ModelConfig", num_devices: int) -> list[tuple[str, str]]:
         step = MeshStep(cfg, num_devices, tokens, DTYPE_BYTES)
         fit = step.replicas_that_fit(PER_PAIR)
         room = 2 * fit.num_replicas * expert_bytes(cfg, DTYPE_BYTES)
-        takes = f" ({size(room)} for two layers)" if room else ""
+        takes = f" ({size(room)} of memory)" if room else ""
         text = f"{fit.num_replicas}{takes}: {fit.reason}"
-        _, least = step.replicas_that_gain(PER_PAIR)
+        gaining, least = step.replicas_that_gain(PER_PAIR)
         if math.isfinite(least):
-            which = "they gain" if fit.num_replicas else "1 a pair gains"
-            text += f"; {which} from an imbalance of {least:.2f} on"
+            which = "they pay" if fit.num_replicas else f"even so, {gaining.num_replicas} pay"
+            text += f"; {which} once the busiest device has {least:.2f} times the mean load"
             best, least = step.best_replicas(PER_PAIR)
             if fit.num_replicas and best.per_pair != fit.per_pair:
-                text += f", the {best.num_replicas} of auto from {least:.2f}"
+                text += f"; auto makes {best.num_replicas}, which pay from {least:.2f} times"
         replicas.append((f"replicas at {tokens:,} tokens a device", text))
     return sent + replicas

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, cast, get_args, get_origin, get_type
 import typer
 from typer.core import TyperCommand
 
+from serving.cli.foreign_flags import ALIASES, advice, similar
 from serving.config import GROUPS, ServerConfig, described, keys
 
 
@@ -32,6 +33,36 @@ class Command(TyperCommand):
         ):
             with formatter.section(title):
                 formatter.write_dl(sections[title])
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parses a command line; an unknown flag is an error with a hint. See click.Command."""
+        given = list(args)  # the parser empties it
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:
+            if hasattr(error, "possibilities"):  # NoSuchOption, of click or typer's copy of it
+                unknown: Any = error
+                name = unknown.option_name
+                if not name.startswith("--"):  # the first letter of what was given
+                    of_it = (arg.partition("=")[0] for arg in given if arg.startswith(name))
+                    name = next(of_it, name)
+                flags = [flag for param in self.get_params(ctx) for flag in param.opts]
+                hint = self.hint(name, flags)
+                unknown.message = f"No such option: {name}" + (f"; {hint}" if hint else "")
+                unknown.possibilities = None  # whatever is a bit alike
+            raise
+
+    def hint(self, name: str, flags: Sequence[str]) -> str:
+        """Returns what to do in place of an unknown flag, or ""."""
+        return similar(name, flags)
+
+
+class ServeCommand(Command):
+    """`jmoe serve`, which knows vLLM's and SGLang's flags, too."""
+
+    def hint(self, name: str, flags: Sequence[str]) -> str:
+        """Returns jmoe's flag or setting for one of theirs. See Command."""
+        return advice(name, flags)
 
 
 AllowUnknownConfig = Annotated[
@@ -160,7 +191,7 @@ def _flag(key: str) -> Any:
     elif kind == tuple[str, ...]:
         kind = list[str]
     option = typer.Option(
-        f"{name}/--no-{name[2:]}" if kind is bool else name,
+        *((f"{name}/--no-{name[2:]}",) if kind is bool else (name, *ALIASES.get(name, ()))),
         help=f"{setting.help}{_said_beside(key)}",
         metavar=setting.metavar or None,
         rich_help_panel=setting.group,

@@ -10,16 +10,24 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
-from serving.cli.options import ApiKeyEnv, TlsCa, TlsCert, TlsKey, documented, of_fields, overrides
+from serving.cli.options import (
+    ApiKeyEnv,
+    Command,
+    TlsCa,
+    TlsCert,
+    TlsKey,
+    documented,
+    of_fields,
+    overrides,
+)
 from serving.telemetry import logs
 from serving.telemetry.progress import progress_bar
 
 bench = typer.Typer(help="Runs benchmarks.", no_args_is_help=True)
 
 
-class _SeveralValues(TyperCommand):
+class _SeveralValues(Command):
     """Lets `--goodput ttft:200 tpot:50` take several values, as vLLM's does; so --model-mix."""
 
     FLAGS = ("--goodput", "--model-mix")
@@ -79,6 +87,10 @@ def serve(
     max_concurrency: int | None = None,
     random_input_len: int | None = None,
     random_output_len: int | None = None,
+    random_range_ratio: float = 0.0,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos")] = False,
+    temperature: float = 0.0,
+    num_warmups: int = 0,
     best_effort_share: float = 0.0,
     seed: int = 0,
     percentile_metrics: str = "ttft,tpot,itl",
@@ -88,13 +100,16 @@ def serve(
     save_detailed: Annotated[bool, typer.Option("--save-detailed")] = False,
     result_dir: Path = Path(),
     result_filename: str | None = None,
+    disable_tqdm: Annotated[bool, typer.Option("--disable-tqdm")] = False,
     time_limit_s: float = 3600.0,
 ) -> None:
-    """Plays a workload against a running server. Flags are those of `vllm bench serve`.
+    """Plays a workload against a running server.
+
+    Flags that `vllm bench serve` has are named as there, and mean the same; not all are here.
 
     Args:
-        backend: Protocol of the server: jmoe (gRPC), or openai (completions over HTTP, of any
-            server).
+        backend: Protocol of the server: jmoe (gRPC), or openai, also called vllm (completions
+            over HTTP, of any server).
         base_url: Server, instead of --host and --port: http://, https:// or grpc://.
         host: Address of the server.
         port: Port of the server. Default: 50051, of openai 8000.
@@ -118,6 +133,11 @@ def serve(
         max_concurrency: Most requests in flight; others wait in the client.
         random_input_len: Tokens in a random prompt. Default: 1024, or what fits the server.
         random_output_len: Tokens in its answer. Default: 128, or what fits the server.
+        random_range_ratio: Draw a random prompt's and answer's tokens evenly, from 1 - this to
+            1 + this times their number.
+        ignore_eos: Answers go on behind the end of the text. Those to random prompts always do.
+        temperature: Sampling temperature of all requests. 0: greedy.
+        num_warmups: Requests, as the first one, that are played before and do not count.
         best_effort_share: Share of requests that are best effort. The result then has figures for
             each class.
         seed: Seed of prompts, their order and their times.
@@ -128,6 +148,7 @@ def serve(
         save_detailed: Write the figures and text of every request, too.
         result_dir: Folder for the result.
         result_filename: Name of the result's file. Default: made of rate, model and date.
+        disable_tqdm: Show no progress.
         time_limit_s: Seconds after which requests without an answer have failed.
     """
     flags = locals()
@@ -143,7 +164,7 @@ def serve(
         raise typer.Exit(1)
 
 
-@bench.command()
+@bench.command(cls=Command)
 @documented
 def priority(
     server_args: Annotated[list[str] | None, typer.Argument()] = None,
@@ -174,7 +195,7 @@ def priority(
         run_priority(of_fields(PriorityConfig, flags))
 
 
-@bench.command()
+@bench.command(cls=Command)
 @documented
 def balance(
     server_args: Annotated[list[str] | None, typer.Argument()] = None,
@@ -214,7 +235,7 @@ def balance(
         run_balance(of_fields(BalanceBenchConfig, flags))
 
 
-@bench.command()
+@bench.command(cls=Command)
 @documented
 def family(
     model: Annotated[list[str], typer.Option()],
@@ -254,7 +275,7 @@ def family(
         run_family(of_fields(FamilyConfig, flags))
 
 
-@bench.command()
+@bench.command(cls=Command)
 @documented
 def controllers(
     conditions: str = "",

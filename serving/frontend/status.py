@@ -408,8 +408,8 @@ def _log_brownout(engine: "Engine") -> None:
     listed = ", ".join(map(str, ways)) or "none"
     log.info(
         "brownout %(strategy)s by %(keep)s, way %(way)d (ways %(ways)s); thresholds prefill "
-        "%(prefill_threshold_percent)g%%, decode %(decode_threshold_percent)g%%; SALC %(salc)s; "
-        "SLO TTFT %(ttft_slo_s)g s, ITL %(itl_slo_s)g s",
+        "%(prefill_threshold_percent)g%%, decode %(decode_threshold_percent)g%%; "
+        "controller (SALC) %(salc)s; SLO TTFT %(ttft_slo_s)g s, ITL %(itl_slo_s)g s",
         vars(state) | {"ways": listed, "salc": _show(state.salc_enabled)},
         extra={
             "event": "brownout",

@@ -247,7 +247,7 @@ def _of_environment(environment: Mapping[str, str]) -> dict[str, str]:
         if name in known:
             found[known[name]] = value
         elif name in flat or re.fullmatch(r"JMOE_.*__.*", name):
-            near = [flat[name]] if name in flat else get_close_matches(name, known, n=1)
+            near = [flat[name]] if name in flat else get_close_matches(name, known, 1, 0.85)
             advice = f"did you mean {near[0]}?" if near else "JMOE_SERVER__PORT is that of port"
             wrong.append(f"{name} is no setting; {advice}")
     if wrong:
@@ -339,7 +339,7 @@ def _explain(key: str, value: object) -> str:
     if any(name.startswith(f"{key}.") for name in known):
         return f"{key} is {value!r}; it must be a mapping of settings"
     section, _, leaf = key.rpartition(".")
-    close = get_close_matches(leaf, {name.split(".")[-1] for name in known}, n=1)
+    close = get_close_matches(leaf, {name.split(".")[-1] for name in known}, 1, 0.75)
     near = [name for name in known if name.split(".")[-1] in close]
     near = [name for name in near if name.rpartition(".")[0] == section] or near
     advice = f"did you mean {' or '.join(near)}?" if near else "docs/reference/settings.md has all"

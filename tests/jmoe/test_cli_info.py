@@ -88,6 +88,26 @@ def test_a_geometry_has_no_ways_at_all(capsys, monkeypatch):
     assert "131,072 bytes a token" in text
 
 
+def test_a_models_facts_as_json_are_those_of_the_text(united_dirs, capsys, monkeypatch):
+    model = str(united_dirs("qwen2_moe"))
+    text = shown(capsys, monkeypatch, model, "--device-gb", "80")
+    said = json.loads(shown(capsys, monkeypatch, model, "--device-gb", "80", "--json"))
+    assert f"{said['num_experts']}, {said['experts_per_token']} a token" in text
+    assert f"{said['kv_bytes_per_token']['bfloat16']:,} bytes a token" in text
+    assert f"{said['kv_tokens']['bfloat16']:,} tokens in" in text
+    assert said["united_bytes_on_disk"].keys() == {"way2", "way3"}
+    assert f"{size(said['united_bytes_on_disk']['way3'])} on disk" in text
+    assert re.search(rf"in float32 +{size(said['weight_bytes']['float32'])}\n", text)
+
+
+@pytest.mark.parametrize("flags", [["bundled", "--mesh", "ep=2"], ["--family", "f.json"]])
+def test_json_of_what_it_does_not_tell_is_refused(flags, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["jmoe", "info", "--json", *flags])
+    with pytest.raises(SystemExit, match="2"):
+        cli.main()
+    assert f"leave {flags[-2]} out, or --json" in capsys.readouterr().err
+
+
 @pytest.mark.sized(deep=("DeepSeek-V3-bf16-changes0-a kernel",))
 @pytest.mark.parametrize(
     ("name", "changes", "said"),
@@ -330,7 +350,7 @@ def test_a_server_says_in_words_where_its_admin_service_is_and_how_it_does():
     assert values["KV cache"] == "1,000,000,000,000 pages of 0 tokens"
     assert values["united experts"] == "ways 2, 4"
     assert values["strategy"] == "partial, way 8"
-    assert values["visits kept exact"] == "prefill 0.0 %, decode 33.8 %, fixed"
+    assert values["visits kept exact, at least"] == "prefill 0.0 %, decode 33.8 %, fixed"
     assert values["inter-token latency"] == "no samples, SLO 12.3 ms"
     assert values["layers per launch"].startswith("decode 4: 5, decode 16: 3 ")
     assert values["by Mosaic kernel"] == "decode attention, decode routing"

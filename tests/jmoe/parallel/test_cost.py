@@ -62,7 +62,7 @@ def test_what_is_reported_where_nothing_fits():
     found = fit(devices=4, per_pair=2, tokens=2)
     assert found[:4] == (0, 0, pytest.approx(2.0), pytest.approx(3.0))
     assert "3000.00 ms" in found.reason
-    assert "2000.00 ms, in which a link carries 2 of 3" in found.reason
+    assert "2000.00 ms of computing other devices' tokens, which would hide 2 of 3" in found.reason
 
 
 def test_one_device_lacks_nothing():
@@ -117,7 +117,7 @@ def test_qwen3_235b_on_eight_h200():
         2048: 7,
         4096: 14,
     }
-    assert at[512].reason.endswith("in which a link carries 2 of 7")
+    assert at[512].reason.endswith("which would hide 2 of 7")
     assert at[512].window_s == pytest.approx(109 / 128 * 512 * 8 * 6 * 4096 * 1536 / 600e12)
     assert at[512].copy_s == pytest.approx(7 * 37_748_736 / 360e9)
 

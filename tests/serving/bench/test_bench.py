@@ -277,7 +277,11 @@ async def test_bench_writes_what_it_returns(served, one_loop, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--backend", "vllm"], "--backend is vllm; known: jmoe (gRPC) and openai"),
+        (["--backend", "tgi"], "--backend is tgi; known: jmoe (gRPC) and openai, also called vllm"),
+        (["--random-range-ratio", "1"], "--random-range-ratio is 1.0; it must be 0 or more, below"),
+        (["--random-range-ratio", ".1", "--dataset-name", "tasks"], "is of --dataset-name random"),
+        (["--temperature", "-1"], "--temperature is -1.0; it must be at least 0"),
+        (["--num-warmups", "-1"], "--num-warmups is -1; it must be at least 0"),
         (["--base-url", "https://h"], "https://HOST:PORT where the server has a certificate"),
         (["--api-key-env", "NO_SUCH_VARIABLE"], "NO_SUCH_VARIABLE is empty"),
         (["--tls-cert", "own.pem"], "tls_cert and tls_key of a client go together"),

@@ -33,6 +33,23 @@ def test_random_lengths_that_no_flag_gives_are_fitted(max_model_len, change, len
     assert (len(arrival.prompt), arrival.max_new_tokens) == lengths
 
 
+@pytest.mark.parametrize(("max_model_len", "given"), [(256, {}), (400, {"random_input_len": 200})])
+def test_random_lengths_within_a_ratio_are_even_and_fit(max_model_len, given):
+    load = fitted(max_model_len, num_prompts=500, random_range_ratio=0.3, **given)
+    inputs = [len(a.prompt) for a in load.arrivals]
+    mean = 200 if given else 175  # 1024 / 1152 of what 1.3 times fits in
+    assert (min(inputs), max(inputs)) == (int(0.7 * mean), int(1.3 * mean))
+    assert sum(inputs) / 500 == pytest.approx(mean, rel=0.04)
+    assert all(len(a.prompt) + a.max_new_tokens <= max_model_len for a in load.arrivals)
+    assert "each 0.7 to 1.3 times that" in load.words
+
+
+def test_random_lengths_that_only_fit_without_a_ratio_are_refused():
+    fitted(256, random_input_len=200, random_output_len=50)
+    with pytest.raises(WorkloadError, match=r"1\.1 times that; the server's max_model_len is 256"):
+        fitted(256, random_input_len=200, random_output_len=50, random_range_ratio=0.1)
+
+
 @pytest.mark.parametrize("name", ["sharegpt", "alpaca"])
 @pytest.mark.parametrize("max_model_len", [32, 64, 256, 2048])
 def test_lengths_like_a_datasets_are_fitted(name, max_model_len):

@@ -178,6 +178,19 @@ async def test_a_server_that_starts_is_waited_for(play):
     assert result["completed"] == 1
 
 
+async def test_warm_ups_and_sampling_reach_the_server_and_only_the_rest_counts(play):
+    answers = [[chunk("w"), DONE]] * 2 + [[chunk("x"), DONE]] * 3
+    async with Other(*answers) as other:
+        result, _ = await play(
+            other.url, "a", num_prompts=3, num_warmups=2, ignore_eos=True,
+            temperature=0.5, max_concurrency=1, disable_tqdm=True,
+        )  # fmt: skip
+    assert result["completed"] == 3
+    assert set(result["generated_texts"]) == {"x"}
+    asked = [body for body, _ in other.asked[1:]]  # the first asks whether texts are taken
+    assert [(body["temperature"], body["ignore_eos"]) for body in asked] == [(0.5, True)] * 5
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -200,4 +213,5 @@ def test_what_openai_has_not_is_refused(change, message):
     ],
 )
 def test_address_of_http(change, address):
-    assert prepare(BenchConfig(backend="openai", **change)).address == address
+    for backend in ("openai", "vllm"):
+        assert prepare(BenchConfig(backend=backend, **change)).address == address

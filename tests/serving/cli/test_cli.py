@@ -223,7 +223,6 @@ printf "%s\n" "${COMPREPLY[@]}"
         (["generate", "--tokens", "1,x"], "'1,x' is not a list of token ids"),
         (["generate", "--brownout-threshold", "101", "hello"], "threshold is 101 %"),
         (["info", "bundled", "--address", "127.0.0.1:1"], "give one of"),
-        (["info", "bundled", "--json"], "--json needs a running server"),
         (["info", "--model-config", "qwen"], "qwen3-30b-a3b"),
         (["info", "bundled", "--mesh", "ep=0"], "engine.mesh is 'ep=0'; it must be empty, or ep=N"),
         (["info", "bundled", "--mesh", "tp=2"], "engine.mesh is 'tp=2'; it must be empty, or ep=N"),
