@@ -216,13 +216,17 @@ def conforming(rng: random.Random, schema: dict[str, Any], defs: dict[str, Any])
             return {name: conforming(rng, fields[name], defs) for name in (*required, *chosen)}
         case {"type": "array", "items": items}:
             count = max(schema.get("minItems", 1), rng.randrange(4))
+            count = min(count, schema.get("maxItems", count))
             return [conforming(rng, items, defs) for _ in range(count)]
         case {"type": "integer"}:
             least = schema.get("minimum", 0)
             return min(rng.randrange(least, least + 5), schema.get("maximum", least + 5))
+        case {"type": "number"}:
+            drawn = max(rng.choice((0.5, 1.0)), schema.get("minimum", 0.5))
+            return min(drawn, schema.get("maximum", drawn))
         case {"type": "null"}:
             return None
-    values = {"boolean": (True, False), "number": (0.5, 1.0), "string": _WORDS}
+    values = {"boolean": (True, False), "string": _WORDS}
     return rng.choice(values[schema["type"]] if "type" in schema else (None, 1, *_WORDS))
 
 

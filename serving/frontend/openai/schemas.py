@@ -203,7 +203,7 @@ class Generating(OfModel):
     stream: bool | None = supported("server-sent events, one a token")
     temperature: float | None = supported("0 is greedy; absent: 1")
     top_p: float | None = supported("absent: 1, off")
-    skip_special_tokens: bool | None = supported("vLLM's")
+    skip_special_tokens: bool | None = supported("vLLM's; false: special tokens stay")
     user: str | None = accepted("nothing is done by user; keys tell callers apart")
     # jmoe's own.
     priority: Literal["latency_sensitive", "best_effort"] | None = supported(
@@ -270,7 +270,7 @@ class Sampled(Generating):
     min_tokens: int | None = supported(
         "vLLM's: before so many, neither stop tokens nor strings end it", ge=0
     )
-    include_stop_str_in_output: bool | None = supported("vLLM's")
+    include_stop_str_in_output: bool | None = supported("vLLM's: with the stop string")
     truncate_prompt_tokens: int | None = supported(
         "vLLM's: only so many of the prompt's last tokens; -1: as many as fit", ge=-1
     )
