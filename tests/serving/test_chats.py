@@ -99,5 +99,5 @@ async def test_as_many_tokens_as_fit_the_pages(start):
 
 
 async def test_a_prompt_that_leaves_no_room_is_refused(start):
-    with pytest.raises(InvalidRequest, match="make 201 positions"):
+    with pytest.raises(InvalidRequest, match="context length is 200"):
         await collect(start(), [1] * 200, sampling=FITTING)

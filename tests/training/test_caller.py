@@ -83,7 +83,9 @@ def test_a_text_answers_what_no_tool_is_for_and_what_a_tool_returned(chats):
 
 def test_a_server_renders_the_prompts_that_are_learned(chats, tokenizer):
     """Of a client's body, with descriptions and ids; and back, histories with calls included."""
-    assert Template.of(CHAT_TEMPLATE) == Template(True, Mistral, False, "", "reasoning_content")
+    assert Template.of(CHAT_TEMPLATE) == Template(
+        True, Mistral, False, "", "reasoning_content", reads_effort=False
+    )
     rng = random.Random(5)
     for chat in chats:
         messages = json.loads(json.dumps(chat.messages))
