@@ -8,6 +8,7 @@ from benchmarks.kernels.cases import OPS, Case, Sizes, all_cases
 from benchmarks.kernels.roofline import predict
 from benchmarks.kernels.roofline.parts import Prediction
 from benchmarks.kernels.shapes import MODELS, OTHER_MODELS
+from pallas_kernels.backend import traced_for
 
 CATALOGUE = (*MODELS, *OTHER_MODELS)
 GRID = Sizes(models=CATALOGUE, quantized_models=CATALOGUE, latent_models=())
@@ -24,7 +25,8 @@ Row = tuple[Case, Prediction]
 def predictions(model: str = "") -> list[Row]:
     """Returns every case of the models whose names hold `model`, op by op."""
     chosen = [case for case in all_cases(GRID) if model.lower() in case.shape.name.lower()]
-    return [(case, predict(case, GRID)) for case in sorted(chosen, key=_place)]
+    with traced_for("cuda"):  # no device is asked for its size
+        return [(case, predict(case, GRID)) for case in sorted(chosen, key=_place)]
 
 
 def _place(case: Case) -> tuple[int | str, ...]:

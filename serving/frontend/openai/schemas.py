@@ -44,6 +44,7 @@ class Strict(BaseModel):
             if value is not None:
                 told = {"advice": _advice(name, type(self).model_fields), "name": name[:100]}
                 raise PydanticCustomError(UNKNOWN_FIELD, "is not known; {advice}", told)
+        self.model_fields_set.difference_update(extra)
         extra.clear()
         return self
 

@@ -31,6 +31,13 @@ def respond(s, given="hi", **fields):
     return s.client.responses.create(model="counter", input=given, **fields)
 
 
+async def test_an_unknown_field_of_an_item_that_is_null_counts_as_absent():
+    item = {"role": "user", "content": "count", "model": None}
+    async with serving_http() as s:
+        got = await s.http.post("/v1/responses", json={"model": "counter", "input": [item]})
+    assert got.status_code == 200, got.text
+
+
 async def test_a_text_is_one_message():
     async with serving_http() as s:
         got = await respond(s, max_output_tokens=3, metadata={"a": "b"}, store=True)
