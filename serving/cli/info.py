@@ -85,9 +85,9 @@ def info(
     if models and family is None:
         raise ValueError(f"--model {models[0]} needs --family; of a single model, give MODEL")
     if as_json and (mesh or family):
+        flag = "--mesh" if mesh else "--family"
         raise ValueError(
-            f"--json is of a server or of one model in one device; leave {'--mesh' if mesh else ''}"
-            f"{'' if mesh else '--family'} out, or --json"
+            f"--json is of a server or of one model in one device; leave {flag} out, or --json"
         )
     given = given_flags(ctx)
     for name in ("--mesh", "--device-gb"):

@@ -179,7 +179,9 @@ class SequenceState:
             )
         self.matcher = matcher
         self.detokenizer = Detokenizer(
-            *(tokenizer, sampling.stop, sampling.skip_special_tokens),
+            tokenizer,
+            sampling.stop,
+            sampling.skip_special_tokens,
             least=sampling.min_new_tokens,
             include_stop=sampling.include_stop,
         )

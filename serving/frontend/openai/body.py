@@ -189,7 +189,7 @@ def _told(error: ValidationError) -> Any:
     return max(own, key=lambda one: len(one["loc"]) > len(field) + 1)
 
 
-_WANTED = {
+_IN_OUR_WORDS = {
     "too_short": "it must not be empty",
     "string_too_short": "it must not be empty",
     "model_type": "it must be an object",
@@ -206,7 +206,7 @@ def _wanted(error: Any) -> str:
     if error["type"] == "string_type" and error["loc"][-1] == "str":
         return "it must be text, or a list of parts"
     wanted: str = error["msg"].replace("Input should be", "it must be")
-    return _WANTED.get(error["type"], wanted)
+    return _IN_OUR_WORDS.get(error["type"], wanted)
 
 
 def _num_prompts(error: ValidationError) -> int:

@@ -48,11 +48,11 @@ _ASKS = re.compile(r"content['\"]?\]?\s+is\s+(not\s+)?none")
 
 
 _FAULT = re.compile(
-    r".* cannot be used: at (\d+)\(\d+\): failed to compile JSON schema: (.*?)( \d+ \| .*)?",
+    r".*? cannot be used: at (\d{1,9})\(\d+\): failed to compile JSON schema: (.*?)( \d+ \| .*)?",
     re.DOTALL,
 )
 """What is said of a line of a grammar."""
-_RULE = re.compile(r"(?:args|value)(\d+)")
+_RULE = re.compile(r"(?:args|value)(\d{1,9})")
 _NUMBERED = re.compile(r"(.*:)(\d{1,9})", re.DOTALL)
 """An id that ends in a number."""
 _NUM_BEFORE = 32

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from jmoe.config_keys import words
 from serving.request import (
     MAX_LOGIT_BIASES,
     MAX_REQUEST_ID_CHARS,
@@ -51,8 +52,8 @@ class Strict(BaseModel):
 
 def _advice(name: str, fields: Collection[str]) -> str:
     """Returns what to do about a field that an object of these `fields` does not have."""
-    meant = next((one for one in _SAME.get(name, ()) if one in fields), None)
-    if meant is None and name not in _MEANING_OTHERS:
+    meant = next((one for one in _CALLED_HERE.get(name, ()) if one in fields), None)
+    if meant is None and name not in _NOT_MISSPELT:
         meant = next(iter(get_close_matches(name[:100], fields, n=1)), None)
     return "docs/http.md lists what there is" if meant is None else f"did you mean {meant}?"
 
@@ -86,7 +87,7 @@ def fixed(value: Any, advice: str) -> Any:
     return Field(default=None, description=wanted, json_schema_extra=extra)
 
 
-_SAME = {
+_CALLED_HERE = {
     "max_tokens": ("max_output_tokens",),
     "max_completion_tokens": ("max_output_tokens", "max_tokens"),
     "max_output_tokens": ("max_completion_tokens", "max_tokens"),
@@ -100,22 +101,13 @@ _SAME = {
     "guided_decoding": ("structured_outputs",),
 }
 """Other APIs' names of what has another name here."""
-_MEANING_OTHERS = {
-    *("allowed_token_ids", "bad_words", "best_of", "detokenize", "echo", "include_reasoning"),
-    *(
-        "logits_processors",
-        "min_tokens",
-        "n",
-        "prompt_logprobs",
-        "stop",
-        "store",
-        "suffix",
-        "tools",
-    ),
-    *("thinking_token_budget", "top_logprobs", "truncate_prompt_tokens", "typical_p", "max_tokens"),
-    *("min_p", "top_p", "top_k", "logprobs", "stop_token_ids", "include_stop_str_in_output"),
-}
-"""Fields of OpenAI's or vLLM's API that are not another one, misspelt."""
+_NOT_MISSPELT = words(
+    "allowed_token_ids bad_words best_of detokenize echo include_reasoning logits_processors "
+    "min_tokens n prompt_logprobs stop store suffix tools thinking_token_budget top_logprobs "
+    "truncate_prompt_tokens typical_p max_tokens min_p top_p top_k logprobs stop_token_ids "
+    "include_stop_str_in_output"
+)
+"""Names of OpenAI's or vLLM's API, for which no hint to a similar name is given."""
 
 MAX_SEQUENCES = 64
 """Answers of one call: prompts times `n`. They share one place among the calls under way."""

@@ -15,10 +15,12 @@ from shaped import config
 import jmoe
 from serving.config import ServerConfig
 from serving.engine import Engine
+from serving.errors import InvalidRequest
 from serving.execution.fitting import limits_of
 from serving.frontend.openai import answers
+from serving.frontend.openai.chats import Tools
 from serving.frontend.openai.tool_parsers import PARSERS, Delta
-from serving.request import StructureKind
+from serving.request import Structure, StructureKind
 from tests.serving.fake_runner import FakeRunner
 
 NO_TOOLS = "{% for m in messages %}[{{ m.role }}|{{ m.content }}]{% endfor %}"
@@ -534,3 +536,13 @@ async def test_no_request_is_a_fault_of_the_server(parser, count, part):
             assert not failed, (body, answer.text)
     assert statuses == {200, 400}
     assert len(bodies) >= count
+
+
+@pytest.mark.parametrize("line", ["9" * 5000, "0", "7"])
+def test_an_error_that_names_no_line_of_the_grammar_is_told_as_it_is(line):
+    said = f"it cannot be used: at {line}(1): failed to compile JSON schema: no"
+    error = InvalidRequest(said, "structure")
+    told = Tools.explained(
+        object.__new__(Tools), error, Structure(StructureKind.GRAMMAR, "start: x")
+    )
+    assert told is error
