@@ -25,6 +25,7 @@ from pallas_kernels.kv_write import mosaic as kv_kernel
 from pallas_kernels.paged_attention import mosaic as paged_kernel
 from pallas_kernels.prefill_attention import mosaic as prefill_kernel
 from pallas_kernels.routing import mosaic as routing_kernel
+from pallas_kernels.routing.values import Gating
 
 pytestmark = pytest.mark.deep
 
@@ -128,7 +129,8 @@ def route(num_experts, united, top_k, num_rows, *, scoring="softmax", normalize=
         )
 
     def supports(logits, groups, slots, *_):
-        return routing_kernel.supports(logits, groups, slots, top_k, grouped_gemm.BLOCK_M)
+        gating = Gating(top_k, normalize, scoring)
+        return routing_kernel.supports(logits, groups, slots, gating, grouped_gemm.BLOCK_M)
 
     rows = sds(num_rows, dtype=jnp.bool_)
     vectors = sds(num_experts, dtype=I32), sds(num_experts + united, dtype=I32)

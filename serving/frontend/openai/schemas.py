@@ -8,7 +8,6 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from jmoe.config_keys import words
 from serving.request import (
     MAX_LOGIT_BIASES,
     MAX_REQUEST_ID_CHARS,
@@ -101,12 +100,33 @@ _CALLED_HERE = {
     "guided_decoding": ("structured_outputs",),
 }
 """Other APIs' names of what has another name here."""
-_NOT_MISSPELT = words(
-    "allowed_token_ids bad_words best_of detokenize echo include_reasoning logits_processors "
-    "min_tokens n prompt_logprobs stop store suffix tools thinking_token_budget top_logprobs "
-    "truncate_prompt_tokens typical_p max_tokens min_p top_p top_k logprobs stop_token_ids "
-    "include_stop_str_in_output"
-)
+_NOT_MISSPELT = {
+    "allowed_token_ids",
+    "bad_words",
+    "best_of",
+    "detokenize",
+    "echo",
+    "include_reasoning",
+    "logits_processors",
+    "min_tokens",
+    "n",
+    "prompt_logprobs",
+    "stop",
+    "store",
+    "suffix",
+    "tools",
+    "thinking_token_budget",
+    "top_logprobs",
+    "truncate_prompt_tokens",
+    "typical_p",
+    "max_tokens",
+    "min_p",
+    "top_p",
+    "top_k",
+    "logprobs",
+    "stop_token_ids",
+    "include_stop_str_in_output",
+}
 """Names of OpenAI's or vLLM's API, for which no hint to a similar name is given."""
 
 MAX_SEQUENCES = 64
