@@ -96,7 +96,7 @@ async def serving_http(
 @contextlib.asynccontextmanager
 async def saying(said, template: str | None = TOOLS_TEMPLATE, reason="stop", step=3, **fields):
     """Serves an engine that says a text, or what `said` makes of a prompt, `step` characters at a
-    time, and ends for a reason, or for what `reason` makes of the prompt.
+    time, or a list of texts, and ends for a reason, or for what `reason` makes of the prompt.
     """
     async with serving_http(template, EngineConfig(max_model_len=2048), **fields) as s:
 
@@ -105,6 +105,7 @@ async def saying(said, template: str | None = TOOLS_TEMPLATE, reason="stop", ste
             text = said(prompt) if callable(said) else said
             why = reason(prompt) if callable(reason) else reason
             pieces = [text[at : at + step] for at in range(0, len(text), step)] or [""]
+            pieces = text if isinstance(text, list) else pieces
             for at, piece in enumerate(pieces):
                 ended = why if at == len(pieces) - 1 else None
                 usage = Usage(5, at + 1, 8, 0)

@@ -71,7 +71,8 @@ async def received(
         body = await bodies.parse(kind, raw, engine.bounds)
         del raw  # not kept while it is answered
         scope["state"]["body"] = body
-        number = number_of(body.model, engine.names)
+        number = number_of(body.model or "", engine.names)
+        body.model = engine.names[number]
         tokenizer = None if engine.family is None else engine.family[number].tokenizer
         yield body, engine.names[number], tokenizer
 

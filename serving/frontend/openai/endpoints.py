@@ -144,7 +144,9 @@ class Choice:
         self._plain = self._after + b'null,"finish_reason":null}]' + null_usage + b"}\n\n"
 
     def event(self, out: Output, usage: bytes = b"") -> bytes:
-        """Returns the event for an output; empty if there is nothing to send."""
+        """Returns the event for an output. Its text is empty while a character is incomplete, or a
+        stop string may have begun.
+        """
         is_first, self._begun, self.last = not self._begun, True, out
         before = self._before
         text = out.text
@@ -152,8 +154,6 @@ class Choice:
             before = self._first
             text = self.echo + text
         if out.finish_reason is None and not self.sampling.logprobs and not usage:
-            if not text and not is_first:  # a UTF-8 character is still incomplete
-                return b""
             return before + orjson.dumps(text) + self._plain
         return self.full_event(before, orjson.dumps(text), out, usage)
 

@@ -203,7 +203,7 @@ _Empty = Annotated[list[Any], Field(max_length=0)]
 class OfModel(Strict):
     """What every body has."""
 
-    model: str = supported("a name of `GET /v1/models`", ..., min_length=1)
+    model: str | None = supported("of `/v1/models`; default: the first", min_length=1)
 
     def name_of(self, param: str) -> str:
         """Returns this body's name of a field of `Request` or `SamplingParams`."""

@@ -4,7 +4,7 @@ import asyncio
 
 import orjson
 import pytest
-from openai_served import CHAT, HttpSetup, serving_http
+from openai_served import CHAT, TEMPLATE, HttpSetup, saying, serving_http
 from tokenizers_of_kinds import byte_fallback
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
@@ -61,6 +61,15 @@ async def test_a_stream_has_an_event_a_token():
     assert [event.choices[0].finish_reason for event in got] == [None, None, "length"]
     assert len({event.id for event in got}) == 1
     assert all(event.usage is None for event in got)
+
+
+async def test_a_token_whose_text_is_held_back_has_its_event():
+    texts = ["", "c", "", "", "\u4e2d", ""]
+    async with saying(texts, TEMPLATE) as s:
+        events = [event async for event in await s.complete(stream=True)]
+        chunks = [chunk.choices[0].delta async for chunk in await s.chat(stream=True)]
+    assert [event.choices[0].text for event in events] == texts
+    assert [delta.content for delta in chunks] == texts
 
 
 async def test_events_are_whole_and_the_last_is_done():

@@ -374,7 +374,7 @@ async def test_of_a_long_prompt_the_last_tokens_are_kept(text, last, kept):
         (b'{"model": NaN}', "the body cannot be read"),
         (b"[" * 100_000, "the body cannot be read"),
         (b'{"model": "counter"}', "prompt is missing"),
-        (b"{" + b",".join(b'"%d":1' % i for i in range(4000)) + b"}", "model is missing"),
+        (b"{" + b",".join(b'"%d":1' % i for i in range(4000)) + b"}", "prompt is missing"),
         (
             b'{"model":"counter","prompt":"a",'
             + b",".join(b'"x%d":1' % i for i in range(4000))
@@ -392,3 +392,15 @@ async def test_bodies_that_are_none(body, message):
     assert answer.status_code == 400
     assert message in answer.json()["error"]["message"]
     assert len(answer.content) < 1500
+
+
+@pytest.mark.parametrize("model", [{}, {"model": None}, {"model": "counter"}], ids=str)
+async def test_without_a_model_the_first_answers(model):
+    body = model | {"prompt": "ab", "max_tokens": 1}
+    async with serving_http() as s:
+        answer = await s.http.post("/v1/completions", json=body)
+        streamed = await s.http.post("/v1/completions", json=body | {"stream": True})
+        empty = await s.http.post("/v1/completions", json=body | {"model": ""})
+    assert answer.json()["model"] == "counter"
+    assert '"model":"counter"' in streamed.text.replace(" ", "")
+    assert empty.status_code == 400
