@@ -551,7 +551,7 @@ class ChatEndpoint:
         if thinks is not None and tokenizer is not None:
             if isinstance(given, Chat):
                 given = await engine.tokenize(
-                    prompt, body.model, priority=priority(body), timeout_s=body.timeout_s
+                    prompt, body.model or "", priority=priority(body), timeout_s=body.timeout_s
                 )
             before = tokenizer.decode(given[-_NUM_BEFORE:], skip_special_tokens=False)
         found: list[Choice] = []

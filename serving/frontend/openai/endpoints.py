@@ -248,7 +248,7 @@ async def truncated[Given: str | list[int] | Chat](
     tokens = prompt
     if not isinstance(tokens, list):
         tokens = await engine.tokenize(
-            tokens, body.model, priority=priority(body), timeout_s=body.timeout_s
+            tokens, body.model or "", priority=priority(body), timeout_s=body.timeout_s
         )
     return prompt if len(tokens) <= most else tokens[-most:]
 
