@@ -861,44 +861,9 @@ ffi::Error Route(ffi::ThreadPool pool, Floats logits, Floats chosen_by, Ints gro
   return ffi::Error::Success();
 }
 
-// -- projections ----------------------------------------------------------------------------------
-
-constexpr int kProjected = 64;             // rows, and columns, of a task at most
-constexpr int64_t kWorthATask = 1 << 18;  // products
-
-// out = x @ w[layer], of weights that are stacked by layer.
-template <typename T>
-void ProjectOf(ffi::ThreadPool& pool, Floats x, ffi::AnyBuffer w, int layer, Result out) {
-  const int rows = static_cast<int>(x.dimensions()[0]), depth = static_cast<int>(x.dimensions()[1]);
-  const int columns = static_cast<int>(w.dimensions()[2]);
-  const float* in = x.typed_data();
-  const T* from = static_cast<const T*>(w.untyped_data()) + static_cast<int64_t>(layer) * depth * columns;
-  float* to = out->typed_data();
-  auto run = [=](int row, int num_rows, int column, int num_columns) {
-    auto at = [=](int m, int k) { return in[static_cast<int64_t>(row + m) * depth + k]; };
-    const Matrix<T> part{from + column, columns};
-    Product<true>(num_rows, num_columns, depth, at, part, false,
-                  to + static_cast<int64_t>(row) * columns + column, columns, part);
-  };
-  if (static_cast<int64_t>(rows) * depth * columns < 2 * kWorthATask) return run(0, rows, 0, columns);
-  // Tasks of whole rows of few columns: weights are read once.
-  const int across = (columns + kProjected - 1) / kProjected, down = (rows + kProjected - 1) / kProjected;
-  Parallel(pool, across * down, [=](int i) {
-    const int column = i / down * kProjected, row = i % down * kProjected;
-    run(row, std::min(kProjected, rows - row), column, std::min(kProjected, columns - column));
-  });
-}
-
-ffi::Error Project(ffi::ThreadPool pool, Floats x, ffi::AnyBuffer w, Ints layer, Result out) {
-  const auto run = w.element_type() == ffi::F32 ? ProjectOf<float> : ProjectOf<Bf16>;
-  run(pool, x, w, *layer.typed_data(), out);
-  return ffi::Error::Success();
-}
-
 }  // namespace
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jmoe_attend, Attend);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jmoe_prefill, Prefill);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jmoe_moe_mlp, MoeMlp);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jmoe_route, Route);
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jmoe_project, Project);

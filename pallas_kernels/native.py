@@ -17,12 +17,11 @@ import tempfile
 from functools import cached_property
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from pallas_kernels.activation import SILU
 from pallas_kernels.backend import backend, is_reference_wanted
@@ -32,7 +31,7 @@ SOURCE = Path(__file__).with_suffix(".cc")
 CACHE = Path("~/.cache/jmoe/native")
 LANES = 16
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fPIC", "-shared", "-w")
-_TARGETS = ("jmoe_attend", "jmoe_prefill", "jmoe_moe_mlp", "jmoe_route", "jmoe_project")
+_TARGETS = ("jmoe_attend", "jmoe_prefill", "jmoe_moe_mlp", "jmoe_route")
 _SCORINGS = ("softmax", "sigmoid", "sparsemixer")
 
 log = logging.getLogger(__name__)
@@ -196,7 +195,7 @@ def route(
     exempt,
     block_m,
     num_blocks,
-) -> tuple[Any, Any, Any]:
+):
     """See `routing.batched.route`; `chosen_by` is what experts are chosen by."""
     num_experts, num_logical = groups.shape[0], slots.shape[0]
     picks, num_rows = (logits.shape[0], gating.top_k), num_blocks * block_m
@@ -231,22 +230,3 @@ def route(
         block_rows=np.int32(block_m),
     )
     return ids, rest[:3], (*rest[3:], slots)
-
-
-MOST_PROJECTED = 32
-"""Rows. From more of them on XLA's products gain more than a copy of the weights costs."""
-
-
-def projects(rows: int, stack: Array) -> bool:
-    """Returns whether `project` can be called, and gains, for so many rows and such weights."""
-    fits = stack.ndim == 3 and stack.shape[2] % LANES == 0
-    return rows <= MOST_PROJECTED and fits and _runs(stack)
-
-
-def project(
-    x: Float[Array, "T k"], stack: Float[Array, "layers k n"], layer: Int[Array, ""]
-) -> Float[Array, "T n"]:
-    """Computes `x @ stack[layer]` in float32, and reads the stack in place."""
-    shape = jax.ShapeDtypeStruct((x.shape[0], stack.shape[2]), jnp.float32)
-    call = jax.ffi.ffi_call(_TARGETS[4], shape)
-    return call(x.astype(jnp.float32), stack, layer.astype(jnp.int32).reshape(1))

@@ -12,7 +12,6 @@ import pytest
 from pallas_kernels import grouped_gemm, native, routing
 from pallas_kernels.activation import Gelu
 from pallas_kernels.backend import noting, references_only
-from pallas_kernels.matmul import LayerOf
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.prefill_attention import prefill_attention
 
@@ -301,32 +300,3 @@ def test_where_nothing_can_be_kept_nothing_is_left(tmp_path):
     )
     assert done.stdout.strip() == "True", done.stderr
     assert not list(temporary.glob("jmoe-*"))
-
-
-@pytest.mark.parametrize("wanted", [None, jnp.float32])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=lambda dtype: dtype.__name__)
-@pytest.mark.parametrize("shape", [(2, 36, 16), (3, 64, 208), (1, 300, 1040)], ids=str)
-def test_projections_are_their_layers_products(shape, dtype, wanted):
-    rng = np.random.default_rng(0)
-    layer, rtol = shape[0] - 1, 2e-6 if wanted or dtype == jnp.float32 else 4e-3
-    stack = jnp.asarray(rng.normal(size=shape), dtype)
-    rows = jnp.asarray(rng.normal(size=(32, shape[1])), dtype)
-    run = jax.jit(lambda x: LayerOf(stack, jnp.int32(layer)).product(x, wanted))
-    alone = run(rows[-1:])
-    for x in (rows[-7:], rows):
-        assert native.projects(len(x), stack)
-        got, exact = run(x), np.asarray(x, np.float64) @ np.asarray(stack[layer], np.float64)
-        assert got.dtype == (wanted or dtype)
-        np.testing.assert_allclose(np.asarray(got, np.float64), exact, rtol=rtol, atol=2e-5)
-        np.testing.assert_array_equal(alone[0], got[-1])  # the same bits in every batch
-
-
-@pytest.mark.parametrize(("rows", "columns"), [(33, 64), (4, 60)])
-def test_what_is_not_projected_in_place_is_sliced(rows, columns):
-    x, stack = jnp.ones((rows, 8)), jnp.arange(3 * 8 * columns, dtype=jnp.float32)
-    stack = stack.reshape(3, 8, columns)
-    assert not native.projects(rows, stack)
-    weights = LayerOf(stack, jnp.int32(1))
-    assert (weights.shape, weights.dtype) == ((8, columns), jnp.float32)
-    np.testing.assert_allclose(weights.product(x), x @ stack[1], rtol=1e-6)
-    np.testing.assert_array_equal(jnp.asarray(weights), stack[1])
