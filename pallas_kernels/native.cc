@@ -13,7 +13,6 @@
 #include <limits>
 #include <memory>
 #include <mutex>
-#include <numeric>
 #include <utility>
 #include <vector>
 
@@ -36,11 +35,6 @@ using Result = ffi::ResultBuffer<ffi::F32>;
 constexpr char kScale[] = "scale", kWindow[] = "window";
 using Scale = ffi::Attr<float, kScale>;
 using Window = ffi::Attr<int32_t, kWindow>;
-using Flags = ffi::Buffer<ffi::PRED>;
-using IntResult = ffi::ResultBuffer<ffi::S32>;
-using FlagResult = ffi::ResultBuffer<ffi::PRED>;
-constexpr char kTopK[] = "top_k", kScoring[] = "scoring", kNormalize[] = "normalize";
-constexpr char kNear[] = "near", kBlockRows[] = "block_rows";
 
 namespace {
 
@@ -583,7 +577,7 @@ void RunBlocks(const Experts<T>& e, int begin, int end) {
           {e.up + next * width * 2 * hidden, 2 * hidden});
 }
 
-constexpr int kTaskRows = 64;  // of an expert that a task computes
+constexpr int kBlockRows = 64;  // of an expert that a task computes
 
 template <typename T>
 ffi::Error MoeMlpOf(ffi::ThreadPool& pool, Floats x, ffi::AnyBuffer up, ffi::AnyBuffer down,
@@ -608,7 +602,7 @@ ffi::Error MoeMlpOf(ffi::ThreadPool& pool, Floats x, ffi::AnyBuffer up, ffi::Any
   const int used = std::min(*num_blocks.typed_data(), blocks);
   for (int block = 0; block < used; ++block)
     if (block == 0 || e.block_slot[block] != e.block_slot[block - 1] ||
-        (block - begins->back()) * e.block_rows >= kTaskRows)
+        (block - begins->back()) * e.block_rows >= kBlockRows)
       begins->push_back(block);
   const int tasks = static_cast<int>(begins->size());
   begins->push_back(used);
@@ -634,236 +628,8 @@ ffi::Error MoeMlp(ffi::ThreadPool pool, Floats x, ffi::AnyBuffer up, ffi::AnyBuf
              sorted);
 }
 
-// -- routing --------------------------------------------------------------------------------------
-
-enum Scoring { kSoftmax, kSigmoid, kSparsemixer };
-constexpr float kLowest = -std::numeric_limits<float>::max();
-constexpr float kTiny = std::numeric_limits<float>::min();
-constexpr int kGatedRows = 64;  // that a task gates
-
-struct Gate {
-  const float* logits;     // of all columns, which may be more than the experts
-  const float* chosen_by;  // what experts are chosen by
-  int stride, chosen_stride, experts, top_k, scoring;
-  bool normalize;
-  float scale, near;
-};
-
-inline float NoLess(float x) { return x >= kLowest ? x : kLowest; }
-
-// The experts of the largest numbers, by falling number, ties to the lower one.
-void Largest(const float* by, int experts, int top_k, int32_t* ids, float* top) {
-  for (int e = 0, found = 0; e < experts; ++e) {
-    const float key = NoLess(by[e]);
-    if (found == top_k && !(key > top[top_k - 1])) continue;
-    int at = found < top_k ? found++ : top_k - 1;
-    for (; at > 0 && key > top[at - 1]; --at) {
-      ids[at] = ids[at - 1];
-      top[at] = top[at - 1];
-    }
-    ids[at] = e;
-    top[at] = key;
-  }
-}
-
-// The sum of exp(logit - highest) of a row.
-float SumOfExp(const float* logits, int n, float highest) {
-  Vec sum{};
-  for (int e = 0; e < n; e += kLanes) {
-    float part[kLanes];
-    for (int i = 0; i < kLanes; ++i) part[i] = e + i < n ? logits[e + i] - highest : -kInfinity;
-    sum += Exp(Load(part));
-  }
-  return Sum(sum);
-}
-
-void Sparsemixer(const Gate& g, const float* logits, int32_t* ids, float* weights) {
-  for (int k = 0; k < g.top_k; ++k) {
-    auto is_left = [ids, k](int e) { return std::find(ids, ids + k, e) == ids + k; };
-    float top = -kInfinity, sum = 0.0f;
-    for (int e = 0; e < g.experts; ++e)
-      if (const float key = NoLess(logits[e]); key > top && is_left(e)) top = key, ids[k] = e;
-    for (int e = 0; e < g.experts; ++e) {
-      const float key = NoLess(logits[e]);
-      const bool is_far = top - key > g.near * std::max(std::abs(key), top);
-      if (!is_far && is_left(e)) sum += std::exp(key - top);
-    }
-    weights[k] = g.scale / sum;
-  }
-}
-
-// A row's picks and their gate weights, as `reference.gate` has them.
-void GateRow(const Gate& g, int64_t row, int32_t* ids, float* weights) {
-  const float* logits = g.logits + row * g.stride;
-  if (g.scoring == kSparsemixer) return Sparsemixer(g, logits, ids, weights);
-  Largest(g.chosen_by + row * g.chosen_stride, g.experts, g.top_k, ids, weights);
-  float highest = kLowest, sum = 0.0f;
-  if (g.scoring == kSoftmax)
-    for (int e = 0; e < g.experts; ++e) highest = std::max(highest, NoLess(logits[e]));
-  for (int k = 0; k < g.top_k; ++k) {
-    const float key = NoLess(logits[ids[k]]);
-    weights[k] = g.scoring == kSigmoid ? 1.0f / (1.0f + std::exp(-key)) : std::exp(key - highest);
-    sum += weights[k];
-  }
-  float by = 1.0f;
-  if (g.normalize)
-    by = sum < kTiny ? kTiny : sum;
-  else if (g.scoring == kSoftmax)
-    by = SumOfExp(logits, g.experts, highest);
-  for (int k = 0; k < g.top_k; ++k) weights[k] = g.scale * (weights[k] / by);
-}
-
-constexpr int kByWeight = 4, kZero = 0, kFull = 1;
-
-// What a layer's rows visited, and who serves it: `reference.targets`.
-struct Visits {
-  std::vector<int32_t> count, share;  // of degradable rows
-  std::vector<char> pinned;
-  int64_t total = 0;
-
-  // Returns experts: pinned ones, then those of most, ties to the lower one.
-  std::vector<int> Ordered(const std::vector<int32_t>& most) const {
-    std::vector<int> order(most.size());
-    std::iota(order.begin(), order.end(), 0);
-    std::sort(order.begin(), order.end(), [&](int one, int other) {
-      if (pinned[one] != pinned[other]) return pinned[one] > pinned[other];
-      return most[one] != most[other] ? most[one] > most[other] : one < other;
-    });
-    return order;
-  }
-
-  // Finds S1, and the logical expert that serves each expert's degradable visits (-1: none).
-  void Plan(const int32_t* groups, int united, int threshold_percent, int strategy, bool* s1,
-            int32_t* target) {
-    const int experts = static_cast<int>(count.size());
-    int64_t before = 0;
-    int originals = 0;
-    for (int e : Ordered(count)) {
-      s1[e] = pinned[e] || 100 * before < threshold_percent * total;
-      before += count[e];
-      originals += s1[e];
-    }
-    if (strategy >= kByWeight) {
-      for (int e = 0; e < experts; ++e)
-        if (count[e] == 0) share[e] = -1;
-      int place = 0;
-      for (int e : Ordered(share)) s1[e] = pinned[e] || (count[e] > 0 && place < originals), ++place;
-    }
-    strategy &= kByWeight - 1;
-    std::vector<int> members(united);
-    auto has_group = [groups, united](int e) { return groups[e] >= 0 && groups[e] < united; };
-    for (int e = 0; e < experts; ++e)
-      if (!s1[e] && count[e] > 0 && has_group(e)) ++members[groups[e]];
-    for (int e = 0; e < experts; ++e) {
-      target[e] = e;
-      if (s1[e] || strategy == kZero) continue;
-      if (strategy == kFull)
-        target[e] = -1;
-      else if (has_group(e) && members[groups[e]] > 1)
-        target[e] = experts + groups[e];
-    }
-  }
-};
-
-ffi::Error Route(ffi::ThreadPool pool, Floats logits, Floats chosen_by, Ints groups, Ints slots,
-                 Ints threshold_percent, Ints strategy, Flags valid, Flags exempt,
-                 ffi::Attr<int32_t, kTopK> top_k, ffi::Attr<int32_t, kScoring> scoring,
-                 ffi::Attr<int32_t, kNormalize> normalize, Scale scale, ffi::Attr<float, kNear> near,
-                 ffi::Attr<int32_t, kBlockRows> block_rows, IntResult ids, IntResult expert_ids,
-                 FlagResult degraded, FlagResult s1, IntResult row_token, IntResult block_slot,
-                 IntResult num_blocks, IntResult visit_row, Result visit_weight, IntResult expert_rows,
-                 IntResult expert_start) {
-  const int rows = static_cast<int>(logits.dimensions()[0]), picks = *top_k;
-  const int experts = static_cast<int>(groups.dimensions()[0]);
-  const int logical = static_cast<int>(slots.dimensions()[0]);
-  const int sorted = static_cast<int>(row_token->dimensions()[0]);
-  const Gate gate{logits.typed_data(),
-                  chosen_by.typed_data(),
-                  static_cast<int>(logits.dimensions()[1]),
-                  static_cast<int>(chosen_by.dimensions()[1]),
-                  experts,
-                  picks,
-                  *scoring,
-                  *normalize != 0,
-                  *scale,
-                  *near};
-  int32_t *chosen = ids->typed_data(), *served = expert_ids->typed_data();
-  float* weight = visit_weight->typed_data();
-  const int tasks = (rows + kGatedRows - 1) / kGatedRows;
-  auto gate_rows = [gate, rows, picks, chosen, weight](int i) {
-    for (int64_t t = i * kGatedRows; t < std::min(rows, (i + 1) * kGatedRows); ++t)
-      GateRow(gate, t, chosen + t * picks, weight + t * picks);
-  };
-  if (tasks == 1)
-    gate_rows(0);
-  else
-    Parallel(pool, tasks, gate_rows);
-
-  const bool *is_valid = valid.typed_data(), *is_exempt = exempt.typed_data();
-  Visits visits{std::vector<int32_t>(experts), std::vector<int32_t>(experts),
-                std::vector<char>(experts)};
-  const float most = *scale * (1 << 15) / rows, unit = (1 << 15) / *scale;
-  for (int t = 0; t < rows; ++t) {
-    if (!is_valid[t]) continue;
-    if (!is_exempt[t]) visits.total += picks;
-    for (int64_t i = static_cast<int64_t>(t) * picks; i < static_cast<int64_t>(t + 1) * picks; ++i) {
-      if (is_exempt[t]) {
-        visits.pinned[chosen[i]] = 1;
-        continue;
-      }
-      ++visits.count[chosen[i]];
-      if (const float w = std::min(weight[i], most); w > 0.0f)
-        visits.share[chosen[i]] += static_cast<int32_t>(w * unit + 0.5f);
-    }
-  }
-  std::vector<int32_t> target(experts);
-  visits.Plan(groups.typed_data(), logical - experts, *threshold_percent.typed_data(), *strategy.typed_data(),
-              s1->typed_data(), target.data());
-
-  // Sorts the visits by expert. A row's picks that meet in one are one visit of their weights' sum.
-  int32_t *count = expert_rows->typed_data(), *start = expert_start->typed_data();
-  std::fill_n(count, logical, 0);
-  for (int t = 0; t < rows; ++t)
-    for (int k = 0; k < picks; ++k) {
-      const int64_t first = static_cast<int64_t>(t) * picks, i = first + k;
-      const bool serves = is_valid[t];
-      served[i] = !serves ? -1 : is_exempt[t] ? chosen[i] : target[chosen[i]];
-      degraded->typed_data()[i] = serves && served[i] != chosen[i];
-      const int64_t same = std::find(served + first, served + i, served[i]) - served;
-      if (same < i && served[i] >= 0) weight[same] += weight[i];
-      if (same < i || served[i] < 0)
-        weight[i] = 0.0f;
-      else
-        ++count[served[i]];
-    }
-  const int size = *block_rows, blocks = static_cast<int>(block_slot->dimensions()[0]);
-  const int32_t* slot = slots.typed_data();
-  int32_t* slot_of = block_slot->typed_data();
-  int used = 0;
-  for (int e = 0; e < logical; ++e) {
-    start[e] = used * size;
-    for (int left = count[e]; left > 0; left -= size, ++used)
-      if (used < blocks) slot_of[used] = slot[e];
-  }
-  *num_blocks->typed_data() = used;
-  for (int b = used; b < blocks; ++b) slot_of[b] = used > 0 ? slot_of[used - 1] : slot[logical - 1];
-  std::fill_n(row_token->typed_data(), sorted, rows);
-  std::vector<int32_t> next(start, start + logical);
-  for (int t = 0; t < rows; ++t)
-    for (int k = 0; k < picks; ++k) {
-      const int64_t first = static_cast<int64_t>(t) * picks, i = first + k;
-      const bool is_first = std::find(served + first, served + i, served[i]) == served + i;
-      int32_t& row = visit_row->typed_data()[i] = sorted;
-      if (!is_first || served[i] < 0) continue;
-      row = next[served[i]]++;
-      if (row < sorted) row_token->typed_data()[row] = t;
-    }
-  return ffi::Error::Success();
-}
-
 }  // namespace
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jmoe_attend, Attend);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jmoe_prefill, Prefill);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jmoe_moe_mlp, MoeMlp);
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jmoe_route, Route);

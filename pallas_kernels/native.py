@@ -1,4 +1,4 @@
-"""Attention, routing and routed experts for CPUs in C++, compiled on first use.
+"""Attention and routed experts for CPUs in C++, compiled on first use.
 
 Weights and pages are in float32 or bfloat16; what is computed of them is in float32 up to the
 result. XLA's references are what runs where there is no compiler, for other dtypes and sizes, and
@@ -31,8 +31,7 @@ SOURCE = Path(__file__).with_suffix(".cc")
 CACHE = Path("~/.cache/jmoe/native")
 LANES = 16
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fPIC", "-shared", "-w")
-_TARGETS = ("jmoe_attend", "jmoe_prefill", "jmoe_moe_mlp", "jmoe_route")
-_SCORINGS = ("softmax", "sigmoid", "sparsemixer")
+_TARGETS = ("jmoe_attend", "jmoe_prefill", "jmoe_moe_mlp")
 
 log = logging.getLogger(__name__)
 
@@ -175,58 +174,3 @@ def moe_mlp(x, gate_up, down, plan):
         plan.visit_weight,
     )
     return out.astype(x.dtype)
-
-
-def routes(logits: Float[Array, "T columns"]) -> bool:
-    """Returns whether `route` can be called for such logits."""
-    return _runs(logits)
-
-
-def route(
-    logits: Float[Array, "T columns"],
-    chosen_by: Float[Array, "T _"],
-    gating,
-    *,
-    groups,
-    slots,
-    threshold_percent,
-    strategy,
-    valid,
-    exempt,
-    block_m,
-    num_blocks,
-):
-    """See `routing.batched.route`; `chosen_by` is what experts are chosen by."""
-    num_experts, num_logical = groups.shape[0], slots.shape[0]
-    picks, num_rows = (logits.shape[0], gating.top_k), num_blocks * block_m
-    shapes = (
-        (picks, jnp.int32),
-        (picks, jnp.int32),
-        (picks, jnp.bool_),
-        ((num_experts,), jnp.bool_),
-        ((num_rows,), jnp.int32),
-        ((num_blocks,), jnp.int32),
-        ((), jnp.int32),
-        (picks, jnp.int32),
-        (picks, jnp.float32),
-        ((num_logical,), jnp.int32),
-        ((num_logical,), jnp.int32),
-    )
-    call = jax.ffi.ffi_call(_TARGETS[3], [jax.ShapeDtypeStruct(*one) for one in shapes])
-    ids, *rest = call(
-        logits.astype(jnp.float32),
-        chosen_by.astype(jnp.float32),
-        groups,
-        slots,
-        threshold_percent.reshape(1),
-        strategy.reshape(1),
-        valid,
-        exempt,
-        top_k=np.int32(gating.top_k),
-        scoring=np.int32(_SCORINGS.index(gating.scoring)),
-        normalize=np.int32(gating.normalize),
-        scale=np.float32(gating.scale),
-        near=np.float32(2 * gating.jitter),
-        block_rows=np.int32(block_m),
-    )
-    return ids, rest[:3], (*rest[3:], slots)

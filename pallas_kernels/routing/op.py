@@ -2,12 +2,10 @@
 
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from pallas_kernels import native
-from pallas_kernels.backend import KERNEL, NATIVE, batched, hopper, note
+from pallas_kernels.backend import KERNEL, batched, hopper, note
 from pallas_kernels.routing import batched as few_launches
 from pallas_kernels.routing import reference, tile_map
 from pallas_kernels.routing.reference import brownout_plan, gate
@@ -159,24 +157,15 @@ def route(
             note("routing", KERNEL)
             tables: dict[str, Any] = {"bias": bias, "groups": groups, "slots": slots}
             return mosaic.route(logits, gating, **tables, **planning, **sizes, tiles=tiles)
+    note("routing")
     groups, slots = row_of(groups), row_of(slots)
     planning["threshold_percent"] = threshold_of(threshold_percent)
     bias = None if bias is None else row_of(bias)
-    tables = {"groups": groups, "slots": slots}
-    if native.routes(logits):
-        note("routing", NATIVE)
-        chosen_by = logits
-        if bias is not None or grouping is not None:  # XLA's, so that near ties are the same
-            keys = reference.no_less(logits[:, : groups.shape[0]].astype(jnp.float32))
-            chosen_by = reference.choice(keys, scoring, bias, grouping)
-        routed = native.route(logits, chosen_by, gating, **tables, **planning, **sizes)
-        ids, plan, work = routed[0], Plan(*routed[1]), Dispatch(*routed[2])
-    elif batched():
-        note("routing")
-        routed = few_launches.route(logits, gating, bias=bias, **tables, **planning, **sizes)
-        ids, plan, work = routed[0], Plan(*routed[1]), Dispatch(*routed[2])
+    if batched():
+        tables = {"bias": bias, "groups": groups, "slots": slots}
+        ids, plan, work = few_launches.route(logits, gating, **tables, **planning, **sizes)
+        plan, work = Plan(*plan), Dispatch(*work)
     else:
-        note("routing")
         weights, ids = gate(logits[:, : groups.shape[0]], bias=bias, **gating._asdict())
         plan = brownout_plan(ids, weights, scale=scale, groups=groups, **planning)
         work = dispatch(plan.expert_ids, weights, slots, block_m=block_m, max_active=max_active)
