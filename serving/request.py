@@ -252,8 +252,8 @@ def check_count(what: str, count: int, most: int, param: str | None = None) -> N
 
 
 def number_of(model: str, names: Sequence[str]) -> int:
-    """Returns the number of the model with this name; empty: the first. A name that is empty among
-    `names` is a vacant place's.
+    """Returns the number of the model with this name; empty: the first that is served. A name that
+    is empty among `names` is a vacant place's.
 
     Raises NotFound, which lists the served models.
     """
@@ -261,7 +261,7 @@ def number_of(model: str, names: Sequence[str]) -> int:
         have = ", ".join(shown(name) for name in names if name)
         verb = "is" if len(names) == 1 else "are"
         raise NotFound(f"model {shown(model)} is not served; {have} {verb}")
-    return names.index(model) if model else 0
+    return names.index(model or next(filter(None, names), names[0]))
 
 
 @dataclass(frozen=True)

@@ -104,8 +104,9 @@ async def saying(said, template: str | None = TOOLS_TEMPLATE, reason="stop", ste
             s.engine.calls.append({"prompt": prompt, "sampling": sampling, **options})
             text = said(prompt) if callable(said) else said
             why = reason(prompt) if callable(reason) else reason
-            pieces = [text[at : at + step] for at in range(0, len(text), step)] or [""]
-            pieces = text if isinstance(text, list) else pieces
+            pieces = text
+            if isinstance(text, str):
+                pieces = [text[at : at + step] for at in range(0, len(text), step)] or [""]
             for at, piece in enumerate(pieces):
                 ended = why if at == len(pieces) - 1 else None
                 usage = Usage(5, at + 1, 8, 0)

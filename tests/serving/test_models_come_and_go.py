@@ -35,7 +35,7 @@ from serving.errors import (
 )
 from serving.execution.executor import TakesModels
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
-from serving.request import BrownoutChange, SamplingParams
+from serving.request import BrownoutChange, SamplingParams, number_of
 from serving.startup.arrivals import arriving
 from tests.jmoe.conftest import add_united
 from tests.serving.fake_runner import FakeRunner
@@ -703,3 +703,11 @@ async def test_fifty_loads_under_load_leave_no_memory_and_disturb_nobody(directo
     assert stats.compilations_since_ready == 0
     assert arrays[-1] <= arrays[9] * 1.01
     assert np.median(ratios) <= 1.5, ratios
+
+
+@pytest.mark.parametrize(
+    ("names", "model", "number"),
+    [(["a", "b"], "", 0), (["", "b", "c"], "", 1), (["", "b", "c"], "c", 2)],
+)
+def test_a_request_that_names_no_model_gets_the_first_served(names, model, number):
+    assert number_of(model, names) == number
