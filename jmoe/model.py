@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int
 from jmoe.attention import Attention, ByKind, Latent
 from jmoe.brownout import Control
 from jmoe.config import ModelConfig
+from jmoe.config_keys import words
 from jmoe.experts import ExpertTable, uncut
 from jmoe.moe import (
     COUNTS,
@@ -40,7 +41,7 @@ from jmoe.rope import rotation
 from jmoe.weights import Params, Weights
 from pallas_kernels.backend import backend
 from pallas_kernels.kv_write import Heads, Projection, turn
-from pallas_kernels.matmul import matmul_transposed
+from pallas_kernels.matmul import LayerOf, matmul_transposed
 from pallas_kernels.norm import rms_norm
 
 LOOKAHEAD = "lookahead"
@@ -414,9 +415,10 @@ class _Run:
         xs = self._with_table(layers, moe_layers)
         if isinstance(layers, tuple):
             return in_turn(body, state, xs, range(span.start, span.stop))
-        if (span.start, span.stop) == (0, len(jax.tree.leaves(layers)[0])):
+        is_whole = (span.start, span.stop) == (0, len(jax.tree.leaves(layers)[0]))
+        if is_whole and backend() != "cpu":
             return lax.scan(body, state, xs)
-        # By number: a part of the stacked weights as the scanned input would be a copy of them.
+        # By number: a part of the scanned input would be a copy, and on a CPU every layer of it is.
         return lax.scan(
             lambda state, at: body(state, _layer(xs, at)),
             state,
@@ -552,9 +554,19 @@ def _router_of(layer: Params) -> Params:
     return {name: layer[name] for name in names if name in layer}
 
 
-def _layer(xs: Any, at: Any) -> Any:
+_MULTIPLIED = words("wqkv wo wq_a wq wkv_a router shared_gate_up shared_down gate_up down")
+"""Weights that `jmoe.moe.linear` alone reads."""
+
+
+def _layer(xs: Any, at: Array) -> Any:
     """Returns one layer of stacked arrays."""
-    return jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, at, 0, keepdims=False), xs)
+
+    def one(path: Sequence[Any], leaf: Array) -> Any:
+        if getattr(path[-1], "key", None) in _MULTIPLIED:
+            return LayerOf(leaf, at)
+        return lax.dynamic_index_in_dim(leaf, at, 0, keepdims=False)
+
+    return jax.tree_util.tree_map_with_path(one, xs)
 
 
 def layers_of(cfg: ModelConfig, params: Params) -> list[tuple[Params, bool]]:

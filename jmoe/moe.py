@@ -21,7 +21,7 @@ from jmoe.router import ScoredTopK, fused
 from jmoe.weights import Params
 from pallas_kernels import routing
 from pallas_kernels.activation import Activation, gated
-from pallas_kernels.matmul import matmul
+from pallas_kernels.matmul import LayerOf, matmul
 from pallas_kernels.norm import layer_norm, rms_norm
 
 
@@ -197,18 +197,21 @@ def compute(
 
 
 def linear(
-    x: Float[Array, "*n T k"], weights: Float[Array, "*n k columns"], dtype: Any = None
+    x: Float[Array, "*n T k"],
+    weights: Float[Array, "*n k columns"] | LayerOf,
+    dtype: Any = None,
 ) -> Float[Array, "*n T columns"]:
     """Computes `x @ weights` in the weights' dtype, which the rows may be wider than (in training);
     `dtype` is the result's, None: the weights'.
     """
-    return matmul(x.astype(weights.dtype), weights, dtype)
+    x = x.astype(weights.dtype)
+    return weights.product(x, dtype) if isinstance(weights, LayerOf) else matmul(x, weights, dtype)
 
 
 def gated_mlp(
     h: Float[Array, "*n T d"],
-    gate_up: Float[Array, "*n d f2"],
-    down: Float[Array, "*n f d"],
+    gate_up: Float[Array, "*n d f2"] | LayerOf,
+    down: Float[Array, "*n f d"] | LayerOf,
     activation: Activation,
     biases: tuple[Float[Array, "*n f2"], Float[Array, "*n d"]] | None = None,
 ) -> Float[Array, "*n T d"]:
@@ -216,7 +219,7 @@ def gated_mlp(
     or, each on its own rows, several; in the weights' dtype. `biases` are of the two products.
     """
 
-    def product(rows: Array, weights: Array, at: int) -> Array:
+    def product(rows: Array, weights: Array | LayerOf, at: int) -> Array:
         out = linear(rows, weights)
         return out if biases is None else out + biases[at].astype(out.dtype)[..., None, :]
 

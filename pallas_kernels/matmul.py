@@ -6,13 +6,47 @@ transposes are made real, behind barriers, so that the compiler cannot fold them
 no gradients and gets the plain product.
 """
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels import native
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class LayerOf:
+    """A layer's weights in a stack of all layers', which on a CPU a product of few rows reads in
+    place: a slice would be a copy.
+    """
+
+    stack: Float[Array, "layers k n"]
+    layer: Int[Array, ""]
+
+    @property
+    def dtype(self) -> Any:
+        """Returns the weights' dtype."""
+        return self.stack.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Returns the layer's."""
+        return self.stack.shape[1:]
+
+    def __jax_array__(self) -> Float[Array, "k n"]:
+        """Returns the slice, for readers that multiply nothing by it."""
+        return jax.lax.dynamic_index_in_dim(self.stack, self.layer, 0, keepdims=False)
+
+    def product(self, x: Float[Array, "m k"], dtype: Any = None) -> Float[Array, "m n"]:
+        """Computes what `matmul` does, to the bit."""
+        if not native.projects(x, self.stack):
+            return matmul(x, self.__jax_array__(), dtype)
+        return native.project(x, self.stack, self.layer).astype(dtype or self.dtype)
 
 
 def _transposed(x: Float[Array, "... a b"]) -> Float[Array, "... b a"]:
@@ -35,6 +69,8 @@ def matmul(
     """Computes `x @ w` for operands of one dtype and equal leading axes (none, one or several);
     `dtype` is the result's, None: the operands'.
     """
+    if native.projects(x, w):
+        return native.project(x, w[None], jnp.int32(0)).astype(dtype or w.dtype)
     return jnp.matmul(x, w, preferred_element_type=dtype)
 
 

@@ -13,6 +13,7 @@
 #include <limits>
 #include <memory>
 #include <mutex>
+#include <numeric>
 #include <utility>
 #include <vector>
 
@@ -35,6 +36,10 @@ using Result = ffi::ResultBuffer<ffi::F32>;
 constexpr char kScale[] = "scale", kWindow[] = "window";
 using Scale = ffi::Attr<float, kScale>;
 using Window = ffi::Attr<int32_t, kWindow>;
+using Flags = ffi::Buffer<ffi::PRED>;
+using IntResult = ffi::ResultBuffer<ffi::S32>;
+using FlagResult = ffi::ResultBuffer<ffi::PRED>;
+constexpr char kBlockRows[] = "block_rows";
 
 namespace {
 
@@ -577,7 +582,7 @@ void RunBlocks(const Experts<T>& e, int begin, int end) {
           {e.up + next * width * 2 * hidden, 2 * hidden});
 }
 
-constexpr int kBlockRows = 64;  // of an expert that a task computes
+constexpr int kTaskRows = 64;  // of an expert that a task computes
 
 template <typename T>
 ffi::Error MoeMlpOf(ffi::ThreadPool& pool, Floats x, ffi::AnyBuffer up, ffi::AnyBuffer down,
@@ -602,7 +607,7 @@ ffi::Error MoeMlpOf(ffi::ThreadPool& pool, Floats x, ffi::AnyBuffer up, ffi::Any
   const int used = std::min(*num_blocks.typed_data(), blocks);
   for (int block = 0; block < used; ++block)
     if (block == 0 || e.block_slot[block] != e.block_slot[block - 1] ||
-        (block - begins->back()) * e.block_rows >= kBlockRows)
+        (block - begins->back()) * e.block_rows >= kTaskRows)
       begins->push_back(block);
   const int tasks = static_cast<int>(begins->size());
   begins->push_back(used);
@@ -628,8 +633,169 @@ ffi::Error MoeMlp(ffi::ThreadPool pool, Floats x, ffi::AnyBuffer up, ffi::AnyBuf
              sorted);
 }
 
+// -- routing --------------------------------------------------------------------------------------
+
+constexpr int kByWeight = 4, kZero = 0, kFull = 1;
+
+// What a layer's rows visited, and who serves it: `reference.targets`.
+struct Visits {
+  std::vector<int32_t> count, share;  // of degradable rows
+  std::vector<char> pinned;
+  int64_t total = 0;
+
+  // Returns experts: pinned ones, then those of most, ties to the lower one.
+  std::vector<int> Ordered(const std::vector<int32_t>& most) const {
+    std::vector<int> order(most.size());
+    std::iota(order.begin(), order.end(), 0);
+    std::sort(order.begin(), order.end(), [&](int one, int other) {
+      if (pinned[one] != pinned[other]) return pinned[one] > pinned[other];
+      return most[one] != most[other] ? most[one] > most[other] : one < other;
+    });
+    return order;
+  }
+
+  // Finds S1, and the logical expert that serves each expert's degradable visits (-1: none).
+  void Plan(const int32_t* groups, int united, int threshold_percent, int strategy, bool* s1,
+            int32_t* target) {
+    const int experts = static_cast<int>(count.size());
+    int64_t before = 0;
+    int originals = 0;
+    for (int e : Ordered(count)) {
+      s1[e] = pinned[e] || 100 * before < threshold_percent * total;
+      before += count[e];
+      originals += s1[e];
+    }
+    if (strategy >= kByWeight) {
+      for (int e = 0; e < experts; ++e)
+        if (count[e] == 0) share[e] = -1;
+      int place = 0;
+      for (int e : Ordered(share)) s1[e] = pinned[e] || (count[e] > 0 && place < originals), ++place;
+    }
+    strategy &= kByWeight - 1;
+    std::vector<int> members(united);
+    auto has_group = [groups, united](int e) { return groups[e] >= 0 && groups[e] < united; };
+    for (int e = 0; e < experts; ++e)
+      if (!s1[e] && count[e] > 0 && has_group(e)) ++members[groups[e]];
+    for (int e = 0; e < experts; ++e) {
+      target[e] = e;
+      if (s1[e] || strategy == kZero) continue;
+      if (strategy == kFull)
+        target[e] = -1;
+      else if (has_group(e) && members[groups[e]] > 1)
+        target[e] = experts + groups[e];
+    }
+  }
+};
+
+ffi::Error Route(Ints ids, Floats weights, Ints groups, Ints slots, Ints threshold_percent, Ints strategy,
+                 Flags valid, Flags exempt, Scale scale, ffi::Attr<int32_t, kBlockRows> block_rows,
+                 IntResult expert_ids, FlagResult degraded, FlagResult s1, IntResult row_token,
+                 IntResult block_slot, IntResult num_blocks, IntResult visit_row, Result visit_weight,
+                 IntResult expert_rows, IntResult expert_start) {
+  const int rows = static_cast<int>(ids.dimensions()[0]), picks = static_cast<int>(ids.dimensions()[1]);
+  const int experts = static_cast<int>(groups.dimensions()[0]);
+  const int logical = static_cast<int>(slots.dimensions()[0]);
+  const int sorted = static_cast<int>(row_token->dimensions()[0]);
+  const bool *is_valid = valid.typed_data(), *is_exempt = exempt.typed_data();
+  const int32_t* chosen = ids.typed_data();
+  int32_t* served = expert_ids->typed_data();
+  float* weight = visit_weight->typed_data();
+  std::copy_n(weights.typed_data(), weights.element_count(), weight);
+  Visits visits{std::vector<int32_t>(experts), std::vector<int32_t>(experts),
+                std::vector<char>(experts)};
+  const float most = *scale * (1 << 15) / rows, unit = (1 << 15) / *scale;
+  for (int t = 0; t < rows; ++t) {
+    if (!is_valid[t]) continue;
+    if (!is_exempt[t]) visits.total += picks;
+    for (int64_t i = static_cast<int64_t>(t) * picks; i < static_cast<int64_t>(t + 1) * picks; ++i) {
+      if (is_exempt[t]) {
+        visits.pinned[chosen[i]] = 1;
+        continue;
+      }
+      ++visits.count[chosen[i]];
+      if (const float w = std::min(weight[i], most); w > 0.0f)
+        visits.share[chosen[i]] += static_cast<int32_t>(w * unit + 0.5f);
+    }
+  }
+  std::vector<int32_t> target(experts);
+  visits.Plan(groups.typed_data(), logical - experts, *threshold_percent.typed_data(), *strategy.typed_data(),
+              s1->typed_data(), target.data());
+
+  // Sorts the visits by expert. A row's picks that meet in one are one visit of their weights' sum.
+  int32_t *count = expert_rows->typed_data(), *start = expert_start->typed_data();
+  std::fill_n(count, logical, 0);
+  for (int t = 0; t < rows; ++t)
+    for (int k = 0; k < picks; ++k) {
+      const int64_t first = static_cast<int64_t>(t) * picks, i = first + k;
+      const bool serves = is_valid[t];
+      served[i] = !serves ? -1 : is_exempt[t] ? chosen[i] : target[chosen[i]];
+      degraded->typed_data()[i] = serves && served[i] != chosen[i];
+      const int64_t same = std::find(served + first, served + i, served[i]) - served;
+      if (same < i && served[i] >= 0) weight[same] += weight[i];
+      if (same < i || served[i] < 0)
+        weight[i] = 0.0f;
+      else
+        ++count[served[i]];
+    }
+  const int size = *block_rows, blocks = static_cast<int>(block_slot->dimensions()[0]);
+  const int32_t* slot = slots.typed_data();
+  int32_t* slot_of = block_slot->typed_data();
+  int used = 0;
+  for (int e = 0; e < logical; ++e) {
+    start[e] = used * size;
+    for (int left = count[e]; left > 0; left -= size, ++used)
+      if (used < blocks) slot_of[used] = slot[e];
+  }
+  *num_blocks->typed_data() = used;
+  for (int b = used; b < blocks; ++b) slot_of[b] = used > 0 ? slot_of[used - 1] : slot[logical - 1];
+  std::fill_n(row_token->typed_data(), sorted, rows);
+  std::vector<int32_t> next(start, start + logical);
+  for (int t = 0; t < rows; ++t)
+    for (int k = 0; k < picks; ++k) {
+      const int64_t first = static_cast<int64_t>(t) * picks, i = first + k;
+      const bool is_first = std::find(served + first, served + i, served[i]) == served + i;
+      int32_t& row = visit_row->typed_data()[i] = sorted;
+      if (!is_first || served[i] < 0) continue;
+      row = next[served[i]]++;
+      if (row < sorted) row_token->typed_data()[row] = t;
+    }
+  return ffi::Error::Success();
+}
+
+// -- projections ----------------------------------------------------------------------------------
+
+constexpr int kTaskColumns = 64;           // of a product that a task computes
+constexpr int64_t kWorthTasks = 1 << 19;  // multiplications
+
+// out = x @ w[layer], of weights that are stacked by layer. Every weight is read once: rows are few.
+template <typename T>
+void ProjectOf(ffi::ThreadPool& pool, Floats x, ffi::AnyBuffer w, int layer, Result out) {
+  const int rows = static_cast<int>(x.dimensions()[0]), depth = static_cast<int>(x.dimensions()[1]);
+  const int columns = static_cast<int>(w.dimensions()[2]);
+  const float* in = x.typed_data();
+  const T* from = static_cast<const T*>(w.untyped_data()) + static_cast<int64_t>(layer) * depth * columns;
+  float* to = out->typed_data();
+  auto run = [=](int begin, int end) {
+    auto at = [=](int m, int k) { return in[static_cast<int64_t>(m) * depth + k]; };
+    const Matrix<T> part{from + begin, columns};
+    Product<true>(rows, end - begin, depth, at, part, false, to + begin, columns, part);
+  };
+  if (static_cast<int64_t>(rows) * depth * columns < kWorthTasks) return run(0, columns);
+  Parallel(pool, (columns + kTaskColumns - 1) / kTaskColumns, [=](int i) {
+    run(i * kTaskColumns, std::min((i + 1) * kTaskColumns, columns));
+  });
+}
+
+ffi::Error Project(ffi::ThreadPool pool, Floats x, ffi::AnyBuffer w, Ints layer, Result out) {
+  const auto run = w.element_type() == ffi::F32 ? ProjectOf<float> : ProjectOf<Bf16>;
+  run(pool, x, w, *layer.typed_data(), out);
+  return ffi::Error::Success();
+}
+
 }  // namespace
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jmoe_attend, Attend);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jmoe_prefill, Prefill);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jmoe_moe_mlp, MoeMlp);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jmoe_route, Route);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jmoe_project, Project);

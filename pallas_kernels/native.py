@@ -1,4 +1,4 @@
-"""Attention and routed experts for CPUs in C++, compiled on first use.
+"""Attention, routing and routed experts for CPUs in C++, compiled on first use.
 
 Weights and pages are in float32 or bfloat16; what is computed of them is in float32 up to the
 result. XLA's references are what runs where there is no compiler, for other dtypes and sizes, and
@@ -21,7 +21,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels.activation import SILU
 from pallas_kernels.backend import backend, is_reference_wanted
@@ -31,7 +31,7 @@ SOURCE = Path(__file__).with_suffix(".cc")
 CACHE = Path("~/.cache/jmoe/native")
 LANES = 16
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fPIC", "-shared", "-w")
-_TARGETS = ("jmoe_attend", "jmoe_prefill", "jmoe_moe_mlp")
+_TARGETS = ("jmoe_attend", "jmoe_prefill", "jmoe_moe_mlp", "jmoe_route", "jmoe_project")
 
 log = logging.getLogger(__name__)
 
@@ -174,3 +174,66 @@ def moe_mlp(x, gate_up, down, plan):
         plan.visit_weight,
     )
     return out.astype(x.dtype)
+
+
+def routes(weights: Float[Array, "T K"]) -> bool:
+    """Returns whether `route` can be called for such gate weights."""
+    return weights.dtype == jnp.float32 and _runs(weights)
+
+
+def route(
+    ids: Int[Array, "T K"],
+    weights: Float[Array, "T K"],
+    *,
+    groups,
+    slots,
+    threshold_percent,
+    strategy,
+    valid,
+    exempt,
+    scale: float,
+    block_m: int,
+    num_blocks: int,
+) -> tuple[list[Array], tuple[Array, ...]]:
+    """Computes the fields of `reference.brownout_plan` and of `reference.dispatch` of the plan, bit
+    for bit, in one call.
+    """
+    num_experts, num_logical = groups.shape[0], slots.shape[0]
+    shapes = (
+        (ids.shape, jnp.int32),
+        (ids.shape, jnp.bool_),
+        ((num_experts,), jnp.bool_),
+        ((num_blocks * block_m,), jnp.int32),
+        ((num_blocks,), jnp.int32),
+        ((), jnp.int32),
+        (ids.shape, jnp.int32),
+        (ids.shape, jnp.float32),
+        ((num_logical,), jnp.int32),
+        ((num_logical,), jnp.int32),
+    )
+    call = jax.ffi.ffi_call(_TARGETS[3], [jax.ShapeDtypeStruct(*one) for one in shapes])
+    setting = threshold_percent.reshape(1), strategy.reshape(1)
+    options = {"scale": np.float32(scale), "block_rows": np.int32(block_m)}
+    fields = call(ids, weights, groups, slots, *setting, valid, exempt, **options)
+    return fields[:3], (*fields[3:], slots)
+
+
+MOST_PROJECTED = 32
+"""Rows. From more of them on XLA's products gain more than a copy of the weights costs."""
+
+
+def projects(x: Array, weights: Array) -> bool:
+    """Returns whether `project` can be called, and gains, for such rows and weights, or a stack of
+    them.
+    """
+    fits = x.ndim == 2 and x.shape[0] <= MOST_PROJECTED and weights.shape[-1] % LANES == 0
+    return fits and _runs(x, weights)
+
+
+def project(
+    x: Float[Array, "T k"], stack: Float[Array, "layers k n"], layer: Int[Array, ""]
+) -> Float[Array, "T n"]:
+    """Computes `x @ stack[layer]` in float32, and reads the stack in place."""
+    shape = jax.ShapeDtypeStruct((x.shape[0], stack.shape[2]), jnp.float32)
+    call = jax.ffi.ffi_call(_TARGETS[4], shape, vmap_method="sequential")
+    return call(x.astype(jnp.float32), stack, layer.astype(jnp.int32).reshape(1))

@@ -5,7 +5,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from pallas_kernels.backend import KERNEL, batched, hopper, note
+from pallas_kernels import native
+from pallas_kernels.backend import KERNEL, NATIVE, batched, hopper, note
 from pallas_kernels.routing import batched as few_launches
 from pallas_kernels.routing import reference, tile_map
 from pallas_kernels.routing.reference import brownout_plan, gate
@@ -157,18 +158,25 @@ def route(
             note("routing", KERNEL)
             tables: dict[str, Any] = {"bias": bias, "groups": groups, "slots": slots}
             return mosaic.route(logits, gating, **tables, **planning, **sizes, tiles=tiles)
-    note("routing")
     groups, slots = row_of(groups), row_of(slots)
     planning["threshold_percent"] = threshold_of(threshold_percent)
     bias = None if bias is None else row_of(bias)
     if batched():
+        note("routing")
         tables = {"bias": bias, "groups": groups, "slots": slots}
         ids, plan, work = few_launches.route(logits, gating, **tables, **planning, **sizes)
         plan, work = Plan(*plan), Dispatch(*work)
     else:
         weights, ids = gate(logits[:, : groups.shape[0]], bias=bias, **gating._asdict())
-        plan = brownout_plan(ids, weights, scale=scale, groups=groups, **planning)
-        work = dispatch(plan.expert_ids, weights, slots, block_m=block_m, max_active=max_active)
+        if native.routes(weights):
+            note("routing", NATIVE)
+            tables = {"groups": groups, "slots": slots, "scale": scale}
+            plan, work = native.route(ids, weights, **tables, **planning, **sizes)
+            plan, work = Plan(*plan), Dispatch(*work)
+        else:
+            note("routing")
+            plan = brownout_plan(ids, weights, scale=scale, groups=groups, **planning)
+            work = dispatch(plan.expert_ids, weights, slots, block_m=block_m, max_active=max_active)
     if tiles is not None:
         work = work._replace(tile_map=TileMap(map_tiles(work, tiles), tiles))
     return ids, plan, work

@@ -12,6 +12,7 @@ import pytest
 from pallas_kernels import grouped_gemm, native, routing
 from pallas_kernels.activation import Gelu
 from pallas_kernels.backend import noting, references_only
+from pallas_kernels.matmul import LayerOf, matmul
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.prefill_attention import prefill_attention
 
@@ -300,3 +301,85 @@ def test_where_nothing_can_be_kept_nothing_is_left(tmp_path):
     )
     assert done.stdout.strip() == "True", done.stderr
     assert not list(temporary.glob("jmoe-*"))
+
+
+@pytest.mark.parametrize("wanted", [None, jnp.float32])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=lambda dtype: dtype.__name__)
+@pytest.mark.parametrize("shape", [(2, 36, 16), (3, 64, 208), (1, 300, 1040)], ids=str)
+def test_projections_are_their_layers_products(shape, dtype, wanted):
+    rng = np.random.default_rng(0)
+    layer, rtol = shape[0] - 1, 2e-6 if wanted or dtype == jnp.float32 else 4e-3
+    stack = jnp.asarray(rng.normal(size=shape), dtype)
+    rows = jnp.asarray(rng.normal(size=(32, shape[1])), dtype)
+    run = jax.jit(lambda x: LayerOf(stack, jnp.int32(layer)).product(x, wanted))
+    alone = run(rows[-1:])
+    for x in (rows[-7:], rows):
+        assert native.projects(x, stack)
+        np.testing.assert_array_equal(
+            run(x), jax.jit(matmul, static_argnums=2)(x, stack[layer], wanted)
+        )
+        got, exact = run(x), np.asarray(x, np.float64) @ np.asarray(stack[layer], np.float64)
+        assert got.dtype == (wanted or dtype)
+        np.testing.assert_allclose(np.asarray(got, np.float64), exact, rtol=rtol, atol=2e-5)
+        np.testing.assert_array_equal(alone[0], got[-1])  # the same bits in every batch
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(33, 64), (4, 60)])
+def test_what_is_not_projected_in_place_is_sliced(rows, columns):
+    x, stack = jnp.ones((rows, 8)), jnp.arange(3 * 8 * columns, dtype=jnp.float32)
+    stack = stack.reshape(3, 8, columns)
+    assert not native.projects(x, stack)
+    weights = LayerOf(stack, jnp.int32(1))
+    assert (weights.shape, weights.dtype) == ((8, columns), jnp.float32)
+    np.testing.assert_allclose(weights.product(x), x @ stack[1], rtol=1e-6)
+    np.testing.assert_array_equal(jnp.asarray(weights), stack[1])
+
+
+def test_gradients_of_few_rows_are_those_of_many():
+    rng = np.random.default_rng(3)
+    x, w = (jnp.asarray(rng.normal(size=size), jnp.float32) for size in ((40, 24), (24, 32)))
+
+    def loss(x, w):
+        return jnp.sum(jnp.sin(matmul(x, w)))
+
+    parts = [jax.grad(loss, (0, 1))(x[i : i + 10], w) for i in range(0, 40, 10)]
+    of_x, of_w = jax.grad(loss, (0, 1))(x, w)
+    np.testing.assert_allclose(jnp.concatenate([part[0] for part in parts]), of_x, rtol=2e-5)
+    np.testing.assert_allclose(sum(part[1] for part in parts), of_w, rtol=2e-4, atol=2e-5)
+    mapped = jax.vmap(matmul, (0, None))(x.reshape(4, 10, 24), w)
+    np.testing.assert_allclose(mapped.reshape(40, 32), x @ w, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 24])
+def test_plan_and_dispatch_are_the_references_to_the_bit(rows):
+    experts, united = 9, 3
+    options = {"top_k": 4, "normalize": True, "scale": 2.5}
+    sizes = {"block_m": 4, "max_active": experts + united}
+
+    def run(given):
+        return routing.route(**given, **options, **sizes)
+
+    forms = []
+    for seed in range(40):
+        rng = np.random.default_rng((rows, seed))
+        groups = np.where(rng.random(experts) < 0.2, -1, rng.integers(0, united, experts))
+        code = rng.choice(list(routing.STRATEGIES.values())) + routing.BY_WEIGHT * (seed % 2)
+        given = {
+            "logits": jnp.asarray(rng.integers(-3, 3, (rows, experts)), jnp.float32),  # with ties
+            "groups": jnp.asarray(groups, jnp.int32),
+            "slots": jnp.asarray(rng.permutation(experts + united), jnp.int32),
+            "threshold_percent": jnp.int32(rng.integers(0, 101)),
+            "strategy": jnp.int32(code),
+            "valid": jnp.asarray(rng.random(rows) < 0.8),
+            "exempt": jnp.asarray(rng.random(rows) < 0.3),
+        }
+        if seed == 0:
+            ours, theirs = jax.jit(run), jax.jit(lambda given: run(given))
+            with references_only(), noting() as noted:
+                theirs(given)
+            forms.append(noted["routing"])
+            with noting() as noted:
+                ours(given)
+            forms.append(noted["routing"])
+        jax.tree.map(np.testing.assert_array_equal, ours(given), theirs(given))
+    assert forms == ["XLA", "C++"]
