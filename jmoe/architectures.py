@@ -174,6 +174,18 @@ def _glm4(fields: Fields) -> dict[str, Any]:
     }
 
 
+def _solar(fields: Fields) -> dict[str, Any]:
+    own = _shared(fields, 0, 1)
+    return {
+        **own,
+        "head_dim": fields.size("head_dim", 128),
+        "norm_topk_prob": fields.flag("norm_topk_prob", True),
+        "router": scored(fields, own["num_experts"], bias=True),
+        "qkv_bias": fields.flag("attention_bias", False),
+        "unused_layers": fields.size("num_nextn_predict_layers", 0, least=0),
+    }
+
+
 def _dots(fields: Fields) -> dict[str, Any]:
     own, window = _shared(fields, 0, None), 0
     if fields.values.get("sliding_window", 0) is not None:
@@ -205,19 +217,44 @@ def _deepseek2(fields: Fields) -> dict[str, Any]:
     return {**own, **_latent(fields), "norm_topk_prob": False, "router": router}
 
 
-def _deepseek3(fields: Fields) -> dict[str, Any]:
-    own = _shared(fields, 3, 1)
+def _deepseek3(
+    fields: Fields,
+    dense: int = 3,
+    grouping: tuple[int, int, float] = (8, 4, 2.5),
+    sizes: tuple[int, int, int] = (1536, 128, 128),
+) -> dict[str, Any]:
+    own = _shared(fields, dense, 1)
     return {
         **own,
-        **_latent(fields, interleaved=fields.flag("rope_interleave", True)),
+        **_latent(fields, sizes, interleaved=fields.flag("rope_interleave", True)),
         "norm_topk_prob": fields.flag("norm_topk_prob", True),
-        "router": scored(fields, own["num_experts"], (8, 4, 2.5), bias=True),
+        "router": scored(fields, own["num_experts"], grouping, bias=True),
         "unused_layers": fields.size("num_nextn_predict_layers", 1, least=0),
     }
 
 
-def _latent(fields: Fields, **given: Any) -> dict[str, Any]:
-    """Reads latent attention."""
+def _glm4_lite(fields: Fields) -> dict[str, Any]:
+    own = _deepseek3(fields, 1, (1, 1, 1.8), (768, 192, 256))
+    count, types = len(own["moe_layers"]), fields.given("mlp_layer_types")
+    if types is None:
+        types = ["dense"] + ["sparse"] * (count - 1)
+    if not isinstance(types, list) or len(types) != count or "sparse" not in types:
+        wanted = f"'dense' or 'sparse' for each of num_hidden_layers ({count}), one sparse at least"
+        raise fields.wrong("mlp_layer_types", wanted)
+    if not {"dense", "sparse"}.issuperset(types):
+        raise fields.wrong("mlp_layer_types", "'dense' or 'sparse' for each layer")
+    sparse = tuple(kind == "sparse" for kind in types)
+    if fields.given(first := "first_k_dense_replace") is not None and own["moe_layers"] != sparse:
+        raise fields.wrong(first, f"absent, or as mlp_layer_types says ({types.index('sparse')})")
+    return {**own, "moe_layers": sparse}
+
+
+def _latent(
+    fields: Fields, sizes: tuple[int, int, int] = (1536, 128, 128), **given: Any
+) -> dict[str, Any]:
+    """Reads latent attention; `sizes` are its queries' rank, `nope` and values where they are
+    absent.
+    """
     heads = fields.size("num_attention_heads")
     if fields.size("num_key_value_heads", heads) != heads:
         raise fields.wrong("num_key_value_heads", f"the same as num_attention_heads ({heads})")
@@ -235,10 +272,10 @@ def _latent(fields: Fields, **given: Any) -> dict[str, Any]:
             scale = (weight + 1.0) ** 2
     kind = Latent(
         kv_rank=fields.size("kv_lora_rank", 512),
-        q_rank=_q_rank(fields),
-        nope=fields.size("qk_nope_head_dim", 128),
+        q_rank=_q_rank(fields, sizes[0]),
+        nope=fields.size("qk_nope_head_dim", sizes[1]),
         rope=rope,
-        value=fields.size("v_head_dim", 128),
+        value=fields.size("v_head_dim", sizes[2]),
         score_scale=scale,
         **given,
     )
@@ -246,11 +283,11 @@ def _latent(fields: Fields, **given: Any) -> dict[str, Any]:
     return {"layer_attention": kinds, "head_dim": kind.rope}
 
 
-def _q_rank(fields: Fields) -> int:
+def _q_rank(fields: Fields, absent: int) -> int:
     """Returns the rank of the queries' latent; null is none, and an absent key has a default."""
     if "q_lora_rank" in fields.values and fields.given("q_lora_rank") is None:
         return 0
-    return fields.size("q_lora_rank", 1536)
+    return fields.size("q_lora_rank", absent)
 
 
 def scored(
@@ -467,11 +504,12 @@ _DEEPSEEK = (
     "routed_scaling_factor seq_aux topk_group topk_method v_head_dim"
 )
 _LATENT = {"attention_bias": (False,), "moe_layer_freq": (1,)}
+_V3_ROUTER = {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)}
 _DEEPSEEK_V3 = Architecture(
     "DeepseekV3ForCausalLM",
     _deepseek3,
     _and(f"{_DEEPSEEK} norm_topk_prob num_nextn_predict_layers rope_interleave"),
-    {**_LATENT, "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
+    _LATENT | _V3_ROUTER,
     shared="shared_experts",
     apart="as V2, with a sigmoid router; prediction layer left out",
 )
@@ -528,6 +566,20 @@ ARCHITECTURES: dict[str, Architecture] = {
         shared="shared_experts",
         apart="sigmoid router, its bias and groups; heads turn in part; prediction layer left out",
     ),
+    "solar_open": Architecture(
+        "SolarOpenForCausalLM",
+        _solar,
+        _and(
+            "attention_bias first_k_dense_replace moe_intermediate_size n_group n_routed_experts "
+            "n_shared_experts norm_topk_prob num_nextn_predict_layers "
+            "routed_scaling_factor topk_group"
+        ),
+        {"first_k_dense_replace": (0,), "partial_rotary_factor": (1,), "use_qk_norm": (False,)},
+        rms_norm_eps=1e-5,
+        rope_theta=1e6,
+        shared="shared_experts",
+        apart="GLM-4.5's router and shared experts in every layer, no norms of heads",
+    ),
     "olmoe": Architecture(
         "OlmoeForCausalLM",
         _olmoe,
@@ -574,6 +626,15 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "deepseek_v3": _DEEPSEEK_V3,
     "kimi_k2": replace(_DEEPSEEK_V3, apart="DeepSeek-V3 by another `model_type`"),
+    "glm4_moe_lite": replace(
+        _DEEPSEEK_V3,
+        class_name="Glm4MoeLiteForCausalLM",
+        translate=_glm4_lite,
+        read={*_DEEPSEEK_V3.read, "mlp_layer_types"},
+        only={**_DEEPSEEK_V3.only, "partial_rotary_factor": (1,)},
+        rms_norm_eps=1e-5,
+        apart="DeepSeek-V3 with GLM's sizes; dense layers by `mlp_layer_types`",
+    ),
     "minimax_m2": Architecture(
         "MiniMaxM2ForCausalLM",
         _minimax,

@@ -82,18 +82,15 @@ def supports(q: Any, k_pages: Any, v_pages: Any, latent: int = 0) -> bool:
     and registers have room for.
 
     Latents are one head of up to 576 elements, a multiple of 64, of which up to 512, a multiple of
-    128, are values; query heads are a multiple of 8, above 64 one of 64.
+    128, are values.
     """
     batch, heads, width = q.shape
     if latent:
         bf16 = q.dtype == k_pages.dtype == jnp.bfloat16
         sizes = batch and k_pages.shape[2] == 1 and k_pages.shape[3] >= 16
         rows = width <= 576 and width % 64 == 0 and latent <= min(512, width) and latent % 128 == 0
-        of_heads = heads % (LATENT_HEADS if heads > LATENT_HEADS else 8) == 0
-        of_heads &= heads <= num_sms() * LATENT_HEADS
-        return bool(
-            bf16 and sizes and rows and of_heads and latent_sizes(q, k_pages, latent, None, None)
-        )
+        few = heads <= num_sms() * LATENT_HEADS
+        return bool(bf16 and sizes and rows and few and _sizes(q, k_pages, latent))
     kv_heads, page_size = k_pages.shape[2:4]
     fp8 = isinstance(k_pages, Fp8Pages)
     bf16 = all(a.dtype == jnp.bfloat16 for a in ((q,) if fp8 else (q, k_pages, v_pages)))
@@ -125,8 +122,16 @@ def _sizes(
     window: int = 0,
 ) -> Sizes | None:
     if latent:
+        batch, heads, width = q.shape
+        q = jax.ShapeDtypeStruct((batch, _padded(heads), width), q.dtype)
         return latent_sizes(q, k_pages, latent, tile, num_blocks, window)
     return sizes_of(q, k_pages, tile, num_blocks, window)
+
+
+def _padded(heads: int) -> int:
+    """Returns how many heads latents are attended to with: a multiple of 8, above 64 one of 64."""
+    whole = LATENT_HEADS if heads > LATENT_HEADS else 8
+    return -(-heads // whole) * whole
 
 
 def paged_attention(
@@ -157,6 +162,10 @@ def paged_attention(
     sizes = _sizes(q, k_pages, latent, tile, num_blocks, window)
     assert sizes is not None, "not supported: ask `supports`"
     todo = todo or sizes.plan(kv_len)
+    if latent and (missing := sizes.group - heads):
+        q = jnp.pad(q, ((0, 0), (0, missing), (0, 0)))
+        if sinks is not None:
+            sinks = jnp.pad(sinks, ((0, 0),) * (sinks.ndim - 1) + ((0, missing),))
     grouped = q if latent else q.reshape(batch, sizes.kv_heads, sizes.group, head_dim)
     if (
         sizes.group > 8 and not latent
@@ -189,7 +198,7 @@ def paged_attention(
     out, pieces = (a.reshape(len(a), -1, sizes.line) for a in (out, pieces))
     out = merge(sizes, out, todo, pieces, log_sums)
     out = out.reshape(batch, sizes.kv_heads, -1, sizes.head_dim)[:, :, : sizes.group]
-    return out.reshape(batch, heads, sizes.head_dim)
+    return out.reshape(batch, -1, sizes.head_dim)[:, :heads]
 
 
 class _Refs(NamedTuple):

@@ -45,6 +45,7 @@ OTHERS = {
     "long_factor": [[1.0, 3.0, 5.0, 9.0], [1.0]],
     "short_factor": [[1.0, 1.1, 1.5, 2.0], [1.0]],
     "layer_types": [["sliding_attention", "full_attention"]],
+    "mlp_layer_types": [["dense", "dense", "sparse"], ["sparse"] * 3, ["dense", "sparse"]],
     "mlp_only_layers": [[1], [], [7]],
     "modules_to_not_convert": [["lm_head"]],
     "moe_layer_end_index": [-1, 1, 3, 9],

@@ -27,7 +27,10 @@ LENGTH, NEW_TOKENS = 19, 12
 MIN_ROUTER_GAP, MIN_LOGIT_GAP, MIN_DISTINCT, MIN_ROPE_EFFECT = 0.005, 0.02, 5, 0.05
 # Sigmoids saturate, and groups can tie: so wide a gap between their scores is never seen.
 # Scores with a bias in the choice.
-BIASED = ("glm4_moe", "deepseek_v3", "minimax_m2", "ernie4_5_moe", "dots1")
+BIASED = (
+    *("glm4_moe", "glm4_moe_lite", "solar_open", "deepseek_v3", "minimax_m2", "ernie4_5_moe"),
+    "dots1",
+)
 MIN_SCORE_GAP = dict.fromkeys((*BIASED, "phimoe", "deepseek_v2"), 0.0005)
 EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
 
@@ -39,6 +42,8 @@ NAMES = {
     "olmoe": ("num_experts", "intermediate_size"),
     "mixtral": ("num_local_experts", "intermediate_size"),
     "glm4_moe": ("n_routed_experts", "moe_intermediate_size"),
+    "glm4_moe_lite": ("n_routed_experts", "moe_intermediate_size"),
+    "solar_open": ("n_routed_experts", "moe_intermediate_size"),
     "gpt_oss": ("num_local_experts", "intermediate_size"),
     "deepseek_v2": ("n_routed_experts", "moe_intermediate_size"),
     "deepseek_v3": ("n_routed_experts", "moe_intermediate_size"),
@@ -157,6 +162,8 @@ olmoe = partial(case, "olmoe", eos_token_id=2)
 deepseek2, deepseek3 = (
     partial(case, name, eos_token_id=2, **LATENT) for name in ("deepseek_v2", "deepseek_v3")
 )
+glm4_lite = partial(case, "glm4_moe_lite", eos_token_id=2, **LATENT)
+solar = partial(case, "solar_open", eos_token_id=2)
 minimax = partial(case, "minimax_m2", eos_token_id=2)
 ernie = partial(case, "ernie4_5_moe", eos_token_id=2)
 dots = partial(case, "dots1", eos_token_id=2, n_shared_experts=2)
@@ -312,6 +319,36 @@ CASES = {
         first_k_dense_replace=0,
         n_shared_experts=2,
         num_nextn_predict_layers=0,
+        **TIED,
+    ),
+    "glm4_moe_lite": glm4_lite([3, 30, 5, 5, 71], [8, 3, 11, 25], q_lora_rank=10),
+    "glm4_moe_lite_types_tied": glm4_lite(
+        [3, 35, 3, 3, 67],
+        [9, 2, 9, 23],
+        hub=False,
+        bf16=True,
+        rope=YARN_SCORES,
+        q_lora_rank=None,
+        mlp_layer_types=["sparse", "dense", "sparse"],
+        n_group=3,
+        topk_group=2,
+        n_shared_experts=2,
+        norm_topk_prob=False,
+        rope_interleave=False,
+        **TIED,
+    ),
+    "solar_open": solar(
+        [2, 30, 6, 3, 73], [9, 3, 11], head_dim=8, n_group=3, topk_group=2, n_shared_experts=2
+    ),
+    "solar_open_bias_yarn_tied": solar(
+        [3, 28, 5, 1, 61],
+        [7, 2, 13],
+        hub=False,
+        rope=YARN_BETAS,
+        head_dim=8,
+        attention_bias=True,
+        norm_topk_prob=False,
+        routed_scaling_factor=1.7,
         **TIED,
     ),
     "minimax_m2": minimax(

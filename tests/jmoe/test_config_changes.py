@@ -106,12 +106,15 @@ def extra_tensor_names(config):
     layer = "model.layers.0."
     sparse = config["model_type"] in ("mixtral", "minimax_m2")
     block = "block_sparse_moe." if sparse else "mlp."
-    if config["model_type"] not in ("glm4_moe", "deepseek_v3", "dots1"):
+    biased = ("glm4_moe", "glm4_moe_lite", "solar_open", "deepseek_v3", "dots1")
+    if config["model_type"] not in biased:
         yield layer + block + "gate.e_score_correction_bias"
     yield layer + block + "experts.0.gate_proj.bias"
-    behind = config["num_hidden_layers"] + config.get("num_nextn_predict_layers", 0)
+    predicting = int(config["model_type"] == "glm4_moe_lite")  # where the key is absent
+    predicting = config.get("num_nextn_predict_layers", predicting)
+    behind = config["num_hidden_layers"] + predicting
     yield f"model.layers.{behind}.input_layernorm.weight"
-    if not config.get("attention_bias") or config["model_type"] == "glm4_moe":
+    if not config.get("attention_bias") or config["model_type"] in ("glm4_moe", "solar_open"):
         yield layer + "self_attn.o_proj.bias"
     yield "mtp.fc.weight"
 

@@ -44,6 +44,8 @@ CARDS = {
     "Mixtral-8x22B-Instruct-v0.1": (141, 39, 65536),
     "GLM-4.5": (355, 32, 131072),
     "GLM-4.5-Air": (106, 12, 131072),
+    "GLM-4.7-Flash": (30, 3.6, 202752),
+    "Solar-Open-100B": (102.6, 12, 131072),
     "granite-3.0-3b-a800m-base": (3.3, 0.88, 4096),
     "Phi-3.5-MoE-instruct": (41.9, 6.6, 4096),  # of 131,072: LongRoPE's short factors
     "OLMoE-1B-7B-0924": (6.9, 1.3, 4096),
@@ -62,6 +64,7 @@ KV_BYTES = {  # of a position, in bfloat16
     "DeepSeek-V2-Lite": 31_104,
     "DeepSeek-V3-bf16": 70_272,
     "GLM-4.5-Air": 188_416,
+    "GLM-4.7-Flash": 54_144,
     "Qwen3-30B-A3B": 98_304,
     "gpt-oss-120b": 73_728,
 }
@@ -129,7 +132,9 @@ def test_a_released_model_is_read(name):
     counts = [(found - part) / 1e9 for part in (0, embed, (2 - cfg.tie_embeddings) * embed)]
     assert any(one == pytest.approx(active, rel=0.03) for one in counts)
     assert cfg.max_position == positions
-    kinds = dict.fromkeys(("deepseek_v2", "deepseek_v3", "gpt_oss", "kimi_k2"), "yarn")
+    kinds = dict.fromkeys(
+        ("deepseek_v2", "deepseek_v3", "gpt_oss", "kimi_k2", "solar_open"), "yarn"
+    )
     assert cfg.rope.kind == (kinds | {"phimoe": "longrope"}).get(cfg.architecture, "default")
     if name in KV_BYTES:
         assert kv_bytes_per_token(cfg, "bfloat16") == KV_BYTES[name]
