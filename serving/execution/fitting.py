@@ -1,5 +1,6 @@
 """Settings as they apply to a model, and the sizes that follow."""
 
+import logging
 from dataclasses import replace
 
 from jmoe.api import Model
@@ -9,6 +10,8 @@ from serving.config import EngineConfig
 from serving.errors import SettingsError
 from serving.execution.buckets import with_default_buckets
 from serving.plan import Limits
+
+log = logging.getLogger(__name__)
 
 DEFAULT_MODEL_LEN = 2048
 """Positions of a sequence where the settings leave them open and the model has as many."""
@@ -62,6 +65,12 @@ def fit_to_model(config: EngineConfig, model: Model, num_ranks: int = 0) -> Engi
         )
     num_ranks = num_ranks or num_ranks_of(model)
     length = served_len(config, model.config, model.name, num_ranks)
+    is_open = not (config.max_model_len or config.num_pages)
+    if is_open and length < model.config.max_position:
+        log.warning(
+            "sequences are served up to %d tokens, of %s's %d: --max-model-len serves longer ones",
+            *(length, model.name, model.config.max_position),
+        )
     return replace(with_default_buckets(config, num_ranks), max_model_len=length)
 
 

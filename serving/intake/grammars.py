@@ -2,8 +2,8 @@
 checks structures before it.
 """
 
+import json
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -15,10 +15,24 @@ a second, during which no other request gets a token. Structures that people wri
 of these bounds.
 """
 
-JSON_OPTIONS: Any = {"whitespace_flexible": False}
-"""Forbids arbitrary whitespace in JSON, since small models would then write nothing else. A schema
-can change this by its own `x-guidance`.
+JSON_OPTIONS: Any = {
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+}
+"""JSON on one line, with the spaces that models write by themselves: of arbitrary whitespace small
+ones would write nothing else. A schema can change this by its own `x-guidance`.
 """
+
+
+def _json_grammar(schema: str) -> str:
+    try:
+        is_flexible = bool(json.loads(schema)["x-guidance"]["whitespace_flexible"])
+    except (ValueError, LookupError, TypeError, RecursionError):  # llguidance says what is wrong
+        is_flexible = False
+    # With separators that have a space, flexible white space would be at least that.
+    options = {} if is_flexible else JSON_OPTIONS
+    return LLMatcher.grammar_from_json_schema(schema, defaults=options)
 
 
 class Vocabulary:
@@ -38,7 +52,7 @@ class Vocabulary:
     def read(self, kind: str, text: str) -> tuple[Any, str | None]:
         """Returns llguidance's matcher in its initial state, or None and why there is none."""
         make = {
-            "json_schema": partial(LLMatcher.grammar_from_json_schema, defaults=JSON_OPTIONS),
+            "json_schema": _json_grammar,
             "regex": LLMatcher.grammar_from_regex,
             "grammar": LLMatcher.grammar_from_lark,
         }[kind]

@@ -315,10 +315,11 @@ class GuardedPolicy:
     """Wraps a policy; whatever it returns, does or raises, a valid choice results."""
 
     def __init__(self, policy: Policy, slow_s: float = math.inf) -> None:
-        """Calls that take longer than `slow_s` are logged."""
+        """Calls that take longer than `slow_s` are logged, of a policy that is not jmoe's."""
         self.policy = policy
         self.parks = bool(getattr(policy, "parks", True))
         name = f"policy {type(policy).__qualname__}"
+        slow_s = math.inf if type(policy) in POLICIES.values() else slow_s
         self._guard = plugins.Guard(name, "first come first served", slow_s)
 
     def insert(self, queue: "list[SequenceState]", sequence: "SequenceState") -> None:

@@ -181,5 +181,5 @@ class Accounts:
                 self._num_faults += 1
                 if self._num_faults.bit_count() == 1:  # the 1st, 2nd, 4th, 8th, ...
                     log.exception(
-                        "%s failed, for the %dth time", heard.__qualname__, self._num_faults
+                        "%s failed (%d times so far)", heard.__qualname__, self._num_faults
                     )

@@ -184,14 +184,14 @@ class Tools:
 
 
 def _compact(schema: str) -> str:
-    """Returns a JSON schema as it is held to by itself: without white space that may vary."""
+    """Returns a JSON schema as it is held to by itself: with white space that does not vary."""
     try:
         found = jiter.from_json(schema.encode())
     except ValueError:
         return schema  # the grammar says why not
     if not isinstance(found, dict):
         return schema
-    return json.dumps({"x-guidance": {"whitespace_flexible": False}, **found})
+    return json.dumps({"x-guidance": SPACED, **found})
 
 
 def _tokens(tokens: Sequence[int]) -> str:

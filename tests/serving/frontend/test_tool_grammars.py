@@ -196,10 +196,14 @@ def test_what_schemas_say_to_people_takes_no_room_in_a_grammar(parser, template)
 
 def follows(tools, tokenizer, text, wanted=None):
     """Returns whether the grammar lets a model write a text, and end there."""
+    return lets_write(tools.structure(wanted), tokenizer, text)
+
+
+def lets_write(structure, tokenizer, text):
     backend = tokenizer.backend
     size, end = backend.get_vocab_size(), backend.token_to_id(END)
-    structure = tools.structure(wanted)
-    read, error = Vocabulary(backend.to_str(), size, [end]).read("grammar", structure.text)
+    vocabulary = Vocabulary(backend.to_str(), size, [end])
+    read, error = vocabulary.read(structure.kind.value, structure.text)
     assert error is None, (error, structure.text)
     words = np.zeros((size + 31) // 32, np.int32)
     for token in [*backend.encode(text, add_special_tokens=False).ids, end]:
@@ -329,6 +333,22 @@ def test_beside_an_answer_with_a_schema_there_are_calls_or_that(parser, template
     )
     call = writer(tools_of(tokenizer), tokenizer, random.Random(5))()
     assert follows(tools, tokenizer, call, wanted)
-    assert follows(tools, tokenizer, '{"text":"Hi."}', wanted)
+    assert follows(tools, tokenizer, '{"text": "Hi."}', wanted)
     assert not follows(tools, tokenizer, "Hi.", wanted)
-    assert not follows(tools, tokenizer, '{"texts":"Hi."}', wanted)
+    assert not follows(tools, tokenizer, '{"texts": "Hi."}', wanted)
+
+
+def test_json_has_the_spaces_that_json_dumps_writes():
+    tokenizer = tokenizer_of("tools", [])
+    free = {"type": "object", "properties": {"a": {"type": "array"}, "b": {"type": "null"}}}
+    text = json.dumps({"a": [1, {"c": True}], "b": None})
+    for options, spaced in (
+        ({}, True),
+        ({"whitespace_flexible": True}, True),
+        ({"item_separator": ",", "key_separator": ":"}, False),
+    ):
+        schema = json.dumps(free | ({"x-guidance": options} if options else {}))
+        structure = Structure(StructureKind.JSON_SCHEMA, schema)
+        assert lets_write(structure, tokenizer, text) == spaced
+        compact = text.replace(" ", "")
+        assert lets_write(structure, tokenizer, compact) != (spaced and options == {})
