@@ -81,6 +81,11 @@ class GrpcPort:
         Raises OSError with one line that names the flag to change: `--<prefix>host`,
         `--<prefix>port`.
         """
+        address, certificates = join(self._host, self._wanted), self._server.certificates
+        # Checked here, since gRPC logs the reason but does not raise it; and first, since a server
+        # of gRPC's that never starts leaves words on stderr when the process ends.
+        if (refused := _refusal(self._host, self._wanted)) is not None:
+            raise cannot_listen(address, refused, self._prefix, "port")
         options = (
             *_OPTIONS,
             ("grpc.max_allowed_incoming_connections", self._max_connections),
@@ -92,20 +97,15 @@ class GrpcPort:
         health_pb2_grpc.add_HealthServicer_to_server(self._server.health, made)
         names = (service.descriptor.full_name for service in self.services)
         reflection.add(made, (*names, health.SERVICE_NAME))
-        address, certificates = join(self._host, self._wanted), self._server.certificates
-        # Checked here, since gRPC logs the reason but does not raise it.
-        refused = _refusal(self._host, self._wanted)
         try:
-            if refused is None:
-                self.port = (
-                    made.add_insecure_port(address)
-                    if certificates is None
-                    else made.add_secure_port(address, certificates.for_grpc())
-                )
+            self.port = (
+                made.add_insecure_port(address)
+                if certificates is None
+                else made.add_secure_port(address, certificates.for_grpc())
+            )
         except RuntimeError as error:
             refused = OSError(None, str(error))
-        if refused is not None:
-            raise cannot_listen(address, refused, self._prefix, "port")
+            raise cannot_listen(address, refused, self._prefix, "port") from error
         return made
 
     async def start(self) -> str:

@@ -290,7 +290,11 @@ async def serve(
     failed and `exit_on_failure` is set.
     """
     server, stopping = Server(config, metrics, tracer), asyncio.Event()
-    await server.start()
+    try:
+        await server.start()
+    except OSError:
+        await server.stop()
+        raise
     for name, where in server.addresses.items():
         if where:
             print(f"jmoe {name} on {where}", flush=True)

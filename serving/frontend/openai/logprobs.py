@@ -49,7 +49,9 @@ class Texts:
 
 
 def _text(pieces: "Pieces | None", token: int) -> str:
-    return f"token_id:{token}" if pieces is None else pieces[token].decode("utf-8", "replace")
+    """Returns a token's text; its id if it is in no vocabulary, so that no two are the same."""
+    own = b"" if pieces is None else pieces[token]
+    return own.decode("utf-8", "replace") or f"token_id:{token}"
 
 
 def _ends(pieces: "Pieces | None", token: int) -> tuple[bytes, bytes]:
