@@ -508,6 +508,8 @@ class _Tagged(ToolParser):
     """
 
     before, closing = "", ""  # markers before an argument's name, and behind its value
+    gap = r'"\n"'
+    """What a grammar has between tags."""
 
     def arguments(self, function: str, *ends: str) -> Generator[None, None, str]:
         """Consumes the arguments of a call, up to one of the markers `ends`; returns which, empty
@@ -585,7 +587,7 @@ class _Tagged(ToolParser):
         end = marker(self.closing)
         for n, (key, one) in enumerate(properties.items() if isinstance(properties, dict) else ()):
             rule = f"value{i}x{n}"
-            tail = rf'{end} "\n"'
+            tail = f"{end} {self.gap}"
             if not _is_string(one):
                 defs = {at: schema[at] for at in ("$defs", "definitions") if at in schema}
                 lines.append(f"{rule}: {_json({**defs, **one} if isinstance(one, dict) else one)}")
@@ -595,7 +597,7 @@ class _Tagged(ToolParser):
                 lines.append(f"{rule}: {_TEXT}")
             else:
                 lines.append(f"{rule}[suffix={end}]: {_TEXT}")
-                tail = r'"\n"'
+                tail = self.gap
             text = f"{self.keyed(key, marker)} {rule} {tail}"
             is_required = isinstance(required, list) and key in required
             arguments.append(text if is_required else f"({text})?")
@@ -607,8 +609,9 @@ class _Tagged(ToolParser):
 
 
 class Glm(_Tagged):
-    """GLM-4.5: a call's name, then each argument."""
+    """GLM-4.5 and 4.7: a call's name, then each argument. The newer has no line breaks."""
 
+    gap = r'"\n"?'
     opening = "<tool_call>"
     before, closing = "<arg_key>", "</arg_value>"
 
@@ -640,11 +643,11 @@ class Glm(_Tagged):
     def keyed(self, key: str, marker: Marker) -> str:
         """See _Tagged."""
         name = f"{marker('<arg_key>')} {_literal(key)} {marker('</arg_key>')}"
-        return rf'{name} "\n" {marker("<arg_value>")}'
+        return f"{name} {self.gap} {marker('<arg_value>')}"
 
     def written(self, name: str, arguments: str, marker: Marker) -> str:
         """See ToolParser."""
-        first = rf'{marker("<tool_call>")} {_literal(name)} "\n"'
+        first = f"{marker('<tool_call>')} {_literal(name)} {self.gap}"
         return f"{first} {arguments} {marker('</tool_call>')}"
 
 
@@ -812,6 +815,7 @@ class Kimi(_Section):
 
 PARSERS: dict[str, type[ToolParser]] = {
     "glm45": Glm,
+    "glm47": Glm,
     "hermes": Hermes,
     "mistral": Mistral,
     "openai": Harmony,

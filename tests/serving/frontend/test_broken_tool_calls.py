@@ -98,11 +98,12 @@ FORMATS = {
     "deepseek_v3 plain": deepseek_plain,
     "kimi_k2": kimi,
     "glm45": glm,
+    "glm47": lambda calls: glm(calls).replace("\n", ""),
     "minimax_m2": minimax,
 }
 ENDLESS = "mistral", "mistral list"
 """Formats whose calls have no marker behind them."""
-TAGGED = "glm45", "minimax_m2"
+TAGGED = "glm45", "glm47", "minimax_m2"
 
 
 class Cell(NamedTuple):
@@ -133,7 +134,7 @@ def cells(name: str) -> dict[str, Cell]:
         head = "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant"
     whole = write([PARIS])
     no_object = {
-        "glm45": Cell(write([LIST, PARIS]), [PARIS], write([LIST])),
+        **dict.fromkeys(("glm45", "glm47"), Cell(write([LIST, PARIS]), [PARIS], write([LIST]))),
         "minimax_m2": Cell(write([LIST, PARIS]), [NOW, PARIS], LIST[1]),
     }
     found = {
@@ -152,7 +153,7 @@ def cells(name: str) -> dict[str, Cell]:
         "no object": no_object.get(name, Cell(write([LIST, PARIS]), [LIST, PARIS])),
     }
     if name not in ENDLESS:
-        read = OPEN if name == "glm45" else PARIS  # whose end marker closes the object
+        read = OPEN if name.startswith("glm4") else PARIS  # whose end marker closes the object
         found["cut marker"] = Cell(whole[:-3], [read], reason="length")
     return found
 

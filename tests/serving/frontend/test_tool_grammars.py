@@ -37,12 +37,14 @@ MARKERS = {
     # The last is none of the model's tokens; it is one here so that texts drawn at random end.
     "minimax_m2": ["<minimax:tool_call>", "</minimax:tool_call>", "</parameter>"],
 }
+MARKERS["glm47"] = MARKERS["glm45"]
 TEMPLATES = [
     *(("hermes", "tools <tool_call>"), ("mistral", "tools [TOOL_CALLS]"), ("glm45", "<arg_key>")),
     *(("mistral", "[TOOL_CALLS] [ARGS]"), ("openai", "<|channel|>")),
     *(("deepseek_v3", "<｜tool▁call▁begin｜>```"), ("deepseek_v3", "<｜tool▁call▁begin｜>")),
     *(("kimi_k2", "<|tool_call_begin|>"), ("minimax_m2", "<minimax:tool_call>")),
 ]
+TEMPLATE = {"glm47": "<arg_key>", **dict(reversed(TEMPLATES))}
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -242,6 +244,10 @@ TAGGED = {
         "<tool_call>{0}\n{1}</tool_call>",
         "<arg_key>{0}</arg_key>\n<arg_value>{1}</arg_value>\n",
     ),
+    "glm47": (
+        "<tool_call>{0}{1}</tool_call>",
+        "<arg_key>{0}</arg_key><arg_value>{1}</arg_value>",
+    ),
     "minimax_m2": (
         '<minimax:tool_call>\n<invoke name="{0}">\n{1}</invoke>\n</minimax:tool_call>',
         '<parameter name="{0}">{1}</parameter>\n',
@@ -262,7 +268,7 @@ def test_beside_text_a_call_is_held_from_its_marker_on(parser, kind):
         told = [argument.format(*one) for one in json.loads(arguments).items()]
         return call.format(name, "".join(told))
 
-    template = dict(reversed(TEMPLATES))[parser].replace("```", "")
+    template = TEMPLATE[parser].replace("```", "")
     tokenizer = tokenizer_of(f"tools {template}", MARKERS[parser] if kind == "special" else [])
     if kind == "added":
         added = ["<think>", "</think>", *MARKERS[parser]]

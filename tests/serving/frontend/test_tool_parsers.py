@@ -488,6 +488,10 @@ MINIMAX = [
     ),
     ("", "", []),
 ]
+GLM47 = [
+    (glm("weather", ("city", "Paris")).replace("\n", ""), "", [PARIS]),
+    (f"I look.{glm('now')}".replace("\n", ""), "I look.", [("now", "{}")]),
+]
 CASES = [
     (name, number, *case)
     for name, cases in {
@@ -495,6 +499,7 @@ CASES = [
         "mistral": MISTRAL,
         "openai": HARMONY,
         "glm45": GLM,
+        "glm47": GLM47,
         "deepseek_v3": DEEPSEEK,
         "ernie45": ERNIE,
         "kimi_k2": KIMI,
