@@ -24,7 +24,7 @@ from jmoe.numbers import integer
 from jmoe.packed import unpacked
 from jmoe.parallel.home import Home, require_mesh
 from jmoe.parallel.placement import Placement, check, contiguous
-from jmoe.tokenizer import Tokenizer, TokenizerError
+from jmoe.tokenizer import Tokenizer, TokenizerError, copy_tokenizer
 from jmoe.weights import Params, ResidentWeights, Weights
 
 BUNDLED = "bundled"
@@ -416,15 +416,11 @@ def save(model: Model, path: str | Path) -> None:
     Raises FileExistsError where the directory already holds a model, ValueError for a mesh of
     several processes.
     """
-    import shutil
-
     directory, home = Path(path), model.home
     weights = model.weights if home is None else home.gathered(model.weights)
     groups = jnp.full_like(weights.table.groups, -1)
     table = weights.table._replace(groups=groups)
     checkpoint.save_native(directory, model.config, weights._replace(table=table))
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        if (model.path / name).exists():
-            shutil.copyfile(model.path / name, directory / name)
+    copy_tokenizer(model.path, directory)
     if (model.path / checkpoint.UNITED_FILE).exists():
         checkpoint.copy_united(model.path, directory)

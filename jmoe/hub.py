@@ -12,7 +12,7 @@ HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 """OWNER/NAME."""
 
 SMALL_FILES = ("*.json", "*.jinja")
-"""What describes a model: configuration, tokenizer, chat template, index of shards."""
+"""What describes a model: configuration, tokenizer, chat templates, index of shards."""
 WEIGHTS = ("*.safetensors", "state/*")
 """In shards, united experts and probes beside them; and jmoe's own format."""
 NOT_READ = ("consolidated*", "original/*", "onnx/*")

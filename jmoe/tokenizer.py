@@ -1,13 +1,14 @@
 """Tokenizer files of a Hugging Face directory, through the `tokenizers` library."""
 
 import json
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tokenizers import AddedToken, processors
 from tokenizers import Tokenizer as Backend
-from tokenizers import processors
 
 from jmoe.model_files import read_text, regular
 from jmoe.pieces import Pieces
@@ -73,8 +74,21 @@ class TextStream:
         return text[len(released) :] if text.startswith(released) else self._decode(tokens[count:])
 
 
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
+    *("chat_template.jinja", "additional_chat_templates/*.jinja"),
+)
+"""All that is read here, as patterns below a model's directory."""
+DEFAULT, TOOL_USE = "default", "tool_use"
+"""Of several chat templates, the names of that for chats and that for chats with tools."""
 SPECIAL_TOKENS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
-"""Tokens that chat templates get from `tokenizer_config.json`, as `bos_token` and so on."""
+"""Tokens that every model may name, as `bos_token` and so on."""
+_OWN_TOKENS = ("extra_special_tokens", "model_specific_special_tokens")
+"""Settings that may hold an object of a model's own special tokens, by name."""
+_UNNAMED_TOKENS = ("extra_special_tokens", "additional_special_tokens")
+"""Settings that may hold a list of further ones."""
+_FLAGS = ("lstrip", "rstrip", "single_word", "normalized")
+"""What an object may say of a token beside its content."""
 ADDS_TOKENS = dict.fromkeys(("LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer")) | {
     "GPTNeoXTokenizer": False,
     "CohereTokenizer": True,
@@ -83,6 +97,7 @@ ADDS_TOKENS = dict.fromkeys(("LlamaTokenizer", "CodeLlamaTokenizer", "GemmaToken
 None: beside what tokenizer.json adds; else in place of it, and this is `add_bos_token` where it is
 not given. With others tokenizer.json alone counts."""
 _REMEMBERED_TOKENS = 1 << 14
+_NAMED = ("name", "template")
 _FROM_THE_SERVER = frozenset({"messages", "add_generation_prompt", "bos_token", "eos_token"})
 
 
@@ -104,19 +119,25 @@ class TokenizerError(ValueError):
 
 
 class Tokenizer:
-    """`tokenizer.json` with the special tokens and chat template of `tokenizer_config.json`."""
+    """`tokenizer.json` with the special tokens and chat templates of the files beside it."""
 
     def __init__(self, backend: Backend, settings: Mapping[str, Any]) -> None:
+        """`settings` are those of `tokenizer_config.json`. Raises TokenizerError for some that
+        cannot be.
+        """
         self.backend = backend
-        self._settings = settings
-        self.chat_template: str | None = settings.get("chat_template")
+        self.special_tokens: Mapping[str, str] = _special_tokens(settings)
+        """Special tokens by the names that chat templates know them by; without a beginning or an
+        end, these are empty."""
+        self.chat_templates: Mapping[str, str] = _templates(settings.get("chat_template"))
+        """Chat templates by name; a single one is `default`."""
 
     @classmethod
     def load(cls, directory: Path, chat_template: str | Path = "") -> "Tokenizer | None":
         """Loads a tokenizer; None where there is no `tokenizer.json`. Raises TokenizerError for a
         broken one.
 
-        `chat_template` is a file in place of the model's own template.
+        `chat_template` is a file in place of the model's own templates.
         """
         path = directory / "tokenizer.json"
         if not path.exists():
@@ -131,6 +152,7 @@ class Tokenizer:
             backend = Backend.from_file(str(regular(path)))
             backend.no_truncation()  # both are kept of a training, and would change prompts
             backend.no_padding()
+            _mark_special(backend, settings)
             _add_tokens(backend, settings)
         except Exception as error:  # the library raises bare Exception
             raise TokenizerError(f"{path} is not readable: {error}") from None
@@ -186,11 +208,15 @@ class Tokenizer:
 
         This runs the template in this process without limits: of a model whose maker you trust.
         """
-        from jmoe.chat_template import ChatTemplateError
+        from jmoe.chat_template import ChatTemplate, ChatTemplateError
 
         options = self.checked_options(options or {})
+        name = self.chat_template_name(options)
         try:
-            return self._compiled.render(messages, options)
+            if name not in self._compiled:  # which takes as long as a long prompt
+                made = ChatTemplate(self.chat_templates[name], self.special_tokens)
+                self._compiled[name] = made
+            return self._compiled[name].render(messages, options)
         except ChatTemplateError as error:
             raise TokenizerError(f"the chat template failed: {error}") from None
 
@@ -200,9 +226,29 @@ class Tokenizer:
         """
         if taken := sorted(options.keys() & _FROM_THE_SERVER):
             raise TokenizerError(f"the chat template gets {taken[0]} from the server; leave it out")
-        if not self.chat_template:
+        if self.chat_template(options):
+            return options
+        if not self.chat_templates or DEFAULT in self.chat_templates:
             raise TokenizerError("this model has no chat template; send plain text")
-        return options
+        have = ", ".join(sorted(self.chat_templates))
+        tools = "send tools, or " * (TOOL_USE in self.chat_templates)
+        raise TokenizerError(
+            f"this model's chat templates are {have}, and none is {DEFAULT}; {tools}give it a "
+            "template (engine.chat_template)"
+        )
+
+    def chat_template_name(self, options: Mapping[str, Any]) -> str:
+        """Returns the name of the chat template that a chat with `options` gets, as transformers
+        does: with tools, be they none, the one for these where there is one.
+        """
+        has_tools = options.get("tools") is not None and TOOL_USE in self.chat_templates
+        return TOOL_USE if has_tools else DEFAULT
+
+    def chat_template(self, options: Mapping[str, Any]) -> str:
+        """Returns the text of the chat template that a chat with `options` gets; empty: there is
+        none.
+        """
+        return self.chat_templates.get(self.chat_template_name(options), "")
 
     @cached_property
     def added_tokens(self) -> dict[str, int]:
@@ -211,25 +257,52 @@ class Tokenizer:
         return {one.content: token for token, one in added}
 
     @cached_property
-    def special_tokens(self) -> dict[str, str]:
-        """Special tokens by the names that chat templates know them by; without a beginning or an
-        end, these are empty.
-        """
-        named = {name: _special(self._settings, f"{name}_token") for name in SPECIAL_TOKENS}
-        always = ("bos", "eos")
-        return {f"{name}_token": text for name, text in named.items() if text or name in always}
-
-    @cached_property
-    def _compiled(self) -> "ChatTemplate":
-        """The template, compiled once: that takes as long as a long prompt."""
-        from jmoe.chat_template import ChatTemplate
-
-        return ChatTemplate(self.chat_template or "", self.special_tokens)
+    def _compiled(self) -> "dict[str, ChatTemplate]":
+        """The templates that a chat has used, by name."""
+        return {}
 
 
-def _special(settings: Mapping[str, Any], name: str) -> str:
-    token = settings.get(name)
-    return token.get("content", "") if isinstance(token, Mapping) else token or ""
+def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Returns special tokens by name: those of every model, and a model's own, whose names end in
+    `_token` or stand in an object. Raises TokenizerError.
+    """
+    found = {"bos_token": "", "eos_token": ""}
+    of_every_model = {f"{name}_token" for name in SPECIAL_TOKENS}
+    own = [settings.get(name) for name in _OWN_TOKENS]
+    named = {name: value for name, value in settings.items() if name.endswith("_token")}
+    for objects in (one for one in own if isinstance(one, Mapping)):
+        named |= objects
+    for name, value in named.items():
+        text = _content(value)
+        if text is not None:
+            found[name] = text
+        elif value is not None and name in of_every_model:
+            raise TokenizerError(
+                f"{name} is {json.dumps(value)[:99]}; it must be text, or an object with content"
+            )
+    return found
+
+
+def _content(token: object) -> str | None:
+    text = token.get("content") if isinstance(token, Mapping) else token
+    return text if isinstance(text, str) else None
+
+
+def _mark_special(backend: Backend, settings: Mapping[str, Any]) -> None:
+    """Marks tokens as special that the settings name so and `tokenizer.json` has among its words
+    alone: a text is split at them. Those without an id stay unknown.
+    """
+    lists = (settings.get(name) for name in _UNNAMED_TOKENS)
+    tokens = [one for some in lists if isinstance(some, list) for one in some]
+    names = _special_tokens(settings)
+    tokens += [token if _content(token := settings.get(name)) else names[name] for name in names]
+    known = {one.content for one in backend.get_added_tokens_decoder().values()}
+    for token in tokens:
+        text = _content(token)
+        if text and text not in known and backend.token_to_id(text) is not None:
+            flags = token if isinstance(token, Mapping) else {}
+            given = {name: flags[name] is True for name in _FLAGS if name in flags}
+            backend.add_special_tokens([AddedToken(text, special=True, **given)])
 
 
 def _add_tokens(backend: Backend, settings: Mapping[str, Any]) -> None:
@@ -242,10 +315,11 @@ def _add_tokens(backend: Backend, settings: Mapping[str, Any]) -> None:
     if (begins := ADDS_TOKENS[kind]) is not None:
         backend.post_processor = None
         settings = {"add_bos_token": begins, **settings}
+    named = _special_tokens(settings)
     template, added, own = ["$A"], [], backend.encode("").ids
     for name, at in (("bos", 0), ("eos", 1)):
         wanted = settings.get(f"add_{name}_token") is True
-        text = _special(settings, f"{name}_token") if wanted else ""
+        text = named[f"{name}_token"] if wanted else ""
         token = backend.token_to_id(text)
         if token is not None and token not in own:
             template.insert(at * len(template), text)
@@ -257,17 +331,37 @@ def _add_tokens(backend: Backend, settings: Mapping[str, Any]) -> None:
 
 
 def read_settings(directory: Path, chat_template: str | Path = "") -> dict[str, Any]:
-    """Returns the settings of `tokenizer_config.json`, with the text of the chat template, None
-    without one, as `chat_template`. Raises TokenizerError.
+    """Returns the settings of `tokenizer_config.json` and the files beside it, with the texts of
+    chat templates by name, a single one `default`, as `chat_template`. Raises TokenizerError.
+
+    What is said twice is as transformers takes it. `special_tokens_map.json` wins unless
+    `tokenizer_config.json` has `added_tokens_decoder`; then it is not read. Templates in files of
+    their own win over all in `tokenizer_config.json`.
     """
     settings = _settings(directory / "tokenizer_config.json")
-    template = directory / "chat_template.jinja"
-    if template.exists():
-        settings["chat_template"] = _text(template)
-    settings["chat_template"] = _one_template(settings.get("chat_template"), directory)
+    if "added_tokens_decoder" not in settings:
+        settings |= _settings(directory / "special_tokens_map.json")
+    files = {path.stem: path for path in (directory / "additional_chat_templates").glob("*.jinja")}
+    if (single := directory / "chat_template.jinja").exists():
+        files = {DEFAULT: single} | files
     if chat_template:
-        settings["chat_template"] = _text(Path(chat_template))
+        files = {DEFAULT: Path(chat_template)}
+    if files:
+        settings["chat_template"] = {name: _text(path) for name, path in files.items()}
+    try:
+        settings["chat_template"] = _templates(settings.get("chat_template"))
+        _special_tokens(settings)
+    except TokenizerError as error:
+        raise TokenizerError(f"{directory}: {error}") from None
     return settings
+
+
+def copy_tokenizer(directory: Path, to: Path) -> None:
+    """Copies a model's tokenizer, special tokens and chat templates into another directory."""
+    for path in (path for pattern in TOKENIZER_FILES for path in directory.glob(pattern)):
+        target = to / path.relative_to(directory)
+        target.parent.mkdir(exist_ok=True)
+        shutil.copyfile(path, target)
 
 
 def _text(path: Path) -> str:
@@ -289,12 +383,22 @@ def _settings(path: Path) -> dict[str, Any]:
     return loaded
 
 
-def _one_template(template: object, directory: Path) -> str | None:
-    """Returns the template, or of several named ones the one named `default`."""
-    if isinstance(template, list):
-        named = [one for one in template if isinstance(one, dict) and one.get("name") == "default"]
-        template = named[0].get("template") if named else None
-    if template is not None and not isinstance(template, str):
-        kind = type(template).__name__
-        raise TokenizerError(f"{directory}: chat_template is a {kind}; it must be text")
-    return template
+def _templates(given: object) -> dict[str, str]:
+    """Returns chat templates by name, a single one as `default`. Raises TokenizerError."""
+    if given is None:
+        return {}
+    if isinstance(given, str):
+        return {DEFAULT: given}
+    if given == []:
+        raise TokenizerError("chat_template is an empty list; give it a template, or leave it out")
+    if isinstance(given, Mapping):
+        given = [{"name": name, "template": text} for name, text in given.items()]
+    if not isinstance(given, list):
+        raise TokenizerError(f"chat_template is a {type(given).__name__}; it must be text")
+    found = {}
+    for at, one in enumerate(given):
+        name, text = (one.get(key) if isinstance(one, Mapping) else None for key in _NAMED)
+        if not (isinstance(name, str) and isinstance(text, str)):
+            raise TokenizerError(f"chat_template.{at} must have texts, name and template")
+        found[name] = text
+    return found

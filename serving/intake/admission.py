@@ -91,7 +91,7 @@ class Capacity:
 
 def _written(tokenizer: Tokenizer) -> tuple[object, ...]:
     """Returns what a chat's text depends on."""
-    return tokenizer.chat_template, *tokenizer.special_tokens.items()
+    return *tokenizer.chat_templates.items(), None, *tokenizer.special_tokens.items()
 
 
 class Admission:
@@ -139,7 +139,7 @@ class Admission:
             await limited.close()
 
     def _template(self, tokenizer: Tokenizer) -> ChatTemplate:
-        """Returns a model's chat template; models that have the same one share it."""
+        """Returns a model's chat templates; models that have the same ones share them."""
         what = _written(tokenizer)
         if what not in self._templates:
             self._templates[what] = ChatTemplate(tokenizer, self.bounds)

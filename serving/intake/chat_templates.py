@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from jmoe.tokenizer import Tokenizer, TokenizerError, read_settings
+from jmoe.tokenizer import DEFAULT, TOOL_USE, Tokenizer, TokenizerError, read_settings
 from serving.errors import InvalidRequest, SettingsError
 from serving.intake.limited_process import LimitedProcess, LimitExceeded
 from serving.request import Bounds, Chat
@@ -23,7 +23,7 @@ _CHARS_A_MESSAGE = 64  # that a message counts for beside its content
 
 
 class ChatTemplate:
-    """A model's chat template, which is neither compiled nor rendered in this process.
+    """A model's chat templates, which are neither compiled nor rendered in this process.
 
     Short chats without names of the caller's for the template, tools and a word for
     `reasoning_effort` apart, have a process of their own: what others send, however long it takes,
@@ -34,7 +34,7 @@ class ChatTemplate:
         """Texts longer than `bounds.max_prompt_chars` are refused."""
         self._tokenizer, self._bounds = tokenizer, bounds
         facts = {
-            "template": tokenizer.chat_template,
+            "templates": tokenizer.chat_templates,
             "special_tokens": tokenizer.special_tokens,
             "max_chars": bounds.max_prompt_chars,
         }
@@ -50,7 +50,11 @@ class ChatTemplate:
         others = options.keys() - ({"tools", _EFFORT} if _is_word(options) else {"tools"})
         usual = num_chars <= SHORT_CHARS and not others
         process = self._short if usual else self._other
-        asked = {"messages": [dict(message) for message in chat.messages], "options": options}
+        asked = {
+            "template": self._tokenizer.chat_template_name(options),
+            "messages": [dict(message) for message in chat.messages],
+            "options": options,
+        }
         try:
             found = await process.ask(asked)
         except (LimitExceeded, TypeError) as error:
@@ -83,20 +87,25 @@ def check_templates(directories: Iterable[Path], chat_template: str) -> None:
     Raises SettingsError for one that does not compile, or not within limits.
     """
     found = {directory: read_settings(directory, chat_template) for directory in directories}
-    texts = {settings["chat_template"]: where for where, settings in found.items()}
-    for text, directory in texts.items():
+    texts = {
+        settings["chat_template"].get(name, ""): (where, name)
+        for where, settings in found.items()
+        for name in (TOOL_USE, DEFAULT)
+    }
+    for text, (directory, name) in texts.items():
         if text and (why := asyncio.run(_compiled(text))) is not None:
+            which = f"{name} of {directory}" if name != DEFAULT else directory
             raise SettingsError(
-                f"{chat_template or directory} is no chat template: {why}; name another in "
+                f"{chat_template or which} is no chat template: {why}; name another in "
                 "engine.chat_template"
             )
 
 
 async def _compiled(text: str) -> str | None:
     """Returns why a template does not compile, or None."""
-    process = _process({"template": text, "special_tokens": {}, "max_chars": 0})
+    process = _process({"templates": {DEFAULT: text}, "special_tokens": {}, "max_chars": 0})
     try:
-        return (await process.ask({}))["error"]
+        return (await process.ask({"template": DEFAULT}))["error"]
     except LimitExceeded as error:
         return str(error)
     finally:

@@ -46,8 +46,8 @@ def _structures(facts: dict[str, Any]) -> Answer:
 
 
 def _chats(facts: dict[str, Any]) -> Answer:
-    """Returns a function that answers `{"messages": list, "options": names}` with the text, up to
-    `max_chars` and a piece; `{}` compiles the template only.
+    """Returns a function that answers `{"template": name, "messages": list, "options": names}` with
+    the text, up to `max_chars` and a piece; without messages it compiles the template only.
     """
     # jmoe itself imports jax, which takes a second and 100 MB; this is one module of it.
     spec = importlib.util.find_spec("jmoe")
@@ -57,15 +57,16 @@ def _chats(facts: dict[str, Any]) -> Answer:
     sys.modules["jmoe"] = package
     from jmoe.chat_template import ChatTemplate, ChatTemplateError
 
-    compiled: list[ChatTemplate] = []
+    compiled: dict[str, ChatTemplate] = {}
 
     def answer(asked: dict[str, Any]) -> dict[str, Any]:
         try:
-            if not compiled:  # at the first question, since limits hold from there
-                compiled.append(ChatTemplate(facts["template"], facts["special_tokens"]))
+            name = asked.pop("template")
+            if name not in compiled:  # at the first question, since limits hold from there
+                compiled[name] = ChatTemplate(facts["templates"][name], facts["special_tokens"])
             pieces: list[str] = []
             num_chars = 0
-            for piece in compiled[0].pieces(**asked) if asked else ():
+            for piece in compiled[name].pieces(**asked) if asked else ():
                 pieces.append(piece)
                 num_chars += len(piece)
                 if num_chars > facts["max_chars"]:

@@ -224,6 +224,23 @@ def test_a_model_is_fetched_as_far_as_it_is_read(tiny, monkeypatch, cache):
     assert len(tiny.asked) == asked
 
 
+def test_special_tokens_and_all_chat_templates_are_fetched(tiny, monkeypatch):
+    online(tiny, monkeypatch)
+    files = {
+        "special_tokens_map.json": b'{"bos_token": "<|im_end|>"}',
+        "chat_template.jinja": b"{{ bos_token }}",
+        "additional_chat_templates/tool_use.jinja": b"tools{{ bos_token }}",
+    }
+    tiny.files[COMMIT] |= files
+    settings = json.loads(tiny.files[COMMIT]["tokenizer_config.json"])
+    del settings["bos_token"]
+    tiny.files[COMMIT]["tokenizer_config.json"] = json.dumps(settings).encode()
+    tokenizer = Tokenizer.load(resolve("org/tiny", weights=False))
+    assert tokenizer is not None
+    assert tokenizer.chat([]) == "<|im_end|>"
+    assert tokenizer.chat([], {"tools": ["any"]}) == "tools<|im_end|>"
+
+
 def test_a_cache_that_lacks_weights_is_not_taken_for_a_model(tiny, monkeypatch):
     online(tiny, monkeypatch)
     resolve("org/tiny", weights=False)

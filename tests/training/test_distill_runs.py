@@ -265,6 +265,16 @@ def test_a_folder_of_another_model_is_refused_finished_or_not(
         assert len(re.findall(r"sha256:[0-9a-f]{12}\b", str(refused.value))) == 2
 
 
+def test_a_folder_of_a_model_with_another_template_is_refused(tiny_dir, finished, tmp_path):
+    model = SimpleNamespace(path=shutil.copytree(tiny_dir.path, tmp_path / "model"))
+    run(model, finished[0])
+    template = model.path / "additional_chat_templates" / "tool_use.jinja"
+    template.parent.mkdir()
+    template.write_text("{{ tools }}")
+    with pytest.raises(ValueError, match="another configuration or tokenizer"):
+        run(model, finished[0])
+
+
 def test_another_kind_of_devices_is_refused_until_it_is_finished(
     tiny_dir, finished, tmp_path, monkeypatch
 ):

@@ -21,6 +21,7 @@ from jmoe.experts import ExpertPool
 from jmoe.host_memory import on_the_host
 from jmoe.layers import Layers
 from jmoe.model_files import regular
+from jmoe.tokenizer import TOKENIZER_FILES
 from training.distill.config import DistillConfig
 from training.distill.data import Corpus, digest
 from training.distill.expert import Experts
@@ -346,8 +347,10 @@ def _room_for(what: str, advice: str) -> Iterator[None]:
 
 def _digests(directory: Path) -> dict[str, str]:
     """Returns digests of the model's weights, and of its configuration and tokenizer."""
-    small = sorted([*directory.glob("*.json"), *directory.glob("*.jinja")])
-    contents = [path.name for path in small] + file_digests(map(regular, small))
+    patterns = "*.json", "*.jinja", *TOKENIZER_FILES
+    small = sorted({path for pattern in patterns for path in directory.glob(pattern)})
+    names = [str(path.relative_to(directory)) for path in small]
+    contents = names + file_digests(map(regular, small))
     return {
         "model": weights_digest(directory),
         "configuration or tokenizer": hashlib.sha256("\n".join(contents).encode()).hexdigest(),

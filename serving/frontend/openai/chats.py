@@ -92,7 +92,7 @@ class Tools:
 
         Raises HttpError for a template without tools, or with unknown calls.
         """
-        self._text = tokenizer.chat_template or ""
+        self._text = tokenizer.chat_template({"tools": body.tools})
         template = Template.of(self._text)
         self._tokenizer, self._body = tokenizer, body
         functions = [one.function for one in body.tools or ()]
@@ -225,7 +225,7 @@ def tools_of(
         )
     if not names or choice == "none":
         return None
-    if tokenizer is None or not tokenizer.chat_template:
+    if tokenizer is None or not tokenizer.chat_template({"tools": body.tools}):
         return None  # the engine says so
     return Tools(body, tokenizer, parser)
 
@@ -533,9 +533,10 @@ class ChatEndpoint:
         self, body: ChatRequest, engine: "Engine", tokenizer: "Tokenizer | None"
     ) -> list[Choice]:
         """Returns the choices of a call. Raises InvalidRequest."""
-        template = "" if tokenizer is None else tokenizer.chat_template or ""
         tools = tools_of(body, tokenizer, self._parser)
-        options = _with_effort(options_of(body, tools is not None), body, template)
+        options = options_of(body, tools is not None)
+        template = "" if tokenizer is None else tokenizer.chat_template(options)
+        options = _with_effort(options, body, template)
         prompt = Chat(messages_of(body.messages, template), options)
         shown = logprobs.Chat(logprobs.Texts(tokenizer))
         drawn = [sampling(body, i) for i in range(body.n or 1)]

@@ -88,10 +88,11 @@ def _prompt(body: TokenizeRequest, tokenizer: "Tokenizer") -> str | Chat:
             "add_special_tokens goes with a prompt: a chat has those that its template writes",
             "add_special_tokens",
         )
-    text = tokenizer.chat_template or ""
+    options = options_of(body, bool(body.tools))
+    text = tokenizer.chat_template(options)
     if body.tools and not Template.of(text).tells:
         raise HttpError("the model's chat template has no tools; leave them out", "tools")
-    return Chat(messages_of(body.messages, text), options_of(body, bool(body.tools)))
+    return Chat(messages_of(body.messages, text), options)
 
 
 async def detokenize(

@@ -154,9 +154,9 @@ import asyncio
 from serving.intake.limited_process import LimitedProcess
 
 async def main():
-    facts = {{"template": {FOLDED!r}, "special_tokens": {{}}, "max_chars": 9}}
+    facts = {{"templates": {{"x": {FOLDED!r}}}, "special_tokens": {{}}, "max_chars": 9}}
     process = LimitedProcess("chats", lambda: facts, {LIMIT_S}, 1 << 28)
-    ask = asyncio.create_task(process.ask({{}}))
+    ask = asyncio.create_task(process.ask({{"template": "x"}}))
     while process._streams is None or not process.pid:
         await asyncio.sleep(0.01)
     print(process.pid, flush=True)
