@@ -298,7 +298,7 @@ def load(
     tokenizer = Tokenizer.load(directory, chat_template)
     cfg = checkpoint.config_of(directory, allow_unknown_config=allow_unknown_config)
     cfg = with_kv_cache_dtype(cfg, kv_cache_dtype)
-    check_tokenizer(tokenizer, cfg, directory)
+    cfg = with_tokenizer(cfg, tokenizer, directory)
     united = _united(directory, cfg, kind if check_weights else None, ways, name)
     num_united = num_united_slots(united)
     quantize = checkpoint.quantize_as(quantize, cfg)
@@ -374,13 +374,15 @@ def _home(
     return Home(mesh, placement)
 
 
-def check_tokenizer(tokenizer: Tokenizer | None, cfg: ModelConfig, directory: Path) -> None:
-    """Raises TokenizerError for a token that the model has no embedding for.
+def with_tokenizer(cfg: ModelConfig, tokenizer: Tokenizer | None, directory: Path) -> ModelConfig:
+    """Returns `cfg` with the tokenizer's end of text among those that end an answer: a chat model's
+    may stand there alone.
 
-    The other way round is common: published models round `vocab_size` up.
+    Raises TokenizerError for a token that the model has no embedding for. The other way round is
+    common: published models round `vocab_size` up.
     """
     if tokenizer is None:
-        return
+        return cfg
     ids = {index: token for token, index in tokenizer.backend.get_vocab(True).items()}
     beyond = [index for index in ids if index >= cfg.vocab_size]
     if beyond:
@@ -390,6 +392,10 @@ def check_tokenizer(tokenizer: Tokenizer | None, cfg: ModelConfig, directory: Pa
             f"that the model lacks: the tokenizer's ids need a vocabulary of {max(beyond) + 1}, "
             f"and the model's vocab_size is {cfg.vocab_size}"
         )
+    end = tokenizer.backend.token_to_id(tokenizer.special_tokens["eos_token"])
+    if end is None or end in cfg.eos_token_ids:
+        return cfg
+    return replace(cfg, eos_token_ids=(*cfg.eos_token_ids, end))
 
 
 def choose_ways(

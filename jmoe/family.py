@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from jaxtyping import Bool, Int
 
 from jmoe import checkpoint, display, layout
-from jmoe.api import Model, check_dtype, check_tokenizer, choose_ways, resolve
+from jmoe.api import Model, check_dtype, choose_ways, resolve, with_tokenizer
 from jmoe.attention import Paged
 from jmoe.checkpoint import HFLayers
 from jmoe.config import ConfigError, ModelConfig, read_config
@@ -342,8 +342,7 @@ def check_family(
         known = {beside.name: replace(cfg, layer_attention=tuple(kinds), strategy=None)}
     _check_architecture(known | cfgs)
     tokenizers = {name: Tokenizer.load(path, chat_template) for name, path in found.items()}
-    for name, tokenizer in tokenizers.items():
-        check_tokenizer(tokenizer, cfgs[name], found[name])
+    cfgs = {name: with_tokenizer(cfg, tokenizers[name], found[name]) for name, cfg in cfgs.items()}
     _check_vocabularies(own | tokenizers)
     return found, cfgs, tokenizers
 

@@ -95,7 +95,7 @@ def test_an_unreadable_index_is_named(copy, content):
             {"model_type": "qwen3_next"},
             "'qwen3_next', whose recurrent state is no paged cache; jmoe",
         ),
-        ({"model_type": "dbrx"}, "qwen3_moe; docs/new-architecture.md says how to add one"),
+        ({"model_type": "dbrx"}, "solar_open; docs/new-architecture.md says how to add one"),
         (
             {"a": 1, "b": [2], "rope_scaling": {"rope_type": "linear", "factor": 2.0, "c": 3}},
             "a is 1; jmoe does not know this key; b is [2]; jmoe does not know this key; "

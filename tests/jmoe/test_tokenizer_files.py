@@ -4,6 +4,8 @@ Expected texts and ids are those of transformers 5.24, `AutoTokenizer` and `appl
 """
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer as Backend
@@ -12,6 +14,7 @@ from tokenizers import models, pre_tokenizers
 import jmoe
 from jmoe.tokenizer import Tokenizer, TokenizerError, copy_tokenizer, read_settings
 
+GOLDEN = Path(__file__).parents[1] / "golden"
 HI = [{"role": "user", "content": "hi"}]
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
 NAMES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask", "image", "other")
@@ -250,3 +253,19 @@ def test_jmoes_own_format_keeps_them(tmp_path, copy):
     assert tokenizer is not None
     assert tokenizer.chat(HI, {"tools": TOOLS}) == "JT"
     assert tokenizer.special_tokens["bos_token"] == "<b>"
+
+
+@pytest.mark.parametrize(
+    ("config", "named", "ends"),
+    [({}, "<e>", (2, 3)), ({"eos_token_id": [3, 5]}, "<e>", (3, 5)), ({}, "<none>", (2,))],
+)
+def test_the_tokenizers_end_of_text_ends_answers_too(config, named, ends, tmp_path):
+    directory = tmp_path / "model"
+    shutil.copytree(GOLDEN / "qwen2_moe", directory)
+    write(directory, {"eos_token": named})
+    written = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(written | {"eos_token_id": 2} | config))
+    (directory / "generation_config.json").unlink(missing_ok=True)
+    assert jmoe.load(directory, "float32").config.eos_token_ids == ends
+    family = jmoe.load_family({"one": directory, "two": GOLDEN / "qwen2_moe"}, dtype="float32")
+    assert family.models[0].config.eos_token_ids == ends
