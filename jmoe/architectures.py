@@ -234,15 +234,11 @@ def _deepseek3(
 
 
 def _glm4_lite(fields: Fields) -> dict[str, Any]:
-    own = _deepseek3(fields, 1, (1, 1, 1.8), (768, 192, 256))
-    count, types = len(own["moe_layers"]), fields.given("mlp_layer_types")
-    if types is None:
-        types = ["dense"] + ["sparse"] * (count - 1)
-    if not isinstance(types, list) or len(types) != count or "sparse" not in types:
-        wanted = f"'dense' or 'sparse' for each of num_hidden_layers ({count}), one sparse at least"
-        raise fields.wrong("mlp_layer_types", wanted)
-    if not {"dense", "sparse"}.issuperset(types):
-        raise fields.wrong("mlp_layer_types", "'dense' or 'sparse' for each layer")
+    own, key = _deepseek3(fields, 1, (1, 1, 1.8), (768, 192, 256)), "mlp_layer_types"
+    types = _kinds(fields, key, ["dense", "sparse"])
+    types = types or ["dense"] + ["sparse"] * (len(own["moe_layers"]) - 1)
+    if "sparse" not in types:
+        raise fields.wrong(key, "such that one layer is 'sparse' at least")
     sparse = tuple(kind == "sparse" for kind in types)
     if fields.given(first := "first_k_dense_replace") is not None and own["moe_layers"] != sparse:
         raise fields.wrong(first, f"absent, or as mlp_layer_types says ({types.index('sparse')})")
@@ -481,17 +477,24 @@ def full_or_window(
             at % 2 == 0 and at < alternate if alternate is not None else at >= (first or 0)
             for at in range(count)
         ]
-        served = {"full_attention", *(["sliding_attention"] if window else [])}
+        served = ["full_attention", *(["sliding_attention"] if window else [])]
     else:
-        slides, served = [True] * count, {"sliding_attention" if window else "full_attention"}
-    if (types := fields.given("layer_types")) is not None:
-        if not isinstance(types, list) or len(types) != count or not served.issuperset(types):
-            names = " or ".join(map(repr, sorted(served)))
-            raise fields.wrong("layer_types", f"{names} for each of num_hidden_layers ({count})")
+        slides, served = [True] * count, ["sliding_attention" if window else "full_attention"]
+    if (types := _kinds(fields, "layer_types", served)) is not None:
         slides = [kind == "sliding_attention" for kind in types]
     if window >= positions(fields):
         window = 0
     return tuple(Paged(window * has_it) for has_it in slides)
+
+
+def _kinds(fields: Fields, key: str, known: list[str]) -> list[str] | None:
+    """Returns what each layer is of, one of `known` words; None where the key is absent."""
+    count, types = fields.size("num_hidden_layers"), fields.given(key)
+    is_list = isinstance(types, list) and len(types) == count
+    if types is None or (is_list and all(kind in known for kind in types)):
+        return types
+    names = " or ".join(map(repr, known))
+    raise fields.wrong(key, f"{names} for each of num_hidden_layers ({count})")
 
 
 def _and(keys: str) -> frozenset[str]:
@@ -504,12 +507,11 @@ _DEEPSEEK = (
     "routed_scaling_factor seq_aux topk_group topk_method v_head_dim"
 )
 _LATENT = {"attention_bias": (False,), "moe_layer_freq": (1,)}
-_V3_ROUTER = {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)}
 _DEEPSEEK_V3 = Architecture(
     "DeepseekV3ForCausalLM",
     _deepseek3,
     _and(f"{_DEEPSEEK} norm_topk_prob num_nextn_predict_layers rope_interleave"),
-    _LATENT | _V3_ROUTER,
+    {**_LATENT, "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
     shared="shared_experts",
     apart="as V2, with a sigmoid router; prediction layer left out",
 )

@@ -66,6 +66,7 @@ BAD = [
     ("eos_token_id", 97, "a token id from 0 to 96"),
     ("eos_token_id", [1, True], "a token id from 0 to 96"),
     ("layer_types", ["full_attention"], "'full_attention' for each of num_hidden_layers (2)"),
+    ("layer_types", [["full_attention"]] * 2, "'full_attention' for each of num_hidden_layers (2)"),
     ("architectures", ["Qwen2MoeForSequenceClassification"], "['Qwen2MoeForCausalLM']"),
     ("hidden_act", ["silu"], "'silu'"),
 ]
