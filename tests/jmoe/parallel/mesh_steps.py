@@ -395,7 +395,7 @@ def test_rows_that_travel_in_halves(name, count, per_pass, strategy):
         ("bundled", 1, Delivery(16), None, "partial"),
         ("bundled", 2, Delivery(16), None, "full"),
         ("bundled", 8, Delivery(16), None, "partial"),
-        ("bundled", 8, Delivery(3), None, "partial"),
+        ("bundled", 8, Delivery(3), 3, "partial"),
         ("bundled", 8, Delivery(16, 2, 64), None, "partial"),
         ("bundled", 8, Delivery(16, 4, 32), 5, "full"),
         ("bundled", 8, Delivery(4, 4, 4), None, "partial"),
