@@ -1,4 +1,4 @@
-"""One server over two processes of four devices each: its answers, and how it ends."""
+"""One server over two processes of two devices each: its answers, and how it ends."""
 
 import asyncio
 import os
@@ -46,7 +46,7 @@ class Hosts:
         for index in (0, 1):
             settings = (*FEW_PROGRAMS, f"engine.peer_timeout_s={PEER_TIMEOUT_S}", *changes[index])
             command = [sys.executable, "-m", "serving.cli", "serve", "--config", "demo"]
-            command += ["--mesh", "ep=8"]
+            command += ["--mesh", "ep=4"]
             if not any(value.startswith("engine.coordinator=") for value in settings):
                 command += ["--coordinator", f"127.0.0.1:{coordinator}"]
             command += ["--num-processes", "2", "--process-index", str(index), "--port", str(port)]
@@ -63,7 +63,7 @@ class Hosts:
                         env={
                             **os.environ,
                             "JAX_PLATFORMS": "cpu",
-                            "JAX_NUM_CPU_DEVICES": "4",
+                            "JAX_NUM_CPU_DEVICES": "2",
                             "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # compiling is most of it
                         },
                     )
