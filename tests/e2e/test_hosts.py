@@ -34,7 +34,7 @@ EXIT_S = 10.0
 """Time for an exit beside what it waits for: two cores, and jax to shut down."""
 ENDLESS = pb.SamplingParams(max_new_tokens=200, ignore_eos=True)
 STRUCTURED = pb.SamplingParams(max_new_tokens=200, regex="[a-z]{400}")
-LONG = pb.SamplingParams(max_new_tokens=60, ignore_eos=True)
+LONG = pb.SamplingParams(max_new_tokens=24, ignore_eos=True)
 
 
 class Hosts:
@@ -222,7 +222,7 @@ async def test_two_processes_answer_as_one_and_end_together(hosts, ports):
 
             counts = asyncio.gather(*map(read, best_effort))
             assert all(await asyncio.gather(*sampled))
-            assert await counts == [60] * 8
+            assert await counts == [24] * 8
             stats = await client.stats()
             assert (stats.compilations_since_ready, stats.kv_pages_used) == (0, 0)
             assert stats.degraded_visits > 0
@@ -230,7 +230,7 @@ async def test_two_processes_answer_as_one_and_end_together(hosts, ports):
             one.send_signal(signal.SIGHUP)  # ends nobody
         leader = started.processes[0]
         ends = await streams(address, 2, lambda: leader.send_signal(signal.SIGTERM), LONG)
-        assert ends == [(grpc.StatusCode.OK, 60)] * 2  # drained
+        assert ends == [(grpc.StatusCode.OK, 24)] * 2  # drained
         assert started.ended(EXIT_S) == [0, 0]
 
 
