@@ -80,6 +80,16 @@ def programs_are_compiled():
     reset_cache()
 
 
+@pytest.fixture
+def interpreted_in_a_hurry():
+    """Compiles with little optimization what a test interprets, where others of its module read
+    what XLA makes for a GPU.
+    """
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 @pytest.fixture(scope="module")
 def compiled_in_a_hurry():
     """Compiles with little optimization: for programs that run once or a dozen times, compiling

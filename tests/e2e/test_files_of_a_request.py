@@ -46,8 +46,10 @@ def line_of(process, start):
 @pytest.mark.deep
 def test_a_prompt_over_http_goes_through_few_files():
     command = [sys.executable, "-c", COUNTED, "serve", "--port", "0"]
-    command += ["--set", "engine.decode_buckets=8,64", "--set", "engine.prefill_buckets=32,512"]
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    command += ["--set", "engine.decode_buckets=64", "--set", "engine.prefill_buckets=512"]
+    # What is compiled goes through no more files, however well it is.
+    hurry = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", **hurry}
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment
     )

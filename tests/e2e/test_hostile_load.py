@@ -224,8 +224,9 @@ async def test_a_way_can_be_switched_under_load(server, model):
 
 @pytest.mark.deep
 async def test_overload_is_refused_with_a_time_to_come_back():
-    settings = [*FEW_PROGRAMS[:2], "engine.max_num_seqs=8", "engine.max_queue_len=2"]
-    with serving(*settings) as (process, address):
+    settings = [*FEW_PROGRAMS[:2], FEW_PROGRAMS[-1]]
+    settings += ["engine.max_num_seqs=8", "engine.max_queue_len=2"]
+    with serving(*settings, hurry=True) as (process, address):
         async with Client(address) as client:
 
             async def one(i):

@@ -1,4 +1,4 @@
-"""One server over two processes of four devices each: its answers, and how it ends."""
+"""One server over two processes of two devices each: its answers, and how it ends."""
 
 import asyncio
 import os
@@ -34,7 +34,7 @@ EXIT_S = 10.0
 """Time for an exit beside what it waits for: two cores, and jax to shut down."""
 ENDLESS = pb.SamplingParams(max_new_tokens=200, ignore_eos=True)
 STRUCTURED = pb.SamplingParams(max_new_tokens=200, regex="[a-z]{400}")
-LONG = pb.SamplingParams(max_new_tokens=60, ignore_eos=True)
+LONG = pb.SamplingParams(max_new_tokens=24, ignore_eos=True)
 
 
 class Hosts:
@@ -46,7 +46,7 @@ class Hosts:
         for index in (0, 1):
             settings = (*FEW_PROGRAMS, f"engine.peer_timeout_s={PEER_TIMEOUT_S}", *changes[index])
             command = [sys.executable, "-m", "serving.cli", "serve", "--config", "demo"]
-            command += ["--mesh", "ep=8"]
+            command += ["--mesh", "ep=4"]
             if not any(value.startswith("engine.coordinator=") for value in settings):
                 command += ["--coordinator", f"127.0.0.1:{coordinator}"]
             command += ["--num-processes", "2", "--process-index", str(index), "--port", str(port)]
@@ -63,7 +63,7 @@ class Hosts:
                         env={
                             **os.environ,
                             "JAX_PLATFORMS": "cpu",
-                            "JAX_NUM_CPU_DEVICES": "4",
+                            "JAX_NUM_CPU_DEVICES": "2",
                             "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # compiling is most of it
                         },
                     )
@@ -222,7 +222,7 @@ async def test_two_processes_answer_as_one_and_end_together(hosts, ports):
 
             counts = asyncio.gather(*map(read, best_effort))
             assert all(await asyncio.gather(*sampled))
-            assert await counts == [60] * 8
+            assert await counts == [24] * 8
             stats = await client.stats()
             assert (stats.compilations_since_ready, stats.kv_pages_used) == (0, 0)
             assert stats.degraded_visits > 0
@@ -230,7 +230,7 @@ async def test_two_processes_answer_as_one_and_end_together(hosts, ports):
             one.send_signal(signal.SIGHUP)  # ends nobody
         leader = started.processes[0]
         ends = await streams(address, 2, lambda: leader.send_signal(signal.SIGTERM), LONG)
-        assert ends == [(grpc.StatusCode.OK, 60)] * 2  # drained
+        assert ends == [(grpc.StatusCode.OK, 24)] * 2  # drained
         assert started.ended(EXIT_S) == [0, 0]
 
 

@@ -50,6 +50,10 @@ SHORT = {
 }
 
 
+# The others compile as a user's does.
+IN_A_HURRY = ("jmoe serve --model DIR --mesh", "jmoe serve --model DIR --mode")
+
+
 def blocks(language):
     found = re.findall(r"^```(\w*)\n(.*?)^```", README, re.S | re.M)
     return [text for of, text in found if of == language]
@@ -119,7 +123,8 @@ def run(command, folder, names, **replaced):
             words[i] = replaced[flag]
     words += SHORT[kind(command)]
     program = {"jmoe": ["-m", "serving.cli"], "python": []}[words[0]]
-    hurry = str(int(kind(command) == "jmoe distill"))  # which compiles for longer than it computes
+    # These compile for longer than they compute.
+    hurry = str(int(kind(command) in ("jmoe distill", "jmoe evaluate")))
     done = subprocess.run(
         [sys.executable, *program, *words[1:]],
         cwd=folder,
@@ -176,7 +181,7 @@ async def test_a_server_and_what_asks_it(files, name):
     (command,) = [command for command in commands() if kind(command) == name]
     port = free_port()
     settings = (*SHORT[name], f"http_port={port}", *serve_settings(command, names))
-    with serving(*settings) as (_, address):
+    with serving(*settings, hurry=name in IN_A_HURRY) as (_, address):
         options = {"address": address, "port": address.rpartition(":")[2]}
         for asking in commands():
             if kind(asking) in ("jmoe info", "jmoe bench serve"):

@@ -21,6 +21,7 @@ from pallas_kernels.grouped_gemm.tiles import GemmTile, Tile
 from pallas_kernels.routing import tile_map
 
 pytestmark = pytest.mark.deep
+in_a_hurry = pytest.mark.usefixtures("interpreted_in_a_hurry")
 
 F32, BF16 = jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)
 ATOL = 8 * float(jnp.finfo(jnp.bfloat16).eps)
@@ -99,11 +100,13 @@ CASES = [
 ]
 
 
+@in_a_hurry
 @pytest.mark.parametrize(("tile", "rows_of", "num_blocks"), CASES)
 def test_equals_float64(tile, rows_of, num_blocks):
     check(TILES[tile], LOADS[rows_of], num_blocks=num_blocks)
 
 
+@in_a_hurry
 def test_last_columns_overlap_where_a_tile_does_not_divide():
     """1.5 tiles of gate and up, 1.25 of down; the pipeline is longer than an item of down."""
     tile = replace(LEAD, down=replace(LEAD.down, stages=4))
@@ -160,6 +163,7 @@ def test_few_rows_an_expert_take_decode_tiles():
     assert clusters == [1, 1, 2, 2, 2]
 
 
+@in_a_hurry
 def test_odd_sizes_have_a_plain_tile():
     tile = tiles.choose(16384, 8, 8, 192, 320)
     assert tiles.fits(tile, 192, 320)

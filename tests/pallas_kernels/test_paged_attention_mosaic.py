@@ -21,6 +21,7 @@ from pallas_kernels.paged_attention import common, paged_attention, schedule, ti
 from pallas_kernels.paged_attention import mosaic as kernel
 
 pytestmark = pytest.mark.deep
+in_a_hurry = pytest.mark.usefixtures("interpreted_in_a_hurry")
 
 BF16 = jnp.bfloat16
 
@@ -106,18 +107,22 @@ def test_every_tile_is_in_one_run_and_every_cut_is_known(batch, kv_heads, num_bl
         assert max(slots, default=0) < 2 * num_blocks
 
 
+@in_a_hurry
 def test_one_sequence_holds_nearly_all():
     check([3, 0, 0, 700, 0, 1, 0], shape(4, 2, 64), 16, num_blocks=4, tokens=64)
 
 
+@in_a_hurry
 def test_a_sequence_in_more_pieces_than_the_merge_takes_at_once():
     check([1170], shape(1, 1, 64), 64, num_blocks=19, tokens=64, merge_width=16)
 
 
+@in_a_hurry
 def test_more_blocks_than_tiles():
     check([70, 5], shape(2, 1, 128), 16, num_blocks=9, min_tiles=2)
 
 
+@in_a_hurry
 @pytest.mark.parametrize(
     ("of", "page_size"),
     [
@@ -165,6 +170,7 @@ def test_layer_is_traced_and_the_plan_is_made_before():
         np.testing.assert_allclose(got[layer, 0].astype(jnp.float32), want, rtol=0, atol=0.015)
 
 
+@in_a_hurry
 def test_what_is_read_and_written():
     """By tiles of 64. Each key and value is read once; a sequence of none is no work. Ten tiles of
     four blocks: the last two segments are cut, and of no other are pieces written or read.
@@ -445,6 +451,7 @@ def test_the_first_keys_are_asked_for_at_once(monkeypatch, tmp_path):
     assert sum(opcode.startswith("BAR.") for opcode in before) <= 2
 
 
+@in_a_hurry
 def test_a_wide_group_takes_room_from_keys_and_values():
     """As the public op cuts it: three stages would not fit beside 24 queries of 256 elements."""
     check([300, 1, 65], shape(24, 1, 256), 64, num_blocks=2, run=mosaic.emulate)

@@ -16,6 +16,7 @@ from tests.compiled import count_launches
 from tests.planned import decide, draw
 
 pytestmark = pytest.mark.deep
+in_a_hurry = pytest.mark.usefixtures("interpreted_in_a_hurry")
 
 WAYS = {"interpreted": interpreter.interpreted, "sm90": interpreter.emulated}
 
@@ -38,6 +39,7 @@ def check_cases(way, cases, **how):
     return sum(replicas.sum() for replicas, _ in want)
 
 
+@in_a_hurry
 @pytest.mark.parametrize(
     ("devices", "experts", "how"),
     [
@@ -56,6 +58,7 @@ def test_interpreted(devices, experts, how):
     assert (made > 20) == (how.get("num_replicas") != 0 and devices > 1)
 
 
+@in_a_hurry
 @pytest.mark.sized(exhaustive=("3-70-seeds1",))
 @pytest.mark.parametrize(
     ("devices", "experts", "seeds"), [(4, 12, [0, 1, 2]), (3, 70, [0, 1, 2]), (8, 128, [3])]
@@ -64,6 +67,7 @@ def test_emulated(devices, experts, seeds):
     check("sm90", devices, experts, seeds)
 
 
+@in_a_hurry
 def test_no_visits_and_visits_of_one_expert():
     hosts = draw(0, 4, 12)[1]
     counts = (np.zeros((4, 12)), 500 * np.eye(12)[[3, 3, 3, 3]], np.full((4, 12), 7))

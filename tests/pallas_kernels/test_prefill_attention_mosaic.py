@@ -19,6 +19,7 @@ from pallas_kernels.prefill_attention.tiles import Tile
 from tests.compiled import count_loop_launches
 
 pytestmark = pytest.mark.deep
+in_a_hurry = pytest.mark.usefixtures("interpreted_in_a_hurry")
 
 I32 = jnp.int32
 INTERPRETED = {"interpreted": not interpreter.ON_SM90}
@@ -30,30 +31,35 @@ def kernel(**options):
     return IMPLEMENTATIONS["mosaic"]._replace(op=op)
 
 
+@in_a_hurry
 def test_chunks_that_end_anywhere_in_a_tile():
     """Tiles of 8 rows a warpgroup: stored whole, from an inner row on, or up to one."""
     chunks = [(0, 3), (5, 1), (2, 7), (0, 0), (1, 8), (0, 9), (3, 15), (0, 16), (2, 17), (4, 31)]
     check(kernel(num_blocks=4), chunks, wide(8, 1), 16, padding=1)
 
 
+@in_a_hurry
 @pytest.mark.parametrize(("heads", "pack"), [(4, 4), (6, 2)])
 def test_heads_packed_beside_their_rows(heads, pack):
     assert tiles.choose(heads, 64).pack == pack
     check(kernel(), [(3, 21), (0, 0), (0, 13)], wide(heads, 1), 16)
 
 
+@in_a_hurry
 def test_steps_before_on_and_past_the_diagonal():
     """A warpgroup has none to four steps without a mask; NaN lies behind the last position."""
     chunks = [(0, 90), (300, 70), (58, 70), (127, 1), (128, 2), (0, 1)]
     check(kernel(num_blocks=4), chunks, wide(1, 1), 32, unused=np.nan)
 
 
+@in_a_hurry
 @pytest.mark.parametrize(("head_dim", "page_size"), [(128, 64), (256, 16), (256, 128)])
 def test_head_sizes(head_dim, page_size):
     """A page of 128 is more than a step of head size 256 takes."""
     check(kernel(), [(90, 50), (0, 3)], wide(2, 1, head_dim), page_size, unused=np.inf)
 
 
+@in_a_hurry
 @pytest.mark.parametrize(
     ("tile", "num_blocks"), [(Tile(64, 3, 2, 1), 1), (Tile(128, 2, 4, 4), 8)], ids=str
 )
@@ -67,6 +73,7 @@ def test_tiles_and_more_and_fewer_blocks_than_items(tile, num_blocks):
     )
 
 
+@in_a_hurry
 @pytest.mark.parametrize(
     ("window", "head_dim"), [(64, 128), (1, 128), (7, 128), (1000, 128), (100, 256)]
 )
@@ -76,6 +83,7 @@ def test_windows_of_wider_heads(window, head_dim):
     check(kernel(), chunks, wide(2, 1, head_dim), 16, window=window, unused=np.nan)
 
 
+@in_a_hurry
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("head_dim", [128, 256])
 def test_an_emulated_window_of_wider_heads(head_dim):
@@ -257,6 +265,7 @@ def test_a_layer_is_one_launch_where_the_step_was_planned_before(planned):
     assert others <= 3 if planned else others >= 7  # a plan's own kernels
 
 
+@in_a_hurry
 def test_a_plan_made_before_is_the_one_made_inside():
     chunks = [(3, 21), (0, 0), (0, 13)]
     made = []

@@ -37,6 +37,7 @@ from pallas_kernels.routing.values import Gating
 from tests.compiled import count_launches
 
 pytestmark = pytest.mark.deep
+in_a_hurry = pytest.mark.usefixtures("interpreted_in_a_hurry")
 
 
 def ones(static, **changes):
@@ -62,6 +63,7 @@ def one_expert(static, expert):
     return logits
 
 
+@in_a_hurry
 def test_edges():
     """All alike, none valid, all exempt, one expert holds every row, none covered and all."""
     static = Static()
@@ -82,6 +84,7 @@ def test_edges():
     check_route("mosaic", static, [ones(static, logits=one_expert(static, e)) for e in (0, 11)])
 
 
+@in_a_hurry
 @pytest.mark.exhaustive
 def test_more_than_64_experts():
     """Two chunks of routed experts, three of logical ones, and a full block of rows."""
@@ -89,6 +92,7 @@ def test_more_than_64_experts():
     check_route("mosaic", static, [draw(1, static, routing.PARTIAL), ones(static)])
 
 
+@in_a_hurry
 @pytest.mark.exhaustive
 def test_more_than_128_routed_experts():
     """Sums over them are made in parts, and picks are ranked in two groups."""
@@ -100,6 +104,7 @@ V3 = routing.Grouping(3, 2, 2)
 KEEPING = [routing.PARTIAL + routing.BY_WEIGHT, routing.FULL + routing.BY_WEIGHT]
 
 
+@in_a_hurry
 def test_experts_kept_by_weight():
     """One block, with ties of shares, exempt rows and rows of padding among the cases."""
     static = Static()
@@ -107,6 +112,7 @@ def test_experts_kept_by_weight():
     check_route("mosaic", static, [*cases, ones(static, strategy=np.int32(KEEPING[0]))])
 
 
+@in_a_hurry
 @pytest.mark.parametrize(
     "static",
     [
@@ -126,6 +132,7 @@ def test_experts_kept_by_weight_emulated(static):
     check_route("sm90", static, [draw(5, static, KEEPING[0]), draw(6, static, KEEPING[1]), alike])
 
 
+@in_a_hurry
 def test_rows_of_tables():
     """A layer's groups, slots and threshold where they are in the tables of all layers, the last
     row's too.
@@ -159,6 +166,7 @@ def test_rows_of_tables():
 MIXER = Static(top_k=2, normalize=False, scoring="sparsemixer", jitter=0.3)
 
 
+@in_a_hurry
 def test_sparsemixer():
     """Ties, NaN, brownout by visits and by weight; more picks than two, experts in parts."""
     cases = [draw(seed, MIXER, seed % 3) for seed in (1, 3, 7)]
@@ -167,12 +175,14 @@ def test_sparsemixer():
     check_route("mosaic", many, [draw(5, many, routing.PARTIAL)])
 
 
+@in_a_hurry
 @pytest.mark.parametrize("rows", [20, 580], ids=["one block", "turns"])
 def test_sparsemixer_emulated(rows):
     static = MIXER._replace(rows=rows, tiles=MORE)
     check_route("sm90", static, [draw(5, static, routing.PARTIAL), draw(6, static, KEEPING[1])])
 
 
+@in_a_hurry
 def test_a_layers_row_of_a_table_of_biases():
     static = Static(rows=5, scoring="sigmoid", bias=True, grouping=V3, tiles=MORE)
     case = draw(2, static, routing.PARTIAL)
@@ -187,6 +197,7 @@ def test_a_layers_row_of_a_table_of_biases():
     np.testing.assert_allclose(got.visit_weight, want[2].visit_weight, rtol=1e-6)
 
 
+@in_a_hurry
 @pytest.mark.exhaustive
 def test_biased_blocks_that_take_their_rows_in_turns_emulated():
     """The logits of picks are read again before those of the next turn are loaded."""
@@ -203,11 +214,13 @@ def blocks_of_a_cluster():
     check_route("mosaic", static, [*cases, ones(static, exempt=np.arange(static.rows) >= 64)])
 
 
+@in_a_hurry
 def test_steps_of_several_blocks_emulated():
     static = Static(rows=132, tiles=MORE)
     check_route("sm90", static, [draw(5, static, routing.PARTIAL)])
 
 
+@in_a_hurry
 @pytest.mark.exhaustive
 def test_blocks_that_take_their_rows_in_turns_emulated():
     """580 rows are ten times 64: five blocks of two, the last of which has four rows in its second

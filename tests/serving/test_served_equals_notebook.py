@@ -664,11 +664,14 @@ ROWS = {
     "one: structures": Row("bundled", structures),
     "one: fp8": Row("fp8", shaped(evicted=False), {"max_model_len": 96}, exhaustive=True),
     "one: fp8 KV": Row("fp8 kv", parts, RESTLESS),
-    "family: fp8 KV": Row("fp8 kv family", mixes),
+    "family: fp8 KV": Row("fp8 kv family", mixes, exhaustive=True),
     "one: hybrid steps": Row("one", beside(urgent), HYBRID),
     "one: hybrid steps, evictions": Row("one", beside(urgent), {**HYBRID, "num_pages": 14}, True),
     "one: hybrid steps, prefix reuse": Row(
-        "one", beside(urgent), {**HYBRID, "prefix_reuse": "on", "reserved_ls_seqs": 4}
+        "one",
+        beside(urgent),
+        {**HYBRID, "prefix_reuse": "on", "reserved_ls_seqs": 4},
+        exhaustive=True,
     ),
     "one: hybrid steps, shaped": Row(
         "bundled", beside(shaped(evicted=False)), {**HYBRID, "max_model_len": 96}, True

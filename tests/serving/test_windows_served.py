@@ -107,9 +107,9 @@ async def served(model, config, asked):
 @pytest.mark.sized(
     deep=(
         "beside full",
-        "two windows",
         "a window",
-    )
+    ),
+    exhaustive=("two windows",),
 )
 async def test_over_few_pages_everyone_gets_the_whole_model_s_tokens(mix):
     """Twenty windows long, in chunks, with preemption where a layer keeps all, and cancellation."""
@@ -140,6 +140,12 @@ async def test_workers_give_back_pages_too(mix):
     assert not stats.evictions
 
 
+@pytest.mark.sized(
+    exhaustive=(
+        "a window",
+        "beside full",
+    )
+)
 @pytest.mark.deep
 async def test_tokens_are_bit_for_bit_those_where_nothing_is_given_back(mix, monkeypatch):
     model, config = mix

@@ -242,6 +242,19 @@ def check_same(
     return got
 
 
+def in_ranges(name, count):
+    spare = spare_of(name, count) if count in ROOM.get(name, {}) else 0
+    return contiguous(*size_of(model_of(name)), count, spare=spare)
+
+
+@cache
+def check_everywhere(name, count, per_pass, strategy):
+    """Checks steps whose rows go to all devices, once for all tests that compare others with
+    them.
+    """
+    return check_same(name, count, in_ranges(name, count), 30, strategy, per_pass=per_pass)
+
+
 def size_of(model):
     return model.config.num_moe_layers, model.config.num_experts + model.num_united_slots
 
@@ -354,9 +367,11 @@ def test_rows_over_the_bound_wait_for_another_pass(name, count, per_pass, strate
     the bound that is served.
     """
     model = model_of(name)
-    spare = spare_of(name, count) if count in ROOM.get(name, {}) else 0
-    placement = contiguous(*size_of(model), count, spare=spare)
-    got = check_same(name, count, placement, 30, strategy, replication, per_pass=per_pass)
+    if replication is None:
+        got = check_everywhere(name, count, per_pass, strategy)
+    else:
+        placement = in_ranges(name, count)
+        got = check_same(name, count, placement, 30, strategy, replication, per_pass=per_pass)
     by_device = got[0].expert_rows.reshape(count, model.config.num_moe_layers, -1).sum(2)
     bound = per_pass or cost.OVER * TOKENS * model.config.experts_per_token
     assert (by_device.max(0) > bound).all()
@@ -378,12 +393,9 @@ def test_rows_over_the_bound_wait_for_another_pass(name, count, per_pass, strate
 )
 def test_rows_that_travel_in_halves(name, count, per_pass, strategy):
     """As on one device; and with the bits of those that travel at once."""
-    model = model_of(name)
-    spare = spare_of(name, count) if count in ROOM.get(name, {}) else 0
-    placement = contiguous(*size_of(model), count, spare=spare)
-    given = name, count, placement, 30, strategy
-    ways = "all-gather", "halves"
-    whole, halves = (check_same(*given, per_pass=per_pass, way=way) for way in ways)
+    whole = check_everywhere(name, count, per_pass, strategy)
+    given = name, count, in_ranges(name, count), 30, strategy
+    halves = check_same(*given, per_pass=per_pass, way="halves")
     for one, other in zip(whole, halves, strict=True):
         np.testing.assert_array_equal(one.tokens, other.tokens)
         np.testing.assert_array_equal(one.logits, other.logits)
@@ -395,7 +407,7 @@ def test_rows_that_travel_in_halves(name, count, per_pass, strategy):
         ("bundled", 1, Delivery(16), None, "partial"),
         ("bundled", 2, Delivery(16), None, "full"),
         ("bundled", 8, Delivery(16), None, "partial"),
-        ("bundled", 8, Delivery(3), None, "partial"),
+        ("bundled", 8, Delivery(3), 3, "partial"),
         ("bundled", 8, Delivery(16, 2, 64), None, "partial"),
         ("bundled", 8, Delivery(16, 4, 32), 5, "full"),
         ("bundled", 8, Delivery(4, 4, 4), None, "partial"),
@@ -413,13 +425,11 @@ def test_rows_that_go_where_they_are_needed_alone(name, count, way, per_pass, st
     """As on one device, whether they have room or go in blocks; in one hop, with the bits of rows
     that go everywhere.
     """
-    model = model_of(name)
-    spare = spare_of(name, count) if count in ROOM.get(name, {}) else 0
-    placement = contiguous(*size_of(model), count, spare=spare)
-    given = name, count, placement, 30, strategy
+    given = name, count, in_ranges(name, count), 30, strategy
     got = check_same(*given, per_pass=per_pass, way=way)
     if not way.node:
-        for one, other in zip(check_same(*given, per_pass=per_pass), got, strict=True):
+        everywhere = check_everywhere(name, count, per_pass, strategy)
+        for one, other in zip(everywhere, got, strict=True):
             np.testing.assert_array_equal(one.logits, other.logits)
 
 

@@ -13,8 +13,8 @@ from served import Setup
 
 from serving.config import BrownoutConfig, EngineConfig, ServerConfig
 from serving.engine import Engine
-from training.family.calls import call_chat
-from training.family.make import restore
+from training.family import make
+from training.family.calls import CALLER, call_chat
 
 pytestmark = [pytest.mark.deep, pytest.mark.usefixtures("compiled_in_a_hurry")]
 
@@ -34,8 +34,9 @@ WEATHER = {
 }
 
 
-async def test_a_client_gets_calls_tells_what_they_return_and_gets_text(tmp_path):
-    restore(tmp_path)
+async def test_a_client_gets_calls_tells_what_they_return_and_gets_text(tmp_path, monkeypatch):
+    monkeypatch.setattr(make, "VARIANTS", (CALLER,))  # nobody asks the others
+    make.restore(tmp_path)
     config = EngineConfig(
         models=tuple(f"{name}={tmp_path / name}" for name in ("base", "caller")),
         max_model_len=256,
