@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from jmoe.api import Model
 
 _PRIORITIES = {
-    pb.PRIORITY_UNSPECIFIED: Priority.LATENCY_SENSITIVE,
+    pb.PRIORITY_UNSPECIFIED: None,
     pb.LATENCY_SENSITIVE: Priority.LATENCY_SENSITIVE,
     pb.BEST_EFFORT: Priority.BEST_EFFORT,
 }
@@ -102,8 +102,10 @@ def sampling(message: pb.SamplingParams) -> SamplingParams:
     return SamplingParams(**given)
 
 
-def priority(request: pb.GenerateRequest) -> Priority:
-    """Returns the request's service class. Raises InvalidRequest for an unknown enum value."""
+def priority(request: pb.GenerateRequest) -> Priority | None:
+    """Returns the request's service class; None if it names none. Raises InvalidRequest for an
+    unknown enum value.
+    """
     try:
         return _PRIORITIES[request.priority]
     except KeyError:

@@ -101,7 +101,8 @@ class Answer(Response):
                     "stream_options without stream; set stream to true, or leave them out",
                     "stream_options",
                 )
-            caller.check_allowed(model, priority(body))  # before a chat is rendered
+            body.priority = caller.class_of(body.priority and priority(body))
+            caller.check_allowed(model, body.priority)  # before a chat is rendered
             async with _while_there(receive):
                 choices = await self._endpoint.choices(body, engine, tokenizer)
                 request_id = request_id_of(scope)

@@ -220,7 +220,7 @@ class Generating(OfModel):
     user: str | None = accepted("nothing is done by user; keys tell callers apart")
     # jmoe's own.
     priority: Literal["latency_sensitive", "best_effort"] | None = supported(
-        "jmoe's: service class; absent: `latency_sensitive`"
+        "jmoe's: service class; absent: `latency_sensitive`, or the key's own"
     )
     allow_brownout: bool | None = supported("jmoe's: false exempts the request from brownout")
     allow_audit: bool | None = supported(

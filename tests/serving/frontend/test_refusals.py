@@ -119,7 +119,7 @@ CHARACTERS = {
 PRIORITY = {
     "grpc": "priority 7",
     **on(HTTP, "'latency_sensitive' or 'best_effort'"),
-    **on(KSERVE, "'latency_sensitive' or 'best_effort', or 0 or 1"),
+    **on(KSERVE, "'latency_sensitive' or 'best_effort', or 1 for"),
 }
 FULL = errors.Overloaded("512 requests wait", 0.25)
 ASKED = {
@@ -215,7 +215,10 @@ KEYS = {
         keys_of(models=("another",)),
     ),
     "a key of another class": Row(
-        "denied", "it may use best_effort", {"key": ALICE}, keys_of(classes=("best_effort",))
+        "denied",
+        "it may use best_effort",
+        {"key": ALICE, "priority": "latency_sensitive"},
+        keys_of(classes=("best_effort",)),
     ),
     "a key past its rate": Row(
         "overloaded", "1 requests a minute", {"key": ALICE},
