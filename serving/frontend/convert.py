@@ -85,7 +85,7 @@ def request_id(request: pb.GenerateRequest) -> str:
 
 
 def sampling(message: pb.SamplingParams) -> SamplingParams:
-    """Converts sampling parameters; absent fields take the defaults.
+    """Converts sampling parameters; absent fields take the model's defaults, else the proto's.
 
     Raises InvalidRequest for a value out of range.
     """
@@ -99,7 +99,7 @@ def sampling(message: pb.SamplingParams) -> SamplingParams:
     given["logit_bias"] = tuple(message.logit_bias.items())
     if (kind := message.WhichOneof("structure")) is not None:
         given["structure"] = Structure(StructureKind(kind), given.pop(kind))
-    return SamplingParams(**given)
+    return SamplingParams.of(given)
 
 
 def priority(request: pb.GenerateRequest) -> Priority | None:

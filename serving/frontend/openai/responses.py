@@ -358,6 +358,7 @@ class ResponseCall(Call):
             why = None if is_whole else {"reason": "max_output_tokens"}
             told = _usage(self.usage())
         named = {"id": self._named["id"], "object": "response"}
+        drawn = self._engine.with_defaults(self._choices[0].sampling, body.model)
         choices = body.tool_choice
         given = body.text.format if body.text is not None else None
         wanted = {"type": "text"} if given is None else given.model_dump(by_alias=True)
@@ -384,8 +385,8 @@ class ResponseCall(Call):
             else choices or "auto",
             "tools": _as_given(tools),
             "text": _as_given({"format": wanted}),
-            "temperature": 1.0 if body.temperature is None else body.temperature,
-            "top_p": 1.0 if body.top_p is None else body.top_p,
+            "temperature": drawn.temperature,
+            "top_p": drawn.top_p,
             "max_output_tokens": body.max_output_tokens,
             "top_logprobs": body.top_logprobs or 0,
             "reasoning": {"effort": body.reasoning and body.reasoning.effort, "summary": None},

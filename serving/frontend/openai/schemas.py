@@ -214,7 +214,7 @@ class Generating(OfModel):
     """What every endpoint that generates takes."""
 
     stream: bool | None = supported("server-sent events, one a token")
-    temperature: float | None = supported("0 is greedy; absent: 1")
+    temperature: float | None = supported("0 is greedy; absent: the model's, or 1")
     top_p: float | None = supported("absent: 1, off")
     skip_special_tokens: bool | None = supported("vLLM's; false: special tokens stay")
     user: str | None = accepted("nothing is done by user; keys tell callers apart")
