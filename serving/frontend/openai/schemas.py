@@ -217,6 +217,28 @@ class Generating(OfModel):
     temperature: float | None = supported("0 is greedy; absent: the model's, or 1")
     top_p: float | None = supported("absent: 1, off")
     skip_special_tokens: bool | None = supported("vLLM's; false: special tokens stay")
+    seed: int | None = supported("the i-th answer is drawn with `seed` + i", ge=-(2**63), lt=2**64)
+    stop: str | Texts | None = supported(
+        f"a string or up to {MAX_STOP_STRINGS}; the text ends before it",
+        wanted="a string or a list of strings",
+    )
+    presence_penalty: float | None = supported("between -2 and 2")
+    frequency_penalty: float | None = supported("between -2 and 2")
+    logit_bias: Object | None = supported(
+        f"numbers between -100 and 100 by token id, {MAX_LOGIT_BIASES} at most"
+    )
+    top_k: int | None = supported("vLLM's; 0 or -1: off", ge=-1)
+    min_p: float | None = supported("vLLM's; 0: off")
+    repetition_penalty: float | None = supported("vLLM's; 1: off")
+    ignore_eos: bool | None = supported("vLLM's: goes on behind the end of the text")
+    stop_token_ids: Tokens | None = supported("vLLM's", max_length=MAX_STOP_TOKEN_IDS)
+    min_tokens: int | None = supported(
+        "vLLM's: before so many, neither stop tokens nor strings end it", ge=0
+    )
+    include_stop_str_in_output: bool | None = supported("vLLM's: with the stop string")
+    truncate_prompt_tokens: int | None = supported(
+        "vLLM's: only so many of the prompt's last tokens; -1: as many as fit", ge=-1
+    )
     user: str | None = accepted("nothing is done by user; keys tell callers apart")
     # jmoe's own.
     priority: Literal["latency_sensitive", "best_effort"] | None = supported(
@@ -290,22 +312,6 @@ class Sampled(Generating):
     n: int | None = supported(
         f"answers; times the number of prompts up to {MAX_SEQUENCES}", ge=1, le=MAX_SEQUENCES
     )
-    seed: int | None = supported("the i-th answer is drawn with `seed` + i", ge=-(2**63), lt=2**64)
-    stop: str | Texts | None = supported(
-        f"a string or up to {MAX_STOP_STRINGS}; the text ends before it",
-        wanted="a string or a list of strings",
-    )
-    presence_penalty: float | None = supported("between -2 and 2")
-    frequency_penalty: float | None = supported("between -2 and 2")
-    logit_bias: Object | None = supported(
-        f"numbers between -100 and 100 by token id, {MAX_LOGIT_BIASES} at most"
-    )
-    # Not OpenAI's, but vLLM's.
-    top_k: int | None = supported("vLLM's; 0 or -1: off", ge=-1)
-    min_p: float | None = supported("vLLM's; 0: off")
-    repetition_penalty: float | None = supported("vLLM's; 1: off")
-    ignore_eos: bool | None = supported("vLLM's: goes on behind the end of the text")
-    stop_token_ids: Tokens | None = supported("vLLM's", max_length=MAX_STOP_TOKEN_IDS)
     response_format: ResponseFormat | None = supported(
         "`text`, `json_object` or `json_schema`; what is wanted is held to token by token"
     )
@@ -662,8 +668,8 @@ class ResponsesRequest(Conversing):
     metadata: Object | None = accepted("comes back in the answer")
     store: bool | None = accepted("nothing is stored: the answer says false")
     background: Literal[False] | None = accepted("false: the answer comes at once", wanted="false")
-    truncation: Literal["disabled"] | None = accepted(
-        "`disabled`: what does not fit is refused", wanted="disabled; shorten input"
+    truncation: Literal["auto", "disabled"] | None = supported(
+        "`auto`: as `truncate_prompt_tokens` -1; `disabled`: what does not fit is refused"
     )
     previous_response_id: None = refused(_KEPT_NOT)
     conversation: None = refused(_KEPT_NOT)
@@ -684,6 +690,7 @@ class ResponsesRequest(Conversing):
         names = {
             **{"prompt": "input", "messages": "input", "max_new_tokens": "max_output_tokens"},
             **{"response_format": "text", "reasoning_effort": "reasoning"},
+            "min_new_tokens": "min_tokens",
             "structure": "text" if self.text and self.text.format else "tools",
         }
         return names.get(param, param)

@@ -55,11 +55,20 @@ PARAMS = SamplingParams(
 )
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+PROMPTS = {
+    "/v1/completions": {"prompt": "ab"},
+    "/v1/chat/completions": {"messages": CHAT},
+    "/v1/responses": {"input": "hi"},
+}
+
+
+@pytest.mark.parametrize("path", PROMPTS)
 async def test_every_sampling_parameter_arrives(path):
-    prompt = {"prompt": "ab"} if path == "/v1/completions" else {"messages": CHAT}
+    body = {"model": "counter", **PROMPTS[path], **ALL}
+    if path == "/v1/responses":
+        body["max_output_tokens"] = body.pop("max_tokens")
     async with serving_http() as s:
-        answer = await s.http.post(path, json={"model": "counter", **prompt, **ALL})
+        answer = await s.http.post(path, json=body)
         assert answer.status_code == 200, answer.text
         default = 16 if path == "/v1/completions" else None
         wanted = replace(PARAMS, default_new_tokens=default)
