@@ -292,23 +292,19 @@ class Generating(OfModel):
         return 1
 
 
+_MAX_TOKENS = (
+    f"new tokens at most; absent: {DEFAULT_MAX_TOKENS} (completions), as many as fit (chats); 0 "
+    "(with `echo`): the prompt alone is scored"
+)
+
+
 class Sampled(Generating):
     """What completions and chats take."""
 
     stream_options: StreamOptions | None = supported(
         "with `stream` only: `include_usage`, `continuous_usage_stats`"
     )
-    max_tokens: int | None = supported(
-        f"new tokens at most; absent: {DEFAULT_MAX_TOKENS} (completions), as many as fit (chats)",
-        ge=1,
-    )
-    min_tokens: int | None = supported(
-        "vLLM's: before so many, neither stop tokens nor strings end it", ge=0
-    )
-    include_stop_str_in_output: bool | None = supported("vLLM's: with the stop string")
-    truncate_prompt_tokens: int | None = supported(
-        "vLLM's: only so many of the prompt's last tokens; -1: as many as fit", ge=-1
-    )
+    max_tokens: int | None = supported(_MAX_TOKENS, ge=1)
     n: int | None = supported(
         f"answers; times the number of prompts up to {MAX_SEQUENCES}", ge=1, le=MAX_SEQUENCES
     )
@@ -381,6 +377,7 @@ class CompletionRequest(Sampled):
         wanted="text, a list of token ids, or a list of up to "
         f"{MAX_SEQUENCES} texts or lists of token ids, not empty",
     )
+    max_tokens: int | None = supported(_MAX_TOKENS, ge=0)
     echo: bool | None = supported("the prompt before each answer")
     logprobs: int | None = supported(
         "likeliest tokens at each position, with `echo` of the prompt, too",

@@ -160,6 +160,8 @@ WRONG = [
     ({"logit_bias": [1]}, "logit_bias", "logit_bias is [1]; it must be an object"),
     ({"top_k": 2**31}, "top_k", "top_k is 2147483648; it must be a whole number up to 2147483647"),
     ({"max_tokens": "5"}, "max_tokens", "a valid integer"),
+    ({"max_tokens": 0}, "max_tokens", "max_tokens is 0; it must be at least 1, or 0 with echo"),
+    ({"max_tokens": 0, "echo": True, "min_tokens": 1}, "min_tokens", "min_tokens is 1"),
     ({"temperature": True}, "temperature", "a valid number"),
     ({"n": 0}, "n", "n is 0"),
     ({"n": MAX_SEQUENCES + 1}, "n", "n is 65"),

@@ -128,7 +128,7 @@ ASKED = {
     "9000 characters": Row("invalid", CHARACTERS, {"prompt": "é" * 9000}, but=HTTP),
     "max_tokens 0": Row(
         "invalid",
-        {"grpc": "max_new_tokens is 0", **on(HTTP, "max_tokens is 0; it must be greater than or")}
+        {"grpc": "max_new_tokens is 0", **on(HTTP, "max_tokens is 0; it must be ")}
         | on(KSERVE, "max_tokens is 0"),
         {"max_tokens": 0}, param="max_tokens",
     ),
