@@ -362,8 +362,8 @@ class Conversing(Generating):
     prompt_cache_options: Object | None = accepted("likewise")
     prompt_cache_retention: str | None = accepted("likewise")
     safety_identifier: str | None = accepted("nothing is done by user")
-    service_tier: Literal["auto", "default"] | None = accepted(
-        "`auto` and `default`; see `priority`", wanted="auto or default; set priority instead"
+    service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = accepted(
+        "changes nothing; see `priority`"
     )
     moderation: None = refused("nothing is moderated here")
 
@@ -400,6 +400,9 @@ class TextPart(Strict):
 
     type: Literal["text"] = Field(description="images, audio and files are refused")
     text: str
+    cache_control: Any = Field(
+        default=None, description="Anthropic's; changes nothing: what is shared is found without"
+    )
 
 
 _FUNCTION_NAME = r"^[A-Za-z0-9_.-]{1,128}$"
@@ -457,7 +460,9 @@ class Message(Strict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | _Parts | None = None
     name: str | None = None
-    refusal: None = None
+    refusal: str | None = Field(
+        default=None, description="of an assistant; where content is absent, is the content"
+    )
     tool_calls: _ToolCalls | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
@@ -476,11 +481,14 @@ class ChatRequest(Sampled, Conversing):
 
     messages: _Messages = supported(
         "roles `system`, `developer` (as `system`), `user`, `assistant` and `tool`; `content` is "
-        "text or a list of text parts; `name` goes to the chat template",
+        "text or a list of text parts (`cache_control` changes nothing); `name` goes to the chat "
+        "template",
         ...,
         min_length=1,
     )
-    max_completion_tokens: int | None = supported("the newer name of `max_tokens`", ge=1)
+    max_completion_tokens: int | None = supported(
+        "the newer name of `max_tokens`, which it overrides", ge=1
+    )
     logprobs: bool | None = supported("of each new token")
     metadata: Object | None = accepted("nothing is stored to label")
     modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = accepted(
@@ -493,7 +501,7 @@ class ChatRequest(Sampled, Conversing):
     function_call: Literal["none", "auto"] | None = accepted(
         "`none` and `auto`: there are no functions", wanted="none or auto; send tool_choice"
     )
-    store: Literal[False] | None = accepted("false: nothing is stored", wanted="false")
+    store: bool | None = accepted("nothing is stored")
     audio: None = refused("models served here write text")
     functions: None = refused("OpenAI's API has `tools` instead")
     prediction: None = refused("leave it out; the text is the same")
@@ -663,7 +671,7 @@ class ResponsesRequest(Conversing):
         "`effort`, as `reasoning_effort`; `summary`: thoughts come whole"
     )
     metadata: Object | None = accepted("comes back in the answer")
-    store: bool | None = accepted("nothing is stored: the answer says false")
+    store: bool | None = accepted("nothing is stored")
     background: Literal[False] | None = accepted("false: the answer comes at once", wanted="false")
     truncation: Literal["auto", "disabled"] | None = supported(
         "`auto`: as `truncate_prompt_tokens` -1; `disabled`: what does not fit is refused"
