@@ -185,7 +185,8 @@ def _require(holds: bool, key: str, value: object, wanted: str) -> None:
         raise ConfigError(f"{key} is {value!r}; it must be {wanted}")
 
 
-CONFIG_FILES = ("config.json", "generation_config.json")
+GENERATION_FILE = "generation_config.json"
+CONFIG_FILES = ("config.json", GENERATION_FILE)
 """What `read_config` reads."""
 
 
@@ -196,14 +197,21 @@ def read_config(path: str | Path, *, allow_unknown_config: Collection[str] = ())
     does not know, but for those in `allow_unknown_config` (`KEY`, or `rope_scaling.KEY`).
     """
     directory = Path(path)
-    file, generation = (directory / name for name in CONFIG_FILES)
+    file = directory / "config.json"
     cfg = from_hf(_read_json(file), file=str(file), allow_unknown_config=allow_unknown_config)
-    if not generation.exists():
-        return cfg
-    fields = Fields(_read_json(generation), str(generation))
+    fields = Fields(read_generation_config(directory), str(directory / GENERATION_FILE))
     if fields.given("eos_token_id") is None:
         return cfg
     return replace(cfg, eos_token_ids=fields.token_ids("eos_token_id", cfg.vocab_size))
+
+
+def read_generation_config(directory: Path) -> dict[str, Any]:
+    """Returns what `generation_config.json` of a model's directory holds; nothing without the file.
+
+    Raises ConfigError for a malformed one.
+    """
+    file = directory / GENERATION_FILE
+    return _read_json(file) if file.exists() else {}
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -353,6 +353,13 @@ class EngineConfig:
         "Model",
         metavar="FILE",
     )
+    generation_config: str = setting(
+        "auto",
+        "auto: requests that leave out temperature, top_k, top_p, min_p, repetition_penalty or "
+        "most new tokens take those of the model's generation_config.json. none: they do not.",
+        one_of("auto", "none"),
+        "Model",
+    )
     models: tuple[str, ...] = setting(
         (),
         "NAME=DIR of each model of a family, in place of engine.model (families.md).",

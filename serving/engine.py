@@ -380,6 +380,12 @@ class Engine:
             request, special_tokens=special_tokens, waits=priority is not None
         )
 
+    def with_defaults(self, sampling: SamplingParams, model: str = "") -> SamplingParams:
+        """Returns the parameters that a request with these is drawn by: with the model's own
+        defaults for what it left out (`engine.generation_config`).
+        """
+        return self.admission.with_defaults(sampling, number_of(model, self.names))
+
     def _timeout(self, timeout_s: float | None) -> tuple[float | None, bool]:
         """Returns a request's timeout (s), and whether it is the server's default."""
         servers = timeout_s is None and self.request_timeout_s > 0
@@ -421,7 +427,7 @@ class Engine:
         request = Request(
             request_id or uuid.uuid4().hex,
             prompt,
-            sampling or SamplingParams(),
+            self.admission.with_defaults(sampling or SamplingParams(), number),
             allow_brownout and not self.auditor.exempts(number, key),
             priority,
             timeout_s,

@@ -5,7 +5,7 @@ import math
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 
@@ -19,6 +19,12 @@ MAX_SALT_CHARS = 256
 MAX_TOP_LOGPROBS, MAX_TOP_PROMPT_LOGPROBS = 20, 5
 MAX_STRUCTURE_CHARS = 64 << 10
 """Limits of a request apart from its prompt, whatever the model."""
+
+MODEL_DEFAULTS = (
+    *("temperature", "top_k", "top_p", "min_p", "repetition_penalty"),
+    "max_new_tokens",
+)
+"""Fields of `SamplingParams` for which a model's `generation_config.json` may have defaults."""
 
 _META = re.compile(r"[\\.+*?()|\[\]{}^$]")
 """Characters with a special meaning in regular expressions."""
@@ -143,6 +149,30 @@ class SamplingParams:
     default_new_tokens: int | None = None  # at most, if `max_new_tokens` is None
     min_new_tokens: int = 0  # before which nothing ends the output but its structure
     include_stop: bool = False  # the text ends behind what stopped it, not before
+    absent: frozenset[str] = field(default=frozenset(), compare=False)
+    """Of `MODEL_DEFAULTS`, what the request left out: the model's own default stands for it."""
+
+    @classmethod
+    def of(
+        cls, given: Mapping[str, Any], defaults: Mapping[str, Any] | None = None
+    ) -> "SamplingParams":
+        """Makes the parameters of a request that gives these fields; `defaults` are those of its
+        protocol, for a model without its own. Raises InvalidRequest for a value out of range.
+        """
+        absent = frozenset(name for name in MODEL_DEFAULTS if name not in given)
+        return cls(**{**(defaults or {}), **given}, absent=absent)
+
+    def with_defaults(self, defaults: Mapping[str, Any]) -> "SamplingParams":
+        """Returns the parameters with a model's defaults for what the request left out. The default
+        of `max_new_tokens` lowers that of the protocol, and never raises it.
+        """
+        own = {name: value for name, value in defaults.items() if name in self.absent}
+        if not own:
+            return self
+        if (most := own.pop("max_new_tokens", None)) is not None:
+            name = "default_new_tokens" if self.max_new_tokens is None else "max_new_tokens"
+            own[name] = min(most, getattr(self, name) or most)
+        return replace(self, **own, absent=frozenset())
 
     def __post_init__(self) -> None:
         """Checks types and ranges."""

@@ -54,7 +54,6 @@ def export_hf(config: dict[str, Any], params: Params, tokenizer_dir: Path, out: 
         "eos_token_id": EOS_ID,
         "pad_token_id": EOS_ID,
         "do_sample": False,
-        "max_new_tokens": 64,
     }
     for name, content in (("config", config), ("generation_config", generation)):
         (out / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -20,6 +20,8 @@ from serving.frontend import gc_freeze
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 
 FIRST_SAMPLE_S = 10.0  # the longest wait for the first answer of the admin service
+NEUTRAL = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+"""Sampling parameters without effect: no model's own defaults stand for them."""
 NEVER_S = 1e9  # deadlines beyond are none; gRPC takes those past 292 years for over
 
 
@@ -97,6 +99,7 @@ class _Player:
             max_new_tokens=arrival.max_new_tokens,
             ignore_eos=arrival.ignore_eos,
             temperature=arrival.temperature,
+            **NEUTRAL,
         )
         own: dict[str, Any] = {"priority": pb.BEST_EFFORT} if arrival.best_effort else {}
         texts: list[str] = []

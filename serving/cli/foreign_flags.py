@@ -65,8 +65,6 @@ ADVICE = {
     "--ep": "--mesh ep=N",
     "--ep-size": "--mesh ep=N",
     "--expert-parallel-size": "--mesh ep=N",
-    "--generation-config": "of generation_config.json jmoe reads the end-of-sequence ids alone; "
-    "requests say how they are sampled",
     "--grammar-backend": _STRUCTURE,
     "--guided-decoding-backend": _STRUCTURE,
     "--structured-outputs-config": _STRUCTURE,
@@ -92,6 +90,7 @@ ADVICE = {
     "--quantization": "--quantize fp8, int4 or mxfp4; checkpoints that are quantized need no flag",
     "--root-path": "jmoe has no such prefix; let the proxy strip it",
     "--schedule-policy": "--policy ls_first, fcfs, edf or qllm",
+    "--sampling-defaults": "--generation-config auto or none",
     "--scheduling-policy": "--policy ls_first, fcfs, edf or qllm",
     "--seed": "each request has its own `seed`",
     "--random-seed": "each request has its own `seed`",

@@ -65,6 +65,8 @@ log = logging.getLogger(__name__)
 
 REASONS = ("admin", "metrics", "generate", "model", "class", "concurrency", "requests", "tokens")
 """Reasons for refusing a call with a valid key."""
+DEFAULT_CLASS = Priority.LATENCY_SENSITIVE
+"""Of a request that names none, if its key may use it."""
 MAX_NAMED = 10
 """How many of the keys that are gone the log names."""
 _NOBODY = bytes(32)
@@ -126,6 +128,15 @@ class Caller:
             yield self
         finally:
             self.num_running -= count
+
+    def class_of(self, named: Priority | None) -> Priority:
+        """Returns the class of a request that names this one; None: the default, or the key's
+        first, if it may not use that.
+        """
+        allowed = self.key.classes
+        if named is None and allowed and DEFAULT_CLASS not in allowed:
+            return allowed[0]
+        return named or DEFAULT_CLASS
 
     def salt(self, own: str = "") -> str:
         """Returns the prefix cache's salt: different keys, or different `own` salts, share no

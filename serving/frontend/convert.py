@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from jmoe.api import Model
 
 _PRIORITIES = {
-    pb.PRIORITY_UNSPECIFIED: Priority.LATENCY_SENSITIVE,
+    pb.PRIORITY_UNSPECIFIED: None,
     pb.LATENCY_SENSITIVE: Priority.LATENCY_SENSITIVE,
     pb.BEST_EFFORT: Priority.BEST_EFFORT,
 }
@@ -85,7 +85,7 @@ def request_id(request: pb.GenerateRequest) -> str:
 
 
 def sampling(message: pb.SamplingParams) -> SamplingParams:
-    """Converts sampling parameters; absent fields take the defaults.
+    """Converts sampling parameters; absent fields take the model's defaults, else the proto's.
 
     Raises InvalidRequest for a value out of range.
     """
@@ -99,11 +99,13 @@ def sampling(message: pb.SamplingParams) -> SamplingParams:
     given["logit_bias"] = tuple(message.logit_bias.items())
     if (kind := message.WhichOneof("structure")) is not None:
         given["structure"] = Structure(StructureKind(kind), given.pop(kind))
-    return SamplingParams(**given)
+    return SamplingParams.of(given)
 
 
-def priority(request: pb.GenerateRequest) -> Priority:
-    """Returns the request's service class. Raises InvalidRequest for an unknown enum value."""
+def priority(request: pb.GenerateRequest) -> Priority | None:
+    """Returns the request's service class; None if it names none. Raises InvalidRequest for an
+    unknown enum value.
+    """
     try:
         return _PRIORITIES[request.priority]
     except KeyError:

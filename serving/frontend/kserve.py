@@ -102,18 +102,19 @@ class InferenceService(rpc.GRPCInferenceServiceServicer):
             raise InvalidRequest(
                 "stream is true, and ModelInfer answers once; send it to ModelStreamInfer"
             )
+        priority = caller.class_of(asked.priority)
         answer = Answer(request.id, model, asked, _decoder(engine, model))
         request_id = request.id or uuid.uuid4().hex
         tracer, headers = self._server.tracer, context.invocation_metadata()
         with (
-            caller.request(model, asked.priority),
-            tracer.request(request_id, model, asked.priority, headers) as span,
+            caller.request(model, priority),
+            tracer.request(request_id, model, priority, headers) as span,
         ):
             outputs = engine.generate(
                 asked.prompt,
                 asked.sampling,
                 request_id=request_id,
-                priority=asked.priority,
+                priority=priority,
                 timeout_s=_sooner(asked.timeout_s, context.time_remaining()),
                 model=model,
                 salt=caller.salt(asked.salt),

@@ -53,11 +53,11 @@ OUTPUTS = {"text_output": "BYTES", **_RETURNS}
 
 _CONTENTS = {"BYTES": "bytes_contents", "BOOL": "bool_contents"}
 _PRIORITIES = {
-    0: Priority.LATENCY_SENSITIVE,
+    0: None,
     1: Priority.LATENCY_SENSITIVE,
     2: Priority.BEST_EFFORT,
 }
-"""Triton's priorities: 0 is the default, and otherwise a lower number goes first."""
+"""Triton's priorities: 0 names none, and otherwise a lower number goes first."""
 OWN_PARAMETERS = (
     *OPTIONS,
     "priority",
@@ -85,7 +85,7 @@ class Asked:
     streams: bool  # one response per engine output, instead of one in all
     echoes: bool  # the text begins with the prompt
     outputs: frozenset[str]
-    priority: Priority
+    priority: Priority | None  # None: the default
     timeout_s: float | None
     salt: str
     options: dict[str, Any]  # of `serving.request.OPTIONS`, those that are given
@@ -272,15 +272,15 @@ def _salt(value: Any) -> str:
     return value
 
 
-def _priority(value: Any) -> Priority:
+def _priority(value: Any) -> Priority | None:
     if isinstance(value, str) and value in list(Priority):
         return Priority(value)
     if isinstance(value, int) and not isinstance(value, bool) and value in _PRIORITIES:
         return _PRIORITIES[value]
     names = " or ".join(repr(str(one)) for one in Priority)
     raise InvalidRequest(
-        f"the parameter priority is {shown(value)}; it must be {names}, or 0 or 1 for the first of "
-        "them and 2 for the other"
+        f"the parameter priority is {shown(value)}; it must be {names}, or 1 for the first of "
+        "them, 2 for the other, and 0 for the default"
     )
 
 

@@ -60,11 +60,12 @@ class GenerationService(rpc.GenerationServicer):
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> None:
         """Streams one request's outputs. If the client disconnects, the request is aborted."""
         server, engine = self._server, self._server.ready_engine()
-        request_id, priority = convert.request_id(request), convert.priority(request)
+        request_id, caller = convert.request_id(request), access.current.get()
+        priority = caller.class_of(convert.priority(request))
         model = engine.names[number_of(request.model, engine.names)]
         headers = context.invocation_metadata()
         with (
-            access.current.get().request(model, priority) as caller,
+            caller.request(model, priority),
             server.tracer.request(request_id, model, priority, headers) as span,
         ):
             outputs = engine.generate(

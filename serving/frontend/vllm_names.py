@@ -24,8 +24,8 @@ from serving.request import (
     check_count,
 )
 
-DEFAULTS: dict[str, Any] = {"max_tokens": 16, "temperature": 1.0}
-"""vLLM's defaults that differ from those of `SamplingParams`."""
+DEFAULTS: dict[str, Any] = {"max_new_tokens": 16, "temperature": 1.0}
+"""vLLM's defaults that differ from those of `SamplingParams`, whose names these are."""
 
 _WHOLE = re.compile(r"[+-]?[0-9]+")
 _REAL = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
@@ -37,14 +37,14 @@ def sampling(given: Mapping[str, Any]) -> SamplingParams:
     present = _present(given)
     if {"structured_outputs", "guided_decoding"} <= present.keys():
         raise InvalidRequest("structured_outputs and guided_decoding are one; send either")
-    for name, value in {**DEFAULTS, **present}.items():
+    for name, value in present.items():
         if name in _FIXED:
             _check_fixed(name, value)
         elif name in _READERS:
             fields[_FIELDS.get(name, name)] = _READERS[name](name, value)
         else:
             raise _unknown(name)
-    return SamplingParams(**fields, logprobs="top_logprobs" in fields)
+    return SamplingParams.of({**fields, "logprobs": "top_logprobs" in fields}, DEFAULTS)
 
 
 def read_json(text: str, what: str) -> dict[str, Any]:

@@ -12,12 +12,13 @@ import math
 import random
 import sys
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Sequence, Sized
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence, Sized
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -37,6 +38,7 @@ from serving.errors import (
     shown,
 )
 from serving.intake.chat_templates import ChatTemplate
+from serving.intake.sampling_defaults import sampling_defaults
 from serving.intake.structure import Matcher, Structures
 from serving.plan import Limits
 from serving.request import (
@@ -45,6 +47,7 @@ from serving.request import (
     Chat,
     Priority,
     Request,
+    SamplingParams,
     Structure,
     check_count,
 )
@@ -103,6 +106,8 @@ class Admission:
         self._models = of_models = [] if family is None else list(family)
         self._tokenizers: list[Tokenizer | None] = [one.tokenizer for one in of_models] or [None]
         self._eos: list[tuple[int, ...]] = [one.config.eos_token_ids for one in of_models] or [()]
+        read = cache(self._read_defaults)  # once for places of one model
+        self._defaults: list[Mapping[str, Any]] = [read(one.path) for one in of_models] or [{}]
         self.capacity = {priority: Capacity(limits.decode_rows) for priority in Priority}
         self.num_tokenizing = Counter[Priority]()  # chats and long texts, waiting for their tokens
         self._structures = [
@@ -126,6 +131,7 @@ class Admission:
         self._models[number] = model
         cfg, tokenizer = model.config, model.tokenizer
         self._tokenizers[number], self._eos[number] = tokenizer, cfg.eos_token_ids
+        self._defaults[number] = self._read_defaults(model.path)
         before, self._structures[number] = (
             self._structures[number],
             Structures(tokenizer, cfg.vocab_size, cfg.eos_token_ids),
@@ -144,6 +150,15 @@ class Admission:
         if what not in self._templates:
             self._templates[what] = ChatTemplate(tokenizer, self.bounds)
         return self._templates[what]
+
+    def _read_defaults(self, directory: Path) -> dict[str, Any]:
+        return sampling_defaults(directory) if self._config.generation_config == "auto" else {}
+
+    def with_defaults(self, sampling: SamplingParams, model: int) -> SamplingParams:
+        """Returns parameters with the defaults of the model of this number for what the request
+        left out.
+        """
+        return sampling.with_defaults(self._defaults[model])
 
     def tokenizer(self, request: Request) -> Tokenizer | None:
         """Returns the tokenizer of a request's model; None if that takes token ids only."""

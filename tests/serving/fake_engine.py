@@ -72,6 +72,7 @@ class FakeEngine:
         self.model, self.family = model, FakeFamily([model])
         self.refusal: ServingError | None = None
         self.failure: Exception | None = None
+        self.defaults: dict = {}  # of the model's generation_config.json
         self.gate = asyncio.Event()
         self.gate.set()
         self.reason, self.dead = "", asyncio.Event()
@@ -138,8 +139,12 @@ class FakeEngine:
         if self.refusal is not None:
             raise self.refusal
 
+    def with_defaults(self, sampling: SamplingParams, model: str = "") -> SamplingParams:
+        return sampling.with_defaults(self.defaults)
+
     async def generate(self, prompt, sampling: SamplingParams, **options):
         self.check_admission()
+        sampling = self.with_defaults(sampling)
         number_of(options.get("model", ""), self.names)
         if self.failure is not None:
             raise self.failure

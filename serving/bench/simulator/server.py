@@ -32,6 +32,7 @@ from serving.errors import ServingError
 from serving.execution.executor import StepExecutor
 from serving.execution.fitting import limits_of
 from serving.frontend import convert
+from serving.frontend.access import ANYBODY
 from serving.frontend.reports import report
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 from serving.request import BrownoutChange
@@ -105,7 +106,7 @@ class SimulatedServer:
             prompt,
             convert.sampling(sampling or pb.SamplingParams()),
             allow_brownout=allow_brownout and not is_exempt,
-            priority=convert.priority(pb.GenerateRequest(priority=priority)),
+            priority=ANYBODY.class_of(convert.priority(pb.GenerateRequest(priority=priority))),
             timeout_s=timeout_s,
             model=model,
         )

@@ -194,7 +194,7 @@ class Response(_Answer):
     max_output_tokens: int | None
     top_logprobs: int
     reasoning: dict[str, str | None]
-    truncation: Literal["disabled"]
+    truncation: Literal["auto", "disabled"]
     background: Literal[False]
     store: Literal[False]
     previous_response_id: None

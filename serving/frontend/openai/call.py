@@ -101,7 +101,8 @@ class Answer(Response):
                     "stream_options without stream; set stream to true, or leave them out",
                     "stream_options",
                 )
-            caller.check_allowed(model, priority(body))  # before a chat is rendered
+            body.priority = caller.class_of(body.priority and priority(body))
+            caller.check_allowed(model, body.priority)  # before a chat is rendered
             async with _while_there(receive):
                 choices = await self._endpoint.choices(body, engine, tokenizer)
                 request_id = request_id_of(scope)
@@ -239,12 +240,21 @@ class Call:
         try:
             async with noted(outputs, request_id, self._caller, self._span) as note:
                 async for out in outputs:
+                    if choice.scores_alone:
+                        out = _without_new(out)
                     note(out)
                     if choice.sampling.prompt_logprobs and choice.last is None:
                         await choice.take_prompt(out)
                     await take(choice, out)
         except InvalidRequest as error:
             raise choice.explained(error) from None
+
+
+def _without_new(out: Output) -> Output:
+    """Returns the output of a prompt that is only scored: the engine draws a token all the same."""
+    usage = out.usage._replace(completion_tokens=0)
+    nothing: dict[str, Any] = {"text": "", "token_ids": (), "logprobs": (), "top_logprobs": ()}
+    return out._replace(**nothing, usage=usage, finish_reason=out.finish_reason and "length")
 
 
 async def keep(choice: Choice, out: Output) -> None:

@@ -283,6 +283,11 @@ def _message(message: Message, names: dict[str, str], template: Template) -> dic
     if isinstance(content, list):
         content = "".join(part.text for part in content)
     role = "system" if message.role == "developer" else message.role
+    if message.refusal is not None and role != "assistant":
+        raise HttpError(
+            f"a message of role {role} has a refusal; role assistant alone has one", "messages"
+        )
+    content = message.refusal if content is None else content
     made: dict[str, Any] = {"role": role, "content": content or ""}
     if (thoughts := _thoughts(message)) is not None:
         if role != "assistant":

@@ -56,6 +56,7 @@ class Choice:
         self.last: Output | None = None
         self.waited_s = 0.0  # seconds in which the engine made the prompt's tokens
         self.reasoning_tokens: int | None = None  # None: thoughts are not told apart
+        self.scores_alone = False  # the prompt is scored, and nothing is added to it
         self._texts: list[str] = []
         self._format = shown
         self._logprobs = [bytearray() for _ in shown.starts]  # the lists so far, as JSON
@@ -207,14 +208,24 @@ class CompletionEndpoint:
                 "out",
                 "best_of",
             )
+        if body.max_tokens == 0 and not body.echo:
+            raise HttpError(
+                "max_tokens is 0; it must be at least 1, or 0 with echo true, which scores the "
+                "prompt",
+                "max_tokens",
+            )
+        if body.max_tokens == 0 and body.min_tokens:
+            raise HttpError(
+                f"min_tokens is {body.min_tokens} and max_tokens 0; leave min_tokens out",
+                "min_tokens",
+            )
         texts = logprobs.Texts(tokenizer)
         found: list[Choice] = []
         began_s = time.monotonic()
         for prompt in prompts:
             if body.truncate_prompt_tokens is not None:
-                prompt = await truncated(
-                    prompt, body, engine, body.max_tokens or DEFAULT_MAX_TOKENS
-                )
+                most = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+                prompt = await truncated(prompt, body, engine, most)
             if body.echo and tokenizer is not None:  # the tokenizer will encode or decode it
                 check = bounds.check_chars if isinstance(prompt, str) else bounds.check_tokens
                 check(len(prompt))
@@ -224,6 +235,7 @@ class CompletionEndpoint:
             for i in range(n):
                 shown = logprobs.Completion(texts, bool(body.logprobs))
                 found.append(CompletionChoice(len(found), prompt, sampling(body, i), shown, echo))
+                found[-1].scores_alone = body.max_tokens == 0
         if body.truncate_prompt_tokens is not None:
             for choice in found:
                 choice.waited_s = time.monotonic() - began_s

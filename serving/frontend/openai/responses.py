@@ -19,6 +19,7 @@ from serving.frontend.openai.schemas import (
     Function,
     FunctionCall,
     FunctionName,
+    Generating,
     InputItem,
     ItemPart,
     JsonSchema,
@@ -50,7 +51,7 @@ _MORE = {"reasoning": {"content"}}
 _EVERY = {"type", "id", "status", "phase", "parsed_arguments"}
 
 
-_SAME = "model", "temperature", "top_p", "skip_special_tokens", "priority", "timeout_s"
+_SAME = tuple(Generating.model_fields)
 
 
 def chat_of(body: ResponsesRequest) -> ChatRequest:
@@ -68,6 +69,8 @@ def chat_of(body: ResponsesRequest) -> ChatRequest:
     if isinstance(choice, NamedFunction):
         choice = NamedTool(type="function", function=FunctionName(name=choice.name))
     own = {name: getattr(body, name) for name in _SAME}
+    if body.truncation == "auto" and body.truncate_prompt_tokens is None:
+        own["truncate_prompt_tokens"] = -1
     return ChatRequest.model_construct(
         **own,
         messages=messages_of(body),
@@ -358,6 +361,7 @@ class ResponseCall(Call):
             why = None if is_whole else {"reason": "max_output_tokens"}
             told = _usage(self.usage())
         named = {"id": self._named["id"], "object": "response"}
+        drawn = self._engine.with_defaults(self._choices[0].sampling, body.model)
         choices = body.tool_choice
         given = body.text.format if body.text is not None else None
         wanted = {"type": "text"} if given is None else given.model_dump(by_alias=True)
@@ -384,12 +388,12 @@ class ResponseCall(Call):
             else choices or "auto",
             "tools": _as_given(tools),
             "text": _as_given({"format": wanted}),
-            "temperature": 1.0 if body.temperature is None else body.temperature,
-            "top_p": 1.0 if body.top_p is None else body.top_p,
+            "temperature": drawn.temperature,
+            "top_p": drawn.top_p,
             "max_output_tokens": body.max_output_tokens,
             "top_logprobs": body.top_logprobs or 0,
             "reasoning": {"effort": body.reasoning and body.reasoning.effort, "summary": None},
-            "truncation": "disabled",
+            "truncation": body.truncation or "disabled",
             "background": False,
             "store": False,
             "previous_response_id": None,

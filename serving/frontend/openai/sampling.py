@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from serving.errors import shown
+from serving.frontend.access import DEFAULT_CLASS
 from serving.frontend.openai.errors import HttpError
 from serving.frontend.openai.schemas import (
     DEFAULT_MAX_TOKENS,
@@ -25,22 +26,24 @@ def sampling(body: Sampled, index: int) -> SamplingParams:
 
     Raises InvalidRequest for a value out of range.
     """
+    defaults: dict[str, Any] = {"max_new_tokens": None, "temperature": 1.0}
     given: dict[str, Any] = {
-        "max_new_tokens": body.max_tokens,
-        "temperature": 1.0 if body.temperature is None else body.temperature,
         "stop": (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
         "stop_token_ids": tuple(body.stop_token_ids or ()),
         "seed": None if body.seed is None else (body.seed + index) % 2**64,
         "logit_bias": _biases(body.logit_bias or {}),
         "structure": structure(body),
     }
-    if isinstance(body, ChatRequest):
-        given["max_new_tokens"] = _max_tokens(body)
-    else:
-        given["default_new_tokens"] = DEFAULT_MAX_TOKENS
+    max_tokens = body.max_tokens
+    if not isinstance(body, ChatRequest):
+        defaults["default_new_tokens"] = DEFAULT_MAX_TOKENS
+    elif body.max_completion_tokens is not None:
+        max_tokens = body.max_completion_tokens
+    if max_tokens is not None:
+        given["max_new_tokens"] = max_tokens or 1  # one is drawn all the same: `scores_alone`
     for name in (
-        *("top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
-        *("ignore_eos", "skip_special_tokens"),
+        *("temperature", "top_p", "min_p", "repetition_penalty"),
+        *("presence_penalty", "frequency_penalty", "ignore_eos", "skip_special_tokens"),
     ):
         if (value := getattr(body, name)) is not None:
             given[name] = value
@@ -48,22 +51,12 @@ def sampling(body: Sampled, index: int) -> SamplingParams:
     given["include_stop"] = bool(body.include_stop_str_in_output)
     if body.top_k is not None:
         given["top_k"] = max(0, body.top_k)  # -1 means off, like 0
-    return SamplingParams(**given, **_logprobs(body))
+    return SamplingParams.of({**given, **_logprobs(body)}, defaults)
 
 
 def priority(body: Generating) -> Priority:
-    """Returns the service class of a request."""
-    return Priority(body.priority or Priority.LATENCY_SENSITIVE)
-
-
-def _max_tokens(body: ChatRequest) -> int | None:
-    old, new = body.max_tokens, body.max_completion_tokens
-    if old is not None and new is not None and old != new:
-        raise HttpError(
-            f"max_tokens is {old} and max_completion_tokens {new}, which mean the same; send one",
-            "max_tokens",
-        )
-    return old if new is None else new
+    """Returns the service class of a request, which its key has filled in if it named none."""
+    return Priority(body.priority or DEFAULT_CLASS)
 
 
 def _logprobs(body: Sampled) -> dict[str, Any]:

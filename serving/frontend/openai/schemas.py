@@ -214,13 +214,35 @@ class Generating(OfModel):
     """What every endpoint that generates takes."""
 
     stream: bool | None = supported("server-sent events, one a token")
-    temperature: float | None = supported("0 is greedy; absent: 1")
+    temperature: float | None = supported("0 is greedy; absent: the model's, or 1")
     top_p: float | None = supported("absent: 1, off")
     skip_special_tokens: bool | None = supported("vLLM's; false: special tokens stay")
+    seed: int | None = supported("the i-th answer is drawn with `seed` + i", ge=-(2**63), lt=2**64)
+    stop: str | Texts | None = supported(
+        f"a string or up to {MAX_STOP_STRINGS}; the text ends before it",
+        wanted="a string or a list of strings",
+    )
+    presence_penalty: float | None = supported("between -2 and 2")
+    frequency_penalty: float | None = supported("between -2 and 2")
+    logit_bias: Object | None = supported(
+        f"numbers between -100 and 100 by token id, {MAX_LOGIT_BIASES} at most"
+    )
+    top_k: int | None = supported("vLLM's; 0 or -1: off", ge=-1)
+    min_p: float | None = supported("vLLM's; 0: off")
+    repetition_penalty: float | None = supported("vLLM's; 1: off")
+    ignore_eos: bool | None = supported("vLLM's: goes on behind the end of the text")
+    stop_token_ids: Tokens | None = supported("vLLM's", max_length=MAX_STOP_TOKEN_IDS)
+    min_tokens: int | None = supported(
+        "vLLM's: before so many, neither stop tokens nor strings end it", ge=0
+    )
+    include_stop_str_in_output: bool | None = supported("vLLM's: with the stop string")
+    truncate_prompt_tokens: int | None = supported(
+        "vLLM's: only so many of the prompt's last tokens; -1: as many as fit", ge=-1
+    )
     user: str | None = accepted("nothing is done by user; keys tell callers apart")
     # jmoe's own.
     priority: Literal["latency_sensitive", "best_effort"] | None = supported(
-        "jmoe's: service class; absent: `latency_sensitive`"
+        "jmoe's: service class; absent: `latency_sensitive`, or the key's own"
     )
     allow_brownout: bool | None = supported("jmoe's: false exempts the request from brownout")
     allow_audit: bool | None = supported(
@@ -270,42 +292,22 @@ class Generating(OfModel):
         return 1
 
 
+_MAX_TOKENS = (
+    f"new tokens at most; absent: {DEFAULT_MAX_TOKENS} (completions), as many as fit (chats); 0 "
+    "(with `echo`): the prompt alone is scored"
+)
+
+
 class Sampled(Generating):
     """What completions and chats take."""
 
     stream_options: StreamOptions | None = supported(
         "with `stream` only: `include_usage`, `continuous_usage_stats`"
     )
-    max_tokens: int | None = supported(
-        f"new tokens at most; absent: {DEFAULT_MAX_TOKENS} (completions), as many as fit (chats)",
-        ge=1,
-    )
-    min_tokens: int | None = supported(
-        "vLLM's: before so many, neither stop tokens nor strings end it", ge=0
-    )
-    include_stop_str_in_output: bool | None = supported("vLLM's: with the stop string")
-    truncate_prompt_tokens: int | None = supported(
-        "vLLM's: only so many of the prompt's last tokens; -1: as many as fit", ge=-1
-    )
+    max_tokens: int | None = supported(_MAX_TOKENS, ge=1)
     n: int | None = supported(
         f"answers; times the number of prompts up to {MAX_SEQUENCES}", ge=1, le=MAX_SEQUENCES
     )
-    seed: int | None = supported("the i-th answer is drawn with `seed` + i", ge=-(2**63), lt=2**64)
-    stop: str | Texts | None = supported(
-        f"a string or up to {MAX_STOP_STRINGS}; the text ends before it",
-        wanted="a string or a list of strings",
-    )
-    presence_penalty: float | None = supported("between -2 and 2")
-    frequency_penalty: float | None = supported("between -2 and 2")
-    logit_bias: Object | None = supported(
-        f"numbers between -100 and 100 by token id, {MAX_LOGIT_BIASES} at most"
-    )
-    # Not OpenAI's, but vLLM's.
-    top_k: int | None = supported("vLLM's; 0 or -1: off", ge=-1)
-    min_p: float | None = supported("vLLM's; 0: off")
-    repetition_penalty: float | None = supported("vLLM's; 1: off")
-    ignore_eos: bool | None = supported("vLLM's: goes on behind the end of the text")
-    stop_token_ids: Tokens | None = supported("vLLM's", max_length=MAX_STOP_TOKEN_IDS)
     response_format: ResponseFormat | None = supported(
         "`text`, `json_object` or `json_schema`; what is wanted is held to token by token"
     )
@@ -360,8 +362,8 @@ class Conversing(Generating):
     prompt_cache_options: Object | None = accepted("likewise")
     prompt_cache_retention: str | None = accepted("likewise")
     safety_identifier: str | None = accepted("nothing is done by user")
-    service_tier: Literal["auto", "default"] | None = accepted(
-        "`auto` and `default`; see `priority`", wanted="auto or default; set priority instead"
+    service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = accepted(
+        "changes nothing; see `priority`"
     )
     moderation: None = refused("nothing is moderated here")
 
@@ -375,6 +377,7 @@ class CompletionRequest(Sampled):
         wanted="text, a list of token ids, or a list of up to "
         f"{MAX_SEQUENCES} texts or lists of token ids, not empty",
     )
+    max_tokens: int | None = supported(_MAX_TOKENS, ge=0)
     echo: bool | None = supported("the prompt before each answer")
     logprobs: int | None = supported(
         "likeliest tokens at each position, with `echo` of the prompt, too",
@@ -397,6 +400,9 @@ class TextPart(Strict):
 
     type: Literal["text"] = Field(description="images, audio and files are refused")
     text: str
+    cache_control: Any = Field(
+        default=None, description="Anthropic's; changes nothing: what is shared is found without"
+    )
 
 
 _FUNCTION_NAME = r"^[A-Za-z0-9_.-]{1,128}$"
@@ -454,7 +460,9 @@ class Message(Strict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | _Parts | None = None
     name: str | None = None
-    refusal: None = None
+    refusal: str | None = Field(
+        default=None, description="of an assistant; where content is absent, is the content"
+    )
     tool_calls: _ToolCalls | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
@@ -473,11 +481,14 @@ class ChatRequest(Sampled, Conversing):
 
     messages: _Messages = supported(
         "roles `system`, `developer` (as `system`), `user`, `assistant` and `tool`; `content` is "
-        "text or a list of text parts; `name` goes to the chat template",
+        "text or a list of text parts (`cache_control` changes nothing); `name` goes to the chat "
+        "template",
         ...,
         min_length=1,
     )
-    max_completion_tokens: int | None = supported("the newer name of `max_tokens`", ge=1)
+    max_completion_tokens: int | None = supported(
+        "the newer name of `max_tokens`, which it overrides", ge=1
+    )
     logprobs: bool | None = supported("of each new token")
     metadata: Object | None = accepted("nothing is stored to label")
     modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = accepted(
@@ -490,7 +501,7 @@ class ChatRequest(Sampled, Conversing):
     function_call: Literal["none", "auto"] | None = accepted(
         "`none` and `auto`: there are no functions", wanted="none or auto; send tool_choice"
     )
-    store: Literal[False] | None = accepted("false: nothing is stored", wanted="false")
+    store: bool | None = accepted("nothing is stored")
     audio: None = refused("models served here write text")
     functions: None = refused("OpenAI's API has `tools` instead")
     prediction: None = refused("leave it out; the text is the same")
@@ -660,10 +671,10 @@ class ResponsesRequest(Conversing):
         "`effort`, as `reasoning_effort`; `summary`: thoughts come whole"
     )
     metadata: Object | None = accepted("comes back in the answer")
-    store: bool | None = accepted("nothing is stored: the answer says false")
+    store: bool | None = accepted("nothing is stored")
     background: Literal[False] | None = accepted("false: the answer comes at once", wanted="false")
-    truncation: Literal["disabled"] | None = accepted(
-        "`disabled`: what does not fit is refused", wanted="disabled; shorten input"
+    truncation: Literal["auto", "disabled"] | None = supported(
+        "`auto`: as `truncate_prompt_tokens` -1; `disabled`: what does not fit is refused"
     )
     previous_response_id: None = refused(_KEPT_NOT)
     conversation: None = refused(_KEPT_NOT)
@@ -684,6 +695,7 @@ class ResponsesRequest(Conversing):
         names = {
             **{"prompt": "input", "messages": "input", "max_new_tokens": "max_output_tokens"},
             **{"response_format": "text", "reasoning_effort": "reasoning"},
+            "min_new_tokens": "min_tokens",
             "structure": "text" if self.text and self.text.format else "tools",
         }
         return names.get(param, param)

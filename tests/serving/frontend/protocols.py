@@ -58,6 +58,7 @@ async def over_grpc(s: HttpSetup, prompt="ab", key=None, priority=None, **fields
     own = {name: fields.pop(name) for name in SAMPLING & fields.keys()}
     own["max_new_tokens"] = own.pop("max_tokens", 2)
     classes = {None: pb.PRIORITY_UNSPECIFIED, "best_effort": pb.BEST_EFFORT, "urgent": 7}
+    classes["latency_sensitive"] = pb.LATENCY_SENSITIVE
     message = pb.GenerateRequest(
         sampling=pb.SamplingParams(**own), priority=classes[priority], **fields
     )

@@ -6,6 +6,8 @@ from http.client import HTTPConnection
 
 import pytest
 from keyed import WRONG, Clock, keyed
+from kserve_requests import infer
+from openai_served import CHAT, serving_http
 from served import CODE, Setup, collect, failure, request, until
 
 from serving.client import Client
@@ -13,6 +15,7 @@ from serving.client.connection import Connection
 from serving.frontend.access import Access
 from serving.frontend.metrics import Metrics
 from serving.frontend.reload import Watched
+from serving.proto.inference import inference_pb2_grpc as inference
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 from serving.request import Priority
 
@@ -139,6 +142,27 @@ async def test_models_and_classes_of_a_key(file):
         error = await failure(ask(s, file.text("root"), model="nowhere"))
         assert error.code() == CODE.NOT_FOUND
         assert [call["key"] for call in s.engine.calls] == ["alice", "alice"]
+
+
+async def test_a_request_without_a_class_is_of_the_keys_own(file):
+    file.write(alice={"classes": (BE,)}, root={})
+    async with serving_http() as s:
+        s.server.access = Access(file.path)
+        stub = inference.GRPCInferenceServiceStub(s.channel)
+        for name in ("alice", "root"):
+            headers = {"authorization": file.says(name)}
+            for path, prompt in (
+                ("/v1/completions", {"prompt": "ab"}),
+                ("/v1/chat/completions", {"messages": CHAT, "priority": 0}),
+                ("/v1/responses", {"input": "hi"}),
+            ):
+                answer = await s.http.post(path, json=prompt, headers=headers)
+                assert answer.status_code == 200, answer.text
+            await collect(ask(s, file.text(name)))
+            for parameters in ({}, {"priority": 0}):
+                await stub.ModelInfer(infer(parameters=parameters), metadata=meta(file.text(name)))
+        found = [(call["key"], call["priority"]) for call in s.engine.calls]
+    assert found == [("alice", BE)] * 6 + [("root", Priority.LATENCY_SENSITIVE)] * 6
 
 
 def get(

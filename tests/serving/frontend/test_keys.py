@@ -13,7 +13,7 @@ from keyed import WRONG, Clock, KeysFile
 from serving.errors import Overloaded, PermissionDenied, SettingsError, Unauthenticated
 from serving.frontend import access as access_module
 from serving.frontend import keys
-from serving.frontend.access import ANYBODY, Access
+from serving.frontend.access import ANYBODY, Access, Caller
 from serving.frontend.keys import Key
 from serving.request import Priority
 
@@ -229,6 +229,14 @@ def test_what_a_key_may_not_is_said_by_name(tmp_path):
     sees.require_metrics()
     refused = {reason: count for reason, count in caller.refused.items() if count}
     assert refused == {"model": 1, "class": 1, "admin": 1, "metrics": 1}
+
+
+@pytest.mark.parametrize(
+    ("classes", "of_none"), [((), LS), ((LS,), LS), ((BE,), BE), ((BE, LS), LS)]
+)
+def test_a_request_without_a_class_has_the_default_or_else_the_keys_first(classes, of_none):
+    caller = Caller("a", Key("", classes=classes))
+    assert [caller.class_of(named) for named in (None, LS, BE)] == [of_none, LS, BE]
 
 
 def may(ask) -> bool:

@@ -409,9 +409,10 @@ async def test_keys_say_who_may_what_and_count_tokens(file) -> None:
         s.server.access = access = Access(file.path)
         alice, api = access.caller(file.says("alice")), stub(s)
         assert (await failure(api.ModelInfer(infer()))).code() == CODE.UNAUTHENTICATED
-        error = await failure(api.ModelInfer(infer(), metadata=metadata))
+        urgent = infer(id="no", parameters={"priority": 1})
+        error = await failure(api.ModelInfer(urgent, metadata=metadata))
         assert error.code() == CODE.PERMISSION_DENIED
-        call = api.ModelStreamInfer(iter([infer(id="no"), polite]), metadata=metadata)
+        call = api.ModelStreamInfer(iter([urgent, polite]), metadata=metadata)
         responses = [r async for r in call]
         (refused,) = [r for r in responses if r.error_message]
         assert parameters(refused.infer_response)["status"] == "PERMISSION_DENIED"

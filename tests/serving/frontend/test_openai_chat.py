@@ -1,13 +1,12 @@
 """Chats, through OpenAI's own client. The engine counts on from the last character of the text."""
 
-import openai
 import pytest
 from openai.types.chat import ChatCompletionChunk
 from openai_served import CHAT, serving_http
 
 from serving.config import EngineConfig
 from serving.frontend.openai import answers
-from serving.request import Chat
+from serving.request import Chat, Priority
 
 
 async def test_an_answer_and_its_usage():
@@ -117,6 +116,35 @@ async def test_what_the_template_gets_from_the_server_is_refused():
     async with serving_http() as s:
         with pytest.raises(Exception, match="bos_token from the server"):
             s.engine.model.tokenizer.chat(CHAT, {"bos_token": "x"})
-        with pytest.raises(openai.BadRequestError) as refused:
-            await s.chat(max_tokens=2, max_completion_tokens=3)
-    assert refused.value.param == "max_tokens"
+
+
+async def test_the_newer_name_goes_before_the_older():
+    async with serving_http() as s:
+        got = await s.chat(max_tokens=2, max_completion_tokens=3)
+    assert got.usage.completion_tokens == 3
+
+
+async def test_what_agents_send_and_changes_nothing_is_taken():
+    part = {"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}}
+    fields = {"store": True, "service_tier": "priority"}
+    async with serving_http() as s:
+        await s.chat([{"role": "user", "content": [part]}], **fields)
+        (call,) = s.engine.calls
+    assert call["prompt"] == Chat(CHAT)
+    assert call["priority"] is Priority.LATENCY_SENSITIVE
+
+
+@pytest.mark.parametrize(
+    ("answer", "content"),
+    [
+        ({"content": None, "refusal": "No."}, "No."),
+        ({"refusal": "No."}, "No."),
+        ({"content": "b", "refusal": "No."}, "b"),
+        ({"content": "", "refusal": "No."}, ""),
+    ],
+)
+async def test_a_refusal_is_what_was_said_where_nothing_else_was(answer, content):
+    async with serving_http() as s:
+        await s.chat([*CHAT, {"role": "assistant", **answer}, *CHAT])
+        (call,) = s.engine.calls
+    assert call["prompt"].messages[1] == {"role": "assistant", "content": content}

@@ -9,6 +9,7 @@ from tokenizers_of_kinds import byte_fallback
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from serving.config import EngineConfig, ServerConfig
+from serving.frontend.access import Access
 from serving.frontend.openai import answers, logprobs
 from serving.request import Output, Priority, Usage
 
@@ -188,6 +189,47 @@ async def test_likeliest_tokens_of_prompt_and_text(stream):
         {"d": -0.5, "e": -1.5},
         {"e": -0.5, "f": -1.5},
     ]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("prompt", ["ab", [97, 98]])
+async def test_a_prompt_alone_is_scored(prompt, stream):
+    """With `max_tokens` 0, as OpenAI's API and vLLM have it."""
+    options = {"stream_options": {"include_usage": True}} if stream else {}
+    first = "\x01" if prompt == "ab" else ""  # what the tokenizer puts before a text
+    async with serving_http() as s:
+        fields = {"echo": True, "max_tokens": 0, "logprobs": 1, "stop": "c", **options}
+        got = await s.complete(prompt, stream=stream, **fields)
+        events = [event async for event in got] if stream else [got]
+        if stream:
+            (event, last) = events
+            assert (event.choices[0].finish_reason, last.choices) == ("length", [])
+        plain = await s.complete(prompt, echo=True, max_tokens=0, n=2)
+        (call, *_) = s.engine.calls
+    (choice,), usage = events[0].choices, events[-1].usage
+    count = len(first) + 2
+    assert (choice.text, choice.finish_reason) == ("ab", "length")
+    assert choice.logprobs.tokens == list(first + "ab")
+    assert choice.logprobs.token_logprobs[0] is None
+    assert len(choice.logprobs.token_logprobs) == len(choice.logprobs.text_offset) == count
+    assert None not in choice.logprobs.token_logprobs[1:]
+    assert choice.logprobs.top_logprobs[0] is None
+    assert (usage.prompt_tokens, usage.completion_tokens) == (count, 0)
+    assert call["sampling"].max_new_tokens == 1  # the engine draws one, which nobody sees
+    assert [(c.text, c.logprobs, c.finish_reason) for c in plain.choices] == [
+        ("ab", None, "length")
+    ] * 2
+    assert plain.usage.completion_tokens == 0
+
+
+async def test_a_prompt_that_is_scored_is_charged_alone(file):
+    file.write(alice={})
+    async with serving_http() as s:
+        s.server.access = Access(file.path)
+        client = s.client.with_options(api_key=file.text("alice"))
+        asked = {"model": "counter", "prompt": "ab", "max_tokens": 0, "echo": True}
+        await client.completions.create(**asked)
+        assert s.server.access.callers["alice"].num_tokens == 2
 
 
 @pytest.mark.parametrize("num_prompt", [0, 4])

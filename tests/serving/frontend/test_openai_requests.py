@@ -55,11 +55,20 @@ PARAMS = SamplingParams(
 )
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+PROMPTS = {
+    "/v1/completions": {"prompt": "ab"},
+    "/v1/chat/completions": {"messages": CHAT},
+    "/v1/responses": {"input": "hi"},
+}
+
+
+@pytest.mark.parametrize("path", PROMPTS)
 async def test_every_sampling_parameter_arrives(path):
-    prompt = {"prompt": "ab"} if path == "/v1/completions" else {"messages": CHAT}
+    body = {"model": "counter", **PROMPTS[path], **ALL}
+    if path == "/v1/responses":
+        body["max_output_tokens"] = body.pop("max_tokens")
     async with serving_http() as s:
-        answer = await s.http.post(path, json={"model": "counter", **prompt, **ALL})
+        answer = await s.http.post(path, json=body)
         assert answer.status_code == 200, answer.text
         default = 16 if path == "/v1/completions" else None
         wanted = replace(PARAMS, default_new_tokens=default)
@@ -151,6 +160,8 @@ WRONG = [
     ({"logit_bias": [1]}, "logit_bias", "logit_bias is [1]; it must be an object"),
     ({"top_k": 2**31}, "top_k", "top_k is 2147483648; it must be a whole number up to 2147483647"),
     ({"max_tokens": "5"}, "max_tokens", "a valid integer"),
+    ({"max_tokens": 0}, "max_tokens", "max_tokens is 0; it must be at least 1, or 0 with echo"),
+    ({"max_tokens": 0, "echo": True, "min_tokens": 1}, "min_tokens", "min_tokens is 1"),
     ({"temperature": True}, "temperature", "a valid number"),
     ({"n": 0}, "n", "n is 0"),
     ({"n": MAX_SEQUENCES + 1}, "n", "n is 65"),
@@ -224,8 +235,13 @@ WRONG_CHATS = [
     ({"tools": ["f"]}, "tools", "tools.0 is 'f'; it must be an object"),
     ({"tools": [NOW] * 129}, "tools", "tools has 129 entries; it must have 128 at most"),
     ({"functions": [{"name": "f"}]}, "functions", "functions is not supported: "),
-    ({"store": True}, "store", "it must be false"),
-    ({"service_tier": "flex"}, "service_tier", "set priority instead"),
+    ({"max_tokens": 0}, "max_tokens", "max_tokens is 0"),
+    (
+        {"messages": [{"role": "user", "content": "a", "refusal": "no"}]},
+        "messages",
+        "a message of role user has a refusal",
+    ),
+    ({"service_tier": "best"}, "service_tier", "service_tier is 'best'; it must be 'auto', "),
     ({"modalities": ["audio"]}, "modalities", "a list with `text` alone"),
     ({"top_logprobs": 2}, "top_logprobs", "set logprobs to true"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "top_logprobs is 21"),

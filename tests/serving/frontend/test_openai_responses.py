@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from openai_served import CHAT, TOOLS_TEMPLATE, saying, serving_http
 
+from serving.config import EngineConfig
 from serving.frontend.openai import answers
 from serving.frontend.openai.schemas import ResponsesRequest
 from serving.request import Chat, Output, Usage
@@ -299,7 +300,11 @@ WRONG = [
     ({"conversation": "a"}, "conversation", "nothing is stored"),
     ({"prompt": {"id": "a"}}, "prompt", "send its text"),
     ({"background": True}, "background", "it must be false"),
-    ({"truncation": "auto"}, "truncation", "shorten input"),
+    ({"truncation": "all"}, "truncation", "truncation is 'all'; it must be 'auto' or 'disabled'"),
+    ({"min_tokens": 5, "seed": 2**64}, "seed", "seed is 18446744073709551616"),
+    ({"top_k": -2}, "top_k", "top_k is -2"),
+    ({"stop": [5]}, "stop", "stop is 5; it must be a string or a list of strings"),
+    ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "truncate_prompt_tokens is 0"),
     ({"max_output_tokens": 0}, "max_output_tokens", "max_output_tokens is 0"),
     ({"max_tokens": 5}, "max_tokens", "'max_tokens' is not known"),
     ({"reasoning": {"effort": "high"}}, "reasoning", "does not read reasoning_effort; leave it"),
@@ -310,6 +315,28 @@ WRONG = [
     ({"include": ["file_search_call.results"]}, "include", "it must be a list of message."),
     ({"temperature": 1000}, "temperature", "temperature is 1000"),
 ]
+
+
+@pytest.mark.parametrize(
+    ("fields", "last"),
+    [
+        ({"truncation": "auto"}, 6),  # what fits beside four new ones
+        ({"truncate_prompt_tokens": -1}, 6),
+        ({"truncation": "auto", "truncate_prompt_tokens": 3}, 3),
+        ({"truncate_prompt_tokens": 3}, 3),
+        ({"truncation": "disabled"}, 0),
+        ({}, 0),
+    ],
+    ids=str,
+)
+async def test_of_a_long_conversation_the_last_tokens_are_kept(fields, last):
+    text = "\x01[user|hi]"
+    async with serving_http(engine=EngineConfig(max_model_len=10)) as s:
+        body = {"model": "counter", "input": "hi", "max_output_tokens": 4, **fields}
+        told = (await s.http.post(PATH, json=body)).json()
+        (call,) = s.engine.calls
+    assert call["prompt"] == ([ord(c) for c in text[-last:]] if last else Chat(CHAT))
+    assert told["truncation"] == fields.get("truncation", "disabled")
 
 
 async def test_what_is_wrong_is_refused_by_name():

@@ -119,7 +119,7 @@ CHARACTERS = {
 PRIORITY = {
     "grpc": "priority 7",
     **on(HTTP, "'latency_sensitive' or 'best_effort'"),
-    **on(KSERVE, "'latency_sensitive' or 'best_effort', or 0 or 1"),
+    **on(KSERVE, "'latency_sensitive' or 'best_effort', or 1 for"),
 }
 FULL = errors.Overloaded("512 requests wait", 0.25)
 ASKED = {
@@ -128,7 +128,7 @@ ASKED = {
     "9000 characters": Row("invalid", CHARACTERS, {"prompt": "é" * 9000}, but=HTTP),
     "max_tokens 0": Row(
         "invalid",
-        {"grpc": "max_new_tokens is 0", **on(HTTP, "max_tokens is 0; it must be greater than or")}
+        {"grpc": "max_new_tokens is 0", **on(HTTP, "max_tokens is 0; it must be ")}
         | on(KSERVE, "max_tokens is 0"),
         {"max_tokens": 0}, param="max_tokens",
     ),
@@ -215,7 +215,10 @@ KEYS = {
         keys_of(models=("another",)),
     ),
     "a key of another class": Row(
-        "denied", "it may use best_effort", {"key": ALICE}, keys_of(classes=("best_effort",))
+        "denied",
+        "it may use best_effort",
+        {"key": ALICE, "priority": "latency_sensitive"},
+        keys_of(classes=("best_effort",)),
     ),
     "a key past its rate": Row(
         "overloaded", "1 requests a minute", {"key": ALICE},
