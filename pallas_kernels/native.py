@@ -17,6 +17,7 @@ import tempfile
 from functools import cached_property
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -194,7 +195,7 @@ def route(
     scale: float,
     block_m: int,
     num_blocks: int,
-) -> tuple[list[Array], tuple[Array, ...]]:
+) -> tuple[Any, Any]:
     """Computes the fields of `reference.brownout_plan` and of `reference.dispatch` of the plan, bit
     for bit, in one call.
     """

@@ -12,6 +12,7 @@ import pytest
 
 import jmoe
 from jmoe.brownout import Brownout
+from pallas_kernels import native
 from pallas_kernels.routing import reference
 from serving.config import BrownoutConfig, EngineConfig
 from serving.engine import Engine
@@ -215,6 +216,7 @@ async def test_a_patched_run_leaves_nothing_that_an_unpatched_one_finds(tmp_path
         finally:
             await engine.stop()
 
+    monkeypatch.setattr(native, "routes", lambda weights: False)  # whose plan is C++
     covering = reference._covering
 
     def nothing(*args, **kwargs):
