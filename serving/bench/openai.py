@@ -94,8 +94,8 @@ class OpenAITarget:
     ) -> AsyncIterator[pb.GenerateResponse]:
         """Yields a message an event, with text and an id (0, as none is sent) for each token.
 
-        Events are taken for a token each. Tokens without text, which the usage at the end counts
-        and no event showed, come with the last message.
+        Events are taken for a token each, also those whose text is still held back. Tokens that the
+        usage at the end counts and no event showed come with the last message.
         """
         sampling = sampling or pb.SamplingParams()
         body = {
@@ -123,7 +123,8 @@ class OpenAITarget:
                     usage = event.get("usage") or usage
                     for choice in event.get("choices") or ():
                         reason = choice.get("finish_reason") or reason
-                        if text := choice.get("text"):
+                        text = choice.get("text") or ""
+                        if text or not choice.get("finish_reason"):  # which may be no token's
                             shown += 1
                             yield pb.GenerateResponse(text=text, token_ids=[0])
         except (aiohttp.ClientError, ConnectionError) as error:

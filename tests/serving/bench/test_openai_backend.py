@@ -153,6 +153,14 @@ async def test_tokens_without_text_are_counted_and_failures_are_told_apart(play,
     assert "ignore_eos" not in body
 
 
+async def test_an_event_whose_text_is_held_back_is_a_token(play):
+    answers = [[chunk("x"), chunk(""), chunk(""), chunk("yz"), DONE, usage(4), "[DONE]"]] * 2
+    async with Other(*answers) as other:
+        result, _ = await play(other.url, "a")
+    assert result["output_lens"] == [4]
+    assert [len(gaps) for gaps in result["itls"]] == [3]
+
+
 async def test_a_server_that_cannot_be_measured_is_named(play):
     async with Other(models=()) as other:
         with pytest.raises(ConnectionError, match="no server of OpenAI's completions"):
