@@ -90,6 +90,17 @@ class Priority(enum.StrEnum):
     BEST_EFFORT = "best_effort"
 
 
+SPACED: Mapping[str, Any] = {
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+}
+"""How JSON that is held to a schema is written: on one line, as templates write it, and so what
+models have learned. Of arbitrary white space small ones would write nothing else. A schema's own
+`x-guidance` wins.
+"""
+
+
 class StructureKind(enum.StrEnum):
     """How a structured output is described."""
 

@@ -8,20 +8,13 @@ from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
+from serving.request import SPACED
+
 MAX_ERROR_CHARS = 300
 STEP_ITEMS, STEP_FUEL, START_FUEL = 5_000, 5_000, 100_000
 """Bounds on the work for one mask: a fortieth of llguidance's defaults, under which a mask may take
 a second, during which no other request gets a token. Structures that people write take a hundredth
 of these bounds.
-"""
-
-JSON_OPTIONS: Any = {
-    "whitespace_flexible": False,
-    "item_separator": ", ",
-    "key_separator": ": ",
-}
-"""JSON on one line, with the spaces that models write by themselves: of arbitrary whitespace small
-ones would write nothing else. A schema can change this by its own `x-guidance`.
 """
 
 
@@ -31,7 +24,7 @@ def _json_grammar(schema: str) -> str:
     except (ValueError, LookupError, TypeError, RecursionError):  # llguidance says what is wrong
         is_flexible = False
     # With separators that have a space, flexible white space would be at least that.
-    options: Any = {} if is_flexible else JSON_OPTIONS
+    options: Any = {} if is_flexible else dict(SPACED)
     return LLMatcher.grammar_from_json_schema(schema, defaults=options)
 
 

@@ -112,7 +112,7 @@ class Guard:
         self._num_slow += 1
         if self._num_slow.bit_count() == 1:
             log.warning(
-                "%s: %s took %.3g ms, longer than engine.plugin_slow_ms (%d such calls so far); "
+                "%s: %s took %.3g ms, longer than engine.plugin_slow_ms (%d so far); "
                 "every step waits for it",
                 self._name,
                 method,
@@ -124,7 +124,7 @@ class Guard:
         self._num_faults += 1
         if self._num_faults.bit_count() == 1:
             log.error(
-                "%s: %s failed (%d times so far); %s goes on: %s",
+                "%s: %s failed (%d so far); %s goes on: %s",
                 self._name,
                 method,
                 self._num_faults,

@@ -180,6 +180,4 @@ class Accounts:
             except BaseException:
                 self._num_faults += 1
                 if self._num_faults.bit_count() == 1:  # the 1st, 2nd, 4th, 8th, ...
-                    log.exception(
-                        "%s failed (%d times so far)", heard.__qualname__, self._num_faults
-                    )
+                    log.exception("%s failed (%d so far)", heard.__qualname__, self._num_faults)

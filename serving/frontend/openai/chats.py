@@ -22,7 +22,6 @@ from serving.frontend.openai.sampling import priority, sampling
 from serving.frontend.openai.schemas import ChatRequest, Message, NamedTool, TokenizeRequest
 from serving.frontend.openai.tool_parsers import (
     PARSERS,
-    SPACED,
     Delta,
     Harmony,
     Hermes,
@@ -30,7 +29,14 @@ from serving.frontend.openai.tool_parsers import (
     ToolParser,
     parser_of,
 )
-from serving.request import MAX_STRUCTURE_CHARS, Chat, Output, Structure, StructureKind
+from serving.request import (
+    MAX_STRUCTURE_CHARS,
+    SPACED,
+    Chat,
+    Output,
+    Structure,
+    StructureKind,
+)
 from serving.settings import plugins
 
 if TYPE_CHECKING:
@@ -142,7 +148,7 @@ class Tools:
                     name,
                 )
             calls = parser.grammar(names, many, self._marker).replace("start", "calls", 1)
-            answer = f"start: calls | answer\nanswer: %json {_compact(wanted.text)}"
+            answer = f"start: calls | answer\nanswer: %json {_spaced(wanted.text)}"
             return Structure(StructureKind.GRAMMAR, f"{answer}\n{calls}")
         if self._body.ignore_eos or not hasattr(parser, "grammar_in_text"):
             return None
@@ -183,7 +189,7 @@ class Tools:
         return orjson.dumps(text).decode() if token is None else _tokens([token])
 
 
-def _compact(schema: str) -> str:
+def _spaced(schema: str) -> str:
     """Returns a JSON schema as it is held to by itself: with white space that does not vary."""
     try:
         found = jiter.from_json(schema.encode())

@@ -17,6 +17,8 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+from serving.request import SPACED
+
 Schema = Mapping[str, Any]
 Marker = Callable[[str], str]
 """Returns how a grammar writes a marker: as a token, where the tokenizer has one for it."""
@@ -26,8 +28,6 @@ Reading = Generator[None]
 _NAME = re.compile(r"[\w.-]{1,128}")
 _KIMI_ID = re.compile(r"(?:functions\.)?([\w.-]{1,128}):\d{1,9}")
 _RECIPIENT = re.compile(r"\bto=(?:functions\.)?([\w.-]+)")
-SPACED: Schema = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""How templates write JSON, and so what models have learned."""
 
 
 class Delta(NamedTuple):

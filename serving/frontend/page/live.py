@@ -363,7 +363,7 @@ class Live:
         except Exception:  # the page must not stop the server or flood the log
             self._num_faults += 1
             if self._num_faults.bit_count() == 1:  # the 1st, 2nd, 4th, 8th, ...
-                log.exception("the live page's sample failed (%d times so far)", self._num_faults)
+                log.exception("the live page's sample failed (%d so far)", self._num_faults)
 
     def tick(self) -> None:
         """Takes a sample and wakes all viewers."""

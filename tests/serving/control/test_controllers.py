@@ -570,7 +570,7 @@ def test_where_a_controller_fails_algorithm_2_decides(caplog):
         assert controller.of_step(step(percent=80.0)) == 80
         assert controller.of_step(step(percent=80.0)) == 80
     said = [record.getMessage() for record in caplog.records]
-    assert "controller failing: decide failed (1 times so far)" in said[0]
+    assert "controller failing: decide failed (1 so far)" in said[0]
     assert "no idea" in said[0]
     assert "of_step is nan; it must be between 0 and 100" in said[1]
     assert len(said) == 2  # the third time is not told
@@ -587,7 +587,7 @@ def test_where_a_controller_fails_algorithm_2_decides(caplog):
         (Decision("50", 50), "prefill_percent is '50'"),
         (Decision(np.array([50.0]), 50), "it must be a number"),
         (Decision(50, 50, -1.0), "ttft_p90_s is -1.0; it must be 0 or more"),
-        (SystemExit(1), "decide failed (1 times so far); algorithm2 goes on: SystemExit: 1"),
+        (SystemExit(1), "decide failed (1 so far); algorithm2 goes on: SystemExit: 1"),
     ],
 )
 def test_a_decision_that_is_none_is_not_taken(decision, words, caplog):

@@ -173,3 +173,9 @@ async def test_one_bound_holds_over_every_protocol():
         assert engine.scheduler.idle
         assert engine.stats().requests_aborted == 0
     await engine.stop()
+
+
+def test_ids_that_no_vocabulary_has_are_told_apart():
+    texts = logprobs.Texts(characters())
+    names = [texts.text(token) for token in (700, 701)]
+    assert names == ["token_id:700", "token_id:701"]

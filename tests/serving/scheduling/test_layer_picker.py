@@ -240,7 +240,7 @@ def test_a_rule_of_ones_own_and_its_faults(monkeypatch, caplog):
         for _ in wrong:
             assert picker.pick(counts, oldest, 0.0) == (1, 1)  # what defragging says
     assert len(caplog.records) == 4  # the 1st, 2nd, 4th and 8th
-    assert "layer rule Faulty: choose failed (1 times so far)" in caplog.messages[0]
+    assert "layer rule Faulty: choose failed (1 so far)" in caplog.messages[0]
     assert picker.pick(counts, oldest, 0.0) == (1, 1)
     assert picker.pick(counts, oldest, 0.0) == (1, 0)
     assert counts.tolist() == [[1, 0], [2, 7]]

@@ -449,7 +449,7 @@ def test_a_policy_that_fails_loses_nothing_and_is_named_once_in_a_while(caplog):
         assert play.answers[f"{number}"] == counted([10 * number], 9)
     lines = [record.getMessage() for record in caplog.records]
     assert 2 < len(lines) < 12  # the 1st, 2nd, 4th, 8th, ...
-    assert "policy Broken: choose failed (1 times so far); first come first served" in lines[0]
+    assert "policy Broken: choose failed (1 so far); first come first served" in lines[0]
 
 
 class Unspeakable(BaseException):
@@ -517,7 +517,7 @@ def test_ranks_that_cannot_be_compared_are_passed_over_for_arrival(ranks, order,
     play.add(*(sequence(name, [7], 1, arrived_at=at) for at, name in enumerate("abc")))
     assert "".join(s.request.request_id for s in play.scheduler.waiting) == order
     play.finish()
-    assert "Mixed: rank failed (1 times so far); first come" in caplog.text
+    assert "Mixed: rank failed (1 so far); first come" in caplog.text
 
 
 def test_a_call_of_a_policy_that_takes_long_is_named_once_in_a_while(caplog):
@@ -531,7 +531,7 @@ def test_a_call_of_a_policy_that_takes_long_is_named_once_in_a_while(caplog):
     play.finish()
     lines = [line for line in caplog.messages if "choose took" in line]
     assert "Slow: choose took" in lines[0]
-    assert "longer than engine.plugin_slow_ms (1 such calls so far)" in lines[0]
+    assert "longer than engine.plugin_slow_ms (1 so far)" in lines[0]
     assert 2 < len(lines) < 6  # of more than nine calls
 
 
