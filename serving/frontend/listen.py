@@ -63,6 +63,7 @@ class GrpcPort:
         self._server, self._max_connections = server, max_connections
         self._host, self._wanted, self._prefix = host, port, prefix
         self._grpc: grpc.aio.Server | None = None
+        self._started = False
 
     def add(self, service: Service) -> None:
         """Serves `service`, as soon as it starts."""
@@ -111,12 +112,15 @@ class GrpcPort:
     async def start(self) -> str:
         """Starts to listen, on the port that `bind` has taken or takes now; returns the address."""
         await (self._grpc or self.bind()).start()
+        self._started = True
         return self.address
 
     async def stop(self) -> None:
         """Ends the remaining calls, and closes the port."""
         self.guard.streams.close()
         if self._grpc is not None:
+            if not self._started:  # one that never starts leaves words on stderr as well
+                await self._grpc.start()
             await self._grpc.stop(_GRACE_S)
         self.guard.close()
 

@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -200,6 +201,20 @@ printf "%s\n" "${COMPREPLY[@]}"
         timeout=60,
     )
     assert offered in done.stdout.split(), done.stderr
+
+
+@pytest.mark.deep
+def test_a_taken_port_is_one_line_of_a_process_that_ends() -> None:
+    """What listens already says nothing more when the interpreter goes."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        command = [sys.executable, "-m", "serving.cli", "serve", "--port", "0", "--http-port", port]
+        done = subprocess.run(
+            command, env={**os.environ, "JAX_PLATFORMS": "cpu"}, capture_output=True, text=True
+        )
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.endswith("Address already in use; choose another --http-port")
 
 
 @pytest.mark.parametrize(
