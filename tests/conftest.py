@@ -24,6 +24,8 @@ from hypothesis import settings
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from jaxtyping import install_import_hook
 
+import tests.typechecked  # the hook finds it by its name
+
 # An example's time is the machine's: the first one may compile, and others run beside it.
 settings.register_profile("any_time", deadline=None)
 settings.load_profile("any_time")
@@ -38,7 +40,7 @@ PROGRAMS = Path(__file__).parents[1] / ".cache" / "xla" / hashlib.sha256(FLAGS).
 jax.config.update("jax_compilation_cache_dir", str(PROGRAMS))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
 
-install_import_hook(["jmoe", "pallas_kernels"], "beartype.beartype")
+install_import_hook(["jmoe", "pallas_kernels"], "tests.typechecked.unless_local")
 
 
 MAPPINGS = Path("/proc/self/maps")
