@@ -24,7 +24,7 @@ from hypothesis import settings
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from jaxtyping import install_import_hook
 
-import tests.typechecked  # the hook finds it by its name
+import tests.typechecked  # noqa: F401  (the hook finds it by its name)
 
 # An example's time is the machine's: the first one may compile, and others run beside it.
 settings.register_profile("any_time", deadline=None)
