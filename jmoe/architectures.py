@@ -49,7 +49,7 @@ class Architecture:
     expert_names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     """Names of an expert's gate, up and down projections."""
     joined_experts: tuple[str, str] | None = None
-    """Names of all experts' gates and ups, and downs, where a layer has one tensor of each."""
+    """Names of a layer's tensors of all experts' gates and ups, and downs, where it has such."""
     interleaved: bool = False
     """Whether experts are joined as in gpt-oss: `[in, out]`, gate and up in turn, with biases."""
     quantized: Collection[str] = ("fp8", "compressed-tensors", "awq", "gptq")
@@ -72,13 +72,26 @@ class Architecture:
     """
     shared: str = "shared_expert"
     """Name of the shared experts in the MLP block."""
+    text: tuple[str, ...] = ()
+    """Values of `model_type` in `text_config`, where the file describes other models beside the one
+    that reads text."""
+    root: str = "model."
+    """How names of tensors begin, but for the head's."""
+    head: str = "lm_head."
+    """How names of the head's tensors begin."""
+    beside: tuple[str, ...] = ()
+    """How names of tensors begin that text does not pass."""
+    laid_out: bool = False
+    """Whether joined experts are `[in, out]`, as in memory; or `[out, in]`, as transformers 5 has
+    them.
+    """
     apart: str = ""
     """What sets it apart, for docs/reference/models.md."""
 
 
 LACKING = {
     **dict.fromkeys(
-        ("granitemoehybrid", "jamba", "minimax", "qwen3_next"),
+        ("granitemoehybrid", "jamba", "minimax", "qwen3_next", "qwen3_5_moe"),
         "whose recurrent state is no paged cache",
     ),
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), "which has no experts"),
@@ -134,6 +147,10 @@ def _qwen2(fields: Fields) -> dict[str, Any]:
         "d_ff_shared": fields.size("shared_expert_intermediate_size", least=0),
         "qkv_bias": fields.flag("qkv_bias", True),
     }
+
+
+def _qwen3_vl(fields: Fields) -> dict[str, Any]:
+    return {**_qwen3(fields), "norm_topk_prob": True}
 
 
 def _qwen3(fields: Fields) -> dict[str, Any]:
@@ -535,6 +552,26 @@ ARCHITECTURES: dict[str, Architecture] = {
         },
         apart="RMSNorm of q and k a head",
     ),
+    "qwen3_vl_moe": Architecture(
+        "Qwen3VLMoeForConditionalGeneration",
+        _qwen3_vl,
+        (READ_FOR_QWEN | {"attention_bias"}) - {"norm_topk_prob"},
+        {
+            "norm_topk_prob": (True,),
+            "qkv_bias": (False,),
+            "shared_expert_intermediate_size": (0,),
+            "use_qk_norm": (True,),
+            "use_sliding_window": (False,),
+        },
+        rope_theta=5e5,
+        joined_experts=("experts.gate_up_proj", "experts.down_proj"),
+        laid_out=True,
+        quantized=(),
+        text=("qwen3_vl_moe_text",),
+        root="model.language_model.",
+        beside=("model.visual.",),
+        apart="Qwen3-MoE beside images, which are left out",
+    ),
     "mixtral": Architecture(
         "MixtralForCausalLM",
         _mixtral,
@@ -628,6 +665,15 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "deepseek_v3": _DEEPSEEK_V3,
     "kimi_k2": replace(_DEEPSEEK_V3, apart="DeepSeek-V3 by another `model_type`"),
+    "kimi_k25": replace(
+        _DEEPSEEK_V3,
+        class_name="KimiK25ForConditionalGeneration",
+        text=("kimi_k2", "deepseek_v3"),
+        root="language_model.model.",
+        head="language_model.lm_head.",
+        beside=("vision_tower.", "mm_projector."),
+        apart="Kimi-K2 beside images, which are left out",
+    ),
     "glm4_moe_lite": replace(
         _DEEPSEEK_V3,
         class_name="Glm4MoeLiteForCausalLM",
@@ -695,7 +741,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         ),
         mlp="block_sparse_moe",
         router="router.layer",
-        joined_experts=("input_linear", "output_linear"),
+        joined_experts=("input_linear.weight", "output_linear.weight"),
         quantized=(),
         apart="multipliers of embeddings, scores, residuals and logits; joined experts",
     ),

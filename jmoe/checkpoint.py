@@ -254,18 +254,24 @@ def _check(files: TensorFiles, cfg: ModelConfig, directory: Path) -> None:
     """Raises CheckpointError for tensors that are missing, misshapen, not floats, or never read."""
     read: set[str] = set()
     _refuse(f"{directory} does not fit its config.json:", _unlike(files, cfg, read))
+    names = naming(cfg.architecture)
     unread = [name for name in files.names() if name not in read]
-    if cfg.tie_embeddings and files.shape("lm_head.weight") is not None:
-        unread.remove("lm_head.weight")
-        if not _equal(files, "lm_head.weight", "model.embed_tokens.weight"):
+    if beside := [name for name in unread if names.beside and name.startswith(names.beside)]:
+        log.info("%s: %d tensors are not read: jmoe serves text alone", directory, len(beside))
+        unread = [name for name in unread if name not in set(beside)]
+    head, embed = f"{names.head}weight", f"{names.root}embed_tokens.weight"
+    if cfg.tie_embeddings and files.shape(head) is not None:
+        unread.remove(head)
+        if not _equal(files, head, embed):
             raise CheckpointError(
-                f"{directory}: lm_head.weight is not model.embed_tokens.weight, though "
+                f"{directory}: {head} is not {embed}, though "
                 "tie_word_embeddings is true; with false it is read"
             )
     unread = _without_unused(unread, read, cfg, files, directory)
-    behind = tuple(f"model.layers.{cfg.num_layers + i}." for i in range(cfg.unused_layers))
-    if behind and (predicting := naming(cfg.architecture).predicting):
-        behind += (predicting,)
+    after = range(cfg.num_layers, cfg.num_layers + cfg.unused_layers)
+    behind = tuple(f"{names.root}layers.{i}." for i in after)
+    if behind and names.predicting:
+        behind += (names.predicting,)
     if extra := [name for name in unread if name.startswith(behind)]:
         layers = ", ".join(f"{at}*" for at in behind)
         log.info(
@@ -325,7 +331,7 @@ def _unlike(files: TensorFiles, cfg: ModelConfig, read: set[str]) -> Iterator[st
                 yield from _unlike_packed(files, int4.tensors(name, shape), read)
             elif found is None:
                 yield f"{name} is missing"
-            elif found != shape:
+            elif found != shape and not (parameter.swapped and found == _swapped(shape)):
                 yield f"{name} is {list(found)}, expected {list(shape)}"
             elif files.kind(name) == FP8 and cfg.fp8_block and parameter.kind == "matrix":
                 read.add(scales := files.scales(name))
@@ -334,6 +340,10 @@ def _unlike(files: TensorFiles, cfg: ModelConfig, read: set[str]) -> Iterator[st
                 kinds := ("U8",) if parameter.kind == "mxfp4" else FLOATS
             ):
                 yield f"{name} is {files.kind(name)}; jmoe reads {', '.join(kinds)}"
+
+
+def _swapped(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return (*shape[:-2], shape[-1], shape[-2])
 
 
 def _unlike_packed(
@@ -599,6 +609,8 @@ class HFLayers:
         on_device = not on_host and jax.default_backend() != "cpu"
         if (found := self._dequantized(name, shape)) is None:
             found = self._files.raw(name, part)
+            if found.shape != shape:  # `Parameter.swapped`
+                found = found.T
             if on_device:
                 return jnp.asarray(found).astype(dtype)
         with np.errstate(over="ignore"):  # to infinity, which is looked for later

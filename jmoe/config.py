@@ -22,6 +22,7 @@ from jmoe.config_keys import (
     fp8_block,
     positions,
     rope_kind,
+    text_part,
 )
 from jmoe.int4 import Int4, int4
 from jmoe.model_files import read_text
@@ -241,6 +242,8 @@ def from_hf(
     fields = Fields(config, file)
     family = _family(fields)
     architecture = ARCHITECTURES[family]
+    if architecture.text:
+        fields = text_part(fields, architecture, allow_unknown_config)
     check_keys(fields, architecture, allow_unknown_config)
     num_layers = fields.size("num_hidden_layers", most=MOST_LAYERS)
     num_heads = fields.size("num_attention_heads")

@@ -113,8 +113,23 @@ ROPE_READ: Mapping[str, Collection[str]] = {
 
 ROPE_SECTIONS = ("rope_scaling", "rope_parameters")
 ROPE_ONLY: Mapping[str, tuple[Any, ...]] = {"partial_rotary_factor": (1.0,)}
-ROPE_HARMLESS: Mapping[str, str] = _because("bookkeeping", f"finetuned {ORIGINAL}")
+ROPE_HARMLESS: Mapping[str, str] = {
+    **_because("bookkeeping", f"finetuned {ORIGINAL}"),
+    **_because("of text all axes have the same position", "mrope_interleaved mrope_section"),
+}
+BESIDE_TEXT: Mapping[str, str] = {
+    **_because(
+        "of images, which no request has",
+        """
+        ignore_index image_token_id media_placeholder_token_id use_unified_vision_chunk
+        video_placeholder video_token_id vision_config vision_end_token_id vision_start_token_id
+        """,
+    ),
+}
+OF_ANY_PART = ("eos_token_id", "quantization_config")
+"""Keys that a file has for all parts, or for the text's."""
 
+UNKNOWN = "jmoe does not know this key"
 
 QUANTIZED = ("compression_config", "quantization", "quantization_config")
 """Keys of checkpoints whose weights are quantized, as transformers, compressed-tensors and MLX
@@ -129,28 +144,57 @@ def check_keys(fields: Fields, architecture: "Architecture", allowed: Collection
     allowed = (allowed,) if isinstance(allowed, str) else allowed
     read, only = architecture.read, architecture.only
     for key in QUANTIZED:
-        if fields.given(key) is None or key in allowed:
+        if fields.given(key) is None or fields.name(key) in allowed:
             continue
         method = fields.section(key).given("quant_method")
         if key not in read or method not in architecture.quantized:
+            of, methods = f"weights of a {architecture.class_name}", architecture.quantized
+            served = f"{of} in {' or '.join(methods)} (quant_method); give such a checkpoint, or"
             raise ConfigError(
-                f"{fields.file}: {key} is {shown(fields.given(key))}; of quantized weights jmoe "
-                f"loads a {architecture.class_name}'s in {' or '.join(architecture.quantized)} "
-                "(quant_method); give such a checkpoint, or the one from which this was quantized"
+                f"{fields.file}: {fields.name(key)} is {shown(fields.given(key))}; jmoe loads "
+                f"{served if methods else f'no quantized {of}; give'} the one from which this was "
+                "quantized"
             )
-    unknown = "jmoe does not know this key"
-    faults = _faults(fields, read, {**ONLY_IN_ALL, **only}, HARMLESS, unknown, allowed)
+    faults = _faults(fields, read, {**ONLY_IN_ALL, **only}, HARMLESS, UNKNOWN, allowed)
     for section in map(fields.section, ROPE_SECTIONS):
         kind = rope_kind(section, architecture.rope_kinds)
         unknown = f"rope type {kind!r} as jmoe knows it does not have this key"
         own = {*ROPE_READ[kind], *(key for key in ROPE_ONLY if key in read)}
         faults |= _faults(section, own, ROPE_ONLY, ROPE_HARMLESS, unknown, allowed)
+    _refuse(fields, faults)
+
+
+def _refuse(fields: Fields, faults: Mapping[str, str]) -> None:
+    """Raises ConfigError for the faults that there are, by the keys' names."""
     if faults:
         flags = " ".join(f"--allow-unknown-config {name}" for name in faults)
         raise ConfigError(
             f"{fields.file}: {'; '.join(faults.values())}; "
             f"if {'it changes' if len(faults) == 1 else 'they change'} nothing, pass {flags}"
         )
+
+
+def text_part(fields: Fields, architecture: "Architecture", allowed: Collection[str]) -> Fields:
+    """Returns the keys of the model that reads text, of a file that describes others beside it.
+    Whether embeddings are tied is said for the whole.
+
+    Raises ConfigError for a key of the whole that jmoe does not know, for a part that is none of
+    `architecture.text`, and where part and whole differ.
+    """
+    allowed = (allowed,) if isinstance(allowed, str) else allowed
+    read = {"architectures", "model_type", "text_config", "tie_word_embeddings", *OF_ANY_PART}
+    harmless = {**HARMLESS, **BESIDE_TEXT}
+    _refuse(fields, _faults(fields, read, ONLY_IN_ALL, harmless, UNKNOWN, allowed))
+    text = fields.section(fields.first("text_config"))
+    if text.given("model_type") not in architecture.text:
+        raise text.wrong("model_type", " or ".join(map(repr, architecture.text)))
+    values = {**text.values, "tie_word_embeddings": fields.given("tie_word_embeddings")}
+    for key in OF_ANY_PART:
+        own, whole = text.given(key), fields.given(key)
+        if None not in (own, whole) and own != whole:
+            raise text.wrong(key, f"absent, or as {key} beside it ({shown(whole)})")
+        values[key] = whole if own is None else own
+    return Fields(values, text.file, text.where)
 
 
 FP8_KEYS = words(

@@ -41,6 +41,7 @@ class Parameter:
     kind: Kind = "matrix"
     float32: bool = False  # whatever the model's dtype is
     part: tuple[int, int] | None = None  # its place along a first axis of the file, of how many
+    swapped: bool = False  # the file may have rows and columns the other way round, too
     in_turn: bool = False  # the file's columns are those of the two halves in turn
     paired: int = 0
     """Of a file whose heads turn two neighbours together, the elements of one: all tensors but the
@@ -152,21 +153,22 @@ Layout = dict[str, Parameter]
 
 def top(cfg: ModelConfig) -> Layout:
     """Describes the parameters outside the layers."""
-    d, vocab = cfg.d_model, cfg.vocab_size
+    d, vocab, names = cfg.d_model, cfg.vocab_size, naming(cfg.architecture)
     out: Layout = {
-        "embed": Parameter(("model.embed_tokens.weight",), ((vocab, d),), "embedding"),
-        **_norm(cfg, "final_norm", "model.norm"),
+        "embed": Parameter((f"{names.root}embed_tokens.weight",), ((vocab, d),), "embedding"),
+        **_norm(cfg, "final_norm", f"{names.root}norm"),
     }
     if not cfg.tie_embeddings:
-        out["lm_head"] = Parameter(("lm_head.weight",), ((vocab, d),))
+        out["lm_head"] = Parameter((f"{names.head}weight",), ((vocab, d),))
     if cfg.head_bias:
-        out["head_bias"] = Parameter(("lm_head.bias",), ((vocab,),), "bias")
+        out["head_bias"] = Parameter((f"{names.head}bias",), ((vocab,),), "bias")
     return out
 
 
 def layer(cfg: ModelConfig, index: int, is_moe: bool) -> Layout:
     """Describes the parameters of one layer, experts left out."""
-    at, d = f"model.layers.{index}.", cfg.d_model
+    names, d = naming(cfg.architecture), cfg.d_model
+    at = f"{names.root}layers.{index}."
     attn, kind = at + "self_attn.", cfg.layer_attention[index]
     out: Layout = {
         **_norm(cfg, "attn_norm", at + "input_layernorm"),
@@ -175,7 +177,6 @@ def layer(cfg: ModelConfig, index: int, is_moe: bool) -> Layout:
     out |= _latent(cfg, kind, attn) if isinstance(kind, Latent) else _heads(cfg, attn)
     if cfg.has_sinks(index):
         out["sinks"] = Parameter((attn + "sinks",), ((cfg.num_heads,),), "bias")
-    names = naming(cfg.architecture)
     mlp = f"{at}{names.mlp}."
     if not is_moe:
         return out | _swiglu("", mlp, d, cfg.d_ff_dense)
@@ -247,7 +248,7 @@ def expert(cfg: ModelConfig, index: int, number: int) -> Layout:
     ExpertPool.
     """
     names, d, f = naming(cfg.architecture), cfg.d_model, cfg.d_ff_expert
-    at, part = f"model.layers.{index}.{names.mlp}.", (number, cfg.num_experts)
+    at, part = f"{names.root}layers.{index}.{names.mlp}.", (number, cfg.num_experts)
     if names.interleaved:
         return _interleaved(cfg, at, part)
     if names.joined_experts is None:
@@ -258,7 +259,12 @@ def expert(cfg: ModelConfig, index: int, number: int) -> Layout:
             out["gate_up_bias"] = Parameter((gate, up), ((f,), (f,)), "bias")
             out["down_bias"] = Parameter((down,), ((d,),), "bias")
         return out
-    gate_up, down = (f"{at}{name}.weight" for name in names.joined_experts)
+    gate_up, down = (at + name for name in names.joined_experts)
+    if names.laid_out:
+        return {
+            "gate_up": Parameter((gate_up,), ((d, 2 * f),), "laid out", part=part, swapped=True),
+            "down": Parameter((down,), ((f, d),), "laid out", part=part, swapped=True),
+        }
     return {
         "gate_up": Parameter((gate_up,), ((2 * f, d),), part=part),
         "down": Parameter((down,), ((d, f),), part=part),

@@ -8,15 +8,18 @@ For every case each key of its config.json is changed to other values and taken 
 it lacks are put in, one at a time. The file holds
 
     changes   one JSON text: a list of [path, value, outcome]. `path` is a list of one key, or of
-              two for a nested one. A key that is taken out has the value "<absent>".
+              more for a nested one; what describes images is left as it is. A key that is taken
+              out has the value "<absent>".
               outcome: `same` (the golden logits), `error` (it does not load, tensors are
               missing, or logits are not finite), or the row of `logits`.
     logits    float32 [rows, 2, V]: of the last position of the golden tokens.
 """
 
 import copy
+import functools
 import json
 import logging
+import operator
 import shutil
 import sys
 import tempfile
@@ -24,8 +27,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from make_golden import CASES, ROOT, forward, options
-from transformers import AutoModelForCausalLM
+from make_golden import CASES, ROOT, auto, forward, options
+from transformers import AutoConfig
 from transformers import logging as hf_logging
 
 ABSENT, SAME, ERROR = "<absent>", "same", "error"
@@ -47,6 +50,7 @@ OTHERS = {
     "layer_types": [["sliding_attention", "full_attention"]],
     "mlp_layer_types": [["dense", "dense", "sparse"], ["sparse"] * 3, ["dense", "sparse"]],
     "mlp_only_layers": [[1], [], [7]],
+    "mrope_section": [[2, 2, 2], [6, 0, 0]],
     "modules_to_not_convert": [["lm_head"]],
     "moe_layer_end_index": [-1, 1, 3, 9],
     "moe_layer_start_index": [0, 1, 2, 9],
@@ -189,7 +193,14 @@ def others(key, value):
 def changes(config):
     """Yield (path, other value) for every key, one at a time."""
     for key, value in config.items():
+        if key == "vision_config":
+            continue
+        if key == "text_config":
+            yield from (([key, *path], other) for path, other in changes(value))
+            continue
         yield [key], ABSENT
+        if key == "model_type" and "text_config" in config:
+            continue  # a model of the sizes that a class has by itself
         if isinstance(value, dict):
             for inner, old in value.items():
                 yield [key, inner], ABSENT
@@ -206,7 +217,7 @@ def changed(config, path, value):
     """Return the config with one key changed or taken out."""
     config = copy.deepcopy(config)
     *outer, key = path
-    inner = config[outer[0]] if outer else config
+    inner = functools.reduce(operator.getitem, outer, config)
     if value == ABSENT:
         del inner[key]
     else:
@@ -218,7 +229,8 @@ def changed(config, path, value):
 def last_logits(directory, tokens):
     """Return float32 [2, V], or None where transformers does not load all the model needs."""
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(directory, **options(directory))
+        of = auto(AutoConfig.from_pretrained(directory))
+        model, info = of.from_pretrained(directory, **options(directory))
         model = model.float()
         if info["missing_keys"] or info["mismatched_keys"] or info["error_msgs"]:
             return None

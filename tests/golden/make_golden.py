@@ -20,7 +20,13 @@ from pathlib import Path
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, Mxfp4Config, logging
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    Mxfp4Config,
+    logging,
+)
 
 ROOT = Path(__file__).resolve().parent
 LENGTH, NEW_TOKENS = 19, 12
@@ -63,6 +69,7 @@ def case(
     bf16=False,
     shard=None,
     mxfp4=False,
+    vision=None,
     **config,
 ):
     """Describe one case.
@@ -70,7 +77,7 @@ def case(
     ``sizes`` is layers, hidden size, heads, key-value heads and vocabulary; ``experts`` is count,
     top-k, expert width and, where there are any, dense width and (Qwen2) shared width. ``hub``
     picks the spelling of the checkpoints on the hub over the newest one; ``shard`` is a shard size;
-    ``mxfp4`` has experts in four bits.
+    ``mxfp4`` has experts in four bits; ``vision`` is the configuration of what sees images beside.
     """
     layers, hidden, heads, kv_heads, vocab = sizes
     count, top_k, width, *others = experts
@@ -90,7 +97,12 @@ def case(
         "rope_parameters": rope,
     }
     spec = {"model_type": model_type, "config": config, "hub": hub, "bf16": bf16, "shard": shard}
-    return spec | {"mxfp4": mxfp4}
+    return spec | {"mxfp4": mxfp4, "vision": vision}
+
+
+def auto(config):
+    """Return the class that makes and loads models of a configuration."""
+    return AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
 
 
 TEN_THOUSAND, FIVE_HUNDRED = {"rope_theta": 1e4}, {"rope_theta": 500.0}
@@ -138,6 +150,8 @@ YARN_SCORES = {
 YARN_SCORES |= {"mscale_all_dim": 0.707, "original_max_position_embeddings": 32}
 LATENT = {"kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 7}
 TIED, NORM = {"tie_word_embeddings": True}, {"norm_topk_prob": True}
+QWEN_VISION = {"depth": 1, "hidden_size": 8, "num_heads": 2, "intermediate_size": 8}
+QWEN_VISION |= {"patch_size": 2, "num_position_embeddings": 4, "deepstack_visual_indexes": [0]}
 SPARSE_STEP, MLP_ONLY = {"decoder_sparse_step": 2}, {"mlp_only_layers": [0]}
 
 GLM_NORM = {"use_qk_norm": True, "attention_bias": True}
@@ -198,6 +212,26 @@ CASES = {
     ),
     "qwen3_moe_attention_bias": qwen3(
         [2, 32, 4, 2, 87], [6, 2, 15, 27], head_dim=8, attention_bias=True, **NORM
+    ),
+    "qwen3_vl_moe": case(
+        "qwen3_vl_moe",
+        [2, 36, 6, 3, 79],
+        [9, 3, 11, 35],
+        rope={"mrope_interleaved": True, "mrope_section": [2, 2, 1]},
+        head_dim=10,
+        vision={**QWEN_VISION, "out_hidden_size": 36},
+    ),
+    "qwen3_vl_moe_tied": case(
+        "qwen3_vl_moe",
+        [3, 28, 4, 1, 73],
+        [7, 2, 13, 31],
+        rope={**TEN_THOUSAND, "mrope_interleaved": True, "mrope_section": [3, 2, 1]},
+        hub=False,
+        bf16=True,
+        head_dim=12,
+        vision={**QWEN_VISION, "out_hidden_size": 28},
+        mlp_only_layers=[1],
+        **TIED,
     ),
     "mixtral": mixtral([2, 32, 4, 2, 91], [5, 2, 25]),
     "mixtral_tied_llama3": mixtral([2, 48, 4, 4, 77], [5, 2, 15], rope=LLAMA3, **TIED),
@@ -439,8 +473,12 @@ def build(spec, seed):
     transformers would leave norms at one and biases at zero, where a mistake in them cannot show,
     and its 0.02 makes routers and logits near ties.
     """
-    config = AutoConfig.for_model(spec["model_type"], **json.loads(json.dumps(spec["config"])))
-    model = AutoModelForCausalLM.from_config(config, **EAGER).float().eval()
+    own = json.loads(json.dumps(spec["config"]))
+    if spec["vision"]:
+        own = {"text_config": own, "vision_config": dict(spec["vision"])}
+        own["tie_word_embeddings"] = spec["config"].get("tie_word_embeddings", False)
+    config = AutoConfig.for_model(spec["model_type"], **own)
+    model = auto(config).from_config(config, **EAGER).float().eval()
     generator = torch.Generator().manual_seed(seed)
     biases = ((n, b) for n, b in model.named_buffers() if n.endswith("e_score_correction_bias"))
     for name, parameter in (*model.named_parameters(), *biases):
@@ -500,7 +538,7 @@ def gap(values, k):
 
 def choice_gap(model, logits):
     """Return how far the routers' choices are from a tie."""
-    config = model.config
+    config = model.config.get_text_config()
     if config.model_type == "phimoe":
         gaps, left = [], logits
         for _ in range(2):
@@ -538,7 +576,7 @@ def choice_gap(model, logits):
 
 def make_golden(model, seed):
     """Return the arrays to store, and how far routing and greedy choices are from a tie."""
-    vocab = model.config.vocab_size
+    vocab = model.config.get_text_config().vocab_size
     tokens = np.random.default_rng(seed).integers(0, vocab, (2, LENGTH), dtype=np.int32)
     sequence = tokens
     for _ in range(NEW_TOKENS):
@@ -565,7 +603,8 @@ def rope_effect(spec, model, golden):
 
 def spell_like_hub(path):
     """Rewrite a config.json from the newest spelling to that of the checkpoints on the hub."""
-    config = json.loads(path.read_text())
+    whole = json.loads(path.read_text())
+    config = whole.get("text_config", whole)
     rope = config.pop("rope_parameters")
     config["rope_theta"] = rope.pop("rope_theta")
     if "partial_rotary_factor" in rope:
@@ -577,7 +616,7 @@ def spell_like_hub(path):
     if "type" in rope:  # the oldest spelling names the kind of scaling `type`
         rope.pop("rope_type")
     config["rope_scaling"] = None if rope.get("rope_type") == "default" else rope
-    config["torch_dtype"] = config.pop("dtype")
+    whole["torch_dtype"] = whole.pop("dtype")
     for name in ("layer_types", "qkv_bias"):
         if config["model_type"] != "gpt_oss":
             config.pop(name, None)
@@ -587,7 +626,7 @@ def spell_like_hub(path):
         config["num_experts"] = config.pop("num_local_experts")
     if config.get("sliding_window") == 0:  # the hub keeps a size there, switched off
         config["sliding_window"] = config["max_position_embeddings"]
-    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    path.write_text(json.dumps(whole, indent=2, sort_keys=True) + "\n")
 
 
 def pack(directory, model, seed):
@@ -611,6 +650,18 @@ def pack(directory, model, seed):
     (directory / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
+def lay_out(directory):
+    """Turn the experts' matrices of a saved case as the checkpoints on the hub have them: [m, in,
+    out].
+    """
+    path = directory / "model.safetensors"
+    found = load_file(path)
+    for name in found:
+        if "mlp.experts." in name:
+            found[name] = found[name].transpose(1, 2).contiguous()
+    save_file(found, path, metadata={"format": "pt"})
+
+
 def options(directory):
     """Return how a saved case is loaded: in float32, with eager attention and experts."""
     config = json.loads((directory / "config.json").read_text())
@@ -625,9 +676,11 @@ def save(spec, model, golden, directory, seed):
     shutil.rmtree(directory, ignore_errors=True)
     model.to(torch.bfloat16 if spec["bf16"] else torch.float32)
     model.save_pretrained(directory, max_shard_size=spec["shard"] or "1GB")
-    (directory / "generation_config.json").unlink()
+    (directory / "generation_config.json").unlink(missing_ok=True)
     if spec["hub"]:
         spell_like_hub(directory / "config.json")
+        if spec["vision"]:
+            lay_out(directory)
     if spec["mxfp4"]:
         pack(directory, model, seed)
     np.savez(directory / "golden.npz", **golden)
@@ -635,7 +688,8 @@ def save(spec, model, golden, directory, seed):
 
 def check(directory):
     """Load a saved case and assert that it gives the logits and the tokens stored beside it."""
-    model, info = AutoModelForCausalLM.from_pretrained(directory, **options(directory))
+    of = auto(AutoConfig.from_pretrained(directory))
+    model, info = of.from_pretrained(directory, **options(directory))
     model = model.float()  # MXFP4 is dequantized to bfloat16, which holds it
     assert not any(info.values()), info
     golden = np.load(directory / "golden.npz")

@@ -5,6 +5,8 @@ The oracle is `config_changes.npz` beside the golden files (tests/golden/make_co
 
 import dataclasses
 import json
+import operator
+from functools import reduce
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +34,7 @@ LOADS_HERE_ONLY = [(["num_key_value_heads"], ABSENT)]
 def changed(config, path, value):
     config = json.loads(json.dumps(config))
     *outer, key = path
-    inner = config[outer[0]] if outer else config
+    inner = reduce(operator.getitem, outer, config)
     if value == ABSENT:
         del inner[key]
     else:
@@ -73,7 +75,8 @@ def outcome(directory, model, golden):
 
 def names_it(words, path):
     """Returns whether an error names the key that was changed, its section, or tensors."""
-    return any(name in words for name in (path[-1], path[0], "  model.", "  lm_head."))
+    own = path[path.count("text_config") :]  # each key of which would be named by that
+    return any(name in words for name in (own[-1], own[0], "  model.", "  lm_head."))
 
 
 @pytest.mark.sized(deep=("qwen3_moe_mixed_yarn",))
@@ -85,7 +88,8 @@ def test_a_changed_key_does_what_it_does_in_transformers_or_is_refused(case, tmp
     oracle = np.load(GOLDEN / case / "config_changes.npz")
     model, wrong = jmoe.load(GOLDEN / case, dtype="float32"), []
     changes = json.loads(str(oracle["changes"]))
-    assert {path[0] for path, _, _ in changes} >= config.keys()
+    assert {path[0] for path, _, _ in changes} >= config.keys() - {"vision_config"}
+    assert {path[1] for path, *_ in changes if path[1:]} >= config.get("text_config", {}).keys()
     for path, value, theirs in changes:
         (directory / "config.json").write_text(json.dumps(changed(config, path, value)))
         ours, words = outcome(directory, model, golden)
@@ -103,7 +107,9 @@ def test_a_changed_key_does_what_it_does_in_transformers_or_is_refused(case, tmp
 
 
 def extra_tensor_names(config):
-    layer = "model.layers.0."
+    root = "model.language_model." if "text_config" in config else "model."
+    config = config.get("text_config", config)
+    layer = f"{root}layers.0."
     sparse = config["model_type"] in ("mixtral", "minimax_m2")
     block = "block_sparse_moe." if sparse else "mlp."
     biased = ("glm4_moe", "glm4_moe_lite", "solar_open", "deepseek_v3", "dots1")
@@ -113,7 +119,7 @@ def extra_tensor_names(config):
     predicting = int(config["model_type"] == "glm4_moe_lite")  # where the key is absent
     predicting = config.get("num_nextn_predict_layers", predicting)
     behind = config["num_hidden_layers"] + predicting
-    yield f"model.layers.{behind}.input_layernorm.weight"
+    yield f"{root}layers.{behind}.input_layernorm.weight"
     if not config.get("attention_bias") or config["model_type"] in ("glm4_moe", "solar_open"):
         yield layer + "self_attn.o_proj.bias"
     yield "mtp.fc.weight"

@@ -168,7 +168,7 @@ def test_quantized_weights_are_refused_without_advice_to_ignore_it(copy, edit_co
     directory = copy(CASE)
     edit_config(directory, **{key: {"quant_method": "hqq"}})
     words = refused(directory)
-    assert f"{key} is {{'quant_method': 'hqq'}}; of quantized weights jmoe loads a" in words
+    assert f"{key} is {{'quant_method': 'hqq'}}; jmoe loads weights of a" in words
     assert "--allow-unknown-config" not in words
     assert read_config(directory, allow_unknown_config=[key]) == read_config(GOLDEN / CASE)
 

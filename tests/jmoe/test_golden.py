@@ -8,6 +8,7 @@ from unittest import mock
 import jax
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 import jmoe
 from jmoe.stepper import programs
@@ -52,6 +53,25 @@ def test_kimi_k2_is_deepseek_v3_by_another_model_type(copy):
     (directory / "config.json").write_text(json.dumps(config))
     own, model = (jmoe.load(one, dtype="float32") for one in (directory, GOLDEN / "deepseek_v3"))
     assert own.config == replace(model.config, architecture="kimi_k2")
+    jax.tree.map(np.testing.assert_array_equal, own.params, model.params)
+    jax.tree.map(np.testing.assert_array_equal, own.pool, model.pool)
+
+
+def test_kimi_k25_is_kimi_k2_beside_what_sees_images(copy, caplog):
+    directory = copy("deepseek_v3")
+    text = json.loads((directory / "config.json").read_text()) | {"model_type": "kimi_k2"}
+    config = {"model_type": "kimi_k25", "text_config": text, "vision_config": {"patch_size": 14}}
+    (directory / "config.json").write_text(json.dumps(config))
+    path = directory / "model.safetensors"
+    tensors = {f"language_model.{name}": tensor for name, tensor in load_file(path).items()}
+    images = {
+        f"{part}.weight": np.ones(3, np.float32) for part in ("vision_tower.a", "mm_projector.b")
+    }
+    save_file(tensors | images, path)
+    caplog.set_level("INFO")
+    own, model = (jmoe.load(one, dtype="float32") for one in (directory, GOLDEN / "deepseek_v3"))
+    assert "2 tensors are not read: jmoe serves text alone" in caplog.text
+    assert own.config == replace(model.config, architecture="kimi_k25")
     jax.tree.map(np.testing.assert_array_equal, own.params, model.params)
     jax.tree.map(np.testing.assert_array_equal, own.pool, model.pool)
 

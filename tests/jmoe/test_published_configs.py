@@ -38,6 +38,8 @@ CARDS = {
     "Qwen3-235B-A22B-Thinking-2507": (235, 22, 262144),
     "Qwen3-Coder-30B-A3B-Instruct": (30.5, 3.3, 262144),
     "Qwen3-Coder-480B-A35B-Instruct": (480, 35, 262144),
+    "Qwen3-VL-30B-A3B-Instruct": (30.5, 3.3, 262144),  # but for what sees images
+    "Qwen3-VL-235B-A22B-Thinking": (235, 22, 262144),
     "Mixtral-8x7B-v0.1": (46.7, 12.9, 32768),
     "Mixtral-8x7B-Instruct-v0.1": (46.7, 12.9, 32768),
     "Mixtral-8x22B-v0.1": (141, 39, 65536),
@@ -53,6 +55,7 @@ CARDS = {
     "DeepSeek-V2-Lite": (15.7, 2.4, 163840),
     "DeepSeek-V3-bf16": (671, 37, 163840),
     "Kimi-K2-Instruct": (1026, 32, 131072),
+    "Kimi-K2.5": (1026, 32, 262144),
     "ERNIE-4.5-21B-A3B-PT": (21.8, 3, 131072),
     "ERNIE-4.5-300B-A47B-PT": (300, 47, 131072),
     "dots.llm1.inst": (142, 14, 32768),
@@ -98,6 +101,29 @@ def test_kimi_k2_is_read_in_four_bits_as_its_thinking_models_are_published():
     assert thinking == replace(cfg, fp8_block=(), int4=packed)
 
 
+@pytest.mark.parametrize(
+    ("name", "plain"),
+    [("Qwen3-VL-30B-A3B-Instruct", "Qwen3-30B-A3B"), ("Kimi-K2.5", "Kimi-K2-Instruct")],
+)
+def test_what_reads_text_beside_images_is_the_model_without_them(name, plain):
+    whole, other = (json.loads((PUBLISHED / f"{one}.json").read_text()) for one in (name, plain))
+    cfg, without = (
+        from_hf(whole),
+        from_hf(other | whole["text_config"] | {"model_type": other["model_type"]}),
+    )
+    assert replace(cfg, architecture=without.architecture) == without
+    with pytest.raises(ConfigError, match="lacks text_config"):
+        from_hf({key: value for key, value in whole.items() if key != "text_config"})
+    with pytest.raises(ConfigError, match=r"text_config.model_type is 'llama'; it must be"):
+        from_hf(whole | {"text_config": whole["text_config"] | {"model_type": "llama"}})
+    with pytest.raises(ConfigError, match=r"audio_config is .*; jmoe does not know this key"):
+        from_hf(whole | {"audio_config": {"depth": 3}})
+    with pytest.raises(ConfigError, match=r"text_config.new_key is 3; .* text_config.new_key$"):
+        from_hf(whole | {"text_config": whole["text_config"] | {"new_key": 3}})
+    with pytest.raises(ConfigError, match=r"text_config.eos_token_id is .* as eos_token_id beside"):
+        from_hf(whole | {"eos_token_id": 7})
+
+
 def test_minimax_m2_is_as_its_later_releases_but_for_keys_of_nothing():
     config = json.loads((PUBLISHED / "MiniMax-M2.5.json").read_text())
     first = config | {"attention_dropout": 0.0, "mlp_intermediate_size": 8192}
@@ -133,7 +159,7 @@ def test_a_released_model_is_read(name):
     assert any(one == pytest.approx(active, rel=0.03) for one in counts)
     assert cfg.max_position == positions
     kinds = dict.fromkeys(
-        ("deepseek_v2", "deepseek_v3", "gpt_oss", "kimi_k2", "solar_open"), "yarn"
+        ("deepseek_v2", "deepseek_v3", "gpt_oss", "kimi_k2", "kimi_k25", "solar_open"), "yarn"
     )
     assert cfg.rope.kind == (kinds | {"phimoe": "longrope"}).get(cfg.architecture, "default")
     if name in KV_BYTES:
@@ -180,6 +206,8 @@ SMALL = {
 
 def shrunk(config):
     """Returns a published configuration with small sizes, and all else as it is."""
+    if "text_config" in config:
+        return config | {"text_config": shrunk(config["text_config"]), "eos_token_id": 3}
     own = {key: size for key, size in SMALL.items() if config.get(key)}
     group = config["num_attention_heads"] // config["num_key_value_heads"]
     own["num_key_value_heads"] = 3 if group == 1 else 2
