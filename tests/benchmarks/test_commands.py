@@ -99,6 +99,7 @@ def test_flags_of_jmoe_bench_are_its_own(command):
 @pytest.mark.deep
 @pytest.mark.sized(
     exhaustive=(
+        "python -m benchmarks.mesh aep --json benchmarks/results/aep_simulated.json",
         "python -m benchmarks.pairs burst_levels",
         "python -m benchmarks.pairs burst_loss --rounds 3",
         "python -m benchmarks.pairs burst_replayed",

@@ -192,15 +192,14 @@ async def test_everyone_is_answered_and_nothing_leaks(server, model, request):
         assert messages
 
 
-@pytest.mark.deep
-@pytest.mark.sized(exhaustive=("one", "ep=2", "ep=8"))
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("server", ["one", "ep=2", "ep=8", "aep=2+6"], indirect=True)
 async def test_served_tokens_are_those_of_the_notebook(server, model):
     _, address = server
     await check_exact_answers(address, model)
 
 
-@pytest.mark.sized(deep=("one", "aep=2+6"), exhaustive=("ep=8",))
+@pytest.mark.sized(deep=("one",), exhaustive=("ep=8", "aep=2+6"))
 async def test_a_way_can_be_switched_under_load(server, model):
     _, address = server
     texts = prompts(model)[:16]
