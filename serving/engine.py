@@ -85,7 +85,7 @@ from serving.scheduling.pace import Pace
 from serving.scheduling.policy import BE, LS, make_policy
 from serving.scheduling.queues import Share
 from serving.scheduling.scheduler import Scheduler
-from serving.scheduling.sequence import SequenceState
+from serving.scheduling.sequence import SequenceState, SequenceStatus
 from serving.scheduling.step import ScheduledStep
 from serving.settings.composes import COMPANY, why_not
 from serving.settings.reading import brownout_of_models, check
@@ -102,6 +102,8 @@ log = logging.getLogger(__name__)
 REFUSING_S = 5.0
 """Over which refusals are told in the state of brownout."""
 
+HASTE = 0.5
+"""Share of the objective of first tokens after which these come before further ones."""
 UNRESPONSIVE_S = 10.0
 """If the event loop takes longer (s) to react to a stuck step, it counts as stuck, too."""
 NOBODY = "no worker with attention is there"
@@ -784,17 +786,29 @@ class Engine:
         num_running, since_s = len(self.scheduler.running), 0.0
         beside = self.scheduler.num_hybrid > 0 and self.slo.is_exact
         company = self.pace.company(self.slo.in_force[0], num_running, beside=beside)
-        slack_s = -math.inf
+        slack_s, most = -math.inf, self._prompt_tokens(now)
         if self._in_flight:
             before = self._in_flight[-1]
             tokens_at = self.scheduler.tokens_at()
             since_s = self.pace.since_tokens_s(before, tokens_at)
             tokens = self.scheduler.next_prefill_tokens()
+            tokens = tokens if most is None else min(tokens, most)
             slack_s = self.slo.itl_slack_s(before, tokens, num_running)
-        step = self.scheduler.next_step(slack_s, now, company, self._beside)
+        step = self.scheduler.next_step(slack_s, now, company, self._beside, most)
         if step is not None:
             self._submit(step, now, since_s)
         return step
+
+    def _prompt_tokens(self, now: float) -> int | None:
+        """Returns how many prompt tokens the next step may have: those that keep further tokens in
+        time, unless first tokens are about to be late themselves. None: any number.
+        """
+        ttft_slo_s, itl_slo_s = self.slo.in_force
+        sizes = self.executor.limits.prefill_buckets
+        if not self.executor.in_order or self.scheduler.waited_s(now) > HASTE * ttft_slo_s:
+            return None
+        num_decoding = sum(s.status is SequenceStatus.DECODE for s in self.scheduler.running)
+        return self.pace.prefill_tokens(itl_slo_s, num_decoding, sizes) if num_decoding else None
 
     def _decodes_beside(self, num_tokens: int, num_rows: int) -> bool:
         """Returns whether rows are to decode in a prefill step: while nothing is degraded, since

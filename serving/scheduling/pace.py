@@ -4,7 +4,7 @@ import math
 import random
 import statistics
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from serving.plan import Phase
 from serving.scheduling.policy import Company
@@ -168,6 +168,24 @@ class Pace:
         prefill_s = self.times.expected_s(Phase.PREFILL, tokens)
         wait_s = max(0.0, WAIT * (ttft_slo_s - 2 * decode_s - prefill_s))
         return Company(tokens, wait_s, fixed_s * num_decoding)
+
+    def prefill_tokens(
+        self, budget_s: float, num_decoding: int, sizes: Sequence[int]
+    ) -> int | None:
+        """Returns how many prompt tokens a step may have so that rows which decode wait at most
+        `budget_s` for their next token: one of the programs' `sizes`, which ascend. None: any
+        number, as while step times are unknown.
+
+        Not fewer than those that take as long as the step's fixed cost: smaller chunks would be
+        paid for with more time than they leave.
+        """
+        line = self.times.line(Phase.PREFILL)
+        if not sizes or line is None or not self.times.knows(Phase.DECODE) or line[1] <= 0:
+            return None
+        left_s = budget_s - self.times.expected_s(Phase.DECODE, num_decoding)
+        least = next((n for n in sizes if n >= line[0] / line[1]), sizes[-1])
+        fitting = (n for n in sizes if self.times.expected_s(Phase.PREFILL, n) <= left_s)
+        return max(least, *fitting, least)
 
     def idle_s(self, step: ScheduledStep) -> float:
         """Returns how long (s) after a step's start the next one must be planned; 0 if unknown.

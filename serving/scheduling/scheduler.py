@@ -107,6 +107,7 @@ class Scheduler:
         )
         self._has_best_effort = False  # as the next step is planned
         self._beside: Beside | None = None  # likewise
+        self._most_tokens: int | None = None
 
     # ---- requests ---------------------------------------------------------------------------
 
@@ -215,14 +216,28 @@ class Scheduler:
         found = [s.previous_at for s in decoding if not math.isnan(s.previous_at)]
         return sum(found) / len(found) if found else math.nan
 
+    def waited_s(self, now: float) -> float:
+        """Returns the longest time (s) that a sequence without a token has waited for its first; 0
+        where there is none.
+        """
+        return now - min((s.arrived_at for s in self._for_prefill() if not s.tokens), default=now)
+
     def next_prefill_tokens(self) -> int:
         """Returns an upper bound on the tokens of a prefill step planned now."""
-        heads = of_one_model(self.waiting, self.limits.max_prefill_seqs)
         most = self.limits.num_ranks * self.limits.max_prefill_tokens
-        return min(most, sum(map(self._left, heads)))
+        return min(most, sum(map(self._left, self._for_prefill())))
+
+    def _for_prefill(self) -> list[SequenceState]:
+        """Returns the sequences that a prefill step planned now could have: begun ones, and the
+        first in line.
+        """
+        begun = [s for s in self._free() if s.status is SequenceStatus.PREFILL]
+        return [*begun, *of_one_model(self.waiting, self.limits.max_prefill_seqs)]
 
     def _left(self, waiting: SequenceState) -> int:
         """Returns how many positions a waiting sequence has to compute."""
+        if waiting.status is SequenceStatus.PREFILL:
+            return len(waiting.context) - waiting.num_computed
         return len(waiting.prompt) + len(waiting.tokens) - self.reuse.most(waiting)
 
     # ---- the next layers --------------------------------------------------------------------
@@ -233,14 +248,16 @@ class Scheduler:
         now: float = 0.0,
         company: Company | None = None,
         beside: Beside | None = None,
+        most_tokens: int | None = None,
     ) -> ScheduledStep | None:
         """Returns the layers to launch next, or None if there is nothing to run.
 
         It allocates their pages and advances their sequences. `itl_slack_s` is the time that the
         policy may spend on a prefill step out of turn, and `company` what a prompt should wait for
-        (see View). `beside` says when rows decode in a prefill step; None: never.
+        (see View). `beside` says when rows decode in a prefill step; None: never. A prefill step
+        has at most `most_tokens` on a rank; None: as many as the limits allow.
         """
-        self._beside = beside
+        self._beside, self._most_tokens = beside, most_tokens
         self._has_best_effort = bool(self.queues[BE]) or any(map(is_best_effort, self.running))
         self._promote(now)
         view = self._view(itl_slack_s, now, company)
@@ -496,6 +513,8 @@ class Scheduler:
         chunks = Chunks(self.limits, self.exact, self.staging.ranks)
         decoding = self._beside_prompts()
         rows, most = len(decoding), self.limits.max_prefill_tokens
+        if self._most_tokens is not None:
+            chunks.keep_to(self._most_tokens)
         if rows and self._beside is not None and self._beside(most - rows, rows):
             chunks.leave(rows)
         for number, group in enumerate(order):

@@ -372,6 +372,10 @@ class Chunks:
         """Leaves room for so many tokens of rows that decode."""
         self._most -= num_tokens
 
+    def keep_to(self, num_tokens: int) -> None:
+        """Limits the step to so many tokens on a rank."""
+        self._most = min(num_tokens, self._most)
+
     def keep_to_bucket(self) -> None:
         """Limits further chunks to the token bucket that the step already costs."""
         self._most = self._limits.token_bucket(max(self._tokens()))
