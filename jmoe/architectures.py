@@ -234,15 +234,47 @@ def _deepseek3(
 
 
 def _glm4_lite(fields: Fields) -> dict[str, Any]:
-    own, key = _deepseek3(fields, 1, (1, 1, 1.8), (768, 192, 256)), "mlp_layer_types"
+    own = _deepseek3(fields, 1, (1, 1, 1.8), (768, 192, 256))
+    return {**own, "moe_layers": _sparse_layers(fields, dense=1)}
+
+
+def _hy3(fields: Fields) -> dict[str, Any]:
+    width, scale = fields.size("moe_intermediate_size"), "router_scaling_factor"
+    if fields.size(other := "expert_hidden_dim", width) != width:
+        raise fields.wrong(other, f"the same as moe_intermediate_size ({width})")
+    return {
+        "num_experts": _num_experts(fields, *_either_count(fields)),
+        "d_ff_expert": width,
+        "d_ff_shared": width * fields.size("num_shared_experts", 1),
+        "shared_gate": False,
+        "moe_layers": _sparse_layers(fields, dense=1),
+        **_biases(fields),
+        "head_dim": fields.size("head_dim", 128),
+        "norm_topk_prob": True,
+        "router": ScoredTopK(scale=fields.number(scale, 2.826), bias=True),
+        "qk_norm": True,
+        "unused_layers": fields.size("num_nextn_predict_layers", 1, least=0),
+    }
+
+
+def _sparse_layers(fields: Fields, dense: int) -> tuple[bool, ...]:
+    """Returns which layers `mlp_layer_types` says to be MoE; without it, all but the first `dense`.
+
+    Raises ConfigError where there is none, or `first_k_dense_replace` says otherwise.
+    """
+    count, key = fields.size("num_hidden_layers"), "mlp_layer_types"
     types = _kinds(fields, key, ["dense", "sparse"])
-    types = types or ["dense"] + ["sparse"] * (len(own["moe_layers"]) - 1)
+    if types is None:
+        types = ["dense"] * min(dense, count) + ["sparse"] * (count - dense)
     if "sparse" not in types:
         raise fields.wrong(key, "such that one layer is 'sparse' at least")
     sparse = tuple(kind == "sparse" for kind in types)
-    if fields.given(first := "first_k_dense_replace") is not None and own["moe_layers"] != sparse:
-        raise fields.wrong(first, f"absent, or as mlp_layer_types says ({types.index('sparse')})")
-    return {**own, "moe_layers": sparse}
+    if fields.given(first := "first_k_dense_replace") is not None:
+        number = fields.size(first, least=0)
+        if sparse != tuple(i >= number for i in range(count)):
+            found = f"absent, or as mlp_layer_types says ({types.index('sparse')})"
+            raise fields.wrong(first, found)
+    return sparse
 
 
 def _latent(
@@ -636,6 +668,26 @@ ARCHITECTURES: dict[str, Architecture] = {
         only={**_DEEPSEEK_V3.only, "partial_rotary_factor": (1,)},
         rms_norm_eps=1e-5,
         apart="DeepSeek-V3 with GLM's sizes; dense layers by `mlp_layer_types`",
+    ),
+    "hy_v3": Architecture(
+        "HYV3ForCausalLM",
+        _hy3,
+        _and(
+            "attention_bias expert_hidden_dim first_k_dense_replace mlp_layer_types "
+            "moe_intermediate_size num_experts num_local_experts num_nextn_predict_layers "
+            "num_shared_experts router_scaling_factor"
+        ),
+        dict.fromkeys(
+            ("moe_router_enable_expert_bias", "moe_router_use_sigmoid", "qk_norm", "route_norm"),
+            (True,),
+        ),
+        rms_norm_eps=1e-5,
+        rope_theta=11158840.0,
+        router="router.gate",
+        router_bias="expert_bias",
+        shared="shared_mlp",
+        apart="sigmoid router with a bias, RMSNorm of q and k a head; dense layers by "
+        "`mlp_layer_types`; prediction layer left out",
     ),
     "minimax_m2": Architecture(
         "MiniMaxM2ForCausalLM",

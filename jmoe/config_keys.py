@@ -78,7 +78,7 @@ HARMLESS: Mapping[str, str] = {
     **_because(
         "bookkeeping",
         """
-        _commit_hash _name_or_path auto_map custom_pipelines dtype experts_per_token
+        _commit_hash _name_or_path auto_map custom_pipelines dtype eod_token_id experts_per_token
         finetuning_task id2label initial_context_length is_decoder label2id name_or_path num_labels
         problem_type task_specific_params
         tokenizer_class tokenizer_model_max_length tokenizer_padding_side torch_dtype
@@ -89,8 +89,9 @@ HARMLESS: Mapping[str, str] = {
         "which implementation of the same arithmetic to use",
         """
         _attn_implementation _attn_implementation_autoset _experts_implementation
-        _flash_attn_2_enabled attn_implementation experts_implementation pretraining_tp
-        tf_legacy_loss torchscript use_bfloat16
+        _flash_attn_2_enabled attn_implementation enable_attention_fp32_softmax
+        enable_lm_head_fp32 enable_moe_fp32_combine experts_implementation pretraining_tp
+        tf_legacy_loss torchscript use_bfloat16 use_grouped_mm
         """,
     ),
 }

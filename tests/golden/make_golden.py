@@ -29,7 +29,7 @@ MIN_ROUTER_GAP, MIN_LOGIT_GAP, MIN_DISTINCT, MIN_ROPE_EFFECT = 0.005, 0.02, 5, 0
 # Scores with a bias in the choice.
 BIASED = (
     *("glm4_moe", "glm4_moe_lite", "solar_open", "deepseek_v3", "minimax_m2", "ernie4_5_moe"),
-    "dots1",
+    *("dots1", "hy_v3"),
 )
 MIN_SCORE_GAP = dict.fromkeys((*BIASED, "phimoe", "deepseek_v2"), 0.0005)
 EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
@@ -164,6 +164,7 @@ deepseek2, deepseek3 = (
 )
 glm4_lite = partial(case, "glm4_moe_lite", eos_token_id=2, **LATENT)
 solar = partial(case, "solar_open", eos_token_id=2)
+hy3 = partial(case, "hy_v3", eos_token_id=2)
 minimax = partial(case, "minimax_m2", eos_token_id=2)
 ernie = partial(case, "ernie4_5_moe", eos_token_id=2)
 dots = partial(case, "dots1", eos_token_id=2, n_shared_experts=2)
@@ -349,6 +350,19 @@ CASES = {
         attention_bias=True,
         norm_topk_prob=False,
         routed_scaling_factor=1.7,
+        **TIED,
+    ),
+    "hy_v3": hy3([3, 30, 6, 3, 73], [9, 3, 11, 25], head_dim=8, num_shared_experts=2),
+    "hy_v3_types_tied": hy3(
+        [3, 28, 5, 1, 61],
+        [7, 2, 13, 21],
+        hub=False,
+        bf16=True,
+        rope=YARN_BETAS,
+        head_dim=10,
+        attention_bias=True,
+        mlp_layer_types=["sparse", "dense", "sparse"],
+        router_scaling_factor=1.3,
         **TIED,
     ),
     "minimax_m2": minimax(

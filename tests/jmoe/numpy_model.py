@@ -16,8 +16,18 @@ def silu(x):
     return x / (1 + np.exp(-x))
 
 
+HY3 = {
+    "router.gate.": "gate.",
+    "expert_bias": "gate.e_score_correction_bias",
+    "shared_mlp.": "shared_experts.",
+}
+"""What its MLP block calls otherwise than Qwen's."""
+
+
 def apart(name, tensor):
     """Yields Qwen's names of a tensor, or of its parts: of Granite, one has all experts'."""
+    for theirs, ours in HY3.items():
+        name = name.replace(f".mlp.{theirs}", f".mlp.{ours}")
     at, _, what = name.partition(".block_sparse_moe.")
     at += ".mlp."
     if what == "input_linear.weight":
@@ -168,7 +178,8 @@ class NumpyModel:
         if at + "shared_expert_gate.weight" in self.tensors:
             opening = 1 / (1 + np.exp(-self.linear(at + "shared_expert_gate", h)))
             out += opening * self.mlp(at + "shared_expert.", h)
-        if cfg.get("n_shared_experts") or cfg.get("moe_num_shared_experts"):
+        keys = "n_shared_experts", "moe_num_shared_experts", "num_shared_experts"
+        if any(map(cfg.get, keys)):
             out += self.mlp(at + "shared_experts.", h)
         return out, np.array(degraded).sum(-1)
 
@@ -201,11 +212,11 @@ class NumpyModel:
         """Returns a row's experts, their weights, and how close the call was."""
         cfg = self.config
         top_k, softmaxed = cfg.get("moe_k") or cfg["num_experts_per_tok"], "ernie4_5_moe"
-        always = cfg["model_type"] in ("granitemoe", "gpt_oss", "minimax_m2", softmaxed)
+        always = cfg["model_type"] in ("granitemoe", "gpt_oss", "minimax_m2", "hy_v3", softmaxed)
         normalize = cfg.get("norm_topk_prob") or always
         if cfg["model_type"] == "phimoe":
             return sparsemixer(logits, cfg["router_jitter_noise"])
-        if cfg["model_type"] in ("glm4_moe", "dots1", "minimax_m2", softmaxed):
+        if cfg["model_type"] in ("glm4_moe", "dots1", "minimax_m2", "hy_v3", softmaxed):
             biases = (f"{at}{own}e_score_correction_bias" for own in ("gate.", "moe_statics.", ""))
             [bias] = (self.tensors[name] for name in biases if name in self.tensors)
             return scored(
@@ -216,7 +227,7 @@ class NumpyModel:
                 groups=cfg.get("n_group", 1),
                 top_groups=cfg.get("topk_group", 1),
                 best=2,
-                scale=cfg.get("routed_scaling_factor", 1.0),
+                scale=cfg.get("routed_scaling_factor") or cfg.get("router_scaling_factor", 1.0),
                 normalize=normalize,
             )
         order = sorted(range(len(logits)), key=lambda e: (-logits[e], e))

@@ -110,7 +110,7 @@ def extra_tensor_names(config):
     if config["model_type"] not in biased:
         yield layer + block + "gate.e_score_correction_bias"
     yield layer + block + "experts.0.gate_proj.bias"
-    predicting = int(config["model_type"] == "glm4_moe_lite")  # where the key is absent
+    predicting = int(config["model_type"] in ("glm4_moe_lite", "hy_v3"))  # where it is absent
     predicting = config.get("num_nextn_predict_layers", predicting)
     behind = config["num_hidden_layers"] + predicting
     yield f"model.layers.{behind}.input_layernorm.weight"

@@ -46,6 +46,7 @@ CARDS = {
     "GLM-4.5-Air": (106, 12, 131072),
     "GLM-4.7-Flash": (30, 3.6, 202752),
     "Solar-Open-100B": (102.6, 12, 131072),
+    "Hy3-preview": (295, 21, 262144),
     "granite-3.0-3b-a800m-base": (3.3, 0.88, 4096),
     "Phi-3.5-MoE-instruct": (41.9, 6.6, 4096),  # of 131,072: LongRoPE's short factors
     "OLMoE-1B-7B-0924": (6.9, 1.3, 4096),
@@ -167,6 +168,7 @@ SMALL = {
     "num_hidden_layers": 3,
     "intermediate_size": 11,
     "moe_intermediate_size": 7,
+    "expert_hidden_dim": 7,
     "shared_expert_intermediate_size": 13,
     "head_dim": 12,
     "rotary_dim": 8,
