@@ -70,6 +70,8 @@ class Architecture:
     """How names of tensors begin that predict further tokens, beside those of layers past the last
     one.
     """
+    head_norms: tuple[str, str] = ("q_norm", "k_norm")
+    """Names of the norms of query and of key heads, where it has them."""
     shared: str = "shared_expert"
     """Name of the shared experts in the MLP block."""
     apart: str = ""
@@ -255,6 +257,47 @@ def _hy3(fields: Fields) -> dict[str, Any]:
         "qk_norm": True,
         "unused_layers": fields.size("num_nextn_predict_layers", 1, least=0),
     }
+
+
+def _hunyuan(fields: Fields) -> dict[str, Any]:
+    per_layer = "moe_intermediate_size", "moe_topk", "num_experts", "num_shared_expert"
+    fields = _one_for_all(fields, *per_layer)
+    own = _all_sparse(fields, _num_experts(fields, *_either_count(fields)))
+    width, head_dim = own["d_ff_expert"], fields.first("head_dim", "attention_head_dim")
+    size = fields.size(head_dim, least=4)
+    for key, only in (("moe_intermediate_size", width), ("num_shared_expert", 1)):
+        if fields.size(key, only) != only:
+            raise fields.wrong(key, f"{only}, for each layer if it is a list")
+    if fields.size(other := "attention_head_dim", size) != size:
+        raise fields.wrong(other, f"the same as head_dim ({size})")
+    return {
+        **own,
+        **_biases(fields),
+        "experts_per_token": _num_experts(
+            fields, *_either(fields, "moe_topk", "num_experts_per_tok")
+        ),
+        "d_ff_shared": width,
+        "shared_gate": False,
+        "head_dim": size,
+        "norm_topk_prob": True,
+        "qk_norm": True,
+        "turned_first": True,
+    }
+
+
+def _one_for_all(fields: Fields, *keys: str) -> Fields:
+    """Returns the fields, with the number itself in place of a list that has it for each layer.
+
+    Raises ConfigError for lists of another length, or of several numbers.
+    """
+    count, values = fields.size("num_hidden_layers"), dict(fields.values)
+    for key in keys:
+        if isinstance(each := values.get(key), list):
+            if len(each) != count or any(one != each[0] for one in each):
+                layers = f"each of num_hidden_layers ({count})"
+                raise fields.wrong(key, f"a number, or a list that has the same for {layers}")
+            values[key] = each[0]
+    return Fields(values, fields.file, fields.where)
 
 
 def _sparse_layers(fields: Fields, dense: int) -> tuple[bool, ...]:
@@ -688,6 +731,37 @@ ARCHITECTURES: dict[str, Architecture] = {
         shared="shared_mlp",
         apart="sigmoid router with a bias, RMSNorm of q and k a head; dense layers by "
         "`mlp_layer_types`; prediction layer left out",
+    ),
+    "hunyuan_v1_moe": Architecture(
+        "HunYuanMoEV1ForCausalLM",
+        _hunyuan,
+        _and(
+            "attention_bias attention_head_dim moe_intermediate_size moe_topk num_experts "
+            "num_local_experts num_shared_expert"
+        ),
+        {
+            **dict.fromkeys(
+                ("add_classification_head", "group_limited_greedy", "moe_drop_tokens"), (False,)
+            ),
+            **dict.fromkeys(("n_group", "topk_group"), (False, 1)),
+            **dict.fromkeys(
+                ("moe_random_routing_dropped_token", "position_embedding_xdrope", "use_cla"),
+                (False,),
+            ),
+            "moe_layer_num_skipped": (0,),
+            "norm_topk_prob": (True,),
+            "norm_type": ("rms", "hf_rms"),
+            "routed_scaling_factor": (False, 1),
+            "use_mla": (False,),
+            **dict.fromkeys(("use_mixed_mlp_moe", "use_qk_norm", "use_rotary_pos_emb"), (True,)),
+        },
+        rms_norm_eps=1e-5,
+        rope_kinds=("default", "dynamic", "linear", "llama3", "yarn"),
+        router="gate.wg",
+        head_norms=("query_layernorm", "key_layernorm"),
+        shared="shared_mlp",
+        apart="RMSNorm of q and k a head after they turn, a shared expert without a gate; numbers "
+        "that may be lists; `dynamic` RoPE with an `alpha`",
     ),
     "minimax_m2": Architecture(
         "MiniMaxM2ForCausalLM",

@@ -35,11 +35,13 @@ MOST_LAYERS = 10_000
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary position embedding. `kind` is `default`, `linear`, `llama3`, `yarn` or `longrope`."""
+    """Rotary position embedding. `kind` is `default`, `dynamic`, `linear`, `llama3`, `yarn` or
+    `longrope`.
+    """
 
     theta: float = 10000.0
     kind: str = "default"
-    factor: float = 1.0
+    factor: float = 1.0  # dynamic: alpha
     original_max_position: int = 0
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
@@ -82,6 +84,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     o_bias: bool = False  # of attention's output projection
     normed_whole: bool = False  # with `qk_norm`: all heads of q, or of k, as one
+    turned_first: bool = False  # with `qk_norm`: heads turn before their norms
     clip_qkv: float = 0.0  # bound of q, k and v before they turn; 0: none
     shared_gate: bool = True  # whether the shared expert has a sigmoid gate
     layer_norm: bool = False  # LayerNorm with a bias in place of RMSNorm
@@ -360,6 +363,8 @@ def _scaled(fields: Fields, theta: float, original: int, max_position: int) -> R
     if kind == "default":
         return RopeConfig(theta=theta)
     factor = fields.number("factor")
+    if kind == "dynamic":  # has a factor, too, which is not used
+        return RopeConfig(theta=theta, kind=kind, factor=fields.number("alpha"))
     if kind == "linear":
         return RopeConfig(theta=theta, kind=kind, factor=factor)
     original = original or fields.size(ORIGINAL, max_position)

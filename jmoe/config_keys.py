@@ -80,10 +80,23 @@ HARMLESS: Mapping[str, str] = {
         """
         _commit_hash _name_or_path auto_map custom_pipelines dtype eod_token_id experts_per_token
         finetuning_task id2label initial_context_length is_decoder label2id name_or_path num_labels
-        problem_type task_specific_params
+        org_vocab_size pad_id problem_type task_specific_params
         tokenizer_class tokenizer_model_max_length tokenizer_padding_side torch_dtype
         transformers.js_config transformers_version unsloth_fixed unsloth_version
         """,
+    ),
+    **_because(
+        "of pictures, or of heads that classify, which have tensors of their own",
+        """
+        anyres_pooling_size anyres_vit_max_image_size anyres_vit_two_views class_num dense_list
+        im_end_id im_newline_id im_start_id image_token_id mask_init_id num_media_embeds pool_type
+        skip_cls_token text_end_id text_start_id video_end_id video_start_id vit_add_patchemb_bias
+        vit_input_resolution vit_mapping_type vit_norm_type vit_patch vit_path vit_remove_prenorm
+        vit_token vit_type vit_used_rms_norm
+        """,
+    ),
+    **_because(
+        "how many layers share keys and values, where `use_cla` is true", "cla_share_factor"
     ),
     **_because(
         "which implementation of the same arithmetic to use",
@@ -101,6 +114,8 @@ ORIGINAL = "original_max_position_embeddings"
 _ROPE = frozenset({"rope_type", "type", "rope_theta"})
 ROPE_READ: Mapping[str, Collection[str]] = {
     "default": _ROPE,
+    # Of Hunyuan, where `alpha` makes theta longer, for good, and nothing else counts.
+    "dynamic": _ROPE | {"alpha", "beta_fast", "beta_slow", "factor", "mscale", "mscale_all_dim"},
     "linear": _ROPE | {"factor"},
     "llama3": _ROPE | {"factor", "high_freq_factor", "low_freq_factor", ORIGINAL},
     "longrope": _ROPE

@@ -93,6 +93,7 @@ def project(
         eps=cfg.rms_norm_eps,
         sinks=layer.get("sinks"),
         clip=cfg.clip_qkv,
+        turned_first=cfg.turned_first,
     )
 
 

@@ -13,7 +13,10 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
     """Returns float32 [half of what turns]: radians a position, scaled as the rope kind says."""
     head_dim = rope.turned(head_dim)
     exponent = np.arange(0, head_dim, 2, dtype=np.float32) / head_dim
-    freq = 1.0 / (rope.theta**exponent)
+    theta = rope.theta
+    if rope.kind == "dynamic":
+        theta *= rope.factor ** (head_dim / (head_dim - 2))
+    freq = 1.0 / (theta**exponent)
     if rope.kind == "linear":
         freq = freq / rope.factor
     elif rope.kind == "llama3":

@@ -45,6 +45,7 @@ NAMES = {
     "glm4_moe_lite": ("n_routed_experts", "moe_intermediate_size"),
     "solar_open": ("n_routed_experts", "moe_intermediate_size"),
     "gpt_oss": ("num_local_experts", "intermediate_size"),
+    "hunyuan_v1_moe": ("num_experts", "intermediate_size"),
     "deepseek_v2": ("n_routed_experts", "moe_intermediate_size"),
     "deepseek_v3": ("n_routed_experts", "moe_intermediate_size"),
     "minimax_m2": ("num_local_experts", "intermediate_size"),
@@ -102,6 +103,15 @@ YARN = {
     "factor": 4.0,
     "rope_theta": 1e4,
     "original_max_position_embeddings": 32,
+}
+ALPHA = {
+    "type": "dynamic",
+    "rope_type": "dynamic",
+    "alpha": 50.0,
+    "beta_fast": 32,
+    "factor": 1.0,
+    "mscale": 1.0,
+    "rope_theta": 100.0,
 }
 # So small a theta makes the ramp cross several dimensions.
 YARN_BETAS = {
@@ -164,6 +174,7 @@ deepseek2, deepseek3 = (
 )
 glm4_lite = partial(case, "glm4_moe_lite", eos_token_id=2, **LATENT)
 solar = partial(case, "solar_open", eos_token_id=2)
+hunyuan = partial(case, "hunyuan_v1_moe", eos_token_id=2)
 hy3 = partial(case, "hy_v3", eos_token_id=2)
 minimax = partial(case, "minimax_m2", eos_token_id=2)
 ernie = partial(case, "ernie4_5_moe", eos_token_id=2)
@@ -351,6 +362,16 @@ CASES = {
         norm_topk_prob=False,
         routed_scaling_factor=1.7,
         **TIED,
+    ),
+    "hunyuan_v1_moe": hunyuan([2, 30, 6, 3, 73], [9, 3, 11], rope=ALPHA, head_dim=8, **TIED),
+    "hunyuan_v1_moe_attention_bias": hunyuan(
+        [3, 28, 5, 1, 61],
+        [7, 2, 13],
+        hub=False,
+        bf16=True,
+        rope=YARN_BETAS,
+        head_dim=10,
+        attention_bias=True,
     ),
     "hy_v3": hy3([3, 30, 6, 3, 73], [9, 3, 11, 25], head_dim=8, num_shared_experts=2),
     "hy_v3_types_tied": hy3(

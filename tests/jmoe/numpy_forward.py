@@ -84,11 +84,14 @@ def _attention(cfg, layer, h, window):
     qkv = h @ layer["wqkv"] + (layer["bqkv"] if cfg.qkv_bias else 0.0)
     heads = qkv.reshape(length, -1, size)
     q, k, v = np.split(heads, [cfg.num_heads, cfg.num_heads + cfg.num_kv_heads], axis=1)
+    if cfg.turned_first:
+        q, k = _rotate(cfg, q), _rotate(cfg, k)
     if cfg.qk_norm:
         q, k = _heads_norm(cfg, q, layer["q_norm"]), _heads_norm(cfg, k, layer["k_norm"])
     if cfg.clip_qkv:
         q, k, v = (np.clip(x, -cfg.clip_qkv, cfg.clip_qkv) for x in (q, k, v))
-    q, k = _rotate(cfg, q), _rotate(cfg, k)
+    if not cfg.turned_first:
+        q, k = _rotate(cfg, q), _rotate(cfg, k)
     k, v = (np.repeat(a, groups, axis=1) for a in (k, v))
     scores = np.einsum("qhd,khd->hqk", q, k) * size**-0.5
     back = np.arange(length)[:, None] - np.arange(length)[None, :]

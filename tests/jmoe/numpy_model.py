@@ -16,18 +16,21 @@ def silu(x):
     return x / (1 + np.exp(-x))
 
 
-HY3 = {
-    "router.gate.": "gate.",
-    "expert_bias": "gate.e_score_correction_bias",
-    "shared_mlp.": "shared_experts.",
+HUNYUANS = {
+    "mlp.gate.wg.": "mlp.gate.",
+    "mlp.router.gate.": "mlp.gate.",
+    "mlp.expert_bias": "mlp.gate.e_score_correction_bias",
+    "mlp.shared_mlp.": "mlp.shared_experts.",
+    "self_attn.query_layernorm.": "self_attn.q_norm.",
+    "self_attn.key_layernorm.": "self_attn.k_norm.",
 }
-"""What its MLP block calls otherwise than Qwen's."""
+"""What Hunyuan's models call otherwise."""
 
 
 def apart(name, tensor):
     """Yields Qwen's names of a tensor, or of its parts: of Granite, one has all experts'."""
-    for theirs, ours in HY3.items():
-        name = name.replace(f".mlp.{theirs}", f".mlp.{ours}")
+    for theirs, ours in HUNYUANS.items():
+        name = name.replace(theirs, ours)
     at, _, what = name.partition(".block_sparse_moe.")
     at += ".mlp."
     if what == "input_linear.weight":
@@ -47,7 +50,9 @@ def apart(name, tensor):
 
 
 class NumpyModel:
-    """Default RoPE only. `gap` is the closest call any router made, `degraded` counts by row."""
+    """Default RoPE, and Hunyuan's. `gap` is the closest call any router made, `degraded` counts by
+    row.
+    """
 
     def __init__(self, directory):
         self.config = json.loads((directory / "config.json").read_text())
@@ -117,12 +122,15 @@ class NumpyModel:
             if clip := cfg.get("clip_qkv"):
                 q, k, v = (np.clip(x, -clip, clip) for x in (q, k, v))
             q, k, v = (x.reshape(-1, head_dim) for x in (q, k, v))
+            position, turned_first = len(keys), cfg["model_type"] == "hunyuan_v1_moe"
+            if turned_first:
+                q, k = self.rotate(q, position), self.rotate(k, position)
             if at + "q_norm.weight" in self.tensors and not whole:
                 q, k = self.norm(q, at + "q_norm.weight"), self.norm(k, at + "k_norm.weight")
-            position = len(keys)
-            keys.append(self.rotate(k, position))
+            if not turned_first:
+                q, k = self.rotate(q, position), self.rotate(k, position)
+            keys.append(k)
             values.append(v)
-            q = self.rotate(q, position)
             for head in range(heads):
                 g = head // (heads // kv_heads)
                 first = max(0, position + 1 - self.window(layer))
@@ -146,6 +154,8 @@ class NumpyModel:
         turned = self.config.get("rotary_dim", turned)
         half, neighbours = turned // 2, self.config["model_type"] == "ernie4_5_moe"
         theta = self.config.get("rope_theta") or self.config["rope_parameters"]["rope_theta"]
+        alpha = (self.config.get("rope_scaling") or {}).get("alpha", 1.0)
+        theta *= alpha ** (turned / (turned - 2))
         out = x.copy()
         for i in range(half):
             angle = position * theta ** (-2 * i / turned)
@@ -155,7 +165,7 @@ class NumpyModel:
         return out
 
     def moe(self, layer, moe_layer, h, rows, strategy, threshold, way):
-        cfg, at = self.config, f"model.layers.{layer}.mlp."
+        at = f"model.layers.{layer}.mlp."
         logits = self.linear(at + ("router" if self.is_gpt_oss else "gate"), h)
         m = logits.shape[1]
         ids, weights, gaps = zip(*(self.chosen(at, row) for row in logits), strict=True)
@@ -178,8 +188,7 @@ class NumpyModel:
         if at + "shared_expert_gate.weight" in self.tensors:
             opening = 1 / (1 + np.exp(-self.linear(at + "shared_expert_gate", h)))
             out += opening * self.mlp(at + "shared_expert.", h)
-        keys = "n_shared_experts", "moe_num_shared_experts", "num_shared_experts"
-        if any(map(cfg.get, keys)):
+        if at + "shared_experts.down_proj.weight" in self.tensors:
             out += self.mlp(at + "shared_experts.", h)
         return out, np.array(degraded).sum(-1)
 
@@ -211,9 +220,10 @@ class NumpyModel:
     def chosen(self, at, logits):
         """Returns a row's experts, their weights, and how close the call was."""
         cfg = self.config
-        top_k, softmaxed = cfg.get("moe_k") or cfg["num_experts_per_tok"], "ernie4_5_moe"
-        always = cfg["model_type"] in ("granitemoe", "gpt_oss", "minimax_m2", "hy_v3", softmaxed)
-        normalize = cfg.get("norm_topk_prob") or always
+        keys, softmaxed = ("moe_k", "moe_topk", "num_experts_per_tok"), "ernie4_5_moe"
+        top_k = next(cfg[key] for key in keys if key in cfg)
+        always = "granitemoe", "gpt_oss", "minimax_m2", "hy_v3", "hunyuan_v1_moe", softmaxed
+        normalize = cfg.get("norm_topk_prob") or cfg["model_type"] in always
         if cfg["model_type"] == "phimoe":
             return sparsemixer(logits, cfg["router_jitter_noise"])
         if cfg["model_type"] in ("glm4_moe", "dots1", "minimax_m2", "hy_v3", softmaxed):

@@ -113,6 +113,7 @@ def test_batched_forms_equal_transformers_greedy(name):
         "gpt_oss_types_tied",
         "granitemoe_attention_bias",
         "granitemoe_yarn",
+        "hunyuan_v1_moe_attention_bias",
         "hy_v3_types_tied",
         "minimax_m2_yarn_tied",
         "olmoe",

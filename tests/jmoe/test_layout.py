@@ -23,6 +23,7 @@ CASES = [
     "minimax_m2",
     "ernie4_5_moe",
     "hy_v3",
+    "hunyuan_v1_moe",
 ]
 
 
@@ -55,7 +56,7 @@ def test_names_and_shapes_are_those_of_the_file(case):
     assert want == found
 
 
-@pytest.mark.sized(deep=[f"{name}-jax.numpy" for name in CASES[-5:]])
+@pytest.mark.sized(deep=[f"{name}-jax.numpy" for name in CASES[-6:]])
 @pytest.mark.parametrize("where", [np, jnp])
 def test_splitting_is_the_inverse_of_assembling(case, where):
     _, cfg = case

@@ -46,6 +46,7 @@ CARDS = {
     "GLM-4.5-Air": (106, 12, 131072),
     "GLM-4.7-Flash": (30, 3.6, 202752),
     "Solar-Open-100B": (102.6, 12, 131072),
+    "Hunyuan-A13B-Instruct": (80, 13, 32768),
     "Hy3-preview": (295, 21, 262144),
     "granite-3.0-3b-a800m-base": (3.3, 0.88, 4096),
     "Phi-3.5-MoE-instruct": (41.9, 6.6, 4096),  # of 131,072: LongRoPE's short factors
@@ -99,6 +100,23 @@ def test_kimi_k2_is_read_in_four_bits_as_its_thinking_models_are_published():
     assert thinking == replace(cfg, fp8_block=(), int4=packed)
 
 
+def test_hunyuan_has_lists_of_one_number_for_all_layers():
+    config = json.loads((PUBLISHED / "Hunyuan-A13B-Instruct.json").read_text())
+    cfg = from_hf(config)
+    plain = {"moe_intermediate_size": 3072, "moe_topk": 8, "num_shared_expert": 1}
+    assert from_hf(config | plain | {"num_experts": [64] * 32}) == cfg
+    assert (cfg.num_experts, cfg.experts_per_token, cfg.d_ff_shared) == (64, 8, 3072)
+    for key in (*plain, "num_experts"):
+        for each in ([64] * 31 + [1], [64] * 31, []):
+            with pytest.raises(ConfigError, match=rf"{key} .* has the same for each of num_hidden"):
+                from_hf(config | {key: each})
+    with pytest.raises(ConfigError, match="moe_intermediate_size is 2048; it must be 3072"):
+        from_hf(config | {"moe_intermediate_size": [2048] * 32})
+    rope = config["rope_scaling"] | {"alpha": None}
+    with pytest.raises(ConfigError, match="lacks alpha in rope_scaling"):
+        from_hf(config | {"rope_scaling": rope})
+
+
 def test_minimax_m2_is_as_its_later_releases_but_for_keys_of_nothing():
     config = json.loads((PUBLISHED / "MiniMax-M2.5.json").read_text())
     first = config | {"attention_dropout": 0.0, "mlp_intermediate_size": 8192}
@@ -136,7 +154,8 @@ def test_a_released_model_is_read(name):
     kinds = dict.fromkeys(
         ("deepseek_v2", "deepseek_v3", "gpt_oss", "kimi_k2", "solar_open"), "yarn"
     )
-    assert cfg.rope.kind == (kinds | {"phimoe": "longrope"}).get(cfg.architecture, "default")
+    kinds |= {"phimoe": "longrope", "hunyuan_v1_moe": "dynamic"}
+    assert cfg.rope.kind == kinds.get(cfg.architecture, "default")
     if name in KV_BYTES:
         assert kv_bytes_per_token(cfg, "bfloat16") == KV_BYTES[name]
 
@@ -171,6 +190,7 @@ SMALL = {
     "expert_hidden_dim": 7,
     "shared_expert_intermediate_size": 13,
     "head_dim": 12,
+    "attention_head_dim": 12,
     "rotary_dim": 8,
     "kv_lora_rank": 6,
     "q_lora_rank": 10,
@@ -188,7 +208,12 @@ def shrunk(config):
     own["num_attention_heads"] = heads = own["num_key_value_heads"] * group
     own["hidden_size"] = 30 if "head_dim" in config else 8 * heads
     counts = {"num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"}
-    per_token = config.get("moe_k") or config["num_experts_per_tok"]
+    keys = "moe_k", "moe_topk", "num_experts_per_tok"
+    per_token = next(config[key] for key in keys if key in config)
+    for key in ("moe_topk", "moe_intermediate_size", "num_shared_expert"):
+        if isinstance(config.get(key), list):
+            own[key] = [own["intermediate_size"] if "size" in key else config[key][0]] * 3
+    per_token = per_token[0] if isinstance(per_token, list) else per_token
     for key in counts & config.keys():
         own[key] = max(per_token + 3, 3 * (config.get("n_group") or 1))
     if "moe_layer_start_index" in config:

@@ -167,7 +167,16 @@ def test_end_to_end_gpt_oss_is_the_model_and_its_twins_are_united_without_loss(g
 
 @pytest.mark.deep
 @pytest.mark.parametrize(
-    "case", ["glm4_moe", "olmoe_clip_gqa", "granitemoe", "phimoe", "ernie4_5_moe", "dots1"]
+    "case",
+    [
+        "glm4_moe",
+        "olmoe_clip_gqa",
+        "granitemoe",
+        "phimoe",
+        "ernie4_5_moe",
+        "dots1",
+        "hunyuan_v1_moe",
+    ],
 )
 def test_layers_in_turn_are_the_model_of_every_architecture(case):
     directory = Path(__file__).parents[1] / "golden" / case

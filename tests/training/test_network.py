@@ -84,6 +84,7 @@ def configs() -> dict[str, ModelConfig]:
     return {
         "qwen2": qwen2,
         "qwen3": from_hf({**SIZES, **QWEN3}),
+        "turned first": replace(from_hf({**SIZES, **QWEN3}), turned_first=True),
         "mixtral": from_hf({**SIZES, **MIXTRAL}),
         "glm4": from_hf({**SIZES, **GLM4}),
         "own router": replace(qwen2, router=Leaning()),
@@ -118,9 +119,13 @@ def attention(cfg, layer, rows):
         found = (found + layer["bqkv"] if cfg.qkv_bias else found).reshape(-1, size)
         for out, first, count, name in ((q, 0, heads, "q"), (k, heads, kv, "k")):
             own = list(found[first : first + count])
+            if cfg.turned_first:
+                own = [turned(head, position, cfg.rope) for head in own]
             if cfg.qk_norm:
                 own = [norm(head, layer[f"{name}_norm"], cfg.rms_norm_eps) for head in own]
-            out.append([turned(head, position, cfg.rope) for head in own])
+            if not cfg.turned_first:
+                own = [turned(head, position, cfg.rope) for head in own]
+            out.append(own)
         v.append(found[heads + kv :])
     outs = []
     for i in range(len(rows)):
@@ -215,6 +220,7 @@ def case(cfg):
     deep=(
         "qwen2",
         "qwen3",
+        "turned first",
         "own router",
         "glm4",
         "scored",
