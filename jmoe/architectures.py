@@ -42,6 +42,10 @@ class Architecture:
     """Keys of the model's arithmetic that jmoe computes in one way only, and the values for it."""
     rms_norm_eps: float = 1e-6  # where the key is absent
     rope_theta: float = 1e4  # where the key is absent
+    kind_thetas: Mapping[str, float] = field(default_factory=dict)
+    """Thetas by kind of layer, where `rope_parameters` are apart for each and absent; none: one for
+    all layers.
+    """
     partial_rotary: float | None = None
     """`partial_rotary_factor` where the key is absent; None: heads turn as a whole."""
     mlp: str = "mlp"
@@ -282,6 +286,28 @@ def _hunyuan(fields: Fields) -> dict[str, Any]:
         "norm_topk_prob": True,
         "qk_norm": True,
         "turned_first": True,
+    }
+
+
+def _mellum(fields: Fields) -> dict[str, Any]:
+    count, window = fields.size("num_hidden_layers"), 0
+    if fields.given("rope_scaling") is not None:
+        raise fields.wrong(
+            "rope_scaling", "absent: rope_parameters has those of each kind of layer"
+        )
+    if fields.values.get("sliding_window", 0) is not None:
+        window = fields.size("sliding_window", 1024)
+    mtp = fields.size("num_mtp_layers", 1, least=0, most=1)
+    return {
+        **_biases(fields),
+        "num_experts": _num_experts(fields, *_either_count(fields)),
+        "d_ff_expert": fields.size("moe_intermediate_size"),
+        "moe_layers": _sparse_layers(fields, dense=0),
+        "layer_attention": full_or_window(fields, window, first=count),
+        "head_dim": fields.size("head_dim", 128),
+        "norm_topk_prob": fields.flag("norm_topk_prob", True),
+        "qk_norm": True,
+        "unused_layers": fields.size("num_nextn_predict_layers", mtp, least=0, most=1),
     }
 
 
@@ -762,6 +788,20 @@ ARCHITECTURES: dict[str, Architecture] = {
         shared="shared_mlp",
         apart="RMSNorm of q and k a head after they turn, a shared expert without a gate; numbers "
         "that may be lists; `dynamic` RoPE with an `alpha`",
+    ),
+    "mellum": Architecture(
+        "MellumForCausalLM",
+        _mellum,
+        _and(
+            "attention_bias max_window_layers mlp_layer_types moe_intermediate_size "
+            "mtp_layer_types mtp_mlp_layer_types norm_topk_prob num_experts num_local_experts "
+            "num_mtp_layers num_nextn_predict_layers"
+        ),
+        {"use_qk_norm": (True,), "use_sliding_window": (True,)},
+        kind_thetas={"full_attention": 5e5, "sliding_attention": 1e4},
+        predicting="mtp.",
+        apart="RMSNorm of q and k a head; windows and RoPE by kind of layer; prediction layer left "
+        "out",
     ),
     "minimax_m2": Architecture(
         "MiniMaxM2ForCausalLM",

@@ -156,7 +156,12 @@ def check_keys(fields: Fields, architecture: "Architecture", allowed: Collection
             )
     unknown = "jmoe does not know this key"
     faults = _faults(fields, read, {**ONLY_IN_ALL, **only}, HARMLESS, unknown, allowed)
-    for section in map(fields.section, ROPE_SECTIONS):
+    sections = [fields.section(key) for key in ROPE_SECTIONS]
+    if by_kind := architecture.kind_thetas:
+        for section in sections:
+            faults |= _faults(section, by_kind, {}, {}, unknown, allowed)
+        sections = [section.section(kind) for section in sections for kind in by_kind]
+    for section in sections:
         kind = rope_kind(section, architecture.rope_kinds)
         unknown = f"rope type {kind!r} as jmoe knows it does not have this key"
         own = {*ROPE_READ[kind], *(key for key in ROPE_ONLY if key in read)}

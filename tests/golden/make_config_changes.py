@@ -31,6 +31,23 @@ from transformers import logging as hf_logging
 ABSENT, SAME, ERROR = "<absent>", "same", "error"
 TOLERANCE = 1e-6
 
+ROPES = [
+    None,
+    {"rope_theta": 300.0},
+    {"rope_type": "default"},
+    {"rope_type": "default", "rope_theta": 300.0},
+    {"rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 0.5},
+    {"rope_type": "dynamic", "rope_theta": 300.0, "factor": 2.0},
+    {"rope_type": "linear", "rope_theta": 300.0},
+    {"type": "linear", "rope_theta": 300.0, "factor": 2.0},
+    {"rope_type": "yarn", "rope_theta": 50.0, "factor": 4.0},
+    {
+        "rope_type": "yarn",
+        "rope_theta": 50.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 32,
+    },
+]
 # Other values of keys whose type does not suggest one.
 OTHERS = {
     "architectures": [["LlamaForCausalLM"]],
@@ -44,10 +61,14 @@ OTHERS = {
     "hidden_act": ["gelu", "relu"],
     "long_factor": [[1.0, 3.0, 5.0, 9.0], [1.0]],
     "short_factor": [[1.0, 1.1, 1.5, 2.0], [1.0]],
+    "full_attention": ROPES,
+    "sliding_attention": ROPES,
     "layer_types": [["sliding_attention", "full_attention"]],
     "mlp_layer_types": [["dense", "dense", "sparse"], ["sparse"] * 3, ["dense", "sparse"]],
     "mlp_only_layers": [[1], [], [7]],
     "modules_to_not_convert": [["lm_head"]],
+    "mtp_layer_types": [["full_attention"]],
+    "mtp_mlp_layer_types": [["dense"]],
     "moe_layer_end_index": [-1, 1, 3, 9],
     "moe_topk": [[2, 2], [3, 3], [2, 1, 2], [3, 2], 2],
     "moe_layer_start_index": [0, 1, 2, 9],
@@ -175,6 +196,11 @@ ADDED_FOR = {
         "use_cla": [False, True],
         "use_mixed_mlp_moe": [True, False],
     },
+    "mellum": {
+        "max_window_layers": [0, 1],
+        "sliding_window": [4],
+        "use_sliding_window": [True, False],
+    },
     "minimax_m2": {
         "attn_type_list": [[1, 1], [1, 0]],
         "mlp_intermediate_size": [64],
@@ -207,6 +233,8 @@ def others(key, value):
     """Return other values for a key."""
     if key in OTHERS:
         return [other for other in OTHERS[key] if other != value]
+    if value is None:
+        return [1]
     if isinstance(value, bool):
         return [not value]
     if isinstance(value, int):

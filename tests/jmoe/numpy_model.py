@@ -124,11 +124,11 @@ class NumpyModel:
             q, k, v = (x.reshape(-1, head_dim) for x in (q, k, v))
             position, turned_first = len(keys), cfg["model_type"] == "hunyuan_v1_moe"
             if turned_first:
-                q, k = self.rotate(q, position), self.rotate(k, position)
+                q, k = (self.rotate(x, position, layer) for x in (q, k))
             if at + "q_norm.weight" in self.tensors and not whole:
                 q, k = self.norm(q, at + "q_norm.weight"), self.norm(k, at + "k_norm.weight")
             if not turned_first:
-                q, k = self.rotate(q, position), self.rotate(k, position)
+                q, k = (self.rotate(x, position, layer) for x in (q, k))
             keys.append(k)
             values.append(v)
             for head in range(heads):
@@ -149,11 +149,14 @@ class NumpyModel:
             slides = layer >= self.config["max_window_layers"]
         return self.config["sliding_window"] if slides else 10**9
 
-    def rotate(self, x, position):
+    def rotate(self, x, position, layer):
         turned = int(x.shape[1] * self.config.get("partial_rotary_factor", 1.0))
         turned = self.config.get("rotary_dim", turned)
         half, neighbours = turned // 2, self.config["model_type"] == "ernie4_5_moe"
-        theta = self.config.get("rope_theta") or self.config["rope_parameters"]["rope_theta"]
+        ropes = self.config.get("rope_parameters", self.config)
+        if "full_attention" in ropes:
+            ropes = ropes[self.config["layer_types"][layer]]
+        theta = ropes["rope_theta"]
         alpha = (self.config.get("rope_scaling") or {}).get("alpha", 1.0)
         theta *= alpha ** (turned / (turned - 2))
         out = x.copy()
