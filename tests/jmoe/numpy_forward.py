@@ -81,7 +81,7 @@ def _softmax(x):
 
 def _attention(cfg, layer, h, kind):
     length, size, groups = len(h), cfg.head_dim, cfg.num_heads // cfg.num_kv_heads
-    window, rope = kind.window or length, kind.rotary or cfg.rope
+    window, rope = kind.window or length, cfg.rope_of(kind)
     qkv = h @ layer["wqkv"] + (layer["bqkv"] if cfg.qkv_bias else 0.0)
     heads = qkv.reshape(length, -1, size)
     q, k, v = np.split(heads, [cfg.num_heads, cfg.num_heads + cfg.num_kv_heads], axis=1)
