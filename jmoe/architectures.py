@@ -42,6 +42,10 @@ class Architecture:
     """Keys of the model's arithmetic that jmoe computes in one way only, and the values for it."""
     rms_norm_eps: float = 1e-6  # where the key is absent
     rope_theta: float = 1e4  # where the key is absent
+    kind_thetas: Mapping[str, float] = field(default_factory=dict)
+    """Thetas by kind of layer, where `rope_parameters` are apart for each and absent; none: one for
+    all layers.
+    """
     partial_rotary: float | None = None
     """`partial_rotary_factor` where the key is absent; None: heads turn as a whole."""
     mlp: str = "mlp"
@@ -70,6 +74,8 @@ class Architecture:
     """How names of tensors begin that predict further tokens, beside those of layers past the last
     one.
     """
+    head_norms: tuple[str, str] = ("q_norm", "k_norm")
+    """Names of the norms of query and of key heads, where it has them."""
     shared: str = "shared_expert"
     """Name of the shared experts in the MLP block."""
     text: tuple[str, ...] = ()
@@ -251,15 +257,110 @@ def _deepseek3(
 
 
 def _glm4_lite(fields: Fields) -> dict[str, Any]:
-    own, key = _deepseek3(fields, 1, (1, 1, 1.8), (768, 192, 256)), "mlp_layer_types"
+    own = _deepseek3(fields, 1, (1, 1, 1.8), (768, 192, 256))
+    return {**own, "moe_layers": _sparse_layers(fields, dense=1)}
+
+
+def _hy3(fields: Fields) -> dict[str, Any]:
+    width, scale = fields.size("moe_intermediate_size"), "router_scaling_factor"
+    if fields.size(other := "expert_hidden_dim", width) != width:
+        raise fields.wrong(other, f"the same as moe_intermediate_size ({width})")
+    return {
+        "num_experts": _num_experts(fields, *_either_count(fields)),
+        "d_ff_expert": width,
+        "d_ff_shared": width * fields.size("num_shared_experts", 1),
+        "shared_gate": False,
+        "moe_layers": _sparse_layers(fields, dense=1),
+        **_biases(fields),
+        "head_dim": fields.size("head_dim", 128),
+        "norm_topk_prob": True,
+        "router": ScoredTopK(scale=fields.number(scale, 2.826), bias=True),
+        "qk_norm": True,
+        "unused_layers": fields.size("num_nextn_predict_layers", 1, least=0),
+    }
+
+
+def _hunyuan(fields: Fields) -> dict[str, Any]:
+    per_layer = "moe_intermediate_size", "moe_topk", "num_experts", "num_shared_expert"
+    fields = _one_for_all(fields, *per_layer)
+    own = _all_sparse(fields, _num_experts(fields, *_either_count(fields)))
+    width, head_dim = own["d_ff_expert"], fields.first("head_dim", "attention_head_dim")
+    size = fields.size(head_dim, least=4)
+    for key, only in (("moe_intermediate_size", width), ("num_shared_expert", 1)):
+        if fields.size(key, only) != only:
+            raise fields.wrong(key, f"{only}, for each layer if it is a list")
+    if fields.size(other := "attention_head_dim", size) != size:
+        raise fields.wrong(other, f"the same as head_dim ({size})")
+    return {
+        **own,
+        **_biases(fields),
+        "experts_per_token": _num_experts(
+            fields, *_either(fields, "moe_topk", "num_experts_per_tok")
+        ),
+        "d_ff_shared": width,
+        "shared_gate": False,
+        "head_dim": size,
+        "norm_topk_prob": True,
+        "qk_norm": True,
+        "turned_first": True,
+    }
+
+
+def _mellum(fields: Fields) -> dict[str, Any]:
+    count, window = fields.size("num_hidden_layers"), 0
+    if fields.given("rope_scaling") is not None:
+        raise fields.wrong(
+            "rope_scaling", "absent: rope_parameters has those of each kind of layer"
+        )
+    if fields.values.get("sliding_window", 0) is not None:
+        window = fields.size("sliding_window", 1024)
+    mtp = fields.size("num_mtp_layers", 1, least=0, most=1)
+    return {
+        **_biases(fields),
+        "num_experts": _num_experts(fields, *_either_count(fields)),
+        "d_ff_expert": fields.size("moe_intermediate_size"),
+        "moe_layers": _sparse_layers(fields, dense=0),
+        "layer_attention": full_or_window(fields, window, first=count),
+        "head_dim": fields.size("head_dim", 128),
+        "norm_topk_prob": fields.flag("norm_topk_prob", True),
+        "qk_norm": True,
+        "unused_layers": fields.size("num_nextn_predict_layers", mtp, least=0, most=1),
+    }
+
+
+def _one_for_all(fields: Fields, *keys: str) -> Fields:
+    """Returns the fields, with the number itself in place of a list that has it for each layer.
+
+    Raises ConfigError for lists of another length, or of several numbers.
+    """
+    count, values = fields.size("num_hidden_layers"), dict(fields.values)
+    for key in keys:
+        if isinstance(each := values.get(key), list):
+            if len(each) != count or any(one != each[0] for one in each):
+                layers = f"each of num_hidden_layers ({count})"
+                raise fields.wrong(key, f"a number, or a list that has the same for {layers}")
+            values[key] = each[0]
+    return Fields(values, fields.file, fields.where)
+
+
+def _sparse_layers(fields: Fields, dense: int) -> tuple[bool, ...]:
+    """Returns which layers `mlp_layer_types` says to be MoE; without it, all but the first `dense`.
+
+    Raises ConfigError where there is none, or `first_k_dense_replace` says otherwise.
+    """
+    count, key = fields.size("num_hidden_layers"), "mlp_layer_types"
     types = _kinds(fields, key, ["dense", "sparse"])
-    types = types or ["dense"] + ["sparse"] * (len(own["moe_layers"]) - 1)
+    if types is None:
+        types = ["dense"] * min(dense, count) + ["sparse"] * (count - dense)
     if "sparse" not in types:
         raise fields.wrong(key, "such that one layer is 'sparse' at least")
     sparse = tuple(kind == "sparse" for kind in types)
-    if fields.given(first := "first_k_dense_replace") is not None and own["moe_layers"] != sparse:
-        raise fields.wrong(first, f"absent, or as mlp_layer_types says ({types.index('sparse')})")
-    return {**own, "moe_layers": sparse}
+    if fields.given(first := "first_k_dense_replace") is not None:
+        number = fields.size(first, least=0)
+        if sparse != tuple(i >= number for i in range(count)):
+            found = f"absent, or as mlp_layer_types says ({types.index('sparse')})"
+            raise fields.wrong(first, found)
+    return sparse
 
 
 def _latent(
@@ -682,6 +783,71 @@ ARCHITECTURES: dict[str, Architecture] = {
         only={**_DEEPSEEK_V3.only, "partial_rotary_factor": (1,)},
         rms_norm_eps=1e-5,
         apart="DeepSeek-V3 with GLM's sizes; dense layers by `mlp_layer_types`",
+    ),
+    "hy_v3": Architecture(
+        "HYV3ForCausalLM",
+        _hy3,
+        _and(
+            "attention_bias expert_hidden_dim first_k_dense_replace mlp_layer_types "
+            "moe_intermediate_size num_experts num_local_experts num_nextn_predict_layers "
+            "num_shared_experts router_scaling_factor"
+        ),
+        dict.fromkeys(
+            ("moe_router_enable_expert_bias", "moe_router_use_sigmoid", "qk_norm", "route_norm"),
+            (True,),
+        ),
+        rms_norm_eps=1e-5,
+        rope_theta=11158840.0,
+        router="router.gate",
+        router_bias="expert_bias",
+        shared="shared_mlp",
+        apart="sigmoid router with a bias, RMSNorm of q and k a head; dense layers by "
+        "`mlp_layer_types`; prediction layer left out",
+    ),
+    "hunyuan_v1_moe": Architecture(
+        "HunYuanMoEV1ForCausalLM",
+        _hunyuan,
+        _and(
+            "attention_bias attention_head_dim moe_intermediate_size moe_topk num_experts "
+            "num_local_experts num_shared_expert"
+        ),
+        {
+            **dict.fromkeys(
+                ("add_classification_head", "group_limited_greedy", "moe_drop_tokens"), (False,)
+            ),
+            **dict.fromkeys(("n_group", "topk_group"), (False, 1)),
+            **dict.fromkeys(
+                ("moe_random_routing_dropped_token", "position_embedding_xdrope", "use_cla"),
+                (False,),
+            ),
+            "moe_layer_num_skipped": (0,),
+            "norm_topk_prob": (True,),
+            "norm_type": ("rms", "hf_rms"),
+            "routed_scaling_factor": (False, 1),
+            "use_mla": (False,),
+            **dict.fromkeys(("use_mixed_mlp_moe", "use_qk_norm", "use_rotary_pos_emb"), (True,)),
+        },
+        rms_norm_eps=1e-5,
+        rope_kinds=("default", "dynamic", "linear", "llama3", "yarn"),
+        router="gate.wg",
+        head_norms=("query_layernorm", "key_layernorm"),
+        shared="shared_mlp",
+        apart="RMSNorm of q and k a head after they turn, a shared expert without a gate; numbers "
+        "that may be lists; `dynamic` RoPE with an `alpha`",
+    ),
+    "mellum": Architecture(
+        "MellumForCausalLM",
+        _mellum,
+        _and(
+            "attention_bias max_window_layers mlp_layer_types moe_intermediate_size "
+            "mtp_layer_types mtp_mlp_layer_types norm_topk_prob num_experts num_local_experts "
+            "num_mtp_layers num_nextn_predict_layers"
+        ),
+        {"use_qk_norm": (True,), "use_sliding_window": (True,)},
+        kind_thetas={"full_attention": 5e5, "sliding_attention": 1e4},
+        predicting="mtp.",
+        apart="RMSNorm of q and k a head; windows and RoPE by kind of layer; prediction layer left "
+        "out",
     ),
     "minimax_m2": Architecture(
         "MiniMaxM2ForCausalLM",

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jmoe.kv_cache import CacheSizes, KVPages, LatentPages, Pages, make_pages
+from jmoe.rope import RopeConfig
 from pallas_kernels.fp8_pages import rounded
 from pallas_kernels.kv_write import Heads, Projection, split_heads, write_kv
 from pallas_kernels.online_softmax import softmax
@@ -101,6 +102,7 @@ class Paged:
     """Whether keys and values are kept in eight bits (`pallas_kernels.fp8_pages`). What attends
     without a cache rounds them likewise.
     """
+    rotary: RopeConfig | None = None  # None: as `ModelConfig.rope`
 
     @property
     def shares_pages(self) -> bool:

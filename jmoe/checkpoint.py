@@ -1039,8 +1039,12 @@ def _check_native(cfg: ModelConfig, params: Mapping[str, Any]) -> None:
 
 def _config_from_json(raw: dict[str, Any]) -> ModelConfig:
     """Raises TypeError, KeyError or ValueError for what `save_native` would not write."""
-    rope = {**raw["rope"], "short_factor": tuple(raw["rope"].get("short_factor", ()))}
-    raw = {**raw, "rope": RopeConfig(**rope)}
+
+    def rope_of(stored: dict[str, Any]) -> RopeConfig:
+        given: dict[str, Any] = {**stored, "short_factor": tuple(stored.get("short_factor", ()))}
+        return RopeConfig(**given)
+
+    raw = {**raw, "rope": rope_of(raw["rope"])}
     for key in ("moe_layers", "eos_token_ids"):
         raw[key] = tuple(raw[key])
 
@@ -1049,16 +1053,20 @@ def _config_from_json(raw: dict[str, Any]) -> ModelConfig:
             **{key: value for key, value in stored.items() if key != "kind"}
         )
 
+    def attention_of(stored: dict[str, Any]) -> Any:
+        if rope := stored.get("rotary"):
+            stored = {**stored, "rotary": rope_of(rope)}
+        return kind_of(stored, "Paged")
+
     # Files of before these had names have plain attention, and nothing of the others.
-    raw["layer_attention"] = tuple(
-        kind_of(kind, "Paged") for kind in raw.get("layer_attention", ())
-    )
+    raw["layer_attention"] = tuple(map(attention_of, raw.get("layer_attention", ())))
     raw["router"] = raw.get("router") and kind_of(raw["router"])
     raw["activation"] = kind_of(raw.get("activation") or {"kind": "Silu"})
     if raw.pop("sliding_window", 0):  # as files once said it, for all layers
         raise ValueError("jmoe.json has a sliding_window; convert the model once more")
     cfg = ModelConfig(**raw)
     own: list[Any] = [cfg.router, cfg.activation, *cfg.attention_kinds]
+    own += map(cfg.rope_of, cfg.attention_kinds)
     for one in (cfg, cfg.rope, *(one for one in own if one is not None)):
         for field in fields(one):
             value, kind = getattr(one, field.name), str(field.type)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jmoe.architectures import ARCHITECTURES, LACKING, full_or_window
-from jmoe.attention import FULL, AttentionKind, Latent
+from jmoe.attention import FULL, AttentionKind, Latent, Paged
 from jmoe.brownout import Own
 from jmoe.config_fields import ConfigError as ConfigError
 from jmoe.config_fields import Fields, shown
@@ -26,34 +26,13 @@ from jmoe.config_keys import (
 )
 from jmoe.int4 import Int4, int4
 from jmoe.model_files import read_text
+from jmoe.rope import RopeConfig as RopeConfig
 from jmoe.router import Router
 from pallas_kernels.activation import SILU, Activation
 
 EXCHANGES = "auto", "all-gather", "halves", "direct", "forwarded"
 """How rows may meet experts over a mesh."""
 MOST_LAYERS = 10_000
-
-
-@dataclass(frozen=True)
-class RopeConfig:
-    """Rotary position embedding. `kind` is `default`, `linear`, `llama3`, `yarn` or `longrope`."""
-
-    theta: float = 10000.0
-    kind: str = "default"
-    factor: float = 1.0
-    original_max_position: int = 0
-    low_freq_factor: float = 1.0  # llama3
-    high_freq_factor: float = 4.0  # llama3
-    beta_fast: float = 32.0  # yarn
-    beta_slow: float = 1.0  # yarn
-    attention_factor: float = 1.0  # scales cos and sin
-    truncate: bool = True  # yarn: round the correction range to whole dimensions
-    short_factor: tuple[float, ...] = ()  # longrope: what each frequency is divided by
-    partial: float = 1.0  # of a head's elements, the first ones turn
-
-    def turned(self, head_dim: int) -> int:
-        """Returns how many elements of a head turn."""
-        return int(head_dim * self.partial)
 
 
 @dataclass(frozen=True, repr=False)
@@ -83,6 +62,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     o_bias: bool = False  # of attention's output projection
     normed_whole: bool = False  # with `qk_norm`: all heads of q, or of k, as one
+    turned_first: bool = False  # with `qk_norm`: heads turn before their norms
     clip_qkv: float = 0.0  # bound of q, k and v before they turn; 0: none
     shared_gate: bool = True  # whether the shared expert has a sigmoid gate
     layer_norm: bool = False  # LayerNorm with a bias in place of RMSNorm
@@ -121,9 +101,10 @@ class ModelConfig:
             f"between 1 and the number of experts ({self.num_experts})",
         )
         _require(self.head_dim % 2 == 0, "head_dim", self.head_dim, "even")
-        turned, key = self.rope.turned(self.head_dim), "partial_rotary_factor"
         wanted = f"such that of head_dim ({self.head_dim}) an even part is turned"
-        _require(turned % 2 == 0 < turned <= self.head_dim, key, self.rope.partial, wanted)
+        for rope in map(self.rope_of, self.attention_kinds):
+            turned, key = rope.turned(self.head_dim), "partial_rotary_factor"
+            _require(turned % 2 == 0 < turned <= self.head_dim, key, rope.partial, wanted)
         for key in ("moe_layers", "layer_attention"):
             count = len(getattr(self, key))
             wanted = f"one entry a layer ({self.num_layers})"
@@ -154,6 +135,10 @@ class ModelConfig:
     def attention_kinds(self) -> tuple[AttentionKind, ...]:
         """The kinds of attention of the layers, each once."""
         return tuple(dict.fromkeys(self.layer_attention))
+
+    def rope_of(self, kind: AttentionKind) -> RopeConfig:
+        """Returns how heads turn in layers of a kind of attention."""
+        return getattr(kind, "rotary", None) or self.rope
 
     def attention_runs(self, start: int, stop: int) -> list[tuple[int, int, int, int]]:
         """Runs of layers `[start, stop)` of one kind of attention: (number of the kind, first
@@ -258,7 +243,11 @@ def from_hf(
     head_dim = own.pop("head_dim", None) or _head_dim(fields, num_heads)
     per_token = own.pop("experts_per_token", None) or fields.size("num_experts_per_tok")
     partial_rotary = own.pop("partial_rotary", architecture.partial_rotary)
-    rope = _rope(fields, architecture.rope_theta, partial_rotary, max_position)
+    if architecture.kind_thetas:
+        rope, kinds = _rope_by_kind(fields, own["layer_attention"], architecture.kind_thetas)
+        own["layer_attention"] = kinds
+    else:
+        rope = _rope(fields, architecture.rope_theta, partial_rotary, max_position)
     if rope.kind == "longrope":
         if len(rope.short_factor) != head_dim // 2:
             wanted = f"as many numbers as half of head_dim ({head_dim // 2})"
@@ -347,6 +336,27 @@ def _rope(
     return ropes[0] if ropes else RopeConfig(theta=theta, partial=partial)
 
 
+def _rope_by_kind(
+    fields: Fields, kinds: tuple[Paged, ...], thetas: Mapping[str, float]
+) -> tuple[RopeConfig, tuple[Paged, ...]]:
+    """Reads `rope_parameters` of each kind of layer, with `thetas` where there are none. Returns
+    those of full attention, or of the first layer, and the layers' attention with the others.
+    """
+    types = fields.given("layer_types") or ["full_attention"] * len(kinds)
+    key, section = "rope_parameters", fields.section("rope_parameters")
+    ropes = {kind: RopeConfig(theta=theta) for kind, theta in thetas.items()}
+    if fields.given(key) is not None:
+        for kind in dict.fromkeys(types):
+            own = section.section(section.first(kind))
+            is_scaled = rope_kind(own, ROPE_READ) in ("llama3", "yarn")
+            original = own.size(ORIGINAL) if is_scaled else 0
+            ropes[kind] = _scaled(own, own.number("rope_theta"), original, positions(fields))
+    rope = ropes["full_attention" if "full_attention" in types else types[0]]
+    rotary = {kind: None if one == rope else one for kind, one in ropes.items()}
+    each = zip(kinds, types, strict=True)
+    return rope, tuple(replace(kind, rotary=rotary[name]) for kind, name in each)
+
+
 def _original(fields: Fields, max_position: int) -> int:
     """Returns the positions that a model was trained on before its RoPE was scaled."""
     places = [fields, *map(fields.section, ROPE_SECTIONS)]
@@ -363,6 +373,8 @@ def _scaled(fields: Fields, theta: float, original: int, max_position: int) -> R
     if kind == "default":
         return RopeConfig(theta=theta)
     factor = fields.number("factor")
+    if kind == "dynamic":  # has a factor, too, which is not used
+        return RopeConfig(theta=theta, kind=kind, factor=fields.number("alpha"))
     if kind == "linear":
         return RopeConfig(theta=theta, kind=kind, factor=factor)
     original = original or fields.size(ORIGINAL, max_position)

@@ -78,19 +78,33 @@ HARMLESS: Mapping[str, str] = {
     **_because(
         "bookkeeping",
         """
-        _commit_hash _name_or_path auto_map custom_pipelines dtype experts_per_token
+        _commit_hash _name_or_path auto_map custom_pipelines dtype eod_token_id experts_per_token
         finetuning_task id2label initial_context_length is_decoder label2id name_or_path num_labels
-        problem_type task_specific_params
+        org_vocab_size pad_id problem_type task_specific_params
         tokenizer_class tokenizer_model_max_length tokenizer_padding_side torch_dtype
         transformers.js_config transformers_version unsloth_fixed unsloth_version
         """,
     ),
     **_because(
+        "of pictures, or of heads that classify, which have tensors of their own",
+        """
+        anyres_pooling_size anyres_vit_max_image_size anyres_vit_two_views class_num dense_list
+        im_end_id im_newline_id im_start_id image_token_id mask_init_id num_media_embeds pool_type
+        skip_cls_token text_end_id text_start_id video_end_id video_start_id vit_add_patchemb_bias
+        vit_input_resolution vit_mapping_type vit_norm_type vit_patch vit_path vit_remove_prenorm
+        vit_token vit_type vit_used_rms_norm
+        """,
+    ),
+    **_because(
+        "how many layers share keys and values, where `use_cla` is true", "cla_share_factor"
+    ),
+    **_because(
         "which implementation of the same arithmetic to use",
         """
         _attn_implementation _attn_implementation_autoset _experts_implementation
-        _flash_attn_2_enabled attn_implementation experts_implementation pretraining_tp
-        tf_legacy_loss torchscript use_bfloat16
+        _flash_attn_2_enabled attn_implementation enable_attention_fp32_softmax
+        enable_lm_head_fp32 enable_moe_fp32_combine experts_implementation pretraining_tp
+        tf_legacy_loss torchscript use_bfloat16 use_grouped_mm
         """,
     ),
 }
@@ -100,6 +114,8 @@ ORIGINAL = "original_max_position_embeddings"
 _ROPE = frozenset({"rope_type", "type", "rope_theta"})
 ROPE_READ: Mapping[str, Collection[str]] = {
     "default": _ROPE,
+    # Of Hunyuan, where `alpha` makes theta longer, for good, and nothing else counts.
+    "dynamic": _ROPE | {"alpha", "beta_fast", "beta_slow", "factor", "mscale", "mscale_all_dim"},
     "linear": _ROPE | {"factor"},
     "llama3": _ROPE | {"factor", "high_freq_factor", "low_freq_factor", ORIGINAL},
     "longrope": _ROPE
@@ -156,7 +172,12 @@ def check_keys(fields: Fields, architecture: "Architecture", allowed: Collection
                 "quantized"
             )
     faults = _faults(fields, read, {**ONLY_IN_ALL, **only}, HARMLESS, UNKNOWN, allowed)
-    for section in map(fields.section, ROPE_SECTIONS):
+    sections = [fields.section(key) for key in ROPE_SECTIONS]
+    if by_kind := architecture.kind_thetas:
+        for section in sections:
+            faults |= _faults(section, by_kind, {}, {}, UNKNOWN, allowed)
+        sections = [section.section(kind) for section in sections for kind in by_kind]
+    for section in sections:
         kind = rope_kind(section, architecture.rope_kinds)
         unknown = f"rope type {kind!r} as jmoe knows it does not have this key"
         own = {*ROPE_READ[kind], *(key for key in ROPE_ONLY if key in read)}

@@ -212,9 +212,10 @@ def _heads(cfg: ModelConfig, attn: str) -> Layout:
     if cfg.o_bias:
         out["bo"] = Parameter((attn + "o_proj.bias",), ((d,),), "bias")
     if cfg.qk_norm:
-        for key, whole in (("q_norm", q), ("k_norm", kv)):
+        names = naming(cfg.architecture).head_norms
+        for key, name, whole in zip(("q_norm", "k_norm"), names, (q, kv), strict=True):
             shape = (whole if cfg.normed_whole else size,)
-            out[key] = Parameter((f"{attn}{key}.weight",), (shape,), "norm")
+            out[key] = Parameter((f"{attn}{name}.weight",), (shape,), "norm")
     return out
 
 

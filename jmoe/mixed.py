@@ -20,12 +20,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jmoe.attention import DecodeAttention
+from jmoe.attention import ByKind, DecodeAttention
 from jmoe.brownout import Control
 from jmoe.config import ModelConfig
 from jmoe.experts import ABSENT, ExpertTable, Pool
 from jmoe.kv_cache import Pages
-from jmoe.model import Halves, Rotation, attended, embed, head, project, run_layers
+from jmoe.model import Halves, Rotation, attended, embed, head, project, rotations, run_layers
 from jmoe.moe import (
     COUNTS,
     Asked,
@@ -40,7 +40,6 @@ from jmoe.moe import (
     with_residual,
 )
 from jmoe.packed_rows import SLOT
-from jmoe.rope import rotation
 from jmoe.sampling import greedy
 from jmoe.steps import State, StepOutput, decode_data, remember, with_deltas
 from jmoe.weights import Params, Weights
@@ -145,9 +144,14 @@ def wide_logits(
     return jnp.concatenate(rows)
 
 
-def mixed_rotation(cfg: ModelConfig, positions: Int[Array, "N"], count: int) -> list[Rotation]:
-    """Returns cosines and sines of each of `count` segments' rows."""
-    return [rotation(own, cfg.rope, cfg.head_dim) for own in jnp.split(positions, count)]
+def mixed_rotations(
+    cfg: ModelConfig, positions: Int[Array, "N"], count: int
+) -> list[Rotation] | ByKind:
+    """Returns `jmoe.model.rotations` of each of `count` segments' rows; by kind, those of all."""
+    each: list[Any] = [rotations(cfg, own) for own in jnp.split(positions, count)]
+    if not isinstance(each[0], ByKind):
+        return each
+    return ByKind(tuple(map(list, zip(*(own.each for own in each), strict=True))))
 
 
 def mixed_attend(
@@ -235,7 +239,7 @@ def mixed_decode_step(
     slot, step = decode_data(cfg, state, rows, control)
     tokens = jnp.split(state.last_token[slot], count)
     xs = tuple(map(embed, [cfg] * count, weights.params, tokens))
-    halves = Halves(partial(mixed_rotation, count=count), mixed_attend, mixed_moe, mixed_dense)
+    halves = Halves(partial(mixed_rotations, count=count), mixed_attend, mixed_moe, mixed_dense)
     xs, pages, stats = run_layers(
         cfg, weights.joined(), xs, state.pages, step, max_active=max_active, of_sets=halves
     )

@@ -93,6 +93,7 @@ def project(
         eps=cfg.rms_norm_eps,
         sinks=layer.get("sinks"),
         clip=cfg.clip_qkv,
+        turned_first=cfg.turned_first,
     )
 
 
@@ -194,17 +195,22 @@ class Halves(NamedTuple):
     several ones of a mixed step (`jmoe.mixed`), whose rows lie in segments.
     """
 
-    rotation: Callable[..., Any]  # (cfg, positions) -> cosines and sines of the rows
+    rotation: Callable[..., Any]  # (cfg, positions) -> as `rotations`
     attend: Callable[..., Any]  # as `attend`
     moe: Callable[..., Any]  # as `jmoe.moe.moe`
     dense: Callable[..., Any]  # as `jmoe.moe.dense_mlp`
 
 
-def _rotation(cfg: ModelConfig, positions: Int[Array, "T"]) -> Rotation:
-    return rotation(positions, cfg.rope, cfg.head_dim)
+def rotations(cfg: ModelConfig, positions: Int[Array, "T"]) -> Rotation | ByKind:
+    """Returns cosines and sines of the rows: for all layers, or, where these turn differently, for
+    each kind of attention.
+    """
+    ropes = [cfg.rope_of(kind) for kind in cfg.attention_kinds]
+    each = {rope: rotation(positions, rope, cfg.head_dim) for rope in dict.fromkeys(ropes)}
+    return each[ropes[0]] if len(each) == 1 else ByKind(tuple(each[rope] for rope in ropes))
 
 
-ONE_SET = Halves(_rotation, attend, moe, dense_mlp)
+ONE_SET = Halves(rotations, attend, moe, dense_mlp)
 
 
 def run_layers(
@@ -283,7 +289,7 @@ def run_between(
     mesh, which each part begins without. Weights are stacked. Otherwise as `run_layers`; of layers
     outside the part, stats are 0.
     """
-    cos_sin = _rotation(cfg, step.rows.positions)
+    cos_sin = rotations(cfg, step.rows.positions)
     weights = _leveled(weights, step)
     run = _Run(cfg, weights, step, cos_sin, max_active, COUNTS, replication)
     by_layer = jnp.zeros(cfg.num_moe_layers, jnp.int32)
@@ -390,9 +396,9 @@ class _Run:
 
     def by_kind(self, spans: list[_Span], first: int) -> list[_Span]:
         """Returns the spans of a segment that begins at layer `first`, cut where the kind of
-        attention changes, where the step has several.
+        attention changes, where the step has several, or they turn differently.
         """
-        if not isinstance(self.step.attention, ByKind):
+        if not any(isinstance(one, ByKind) for one in (self.step.attention, self.cos_sin)):
             return spans
         return [
             span._replace(start=start - first, stop=stop - first, kind=kind, others=others)
@@ -515,13 +521,16 @@ class _Run:
         return x, cache, replicas, out
 
     def _attend(self, span: _Span, layer: Any, x: Any, cache: Any, index: Array) -> tuple:
-        """Runs a layer's attention with the data and the cache of its kind."""
-        run, attention = self.of_sets.attend, self.step.attention
+        """Runs a layer's attention with the rotation, the data and the cache of its kind."""
+        run, attention, turn = self.of_sets.attend, self.step.attention, self.cos_sin
         if (kind := span.kind) is None:
-            return run(self.cfg, layer, x, self.cos_sin, attention, index, cache)
+            return run(self.cfg, layer, x, turn, attention, index, cache)
+        turn = turn.each[kind] if isinstance(turn, ByKind) else turn
+        if not isinstance(attention, ByKind):
+            return run(self.cfg, layer, x, turn, attention, index, cache)
         each = [None] * len(attention.each) if cache is None else [*cache.each]
         own, index = attention.each[kind], index - span.others
-        x, each[kind] = run(self.cfg, layer, x, self.cos_sin, own, index, each[kind])
+        x, each[kind] = run(self.cfg, layer, x, turn, own, index, each[kind])
         return x, None if cache is None else ByKind(tuple(each))
 
     def _exchange(

@@ -1,19 +1,45 @@
 """Rotary position embedding (arXiv 2104.09864), halves rotated as in Hugging Face checkpoints."""
 
 import math
+from dataclasses import dataclass
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jmoe.config import RopeConfig
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary position embedding. `kind` is `default`, `dynamic`, `linear`, `llama3`, `yarn` or
+    `longrope`.
+    """
+
+    theta: float = 10000.0
+    kind: str = "default"
+    factor: float = 1.0  # dynamic: alpha
+    original_max_position: int = 0
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    attention_factor: float = 1.0  # scales cos and sin
+    truncate: bool = True  # yarn: round the correction range to whole dimensions
+    short_factor: tuple[float, ...] = ()  # longrope: what each frequency is divided by
+    partial: float = 1.0  # of a head's elements, the first ones turn
+
+    def turned(self, head_dim: int) -> int:
+        """Returns how many elements of a head turn."""
+        return int(head_dim * self.partial)
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
     """Returns float32 [half of what turns]: radians a position, scaled as the rope kind says."""
     head_dim = rope.turned(head_dim)
     exponent = np.arange(0, head_dim, 2, dtype=np.float32) / head_dim
-    freq = 1.0 / (rope.theta**exponent)
+    theta = rope.theta
+    if rope.kind == "dynamic":
+        theta *= rope.factor ** (head_dim / (head_dim - 2))
+    freq = 1.0 / (theta**exponent)
     if rope.kind == "linear":
         freq = freq / rope.factor
     elif rope.kind == "llama3":

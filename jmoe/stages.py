@@ -98,7 +98,8 @@ def attend_stage(
     Returns the rows, what they visit (None of a dense layer, whose MLP has run), and pages.
     """
     x = merge(waiting, parts)
-    cos_sin: Rotation = rotation(step.rows.positions, cfg.rope, cfg.head_dim)
+    rope = cfg.rope_of(cfg.attention_kinds[kind or 0])
+    cos_sin: Rotation = rotation(step.rows.positions, rope, cfg.head_dim)
     if kind is None:
         x, pages = attend(cfg, layer, x, cos_sin, step.attention, index, pages)
     else:

@@ -14,8 +14,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jmoe import layout
+from jmoe.attention import AttentionKind
 from jmoe.config import ModelConfig
-from jmoe.model import attend, embed, head
+from jmoe.model import Rotation, attend, embed, head
 from jmoe.moe import dense_mlp, gate, router, with_residual
 from jmoe.rope import rotation
 from pallas_kernels.kv_write import Heads, Projection, split_heads
@@ -105,9 +106,12 @@ class PackedAttention:
         return out.reshape(batch * length, *out.shape[2:]), cache
 
 
-def window_of(cfg: ModelConfig, index: int) -> int:
-    """Returns the positions that a layer's rows see, as of `Paged`; 0: all."""
-    return getattr(cfg.layer_attention[index], "window", 0)
+def of_kind(
+    cfg: ModelConfig, kind: AttentionKind, positions: Int[Array, "B S"], items: Int[Array, "B S"]
+) -> tuple[Rotation, PackedAttention]:
+    """Returns what layers of a kind of attention need beside their rows, which `items` number."""
+    turn = rotation(positions.reshape(-1), cfg.rope_of(kind), cfg.head_dim)
+    return turn, PackedAttention.of(items, getattr(kind, "window", 0))
 
 
 def routing_losses(
@@ -145,7 +149,7 @@ def layer_forward(
     cfg: ModelConfig,
     layer: Params,
     x: Float[Array, "T d"],
-    positions: Int[Array, "T"],
+    turn: Rotation,
     attention: PackedAttention,
     routed: Routed,
     *,
@@ -155,7 +159,6 @@ def layer_forward(
     is; `routed` computes its routed experts. Routing is None for a dense one.
     """
     layer = lowered(cfg, layer, dtype)
-    turn = rotation(positions, cfg.rope, cfg.head_dim)
     x, _ = attend(cfg, layer, x, turn, attention, jnp.int32(0), None)
     if "router" not in layer:
         return dense_mlp(cfg, layer, x), None
@@ -207,7 +210,7 @@ def forward(
         dtype: of the products.
     """
     valid = (items > 0).reshape(-1).astype(jnp.float32)
-    x, at, stats = embed(cfg, params, tokens.reshape(-1)), positions.reshape(-1), []
+    x, stats = embed(cfg, params, tokens.reshape(-1)), []
     for i in range(cfg.num_layers):
         layer, experts = jax.tree.map(
             lambda leaf, i=i: leaf[i], (params["segments"][0], params["experts"])
@@ -218,8 +221,8 @@ def forward(
             given = low["gate_up"], low["down"], capacity, cfg.activation, biases_of(low)
             return expert_layer(h, weights, ids, *given)
 
-        attention = PackedAttention.of(items, window_of(cfg, i))
-        x, out = layer_forward(cfg, layer, x, at, attention, routed, dtype=dtype)
+        own = of_kind(cfg, cfg.layer_attention[i], positions, items)
+        x, out = layer_forward(cfg, layer, x, *own, routed, dtype=dtype)
         assert out is not None
         stats.append({**routing_losses(out.logits, out.ids, valid), "dropped": out.aux})
     logits = logits_of(cfg, params, x, dtype).reshape(*tokens.shape, -1)

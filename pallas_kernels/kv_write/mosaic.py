@@ -63,7 +63,9 @@ def supports(projection: Projection, k_pages: Any, v_pages: Any) -> bool:
     room = Layout(head_dim, half)
     for norm, count in ((projection.q_norm, heads), (projection.k_norm, kv_heads)):
         # What lies in a unit past the last head is no zero, which a sum over all heads would need.
-        if norm is not None and norm.size != head_dim and count % room.unit:
+        # That sum is over heads that have not turned.
+        of_all = norm is not None and norm.size != head_dim
+        if of_all and (count % room.unit or projection.turned_first):
             return False
     beside = 2 * (head_dim + 4) * room.padded(kv_heads) * is_fp8
     return 2 * head_dim * (room.padded(heads) + 2 * room.padded(kv_heads)) + beside <= _SMEM
@@ -254,16 +256,18 @@ class _Row(NamedTuple):
         room = self.room
         of_all = norm is not None and len(norm.shape) == 2
         root = self.root_of_all(smem, first, count) if of_all else None
+        turned_first = self.projection.turned_first
         for start, heads in self.chunks(count):
             x = self.biased(smem, first, start, heads)
+            if angles is not None and turned_first:
+                x = [_rounded(part) for part in self.turned(x, angles, heads)]
             if norm is not None:
                 x = self.normed(x, norm, start, heads, root)
             if self.projection.clip:
                 bound = float(np.asarray(self.projection.clip, BF16))
                 x = [jnp.minimum(jnp.maximum(part, -bound), bound) for part in x]
-            if angles is not None:
-                (a, b, *rest), (cos, sin) = x, (room.spread(angle, heads, 1) for angle in angles)
-                x = [a * cos - b * sin, b * cos + a * sin, *rest]
+            if angles is not None and not turned_first:
+                x = self.turned(x, angles, heads)
             at, x = pl.ds(start, heads), [part.astype(BF16) for part in x]
             if scales is not None:
                 wide = [part.astype(F32) for part in x]
@@ -273,6 +277,11 @@ class _Row(NamedTuple):
                 x = [lax.bitcast_convert_type(part, jnp.uint8) for part in numbers]
             for piece, values in zip(room.pieces, x, strict=True):
                 into[at, piece] = values
+
+    def turned(self, x: list, angles: list, heads: int) -> list:
+        """Returns heads whose first two pieces are rotated, against each other."""
+        (a, b, *rest), (cos, sin) = x, (self.room.spread(angle, heads, 1) for angle in angles)
+        return [a * cos - b * sin, b * cos + a * sin, *rest]
 
     def chunks(self, count: int) -> Iterator[tuple[int, int]]:
         """Yields the first of some heads that are in registers together, and how many they are."""

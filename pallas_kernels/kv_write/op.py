@@ -16,7 +16,7 @@ class Projection:
     In this order, each result rounded to the rows' dtype: the bias, where there is one; RMS norm of
     each query and key head, or of all together, where there are norm weights; the bound, where
     there is one; rotation of the first `2 half` elements of query and key heads, halves against
-    each other, computed in float32.
+    each other, computed in float32. With `turned_first`, rotation comes before the norms.
     """
 
     rows: Float[Array, "T N D"]  # H query heads, then G key heads, then G value heads
@@ -29,6 +29,7 @@ class Projection:
     eps: float = 0.0  # of the norms
     sinks: Float[Array, "H"] | None = None  # for who attends with the queries
     clip: float = 0.0  # bound of queries, keys and values; 0: none
+    turned_first: bool = False
 
     @property
     def heads(self) -> int:

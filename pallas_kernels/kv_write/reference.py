@@ -30,12 +30,15 @@ def split_heads(projection):
         # of a scan over layers.
         rows = lax.optimization_barrier(rows) + projection.bias.astype(rows.dtype)[None]
     q, k, v = jnp.split(rows, [heads, heads + projection.kv_heads], axis=1)
+    if projection.turned_first:
+        q, k = (turn(x, projection.cos, projection.sin) for x in (q, k))
     if projection.q_norm is not None:
         q = _normed(q, projection.q_norm, projection.eps)
         k = _normed(k, projection.k_norm, projection.eps)
     if projection.clip:
         q, k, v = (jnp.clip(x, -projection.clip, projection.clip) for x in (q, k, v))
-    q, k = (turn(x, projection.cos, projection.sin) for x in (q, k))
+    if not projection.turned_first:
+        q, k = (turn(x, projection.cos, projection.sin) for x in (q, k))
     return q, k, v
 
 

@@ -34,6 +34,23 @@ from transformers import logging as hf_logging
 ABSENT, SAME, ERROR = "<absent>", "same", "error"
 TOLERANCE = 1e-6
 
+ROPES = [
+    None,
+    {"rope_theta": 300.0},
+    {"rope_type": "default"},
+    {"rope_type": "default", "rope_theta": 300.0},
+    {"rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 0.5},
+    {"rope_type": "dynamic", "rope_theta": 300.0, "factor": 2.0},
+    {"rope_type": "linear", "rope_theta": 300.0},
+    {"type": "linear", "rope_theta": 300.0, "factor": 2.0},
+    {"rope_type": "yarn", "rope_theta": 50.0, "factor": 4.0},
+    {
+        "rope_type": "yarn",
+        "rope_theta": 50.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 32,
+    },
+]
 # Other values of keys whose type does not suggest one.
 OTHERS = {
     "architectures": [["LlamaForCausalLM"]],
@@ -47,12 +64,17 @@ OTHERS = {
     "hidden_act": ["gelu", "relu"],
     "long_factor": [[1.0, 3.0, 5.0, 9.0], [1.0]],
     "short_factor": [[1.0, 1.1, 1.5, 2.0], [1.0]],
+    "full_attention": ROPES,
+    "sliding_attention": ROPES,
     "layer_types": [["sliding_attention", "full_attention"]],
     "mlp_layer_types": [["dense", "dense", "sparse"], ["sparse"] * 3, ["dense", "sparse"]],
     "mlp_only_layers": [[1], [], [7]],
     "mrope_section": [[2, 2, 2], [6, 0, 0]],
     "modules_to_not_convert": [["lm_head"]],
+    "mtp_layer_types": [["full_attention"]],
+    "mtp_mlp_layer_types": [["dense"]],
     "moe_layer_end_index": [-1, 1, 3, 9],
+    "moe_topk": [[2, 2], [3, 3], [2, 1, 2], [3, 2], 2],
     "moe_layer_start_index": [0, 1, 2, 9],
     "model_type": ["qwen2_moe", "qwen3_moe", "mixtral", "llama"],
     "n_group": [1, 2],
@@ -149,6 +171,40 @@ ADDED_FOR = {
         "num_nextn_predict_layers": [1],
         "use_rmsnorm": [True, False],
     },
+    "hy_v3": {
+        "enable_lm_head_fp32": [True],
+        "eod_token_id": [3],
+        "expert_hidden_dim": [11, 13],
+        "first_k_dense_replace": [0, 1],
+        "moe_router_enable_expert_bias": [True, False],
+        "moe_router_use_sigmoid": [True, False],
+        "num_nextn_predict_layers": [0, 1],
+        "qk_norm": [True, False],
+        "route_norm": [True, False],
+        "sliding_window": [4],
+        "use_grouped_mm": [True, False],
+    },
+    "hunyuan_v1_moe": {
+        "attention_head_dim": [8, 10],
+        "cla_share_factor": [2],
+        "moe_drop_tokens": [False, True],
+        "moe_intermediate_size": [11, 7, [11, 11], [13, 13, 13]],
+        "moe_layer_num_skipped": [0, 1],
+        "n_group": [False, 3],
+        "norm_type": ["rms"],
+        "num_experts_per_tok": [1, 2],
+        "num_shared_expert": [1, 2, [1, 1], [2, 2]],
+        "org_vocab_size": [50],
+        "pool_type": ["last"],
+        "routed_scaling_factor": [False, 1.0, 2.0],
+        "use_cla": [False, True],
+        "use_mixed_mlp_moe": [True, False],
+    },
+    "mellum": {
+        "max_window_layers": [0, 1],
+        "sliding_window": [4],
+        "use_sliding_window": [True, False],
+    },
     "minimax_m2": {
         "attn_type_list": [[1, 1], [1, 0]],
         "mlp_intermediate_size": [64],
@@ -181,6 +237,8 @@ def others(key, value):
     """Return other values for a key."""
     if key in OTHERS:
         return [other for other in OTHERS[key] if other != value]
+    if value is None:
+        return [1]
     if isinstance(value, bool):
         return [not value]
     if isinstance(value, int):

@@ -35,7 +35,7 @@ MIN_ROUTER_GAP, MIN_LOGIT_GAP, MIN_DISTINCT, MIN_ROPE_EFFECT = 0.005, 0.02, 5, 0
 # Scores with a bias in the choice.
 BIASED = (
     *("glm4_moe", "glm4_moe_lite", "solar_open", "deepseek_v3", "minimax_m2", "ernie4_5_moe"),
-    "dots1",
+    *("dots1", "hy_v3"),
 )
 MIN_SCORE_GAP = dict.fromkeys((*BIASED, "phimoe", "deepseek_v2"), 0.0005)
 EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
@@ -51,6 +51,7 @@ NAMES = {
     "glm4_moe_lite": ("n_routed_experts", "moe_intermediate_size"),
     "solar_open": ("n_routed_experts", "moe_intermediate_size"),
     "gpt_oss": ("num_local_experts", "intermediate_size"),
+    "hunyuan_v1_moe": ("num_experts", "intermediate_size"),
     "deepseek_v2": ("n_routed_experts", "moe_intermediate_size"),
     "deepseek_v3": ("n_routed_experts", "moe_intermediate_size"),
     "minimax_m2": ("num_local_experts", "intermediate_size"),
@@ -89,8 +90,10 @@ def case(
         config.setdefault("max_window_layers", layers)
     names = ("intermediate_size", "shared_expert_intermediate_size")
     config |= dict(zip(names, others, strict=False))
-    rope = {"rope_type": "default", "rope_theta": 1e6} | (rope or {})
-    trained, factor = rope.get("original_max_position_embeddings", 128), rope.get("factor", 1)
+    if rope is None or "full_attention" not in rope:
+        rope = {"rope_type": "default", "rope_theta": 1e6} | (rope or {})
+    of = rope.get("full_attention", rope)
+    trained, factor = of.get("original_max_position_embeddings", 128), of.get("factor", 1)
     config |= {
         "num_experts_per_tok": top_k,
         "max_position_embeddings": int(trained * factor),
@@ -114,6 +117,15 @@ YARN = {
     "factor": 4.0,
     "rope_theta": 1e4,
     "original_max_position_embeddings": 32,
+}
+ALPHA = {
+    "type": "dynamic",
+    "rope_type": "dynamic",
+    "alpha": 50.0,
+    "beta_fast": 32,
+    "factor": 1.0,
+    "mscale": 1.0,
+    "rope_theta": 100.0,
 }
 # So small a theta makes the ramp cross several dimensions.
 YARN_BETAS = {
@@ -178,6 +190,9 @@ deepseek2, deepseek3 = (
 )
 glm4_lite = partial(case, "glm4_moe_lite", eos_token_id=2, **LATENT)
 solar = partial(case, "solar_open", eos_token_id=2)
+mellum = partial(case, "mellum", eos_token_id=2)
+hunyuan = partial(case, "hunyuan_v1_moe", eos_token_id=2)
+hy3 = partial(case, "hy_v3", eos_token_id=2)
 minimax = partial(case, "minimax_m2", eos_token_id=2)
 ernie = partial(case, "ernie4_5_moe", eos_token_id=2)
 dots = partial(case, "dots1", eos_token_id=2, n_shared_experts=2)
@@ -383,6 +398,59 @@ CASES = {
         attention_bias=True,
         norm_topk_prob=False,
         routed_scaling_factor=1.7,
+        **TIED,
+    ),
+    "mellum": mellum(
+        [3, 30, 6, 3, 73],
+        [9, 3, 11, 25],
+        hub=False,
+        rope={
+            "full_attention": {"rope_type": "default", "rope_theta": 1e4},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+        },
+        head_dim=8,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        sliding_window=5,
+    ),
+    "mellum_yarn_tied": mellum(
+        [4, 28, 5, 1, 61],
+        [7, 2, 13, 21],
+        hub=False,
+        bf16=True,
+        rope={
+            "full_attention": YARN_BETAS,
+            "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+        },
+        head_dim=10,
+        attention_bias=True,
+        layer_types=["full_attention", "sliding_attention"] * 2,
+        mlp_layer_types=["sparse", "dense", "sparse", "sparse"],
+        norm_topk_prob=False,
+        num_mtp_layers=1,
+        sliding_window=4,
+        **TIED,
+    ),
+    "hunyuan_v1_moe": hunyuan([2, 30, 6, 3, 73], [9, 3, 11], rope=ALPHA, head_dim=8, **TIED),
+    "hunyuan_v1_moe_attention_bias": hunyuan(
+        [3, 28, 5, 1, 61],
+        [7, 2, 13],
+        hub=False,
+        bf16=True,
+        rope=YARN_BETAS,
+        head_dim=10,
+        attention_bias=True,
+    ),
+    "hy_v3": hy3([3, 30, 6, 3, 73], [9, 3, 11, 25], head_dim=8, num_shared_experts=2),
+    "hy_v3_types_tied": hy3(
+        [3, 28, 5, 1, 61],
+        [7, 2, 13, 21],
+        hub=False,
+        bf16=True,
+        rope=YARN_BETAS,
+        head_dim=10,
+        attention_bias=True,
+        mlp_layer_types=["sparse", "dense", "sparse"],
+        router_scaling_factor=1.3,
         **TIED,
     ),
     "minimax_m2": minimax(
@@ -593,9 +661,16 @@ def make_golden(model, seed):
 
 def rope_effect(spec, model, golden):
     """Return how much the logits change when the case's RoPE scaling is taken out."""
-    of = spec["config"]["rope_parameters"]
-    kept = {key: of[key] for key in ("rope_theta", "partial_rotary_factor") if key in of}
-    rope = {"rope_type": "default", **kept}
+
+    def unscaled(of):
+        kept = {key: of[key] for key in ("rope_theta", "partial_rotary_factor") if key in of}
+        return {"rope_type": "default", **kept}
+
+    rope = spec["config"]["rope_parameters"]
+    if "full_attention" in rope:
+        rope = {kind: unscaled(of) for kind, of in rope.items()}
+    else:
+        rope = unscaled(rope)
     plain = build(spec | {"config": spec["config"] | {"rope_parameters": rope}}, 0)
     plain.load_state_dict(model.state_dict())
     return float(np.abs(forward(plain, golden["tokens"]).logits.numpy() - golden["logits"]).max())
@@ -712,7 +787,8 @@ def make(name):
             break
     else:
         raise RuntimeError(f"no seed gives {name} varied tokens away from ties")
-    scaled = spec["config"]["rope_parameters"]["rope_type"] != "default"
+    rope = spec["config"]["rope_parameters"]
+    scaled = rope.get("full_attention", rope)["rope_type"] != "default"
     effect = rope_effect(spec, model, golden) if scaled else None
     assert effect is None or effect > MIN_ROPE_EFFECT, (name, effect)
     parameters = sum(x.numel() for x in model.parameters())

@@ -36,7 +36,7 @@ def forward(model, tokens, served=None):
                 if isinstance(kind, Latent):
                     x = x + scale * _latent(cfg, layer, h, kind)
                 else:
-                    x = x + scale * _attention(cfg, layer, h, kind.window or len(row))
+                    x = x + scale * _attention(cfg, layer, h, kind)
                 h = _layer_norm(cfg, layer, "mlp_norm", x)
                 if is_moe:
                     x = x + scale * _moe(cfg, layer, pool, slots[moe_layer], h, moe_layer, served)
@@ -79,16 +79,20 @@ def _softmax(x):
     return e / e.sum(-1, keepdims=True)
 
 
-def _attention(cfg, layer, h, window):
+def _attention(cfg, layer, h, kind):
     length, size, groups = len(h), cfg.head_dim, cfg.num_heads // cfg.num_kv_heads
+    window, rope = kind.window or length, cfg.rope_of(kind)
     qkv = h @ layer["wqkv"] + (layer["bqkv"] if cfg.qkv_bias else 0.0)
     heads = qkv.reshape(length, -1, size)
     q, k, v = np.split(heads, [cfg.num_heads, cfg.num_heads + cfg.num_kv_heads], axis=1)
+    if cfg.turned_first:
+        q, k = _rotate(rope, q), _rotate(rope, k)
     if cfg.qk_norm:
         q, k = _heads_norm(cfg, q, layer["q_norm"]), _heads_norm(cfg, k, layer["k_norm"])
     if cfg.clip_qkv:
         q, k, v = (np.clip(x, -cfg.clip_qkv, cfg.clip_qkv) for x in (q, k, v))
-    q, k = _rotate(cfg, q), _rotate(cfg, k)
+    if not cfg.turned_first:
+        q, k = _rotate(rope, q), _rotate(rope, k)
     k, v = (np.repeat(a, groups, axis=1) for a in (k, v))
     scores = np.einsum("qhd,khd->hqk", q, k) * size**-0.5
     back = np.arange(length)[:, None] - np.arange(length)[None, :]
@@ -123,7 +127,7 @@ def _latent(cfg, layer, h, kind):
     def turned(x):
         if kind.interleaved:
             x = np.concatenate([x[..., ::2], x[..., 1::2]], axis=-1)
-        return _rotate(cfg, x)
+        return _rotate(cfg.rope, x)
 
     q = np.concatenate([q[..., : kind.nope], turned(q[..., kind.nope :])], axis=-1)
     k = np.concatenate([k, np.repeat(turned(k_turned), heads, axis=1)], axis=-1)
@@ -132,9 +136,9 @@ def _latent(cfg, layer, h, kind):
     return np.einsum("hqk,khd->qhd", _softmax(scores), v).reshape(length, -1) @ layer["wo"]
 
 
-def _rotate(cfg, x):
-    angle = np.arange(len(x))[:, None, None] * inverse_frequencies(cfg.rope, cfg.head_dim)
-    cos, sin = (f(angle) * cfg.rope.attention_factor for f in (np.cos, np.sin))
+def _rotate(rope, x):
+    angle = np.arange(len(x))[:, None, None] * inverse_frequencies(rope, x.shape[-1])
+    cos, sin = (f(angle) * rope.attention_factor for f in (np.cos, np.sin))
     half = angle.shape[-1]
     a, b, rest = np.split(x, [half, 2 * half], axis=-1)
     return np.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1)

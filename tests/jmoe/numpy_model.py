@@ -16,8 +16,21 @@ def silu(x):
     return x / (1 + np.exp(-x))
 
 
+HUNYUANS = {
+    "mlp.gate.wg.": "mlp.gate.",
+    "mlp.router.gate.": "mlp.gate.",
+    "mlp.expert_bias": "mlp.gate.e_score_correction_bias",
+    "mlp.shared_mlp.": "mlp.shared_experts.",
+    "self_attn.query_layernorm.": "self_attn.q_norm.",
+    "self_attn.key_layernorm.": "self_attn.k_norm.",
+}
+"""What Hunyuan's models call otherwise."""
+
+
 def apart(name, tensor):
     """Yields Qwen's names of a tensor, or of its parts: of Granite, one has all experts'."""
+    for theirs, ours in HUNYUANS.items():
+        name = name.replace(theirs, ours)
     at, _, what = name.partition(".block_sparse_moe.")
     at += ".mlp."
     if what == "input_linear.weight":
@@ -37,7 +50,9 @@ def apart(name, tensor):
 
 
 class NumpyModel:
-    """Default RoPE only. `gap` is the closest call any router made, `degraded` counts by row."""
+    """Default RoPE, and Hunyuan's. `gap` is the closest call any router made, `degraded` counts by
+    row.
+    """
 
     def __init__(self, directory):
         self.config = json.loads((directory / "config.json").read_text())
@@ -107,12 +122,15 @@ class NumpyModel:
             if clip := cfg.get("clip_qkv"):
                 q, k, v = (np.clip(x, -clip, clip) for x in (q, k, v))
             q, k, v = (x.reshape(-1, head_dim) for x in (q, k, v))
+            position, turned_first = len(keys), cfg["model_type"] == "hunyuan_v1_moe"
+            if turned_first:
+                q, k = (self.rotate(x, position, layer) for x in (q, k))
             if at + "q_norm.weight" in self.tensors and not whole:
                 q, k = self.norm(q, at + "q_norm.weight"), self.norm(k, at + "k_norm.weight")
-            position = len(keys)
-            keys.append(self.rotate(k, position))
+            if not turned_first:
+                q, k = (self.rotate(x, position, layer) for x in (q, k))
+            keys.append(k)
             values.append(v)
-            q = self.rotate(q, position)
             for head in range(heads):
                 g = head // (heads // kv_heads)
                 first = max(0, position + 1 - self.window(layer))
@@ -131,11 +149,16 @@ class NumpyModel:
             slides = layer >= self.config["max_window_layers"]
         return self.config["sliding_window"] if slides else 10**9
 
-    def rotate(self, x, position):
+    def rotate(self, x, position, layer):
         turned = int(x.shape[1] * self.config.get("partial_rotary_factor", 1.0))
         turned = self.config.get("rotary_dim", turned)
         half, neighbours = turned // 2, self.config["model_type"] == "ernie4_5_moe"
-        theta = self.config.get("rope_theta") or self.config["rope_parameters"]["rope_theta"]
+        ropes = self.config.get("rope_parameters", self.config)
+        if "full_attention" in ropes:
+            ropes = ropes[self.config["layer_types"][layer]]
+        theta = ropes["rope_theta"]
+        alpha = (self.config.get("rope_scaling") or {}).get("alpha", 1.0)
+        theta *= alpha ** (turned / (turned - 2))
         out = x.copy()
         for i in range(half):
             angle = position * theta ** (-2 * i / turned)
@@ -145,7 +168,7 @@ class NumpyModel:
         return out
 
     def moe(self, layer, moe_layer, h, rows, strategy, threshold, way):
-        cfg, at = self.config, f"model.layers.{layer}.mlp."
+        at = f"model.layers.{layer}.mlp."
         logits = self.linear(at + ("router" if self.is_gpt_oss else "gate"), h)
         m = logits.shape[1]
         ids, weights, gaps = zip(*(self.chosen(at, row) for row in logits), strict=True)
@@ -168,7 +191,7 @@ class NumpyModel:
         if at + "shared_expert_gate.weight" in self.tensors:
             opening = 1 / (1 + np.exp(-self.linear(at + "shared_expert_gate", h)))
             out += opening * self.mlp(at + "shared_expert.", h)
-        if cfg.get("n_shared_experts") or cfg.get("moe_num_shared_experts"):
+        if at + "shared_experts.down_proj.weight" in self.tensors:
             out += self.mlp(at + "shared_experts.", h)
         return out, np.array(degraded).sum(-1)
 
@@ -200,12 +223,13 @@ class NumpyModel:
     def chosen(self, at, logits):
         """Returns a row's experts, their weights, and how close the call was."""
         cfg = self.config
-        top_k, softmaxed = cfg.get("moe_k") or cfg["num_experts_per_tok"], "ernie4_5_moe"
-        always = cfg["model_type"] in ("granitemoe", "gpt_oss", "minimax_m2", softmaxed)
-        normalize = cfg.get("norm_topk_prob") or always
+        keys, softmaxed = ("moe_k", "moe_topk", "num_experts_per_tok"), "ernie4_5_moe"
+        top_k = next(cfg[key] for key in keys if key in cfg)
+        always = "granitemoe", "gpt_oss", "minimax_m2", "hy_v3", "hunyuan_v1_moe", softmaxed
+        normalize = cfg.get("norm_topk_prob") or cfg["model_type"] in always
         if cfg["model_type"] == "phimoe":
             return sparsemixer(logits, cfg["router_jitter_noise"])
-        if cfg["model_type"] in ("glm4_moe", "dots1", "minimax_m2", softmaxed):
+        if cfg["model_type"] in ("glm4_moe", "dots1", "minimax_m2", "hy_v3", softmaxed):
             biases = (f"{at}{own}e_score_correction_bias" for own in ("gate.", "moe_statics.", ""))
             [bias] = (self.tensors[name] for name in biases if name in self.tensors)
             return scored(
@@ -216,7 +240,7 @@ class NumpyModel:
                 groups=cfg.get("n_group", 1),
                 top_groups=cfg.get("topk_group", 1),
                 best=2,
-                scale=cfg.get("routed_scaling_factor", 1.0),
+                scale=cfg.get("routed_scaling_factor") or cfg.get("router_scaling_factor", 1.0),
                 normalize=normalize,
             )
         order = sorted(range(len(logits)), key=lambda e: (-logits[e], e))

@@ -1,5 +1,6 @@
 """The model cut between layers, inside them and into stages is the same model."""
 
+from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 import jmoe
-from jmoe.attention import CausalAttention
+from jmoe.attention import CausalAttention, causal_attention
 from jmoe.brownout import Control, strategy_code
 from jmoe.experts import ExpertTable
 from jmoe.model import StepData, embed, layers_of, run_layers, unstack
@@ -161,6 +162,20 @@ def test_the_fused_stage_has_the_bits_of_the_stages_it_is_made_of(model):
         np.testing.assert_array_equal(np.sum(plan.degraded, axis=-1), stats.degraded)
         index += 1
     assert index == cfg.num_moe_layers
+
+
+@pytest.mark.deep
+def test_layers_that_turn_differently_may_share_their_attention(request):
+    model = golden(request.config.rootpath, "mellum")
+    kinds = tuple(replace(kind, window=0) for kind in model.config.layer_attention)
+    model = replace(model, config=replace(model.config, layer_attention=kinds))
+    by_kind = causal_attention(model.config, *TOKENS.shape)
+    assert len(by_kind.each) == 2
+    want, _ = run(model, attention=by_kind)
+    np.testing.assert_array_equal(run(model)[0], want)
+    plain = tuple(replace(kind, rotary=None) for kind in kinds)
+    other = replace(model, config=replace(model.config, layer_attention=plain))
+    assert np.abs(np.asarray(run(other)[0] - want)).max() > 1e-3
 
 
 class OwnRowAlone(NamedTuple):

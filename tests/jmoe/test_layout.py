@@ -22,6 +22,8 @@ CASES = [
     "deepseek_v3",
     "minimax_m2",
     "ernie4_5_moe",
+    "hy_v3",
+    "hunyuan_v1_moe",
 ]
 
 
@@ -54,7 +56,7 @@ def test_names_and_shapes_are_those_of_the_file(case):
     assert want == found
 
 
-@pytest.mark.sized(deep=[f"{name}-jax.numpy" for name in CASES[-4:]])
+@pytest.mark.sized(deep=[f"{name}-jax.numpy" for name in CASES[-6:]])
 @pytest.mark.parametrize("where", [np, jnp])
 def test_splitting_is_the_inverse_of_assembling(case, where):
     _, cfg = case

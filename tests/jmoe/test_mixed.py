@@ -129,8 +129,17 @@ def check_segments(models, counts, state, out):
         ("qwen2_moe", "some", (1, 2), (0, 3)),  # a segment of padding alone
         ("qwen3_moe_attention_bias", "some", (0, 2), (2, 4)),
         ("qwen3_moe_mixed_yarn", "some", (0, 1), (4, 2)),
+        ("mellum", "some", (0, 1), (4, 2)),
     ],
-    ids=["unshared", "three", "shared", "padding", "attention_bias", "dense_layers"],
+    ids=[
+        "unshared",
+        "three",
+        "shared",
+        "padding",
+        "attention_bias",
+        "dense_layers",
+        "rope_by_kind",
+    ],
 )
 def test_rows_are_those_of_each_model_alone(family, case, shared, numbers, counts):
     loaded = family(case, shared)

@@ -12,7 +12,7 @@ import pytest
 
 import jmoe
 from jmoe.attention import CacheSizes, Latent, make_pages
-from jmoe.config import ConfigError, from_hf
+from jmoe.config import ConfigError, RopeConfig, from_hf
 from jmoe.int4 import Int4
 from jmoe.model import project
 from jmoe.random_model import random_model, random_params
@@ -48,6 +48,9 @@ CARDS = {
     "GLM-4.5-Air": (106, 12, 131072),
     "GLM-4.7-Flash": (30, 3.6, 202752),
     "Solar-Open-100B": (102.6, 12, 131072),
+    "Hunyuan-A13B-Instruct": (80, 13, 32768),
+    "Hy3-preview": (295, 21, 262144),
+    "Mellum2-12B-A2.5B-Instruct": (12.1, 2.5, 131072),
     "granite-3.0-3b-a800m-base": (3.3, 0.88, 4096),
     "Phi-3.5-MoE-instruct": (41.9, 6.6, 4096),  # of 131,072: LongRoPE's short factors
     "OLMoE-1B-7B-0924": (6.9, 1.3, 4096),
@@ -124,6 +127,41 @@ def test_what_reads_text_beside_images_is_the_model_without_them(name, plain):
         from_hf(whole | {"eos_token_id": 7})
 
 
+def test_hunyuan_has_lists_of_one_number_for_all_layers():
+    config = json.loads((PUBLISHED / "Hunyuan-A13B-Instruct.json").read_text())
+    cfg = from_hf(config)
+    plain = {"moe_intermediate_size": 3072, "moe_topk": 8, "num_shared_expert": 1}
+    assert from_hf(config | plain | {"num_experts": [64] * 32}) == cfg
+    assert (cfg.num_experts, cfg.experts_per_token, cfg.d_ff_shared) == (64, 8, 3072)
+    for key in (*plain, "num_experts"):
+        for each in ([64] * 31 + [1], [64] * 31, []):
+            with pytest.raises(ConfigError, match=rf"{key} .* has the same for each of num_hidden"):
+                from_hf(config | {key: each})
+    with pytest.raises(ConfigError, match="moe_intermediate_size is 2048; it must be 3072"):
+        from_hf(config | {"moe_intermediate_size": [2048] * 32})
+    rope = config["rope_scaling"] | {"alpha": None}
+    with pytest.raises(ConfigError, match="lacks alpha in rope_scaling"):
+        from_hf(config | {"rope_scaling": rope})
+
+
+def test_mellum_turns_layers_with_windows_in_their_own_way_whatever_the_window():
+    config = json.loads((PUBLISHED / "Mellum2-12B-A2.5B-Instruct.json").read_text())
+    for window, kept in ((1024, 1024), (131072, 0)):
+        cfg = from_hf(config | {"sliding_window": window})
+        own, full = cfg.attention_kinds
+        assert (own.window, full.window) == (kept, 0)
+        assert cfg.layer_attention == (own, own, own, full) * 7
+        assert cfg.rope_of(own) == RopeConfig(theta=500000.0)
+        assert cfg.rope_of(full).kind == "yarn"
+    alike = {kind: {"rope_theta": 500.0} for kind in ("full_attention", "sliding_attention")}
+    kinds = from_hf(config | {"rope_parameters": alike}).attention_kinds
+    assert [kind.rotary for kind in kinds] == [None, None]
+    with pytest.raises(ConfigError, match="lacks full_attention in rope_parameters"):
+        from_hf(config | {"rope_parameters": {"sliding_attention": {"rope_theta": 500.0}}})
+    with pytest.raises(ConfigError, match=r"rope_scaling is .* it must be absent: rope_parameters"):
+        from_hf(config | {"rope_scaling": config["rope_parameters"]})
+
+
 def test_minimax_m2_is_as_its_later_releases_but_for_keys_of_nothing():
     config = json.loads((PUBLISHED / "MiniMax-M2.5.json").read_text())
     first = config | {"attention_dropout": 0.0, "mlp_intermediate_size": 8192}
@@ -159,9 +197,11 @@ def test_a_released_model_is_read(name):
     assert any(one == pytest.approx(active, rel=0.03) for one in counts)
     assert cfg.max_position == positions
     kinds = dict.fromkeys(
-        ("deepseek_v2", "deepseek_v3", "gpt_oss", "kimi_k2", "kimi_k25", "solar_open"), "yarn"
+        ("deepseek_v2", "deepseek_v3", "gpt_oss", "kimi_k2", "kimi_k25", "solar_open", "mellum"),
+        "yarn",
     )
-    assert cfg.rope.kind == (kinds | {"phimoe": "longrope"}).get(cfg.architecture, "default")
+    kinds |= {"phimoe": "longrope", "hunyuan_v1_moe": "dynamic"}
+    assert cfg.rope.kind == kinds.get(cfg.architecture, "default")
     if name in KV_BYTES:
         assert kv_bytes_per_token(cfg, "bfloat16") == KV_BYTES[name]
 
@@ -193,8 +233,10 @@ SMALL = {
     "num_hidden_layers": 3,
     "intermediate_size": 11,
     "moe_intermediate_size": 7,
+    "expert_hidden_dim": 7,
     "shared_expert_intermediate_size": 13,
     "head_dim": 12,
+    "attention_head_dim": 12,
     "rotary_dim": 8,
     "kv_lora_rank": 6,
     "q_lora_rank": 10,
@@ -214,7 +256,12 @@ def shrunk(config):
     own["num_attention_heads"] = heads = own["num_key_value_heads"] * group
     own["hidden_size"] = 30 if "head_dim" in config else 8 * heads
     counts = {"num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"}
-    per_token = config.get("moe_k") or config["num_experts_per_tok"]
+    keys = "moe_k", "moe_topk", "num_experts_per_tok"
+    per_token = next(config[key] for key in keys if key in config)
+    for key in ("moe_topk", "moe_intermediate_size", "num_shared_expert"):
+        if isinstance(config.get(key), list):
+            own[key] = [own["intermediate_size"] if "size" in key else config[key][0]] * 3
+    per_token = per_token[0] if isinstance(per_token, list) else per_token
     for key in counts & config.keys():
         own[key] = max(per_token + 3, 3 * (config.get("n_group") or 1))
     if "moe_layer_start_index" in config:
@@ -223,8 +270,8 @@ def shrunk(config):
         own["first_k_dense_replace"] = min(config["first_k_dense_replace"], 2)
     if (config.get("sliding_window") or 0) in range(1, config["max_position_embeddings"]):
         own["sliding_window"] = 5
-    if "layer_types" in config:
-        own["layer_types"] = config["layer_types"][:3]
+    for key in {"layer_types", "mlp_layer_types"} & config.keys():
+        own[key] = config[key][-3:]
     rope = dict(config.get("rope_scaling") or {})
     for key in {"long_factor", "short_factor"} & rope.keys():
         own["rope_scaling"] = rope = rope | {key: rope[key][:4]}

@@ -15,7 +15,15 @@ import jmoe
 from jmoe.brownout import Brownout
 
 DEEP = ["qwen2_moe_mlp_only_tied", "glm4_moe", "olmoe", "granitemoe", "phimoe_window_tied"]
-DEEP += ["gpt_oss_types_tied", "minimax_m2", "ernie4_5_moe", "dots1"]
+DEEP += [
+    "gpt_oss_types_tied",
+    "minimax_m2",
+    "ernie4_5_moe",
+    "dots1",
+    "hy_v3",
+    "hunyuan_v1_moe",
+    "mellum",
+]
 CASES = ["qwen2_moe", *(pytest.param(name, marks=pytest.mark.deep) for name in DEEP), "qwen3_moe"]
 TOKENS = np.random.default_rng(0).integers(0, 70, (3, 8))
 

@@ -99,20 +99,35 @@ def by_hand(projection):
     bound = rounded(np.asarray(projection.clip))
     cut = [projection.heads, projection.heads + projection.kv_heads]
     *turned, v = np.split(x, cut, axis=1)
+    half = projection.cos.shape[-1]
+    angle = np.asarray(projection.cos, np.float64) + 1j * np.asarray(projection.sin, np.float64)
+
+    def rotated(part):
+        z, rest = part[..., :half] + 1j * part[..., half : 2 * half], part[..., 2 * half :]
+        z = z * angle[:, None]
+        largest = np.concatenate([np.abs(z), np.abs(z), np.abs(rest)], axis=-1)
+        return np.concatenate([z.real, z.imag, rest], axis=-1), largest
+
     out, slack = [], []
     for part, norm in zip(turned, (projection.q_norm, projection.k_norm), strict=True):
+        largest = np.abs(part)
+        if projection.turned_first:
+            part, largest = rotated(part)
+            part = rounded(part)
         if norm is not None:
             shape, part = part.shape, part.reshape(len(part), -1, norm.size)
             root = np.sqrt(np.mean(part * part, axis=-1, keepdims=True) + EPS)
-            part = rounded(rounded(part / root) * np.asarray(norm, np.float64)).reshape(shape)
+            weight = np.asarray(norm, np.float64)
+            part = rounded(rounded(part / root) * weight).reshape(shape)
+            largest = (largest.reshape(len(part), -1, norm.size) / root * np.abs(weight)).reshape(
+                shape
+            )
         if projection.clip:
             part = np.clip(part, -bound, bound)
-        half = projection.cos.shape[-1]
-        z, rest = part[..., :half] + 1j * part[..., half : 2 * half], part[..., 2 * half :]
-        angle = np.asarray(projection.cos, np.float64) + 1j * np.asarray(projection.sin, np.float64)
-        z = z * angle[:, None]
-        out.append(np.concatenate([z.real, z.imag, rest], axis=-1))
-        slack.append(np.concatenate([np.abs(z), np.abs(z), np.abs(rest)], axis=-1))
+        if not projection.turned_first:
+            part, largest = rotated(part)
+        out.append(part)
+        slack.append(largest)
     if projection.clip:
         v = np.clip(v, -bound, bound)
     return [*out, v], [*slack, np.abs(v)]
@@ -143,7 +158,8 @@ def check(op, projection, page, offset, *, page_size=16, num_pages=5, poison=np.
         return op.op(projection, k_pages, v_pages, layer=layer, page=page, offset=offset)
 
     arrays = dict(vars(projection))
-    fixed = {name: arrays.pop(name) for name in ("kv_heads", "eps", "clip")}
+    names = "kv_heads", "eps", "clip", "turned_first"
+    fixed = {name: arrays.pop(name) for name in names}
     places = (jnp.asarray(a, jnp.int32) for a in (page, offset))
     with op.context():
         queries, *new = jax.block_until_ready(jax.jit(run)(arrays, *old, jnp.int32(LAYER), *places))
@@ -174,9 +190,10 @@ def test_rows_are_finished_and_written_where_the_table_says(op, of, norms):
     [
         pytest.param(name, of, changes, id=f"{name}-{of.name}-{changes}")
         for names, of, each in (
-            ("public", TINY[1], ("turn", "norm", "clip")),
-            ("public bf16", shape(6, 2, 64), ("turn", "norm", "clip")),
+            ("public", TINY[1], ("turn", "norm", "clip", "first", "norm first clip")),
+            ("public bf16", shape(6, 2, 64), ("turn", "norm", "clip", "first")),
             ("mosaic sm90", shape(32, 16, 64), ("turn norm clip",)),
+            ("mosaic sm90", shape(32, 8, 128), ("first", "turn first clip")),
             # Units that are not full, a model's heads, and several heads a warp.
             ("mosaic sm90", shape(17, 1, 128), ("turn", "turn clip")),
             ("mosaic sm90", shape(16, 16, 128), ("norm", "norm clip")),
@@ -202,6 +219,8 @@ def test_heads_turn_in_part_are_normed_together_and_bounded(name, of, changes):
         projection = replace(projection, **whole)
     if "clip" in changes:
         projection = replace(projection, clip=0.73)  # no bfloat16
+    if "first" in changes:
+        projection = replace(projection, turned_first=True)
     check(op, projection, page=[2, 0, 2, 3], offset=[15, 0, 7, 9])
 
 

@@ -58,8 +58,8 @@ def abstract(of, num_rows, *, bias=False, norms=False, whole=False, half=None, n
     return arrays, pages, pages, sds(dtype=jnp.int32), *ints
 
 
-def once(of, arrays, k_pages, v_pages, layer, page, offset, clip=0.0):
-    projection = Projection(**arrays, kv_heads=of.kv_heads, eps=1e-6, clip=clip)
+def once(of, arrays, k_pages, v_pages, layer, page, offset, **given):
+    projection = Projection(**arrays, kv_heads=of.kv_heads, eps=1e-6, **given)
     return write_kv(projection, k_pages, v_pages, layer=layer, page=page, offset=offset)
 
 
@@ -101,6 +101,7 @@ def test_other_shapes_compile_without_spills(capfd, monkeypatch, of):
 
 IN_PART = {"bias": True, "half": 32}
 TOGETHER = {"norms": True, "whole": True}
+FIRST = {"norms": True}
 
 
 @pytest.mark.parametrize(
@@ -109,6 +110,7 @@ TOGETHER = {"norms": True, "whole": True}
         pytest.param(GLM_45_AIR, IN_PART, id="GLM-4.5-Air"),
         pytest.param(GLM_45_AIR, IN_PART | {"norms": True}, id="GLM-4.5"),
         pytest.param(OLMOE_1B_7B, TOGETHER, id="OLMoE"),
+        pytest.param(shape(32, 8, 128), FIRST, id="Hunyuan-A13B"),
         pytest.param(shape(48, 8, 128), TOGETHER | IN_PART, id="all at once"),
         pytest.param(shape(16, 16, 64), IN_PART | {"norms": True, "half": 16}, id="32 of 64"),
         pytest.param(shape(16, 16, 256), TOGETHER | IN_PART | {"half": 16}, id="32 of 256"),
@@ -117,9 +119,10 @@ TOGETHER = {"norms": True, "whole": True}
 def test_heads_that_turn_in_part_or_are_normed_together_take_one_launch(
     capfd, monkeypatch, of, form
 ):
-    args, clip = abstract(of, 64, num_pages=600, **form), 8.0 * ("whole" in form)
+    given = {"clip": 8.0 * ("whole" in form), "turned_first": form is FIRST}
+    args = abstract(of, 64, num_pages=600, **form)
     compiled, kernels = mosaic.compile_kernels(
-        capfd, monkeypatch, partial(once, of, clip=clip), *args, donate_argnums=(1, 2)
+        capfd, monkeypatch, partial(once, of, **given), *args, donate_argnums=(1, 2)
     )
     assert [k.spill_bytes for k in kernels] == [0]
     assert kernels[0].registers <= (48 if of.head_dim < 256 else 80)
@@ -141,13 +144,13 @@ def test_one_launch_in_place_of_several(of, least):
         assert launches() >= least
 
 
-def taken(of, num_rows=2, pages_dtype=BF16, **changes):
+def taken(of, num_rows=2, pages_dtype=BF16, turned_first=False, **changes):
     """Returns whether the kernel takes a projection with some of its arrays replaced."""
     arrays, pages, *_ = abstract(of, num_rows)
     found = []
 
     def ask(arrays, k_pages, v_pages):
-        projection = Projection(**arrays, kv_heads=of.kv_heads)
+        projection = Projection(**arrays, kv_heads=of.kv_heads, turned_first=turned_first)
         found.append(kernel.supports(projection, k_pages, v_pages))
 
     jax.eval_shape(ask, arrays | changes, pages, sds(*pages.shape, dtype=pages_dtype))
@@ -165,6 +168,8 @@ def test_what_the_kernel_does_not_take():
     for heads in (8, 6):  # all together in units of four
         norms = {"q_norm": sds(heads * 128), "k_norm": sds(4 * 128)}
         assert taken(shape(heads, 4, 128), **norms) == (heads == 8)
+        assert not taken(shape(heads, 4, 128), turned_first=True, **norms)
+    assert taken(of, turned_first=True, q_norm=sds(128), k_norm=sds(128))
     assert not taken(of, rows=sds(2, 40, 128, dtype=F32))
     assert not taken(of, bias=sds(40, 128, dtype=F32))
     assert not taken(of, pages_dtype=jnp.float16)

@@ -719,6 +719,7 @@ ARCHITECTURES = (  # goldens of what others do not have
     "phimoe_attention_bias",
     "gpt_oss",
     "deepseek_v3",
+    "mellum",
 )
 FEW_PAGES = {"num_pages": 14, "reserved_ls_seqs": 1, "prefix_reuse": "on"}
 OFTEN = {

@@ -92,12 +92,9 @@ def test_layers_in_turn_are_the_model(tiny_dir):
         np.testing.assert_allclose(got[row][own], want, atol=1e-4)
 
 
-@pytest.fixture
-def gpt_oss(request):
-    """Returns a checkpoint with windows, sinks, biases everywhere and an activation of its own; and
-    its golden tokens, packed, and logits.
-    """
-    directory = request.config.rootpath / "tests" / "golden" / "gpt_oss"
+def golden_of(request, case):
+    """Returns a checkpoint, its golden tokens, packed, and logits."""
+    directory = request.config.rootpath / "tests" / "golden" / case
     golden = np.load(directory / "golden.npz")
     tokens = golden["tokens"]
     positions = np.tile(np.arange(tokens.shape[1], dtype=np.int32), (2, 1))
@@ -108,12 +105,11 @@ def gpt_oss(request):
 
 @pytest.mark.deep
 @pytest.mark.parametrize("case", ["gpt_oss", "deepseek_v3"])
-def test_layers_in_turn_are_the_model_of_transformers(gpt_oss, case):
-    directory, data, logits = gpt_oss
-    if case != "gpt_oss":  # latent attention, a dense layer before
-        directory = directory.with_name(case)
-        golden = np.load(directory / "golden.npz")
-        data, logits = dataclasses.replace(data, tokens=golden["tokens"]), golden["logits"]
+def test_layers_in_turn_are_the_model_of_transformers(request, case):
+    """With windows, sinks, biases everywhere and an activation of its own; or with latent attention
+    and a dense layer before.
+    """
+    directory, data, logits = golden_of(request, case)
     layers = Layers(directory)
     cfg, top = layers.cfg, layers.top()
     x = np.asarray(top["embed"])[data.tokens]
@@ -135,16 +131,18 @@ def test_layers_in_turn_are_the_model_of_transformers(gpt_oss, case):
 
 
 @pytest.mark.deep
-def test_end_to_end_gpt_oss_is_the_model_and_its_twins_are_united_without_loss(gpt_oss):
+@pytest.mark.parametrize(("case", "part"), [("gpt_oss", "bias"), ("mellum", "down")])
+def test_end_to_end_it_is_the_model_and_its_twins_are_united_without_loss(request, case, part):
     """Experts in pairs of equals; a united expert that is its pair costs nothing."""
-    directory, data, want = gpt_oss
+    directory, data, want = golden_of(request, case)
     model = jmoe.load(directory, "float32")
     cfg, config = (
         model.config,
         dataclasses.replace(QUICK, dtype="float32", batch=38, decode_batch=19),
     )
     slots = np.asarray(model.table.slots)[:, : cfg.num_experts]
-    groups = np.tile(np.arange(cfg.num_experts, dtype=np.int32) // 2, (cfg.num_layers, 1))
+    pairs = np.arange(cfg.num_experts, dtype=np.int32) // 2
+    groups = np.tile(pairs, (cfg.num_layers, 1))
 
     def run(model, united):
         def share(frozen, united, arrays):
@@ -158,16 +156,26 @@ def test_end_to_end_gpt_oss_is_the_model_and_its_twins_are_united_without_loss(g
         return np.asarray(jax.jit(mapped)(refine.freeze(model, groups), united, arrays))
 
     np.testing.assert_allclose(run(model, None), want, atol=1e-4)
-    twins = model.with_weights(pool=model.pool.read(slots[:, np.arange(7) // 2 * 2].reshape(-1)))
+    twins = model.with_weights(pool=model.pool.read(slots[:, 2 * pairs].reshape(-1)))
     united = twins.pool.read(slots[:, ::2]).arrays
     np.testing.assert_allclose(run(twins, united), run(twins, None), atol=1e-4)
-    other = {key: leaf + 0.1 * key.endswith("bias") for key, leaf in united.items()}
+    other = {key: leaf + 0.1 * key.endswith(part) for key, leaf in united.items()}
     assert np.abs(run(twins, other) - run(twins, None)).max() > 1e-2
 
 
 @pytest.mark.deep
 @pytest.mark.parametrize(
-    "case", ["glm4_moe", "olmoe_clip_gqa", "granitemoe", "phimoe", "ernie4_5_moe", "dots1"]
+    "case",
+    [
+        "glm4_moe",
+        "olmoe_clip_gqa",
+        "granitemoe",
+        "phimoe",
+        "ernie4_5_moe",
+        "dots1",
+        "mellum_yarn_tied",
+        "hunyuan_v1_moe",
+    ],
 )
 def test_layers_in_turn_are_the_model_of_every_architecture(case):
     directory = Path(__file__).parents[1] / "golden" / case

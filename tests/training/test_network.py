@@ -10,7 +10,8 @@ import numpy as np
 import optax
 import pytest
 
-from jmoe.config import ModelConfig, from_hf
+from jmoe.attention import FULL, Paged
+from jmoe.config import ModelConfig, RopeConfig, from_hf
 from jmoe.router import ScoredTopK
 from tests.jmoe.router_oracle import scored
 from training.geometry import HF_CONFIG
@@ -81,9 +82,12 @@ class Leaning:
 
 def configs() -> dict[str, ModelConfig]:
     qwen2 = from_hf({**HF_CONFIG, **SIZES, **QWEN2})
+    own = Paged(rotary=RopeConfig(theta=7.0))
     return {
         "qwen2": qwen2,
         "qwen3": from_hf({**SIZES, **QWEN3}),
+        "turned first": replace(from_hf({**SIZES, **QWEN3}), turned_first=True),
+        "turned by kind": replace(from_hf({**SIZES, **MIXTRAL}), layer_attention=(FULL, own)),
         "mixtral": from_hf({**SIZES, **MIXTRAL}),
         "glm4": from_hf({**SIZES, **GLM4}),
         "own router": replace(qwen2, router=Leaning()),
@@ -109,7 +113,7 @@ def turned(x, position, rope):
     )
 
 
-def attention(cfg, layer, rows):
+def attention(cfg, layer, rows, rope):
     """Returns what each token of one item reads."""
     q, k, v = [], [], []
     heads, kv, size = cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
@@ -118,9 +122,13 @@ def attention(cfg, layer, rows):
         found = (found + layer["bqkv"] if cfg.qkv_bias else found).reshape(-1, size)
         for out, first, count, name in ((q, 0, heads, "q"), (k, heads, kv, "k")):
             own = list(found[first : first + count])
+            if cfg.turned_first:
+                own = [turned(head, position, rope) for head in own]
             if cfg.qk_norm:
                 own = [norm(head, layer[f"{name}_norm"], cfg.rms_norm_eps) for head in own]
-            out.append([turned(head, position, cfg.rope) for head in own])
+            if not cfg.turned_first:
+                own = [turned(head, position, rope) for head in own]
+            out.append(own)
         v.append(found[heads + kv :])
     outs = []
     for i in range(len(rows)):
@@ -169,7 +177,8 @@ def naive_loss(params, arrays, config):
         experts = {key: leaf[number] for key, leaf in params["experts"].items()}
         for b in range(len(tokens)):
             own = [rows[at] for at in sorted(rows) if at[0] == b]
-            for s, out in enumerate(attention(cfg, layer, own)):
+            rope = cfg.rope_of(cfg.layer_attention[number])
+            for s, out in enumerate(attention(cfg, layer, own, rope)):
                 rows[b, s] = rows[b, s] + out
         visits, mean = np.zeros(cfg.num_experts), 0.0
         for at, x in rows.items():
@@ -215,6 +224,8 @@ def case(cfg):
     deep=(
         "qwen2",
         "qwen3",
+        "turned first",
+        "turned by kind",
         "own router",
         "glm4",
         "scored",

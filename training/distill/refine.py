@@ -40,7 +40,7 @@ from training.distill.parallel import (
     on_host,
     over_devices,
 )
-from training.network import PackedAttention, layer_forward, logits_of, window_of
+from training.network import layer_forward, logits_of, of_kind
 from training.packing import Batch
 
 _CAPACITY = 4.0  # rows of a routed expert's buffer over the even share, teacher and student alike
@@ -104,14 +104,12 @@ def _logits(
     # A decode step has rows of many sequences: here, of all devices.
     order = jax.random.permutation(key, tokens.size * jax.lax.axis_size("data"))
     back = jnp.argsort(order)
-    at = positions.reshape(-1)
-    windows = sorted({window_of(cfg, index) for index in range(cfg.num_layers)})
-    each = [PackedAttention.of(items, window) for window in windows]
-    masks = jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
+    each = [of_kind(cfg, kind, positions, items) for kind in cfg.attention_kinds]
+    by_kind = jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
 
     def one_layer(x: Array, scanned: Any) -> tuple[Array, None]:
         layer, number, kind, own = scanned  # own: a _MoELayer, or None
-        attention = jax.tree.map(lambda leaf: leaf[kind], masks)
+        turn, attention = jax.tree.map(lambda leaf: leaf[kind], by_kind)
 
         def routed(h: Array, weights: Array, ids: Array) -> tuple[Array, None]:
             gate_up = gathered(frozen.gate_up[own.slots].astype(dtype), _AXIS["gate_up"] - 1)
@@ -138,7 +136,7 @@ def _logits(
             answers = Experts(united, cfg.activation)(scatter_rows(h, plan))
             return out + combine_rows(answers, weights, plan), None
 
-        return layer_forward(cfg, layer, x, at, attention, routed, dtype=dtype)[0], None
+        return layer_forward(cfg, layer, x, turn, attention, routed, dtype=dtype)[0], None
 
     x = embed(cfg, frozen.params, tokens.reshape(-1)).astype(jnp.float32)
     # On a GPU gradients keep what enters a layer, and compute the rest of it again: the copy of a
@@ -151,7 +149,8 @@ def _logits(
         experts = _MoELayer(frozen.slots, frozen.groups, united)
         experts = jax.tree.map(lambda leaf, own=own: leaf[own], experts) if is_moe else None
         numbers = jnp.arange(own.start, own.start + count, dtype=jnp.int32)
-        kinds = [windows.index(window_of(cfg, first + i)) for i in range(count)]
+        own_kinds = cfg.layer_attention[first : first + count]
+        kinds = [cfg.attention_kinds.index(kind) for kind in own_kinds]
         x, _ = jax.lax.scan(body, x, (segment, numbers, jnp.asarray(kinds, jnp.int32), experts))
         moe_layer = own.stop
     return logits_of(cfg, frozen.params, x, dtype).reshape(*tokens.shape, -1)

@@ -13,11 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from jmoe.attention import AttentionKind
 from jmoe.config import ModelConfig
 from jmoe.experts import ExpertPool
 from pallas_kernels import routing
 from pallas_kernels.activation import SILU, Activation
-from training.network import PackedAttention, layer_forward, window_of
+from training.network import layer_forward, of_kind
 from training.packing import Batch
 
 
@@ -62,7 +63,7 @@ def each_visit(
 @partial(jax.jit, static_argnums=(0, 1))
 def _advance(
     cfg: ModelConfig,
-    window: int,
+    kind: AttentionKind,
     layer: Any,
     experts: ExpertPool | None,
     x: Float[Array, "B S d"],
@@ -74,9 +75,9 @@ def _advance(
         outputs = each_visit(h, ids, experts, cfg.activation)
         return jnp.einsum("tk,tkd->td", weights, outputs), (h, ids, weights, outputs)
 
-    rows, attention = x.reshape(-1, cfg.d_model), PackedAttention.of(items, window)
-    at, dtype = positions.reshape(-1), layer["wo"].dtype
-    rows, routing_of = layer_forward(cfg, layer, rows, at, attention, routed, dtype=dtype)
+    rows, dtype = x.reshape(-1, cfg.d_model), layer["wo"].dtype
+    own = of_kind(cfg, kind, positions, items)
+    rows, routing_of = layer_forward(cfg, layer, rows, *own, routed, dtype=dtype)
     return rows.reshape(x.shape), () if routing_of is None else routing_of.aux
 
 
@@ -107,7 +108,7 @@ def run_layer(
         stop = min(start + batch, num_rows)
         rows = np.minimum(np.arange(start, start + batch), num_rows - 1)
         arrays = (x[rows], data.positions[rows], data.items[rows])
-        own = cfg, window_of(cfg, index), layer, experts
+        own = cfg, cfg.layer_attention[index], layer, experts
         new, captured = _advance(*own, *map(jnp.asarray, arrays))
         x[start:stop] = np.asarray(new)[: stop - start]
         if captured:
