@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, cast, get_args, get_origin, get_type
 import typer
 from typer.core import TyperCommand
 
-from serving.cli.foreign_flags import ALIASES, advice, similar
+from serving.cli.foreign_flags import ALIASES, advice, in_own_words, similar
 from serving.config import GROUPS, ServerConfig, described, keys
 
 
@@ -59,6 +59,10 @@ class Command(TyperCommand):
 
 class ServeCommand(Command):
     """`jmoe serve`, which knows vLLM's and SGLang's flags, too."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parses a command line, with vLLM's values as well. See Command."""
+        return super().parse_args(ctx, in_own_words(args))
 
     def hint(self, name: str, flags: Sequence[str]) -> str:
         """Returns jmoe's flag or setting for one of theirs. See Command."""

@@ -1,6 +1,7 @@
 """A server's certificates, and warnings about settings that expose it."""
 
 import logging
+import os
 from pathlib import Path
 
 from serving.cluster.addresses import is_loopback
@@ -31,6 +32,9 @@ def warn(config: ServerConfig) -> None:
         )
     if config.keys_file or config.tls_client_ca:
         return
+    for name in ("VLLM_API_KEY", "JMOE_API_KEY"):
+        if os.environ.get(name):
+            log.warning("%s is set, and this server asks for no key: give --keys-file", name)
     if others_may_call:
         may = "use"
         if others_may_administer or config.admin_on_main_port:

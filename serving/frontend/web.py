@@ -116,7 +116,14 @@ class Listener:
         bound = bind_socket(self._host, self._wanted, self._prefix, self._first, self._port_flag)
         self.port = bound.getsockname()[1]
         if self._first and not self._wanted and self.port != self._first:
-            log.info("port %d is taken; HTTP is on port %d", self._first, self.port)
+            if self._serving.main.port == self._first:
+                log.warning(
+                    "--port is gRPC's, and HTTP is on port %d: clients of OpenAI's API need "
+                    "--http-port %d, and another --port",
+                    *(self.port, self._first),
+                )
+            else:
+                log.info("port %d is taken; HTTP is on port %d", self._first, self.port)
         config = uvicorn.Config(
             self._app,
             http=self._make_protocol,  # type: ignore[arg-type]  # a factory of protocols

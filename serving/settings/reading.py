@@ -238,17 +238,33 @@ def variable(key: str) -> str:
     return "JMOE_" + (key if "." in key else f"server.{key}").replace(".", "__").upper()
 
 
+NO_SETTINGS = frozenset(
+    f"JMOE_{name}"
+    for name in (
+        *("API_KEY", "CLUSTER_SECRET", "GPU_PLANT", "KILLS", "NATIVE", "PICTURES"),
+        *("TLS_CA", "TLS_CERT", "TLS_KEY", "TRACES"),
+    )
+)
+"""Variables that others read: clients, `pallas_kernels.native`, tests and benchmarks."""
+_KUBERNETES = re.compile(r"JMOE_([A-Z0-9_]*_)?(SERVICE_(HOST|PORT)|PORT_\d+)(_.*)?")
+"""Variables that Kubernetes sets in every pod beside a service whose name begins with jmoe; and
+there is PORT, with a URL."""
+
+
 def _of_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """Returns values by key. Raises SettingsError for a variable that only looks like a setting."""
     known = {variable(key): key for key in keys()}
-    flat = {name.replace("__", "_"): name for name in known if name.startswith("JMOE_ENGINE")}
+    # Without the section, or with one underscore behind it.
+    flat = {f"JMOE_{key.rpartition('.')[2].upper()}": variable(key) for key in reversed(keys())}
+    flat |= {name.replace("__", "_"): name for name in known}
     found, wrong = {}, []
     for name, value in environment.items():
+        of_kubernetes = _KUBERNETES.fullmatch(name) or (name.endswith("_PORT") and "://" in value)
         if name in known:
             found[known[name]] = value
-        elif name in flat or re.fullmatch(r"JMOE_.*__.*", name):
-            near = [flat[name]] if name in flat else get_close_matches(name, known, 1, 0.85)
-            advice = f"did you mean {near[0]}?" if near else "JMOE_SERVER__PORT is that of port"
+        elif name.upper().startswith("JMOE_") and name not in NO_SETTINGS and not of_kubernetes:
+            near = flat.get(name) or next(iter(get_close_matches(name.upper(), known, 1, 0.85)), "")
+            advice = f"did you mean {near}?" if near else "JMOE_SERVER__PORT is that of port"
             wrong.append(f"{name} is no setting; {advice}")
     if wrong:
         raise SettingsError(f"environment: {'; '.join(wrong)}")

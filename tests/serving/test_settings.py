@@ -317,7 +317,14 @@ def test_environment_stands_between_file_and_flags(tmp_path: Path) -> None:
         "JMOE_ENGINE__DECODE_BUCKETS": "4,8",
         "JMOE_SERVER__HTTP_PORT": "-1",
         "JMOE_TLS_CERT": "a client's",
-        "JMOE_PORT": "tcp://10.0.0.1:50051",  # as Kubernetes sets beside a service named jmoe
+        "JMOE_API_KEY": "a client's",
+        # As Kubernetes sets beside services named jmoe and jmoe-http.
+        "JMOE_PORT": "tcp://10.0.0.1:50051",
+        "JMOE_PORT_50051_TCP_ADDR": "10.0.0.1",
+        "JMOE_SERVICE_HOST": "10.0.0.1",
+        "JMOE_SERVICE_PORT_GRPC": "50051",
+        "JMOE_HTTP_PORT": "tcp://10.0.0.2:80",
+        "JMOE_HTTP_SERVICE_PORT": "80",
         "PATH": "/bin",
     }
     config = load(path, {"engine.page_size": 64}, environment)
@@ -360,6 +367,11 @@ def test_every_setting_has_a_variable_of_its_own() -> None:
     [
         ("JMOE_ENGINE__PAGE_SIZ", "1", "is no setting; did you mean JMOE_ENGINE__PAGE_SIZE?"),
         ("JMOE_ENGINE_MODEL", "x", "did you mean JMOE_ENGINE__MODEL?"),
+        ("JMOE_MODEL", "x", "did you mean JMOE_ENGINE__MODEL?"),
+        ("JMOE_PORT", "8000", "did you mean JMOE_SERVER__PORT?"),
+        ("JMOE_HTTP_PORT", "8000", "did you mean JMOE_SERVER__HTTP_PORT?"),
+        ("JMOE_FOO", "1", "JMOE_FOO is no setting"),
+        ("jmoe_engine__page_size", "3", "did you mean JMOE_ENGINE__PAGE_SIZE?"),
         ("JMOE_PORT__X", "1", "JMOE_PORT__X is no setting"),
         ("JMOE_ENGINE__PAGE_SIZE", "x", "JMOE_ENGINE__PAGE_SIZE: engine.page_size is 'x'; it must"),
         ("JMOE_SERVER__PORT", "65536", "port is 65536; it must be between 0 and 65535"),

@@ -28,6 +28,11 @@ def error_of(monkeypatch: pytest.MonkeyPatch, capsys, *arguments: str) -> str:
         (["-tp", "2"], "-tp; jmoe splits no matrix over devices; use --mesh ep=N"),
         (["--api-key=secret"], "--api-key; use `jmoe keys new NAME --file FILE`"),
         (["--enable-prefix-caching"], "it is always on"),
+        (["-O3"], "-O3; use --set engine.decode_buckets"),
+        (["--language-model-only"], "it is always so: jmoe serves text only"),
+        (["--uds", "/tmp/x"], "--host HOST and --http-port PORT"),
+        (["--max-model-len", "1.5k", "--dtype", "half", "--uds", "x"], "No such option: --uds"),
+        (["--max-model-len", "many"], "Invalid value for '--max-model-len'"),
         (["--pge-size", "8"], "--pge-size; did you mean --page-size?"),
     ],
 )
@@ -72,6 +77,33 @@ def test_aliases_set_what_jmoes_flags_set(monkeypatch) -> None:
         cli.main()
     engine = seen[0].engine
     assert (engine.page_size, engine.memory_fraction, engine.max_num_seqs) == (32, 0.8, 5)
+
+
+@pytest.mark.parametrize(
+    ("given", "dtype", "length", "generation"),
+    [
+        (["--dtype", "auto", "--max-model-len", "auto"], "bfloat16", 0, "auto"),
+        (["--dtype=half", "--max_model_len=1.5k"], "float16", 1500, "auto"),
+        (["--dtype", "float", "--context-length", "1K"], "float32", 1024, "auto"),
+        (["--generation-config", "vllm", "--max-model-len", "2k"], "bfloat16", 2000, "none"),
+        (["--served-model-name", "half"], "bfloat16", 0, "auto"),
+    ],
+)
+def test_values_of_vllms_mean_the_same(given, dtype, length, generation, monkeypatch) -> None:
+    seen = []
+    monkeypatch.setattr("serving.startup.prepare.check_start", lambda engine: None)
+    monkeypatch.setattr(cli, "_lead", seen.append)
+    monkeypatch.setattr(sys, "argv", ["jmoe", "serve", *given])
+    with pytest.raises(SystemExit):
+        cli.main()
+    engine = seen[0].engine
+    assert (engine.dtype, engine.max_model_len, engine.generation_config) == (
+        *(dtype, length),
+        generation,
+    )
+    assert seen[0].served_model_name == (
+        "half" if "half" in given[1:] and dtype != "float16" else ""
+    )
 
 
 def test_further_served_names_are_said_to_be_models(monkeypatch, capsys) -> None:

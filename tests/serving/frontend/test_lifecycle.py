@@ -67,6 +67,20 @@ async def test_a_client_asks_on_the_main_port_where_there_is_no_other() -> None:
 # ---- addresses ---------------------------------------------------------------------------------
 
 
+async def test_the_port_of_http_that_grpc_was_given_is_said(monkeypatch, caplog) -> None:
+    """As after `--port 8000` of somebody who means HTTP."""
+    wanted = free_port()
+    monkeypatch.setattr("serving.frontend.openai.app.FIRST_PORT", wanted)
+    server = Server(ServerConfig(port=wanted))
+    try:
+        await server.start()
+        (said,) = (r.getMessage() for r in caplog.records if r.levelno == logging.WARNING)
+        assert f"--port is gRPC's, and HTTP is on port {wanted + 1}" in said
+        assert f"need --http-port {wanted}" in said
+    finally:
+        await server.stop()
+
+
 @pytest.mark.parametrize(("key", "flag"), [("port", "--port"), ("admin_port", "--admin-port")])
 async def test_a_taken_port_names_the_flag(key: str, flag: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:

@@ -355,6 +355,16 @@ def test_ports_that_show_much_are_warnings(made, tmp_path, caplog):
         assert [said in r.getMessage() for r in caplog.records] == [True] * (said is not None)
 
 
+def test_a_key_of_the_environment_that_nobody_asks_for_is_said(caplog, monkeypatch):
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    warn(ServerConfig(keys_file="k"))
+    assert not caplog.records
+    warn(ServerConfig())
+    (said,) = (record.getMessage() for record in caplog.records)
+    assert said.startswith("VLLM_API_KEY is set, and this server asks for no key")
+    assert "secret" not in said
+
+
 def test_without_settings_nothing_is_encrypted():
     assert certificates(ServerConfig()) is None
 
