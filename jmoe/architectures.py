@@ -765,7 +765,11 @@ ARCHITECTURES: dict[str, Architecture] = {
         apart="latent attention, shared experts without a gate, groups of experts",
     ),
     "deepseek_v3": _DEEPSEEK_V3,
-    "kimi_k2": replace(_DEEPSEEK_V3, apart="DeepSeek-V3 by another `model_type`"),
+    "kimi_k2": replace(
+        _DEEPSEEK_V3,
+        apart="DeepSeek-V3 by another `model_type`; for texts a `tokenizer.json` is needed, in place "
+        "of its `tiktoken.model`",
+    ),
     "kimi_k25": replace(
         _DEEPSEEK_V3,
         class_name="KimiK25ForConditionalGeneration",
@@ -773,7 +777,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         root="language_model.model.",
         head="language_model.lm_head.",
         beside=("vision_tower.", "mm_projector."),
-        apart="Kimi-K2 beside images, which are left out",
+        apart="Kimi-K2, also in its tokenizer, beside images, which are left out",
     ),
     "glm4_moe_lite": replace(
         _DEEPSEEK_V3,

@@ -38,7 +38,7 @@ from jmoe.extras import need
 from jmoe.finite import fault, seem_finite
 from jmoe.int4 import Int4, PackedTensor
 from jmoe.layout import Layout
-from jmoe.model_files import read_text, regular, stays_inside
+from jmoe.model_files import instead, lfs_pointer, read_text, regular, stays_inside
 from jmoe.parallel.home import Home
 from jmoe.router import ScoredTopK, SparseMixer
 from jmoe.weights import PoolHolder, Weights
@@ -116,10 +116,10 @@ class TensorFiles:
         names = _file_names(directory)
         missing = [name for name in names if not (directory / name).exists()]
         if missing:
+            more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
             raise CheckpointError(
-                f"{directory} lacks {', '.join(missing)}; a Hugging Face directory has "
-                "model.safetensors, or shards and model.safetensors.index.json"
-                + _how_to_convert(directory)
+                f"{directory} lacks {', '.join(missing[:3])}{more}; a Hugging Face directory has "
+                "model.safetensors, or shards and model.safetensors.index.json" + instead(directory)
             )
         self._open: dict[str, Any] = {}
         self._paths: dict[str, Path] = {}
@@ -128,7 +128,9 @@ class TensorFiles:
             try:
                 file = safe_open(regular(directory / name), framework="numpy")
             except (SafetensorError, OSError) as error:
-                raise CheckpointError(f"{directory / name} is not readable: {error}") from None
+                raise CheckpointError(
+                    f"{directory / name} is not readable: {error}{lfs_pointer(directory / name)}"
+                ) from None
             twice = sorted(self._open.keys() & file.keys())
             if twice:
                 raise CheckpointError(f"{directory / name} holds {twice[0]}, and another file too")
@@ -190,24 +192,10 @@ class TensorFiles:
         return values.astype(np.float32) * spread[: values.shape[0], : values.shape[1]]
 
 
-def _how_to_convert(directory: Path) -> str:
-    """Returns what turns PyTorch's own files into safetensors; empty where there are some."""
-    if any(directory.glob("*.safetensors")):
-        return ""
-    source, target = str(directory), f"{directory.absolute().name}-safetensors"
-    return (
-        ". Convert a checkpoint of pytorch_model.bin files: pip install torch transformers && "
-        'python -c "from transformers import AutoModelForCausalLM, AutoTokenizer; '
-        f"AutoModelForCausalLM.from_pretrained({source!r}, torch_dtype='auto')"
-        f".save_pretrained({target!r}); "
-        f'AutoTokenizer.from_pretrained({source!r}).save_pretrained({target!r})"'
-    )
-
-
 def _file_names(directory: Path) -> list[str]:
     index = directory / "model.safetensors.index.json"
     if not index.exists():
-        return ["model.safetensors"]
+        return _without_index(directory)
     try:
         weight_map = json.loads(read_text(index))["weight_map"]
         names = sorted(set(weight_map.values()))
@@ -220,6 +208,19 @@ def _file_names(directory: Path) -> list[str]:
             f"{index} names {outside[0]!r}, which is no file in its folder; shards lie beside it"
         )
     return names
+
+
+def _without_index(directory: Path) -> list[str]:
+    """Returns the names of a checkpoint's files: one, or all shards, by how many the first says
+    there are.
+    """
+    whole, first = "model.safetensors", sorted(directory.glob("model-00001-of-*.safetensors"))
+    if (directory / whole).exists() or not first:
+        return [whole]
+    count = first[-1].stem.rpartition("-")[2]
+    if not re.fullmatch(r"\d{5}", count):
+        return [whole]
+    return [f"model-{at:05}-of-{count}.safetensors" for at in range(1, int(count) + 1)]
 
 
 def weights_digest(directory: Path) -> str:

@@ -25,7 +25,7 @@ from jmoe.config_keys import (
     text_part,
 )
 from jmoe.int4 import Int4, int4
-from jmoe.model_files import read_text
+from jmoe.model_files import instead, read_text
 from jmoe.rope import RopeConfig as RopeConfig
 from jmoe.router import Router
 from pallas_kernels.activation import SILU, Activation
@@ -203,8 +203,10 @@ def read_generation_config(directory: Path) -> dict[str, Any]:
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         loaded = json.loads(read_text(path))
-    except FileNotFoundError:
-        raise ConfigError(f"{path} does not exist; name a Hugging Face model directory") from None
+    except (FileNotFoundError, NotADirectoryError):
+        raise ConfigError(
+            f"{path} does not exist; name a Hugging Face model directory{instead(path.parent)}"
+        ) from None
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from None
     except (ValueError, RecursionError) as error:

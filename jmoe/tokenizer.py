@@ -76,7 +76,7 @@ class TextStream:
 
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
-    *("chat_template.jinja", "additional_chat_templates/*.jinja"),
+    *("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja"),
 )
 """All that is read here, as patterns below a model's directory."""
 DEFAULT, TOOL_USE = "default", "tool_use"
@@ -336,7 +336,8 @@ def read_settings(directory: Path, chat_template: str | Path = "") -> dict[str, 
 
     What is said twice is as transformers takes it. `special_tokens_map.json` wins unless
     `tokenizer_config.json` has `added_tokens_decoder`; then it is not read. Templates in files of
-    their own win over all in `tokenizer_config.json`.
+    their own win over all in `tokenizer_config.json`. Without any, there is `chat_template.json`
+    beside models that see images, which transformers reads with what prepares these.
     """
     settings = _settings(directory / "tokenizer_config.json")
     if "added_tokens_decoder" not in settings:
@@ -346,6 +347,8 @@ def read_settings(directory: Path, chat_template: str | Path = "") -> dict[str, 
         files = {DEFAULT: single} | files
     if chat_template:
         files = {DEFAULT: Path(chat_template)}
+    if settings.get("chat_template") is None and not files:
+        settings |= _settings(directory / "chat_template.json")
     if files:
         settings["chat_template"] = {name: _text(path) for name, path in files.items()}
     try:

@@ -264,7 +264,7 @@ def generate(
     """Continues prompts in this process, without a server.
 
     Args:
-        prompts: Texts to continue.
+        prompts: Texts to continue. -: that of standard input.
         model: Model directory, OWNER/NAME of the Hub, or bundled. NAME=DIR, repeated, for each
             model of a family. [default: bundled]
         family: family.json of `jmoe consolidate`: each --model NAME=DIR answers.
@@ -288,6 +288,7 @@ def generate(
     import jmoe
 
     _keep_programs("~/.cache/jmoe/generate")
+    prompts = [sys.stdin.read().removesuffix("\n") if one == "-" else one for one in prompts]
     given: list[Any] = [_token_ids(prompt) for prompt in prompts] if tokens else prompts
     brownout = None
     if brownout_threshold != 100 or strategy is not None or way is not None:

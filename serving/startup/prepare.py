@@ -18,7 +18,7 @@ from jmoe.config import read_config
 from jmoe.family import Family
 from jmoe.offloaded import check_spare
 from jmoe.sharing import lends_united
-from jmoe.tokenizer import read_settings
+from jmoe.tokenizer import lacking, read_settings
 from pallas_kernels.backend import KERNEL, hopper
 from serving.cluster.secret import ClusterSecret
 from serving.config import EngineConfig
@@ -107,7 +107,18 @@ def prepare(
     claim_memory(config.memory_fraction)
     if model is None:
         check_chat_templates(config)
-    config = with_mode(config, model)
+    made = _made(with_mode(config, model), model, progress)
+    for one in made[1].models:
+        if one.tokenizer is None:
+            log.warning("%s has %s: it takes token ids alone", one.name, lacking(one.path))
+        elif not one.tokenizer.chat_templates:
+            log.info("%s has no chat template: it takes no chats; see --chat-template", one.name)
+    return made
+
+
+def _made(
+    config: EngineConfig, model: Model | Family | None, progress: Progress
+) -> tuple[EngineConfig, Family, Executor, Curves]:
     if config.mode == "aep":
         return prepare_crew(config, model, progress)
     if not config.coordinator:

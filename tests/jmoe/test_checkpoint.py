@@ -127,6 +127,62 @@ def test_a_checkpoint_of_pytorch_says_how_to_convert_it(copy):
     assert compile(words.split('"')[1], "command", "exec")
 
 
+def shards_of(directory, count):
+    """Cuts a checkpoint's one file into shards, without an index."""
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    path.unlink()
+    for at in range(count):
+        names = sorted(tensors)[at::count]
+        own = directory / f"model-{at + 1:05}-of-{count:05}.safetensors"
+        save_file({name: tensors[name] for name in names}, own)
+
+
+def test_shards_without_an_index_are_read(copy):
+    directory = copy(CASE)
+    whole = jmoe.load(directory, dtype="float32")
+    shards_of(directory, 3)
+    model = jmoe.load(directory, dtype="float32")
+    jax.tree.map(np.testing.assert_array_equal, model.params, whole.params)
+    jax.tree.map(np.testing.assert_array_equal, model.pool, whole.pool)
+    (directory / "model-00002-of-00003.safetensors").unlink()
+    assert "lacks model-00002-of-00003.safetensors; a Hugging Face" in refused(directory)
+    last = directory / "model-00003-of-00003.safetensors"
+    last.rename(directory / "model-00001-of-99999.safetensors")
+    assert "model-00004-of-99999.safetensors and 99995 more; a Hugging Face" in refused(directory)
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        (["adapter_config.json", "adapter_model.safetensors"], "This is an adapter: merge it"),
+        (["model-Q4_K_M.gguf"], "jmoe reads no GGUF: name the safetensors"),
+        (["snapshots/abc/config.json", "refs/main"], "/snapshots/REVISION, or OWNER/NAME"),
+        (["README.md"], "name a Hugging Face model directory"),
+    ],
+)
+def test_what_is_no_model_is_said_to_be_what_it_is(tmp_path, files, said):
+    for name in files:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("")
+    assert said in refused(tmp_path, ConfigError)
+    if files[0].endswith("gguf"):
+        assert said in refused(tmp_path / files[0], ConfigError)
+
+
+def test_a_directory_without_weights_is_not_told_to_convert_any(copy):
+    directory = copy(CASE)
+    (directory / "model.safetensors").unlink()
+    assert refused(directory).endswith("or shards and model.safetensors.index.json")
+
+
+def test_a_pointer_of_git_lfs_is_said_to_be_one(copy):
+    directory = copy(CASE)
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n"
+    (directory / "model.safetensors").write_text(pointer)
+    assert "it is a pointer of git-lfs: `git lfs pull` gets the file" in refused(directory)
+
+
 def test_a_directory_that_is_none(tmp_path):
     assert "config.json does not exist" in refused(tmp_path / "nowhere", ConfigError)
     (tmp_path / "config.json").write_text("{")

@@ -181,7 +181,10 @@ def more(**texts):
         (templates("default", "tool_use"), more(rag="JR"), NONE, NONE),
         ("C", more(default="XD"), "XD", "XD"),
         ("C", JINJA | more(default="XD"), "XD", "XD"),
-        (None, {"chat_template.json": '{"chat_template": "X"}'}, NO, NO),
+        # Of the processor of a model that sees images, to which transformers would send a chat.
+        (None, {"chat_template.json": '{"chat_template": "X"}'}, "X", "X"),
+        ("C", {"chat_template.json": '{"chat_template": "X"}'}, "C", "C"),
+        (None, JINJA | {"chat_template.json": '{"chat_template": "X"}'}, "J", "J"),
     ],
 )
 def test_a_chat_gets_the_template_that_transformers_takes(

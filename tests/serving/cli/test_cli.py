@@ -410,6 +410,9 @@ def test_generate_in_process(monkeypatch, capsys) -> None:
     text, share = capsys.readouterr().out.splitlines()
     assert re.fullmatch(r"1,2,3(,\d+){3}", text)
     assert share == "  3 new tokens, 100.0% of expert visits degraded"
+    monkeypatch.setattr("sys.stdin", io.StringIO("1,2,3\n"))
+    assert run(monkeypatch, "generate", *flags, *brownout, "--tokens", "-") == 0
+    assert capsys.readouterr().out.splitlines() == [text, share]
 
 
 @pytest.mark.deep
