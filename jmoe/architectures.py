@@ -767,8 +767,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     "deepseek_v3": _DEEPSEEK_V3,
     "kimi_k2": replace(
         _DEEPSEEK_V3,
-        apart="DeepSeek-V3 by another `model_type`; for texts a `tokenizer.json` is needed, in place "
-        "of its `tiktoken.model`",
+        apart="DeepSeek-V3 by another `model_type`; texts need a `tokenizer.json` in place of its "
+        "`tiktoken.model`",
     ),
     "kimi_k25": replace(
         _DEEPSEEK_V3,
