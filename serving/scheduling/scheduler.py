@@ -513,10 +513,10 @@ class Scheduler:
         chunks = Chunks(self.limits, self.exact, self.staging.ranks)
         decoding = self._beside_prompts()
         rows, most = len(decoding), self.limits.max_prefill_tokens
-        if self._most_tokens is not None:
-            chunks.keep_to(self._most_tokens)
         if rows and self._beside is not None and self._beside(most - rows, rows):
             chunks.leave(rows)
+        if self._most_tokens is not None:
+            chunks.keep_to(self._most_tokens)
         for number, group in enumerate(order):
             if number and chunks:  # later groups fill up the step at no extra cost
                 if self._parked(Phase.PREFILL, chunks.model) is not None:

@@ -115,6 +115,23 @@ async def test_a_full_prefill_step_leaves_room_for_rows_that_decode(start, promp
     assert found == sizes * 4
 
 
+async def test_beside_more_rows_than_a_chunk_may_have_tokens_prompts_go_on(start):
+    """No chunk leaves the objective time, so that each is of the smallest size that pays."""
+    _, _, steps = await streams_and_prompts(
+        start,
+        lambda plan: 0.001 + 0.0002 * plan.size if plan.phase is Phase.PREFILL else 0.008,
+        limits=replace(LIMITS, prefill_buckets=(8, 16, 32, 64)),
+        brownout=BrownoutConfig(itl_slo_s=0.001, ttft_slo_s=10.0),
+        prompt=24,
+        count=4,
+        streams=12,
+    )
+    found = [(size - rows, rows) for phase, size, rows in steps if phase is Phase.PREFILL]
+    assert 12 in {rows for _, rows in found}
+    assert max(tokens for tokens, _ in found) <= 8
+    assert sum(tokens for tokens, _ in found) == 4 * 24
+
+
 def test_programs_of_hybrid_steps_are_compiled_where_there_may_be_some():
     sizes = {"prefill_buckets": (32, 128), "decode_buckets": (64,), "max_num_seqs": 64}
     asked = EngineConfig(hybrid_steps="on", max_prefill_tokens=128, **sizes)
