@@ -88,6 +88,15 @@ def minimax(calls: Sequence[Call]) -> str:
     return f"<minimax:tool_call>\n{invokes}</minimax:tool_call>"
 
 
+def qwen3_coder(calls: Sequence[Call]) -> str:
+    argument = "<parameter=city>\nParis\n"
+    told = {PARIS: f"{argument}</parameter>\n", OPEN: argument, IN_STRING: argument, LIST: LIST[1]}
+    return "\n".join(
+        f"<tool_call>\n<function={call[0]}>\n{told.get(call, '')}</function>\n</tool_call>"
+        for call in calls
+    )
+
+
 FORMATS = {
     "hermes": hermes,
     "ernie45": hermes,
@@ -100,10 +109,12 @@ FORMATS = {
     "glm45": glm,
     "glm47": lambda calls: glm(calls).replace("\n", ""),
     "minimax_m2": minimax,
+    "qwen3_coder": qwen3_coder,
+    "qwen3_xml": qwen3_coder,
 }
 ENDLESS = "mistral", "mistral list"
 """Formats whose calls have no marker behind them."""
-TAGGED = "glm45", "glm47", "minimax_m2"
+TAGGED = "glm45", "glm47", "minimax_m2", "qwen3_coder", "qwen3_xml"
 
 
 class Cell(NamedTuple):
@@ -135,7 +146,7 @@ def cells(name: str) -> dict[str, Cell]:
     whole = write([PARIS])
     no_object = {
         **dict.fromkeys(("glm45", "glm47"), Cell(write([LIST, PARIS]), [PARIS], write([LIST]))),
-        "minimax_m2": Cell(write([LIST, PARIS]), [NOW, PARIS], LIST[1]),
+        **dict.fromkeys(TAGGED[2:], Cell(write([LIST, PARIS]), [NOW, PARIS], LIST[1])),
     }
     found = {
         "well formed": Cell(head + write([PARIS, NOW]), [PARIS, NOW], "I look."),
