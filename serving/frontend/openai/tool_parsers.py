@@ -268,7 +268,7 @@ class ToolParser:
                     depth -= 1
                 if depth or in_string or follows:
                     continue
-                whole = in_doubt < 0 or _closes("".join([*pieces, self._left[:at]]))
+                whole = in_doubt < 0 or closes("".join([*pieces, self._left[:at]]))
                 taken(at if whole else in_doubt)
                 return whole
             if in_doubt >= 0:
@@ -999,7 +999,7 @@ def _is_json(text: str) -> bool:
     return _is_of(text, {})
 
 
-def _closes(text: str) -> bool:
+def closes(text: str) -> bool:
     """Returns whether a text is JSON, in whose strings there may be line breaks."""
     try:
         json.loads(text, strict=False)

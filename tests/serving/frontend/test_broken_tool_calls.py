@@ -222,6 +222,54 @@ async def test_streams_and_whole_answers_have_all_that_was_said(name, step):
             assert items_of(streamed[-1].response) == (want.calls, want.content), kind
 
 
+@pytest.mark.parametrize("step", [1, 1000])
+@pytest.mark.parametrize("name", FORMATS)
+async def test_what_a_stop_string_cuts_is_no_call_to_run(name, step):
+    """The engine's text ends before the stop string, of which nothing tells but the request."""
+    whole, told = FORMATS[name]([NOW, PARIS]), "\n" + FORMATS[name]([PARIS])
+    cut = whole[: whole.rindex("ris")]
+    if name == "openai":
+        told = "<|channel|>commentary<|message|>I<|end|><|start|>assistant" + told[1:]
+    cases = {  # what is said: what is called, and whether the last call is whole
+        cut: ([NOW, ("weather", '{"city": "Pa')], False),
+        whole: ([NOW, PARIS], True),
+        told: ([PARIS], True),
+    }
+    if name not in ENDLESS:  # content behind a call
+        cases[FORMATS[name]([PARIS]) + " So"] = ([PARIS], True)
+        cases[FORMATS[name]([IN_STRING]) + " So"] = (
+            cells(name)["text behind a string"].calls,
+            True,
+        )
+    tools = [{"type": "function", "function": one} for one in FUNCTIONS]
+    flat = [{"type": "function", **one} for one in FUNCTIONS]
+    asked = {"model": "counter", "tools": flat, "extra_body": {"stop": ["ris"]}}
+    parser = name.partition(" ")[0]
+    async with saying(
+        lambda prompt: prompt.messages[-1]["content"], step=step, tool_call_parser=parser
+    ) as s:
+        for said, (calls, is_whole) in cases.items():
+            chat = [{"role": "user", "content": said}]
+            for stop in (["ris"], None):
+                given = {"messages": chat, "tools": tools, "stop": stop}
+                want = "tool_calls" if is_whole or stop is None else "stop"
+                (answer,) = (await s.chat(**given)).choices
+                made = answer.message.tool_calls
+                assert [(c.function.name, c.function.arguments) for c in made] == calls, said
+                events = [e.choices[0] async for e in await s.chat(**given, stream=True)]
+                parts = [part for one in events for part in one.delta.tool_calls or []]
+                assert joined(parts) == calls, said
+                assert [answer.finish_reason, events[-1].finish_reason] == [want, want], said
+            response = await s.client.responses.create(**asked, input=said)
+            stream = await s.client.responses.create(**asked, input=said, stream=True)
+            last = [event async for event in stream][-1]
+            for one in (response, last.response):
+                assert items_of(one)[0] == calls, said
+                *_, of_last = (i.status for i in one.output if i.type == "function_call")
+                assert of_last == ("completed" if is_whole else "incomplete"), said
+                assert one.status == "completed", said
+
+
 def test_every_format_is_here():
     assert {name.partition(" ")[0] for name in FORMATS} == set(PARSERS)
 
