@@ -3,6 +3,8 @@
 A parser takes an output's text as it comes and gives deltas; an answer that is not streamed is its
 deltas joined, so that there is one way to read it. What looks like a call and cannot be read as one
 is content, and nothing is lost. White space beside a call is dropped, and brackets too many.
+Half a marker at an output's end is content, too: a text may be cut there, `x = [` for one, which
+could begin Mistral's. vLLM has it in whole answers; its streams drop it (Hermes) or not (Mistral).
 
 A call has begun for a client with its name, so that one whose arguments never close stays a call,
 with them as far as they were written: they are not completed, lest a client runs what the model did

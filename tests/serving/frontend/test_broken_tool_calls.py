@@ -270,6 +270,33 @@ async def test_what_a_stop_string_cuts_is_no_call_to_run(name, step):
                 assert one.status == "completed", said
 
 
+@pytest.mark.parametrize("step", [1, 1000])
+@pytest.mark.parametrize("name", FORMATS)
+async def test_half_a_marker_at_the_end_is_what_was_said(name, step):
+    """An answer that its length has cut may end in text that only looks like one: `x = [`."""
+    tools = [{"type": "function", "function": one} for one in FUNCTIONS]
+    asked = {"model": "counter", "tools": [{"type": "function", **one} for one in FUNCTIONS]}
+    parser = name.partition(" ")[0]
+    async with saying(
+        lambda prompt: prompt.messages[-1]["content"],
+        reason="length",
+        step=step,
+        tool_call_parser=parser,
+    ) as s:
+        for count in (1, 6, 10):
+            said = "x = " + FORMATS[name]([PARIS])[:count]
+            given = {"messages": [{"role": "user", "content": said}], "tools": tools}
+            (whole,) = (await s.chat(**given)).choices
+            events = [e.choices[0] async for e in await s.chat(**given, stream=True)]
+            text = "".join(one.delta.content or "" for one in events)
+            assert [whole.message.content, text] == [said, said]
+            assert [whole.finish_reason, events[-1].finish_reason] == ["length", "length"]
+            response = await s.client.responses.create(**asked, input=said)
+            stream = await s.client.responses.create(**asked, input=said, stream=True)
+            streamed = [event async for event in stream][-1].response
+            assert [items_of(response), items_of(streamed)] == [([], said)] * 2
+
+
 def test_every_format_is_here():
     assert {name.partition(" ")[0] for name in FORMATS} == set(PARSERS)
 
