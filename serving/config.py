@@ -752,8 +752,8 @@ class ServerConfig:
     tool_call_parser: str = setting(
         "",
         "Format of models' tool calls: hermes, mistral, openai (gpt-oss), glm45, glm47, "
-        "deepseek_v3, kimi_k2, minimax_m2, ernie45, or your own module:Class or file.py:Class "
-        "(http.md). Empty: by the chat template.",
+        "deepseek_v3, kimi_k2, minimax_m2, qwen3_coder, ernie45, or your own module:Class or "
+        "file.py:Class (http.md). Empty: by the chat template.",
         None,
         "Model",
     )

@@ -27,6 +27,7 @@ from serving.frontend.openai.tool_parsers import (
     Hermes,
     Schema,
     ToolParser,
+    closes,
     parser_of,
 )
 from serving.request import (
@@ -388,6 +389,7 @@ class ReadChoice(ChatChoice):
             thoughts = self._parsers[0]
         self.reasoning_tokens = None if thoughts is None else 0
         self._num_calls = 0
+        self._written: list[str] | None = None  # arguments of the call that is being written
         self._ids: set[str] = set()  # of calls
         self._last_number = 0  # the largest that one of them ends in
         self._message: dict[str, Any] = {
@@ -418,7 +420,20 @@ class ReadChoice(ChatChoice):
             of_call = delta.name or delta.arguments
             if not of_call or self._most is None or self._num_calls <= self._most:
                 kept.append(delta)
+                if delta.name or not of_call:
+                    self._written = [] if delta.name else None
+                if delta.arguments and self._written is not None:
+                    self._written.append(delta.arguments)
         return kept
+
+    def cuts_call(self, out: Output) -> bool:
+        """Returns whether the last output may have been stopped by the client's strings or tokens
+        in the midst of a call: whether what the call has for arguments is no JSON.
+        """
+        may_stop = self.sampling.stop or self.sampling.stop_token_ids
+        if out.finish_reason != "stop" or not may_stop or self._written is None:
+            return False
+        return not closes("".join(self._written))
 
     def explained(self, error: InvalidRequest) -> InvalidRequest:
         """See Choice."""
@@ -493,7 +508,7 @@ class ReadChoice(ChatChoice):
 
     def finish(self, out: Output) -> bytes:
         """See Choice."""
-        has_called = self._num_calls and out.finish_reason == "stop"
+        has_called = self._num_calls and out.finish_reason == "stop" and not self.cuts_call(out)
         return b'"tool_calls"' if has_called else super().finish(out)
 
     def event(self, out: Output, usage: bytes = b"") -> bytes:

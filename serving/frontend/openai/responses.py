@@ -196,7 +196,8 @@ class ResponseChoice(ReadChoice):
                 self._begin("message")
             if self._ahead and self._open is not None and self._open["type"] == "message":
                 self._add("message", "")
-            self._end("completed" if out.finish_reason == "stop" else "incomplete")
+            is_whole = out.finish_reason == "stop" and not self.cuts_call(out)
+            self._end("completed" if is_whole else "incomplete")
 
     def drawn_id(self) -> str:
         """See ReadChoice."""

@@ -3,6 +3,8 @@
 A parser takes an output's text as it comes and gives deltas; an answer that is not streamed is its
 deltas joined, so that there is one way to read it. What looks like a call and cannot be read as one
 is content, and nothing is lost. White space beside a call is dropped, and brackets too many.
+Half a marker at an output's end is content, too: a text may be cut there, `x = [` for one, which
+could begin Mistral's. vLLM has it in whole answers; its streams drop it (Hermes) or not (Mistral).
 
 A call has begun for a client with its name, so that one whose arguments never close stays a call,
 with them as far as they were written: they are not completed, lest a client runs what the model did
@@ -268,7 +270,7 @@ class ToolParser:
                     depth -= 1
                 if depth or in_string or follows:
                     continue
-                whole = in_doubt < 0 or _closes("".join([*pieces, self._left[:at]]))
+                whole = in_doubt < 0 or closes("".join([*pieces, self._left[:at]]))
                 taken(at if whole else in_doubt)
                 return whole
             if in_doubt >= 0:
@@ -510,6 +512,8 @@ class _Tagged(ToolParser):
     before, closing = "", ""  # markers before an argument's name, and behind its value
     gap = r'"\n"'
     """What a grammar has between tags."""
+    last = ""
+    """What it has behind a value, before the tag."""
 
     def arguments(self, function: str, *ends: str) -> Generator[None, None, str]:
         """Consumes the arguments of a call, up to one of the markers `ends`; returns which, empty
@@ -556,8 +560,13 @@ class _Tagged(ToolParser):
         text = "".join(pieces)
         if not (text or ended):
             return
-        is_typed = _is_of(text.strip(), schema)
-        self.argue(text.strip() if is_typed else _dumped(text)[: None if ended else -1])
+        self.argue(self.typed(text, schema) or _dumped(text)[: None if ended else -1])
+
+    def typed(self, text: str, schema: Any) -> str:
+        """Returns the JSON of a value that its schema does not want as text alone; empty if it is
+        text after all.
+        """
+        return text.strip() if _is_of(text.strip(), schema) else ""
 
     def _value(self, *ends: str, take: Callable[[str], object]) -> Generator[None, None, str]:
         """Consumes a value; returns the marker behind it, empty if the output ended before. It ends
@@ -587,7 +596,7 @@ class _Tagged(ToolParser):
         end = marker(self.closing)
         for n, (key, one) in enumerate(properties.items() if isinstance(properties, dict) else ()):
             rule = f"value{i}x{n}"
-            tail = f"{end} {self.gap}"
+            tail = f"{self.last}{end} {self.gap}"
             if not _is_string(one):
                 defs = {at: schema[at] for at in ("$defs", "definitions") if at in schema}
                 lines.append(f"{rule}: {_json({**defs, **one} if isinstance(one, dict) else one)}")
@@ -595,6 +604,7 @@ class _Tagged(ToolParser):
                 lines.append(f"{rule}: {' | '.join(map(_literal, one['enum']))}")
             elif _is_token(end):
                 lines.append(f"{rule}: {_TEXT}")
+                tail = f"{end} {self.gap}"
             else:
                 lines.append(f"{rule}[suffix={end}]: {_TEXT}")
                 tail = self.gap
@@ -703,6 +713,90 @@ class MiniMax(_Tagged):
     def written(self, name: str, arguments: str, marker: Marker) -> str:
         """See ToolParser."""
         return rf'{_literal(f'<invoke name="{name}">\n')} {arguments} "</invoke>\n"'
+
+
+class Qwen3Coder(_Tagged):
+    """Qwen3-Coder, Qwen3.5, Step-3.5 and Nemotron-3: `<function=NAME>` between `<tool_call>` tags,
+    which may be missing around a function that there is. A value is on lines of its own.
+    """
+
+    opening = "<tool_call>"
+    before, closing = "<parameter=", "</parameter>"
+    last = r'"\n" '
+
+    def read(self) -> Reading:
+        """See ToolParser."""
+        function, closing = "<function=", "</tool_call>"
+        between = self.opening, function, closing
+        ends = "</function>", *between
+        inside = False  # the tags
+        marker = yield from self.until(self.opening, function, take=self.say)
+        while marker:
+            self.keep(marker)
+            inside = marker == self.opening or (inside and marker == function)
+            name, found = "", ""
+            if marker == function or (yield from self.skip(function)):
+                name, found = yield from self.text(">", *ends, stay=True)
+            if found == ">" and _NAME.fullmatch(name) and (inside or name in self.functions):
+                self._consume(len(found))
+                self.begin(name)
+                found = yield from self.arguments(name, *ends)
+                self._consume(len(found) if found == ends[0] else 0)
+                marker = yield from self.leave(*between)
+                self._consume(len(marker))
+            else:
+                self._consume(len(found) if found == closing else 0)
+                self.give_up()
+                marker = closing
+            if marker == closing:
+                inside = False
+                marker = yield from self.until(self.opening, function, take=self.say)
+
+    def key(self, *ends: str) -> Generator[None, None, tuple[str, bool]]:
+        """See _Tagged."""
+        name, found = yield from self.text(">", *ends, stay=True)
+        if found != ">":
+            return name, False
+        self._consume(len(found))
+        while not (self._left or self._ended):
+            yield
+        self._consume(int(self._left.startswith("\n")))
+        return name, True
+
+    def _value(self, *ends: str, take: Callable[[str], object]) -> Generator[None, None, str]:
+        """See _Tagged. The next argument's tag ends a value, too, at the beginning of a line."""
+        line = ""  # a line break, which is no part of the value before a tag
+
+        def taken(text: str) -> None:
+            nonlocal line
+            text = line + text
+            value = text.removesuffix("\n")
+            line = text[len(value) :]
+            if value:
+                take(value)
+
+        return (yield from super()._value(f"\n{self.before}", *ends, take=taken))
+
+    def typed(self, text: str, schema: Any) -> str:
+        """See _Tagged. An argument that the schema does not have is text. Templates write some
+        values as Python does: `True`, `None`.
+        """
+        if schema is None:
+            return ""
+        word = text.strip().lower()
+        word = "null" if word == "none" else word
+        if word in ("true", "false", "null") and _kinds(schema) and _is_of(word, schema):
+            return word
+        return super().typed(text, schema)
+
+    def keyed(self, key: str, marker: Marker) -> str:
+        """See _Tagged."""
+        return _literal(f"<parameter={key}>\n")
+
+    def written(self, name: str, arguments: str, marker: Marker) -> str:
+        """See ToolParser."""
+        first = f"{marker('<tool_call>')} {_literal(f'\n<function={name}>\n')}"
+        return f"{first} {arguments} {_literal('</function>\n')} {marker('</tool_call>')}"
 
 
 class _Section(ToolParser):
@@ -823,10 +917,13 @@ PARSERS: dict[str, type[ToolParser]] = {
     "ernie45": Hermes,
     "kimi_k2": Kimi,
     "minimax_m2": MiniMax,
+    "qwen3_coder": Qwen3Coder,
+    "qwen3_xml": Qwen3Coder,
 }
 """By vLLM's names."""
 _MARKERS: dict[str, type[ToolParser]] = {
     "<arg_key>": Glm,
+    "<parameter=": Qwen3Coder,
     "<tool_call>": Hermes,
     "[TOOL_CALLS]": Mistral,
     "<|channel|>": Harmony,
@@ -904,7 +1001,7 @@ def _is_json(text: str) -> bool:
     return _is_of(text, {})
 
 
-def _closes(text: str) -> bool:
+def closes(text: str) -> bool:
     """Returns whether a text is JSON, in whose strings there may be line breaks."""
     try:
         json.loads(text, strict=False)

@@ -88,6 +88,15 @@ def minimax(calls: Sequence[Call]) -> str:
     return f"<minimax:tool_call>\n{invokes}</minimax:tool_call>"
 
 
+def qwen3_coder(calls: Sequence[Call]) -> str:
+    argument = "<parameter=city>\nParis\n"
+    told = {PARIS: f"{argument}</parameter>\n", OPEN: argument, IN_STRING: argument, LIST: LIST[1]}
+    return "\n".join(
+        f"<tool_call>\n<function={call[0]}>\n{told.get(call, '')}</function>\n</tool_call>"
+        for call in calls
+    )
+
+
 FORMATS = {
     "hermes": hermes,
     "ernie45": hermes,
@@ -100,10 +109,12 @@ FORMATS = {
     "glm45": glm,
     "glm47": lambda calls: glm(calls).replace("\n", ""),
     "minimax_m2": minimax,
+    "qwen3_coder": qwen3_coder,
+    "qwen3_xml": qwen3_coder,
 }
 ENDLESS = "mistral", "mistral list"
 """Formats whose calls have no marker behind them."""
-TAGGED = "glm45", "glm47", "minimax_m2"
+TAGGED = "glm45", "glm47", "minimax_m2", "qwen3_coder", "qwen3_xml"
 
 
 class Cell(NamedTuple):
@@ -135,7 +146,7 @@ def cells(name: str) -> dict[str, Cell]:
     whole = write([PARIS])
     no_object = {
         **dict.fromkeys(("glm45", "glm47"), Cell(write([LIST, PARIS]), [PARIS], write([LIST]))),
-        "minimax_m2": Cell(write([LIST, PARIS]), [NOW, PARIS], LIST[1]),
+        **dict.fromkeys(TAGGED[2:], Cell(write([LIST, PARIS]), [NOW, PARIS], LIST[1])),
     }
     found = {
         "well formed": Cell(head + write([PARIS, NOW]), [PARIS, NOW], "I look."),
@@ -209,6 +220,81 @@ async def test_streams_and_whole_answers_have_all_that_was_said(name, step):
             streamed = [e async for e in await s.client.responses.create(**asked, stream=True)]
             assert items_of(response) == (want.calls, want.content), kind
             assert items_of(streamed[-1].response) == (want.calls, want.content), kind
+
+
+@pytest.mark.parametrize("step", [1, 1000])
+@pytest.mark.parametrize("name", FORMATS)
+async def test_what_a_stop_string_cuts_is_no_call_to_run(name, step):
+    """The engine's text ends before the stop string, of which nothing tells but the request."""
+    whole, told = FORMATS[name]([NOW, PARIS]), "\n" + FORMATS[name]([PARIS])
+    cut = whole[: whole.rindex("ris")]
+    if name == "openai":
+        told = "<|channel|>commentary<|message|>I<|end|><|start|>assistant" + told[1:]
+    cases = {  # what is said: what is called, and whether the last call is whole
+        cut: ([NOW, ("weather", '{"city": "Pa')], False),
+        whole: ([NOW, PARIS], True),
+        told: ([PARIS], True),
+    }
+    if name not in ENDLESS:  # content behind a call
+        cases[FORMATS[name]([PARIS]) + " So"] = ([PARIS], True)
+        cases[FORMATS[name]([IN_STRING]) + " So"] = (
+            cells(name)["text behind a string"].calls,
+            True,
+        )
+    tools = [{"type": "function", "function": one} for one in FUNCTIONS]
+    flat = [{"type": "function", **one} for one in FUNCTIONS]
+    asked = {"model": "counter", "tools": flat, "extra_body": {"stop": ["ris"]}}
+    parser = name.partition(" ")[0]
+    async with saying(
+        lambda prompt: prompt.messages[-1]["content"], step=step, tool_call_parser=parser
+    ) as s:
+        for said, (calls, is_whole) in cases.items():
+            chat = [{"role": "user", "content": said}]
+            for stop in (["ris"], None):
+                given = {"messages": chat, "tools": tools, "stop": stop}
+                want = "tool_calls" if is_whole or stop is None else "stop"
+                (answer,) = (await s.chat(**given)).choices
+                made = answer.message.tool_calls
+                assert [(c.function.name, c.function.arguments) for c in made] == calls, said
+                events = [e.choices[0] async for e in await s.chat(**given, stream=True)]
+                parts = [part for one in events for part in one.delta.tool_calls or []]
+                assert joined(parts) == calls, said
+                assert [answer.finish_reason, events[-1].finish_reason] == [want, want], said
+            response = await s.client.responses.create(**asked, input=said)
+            stream = await s.client.responses.create(**asked, input=said, stream=True)
+            last = [event async for event in stream][-1]
+            for one in (response, last.response):
+                assert items_of(one)[0] == calls, said
+                *_, of_last = (i.status for i in one.output if i.type == "function_call")
+                assert of_last == ("completed" if is_whole else "incomplete"), said
+                assert one.status == "completed", said
+
+
+@pytest.mark.parametrize("step", [1, 1000])
+@pytest.mark.parametrize("name", FORMATS)
+async def test_half_a_marker_at_the_end_is_what_was_said(name, step):
+    """An answer that its length has cut may end in text that only looks like one: `x = [`."""
+    tools = [{"type": "function", "function": one} for one in FUNCTIONS]
+    asked = {"model": "counter", "tools": [{"type": "function", **one} for one in FUNCTIONS]}
+    parser = name.partition(" ")[0]
+    async with saying(
+        lambda prompt: prompt.messages[-1]["content"],
+        reason="length",
+        step=step,
+        tool_call_parser=parser,
+    ) as s:
+        for count in (1, 6, 10):
+            said = "x = " + FORMATS[name]([PARIS])[:count]
+            given = {"messages": [{"role": "user", "content": said}], "tools": tools}
+            (whole,) = (await s.chat(**given)).choices
+            events = [e.choices[0] async for e in await s.chat(**given, stream=True)]
+            text = "".join(one.delta.content or "" for one in events)
+            assert [whole.message.content, text] == [said, said]
+            assert [whole.finish_reason, events[-1].finish_reason] == ["length", "length"]
+            response = await s.client.responses.create(**asked, input=said)
+            stream = await s.client.responses.create(**asked, input=said, stream=True)
+            streamed = [event async for event in stream][-1].response
+            assert [items_of(response), items_of(streamed)] == [([], said)] * 2
 
 
 def test_every_format_is_here():

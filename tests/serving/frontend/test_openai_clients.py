@@ -81,6 +81,17 @@ def minimax(*calls):
     return f"<minimax:tool_call>\n{''.join(found)}</minimax:tool_call>"
 
 
+def qwen3_coder(*calls):
+    found = []
+    for name, arguments in calls:
+        pairs = "".join(
+            f"<parameter={key}>\n{value}\n</parameter>\n"
+            for key, value in json.loads(arguments).items()
+        )
+        found.append(f"<tool_call>\n<function={name}>\n{pairs}</function>\n</tool_call>")
+    return "\n".join(found)
+
+
 FORMATS = {
     "<tool_call>": hermes,
     "[TOOL_CALLS]": mistral,
@@ -89,6 +100,7 @@ FORMATS = {
     "<|channel|>": harmony,
     "<|tool_call_begin|>": kimi,
     "<minimax:tool_call>": minimax,
+    "<parameter=": qwen3_coder,
 }
 
 

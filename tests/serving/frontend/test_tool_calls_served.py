@@ -38,6 +38,7 @@ MARKERS = {
         *("<|tool_call_argument_begin|>", "<|tool_call_end|>"),
     ],
     "minimax_m2": ["<minimax:tool_call>", "</minimax:tool_call>"],
+    "qwen3_coder": ["<tool_call>", "</tool_call>"],
     "openai": ["<|channel|>", "<|message|>", "<|constrain|>", "<|start|>", "<|end|>", "<|call|>"],
     "in text": [],
 }
@@ -88,7 +89,8 @@ def checkpoint(tmp_path_factory):
         backend.add_special_tokens([AddedToken(text, special=True) for text in MARKERS[name]])
         assert backend.get_vocab_size() <= VOCAB
         backend.save(str(folder / "tokenizer.json"))
-        marks = " ".join(MARKERS[name] or MARKERS["hermes"])
+        text = ["<parameter="] if name == "qwen3_coder" else []  # no token, and tells the format
+        marks = " ".join(text + (MARKERS[name] or MARKERS["hermes"]))
         told = {"chat_template": TEMPLATE.format(marks), "eos_token": "<|endoftext|>"}
         (folder / "tokenizer_config.json").write_text(json.dumps(told))
         return folder, {str(backend.token_to_id(text)): 4.0 for text in MARKERS[name]}

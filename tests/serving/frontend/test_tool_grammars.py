@@ -36,6 +36,7 @@ MARKERS = {
     ],
     # The last is none of the model's tokens; it is one here so that texts drawn at random end.
     "minimax_m2": ["<minimax:tool_call>", "</minimax:tool_call>", "</parameter>"],
+    "qwen3_coder": ["<tool_call>", "</tool_call>", "</parameter>"],
 }
 MARKERS["glm47"] = MARKERS["glm45"]
 TEMPLATES = [
@@ -43,6 +44,7 @@ TEMPLATES = [
     *(("mistral", "[TOOL_CALLS] [ARGS]"), ("openai", "<|channel|>")),
     *(("deepseek_v3", "<｜tool▁call▁begin｜>```"), ("deepseek_v3", "<｜tool▁call▁begin｜>")),
     *(("kimi_k2", "<|tool_call_begin|>"), ("minimax_m2", "<minimax:tool_call>")),
+    ("qwen3_coder", "<tool_call><parameter="),
 ]
 TEMPLATE = {"glm47": "<arg_key>", **dict(reversed(TEMPLATES))}
 SCHEMA = {
@@ -252,6 +254,10 @@ TAGGED = {
         '<minimax:tool_call>\n<invoke name="{0}">\n{1}</invoke>\n</minimax:tool_call>',
         '<parameter name="{0}">{1}</parameter>\n',
     ),
+    "qwen3_coder": (
+        "<tool_call>\n<function={0}>\n{1}</function>\n</tool_call>",
+        "<parameter={0}>\n{1}\n</parameter>\n",
+    ),
 }
 RIGHT, WRONG = '{"unit": "</x>", "days": 3}', '{"unit": "K", "days": 3}'
 
@@ -259,7 +265,9 @@ RIGHT, WRONG = '{"unit": "</x>", "days": 3}', '{"unit": "K", "days": 3}'
 @pytest.mark.parametrize("kind", ["special", "added", "text"])
 @pytest.mark.parametrize("parser", [*IN_TEXT, *TAGGED])
 def test_beside_text_a_call_is_held_from_its_marker_on(parser, kind):
-    texts, form = IN_TEXT.get(parser, (["Hi.", "<arg_key>", '<invoke name="x">'], ""))
+    texts, form = IN_TEXT.get(
+        parser, (["Hi.", "<arg_key>", '<invoke name="x">', "<function=x>"], "")
+    )
 
     def called(name, arguments):
         if parser not in TAGGED:
@@ -290,10 +298,11 @@ def test_beside_text_a_call_is_held_from_its_marker_on(parser, kind):
         assert not follows(tools, tokenizer, calls[0] + called("weather", WRONG))
 
 
-def test_a_text_ends_at_its_tag_where_that_is_no_token():
-    tokenizer = tokenizer_of("<minimax:tool_call>", MARKERS["minimax_m2"][:2])
+@pytest.mark.parametrize("parser", ["minimax_m2", "qwen3_coder"])
+def test_a_text_ends_at_its_tag_where_that_is_no_token(parser):
+    tokenizer = tokenizer_of(TEMPLATE[parser], MARKERS[parser][:2])
     tools = tools_of(tokenizer, schemas={"say": FREE})
-    call, argument = TAGGED["minimax_m2"]
+    call, argument = TAGGED[parser]
     text = 'a < b\n</par"</invoke>'
     written = call.format("say", argument.format("text", text))
     assert follows(tools, tokenizer, written)

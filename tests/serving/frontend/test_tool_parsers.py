@@ -488,6 +488,117 @@ MINIMAX = [
     ),
     ("", "", []),
 ]
+
+
+def coder(name, *arguments):
+    told = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments)
+    return f"<tool_call>\n<function={name}>\n{told}</function>\n</tool_call>"
+
+
+CODED = coder("weather", ("city", "Paris"))
+CODE = "def f(a):\n\treturn \"</x>\" if a < 3 else '\\n'\n"
+QWEN3_CODER = [
+    (
+        "Hello <you>, <function> and <parameter=x>.",
+        "Hello <you>, <function> and <parameter=x>.",
+        [],
+    ),
+    (CODED, "", [PARIS]),
+    ("\n\n" + CODED + "\n", "", [PARIS]),
+    ("I look.\n" + CODED + "\n" + coder("now"), "I look.", [PARIS, ("now", "{}")]),
+    (CODED + coder("now") + " Done.", " Done.", [PARIS, ("now", "{}")]),
+    (CODED.replace("\n", ""), "", [PARIS]),
+    (
+        coder("weather", ("city", "3"), ("days", "3"), ("unit", "C"), ("tags", '[\n"a", {}\n]')),
+        "",
+        [("weather", '{"city": "3", "days": 3, "unit": "C", "tags": [\n"a", {}\n]}')],
+    ),
+    (
+        coder(
+            "typed",
+            *(("number", "-1.5e3"), ("flag", "true"), ("nothing", "null"), ("zip", "10115")),
+            *(("inner", '{"a": [1]}'), ("count", "7"), ("either", "[1]"), ("some", "[1]")),
+        ),
+        "",
+        [
+            (
+                "typed",
+                '{"number": -1.5e3, "flag": true, "nothing": null, "zip": "10115", '
+                '"inner": {"a": [1]}, "count": 7, "either": "[1]", "some": [1]}',
+            )
+        ],
+    ),
+    (  # as Python writes it, which a template does
+        coder("typed", ("flag", "True"), ("nothing", "None"), ("zip", "None"), ("number", "None")),
+        "",
+        [("typed", '{"flag": true, "nothing": null, "zip": null, "number": null}')],
+    ),
+    (
+        coder("weather", ("city", "None"), ("days", "three"), ("unit", "True"), ("any", "True")),
+        "",
+        [("weather", '{"city": "None", "days": "three", "unit": "True", "any": "True"}')],
+    ),
+    (  # what the schema does not have is text
+        coder("weather", ("what", "3")) + coder("else", ("what", "[1]")),
+        "",
+        [("weather", '{"what": "3"}'), ("else", '{"what": "[1]"}')],
+    ),
+    (
+        coder("weather", ("city", CODE), ("days", "3")),
+        "",
+        [("weather", json.dumps({"city": CODE, "days": 3}))],
+    ),
+    (coder("weather", ("city", "\n a\n\n")), "", [("weather", '{"city": "\\n a\\n\\n"}')]),
+    (coder("weather", ("city", "")), "", [("weather", '{"city": ""}')]),
+    (
+        "<tool_call><function=weather><parameter=city>\n</parameter></function></tool_call>",
+        "",
+        [("weather", '{"city": ""}')],
+    ),
+    (
+        coder("weather", ("city", "a </function>\n</tool_call> <tool_call> b 東京 😀")),
+        "",
+        [("weather", '{"city": "a </function>\\n</tool_call> <tool_call> b 東京 😀"}')],
+    ),
+    (  # tags behind values are missing
+        coder("weather", ("city", "Paris"), ("days", "3")).replace("\n</parameter>", ""),
+        "",
+        [("weather", '{"city": "Paris", "days": 3}')],
+    ),
+    (
+        CODED.replace("</parameter>\n", "") + "\n" + coder("weather", ("days", "3")),
+        "",
+        [PARIS, ("weather", '{"days": 3}')],
+    ),
+    (CODED.replace("</function>\n", "") + "!", "!", [PARIS]),
+    (CODED.replace("</function>\n</tool_call>", "") + coder("now"), "", [PARIS, ("now", "{}")]),
+    (CODED.replace("\n</tool_call>", "") + coder("now"), "", [PARIS, ("now", "{}")]),
+    (  # several in one pair of tags
+        CODED.replace("</tool_call>", "") + coder("else").replace("<tool_call>\n", ""),
+        "",
+        [PARIS, ("else", "{}")],
+    ),
+    (  # tags around functions are missing
+        "I look.\n" + CODED.replace("<tool_call>\n", "") + "\n" + CODED[12:-12] + "Done.",
+        "I look.Done.",
+        [PARIS, PARIS],
+    ),
+    ("Write <function=else> or <function=", "Write <function=else> or <function=", []),
+    (CODED.partition("ris")[0], "", [("weather", '{"city": "Pa')]),
+    (CODED.partition("\n</param")[0] + "\n", "", [("weather", '{"city": "Paris')]),
+    (CODED.partition("ity>")[0], "", [("weather", '{"c')]),
+    (CODED.partition("\n</tool")[0] + "\n</too", "", [PARIS]),
+    ("<tool_call>\n<function=wea", "<tool_call>\n<function=wea", []),
+    ("<tool_call>\n<func", "<tool_call>\n<func", []),
+    ("<tool_call>", "<tool_call>", []),
+    (
+        "<tool_call>\nweather\n</tool_call> so",
+        "<tool_call>\nweather\n</tool_call> so",
+        [],
+    ),
+    (coder("a b") + CODED, coder("a b"), [PARIS]),
+    ("", "", []),
+]
 GLM47 = [
     (glm("weather", ("city", "Paris")).replace("\n", ""), "", [PARIS]),
     (f"I look.{glm('now')}".replace("\n", ""), "I look.", [("now", "{}")]),
@@ -504,6 +615,8 @@ CASES = [
         "ernie45": ERNIE,
         "kimi_k2": KIMI,
         "minimax_m2": MINIMAX,
+        "qwen3_coder": QWEN3_CODER,
+        "qwen3_xml": [(CODED, "", [PARIS])],
     }.items()
     for number, case in enumerate(cases)
 ]
@@ -536,7 +649,8 @@ _MARKERS = st.sampled_from(
         *("<|tool_calls_section_begin|>", "<|tool_call_begin|>", "<|tool_call_argument_begin|>"),
         *("<|tool_call_end|>", "<|tool_calls_section_end|>", "functions.f:0"),
         *("<minimax:tool_call>", '<invoke name="', '">', '<parameter name="', "</parameter>"),
-        *("</invoke>", "</minimax:tool_call>", "zip", "typed"),
+        *("</invoke>", "</minimax:tool_call>", "zip", "typed", "<function=", "</function>", ">"),
+        *("<parameter=", "<function=weather>\n", "<parameter=city>\n", "<parameter=zip>\n"),
         *("weather", "city", "<", "東", '"arguments"', '"name"', r'"\ud800"', "null", "1e999"),
     ]
 )
@@ -584,6 +698,7 @@ def test_a_call_has_the_id_that_its_model_wrote(split):
     [
         ("{{ '<tool_call>\\n{\"name\": ' }}", "hermes"),
         ("{{ '<tool_call>' }}{{ '<arg_key>' }}", "glm45"),
+        ("{{- '<tool_call>\\n<function=' + name + '>\\n<parameter=' + key }}", "qwen3_coder"),
         ("{{ '[TOOL_CALLS]' }}", "mistral"),
         ("{{ '<|channel|>analysis' }}", "openai"),
         ("{{ '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' }}", "deepseek_v3"),
