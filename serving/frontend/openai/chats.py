@@ -31,11 +31,11 @@ from serving.frontend.openai.tool_parsers import (
 )
 from serving.request import (
     MAX_STRUCTURE_CHARS,
-    SPACED,
     Chat,
     Output,
     Structure,
     StructureKind,
+    guided,
 )
 from serving.settings import plugins
 
@@ -103,7 +103,7 @@ class Tools:
         self._tokenizer, self._body = tokenizer, body
         functions = [one.function for one in body.tools or ()]
         self._is_strict = any(one.strict for one in functions)
-        self._functions = {one.name: _schema(one, body.forces_call) for one in functions}
+        self._functions = {one.name: _schema(one) for one in functions}
         one_at_most = isinstance(body.tool_choice, NamedTool) or body.parallel_tool_calls is False
         self.most_calls = 1 if one_at_most else None
         self._parser = parser or template.parser or Hermes
@@ -197,7 +197,7 @@ def _spaced(schema: str) -> str:
         return schema  # the grammar says why not
     if not isinstance(found, dict):
         return schema
-    return json.dumps({"x-guidance": SPACED, **found})
+    return json.dumps(guided(found))
 
 
 def _tokens(tokens: Sequence[int]) -> str:
@@ -350,14 +350,12 @@ def _object(arguments: str) -> Any:
     return found if isinstance(found, dict) else arguments
 
 
-def _schema(function: Any, is_forced: bool) -> Schema:
-    """Returns the schema of a function's arguments. What a grammar does not know in it is left out
-    where nobody has asked to be held to it.
-    """
+def _schema(function: Any) -> Schema:
+    """Returns the schema of a function's arguments, which says so if it is strict."""
     nothing = {"properties": {}, "additionalProperties": False}
     schema = nothing if function.parameters is None else function.parameters
-    lenient = {} if is_forced or function.strict else {"x-guidance": {**SPACED, "lenient": True}}
-    return {**lenient, **schema, "type": "object"}
+    schema = {**schema, "type": "object"}
+    return guided(schema, strict=True) if function.strict else schema
 
 
 class ChatChoice(Choice):

@@ -91,7 +91,8 @@ def _format(wanted: Any) -> ResponseFormat:
     if wanted.type == "json_schema":
         if wanted.schema_ is None:
             raise HttpError("text.format of type json_schema has no schema; give one", "text")
-        schema = JsonSchema.model_validate({"name": wanted.name or "", "schema": wanted.schema_})
+        given = {"name": wanted.name or "", "schema": wanted.schema_, "strict": wanted.strict}
+        schema = JsonSchema.model_validate(given)
     elif wanted.schema_ is not None:
         raise HttpError(f"text.format of type {wanted.type} has a schema; leave it out", "text")
     return ResponseFormat(type=wanted.type, json_schema=schema)

@@ -171,7 +171,7 @@ class JsonSchema(Strict):
     name: str = supported("what the caller calls it; changes nothing", ...)
     schema_: Object = supported("the JSON schema", ..., alias="schema")
     description: str | None = accepted("for the caller's own use")
-    strict: bool | None = accepted("the schema is always held to")
+    strict: bool | None = supported("true: a schema that cannot be held to as a whole is refused")
 
 
 class ResponseFormat(Strict):

@@ -12,7 +12,7 @@ from openai_served import CHAT, serving_http
 from serving.config import EngineConfig
 from serving.errors import InvalidRequest
 from serving.frontend.openai.schemas import MAX_SEQUENCES
-from serving.request import Priority, SamplingParams, Structure, StructureKind
+from serving.request import Priority, SamplingParams, Structure, StructureKind, guided
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"type": "string"}}}
 JSON = Structure(StructureKind.JSON_SCHEMA, orjson.dumps(SCHEMA).decode())
@@ -109,10 +109,21 @@ async def test_jmoes_own_fields_arrive():
             {
                 "response_format": {
                     "type": "json_schema",
-                    "json_schema": {"name": "x", "schema": SCHEMA, "strict": True},
+                    "json_schema": {"name": "x", "schema": SCHEMA, "strict": False},
                 }
             },
             JSON,
+        ),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "schema": SCHEMA, "strict": True},
+                }
+            },
+            Structure(
+                StructureKind.JSON_SCHEMA, orjson.dumps(guided(SCHEMA, strict=True)).decode()
+            ),
         ),
         ({"guided_json": SCHEMA}, JSON),
         ({"guided_json": JSON.text}, JSON),

@@ -188,7 +188,7 @@ def test_what_schemas_say_to_people_takes_no_room_in_a_grammar(parser, template)
     with pytest.raises(InvalidRequest, match="number of characters of a grammar"):
         tools_of(tokenizer, schemas=dict.fromkeys(names, schema)).structure()
     tools = tools_of(
-        tokenizer, schemas=dict.fromkeys(names[:30], {"type": "object", **said} | schema)
+        tokenizer, schemas=dict.fromkeys(names[:29], {"type": "object", **said} | schema)
     )
     ((name, arguments), *_) = calls_in(tools, writer(tools, tokenizer, rng)())[1]
     assert name in names
