@@ -15,7 +15,14 @@ from serving.frontend.openai.schemas import (
     Generating,
     Sampled,
 )
-from serving.request import Priority, SamplingParams, Structure, StructureKind, guided
+from serving.request import (
+    MAX_TOP_PROMPT_LOGPROBS,
+    Priority,
+    SamplingParams,
+    Structure,
+    StructureKind,
+    guided,
+)
 
 _ANY_OBJECT = '{"type":"object"}'
 _TOKEN_ID = re.compile(r"[0-9]{1,10}")
@@ -63,6 +70,13 @@ def _logprobs(body: Sampled) -> dict[str, Any]:
     if isinstance(body, CompletionRequest):
         if body.logprobs is None:
             return {}
+        if body.echo and body.logprobs > MAX_TOP_PROMPT_LOGPROBS:
+            raise HttpError(
+                f"logprobs is {body.logprobs} with echo; the prompt's positions have "
+                f"{MAX_TOP_PROMPT_LOGPROBS} at most: send {MAX_TOP_PROMPT_LOGPROBS}, or leave echo "
+                "out",
+                "logprobs",
+            )
         return {
             "logprobs": True,
             "top_logprobs": body.logprobs,

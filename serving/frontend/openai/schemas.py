@@ -131,7 +131,6 @@ _NOT_MISSPELT = {
 
 MAX_SEQUENCES = 64
 """Answers of one call: prompts times `n`. They share one place among the calls under way."""
-MAX_COMPLETION_LOGPROBS = 5
 DEFAULT_MAX_TOKENS = 16
 """Of completions, as in OpenAI's API."""
 REQUEST_ID = rf"^[!-~]{{1,{MAX_REQUEST_ID_CHARS}}}$"
@@ -246,8 +245,7 @@ class Generating(OfModel):
     )
     allow_brownout: bool | None = supported("jmoe's: false exempts the request from brownout")
     allow_audit: bool | None = supported(
-        "jmoe's: false: the answer is never scored again, to measure what brownout costs, nor "
-        "captured"
+        "jmoe's: false: the answer is not scored again, to measure brownout's cost, nor captured"
     )
     max_degraded_percent: int | None = supported(
         "jmoe's: most of the request's expert visits that brownout may degrade, at every token; "
@@ -380,9 +378,9 @@ class CompletionRequest(Sampled):
     max_tokens: int | None = supported(_MAX_TOKENS, ge=0)
     echo: bool | None = supported("the prompt before each answer")
     logprobs: int | None = supported(
-        "likeliest tokens at each position, with `echo` of the prompt, too",
+        "likeliest tokens at each position, 20 at most; with `echo` of the prompt, too, then 5",
         ge=0,
-        le=MAX_COMPLETION_LOGPROBS,
+        le=MAX_TOP_LOGPROBS,
     )
     best_of: int | None = supported("as many as `n`; more are refused", ge=1)
     suffix: None = refused("models served here fill no gaps")

@@ -265,6 +265,13 @@ async def test_likeliest_tokens():
     assert told.top_logprobs == [{"c": -0.5, "d": -1.5}, {"d": -0.5, "e": -1.5}]
 
 
+async def test_as_many_likeliest_tokens_as_vllm_gives():
+    async with serving_http() as s:
+        got = await s.complete("ab", logprobs=20)
+    firsts = got.choices[0].logprobs.top_logprobs[0]
+    assert firsts == {chr(ord("c") + n): -0.5 - n for n in range(20)}
+
+
 async def test_absent_max_tokens_is_sixteen_or_what_fits():
     """Of a chat, as many as fit."""
     async with serving_http(engine=EngineConfig(max_model_len=64)) as s:
