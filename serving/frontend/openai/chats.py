@@ -101,7 +101,12 @@ class Tools:
         self._text = tokenizer.chat_template({"tools": body.tools})
         template = Template.of(self._text)
         self._tokenizer, self._body = tokenizer, body
-        functions = [one.function for one in body.tools or ()]
+        chosen = body.chosen
+        functions = [
+            one.function
+            for one in body.tools or ()
+            if chosen is None or one.function.name in chosen
+        ]
         self._is_strict = any(one.strict for one in functions)
         self._functions = {one.name: _schema(one) for one in functions}
         one_at_most = isinstance(body.tool_choice, NamedTool) or body.parallel_tool_calls is False
@@ -135,7 +140,7 @@ class Tools:
 
         Raises HttpError for one that is no JSON schema.
         """
-        parser, names = self.parser(), self._names()
+        parser, names = self.parser(), list(self._functions)
         many = self.most_calls is None
         if self._body.forces_call:
             return Structure(StructureKind.GRAMMAR, parser.grammar(names, many, self._marker))
@@ -161,11 +166,6 @@ class Tools:
             return None
         return Structure(StructureKind.GRAMMAR, text)
 
-    def _names(self) -> list[str]:
-        """Returns the functions that may be called, as a grammar numbers them."""
-        choice = self._body.tool_choice
-        return [choice.function.name] if isinstance(choice, NamedTool) else list(self._functions)
-
     def explained(self, error: InvalidRequest, structure: Structure) -> InvalidRequest:
         """Returns the error of a structure that cannot be used, with the function whose schema is
         at fault, if one is, in place of a grammar that the client has not written.
@@ -177,7 +177,7 @@ class Tools:
         rule = _RULE.match(lines[int(found[1]) - 1])
         if rule is None:
             return error
-        name = self._names()[int(rule[1])]
+        name = list(self._functions)[int(rule[1])]
         return HttpError(
             f"the parameters of the function {shown(name)} cannot be held to: {found[2]}; mend "
             "that schema, or leave out what it says there",
@@ -224,11 +224,11 @@ def tools_of(
     choice = body.tool_choice
     if body.forces_call and not names:
         raise HttpError("tool_choice asks for a call, and there are no tools", "tool_choice")
-    if isinstance(choice, NamedTool) and choice.function.name not in names:
-        raise HttpError(
-            f"tool_choice is {shown(choice.function.name)}, which is not among the tools",
-            "tool_choice",
-        )
+    for name in body.chosen or ():
+        if name not in names:
+            raise HttpError(
+                f"tool_choice is {shown(name)}, which is not among the tools", "tool_choice"
+            )
     if not names or choice == "none":
         return None
     if tokenizer is None or not tokenizer.chat_template({"tools": body.tools}):

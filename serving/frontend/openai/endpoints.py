@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from serving.errors import InvalidRequest, shown
+from serving.errors import InvalidRequest, TooLong, shown
 from serving.frontend.openai import logprobs
 from serving.frontend.openai.errors import HttpError
 from serving.frontend.openai.sampling import priority, sampling
@@ -181,6 +181,11 @@ class CompletionChoice(Choice):
     content = b'"text":', b""
     first_content = b'"text":'
     whole_content = content
+    place: int | None = None  # of its prompt among several
+
+    def explained(self, error: InvalidRequest) -> InvalidRequest:
+        """See Choice."""
+        return _of_prompt(error, self.place)
 
 
 class CompletionEndpoint:
@@ -194,7 +199,6 @@ class CompletionEndpoint:
         self, body: CompletionRequest, engine: "Engine", tokenizer: "Tokenizer | None"
     ) -> list[Choice]:
         """Returns the choices of a call, prompt by prompt. Raises InvalidRequest."""
-        bounds = engine.bounds
         prompts, n = _prompts(body.prompt), body.n or 1
         if len(prompts) * n > MAX_SEQUENCES:
             raise HttpError(
@@ -222,20 +226,17 @@ class CompletionEndpoint:
         texts = logprobs.Texts(tokenizer)
         found: list[Choice] = []
         began_s = time.monotonic()
-        for prompt in prompts:
-            if body.truncate_prompt_tokens is not None:
-                most = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-                prompt = await truncated(prompt, body, engine, most)
-            if body.echo and tokenizer is not None:  # the tokenizer will encode or decode it
-                check = bounds.check_chars if isinstance(prompt, str) else bounds.check_tokens
-                check(len(prompt))
-            echo = await _echo(prompt, tokenizer) if body.echo else ""
-            if body.echo and body.logprobs is not None:
-                prompt = await _tokens_of(prompt, tokenizer)
+        for at, prompt in enumerate(prompts):
+            place = at if len(prompts) > 1 else None
+            try:
+                prompt, echo = await _read(prompt, body, engine, tokenizer)
+            except InvalidRequest as error:
+                raise _of_prompt(error, place) from None
             for i in range(n):
                 shown = logprobs.Completion(texts, bool(body.logprobs))
-                found.append(CompletionChoice(len(found), prompt, sampling(body, i), shown, echo))
-                found[-1].scores_alone = body.max_tokens == 0
+                choice = CompletionChoice(len(found), prompt, sampling(body, i), shown, echo)
+                choice.place, choice.scores_alone = place, body.max_tokens == 0
+                found.append(choice)
         if body.truncate_prompt_tokens is not None:
             for choice in found:
                 choice.waited_s = time.monotonic() - began_s
@@ -274,6 +275,32 @@ def _prompts(given: Any) -> Sequence[Prompt]:
             f"prompt is {shown(given)}; each prompt must have a character or a token", "prompt"
         )
     return prompts
+
+
+def _of_prompt(error: InvalidRequest, place: int | None) -> InvalidRequest:
+    """Returns the error with the prompt at fault, if that is what is wrong with one of several."""
+    if place is None or not (isinstance(error, TooLong) or error.param == "prompt"):
+        return error
+    return type(error)(f"prompt[{place}]: {error}", error.param)
+
+
+async def _read(
+    prompt: Prompt, body: CompletionRequest, engine: "Engine", tokenizer: "Tokenizer | None"
+) -> tuple[Prompt, str]:
+    """Returns a prompt as the engine gets it, and what of it is before its answers. Raises
+    InvalidRequest.
+    """
+    if body.truncate_prompt_tokens is not None:
+        most = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+        prompt = await truncated(prompt, body, engine, most)
+    if not body.echo:
+        return prompt, ""
+    if tokenizer is not None:  # which will encode or decode it
+        bounds = engine.bounds
+        check = bounds.check_chars if isinstance(prompt, str) else bounds.check_tokens
+        check(len(prompt))
+    echo = await _echo(prompt, tokenizer)
+    return prompt if body.logprobs is None else await _tokens_of(prompt, tokenizer), echo
 
 
 async def _echo(prompt: Prompt, tokenizer: "Tokenizer | None") -> str:

@@ -153,7 +153,10 @@ _STRUCTURES = (
 MAX_TOOLS = 128
 """As OpenAI's API."""
 _Tools = Annotated[list["Tool"], Field(fail_fast=True, max_length=MAX_TOOLS)]
-_TOOL_CHOICE = "none, auto, required, or an object with type function and a function's name"
+_TOOL_CHOICE = (
+    "none, auto, required, or an object of type function with a function's name, or of type "
+    "allowed_tools with a mode (auto, required) and functions"
+)
 
 
 class StreamOptions(Strict):
@@ -435,6 +438,20 @@ class NamedTool(Strict):
     function: FunctionName
 
 
+class Allowed(Strict):
+    """Some of the tools, of which `mode` says whether one has to be called."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(fail_fast=True, min_length=1, max_length=MAX_TOOLS)]
+
+
+class AllowedTools(Strict):
+    """The tools that may be called, all of which the model is told."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: Allowed
+
+
 class FunctionCall(Strict):
     """What an earlier answer called a function with; `arguments` is JSON text."""
 
@@ -493,7 +510,7 @@ class ChatRequest(Sampled, Conversing):
         "`text` alone, which is what there is", wanted="a list with `text` alone"
     )
     tools: _Tools | None = supported(f"functions, up to {MAX_TOOLS}; see [Tools](#tools)")
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = supported(
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools | None = supported(
         "`none`, `auto`, `required` or a function; see [Tools](#tools)", wanted=_TOOL_CHOICE
     )
     function_call: Literal["none", "auto"] | None = accepted(
@@ -517,7 +534,18 @@ class ChatRequest(Sampled, Conversing):
     @property
     def forces_call(self) -> bool:
         """Whether the answer has to be a call."""
-        return self.tool_choice not in (None, "none", "auto")
+        choice = self.tool_choice
+        if isinstance(choice, AllowedTools):
+            return choice.allowed_tools.mode == "required"
+        return choice not in (None, "none", "auto")
+
+    @property
+    def chosen(self) -> list[str] | None:
+        """The functions that `tool_choice` names, of which alone one may be called."""
+        choice = self.tool_choice
+        if isinstance(choice, AllowedTools):
+            return [one.function.name for one in choice.allowed_tools.tools]
+        return [choice.function.name] if isinstance(choice, NamedTool) else None
 
     def name_of(self, param: str) -> str:
         """See Sampled."""

@@ -4,21 +4,13 @@ import json
 from pathlib import Path
 from typing import Annotated, Literal
 
-import httpx2
 import pytest
-from openai_served import CHAT, NO_CERTIFICATES
+from openai_served import CHAT, serving_an_engine
 from pydantic import BaseModel, Field, SecretStr, TypeAdapter
-from served import Setup
-from shaped import config
 from test_tool_grammars import lets_write, tokenizer_of
 
-import jmoe
-from serving.config import ServerConfig
-from serving.engine import Engine
-from serving.execution.fitting import limits_of
 from serving.frontend.openai import sampling
 from serving.frontend.openai.schemas import CompletionRequest
-from tests.serving.fake_runner import FakeRunner
 
 
 class _Cat(BaseModel):
@@ -136,29 +128,20 @@ TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}{% if tools %}<too
 
 
 async def test_what_a_grammar_does_not_know_is_refused_of_strict_schemas_alone():
-    model = jmoe.load("bundled", "float32")
-    model.tokenizer.chat_templates = {"default": TEMPLATE}
-    runner = FakeRunner(limits_of(config(), 1), vocab_size=model.config.vocab_size)
-    engine = Engine(config(), runner, model)
-    engine.run()
-    async with Setup(ServerConfig(port=0, engine=engine.config)) as s:
-        await s.server.attach(engine)
-        async with httpx2.AsyncClient(
-            base_url=f"http://{s.web.address}", verify=NO_CERTIFICATES
-        ) as client:
+    async with serving_an_engine(TEMPLATE) as client:
 
-            async def post(path, body):
-                most = "max_output_tokens" if "input" in body else "max_tokens"
-                return await client.post(path, json={"model": "bundled", most: 2} | body)
+        async def post(path, body):
+            most = "max_output_tokens" if "input" in body else "max_tokens"
+            return await client.post(path, json={"model": "bundled", most: 2} | body)
 
-            for kind, (schema, _, _) in KINDS.items():
-                for way, (path, body) in ASKED.items():
-                    for strict, status in ((None, 200), (False, 200), (True, 400)):
-                        got = await post(path, body(schema, strict))
-                        assert got.status_code == status, (kind, way, strict, got.text)
-                for way, fields in UNSTRICT.items():
-                    got = await post("/v1/completions", {"prompt": "a", **fields(schema)})
-                    assert got.status_code == 200, (kind, way, got.text)
+        for kind, (schema, _, _) in KINDS.items():
+            for way, (path, body) in ASKED.items():
+                for strict, status in ((None, 200), (False, 200), (True, 400)):
+                    got = await post(path, body(schema, strict))
+                    assert got.status_code == status, (kind, way, strict, got.text)
+            for way, fields in UNSTRICT.items():
+                got = await post("/v1/completions", {"prompt": "a", **fields(schema)})
+                assert got.status_code == 200, (kind, way, got.text)
 
 
 @pytest.mark.parametrize("kind", KINDS)
