@@ -505,7 +505,8 @@ class ReadChoice(ChatChoice):
             delta["content"] = content
         if calls:
             delta["tool_calls"] = calls
-        if not (delta or out.finish_reason or usage or self.sampling.logprobs):
+        is_full = self.sampling.logprobs or self.prompt_ids is not None
+        if not (delta or out.finish_reason or usage or is_full):
             return b""
         return self.full_event(self._before, orjson.dumps(delta), out, usage)
 
@@ -547,7 +548,8 @@ class ChatEndpoint:
         template = "" if tokenizer is None else tokenizer.chat_template(options)
         options = _with_effort(options, body, template)
         prompt = Chat(messages_of(body.messages, template), options)
-        shown = logprobs.Chat(logprobs.Texts(tokenizer))
+        by_id = bool(body.return_tokens_as_token_ids)
+        shown = logprobs.Chat(logprobs.Texts(tokenizer, by_id))
         drawn = [sampling(body, i) for i in range(body.n or 1)]
         wanted = drawn[0].structure
         if tools is not None:
@@ -558,11 +560,12 @@ class ChatEndpoint:
         before, given, began_s = "", prompt, time.monotonic()
         if body.truncate_prompt_tokens is not None:
             given = await truncated(prompt, body, engine, drawn[0].max_new_tokens)
-        if thinks is not None and tokenizer is not None:
-            if isinstance(given, Chat):
-                given = await engine.tokenize(
-                    prompt, body.model or "", priority=priority(body), timeout_s=body.timeout_s
-                )
+        reads_end = thinks is not None and tokenizer is not None
+        if isinstance(given, Chat) and (reads_end or body.return_token_ids):
+            given = await engine.tokenize(
+                prompt, body.model or "", priority=priority(body), timeout_s=body.timeout_s
+            )
+        if thinks is not None and tokenizer is not None and isinstance(given, list):
             before = tokenizer.decode(given[-_NUM_BEFORE:], skip_special_tokens=False)
         found: list[Choice] = []
         for i, one in enumerate(drawn):
@@ -572,7 +575,9 @@ class ChatEndpoint:
             one = replace(one, skip_special_tokens=False)
             parser = None if thinks is None else thinks(before)
             found.append(self.read(parser, tools, i, given, one, shown))
+        ids = orjson.dumps(given) if body.return_token_ids else None
         for choice in found:
+            choice.prompt_ids = ids
             choice.waited_s = time.monotonic() - began_s
         return found
 

@@ -239,7 +239,7 @@ class Generating(OfModel):
     )
     include_stop_str_in_output: bool | None = supported("vLLM's: with the stop string")
     truncate_prompt_tokens: int | None = supported(
-        "vLLM's: only so many of the prompt's last tokens; -1: as many as fit", ge=-1
+        "vLLM's: so many of the prompt's last tokens; -1: as many as fit", ge=-1
     )
     user: str | None = accepted("nothing is done by user; keys tell callers apart")
     # jmoe's own.
@@ -266,7 +266,7 @@ class Generating(OfModel):
         max_length=MAX_SALT_CHARS,
     )
     timeout_s: float | None = supported(
-        "jmoe's: seconds after which the request ends with 504; absent: `request_timeout_s`", gt=0
+        "jmoe's: seconds until the request ends with 504; absent: `request_timeout_s`", gt=0
     )
     # vLLM's, which do nothing at these values.
     spaces_between_special_tokens: Literal[True] | None = fixed(
@@ -310,7 +310,7 @@ class Sampled(Generating):
         f"answers; times the number of prompts up to {MAX_SEQUENCES}", ge=1, le=MAX_SEQUENCES
     )
     response_format: ResponseFormat | None = supported(
-        "`text`, `json_object` or `json_schema`; what is wanted is held to token by token"
+        "`text`, `json_object` or `json_schema`, held to token by token"
     )
     structured_outputs: StructuredOutputs | None = supported(
         "vLLM's: one of `json`, `regex`, `choice`, `grammar`"
@@ -328,9 +328,11 @@ class Sampled(Generating):
     prompt_logprobs: None = fixed(
         None, "/v1/completions gives those of the prompt with echo and logprobs"
     )
-    return_token_ids: Literal[False] | None = fixed(False, "POST /tokenize gives token ids")
-    return_tokens_as_token_ids: Literal[False] | None = fixed(
-        False, "POST /tokenize gives token ids"
+    return_token_ids: bool | None = supported(
+        "vLLM's: `token_ids`, and `prompt_token_ids` (streams: at first)"
+    )
+    return_tokens_as_token_ids: bool | None = supported(
+        "vLLM's: tokens of `logprobs` as `token_id:N`"
     )
     allowed_token_ids: None = fixed(None, "send structured_outputs, or logit_bias")
     bad_words: _Empty | None = fixed([], "send logit_bias")
@@ -357,9 +359,7 @@ class Conversing(Generating):
     )
     chat_template_kwargs: Object | None = supported("vLLM's: names for the chat template")
     parallel_tool_calls: bool | None = supported("false: one call at most")
-    prompt_cache_key: str | None = accepted(
-        "a hint of what shares a beginning, which is found without"
-    )
+    prompt_cache_key: str | None = accepted("what shares a beginning is found without")
     prompt_cache_options: Object | None = accepted("likewise")
     prompt_cache_retention: str | None = accepted("likewise")
     safety_identifier: str | None = accepted("nothing is done by user")
@@ -385,7 +385,7 @@ class CompletionRequest(Sampled):
         ge=0,
         le=MAX_TOP_LOGPROBS,
     )
-    best_of: int | None = supported("as many as `n`; more are refused", ge=1)
+    best_of: int | None = supported("`n`; more are refused", ge=1)
     suffix: None = refused("models served here fill no gaps")
     add_special_tokens: Literal[True] | None = fixed(
         True, "send token ids for a prompt without those of the tokenizer"
@@ -507,7 +507,7 @@ class ChatRequest(Sampled, Conversing):
     logprobs: bool | None = supported("of each new token")
     metadata: Object | None = accepted("nothing is stored to label")
     modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = accepted(
-        "`text` alone, which is what there is", wanted="a list with `text` alone"
+        "`text`, all there is", wanted="a list with `text` alone"
     )
     tools: _Tools | None = supported(f"functions, up to {MAX_TOOLS}; see [Tools](#tools)")
     tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools | None = supported(
