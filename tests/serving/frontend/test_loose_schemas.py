@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import pytest
+from held_texts import lets_write, tokenizer_of
 from openai_served import CHAT, serving_an_engine
 from pydantic import BaseModel, Field, SecretStr, TypeAdapter
-from test_tool_grammars import lets_write, tokenizer_of
 
 from serving.frontend.openai import sampling
 from serving.frontend.openai.schemas import CompletionRequest
