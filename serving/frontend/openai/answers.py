@@ -190,7 +190,7 @@ class Response(_Answer):
     instructions: str | None
     metadata: dict[str, Any]
     parallel_tool_calls: bool
-    tool_choice: str | dict[str, str]
+    tool_choice: str | dict[str, Any]
     tools: list[dict[str, Any]]
     text: dict[str, Any]
     temperature: float

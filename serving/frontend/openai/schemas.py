@@ -616,6 +616,14 @@ class NamedFunction(FunctionName):
     type: Literal["function"]
 
 
+class AllowedFunctions(Strict):
+    """The functions that may be called, as responses have them."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedFunction], Field(fail_fast=True, min_length=1, max_length=MAX_TOOLS)]
+
+
 class TextFormat(Strict):
     """What the whole text has to be, as responses have it."""
 
@@ -678,9 +686,10 @@ class ResponsesRequest(Conversing):
     tools: Annotated[list[FunctionTool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = (
         supported(f"functions, up to {MAX_TOOLS}; see [Tools](#tools)")
     )
-    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = supported(
-        "`none`, `auto`, `required` or a function; see [Tools](#tools)",
-        wanted="none, auto, required, or an object with type function and a name",
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction | AllowedFunctions | None = (
+        supported(
+            "`none`, `auto`, `required` or a function; see [Tools](#tools)", wanted=_TOOL_CHOICE
+        )
     )
     text: TextConfig | None = supported("its `format`, as `response_format`")
     include: (
