@@ -101,6 +101,18 @@ models have learned. Of arbitrary white space small ones would write nothing els
 """
 
 
+def guided(schema: Mapping[str, Any], strict: bool = False) -> Mapping[str, Any]:
+    """Returns a JSON schema that says to llguidance how JSON is held to it: as `SPACED`; and,
+    unless `strict`, without the keywords and formats that llguidance does not know, and with
+    `oneOf` as `anyOf` where its branches overlap, in place of an error. What the schema's own
+    `x-guidance` says wins.
+    """
+    own = schema.get("x-guidance", SPACED)
+    if not isinstance(own, Mapping):
+        return schema  # llguidance says what is wrong
+    return {**schema, "x-guidance": {"lenient": not strict, **own}}
+
+
 class StructureKind(enum.StrEnum):
     """How a structured output is described."""
 

@@ -24,7 +24,7 @@ def _json_grammar(schema: str) -> str:
     except (ValueError, LookupError, TypeError, RecursionError):  # llguidance says what is wrong
         is_flexible = False
     # With separators that have a space, flexible white space would be at least that.
-    options: Any = {} if is_flexible else dict(SPACED)
+    options: Any = {"lenient": True, **({} if is_flexible else SPACED)}  # as in `guided`
     return LLMatcher.grammar_from_json_schema(schema, defaults=options)
 
 

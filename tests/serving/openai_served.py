@@ -8,10 +8,15 @@ import httpx2
 from fake_engine import FakeEngine
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 from served import Setup
+from shaped import config
 from tokenizers_of_kinds import characters
 
+import jmoe
 from serving.config import EngineConfig, ServerConfig
+from serving.engine import Engine
+from serving.execution.fitting import limits_of
 from serving.request import Output, Usage
+from tests.serving.fake_runner import FakeRunner
 
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}[{{ m.role }}{{ m.name or '' }}|{{ m.content }}]"
@@ -115,6 +120,25 @@ async def saying(said, template: str | None = TOOLS_TEMPLATE, reason="stop", ste
 
         s.engine.generate = generate
         yield s
+
+
+@contextlib.asynccontextmanager
+async def serving_an_engine(template: str | None = None):
+    """Serves an engine with its own admission, masks and text, whose runner draws whatever is
+    allowed: as the bundled model, whose chat template may be another. Yields an HTTP client.
+    """
+    model = jmoe.load("bundled", "float32")
+    if template is not None:
+        model.tokenizer.chat_templates = {"default": template}
+    runner = FakeRunner(limits_of(config(), 1), vocab_size=model.config.vocab_size)
+    engine = Engine(config(), runner, model)
+    engine.run()
+    async with Setup(ServerConfig(port=0, engine=engine.config)) as s:
+        await s.server.attach(engine)
+        async with httpx2.AsyncClient(
+            base_url=f"http://{s.web.address}", timeout=30, verify=NO_CERTIFICATES
+        ) as client:
+            yield client
 
 
 def head(fields: bytes = b"", length: int = 0, path: bytes = b"/v1/completions") -> bytes:

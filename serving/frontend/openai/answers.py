@@ -64,6 +64,8 @@ class CompletionChoice(_Answer):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: Literal["stop", "length"] | None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
 
 
 class Completion(_Generated):
@@ -127,6 +129,7 @@ class ChatChoice(_Answer):
     message: ChatMessage
     logprobs: ChatLogprobs | None
     finish_reason: Literal["stop", "length", "tool_calls"]
+    token_ids: list[int] | None = None
 
 
 class ChatCompletion(_Generated):
@@ -135,6 +138,7 @@ class ChatCompletion(_Generated):
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
     usage: Usage
+    prompt_token_ids: list[int] | None = None
 
 
 class ResponsePart(_Answer):
@@ -186,7 +190,7 @@ class Response(_Answer):
     instructions: str | None
     metadata: dict[str, Any]
     parallel_tool_calls: bool
-    tool_choice: str | dict[str, str]
+    tool_choice: str | dict[str, Any]
     tools: list[dict[str, Any]]
     text: dict[str, Any]
     temperature: float

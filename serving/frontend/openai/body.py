@@ -14,6 +14,7 @@ from serving.frontend.openai.errors import HttpError
 from serving.frontend.openai.schemas import (
     MAX_ENTRIES,
     MAX_SEQUENCES,
+    MAX_TOOLS,
     REFUSED,
     STATE,
     UNKNOWN_FIELD,
@@ -21,7 +22,13 @@ from serving.frontend.openai.schemas import (
 )
 from serving.frontend.origin import is_json
 from serving.frontend.reports import SlowBody
-from serving.request import MAX_STRUCTURE_CHARS, Bounds
+from serving.request import (
+    MAX_LOGIT_BIASES,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    MAX_STRUCTURE_CHARS,
+    Bounds,
+)
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope
@@ -122,6 +129,16 @@ def _parsed[Parsed: BaseModel](model: type[Parsed], body: bytes, bounds: Bounds)
         raise explained(model, error) from None
 
 
+_MOST = {
+    "logit_bias": MAX_LOGIT_BIASES,
+    "prompt": MAX_SEQUENCES,
+    "stop": MAX_STOP_STRINGS,
+    "stop_token_ids": MAX_STOP_TOKEN_IDS,
+    "tools": MAX_TOOLS,
+}
+"""Limits of fields that take less than any list."""
+
+
 def _check_counts(found: dict[str, Any], bounds: Bounds) -> None:
     """Limits the number of fields and entries before validation, which takes time for each
     of them.
@@ -134,10 +151,12 @@ def _check_counts(found: dict[str, Any], bounds: Bounds) -> None:
         )
     for name, value in found.items():
         if isinstance(value, list | dict) and len(value) > most:
-            if name == "prompt":
+            if name == "prompt" and isinstance(value, list) and isinstance(value[0], int):
                 bounds.check_tokens(len(value))
             raise HttpError(
-                f"{shown(name)} has {len(value)} entries; this server takes {most} at most", name
+                f"{shown(name)} has {len(value)} entries; this server takes "
+                f"{_MOST.get(name, most)} at most",
+                name,
             )
 
 

@@ -167,7 +167,8 @@ class Call:
         pieces: list[bytes | bytearray] = [orjson.dumps(fields)[:-1], b',"choices":[']
         for at, choice in enumerate(self._choices):
             pieces += [b"," if at else b"", *choice.whole()]
-        pieces.append(b'],"usage":%b}' % orjson.dumps(self.usage()))
+        pieces += [b"]", *self._choices[0].told_prompt()]  # of a chat, which has one prompt
+        pieces.append(b',"usage":%b}' % orjson.dumps(self.usage()))
         await send_whole(send, pieces)
 
     async def _stream(self, fields: dict[str, Any], send: "Send") -> None:

@@ -32,11 +32,11 @@ from serving.frontend.openai.tool_parsers import (
 )
 from serving.request import (
     MAX_STRUCTURE_CHARS,
-    SPACED,
     Chat,
     Output,
     Structure,
     StructureKind,
+    guided,
 )
 from serving.settings import plugins
 
@@ -102,9 +102,14 @@ class Tools:
         self._text = tokenizer.chat_template({"tools": body.tools})
         template = Template.of(self._text)
         self._tokenizer, self._body = tokenizer, body
-        functions = [one.function for one in body.tools or ()]
+        chosen = body.chosen
+        functions = [
+            one.function
+            for one in body.tools or ()
+            if chosen is None or one.function.name in chosen
+        ]
         self._is_strict = any(one.strict for one in functions)
-        self._functions = {one.name: _schema(one, body.forces_call) for one in functions}
+        self._functions = {one.name: _schema(one) for one in functions}
         one_at_most = isinstance(body.tool_choice, NamedTool) or body.parallel_tool_calls is False
         self.most_calls = 1 if one_at_most else None
         self._parser = parser or template.parser or Hermes
@@ -136,7 +141,7 @@ class Tools:
 
         Raises HttpError for one that is no JSON schema.
         """
-        parser, names = self.parser(), self._names()
+        parser, names = self.parser(), list(self._functions)
         many = self.most_calls is None
         if self._body.forces_call:
             return Structure(StructureKind.GRAMMAR, parser.grammar(names, many, self._marker))
@@ -162,11 +167,6 @@ class Tools:
             return None
         return Structure(StructureKind.GRAMMAR, text)
 
-    def _names(self) -> list[str]:
-        """Returns the functions that may be called, as a grammar numbers them."""
-        choice = self._body.tool_choice
-        return [choice.function.name] if isinstance(choice, NamedTool) else list(self._functions)
-
     def explained(self, error: InvalidRequest, structure: Structure) -> InvalidRequest:
         """Returns the error of a structure that cannot be used, with the function whose schema is
         at fault, if one is, in place of a grammar that the client has not written.
@@ -178,7 +178,7 @@ class Tools:
         rule = _RULE.match(lines[int(found[1]) - 1])
         if rule is None:
             return error
-        name = self._names()[int(rule[1])]
+        name = list(self._functions)[int(rule[1])]
         return HttpError(
             f"the parameters of the function {shown(name)} cannot be held to: {found[2]}; mend "
             "that schema, or leave out what it says there",
@@ -198,7 +198,7 @@ def _spaced(schema: str) -> str:
         return schema  # the grammar says why not
     if not isinstance(found, dict):
         return schema
-    return json.dumps({"x-guidance": SPACED, **found})
+    return json.dumps(guided(found))
 
 
 def _tokens(tokens: Sequence[int]) -> str:
@@ -225,11 +225,11 @@ def tools_of(
     choice = body.tool_choice
     if body.forces_call and not names:
         raise HttpError("tool_choice asks for a call, and there are no tools", "tool_choice")
-    if isinstance(choice, NamedTool) and choice.function.name not in names:
-        raise HttpError(
-            f"tool_choice is {shown(choice.function.name)}, which is not among the tools",
-            "tool_choice",
-        )
+    for name in body.chosen or ():
+        if name not in names:
+            raise HttpError(
+                f"tool_choice is {shown(name)}, which is not among the tools", "tool_choice"
+            )
     if not names or choice == "none":
         return None
     if tokenizer is None or not tokenizer.chat_template({"tools": body.tools}):
@@ -351,14 +351,12 @@ def _object(arguments: str) -> Any:
     return found if isinstance(found, dict) else arguments
 
 
-def _schema(function: Any, is_forced: bool) -> Schema:
-    """Returns the schema of a function's arguments. What a grammar does not know in it is left out
-    where nobody has asked to be held to it.
-    """
+def _schema(function: Any) -> Schema:
+    """Returns the schema of a function's arguments, which says so if it is strict."""
     nothing = {"properties": {}, "additionalProperties": False}
     schema = nothing if function.parameters is None else function.parameters
-    lenient = {} if is_forced or function.strict else {"x-guidance": {**SPACED, "lenient": True}}
-    return {**lenient, **schema, "type": "object"}
+    schema = {**schema, "type": "object"}
+    return guided(schema, strict=True) if function.strict else schema
 
 
 class ChatChoice(Choice):
@@ -522,7 +520,8 @@ class ReadChoice(ChatChoice):
             delta["content"] = content
         if calls:
             delta["tool_calls"] = calls
-        if not (delta or out.finish_reason or usage or self.sampling.logprobs):
+        is_full = self.sampling.logprobs or self.prompt_ids is not None
+        if not (delta or out.finish_reason or usage or is_full):
             return b""
         return self.full_event(self._before, orjson.dumps(delta), out, usage)
 
@@ -564,7 +563,8 @@ class ChatEndpoint:
         template = "" if tokenizer is None else tokenizer.chat_template(options)
         options = _with_effort(options, body, template)
         prompt = Chat(messages_of(body.messages, template), options)
-        shown = logprobs.Chat(logprobs.Texts(tokenizer))
+        by_id = bool(body.return_tokens_as_token_ids)
+        shown = logprobs.Chat(logprobs.Texts(tokenizer, by_id))
         drawn = [sampling(body, i) for i in range(body.n or 1)]
         wanted = drawn[0].structure
         if tools is not None:
@@ -575,11 +575,12 @@ class ChatEndpoint:
         before, given, began_s = "", prompt, time.monotonic()
         if body.truncate_prompt_tokens is not None:
             given = await truncated(prompt, body, engine, drawn[0].max_new_tokens)
-        if thinks is not None and tokenizer is not None:
-            if isinstance(given, Chat):
-                given = await engine.tokenize(
-                    prompt, body.model or "", priority=priority(body), timeout_s=body.timeout_s
-                )
+        reads_end = thinks is not None and tokenizer is not None
+        if isinstance(given, Chat) and (reads_end or body.return_token_ids):
+            given = await engine.tokenize(
+                prompt, body.model or "", priority=priority(body), timeout_s=body.timeout_s
+            )
+        if thinks is not None and tokenizer is not None and isinstance(given, list):
             before = tokenizer.decode(given[-_NUM_BEFORE:], skip_special_tokens=False)
         found: list[Choice] = []
         for i, one in enumerate(drawn):
@@ -589,7 +590,9 @@ class ChatEndpoint:
             one = replace(one, skip_special_tokens=False)
             parser = None if thinks is None else thinks(before)
             found.append(self.read(parser, tools, i, given, one, shown))
+        ids = orjson.dumps(given) if body.return_token_ids else None
         for choice in found:
+            choice.prompt_ids = ids
             choice.waited_s = time.monotonic() - began_s
         return found
 

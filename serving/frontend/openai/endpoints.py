@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from serving.errors import InvalidRequest, shown
+from serving.errors import InvalidRequest, TooLong, shown
 from serving.frontend.openai import logprobs
 from serving.frontend.openai.errors import HttpError
 from serving.frontend.openai.sampling import priority, sampling
@@ -40,6 +40,7 @@ class Choice:
     content: tuple[bytes, bytes]  # what surrounds the text of an event
     first_content: bytes  # what precedes the text of the first event
     whole_content: tuple[bytes, bytes]  # what surrounds the text of an answer that is not streamed
+    has_prompt = False  # the prompt's tokens are among its own fields, not the call's
 
     def __init__(
         self,
@@ -57,6 +58,9 @@ class Choice:
         self.waited_s = 0.0  # seconds in which the engine made the prompt's tokens
         self.reasoning_tokens: int | None = None  # None: thoughts are not told apart
         self.scores_alone = False  # the prompt is scored, and nothing is added to it
+        self.prompt_ids: bytes | None = None  # the prompt's tokens as JSON, if ids are asked for
+        self._token_ids: list[int] = []  # drawn, if they are
+        self._has_told = False  # the prompt's
         self._texts: list[str] = []
         self._format = shown
         self._logprobs = [bytearray() for _ in shown.starts]  # the lists so far, as JSON
@@ -108,6 +112,8 @@ class Choice:
         self._texts.append(out.text)
         if self.sampling.logprobs:
             self._append(self._format.of(out))
+        if self.prompt_ids is not None:
+            self._token_ids += out.token_ids
         self.last = out
 
     def whole(self) -> list[bytes | bytearray]:
@@ -117,8 +123,24 @@ class Choice:
         return [
             b'{"index":%d,%b%b%b,"logprobs":' % (self.index, before, self.text(), after),
             *self._taken(),
-            b',"finish_reason":%b}' % self.finish(self.last),
+            b',"finish_reason":' + self.finish(self.last),
+            *self._id_fields(self._token_ids),
+            b"}",
         ]
+
+    def _id_fields(self, drawn: Sequence[int]) -> list[bytes]:
+        """Returns the fields of the choice that have token ids: none unless they are asked for."""
+        if self.prompt_ids is None:
+            return []
+        ids = [b',"token_ids":', orjson.dumps(drawn)]
+        return [*ids, *self.told_prompt()] if self.has_prompt else ids
+
+    def told_prompt(self) -> list[bytes]:
+        """Returns the field of the prompt's token ids, if they are asked for, the first time."""
+        if self.prompt_ids is None or self._has_told:
+            return []
+        self._has_told = True
+        return [b',"prompt_token_ids":', self.prompt_ids]
 
     def text(self) -> bytes:
         """Returns what stands between `whole_content`, as JSON."""
@@ -154,7 +176,8 @@ class Choice:
         if is_first:
             before = self._first
             text = self.echo + text
-        if out.finish_reason is None and not self.sampling.logprobs and not usage:
+        is_full = self.sampling.logprobs or usage or self.prompt_ids is not None
+        if out.finish_reason is None and not is_full:
             return before + orjson.dumps(text) + self._plain
         return self.full_event(before, orjson.dumps(text), out, usage)
 
@@ -162,12 +185,14 @@ class Choice:
         """Returns an event with all that may be in it."""
         if self.sampling.logprobs:
             self._append(self._format.of(out))
-        return b'%b%b%b%b,"finish_reason":%b}]%b}\n\n' % (
+        return b'%b%b%b%b,"finish_reason":%b%b}]%b%b}\n\n' % (
             before,
             text,
             self._after,
             b"".join(self._taken()),
             self.finish(out),
+            b"".join(self._id_fields(out.token_ids)),
+            b"".join(self.told_prompt()),
             usage or self._null_usage,
         )
 
@@ -181,6 +206,12 @@ class CompletionChoice(Choice):
     content = b'"text":', b""
     first_content = b'"text":'
     whole_content = content
+    has_prompt = True
+    place: int | None = None  # of its prompt among several
+
+    def explained(self, error: InvalidRequest) -> InvalidRequest:
+        """See Choice."""
+        return _of_prompt(error, self.place)
 
 
 class CompletionEndpoint:
@@ -194,7 +225,6 @@ class CompletionEndpoint:
         self, body: CompletionRequest, engine: "Engine", tokenizer: "Tokenizer | None"
     ) -> list[Choice]:
         """Returns the choices of a call, prompt by prompt. Raises InvalidRequest."""
-        bounds = engine.bounds
         prompts, n = _prompts(body.prompt), body.n or 1
         if len(prompts) * n > MAX_SEQUENCES:
             raise HttpError(
@@ -219,24 +249,23 @@ class CompletionEndpoint:
                 f"min_tokens is {body.min_tokens} and max_tokens 0; leave min_tokens out",
                 "min_tokens",
             )
-        texts = logprobs.Texts(tokenizer)
+        texts = logprobs.Texts(tokenizer, bool(body.return_tokens_as_token_ids))
         found: list[Choice] = []
         began_s = time.monotonic()
-        for prompt in prompts:
-            if body.truncate_prompt_tokens is not None:
-                most = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-                prompt = await truncated(prompt, body, engine, most)
-            if body.echo and tokenizer is not None:  # the tokenizer will encode or decode it
-                check = bounds.check_chars if isinstance(prompt, str) else bounds.check_tokens
-                check(len(prompt))
-            echo = await _echo(prompt, tokenizer) if body.echo else ""
-            if body.echo and body.logprobs is not None:
-                prompt = await _tokens_of(prompt, tokenizer)
+        for at, prompt in enumerate(prompts):
+            place = at if len(prompts) > 1 else None
+            try:
+                prompt, echo = await _read(prompt, body, engine, tokenizer)
+            except InvalidRequest as error:
+                raise _of_prompt(error, place) from None
+            ids = orjson.dumps(prompt) if body.return_token_ids else None
             for i in range(n):
                 shown = logprobs.Completion(texts, bool(body.logprobs))
-                found.append(CompletionChoice(len(found), prompt, sampling(body, i), shown, echo))
-                found[-1].scores_alone = body.max_tokens == 0
-        if body.truncate_prompt_tokens is not None:
+                choice = CompletionChoice(len(found), prompt, sampling(body, i), shown, echo)
+                choice.place, choice.scores_alone = place, body.max_tokens == 0
+                choice.prompt_ids = ids
+                found.append(choice)
+        if body.truncate_prompt_tokens is not None or body.return_token_ids:
             for choice in found:
                 choice.waited_s = time.monotonic() - began_s
         return found
@@ -274,6 +303,37 @@ def _prompts(given: Any) -> Sequence[Prompt]:
             f"prompt is {shown(given)}; each prompt must have a character or a token", "prompt"
         )
     return prompts
+
+
+def _of_prompt(error: InvalidRequest, place: int | None) -> InvalidRequest:
+    """Returns the error with the prompt at fault, if that is what is wrong with one of several."""
+    if place is None or not (isinstance(error, TooLong) or error.param == "prompt"):
+        return error
+    return type(error)(f"prompt[{place}]: {error}", error.param)
+
+
+async def _read(
+    prompt: Prompt, body: CompletionRequest, engine: "Engine", tokenizer: "Tokenizer | None"
+) -> tuple[Prompt, str]:
+    """Returns a prompt as the engine gets it, and what of it is before its answers. Raises
+    InvalidRequest.
+    """
+    if body.truncate_prompt_tokens is not None:
+        most = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+        prompt = await truncated(prompt, body, engine, most)
+    text = prompt
+    if body.return_token_ids and isinstance(prompt, str):
+        prompt = await engine.tokenize(
+            prompt, body.model or "", priority=priority(body), timeout_s=body.timeout_s
+        )
+    if not body.echo:
+        return prompt, ""
+    if tokenizer is not None:  # which will encode or decode it
+        bounds = engine.bounds
+        check = bounds.check_chars if isinstance(text, str) else bounds.check_tokens
+        check(len(text))
+    echo = await _echo(text, tokenizer)
+    return prompt if body.logprobs is None else await _tokens_of(prompt, tokenizer), echo
 
 
 async def _echo(prompt: Prompt, tokenizer: "Tokenizer | None") -> str:

@@ -32,15 +32,16 @@ Lists = tuple[bytes, ...]
 class Texts:
     """Text and bytes of tokens, as they are shown to clients."""
 
-    def __init__(self, tokenizer: "Tokenizer | None") -> None:
-        """Without a tokenizer tokens are shown by their ids."""
+    def __init__(self, tokenizer: "Tokenizer | None", by_id: bool = False) -> None:
+        """Without a tokenizer, or `by_id`, tokens are shown by their ids."""
         self.tokenizer = tokenizer
-        self._pieces = None if tokenizer is None else tokenizer.pieces
-        self._ends = lru_cache(_CACHED_TOKENS)(partial(_ends, self._pieces))
+        pieces = None if tokenizer is None else tokenizer.pieces
+        self._shown = None if by_id else pieces
+        self._ends = lru_cache(_CACHED_TOKENS)(partial(_ends, pieces, self._shown))
 
     def text(self, token: int) -> str:
         """Returns the text of a token; bytes that do not form whole characters appear as U+FFFD."""
-        return _text(self._pieces, token)
+        return _text(self._shown, token)
 
     def entry(self, token: int, logprob: float) -> bytes:
         """Returns a chat's entry for a token, without its closing brace."""
@@ -54,12 +55,12 @@ def _text(pieces: "Pieces | None", token: int) -> str:
     return own.decode("utf-8", "replace") or f"token_id:{token}"
 
 
-def _ends(pieces: "Pieces | None", token: int) -> tuple[bytes, bytes]:
-    """Returns what surrounds the log-probability in a token's entry. The bytes may be only part of
-    a UTF-8 character; they are null without a tokenizer.
+def _ends(pieces: "Pieces | None", shown: "Pieces | None", token: int) -> tuple[bytes, bytes]:
+    """Returns what surrounds the log-probability in a token's entry, whose text is by `shown`. The
+    bytes may be only part of a UTF-8 character; they are null without a tokenizer.
     """
     own = None if pieces is None else list(pieces[token])
-    text = orjson.dumps(_text(pieces, token))
+    text = orjson.dumps(_text(shown, token))
     return b'{"token":%b,"logprob":' % text, b',"bytes":' + orjson.dumps(own)
 
 

@@ -15,6 +15,9 @@ from serving.frontend.openai.chats import ChatEndpoint, ReadChoice
 from serving.frontend.openai.endpoints import Choice
 from serving.frontend.openai.errors import HttpError
 from serving.frontend.openai.schemas import (
+    Allowed,
+    AllowedFunctions,
+    AllowedTools,
     ChatRequest,
     Function,
     FunctionCall,
@@ -67,7 +70,10 @@ def chat_of(body: ResponsesRequest) -> ChatRequest:
         for tool in body.tools or ()
     ]
     if isinstance(choice, NamedFunction):
-        choice = NamedTool(type="function", function=FunctionName(name=choice.name))
+        choice = _named(choice)
+    elif isinstance(choice, AllowedFunctions):
+        allowed = Allowed(mode=choice.mode, tools=[_named(one) for one in choice.tools])
+        choice = AllowedTools(type="allowed_tools", allowed_tools=allowed)
     own = {name: getattr(body, name) for name in _SAME}
     if body.truncation == "auto" and body.truncate_prompt_tokens is None:
         own["truncate_prompt_tokens"] = -1
@@ -86,12 +92,17 @@ def chat_of(body: ResponsesRequest) -> ChatRequest:
     )
 
 
+def _named(choice: NamedFunction) -> NamedTool:
+    return NamedTool(type="function", function=FunctionName(name=choice.name))
+
+
 def _format(wanted: Any) -> ResponseFormat:
     schema = None
     if wanted.type == "json_schema":
         if wanted.schema_ is None:
             raise HttpError("text.format of type json_schema has no schema; give one", "text")
-        schema = JsonSchema.model_validate({"name": wanted.name or "", "schema": wanted.schema_})
+        given = {"name": wanted.name or "", "schema": wanted.schema_, "strict": wanted.strict}
+        schema = JsonSchema.model_validate(given)
     elif wanted.schema_ is not None:
         raise HttpError(f"text.format of type {wanted.type} has a schema; leave it out", "text")
     return ResponseFormat(type=wanted.type, json_schema=schema)
@@ -385,7 +396,7 @@ class ResponseCall(Call):
             "metadata": _as_given(body.metadata or {}),
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "tool_choice": choices.model_dump()
-            if isinstance(choices, NamedFunction)
+            if isinstance(choices, NamedFunction | AllowedFunctions)
             else choices or "auto",
             "tools": _as_given(tools),
             "text": _as_given({"format": wanted}),

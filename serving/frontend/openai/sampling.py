@@ -15,7 +15,14 @@ from serving.frontend.openai.schemas import (
     Generating,
     Sampled,
 )
-from serving.request import Priority, SamplingParams, Structure, StructureKind
+from serving.request import (
+    MAX_TOP_PROMPT_LOGPROBS,
+    Priority,
+    SamplingParams,
+    Structure,
+    StructureKind,
+    guided,
+)
 
 _ANY_OBJECT = '{"type":"object"}'
 _TOKEN_ID = re.compile(r"[0-9]{1,10}")
@@ -63,6 +70,13 @@ def _logprobs(body: Sampled) -> dict[str, Any]:
     if isinstance(body, CompletionRequest):
         if body.logprobs is None:
             return {}
+        if body.echo and body.logprobs > MAX_TOP_PROMPT_LOGPROBS:
+            raise HttpError(
+                f"logprobs is {body.logprobs} with echo; the prompt's positions have "
+                f"{MAX_TOP_PROMPT_LOGPROBS} at most: send {MAX_TOP_PROMPT_LOGPROBS}, or leave echo "
+                "out",
+                "logprobs",
+            )
         return {
             "logprobs": True,
             "top_logprobs": body.logprobs,
@@ -123,7 +137,10 @@ def _structures(body: Sampled) -> dict[str, Structure]:
         if wanted.type == "json_object":
             found["response_format"] = Structure(kinds.JSON_SCHEMA, _ANY_OBJECT)
         elif wanted.json_schema is not None:
-            schema = _json(wanted.json_schema.schema_, "response_format")
+            schema = wanted.json_schema.schema_
+            if wanted.json_schema.strict:
+                schema = guided(schema, strict=True)
+            schema = _json(schema, "response_format")
             found["response_format"] = Structure(kinds.JSON_SCHEMA, schema)
     outputs = body.structured_outputs
     for prefix, schema, regex, grammar, choice in (

@@ -131,7 +131,6 @@ _NOT_MISSPELT = {
 
 MAX_SEQUENCES = 64
 """Answers of one call: prompts times `n`. They share one place among the calls under way."""
-MAX_COMPLETION_LOGPROBS = 5
 DEFAULT_MAX_TOKENS = 16
 """Of completions, as in OpenAI's API."""
 REQUEST_ID = rf"^[!-~]{{1,{MAX_REQUEST_ID_CHARS}}}$"
@@ -154,7 +153,10 @@ _STRUCTURES = (
 MAX_TOOLS = 128
 """As OpenAI's API."""
 _Tools = Annotated[list["Tool"], Field(fail_fast=True, max_length=MAX_TOOLS)]
-_TOOL_CHOICE = "none, auto, required, or an object with type function and a function's name"
+_TOOL_CHOICE = (
+    "none, auto, required, or an object of type function with a function's name, or of type "
+    "allowed_tools with a mode (auto, required) and functions"
+)
 
 
 class StreamOptions(Strict):
@@ -171,7 +173,7 @@ class JsonSchema(Strict):
     name: str = supported("what the caller calls it; changes nothing", ...)
     schema_: Object = supported("the JSON schema", ..., alias="schema")
     description: str | None = accepted("for the caller's own use")
-    strict: bool | None = accepted("the schema is always held to")
+    strict: bool | None = supported("true: a schema that cannot be held to as a whole is refused")
 
 
 class ResponseFormat(Strict):
@@ -237,7 +239,7 @@ class Generating(OfModel):
     )
     include_stop_str_in_output: bool | None = supported("vLLM's: with the stop string")
     truncate_prompt_tokens: int | None = supported(
-        "vLLM's: only so many of the prompt's last tokens; -1: as many as fit", ge=-1
+        "vLLM's: so many of the prompt's last tokens; -1: as many as fit", ge=-1
     )
     user: str | None = accepted("nothing is done by user; keys tell callers apart")
     # jmoe's own.
@@ -246,8 +248,7 @@ class Generating(OfModel):
     )
     allow_brownout: bool | None = supported("jmoe's: false exempts the request from brownout")
     allow_audit: bool | None = supported(
-        "jmoe's: false: the answer is never scored again, to measure what brownout costs, nor "
-        "captured"
+        "jmoe's: false: the answer is not scored again, to measure brownout's cost, nor captured"
     )
     max_degraded_percent: int | None = supported(
         "jmoe's: most of the request's expert visits that brownout may degrade, at every token; "
@@ -265,7 +266,7 @@ class Generating(OfModel):
         max_length=MAX_SALT_CHARS,
     )
     timeout_s: float | None = supported(
-        "jmoe's: seconds after which the request ends with 504; absent: `request_timeout_s`", gt=0
+        "jmoe's: seconds until the request ends with 504; absent: `request_timeout_s`", gt=0
     )
     # vLLM's, which do nothing at these values.
     spaces_between_special_tokens: Literal[True] | None = fixed(
@@ -309,7 +310,7 @@ class Sampled(Generating):
         f"answers; times the number of prompts up to {MAX_SEQUENCES}", ge=1, le=MAX_SEQUENCES
     )
     response_format: ResponseFormat | None = supported(
-        "`text`, `json_object` or `json_schema`; what is wanted is held to token by token"
+        "`text`, `json_object` or `json_schema`, held to token by token"
     )
     structured_outputs: StructuredOutputs | None = supported(
         "vLLM's: one of `json`, `regex`, `choice`, `grammar`"
@@ -327,9 +328,11 @@ class Sampled(Generating):
     prompt_logprobs: None = fixed(
         None, "/v1/completions gives those of the prompt with echo and logprobs"
     )
-    return_token_ids: Literal[False] | None = fixed(False, "POST /tokenize gives token ids")
-    return_tokens_as_token_ids: Literal[False] | None = fixed(
-        False, "POST /tokenize gives token ids"
+    return_token_ids: bool | None = supported(
+        "vLLM's: `token_ids`, and `prompt_token_ids` (streams: at first)"
+    )
+    return_tokens_as_token_ids: bool | None = supported(
+        "vLLM's: tokens of `logprobs` as `token_id:N`"
     )
     allowed_token_ids: None = fixed(None, "send structured_outputs, or logit_bias")
     bad_words: _Empty | None = fixed([], "send logit_bias")
@@ -356,9 +359,7 @@ class Conversing(Generating):
     )
     chat_template_kwargs: Object | None = supported("vLLM's: names for the chat template")
     parallel_tool_calls: bool | None = supported("false: one call at most")
-    prompt_cache_key: str | None = accepted(
-        "a hint of what shares a beginning, which is found without"
-    )
+    prompt_cache_key: str | None = accepted("what shares a beginning is found without")
     prompt_cache_options: Object | None = accepted("likewise")
     prompt_cache_retention: str | None = accepted("likewise")
     safety_identifier: str | None = accepted("nothing is done by user")
@@ -380,11 +381,11 @@ class CompletionRequest(Sampled):
     max_tokens: int | None = supported(_MAX_TOKENS, ge=0)
     echo: bool | None = supported("the prompt before each answer")
     logprobs: int | None = supported(
-        "likeliest tokens at each position, with `echo` of the prompt, too",
+        "likeliest tokens at each position, 20 at most; with `echo` of the prompt, too, then 5",
         ge=0,
-        le=MAX_COMPLETION_LOGPROBS,
+        le=MAX_TOP_LOGPROBS,
     )
-    best_of: int | None = supported("as many as `n`; more are refused", ge=1)
+    best_of: int | None = supported("`n`; more are refused", ge=1)
     suffix: None = refused("models served here fill no gaps")
     add_special_tokens: Literal[True] | None = fixed(
         True, "send token ids for a prompt without those of the tokenizer"
@@ -435,6 +436,20 @@ class NamedTool(Strict):
 
     type: Literal["function"]
     function: FunctionName
+
+
+class Allowed(Strict):
+    """Some of the tools, of which `mode` says whether one has to be called."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(fail_fast=True, min_length=1, max_length=MAX_TOOLS)]
+
+
+class AllowedTools(Strict):
+    """The tools that may be called, all of which the model is told."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: Allowed
 
 
 class FunctionCall(Strict):
@@ -492,10 +507,10 @@ class ChatRequest(Sampled, Conversing):
     logprobs: bool | None = supported("of each new token")
     metadata: Object | None = accepted("nothing is stored to label")
     modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = accepted(
-        "`text` alone, which is what there is", wanted="a list with `text` alone"
+        "`text`, all there is", wanted="a list with `text` alone"
     )
     tools: _Tools | None = supported(f"functions, up to {MAX_TOOLS}; see [Tools](#tools)")
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = supported(
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools | None = supported(
         "`none`, `auto`, `required` or a function; see [Tools](#tools)", wanted=_TOOL_CHOICE
     )
     function_call: Literal["none", "auto"] | None = accepted(
@@ -519,7 +534,18 @@ class ChatRequest(Sampled, Conversing):
     @property
     def forces_call(self) -> bool:
         """Whether the answer has to be a call."""
-        return self.tool_choice not in (None, "none", "auto")
+        choice = self.tool_choice
+        if isinstance(choice, AllowedTools):
+            return choice.allowed_tools.mode == "required"
+        return choice not in (None, "none", "auto")
+
+    @property
+    def chosen(self) -> list[str] | None:
+        """The functions that `tool_choice` names, of which alone one may be called."""
+        choice = self.tool_choice
+        if isinstance(choice, AllowedTools):
+            return [one.function.name for one in choice.allowed_tools.tools]
+        return [choice.function.name] if isinstance(choice, NamedTool) else None
 
     def name_of(self, param: str) -> str:
         """See Sampled."""
@@ -590,6 +616,14 @@ class NamedFunction(FunctionName):
     type: Literal["function"]
 
 
+class AllowedFunctions(Strict):
+    """The functions that may be called, as responses have them."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedFunction], Field(fail_fast=True, min_length=1, max_length=MAX_TOOLS)]
+
+
 class TextFormat(Strict):
     """What the whole text has to be, as responses have it."""
 
@@ -652,9 +686,10 @@ class ResponsesRequest(Conversing):
     tools: Annotated[list[FunctionTool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = (
         supported(f"functions, up to {MAX_TOOLS}; see [Tools](#tools)")
     )
-    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = supported(
-        "`none`, `auto`, `required` or a function; see [Tools](#tools)",
-        wanted="none, auto, required, or an object with type function and a name",
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction | AllowedFunctions | None = (
+        supported(
+            "`none`, `auto`, `required` or a function; see [Tools](#tools)", wanted=_TOOL_CHOICE
+        )
     )
     text: TextConfig | None = supported("its `format`, as `response_format`")
     include: (

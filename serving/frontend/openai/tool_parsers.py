@@ -19,7 +19,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from serving.request import SPACED
+from serving.request import guided
 
 Schema = Mapping[str, Any]
 Marker = Callable[[str], str]
@@ -598,7 +598,9 @@ class _Tagged(ToolParser):
             rule = f"value{i}x{n}"
             tail = f"{self.last}{end} {self.gap}"
             if not _is_string(one):
-                defs = {at: schema[at] for at in ("$defs", "definitions") if at in schema}
+                defs = {
+                    at: schema[at] for at in ("$defs", "definitions", "x-guidance") if at in schema
+                }
                 lines.append(f"{rule}: {_json({**defs, **one} if isinstance(one, dict) else one)}")
             elif one.get("enum"):
                 lines.append(f"{rule}: {' | '.join(map(_literal, one['enum']))}")
@@ -966,8 +968,8 @@ _literal = _dumped  # Lark's strings are JSON's
 
 def _json(schema: Any) -> str:
     if isinstance(schema, dict):
-        schema = {"x-guidance": SPACED, **_bare(schema)}
-    return "%json " + json.dumps(schema, ensure_ascii=False)
+        schema = guided(_bare(schema))
+    return "%json " + json.dumps(schema, ensure_ascii=False, separators=(",", ":"))
 
 
 def _bare(schema: Any) -> Any:

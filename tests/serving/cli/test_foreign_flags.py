@@ -33,6 +33,8 @@ def error_of(monkeypatch: pytest.MonkeyPatch, capsys, *arguments: str) -> str:
         (["--uds", "/tmp/x"], "--host HOST and --http-port PORT"),
         (["--max-model-len", "1.5k", "--dtype", "half", "--uds", "x"], "No such option: --uds"),
         (["--max-model-len", "many"], "Invalid value for '--max-model-len'"),
+        (["--log-level", "info"], "--log-level; use --verbose, which logs every request"),
+        (["--max-logprobs", "20"], "--max-logprobs; it is always 20; --set engine.max_logprobs"),
         (["--pge-size", "8"], "--pge-size; did you mean --page-size?"),
     ],
 )
@@ -55,6 +57,7 @@ def test_a_flag_that_is_like_none_gets_no_hint(
 def test_what_the_table_names_is_there() -> None:
     flags = {"--" + name.replace("_", "-") for name in flag_keys()} | {"--model", "--verbose"}
     for said in ADVICE.values():
+        assert not re.match(r"--[^ ,]+ ([^ ,]+ )?[a-z]+s\b", said), f"use {said}"
         named = set(re.findall(r"--[a-z][a-z-]+", said)) - {"--set", "--file"}
         assert named <= flags
         for key, value in re.findall(r"--set ([\w.]+)=(\w+(?:,\d+)*)", said):

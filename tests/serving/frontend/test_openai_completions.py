@@ -4,7 +4,7 @@ import asyncio
 
 import orjson
 import pytest
-from openai_served import CHAT, TEMPLATE, HttpSetup, saying, serving_http
+from openai_served import CHAT, TEMPLATE, HttpSetup, saying, serving_an_engine, serving_http
 from tokenizers_of_kinds import byte_fallback
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
@@ -263,6 +263,27 @@ async def test_likeliest_tokens():
     told = got.choices[0].logprobs
     assert told.tokens == ["c", "d"]
     assert told.top_logprobs == [{"c": -0.5, "d": -1.5}, {"d": -0.5, "e": -1.5}]
+
+
+async def test_as_many_likeliest_tokens_as_vllm_gives():
+    async with serving_http() as s:
+        got = await s.complete("ab", logprobs=20)
+    firsts = got.choices[0].logprobs.top_logprobs[0]
+    assert firsts == {chr(ord("c") + n): -0.5 - n for n in range(20)}
+
+
+async def test_an_engine_that_refuses_one_of_several_prompts_says_which():
+    async with serving_an_engine() as client:
+        body = {"model": "bundled", "max_tokens": 2, "n": 2, "stream": False}
+        for prompts, told in (
+            ([[1], [2], [3] * 200], "prompt[2]: the prompt has 200 tokens; the context"),
+            ([[1], [10**6]], "prompt[1]: token 1000000 is outside the vocabulary"),
+            ([[3] * 200], "the prompt has 200 tokens; the context"),
+            ([[1], [3] * 127], "prompt[1]: the prompt has 127 tokens and up to 2 new ones"),
+        ):
+            got = await client.post("/v1/completions", json=body | {"prompt": prompts})
+            assert got.status_code == 400
+            assert got.json()["error"]["message"].startswith(told)
 
 
 async def test_absent_max_tokens_is_sixteen_or_what_fits():

@@ -12,7 +12,7 @@ from openai_served import CHAT, serving_http
 from serving.config import EngineConfig
 from serving.errors import InvalidRequest
 from serving.frontend.openai.schemas import MAX_SEQUENCES
-from serving.request import Priority, SamplingParams, Structure, StructureKind
+from serving.request import Priority, SamplingParams, Structure, StructureKind, guided
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"type": "string"}}}
 JSON = Structure(StructureKind.JSON_SCHEMA, orjson.dumps(SCHEMA).decode())
@@ -109,10 +109,21 @@ async def test_jmoes_own_fields_arrive():
             {
                 "response_format": {
                     "type": "json_schema",
-                    "json_schema": {"name": "x", "schema": SCHEMA, "strict": True},
+                    "json_schema": {"name": "x", "schema": SCHEMA, "strict": False},
                 }
             },
             JSON,
+        ),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "schema": SCHEMA, "strict": True},
+                }
+            },
+            Structure(
+                StructureKind.JSON_SCHEMA, orjson.dumps(guided(SCHEMA, strict=True)).decode()
+            ),
         ),
         ({"guided_json": SCHEMA}, JSON),
         ({"guided_json": JSON.text}, JSON),
@@ -167,10 +178,16 @@ WRONG = [
     ({"n": MAX_SEQUENCES + 1}, "n", "n is 65"),
     ({"prompt": ["a"] * 33, "n": 2}, "prompt", "33 prompts times n 2 make 66 answers"),
     ({"best_of": 3}, "best_of", "best_of is 3 and n 1"),
-    ({"logprobs": 6}, "logprobs", "logprobs is 6"),
-    ({"echo": True, "logprobs": 6}, "logprobs", "logprobs is 6"),
+    ({"logprobs": 21}, "logprobs", "logprobs is 21"),
+    ({"echo": True, "logprobs": 6}, "logprobs", "logprobs is 6 with echo; the prompt's positions"),
     ({"stop": 5}, "stop", "stop is 5; it must be a string or a list of strings"),
     ({"stop": [5]}, "stop", "stop is 5; it must be a string or a list of strings"),
+    ({"stop": ["x"] * 5000}, "stop", "'stop' has 5000 entries; this server takes 64 at most"),
+    ({"stop_token_ids": [1] * 5000}, "stop_token_ids", "5000 entries; this server takes 1024 at"),
+    ({"prompt": ["a"] * 5000}, "prompt", "'prompt' has 5000 entries; this server takes 64 at"),
+    ({"prompt": [1] * 5000}, "prompt", "the prompt has 5000 tokens; the context length is 64"),
+    ({"prompt": [[1], [1] * 65], "echo": True}, "prompt", "prompt[1]: the prompt has 65 tokens"),
+    ({"prompt": [[1] * 65], "echo": True}, "prompt", "the prompt has 65 tokens"),
     ({"logit_bias": {"x": 1}}, "logit_bias", "keys must be token ids"),
     ({"logit_bias": {"1": "1"}}, "logit_bias", "must be a number between -100 and 100"),
     ({"logit_bias": {"1": 101}}, "logit_bias", "logit_bias of 1 is 101"),

@@ -196,6 +196,23 @@ async def test_what_is_wanted_is_held_to():
     assert found[4].structure.text.startswith("start: calls | answer")
 
 
+@pytest.mark.parametrize("mode", ["auto", "required"])
+async def test_of_allowed_tools_alone_one_is_called(mode):
+    some = {"type": "allowed_tools", "mode": mode, "tools": [{"type": "function", "name": "now"}]}
+    wrong = some | {"tools": [{"type": "function", "name": "x"}]}
+    async with saying("Fine.") as s:
+        got = await respond(s, tools=[WEATHER, NOW], tool_choice=some)
+        (call,) = s.engine.calls
+        with pytest.raises(openai.BadRequestError, match="tool_choice is 'x', which is not among"):
+            await respond(s, tools=[WEATHER, NOW], tool_choice=wrong)
+    structure = call["sampling"].structure.text
+    assert structure.startswith("start: (free") == (mode == "auto")
+    assert "now" in structure
+    assert "weather" not in structure
+    assert "weather" in json.dumps(call["prompt"].options)
+    assert got.tool_choice.model_dump() == some
+
+
 async def test_logprobs_are_those_of_the_text():
     include = ["message.output_text.logprobs"]
     async with serving_http() as s:

@@ -2,26 +2,18 @@
 
 import json
 
-import httpx2
 import openai
 import pytest
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 from openai.types.chat import ChatCompletionChunk
-from openai_served import CHAT, NO_CERTIFICATES, TOOLS_TEMPLATE, saying
-from served import Setup
-from shaped import config
+from openai_served import CHAT, TOOLS_TEMPLATE, saying, serving_an_engine
 
-import jmoe
-from serving.config import ServerConfig
-from serving.engine import Engine
 from serving.errors import InvalidRequest
-from serving.execution.fitting import limits_of
 from serving.frontend.openai import answers
 from serving.frontend.openai.chats import Tools
 from serving.frontend.openai.tool_parsers import PARSERS, Delta
 from serving.request import Structure, StructureKind
-from tests.serving.fake_runner import FakeRunner
 
 NO_TOOLS = "{% for m in messages %}[{{ m.role }}|{{ m.content }}]{% endfor %}"
 PARAMETERS = {
@@ -304,37 +296,43 @@ async def test_a_call_that_has_to_be_is_held_to(template):
     assert "weather" not in one.text
 
 
+@pytest.mark.parametrize("mode", ["auto", "required"])
+async def test_of_allowed_tools_alone_one_is_called_and_all_are_told(mode):
+    now = {"type": "function", "function": {"name": "now"}}
+    allowed = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [now]}}
+    async with saying("Fine.") as s:
+        for choice in (allowed, mode):
+            await s.chat(tools=[WEATHER, NOW], tool_choice=choice)
+        some, every = s.engine.calls
+    assert some["prompt"].options == every["prompt"].options
+    texts = [call["sampling"].structure.text for call in (some, every)]
+    assert [("weather" in text, "now" in text) for text in texts] == [(False, True), (True, True)]
+    assert [text.startswith("start: (free") for text in texts] == [mode == "auto"] * 2
+
+
 async def test_an_engine_writes_the_call_that_has_to_be():
     """The engine's own admission, masks and text; its runner draws whatever is allowed."""
     days = {"type": "object", "properties": {"days": {"type": "integer", "enum": [3, 14]}}}
     tool = {"type": "function", "function": {"name": "days", "parameters": days | REQUIRED}}
-    model = jmoe.load("bundled", "float32")
-    runner = FakeRunner(limits_of(config(), 1), vocab_size=model.config.vocab_size)
-    engine = Engine(config(), runner, model)
-    engine.run()
-    async with Setup(ServerConfig(port=0, engine=engine.config)) as s:
-        await s.server.attach(engine)
-        async with httpx2.AsyncClient(
-            base_url=f"http://{s.web.address}", verify=NO_CERTIFICATES
-        ) as client:
-            body = {"model": "bundled", "messages": CHAT, "tools": [tool, NOW], "max_tokens": 100}
-            named = {"type": "function", "function": {"name": "days"}}
-            got = await client.post(PATH, json=body | {"tool_choice": named})
-            bomb = {"$ref": "#/$defs/a", "$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}] * 2}}}
-            tool["function"]["parameters"] = bomb
-            refused = await client.post(PATH, json=body | {"tool_choice": named})
-            wrong = {"type": "object", "properties": {"a": {"$ref": "#/x"}}}
-            tool["function"]["parameters"] = wrong
-            faults = [
-                await client.post(PATH, json=body | {"tools": tools} | more)
-                for tools, more in (
-                    ([NOW, tool], {"tool_choice": "required"}),
-                    ([NOW, tool], {"tool_choice": named, "n": 2, "stream": True}),
-                )
-            ]
-            response = {"model": "bundled", "input": "hi", "tool_choice": "required"}
-            flat = {"type": "function", **tool["function"]}
-            faults.append(await client.post("/v1/responses", json=response | {"tools": [flat]}))
+    async with serving_an_engine() as client:
+        body = {"model": "bundled", "messages": CHAT, "tools": [tool, NOW], "max_tokens": 100}
+        named = {"type": "function", "function": {"name": "days"}}
+        got = await client.post(PATH, json=body | {"tool_choice": named})
+        bomb = {"$ref": "#/$defs/a", "$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}] * 2}}}
+        tool["function"]["parameters"] = bomb
+        refused = await client.post(PATH, json=body | {"tool_choice": named})
+        wrong = {"type": "object", "properties": {"a": {"$ref": "#/x"}}}
+        tool["function"]["parameters"] = wrong
+        faults = [
+            await client.post(PATH, json=body | {"tools": tools} | more)
+            for tools, more in (
+                ([NOW, tool], {"tool_choice": "required"}),
+                ([NOW, tool], {"tool_choice": named, "n": 2, "stream": True}),
+            )
+        ]
+        response = {"model": "bundled", "input": "hi", "tool_choice": "required"}
+        flat = {"type": "function", **tool["function"]}
+        faults.append(await client.post("/v1/responses", json=response | {"tools": [flat]}))
     (choice,) = got.json()["choices"]
     ((_, arguments),) = [
         (call["function"]["name"], json.loads(call["function"]["arguments"]))
@@ -367,6 +365,31 @@ WRONG = [
         {"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "x"}}},
         "tool_choice",
         "tool_choice is 'x', which is not among the tools",
+    ),
+    (
+        {
+            "tools": [WEATHER],
+            "tool_choice": {
+                "type": "allowed_tools",
+                "allowed_tools": {
+                    "mode": "auto",
+                    "tools": [{"type": "function", "function": {"name": "x"}}],
+                },
+            },
+        },
+        "tool_choice",
+        "tool_choice is 'x', which is not among the tools",
+    ),
+    (
+        {
+            "tools": [WEATHER],
+            "tool_choice": {
+                "type": "allowed_tools",
+                "allowed_tools": {"mode": "any", "tools": [{"type": "function"}]},
+            },
+        },
+        "tool_choice",
+        "allowed_tools with a mode (auto, required)",
     ),
     (
         {"tools": [WEATHER], "guided_regex": "a"},

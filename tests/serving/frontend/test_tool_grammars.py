@@ -2,15 +2,12 @@
 
 import json
 import random
-from pathlib import Path
 
 import numpy as np
 import pytest
+from held_texts import END, lets_write, tokenizer_of
 from tokenizers import AddedToken
-from tokenizers import Tokenizer as Backend
 
-import jmoe
-from jmoe.tokenizer import Tokenizer
 from serving.errors import InvalidRequest
 from serving.frontend.openai.chats import Tools
 from serving.frontend.openai.schemas import ChatRequest
@@ -18,8 +15,6 @@ from serving.intake.grammars import Vocabulary
 from serving.intake.structure import Matcher
 from serving.request import Structure, StructureKind
 
-FOLDER = Path(jmoe.__file__).parent / "bundled"
-END = "<|endoftext|>"
 MARKERS = {
     "hermes": ["<tool_call>", "</tool_call>"],
     "mistral": ["[TOOL_CALLS]", "[ARGS]"],
@@ -64,12 +59,6 @@ FREE = {
     "required": ["text"],
     "additionalProperties": False,
 }
-
-
-def tokenizer_of(template: str, markers: list[str]) -> Tokenizer:
-    backend = Backend.from_file(str(FOLDER / "tokenizer.json"))
-    backend.add_special_tokens([AddedToken(text, special=True) for text in markers])
-    return Tokenizer(backend, {"chat_template": template})
 
 
 def tools_of(tokenizer, choice="required", schemas=None, **fields):
@@ -190,7 +179,7 @@ def test_what_schemas_say_to_people_takes_no_room_in_a_grammar(parser, template)
     with pytest.raises(InvalidRequest, match="number of characters of a grammar"):
         tools_of(tokenizer, schemas=dict.fromkeys(names, schema)).structure()
     tools = tools_of(
-        tokenizer, schemas=dict.fromkeys(names[:30], {"type": "object", **said} | schema)
+        tokenizer, schemas=dict.fromkeys(names[:29], {"type": "object", **said} | schema)
     )
     ((name, arguments), *_) = calls_in(tools, writer(tools, tokenizer, rng)())[1]
     assert name in names
@@ -201,22 +190,6 @@ def test_what_schemas_say_to_people_takes_no_room_in_a_grammar(parser, template)
 def follows(tools, tokenizer, text, wanted=None):
     """Returns whether the grammar lets a model write a text, and end there."""
     return lets_write(tools.structure(wanted), tokenizer, text)
-
-
-def lets_write(structure, tokenizer, text):
-    backend = tokenizer.backend
-    size, end = backend.get_vocab_size(), backend.token_to_id(END)
-    vocabulary = Vocabulary(backend.to_str(), size, [end])
-    read, error = vocabulary.read(structure.kind.value, structure.text)
-    assert error is None, (error, structure.text)
-    words = np.zeros((size + 31) // 32, np.int32)
-    for token in [*backend.encode(text, add_special_tokens=False).ids, end]:
-        words[:] = 0
-        Matcher(read, lambda: None).fill(words)
-        if not words[token // 32] >> (token % 32) & 1:
-            return False
-        read.consume_token(token)
-    return True
 
 
 HARMONY = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>"
