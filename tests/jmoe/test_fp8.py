@@ -222,7 +222,10 @@ def test_scales_that_are_not_finite_are_named(fp8):
         (compressed("tensor", num_bits=4), "num_bits is 4; it must be 8"),
         (DEEPSEEK | {"transform_config": {"R1": {}}}, r"transform_config is .*; it must be absent"),
         (compressed("tensor") | {"sparsity_config": {"format": "sparse"}}, "sparsity_config is"),
-        ({"quant_method": "hqq", "bits": 4}, "loads a Qwen3MoeForCausalLM's in fp8 or compressed"),
+        (
+            {"quant_method": "hqq", "bits": 4},
+            "loads weights of a Qwen3MoeForCausalLM in fp8 or compressed",
+        ),
     ],
 )
 def test_formats_that_are_not_loaded_are_named(fp8, config, words):
