@@ -222,7 +222,7 @@ async def test_streams_and_whole_answers_have_all_that_was_said(name, step):
             assert items_of(streamed[-1].response) == (want.calls, want.content), kind
 
 
-@pytest.mark.parametrize("step", [1, 1000])
+@pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.deep), 1000])
 @pytest.mark.parametrize("name", FORMATS)
 async def test_what_a_stop_string_cuts_is_no_call_to_run(name, step):
     """The engine's text ends before the stop string, of which nothing tells but the request."""
