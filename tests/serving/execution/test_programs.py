@@ -350,6 +350,7 @@ async def test_no_step_waits_for_a_late_program_or_fails_for_want_of_one(held, c
         assert late.is_alive()
         assert set(ran) == {3}
         ran.clear()
+        caplog.clear()
         with caplog.at_level(logging.WARNING):
             released.set()
             await asyncio.to_thread(late.join)
