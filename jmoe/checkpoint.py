@@ -334,6 +334,8 @@ def _unlike(files: TensorFiles, cfg: ModelConfig, read: set[str]) -> Iterator[st
                 yield f"{name} is missing"
             elif found != shape and not (parameter.swapped and found == _swapped(shape)):
                 yield f"{name} is {list(found)}, expected {list(shape)}"
+            elif parameter.swapped and shape == _swapped(shape):
+                yield f"{name} is square: {list(shape)} does not say which way round it lies"
             elif files.kind(name) == FP8 and cfg.fp8_block and parameter.kind == "matrix":
                 read.add(scales := files.scales(name))
                 yield from _unlike_scales(files, scales, shape, cfg.fp8_block)

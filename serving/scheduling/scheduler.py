@@ -217,10 +217,11 @@ class Scheduler:
         return sum(found) / len(found) if found else math.nan
 
     def waited_s(self, now: float) -> float:
-        """Returns the longest time (s) that a sequence without a token has waited for its first; 0
-        where there is none.
+        """Returns the longest time (s) that a latency-sensitive sequence has waited for its first
+        token; 0 where none does.
         """
-        return now - min((s.arrived_at for s in self._for_prefill() if not s.tokens), default=now)
+        first = (s for s in self._for_prefill() if not s.tokens and s.priority is LS)
+        return now - min((s.arrived_at for s in first), default=now)
 
     def next_prefill_tokens(self) -> int:
         """Returns an upper bound on the tokens of a prefill step planned now."""

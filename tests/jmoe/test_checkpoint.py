@@ -138,6 +138,23 @@ def shards_of(directory, count):
         save_file({name: tensors[name] for name in names}, own)
 
 
+def test_experts_that_may_lie_either_way_are_refused_where_their_shape_does_not_say(copy):
+    directory = copy("qwen3_vl_moe")
+    path = directory / "config.json"
+    config = json.loads(path.read_text())
+    d, m = config["text_config"]["hidden_size"], config["text_config"]["num_experts"]
+    config["text_config"]["moe_intermediate_size"] = d // 2
+    path.write_text(json.dumps(config))
+
+    def square(tensors):
+        for name in [name for name in tensors if ".experts." in name]:
+            shape = (m, d, d) if "gate_up" in name else (m, d // 2, d)
+            tensors[name] = np.zeros(shape, np.float32)
+
+    change_tensors(directory, square)
+    assert f"experts.gate_up_proj is square: [{m}, {d}, {d}]" in refused(directory)
+
+
 def test_shards_without_an_index_are_read(copy):
     directory = copy(CASE)
     whole = jmoe.load(directory, dtype="float32")

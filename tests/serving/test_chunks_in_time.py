@@ -11,16 +11,17 @@ from counting import collect
 
 from serving.config import BrownoutConfig
 from serving.plan import Limits, Phase
-from serving.request import SamplingParams
+from serving.request import Priority, SamplingParams
 from tests.serving.fake_runner import FakeRunner
 
+LS, BE = Priority.LATENCY_SENSITIVE, Priority.BEST_EFFORT
 SIZES = (8, 16, 32, 64)
 LIMITS = Limits(16, 400, 4, 64, 8, prefill_buckets=SIZES)
 FIXED_S, TOKEN_S, DECODE_S = 0.004, 0.001, 0.02
 pytestmark = pytest.mark.simulated_time
 
 
-async def chunks_of_a_prompt(start, *, streams=4, length=64, **objectives):
+async def chunks_of_a_prompt(start, *, streams=4, length=64, priority=LS, **objectives):
     """Returns the tokens of the prefill steps of a prompt that comes beside streams, and when it
     and they got their tokens.
     """
@@ -46,7 +47,8 @@ async def chunks_of_a_prompt(start, *, streams=4, length=64, **objectives):
     tasks = [asyncio.create_task(stream(at)) for at in range(streams)]
     await asyncio.sleep(0.3)
     launched.clear()
-    await collect(engine, [2] * length, sampling=SamplingParams(max_new_tokens=1))
+    one = SamplingParams(max_new_tokens=1)
+    await collect(engine, [2] * length, sampling=one, priority=priority)
     sizes = [size for phase, size in launched if phase is Phase.PREFILL]
     await asyncio.gather(*tasks)
     engine.scheduler.check_idle()
@@ -79,6 +81,12 @@ async def test_a_first_token_that_is_about_to_be_late_goes_first(start):
     found, _ = await chunks_of_a_prompt(start, itl_slo_s=0.05, ttft_slo_s=0.15)
     assert found[:2] == [16, 16]
     assert found[2:] == [32]
+
+
+async def test_best_effort_that_waits_is_no_reason_to_hurry(start):
+    found, times = await chunks_of_a_prompt(start, itl_slo_s=0.05, ttft_slo_s=0.15, priority=BE)
+    assert max(found) == 16
+    assert longest_gap(times) <= 0.05
 
 
 async def test_nobody_decodes_and_the_prompt_comes_whole(start):
