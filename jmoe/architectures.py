@@ -20,6 +20,7 @@ from jmoe.config_keys import (
     rope_kind,
     words,
 )
+from jmoe.gated_delta import GatedDelta
 from jmoe.router import ScoredTopK, SparseMixer
 from pallas_kernels.activation import ClampedSwiglu
 
@@ -54,6 +55,8 @@ class Architecture:
     """Names of an expert's gate, up and down projections."""
     joined_experts: tuple[str, str] | None = None
     """Names of a layer's tensors of all experts' gates and ups, and downs, where it has such."""
+    may_be_apart: bool = False
+    """Whether there are checkpoints with each expert's by themselves, too."""
     interleaved: bool = False
     """Whether experts are joined as in gpt-oss: `[in, out]`, gate and up in turn, with biases."""
     quantized: Collection[str] = ("fp8", "compressed-tensors", "awq", "gptq")
@@ -87,6 +90,10 @@ class Architecture:
     """How names of the head's tensors begin."""
     beside: tuple[str, ...] = ()
     """How names of tensors begin that text does not pass."""
+    centred: bool = False
+    """Whether weights of norms are in the file less 1."""
+    joined_delta: bool = False
+    """Whether a recurrent layer's projections lie in two tensors, key head by key head."""
     laid_out: bool = False
     """Whether joined experts are `[in, out]`, as in memory; or `[out, in]`, as transformers 5 has
     them.
@@ -97,8 +104,8 @@ class Architecture:
 
 LACKING = {
     **dict.fromkeys(
-        ("granitemoehybrid", "jamba", "minimax", "qwen3_next", "qwen3_5_moe"),
-        "whose recurrent state is no paged cache",
+        ("granitemoehybrid", "jamba", "minimax"),
+        "whose recurrent layers are not those of Gated DeltaNet",
     ),
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), "which has no experts"),
 }
@@ -165,6 +172,56 @@ def _qwen3(fields: Fields) -> dict[str, Any]:
         **_biases(fields),
         "layer_attention": full_or_window(fields, _qwen_window(fields)),
         "num_experts": _num_experts(fields, *_either_count(fields)),
+        "qk_norm": True,
+    }
+
+
+def _qwen3_next(fields: Fields) -> dict[str, Any]:
+    return {
+        **_recurrent(fields),
+        "d_ff_expert": fields.size("moe_intermediate_size"),
+        "moe_layers": _moe_layers(fields),
+        "norm_topk_prob": fields.flag("norm_topk_prob", True),
+    }
+
+
+def _qwen3_5(fields: Fields) -> dict[str, Any]:
+    return {
+        **_recurrent(fields),
+        "d_ff_expert": fields.size("moe_intermediate_size"),
+        "moe_layers": (True,) * fields.size("num_hidden_layers"),
+        "norm_topk_prob": True,
+    }
+
+
+def _recurrent(fields: Fields) -> dict[str, Any]:
+    """Reads layers of Gated DeltaNet, and full attention with a gate between them."""
+    count, types = fields.size("num_hidden_layers"), ["linear_attention", "full_attention"]
+    interval = fields.size("full_attention_interval", 4)
+    kinds = _kinds(fields, "layer_types", types)
+    if kinds is None:
+        kinds = [types[(i + 1) % interval == 0] for i in range(count)]
+    key_heads, heads, key, value = (
+        fields.size(f"linear_{name}", absent)
+        for name, absent in (
+            ("num_key_heads", 16),
+            ("num_value_heads", 32),
+            ("key_head_dim", 128),
+            ("value_head_dim", 128),
+        )
+    )
+    if heads % key_heads:
+        name = f"a multiple of linear_num_key_heads ({key_heads})"
+        raise fields.wrong("linear_num_value_heads", name)
+    taps = fields.size("linear_conv_kernel_dim", 4, least=2)
+    each = GatedDelta(key_heads, heads, key, value, taps), Paged(gated=True)
+    return {
+        **_biases(fields),
+        "layer_attention": tuple(each[types.index(kind)] for kind in kinds),
+        "num_experts": _num_experts(fields, *_either_count(fields)),
+        "d_ff_shared": fields.size("shared_expert_intermediate_size", 512, least=0),
+        "head_dim": fields.size("head_dim", 256),
+        "num_kv_heads": fields.size("num_key_value_heads", 2),
         "qk_norm": True,
     }
 
@@ -625,6 +682,23 @@ _DEEPSEEK = (
     "routed_scaling_factor seq_aux topk_group topk_method v_head_dim"
 )
 _LATENT = {"attention_bias": (False,), "moe_layer_freq": (1,)}
+_GATED_DELTA = (
+    "attention_bias full_attention_interval linear_conv_kernel_dim linear_key_head_dim "
+    "linear_num_key_heads linear_num_value_heads linear_value_head_dim moe_intermediate_size "
+    "num_experts num_local_experts partial_rotary_factor shared_expert_intermediate_size"
+)
+_QWEN3_NEXT = Architecture(
+    "Qwen3NextForCausalLM",
+    _qwen3_next,
+    _and(f"{_GATED_DELTA} decoder_sparse_step mlp_only_layers norm_topk_prob"),
+    {"qkv_bias": (False,), "use_qk_norm": (True,), "use_sliding_window": (False,)},
+    partial_rotary=0.25,
+    centred=True,
+    joined_delta=True,
+    predicting="mtp.",
+    apart="three of four layers recurrent (Gated DeltaNet), the others gated; heads turn in part; "
+    "a shared expert; prediction layer left out",
+)
 _DEEPSEEK_V3 = Architecture(
     "DeepseekV3ForCausalLM",
     _deepseek3,
@@ -672,6 +746,21 @@ ARCHITECTURES: dict[str, Architecture] = {
         root="model.language_model.",
         beside=("model.visual.",),
         apart="Qwen3-MoE beside images, which are left out",
+    ),
+    "qwen3_next": _QWEN3_NEXT,
+    "qwen3_5_moe": replace(
+        _QWEN3_NEXT,
+        class_name="Qwen3_5MoeForConditionalGeneration",
+        translate=_qwen3_5,
+        read=_and(_GATED_DELTA),
+        only={**_QWEN3_NEXT.only, "norm_topk_prob": (True,)},
+        joined_experts=("experts.gate_up_proj", "experts.down_proj"),
+        may_be_apart=True,
+        joined_delta=False,
+        text=("qwen3_5_moe_text",),
+        root="model.language_model.",
+        beside=("model.visual.",),
+        apart="Qwen3-Next beside images, which are left out",
     ),
     "mixtral": Architecture(
         "MixtralForCausalLM",

@@ -35,10 +35,12 @@ class Attention(Protocol):
     """What `run_layers` calls in each layer; a pytree, so that a step under way is a value."""
 
     def __call__(
-        self, projection: Projection | Heads, layer: Int[Array, ""], cache: Any
+        self, projection: Any, layer: Int[Array, ""], cache: Any
     ) -> tuple[Float[Array, "T H D"], Any]:
-        """Returns what the heads of each row read, and the cache with this layer's keys and
-        values.
+        """Returns what the heads of each row read, and the cache with this layer's keys and values.
+
+        `projection` is what `jmoe.model.project` makes of the layer: `Projection` or `Heads`, or
+        the kind's own.
         """
         ...
 
@@ -103,6 +105,7 @@ class Paged:
     without a cache rounds them likewise.
     """
     rotary: RopeConfig | None = None  # None: as `ModelConfig.rope`
+    gated: bool = False  # whether queries bring a gate of what each of their elements reads
 
     @property
     def shares_pages(self) -> bool:

@@ -36,6 +36,7 @@ from jmoe.experts import (
 )
 from jmoe.extras import need
 from jmoe.finite import fault, seem_finite
+from jmoe.gated_delta import GatedDelta
 from jmoe.int4 import Int4, PackedTensor
 from jmoe.layout import Layout
 from jmoe.model_files import instead, lfs_pointer, read_text, regular, stays_inside
@@ -251,6 +252,14 @@ def file_stamps(directory: Path) -> dict[Path, list[int]]:
     return {}
 
 
+def _as_stored(files: TensorFiles, cfg: ModelConfig) -> ModelConfig:
+    """Returns a configuration that says whether the files have experts joined, where they may."""
+    if not naming(cfg.architecture).may_be_apart:
+        return cfg
+    joined = layout.expert(cfg, cfg.moe_layers.index(True), 0)["down"].names
+    return replace(cfg, experts_apart=not any(map(files.shape, joined)))
+
+
 def _check(files: TensorFiles, cfg: ModelConfig, directory: Path) -> None:
     """Raises CheckpointError for tensors that are missing, misshapen, not floats, or never read."""
     read: set[str] = set()
@@ -416,7 +425,8 @@ class HFLayers:
         `experts_on_host` leaves them there, for who places each on a device of its own, and
         `params_on_host` all other weights.
         """
-        self._files, self._cfg, self._dtype = TensorFiles(directory), cfg, dtype
+        self._files, self._dtype = TensorFiles(directory), dtype
+        self._cfg = cfg = _as_stored(self._files, cfg)
         self._quantize = quantize
         self._is_stored = quantize != "none" and stored_format(cfg) == quantize
         self._experts_on_host, self._params_on_host = experts_on_host, params_on_host
@@ -924,7 +934,7 @@ def save_native(
 
 _NAMED: dict[str, type] = {
     kind.__name__: kind
-    for kind in (ScoredTopK, SparseMixer, Silu, Gelu, ClampedSwiglu, Paged, Latent)
+    for kind in (ScoredTopK, SparseMixer, Silu, Gelu, ClampedSwiglu, Paged, Latent, GatedDelta)
 }
 """What `jmoe.json` can name of a configuration."""
 

@@ -24,6 +24,7 @@ from jmoe.config_keys import (
     rope_kind,
     text_part,
 )
+from jmoe.gated_delta import GatedDelta
 from jmoe.int4 import Int4, int4
 from jmoe.model_files import instead, read_text
 from jmoe.rope import RopeConfig as RopeConfig
@@ -76,6 +77,7 @@ class ModelConfig:
     activation: Activation = SILU  # of routed, united and shared experts and of dense layers
     expert_bias: bool = False  # of routed and united experts' products
     logits_bias: bool = False  # of the router's logits
+    experts_apart: bool = False  # the checkpoint has them so, where others have them joined
     mxfp4: bool = False  # the checkpoint has experts' matrices in four bits
     fp8_block: tuple[int, int] | tuple[()] = ()
     """Rows and columns of a matrix of the checkpoint in fp8 that share a scale; 0: all of them."""
@@ -154,7 +156,9 @@ class ModelConfig:
     def _parameters(self, layer: int) -> tuple[bool, ...]:
         """What decides which parameters a layer has."""
         kind = self.layer_attention[layer]
-        return self.moe_layers[layer], self.has_sinks(layer), isinstance(kind, Latent)
+        gated = bool(getattr(kind, "gated", False))
+        kinds = isinstance(kind, Latent), isinstance(kind, GatedDelta)
+        return self.moe_layers[layer], self.has_sinks(layer), gated, *kinds
 
     def has_sinks(self, layer: int) -> bool:
         """Whether a layer's attention has a sink a head."""
@@ -244,6 +248,7 @@ def from_hf(
         raise fields.wrong("hidden_act", "'silu'")
     head_dim = own.pop("head_dim", None) or _head_dim(fields, num_heads)
     per_token = own.pop("experts_per_token", None) or fields.size("num_experts_per_tok")
+    num_kv_heads = own.pop("num_kv_heads", None)
     partial_rotary = own.pop("partial_rotary", architecture.partial_rotary)
     if architecture.kind_thetas:
         rope, kinds = _rope_by_kind(fields, own["layer_attention"], architecture.kind_thetas)
@@ -269,7 +274,7 @@ def from_hf(
             d_model=fields.size("hidden_size"),
             num_layers=num_layers,
             num_heads=num_heads,
-            num_kv_heads=fields.size("num_key_value_heads", num_heads),
+            num_kv_heads=num_kv_heads or fields.size("num_key_value_heads", num_heads),
             head_dim=head_dim,
             experts_per_token=per_token,
             d_ff_dense=0

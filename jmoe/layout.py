@@ -16,6 +16,7 @@ import numpy as np
 from jmoe.architectures import naming
 from jmoe.attention import Latent
 from jmoe.config import ModelConfig
+from jmoe.gated_delta import GatedDelta
 from pallas_kernels.grouped_gemm.four_bits import PackedWeights, packed_codes
 
 Kind = Literal["matrix", "laid out", "mxfp4", "embedding", "router", "norm", "bias", "gate"]
@@ -47,6 +48,11 @@ class Parameter:
     """Of a file whose heads turn two neighbours together, the elements of one: all tensors but the
     last have their heads' halves in turn.
     """
+    woven: tuple[tuple[int, ...], ...] = ()
+    """Of a file whose first tensors have several things head by head, how many rows of each in
+    turn; in memory each of them is together.
+    """
+    less: float = 0.0  # by how much the file's numbers are smaller
 
     @property
     def transposed(self) -> bool:
@@ -84,6 +90,9 @@ class Parameter:
             tensors = [_dequantized(*tensors).T]
         if self.in_turn:
             return _halves(*tensors)
+        if self.less:
+            return tensors[0] + tensors[0].dtype.type(self.less)
+        tensors = [*map(_apart, tensors, self.woven), *tensors[len(self.woven) :]]
         if self.paired:
             tensors = [*(self._swapped(one, -1, 2) for one in tensors[:-1]), tensors[-1]]
         if self.transposed:
@@ -112,12 +121,15 @@ class Parameter:
         if self.in_turn:
             turns = xp.stack(xp.split(parameter, 2, axis=-1), axis=-1)
             return {self.names[0]: turns.reshape(parameter.shape)}
+        if self.less:
+            return {self.names[0]: parameter - parameter.dtype.type(self.less)}
         ends = np.cumsum([shape[0] for shape in self.stored])[:-1].tolist()
         parts = xp.split(parameter, ends, axis=-1 if self.transposed else 0)
         if self.transposed:
             parts = [part.T for part in parts]
         if self.paired:
             parts = [*(self._swapped(one, 2, -1) for one in parts[:-1]), parts[-1]]
+        parts = [*map(_woven, parts, self.woven), *parts[len(self.woven) :]]
         return dict(zip(self.names, parts, strict=True))
 
     def _swapped(self, tensor: Any, *sizes: int) -> Any:
@@ -134,6 +146,23 @@ def _of(array: Any) -> Any:
 def _halves(x: Any) -> Any:
     """Returns the even columns, then the odd ones."""
     return _of(x).concatenate([x[..., ::2], x[..., 1::2]], axis=-1)
+
+
+def _apart(tensor: Any, sizes: tuple[int, ...]) -> Any:
+    """Returns the rows of each of the things that a tensor has in turn, one thing after another."""
+    by_head = tensor.reshape(-1, sum(sizes), *tensor.shape[1:])
+    parts = _of(tensor).split(by_head, np.cumsum(sizes)[:-1].tolist(), axis=1)
+    return _of(tensor).concatenate([part.reshape(-1, *tensor.shape[1:]) for part in parts])
+
+
+def _woven(tensor: Any, sizes: tuple[int, ...]) -> Any:
+    """Returns the rows as a file has them: the inverse of `_apart`."""
+    heads = len(tensor) // sum(sizes)
+    ends = (heads * np.cumsum(sizes))[:-1].tolist()
+    parts = _of(tensor).split(tensor, ends)
+    each = zip(parts, sizes, strict=True)
+    by_head = [part.reshape(heads, size, *tensor.shape[1:]) for part, size in each]
+    return _of(tensor).concatenate(by_head, axis=1).reshape(tensor.shape)
 
 
 def _dequantized(blocks: Any, scales: Any) -> Any:
@@ -174,7 +203,10 @@ def layer(cfg: ModelConfig, index: int, is_moe: bool) -> Layout:
         **_norm(cfg, "attn_norm", at + "input_layernorm"),
         **_norm(cfg, "mlp_norm", at + "post_attention_layernorm"),
     }
-    out |= _latent(cfg, kind, attn) if isinstance(kind, Latent) else _heads(cfg, attn)
+    if isinstance(kind, GatedDelta):
+        out |= _delta(cfg, kind, at + "linear_attn.")
+    else:
+        out |= _latent(cfg, kind, attn) if isinstance(kind, Latent) else _heads(cfg, kind, attn)
     if cfg.has_sinks(index):
         out["sinks"] = Parameter((attn + "sinks",), ((cfg.num_heads,),), "bias")
     mlp = f"{at}{names.mlp}."
@@ -197,26 +229,47 @@ def layer(cfg: ModelConfig, index: int, is_moe: bool) -> Layout:
     return out
 
 
-def _heads(cfg: ModelConfig, attn: str) -> Layout:
-    d, size = cfg.d_model, cfg.head_dim
+def _heads(cfg: ModelConfig, kind: Any, attn: str) -> Layout:
+    d, size, gated = cfg.d_model, cfg.head_dim, getattr(kind, "gated", False)
     q, kv = cfg.num_heads * size, cfg.num_kv_heads * size
     qkv = tuple(f"{attn}{p}_proj." for p in "qkv")
     weights, biases = (tuple(p + kind for p in qkv) for kind in ("weight", "bias"))
     paired = size if naming(cfg.architecture).neighbours_turn else 0
+    woven = ((size, size),) if gated else ()
+    queries = q * (1 + gated)
     out = {
-        "wqkv": Parameter(weights, ((q, d), (kv, d), (kv, d)), paired=paired),
+        "wqkv": Parameter(weights, ((queries, d), (kv, d), (kv, d)), paired=paired, woven=woven),
         "wo": Parameter((attn + "o_proj.weight",), ((d, q),)),
     }
     if cfg.qkv_bias:
-        out["bqkv"] = Parameter(biases, ((q,), (kv,), (kv,)), "bias")
+        out["bqkv"] = Parameter(biases, ((queries,), (kv,), (kv,)), "bias", woven=woven)
     if cfg.o_bias:
         out["bo"] = Parameter((attn + "o_proj.bias",), ((d,),), "bias")
     if cfg.qk_norm:
         names = naming(cfg.architecture).head_norms
         for key, name, whole in zip(("q_norm", "k_norm"), names, (q, kv), strict=True):
             shape = (whole if cfg.normed_whole else size,)
-            out[key] = Parameter((f"{attn}{name}.weight",), (shape,), "norm")
+            out[key] = Parameter((f"{attn}{name}.weight",), (shape,), "norm", **_centred(cfg))
     return out
+
+
+def _delta(cfg: ModelConfig, kind: GatedDelta, at: str) -> Layout:
+    d, heads, group = cfg.d_model, kind.value_heads, kind.value_heads // kind.key_heads
+    keys, values = kind.key_heads * kind.key, heads * kind.value
+    names, woven = ("qkv", "z", "b", "a"), ()
+    stored = (kind.channels, d), (values, d), (heads, d), (heads, d)
+    if naming(cfg.architecture).joined_delta:
+        names, stored = ("qkvz", "ba"), ((2 * keys + 2 * values, d), (2 * heads, d))
+        woven = (*2 * (kind.key,), *2 * (group * kind.value,)), 2 * (group,)
+    names = tuple(f"{at}in_proj_{name}.weight" for name in names)
+    return {
+        "w_in": Parameter(names, stored, woven=woven),
+        "conv": Parameter((at + "conv1d.weight",), ((kind.channels, 1, kind.taps),), "laid out"),
+        "a_log": Parameter((at + "A_log",), ((heads,),), "bias", float32=True),
+        "dt_bias": Parameter((at + "dt_bias",), ((heads,),), "bias", float32=True),
+        "delta_norm": Parameter((at + "norm.weight",), ((kind.value,),), "norm"),
+        "wo": Parameter((at + "out_proj.weight",), ((d, values),)),
+    }
 
 
 def _latent(cfg: ModelConfig, kind: Latent, attn: str) -> Layout:
@@ -252,7 +305,7 @@ def expert(cfg: ModelConfig, index: int, number: int) -> Layout:
     at, part = f"{names.root}layers.{index}.{names.mlp}.", (number, cfg.num_experts)
     if names.interleaved:
         return _interleaved(cfg, at, part)
-    if names.joined_experts is None:
+    if names.joined_experts is None or cfg.experts_apart:
         at = f"{at}experts.{number}."
         out = _swiglu("", at, d, f, names.expert_names)
         if cfg.expert_bias:
@@ -329,10 +382,15 @@ def split(layout: Layout, params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _norm(cfg: ModelConfig, key: str, at: str) -> Layout:
-    own = {key: Parameter((f"{at}.weight",), ((cfg.d_model,),), "norm")}
+    own = {key: Parameter((f"{at}.weight",), ((cfg.d_model,),), "norm", **_centred(cfg))}
     if cfg.layer_norm:
         own[f"{key}_bias"] = Parameter((f"{at}.bias",), ((cfg.d_model,),), "bias")
     return own
+
+
+def _centred(cfg: ModelConfig) -> dict[str, Any]:
+    """Returns what sets apart the weights of norms that are in the file less 1."""
+    return {"float32": True, "less": 1.0} if naming(cfg.architecture).centred else {}
 
 
 def _swiglu(

@@ -24,8 +24,19 @@ from jmoe.attention import ByKind, DecodeAttention
 from jmoe.brownout import Control
 from jmoe.config import ModelConfig
 from jmoe.experts import ABSENT, ExpertTable, Pool
+from jmoe.gated_delta import DeltaRows
 from jmoe.kv_cache import Pages
-from jmoe.model import Halves, Rotation, attended, embed, head, project, rotations, run_layers
+from jmoe.model import (
+    Halves,
+    Rotation,
+    attend,
+    attended,
+    embed,
+    head,
+    project,
+    rotations,
+    run_layers,
+)
 from jmoe.moe import (
     COUNTS,
     Asked,
@@ -169,12 +180,20 @@ def mixed_attend(
     `attention` is of all rows. All write before any reads: between two writes to the cache a read
     would have XLA copy it.
     """
-    queries, sinks, size = [], [], xs[0].shape[0]
+    queries, gates, sinks, size = [], [], [], xs[0].shape[0]
+    if isinstance(attention, DeltaRows):  # reads only what its own rows write
+        outs = []
+        for number, (layer, x, turn) in enumerate(zip(layers, xs, turns, strict=True)):
+            own = attention.part(slice(number * size, (number + 1) * size))
+            x, cache = attend(cfg, layer, x, turn, own, index, cache)
+            outs.append(x)
+        return tuple(outs), cache
     for number, (layer, x, turn) in enumerate(zip(layers, xs, turns, strict=True)):
         rows = slice(number * size, (number + 1) * size)
         written = jax.tree.map(itemgetter(rows), attention.written)
         h = normed(cfg, layer, "attn_norm", x)
-        projection = project(cfg, layer, h, turn)
+        projection, gate = project(cfg, layer, h, turn)
+        gates.append(gate)
         q, cache = attention._replace(written=written).write(projection, index, cache)
         queries.append(q)
         if (own := projection.sinks) is not None:
@@ -182,7 +201,7 @@ def mixed_attend(
     of_rows = jnp.concatenate(sinks) if sinks else None
     out = attention.read(jnp.concatenate(queries), index, cache, of_rows)
     outs = jnp.split(out, len(xs))
-    return tuple(map(attended, [cfg] * len(xs), layers, xs, outs)), cache
+    return tuple(map(attended, [cfg] * len(xs), layers, xs, outs, gates)), cache
 
 
 def mixed_moe(

@@ -20,6 +20,7 @@ from jmoe.brownout import Control
 from jmoe.config import ModelConfig
 from jmoe.config_keys import words
 from jmoe.experts import ExpertTable, uncut
+from jmoe.gated_delta import GatedDelta, Mixed
 from jmoe.moe import (
     COUNTS,
     Balance,
@@ -75,19 +76,28 @@ def project(
     cos_sin: Rotation,
     *,
     expands: bool = False,
-) -> Projection | Heads:
+) -> tuple[Any, Float[Array, "T H D"] | None]:
     """Returns the QKV product of normed rows; what `Projection` has of them is still to be
     applied. Of latent attention, queries and latents as they are: taken to each other, or, where
-    attention `expands` these, not.
+    attention `expands` these, not. And the gate of what heads read, where they have one.
     """
     if "wkv_a" in layer:
-        return _latents(cfg, layer, h, cos_sin, expands)
+        return _latents(cfg, layer, h, cos_sin, expands), None
+    if "w_in" in layer:
+        return _mixed(cfg, layer, h)
     shape = (-1, cfg.num_heads + 2 * cfg.num_kv_heads, cfg.head_dim)
-    return Projection(
-        linear(h, layer["wqkv"]).reshape(shape),
+    product, bias, gate = linear(h, layer["wqkv"]), layer.get("bqkv"), None
+    if product.shape[1] > shape[1] * shape[2]:  # gates behind the queries
+        product, gate = _without_gate(cfg, product)
+        if bias is not None:
+            bias, of_gate = _without_gate(cfg, bias[None])
+            gate = gate + of_gate
+        gate = gate.reshape(-1, cfg.num_heads, cfg.head_dim)
+    projection = Projection(
+        product.reshape(shape),
         cfg.num_kv_heads,
         *cos_sin,
-        bias=layer["bqkv"].reshape(shape[1:]) if cfg.qkv_bias else None,
+        bias=None if bias is None else bias.reshape(shape[1:]),
         q_norm=layer["q_norm"] if cfg.qk_norm else None,
         k_norm=layer["k_norm"] if cfg.qk_norm else None,
         eps=cfg.rms_norm_eps,
@@ -95,6 +105,30 @@ def project(
         clip=cfg.clip_qkv,
         turned_first=cfg.turned_first,
     )
+    return projection, gate
+
+
+def _without_gate(
+    cfg: ModelConfig, product: Float[Array, "T C"]
+) -> tuple[Float[Array, "T QKV"], Float[Array, "T HD"]]:
+    """Returns queries, keys and values, and the gates between them."""
+    size = cfg.num_heads * cfg.head_dim
+    q, gate, kv = jnp.split(product, [size, 2 * size], axis=1)
+    return jnp.concatenate([q, kv], axis=1), gate
+
+
+def _mixed(
+    cfg: ModelConfig, layer: Params, h: Float[Array, "T d"]
+) -> tuple[Mixed, Float[Array, "T H D"]]:
+    """Returns what Gated DeltaNet makes of normed rows, and the gate of its heads."""
+    kind = next(kind for kind in cfg.attention_kinds if isinstance(kind, GatedDelta))
+    heads, channels = kind.value_heads, kind.channels
+    ends = [channels, channels + heads * kind.value, channels + heads * (kind.value + 1)]
+    qkv, gate, beta, dt = jnp.split(linear(h, layer["w_in"]), ends, axis=1)
+    beta, dt = (x.astype(jnp.float32) for x in (beta, dt))
+    decay = -jnp.exp(layer["a_log"])[None] * jax.nn.softplus(dt + layer["dt_bias"][None])
+    mixed = Mixed(qkv, decay, jax.nn.sigmoid(beta), layer["conv"])
+    return mixed, gate.reshape(-1, heads, kind.value)
 
 
 def latent_of(cfg: ModelConfig) -> Latent:
@@ -156,8 +190,9 @@ def attend(
     """Runs attention of layer `index` with its residual; returns the cache, too."""
     h = normed(cfg, layer, "attn_norm", x)
     expands = getattr(attention, "expands", False)
-    out, cache = attention(project(cfg, layer, h, cos_sin, expands=expands), index, cache)
-    return attended(cfg, layer, x, out, expands), cache
+    projection, gate = project(cfg, layer, h, cos_sin, expands=expands)
+    out, cache = attention(projection, index, cache)
+    return attended(cfg, layer, x, out, gate, expands), cache
 
 
 def attended(
@@ -165,14 +200,28 @@ def attended(
     layer: Params,
     x: Float[Array, "T d"],
     out: Float[Array, "T H D"],
+    gate: Float[Array, "T H D"] | None = None,
     expanded: bool = False,
 ) -> Float[Array, "T d"]:
-    """Adds to the rows what their heads have read: of latents, or of values made of them."""
+    """Adds to the rows what their heads have read: of latents, or of values made of them; gated
+    where they have a `gate`.
+    """
     if "wkv_a" in layer and not expanded:
         _, values = _of_latents(cfg, layer)
         out = jnp.einsum("thr,rhv->thv", out[..., : values.shape[0]].astype(values.dtype), values)
+    if gate is not None:
+        out = _gated(cfg, layer, out, gate)
     out = linear(out.reshape(x.shape[0], -1), layer["wo"]).astype(x.dtype)
-    return residual(cfg, x, out + layer["bo"][None] if cfg.o_bias else out)
+    return residual(cfg, x, out + layer["bo"][None] if "bo" in layer else out)
+
+
+def _gated(
+    cfg: ModelConfig, layer: Params, out: Float[Array, "T H D"], gate: Float[Array, "T H D"]
+) -> Float[Array, "T H D"]:
+    if "delta_norm" not in layer:
+        return out * jax.nn.sigmoid(gate.astype(out.dtype))
+    out = rms_norm(out, layer["delta_norm"], cfg.rms_norm_eps)
+    return (out * jax.nn.silu(gate.astype(jnp.float32))).astype(out.dtype)
 
 
 def head(cfg: ModelConfig, params: Params, x: Float[Array, "T d"]) -> Float[Array, "T V"]:
@@ -563,7 +612,7 @@ def _router_of(layer: Params) -> Params:
     return {name: layer[name] for name in names if name in layer}
 
 
-_MULTIPLIED = words("wqkv wo wq_a wq wkv_a router shared_gate_up shared_down gate_up down")
+_MULTIPLIED = words("wqkv wo w_in wq_a wq wkv_a router shared_gate_up shared_down gate_up down")
 """Weights that `jmoe.moe.linear` alone reads."""
 
 

@@ -126,7 +126,7 @@ def random_params(
     for name, parameter in layout.top(cfg).items():
         if parameter.kind in ("norm", "bias"):
             drawn = jnp.ones if parameter.kind == "norm" else jnp.zeros
-            params[name] = drawn(parameter.shape, dtype)
+            params[name] = drawn(parameter.shape, jnp.float32 if parameter.float32 else dtype)
     if not cfg.tie_embeddings:
         params["lm_head"] = dense(cfg.d_model, cfg.vocab_size)
     return params
@@ -181,10 +181,9 @@ def _segment(
     out = {}
     for key, parameter in layout.layer(cfg, first, is_moe).items():
         shape = n, *parameter.shape
-        if parameter.kind == "norm":
-            out[key] = jnp.ones(shape, kind)
-        elif parameter.kind == "bias":
-            out[key] = jnp.zeros(shape, jnp.float32 if parameter.float32 else kind)
+        if parameter.kind in ("norm", "bias"):
+            drawn = jnp.ones if parameter.kind == "norm" else jnp.zeros
+            out[key] = drawn(shape, jnp.float32 if parameter.float32 else kind)
         elif parameter.kind == "router":
             out[key] = _router(cfg, n, dense, skew)
         else:

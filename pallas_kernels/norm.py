@@ -6,10 +6,14 @@ from jaxtyping import Array, Float
 
 
 def rms_norm(x: Float[Array, "*rows d"], weight: Float[Array, "d"], eps: float) -> Array:
-    """Returns the root-mean-square norm, taken in float32; the weight is applied in x's dtype."""
-    h = x.astype(jnp.float32)
+    """Returns the root-mean-square norm, taken in float32; the weight is applied in x's dtype, or
+    in float32 where it is that.
+    """
+    h, weight = x.astype(jnp.float32), weight.reshape((1,) * (x.ndim - 1) + (-1,))
     h = h * lax.rsqrt(jnp.mean(h * h, axis=-1, keepdims=True) + eps)
-    return h.astype(x.dtype) * weight.astype(x.dtype).reshape((1,) * (x.ndim - 1) + (-1,))
+    if weight.dtype == jnp.float32:
+        return (h * weight).astype(x.dtype)
+    return h.astype(x.dtype) * weight.astype(x.dtype)
 
 
 def layer_norm(

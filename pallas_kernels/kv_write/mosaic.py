@@ -312,9 +312,9 @@ class _Row(NamedTuple):
             weights = [room.spread(weight, heads, 1) for weight in weights]
         else:
             scale, weights = root, room.load(norm, start, heads)
+        apply = _rounded if norm.dtype == jnp.bfloat16 else lambda part: part
         return [
-            _rounded(_rounded(part * scale) * weight)
-            for part, weight in zip(x, weights, strict=True)
+            _rounded(apply(part * scale) * weight) for part, weight in zip(x, weights, strict=True)
         ]
 
 

@@ -108,6 +108,14 @@ def auto(config):
     return AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
 
 
+DELTA_TYPES = "qwen3_next", "qwen3_5_moe"
+DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 10,
+    "linear_conv_kernel_dim": 4,
+}
 TEN_THOUSAND, FIVE_HUNDRED = {"rope_theta": 1e4}, {"rope_theta": 500.0}
 LINEAR = {"type": "linear", "rope_type": "linear", "factor": 2.5, "rope_theta": 1e4}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "rope_theta": 500.0, "low_freq_factor": 1.0}
@@ -162,8 +170,9 @@ YARN_SCORES = {
 YARN_SCORES |= {"mscale_all_dim": 0.707, "original_max_position_embeddings": 32}
 LATENT = {"kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 7}
 TIED, NORM = {"tie_word_embeddings": True}, {"norm_topk_prob": True}
-QWEN_VISION = {"depth": 1, "hidden_size": 8, "num_heads": 2, "intermediate_size": 8}
-QWEN_VISION |= {"patch_size": 2, "num_position_embeddings": 4, "deepstack_visual_indexes": [0]}
+PLAIN_VISION = {"depth": 1, "hidden_size": 8, "num_heads": 2, "intermediate_size": 8}
+PLAIN_VISION |= {"patch_size": 2, "num_position_embeddings": 4}
+QWEN_VISION = {**PLAIN_VISION, "deepstack_visual_indexes": [0]}
 SPARSE_STEP, MLP_ONLY = {"decoder_sparse_step": 2}, {"mlp_only_layers": [0]}
 
 GLM_NORM = {"use_qk_norm": True, "attention_bias": True}
@@ -246,6 +255,59 @@ CASES = {
         head_dim=12,
         vision={**QWEN_VISION, "out_hidden_size": 28},
         mlp_only_layers=[1],
+        **TIED,
+    ),
+    "qwen3_next": case(
+        "qwen3_next",
+        [3, 36, 6, 3, 79],
+        [9, 3, 11, 35, 13],
+        rope={"partial_rotary_factor": 0.25, "rope_theta": 1e4},
+        head_dim=16,
+        full_attention_interval=3,
+        **DELTA,
+    ),
+    "qwen3_next_types_yarn_tied": case(
+        "qwen3_next",
+        [4, 28, 4, 1, 71],
+        [7, 2, 13, 31, 17],
+        rope={**YARN, "partial_rotary_factor": 0.5},
+        hub=False,
+        bf16=True,
+        head_dim=16,
+        layer_types=["full_attention", *2 * ["linear_attention"], "full_attention"],
+        mlp_only_layers=[1],
+        norm_topk_prob=False,
+        attention_bias=True,
+        linear_num_key_heads=3,
+        linear_num_value_heads=3,
+        linear_key_head_dim=6,
+        linear_value_head_dim=8,
+        linear_conv_kernel_dim=3,
+        **TIED,
+    ),
+    "qwen3_5_moe": case(
+        "qwen3_5_moe",
+        [4, 36, 6, 2, 79],
+        [9, 3, 11],
+        rope={"partial_rotary_factor": 0.25, "mrope_interleaved": True, "mrope_section": [1, 1, 0]},
+        hub=False,
+        head_dim=16,
+        shared_expert_intermediate_size=13,
+        vision={**PLAIN_VISION, "out_hidden_size": 36},
+        **DELTA,
+    ),
+    "qwen3_5_moe_types_tied": case(
+        "qwen3_5_moe",
+        [3, 28, 4, 4, 73],
+        [7, 2, 13],
+        rope={**TEN_THOUSAND, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 1]},
+        hub=False,
+        bf16=True,
+        head_dim=16,
+        shared_expert_intermediate_size=17,
+        layer_types=[*2 * ["linear_attention"], "full_attention"],
+        vision={**PLAIN_VISION, "out_hidden_size": 28},
+        **{**DELTA, "linear_num_value_heads": 2},
         **TIED,
     ),
     "mixtral": mixtral([2, 32, 4, 2, 91], [5, 2, 25]),
@@ -552,7 +614,8 @@ def build(spec, seed):
     for name, parameter in (*model.named_parameters(), *biases):
         noise = torch.randn(parameter.shape, generator=generator)
         if "norm" in name and not name.endswith("bias"):
-            value = 1 + 0.2 * noise
+            centred = spec["model_type"] in DELTA_TYPES and "linear_attn" not in name
+            value = (not centred) + 0.2 * noise
         elif name.endswith("sinks"):
             value = 2 * noise
         elif name.endswith("bias"):
@@ -692,6 +755,8 @@ def spell_like_hub(path):
         rope.pop("rope_type")
     config["rope_scaling"] = None if rope.get("rope_type") == "default" else rope
     whole["torch_dtype"] = whole.pop("dtype")
+    if config["model_type"] == "qwen3_next":
+        config["full_attention_interval"] = 1 + config["layer_types"].index("full_attention")
     for name in ("layer_types", "qkv_bias"):
         if config["model_type"] != "gpt_oss":
             config.pop(name, None)
@@ -737,6 +802,22 @@ def lay_out(directory):
     save_file(found, path, metadata={"format": "pt"})
 
 
+def join_experts(directory):
+    """Join the experts of a saved case as checkpoints on the hub have them: [m, out, in]."""
+    path = directory / "model.safetensors"
+    found, experts = load_file(path), {}
+    for name in sorted(found, key=lambda name: [int(p) if p.isdecimal() else 0 for p in name.split(".")]):
+        layer, is_expert, rest = name.partition(".experts.")
+        if is_expert:
+            projection = rest.split(".")[1]
+            experts.setdefault(layer, {}).setdefault(projection, []).append(found.pop(name))
+    for layer, of in experts.items():
+        gate, up, down = (torch.stack(of[f"{key}_proj"]) for key in ("gate", "up", "down"))
+        found[f"{layer}.experts.gate_up_proj"] = torch.cat([gate, up], dim=1)
+        found[f"{layer}.experts.down_proj"] = down
+    save_file(found, path, metadata={"format": "pt"})
+
+
 def options(directory):
     """Return how a saved case is loaded: in float32, with eager attention and experts."""
     config = json.loads((directory / "config.json").read_text())
@@ -754,8 +835,10 @@ def save(spec, model, golden, directory, seed):
     (directory / "generation_config.json").unlink(missing_ok=True)
     if spec["hub"]:
         spell_like_hub(directory / "config.json")
-        if spec["vision"]:
+        if spec["model_type"] == "qwen3_vl_moe":
             lay_out(directory)
+    if directory.name == "qwen3_5_moe":
+        join_experts(directory)
     if spec["mxfp4"]:
         pack(directory, model, seed)
     np.savez(directory / "golden.npz", **golden)

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from jmoe.attention import Latent
+from jmoe.gated_delta import GatedDelta
 from jmoe.rope import inverse_frequencies
 from jmoe.router import SparseMixer
 from pallas_kernels.activation import ClampedSwiglu
@@ -33,7 +34,9 @@ def forward(model, tokens, served=None):
             for i in range(count):
                 layer = {key: leaf[i] for key, leaf in segment.items()}
                 kind, h = cfg.layer_attention[start + i], _layer_norm(cfg, layer, "attn_norm", x)
-                if isinstance(kind, Latent):
+                if isinstance(kind, GatedDelta):
+                    x = x + scale * delta_net(cfg, layer, h, kind)
+                elif isinstance(kind, Latent):
                     x = x + scale * _latent(cfg, layer, h, kind)
                 else:
                     x = x + scale * _attention(cfg, layer, h, kind)
@@ -82,7 +85,10 @@ def _softmax(x):
 def _attention(cfg, layer, h, kind):
     length, size, groups = len(h), cfg.head_dim, cfg.num_heads // cfg.num_kv_heads
     window, rope = kind.window or length, cfg.rope_of(kind)
-    qkv = h @ layer["wqkv"] + (layer["bqkv"] if cfg.qkv_bias else 0.0)
+    qkv, gate = h @ layer["wqkv"] + (layer["bqkv"] if cfg.qkv_bias else 0.0), 1.0
+    if kind.gated:
+        q, gate, kv = np.split(qkv, np.cumsum([cfg.num_heads * size] * 2), axis=1)
+        qkv, gate = np.concatenate([q, kv], axis=1), 1 / (1 + np.exp(-gate))
     heads = qkv.reshape(length, -1, size)
     q, k, v = np.split(heads, [cfg.num_heads, cfg.num_heads + cfg.num_kv_heads], axis=1)
     if cfg.turned_first:
@@ -102,7 +108,36 @@ def _attention(cfg, layer, h, kind):
         scores = np.concatenate([scores, sinks], axis=2)
         v = np.concatenate([v, np.zeros_like(v[:1])])
     out = np.einsum("hqk,khd->qhd", _softmax(scores), v).reshape(length, -1)
-    return out @ layer["wo"] + (layer["bo"] if cfg.o_bias else 0.0)
+    return (out * gate) @ layer["wo"] + (layer["bo"] if cfg.o_bias else 0.0)
+
+
+def delta_net(cfg, layer, h, kind):
+    """Runs Gated DeltaNet (arXiv 2412.06464, equation 10) row by row, one value head after another.
+
+    A layer's parameters as float64 arrays, and the rows of one sequence after their norm.
+    """
+    keys, values = kind.key_heads * kind.key, kind.value_heads * kind.value
+    sizes = (2 * keys + values, values, kind.value_heads, kind.value_heads)
+    qkv, gate, beta, dt = np.split(h @ layer["w_in"], np.cumsum(sizes)[:-1], axis=1)
+    taps = layer["conv"][:, 0]
+    before = np.concatenate([np.zeros((kind.taps - 1, qkv.shape[1])), qkv])
+    qkv = _silu(np.stack([(before[t : t + kind.taps] * taps.T).sum(0) for t in range(len(h))]))
+    q, k, v = np.split(qkv, [keys, 2 * keys], axis=1)
+    q, k = (x.reshape(len(h), kind.key_heads, kind.key) for x in (q, k))
+    q, k = (x / np.sqrt((x * x).sum(-1, keepdims=True) + 1e-6) for x in (q, k))
+    v, out = v.reshape(len(h), kind.value_heads, kind.value), np.zeros((len(h), values))
+    for head in range(kind.value_heads):
+        state = np.zeros((kind.key, kind.value))
+        of_key = head * kind.key_heads // kind.value_heads
+        for t in range(len(h)):
+            rate = np.log1p(np.exp(dt[t, head] + layer["dt_bias"][head]))
+            key, query = k[t, of_key], q[t, of_key] * kind.key**-0.5
+            state = state * np.exp(-np.exp(layer["a_log"][head]) * rate)
+            error = (v[t, head] - state.T @ key) / (1 + np.exp(-beta[t, head]))
+            state = state + np.outer(key, error)
+            out[t, head * kind.value : (head + 1) * kind.value] = state.T @ query
+    out = _norm(cfg, out.reshape(len(h), -1, kind.value), layer["delta_norm"])
+    return (out.reshape(len(h), -1) * _silu(gate)) @ layer["wo"]
 
 
 def _heads_norm(cfg, x, weight):

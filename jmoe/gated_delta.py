@@ -1,0 +1,337 @@
+"""Gated DeltaNet (arXiv 2412.06464): layers whose memory of a sequence is one matrix a head.
+
+Letters: T rows, N sequences, C channels, K taps, G key heads, H value heads, D and V elements of a
+key and of a value, B rows of a block, Z blocks.
+
+A row's query, key and value pass a causal convolution over the K newest rows of their sequence.
+Then, for each value head, the state S [D, V] decays, forgets what it has under the row's key in
+part, and takes its value instead (equation 10):
+
+    S <- exp(decay) S;  S <- S + k (beta (v - S^T k))^T;  out = S^T q
+
+What a sequence keeps lies in its slot. A row at position 0 begins with nothing, so that no slot has
+to be emptied; and a row may run once only, unlike one that writes a page.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from jmoe.kv_cache import CacheSizes
+
+if TYPE_CHECKING:
+    from jmoe.attention import StepRows
+    from jmoe.config import ModelConfig
+
+BLOCK = 64
+"""Rows that are computed at once, at most."""
+_PRECISE = lax.Precision.HIGHEST  # a state lives as long as its sequence
+_NORM_EPS = 1e-6
+
+
+class Mixed(NamedTuple):
+    """What a layer makes of its T rows: queries, keys and values before their convolution."""
+
+    qkv: Float[Array, "T C"]  # of G heads of queries, G of keys, H of values
+    decay: Float[Array, "T H"]  # float32, its logarithm, below 0
+    beta: Float[Array, "T H"]  # float32, between 0 and 1
+    taps: Float[Array, "C 1 K"]  # the newest row's last
+
+
+class DeltaStates(NamedTuple):
+    """What the sequence of each slot has left in L layers."""
+
+    inputs: Float[Array, "L slots K1 C"]  # of the convolution, of the K - 1 newest rows
+    state: Float[Array, "L slots H D V"]  # float32
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class GatedDelta:
+    """An `AttentionKind`: its layers' heads are those of Gated DeltaNet."""
+
+    key_heads: int
+    value_heads: int  # a multiple of them
+    key: int  # elements of a key, and of a query
+    value: int
+    taps: int  # rows that the convolution sees, a row's own included
+
+    @property
+    def shares_pages(self) -> bool:
+        """See AttentionKind. There are no pages."""
+        return False
+
+    @property
+    def channels(self) -> int:
+        """Elements that pass the convolution."""
+        return 2 * self.key_heads * self.key + self.value_heads * self.value
+
+    def cache(self, cfg: "ModelConfig", num_layers: int, sizes: CacheSizes) -> DeltaStates:
+        """See AttentionKind."""
+        slots = num_layers, sizes.num_slots
+        state = *slots, self.value_heads, self.key, self.value
+        inputs = *slots, self.taps - 1, self.channels
+        return DeltaStates(jnp.zeros(inputs, sizes.dtype), jnp.zeros(state, jnp.float32))
+
+    def step(self, cfg: "ModelConfig", cache: DeltaStates, rows: "StepRows") -> "DeltaRows":
+        """See AttentionKind."""
+        is_there, nobody = rows.kv_len > 0, cache.state.shape[1]
+        write = jnp.where(is_there, rows.slots, nobody)  # out of range: dropped
+        if rows.q_start is None:
+            return DeltaRows(rows.slots, write, rows.kv_len <= 1, None, len(rows.slots), self)
+        n = rows.num_decodes
+        begins = rows.kv_len - (rows.q_start[1:] - rows.q_start[:-1]) <= 0
+        chunks = Chunks.of(rows.q_start[n:], rows.slot.shape[0])
+        return DeltaRows(rows.slots, write, begins, chunks, n, self)
+
+    def causal(self, batch: int, length: int) -> "DeltaRows":
+        """See AttentionKind."""
+        return self.packed(jnp.arange(batch + 1, dtype=jnp.int32) * length, batch * length)
+
+    def packed(
+        self, q_start: Int[Array, "N1"], num_rows: int, starts: Bool[Array, "T"] | None = None
+    ) -> "DeltaRows":
+        """Returns what layers need of whole sequences without a cache; `starts` are rows with which
+        another one begins.
+        """
+        count = len(q_start) - 1
+        slots, begins = jnp.arange(count, dtype=jnp.int32), jnp.ones(count, bool)
+        return DeltaRows(slots, slots, begins, Chunks.of(q_start, num_rows, starts), 0, self)
+
+
+class Chunks(NamedTuple):
+    """Rows of M sequences, packed one after another, in blocks of B that have rows of one alone."""
+
+    q_start: Int[Array, "M1"]
+    owner: Int[Array, "T"]  # of each row; past the last: none
+    offset: Int[Array, "T"]  # behind the first row of its chunk, or of what begins in it
+    block: Int[Array, "T"]  # of each row
+    place: Int[Array, "T"]  # in it
+    rows: Int[Array, "Z B"]  # of each block; past the last: none
+    chunk: Int[Array, "Z"]  # of each block; M: none
+    part: Int[Array, "Z B"] | None = None  # what has begun in a block up to each of its rows
+
+    @classmethod
+    def of(
+        cls, q_start: Int[Array, "M1"], num_rows: int, starts: Bool[Array, "T"] | None = None
+    ) -> "Chunks":
+        """Plans them; `starts` as of `GatedDelta.packed`."""
+        count, size = len(q_start) - 1, BLOCK
+        while size > 8 and size * count >= 2 * num_rows:
+            size //= 2
+        num_blocks = (num_rows + count * (size - 1)) // size
+        index = jnp.arange(num_rows, dtype=jnp.int32)
+        owner = jnp.sum(q_start[None, 1:] <= index[:, None], axis=1, dtype=jnp.int32)
+        owner = jnp.where(index < q_start[0], count, owner)
+        first_row = jnp.append(q_start[:-1], 0)[owner]
+        offset = index - first_row
+        blocks = -(-(q_start[1:] - q_start[:-1]) // size)
+        ends = jnp.cumsum(blocks, dtype=jnp.int32)
+        numbers = jnp.arange(num_blocks, dtype=jnp.int32)
+        chunk = jnp.sum(ends[None] <= numbers[:, None], axis=1, dtype=jnp.int32)
+        before = jnp.append(ends - blocks, 0)
+        first = jnp.append(q_start[:-1], num_rows)[chunk] + (numbers - before[chunk]) * size
+        rows = first[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
+        rows = jnp.where(rows < jnp.append(q_start[1:], 0)[chunk][:, None], rows, num_rows)
+        block, part = before[owner] + offset // size, None
+        place = offset % size
+        if starts is not None:
+            new = jnp.append(starts, False)[rows]
+            part = jnp.cumsum(new, axis=1, dtype=jnp.int32)
+            offset = index - lax.cummax(jnp.where(starts, index, first_row))
+        return cls(q_start, owner, offset, block, place, rows, chunk, part)
+
+
+class DeltaRows(NamedTuple):
+    """A step's rows: those of sequences that decode, then chunks of others. An `Attention`."""
+
+    slots: Int[Array, "N"]
+    write: Int[Array, "N"]  # the same, out of range for nobody's
+    begins: Bool[Array, "N"]  # those that have nothing yet
+    chunks: Chunks | None  # None: all decode
+    num_decodes: int
+    kind: GatedDelta
+
+    def __call__(
+        self, projection: Mixed, layer: Int[Array, ""], cache: DeltaStates | None
+    ) -> tuple[Float[Array, "T H V"], DeltaStates | None]:
+        """See Attention."""
+        inputs, states = self._before(projection, layer, cache)
+        n, chunks = self.num_decodes, self.chunks
+        out, after = None, []
+        if n:
+            out, *new = _decode(self.kind, Mixed(*_first(n, projection)), inputs[:n], states[:n])
+            after.append(new)
+        if chunks is not None:
+            of_chunks, *new = _prefill(self.kind, projection, chunks, inputs[n:], states[n:])
+            after.append(new)
+            if out is not None:
+                decodes = jnp.arange(n, dtype=jnp.int32) < chunks.q_start[0]
+                out = jnp.where(decodes[:, None, None], out, of_chunks[:n])
+                out = of_chunks.at[:n].set(out)
+            else:
+                out = of_chunks
+        assert out is not None
+        out = out.astype(projection.qkv.dtype)
+        if cache is None:
+            return out, None
+        kept = (
+            old.at[layer, self.write].set(jnp.concatenate(new), mode="drop")
+            for old, new in zip(cache, zip(*after, strict=True), strict=True)
+        )
+        return out, DeltaStates(*kept)
+
+    def part(self, rows: slice) -> "DeltaRows":
+        """Returns the same of some rows of a decode step."""
+        own = self.slots[rows], self.write[rows], self.begins[rows]
+        return DeltaRows(*own, None, len(own[0]), self.kind)
+
+    def _before(
+        self, projection: Mixed, layer: Int[Array, ""], cache: DeltaStates | None
+    ) -> tuple[Float[Array, "N K1 C"], Float[Array, "N H D V"]]:
+        """Returns what the sequences have kept."""
+        kind, count = self.kind, len(self.slots)
+        if cache is None:
+            state = count, kind.value_heads, kind.key, kind.value
+            inputs = jnp.zeros((count, kind.taps - 1, kind.channels), projection.qkv.dtype)
+            return inputs, jnp.zeros(state, jnp.float32)
+        inputs, states = (kept[layer, self.slots] for kept in cache)
+        begins = self.begins[:, None, None]
+        return jnp.where(begins, 0, inputs), jnp.where(begins[..., None], 0, states)
+
+
+def _first(count: int, mixed: Mixed) -> tuple[Array, Array, Array, Array]:
+    return mixed.qkv[:count], mixed.decay[:count], mixed.beta[:count], mixed.taps
+
+
+def _decode(
+    kind: GatedDelta,
+    mixed: Mixed,
+    inputs: Float[Array, "N K1 C"],
+    states: Float[Array, "N H D V"],
+) -> tuple[Float[Array, "N H V"], Float[Array, "N K1 C"], Float[Array, "N H D V"]]:
+    """Runs one row of each sequence; returns heads, and what they keep."""
+    seen = jnp.concatenate([inputs, mixed.qkv[:, None]], axis=1)
+    weights = mixed.taps[:, 0].T.astype(jnp.float32)[None]
+    q, k, v = _heads(kind, jnp.sum(seen.astype(jnp.float32) * weights, axis=1), mixed.qkv.dtype)
+    states = states * jnp.exp(mixed.decay)[..., None, None]
+    old = jnp.einsum("nhdv,nhd->nhv", states, k, precision=_PRECISE)
+    new = (v - old) * mixed.beta[..., None]
+    states = states + k[..., None] * new[..., None, :]
+    out = jnp.einsum("nhdv,nhd->nhv", states, q, precision=_PRECISE)
+    return out, seen[:, 1:], states
+
+
+def _prefill(
+    kind: GatedDelta,
+    mixed: Mixed,
+    chunks: Chunks,
+    inputs: Float[Array, "M K1 C"],
+    states: Float[Array, "M H D V"],
+) -> tuple[Float[Array, "T H V"], Float[Array, "M K1 C"], Float[Array, "M H D V"]]:
+    """Runs chunks; returns heads, and what their sequences keep."""
+    convolved, inputs = _convolved(mixed, chunks, inputs)
+    q, k, v = _heads(kind, convolved, mixed.qkv.dtype)
+    given = q, k, v, mixed.decay, mixed.beta
+    blocks = [jnp.moveaxis(_rows(x, chunks.rows), 1, 2) for x in given]  # [Z, H, B, ...]
+    out, states = _scan(*blocks, chunks, states)
+    return jnp.moveaxis(out, 1, 2)[chunks.block, chunks.place], inputs, states
+
+
+def _rows(x: Float[Array, "T *r"], at: Int[Array, "Z B"]) -> Float[Array, "Z B *r"]:
+    """Returns the rows of blocks, zeros where there are none."""
+    return x.at[at].get(mode="fill", fill_value=0)
+
+
+def _convolved(
+    mixed: Mixed, chunks: Chunks, inputs: Float[Array, "M K1 C"]
+) -> tuple[Float[Array, "T C"], Float[Array, "M K1 C"]]:
+    """Returns the convolution of rows in float32, and the newest inputs of their sequences."""
+    x, kept = mixed.qkv, inputs.shape[1]
+    num_rows, weights = len(x), mixed.taps[:, 0].astype(jnp.float32)
+    owner = jnp.minimum(chunks.owner, len(inputs) - 1)
+    total = x.astype(jnp.float32) * weights[None, :, kept]
+    for back in range(1, kept + 1):
+        here = jnp.pad(x, ((back, 0), (0, 0)))[:num_rows]
+        older = inputs[owner, jnp.clip(chunks.offset - back + kept, 0, kept - 1)]
+        if chunks.part is not None:  # nothing is older than what begins
+            older = jnp.zeros_like(here)
+        seen = jnp.where((chunks.offset >= back)[:, None], here, older)
+        total = total + seen.astype(jnp.float32) * weights[None, :, kept - back]
+    lengths = chunks.q_start[1:] - chunks.q_start[:-1]
+    at = lengths[:, None] - kept + jnp.arange(kept, dtype=jnp.int32)[None]
+    rows = jnp.clip(chunks.q_start[:-1, None] + at, 0, num_rows - 1)
+    older = jnp.take_along_axis(inputs, jnp.clip(at + kept, 0, kept - 1)[..., None], axis=1)
+    return total, jnp.where((at >= 0)[..., None], x[rows], older)
+
+
+def _heads(
+    kind: GatedDelta, convolved: Float[Array, "T C"], dtype: Any
+) -> tuple[Float[Array, "T H D"], Float[Array, "T H D"], Float[Array, "T H V"]]:
+    """Returns queries, keys and values of each value head in float32, of the convolution's sums."""
+    mixed = jax.nn.silu(convolved).astype(dtype).astype(jnp.float32)
+    keys = kind.key_heads * kind.key
+    q, k, v = jnp.split(mixed, [keys, 2 * keys], axis=1)
+    group = kind.value_heads // kind.key_heads
+    q, k = (_unit(x.reshape(-1, kind.key_heads, kind.key)) for x in (q, k))
+    q, k = (jnp.repeat(x, group, axis=1) for x in (q * kind.key**-0.5, k))
+    return q, k, v.reshape(-1, kind.value_heads, kind.value)
+
+
+def _unit(x: Float[Array, "T G D"]) -> Float[Array, "T G D"]:
+    return x * lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + _NORM_EPS)
+
+
+def _scan(
+    q: Float[Array, "Z H B D"],
+    k: Float[Array, "Z H B D"],
+    v: Float[Array, "Z H B V"],
+    decay: Float[Array, "Z H B"],
+    beta: Float[Array, "Z H B"],
+    chunks: Chunks,
+    states: Float[Array, "M H D V"],
+) -> tuple[Float[Array, "Z H B V"], Float[Array, "M H D V"]]:
+    """Runs blocks one after another; what their rows are to each other is known before.
+
+    In a block the values that rows bring depend on those of rows before it: a triangular system
+    (the paper's section 3.3), solved once for what comes of the values and of the state before.
+    """
+    size = q.shape[2]
+    total = jnp.cumsum(decay, axis=2)
+    before = jnp.tril(jnp.ones((size, size), bool))[None, None]
+    into = out_of = jnp.ones((1, 1, size), bool)  # rows that see the state before, and behind
+    passes = jnp.ones((1, 1), bool)
+    if (part := chunks.part) is not None:
+        before = before & (part[:, None, :, None] == part[:, None, None, :])
+        into, out_of = part[:, None] == 0, part[:, None] == part[:, None, -1:]
+        passes = part[:, None, -1] == 0
+    apart = jnp.exp(jnp.where(before, total[..., None] - total[..., None, :], -jnp.inf))
+    seen = jnp.einsum("zhid,zhjd->zhij", k, k, precision=_PRECISE) * apart
+    system = jnp.eye(size)[None, None] + jnp.tril(seen * beta[..., None], -1)
+    since = jnp.where(into, jnp.exp(total), 0)[..., None]
+    wanted = jnp.concatenate([v, k * since], axis=-1) * beta[..., None]
+    solved = lax.linalg.triangular_solve(
+        system, wanted, left_side=True, lower=True, unit_diagonal=True
+    )
+    values, keys = jnp.split(solved, [v.shape[-1]], axis=-1)
+    among = jnp.einsum("zhid,zhjd->zhij", q, k, precision=_PRECISE) * apart
+    until = jnp.where(out_of, jnp.exp(total[..., -1:] - total), 0)[..., None]
+    whole = jnp.where(passes, jnp.exp(total[..., -1]), 0)
+
+    def body(states: Array, block: Any) -> tuple[Array, Array]:
+        chunk, q, k, values, keys, among, whole = block
+        state = states[jnp.minimum(chunk, len(states) - 1)]
+        new = values - jnp.matmul(keys, state, precision=_PRECISE)
+        out = jnp.matmul(q, state, precision=_PRECISE) + jnp.matmul(among, new, precision=_PRECISE)
+        state = state * whole[:, None, None]
+        state = state + jnp.einsum("hbd,hbv->hdv", k, new, precision=_PRECISE)
+        return states.at[chunk].set(state, mode="drop"), out
+
+    states, out = lax.scan(
+        body, states, (chunks.chunk, q * since, k * until, values, keys, among, whole)
+    )
+    return out, states
