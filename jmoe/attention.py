@@ -66,7 +66,8 @@ class AttentionKind(Protocol):
     """How some layers attend, and what they keep. It is part of a config: frozen and hashable.
 
     Where a row reads few positions back in pages, an attribute `window` says how many, its own
-    included (`page_windows`).
+    included (`page_windows`). Where a row changes what its sequence keeps, so that it may run once
+    only, an attribute `recurrent` is true.
     """
 
     @property
@@ -326,6 +327,19 @@ def step_attention(cfg: "ModelConfig", cache: Any, rows: StepRows) -> Any:
 def causal_attention(cfg: "ModelConfig", batch: int, length: int) -> Any:
     """Returns the same of `batch` whole sequences of `length` rows, without a cache."""
     return ByKind.of(tuple(kind.causal(batch, length) for kind in cfg.attention_kinds))
+
+
+def is_recurrent(cfg: "ModelConfig") -> bool:
+    """Returns whether a position that is computed again has to be so from the sequence's first."""
+    return any(getattr(kind, "recurrent", False) for kind in cfg.attention_kinds)
+
+
+def sequence_bytes(cfg: "ModelConfig", dtype: jnp.dtype) -> int:
+    """Returns the bytes that layers keep of a sequence outside pages, however long it is."""
+    sizes = CacheSizes(1, 1, 1, 1, dtype)
+    kinds = [kind for kind in cfg.layer_attention if not kind.shares_pages]
+    each = (jax.eval_shape(lambda kind=kind: kind.cache(cfg, 1, sizes)) for kind in kinds)
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(list(each)))
 
 
 def page_bytes(cfg: "ModelConfig", page_size: int, dtype: jnp.dtype) -> tuple[int, ...]:

@@ -27,8 +27,9 @@ if TYPE_CHECKING:
     from jmoe.attention import StepRows
     from jmoe.config import ModelConfig
 
-BLOCK = 64
-"""Rows that are computed at once, at most."""
+BLOCK = 32
+"""Rows that are computed at once; as many in all programs, so that a sequence's bits do not depend
+on what else is in a step, but on how its prompt is cut."""
 _PRECISE = lax.Precision.HIGHEST  # a state lives as long as its sequence
 _NORM_EPS = 1e-6
 
@@ -64,6 +65,11 @@ class GatedDelta:
     def shares_pages(self) -> bool:
         """See AttentionKind. There are no pages."""
         return False
+
+    @property
+    def recurrent(self) -> bool:
+        """See AttentionKind."""
+        return True
 
     @property
     def channels(self) -> int:
@@ -121,8 +127,6 @@ class Chunks(NamedTuple):
     ) -> "Chunks":
         """Plans them; `starts` as of `GatedDelta.packed`."""
         count, size = len(q_start) - 1, BLOCK
-        while size > 8 and size * count >= 2 * num_rows:
-            size //= 2
         num_blocks = (num_rows + count * (size - 1)) // size
         index = jnp.arange(num_rows, dtype=jnp.int32)
         owner = jnp.sum(q_start[None, 1:] <= index[:, None], axis=1, dtype=jnp.int32)
@@ -236,9 +240,10 @@ def _prefill(
     """Runs chunks; returns heads, and what their sequences keep."""
     convolved, inputs = _convolved(mixed, chunks, inputs)
     q, k, v = _heads(kind, convolved, mixed.qkv.dtype)
-    given = q, k, v, mixed.decay, mixed.beta
-    blocks = [jnp.moveaxis(_rows(x, chunks.rows), 1, 2) for x in given]  # [Z, H, B, ...]
-    out, states = _scan(*blocks, chunks, states)
+    q, k, v, decay, beta = (
+        jnp.moveaxis(_rows(x, chunks.rows), 1, 2) for x in (q, k, v, mixed.decay, mixed.beta)
+    )
+    out, states = _scan(q, k, v, decay, beta, chunks, states)
     return jnp.moveaxis(out, 1, 2)[chunks.block, chunks.place], inputs, states
 
 

@@ -25,7 +25,6 @@ from jmoe.brownout import Control
 from jmoe.config import ModelConfig
 from jmoe.experts import ABSENT, ExpertTable, Pool
 from jmoe.gated_delta import DeltaRows
-from jmoe.kv_cache import Pages
 from jmoe.model import (
     Halves,
     Rotation,
@@ -170,10 +169,10 @@ def mixed_attend(
     layers: Sequence[Params],
     xs: Segments,
     turns: Sequence[Rotation],
-    attention: DecodeAttention,
+    attention: DecodeAttention | DeltaRows,
     index: Int[Array, ""],
-    cache: Pages,
-) -> tuple[Segments, Pages]:
+    cache: Any,
+) -> tuple[Segments, Any]:
     """Runs attention of layer `index` for all segments, with its residual; returns the cache
     afterwards, too.
 

@@ -581,7 +581,8 @@ class EngineConfig:
     )
     prefix_reuse: str = setting(
         "auto",
-        "Whether prompts reuse other requests' KV pages (prefixes.md). auto: on.",
+        "Whether prompts reuse other requests' KV pages (prefixes.md). auto: on, but for "
+        "recurrent models.",
         one_of("auto", "on", "off"),
     )
     prefill_company: bool = setting(

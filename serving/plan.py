@@ -56,6 +56,7 @@ class Limits:
     windows: tuple[int, ...] = (0,)
     """Positions that a row reads, its own included, of each group of layers whose pages live
     equally long, the longest first; 0: all. `num_pages` are the first group's."""
+    recurrent: bool = False  # whether a position is computed again from the first one on
 
     @property
     def decode_rows(self) -> int:

@@ -404,7 +404,9 @@ def _geometry(cfg: "ModelConfig") -> list[tuple[str, str]]:
 
 def _memory(cfg: "ModelConfig", parameters: int) -> list[tuple[str, str]]:
     """Describes the bytes of so many weights, and of a token's keys and values, by dtype."""
-    from jmoe.attention import page_windows
+    import jax.numpy as jnp
+
+    from jmoe.attention import page_windows, sequence_bytes
     from jmoe.display import size
 
     rows = []
@@ -416,6 +418,8 @@ def _memory(cfg: "ModelConfig", parameters: int) -> list[tuple[str, str]]:
         kv = f"{kv_bytes_per_token(cfg, dtype):,} bytes a token"
         for window in filter(None, reversed(page_windows(cfg))):
             kv += f", {kv_bytes_per_token(cfg, dtype, window):,} past {window:,}"
+        if kept := sequence_bytes(cfg, jnp.dtype("bfloat16" if dtype == "fp8" else dtype)):
+            kv += f", {size(kept)} a sequence"
         rows.append((f"KV cache in {dtype}", kv))
     return rows
 

@@ -4,7 +4,7 @@ import logging
 from dataclasses import replace
 
 from jmoe.api import Model
-from jmoe.attention import page_windows
+from jmoe.attention import is_recurrent, page_windows
 from jmoe.config import ModelConfig
 from serving.config import EngineConfig
 from serving.errors import SettingsError
@@ -22,9 +22,11 @@ def limits_of(
     num_layers: int = 1,
     num_ranks: int = 1,
     windows: tuple[int, ...] = (0,),
+    recurrent: bool = False,
 ) -> Limits:
     """Returns the sizes of a configuration; `num_pages` 0 means enough for `max_num_seqs` at full
-    length. `windows` are those of `page_windows`; one that no sequence exceeds is none.
+    length. `windows` are those of `page_windows`, where one that no sequence exceeds is none, and
+    `recurrent` is as of `jmoe.attention.is_recurrent`.
 
     Ranks get equal parts of sequences, slots and pages, rounded up.
     """
@@ -42,6 +44,7 @@ def limits_of(
         max_prefill_seqs=min(config.max_prefill_seqs, seqs),
         num_ranks=num_ranks,
         windows=tuple(window * (window < config.max_model_len) for window in windows),
+        recurrent=recurrent,
     )
     pages = -(-config.num_pages // num_ranks) or limits.most_pages(config.max_model_len, seqs)
     return replace(limits, num_pages=num_ranks * pages)
@@ -56,12 +59,22 @@ def fit_to_model(config: EngineConfig, model: Model, num_ranks: int = 0) -> Engi
     """Returns `config` as it is served: what it leaves open is chosen. `num_ranks` 0: those of the
     model.
 
-    Raises SettingsError as `served_len`, and for prefixes of a model whose layers share no pages.
+    Raises SettingsError as `served_len`, and for what does not go with layers that keep something
+    outside pages.
     """
     if config.reuses_prefixes and not all(k.shares_pages for k in model.config.attention_kinds):
+        if config.prefix_reuse != "auto":
+            raise SettingsError(
+                f"engine.prefix_reuse is {config.prefix_reuse!r}; {model.name} has layers whose "
+                "cache lies outside pages, so that prompts can share none; set it to 'auto' or "
+                "'off'"
+            )
+        config = replace(config, prefix_reuse="off")
+    if config.resident_experts and is_recurrent(model.config):
         raise SettingsError(
-            f"engine.prefix_reuse is {config.prefix_reuse!r}; {model.name} has attention layers "
-            "whose cache lies outside pages, so that prompts can share none; set it to 'off'"
+            f"engine.resident_experts is {config.resident_experts}; {model.name} has recurrent "
+            "layers, and a row that lacks an expert would run again, from its sequence's first "
+            "position on: leave it out, and quantize experts (engine.quantize) if they do not fit"
         )
     num_ranks = num_ranks or num_ranks_of(model)
     length = served_len(config, model.config, model.name, num_ranks)

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jmoe.api import Model
-from jmoe.attention import page_bytes, page_windows, with_kv_cache_dtype
+from jmoe.attention import page_bytes, page_windows, sequence_bytes, with_kv_cache_dtype
 from jmoe.checkpoint import NativeStored, empty_pool, quantize_as, quantizing_bytes
 from jmoe.config import ModelConfig
 from jmoe.free_memory import device_memory, free_device_bytes, free_host_bytes
@@ -58,8 +58,8 @@ def check_memory(model: Model, limits: Limits, *, beside: int = 0) -> None:
         return
     if room < 0:
         raise SettingsError(
-            f"engine.max_num_seqs is {limits.decode_rows}: what is kept of each to draw its "
-            "tokens, and for models to come (engine.spare_models), takes "
+            f"engine.max_num_seqs is {limits.decode_rows}: what is kept of each beside KV "
+            "pages, and for models to come (engine.spare_models), takes "
             f"{ranks * beside / GIB:.4g} GiB and {free / GIB:.4g} GiB are free; lower it, or them"
         )
     fewer = range(1, limits.pages_per_rank)
@@ -363,6 +363,7 @@ def spare_slots_in(
     windows = page_windows(cfg)
     limits = limits_of(replace(config, max_model_len=length), cfg.num_layers, num_devices, windows)
     sizes = page_bytes(cfg, limits.page_size, jnp.dtype(config.dtype))
+    left -= limits.slots_per_rank * sequence_bytes(cfg, jnp.dtype(config.dtype))
     beside_all = left - kv_bytes_of(limits, sizes, limits.pages_per_rank)
     beside_one = left - kv_bytes_of(limits, sizes, len(limits.blocks(0, 0, length)))
     room = beside_all

@@ -21,7 +21,7 @@ from jaxtyping import Bool, Int
 
 from jmoe.api import Model
 from jmoe.arrival import Arrival, arrival_bytes, compile_writes
-from jmoe.attention import page_windows
+from jmoe.attention import is_recurrent, page_windows, sequence_bytes
 from jmoe.family import Family
 from jmoe.model import LOOKAHEAD
 from jmoe.offloaded import Expert
@@ -107,7 +107,8 @@ class DeviceRunner(StepExecutor):
         self.family = family = Family.of(models)
         self.model = model = family[0]
         cfg, num_ranks = model.config, num_ranks_of(model)
-        self.limits = limits_of(config, cfg.num_layers, num_ranks, page_windows(cfg))
+        kept = page_windows(cfg), is_recurrent(cfg)
+        self.limits = limits_of(config, cfg.num_layers, num_ranks, *kept)
         each, probes = [one.params for one in family], probes_of(config.balance, family)
         if probes:
             each = [{**own, LOOKAHEAD: of} for own, of in zip(each, probes, strict=True)]
@@ -145,6 +146,7 @@ class DeviceRunner(StepExecutor):
             return programs.step_bytes(executables)
 
         beside = states.shaping_bytes(self.limits)
+        beside += self.limits.slots_per_rank * sequence_bytes(cfg, model.dtype)
         beside += len(family.vacant) * arrival_bytes(family)[0]
         if goes_by_memory(config):
             self.limits = by_memory(config, self.limits, model, step_bytes, beside=beside)

@@ -410,6 +410,8 @@ class Scheduler:
         for row in rows:
             if not row.sequence.done:
                 q_len = int(row.step.q_lens[row.at])
+                if self.limits.recurrent:  # some layers of it may have run
+                    q_len = row.sequence.num_computed
                 row.sequence.run_again(q_len, row.step.sampled[row.at])
         self._release_done(row.sequence for row in rows)
 

@@ -254,7 +254,9 @@ class SequenceState:
         self.step = None
 
     def run_again(self, q_len: int, sampled: bool) -> None:
-        """Undoes a step that was read: its positions are computed once more, as a prefill chunk."""
+        """Undoes a step that was read: its `q_len` positions are computed once more, as a prefill
+        chunk.
+        """
         self.num_sampled -= sampled
         if self.status is not SequenceStatus.WAITING:  # otherwise evicted: it recomputes all
             self.num_computed -= q_len

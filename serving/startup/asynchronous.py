@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Bool
 
 from jmoe.api import ExpertsOf, Model, resolve
-from jmoe.attention import page_windows
+from jmoe.attention import is_recurrent, page_windows
 from jmoe.checkpoint import config_of
 from jmoe.family import Family
 from jmoe.parallel.asynchronous import Deployment, advise
@@ -120,7 +120,7 @@ def crew_of(
     # What has no effect here is off, wherever the settings in force are shown.
     fitting = replace(fitting, threshold_buckets_percent=(), prefill_company=False)
     cfg = loaded.config
-    limits = limits_of(fitting, cfg.num_layers, own.attention, page_windows(cfg))
+    limits = limits_of(fitting, cfg.num_layers, own.attention, page_windows(cfg), is_recurrent(cfg))
     num_layers, num_experts = loaded.table.slots.shape
     hosts = hosts_of(own, num_layers, num_experts, num_experts - cfg.num_experts)
     return CrewParts(fitting, family, limits, sizes_of(fitting, limits), hosts, ways)

@@ -806,7 +806,9 @@ def join_experts(directory):
     """Join the experts of a saved case as checkpoints on the hub have them: [m, out, in]."""
     path = directory / "model.safetensors"
     found, experts = load_file(path), {}
-    for name in sorted(found, key=lambda name: [int(p) if p.isdecimal() else 0 for p in name.split(".")]):
+    for name in sorted(
+        found, key=lambda name: [int(p) if p.isdecimal() else 0 for p in name.split(".")]
+    ):
         layer, is_expert, rest = name.partition(".experts.")
         if is_expert:
             projection = rest.split(".")[1]

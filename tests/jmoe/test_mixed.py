@@ -130,6 +130,7 @@ def check_segments(models, counts, state, out):
         ("qwen3_moe_attention_bias", "some", (0, 2), (2, 4)),
         ("qwen3_moe_mixed_yarn", "some", (0, 1), (4, 2)),
         ("mellum", "some", (0, 1), (4, 2)),
+        ("qwen3_next", "some", (0, 1), (4, 2)),
     ],
     ids=[
         "unshared",
@@ -139,6 +140,7 @@ def check_segments(models, counts, state, out):
         "attention_bias",
         "dense_layers",
         "rope_by_kind",
+        "recurrent",
     ],
 )
 def test_rows_are_those_of_each_model_alone(family, case, shared, numbers, counts):

@@ -175,6 +175,8 @@ class WithoutPages(Paged):
 
 def test_prefixes_of_layers_that_share_no_pages_are_refused(model):
     cfg = replace(model.config, layer_attention=(FULL, WithoutPages()))
-    with pytest.raises(SettingsError, match=r"prefix_reuse is 'auto'.*set it to 'off'"):
-        fit_to_model(SIZES, replace(model, config=cfg))
-    fit_to_model(replace(SIZES, prefix_reuse="off"), replace(model, config=cfg))
+    model = replace(model, config=cfg)
+    with pytest.raises(SettingsError, match=r"prefix_reuse is 'on'.*set it to 'auto' or 'off'"):
+        fit_to_model(replace(SIZES, prefix_reuse="on"), model)
+    assert not fit_to_model(SIZES, model).reuses_prefixes
+    assert not fit_to_model(replace(SIZES, prefix_reuse="off"), model).reuses_prefixes
