@@ -34,7 +34,7 @@ from jmoe.display import count
 from jmoe.router import fused
 from pallas_kernels.routing import mosaic
 from pallas_kernels.routing.values import Gating
-from serving.cli.info import has_attention_kernel, kv_bytes_per_token, num_parameters
+from serving.cli.info import attention_on_hopper, kv_bytes_per_token, num_parameters
 from serving.config import ServerConfig, Setting
 
 ROOT = Path(__file__).parents[1]
@@ -307,7 +307,7 @@ def _released(name: str, cfg: ModelConfig) -> tuple[str, ...]:
         kv += f", {kv_bytes_per_token(cfg, 'bfloat16', window):,} past {window:,}"
     forms = ("XLA", "a kernel")
     sizes = count(total), count(active), f"{cfg.max_position:,}", kv
-    form = forms[has_attention_kernel(cfg)]
+    form = attention_on_hopper(cfg)
     return name, f"`{cfg.architecture}`", *sizes, form, forms[_has_routing_kernel(cfg)]
 
 

@@ -95,6 +95,8 @@ HARMLESS: Mapping[str, str] = {
         vit_token vit_type vit_used_rms_norm
         """,
     ),
+    **_because("of a prediction layer, which is left out", "mtp_use_dedicated_embeddings"),
+    **_because("what recurrent states are kept in; here float32 always", "mamba_ssm_dtype"),
     **_because(
         "how many layers share keys and values, where `use_cla` is true", "cla_share_factor"
     ),
@@ -137,8 +139,9 @@ BESIDE_TEXT: Mapping[str, str] = {
     **_because(
         "of images, which no request has",
         """
-        ignore_index image_token_id media_placeholder_token_id use_unified_vision_chunk
-        video_placeholder video_token_id vision_config vision_end_token_id vision_start_token_id
+        ignore_index image_token_id language_model_only media_placeholder_token_id
+        use_unified_vision_chunk video_placeholder video_token_id vision_config vision_end_token_id
+        vision_start_token_id
         """,
     ),
 }

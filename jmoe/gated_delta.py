@@ -88,11 +88,11 @@ class GatedDelta:
         is_there, nobody = rows.kv_len > 0, cache.state.shape[1]
         write = jnp.where(is_there, rows.slots, nobody)  # out of range: dropped
         if rows.q_start is None:
-            return DeltaRows(rows.slots, write, rows.kv_len <= 1, None, len(rows.slots), self)
+            return DeltaRows(rows.slots, write, rows.kv_len <= 1, None, self)
         n = rows.num_decodes
         begins = rows.kv_len - (rows.q_start[1:] - rows.q_start[:-1]) <= 0
         chunks = Chunks.of(rows.q_start[n:], rows.slot.shape[0])
-        return DeltaRows(rows.slots, write, begins, chunks, n, self)
+        return DeltaRows(rows.slots, write, begins, chunks, self)
 
     def causal(self, batch: int, length: int) -> "DeltaRows":
         """See AttentionKind."""
@@ -106,7 +106,7 @@ class GatedDelta:
         """
         count = len(q_start) - 1
         slots, begins = jnp.arange(count, dtype=jnp.int32), jnp.ones(count, bool)
-        return DeltaRows(slots, slots, begins, Chunks.of(q_start, num_rows, starts), 0, self)
+        return DeltaRows(slots, slots, begins, Chunks.of(q_start, num_rows, starts), self)
 
 
 class Chunks(NamedTuple):
@@ -157,8 +157,12 @@ class DeltaRows(NamedTuple):
     write: Int[Array, "N"]  # the same, out of range for nobody's
     begins: Bool[Array, "N"]  # those that have nothing yet
     chunks: Chunks | None  # None: all decode
-    num_decodes: int
     kind: GatedDelta
+
+    @property
+    def num_decodes(self) -> int:
+        """How many of the sequences may decode."""
+        return len(self.slots) - (0 if self.chunks is None else len(self.chunks.q_start) - 1)
 
     def __call__(
         self, projection: Mixed, layer: Int[Array, ""], cache: DeltaStates | None
@@ -192,7 +196,7 @@ class DeltaRows(NamedTuple):
     def part(self, rows: slice) -> "DeltaRows":
         """Returns the same of some rows of a decode step."""
         own = self.slots[rows], self.write[rows], self.begins[rows]
-        return DeltaRows(*own, None, len(own[0]), self.kind)
+        return DeltaRows(*own, None, self.kind)
 
     def _before(
         self, projection: Mixed, layer: Int[Array, ""], cache: DeltaStates | None

@@ -14,8 +14,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jmoe import layout
-from jmoe.attention import AttentionKind
+from jmoe.attention import Attention, AttentionKind
 from jmoe.config import ModelConfig
+from jmoe.gated_delta import GatedDelta
 from jmoe.model import Rotation, attend, embed, head
 from jmoe.moe import dense_mlp, gate, router, with_residual
 from jmoe.rope import rotation
@@ -108,9 +109,14 @@ class PackedAttention:
 
 def of_kind(
     cfg: ModelConfig, kind: AttentionKind, positions: Int[Array, "B S"], items: Int[Array, "B S"]
-) -> tuple[Rotation, PackedAttention]:
+) -> tuple[Rotation, Attention]:
     """Returns what layers of a kind of attention need beside their rows, which `items` number."""
     turn = rotation(positions.reshape(-1), cfg.rope_of(kind), cfg.head_dim)
+    if isinstance(kind, GatedDelta):
+        batch, length = items.shape
+        starts = jnp.pad(items[:, 1:] != items[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+        rows = jnp.arange(batch + 1, dtype=jnp.int32) * length
+        return turn, kind.packed(rows, batch * length, starts.reshape(-1))
     return turn, PackedAttention.of(items, getattr(kind, "window", 0))
 
 
@@ -150,7 +156,7 @@ def layer_forward(
     layer: Params,
     x: Float[Array, "T d"],
     turn: Rotation,
-    attention: PackedAttention,
+    attention: Attention,
     routed: Routed,
     *,
     dtype: Any,
@@ -170,7 +176,11 @@ def layer_forward(
 
 def lowered(cfg: ModelConfig, layer: Params, dtype: Any) -> Params:
     """Returns a layer's parameters with matrices in `dtype`, and all else in float32."""
-    kinds = {key: own.kind for key, own in layout.layer(cfg, 0, "router" in layer).items()}
+    kinds = {
+        key: own.kind
+        for is_moe, first, _ in cfg.segments()
+        for key, own in layout.layer(cfg, first, is_moe).items()
+    }
     return {
         key: leaf.astype(dtype if kinds.get(key) == "matrix" else jnp.float32)
         for key, leaf in layer.items()

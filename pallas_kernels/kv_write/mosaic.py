@@ -45,12 +45,15 @@ F32, BF16 = jnp.float32, jnp.bfloat16
 
 def supports(projection: Projection, k_pages: Any, v_pages: Any) -> bool:
     """Returns whether the kernel takes these: bfloat16, pages perhaps in eight bits, heads of 64,
-    128 or 256 of which a power of two turns, 32 elements at least, float32 angles.
+    128 or 256 of which a power of two turns, 32 elements at least, float32 angles. Norms of a head
+    may be float32.
     """
     num_rows, _, head_dim = projection.rows.shape
     heads, kv_heads = projection.heads, projection.kv_heads
-    vectors = (projection.bias, projection.q_norm, projection.k_norm)
-    narrow = [projection.rows, *(v for v in vectors if v is not None)]
+    norms = [v for v in (projection.q_norm, projection.k_norm) if v is not None]
+    is_wide = {v.dtype for v in norms} == {jnp.dtype(F32)} and {v.size for v in norms} == {head_dim}
+    bias = [] if projection.bias is None else [projection.bias]
+    narrow = [projection.rows, *bias, *([] if is_wide else norms)]
     is_fp8 = isinstance(k_pages, Fp8Pages)
     narrow += [] if is_fp8 else [k_pages, v_pages]
     if any(a.dtype != BF16 for a in narrow) or projection.cos.dtype != F32:

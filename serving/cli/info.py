@@ -205,13 +205,14 @@ def kv_bytes_per_token(cfg: "ModelConfig", dtype: str, past: int = 0) -> int:
 
 
 def has_attention_kernel(cfg: "ModelConfig") -> bool:
-    """Returns whether a kernel attends in all layers of decode steps on a Hopper GPU, in bfloat16
-    and pages of 64 tokens.
+    """Returns whether a kernel attends in all layers of decode steps that have keys and values on a
+    Hopper GPU, in bfloat16 and pages of 64 tokens.
     """
     import jax
     import jax.numpy as jnp
 
     from jmoe.attention import Latent, Paged
+    from jmoe.gated_delta import GatedDelta
     from pallas_kernels.paged_attention import mosaic
 
     def taken(kind: Any) -> bool:
@@ -223,7 +224,15 @@ def has_attention_kernel(cfg: "ModelConfig") -> bool:
         pages = jax.ShapeDtypeStruct((1, 1, heads, 64, width), jnp.bfloat16)
         return mosaic.supports(q, pages, None if latents else pages, kind.latent)
 
-    return all(map(taken, cfg.attention_kinds))
+    return all(taken(kind) for kind in cfg.attention_kinds if not isinstance(kind, GatedDelta))
+
+
+def attention_on_hopper(cfg: "ModelConfig") -> str:
+    """Returns what runs attention on a Hopper GPU, in words."""
+    from jmoe.attention import is_recurrent
+
+    form = "a kernel" if has_attention_kernel(cfg) else "XLA"
+    return form + "; recurrent layers XLA" * is_recurrent(cfg)
 
 
 def _describe(
@@ -397,7 +406,7 @@ def _geometry(cfg: "ModelConfig") -> list[tuple[str, str]]:
         ("layers", f"{cfg.num_layers}, {cfg.num_moe_layers} of them MoE"),
         ("experts a layer", f"{cfg.num_experts}, {cfg.experts_per_token} a token"),
         ("router", "softmax" if cfg.router is None else f"{cfg.router}{unfused}"),
-        ("attention on Hopper", "a kernel" if has_attention_kernel(cfg) else "XLA"),
+        ("attention on Hopper", attention_on_hopper(cfg)),
         ("positions", f"{cfg.max_position:,}"),
     ]
 

@@ -4,7 +4,7 @@ import logging
 from dataclasses import replace
 
 from jmoe.api import Model
-from jmoe.attention import is_recurrent, page_windows
+from jmoe.attention import page_windows
 from jmoe.config import ModelConfig
 from serving.config import EngineConfig
 from serving.errors import SettingsError
@@ -70,12 +70,6 @@ def fit_to_model(config: EngineConfig, model: Model, num_ranks: int = 0) -> Engi
                 "'off'"
             )
         config = replace(config, prefix_reuse="off")
-    if config.resident_experts and is_recurrent(model.config):
-        raise SettingsError(
-            f"engine.resident_experts is {config.resident_experts}; {model.name} has recurrent "
-            "layers, and a row that lacks an expert would run again, from its sequence's first "
-            "position on: leave it out, and quantize experts (engine.quantize) if they do not fit"
-        )
     num_ranks = num_ranks or num_ranks_of(model)
     length = served_len(config, model.config, model.name, num_ranks)
     is_open = not (config.max_model_len or config.num_pages)

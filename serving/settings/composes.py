@@ -33,6 +33,7 @@ COMPANY = "SetBrownout prefill_company"
 COMING = "engine.spare_models"
 """And with it LoadModel and UnloadModel."""
 
+RECURRENT = "recurrent layers"
 OWN_STRATEGY = "engine.brownout.strategy"
 HYBRID = "engine.hybrid_steps=on"
 
@@ -70,6 +71,7 @@ COMPOSES: dict[tuple[str, str], str] = {
     (IN_TURN, COMING): "a model's set comes and goes already",
     (MAPPED, COMING): "the map is of certain models, and says whose experts serve whom",
     (HOSTED, HYBRID): "a row that runs again for want of its experts is a prompt's",
+    (HOSTED, RECURRENT): "rows would run again from their first position",
     (HOSTED, COMING): "experts stand in for a sibling's, which would be gone",
 }
 """Why a mode does not go with a feature: a setting (`key=value`: only that value), a field of

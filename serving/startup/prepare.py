@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from jmoe.api import BUNDLED, Model, name_of, resolve
-from jmoe.attention import with_kv_cache_dtype
+from jmoe.attention import is_recurrent, with_kv_cache_dtype
 from jmoe.brownout import Own
 from jmoe.checkpoint import TensorFiles, is_native, united_ways
 from jmoe.config import read_config
@@ -35,6 +35,7 @@ from serving.execution.memory import check_balance
 from serving.execution.programs import Progress, limit_cpu_threads
 from serving.execution.runner import DeviceRunner
 from serving.scheduling.policy import make_policy
+from serving.settings.composes import RECURRENT, why_not
 from serving.settings.plugins import own_strategy
 from serving.settings.reading import check_composes, named_models
 from serving.startup.asynchronous import make_layer_picker, prepare_crew, with_mode
@@ -170,6 +171,11 @@ def build(
     family = family_of(config, model, mesh, progress)
     loaded = family[0]
     check_composes(config, len(family))
+    if is_recurrent(loaded.config) and (why := why_not(config, RECURRENT, len(family))):
+        raise SettingsError(
+            f"{loaded.name} has {RECURRENT}, which cannot be served {why}; if its experts do not "
+            "fit, keep them in fewer bits (engine.quantize)"
+        )
     if mesh is not None and (loaded.home is None or loaded.home.mesh != mesh):
         raise SettingsError(
             f"engine.mesh is {config.mesh!r}, and the model given is not spread over such a mesh; "

@@ -74,7 +74,9 @@ class NumpyModel:
         degraded, moe_layer = np.zeros(len(rows), int), 0
         for layer in range(cfg["num_hidden_layers"]):
             at = f"model.layers.{layer}."
-            x = x + scale * self.attention(layer, self.norm(x, at + "input_layernorm.weight"), rows)
+            h = self.norm(x, at + "input_layernorm.weight")
+            recurs = f"{at}linear_attn.A_log" in self.tensors
+            x = x + scale * (self.delta if recurs else self.attention)(layer, h, rows)
             h = self.norm(x, at + "post_attention_layernorm.weight")
             if self.is_gpt_oss or f"{at}mlp.gate.weight" in self.tensors:
                 out, moved = self.moe(layer, moe_layer, h, rows, strategy, threshold, way)
@@ -96,7 +98,45 @@ class NumpyModel:
                 x / np.sqrt(x.var(-1, keepdims=True) + eps) * self.tensors[name]
                 + self.tensors[bias]
             )
-        return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * self.tensors[name]
+        weight = self.tensors[name] + (self.is_qwen3_next and "linear_attn" not in name)
+        return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * weight
+
+    def delta(self, layer, h, rows):
+        """Runs Gated DeltaNet's rows, each over its sequence's state, head by head."""
+        cfg, at = self.config, f"model.layers.{layer}.linear_attn."
+        key_heads, heads, key, value, taps = (
+            cfg[f"linear_{name}"]
+            for name in (
+                "num_key_heads",
+                "num_value_heads",
+                "key_head_dim",
+                "value_head_dim",
+                "conv_kernel_dim",
+            )
+        )
+        group, out = heads // key_heads, np.zeros((len(rows), heads, value))
+        kernel = self.tensors[at + "conv1d.weight"][:, 0]
+        sizes = np.cumsum([key, key, group * value])
+        for i, (sequence, _, _) in enumerate(rows):
+            woven = self.linear(at + "in_proj_qkvz", h[i]).reshape(key_heads, -1)
+            q, k, v, z = np.split(woven, sizes, axis=1)
+            b, a = np.split(self.linear(at + "in_proj_ba", h[i]).reshape(key_heads, -1), 2, axis=1)
+            inputs, state = self.cache.setdefault((sequence, layer), ([], []))
+            inputs.append(np.concatenate([q.ravel(), k.ravel(), v.ravel()]))
+            mixed = silu(sum(kernel[:, -1 - n] * x for n, x in enumerate(inputs[: -1 - taps : -1])))
+            q, k, v = np.split(mixed, [key_heads * key, 2 * key_heads * key])
+            for head in range(heads):
+                part = slice(head // group * key, (head // group + 1) * key)
+                query, own = (x[part] / np.sqrt(x[part] @ x[part] + 1e-6) for x in (q, k))
+                rate = np.log1p(np.exp(a.ravel()[head] + self.tensors[at + "dt_bias"][head]))
+                kept = np.exp(-np.exp(self.tensors[at + "A_log"][head]) * rate)
+                before = kept * state[head] if len(state) == heads else np.zeros((key, value))
+                new = v[head * value : (head + 1) * value] - own @ before
+                after = before + np.outer(own, new / (1 + np.exp(-b.ravel()[head])))
+                state[head : head + 1] = [after]
+                out[i, head] = query * key**-0.5 @ after
+            out[i] = self.norm(out[i], at + "norm.weight") * silu(z.reshape(heads, value))
+        return self.linear(at + "out_proj", out.reshape(len(rows), -1))
 
     def linear(self, name, x):
         return x @ self.tensors[name + ".weight"].T + self.tensors.get(name + ".bias", 0.0)
@@ -113,9 +153,13 @@ class NumpyModel:
         head_dim = cfg.get("head_dim") or cfg["hidden_size"] // heads
         of_scores = cfg.get("attention_multiplier", head_dim**-0.5)
         out = np.zeros((len(rows), heads, head_dim))
+        gates = np.full_like(out, np.inf)  # open
         for i, (sequence, _, _) in enumerate(rows):
             keys, values = self.cache.setdefault((sequence, layer), ([], []))
             q, k, v = (self.linear(f"{at}{p}_proj", h[i]) for p in ("q", "k", "v"))
+            if self.is_qwen3_next:
+                q, gates[i] = np.split(q.reshape(heads, -1), 2, axis=1)
+                q = q.ravel()
             whole = cfg["model_type"] in ("olmoe", "minimax_m2")  # norms all heads together
             if whole:
                 q, k = self.norm(q, at + "q_norm.weight"), self.norm(k, at + "k_norm.weight")
@@ -140,6 +184,7 @@ class NumpyModel:
                     scores.append(self.tensors[at + "sinks"][head])
                 p = softmax(np.array(scores))
                 out[i, head] = sum(w * value[g] for w, (_, value) in zip(p, seen, strict=False))
+        out = out / (1 + np.exp(-gates))
         return self.linear(at + "o_proj", out.reshape(len(rows), -1))
 
     def window(self, layer):
@@ -215,6 +260,10 @@ class NumpyModel:
         limit, alpha = self.config["swiglu_limit"], self.config["swiglu_alpha"]
         gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
         return (up + 1) * gate / (1 + np.exp(-alpha * gate))
+
+    @property
+    def is_qwen3_next(self):
+        return self.config["model_type"] == "qwen3_next"
 
     @property
     def is_gpt_oss(self):

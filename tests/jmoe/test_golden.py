@@ -21,7 +21,7 @@ QUICK = {"mixtral", "mixtral_top1_head_dim", "qwen2_moe", "qwen3_moe", "qwen3_mo
 QUICK |= {"glm4_moe", "phimoe", "gpt_oss", "deepseek_v3", "minimax_m2", "ernie4_5_moe", "dots1"}
 # Fed eight tokens at a time instead of whole: dense layers between, all kinds of grouping.
 CHUNKED = {"qwen2_moe_mlp_only_tied", "qwen3_moe_mixed_yarn", "mixtral_top1_head_dim"}
-CHUNKED |= {"gpt_oss_types_tied", "deepseek_v3_tied"}
+CHUNKED |= {"gpt_oss_types_tied", "deepseek_v3_tied", "qwen3_next"}
 
 
 pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
@@ -53,6 +53,26 @@ def test_kimi_k2_is_deepseek_v3_by_another_model_type(copy):
     (directory / "config.json").write_text(json.dumps(config))
     own, model = (jmoe.load(one, dtype="float32") for one in (directory, GOLDEN / "deepseek_v3"))
     assert own.config == replace(model.config, architecture="kimi_k2")
+    jax.tree.map(np.testing.assert_array_equal, own.params, model.params)
+    jax.tree.map(np.testing.assert_array_equal, own.pool, model.pool)
+
+
+@pytest.mark.deep
+def test_qwen3_5_without_what_sees_images_is_that_of_its_text(copy):
+    directory = copy("qwen3_5_moe")
+    whole = json.loads((directory / "config.json").read_text())
+    config = {**whole["text_config"], "architectures": ["Qwen3_5MoeForCausalLM"]}
+    (directory / "config.json").write_text(json.dumps(config))
+    tensors = load_file(directory / "model.safetensors")
+    tensors = {
+        name.replace("model.language_model.", "model."): tensor
+        for name, tensor in tensors.items()
+        if not name.startswith("model.visual.")
+    }
+    tensors["mtp.fc.weight"] = tensors["lm_head.weight"]  # of the prediction layer
+    save_file(tensors, directory / "model.safetensors")
+    own, model = (jmoe.load(one, dtype="float32") for one in (directory, GOLDEN / "qwen3_5_moe"))
+    assert own.config == replace(model.config, architecture="qwen3_5_moe_text")
     jax.tree.map(np.testing.assert_array_equal, own.params, model.params)
     jax.tree.map(np.testing.assert_array_equal, own.pool, model.pool)
 
@@ -141,6 +161,8 @@ def test_batched_forms_equal_transformers_greedy(name):
         "olmoe_attention_bias_linear",
         "phimoe_attention_bias",
         "qwen2_moe_norm_topk",
+        "qwen3_5_moe_types_tied",
+        "qwen3_next_types_yarn_tied",
         "qwen2_moe_sparse_step_linear",
         "qwen3_moe_attention_bias",
         "mixtral_tied_llama3",

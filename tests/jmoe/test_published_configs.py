@@ -29,6 +29,9 @@ CARDS = {
     "Qwen1.5-MoE-A2.7B-Chat": (14.3, 2.7, 32768),
     "Qwen2-57B-A14B": (57.4, 14, 131072),
     "Qwen2-57B-A14B-Instruct": (57.4, 14, 32768),
+    "Qwen3-Next-80B-A3B-Instruct": (80, 3.9, 262144),
+    "Qwen3-Coder-Next": (80, 3.9, 262144),
+    "Qwen3.6-35B-A3B": (34.7, 3, 262144),
     "Qwen3-30B-A3B": (30.5, 3.3, 40960),
     "Qwen3-30B-A3B-Base": (30.5, 3.3, 32768),
     "Qwen3-30B-A3B-Instruct-2507": (30.5, 3.3, 262144),
@@ -72,6 +75,7 @@ KV_BYTES = {  # of a position, in bfloat16
     "GLM-4.5-Air": 188_416,
     "GLM-4.7-Flash": 54_144,
     "Qwen3-30B-A3B": 98_304,
+    "Qwen3-Next-80B-A3B-Instruct": 24_576,
     "gpt-oss-120b": 73_728,
 }
 
@@ -218,9 +222,10 @@ def test_a_kernel_writes_keys_and_values_of_all_but_latent_attention(name):
 
     def ask():
         params = random_params(cfg, jax.random.key(0), dtype)
-        layer = {name: weight[0] for name, weight in params["segments"][0].items()}
+        segment = next(one for one in params["segments"] if "wqkv" in one)
+        layer = {name: weight[0] for name, weight in segment.items()}
         angles = rotation(jnp.zeros(8, jnp.int32), cfg.rope, cfg.head_dim)
-        projection = project(cfg, layer, jnp.zeros((8, cfg.d_model), dtype), angles)
+        projection, _ = project(cfg, layer, jnp.zeros((8, cfg.d_model), dtype), angles)
         pages = make_pages(cfg, 1, CacheSizes(1, 16, 1, 1, dtype))
         taken.append(mosaic.supports(projection, *pages))
 
@@ -243,6 +248,11 @@ SMALL = {
     "qk_nope_head_dim": 6,
     "qk_rope_head_dim": 4,
     "v_head_dim": 8,
+    "full_attention_interval": 3,
+    "linear_key_head_dim": 6,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_value_head_dim": 8,
 }
 
 
@@ -251,6 +261,8 @@ def shrunk(config):
     if "text_config" in config:
         return config | {"text_config": shrunk(config["text_config"]), "eos_token_id": 3}
     own = {key: size for key, size in SMALL.items() if config.get(key)}
+    if config.get("partial_rotary_factor") == 0.25:  # of which that is even
+        own["head_dim"] = 16
     group = config["num_attention_heads"] // config["num_key_value_heads"]
     own["num_key_value_heads"] = 3 if group == 1 else 2
     own["num_attention_heads"] = heads = own["num_key_value_heads"] * group

@@ -37,9 +37,11 @@ def shape(heads, kv_heads, head_dim):
     return Shape(f"{heads}:{kv_heads} of {head_dim}", 1, 1, 1, 1, heads, kv_heads, head_dim)
 
 
-def abstract(of, num_rows, *, bias=False, norms=False, whole=False, half=None, num_pages=6000):
+def abstract(
+    of, num_rows, *, bias=False, norms=False, whole=False, wide=False, half=None, num_pages=6000
+):
     """Returns the shapes of pages of more than 2**31 elements, and of a projection. `whole`: norms
-    are of all heads; `half`: of what turns.
+    are of all heads, `wide`: in float32; `half`: of what turns.
     """
     heads, half = of.heads + 2 * of.kv_heads, half or of.head_dim // 2
     pages = sds(LAYERS, num_pages, of.kv_heads, 64, of.head_dim)
@@ -52,7 +54,7 @@ def abstract(of, num_rows, *, bias=False, norms=False, whole=False, half=None, n
         arrays["bias"] = sds(heads, of.head_dim)
     if norms:
         each = (of.heads, of.kv_heads) if whole else (1, 1)
-        sizes = (sds(n * of.head_dim) for n in each)
+        sizes = (sds(n * of.head_dim, dtype=F32 if wide else BF16) for n in each)
         arrays |= dict(zip(("q_norm", "k_norm"), sizes, strict=True))
     ints = [sds(num_rows, dtype=jnp.int32)] * 2
     return arrays, pages, pages, sds(dtype=jnp.int32), *ints
@@ -102,6 +104,7 @@ def test_other_shapes_compile_without_spills(capfd, monkeypatch, of):
 IN_PART = {"bias": True, "half": 32}
 TOGETHER = {"norms": True, "whole": True}
 FIRST = {"norms": True}
+WIDE = {"norms": True, "wide": True, "half": 32}
 
 
 @pytest.mark.parametrize(
@@ -111,6 +114,7 @@ FIRST = {"norms": True}
         pytest.param(GLM_45_AIR, IN_PART | {"norms": True}, id="GLM-4.5"),
         pytest.param(OLMOE_1B_7B, TOGETHER, id="OLMoE"),
         pytest.param(shape(32, 8, 128), FIRST, id="Hunyuan-A13B"),
+        pytest.param(shape(16, 2, 256), WIDE, id="Qwen3-Next"),
         pytest.param(shape(48, 8, 128), TOGETHER | IN_PART, id="all at once"),
         pytest.param(shape(16, 16, 64), IN_PART | {"norms": True, "half": 16}, id="32 of 64"),
         pytest.param(shape(16, 16, 256), TOGETHER | IN_PART | {"half": 16}, id="32 of 256"),

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from jmoe.packed_rows import EXEMPT
+from jmoe.packed_rows import EXEMPT, KV_LEN, Q_LEN, SLOT
 from serving.config import EngineConfig
 from serving.control.experts_loader import ExpertsLoader
 from serving.engine import Engine
@@ -47,6 +47,9 @@ class FakeCrew(Crew):
         )
         self.ranks = [FakeRunner(alone) for _ in range(limits.num_ranks)]
         self.inside = [[] for _ in self.ranks]
+        self.kept = [
+            {} for _ in self.ranks
+        ]  # positions that each slot has left in recurrent layers
         self.most_inside, self.num_lost = 0, 0
         self.failed = []
         self.ways, self.way_changes = [], False  # that it was to change to; whether it is at it
@@ -81,6 +84,11 @@ class FakeCrew(Crew):
         for rank, own in enumerate(units):
             for unit in own:
                 unit.note_threshold(100 if unit.row[EXEMPT] else unit.percent)
+                if self.limits.recurrent:
+                    slot, end, first = (int(unit.row[at]) for at in (SLOT, KV_LEN, Q_LEN))
+                    first = end - (first if unit.tokens is not None else 1)
+                    assert first in (0, self.kept[rank].get(slot)), "a row has run twice"
+                    self.kept[rank][slot] = end
                 self._run(rank, unit, 0)
                 self.inside[rank].append(unit)
                 later_s = self.rng.uniform(0, self.slowest_s)

@@ -131,7 +131,9 @@ def test_layers_in_turn_are_the_model_of_transformers(request, case):
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize(("case", "part"), [("gpt_oss", "bias"), ("mellum", "down")])
+@pytest.mark.parametrize(
+    ("case", "part"), [("gpt_oss", "bias"), ("mellum", "down"), ("qwen3_next", "down")]
+)
 def test_end_to_end_it_is_the_model_and_its_twins_are_united_without_loss(request, case, part):
     """Experts in pairs of equals; a united expert that is its pair costs nothing."""
     directory, data, want = golden_of(request, case)
@@ -175,6 +177,7 @@ def test_end_to_end_it_is_the_model_and_its_twins_are_united_without_loss(reques
         "dots1",
         "mellum_yarn_tied",
         "hunyuan_v1_moe",
+        "qwen3_next",
     ],
 )
 def test_layers_in_turn_are_the_model_of_every_architecture(case):

@@ -18,6 +18,7 @@ from jaxtyping import Int
 from jmoe.attention import Paged
 from jmoe.config import ModelConfig
 from jmoe.extras import need
+from jmoe.gated_delta import GatedDelta
 from jmoe.tokenizer import Tokenizer
 from training.packing import Batch, Encoded, to_arrays
 
@@ -240,8 +241,8 @@ def check_trains(cfg: ModelConfig, length: int) -> None:
     """Raises ValueError for a model whose layers cannot be trained, or not over such rows."""
     if length > cfg.max_position:
         raise ValueError(f"length is {length}; the model has {cfg.max_position} positions")
-    if others := [kind for kind in cfg.attention_kinds if not isinstance(kind, Paged)]:
-        raise ValueError(f"layers attend by {others[0]}, and training in full and over windows")
+    if others := [kind for kind in cfg.attention_kinds if not isinstance(kind, Paged | GatedDelta)]:
+        raise ValueError(f"layers attend by {others[0]}, and training by jmoe's own kinds")
 
 
 def pack_files(

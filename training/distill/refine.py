@@ -105,9 +105,8 @@ def _logits(
     order = jax.random.permutation(key, tokens.size * jax.lax.axis_size("data"))
     back = jnp.argsort(order)
     each = [of_kind(cfg, kind, positions, items) for kind in cfg.attention_kinds]
-    by_kind = jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
 
-    def one_layer(x: Array, scanned: Any) -> tuple[Array, None]:
+    def one_layer(by_kind: Any, x: Array, scanned: Any) -> tuple[Array, None]:
         layer, number, kind, own = scanned  # own: a _MoELayer, or None
         turn, attention = jax.tree.map(lambda leaf: leaf[kind], by_kind)
 
@@ -150,8 +149,11 @@ def _logits(
         experts = jax.tree.map(lambda leaf, own=own: leaf[own], experts) if is_moe else None
         numbers = jnp.arange(own.start, own.start + count, dtype=jnp.int32)
         own_kinds = cfg.layer_attention[first : first + count]
-        kinds = [cfg.attention_kinds.index(kind) for kind in own_kinds]
-        x, _ = jax.lax.scan(body, x, (segment, numbers, jnp.asarray(kinds, jnp.int32), experts))
+        there = list(dict.fromkeys(map(cfg.attention_kinds.index, own_kinds)))
+        by_kind = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(each[at] for at in there))
+        kinds = [there.index(cfg.attention_kinds.index(kind)) for kind in own_kinds]
+        scanned = segment, numbers, jnp.asarray(kinds, jnp.int32), experts
+        x, _ = jax.lax.scan(partial(body, by_kind), x, scanned)
         moe_layer = own.stop
     return logits_of(cfg, frozen.params, x, dtype).reshape(*tokens.shape, -1)
 
