@@ -74,9 +74,7 @@ class Architecture:
     tied: bool = False
     """`tie_word_embeddings` where the key is absent."""
     predicting: str = ""
-    """How names of tensors begin that predict further tokens, beside those of layers past the last
-    one.
-    """
+    """How names of tensors begin that predict further tokens, beside those of `unused_layers`."""
     head_norms: tuple[str, str] = ("q_norm", "k_norm")
     """Names of the norms of query and of key heads, where it has them."""
     shared: str = "shared_expert"
@@ -685,7 +683,8 @@ _LATENT = {"attention_bias": (False,), "moe_layer_freq": (1,)}
 _GATED_DELTA = (
     "attention_bias full_attention_interval linear_conv_kernel_dim linear_key_head_dim "
     "linear_num_key_heads linear_num_value_heads linear_value_head_dim moe_intermediate_size "
-    "num_experts num_local_experts partial_rotary_factor shared_expert_intermediate_size"
+    "num_experts num_local_experts partial_rotary_factor "
+    "shared_expert_intermediate_size"
 )
 _QWEN3_NEXT = Architecture(
     "Qwen3NextForCausalLM",
@@ -709,7 +708,7 @@ _QWEN3_5 = replace(
     _QWEN3_NEXT,
     class_name="Qwen3_5MoeForCausalLM",
     translate=_qwen3_5,
-    read=_and(f"{_GATED_DELTA} mtp_num_hidden_layers"),
+    read=_and(_GATED_DELTA),
     only={**_QWEN3_NEXT.only, "mlp_only_layers": ([],), "norm_topk_prob": (True,)},
     joined_experts=("experts.gate_up_proj", "experts.down_proj"),
     may_be_apart=True,

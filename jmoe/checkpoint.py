@@ -280,7 +280,7 @@ def _check(files: TensorFiles, cfg: ModelConfig, directory: Path) -> None:
     unread = _without_unused(unread, read, cfg, files, directory)
     after = range(cfg.num_layers, cfg.num_layers + cfg.unused_layers)
     behind = tuple(f"{names.root}layers.{i}." for i in after)
-    if behind and names.predicting:
+    if names.predicting:
         behind += (names.predicting,)
     if extra := [name for name in unread if name.startswith(behind)]:
         layers = ", ".join(f"{at}*" for at in behind)

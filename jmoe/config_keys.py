@@ -95,7 +95,10 @@ HARMLESS: Mapping[str, str] = {
         vit_token vit_type vit_used_rms_norm
         """,
     ),
-    **_because("of a prediction layer, which is left out", "mtp_use_dedicated_embeddings"),
+    **_because(
+        "of a prediction layer, which is left out",
+        "mtp_num_hidden_layers mtp_use_dedicated_embeddings",
+    ),
     **_because("what recurrent states are kept in; here float32 always", "mamba_ssm_dtype"),
     **_because(
         "how many layers share keys and values, where `use_cla` is true", "cla_share_factor"
