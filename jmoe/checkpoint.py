@@ -1010,10 +1010,11 @@ def load_native(
     except Exception as error:  # whatever Orbax raises for a damaged tree
         raise CheckpointError(f"{directory} is not readable: {error}") from error
 
+    layouts = (layout.layer(cfg, start, is_moe) for is_moe, start, _ in cfg.segments())
     wide = {
         key
-        for is_moe, start, _ in cfg.segments()
-        for key, parameter in layout.layer(cfg, start, is_moe).items()
+        for own in (layout.top(cfg), *layouts)
+        for key, parameter in own.items()
         if parameter.float32
     }
 

@@ -221,7 +221,8 @@ def _gated(
     if "delta_norm" not in layer:
         return out * jax.nn.sigmoid(gate.astype(out.dtype))
     out = rms_norm(out, layer["delta_norm"], cfg.rms_norm_eps)
-    return (out * jax.nn.silu(gate.astype(jnp.float32))).astype(out.dtype)
+    opening = jax.nn.silu(gate.astype(jnp.float32))
+    return (out.astype(jnp.float32) * opening).astype(out.dtype)
 
 
 def head(cfg: ModelConfig, params: Params, x: Float[Array, "T d"]) -> Float[Array, "T V"]:

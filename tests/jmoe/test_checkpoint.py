@@ -381,7 +381,7 @@ def test_a_saved_model_loads_in_another_precision(saved):
     assert back.table.slots.dtype == np.int32
 
 
-NAMED = ["glm4_moe", "phimoe_window_tied", "gpt_oss", "deepseek_v2", "mellum"]
+NAMED = ["glm4_moe", "phimoe_window_tied", "gpt_oss", "deepseek_v2", "mellum", "qwen3_next"]
 
 
 @pytest.mark.sized(deep=NAMED[1:])

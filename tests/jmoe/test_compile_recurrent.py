@@ -1,0 +1,57 @@
+"""Steps of Qwen3-Next compiled for an H200: three recurrent layers, and one with pages."""
+
+import pytest
+from compiled_steps import (
+    BATCH,
+    LARGE,
+    TEMPORARY,
+    Case,
+    _kernels_are_assembled_well,
+    check_copies,
+    compile_step,
+    int32,
+    mesh,
+)
+
+from jmoe.packed_rows import NUM_COLUMNS
+from jmoe.steps import decode_step, prefill_step
+from tests.compiled import count_launches, large_results
+
+pytestmark = [pytest.mark.deep, pytest.mark.exhaustive]
+
+__all__ = ["_kernels_are_assembled_well", "mesh"]  # fixtures
+
+QWEN3_NEXT = Case("Qwen3-Next-80B-A3B-Instruct", 16, (205, 257, 0), depth=4)
+
+
+def test_a_decode_step_is_one_graph_and_copies_what_its_rows_keep_alone(mesh):
+    program = compile_step(
+        mesh, QWEN3_NEXT, decode_step, int32(BATCH, NUM_COLUMNS), int32(8, 3), int32(2)
+    )
+    assert program.memory.temp_size_in_bytes < TEMPORARY
+    # The states of the step's rows, once a layer: a gather's result is not fused into its readers.
+    states = "fusion f32[64,1,1,32,128,128]"
+    assert [one.split("{")[0] for one in large_results(program.hlo, LARGE)] == [states] * 3
+    assert [line[:19] for line in program.plan if not line.startswith(" ")] == [
+        "000: kCommandBuffer"
+    ]
+    # Two products a layer; where there are pages, their write, attention and its merge.
+    assert program.mosaic_kernels == 2 * 4 + 3
+    assert sum(count_launches(program.hlo).values()) == QWEN3_NEXT.launches[0]
+
+
+def test_a_prefill_step_copies_neither_experts_nor_pages_nor_states(mesh):
+    program = compile_step(
+        mesh,
+        QWEN3_NEXT,
+        prefill_step,
+        int32(512),
+        int32(8, NUM_COLUMNS),
+        int32(8, 3),
+        int32(2),
+    )
+    check_copies(program)
+    alone = [line.split()[1] for line in program.plan if line[:1].isdigit()]
+    assert alone.count("kWhile") == 3  # over the blocks of each recurrent layer
+    assert program.mosaic_kernels == 2 * 4 + 2
+    assert sum(count_launches(program.hlo).values()) == QWEN3_NEXT.launches[1]
