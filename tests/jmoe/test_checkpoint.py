@@ -92,8 +92,8 @@ def test_an_unreadable_index_is_named(copy, content):
     [
         ({"model_type": "llama"}, "model_type is 'llama', which has no experts; jmoe serves "),
         (
-            {"model_type": "qwen3_next"},
-            "'qwen3_next', whose recurrent state is no paged cache; jmoe",
+            {"model_type": "jamba"},
+            "'jamba', whose recurrent layers are not those of Gated DeltaNet; jmoe",
         ),
         ({"model_type": "dbrx"}, "solar_open; docs/new-architecture.md says how to add one"),
         (
