@@ -35,7 +35,7 @@ FP8 = ml_dtypes.float8_e4m3fn
 TOKENS = np.array([[5, 60, 17, 33, 8, 2, 71], [41, 12, 3, 9, 40, 90, 7]], np.int32)
 DEEPSEEK = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8"}
 CASES = ["qwen2_moe", "qwen3_moe_attention_bias", "mixtral_tied_llama3", "glm4_moe", "olmoe"]
-CASES += ["deepseek_v2", "deepseek_v3", "phimoe"]
+CASES += ["deepseek_v2", "deepseek_v3", "phimoe", "qwen3_next", "qwen3_5_moe_types_tied"]
 
 
 def compressed(strategy, **more):
