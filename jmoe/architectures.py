@@ -20,7 +20,7 @@ from jmoe.config_keys import (
     rope_kind,
     words,
 )
-from jmoe.gated_delta import GatedDelta
+from jmoe.recurrent import GatedDelta, ShortConv
 from jmoe.router import ScoredTopK, SparseMixer
 from pallas_kernels.activation import ClampedSwiglu
 
@@ -51,6 +51,12 @@ class Architecture:
     """`partial_rotary_factor` where the key is absent; None: heads turn as a whole."""
     mlp: str = "mlp"
     """Name of a layer's MLP block in the names of tensors."""
+    norms: tuple[str, str, str] = ("input_layernorm", "post_attention_layernorm", "norm")
+    """Names of the norms before attention and before the MLP block, and of the last one."""
+    output: str = "o_proj"
+    """Name of attention's output projection."""
+    dense_names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    """Names of a dense layer's gate, up and down projections."""
     expert_names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     """Names of an expert's gate, up and down projections."""
     joined_experts: tuple[str, str] | None = None
@@ -220,6 +226,31 @@ def _recurrent(fields: Fields) -> dict[str, Any]:
         "d_ff_shared": fields.size("shared_expert_intermediate_size", 512, least=0),
         "head_dim": fields.size("head_dim", 256),
         "num_kv_heads": fields.size("num_key_value_heads", 2),
+        "qk_norm": True,
+    }
+
+
+def _lfm2(fields: Fields) -> dict[str, Any]:
+    count, types = fields.size("num_hidden_layers"), ["conv", "full_attention"]
+    if (kinds := _kinds(fields, "layer_types", types)) is None:
+        raise fields.wrong("layer_types", f"a list of 'conv' or 'full_attention', {count} of them")
+    if (dense := fields.size("num_dense_layers", 2, least=0)) >= count:
+        raise fields.wrong("num_dense_layers", f"below num_hidden_layers ({count})")
+    taps, bias = fields.size("conv_L_cache", 3, least=2), fields.flag("conv_bias", False)
+    each = ShortConv(fields.size("hidden_size"), taps, bias), Paged()
+    return {
+        "layer_attention": tuple(each[types.index(kind)] for kind in kinds),
+        "num_experts": _num_experts(fields, *_either_count(fields)),
+        "d_ff_expert": fields.size("moe_intermediate_size", 1792),
+        "moe_layers": tuple(i >= dense for i in range(count)),
+        "norm_topk_prob": fields.flag("norm_topk_prob", True),
+        "router": ScoredTopK(
+            scale=fields.number("routed_scaling_factor", 1.0),
+            bias=fields.flag("use_expert_bias", True),
+        ),
+        "num_kv_heads": fields.size("num_key_value_heads", 8),
+        "rms_norm_eps": fields.number("norm_eps", 1e-5),
+        "tie_embeddings": fields.flag("tie_embedding", fields.flag("tie_word_embeddings", True)),
         "qk_norm": True,
     }
 
@@ -772,6 +803,26 @@ ARCHITECTURES: dict[str, Architecture] = {
         root="model.language_model.",
         beside=("model.visual.",),
         apart="Qwen3.5 and Qwen3.6 beside images, which are left out",
+    ),
+    "lfm2_moe": Architecture(
+        "Lfm2MoeForCausalLM",
+        _lfm2,
+        _and(
+            "conv_L_cache conv_bias moe_intermediate_size norm_eps norm_topk_prob num_dense_layers "
+            "num_experts num_local_experts routed_scaling_factor tie_embedding use_expert_bias"
+        )
+        - {"rms_norm_eps"},
+        rope_theta=1e6,
+        mlp="feed_forward",
+        norms=("operator_norm", "ffn_norm", "embedding_norm"),
+        output="out_proj",
+        dense_names=("w1", "w3", "w2"),
+        expert_names=("w1", "w3", "w2"),
+        router_bias="expert_bias",
+        head_norms=("q_layernorm", "k_layernorm"),
+        tied=True,
+        apart="short convolutions in most layers, RMSNorm of q and k a head, a sigmoid router "
+        "with a bias",
     ),
     "mixtral": Architecture(
         "MixtralForCausalLM",

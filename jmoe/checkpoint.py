@@ -36,11 +36,11 @@ from jmoe.experts import (
 )
 from jmoe.extras import need
 from jmoe.finite import fault, seem_finite
-from jmoe.gated_delta import GatedDelta
 from jmoe.int4 import Int4, PackedTensor
 from jmoe.layout import Layout
 from jmoe.model_files import instead, lfs_pointer, read_text, regular, stays_inside
 from jmoe.parallel.home import Home
+from jmoe.recurrent import GatedDelta, ShortConv
 from jmoe.router import ScoredTopK, SparseMixer
 from jmoe.weights import PoolHolder, Weights
 from pallas_kernels.activation import ClampedSwiglu, Gelu, Silu
@@ -934,7 +934,17 @@ def save_native(
 
 _NAMED: dict[str, type] = {
     kind.__name__: kind
-    for kind in (ScoredTopK, SparseMixer, Silu, Gelu, ClampedSwiglu, Paged, Latent, GatedDelta)
+    for kind in (
+        ScoredTopK,
+        SparseMixer,
+        Silu,
+        Gelu,
+        ClampedSwiglu,
+        Paged,
+        Latent,
+        GatedDelta,
+        ShortConv,
+    )
 }
 """What `jmoe.json` can name of a configuration."""
 

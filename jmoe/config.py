@@ -24,9 +24,9 @@ from jmoe.config_keys import (
     rope_kind,
     text_part,
 )
-from jmoe.gated_delta import GatedDelta
 from jmoe.int4 import Int4, int4
 from jmoe.model_files import instead, read_text
+from jmoe.recurrent import Recurrent
 from jmoe.rope import RopeConfig as RopeConfig
 from jmoe.router import Router
 from pallas_kernels.activation import SILU, Activation
@@ -157,7 +157,7 @@ class ModelConfig:
         """What decides which parameters a layer has."""
         kind = self.layer_attention[layer]
         gated = bool(getattr(kind, "gated", False))
-        kinds = isinstance(kind, Latent), isinstance(kind, GatedDelta)
+        kinds = isinstance(kind, Latent), isinstance(kind, Recurrent)
         return self.moe_layers[layer], self.has_sinks(layer), gated, *kinds
 
     def has_sinks(self, layer: int) -> bool:
@@ -248,7 +248,6 @@ def from_hf(
         raise fields.wrong("hidden_act", "'silu'")
     head_dim = own.pop("head_dim", None) or _head_dim(fields, num_heads)
     per_token = own.pop("experts_per_token", None) or fields.size("num_experts_per_tok")
-    num_kv_heads = own.pop("num_kv_heads", None)
     partial_rotary = own.pop("partial_rotary", architecture.partial_rotary)
     if architecture.kind_thetas:
         rope, kinds = _rope_by_kind(fields, own["layer_attention"], architecture.kind_thetas)
@@ -268,26 +267,28 @@ def from_hf(
         factor = rope.attention_factor * math.sqrt(scale * math.sqrt(head_dim))
         rope = replace(rope, attention_factor=factor)
     try:
+        dense = 0 if all(own["moe_layers"]) else d_ff_dense or fields.size("intermediate_size")
+        of_all: dict[str, Any] = {
+            "num_kv_heads": fields.size("num_key_value_heads", num_heads),
+            "tie_embeddings": fields.flag("tie_word_embeddings", architecture.tied),
+            "rms_norm_eps": fields.number("rms_norm_eps", architecture.rms_norm_eps),
+            **dict.fromkeys(("qkv_bias", "qk_norm"), False),
+        }
         return ModelConfig(
             architecture=family,
             vocab_size=vocab_size,
             d_model=fields.size("hidden_size"),
             num_layers=num_layers,
             num_heads=num_heads,
-            num_kv_heads=num_kv_heads or fields.size("num_key_value_heads", num_heads),
             head_dim=head_dim,
             experts_per_token=per_token,
-            d_ff_dense=0
-            if all(own["moe_layers"])
-            else d_ff_dense or fields.size("intermediate_size"),
-            tie_embeddings=fields.flag("tie_word_embeddings", architecture.tied),
-            rms_norm_eps=fields.number("rms_norm_eps", architecture.rms_norm_eps),
+            d_ff_dense=dense,
             rope=rope,
             max_position=max_position,
             eos_token_ids=fields.token_ids("eos_token_id", vocab_size),
             fp8_block=fp8_block(fields),
             int4=int4(fields),
-            **{"d_ff_shared": 0, "qkv_bias": False, "qk_norm": False, **attention, **own},
+            **{"d_ff_shared": 0, **of_all, **attention, **own},
         )
     except ConfigError as error:
         words = str(error)

@@ -16,7 +16,7 @@ import numpy as np
 from jmoe.architectures import naming
 from jmoe.attention import Latent
 from jmoe.config import ModelConfig
-from jmoe.gated_delta import GatedDelta
+from jmoe.recurrent import GatedDelta, ShortConv
 from pallas_kernels.grouped_gemm.four_bits import PackedWeights, packed_codes
 
 Kind = Literal["matrix", "laid out", "mxfp4", "embedding", "router", "norm", "bias", "gate"]
@@ -185,7 +185,7 @@ def top(cfg: ModelConfig) -> Layout:
     d, vocab, names = cfg.d_model, cfg.vocab_size, naming(cfg.architecture)
     out: Layout = {
         "embed": Parameter((f"{names.root}embed_tokens.weight",), ((vocab, d),), "embedding"),
-        **_norm(cfg, "final_norm", f"{names.root}norm"),
+        **_norm(cfg, "final_norm", names.root + names.norms[2]),
     }
     if not cfg.tie_embeddings:
         out["lm_head"] = Parameter((f"{names.head}weight",), ((vocab, d),))
@@ -200,18 +200,20 @@ def layer(cfg: ModelConfig, index: int, is_moe: bool) -> Layout:
     at = f"{names.root}layers.{index}."
     attn, kind = at + "self_attn.", cfg.layer_attention[index]
     out: Layout = {
-        **_norm(cfg, "attn_norm", at + "input_layernorm"),
-        **_norm(cfg, "mlp_norm", at + "post_attention_layernorm"),
+        **_norm(cfg, "attn_norm", at + names.norms[0]),
+        **_norm(cfg, "mlp_norm", at + names.norms[1]),
     }
     if isinstance(kind, GatedDelta):
         out |= _delta(cfg, kind, at + "linear_attn.")
+    elif isinstance(kind, ShortConv):
+        out |= _short_conv(cfg, kind, at + "conv.")
     else:
         out |= _latent(cfg, kind, attn) if isinstance(kind, Latent) else _heads(cfg, kind, attn)
     if cfg.has_sinks(index):
         out["sinks"] = Parameter((attn + "sinks",), ((cfg.num_heads,),), "bias")
     mlp = f"{at}{names.mlp}."
     if not is_moe:
-        return out | _swiglu("", mlp, d, cfg.d_ff_dense)
+        return out | _swiglu("", mlp, d, cfg.d_ff_dense, names.dense_names)
     gate = (f"{mlp}{names.router}.weight",)
     out["router"] = Parameter(gate, ((cfg.num_experts, d),), "router")
     if cfg.logits_bias:
@@ -239,7 +241,7 @@ def _heads(cfg: ModelConfig, kind: Any, attn: str) -> Layout:
     queries = q * (1 + gated)
     out = {
         "wqkv": Parameter(weights, ((queries, d), (kv, d), (kv, d)), paired=paired, woven=woven),
-        "wo": Parameter((attn + "o_proj.weight",), ((d, q),)),
+        "wo": Parameter((f"{attn}{naming(cfg.architecture).output}.weight",), ((d, q),)),
     }
     if cfg.qkv_bias:
         out["bqkv"] = Parameter(biases, ((queries,), (kv,), (kv,)), "bias", woven=woven)
@@ -270,6 +272,20 @@ def _delta(cfg: ModelConfig, kind: GatedDelta, at: str) -> Layout:
         "delta_norm": Parameter((at + "norm.weight",), ((kind.value,),), "norm"),
         "wo": Parameter((at + "out_proj.weight",), ((d, values),)),
     }
+
+
+def _short_conv(cfg: ModelConfig, kind: ShortConv, at: str) -> Layout:
+    d, wide = cfg.d_model, kind.channels
+    out = {
+        "w_in": Parameter((at + "in_proj.weight",), ((3 * wide, d),)),
+        "conv": Parameter((at + "conv.weight",), ((wide, 1, kind.taps),), "laid out"),
+        "wo": Parameter((at + "out_proj.weight",), ((d, wide),)),
+    }
+    if kind.bias:
+        sizes = {"b_in": ("in_proj", 3 * wide), "b_conv": ("conv", wide), "bo": ("out_proj", d)}
+        for key, (name, size) in sizes.items():
+            out[key] = Parameter((f"{at}{name}.bias",), ((size,),), "bias")
+    return out
 
 
 def _latent(cfg: ModelConfig, kind: Latent, attn: str) -> Layout:

@@ -24,7 +24,6 @@ from jmoe.attention import ByKind, DecodeAttention
 from jmoe.brownout import Control
 from jmoe.config import ModelConfig
 from jmoe.experts import ABSENT, ExpertTable, Pool
-from jmoe.gated_delta import DeltaRows
 from jmoe.model import (
     Halves,
     Rotation,
@@ -50,6 +49,7 @@ from jmoe.moe import (
     with_residual,
 )
 from jmoe.packed_rows import SLOT
+from jmoe.recurrent import SlotRows
 from jmoe.sampling import greedy
 from jmoe.steps import State, StepOutput, decode_data, remember, with_deltas
 from jmoe.weights import Params, Weights
@@ -169,7 +169,7 @@ def mixed_attend(
     layers: Sequence[Params],
     xs: Segments,
     turns: Sequence[Rotation],
-    attention: DecodeAttention | DeltaRows,
+    attention: DecodeAttention | SlotRows,
     index: Int[Array, ""],
     cache: Any,
 ) -> tuple[Segments, Any]:
@@ -180,7 +180,7 @@ def mixed_attend(
     would have XLA copy it.
     """
     queries, gates, sinks, size = [], [], [], xs[0].shape[0]
-    if isinstance(attention, DeltaRows):  # reads only what its own rows write
+    if isinstance(attention, SlotRows):  # reads only what its own rows write
         outs = []
         for number, (layer, x, turn) in enumerate(zip(layers, xs, turns, strict=True)):
             own = attention.part(slice(number * size, (number + 1) * size))

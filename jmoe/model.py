@@ -20,7 +20,6 @@ from jmoe.brownout import Control
 from jmoe.config import ModelConfig
 from jmoe.config_keys import words
 from jmoe.experts import ExpertTable, uncut
-from jmoe.gated_delta import GatedDelta, Mixed
 from jmoe.moe import (
     COUNTS,
     Balance,
@@ -38,6 +37,7 @@ from jmoe.moe import (
 from jmoe.parallel.delivery import over_mesh
 from jmoe.parallel.probe import Probe
 from jmoe.parallel.replicas import Copying, Replicas, Replication
+from jmoe.recurrent import Convolved, GatedDelta, Mixed
 from jmoe.rope import rotation
 from jmoe.weights import Params, Weights
 from pallas_kernels.backend import backend
@@ -83,8 +83,10 @@ def project(
     """
     if "wkv_a" in layer:
         return _latents(cfg, layer, h, cos_sin, expands), None
-    if "w_in" in layer:
+    if "a_log" in layer:
         return _mixed(cfg, layer, h)
+    if "conv" in layer:
+        return _convolved(layer, h)
     shape = (-1, cfg.num_heads + 2 * cfg.num_kv_heads, cfg.head_dim)
     product, bias, gate = linear(h, layer["wqkv"]), layer.get("bqkv"), None
     if product.shape[1] > shape[1] * shape[2]:  # gates behind the queries
@@ -129,6 +131,15 @@ def _mixed(
     decay = -jnp.exp(layer["a_log"])[None] * jax.nn.softplus(dt + layer["dt_bias"][None])
     mixed = Mixed(qkv, decay, jax.nn.sigmoid(beta), layer["conv"])
     return mixed, gate.reshape(-1, heads, kind.value)
+
+
+def _convolved(layer: Params, h: Float[Array, "T d"]) -> tuple[Convolved, Float[Array, "T 1 d"]]:
+    """Returns what a short convolution gets of normed rows, and the gate behind it."""
+    product = linear(h, layer["w_in"])
+    if "b_in" in layer:
+        product = product + layer["b_in"][None]
+    before, gate, x = jnp.split(product, 3, axis=1)
+    return Convolved(before * x, layer["conv"]), gate[:, None]
 
 
 def latent_of(cfg: ModelConfig) -> Latent:
@@ -218,6 +229,8 @@ def attended(
 def _gated(
     cfg: ModelConfig, layer: Params, out: Float[Array, "T H D"], gate: Float[Array, "T H D"]
 ) -> Float[Array, "T H D"]:
+    if "delta_norm" not in layer and "conv" in layer:
+        return (out + layer["b_conv"][None, None] if "b_conv" in layer else out) * gate
     if "delta_norm" not in layer:
         return out * jax.nn.sigmoid(gate.astype(out.dtype))
     out = rms_norm(out, layer["delta_norm"], cfg.rms_norm_eps)

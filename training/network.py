@@ -16,9 +16,9 @@ from jaxtyping import Array, Float, Int
 from jmoe import layout
 from jmoe.attention import Attention, AttentionKind
 from jmoe.config import ModelConfig
-from jmoe.gated_delta import GatedDelta
 from jmoe.model import Rotation, attend, embed, head
 from jmoe.moe import dense_mlp, gate, router, with_residual
+from jmoe.recurrent import Recurrent
 from jmoe.rope import rotation
 from pallas_kernels.kv_write import Heads, Projection, split_heads
 from pallas_kernels.matmul import matmul
@@ -112,7 +112,7 @@ def of_kind(
 ) -> tuple[Rotation, Attention]:
     """Returns what layers of a kind of attention need beside their rows, which `items` number."""
     turn = rotation(positions.reshape(-1), cfg.rope_of(kind), cfg.head_dim)
-    if isinstance(kind, GatedDelta):
+    if isinstance(kind, Recurrent):
         batch, length = items.shape
         starts = jnp.pad(items[:, 1:] != items[:, :-1], ((0, 0), (1, 0)), constant_values=True)
         rows = jnp.arange(batch + 1, dtype=jnp.int32) * length

@@ -212,7 +212,7 @@ def has_attention_kernel(cfg: "ModelConfig") -> bool:
     import jax.numpy as jnp
 
     from jmoe.attention import Latent, Paged
-    from jmoe.gated_delta import GatedDelta
+    from jmoe.recurrent import Recurrent
     from pallas_kernels.paged_attention import mosaic
 
     def taken(kind: Any) -> bool:
@@ -224,7 +224,7 @@ def has_attention_kernel(cfg: "ModelConfig") -> bool:
         pages = jax.ShapeDtypeStruct((1, 1, heads, 64, width), jnp.bfloat16)
         return mosaic.supports(q, pages, None if latents else pages, kind.latent)
 
-    return all(taken(kind) for kind in cfg.attention_kinds if not isinstance(kind, GatedDelta))
+    return all(taken(kind) for kind in cfg.attention_kinds if not isinstance(kind, Recurrent))
 
 
 def attention_on_hopper(cfg: "ModelConfig") -> str:

@@ -35,7 +35,7 @@ MIN_ROUTER_GAP, MIN_LOGIT_GAP, MIN_DISTINCT, MIN_ROPE_EFFECT = 0.005, 0.02, 5, 0
 # Scores with a bias in the choice.
 BIASED = (
     *("glm4_moe", "glm4_moe_lite", "solar_open", "deepseek_v3", "minimax_m2", "ernie4_5_moe"),
-    *("dots1", "hy_v3"),
+    *("dots1", "hy_v3", "lfm2_moe"),
 )
 MIN_SCORE_GAP = dict.fromkeys((*BIASED, "phimoe", "deepseek_v2"), 0.0005)
 EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
@@ -309,6 +309,29 @@ CASES = {
         vision={**PLAIN_VISION, "out_hidden_size": 28},
         **{**DELTA, "linear_num_value_heads": 2},
         **TIED,
+    ),
+    "lfm2_moe": case(
+        "lfm2_moe",
+        [4, 36, 6, 3, 79],
+        [9, 3, 11, 35],
+        layer_types=["conv", "full_attention", "conv", "conv"],
+        num_dense_layers=1,
+        routed_scaling_factor=1.3,
+    ),
+    "lfm2_moe_biases_untied": case(
+        "lfm2_moe",
+        [3, 28, 7, 1, 73],
+        [7, 2, 13, 31],
+        rope=YARN,
+        hub=False,
+        bf16=True,
+        layer_types=["full_attention", "conv", "conv"],
+        conv_bias=True,
+        conv_L_cache=4,
+        num_dense_layers=0,
+        norm_topk_prob=False,
+        use_expert_bias=False,
+        tie_word_embeddings=False,
     ),
     "mixtral": mixtral([2, 32, 4, 2, 91], [5, 2, 25]),
     "mixtral_tied_llama3": mixtral([2, 48, 4, 4, 77], [5, 2, 15], rope=LLAMA3, **TIED),
@@ -610,7 +633,8 @@ def build(spec, seed):
     config = AutoConfig.for_model(spec["model_type"], **own)
     model = auto(config).from_config(config, **EAGER).float().eval()
     generator = torch.Generator().manual_seed(seed)
-    biases = ((n, b) for n, b in model.named_buffers() if n.endswith("e_score_correction_bias"))
+    ends = "e_score_correction_bias", "feed_forward.expert_bias"
+    biases = ((n, b) for n, b in model.named_buffers() if n.endswith(ends))
     for name, parameter in (*model.named_parameters(), *biases):
         noise = torch.randn(parameter.shape, generator=generator)
         if "norm" in name and not name.endswith("bias"):
@@ -688,11 +712,13 @@ def choice_gap(model, logits):
         return min(gap(worth, config.topk_group), gap(allowed, config.num_experts_per_tok))
     if config.model_type not in BIASED:
         return gap(logits, config.num_experts_per_tok)
-    at = [layer.mlp for layer in model.model.layers if hasattr(layer.mlp, "gate")]
+    blocks = (getattr(layer, "mlp", None) or layer.feed_forward for layer in model.model.layers)
+    at = [block for block in blocks if hasattr(block, "gate")]
     n_group, topk_group = (getattr(config, key, 1) for key in ("n_group", "topk_group"))
     gaps = []
     for block, own in zip(at, logits, strict=True):
-        [bias] = (b for n, b in block.state_dict().items() if n.endswith("correction_bias"))
+        biases = [b for n, b in block.state_dict().items() if n.endswith(("n_bias", "t_bias"))]
+        [bias] = biases or [0.0]
         scores = own.softmax(-1) if config.model_type == "ernie4_5_moe" else own.sigmoid()
         scores = scores + bias
         groups = scores.unflatten(-1, (n_group, -1))
@@ -757,8 +783,10 @@ def spell_like_hub(path):
     whole["torch_dtype"] = whole.pop("dtype")
     if config["model_type"] == "qwen3_next":
         config["full_attention_interval"] = 1 + config["layer_types"].index("full_attention")
+    if config["model_type"] == "lfm2_moe":
+        config["tie_embedding"] = config.pop("tie_word_embeddings")
     for name in ("layer_types", "qkv_bias"):
-        if config["model_type"] != "gpt_oss":
+        if config["model_type"] not in ("gpt_oss", "lfm2_moe"):
             config.pop(name, None)
     if config.get("head_dim", 0) is None:
         del config["head_dim"]

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from jmoe.attention import Latent
-from jmoe.gated_delta import GatedDelta
+from jmoe.recurrent import GatedDelta
 from jmoe.rope import inverse_frequencies
 from jmoe.router import SparseMixer
 from pallas_kernels.activation import ClampedSwiglu

@@ -18,7 +18,7 @@ from jaxtyping import Int
 from jmoe.attention import Paged
 from jmoe.config import ModelConfig
 from jmoe.extras import need
-from jmoe.gated_delta import GatedDelta
+from jmoe.recurrent import Recurrent
 from jmoe.tokenizer import Tokenizer
 from training.packing import Batch, Encoded, to_arrays
 
@@ -241,7 +241,7 @@ def check_trains(cfg: ModelConfig, length: int) -> None:
     """Raises ValueError for a model whose layers cannot be trained, or not over such rows."""
     if length > cfg.max_position:
         raise ValueError(f"length is {length}; the model has {cfg.max_position} positions")
-    if others := [kind for kind in cfg.attention_kinds if not isinstance(kind, Paged | GatedDelta)]:
+    if others := [kind for kind in cfg.attention_kinds if not isinstance(kind, Paged | Recurrent)]:
         raise ValueError(f"layers attend by {others[0]}, and training by jmoe's own kinds")
 
 

@@ -1,13 +1,16 @@
-"""Gated DeltaNet (arXiv 2412.06464): layers whose memory of a sequence is one matrix a head.
+"""Recurrent layers: what they keep of a sequence is as large however long that is.
 
-Letters: T rows, N sequences, C channels, K taps, G key heads, H value heads, D and V elements of a
-key and of a value, B rows of a block, Z blocks.
+Letters: T rows, N sequences, C channels, K taps of a convolution, G key heads, H value heads, D and
+V elements of a key and of a value, B rows of a block, Z blocks.
 
-A row's query, key and value pass a causal convolution over the K newest rows of their sequence.
-Then, for each value head, the state S [D, V] decays, forgets what it has under the row's key in
-part, and takes its value instead (equation 10):
+**Gated DeltaNet** (arXiv 2412.06464) keeps one matrix a head. A row's query, key and value pass a
+causal convolution over the K newest rows of their sequence. Then, for each value head, the state S
+[D, V] decays, forgets what it has under the row's key in part, and takes its value instead
+(equation 10):
 
     S <- exp(decay) S;  S <- S + k (beta (v - S^T k))^T;  out = S^T q
+
+**A short convolution** (LFM2, arXiv 2511.23404) keeps the K - 1 newest rows alone.
 
 What a sequence keeps lies in its slot. A row at position 0 begins with nothing, so that no slot has
 to be emptied; and a row may run once only, unlike one that writes a page.
@@ -35,7 +38,7 @@ _NORM_EPS = 1e-6
 
 
 class Mixed(NamedTuple):
-    """What a layer makes of its T rows: queries, keys and values before their convolution."""
+    """What a layer of Gated DeltaNet makes of its T rows before the convolution."""
 
     qkv: Float[Array, "T C"]  # of G heads of queries, G of keys, H of values
     decay: Float[Array, "T H"]  # float32, its logarithm, below 0
@@ -43,23 +46,16 @@ class Mixed(NamedTuple):
     taps: Float[Array, "C 1 K"]  # the newest row's last
 
 
-class DeltaStates(NamedTuple):
-    """What the sequence of each slot has left in L layers."""
+class Convolved(NamedTuple):
+    """What a layer with a short convolution makes of its T rows before it."""
 
-    inputs: Float[Array, "L slots K1 C"]  # of the convolution, of the K - 1 newest rows
-    state: Float[Array, "L slots H D V"]  # float32
+    x: Float[Array, "T C"]
+    taps: Float[Array, "C 1 K"]  # the newest row's last
 
 
-@jax.tree_util.register_static
 @dataclass(frozen=True)
-class GatedDelta:
-    """An `AttentionKind`: its layers' heads are those of Gated DeltaNet."""
-
-    key_heads: int
-    value_heads: int  # a multiple of them
-    key: int  # elements of a key, and of a query
-    value: int
-    taps: int  # rows that the convolution sees, a row's own included
+class Recurrent:
+    """An `AttentionKind` whose layers keep something of each sequence in its slot."""
 
     @property
     def shares_pages(self) -> bool:
@@ -71,42 +67,133 @@ class GatedDelta:
         """See AttentionKind."""
         return True
 
-    @property
-    def channels(self) -> int:
-        """Elements that pass the convolution."""
-        return 2 * self.key_heads * self.key + self.value_heads * self.value
+    def kept(self, dtype: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Returns what a layer keeps of a sequence: its newest inputs in the rows' dtype, and a
+        state, if any.
+        """
+        raise NotImplementedError
 
-    def cache(self, cfg: "ModelConfig", num_layers: int, sizes: CacheSizes) -> DeltaStates:
-        """See AttentionKind."""
-        slots = num_layers, sizes.num_slots
-        state = *slots, self.value_heads, self.key, self.value
-        inputs = *slots, self.taps - 1, self.channels
-        return DeltaStates(jnp.zeros(inputs, sizes.dtype), jnp.zeros(state, jnp.float32))
+    def decode(self, projection: Any, kept: Any) -> tuple[Float[Array, "N H V"], list[Array]]:
+        """Runs one row of each of N sequences that have kept that; returns heads, and what they
+        keep then.
+        """
+        raise NotImplementedError
 
-    def step(self, cfg: "ModelConfig", cache: DeltaStates, rows: "StepRows") -> "DeltaRows":
+    def prefill(
+        self, projection: Any, chunks: "Chunks", kept: Any
+    ) -> tuple[Float[Array, "T H V"], list[Array]]:
+        """Does the same for chunks."""
+        raise NotImplementedError
+
+    def cache(
+        self, cfg: "ModelConfig", num_layers: int, sizes: CacheSizes
+    ) -> tuple[Float[Array, "L slots *s"], ...]:
         """See AttentionKind."""
-        is_there, nobody = rows.kv_len > 0, cache.state.shape[1]
+        each = self.kept(sizes.dtype)
+        return tuple(jnp.zeros((num_layers, sizes.num_slots, *a.shape), a.dtype) for a in each)
+
+    def step(self, cfg: "ModelConfig", cache: Any, rows: "StepRows") -> "SlotRows":
+        """See AttentionKind."""
+        is_there, nobody = rows.kv_len > 0, cache[0].shape[1]
         write = jnp.where(is_there, rows.slots, nobody)  # out of range: dropped
         if rows.q_start is None:
-            return DeltaRows(rows.slots, write, rows.kv_len <= 1, None, self)
+            return SlotRows(rows.slots, write, rows.kv_len <= 1, None, self)
         n = rows.num_decodes
         begins = rows.kv_len - (rows.q_start[1:] - rows.q_start[:-1]) <= 0
         chunks = Chunks.of(rows.q_start[n:], rows.slot.shape[0])
-        return DeltaRows(rows.slots, write, begins, chunks, self)
+        return SlotRows(rows.slots, write, begins, chunks, self)
 
-    def causal(self, batch: int, length: int) -> "DeltaRows":
+    def causal(self, batch: int, length: int) -> "SlotRows":
         """See AttentionKind."""
         return self.packed(jnp.arange(batch + 1, dtype=jnp.int32) * length, batch * length)
 
     def packed(
         self, q_start: Int[Array, "N1"], num_rows: int, starts: Bool[Array, "T"] | None = None
-    ) -> "DeltaRows":
+    ) -> "SlotRows":
         """Returns what layers need of whole sequences without a cache; `starts` are rows with which
         another one begins.
         """
         count = len(q_start) - 1
         slots, begins = jnp.arange(count, dtype=jnp.int32), jnp.ones(count, bool)
-        return DeltaRows(slots, slots, begins, Chunks.of(q_start, num_rows, starts), self)
+        return SlotRows(slots, slots, begins, Chunks.of(q_start, num_rows, starts), self)
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class GatedDelta(Recurrent):
+    """Layers whose heads are those of Gated DeltaNet."""
+
+    key_heads: int
+    value_heads: int  # a multiple of them
+    key: int  # elements of a key, and of a query
+    value: int
+    taps: int  # rows that the convolution sees, a row's own included
+
+    @property
+    def channels(self) -> int:
+        """Elements that pass the convolution."""
+        return 2 * self.key_heads * self.key + self.value_heads * self.value
+
+    def kept(self, dtype: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """See Recurrent: inputs [K - 1, C], and a state [H, D, V] in float32."""
+        state = self.value_heads, self.key, self.value
+        return (
+            jax.ShapeDtypeStruct((self.taps - 1, self.channels), dtype),
+            jax.ShapeDtypeStruct(state, jnp.float32),
+        )
+
+    def decode(self, projection: Mixed, kept: Any) -> tuple[Float[Array, "N H V"], list[Array]]:
+        """See Recurrent."""
+        inputs, states = kept
+        sums, inputs = _one_more(projection.qkv, projection.taps, inputs)
+        q, k, v = _heads(self, sums, projection.qkv.dtype)
+        states = states * jnp.exp(projection.decay)[..., None, None]
+        old = jnp.einsum("nhdv,nhd->nhv", states, k, precision=_PRECISE)
+        new = (v - old) * projection.beta[..., None]
+        states = states + k[..., None] * new[..., None, :]
+        out = jnp.einsum("nhdv,nhd->nhv", states, q, precision=_PRECISE)
+        return out.astype(projection.qkv.dtype), [inputs, states]
+
+    def prefill(
+        self, projection: Mixed, chunks: "Chunks", kept: Any
+    ) -> tuple[Float[Array, "T H V"], list[Array]]:
+        """See Recurrent."""
+        inputs, states = kept
+        sums, inputs = _convolved(projection.qkv, projection.taps, chunks, inputs)
+        q, k, v = _heads(self, sums, projection.qkv.dtype)
+        q, k, v, decay, beta = (
+            jnp.moveaxis(_rows(x, chunks.rows), 1, 2)
+            for x in (q, k, v, projection.decay, projection.beta)
+        )
+        out, states = _scan(q, k, v, decay, beta, chunks, states)
+        out = jnp.moveaxis(out, 1, 2)[chunks.block, chunks.place]
+        return out.astype(projection.qkv.dtype), [inputs, states]
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class ShortConv(Recurrent):
+    """Layers whose rows see few before them, by a convolution; it has one head."""
+
+    channels: int
+    taps: int  # rows that the convolution sees, a row's own included
+    bias: bool = False  # of its projections, and of the convolution
+
+    def kept(self, dtype: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """See Recurrent: inputs [K - 1, C]."""
+        return (jax.ShapeDtypeStruct((self.taps - 1, self.channels), dtype),)
+
+    def decode(self, projection: Convolved, kept: Any) -> tuple[Float[Array, "N 1 C"], list[Array]]:
+        """See Recurrent."""
+        sums, inputs = _one_more(projection.x, projection.taps, *kept)
+        return sums[:, None].astype(projection.x.dtype), [inputs]
+
+    def prefill(
+        self, projection: Convolved, chunks: "Chunks", kept: Any
+    ) -> tuple[Float[Array, "T 1 C"], list[Array]]:
+        """See Recurrent."""
+        sums, inputs = _convolved(projection.x, projection.taps, chunks, *kept)
+        return sums[:, None].astype(projection.x.dtype), [inputs]
 
 
 class Chunks(NamedTuple):
@@ -125,7 +212,7 @@ class Chunks(NamedTuple):
     def of(
         cls, q_start: Int[Array, "M1"], num_rows: int, starts: Bool[Array, "T"] | None = None
     ) -> "Chunks":
-        """Plans them; `starts` as of `GatedDelta.packed`."""
+        """Plans them; `starts` as of `Recurrent.packed`."""
         count, size = len(q_start) - 1, BLOCK
         num_blocks = (num_rows + count * (size - 1)) // size
         index = jnp.arange(num_rows, dtype=jnp.int32)
@@ -150,14 +237,14 @@ class Chunks(NamedTuple):
         return cls(q_start, owner, offset, block, place, rows, chunk, part)
 
 
-class DeltaRows(NamedTuple):
+class SlotRows(NamedTuple):
     """A step's rows: those of sequences that decode, then chunks of others. An `Attention`."""
 
     slots: Int[Array, "N"]
     write: Int[Array, "N"]  # the same, out of range for nobody's
     begins: Bool[Array, "N"]  # those that have nothing yet
     chunks: Chunks | None  # None: all decode
-    kind: GatedDelta
+    kind: Recurrent
 
     @property
     def num_decodes(self) -> int:
@@ -165,90 +252,54 @@ class DeltaRows(NamedTuple):
         return len(self.slots) - (0 if self.chunks is None else len(self.chunks.q_start) - 1)
 
     def __call__(
-        self, projection: Mixed, layer: Int[Array, ""], cache: DeltaStates | None
-    ) -> tuple[Float[Array, "T H V"], DeltaStates | None]:
+        self, projection: Any, layer: Int[Array, ""], cache: Any
+    ) -> tuple[Float[Array, "T H V"], Any]:
         """See Attention."""
-        inputs, states = self._before(projection, layer, cache)
-        n, chunks = self.num_decodes, self.chunks
-        out, after = None, []
+        kept, n, chunks = self._before(projection, layer, cache), self.num_decodes, self.chunks
+        after, out = list[list[Array]](), None
         if n:
-            out, *new = _decode(self.kind, Mixed(*_first(n, projection)), inputs[:n], states[:n])
+            first = projection._replace(
+                **{name: x[:n] for name, x in projection._asdict().items() if name != "taps"}
+            )
+            out, new = self.kind.decode(first, [one[:n] for one in kept])
             after.append(new)
         if chunks is not None:
-            of_chunks, *new = _prefill(self.kind, projection, chunks, inputs[n:], states[n:])
+            decoded = out
+            out, new = self.kind.prefill(projection, chunks, [one[n:] for one in kept])
             after.append(new)
-            if out is not None:
+            if decoded is not None:
                 decodes = jnp.arange(n, dtype=jnp.int32) < chunks.q_start[0]
-                out = jnp.where(decodes[:, None, None], out, of_chunks[:n])
-                out = of_chunks.at[:n].set(out)
-            else:
-                out = of_chunks
+                decoded = jnp.where(decodes[:, None, None], decoded, out[:n])
+                out = out.at[:n].set(decoded)
         assert out is not None
-        out = out.astype(projection.qkv.dtype)
         if cache is None:
             return out, None
-        kept = (
+        return out, tuple(
             old.at[layer, self.write].set(jnp.concatenate(new), mode="drop")
             for old, new in zip(cache, zip(*after, strict=True), strict=True)
         )
-        return out, DeltaStates(*kept)
 
-    def part(self, rows: slice) -> "DeltaRows":
+    def part(self, rows: slice) -> "SlotRows":
         """Returns the same of some rows of a decode step."""
         own = self.slots[rows], self.write[rows], self.begins[rows]
-        return DeltaRows(*own, None, self.kind)
+        return SlotRows(*own, None, self.kind)
 
-    def _before(
-        self, projection: Mixed, layer: Int[Array, ""], cache: DeltaStates | None
-    ) -> tuple[Float[Array, "N K1 C"], Float[Array, "N H D V"]]:
+    def _before(self, projection: Any, layer: Int[Array, ""], cache: Any) -> list[Array]:
         """Returns what the sequences have kept."""
-        kind, count = self.kind, len(self.slots)
         if cache is None:
-            state = count, kind.value_heads, kind.key, kind.value
-            inputs = jnp.zeros((count, kind.taps - 1, kind.channels), projection.qkv.dtype)
-            return inputs, jnp.zeros(state, jnp.float32)
-        inputs, states = (kept[layer, self.slots] for kept in cache)
-        begins = self.begins[:, None, None]
-        return jnp.where(begins, 0, inputs), jnp.where(begins[..., None], 0, states)
+            each = self.kind.kept(projection[0].dtype)
+            return [jnp.zeros((len(self.slots), *one.shape), one.dtype) for one in each]
+        found = (one[layer, self.slots] for one in cache)
+        return [jnp.where(self.begins.reshape(-1, *(1,) * (one.ndim - 1)), 0, one) for one in found]
 
 
-def _first(count: int, mixed: Mixed) -> tuple[Array, Array, Array, Array]:
-    return mixed.qkv[:count], mixed.decay[:count], mixed.beta[:count], mixed.taps
-
-
-def _decode(
-    kind: GatedDelta,
-    mixed: Mixed,
-    inputs: Float[Array, "N K1 C"],
-    states: Float[Array, "N H D V"],
-) -> tuple[Float[Array, "N H V"], Float[Array, "N K1 C"], Float[Array, "N H D V"]]:
-    """Runs one row of each sequence; returns heads, and what they keep."""
-    seen = jnp.concatenate([inputs, mixed.qkv[:, None]], axis=1)
-    weights = mixed.taps[:, 0].T.astype(jnp.float32)[None]
-    q, k, v = _heads(kind, jnp.sum(seen.astype(jnp.float32) * weights, axis=1), mixed.qkv.dtype)
-    states = states * jnp.exp(mixed.decay)[..., None, None]
-    old = jnp.einsum("nhdv,nhd->nhv", states, k, precision=_PRECISE)
-    new = (v - old) * mixed.beta[..., None]
-    states = states + k[..., None] * new[..., None, :]
-    out = jnp.einsum("nhdv,nhd->nhv", states, q, precision=_PRECISE)
-    return out, seen[:, 1:], states
-
-
-def _prefill(
-    kind: GatedDelta,
-    mixed: Mixed,
-    chunks: Chunks,
-    inputs: Float[Array, "M K1 C"],
-    states: Float[Array, "M H D V"],
-) -> tuple[Float[Array, "T H V"], Float[Array, "M K1 C"], Float[Array, "M H D V"]]:
-    """Runs chunks; returns heads, and what their sequences keep."""
-    convolved, inputs = _convolved(mixed, chunks, inputs)
-    q, k, v = _heads(kind, convolved, mixed.qkv.dtype)
-    q, k, v, decay, beta = (
-        jnp.moveaxis(_rows(x, chunks.rows), 1, 2) for x in (q, k, v, mixed.decay, mixed.beta)
-    )
-    out, states = _scan(q, k, v, decay, beta, chunks, states)
-    return jnp.moveaxis(out, 1, 2)[chunks.block, chunks.place], inputs, states
+def _one_more(
+    x: Float[Array, "N C"], taps: Float[Array, "C 1 K"], inputs: Float[Array, "N K1 C"]
+) -> tuple[Float[Array, "N C"], Float[Array, "N K1 C"]]:
+    """Returns the convolution of one row of each sequence in float32, and its newest inputs."""
+    seen = jnp.concatenate([inputs, x[:, None]], axis=1)
+    weights = taps[:, 0].T.astype(jnp.float32)[None]
+    return jnp.sum(seen.astype(jnp.float32) * weights, axis=1), seen[:, 1:]
 
 
 def _rows(x: Float[Array, "T *r"], at: Int[Array, "Z B"]) -> Float[Array, "Z B *r"]:
@@ -257,11 +308,14 @@ def _rows(x: Float[Array, "T *r"], at: Int[Array, "Z B"]) -> Float[Array, "Z B *
 
 
 def _convolved(
-    mixed: Mixed, chunks: Chunks, inputs: Float[Array, "M K1 C"]
+    x: Float[Array, "T C"],
+    taps: Float[Array, "C 1 K"],
+    chunks: Chunks,
+    inputs: Float[Array, "M K1 C"],
 ) -> tuple[Float[Array, "T C"], Float[Array, "M K1 C"]]:
     """Returns the convolution of rows in float32, and the newest inputs of their sequences."""
-    x, kept = mixed.qkv, inputs.shape[1]
-    num_rows, weights = len(x), mixed.taps[:, 0].astype(jnp.float32)
+    kept, num_rows = inputs.shape[1], len(x)
+    weights = taps[:, 0].astype(jnp.float32)
     owner = jnp.minimum(chunks.owner, len(inputs) - 1)
     total = x.astype(jnp.float32) * weights[None, :, kept]
     for back in range(1, kept + 1):

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from jmoe.attention import StepRows, is_recurrent, sequence_bytes
-from jmoe.gated_delta import GatedDelta, Mixed
 from jmoe.kv_cache import CacheSizes
+from jmoe.recurrent import GatedDelta, Mixed
 
 pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
 KIND = GatedDelta(key_heads=2, value_heads=4, key=6, value=5, taps=3)
@@ -134,8 +134,8 @@ def test_any_mixture_of_steps_is_the_loop(seed):
             if at + count == lengths[s]:
                 del held[slot]
     assert num_done == sum(lengths)
-    np.testing.assert_array_equal(cache.state[1 - layer], 7)  # the other layer's
-    np.testing.assert_array_equal(cache.inputs[1 - layer], 7)
+    np.testing.assert_array_equal(cache[1][1 - layer], 7)  # the other layer's
+    np.testing.assert_array_equal(cache[0][1 - layer], 7)
 
 
 @pytest.mark.parametrize("length", [7, 64, 90])
