@@ -15,6 +15,8 @@ from jmoe.brownout import Brownout
 from jmoe.checkpoint import native_config
 from jmoe.layers import Layers
 
+pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
+
 CASE, SHARDED = "qwen2_moe", "qwen3_moe"
 TOKENS = np.random.default_rng(0).integers(0, 70, (3, 8))
 

@@ -31,6 +31,8 @@ from tests.jmoe.conftest import add_united
 from tests.jmoe.family_oracles import drawn_map
 from tests.variants import variant
 
+pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
+
 GOLDEN = Path(__file__).parents[1] / "golden"
 
 

@@ -31,6 +31,8 @@ from serving.config import EngineConfig
 from serving.startup.loading import load_models
 from tests.jmoe.conftest import GOLDEN, add_united
 
+pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
+
 FP8 = ml_dtypes.float8_e4m3fn
 TOKENS = np.array([[5, 60, 17, 33, 8, 2, 71], [41, 12, 3, 9, 40, 90, 7]], np.int32)
 DEEPSEEK = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8"}
@@ -270,7 +272,6 @@ def test_weights_are_off_by_half_a_step_of_eight_bits_at_most(models):
 
 
 @pytest.mark.deep
-@pytest.mark.usefixtures("compiled_in_a_hurry")
 @pytest.mark.parametrize("way", [None, 8])
 def test_forward_and_generate_run_over_it(models, way):
     brownout = None if way is None else jmoe.Brownout("partial", 20, way)
@@ -328,7 +329,6 @@ def test_it_takes_a_byte_a_weight(models):
 
 
 @pytest.mark.deep
-@pytest.mark.usefixtures("compiled_in_a_hurry")
 def test_it_is_spread_and_saved(models, tmp_path):
     kept, _ = models
     spread = jmoe.load("bundled", "float32", quantize="fp8", mesh=make_mesh(1))

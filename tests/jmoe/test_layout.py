@@ -10,6 +10,8 @@ from jmoe import layout
 from jmoe.config import read_config
 from jmoe.random_model import random_params
 
+pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
+
 CASES = [
     "qwen2_moe",
     "qwen2_moe_mlp_only_tied",

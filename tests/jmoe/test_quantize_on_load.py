@@ -17,6 +17,8 @@ from jmoe.experts import QuantizedPool, write_slots
 from jmoe.parallel.home import make_mesh
 from tests.jmoe.conftest import GOLDEN
 
+pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
+
 EXPERTS, AT_ONCE, LAYERS = 12, 3, 2
 
 
