@@ -8,8 +8,6 @@ import pytest
 from pallas_kernels.matmul import matmul, matmul_transposed
 from training.dispatch import expert_layer, plan_dispatch
 
-pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
-
 M, D, F, K = 6, 8, 5, 2
 
 

@@ -23,8 +23,6 @@ from training.family.tune import TuneConfig, read_params, tune, tuning_batch, un
 from training.packing import Encoded
 from training.tasks import FAMILIES
 
-pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
-
 SHAPE = (2, 8)
 
 

@@ -16,8 +16,6 @@ from training.distill.data import read_texts
 from training.evaluation.quality import moe_inputs
 from training.lookahead import fit_probes, main
 
-pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
-
 TASKS = resolve("bundled") / "tasks.jsonl"
 
 

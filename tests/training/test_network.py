@@ -19,8 +19,6 @@ from training.network import forward, init_params
 from training.packing import training_batch
 from training.train import TrainConfig, loss_fn, make_optimizer, train_step
 
-pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
-
 SIZES = {
     "hidden_size": 24,
     "num_hidden_layers": 2,

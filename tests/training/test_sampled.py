@@ -22,8 +22,6 @@ from training.distill.store import Store
 from training.evaluation.left_out import leave_one_out
 from training.evaluation.run import EvaluateConfig
 
-pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
-
 
 @pytest.mark.deep
 def test_texts_begin_anywhere_and_are_decided_by_the_seed(tiny_dir, tmp_path):

@@ -16,8 +16,6 @@ from pallas_kernels.activation import ClampedSwiglu
 from training.distill import Experts, load_united, save_united
 from training.distill.united import narrow, write_united
 
-pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
-
 WAY = 4
 
 
