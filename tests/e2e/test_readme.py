@@ -166,6 +166,7 @@ def serve_settings(command, names):
     return settings
 
 
+@pytest.mark.sized(exhaustive=("jmoe serve --model DIR --mesh", "jmoe serve --model DIR --mode"))
 @pytest.mark.parametrize(
     "name",
     [

@@ -375,6 +375,7 @@ def test_save_and_load_give_equal_logits(saved):
         np.testing.assert_array_equal(np.asarray(jmoe.forward(back, TOKENS, brownout)), want)
 
 
+@pytest.mark.deep
 def test_a_saved_model_loads_in_another_precision(saved):
     _, directory = saved
     back = jmoe.load(directory, dtype="bfloat16")

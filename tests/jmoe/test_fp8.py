@@ -247,6 +247,7 @@ def models():
     return kept, plain.with_weights(pool=kept.pool.plain())
 
 
+@pytest.mark.deep
 def test_its_op_is_that_of_the_weights_it_stands_for(models):
     kept, plain = models
     cfg, rng = kept.config, np.random.default_rng(0)
@@ -261,6 +262,7 @@ def test_its_op_is_that_of_the_weights_it_stands_for(models):
     np.testing.assert_allclose(kept.pool.mlp(h, work, SILU), want, rtol=0, atol=2e-5)
 
 
+@pytest.mark.deep
 def test_weights_are_off_by_half_a_step_of_eight_bits_at_most(models):
     exact = jmoe.load("bundled", "float32").pool.arrays
     for name, got in models[0].pool.plain().arrays.items():
@@ -328,7 +330,7 @@ def test_it_takes_a_byte_a_weight(models):
     assert pool.empty(4).num_slots == 4
 
 
-@pytest.mark.deep
+@pytest.mark.exhaustive
 def test_it_is_spread_and_saved(models, tmp_path):
     kept, _ = models
     spread = jmoe.load("bundled", "float32", quantize="fp8", mesh=make_mesh(1))

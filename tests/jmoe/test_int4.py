@@ -256,6 +256,7 @@ def pool_bytes(cfg, group, of_group):
     return found
 
 
+@pytest.mark.sized(deep=("compressed-zeros",))
 @pytest.mark.parametrize(
     "fmt",
     [
@@ -381,7 +382,7 @@ def test_weights_in_floats_are_quantized_as_they_are_loaded(tmp_path, fmt):
     jax.tree.map(np.testing.assert_array_equal, again.read(routed), plain.pool.read(routed))
 
 
-@pytest.mark.deep
+@pytest.mark.exhaustive
 def test_one_layer_is_in_memory_beside_the_result(tmp_path):
     """What NumPy holds at most while experts go to the pool."""
     directory, group, rng = tmp_path / "large", 32, np.random.default_rng(0)

@@ -160,7 +160,7 @@ def test_a_parked_step_goes_on_after_another_and_they_may_join(setup):
     assert np.asarray(joined.last_token)[:2].tolist() == np.asarray(want.last_token)[:2].tolist()
 
 
-@pytest.mark.sized(deep=("qwen3_moe_mixed_yarn",))
+@pytest.mark.deep
 def test_exempt_rows_have_the_same_bits_in_any_company(setup):
     model = setup[0]
     alone = prefill_arrays({0: PROMPTS[0]})

@@ -58,6 +58,7 @@ def without_groups_missing(cases):
     return {**cases, "groups": np.maximum(cases["groups"], 0)}
 
 
+@pytest.mark.sized(deep=("zero-weight", "full-weight", "partial-visits"))
 @pytest.mark.parametrize("keep", ["visits", "weight"])
 @pytest.mark.parametrize("strategy", ["zero", "full", "partial"])
 def test_plan_equals_brute_force(strategy, keep):

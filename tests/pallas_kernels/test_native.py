@@ -260,6 +260,7 @@ def check_bfloat16(run, *arrays):
     )
 
 
+@pytest.mark.sized(deep=("(5, 12, 1, 80, 7, 6)",))
 @pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[3]], ids=str)
 def test_bfloat16_is_float32_rounded_once(shape):
     rng = np.random.default_rng(11)
@@ -292,6 +293,7 @@ def test_other_dtypes_sizes_and_activations_are_left_to_xla():
         assert set(forms.values()) == {"XLA"}
 
 
+@pytest.mark.sized(deep=("CXX=no-such-compiler", "CXX=/bin/false"))
 @pytest.mark.parametrize("variable", ["JMOE_NATIVE=0", "CXX=no-such-compiler", "CXX=/bin/false"])
 def test_without_a_compiler_there_is_xla(variable, monkeypatch, tmp_path):
     name, value = variable.split("=")
@@ -304,7 +306,7 @@ def test_without_a_compiler_there_is_xla(variable, monkeypatch, tmp_path):
     assert done.stdout.strip() == "False"
 
 
-@pytest.mark.deep
+@pytest.mark.exhaustive
 def test_where_nothing_can_be_kept_nothing_is_left(tmp_path):
     home, temporary = tmp_path / "home", tmp_path / "temporary"
     home.write_text("no folder")

@@ -179,7 +179,7 @@ def recording(device, moe_layers):
     return found
 
 
-@pytest.mark.deep
+@pytest.mark.exhaustive
 def test_under_brownout_tokens_are_those_of_the_plans_that_stages_made():
     """Each stage's plan is made of whom it met; replayed in float64, plans give the same tokens."""
     model, rng = jmoe.load(dtype="float32", ways=[4]), random.Random(6)
