@@ -5,7 +5,6 @@ temporary memory, and every instruction of the program that is not inside a fusi
 slices a layer's experts out of the pool shows that both would tell.
 """
 
-import itertools
 from functools import partial
 
 import jax
