@@ -216,6 +216,7 @@ def test_a_family_is_consolidated_and_served(files):
         assert "legal" in shown
 
 
+@pytest.mark.exhaustive
 def test_the_restored_family_is_served_under_brownout(files):
     folder, names = files
     (restore,) = [command for command in commands() if kind(command) == "python -m training.family"]

@@ -319,7 +319,7 @@ def test_the_first_and_the_last_part_copy_nothing_either(mesh, layers):
     check_one_graph(part)
 
 
-@pytest.mark.sized(exhaustive=("qwen3-30b-a3b", "mixtral-8x7b"))
+@pytest.mark.exhaustive
 @scanned
 def test_an_eager_step_scans_its_layers_and_copies_nothing(mesh, case):
     program = compile_decode(mesh, case, eager=True)

@@ -400,6 +400,7 @@ def mesh():
     return h200_mesh()
 
 
+@pytest.mark.exhaustive
 def test_launches(mesh):
     """The kernel, and what reads its results; none for the tile map or a layer's row of a table,
     but the one that pads all layers' rows, once a step.

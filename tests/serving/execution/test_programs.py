@@ -157,7 +157,7 @@ def layers_of(key):
     return key.first_layer, key.stop_layer
 
 
-@pytest.mark.deep
+@pytest.mark.exhaustive
 async def test_rows_that_leave_a_step_in_parts_leave_it_to_the_programs_it_was_begun_with(
     as_on_a_gpu, monkeypatch
 ):
