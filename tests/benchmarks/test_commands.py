@@ -113,7 +113,6 @@ def test_flags_of_jmoe_bench_are_its_own(command):
         "python -m benchmarks.pairs step_time",
         "python -m benchmarks.pairs structured",
         "python -m benchmarks.pairs http --rounds 6",
-        "command17",
     )
 )
 @pytest.mark.parametrize("command", DRY)
