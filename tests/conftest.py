@@ -15,7 +15,9 @@ os.environ.setdefault("PJRT_NPROC", "8")
 # XLA makes a compiler of MLIR anew for each fusion on a CPU. The emitters it had before take 0.6 of
 # the time, and tests spend most of theirs compiling.
 os.environ.setdefault(
-    "XLA_FLAGS", "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
+    "XLA_FLAGS",
+    "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
+    " --xla_cpu_parallel_codegen_split_count=1",
 )
 
 import jax

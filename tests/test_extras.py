@@ -58,6 +58,7 @@ def run(hidden, code):
     return done.returncode, (done.stdout + done.stderr).strip().splitlines()[-1]
 
 
+@pytest.mark.deep
 def test_a_notebook_needs_no_extra(extras):
     hidden = set().union(*extras.values())
     assert {"grpc", "typer", "flax", "optax", "orbax", "matplotlib", "yaml"} <= hidden

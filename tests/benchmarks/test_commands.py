@@ -112,6 +112,7 @@ def test_flags_of_jmoe_bench_are_its_own(command):
         "python -m benchmarks.pairs secured",
         "python -m benchmarks.pairs step_time",
         "python -m benchmarks.pairs structured",
+        "python -m benchmarks.pairs http --rounds 6",
     )
 )
 @pytest.mark.parametrize("command", DRY)

@@ -294,6 +294,7 @@ def test_a_leg_without_its_calibration_says_so(context, server, tmp_path):
         server.run(burst_part._leg(bare, server, leg))
 
 
+@pytest.mark.exhaustive
 def test_best_effort_is_played_beside_the_same_latency_sensitive_requests(
     context, server, monkeypatch
 ):

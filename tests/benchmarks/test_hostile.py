@@ -249,6 +249,7 @@ def test_what_is_spoiled_stands_at_any_depth():
     assert min(fields.values()) > 5, fields
 
 
+@pytest.mark.sized(exhaustive=("kserve",))
 @pytest.mark.deep
 @pytest.mark.parametrize("name", ["kserve", "http"])
 async def test_two_thousand_fuzzed_messages_break_nothing(name, tmp_path):

@@ -287,6 +287,7 @@ def test_every_case_has_a_prediction_that_adds_up(rows):
         assert all(math.isfinite(k.us) for k in of.kernels)
 
 
+@pytest.mark.deep
 def test_what_jmoe_does_not_serve_is_left_out(rows):
     of_deepseek = {case.op for case, _ in rows if case.shape is DEEPSEEK_V2_LITE}
     assert of_deepseek.intersection(ATTENTION_OPS) == set(ATTENTION_OPS[:2])

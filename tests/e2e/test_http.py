@@ -30,7 +30,8 @@ def addresses(log_path):
     """Yields the gRPC and HTTP addresses of a server with default settings but fewer programs."""
     port = free_port()
     fewer = ("engine.decode_buckets=64", "engine.prefill_buckets=512", "engine.max_model_len=256")
-    with serving(*fewer, f"http_port={port}", preset="default", log_path=log_path) as (_, address):
+    own = {"preset": "default", "log_path": log_path, "hurry": True}
+    with serving(*fewer, f"http_port={port}", **own) as (_, address):
         yield address, f"http://127.0.0.1:{port}/v1"
 
 

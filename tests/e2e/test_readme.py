@@ -166,6 +166,7 @@ def serve_settings(command, names):
     return settings
 
 
+@pytest.mark.sized(exhaustive=("jmoe serve --model DIR --mesh", "jmoe serve --model DIR --mode"))
 @pytest.mark.parametrize(
     "name",
     [
@@ -215,6 +216,7 @@ def test_a_family_is_consolidated_and_served(files):
         assert "legal" in shown
 
 
+@pytest.mark.exhaustive
 def test_the_restored_family_is_served_under_brownout(files):
     folder, names = files
     (restore,) = [command for command in commands() if kind(command) == "python -m training.family"]

@@ -15,6 +15,8 @@ from jmoe.brownout import Brownout
 from jmoe.checkpoint import native_config
 from jmoe.layers import Layers
 
+pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
+
 CASE, SHARDED = "qwen2_moe", "qwen3_moe"
 TOKENS = np.random.default_rng(0).integers(0, 70, (3, 8))
 
@@ -373,6 +375,7 @@ def test_save_and_load_give_equal_logits(saved):
         np.testing.assert_array_equal(np.asarray(jmoe.forward(back, TOKENS, brownout)), want)
 
 
+@pytest.mark.deep
 def test_a_saved_model_loads_in_another_precision(saved):
     _, directory = saved
     back = jmoe.load(directory, dtype="bfloat16")

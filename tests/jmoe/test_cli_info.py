@@ -31,6 +31,8 @@ from tests.jmoe.conftest import add_united
 from tests.jmoe.family_oracles import drawn_map
 from tests.variants import variant
 
+pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
+
 GOLDEN = Path(__file__).parents[1] / "golden"
 
 
@@ -55,6 +57,7 @@ def test_ways_that_are_there_and_ways_that_are_not(united_dirs, capsys, monkeypa
     assert re.findall(r"^way (\d+) +(\d+) a layer, .* in bfloat16$", further, re.M) == [("4", "2")]
 
 
+@pytest.mark.deep
 def test_a_directory_in_jmoes_own_format(united_dirs, tmp_path, capsys, monkeypatch):
     source = united_dirs("qwen2_moe")
     jmoe.save(jmoe.load(source, "float16", quantize="int4"), tmp_path / "saved")

@@ -119,6 +119,7 @@ def test_a_decode_step_copies_no_pages_in_eight_bits(mesh):
     assert not [result for result in large_results(exe.as_text(), 2**26) if "[2,2049," in result]
 
 
+@pytest.mark.sized(exhaustive=("sm_100-mixtral-8x7b-8-25",))
 @all_but("sm_100-mixtral-8x7b-8-25", of=DECODE)
 @pytest.mark.parametrize(("name", "rows", "most"), DECODE)
 def test_a_decode_step_is_one_graph_and_copies_neither_experts_nor_pages(mesh, name, rows, most):

@@ -18,6 +18,8 @@ from jmoe.moe import RoutedRows, Wanted, compute, moe, route, shared_expert
 from pallas_kernels import routing
 from pallas_kernels.kv_write import split_heads
 
+pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
+
 TOKENS = np.array([[5, 60, 17, 33, 8], [41, 12, 3, 9, 40]], np.int32)
 CASES = ["qwen2_moe", "qwen3_moe_mixed_yarn"]  # the mixed one has runs of dense and of MoE layers
 

@@ -7,6 +7,8 @@ import pytest
 
 from jmoe import digests
 
+pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
+
 
 @pytest.fixture
 def read(tmp_path, monkeypatch):

@@ -9,6 +9,8 @@ from jmoe import attention
 from pallas_kernels.prefill_attention import work
 from tests.jmoe.conftest import GOLDEN
 
+pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
+
 PROMPTS = [[3, 5, 7, 11, 13, 17, 19, 23, 29, 31], [40, 2], [8, 9, 10] * 15]
 
 

@@ -38,6 +38,7 @@ def unshared(directories):
     return load_family(directories, dtype="float32")
 
 
+@pytest.mark.deep
 def test_unshared_every_model_is_what_it_is_alone(directories, unshared):
     for name, model in zip(directories, unshared, strict=True):
         assert model.name == name

@@ -31,6 +31,8 @@ from serving.config import EngineConfig
 from serving.startup.loading import load_models
 from tests.jmoe.conftest import GOLDEN, add_united
 
+pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
+
 FP8 = ml_dtypes.float8_e4m3fn
 TOKENS = np.array([[5, 60, 17, 33, 8, 2, 71], [41, 12, 3, 9, 40, 90, 7]], np.int32)
 DEEPSEEK = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8"}
@@ -245,6 +247,7 @@ def models():
     return kept, plain.with_weights(pool=kept.pool.plain())
 
 
+@pytest.mark.deep
 def test_its_op_is_that_of_the_weights_it_stands_for(models):
     kept, plain = models
     cfg, rng = kept.config, np.random.default_rng(0)
@@ -259,6 +262,7 @@ def test_its_op_is_that_of_the_weights_it_stands_for(models):
     np.testing.assert_allclose(kept.pool.mlp(h, work, SILU), want, rtol=0, atol=2e-5)
 
 
+@pytest.mark.deep
 def test_weights_are_off_by_half_a_step_of_eight_bits_at_most(models):
     exact = jmoe.load("bundled", "float32").pool.arrays
     for name, got in models[0].pool.plain().arrays.items():
@@ -270,7 +274,6 @@ def test_weights_are_off_by_half_a_step_of_eight_bits_at_most(models):
 
 
 @pytest.mark.deep
-@pytest.mark.usefixtures("compiled_in_a_hurry")
 @pytest.mark.parametrize("way", [None, 8])
 def test_forward_and_generate_run_over_it(models, way):
     brownout = None if way is None else jmoe.Brownout("partial", 20, way)
@@ -327,8 +330,7 @@ def test_it_takes_a_byte_a_weight(models):
     assert pool.empty(4).num_slots == 4
 
 
-@pytest.mark.deep
-@pytest.mark.usefixtures("compiled_in_a_hurry")
+@pytest.mark.exhaustive
 def test_it_is_spread_and_saved(models, tmp_path):
     kept, _ = models
     spread = jmoe.load("bundled", "float32", quantize="fp8", mesh=make_mesh(1))

@@ -40,13 +40,7 @@ def run(model, prompts=PROMPTS, brownout=None, **kwargs):
     return jmoe.generate(model, prompts, NEW, brownout, stop_token_ids=(), page_size=4, **kwargs)
 
 
-@pytest.mark.sized(
-    deep=(
-        "zero100",
-        "full40",
-        "partial0",
-    )
-)
+@pytest.mark.sized(deep=("zero100", "full40", "partial0"))
 @pytest.mark.parametrize(
     "brownout",
     [Brownout("zero"), Brownout("full", 40), Brownout("partial", 0, 2), Brownout("partial", 50, 3)],

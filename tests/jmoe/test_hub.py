@@ -297,7 +297,7 @@ def test_a_template_that_cannot_be_used_is_refused_at_the_start(template, tmp_pa
         Tokenizer.load(tmp_path, template)
 
 
-@pytest.mark.deep
+@pytest.mark.exhaustive
 def test_the_command_line_takes_a_name(tiny, tmp_path):
     """In a process of its own, whose environment says where the Hub is, and where the cache."""
     environment = os.environ | {

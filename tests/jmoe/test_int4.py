@@ -25,6 +25,8 @@ from jmoe.parallel.home import make_mesh
 from serving.cli.info import num_parameters, quantized_bytes
 from tests.jmoe.conftest import GOLDEN, add_united
 
+pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
+
 COLUMNS_OF_AWQ = [0, 2, 4, 6, 1, 3, 5, 7]
 MATRICES = ("gate_proj.weight", "up_proj.weight", "down_proj.weight", "q_proj.weight", "w1.weight")
 
@@ -254,7 +256,7 @@ def pool_bytes(cfg, group, of_group):
     return found
 
 
-@pytest.mark.usefixtures("compiled_in_a_hurry")
+@pytest.mark.sized(deep=("compressed-zeros",))
 @pytest.mark.parametrize(
     "fmt",
     [
@@ -332,7 +334,6 @@ def test_a_layer_that_is_not_packed_is_quantized(tmp_path):
 
 
 @pytest.mark.deep
-@pytest.mark.usefixtures("compiled_in_a_hurry")
 def test_mxfp4_is_kept_as_it_comes():
     kept, want = (
         jmoe.load(GOLDEN / "gpt_oss_mxfp4", "float32", quantize=one) for one in ("mxfp4", "none")
@@ -356,7 +357,6 @@ def test_exponents_that_are_no_numbers_are_named(tmp_path):
 
 
 @pytest.mark.deep
-@pytest.mark.usefixtures("compiled_in_a_hurry")
 @pytest.mark.parametrize("fmt", ["int4", "mxfp4"])
 def test_weights_in_floats_are_quantized_as_they_are_loaded(tmp_path, fmt):
     kept = jmoe.load("bundled", "float32", quantize=fmt)
@@ -382,7 +382,7 @@ def test_weights_in_floats_are_quantized_as_they_are_loaded(tmp_path, fmt):
     jax.tree.map(np.testing.assert_array_equal, again.read(routed), plain.pool.read(routed))
 
 
-@pytest.mark.deep
+@pytest.mark.exhaustive
 def test_one_layer_is_in_memory_beside_the_result(tmp_path):
     """What NumPy holds at most while experts go to the pool."""
     directory, group, rng = tmp_path / "large", 32, np.random.default_rng(0)

@@ -10,6 +10,8 @@ from jmoe import layout
 from jmoe.config import read_config
 from jmoe.random_model import random_params
 
+pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
+
 CASES = [
     "qwen2_moe",
     "qwen2_moe_mlp_only_tied",
@@ -56,6 +58,9 @@ def test_names_and_shapes_are_those_of_the_file(case):
     assert want == found
 
 
+@pytest.mark.sized(
+    deep=("qwen2_moe-jax.numpy", "qwen3_moe_attention_bias-jax.numpy", "glm4_moe-jax.numpy")
+)
 @pytest.mark.sized(deep=[f"{name}-jax.numpy" for name in CASES[-6:]])
 @pytest.mark.parametrize("where", [np, jnp])
 def test_splitting_is_the_inverse_of_assembling(case, where):

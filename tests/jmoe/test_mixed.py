@@ -296,13 +296,7 @@ def layer_step(cfg, capacity):
     return jax.jit(run)
 
 
-@pytest.mark.sized(
-    deep=(
-        "0.0-some-told0",
-        "0.0-some-told1",
-        "0.0-none-told4",
-    )
-)
+@pytest.mark.sized(deep=("0.0-some-told0", "0.0-some-told1", "0.0-none-told4", "0.0-some-told2"))
 @pytest.mark.parametrize(
     ("shared", "told"),
     [

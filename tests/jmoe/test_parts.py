@@ -14,6 +14,8 @@ from jmoe.model import unstack
 from jmoe.packed_rows import empty_deltas, empty_rows, pack_row
 from jmoe.steps import decode_step, make_state, prefill_step
 
+pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
+
 CASES = ["qwen2_moe", "qwen3_moe_mixed_yarn"]  # the mixed one has runs of dense and of MoE layers
 SLOTS, PAGE, BLOCKS, TOKENS, CHUNKS = 4, 4, 4, 16, 3
 PROMPTS = ([5, 60, 17, 33, 8], [41, 12, 3], [9, 40, 2, 7, 11, 30])
@@ -158,7 +160,7 @@ def test_a_parked_step_goes_on_after_another_and_they_may_join(setup):
     assert np.asarray(joined.last_token)[:2].tolist() == np.asarray(want.last_token)[:2].tolist()
 
 
-@pytest.mark.sized(deep=("qwen3_moe_mixed_yarn",))
+@pytest.mark.deep
 def test_exempt_rows_have_the_same_bits_in_any_company(setup):
     model = setup[0]
     alone = prefill_arrays({0: PROMPTS[0]})

@@ -11,6 +11,8 @@ import pytest
 from jmoe import brownout
 from pallas_kernels import routing
 
+pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
+
 CASES_PER_STRATEGY = 5_000
 BATCH = 500  # of one shape: every test runs the same compiled programs
 # Rows, picks, experts: one pick to eight, a short last group for most ways, one row to many.
@@ -56,6 +58,7 @@ def without_groups_missing(cases):
     return {**cases, "groups": np.maximum(cases["groups"], 0)}
 
 
+@pytest.mark.sized(deep=("zero-weight", "full-weight", "partial-visits"))
 @pytest.mark.parametrize("keep", ["visits", "weight"])
 @pytest.mark.parametrize("strategy", ["zero", "full", "partial"])
 def test_plan_equals_brute_force(strategy, keep):

@@ -121,6 +121,7 @@ def test_forward_and_generate_run_over_it(model):
     assert sum(got.degraded_visits) > 0
 
 
+@pytest.mark.deep
 def test_logits_are_off_by_what_the_scales_say(exact, model):
     """Where only the last layer's experts are rounded, the error of logits is known by hand.
 
@@ -195,7 +196,7 @@ def test_slots_are_written_read_and_counted(exact, model):
         np.testing.assert_allclose(got, want, rtol=1e-6)
 
 
-@pytest.mark.sized(deep=("True",))
+@pytest.mark.deep
 @pytest.mark.parametrize("spread", [False, True])
 def test_united_experts_are_loaded_into_it(exact, model, spread):
     """Also over a mesh, if only of one device."""

@@ -17,6 +17,8 @@ from jmoe.experts import QuantizedPool, write_slots
 from jmoe.parallel.home import make_mesh
 from tests.jmoe.conftest import GOLDEN
 
+pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
+
 EXPERTS, AT_ONCE, LAYERS = 12, 3, 2
 
 
@@ -43,6 +45,7 @@ def _small_blocks(monkeypatch):
     monkeypatch.setattr(checkpoint, "BLOCK_BYTES", AT_ONCE * 4 * 3 * 128 * 128 + 5)
 
 
+@pytest.mark.sized(deep=("mxfp4-False", "mxfp4-True"))
 @pytest.mark.parametrize("spread", [False, True])
 @pytest.mark.parametrize("fmt", ["int4", "fp8", "mxfp4"])
 def test_blocks_are_what_a_whole_layer_would_be(directory, fmt, spread):
@@ -122,6 +125,7 @@ def test_what_four_bits_would_hide_is_named(directory, tmp_path):
         jmoe.load(path, "float32", quantize="int4")
 
 
+@pytest.mark.deep
 def test_a_model_in_jmoes_own_format_is_quantized_block_by_block(directory, tmp_path, monkeypatch):
     """Beside its experts in floats and the pool there are blocks, of an odd number of experts."""
     model = jmoe.load(directory, "float32")

@@ -63,6 +63,7 @@ def test_a_seed_gives_the_same_model_and_another_another():
     assert not jnp.array_equal(first.pool.down, other.pool.down)
 
 
+@pytest.mark.sized(deep=("60-4-4.0",))
 @pytest.mark.parametrize(("experts", "picks", "skew"), [(60, 4, 4.0), (128, 8, 4.0), (8, 2, 1.0)])
 def test_the_router_picks_experts_as_often_as_it_is_told(experts, picks, skew):
     cfg = config(hidden_size=128, num_experts=experts, num_experts_per_tok=picks)

@@ -85,7 +85,7 @@ def test_the_plan_of_the_choices_is_what_was_degraded(brownout, exempt, model):
         assert total > 0
 
 
-@pytest.mark.sized(deep=("qwen3_moe",))
+@pytest.mark.sized(deep=("qwen3_moe", "qwen2_moe"))
 def test_hidden_states_are_what_the_stages_pass_on(model):
     """From the rows before a layer its attention and router make the choices and weights."""
     cfg = model.config

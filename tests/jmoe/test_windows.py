@@ -184,7 +184,7 @@ def test_each_kind_has_a_cache_of_its_own_layers_and_each_window_pages_of_its_ow
     assert [4 * size for size in each] == [of_a_layer[0], of_a_layer[0], 2 * of_a_layer[0]]
 
 
-@pytest.mark.sized(deep=("in turn", "one kind"))
+@pytest.mark.deep
 @pytest.mark.parametrize("name", ["one kind", "in turn", "three kinds"])
 def test_pages_behind_the_window_may_be_anybody_s(windowed, name):
     """The table of a window's layers names a page full of NaN where no further row reads."""

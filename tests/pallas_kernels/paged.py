@@ -1,6 +1,6 @@
 """Paged caches for the attention suites, and attention in float64 to judge them by."""
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 
 LAYER, NUM_LAYERS = 1, 3
@@ -24,13 +24,15 @@ def scatter(rng, keys, values, page_size, max_pages, *, unused=0.0, dtype=np.flo
                 table[n, p // page_size] = free.pop()
             at = LAYER, table[n, p // page_size], slice(None), p % page_size
             k_pages[at], v_pages[at] = k[p], v[p]
-    return *(jnp.asarray(a.astype(dtype)) for a in (k_pages, v_pages)), jnp.asarray(table)
+    # Not by jnp.asarray, which compiles a program for each shape.
+    return jax.device_put((k_pages.astype(dtype), v_pages.astype(dtype), table))
 
 
 def slid(table, begins, page_size):
     """Returns a block table without the pages that lie before where sequences begin to be read."""
     block = np.arange(table.shape[1])[None, :]
-    return jnp.where(block < np.asarray(begins)[:, None] // page_size, 0, table)
+    left = np.where(block < np.asarray(begins)[:, None] // page_size, 0, np.asarray(table))
+    return jax.device_put(left)
 
 
 def make(rng, lengths, shape, dtype=np.float32):

@@ -150,7 +150,7 @@ def check(
     windowed = {"window": window} if window else {}
     if sinks is not None:
         sinks = np.resize(sinks, shape.heads).astype(np.float32)
-        windowed["sinks"] = jnp.asarray(sinks)
+        windowed["sinks"] = jax.device_put(sinks)
     if window:  # what is before the first row's has been freed
         begins = [max(0, cached + 1 - window) for cached, _ in chunks]
         table = paged.slid(table, begins, page_size)
@@ -173,9 +173,9 @@ def check(
             **windowed,
         )
 
-    layer, kv_len = jnp.int32(paged.LAYER), jnp.asarray(lengths, jnp.int32)
-    args = jnp.asarray(q), k_pages, v_pages, layer, table, jnp.asarray(q_start), kv_len
-    got = impl.run(run, *args)
+    q, q_start, kv_len = jax.device_put((q, q_start, np.asarray(lengths, np.int32)))
+    args = q, k_pages, v_pages, jnp.int32(paged.LAYER), table, q_start, kv_len
+    got, q, q_start = (np.asarray(a) for a in (impl.run(run, *args), q, q_start))
     assert got.dtype == q.dtype
     want = [np.zeros((0, shape.heads, impl.latent or shape.head_dim))]
     for n, (cached, new) in enumerate(chunks):
@@ -186,6 +186,5 @@ def check(
             want.append(row[None])
     atol = 1e-5 if dtype == np.float32 else 0.03
     want = np.concatenate(want)
-    own = got[before:num_rows].astype(jnp.float32)
-    np.testing.assert_allclose(own, want, rtol=0, atol=atol)
-    assert not np.asarray(got[num_rows:]).any()
+    np.testing.assert_allclose(got[before:num_rows].astype(np.float32), want, rtol=0, atol=atol)
+    assert not got[num_rows:].any()

@@ -5,7 +5,6 @@ from functools import cache, partial
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import mosaic as interpreter
 import numpy as np
 
@@ -159,9 +158,9 @@ def check_route(name, static, cases, rtol=1e-6):
     each visit is dispatched once.
     """
     for case in cases:
-        want = jax.tree.map(np.asarray, by_parts(jax.tree.map(jnp.asarray, case), static))
+        want = jax.tree.map(np.asarray, by_parts(jax.device_put(case), static))
         with CONTEXTS[name]():
-            got = compiled(name, static)(jax.tree.map(jnp.asarray, case))
+            got = compiled(name, static)(jax.device_put(case))
             got = jax.tree.map(np.asarray, jax.block_until_ready(got))
         weights = [out[2].visit_weight for out in (got, want)]
         np.testing.assert_allclose(*weights, rtol=rtol, atol=1e-12)

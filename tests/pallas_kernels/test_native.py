@@ -26,12 +26,24 @@ def _there():
 
 
 def compare(op, *args, **kwargs):
-    """Returns the C++ form's result and the reference's; checks that each is what it is called."""
+    """Returns the C++ form's result and the reference's; checks that each is what it is called.
+
+    Arrays are arguments of the program: of constants XLA computes all that it can as it compiles.
+    """
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
+
+    def run(arrays):
+        given = dict(enumerate(leaves)) | dict(zip(at, arrays, strict=True))
+        args, kwargs = jax.tree.unflatten(tree, given.values())
+        return op(*args, **kwargs)
+
+    arrays = [leaves[i] for i in at]
     with noting() as forms:
-        ours = jax.jit(lambda: op(*args, **kwargs))()
+        ours = jax.jit(run)(arrays)
     assert set(forms.values()) == {"C++"}
     with references_only(), noting() as forms:
-        theirs = jax.jit(lambda: op(*args, **kwargs))()
+        theirs = jax.jit(lambda arrays: run(arrays))(arrays)
     assert set(forms.values()) == {"XLA"}
     return np.asarray(ours), np.asarray(theirs)
 
@@ -183,6 +195,9 @@ def run_experts(arrays, ids, experts, **kwargs):
     return grouped_gemm.moe_mlp(x, up, down, plan, **kwargs)
 
 
+compiled_experts = jax.jit(run_experts, static_argnums=2)
+
+
 @pytest.mark.sized(deep=("(64, 4, 60, 128, 96, 5)",))
 @pytest.mark.parametrize(
     "shape",
@@ -206,18 +221,18 @@ def test_experts_are_the_references(shape):
 def test_a_rows_experts_are_the_same_bits_in_every_batch():
     arrays, ids = expert_case(np.random.default_rng(7), 40, 3, 5, 64, 48)
     x, up, down, weights = arrays
-    whole = np.asarray(run_experts(arrays, ids, 5))
+    whole = np.asarray(compiled_experts(arrays, ids, 5))
     for row in (0, 13, 39):
-        alone = run_experts((x[row][None], up, down, weights[row][None]), ids[row][None], 5)
+        alone = compiled_experts([x[row][None], up, down, weights[row][None]], ids[row][None], 5)
         np.testing.assert_array_equal(np.asarray(alone)[0], whole[row])
 
 
 def test_what_is_not_finite_stays_with_its_row():
     arrays, ids = expert_case(np.random.default_rng(8), 12, 2, 4, 32, 32)
-    clean = np.asarray(run_experts(arrays, ids, 4))
+    clean = np.asarray(compiled_experts(arrays, ids, 4))
     ids[3] = [0, 1]
     arrays[0] = arrays[0].at[3].set(jnp.nan)
-    found = np.asarray(run_experts(arrays, ids, 4))
+    found = np.asarray(compiled_experts(arrays, ids, 4))
     assert np.isnan(found[3]).all()
     others = np.arange(12) != 3
     np.testing.assert_array_equal(found[others], clean[others])
@@ -238,13 +253,14 @@ def check_bfloat16(run, *arrays):
     wide = [a.astype(jnp.float32) for a in low]
     ours, theirs = compare(run, *low)
     assert ours.dtype == jnp.bfloat16
-    exact = run(*wide).astype(jnp.bfloat16)
+    exact = jax.jit(run)(*wide).astype(jnp.bfloat16)
     np.testing.assert_array_equal(ours.astype(np.float32), np.asarray(exact.astype(jnp.float32)))
     np.testing.assert_allclose(
         ours.astype(np.float32), theirs.astype(np.float32), rtol=0.02, atol=0.05
     )
 
 
+@pytest.mark.sized(deep=("(5, 12, 1, 80, 7, 6)",))
 @pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[3]], ids=str)
 def test_bfloat16_is_float32_rounded_once(shape):
     rng = np.random.default_rng(11)
@@ -277,6 +293,7 @@ def test_other_dtypes_sizes_and_activations_are_left_to_xla():
         assert set(forms.values()) == {"XLA"}
 
 
+@pytest.mark.sized(deep=("CXX=no-such-compiler", "CXX=/bin/false"))
 @pytest.mark.parametrize("variable", ["JMOE_NATIVE=0", "CXX=no-such-compiler", "CXX=/bin/false"])
 def test_without_a_compiler_there_is_xla(variable, monkeypatch, tmp_path):
     name, value = variable.split("=")
@@ -289,7 +306,7 @@ def test_without_a_compiler_there_is_xla(variable, monkeypatch, tmp_path):
     assert done.stdout.strip() == "False"
 
 
-@pytest.mark.deep
+@pytest.mark.exhaustive
 def test_where_nothing_can_be_kept_nothing_is_left(tmp_path):
     home, temporary = tmp_path / "home", tmp_path / "temporary"
     home.write_text("no folder")

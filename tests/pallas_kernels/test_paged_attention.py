@@ -123,7 +123,7 @@ def check(
     keys, values = paged.make(rng, lengths, shape, dtype)
     max_pages = extra_pages + -(-max(lengths) // page_size)
     pages = paged.scatter(rng, keys, values, page_size, max_pages, unused=unused, dtype=dtype)
-    q = jnp.asarray(rng.normal(size=(len(lengths), shape.heads, shape.head_dim)).astype(dtype))
+    q = rng.normal(size=(len(lengths), shape.heads, shape.head_dim)).astype(dtype)
     scale = shape.head_dim**-0.5
     k_pages, v_pages, table = pages
     if op.latent:
@@ -138,21 +138,22 @@ def check(
         of_rows = np.resize(sinks, (len(lengths), shape.heads)).astype(np.float32)
         sinks = of_rows if own_sinks else of_rows[0]
         of_rows = np.broadcast_to(sinks, of_rows.shape)
-        windowed["sinks"] = jnp.asarray(sinks)
+        windowed["sinks"] = jax.device_put(sinks)
 
     def run(q, k_pages, v_pages, layer, table, kv_len):
         attend = functools.partial(op.op, layer=layer, block_table=table, kv_len=kv_len, **windowed)
         return attend(q, k_pages, v_pages, scale=scale)
 
-    kv_len = jnp.asarray(lengths, jnp.int32)
+    layer = jnp.int32(paged.LAYER)
     with op.context():
-        got = jax.jit(run)(q, k_pages, v_pages, jnp.int32(paged.LAYER), table, kv_len)
-        jax.block_until_ready(got)
+        on_device = jax.device_put((q, np.asarray(lengths, np.int32)))
+        got = jax.jit(run)(on_device[0], k_pages, v_pages, layer, table, on_device[1])
+        got = np.asarray(jax.block_until_ready(got))
     assert got.dtype == q.dtype
     each = zip(q, keys, values, [scale] * len(q), of_rows, strict=True)
     want = list(itertools.starmap(paged.attend, each))
-    np.testing.assert_allclose(got.astype(jnp.float32), np.stack(want), rtol=0, atol=atol)
-    return np.asarray(got)
+    np.testing.assert_allclose(got.astype(np.float32), np.stack(want), rtol=0, atol=atol)
+    return got
 
 
 @pytest.mark.sized(deep=("mosaic-one head",))

@@ -1,5 +1,8 @@
 """Contract of prefill attention on ragged chunks with cached prefixes, against dense float64."""
 
+from functools import partial
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -74,9 +77,8 @@ def test_more_rows_before_the_chunks_than_a_tile_has_keys(name):
 
 def test_rows_before_the_chunks_read_no_latents():
     pages = jnp.zeros((1, 4, 1, 64, 192), jnp.bfloat16)
-    q_start, kv_len = jnp.array([200, 202, 203]), jnp.array([2, 71])
-    rows = {"q_start": q_start, "kv_len": kv_len, "window": 0, "latent": 128}
-    planned = latent.plan(208, 16, pages, **rows)
+    plan = jax.jit(partial(latent.plan, 208, 16, window=0, latent=128))
+    planned = plan(pages, q_start=np.array([200, 202, 203]), kv_len=np.array([2, 71]))
     assert planned.kv_len.tolist() == [0] * 200 + [1, 2, 71] + [0] * 5
     tiles = np.diff(planned.schedule.before)
     assert tiles.tolist() == [0] * 200 + [1, 1, 2] + [0] * 5
@@ -99,6 +101,7 @@ def test_what_unused_rows_hold_does_not_matter(impl, unused):
     check(impl, [(0, 5), (6, 0), (60, 4), (63, 2)], unused=unused)
 
 
+@pytest.mark.sized(deep=[f"{window}-{name}" for window in (7, 64) for name in IMPLEMENTATIONS])
 @implementations
 @pytest.mark.parametrize("window", [33, 1, 7, 64, 1000])
 def test_a_window_is_all_that_is_read(impl, window):

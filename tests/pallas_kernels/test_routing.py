@@ -20,7 +20,7 @@ from pallas_kernels import routing
 pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
 
 GATES = {"public": routing.gate}
-DISPATCHES = {"public": routing.dispatch}
+DISPATCHES = {"public": jax.jit(routing.dispatch, static_argnames=("block_m", "max_active"))}
 gates = pytest.mark.parametrize("gate", GATES.values(), ids=GATES)
 dispatches = pytest.mark.parametrize("dispatch", DISPATCHES.values(), ids=DISPATCHES)
 
@@ -103,7 +103,8 @@ def test_gate_has_the_gradient_of_its_scores(normalize, scoring):
         return scores[0, 1] / (scores[0, 1] + scores[0, 2]) if normalize else scores[0, 1]
 
     logits = jnp.asarray([[-1.0, 0.0, 0.5, -0.25]])
-    np.testing.assert_allclose(jax.grad(weights)(logits), jax.grad(by_hand)(logits), atol=1e-7)
+    got, want = (jax.jit(jax.grad(of))(logits) for of in (weights, by_hand))
+    np.testing.assert_allclose(got, want, atol=1e-7)
 
 
 def test_sparsemixer_weighs_a_pick_against_what_is_near_it_and_left():
@@ -128,7 +129,7 @@ def test_sparsemixer_has_the_gradient_of_its_softmax():
 
     logits = jnp.asarray([[2.0, 0.0, 1.9, 1.5, 0.1]])
     want = jax.grad(lambda x: jax.nn.softmax(x[0, 2:4])[0])(logits)
-    np.testing.assert_allclose(jax.grad(weight)(logits), want, atol=1e-7)
+    np.testing.assert_allclose(jax.jit(jax.grad(weight))(logits), want, atol=1e-7)
 
 
 def test_gate_gives_ties_of_scores_and_of_groups_to_the_lower_id():
@@ -160,22 +161,17 @@ def visits(draw):
     return np.array(ids, np.int32), np.array(slots, np.int32)
 
 
-@pytest.fixture(scope="module", params=DISPATCHES, name="jitted")
-def _jitted(request):
-    static = ("block_m", "max_active")
-    return jax.jit(DISPATCHES[request.param], static_argnames=static)
-
-
 @pytest.mark.parametrize("block_m", [1, 4, 8])
-def test_dispatch(jitted, block_m):
+@dispatches
+def test_dispatch(dispatch, block_m):
     weights = np.random.default_rng(0).random((T, K)).astype(np.float32)
 
     @settings(max_examples=150, database=None, derandomize=True)
     @given(visits())
     def every_case(case):
         ids, slots = case
-        run = partial(jitted, block_m=block_m, max_active=E)
-        check_dispatch(run(*map(jnp.asarray, (ids, weights, slots))), ids, weights, slots, block_m)
+        got = dispatch(ids, weights, slots, block_m=block_m, max_active=E)
+        check_dispatch(got, ids, weights, slots, block_m)
 
     every_case()
 
@@ -228,7 +224,7 @@ def test_dispatch_fits_where_max_active_and_blocks_are_tight(dispatch):
     ids = np.array([[0], [1], [2], [3]] + [[4]] * 13, np.int32)
     weights = np.ones(ids.shape, np.float32)
     slots = np.arange(6, dtype=np.int32)
-    got = dispatch(*map(jnp.asarray, (ids, weights, slots)), block_m=4, max_active=5)
+    got = dispatch(ids, weights, slots, block_m=4, max_active=5)
     check_dispatch(got, ids, weights, slots, 4)
     assert got.num_blocks == 8 == routing.max_blocks(17, 5, 4)
 
@@ -237,7 +233,7 @@ def test_dispatch_fits_where_max_active_and_blocks_are_tight(dispatch):
 def test_dispatch_without_any_visit(dispatch):
     ids = np.full((T, K), -1, np.int32)
     weights, slots = np.ones((T, K), np.float32), np.arange(E, dtype=np.int32)
-    got = dispatch(*map(jnp.asarray, (ids, weights, slots)), block_m=8, max_active=E)
+    got = dispatch(ids, weights, slots, block_m=8, max_active=E)
     check_dispatch(got, ids, weights, slots, 8)
     assert got.num_blocks == 0
 

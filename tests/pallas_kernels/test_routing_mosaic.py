@@ -112,6 +112,7 @@ def test_experts_kept_by_weight():
     check_route("mosaic", static, [*cases, ones(static, strategy=np.int32(KEEPING[0]))])
 
 
+@pytest.mark.exhaustive
 @in_a_hurry
 @pytest.mark.parametrize(
     "static",
@@ -132,6 +133,7 @@ def test_experts_kept_by_weight_emulated(static):
     check_route("sm90", static, [draw(5, static, KEEPING[0]), draw(6, static, KEEPING[1]), alike])
 
 
+@pytest.mark.exhaustive
 @in_a_hurry
 def test_rows_of_tables():
     """A layer's groups, slots and threshold where they are in the tables of all layers, the last
@@ -166,6 +168,7 @@ def test_rows_of_tables():
 MIXER = Static(top_k=2, normalize=False, scoring="sparsemixer", jitter=0.3)
 
 
+@pytest.mark.exhaustive
 @in_a_hurry
 def test_sparsemixer():
     """Ties, NaN, brownout by visits and by weight; more picks than two, experts in parts."""
@@ -182,6 +185,7 @@ def test_sparsemixer_emulated(rows):
     check_route("sm90", static, [draw(5, static, routing.PARTIAL), draw(6, static, KEEPING[1])])
 
 
+@pytest.mark.exhaustive
 @in_a_hurry
 def test_a_layers_row_of_a_table_of_biases():
     static = Static(rows=5, scoring="sigmoid", bias=True, grouping=V3, tiles=MORE)
@@ -396,6 +400,7 @@ def mesh():
     return h200_mesh()
 
 
+@pytest.mark.exhaustive
 def test_launches(mesh):
     """The kernel, and what reads its results; none for the tile map or a layer's row of a table,
     but the one that pads all layers' rows, once a step.

@@ -1,6 +1,7 @@
 """Tests marked `simulated_time` run in an event loop with a clock of its own."""
 
 import asyncio
+import functools
 import socketserver
 import sys
 from types import SimpleNamespace
@@ -28,6 +29,18 @@ def servers_stop_at_once(monkeypatch):
     if uvicorn := sys.modules.get("uvicorn.server"):
         monkeypatch.setattr(uvicorn, "asyncio", SimpleNamespace(**vars(asyncio) | {"sleep": nap}))
     monkeypatch.setattr(socketserver.BaseServer.serve_forever, "__defaults__", (0.01,))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def answers_are_described_once():
+    """Lets FastAPI describe the model of each endpoint's answers once, not for every server: it is
+    most of what a start takes.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        if routing := sys.modules.get("fastapi.routing"):
+            described = functools.cache(routing.create_model_field)
+            patch.setattr(routing, "create_model_field", described)
+        yield
 
 
 @pytest.fixture

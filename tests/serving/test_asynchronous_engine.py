@@ -54,6 +54,7 @@ async def settle(engine):
     assert not any(engine.executor.inside)
 
 
+@pytest.mark.sized(deep=("4-0.0", "4-0.2", "5-0.0", "5-0.2", "6-0.0", "6-0.2", "7-0.0", "7-0.2"))
 @pytest.mark.parametrize("lost_share", [0.0, 0.2])
 @pytest.mark.parametrize("seed", range(8))
 async def test_whatever_leaves_when_each_request_gets_its_own_tokens(start, seed, lost_share):

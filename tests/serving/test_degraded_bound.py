@@ -52,6 +52,7 @@ async def play(asked, step_s, *, allow_brownout=True, **options):
         await engine.stop()
 
 
+@pytest.mark.deep
 @settings(max_examples=40)
 @given(
     st.lists(

@@ -154,6 +154,7 @@ def test_programs_of_hybrid_steps_are_compiled_where_there_may_be_some():
         assert not any(key.num_decodes for key in programs)
 
 
+@pytest.mark.deep
 async def test_rows_decode_apart_where_that_takes_less(start):
     """Together they take twice as long. One try has to show it, the next ones come seldom."""
 
@@ -231,7 +232,7 @@ async def test_prompts_have_rows_beside_them_where_these_are_few_enough(start):
     assert found[28] <= 3
 
 
-@pytest.mark.sized(deep=("60-False",))
+@pytest.mark.sized(deep=("60-False", "70-False"))
 @pytest.mark.parametrize(("rows", "beside"), [(14, True), (20, False), (60, False), (70, False)])
 async def test_a_prompt_does_not_crawl_beside_many_rows(start, rows, beside):
     """A step of 64 tokens leaves room for 16 rows; beside more, full steps are prompts' alone."""

@@ -23,6 +23,7 @@ def ids(output) -> list[int]:
     return [token for out in output for token in out.token_ids]
 
 
+@pytest.mark.deep
 async def test_nothing_ends_an_answer_before_its_least_tokens(model):
     few = {"decode_buckets": (8,), "prefill_buckets": (32,), "policy": "fcfs"}
     engine = await Engine.start(config(**few), model=model)

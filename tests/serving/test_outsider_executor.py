@@ -84,6 +84,7 @@ async def generate(engine, prompt, count):
     return tokens
 
 
+@pytest.mark.deep
 async def test_it_serves_what_the_notebook_writes(engine):
     """More requests than slots, with a prompt longer than a chunk."""
     prompts = [[5, 9, 2], [7], [30, 4, 22, 8, 1], list(range(1, 24)), [11, 3], [2, 2, 2]]

@@ -188,6 +188,7 @@ class Hunting:
         return next(self.percents) if step.now < self.until_s else 90
 
 
+@pytest.mark.deep
 async def test_a_burst_keeps_its_cache_though_thresholds_go_up_and_down():
     """Pages of 30 percent are for requests of 90 while other steps have 30, too, and no longer."""
     salc = SalcConfig(controller=f"{__name__}:Hunting", interval_s=0.25)

@@ -668,7 +668,7 @@ WORKERS_REUSE |= {"num_pages": 40}
 REUSED = ("cached", "degraded", "exact and cached")
 ROWS = {
     "one: parts, ls_first": Row("one", parts, {"policy": "ls_first"}, exhaustive=True),
-    "one: parts, restless": Row("one", parts, RESTLESS),
+    "one: parts, restless": Row("one", parts, RESTLESS, True),
     "one: parts, many more": Row("one", many_more, {**RESTLESS, "part_layers": 2}, True),
     "one: evictions": Row("one", evictions, {"num_pages": 12, "reserved_ls_seqs": 1}),
     "one: measured parts": Row("one", measured_parts, {"part_layers": 0}),
@@ -676,7 +676,7 @@ ROWS = {
     "one: prefix reuse, many more": Row(
         "bundled", prefix_reuse(range(100, 100 + num_traces(12)), *REUSED), REUSE, True
     ),
-    "one: shaped, room": Row("bundled", shaped(evicted=False), {"max_model_len": 96}),
+    "one: shaped, room": Row("bundled", shaped(evicted=False), {"max_model_len": 96}, True),
     "one: shaped, evictions": Row(
         "bundled", shaped(evicted=True), {"max_model_len": 96, "num_pages": 10}, True
     ),
@@ -695,25 +695,25 @@ ROWS = {
     "one: hybrid steps, shaped": Row(
         "bundled", beside(shaped(evicted=False)), {**HYBRID, "max_model_len": 96}, True
     ),
-    "one: hybrid steps, structures": Row("bundled", beside(structures), HYBRID),
-    "one: hybrid steps, fp8 KV": Row("fp8 kv", beside(urgent), HYBRID),
-    "family: hybrid steps": Row("family", beside(urgent, least=1), HYBRID),
+    "one: hybrid steps, structures": Row("bundled", beside(structures), HYBRID, True),
+    "one: hybrid steps, fp8 KV": Row("fp8 kv", beside(urgent), HYBRID, True),
+    "family: hybrid steps": Row("family", beside(urgent, least=1), HYBRID, True),
     "workers: fp8 KV": Row("fp8 kv workers", many_at_once, exhaustive=True),
     "workers: int4": Row("int4 workers", many_at_once, exhaustive=True),
-    "workers: prefix reuse": Row("workers", prefix_reuse(range(6), *REUSED), WORKERS_REUSE),
+    "workers: prefix reuse": Row("workers", prefix_reuse(range(6), *REUSED), WORKERS_REUSE, True),
     "workers: shaped, room": Row("workers", shaped(evicted=False), {"max_model_len": 96}, True),
     "workers: shaped, evictions": Row(
-        "workers", shaped(evicted=True), {"max_model_len": 96, "num_pages": 12}
+        "workers", shaped(evicted=True), {"max_model_len": 96, "num_pages": 12}, True
     ),
-    "workers: structures": Row("workers", structures),
+    "workers: structures": Row("workers", structures, exhaustive=True),
     "family: resident": Row("family", alternating(sets=False), {**RESTLESS, **ROOM}),
     "family: sets that come and go": Row("family", alternating(sets=True), {**RESTLESS, **SETS}),
     "host experts: ls_first": Row("host experts", fetched, exhaustive=True),
     "host experts: restless": Row("host experts", fetched, RESTLESS, True),
     "host experts: sets that come and go": Row("host experts", fetched, {"resident_sets": 2}),
     "host experts: mxfp4": Row("mxfp4 host experts", fetched, RESTLESS, True),
-    "host experts: differences": Row("differences", fetched_differences),
-    "mixed: three interleavings": Row("mixed", mixes),
+    "host experts: differences": Row("differences", fetched_differences, exhaustive=True),
+    "mixed: three interleavings": Row("mixed", mixes, exhaustive=True),
     "mixed: beside brownout": Row(
         "mixed",
         mixes_beside_brownout,
@@ -723,11 +723,14 @@ ROWS = {
             )
         },
     ),
-    "mixed: beside experts in host memory": Row("mixed host experts", mixes_and_fetches),
+    "mixed: beside experts in host memory": Row(
+        "mixed host experts", mixes_and_fetches, exhaustive=True
+    ),
     "mixed: sets that come and go": Row(
         "mixed",
         mixes_of_sets,
         {"resident_sets": 2, "model_stay_s": 0.01, "mixed_models": 2},
+        exhaustive=True,
     ),
 }
 
@@ -811,6 +814,7 @@ async def test_served_is_what_the_notebook_writes(made, row):
 BLOCKING = ("one: structures", "one: shaped, room", "host experts: sets that come and go")
 
 
+@pytest.mark.sized(exhaustive=("host experts: sets that come and go",))
 @pytest.mark.deep
 @pytest.mark.parametrize("name", BLOCKING)
 async def test_steps_launched_by_a_thread_are_those_of_the_notebook(made, monkeypatch, name):
@@ -862,6 +866,13 @@ def test_served_is_what_the_notebook_writes_mesh():
 # ---- under brownout: one at a time, so that what is degraded depends on nobody else --------------
 
 
+@pytest.mark.sized(
+    exhaustive=(
+        "family of granitemoe-ways4",
+        "family of olmoe_clip_gqa-ways3",
+        "family of phimoe_attention_bias-ways5",
+    )
+)
 @pytest.mark.deep
 @pytest.mark.parametrize(
     ("name", "ways"),

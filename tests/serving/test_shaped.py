@@ -169,6 +169,7 @@ def deep_schema(depth: int) -> Structure:
     return Structure(StructureKind.JSON_SCHEMA, json.dumps(schema, separators=(",", ":")))
 
 
+@pytest.mark.deep
 async def test_a_structure_that_would_end_its_reader_or_take_minutes_is_refused(model, monkeypatch):
     """It is read in a process of its own first; others are read when that is over."""
     monkeypatch.setattr(structure, "READ_S", 1.0)

@@ -41,6 +41,7 @@ ALL = {"KV write", "attention", "grouped GEMM", "routing"}
         "cuda-256-bfloat16-without_kernel3",
         "cuda-8-bfloat16-without_kernel4",
         "cuda-16-float32-without_kernel5",
+        "cuda-16-bfloat16-without_kernel2",
     )
 )
 @pytest.mark.parametrize(

@@ -40,6 +40,7 @@ def model():
     return replace(model, config=replace(model.config, layer_attention=(FULL, Paged(6))))
 
 
+@pytest.mark.sized(exhaustive=("aep",))
 @pytest.mark.deep
 @pytest.mark.parametrize("mode", ["steps", "aep"])
 async def test_answers_with_and_without_a_shared_prefix_are_the_whole_model_s(model, mode):
@@ -104,13 +105,7 @@ async def served(model, config, asked):
     return answers, stats
 
 
-@pytest.mark.sized(
-    deep=(
-        "beside full",
-        "a window",
-    ),
-    exhaustive=("two windows",),
-)
+@pytest.mark.sized(deep=("beside full",), exhaustive=("two windows", "a window"))
 async def test_over_few_pages_everyone_gets_the_whole_model_s_tokens(mix):
     """Twenty windows long, in chunks, with preemption where a layer keeps all, and cancellation."""
     model, config = mix
@@ -125,6 +120,7 @@ async def test_over_few_pages_everyone_gets_the_whole_model_s_tokens(mix):
     assert (stats.evictions > 0) == (FULL in model.config.layer_attention)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.deep
 @pytest.mark.parametrize("mix", ["a window"], indirect=True)
 async def test_workers_give_back_pages_too(mix):

@@ -56,6 +56,7 @@ def test_visits_past_capacity_drop_in_row_order():
     np.testing.assert_array_equal(plan.cell, [[0, 2], [1, 4], [6, 3]])
 
 
+@pytest.mark.deep
 def test_dropped_visits_add_nothing_and_take_no_gradient():
     h, weights, _, gate_up, down = make(3, seed=0)
     ids = jnp.zeros((3, K), jnp.int32).at[:, 1].set(jnp.array([1, 2, 3], jnp.int32))

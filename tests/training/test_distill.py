@@ -250,7 +250,7 @@ def test_s2_sets_are_those_that_brownout_makes():
     assert len(set(seen)) > 2
 
 
-@pytest.mark.sized(deep=("combined",))
+@pytest.mark.deep
 @pytest.mark.parametrize("objective", ["combined", "routed"])
 def test_brownout_errors_are_sums_over_degraded_visits(objective):
     members, united = random_experts(6, 8, 4, 0), random_experts(2, 8, 4, 1)
@@ -340,12 +340,7 @@ def test_groups_by_similarity_and_coactivation():
 # -- training --------------------------------------------------------------------------------------
 
 
-@pytest.mark.sized(
-    deep=(
-        "combined",
-        "routed",
-    )
-)
+@pytest.mark.deep
 @pytest.mark.parametrize("objective", ["combined", "routed", "equation4"])
 def test_training_beats_its_start(objective):
     members, groups = random_experts(7, 16, 8, 0), (np.arange(7) // 3).astype(np.int32)
@@ -357,6 +352,7 @@ def test_training_beats_its_start(objective):
     assert fit.params["down"].shape == (3, 8, 16)
 
 
+@pytest.mark.deep
 def test_reaches_the_minimiser_where_it_is_known():
     """Members that are one expert: the united one becomes it from anywhere, and stops early."""
     one = random_experts(1, 8, 6, 1)

@@ -45,6 +45,7 @@ def finished(tiny_dir, tmp_path_factory):
         return out, run(tiny_dir, out, lambda *args: seen.append(args)), seen
 
 
+@pytest.mark.exhaustive
 def test_what_is_held_out_is_told_by_data_file(tiny_dir, tmp_path):
     """By hand: the whole's divergence is the files' mean, by their tokens that were measured."""
     known, strange = tiny_dir.path / "tasks.jsonl", tmp_path / "strange.txt"

@@ -344,6 +344,7 @@ def test_sizes_below_the_least_are_refused(name):
         EvaluateConfig(**{name: 0})
 
 
+@pytest.mark.exhaustive
 def test_a_model_of_a_family_is_scored_over_its_pool(united_dir, tiny_dir, tmp_path):
     """Where it shares all its experts with a sibling, it answers as that sibling's weights do."""
     sibling = shutil.copytree(united_dir, tmp_path / "sibling")

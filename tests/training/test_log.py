@@ -55,7 +55,7 @@ def test_no_folder_no_log():
         log.write("way 4, layer 0", 10, {"loss": 0.5})
 
 
-@pytest.mark.deep
+@pytest.mark.exhaustive
 def test_a_distillation_logs_what_it_shows(tiny_dir, tmp_path):
     shown = []
     distill(

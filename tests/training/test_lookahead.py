@@ -39,7 +39,7 @@ def hit(predicted, made):
     return float(jnp.mean(jnp.any(predicted[:, None, :] == made[:, :, None], axis=-1)))
 
 
-@pytest.mark.deep
+@pytest.mark.exhaustive
 def test_probes_guess_better_than_the_next_router(model, tmp_path, monkeypatch, capsys):
     run(monkeypatch, "--rows", 4000, "--out", tmp_path)
     assert "4 probes" in capsys.readouterr().out

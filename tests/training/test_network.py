@@ -220,17 +220,7 @@ def case(cfg):
     return params, (tokens, targets, positions, items, weights)
 
 
-@pytest.mark.sized(
-    deep=(
-        "qwen2",
-        "qwen3",
-        "turned first",
-        "turned by kind",
-        "own router",
-        "glm4",
-        "scored",
-    )
-)
+@pytest.mark.deep
 @pytest.mark.parametrize("name", configs())
 def test_loss_and_gradients_are_those_of_a_naive_model(name, monkeypatch):
     cfg = configs()[name]

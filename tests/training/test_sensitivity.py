@@ -110,6 +110,7 @@ def test_windows_of_texts_are_items_whose_second_half_is_the_answer(tmp_path):
     assert found == {(b"abcd", b"efgh"), (b"ijkl", b"mnop"), (b"pqrs", b"tuvw")}
 
 
+@pytest.mark.deep
 def test_what_levels_cannot_be_compared_on_is_refused(tmp_path):
     golden, text = str(GOLDEN / "qwen2_moe"), tmp_path / "a.txt"
     both = EvaluateConfig(golden, text=(text,), generate_tasks=4)

@@ -59,7 +59,7 @@ def test_newest_params_of_an_empty_run_is_refused(config, tmp_path):
         newest_params(tmp_path, config.model)
 
 
-@pytest.mark.deep
+@pytest.mark.exhaustive
 def test_one_command_makes_a_model_of_the_geometry_that_it_names(tiny, tmp_path, monkeypatch):
     monkeypatch.setitem(remake.GEOMETRIES, "second", tiny.config)
     monkeypatch.setattr(remake, "EVAL_ITEMS", 4)

@@ -187,6 +187,7 @@ def test_more_host_cost_never_makes_it_pay_more(one, extra):
         assert slow.tokens_per_s <= fast.tokens_per_s * (1 + 1e-9)
 
 
+@pytest.mark.deep
 @settings(max_examples=60)
 @given(deployments)
 def test_the_best_split_is_the_best_of_all_whose_stages_are_long_enough(one):

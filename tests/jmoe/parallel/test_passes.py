@@ -43,6 +43,7 @@ visits = st.lists(
 )
 
 
+@pytest.mark.deep
 @given(visits, st.sampled_from([1, 2, 4, 7, 50, None]))
 @settings(max_examples=100)
 def test_each_row_is_run_once_and_no_pass_is_over_its_bound(ids, per_pass):

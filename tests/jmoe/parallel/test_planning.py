@@ -59,6 +59,7 @@ def home_of(hosts):
     return np.asarray(oracle.homes(hosts.tolist()), np.int32)
 
 
+@pytest.mark.sized(deep=("0.0-None", "0.5-1"))
 @pytest.mark.parametrize(("alpha", "per_pair"), [(0.0, None), (0.5, None), (0.5, 1), (1.0, 1)])
 def test_literal_plan_equals_algorithm_1(alpha, per_pair):
     for counts, hosts in cases(30, seed=int(10 * alpha)):

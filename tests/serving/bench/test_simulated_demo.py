@@ -89,6 +89,7 @@ def test_figures_are_those_of_the_steps_by_hand():
     assert zero["accuracy"] is None
 
 
+@pytest.mark.deep
 def test_a_server_is_timed_and_then_simulated(tmp_path, monkeypatch):
     """The whole way, with a server whose timeline has steps of 16 and of 40 ms."""
     monkeypatch.setattr(calibrate, "BURST_S", 0.001)
@@ -116,7 +117,7 @@ def test_brownout_that_saves_half_of_a_step_holds():
     assert len(result["pairs"]) == 2
 
 
-@pytest.mark.deep
+@pytest.mark.exhaustive
 def test_noise_of_steps_is_no_change_of_the_machines_speed():
     """What a server expects of a step at one moment is off by a third where steps are as noisy, and
     one pair of eight may look as if it were by chance.

@@ -150,7 +150,7 @@ def test_brownout_is_what_the_threshold_says():
 
 
 @pytest.mark.usefixtures("compiled_in_a_hurry")
-@pytest.mark.deep
+@pytest.mark.exhaustive
 def test_a_model_answers_in_the_times_of_the_machine(tmp_path):
     """Tokens and their costs are a notebook's, of the way in force; it takes as long as without a
     model.
@@ -320,6 +320,19 @@ def test_shapes_have_the_rates_that_they_should(shape, first, most, mean):
     assert shares.mean() == pytest.approx(mean, abs=0.06)
 
 
+@pytest.mark.sized(
+    deep=(
+        "step to 0.74",
+        "square",
+        "half speed",
+        "speed 0.8",
+        "noise doubled",
+        "ramps",
+        "ends",
+        "no burst",
+        "diurnal",
+    )
+)
 @pytest.mark.parametrize("name", CONDITIONS)
 def test_conditions_have_their_mix_and_their_load(name):
     mix = CONDITIONS[name].mix

@@ -469,6 +469,7 @@ def test_parameters_are_those_of_the_loaded_model(name: str) -> None:
     assert num_parameters(read_config(GOLDEN / name)) == load(GOLDEN / name).num_parameters
 
 
+@pytest.mark.sized(deep=("qwen3-235b-a22b-235.1-22.2-192512",))
 @pytest.mark.parametrize(
     ("name", "billions", "active", "kv_bytes"),
     [
@@ -518,6 +519,7 @@ def test_a_gpu_counts_whether_or_not_its_driver_works(tmp_path, made, found) -> 
     assert cli.has_nvidia_gpu(tmp_path) == found
 
 
+@pytest.mark.deep
 def test_serve_for_real(monkeypatch, capsys, tmp_path) -> None:
     small = {
         "engine.max_model_len": 32,

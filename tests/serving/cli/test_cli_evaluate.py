@@ -190,6 +190,7 @@ def family(tmp_path_factory):
     return paths, ["--family", str(where / "family.json"), *models]
 
 
+@pytest.mark.deep
 def test_siblings_that_lose_little_borrow_united_experts(family, monkeypatch, capsys, tmp_path):
     """Scores are told; what is loaded, written and said to be saved is real."""
     paths, flags = family

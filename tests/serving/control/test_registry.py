@@ -107,6 +107,7 @@ async def test_the_stay_is_nine_times_what_a_change_takes(family):
         task.cancel()
 
 
+@pytest.mark.deep
 async def test_nobody_waits_past_the_bound(family):
     """Requests for every model at all times: each set is there within the stated time."""
     engine = family([0, 1])

@@ -71,7 +71,14 @@ def thresholds(engine):
 
 
 @pytest.mark.sized(
-    deep=("algorithm2-0", "algorithm2-0.5", "algorithm2-2.4", "algorithm2-5", "predictive-0")
+    deep=(
+        "algorithm2-0",
+        "algorithm2-0.5",
+        "algorithm2-2.4",
+        "algorithm2-5",
+        "predictive-0",
+        "predictive-1",
+    )
 )
 @pytest.mark.parametrize(
     ("controller", "rate_per_s"),
@@ -100,12 +107,7 @@ async def test_ten_seconds_after_the_last_late_token_nothing_is_degraded(
     }
 
 
-@pytest.mark.sized(
-    deep=(
-        "1",
-        "4",
-    )
-)
+@pytest.mark.deep
 @pytest.mark.parametrize("slots", [1, 2, 4])
 async def test_users_who_have_a_slot_each_are_no_queue(start, slots):
     engine = start(
@@ -152,7 +154,7 @@ async def test_where_the_window_has_its_samples_the_papers_step_governs(serve):
     assert not engine.get_brownout().objective_state
 
 
-@pytest.mark.sized(deep=("0.0005-8", "0.0085-None", "0.019-None"))
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("itl_slo_s", "least_ms"), [(0.0005, 8), (0.0075, 8), (0.0085, None), (0.019, None)]
 )
@@ -181,13 +183,7 @@ async def test_an_objective_that_no_threshold_can_keep_is_a_state_not_a_reason(
     assert engine.get_brownout().objective_state == ""
 
 
-@pytest.mark.sized(
-    deep=(
-        "change1-True",
-        "change2-False",
-        "change3-False",
-    )
-)
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("change", "stays"),
     [
@@ -209,6 +205,7 @@ async def test_what_cannot_keep_an_objective_is_forgotten_with_it_on_an_idle_eng
     assert math.isnan(state.least_itl_s) != stays
 
 
+@pytest.mark.deep
 async def test_a_queue_that_brownout_shortens_is_no_reason_to_stop(serve):
     """60 requests/s are more than the 40 that can be served without brownout."""
     engine = serve(itl_slo_s=0.03)

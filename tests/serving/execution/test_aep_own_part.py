@@ -34,7 +34,7 @@ def read(monkeypatch):
     return names
 
 
-@pytest.mark.sized(deep=("attention-0",))
+@pytest.mark.sized(deep=("attention-0", "experts-0"))
 @pytest.mark.parametrize(("kind", "number"), [(ATTENTION, 0), (EXPERTS, 0), (EXPERTS, 2)])
 def test_a_worker_reads_its_own_experts_alone(read, kind, number):
     assignment = Assignment(kind, number, "tcp://nowhere", CONFIG, "00" * 32)

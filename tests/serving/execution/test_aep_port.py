@@ -380,6 +380,7 @@ def test_messages_come_in_order_with_their_senders_name(two):
     assert one.receive(0) == []
 
 
+@pytest.mark.deep
 def test_connections_that_are_reset_lose_double_and_reorder_nothing(proxied):
     one, other, *proxies = proxied
     rows, count = np.arange(64 * 1024, dtype=np.float32).reshape(64, 1024), 400

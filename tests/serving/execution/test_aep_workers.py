@@ -179,7 +179,7 @@ def recording(device, moe_layers):
     return found
 
 
-@pytest.mark.deep
+@pytest.mark.exhaustive
 def test_under_brownout_tokens_are_those_of_the_plans_that_stages_made():
     """Each stage's plan is made of whom it met; replayed in float64, plans give the same tokens."""
     model, rng = jmoe.load(dtype="float32", ways=[4]), random.Random(6)
@@ -207,7 +207,7 @@ def test_under_brownout_tokens_are_those_of_the_plans_that_stages_made():
         assert abs(logits - forward(model, [context])[0]).max() > 1e-3  # plans were followed
 
 
-@pytest.mark.deep
+@pytest.mark.exhaustive
 def test_each_way_has_its_own_united_experts_whoever_hosts_them(tmp_path):
     folder = variant(GOLDEN / "qwen2_moe", tmp_path / "model", 0)
     add_united(folder, ways=(2, 3, 4))

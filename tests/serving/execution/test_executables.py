@@ -203,7 +203,7 @@ async def test_a_warm_start_lowers_nothing_and_answers_alike(tmp_path, monkeypat
     assert first[3] != first[0]  # the brownout was one
 
 
-@pytest.mark.deep
+@pytest.mark.exhaustive
 async def test_a_patched_run_leaves_nothing_that_an_unpatched_one_finds(tmp_path, monkeypatch):
     """A researcher's plan that degrades every visit, and then the plan as it is."""
 

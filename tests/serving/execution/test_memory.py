@@ -54,6 +54,7 @@ def test_this_machine_knows_its_memory():
     assert 2**26 < free < 2**50
 
 
+@pytest.mark.sized(deep=("num_pages-change1", "max_num_seqs-change3"))
 @pytest.mark.parametrize(
     ("named", "change"),
     [

@@ -96,7 +96,7 @@ async def test_layers_one_after_another_answer_as_scanned_ones(as_on_a_gpu):
 
 
 @pytest.mark.deep
-@pytest.mark.sized(exhaustive=("full",))
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("strategy", ["zero", "full"])
 async def test_a_program_for_each_part_where_the_host_would_wait_for_a_loop(as_on_a_gpu, strategy):
     """As on a GPU: what is parked between two of them answers as what runs alone."""
@@ -157,7 +157,7 @@ def layers_of(key):
     return key.first_layer, key.stop_layer
 
 
-@pytest.mark.deep
+@pytest.mark.exhaustive
 async def test_rows_that_leave_a_step_in_parts_leave_it_to_the_programs_it_was_begun_with(
     as_on_a_gpu, monkeypatch
 ):

@@ -80,6 +80,7 @@ def test_a_patch_changes_it_and_taking_it_back_does_too(monkeypatch):
     assert digest([module.root]) == before
 
 
+@pytest.mark.sized(deep=("_count", "no_less"))
 @pytest.mark.parametrize("name", ["_covering", "_count", "targets", "no_less"])
 def test_a_step_program_names_the_plan_it_is_made_of(name, monkeypatch):
     roots = (steps.decode_step, steps.prefill_step)

@@ -187,6 +187,23 @@ def items_of(response) -> tuple[list[Call], str]:
     return calls, response.output_text
 
 
+@pytest.mark.sized(
+    deep=(
+        "ernie45-1",
+        "mistral list-1",
+        "deepseek_v3 plain-1",
+        "glm47-1",
+        "minimax_m2-1",
+        "qwen3_xml-1",
+        "hermes-1000",
+        "mistral-1000",
+        "openai-1000",
+        "deepseek_v3-1000",
+        "kimi_k2-1000",
+        "glm45-1000",
+        "qwen3_coder-1000",
+    )
+)
 @pytest.mark.parametrize("step", [1, 1000])
 @pytest.mark.parametrize("name", FORMATS)
 async def test_streams_and_whole_answers_have_all_that_was_said(name, step):

@@ -85,6 +85,7 @@ def rendering(engine, usual: bool) -> LimitedProcess:
     return template._short if usual else template._other
 
 
+@pytest.mark.deep
 async def test_bombs_are_their_callers_errors_and_all_else_goes_on():
     async with CountingSetup(ServerConfig(port=0)) as s:
         for bomb, (_, says) in BOMBS.items():

@@ -52,6 +52,13 @@ async def send(channel: grpc.aio.Channel, method: str, messages: list[bytes]) ->
     return await call.code()
 
 
+@pytest.mark.sized(
+    deep=(
+        "main-grpc.health.v1.Health/Check-HealthCheckRequest-1000",
+        "main-grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo-ServerReflectionRequest-1500",
+        "main-jmoe.v1.Generation/GetServerInfo-GetServerInfoRequest-500",
+    )
+)
 @pytest.mark.parametrize(("port", "method", "message_type", "count"), METHODS)
 async def test_broken_messages_are_refused_and_the_server_lives_on(
     port: str, method: str, message_type, count: int, caplog

@@ -187,6 +187,7 @@ async def finished_but_not_read(s: Setup, num_tokens: int):
     return call
 
 
+@pytest.mark.deep
 async def test_a_drain_waits_for_a_slow_reader() -> None:
     async with Setup(ServerConfig(port=0)) as s:
         call = await finished_but_not_read(s, 2000)

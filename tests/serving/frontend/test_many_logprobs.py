@@ -120,6 +120,7 @@ async def test_kserve_formats_token_by_token(monkeypatch):
     assert told[0]["50"] == {"logprob": -1.5, "rank": 2, "decoded_token": "2"}
 
 
+@pytest.mark.deep
 async def test_one_bound_holds_over_every_protocol():
     engine = counting_engine(model=model_with(characters()), max_logprobs_per_call=1000)
     config = ServerConfig(port=0, http_port=0, engine=engine.config)

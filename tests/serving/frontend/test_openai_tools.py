@@ -537,6 +537,9 @@ _BODIES = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.sized(
+    deep=("glm47-40-0", "openai-40-0", "ernie45-40-0", "minimax_m2-40-0", "qwen3_xml-40-0")
+)
 @pytest.mark.sized(exhaustive=[f"{parser}-5000-{part}" for parser in PARSERS for part in range(4)])
 @pytest.mark.parametrize(("count", "part"), [(40, 0), *((5_000, part) for part in range(4))])
 @pytest.mark.parametrize("parser", PARSERS)
