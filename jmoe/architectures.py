@@ -109,7 +109,7 @@ class Architecture:
 LACKING = {
     **dict.fromkeys(
         ("granitemoehybrid", "jamba", "minimax"),
-        "whose recurrent layers are not those of Gated DeltaNet",
+        "whose recurrent layers are none of jmoe's",
     ),
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), "which has no experts"),
 }

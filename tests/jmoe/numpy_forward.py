@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from jmoe.attention import Latent
-from jmoe.recurrent import GatedDelta
+from jmoe.recurrent import GatedDelta, ShortConv
 from jmoe.rope import inverse_frequencies
 from jmoe.router import SparseMixer
 from pallas_kernels.activation import ClampedSwiglu
@@ -36,6 +36,8 @@ def forward(model, tokens, served=None):
                 kind, h = cfg.layer_attention[start + i], _layer_norm(cfg, layer, "attn_norm", x)
                 if isinstance(kind, GatedDelta):
                     x = x + scale * delta_net(cfg, layer, h, kind)
+                elif isinstance(kind, ShortConv):
+                    x = x + scale * _short_conv(layer, h, kind)
                 elif isinstance(kind, Latent):
                     x = x + scale * _latent(cfg, layer, h, kind)
                 else:
@@ -138,6 +140,16 @@ def delta_net(cfg, layer, h, kind):
             out[t, head * kind.value : (head + 1) * kind.value] = state.T @ query
     out = _norm(cfg, out.reshape(len(h), -1, kind.value), layer["delta_norm"])
     return (out.reshape(len(h), -1) * _silu(gate)) @ layer["wo"]
+
+
+def _short_conv(layer, h, kind):
+    """Runs a gated convolution over the newest rows, position by position."""
+    before, gate, x = np.split(h @ layer["w_in"] + layer.get("b_in", 0.0), 3, axis=1)
+    taps, inputs = layer["conv"][:, 0], before * x
+    for t in range(len(h)):
+        seen = (taps[:, -1 - back] * inputs[t - back] for back in range(min(kind.taps, t + 1)))
+        gate[t] *= sum(seen) + layer.get("b_conv", 0.0)
+    return gate @ layer["wo"] + layer.get("bo", 0.0)
 
 
 def _heads_norm(cfg, x, weight):

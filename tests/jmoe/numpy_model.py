@@ -16,6 +16,20 @@ def silu(x):
     return x / (1 + np.exp(-x))
 
 
+LFM2S = {
+    "operator_norm.": "input_layernorm.",
+    "ffn_norm.": "post_attention_layernorm.",
+    "embedding_norm.": "norm.",
+    "self_attn.q_layernorm.": "self_attn.q_norm.",
+    "self_attn.k_layernorm.": "self_attn.k_norm.",
+    "self_attn.out_proj.": "self_attn.o_proj.",
+    "feed_forward.expert_bias": "mlp.gate.e_score_correction_bias",
+    "feed_forward.": "mlp.",
+    ".w1.": ".gate_proj.",
+    ".w3.": ".up_proj.",
+    ".w2.": ".down_proj.",
+}
+"""What LFM2 calls otherwise."""
 HUNYUANS = {
     "mlp.gate.wg.": "mlp.gate.",
     "mlp.router.gate.": "mlp.gate.",
@@ -27,9 +41,9 @@ HUNYUANS = {
 """What Hunyuan's models call otherwise."""
 
 
-def apart(name, tensor):
+def apart(name, tensor, renamed=HUNYUANS):
     """Yields Qwen's names of a tensor, or of its parts: of Granite, one has all experts'."""
-    for theirs, ours in HUNYUANS.items():
+    for theirs, ours in renamed.items():
         name = name.replace(theirs, ours)
     at, _, what = name.partition(".block_sparse_moe.")
     at += ".mlp."
@@ -59,7 +73,8 @@ class NumpyModel:
         self.tensors, self.united = {}, {}
         for path in sorted(directory.glob("model*.safetensors")):
             for name, tensor in load_file(path).items():
-                self.tensors |= dict(apart(name, tensor.astype(np.float64)))
+                renamed = LFM2S if self.config["model_type"] == "lfm2_moe" else HUNYUANS
+                self.tensors |= dict(apart(name, tensor.astype(np.float64), renamed))
         if (directory / "united.safetensors").exists():
             self.united = load_file(directory / "united.safetensors")
         self.cache, self.gap = {}, np.inf
@@ -76,7 +91,9 @@ class NumpyModel:
             at = f"model.layers.{layer}."
             h = self.norm(x, at + "input_layernorm.weight")
             recurs = f"{at}linear_attn.A_log" in self.tensors
-            x = x + scale * (self.delta if recurs else self.attention)(layer, h, rows)
+            convolves = f"{at}conv.conv.weight" in self.tensors
+            mixer = self.delta if recurs else self.short_conv if convolves else self.attention
+            x = x + scale * mixer(layer, h, rows)
             h = self.norm(x, at + "post_attention_layernorm.weight")
             if self.is_gpt_oss or f"{at}mlp.gate.weight" in self.tensors:
                 out, moved = self.moe(layer, moe_layer, h, rows, strategy, threshold, way)
@@ -91,7 +108,7 @@ class NumpyModel:
         return logits / cfg.get("logits_scaling", 1), degraded
 
     def norm(self, x, name):
-        eps = self.config["rms_norm_eps"]
+        eps = self.config.get("norm_eps") or self.config["rms_norm_eps"]
         if (bias := name.replace(".weight", ".bias")) in self.tensors:
             x = x - x.mean(-1, keepdims=True)
             return (
@@ -137,6 +154,18 @@ class NumpyModel:
                 out[i, head] = query * key**-0.5 @ after
             out[i] = self.norm(out[i], at + "norm.weight") * silu(z.reshape(heads, value))
         return self.linear(at + "out_proj", out.reshape(len(rows), -1))
+
+    def short_conv(self, layer, h, rows):
+        """Runs rows over the newest ones of their sequences."""
+        at, gates = f"model.layers.{layer}.conv.", []
+        kernel, bias = self.tensors[at + "conv.weight"][:, 0], self.tensors.get(at + "conv.bias", 0)
+        for i, (sequence, _, _) in enumerate(rows):
+            before, gate, x = np.split(self.linear(at + "in_proj", h[i]), 3)
+            inputs, _ = self.cache.setdefault((sequence, layer), ([], []))
+            inputs.append(before * x)
+            seen = inputs[: -1 - kernel.shape[1] : -1]
+            gates.append(gate * (bias + sum(kernel[:, -1 - n] * x for n, x in enumerate(seen))))
+        return self.linear(at + "out_proj", np.stack(gates))
 
     def linear(self, name, x):
         return x @ self.tensors[name + ".weight"].T + self.tensors.get(name + ".bias", 0.0)
@@ -278,7 +307,7 @@ class NumpyModel:
         normalize = cfg.get("norm_topk_prob") or cfg["model_type"] in always
         if cfg["model_type"] == "phimoe":
             return sparsemixer(logits, cfg["router_jitter_noise"])
-        if cfg["model_type"] in ("glm4_moe", "dots1", "minimax_m2", "hy_v3", softmaxed):
+        if cfg["model_type"] in ("glm4_moe", "dots1", "minimax_m2", "hy_v3", "lfm2_moe", softmaxed):
             biases = (f"{at}{own}e_score_correction_bias" for own in ("gate.", "moe_statics.", ""))
             [bias] = (self.tensors[name] for name in biases if name in self.tensors)
             return scored(

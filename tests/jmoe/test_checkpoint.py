@@ -95,7 +95,7 @@ def test_an_unreadable_index_is_named(copy, content):
         ({"model_type": "llama"}, "model_type is 'llama', which has no experts; jmoe serves "),
         (
             {"model_type": "jamba"},
-            "'jamba', whose recurrent layers are not those of Gated DeltaNet; jmoe",
+            "'jamba', whose recurrent layers are none of jmoe's; jmoe",
         ),
         ({"model_type": "dbrx"}, "solar_open; docs/new-architecture.md says how to add one"),
         (
@@ -384,7 +384,15 @@ def test_a_saved_model_loads_in_another_precision(saved):
     assert back.table.slots.dtype == np.int32
 
 
-NAMED = ["glm4_moe", "phimoe_window_tied", "gpt_oss", "deepseek_v2", "mellum", "qwen3_next"]
+NAMED = [
+    "glm4_moe",
+    "phimoe_window_tied",
+    "gpt_oss",
+    "deepseek_v2",
+    "mellum",
+    "qwen3_next",
+    "lfm2_moe",
+]
 
 
 @pytest.mark.sized(deep=NAMED[1:])

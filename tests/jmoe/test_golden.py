@@ -155,6 +155,7 @@ def test_batched_forms_equal_transformers_greedy(name):
         "granitemoe_yarn",
         "hunyuan_v1_moe_attention_bias",
         "hy_v3_types_tied",
+        "lfm2_moe_biases_untied",
         "mellum_yarn_tied",
         "minimax_m2_yarn_tied",
         "olmoe",

@@ -24,6 +24,7 @@ DEEP += [
     "hunyuan_v1_moe",
     "mellum",
     "qwen3_next",
+    "lfm2_moe",
 ]
 CASES = ["qwen2_moe", *(pytest.param(name, marks=pytest.mark.deep) for name in DEEP), "qwen3_moe"]
 TOKENS = np.random.default_rng(0).integers(0, 70, (3, 8))
