@@ -20,7 +20,7 @@ from jmoe.config_keys import (
     rope_kind,
     words,
 )
-from jmoe.recurrent import GatedDelta, ShortConv
+from jmoe.recurrent import GatedDelta, Mamba, ShortConv
 from jmoe.router import ScoredTopK, SparseMixer
 from pallas_kernels.activation import ClampedSwiglu
 
@@ -85,6 +85,8 @@ class Architecture:
     """Names of the norms of query and of key heads, where it has them."""
     shared: str = "shared_expert"
     """Name of the shared experts in the MLP block."""
+    joined_shared: tuple[str, str] | None = None
+    """Names of the shared experts' gates and ups in one tensor, and of downs, in the layer."""
     text: tuple[str, ...] = ()
     """Values of `model_type` in `text_config`, where the file describes other models beside the one
     that reads text."""
@@ -108,7 +110,7 @@ class Architecture:
 
 LACKING = {
     **dict.fromkeys(
-        ("granitemoehybrid", "jamba", "minimax"),
+        ("jamba", "minimax", "nemotron_h"),
         "whose recurrent layers are none of jmoe's",
     ),
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), "which has no experts"),
@@ -554,6 +556,59 @@ def _granite(fields: Fields) -> dict[str, Any]:
         "norm_topk_prob": True,
         **{key: fields.number(key, 1.0) for key in (*scales, "residual_multiplier")},
     }
+
+
+def _granite_hybrid(fields: Fields) -> dict[str, Any]:
+    count, names = fields.size("num_hidden_layers"), ("linear_attention", "full_attention")
+    older = {"mamba": names[0], "attention": names[1]}
+    if (kinds := _kinds(fields, "layer_types", [*older, *names])) is None:
+        kinds = [names[0]] * count
+    kind, turned = "position_embedding_type", {"rope": True, "nope": False, None: False}
+    if fields.given(kind) not in turned:
+        raise fields.wrong(kind, "'rope' or 'nope'")
+    each = {names[0]: _mamba(fields), names[1]: Paged()}
+    return {
+        **_granite(fields),
+        "layer_attention": tuple(each[older.get(one, one)] for one in kinds),
+        "d_ff_shared": fields.size("shared_intermediate_size", 1024),
+        "shared_gate": False,
+        "turns": turned[fields.given(kind)],
+    }
+
+
+def _mamba(fields: Fields) -> Mamba:
+    heads = fields.size("mamba_n_heads", 128)
+    wide = fields.size("mamba_expand", 2) * fields.size("hidden_size")
+    if wide % heads:
+        raise fields.wrong("mamba_n_heads", f"a divisor of mamba_expand times hidden_size ({wide})")
+    if fields.given("mamba_d_head") not in (None, "auto", wide // heads):
+        raise fields.wrong(
+            "mamba_d_head",
+            f"'auto', or {wide // heads}: what mamba_n_heads ({heads}) have each of mamba_expand "
+            f"times hidden_size ({wide})",
+        )
+    groups, limits = fields.size("mamba_n_groups", 1), [0.0, math.inf]
+    if heads % groups:
+        raise fields.wrong("mamba_n_groups", f"a divisor of mamba_n_heads ({heads})")
+    if (given := fields.given(key := "time_step_limit")) is not None:
+        endless = {"__float__": "Infinity"}  # as transformers writes it
+        limits = (
+            [math.inf if one == endless else one for one in given]
+            if isinstance(given, list)
+            else []
+        )
+        if [type(one) in (int, float) for one in limits] != [True] * 2:
+            raise fields.wrong(key, "a list of two numbers")
+    return Mamba(
+        heads,
+        wide // heads,
+        fields.size("mamba_d_state", 256),
+        groups,
+        fields.size("mamba_d_conv", 4, least=2),
+        fields.flag("mamba_conv_bias", True),
+        fields.flag("mamba_proj_bias", False),
+        *map(float, limits),
+    )
 
 
 def _phi(fields: Fields) -> dict[str, Any]:
@@ -1065,6 +1120,24 @@ ARCHITECTURES: dict[str, Architecture] = {
         joined_experts=("input_linear.weight", "output_linear.weight"),
         quantized=(),
         apart="multipliers of embeddings, scores, residuals and logits; joined experts",
+    ),
+    "granitemoehybrid": Architecture(
+        "GraniteMoeHybridForCausalLM",
+        _granite_hybrid,
+        _and(
+            "attention_bias attention_multiplier embedding_multiplier logits_scaling "
+            "mamba_conv_bias mamba_d_conv mamba_d_head mamba_d_state mamba_expand mamba_n_groups "
+            "mamba_n_heads mamba_proj_bias num_local_experts position_embedding_type "
+            "residual_multiplier shared_intermediate_size time_step_limit"
+        ),
+        {"normalization_function": ("rmsnorm",)},
+        mlp="block_sparse_moe",
+        router="router.layer",
+        joined_experts=("input_linear.weight", "output_linear.weight"),
+        joined_shared=("shared_mlp.input_linear", "shared_mlp.output_linear"),
+        quantized=(),
+        apart="Granite 3.0's with Mamba-2 in most layers and a shared expert without a gate; "
+        "attention without positions",
     ),
     "phimoe": Architecture(
         "PhimoeForCausalLM",

@@ -269,7 +269,7 @@ def with_kv_cache_dtype(cfg: "ModelConfig", dtype: str) -> "ModelConfig":
     if not any(type(kind) is Paged for kind in kinds):
         raise ValueError(
             f"kv_cache_dtype is {dtype!r}, and no layer of this {cfg.architecture} model keeps keys"
-            " and values (latents stay in dtype); leave it at auto"
+            " and values (latents and recurrent states stay as they are); leave it at auto"
         )
     return replace(cfg, layer_attention=kinds)
 

@@ -40,7 +40,7 @@ from jmoe.int4 import Int4, PackedTensor
 from jmoe.layout import Layout
 from jmoe.model_files import instead, lfs_pointer, read_text, regular, stays_inside
 from jmoe.parallel.home import Home
-from jmoe.recurrent import GatedDelta, ShortConv
+from jmoe.recurrent import GatedDelta, Mamba, ShortConv
 from jmoe.router import ScoredTopK, SparseMixer
 from jmoe.weights import PoolHolder, Weights
 from pallas_kernels.activation import ClampedSwiglu, Gelu, Silu
@@ -256,7 +256,9 @@ def _as_stored(files: TensorFiles, cfg: ModelConfig) -> ModelConfig:
     """Returns a configuration that says whether the files have experts joined, where they may."""
     if not naming(cfg.architecture).may_be_apart:
         return cfg
-    joined = layout.expert(cfg, cfg.moe_layers.index(True), 0)["down"].names
+    layers = (at for at, is_moe in enumerate(cfg.moe_layers) if is_moe)
+    experts = (layout.expert(cfg, at, 0).values() for at in layers)
+    joined = (name for own in experts for parameter in own for name in parameter.names)
     return replace(cfg, experts_apart=not any(map(files.shape, joined)))
 
 
@@ -943,6 +945,7 @@ _NAMED: dict[str, type] = {
         Paged,
         Latent,
         GatedDelta,
+        Mamba,
         ShortConv,
     )
 }

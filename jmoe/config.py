@@ -262,6 +262,8 @@ def from_hf(
             )
         # Behind it the long factors turn all keys anew, also those in the cache.
         max_position = min(max_position, _original(fields, max_position))
+    if not own.pop("turns", True):
+        rope = RopeConfig(kind="none")
     if (scale := own.pop("attention_multiplier", None)) is not None:
         # In place of head_dim ** -0.5, by what turns q and k: no kernel has to know it.
         factor = rope.attention_factor * math.sqrt(scale * math.sqrt(head_dim))

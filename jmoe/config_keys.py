@@ -99,6 +99,8 @@ HARMLESS: Mapping[str, str] = {
         "of a prediction layer, which is left out",
         "mtp_num_hidden_layers mtp_use_dedicated_embeddings",
     ),
+    **_because("how a scan is cut", "mamba_chunk_size"),
+    **_because("how weights began", "init_method"),
     **_because("what recurrent states are kept in; here float32 always", "mamba_ssm_dtype"),
     **_because(
         "how many layers share keys and values, where `use_cla` is true", "cla_share_factor"

@@ -16,7 +16,7 @@ import numpy as np
 from jmoe.architectures import naming
 from jmoe.attention import Latent
 from jmoe.config import ModelConfig
-from jmoe.recurrent import GatedDelta, ShortConv
+from jmoe.recurrent import GatedDelta, Mamba, ShortConv
 from pallas_kernels.grouped_gemm.four_bits import PackedWeights, packed_codes
 
 Kind = Literal["matrix", "laid out", "mxfp4", "embedding", "router", "norm", "bias", "gate"]
@@ -205,6 +205,8 @@ def layer(cfg: ModelConfig, index: int, is_moe: bool) -> Layout:
     }
     if isinstance(kind, GatedDelta):
         out |= _delta(cfg, kind, at + "linear_attn.")
+    elif isinstance(kind, Mamba):
+        out |= _mamba(cfg, kind, at + "mamba.")
     elif isinstance(kind, ShortConv):
         out |= _short_conv(cfg, kind, at + "conv.")
     else:
@@ -223,7 +225,11 @@ def layer(cfg: ModelConfig, index: int, is_moe: bool) -> Layout:
         name, shape = (mlp + names.router_bias,), (cfg.num_experts,)
         shape = (1, *shape) if names.row_of_bias else shape
         out["router_bias"] = Parameter(name, (shape,), "bias", float32=True)
-    if cfg.d_ff_shared:
+    if cfg.d_ff_shared and names.joined_shared:
+        gate_up, down = (f"{at}{name}.weight" for name in names.joined_shared)
+        out["shared_gate_up"] = Parameter((gate_up,), ((2 * cfg.d_ff_shared, d),))
+        out["shared_down"] = Parameter((down,), ((d, cfg.d_ff_shared),))
+    elif cfg.d_ff_shared:
         out |= _swiglu("shared_", f"{mlp}{names.shared}.", d, cfg.d_ff_shared)
         if cfg.shared_gate:
             gate = (f"{mlp}{names.shared}_gate.weight",)
@@ -272,6 +278,26 @@ def _delta(cfg: ModelConfig, kind: GatedDelta, at: str) -> Layout:
         "delta_norm": Parameter((at + "norm.weight",), ((kind.value,),), "norm"),
         "wo": Parameter((at + "out_proj.weight",), ((d, values),)),
     }
+
+
+def _mamba(cfg: ModelConfig, kind: Mamba, at: str) -> Layout:
+    d, heads = cfg.d_model, (kind.heads,)
+    columns = kind.wide + kind.channels + kind.heads
+    out = {
+        "w_in": Parameter((at + "in_proj.weight",), ((columns, d),)),
+        "conv": Parameter((at + "conv1d.weight",), ((kind.channels, 1, kind.taps),), "laid out"),
+        "a_log": Parameter((at + "A_log",), (heads,), "bias", float32=True),
+        "dt_bias": Parameter((at + "dt_bias",), (heads,), "bias", float32=True),
+        "skip": Parameter((at + "D",), (heads,), "norm", float32=True),
+        "delta_norm": Parameter((at + "norm.weight",), ((kind.wide,),), "norm"),
+        "wo": Parameter((at + "out_proj.weight",), ((d, kind.wide),)),
+    }
+    sizes = {"b_conv": ("conv1d", kind.channels)} if kind.conv_bias else {}
+    if kind.bias:
+        sizes |= {"b_in": ("in_proj", columns), "bo": ("out_proj", d)}
+    for key, (name, size) in sizes.items():
+        out[key] = Parameter((f"{at}{name}.bias",), ((size,),), "bias")
+    return out
 
 
 def _short_conv(cfg: ModelConfig, kind: ShortConv, at: str) -> Layout:

@@ -37,7 +37,7 @@ from jmoe.moe import (
 from jmoe.parallel.delivery import over_mesh
 from jmoe.parallel.probe import Probe
 from jmoe.parallel.replicas import Copying, Replicas, Replication
-from jmoe.recurrent import Convolved, GatedDelta, Mixed
+from jmoe.recurrent import LEAST_DECAY, Convolved, GatedDelta, Mamba, Mixed, Scanned
 from jmoe.rope import rotation
 from jmoe.weights import Params, Weights
 from pallas_kernels.backend import backend
@@ -83,6 +83,8 @@ def project(
     """
     if "wkv_a" in layer:
         return _latents(cfg, layer, h, cos_sin, expands), None
+    if "skip" in layer:
+        return _scanned(cfg, layer, h)
     if "a_log" in layer:
         return _mixed(cfg, layer, h)
     if "conv" in layer:
@@ -129,8 +131,25 @@ def _mixed(
     qkv, gate, beta, dt = jnp.split(linear(h, layer["w_in"]), ends, axis=1)
     beta, dt = (x.astype(jnp.float32) for x in (beta, dt))
     decay = -jnp.exp(layer["a_log"])[None] * jax.nn.softplus(dt + layer["dt_bias"][None])
-    mixed = Mixed(qkv, decay, jax.nn.sigmoid(beta), layer["conv"])
+    mixed = Mixed(qkv, jnp.maximum(decay, LEAST_DECAY), jax.nn.sigmoid(beta), layer["conv"])
     return mixed, gate.reshape(-1, heads, kind.value)
+
+
+def _scanned(
+    cfg: ModelConfig, layer: Params, h: Float[Array, "T d"]
+) -> tuple[Scanned, Float[Array, "T H D"]]:
+    """Returns what Mamba-2 makes of normed rows, and the gate of its heads."""
+    kind = next(kind for kind in cfg.attention_kinds if isinstance(kind, Mamba))
+    product = linear(h, layer["w_in"])
+    if "b_in" in layer:
+        product = product + layer["b_in"][None]
+    gate, x, dt = jnp.split(product, [kind.wide, kind.wide + kind.channels], axis=1)
+    dt = jax.nn.softplus(dt.astype(jnp.float32) + layer["dt_bias"][None])
+    dt = jnp.clip(dt, kind.dt_least, kind.dt_most)
+    weights = layer["conv"], layer.get("b_conv"), layer["skip"]
+    decay = jnp.maximum(-jnp.exp(layer["a_log"])[None] * dt, LEAST_DECAY)
+    scanned = Scanned(x, dt, decay, weights)
+    return scanned, gate.reshape(-1, kind.heads, kind.value)
 
 
 def _convolved(layer: Params, h: Float[Array, "T d"]) -> tuple[Convolved, Float[Array, "T 1 d"]]:
@@ -229,6 +248,13 @@ def attended(
 def _gated(
     cfg: ModelConfig, layer: Params, out: Float[Array, "T H D"], gate: Float[Array, "T H D"]
 ) -> Float[Array, "T H D"]:
+    if "skip" in layer:  # its norm is of each group's heads, and behind the gate
+        kind = next(kind for kind in cfg.attention_kinds if isinstance(kind, Mamba))
+        h = out.astype(jnp.float32) * jax.nn.silu(gate.astype(jnp.float32))
+        h = h.reshape(len(h), kind.groups, -1)
+        h = h * lax.rsqrt(jnp.mean(h * h, axis=-1, keepdims=True) + cfg.rms_norm_eps)
+        h = h.reshape(len(h), -1).astype(out.dtype) * layer["delta_norm"][None]
+        return h.reshape(out.shape)
     if "delta_norm" not in layer and "conv" in layer:
         return (out + layer["b_conv"][None, None] if "b_conv" in layer else out) * gate
     if "delta_norm" not in layer:

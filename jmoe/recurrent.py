@@ -10,12 +10,18 @@ causal convolution over the K newest rows of their sequence. Then, for each valu
 
     S <- exp(decay) S;  S <- S + k (beta (v - S^T k))^T;  out = S^T q
 
+**Mamba-2** (arXiv 2405.21060) keeps such a matrix, too, but forgets by its decay alone: with the
+paper's B and C for k and q, which groups of heads share, and dt x for the value,
+
+    S <- exp(dt A) S + B (dt x)^T;  out = S^T C + D x
+
 **A short convolution** (LFM2, arXiv 2511.23404) keeps the K - 1 newest rows alone.
 
 What a sequence keeps lies in its slot. A row at position 0 begins with nothing, so that no slot has
 to be emptied; and a row may run once only, unlike one that writes a page.
 """
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -33,6 +39,9 @@ if TYPE_CHECKING:
 BLOCK = 32
 """Rows that are computed at once; as many in all programs, so that a sequence's bits do not depend
 on what else is in a step, but on how its prompt is cut."""
+LEAST_DECAY = -40.0
+"""Logarithm of the smallest factor that a state is multiplied by: less would change nothing in
+float32, but be taken from sums of others."""
 _PRECISE = lax.Precision.HIGHEST  # a state lives as long as its sequence
 _NORM_EPS = 1e-6
 
@@ -43,14 +52,24 @@ class Mixed(NamedTuple):
     qkv: Float[Array, "T C"]  # of G heads of queries, G of keys, H of values
     decay: Float[Array, "T H"]  # float32, its logarithm, below 0
     beta: Float[Array, "T H"]  # float32, between 0 and 1
-    taps: Float[Array, "C 1 K"]  # the newest row's last
+    weights: Float[Array, "C 1 K"]  # of the convolution, the newest row's last
+
+
+class Scanned(NamedTuple):
+    """What a layer of Mamba-2 makes of its T rows before the convolution."""
+
+    x: Float[Array, "T C"]  # of H heads, then B and C of each group
+    dt: Float[Array, "T H"]  # float32
+    decay: Float[Array, "T H"]  # float32, its logarithm: dt A
+    weights: tuple[Float[Array, "C 1 K"], Float[Array, "C"] | None, Float[Array, "H"]]
+    """Of the convolution, its bias, and D."""
 
 
 class Convolved(NamedTuple):
     """What a layer with a short convolution makes of its T rows before it."""
 
     x: Float[Array, "T C"]
-    taps: Float[Array, "C 1 K"]  # the newest row's last
+    weights: Float[Array, "C 1 K"]  # the newest row's last
 
 
 @dataclass(frozen=True)
@@ -145,7 +164,7 @@ class GatedDelta(Recurrent):
     def decode(self, projection: Mixed, kept: Any) -> tuple[Float[Array, "N H V"], list[Array]]:
         """See Recurrent."""
         inputs, states = kept
-        sums, inputs = _one_more(projection.qkv, projection.taps, inputs)
+        sums, inputs = _one_more(projection.qkv, projection.weights, inputs)
         q, k, v = _heads(self, sums, projection.qkv.dtype)
         states = states * jnp.exp(projection.decay)[..., None, None]
         old = jnp.einsum("nhdv,nhd->nhv", states, k, precision=_PRECISE)
@@ -159,7 +178,7 @@ class GatedDelta(Recurrent):
     ) -> tuple[Float[Array, "T H V"], list[Array]]:
         """See Recurrent."""
         inputs, states = kept
-        sums, inputs = _convolved(projection.qkv, projection.taps, chunks, inputs)
+        sums, inputs = _convolved(projection.qkv, projection.weights, chunks, inputs)
         q, k, v = _heads(self, sums, projection.qkv.dtype)
         q, k, v, decay, beta = (
             jnp.moveaxis(_rows(x, chunks.rows), 1, 2)
@@ -168,6 +187,86 @@ class GatedDelta(Recurrent):
         out, states = _scan(q, k, v, decay, beta, chunks, states)
         out = jnp.moveaxis(out, 1, 2)[chunks.block, chunks.place]
         return out.astype(projection.qkv.dtype), [inputs, states]
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class Mamba(Recurrent):
+    """Layers of Mamba-2."""
+
+    heads: int
+    value: int  # elements of a head
+    state: int  # elements of B, and of C
+    groups: int  # of heads that share them
+    taps: int  # rows that the convolution sees, a row's own included
+    conv_bias: bool = True
+    bias: bool = False  # of its projections
+    dt_least: float = 0.0
+    dt_most: float = math.inf
+
+    @property
+    def wide(self) -> int:
+        """Elements of all heads."""
+        return self.heads * self.value
+
+    @property
+    def channels(self) -> int:
+        """Elements that pass the convolution."""
+        return self.wide + 2 * self.groups * self.state
+
+    def kept(self, dtype: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """See Recurrent: inputs [K - 1, C], and a state [H, state, value] in float32."""
+        return (
+            jax.ShapeDtypeStruct((self.taps - 1, self.channels), dtype),
+            jax.ShapeDtypeStruct((self.heads, self.state, self.value), jnp.float32),
+        )
+
+    def decode(self, projection: Scanned, kept: Any) -> tuple[Float[Array, "N H V"], list[Array]]:
+        """See Recurrent."""
+        inputs, states = kept
+        sums, inputs = _one_more(projection.x, projection.weights[0], inputs)
+        q, k, x = self._heads(projection, sums)
+        new = x * projection.dt[..., None]
+        states = states * jnp.exp(projection.decay)[..., None, None]
+        states = states + k[..., None] * new[..., None, :]
+        out = jnp.einsum("nhdv,nhd->nhv", states, q, precision=_PRECISE)
+        return self._with_skip(projection, out, x), [inputs, states]
+
+    def prefill(
+        self, projection: Scanned, chunks: "Chunks", kept: Any
+    ) -> tuple[Float[Array, "T H V"], list[Array]]:
+        """See Recurrent."""
+        inputs, states = kept
+        sums, inputs = _convolved(projection.x, projection.weights[0], chunks, inputs)
+        q, k, x = self._heads(projection, sums)
+        q, k, new, decay = (
+            jnp.moveaxis(_rows(one, chunks.rows), 1, 2)
+            for one in (q, k, x * projection.dt[..., None], projection.decay)
+        )
+        out, states = _scan(q, k, new, decay, None, chunks, states)
+        out = jnp.moveaxis(out, 1, 2)[chunks.block, chunks.place]
+        return self._with_skip(projection, out, x), [inputs, states]
+
+    def _heads(
+        self, projection: Scanned, sums: Float[Array, "T C"]
+    ) -> tuple[Float[Array, "T H D"], Float[Array, "T H D"], Float[Array, "T H V"]]:
+        """Returns C, B and x of each head in float32."""
+        if (bias := projection.weights[1]) is not None:
+            sums = sums + bias.astype(jnp.float32)[None]
+        mixed = jax.nn.silu(sums).astype(projection.x.dtype).astype(jnp.float32)
+        ends = [self.wide, self.wide + self.groups * self.state]
+        x, b, c = jnp.split(mixed, ends, axis=1)
+        b, c = (
+            jnp.repeat(one.reshape(-1, self.groups, self.state), self.heads // self.groups, axis=1)
+            for one in (b, c)
+        )
+        return c, b, x.reshape(-1, self.heads, self.value)
+
+    def _with_skip(
+        self, projection: Scanned, out: Float[Array, "T H V"], x: Float[Array, "T H V"]
+    ) -> Float[Array, "T H V"]:
+        skip = projection.weights[2].astype(jnp.float32)[None, :, None]
+        return (out + skip * x).astype(projection.x.dtype)
 
 
 @jax.tree_util.register_static
@@ -185,14 +284,14 @@ class ShortConv(Recurrent):
 
     def decode(self, projection: Convolved, kept: Any) -> tuple[Float[Array, "N 1 C"], list[Array]]:
         """See Recurrent."""
-        sums, inputs = _one_more(projection.x, projection.taps, *kept)
+        sums, inputs = _one_more(projection.x, projection.weights, *kept)
         return sums[:, None].astype(projection.x.dtype), [inputs]
 
     def prefill(
         self, projection: Convolved, chunks: "Chunks", kept: Any
     ) -> tuple[Float[Array, "T 1 C"], list[Array]]:
         """See Recurrent."""
-        sums, inputs = _convolved(projection.x, projection.taps, chunks, *kept)
+        sums, inputs = _convolved(projection.x, projection.weights, chunks, *kept)
         return sums[:, None].astype(projection.x.dtype), [inputs]
 
 
@@ -259,7 +358,7 @@ class SlotRows(NamedTuple):
         after, out = list[list[Array]](), None
         if n:
             first = projection._replace(
-                **{name: x[:n] for name, x in projection._asdict().items() if name != "taps"}
+                **{name: x[:n] for name, x in projection._asdict().items() if name != "weights"}
             )
             out, new = self.kind.decode(first, [one[:n] for one in kept])
             after.append(new)
@@ -354,14 +453,15 @@ def _scan(
     k: Float[Array, "Z H B D"],
     v: Float[Array, "Z H B V"],
     decay: Float[Array, "Z H B"],
-    beta: Float[Array, "Z H B"],
+    beta: Float[Array, "Z H B"] | None,
     chunks: Chunks,
     states: Float[Array, "M H D V"],
 ) -> tuple[Float[Array, "Z H B V"], Float[Array, "M H D V"]]:
     """Runs blocks one after another; what their rows are to each other is known before.
 
-    In a block the values that rows bring depend on those of rows before it: a triangular system
-    (the paper's section 3.3), solved once for what comes of the values and of the state before.
+    With `beta` the values that rows of a block bring depend on those of rows before them: a
+    triangular system (Gated DeltaNet's section 3.3), solved once for what comes of the values and
+    of the state before. Without (None) they are as they are.
     """
     size = q.shape[2]
     total = jnp.cumsum(decay, axis=2)
@@ -373,14 +473,13 @@ def _scan(
         into, out_of = part[:, None] == 0, part[:, None] == part[:, None, -1:]
         passes = part[:, None, -1] == 0
     apart = jnp.exp(jnp.where(before, total[..., None] - total[..., None, :], -jnp.inf))
-    seen = jnp.einsum("zhid,zhjd->zhij", k, k, precision=_PRECISE) * apart
-    system = jnp.eye(size)[None, None] + jnp.tril(seen * beta[..., None], -1)
     since = jnp.where(into, jnp.exp(total), 0)[..., None]
-    wanted = jnp.concatenate([v, k * since], axis=-1) * beta[..., None]
-    solved = lax.linalg.triangular_solve(
-        system, wanted, left_side=True, lower=True, unit_diagonal=True
-    )
-    values, keys = jnp.split(solved, [v.shape[-1]], axis=-1)
+    values, keys = v, jnp.zeros_like(k[..., :0])
+    if beta is not None:
+        seen = jnp.einsum("zhid,zhjd->zhij", k, k, precision=_PRECISE) * apart
+        wanted = jnp.concatenate([v, k * since], axis=-1) * beta[..., None]
+        solved = jnp.matmul(_inverse(seen * beta[..., None]), wanted, precision=_PRECISE)
+        values, keys = jnp.split(solved, [v.shape[-1]], axis=-1)
     among = jnp.einsum("zhid,zhjd->zhij", q, k, precision=_PRECISE) * apart
     until = jnp.where(out_of, jnp.exp(total[..., -1:] - total), 0)[..., None]
     whole = jnp.where(passes, jnp.exp(total[..., -1]), 0)
@@ -388,7 +487,9 @@ def _scan(
     def body(states: Array, block: Any) -> tuple[Array, Array]:
         chunk, q, k, values, keys, among, whole = block
         state = states[jnp.minimum(chunk, len(states) - 1)]
-        new = values - jnp.matmul(keys, state, precision=_PRECISE)
+        new = values
+        if beta is not None:
+            new = values - jnp.matmul(keys, state, precision=_PRECISE)
         out = jnp.matmul(q, state, precision=_PRECISE) + jnp.matmul(among, new, precision=_PRECISE)
         state = state * whole[:, None, None]
         state = state + jnp.einsum("hbd,hbv->hdv", k, new, precision=_PRECISE)
@@ -398,3 +499,27 @@ def _scan(
         body, states, (chunks.chunk, q * since, k * until, values, keys, among, whole)
     )
     return out, states
+
+
+def _inverse(below: Float[Array, "Z H B B"]) -> Float[Array, "Z H B B"]:
+    """Returns the inverse of a triangular matrix with ones on its diagonal and that below it; what
+    is not below is not read.
+
+    Blocks on the diagonal are inverted, twice as large ones of two each: of [[a, 0], [b, c]] the
+    inverse is [[a', 0], [-c' b a', c']]. XLA's own solver is a call of LAPACK on a CPU, which a
+    program that was read and not compiled does not find.
+    """
+    size = below.shape[-1]
+    at = jnp.arange(size, dtype=jnp.int32)
+    found = jnp.broadcast_to(jnp.eye(size, dtype=below.dtype), below.shape)
+    block = 1
+    while block < size:
+        is_pair = at[:, None] // (2 * block) == at[None] // (2 * block)
+        is_corner = (
+            is_pair & (at[:, None] % (2 * block) >= block) & (at[None] % (2 * block) < block)
+        )
+        corner = jnp.where(is_corner[None, None], below, 0)
+        half = jnp.matmul(found, corner, precision=_PRECISE)
+        found = found - jnp.matmul(half, found, precision=_PRECISE)
+        block *= 2
+    return found

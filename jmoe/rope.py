@@ -10,8 +10,8 @@ from jaxtyping import Array, Float, Int
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary position embedding. `kind` is `default`, `dynamic`, `linear`, `llama3`, `yarn` or
-    `longrope`.
+    """Rotary position embedding. `kind` is `default`, `dynamic`, `linear`, `llama3`, `yarn`,
+    `longrope`, or `none`: heads do not turn.
     """
 
     theta: float = 10000.0
@@ -40,6 +40,8 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
     if rope.kind == "dynamic":
         theta *= rope.factor ** (head_dim / (head_dim - 2))
     freq = 1.0 / (theta**exponent)
+    if rope.kind == "none":
+        freq = np.zeros_like(freq)
     if rope.kind == "linear":
         freq = freq / rope.factor
     elif rope.kind == "llama3":

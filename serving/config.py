@@ -480,7 +480,11 @@ class EngineConfig:
         POSITIVE,
     )
     max_num_seqs: int = setting(
-        64, "Sequences decoded together, over all devices.", POSITIVE, "Capacity"
+        64,
+        "Sequences decoded together, over all devices. Of each, recurrent layers keep what `jmoe "
+        "info` says.",
+        POSITIVE,
+        "Capacity",
     )
     max_model_len: int = setting(
         0,
@@ -582,7 +586,7 @@ class EngineConfig:
     prefix_reuse: str = setting(
         "auto",
         "Whether prompts reuse other requests' KV pages (prefixes.md). auto: on, but for "
-        "recurrent models.",
+        "models with recurrent layers (linear attention, Mamba, convolutions).",
         one_of("auto", "on", "off"),
     )
     prefill_company: bool = setting(

@@ -73,7 +73,8 @@ def kv_tokens(cfg: "ModelConfig", device_gb: float, weights: int) -> int:
     device, or raises ValueError for an invalid memory size.
     """
     _check(device_gb)
-    return max(0, _left(cfg, 1, device_gb, weights)) // kv_bytes_per_token(cfg, DTYPE)
+    per_token = kv_bytes_per_token(cfg, DTYPE)
+    return max(0, _left(cfg, 1, device_gb, weights)) // per_token if per_token else 0
 
 
 def family_section(
@@ -173,7 +174,18 @@ def _beside(cfg: "ModelConfig", num_devices: int) -> tuple[int, int]:
 
 
 def _left(cfg: "ModelConfig", num_devices: int, device_gb: float, weights: int) -> int:
-    return int(1e9 * device_gb) - weights - sum(_beside(cfg, num_devices))
+    """Returns the bytes of each device for KV cache, beside what recurrent layers keep of as many
+    sequences as are served by default.
+    """
+    import jax.numpy as jnp
+
+    from jmoe.attention import sequence_bytes
+    from serving.config import EngineConfig
+    from serving.execution.fitting import limits_of
+
+    slots = limits_of(EngineConfig(), num_ranks=num_devices).slots_per_rank
+    kept = slots * sequence_bytes(cfg, jnp.dtype(DTYPE))
+    return int(1e9 * device_gb) - weights - kept - sum(_beside(cfg, num_devices))
 
 
 def _kv(cfg: "ModelConfig", num_devices: int, left: int) -> str:
@@ -186,6 +198,8 @@ def _kv(cfg: "ModelConfig", num_devices: int, left: int) -> str:
         rows = _beside(cfg, num_devices)[1]
         advice = "more devices, or larger ones" if left + rows <= 0 else "a smaller step"
         return f"nothing: {size(-left)} are missing; take {advice}"
+    if not kv_bytes_per_token(cfg, DTYPE):
+        return f"{size(left)}, which no layer needs: they keep the same of sequences of any length"
     page_size = EngineConfig().page_size
     pages = left // (page_size * kv_bytes_per_token(cfg, DTYPE))
     tokens = left // kv_bytes_per_token(cfg, DTYPE)

@@ -55,6 +55,8 @@ ROPES = [
 OTHERS = {
     "architectures": [["LlamaForCausalLM"]],
     "attention_dropout": [0.5],
+    "time_step_limit": [[0.0, 0.5], [0.4, 2.0], 3.0],
+    "position_embedding_type": ["rope", "nope", None, "alibi"],
     "bos_token_id": [3],
     "clip_qkv": [0.5, 3.0],
     "decoder_sparse_step": [2, 1],

@@ -45,6 +45,7 @@ EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
 NAMES = {
     "phimoe": ("num_local_experts", "intermediate_size"),
     "granitemoe": ("num_local_experts", "intermediate_size"),
+    "granitemoehybrid": ("num_local_experts", "intermediate_size"),
     "olmoe": ("num_experts", "intermediate_size"),
     "mixtral": ("num_local_experts", "intermediate_size"),
     "glm4_moe": ("n_routed_experts", "moe_intermediate_size"),
@@ -115,6 +116,7 @@ DELTA = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 10,
     "linear_conv_kernel_dim": 4,
+    "rms_norm_eps": 0.01,  # a head that reads next to nothing would be made as large as any
 }
 TEN_THOUSAND, FIVE_HUNDRED = {"rope_theta": 1e4}, {"rope_theta": 500.0}
 LINEAR = {"type": "linear", "rope_type": "linear", "factor": 2.5, "rope_theta": 1e4}
@@ -190,9 +192,9 @@ LONGROPE = {
 }
 PHI_BIASES = {"attention_bias": True, "lm_head_bias": True}
 phi = partial(case, "phimoe", eos_token_id=2, router_jitter_noise=0.3)
-granite = partial(
-    case, "granitemoe", embedding_multiplier=0.7, attention_multiplier=0.2, logits_scaling=1.7
-)
+MULTIPLIERS = {"embedding_multiplier": 0.7, "attention_multiplier": 0.2, "logits_scaling": 1.7}
+granite = partial(case, "granitemoe", **MULTIPLIERS)
+hybrid = partial(case, "granitemoehybrid", **MULTIPLIERS, residual_multiplier=0.8)
 olmoe = partial(case, "olmoe", eos_token_id=2)
 deepseek2, deepseek3 = (
     partial(case, name, eos_token_id=2, **LATENT) for name in ("deepseek_v2", "deepseek_v3")
@@ -283,11 +285,12 @@ CASES = {
         linear_key_head_dim=6,
         linear_value_head_dim=8,
         linear_conv_kernel_dim=3,
+        rms_norm_eps=0.01,
         **TIED,
     ),
     "qwen3_5_moe": case(
         "qwen3_5_moe",
-        [4, 36, 6, 2, 79],
+        [4, 36, 6, 2, 75],
         [9, 3, 11],
         rope={"partial_rotary_factor": 0.25, "mrope_interleaved": True, "mrope_section": [1, 1, 0]},
         hub=False,
@@ -613,6 +616,35 @@ CASES = {
         attention_bias=True,
         residual_multiplier=0.8,
     ),
+    "granitemoehybrid": hybrid(
+        [4, 36, 6, 3, 77],
+        [9, 3, 11],
+        layer_types=["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+        shared_intermediate_size=13,
+        position_embedding_type=None,
+        mamba_n_heads=6,
+        mamba_n_groups=2,
+        mamba_d_state=8,
+        **TIED,
+    ),
+    "granitemoehybrid_rope_biases": hybrid(
+        [3, 28, 7, 1, 73],
+        [7, 2, 13],
+        rope=YARN,
+        hub=False,
+        bf16=True,
+        layer_types=["full_attention", "linear_attention", "linear_attention"],
+        shared_intermediate_size=17,
+        position_embedding_type="rope",
+        mamba_expand=3,
+        mamba_n_heads=4,
+        mamba_d_state=6,
+        mamba_d_conv=3,
+        mamba_conv_bias=False,
+        mamba_proj_bias=True,
+        attention_bias=True,
+        time_step_limit=[0.2, 1.1],
+    ),
     "granitemoe_yarn": granite(
         [2, 40, 4, 2, 71], [9, 4, 7], rope=YARN_BETAS, residual_multiplier=0.6
     ),
@@ -783,10 +815,14 @@ def spell_like_hub(path):
     whole["torch_dtype"] = whole.pop("dtype")
     if config["model_type"] == "qwen3_next":
         config["full_attention_interval"] = 1 + config["layer_types"].index("full_attention")
+    if config["model_type"] == "granitemoehybrid":
+        older = {"linear_attention": "mamba", "full_attention": "attention"}
+        config["layer_types"] = [older[kind] for kind in config["layer_types"]]
+        config["position_embedding_type"] = "nope"
     if config["model_type"] == "lfm2_moe":
         config["tie_embedding"] = config.pop("tie_word_embeddings")
     for name in ("layer_types", "qkv_bias"):
-        if config["model_type"] not in ("gpt_oss", "lfm2_moe"):
+        if config["model_type"] not in ("gpt_oss", "lfm2_moe", "granitemoehybrid"):
             config.pop(name, None)
     if config.get("head_dim", 0) is None:
         del config["head_dim"]

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from jmoe.attention import Latent
-from jmoe.recurrent import GatedDelta, ShortConv
+from jmoe.recurrent import GatedDelta, Mamba, ShortConv
 from jmoe.rope import inverse_frequencies
 from jmoe.router import SparseMixer
 from pallas_kernels.activation import ClampedSwiglu
@@ -36,6 +36,8 @@ def forward(model, tokens, served=None):
                 kind, h = cfg.layer_attention[start + i], _layer_norm(cfg, layer, "attn_norm", x)
                 if isinstance(kind, GatedDelta):
                     x = x + scale * delta_net(cfg, layer, h, kind)
+                elif isinstance(kind, Mamba):
+                    x = x + scale * _mamba(cfg, layer, h, kind)
                 elif isinstance(kind, ShortConv):
                     x = x + scale * _short_conv(layer, h, kind)
                 elif isinstance(kind, Latent):
@@ -88,7 +90,7 @@ def _attention(cfg, layer, h, kind):
     length, size, groups = len(h), cfg.head_dim, cfg.num_heads // cfg.num_kv_heads
     window, rope = kind.window or length, cfg.rope_of(kind)
     qkv, gate = h @ layer["wqkv"] + (layer["bqkv"] if cfg.qkv_bias else 0.0), 1.0
-    if kind.gated:
+    if getattr(kind, "gated", False):
         q, gate, kv = np.split(qkv, np.cumsum([cfg.num_heads * size] * 2), axis=1)
         qkv, gate = np.concatenate([q, kv], axis=1), 1 / (1 + np.exp(-gate))
     heads = qkv.reshape(length, -1, size)
@@ -140,6 +142,30 @@ def delta_net(cfg, layer, h, kind):
             out[t, head * kind.value : (head + 1) * kind.value] = state.T @ query
     out = _norm(cfg, out.reshape(len(h), -1, kind.value), layer["delta_norm"])
     return (out.reshape(len(h), -1) * _silu(gate)) @ layer["wo"]
+
+
+def _mamba(cfg, layer, h, kind):
+    """Runs Mamba-2 (arXiv 2405.21060) row by row, one head after another."""
+    wide, size = kind.heads * kind.value, kind.groups * kind.state
+    product = h @ layer["w_in"] + layer.get("b_in", 0.0)
+    gate, x, dt = np.split(product, [wide, 2 * wide + 2 * size], axis=1)
+    before = np.concatenate([np.zeros((kind.taps - 1, x.shape[1])), x])
+    taps = layer["conv"][:, 0].T
+    x = np.stack([(before[t : t + kind.taps] * taps).sum(0) for t in range(len(h))])
+    x, b, c = np.split(_silu(x + layer.get("b_conv", 0.0)), [wide, wide + size], axis=1)
+    dt = np.clip(np.log1p(np.exp(dt + layer["dt_bias"])), kind.dt_least, kind.dt_most)
+    out = np.zeros((len(h), kind.heads, kind.value))
+    for head in range(kind.heads):
+        state, group = np.zeros((kind.state, kind.value)), head * kind.groups // kind.heads
+        at = slice(group * kind.state, (group + 1) * kind.state)
+        for t in range(len(h)):
+            own = x[t, head * kind.value : (head + 1) * kind.value]
+            state = state * np.exp(-np.exp(layer["a_log"][head]) * dt[t, head])
+            state = state + np.outer(b[t, at], dt[t, head] * own)
+            out[t, head] = state.T @ c[t, at] + layer["skip"][head] * own
+    out = (out.reshape(len(h), -1) * _silu(gate)).reshape(len(h), kind.groups, -1)
+    out = _norm(cfg, out, 1.0).reshape(len(h), -1) * layer["delta_norm"]
+    return out @ layer["wo"] + layer.get("bo", 0.0)
 
 
 def _short_conv(layer, h, kind):

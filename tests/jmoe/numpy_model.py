@@ -45,6 +45,12 @@ def apart(name, tensor, renamed=HUNYUANS):
     """Yields Qwen's names of a tensor, or of its parts: of Granite, one has all experts'."""
     for theirs, ours in renamed.items():
         name = name.replace(theirs, ours)
+    layer, _, shared = name.partition(".shared_mlp.")
+    if shared == "input_linear.weight":
+        for gate_or_up, own in zip(("gate", "up"), np.split(tensor, 2), strict=True):
+            yield f"{layer}.mlp.shared_experts.{gate_or_up}_proj.weight", own
+    elif shared == "output_linear.weight":
+        yield f"{layer}.mlp.shared_experts.down_proj.weight", tensor
     at, _, what = name.partition(".block_sparse_moe.")
     at += ".mlp."
     if what == "input_linear.weight":
@@ -93,6 +99,7 @@ class NumpyModel:
             recurs = f"{at}linear_attn.A_log" in self.tensors
             convolves = f"{at}conv.conv.weight" in self.tensors
             mixer = self.delta if recurs else self.short_conv if convolves else self.attention
+            mixer = self.mamba if f"{at}mamba.D" in self.tensors else mixer
             x = x + scale * mixer(layer, h, rows)
             h = self.norm(x, at + "post_attention_layernorm.weight")
             if self.is_gpt_oss or f"{at}mlp.gate.weight" in self.tensors:
@@ -154,6 +161,33 @@ class NumpyModel:
                 out[i, head] = query * key**-0.5 @ after
             out[i] = self.norm(out[i], at + "norm.weight") * silu(z.reshape(heads, value))
         return self.linear(at + "out_proj", out.reshape(len(rows), -1))
+
+    def mamba(self, layer, h, rows):
+        """Runs Mamba-2's rows, each over its sequence's state, head by head."""
+        cfg, at, outs = self.config, f"model.layers.{layer}.mamba.", []
+        heads, groups, size = (cfg[f"mamba_{key}"] for key in ("n_heads", "n_groups", "d_state"))
+        wide = cfg["mamba_expand"] * cfg["hidden_size"]
+        value, kernel = wide // heads, self.tensors[at + "conv1d.weight"][:, 0]
+        a = -np.exp(self.tensors[at + "A_log"])
+        for i, (sequence, _, _) in enumerate(rows):
+            ends = [wide, 2 * wide + 2 * groups * size]
+            gate, x, dt = np.split(self.linear(at + "in_proj", h[i]), ends)
+            inputs, state = self.cache.setdefault((sequence, layer), ([], []))
+            inputs.append(x)
+            seen = enumerate(inputs[: -1 - kernel.shape[1] : -1])
+            mixed = sum(kernel[:, -1 - n] * one for n, one in seen)
+            mixed = silu(mixed + self.tensors.get(at + "conv1d.bias", 0.0))
+            x, b, c = np.split(mixed, [wide, wide + groups * size])
+            dt, y = np.log1p(np.exp(dt + self.tensors[at + "dt_bias"])), np.zeros((heads, value))
+            for head, own in enumerate(x.reshape(heads, value)):
+                of_group = slice(head * groups // heads * size, (head * groups // heads + 1) * size)
+                before = state[head] * np.exp(a[head] * dt[head]) if len(state) == heads else 0.0
+                state[head : head + 1] = [before + np.outer(b[of_group], dt[head] * own)]
+                y[head] = c[of_group] @ state[head] + self.tensors[at + "D"][head] * own
+            y = (y.ravel() * silu(gate)).reshape(groups, -1)
+            y = y / np.sqrt((y * y).mean(-1, keepdims=True) + cfg["rms_norm_eps"])
+            outs.append(y.ravel() * self.tensors[at + "norm.weight"])
+        return self.linear(at + "out_proj", np.stack(outs))
 
     def short_conv(self, layer, h, rows):
         """Runs rows over the newest ones of their sequences."""
@@ -224,6 +258,8 @@ class NumpyModel:
         return self.config["sliding_window"] if slides else 10**9
 
     def rotate(self, x, position, layer):
+        if self.config.get("position_embedding_type") == "nope":
+            return x
         turned = int(x.shape[1] * self.config.get("partial_rotary_factor", 1.0))
         turned = self.config.get("rotary_dim", turned)
         half, neighbours = turned // 2, self.config["model_type"] == "ernie4_5_moe"
@@ -303,7 +339,15 @@ class NumpyModel:
         cfg = self.config
         keys, softmaxed = ("moe_k", "moe_topk", "num_experts_per_tok"), "ernie4_5_moe"
         top_k = next(cfg[key] for key in keys if key in cfg)
-        always = "granitemoe", "gpt_oss", "minimax_m2", "hy_v3", "hunyuan_v1_moe", softmaxed
+        always = (
+            "granitemoe",
+            "granitemoehybrid",
+            "gpt_oss",
+            "minimax_m2",
+            "hy_v3",
+            "hunyuan_v1_moe",
+            softmaxed,
+        )
         normalize = cfg.get("norm_topk_prob") or cfg["model_type"] in always
         if cfg["model_type"] == "phimoe":
             return sparsemixer(logits, cfg["router_jitter_noise"])

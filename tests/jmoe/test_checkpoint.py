@@ -392,6 +392,7 @@ NAMED = [
     "mellum",
     "qwen3_next",
     "lfm2_moe",
+    "granitemoehybrid",
 ]
 
 

@@ -153,6 +153,7 @@ def test_batched_forms_equal_transformers_greedy(name):
         "gpt_oss_types_tied",
         "granitemoe_attention_bias",
         "granitemoe_yarn",
+        "granitemoehybrid_rope_biases",
         "hunyuan_v1_moe_attention_bias",
         "hy_v3_types_tied",
         "lfm2_moe_biases_untied",

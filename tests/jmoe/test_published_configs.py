@@ -56,6 +56,7 @@ CARDS = {
     "Hy3-preview": (295, 21, 262144),
     "Mellum2-12B-A2.5B-Instruct": (12.1, 2.5, 131072),
     "granite-3.0-3b-a800m-base": (3.3, 0.88, 4096),
+    "granite-4.0-h-tiny": (6.9, 1.5, 131072),
     "Phi-3.5-MoE-instruct": (41.9, 6.6, 4096),  # of 131,072: LongRoPE's short factors
     "OLMoE-1B-7B-0924": (6.9, 1.3, 4096),
     "DeepSeek-V2": (236, 21, 163840),
@@ -205,7 +206,7 @@ def test_a_released_model_is_read(name):
         ("deepseek_v2", "deepseek_v3", "gpt_oss", "kimi_k2", "kimi_k25", "solar_open", "mellum"),
         "yarn",
     )
-    kinds |= {"phimoe": "longrope", "hunyuan_v1_moe": "dynamic"}
+    kinds |= {"granitemoehybrid": "none", "phimoe": "longrope", "hunyuan_v1_moe": "dynamic"}
     assert cfg.rope.kind == kinds.get(cfg.architecture, "default")
     if name in KV_BYTES:
         assert kv_bytes_per_token(cfg, "bfloat16") == KV_BYTES[name]
@@ -250,6 +251,10 @@ SMALL = {
     "qk_rope_head_dim": 4,
     "v_head_dim": 8,
     "full_attention_interval": 3,
+    "shared_intermediate_size": 13,
+    "mamba_d_head": "auto",
+    "mamba_d_state": 6,
+    "mamba_n_heads": 4,
     "linear_key_head_dim": 6,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,

@@ -10,7 +10,7 @@ import pytest
 
 from jmoe.attention import StepRows, is_recurrent, sequence_bytes
 from jmoe.kv_cache import CacheSizes
-from jmoe.recurrent import GatedDelta, Mixed
+from jmoe.recurrent import LEAST_DECAY, GatedDelta, Mixed
 
 pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
 KIND = GatedDelta(key_heads=2, value_heads=4, key=6, value=5, taps=3)
@@ -149,6 +149,16 @@ def test_whole_sequences_and_packed_items_are_the_loop(length):
     starts = jnp.zeros(2 * length, bool).at[jnp.array([0, length])].set(True)
     one_row = KIND.packed(jnp.array([0, 2 * length], jnp.int32), 2 * length, starts)
     np.testing.assert_allclose(one_row(given, jnp.int32(0), None)[0], want, rtol=0, atol=2e-5)
+
+
+def test_hard_decays_leave_later_rows_as_they_are():
+    """A row that forgets all among such as forget next to nothing."""
+    qkv, _, beta = (one[:80].copy() for one in SEQUENCES[1][:3])
+    decay = np.full((80, KIND.value_heads), -1e-3, np.float32)
+    decay[::7] = LEAST_DECAY
+    given = Mixed(*map(jnp.asarray, (qkv, decay, beta)), TAPS)
+    out, _ = KIND.causal(1, 80)(given, jnp.int32(0), None)
+    np.testing.assert_allclose(out, loops(qkv, decay, beta, SEQUENCES[0][3]), rtol=0, atol=2e-5)
 
 
 def test_gradients_are_those_of_the_loop():

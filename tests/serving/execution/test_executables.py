@@ -2,6 +2,8 @@
 
 import os
 import shutil
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,7 +25,8 @@ from serving.startup.asynchronous import keep_programs
 
 pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry", "programs_are_compiled")
 
-GOLDEN = Path(__file__).parents[2] / "golden" / "qwen2_moe"
+ROOT = Path(__file__).parents[3]
+GOLDEN = ROOT / "tests" / "golden" / "qwen2_moe"
 
 
 @pytest.fixture
@@ -201,6 +204,43 @@ async def test_a_warm_start_lowers_nothing_and_answers_alike(tmp_path, monkeypat
     for (own, brownout), tokens in zip(REQUESTS, first, strict=True):
         assert tokens == jmoe.generate(model, [[5, 6, 7]], 6, brownout, **own).tokens[0]
     assert first[3] != first[0]  # the brownout was one
+
+
+ALONE = """
+import asyncio, sys
+from serving.config import BrownoutConfig, EngineConfig
+from serving.engine import Engine
+from serving.request import SamplingParams
+
+async def main():
+    config = EngineConfig(
+        model=sys.argv[1], dtype="float32", max_num_seqs=4, max_model_len=64, page_size=8,
+        decode_buckets=(4,), prefill_buckets=(16,), max_prefill_tokens=16,
+        threshold_buckets_percent=(100,), compilation_cache=sys.argv[2],
+        brownout=BrownoutConfig(salc=False),
+    )
+    engine = await Engine.start(config)
+    sampling = SamplingParams(max_new_tokens=6, ignore_eos=True)
+    print([out.token_ids async for out in engine.generate(list(range(20)), sampling)])
+    await engine.stop()
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.deep
+@pytest.mark.sized(exhaustive=("granitemoehybrid", "lfm2_moe", "qwen2_moe"))
+@pytest.mark.parametrize("case", ["qwen3_next", "granitemoehybrid", "lfm2_moe", "qwen2_moe"])
+def test_a_process_that_has_lowered_nothing_runs_what_another_kept(tmp_path, case):
+    """A call of LAPACK, say, would find no function there."""
+    answers = []
+    for _ in range(2):
+        of = [sys.executable, "-c", ALONE, str(GOLDEN.parent / case), str(tmp_path / "programs")]
+        done = subprocess.run(of, capture_output=True, text=True, timeout=300, cwd=ROOT)
+        assert done.returncode == 0, done.stderr
+        answers.append(done.stdout.splitlines()[-1])
+    assert answers[0] == answers[1]
+    assert len(list((tmp_path / "programs").rglob("*.bin"))) > 1
 
 
 @pytest.mark.exhaustive
