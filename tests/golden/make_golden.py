@@ -116,7 +116,7 @@ DELTA = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 10,
     "linear_conv_kernel_dim": 4,
-    "rms_norm_eps": 0.01,  # a head that reads next to nothing would be made as large as any
+    "rms_norm_eps": 0.1,  # a head that reads next to nothing would be made as large as any
 }
 TEN_THOUSAND, FIVE_HUNDRED = {"rope_theta": 1e4}, {"rope_theta": 500.0}
 LINEAR = {"type": "linear", "rope_type": "linear", "factor": 2.5, "rope_theta": 1e4}
@@ -194,7 +194,9 @@ PHI_BIASES = {"attention_bias": True, "lm_head_bias": True}
 phi = partial(case, "phimoe", eos_token_id=2, router_jitter_noise=0.3)
 MULTIPLIERS = {"embedding_multiplier": 0.7, "attention_multiplier": 0.2, "logits_scaling": 1.7}
 granite = partial(case, "granitemoe", **MULTIPLIERS)
-hybrid = partial(case, "granitemoehybrid", **MULTIPLIERS, residual_multiplier=0.8)
+hybrid = partial(
+    case, "granitemoehybrid", **MULTIPLIERS, residual_multiplier=0.8, rms_norm_eps=0.01
+)
 olmoe = partial(case, "olmoe", eos_token_id=2)
 deepseek2, deepseek3 = (
     partial(case, name, eos_token_id=2, **LATENT) for name in ("deepseek_v2", "deepseek_v3")
@@ -285,7 +287,7 @@ CASES = {
         linear_key_head_dim=6,
         linear_value_head_dim=8,
         linear_conv_kernel_dim=3,
-        rms_norm_eps=0.01,
+        rms_norm_eps=0.1,
         **TIED,
     ),
     "qwen3_5_moe": case(
