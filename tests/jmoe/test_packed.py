@@ -63,7 +63,7 @@ def test_a_cache_that_cannot_be_written_is_done_without(model, tmp_path):
 
 
 def test_the_tree_travels_with_the_wheels_that_a_gpu_image_lacks():
-    """15.5 MB of wheels (`make gpu-pack`) go along where 64 MiB may be copied."""
+    """15.5 MB of wheels (`make gpu-pack`) go along where 64 MiB, 67.1 MB, may be copied."""
     root = Path(__file__).parents[2]
     listed = subprocess.run(
         ["git", "ls-files", "-z", ":!jmoe/bundled_family"],
@@ -73,4 +73,4 @@ def test_the_tree_travels_with_the_wheels_that_a_gpu_image_lacks():
     )
     names = listed.stdout.decode().split("\0")[:-1]
     assert len(names) > 500
-    assert sum((root / name).stat().st_size for name in names if (root / name).exists()) < 50e6
+    assert sum((root / name).stat().st_size for name in names if (root / name).exists()) < 51.4e6
