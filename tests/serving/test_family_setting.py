@@ -30,6 +30,14 @@ async def test_sets_that_come_and_go_over_a_mesh():
         await starts(mesh="ep=2", resident_sets=1)
 
 
+async def test_experts_in_host_memory_of_recurrent_models(tmp_path):
+    golden = GOLDEN.with_name("qwen3_next")
+    directories = {name: variant(golden, tmp_path / name, n) for n, name in enumerate(NAMES[:2])}
+    words = r"has recurrent layers, which cannot be served with experts in host memory .*first pos"
+    with pytest.raises(SettingsError, match=words):
+        await starts(directories, resident_experts=30, spare_experts=9)
+
+
 async def test_a_map_without_models():
     with pytest.raises(SettingsError, match=r"engine\.family is 'x.json'; it must be empty unless"):
         await starts({}, model=str(GOLDEN), family="x.json")
