@@ -26,7 +26,7 @@ QUICK := tests/test_layers.py tests/serving/test_settings.py tests/serving/sched
 quick: $(VENV)/.quick
 	$(KEPT) $(BIN)/python -m pytest -m "not deep" $(QUICK)
 
-# What a change to serving, model, training or an op's contract can break: at most ten minutes.
+# What a change to serving, model, training or an op's contract can break: six minutes on two cores.
 test: $(VENV)/.dev
 	$(PYTEST) -m "not deep"
 
