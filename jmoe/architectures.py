@@ -25,6 +25,8 @@ from jmoe.router import ScoredTopK, SparseMixer
 from pallas_kernels.activation import ClampedSwiglu
 
 MOST_EXPERTS = 100_000
+MOST_TAPS = 64
+"""Rows that a convolution may see; programs have a line for each."""
 
 
 @dataclass(frozen=True)
@@ -183,24 +185,6 @@ def _qwen3(fields: Fields) -> dict[str, Any]:
 
 
 def _qwen3_next(fields: Fields) -> dict[str, Any]:
-    return {
-        **_recurrent(fields),
-        "d_ff_expert": fields.size("moe_intermediate_size"),
-        "moe_layers": _moe_layers(fields),
-        "norm_topk_prob": fields.flag("norm_topk_prob", True),
-    }
-
-
-def _qwen3_5(fields: Fields) -> dict[str, Any]:
-    return {
-        **_recurrent(fields),
-        "d_ff_expert": fields.size("moe_intermediate_size"),
-        "moe_layers": (True,) * fields.size("num_hidden_layers"),
-        "norm_topk_prob": True,
-    }
-
-
-def _recurrent(fields: Fields) -> dict[str, Any]:
     """Reads layers of Gated DeltaNet, and full attention with a gate between them."""
     count, types = fields.size("num_hidden_layers"), ["linear_attention", "full_attention"]
     interval = fields.size("full_attention_interval", 4)
@@ -209,22 +193,25 @@ def _recurrent(fields: Fields) -> dict[str, Any]:
         kinds = [types[(i + 1) % interval == 0] for i in range(count)]
     key_heads, heads, key, value = (
         fields.size(f"linear_{name}", absent)
-        for name, absent in (
-            ("num_key_heads", 16),
-            ("num_value_heads", 32),
-            ("key_head_dim", 128),
-            ("value_head_dim", 128),
-        )
+        for name, absent in {
+            "num_key_heads": 16,
+            "num_value_heads": 32,
+            "key_head_dim": 128,
+            "value_head_dim": 128,
+        }.items()
     )
     if heads % key_heads:
         name = f"a multiple of linear_num_key_heads ({key_heads})"
         raise fields.wrong("linear_num_value_heads", name)
-    taps = fields.size("linear_conv_kernel_dim", 4, least=2)
+    taps = fields.size("linear_conv_kernel_dim", 4, least=2, most=MOST_TAPS)
     each = GatedDelta(key_heads, heads, key, value, taps), Paged(gated=True)
     return {
         **_biases(fields),
         "layer_attention": tuple(each[types.index(kind)] for kind in kinds),
         "num_experts": _num_experts(fields, *_either_count(fields)),
+        "d_ff_expert": fields.size("moe_intermediate_size"),
+        "moe_layers": _moe_layers(fields),
+        "norm_topk_prob": fields.flag("norm_topk_prob", True),
         "d_ff_shared": fields.size("shared_expert_intermediate_size", 512, least=0),
         "head_dim": fields.size("head_dim", 256),
         "num_kv_heads": fields.size("num_key_value_heads", 2),
@@ -238,7 +225,10 @@ def _lfm2(fields: Fields) -> dict[str, Any]:
         raise fields.wrong("layer_types", f"a list of 'conv' or 'full_attention', {count} of them")
     if (dense := fields.size("num_dense_layers", 2, least=0)) >= count:
         raise fields.wrong("num_dense_layers", f"below num_hidden_layers ({count})")
-    taps, bias = fields.size("conv_L_cache", 3, least=2), fields.flag("conv_bias", False)
+    taps, bias = (
+        fields.size("conv_L_cache", 3, least=2, most=MOST_TAPS),
+        fields.flag("conv_bias", False),
+    )
     each = ShortConv(fields.size("hidden_size"), taps, bias), Paged()
     return {
         "layer_attention": tuple(each[types.index(kind)] for kind in kinds),
@@ -250,6 +240,7 @@ def _lfm2(fields: Fields) -> dict[str, Any]:
             scale=fields.number("routed_scaling_factor", 1.0),
             bias=fields.flag("use_expert_bias", True),
         ),
+        # transformers adds 1e-6 to the sum of the chosen scores, which jmoe's routers do not.
         "num_kv_heads": fields.size("num_key_value_heads", 8),
         "rms_norm_eps": fields.number("norm_eps", 1e-5),
         "tie_embeddings": fields.flag("tie_embedding", fields.flag("tie_word_embeddings", True)),
@@ -587,27 +578,22 @@ def _mamba(fields: Fields) -> Mamba:
             f"'auto', or {wide // heads}: what mamba_n_heads ({heads}) have each of mamba_expand "
             f"times hidden_size ({wide})",
         )
-    groups, limits = fields.size("mamba_n_groups", 1), [0.0, math.inf]
-    if heads % groups:
+    if heads % (groups := fields.size("mamba_n_groups", 1)):
         raise fields.wrong("mamba_n_groups", f"a divisor of mamba_n_heads ({heads})")
-    if (given := fields.given(key := "time_step_limit")) is not None:
-        endless = {"__float__": "Infinity"}  # as transformers writes it
-        limits = (
-            [math.inf if one == endless else one for one in given]
-            if isinstance(given, list)
-            else []
-        )
-        if [type(one) in (int, float) for one in limits] != [True] * 2:
-            raise fields.wrong(key, "a list of two numbers")
+    limits, endless = fields.given("time_step_limit"), {"__float__": "Infinity"}  # as it is written
+    limits = [0.0, math.inf] if limits is None else limits
+    each = [math.inf if one == endless else one for one in (limits if type(limits) is list else [])]
+    if [type(one) in (int, float) for one in each] != [True] * 2 or not 0 <= each[0] <= each[1]:
+        raise fields.wrong("time_step_limit", "a list of two numbers from 0 on, the least first")
     return Mamba(
         heads,
         wide // heads,
         fields.size("mamba_d_state", 256),
         groups,
-        fields.size("mamba_d_conv", 4, least=2),
+        fields.size("mamba_d_conv", 4, least=2, most=MOST_TAPS),
         fields.flag("mamba_conv_bias", True),
         fields.flag("mamba_proj_bias", False),
-        *map(float, limits),
+        *map(float, each),
     )
 
 
@@ -793,9 +779,13 @@ _QWEN3_NEXT = Architecture(
 _QWEN3_5 = replace(
     _QWEN3_NEXT,
     class_name="Qwen3_5MoeForCausalLM",
-    translate=_qwen3_5,
     read=_and(_GATED_DELTA),
-    only={**_QWEN3_NEXT.only, "mlp_only_layers": ([],), "norm_topk_prob": (True,)},
+    only={
+        **_QWEN3_NEXT.only,
+        "decoder_sparse_step": (1,),
+        "mlp_only_layers": ([],),
+        "norm_topk_prob": (True,),
+    },
     joined_experts=("experts.gate_up_proj", "experts.down_proj"),
     may_be_apart=True,
     joined_delta=False,

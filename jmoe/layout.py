@@ -52,7 +52,7 @@ class Parameter:
     """Of a file whose first tensors have several things head by head, how many rows of each in
     turn; in memory each of them is together.
     """
-    less: float = 0.0  # by how much the file's numbers are smaller
+    offset: float = 0.0  # what is added to the file's numbers
 
     @property
     def transposed(self) -> bool:
@@ -90,8 +90,8 @@ class Parameter:
             tensors = [_dequantized(*tensors).T]
         if self.in_turn:
             return _halves(*tensors)
-        if self.less:
-            return tensors[0] + tensors[0].dtype.type(self.less)
+        if self.offset:
+            return tensors[0] + tensors[0].dtype.type(self.offset)
         tensors = [*map(_apart, tensors, self.woven), *tensors[len(self.woven) :]]
         if self.paired:
             tensors = [*(self._swapped(one, -1, 2) for one in tensors[:-1]), tensors[-1]]
@@ -121,8 +121,8 @@ class Parameter:
         if self.in_turn:
             turns = xp.stack(xp.split(parameter, 2, axis=-1), axis=-1)
             return {self.names[0]: turns.reshape(parameter.shape)}
-        if self.less:
-            return {self.names[0]: parameter - parameter.dtype.type(self.less)}
+        if self.offset:
+            return {self.names[0]: parameter - parameter.dtype.type(self.offset)}
         ends = np.cumsum([shape[0] for shape in self.stored])[:-1].tolist()
         parts = xp.split(parameter, ends, axis=-1 if self.transposed else 0)
         if self.transposed:
@@ -275,7 +275,7 @@ def _delta(cfg: ModelConfig, kind: GatedDelta, at: str) -> Layout:
         "conv": Parameter((at + "conv1d.weight",), ((kind.channels, 1, kind.taps),), "laid out"),
         "a_log": Parameter((at + "A_log",), ((heads,),), "bias", float32=True),
         "dt_bias": Parameter((at + "dt_bias",), ((heads,),), "bias", float32=True),
-        "delta_norm": Parameter((at + "norm.weight",), ((kind.value,),), "norm"),
+        "gated_norm": Parameter((at + "norm.weight",), ((kind.value,),), "norm"),
         "wo": Parameter((at + "out_proj.weight",), ((d, values),)),
     }
 
@@ -289,7 +289,7 @@ def _mamba(cfg: ModelConfig, kind: Mamba, at: str) -> Layout:
         "a_log": Parameter((at + "A_log",), (heads,), "bias", float32=True),
         "dt_bias": Parameter((at + "dt_bias",), (heads,), "bias", float32=True),
         "skip": Parameter((at + "D",), (heads,), "norm", float32=True),
-        "delta_norm": Parameter((at + "norm.weight",), ((kind.wide,),), "norm"),
+        "gated_norm": Parameter((at + "norm.weight",), ((kind.wide,),), "norm"),
         "wo": Parameter((at + "out_proj.weight",), ((d, kind.wide),)),
     }
     sizes = {"b_conv": ("conv1d", kind.channels)} if kind.conv_bias else {}
@@ -432,7 +432,7 @@ def _norm(cfg: ModelConfig, key: str, at: str) -> Layout:
 
 def _centred(cfg: ModelConfig) -> dict[str, Any]:
     """Returns what sets apart the weights of norms that are in the file less 1."""
-    return {"float32": True, "less": 1.0} if naming(cfg.architecture).centred else {}
+    return {"float32": True, "offset": 1.0} if naming(cfg.architecture).centred else {}
 
 
 def _swiglu(

@@ -37,7 +37,14 @@ from jmoe.moe import (
 from jmoe.parallel.delivery import over_mesh
 from jmoe.parallel.probe import Probe
 from jmoe.parallel.replicas import Copying, Replicas, Replication
-from jmoe.recurrent import LEAST_DECAY, Convolved, GatedDelta, Mamba, Mixed, Scanned
+from jmoe.recurrent import (
+    ConvProjection,
+    DeltaProjection,
+    GatedDelta,
+    Mamba,
+    MambaProjection,
+    log_decay,
+)
 from jmoe.rope import rotation
 from jmoe.weights import Params, Weights
 from pallas_kernels.backend import backend
@@ -84,11 +91,11 @@ def project(
     if "wkv_a" in layer:
         return _latents(cfg, layer, h, cos_sin, expands), None
     if "skip" in layer:
-        return _scanned(cfg, layer, h)
+        return _mamba_projection(cfg, layer, h)
     if "a_log" in layer:
-        return _mixed(cfg, layer, h)
+        return _delta_projection(cfg, layer, h)
     if "conv" in layer:
-        return _convolved(layer, h)
+        return _conv_projection(layer, h)
     shape = (-1, cfg.num_heads + 2 * cfg.num_kv_heads, cfg.head_dim)
     product, bias, gate = linear(h, layer["wqkv"]), layer.get("bqkv"), None
     if product.shape[1] > shape[1] * shape[2]:  # gates behind the queries
@@ -121,25 +128,25 @@ def _without_gate(
     return jnp.concatenate([q, kv], axis=1), gate
 
 
-def _mixed(
+def _delta_projection(
     cfg: ModelConfig, layer: Params, h: Float[Array, "T d"]
-) -> tuple[Mixed, Float[Array, "T H D"]]:
+) -> tuple[DeltaProjection, Float[Array, "T H D"]]:
     """Returns what Gated DeltaNet makes of normed rows, and the gate of its heads."""
-    kind = next(kind for kind in cfg.attention_kinds if isinstance(kind, GatedDelta))
+    kind = kind_of(cfg, GatedDelta)
     heads, channels = kind.value_heads, kind.channels
     ends = [channels, channels + heads * kind.value, channels + heads * (kind.value + 1)]
     qkv, gate, beta, dt = jnp.split(linear(h, layer["w_in"]), ends, axis=1)
     beta, dt = (x.astype(jnp.float32) for x in (beta, dt))
-    decay = -jnp.exp(layer["a_log"])[None] * jax.nn.softplus(dt + layer["dt_bias"][None])
-    mixed = Mixed(qkv, jnp.maximum(decay, LEAST_DECAY), jax.nn.sigmoid(beta), layer["conv"])
+    decay = log_decay(layer["a_log"], jax.nn.softplus(dt + layer["dt_bias"][None]))
+    mixed = DeltaProjection(qkv, decay, jax.nn.sigmoid(beta), layer["conv"])
     return mixed, gate.reshape(-1, heads, kind.value)
 
 
-def _scanned(
+def _mamba_projection(
     cfg: ModelConfig, layer: Params, h: Float[Array, "T d"]
-) -> tuple[Scanned, Float[Array, "T H D"]]:
+) -> tuple[MambaProjection, Float[Array, "T H D"]]:
     """Returns what Mamba-2 makes of normed rows, and the gate of its heads."""
-    kind = next(kind for kind in cfg.attention_kinds if isinstance(kind, Mamba))
+    kind = kind_of(cfg, Mamba)
     product = linear(h, layer["w_in"])
     if "b_in" in layer:
         product = product + layer["b_in"][None]
@@ -147,29 +154,30 @@ def _scanned(
     dt = jax.nn.softplus(dt.astype(jnp.float32) + layer["dt_bias"][None])
     dt = jnp.clip(dt, kind.dt_least, kind.dt_most)
     weights = layer["conv"], layer.get("b_conv"), layer["skip"]
-    decay = jnp.maximum(-jnp.exp(layer["a_log"])[None] * dt, LEAST_DECAY)
-    scanned = Scanned(x, dt, decay, weights)
+    scanned = MambaProjection(x, dt, log_decay(layer["a_log"], dt), weights)
     return scanned, gate.reshape(-1, kind.heads, kind.value)
 
 
-def _convolved(layer: Params, h: Float[Array, "T d"]) -> tuple[Convolved, Float[Array, "T 1 d"]]:
+def _conv_projection(
+    layer: Params, h: Float[Array, "T d"]
+) -> tuple[ConvProjection, Float[Array, "T 1 d"]]:
     """Returns what a short convolution gets of normed rows, and the gate behind it."""
     product = linear(h, layer["w_in"])
     if "b_in" in layer:
         product = product + layer["b_in"][None]
     before, gate, x = jnp.split(product, 3, axis=1)
-    return Convolved(before * x, layer["conv"]), gate[:, None]
+    return ConvProjection(before * x, layer["conv"]), gate[:, None]
 
 
-def latent_of(cfg: ModelConfig) -> Latent:
-    """Returns the kind of layers with latent attention."""
-    return next(kind for kind in cfg.attention_kinds if isinstance(kind, Latent))
+def kind_of[K](cfg: ModelConfig, of: type[K]) -> K:
+    """Returns the kind of layers that is of that class."""
+    return next(kind for kind in cfg.attention_kinds if isinstance(kind, of))
 
 
 def _latents(
     cfg: ModelConfig, layer: Params, h: Float[Array, "T d"], cos_sin: Rotation, expands: bool
 ) -> Heads:
-    kind = latent_of(cfg)
+    kind = kind_of(cfg, Latent)
     q = h
     if kind.q_rank:
         q = rms_norm(linear(h, layer["wq_a"]), layer["q_a_norm"], LATENT_EPS)
@@ -249,17 +257,17 @@ def _gated(
     cfg: ModelConfig, layer: Params, out: Float[Array, "T H D"], gate: Float[Array, "T H D"]
 ) -> Float[Array, "T H D"]:
     if "skip" in layer:  # its norm is of each group's heads, and behind the gate
-        kind = next(kind for kind in cfg.attention_kinds if isinstance(kind, Mamba))
+        kind = kind_of(cfg, Mamba)
         h = out.astype(jnp.float32) * jax.nn.silu(gate.astype(jnp.float32))
         h = h.reshape(len(h), kind.groups, -1)
         h = h * lax.rsqrt(jnp.mean(h * h, axis=-1, keepdims=True) + cfg.rms_norm_eps)
-        h = h.reshape(len(h), -1).astype(out.dtype) * layer["delta_norm"][None]
+        h = h.reshape(len(h), -1).astype(out.dtype) * layer["gated_norm"][None]
         return h.reshape(out.shape)
-    if "delta_norm" not in layer and "conv" in layer:
+    if "gated_norm" not in layer and "conv" in layer:
         return (out + layer["b_conv"][None, None] if "b_conv" in layer else out) * gate
-    if "delta_norm" not in layer:
+    if "gated_norm" not in layer:
         return out * jax.nn.sigmoid(gate.astype(out.dtype))
-    out = rms_norm(out, layer["delta_norm"], cfg.rms_norm_eps)
+    out = rms_norm(out, layer["gated_norm"], cfg.rms_norm_eps)
     opening = jax.nn.silu(gate.astype(jnp.float32))
     return (out.astype(jnp.float32) * opening).astype(out.dtype)
 

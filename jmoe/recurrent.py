@@ -39,37 +39,44 @@ if TYPE_CHECKING:
 BLOCK = 32
 """Rows that are computed at once; as many in all programs, so that a sequence's bits do not depend
 on what else is in a step, but on how its prompt is cut."""
-LEAST_DECAY = -40.0
+MIN_LOG_DECAY = -40.0
 """Logarithm of the smallest factor that a state is multiplied by: less would change nothing in
 float32, but be taken from sums of others."""
+_MOST_A_LOG = 80.0
 _PRECISE = lax.Precision.HIGHEST  # a state lives as long as its sequence
 _NORM_EPS = 1e-6
 
 
-class Mixed(NamedTuple):
+class DeltaProjection(NamedTuple):
     """What a layer of Gated DeltaNet makes of its T rows before the convolution."""
 
     qkv: Float[Array, "T C"]  # of G heads of queries, G of keys, H of values
-    decay: Float[Array, "T H"]  # float32, its logarithm, below 0
+    log_decay: Float[Array, "T H"]  # float32, at most 0
     beta: Float[Array, "T H"]  # float32, between 0 and 1
     weights: Float[Array, "C 1 K"]  # of the convolution, the newest row's last
 
 
-class Scanned(NamedTuple):
+class MambaProjection(NamedTuple):
     """What a layer of Mamba-2 makes of its T rows before the convolution."""
 
     x: Float[Array, "T C"]  # of H heads, then B and C of each group
     dt: Float[Array, "T H"]  # float32
-    decay: Float[Array, "T H"]  # float32, its logarithm: dt A
+    log_decay: Float[Array, "T H"]  # float32: dt A
     weights: tuple[Float[Array, "C 1 K"], Float[Array, "C"] | None, Float[Array, "H"]]
     """Of the convolution, its bias, and D."""
 
 
-class Convolved(NamedTuple):
+class ConvProjection(NamedTuple):
     """What a layer with a short convolution makes of its T rows before it."""
 
     x: Float[Array, "T C"]
     weights: Float[Array, "C 1 K"]  # the newest row's last
+
+
+def log_decay(a_log: Float[Array, "H"], dt: Float[Array, "T H"]) -> Float[Array, "T H"]:
+    """Returns the logarithm of what a row multiplies states by: -exp(a_log) dt, bounded."""
+    rate = jnp.exp(jnp.minimum(a_log, _MOST_A_LOG))  # no infinity, which a dt of 0 would make NaN
+    return jnp.maximum(-rate[None] * dt, MIN_LOG_DECAY)
 
 
 @dataclass(frozen=True)
@@ -161,12 +168,14 @@ class GatedDelta(Recurrent):
             jax.ShapeDtypeStruct(state, jnp.float32),
         )
 
-    def decode(self, projection: Mixed, kept: Any) -> tuple[Float[Array, "N H V"], list[Array]]:
+    def decode(
+        self, projection: DeltaProjection, kept: Any
+    ) -> tuple[Float[Array, "N H V"], list[Array]]:
         """See Recurrent."""
         inputs, states = kept
         sums, inputs = _one_more(projection.qkv, projection.weights, inputs)
         q, k, v = _heads(self, sums, projection.qkv.dtype)
-        states = states * jnp.exp(projection.decay)[..., None, None]
+        states = states * jnp.exp(projection.log_decay)[..., None, None]
         old = jnp.einsum("nhdv,nhd->nhv", states, k, precision=_PRECISE)
         new = (v - old) * projection.beta[..., None]
         states = states + k[..., None] * new[..., None, :]
@@ -174,18 +183,13 @@ class GatedDelta(Recurrent):
         return out.astype(projection.qkv.dtype), [inputs, states]
 
     def prefill(
-        self, projection: Mixed, chunks: "Chunks", kept: Any
+        self, projection: DeltaProjection, chunks: "Chunks", kept: Any
     ) -> tuple[Float[Array, "T H V"], list[Array]]:
         """See Recurrent."""
         inputs, states = kept
         sums, inputs = _convolved(projection.qkv, projection.weights, chunks, inputs)
         q, k, v = _heads(self, sums, projection.qkv.dtype)
-        q, k, v, decay, beta = (
-            jnp.moveaxis(_rows(x, chunks.rows), 1, 2)
-            for x in (q, k, v, projection.decay, projection.beta)
-        )
-        out, states = _scan(q, k, v, decay, beta, chunks, states)
-        out = jnp.moveaxis(out, 1, 2)[chunks.block, chunks.place]
+        out, states = _scan(q, k, v, projection.log_decay, projection.beta, chunks, states)
         return out.astype(projection.qkv.dtype), [inputs, states]
 
 
@@ -221,34 +225,32 @@ class Mamba(Recurrent):
             jax.ShapeDtypeStruct((self.heads, self.state, self.value), jnp.float32),
         )
 
-    def decode(self, projection: Scanned, kept: Any) -> tuple[Float[Array, "N H V"], list[Array]]:
+    def decode(
+        self, projection: MambaProjection, kept: Any
+    ) -> tuple[Float[Array, "N H V"], list[Array]]:
         """See Recurrent."""
         inputs, states = kept
         sums, inputs = _one_more(projection.x, projection.weights[0], inputs)
         q, k, x = self._heads(projection, sums)
         new = x * projection.dt[..., None]
-        states = states * jnp.exp(projection.decay)[..., None, None]
+        states = states * jnp.exp(projection.log_decay)[..., None, None]
         states = states + k[..., None] * new[..., None, :]
         out = jnp.einsum("nhdv,nhd->nhv", states, q, precision=_PRECISE)
         return self._with_skip(projection, out, x), [inputs, states]
 
     def prefill(
-        self, projection: Scanned, chunks: "Chunks", kept: Any
+        self, projection: MambaProjection, chunks: "Chunks", kept: Any
     ) -> tuple[Float[Array, "T H V"], list[Array]]:
         """See Recurrent."""
         inputs, states = kept
         sums, inputs = _convolved(projection.x, projection.weights[0], chunks, inputs)
         q, k, x = self._heads(projection, sums)
-        q, k, new, decay = (
-            jnp.moveaxis(_rows(one, chunks.rows), 1, 2)
-            for one in (q, k, x * projection.dt[..., None], projection.decay)
-        )
-        out, states = _scan(q, k, new, decay, None, chunks, states)
-        out = jnp.moveaxis(out, 1, 2)[chunks.block, chunks.place]
+        new = x * projection.dt[..., None]
+        out, states = _scan(q, k, new, projection.log_decay, None, chunks, states)
         return self._with_skip(projection, out, x), [inputs, states]
 
     def _heads(
-        self, projection: Scanned, sums: Float[Array, "T C"]
+        self, projection: MambaProjection, sums: Float[Array, "T C"]
     ) -> tuple[Float[Array, "T H D"], Float[Array, "T H D"], Float[Array, "T H V"]]:
         """Returns C, B and x of each head in float32."""
         if (bias := projection.weights[1]) is not None:
@@ -263,7 +265,7 @@ class Mamba(Recurrent):
         return c, b, x.reshape(-1, self.heads, self.value)
 
     def _with_skip(
-        self, projection: Scanned, out: Float[Array, "T H V"], x: Float[Array, "T H V"]
+        self, projection: MambaProjection, out: Float[Array, "T H V"], x: Float[Array, "T H V"]
     ) -> Float[Array, "T H V"]:
         skip = projection.weights[2].astype(jnp.float32)[None, :, None]
         return (out + skip * x).astype(projection.x.dtype)
@@ -282,13 +284,15 @@ class ShortConv(Recurrent):
         """See Recurrent: inputs [K - 1, C]."""
         return (jax.ShapeDtypeStruct((self.taps - 1, self.channels), dtype),)
 
-    def decode(self, projection: Convolved, kept: Any) -> tuple[Float[Array, "N 1 C"], list[Array]]:
+    def decode(
+        self, projection: ConvProjection, kept: Any
+    ) -> tuple[Float[Array, "N 1 C"], list[Array]]:
         """See Recurrent."""
         sums, inputs = _one_more(projection.x, projection.weights, *kept)
         return sums[:, None].astype(projection.x.dtype), [inputs]
 
     def prefill(
-        self, projection: Convolved, chunks: "Chunks", kept: Any
+        self, projection: ConvProjection, chunks: "Chunks", kept: Any
     ) -> tuple[Float[Array, "T 1 C"], list[Array]]:
         """See Recurrent."""
         sums, inputs = _convolved(projection.x, projection.weights, chunks, *kept)
@@ -401,9 +405,9 @@ def _one_more(
     return jnp.sum(seen.astype(jnp.float32) * weights, axis=1), seen[:, 1:]
 
 
-def _rows(x: Float[Array, "T *r"], at: Int[Array, "Z B"]) -> Float[Array, "Z B *r"]:
+def _in_blocks(x: Float[Array, "T H *r"], chunks: Chunks) -> Float[Array, "Z H B *r"]:
     """Returns the rows of blocks, zeros where there are none."""
-    return x.at[at].get(mode="fill", fill_value=0)
+    return jnp.moveaxis(x.at[chunks.rows].get(mode="fill", fill_value=0), 1, 2)
 
 
 def _convolved(
@@ -449,22 +453,24 @@ def _unit(x: Float[Array, "T G D"]) -> Float[Array, "T G D"]:
 
 
 def _scan(
-    q: Float[Array, "Z H B D"],
-    k: Float[Array, "Z H B D"],
-    v: Float[Array, "Z H B V"],
-    decay: Float[Array, "Z H B"],
-    beta: Float[Array, "Z H B"] | None,
+    q: Float[Array, "T H D"],
+    k: Float[Array, "T H D"],
+    v: Float[Array, "T H V"],
+    log_decay: Float[Array, "T H"],
+    beta: Float[Array, "T H"] | None,
     chunks: Chunks,
     states: Float[Array, "M H D V"],
-) -> tuple[Float[Array, "Z H B V"], Float[Array, "M H D V"]]:
-    """Runs blocks one after another; what their rows are to each other is known before.
+) -> tuple[Float[Array, "T H V"], Float[Array, "M H D V"]]:
+    """Runs chunks block by block; what a block's rows are to each other is computed before. Returns
+    heads, and the states afterwards.
 
     With `beta` the values that rows of a block bring depend on those of rows before them: a
     triangular system (Gated DeltaNet's section 3.3), solved once for what comes of the values and
     of the state before. Without (None) they are as they are.
     """
-    size = q.shape[2]
-    total = jnp.cumsum(decay, axis=2)
+    size = chunks.rows.shape[1]
+    q, k, v, log_decay = (_in_blocks(x, chunks) for x in (q, k, v, log_decay))
+    total = jnp.cumsum(log_decay, axis=2)
     before = jnp.tril(jnp.ones((size, size), bool))[None, None]
     into = out_of = jnp.ones((1, 1, size), bool)  # rows that see the state before, and behind
     passes = jnp.ones((1, 1), bool)
@@ -476,6 +482,7 @@ def _scan(
     since = jnp.where(into, jnp.exp(total), 0)[..., None]
     values, keys = v, jnp.zeros_like(k[..., :0])
     if beta is not None:
+        beta = _in_blocks(beta, chunks)
         seen = jnp.einsum("zhid,zhjd->zhij", k, k, precision=_PRECISE) * apart
         wanted = jnp.concatenate([v, k * since], axis=-1) * beta[..., None]
         solved = jnp.matmul(_inverse(seen * beta[..., None]), wanted, precision=_PRECISE)
@@ -498,7 +505,7 @@ def _scan(
     states, out = lax.scan(
         body, states, (chunks.chunk, q * since, k * until, values, keys, among, whole)
     )
-    return out, states
+    return jnp.moveaxis(out, 1, 2)[chunks.block, chunks.place], states
 
 
 def _inverse(below: Float[Array, "Z H B B"]) -> Float[Array, "Z H B B"]:

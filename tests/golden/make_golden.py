@@ -619,7 +619,7 @@ CASES = {
         residual_multiplier=0.8,
     ),
     "granitemoehybrid": hybrid(
-        [4, 36, 6, 3, 77],
+        [4, 36, 6, 3, 75],
         [9, 3, 11],
         layer_types=["linear_attention", "full_attention", "linear_attention", "linear_attention"],
         shared_intermediate_size=13,

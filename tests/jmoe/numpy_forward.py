@@ -140,7 +140,7 @@ def delta_net(cfg, layer, h, kind):
             error = (v[t, head] - state.T @ key) / (1 + np.exp(-beta[t, head]))
             state = state + np.outer(key, error)
             out[t, head * kind.value : (head + 1) * kind.value] = state.T @ query
-    out = _norm(cfg, out.reshape(len(h), -1, kind.value), layer["delta_norm"])
+    out = _norm(cfg, out.reshape(len(h), -1, kind.value), layer["gated_norm"])
     return (out.reshape(len(h), -1) * _silu(gate)) @ layer["wo"]
 
 
@@ -164,7 +164,7 @@ def _mamba(cfg, layer, h, kind):
             state = state + np.outer(b[t, at], dt[t, head] * own)
             out[t, head] = state.T @ c[t, at] + layer["skip"][head] * own
     out = (out.reshape(len(h), -1) * _silu(gate)).reshape(len(h), kind.groups, -1)
-    out = _norm(cfg, out, 1.0).reshape(len(h), -1) * layer["delta_norm"]
+    out = _norm(cfg, out, 1.0).reshape(len(h), -1) * layer["gated_norm"]
     return out @ layer["wo"] + layer.get("bo", 0.0)
 
 
