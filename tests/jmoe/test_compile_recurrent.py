@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.deep, pytest.mark.exhaustive]
 
 __all__ = ["_kernels_are_assembled_well", "mesh"]  # fixtures
 
-QWEN3_NEXT = Case("Qwen3-Next-80B-A3B-Instruct", 16, (205, 257, 0), depth=4)
+QWEN3_NEXT = Case("Qwen3-Next-80B-A3B-Instruct", 16, (205, 308, 0), depth=4)
 
 
 def test_a_decode_step_is_one_graph_and_copies_what_its_rows_keep_alone(mesh):

@@ -1,5 +1,6 @@
 """Gated DeltaNet over slots, in any mixture of chunks and single rows, against loops in float64."""
 
+import json
 from functools import partial
 from types import SimpleNamespace
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from jmoe.attention import StepRows, is_recurrent, sequence_bytes
+from jmoe.config import ConfigError, from_hf
 from jmoe.kv_cache import CacheSizes
 from jmoe.recurrent import MIN_LOG_DECAY, DeltaProjection, GatedDelta, log_decay
 
@@ -203,3 +205,20 @@ def test_what_a_sequence_keeps_is_told():
     kept = 2 * (4 * 4 * 6 * 5 + 2 * 2 * KIND.channels)  # float32 states, bfloat16 inputs
     assert sequence_bytes(cfg, jnp.dtype("bfloat16")) == kept
     assert is_recurrent(cfg)
+
+
+@pytest.mark.parametrize(
+    ("case", "key", "value", "wanted"),
+    [
+        ("qwen3_next", "linear_conv_kernel_dim", 65, "an integer from 2 to 64"),
+        ("lfm2_moe", "conv_L_cache", 1, "an integer from 2 to 64"),
+        ("granitemoehybrid", "mamba_d_conv", 10**6, "an integer from 2 to 64"),
+        ("granitemoehybrid", "time_step_limit", [2.0, 1.0], "the least first"),
+        ("granitemoehybrid", "time_step_limit", [float("nan"), 1.0], "the least first"),
+        ("qwen3_next", "linear_num_value_heads", 5, "a multiple of linear_num_key_heads"),
+    ],
+)
+def test_what_no_program_can_have_is_refused_by_name(request, case, key, value, wanted):
+    path = request.config.rootpath / "tests" / "golden" / case / "config.json"
+    with pytest.raises(ConfigError, match=f"{key} is .*{wanted}"):
+        from_hf(json.loads(path.read_text()) | {key: value})
