@@ -24,8 +24,8 @@ class Think(ToolParser):
         if (yield from self.skip(self.opening)) or self._opened:
             yield from self.peek()
             ends = filter(None, (self.closing, self.calls))
-            if (yield from self.until(*ends, take=self.think, stay=True)) == self.closing:
-                self._consume(len(self.closing))
+            yield from self.until(*ends, take=self.think, stay=True)
+            self.accept(self.closing)
             yield from self.peek()
         yield from self.answer()
 

@@ -308,14 +308,13 @@ class ToolParser:
         """
         name, arguments, begun = "", "", False
         self._consume(1)
-        while (char := (yield from self.peek())) in ('"', ","):
-            if char == ",":
-                self._consume(1)
+        while (yield from self.peek()) in ('"', ","):
+            if self.accept(","):
                 continue
             key = yield from self.value(*ends)
-            if (yield from self.peek()) != ":":
+            yield from self.peek()
+            if not self.accept(":"):
                 return begun
-            self._consume(1)
             is_arguments = key in ('"arguments"', '"parameters"')
             if is_arguments and name and not begun and (yield from self.peek()) == "{":
                 begun = True
@@ -327,13 +326,18 @@ class ToolParser:
                 name = name or _text(value)
             elif is_arguments:
                 arguments = value
-        if char != "}":
+        if not self.accept("}"):
             return begun
-        self._consume(1)
         if name and not begun:
             self.begin(name)
             self.argue(_as_object(arguments))
         return begun or bool(name)
+
+    def accept(self, tag: str) -> bool:
+        """Consumes a tag if what is left begins with it; returns whether it does."""
+        found = self._left.startswith(tag)
+        self._consume(len(tag) if found else 0)
+        return found
 
     def _consume(self, count: int) -> str:
         text, self._left = self._left[:count], self._left[count:]
@@ -353,18 +357,14 @@ class Hermes(ToolParser):
 
     def read(self) -> Reading:
         """See ToolParser."""
-        opening, closing = "<tool_call>", "</tool_call>"
-        marker = yield from self.until(opening, take=self.say)
-        while marker:
-            if marker == opening:
-                self.keep(opening)
-                ends = opening, closing
-                if (yield from self.peek()) == "{" and (yield from self.call_object(*ends)):
-                    marker = yield from self.leave(*ends)
-                    self._consume(len(marker))
-                    continue
+        ends = opening, closing = self.opening, "</tool_call>"
+        while (yield from self.until(opening, take=self.say)):
+            self.keep(opening)
+            if (yield from self.peek()) == "{" and (yield from self.call_object(*ends)):
+                yield from self.leave(*ends)
+                self.accept(closing)
+            else:
                 self.give_up()
-            marker = yield from self.until(opening, take=self.say)
 
     def written(self, name: str, arguments: str, marker: Marker) -> str:
         """See ToolParser."""
@@ -404,12 +404,11 @@ class Mistral(ToolParser):
             if not (yield from self.call_object(self.opening)):
                 break
             self.keep("")
-            if (yield from self.peek()) == ",":
-                self._consume(1)
-            elif self._left[:1] == "]":
-                self._consume(1)
+            yield from self.peek()
+            if self.accept("]"):
                 self._raw = None
                 return
+            self.accept(",")
         self.give_up()
 
     def _named(self) -> Reading:
@@ -419,10 +418,9 @@ class Mistral(ToolParser):
             self.give_up()
             return
         if found == "[CALL_ID]":
-            found = yield from self.until("[ARGS]", "{", self.opening, stay=True)
+            yield from self.until("[ARGS]", "{", self.opening, stay=True)
         self.begin(name.strip())
-        if found == "[ARGS]":
-            self._consume(len(found))
+        self.accept("[ARGS]")
         if (yield from self.peek()) == "{":
             yield from self.json(self.argue, self.opening)
         else:
@@ -525,9 +523,8 @@ class _Tagged(ToolParser):
         while True:
             text, marker = yield from self.text(self.before, *ends, stay=True, in_call=True)
             other.append(text.strip())
-            if marker != self.before:
+            if not self.accept(self.before):
                 break
-            self._consume(len(marker))
             name, has_value = yield from self.key(*ends)
             if has_value:
                 self.argue(f"{before}{_dumped(name)}: ")
@@ -630,27 +627,23 @@ class Glm(_Tagged):
     def read(self) -> Reading:
         """See ToolParser."""
         opening, closing = self.opening, "</tool_call>"
-        marker = yield from self.until(opening, take=self.say)
-        while marker:
+        while (yield from self.until(opening, take=self.say)):
             self.keep(opening)
             name, found = yield from self.text(self.before, closing, opening, stay=True)
-            if found not in ("", opening) and _NAME.fullmatch(name.strip()):
+            if found in (self.before, closing) and _NAME.fullmatch(name.strip()):
                 self.begin(name.strip())
-                found = yield from self.arguments(name.strip(), closing, opening)
-                self._consume(len(found) if found == closing else 0)
+                yield from self.arguments(name.strip(), closing, opening)
+                self.accept(closing)
             else:
-                self._consume(len(found) if found == closing else 0)
+                self.accept(closing)
                 self.give_up()
-            marker = yield from self.until(opening, take=self.say)
 
     def key(self, *ends: str) -> Generator[None, None, tuple[str, bool]]:
         """See _Tagged."""
-        name, found = yield from self.text("</arg_key>", *ends, stay=True)
-        if found == "</arg_key>":
-            self._consume(len(found))
-            found = yield from self.until("<arg_value>", *ends, stay=True)
-            self._consume(len(found) if found == "<arg_value>" else 0)
-        return name.strip(), found == "<arg_value>"
+        name, _ = yield from self.text("</arg_key>", *ends, stay=True)
+        if self.accept("</arg_key>"):
+            yield from self.until("<arg_value>", *ends, stay=True)
+        return name.strip(), self.accept("<arg_value>")
 
     def keyed(self, key: str, marker: Marker) -> str:
         """See _Tagged."""
@@ -676,20 +669,19 @@ class MiniMax(_Tagged):
         ends = "</invoke>", *between
         while (yield from self.until(opening, take=self.say)):
             self.keep(opening)
-            marker = invoke if (yield from self.skip(invoke, stay=True)) else ""
+            yield from self.skip(invoke, stay=True)
+            marker = ""
             while marker in ("", invoke):
                 name, found = "", ""
-                if marker:
-                    self._consume(len(invoke))
+                if self.accept(invoke):
                     name, found = yield from self.text('">', *ends, stay=True)
                 if found == '">' and _NAME.fullmatch(name):
-                    self._consume(len(found))
+                    self.accept('">')
                     self.begin(name)
-                    found = yield from self.arguments(name, *ends)
-                    if found == "</invoke>":
-                        self._consume(len(found))
+                    yield from self.arguments(name, *ends)
+                    self.accept("</invoke>")
                     marker = yield from self.leave(*between)
-                    self._consume(len(marker) if marker == closing else 0)
+                    self.accept(closing)
                 else:
                     self.give_up()
                     marker = yield from self.until(*between, take=self.say, stay=True)
@@ -699,9 +691,8 @@ class MiniMax(_Tagged):
 
     def key(self, *ends: str) -> Generator[None, None, tuple[str, bool]]:
         """See _Tagged."""
-        name, found = yield from self.text('">', *ends, stay=True)
-        self._consume(len(found) if found == '">' else 0)
-        return name, found == '">'
+        name, _ = yield from self.text('">', *ends, stay=True)
+        return name, self.accept('">')
 
     def keyed(self, key: str, marker: Marker) -> str:
         """See _Tagged."""
@@ -732,37 +723,33 @@ class Qwen3Coder(_Tagged):
         between = self.opening, function, closing
         ends = "</function>", *between
         inside = False  # the tags
-        marker = yield from self.until(self.opening, function, take=self.say)
-        while marker:
+        while marker := (yield from self.until(self.opening, function, take=self.say)):
             self.keep(marker)
-            inside = marker == self.opening or (inside and marker == function)
+            inside = inside or marker == self.opening
             name, found = "", ""
             if marker == function or (yield from self.skip(function)):
                 name, found = yield from self.text(">", *ends, stay=True)
             if found == ">" and _NAME.fullmatch(name) and (inside or name in self.functions):
-                self._consume(len(found))
+                self.accept(">")
                 self.begin(name)
-                found = yield from self.arguments(name, *ends)
-                self._consume(len(found) if found == ends[0] else 0)
-                marker = yield from self.leave(*between)
-                self._consume(len(marker))
+                yield from self.arguments(name, *ends)
+                self.accept("</function>")
+                yield from self.leave(*between)
+                if self.accept(closing):
+                    inside = False
             else:
-                self._consume(len(found) if found == closing else 0)
+                self.accept(closing)
                 self.give_up()
-                marker = closing
-            if marker == closing:
                 inside = False
-                marker = yield from self.until(self.opening, function, take=self.say)
 
     def key(self, *ends: str) -> Generator[None, None, tuple[str, bool]]:
         """See _Tagged."""
-        name, found = yield from self.text(">", *ends, stay=True)
-        if found != ">":
+        name, _ = yield from self.text(">", *ends, stay=True)
+        if not self.accept(">"):
             return name, False
-        self._consume(len(found))
         while not (self._left or self._ended):
             yield
-        self._consume(int(self._left.startswith("\n")))
+        self.accept("\n")
         return name, True
 
     def _value(self, *ends: str, take: Callable[[str], object]) -> Generator[None, None, str]:
@@ -850,10 +837,9 @@ class DeepSeek(_Section):
     def header(self, *ends: str) -> Generator[None, None, tuple[str, str]]:
         """See _Section."""
         separator = "<｜tool▁sep｜>"
-        name, found = yield from self.text(separator, *ends, stay=True)
-        if found != separator:
+        name, _ = yield from self.text(separator, *ends, stay=True)
+        if not self.accept(separator):
             return "", ""
-        self._consume(len(separator))
         first = yield from self.peek()
         if name.strip() == "function" and first != "{":  # it is the kind
             name, _ = yield from self.text("\n", "```", "{", *ends, stay=True)
@@ -891,12 +877,9 @@ class Kimi(_Section):
     def header(self, *ends: str) -> Generator[None, None, tuple[str, str]]:
         """See _Section."""
         begins = "<|tool_call_argument_begin|>"
-        text, found = yield from self.text(begins, *ends, stay=True)
+        text, _ = yield from self.text(begins, *ends, stay=True)
         written = _KIMI_ID.fullmatch(text.strip())
-        if written is None or found != begins:
-            return "", ""
-        self._consume(len(begins))
-        return written[1], written[0]
+        return (written[1], written[0]) if written and self.accept(begins) else ("", "")
 
     def start(self, many: bool, marker: Marker) -> str:
         """See ToolParser."""
