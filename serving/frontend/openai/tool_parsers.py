@@ -30,6 +30,8 @@ Reading = Generator[None]
 _NAME = re.compile(r"[\w.-]{1,128}")
 _KIMI_ID = re.compile(r"(?:functions\.)?([\w.-]{1,128}):\d{1,9}")
 _RECIPIENT = re.compile(r"\bto=(?:functions\.)?([\w.-]+)")
+_MARKER = re.compile(r"(<[^<>%]+>|\[[A-Z_]+\])")
+"""What is a marker in a format's own text."""
 
 
 class Delta(NamedTuple):
@@ -47,12 +49,15 @@ class Delta(NamedTuple):
 
 class ToolParser:
     """Reads one output. A format says in `read` how calls are written, in steps that wait for text
-    (`yield from`), and in `rules` and `start` what a grammar of calls looks like.
+    (`yield from`), and in `around` and `section` what a grammar of calls looks like.
     """
 
     opening = ""  # marker at which calls begin in what is otherwise text; empty: there is none
     encloses = False  # whether it stands once before several calls, not before each
     behind = string.whitespace + "]}"  # characters behind arguments that are no content
+    around = "", ""  # what a call has before its arguments, `%s` being its name, and behind them
+    section = "", ""  # what is before all calls, and behind them
+    between = r'"\n"'  # what a grammar has between two calls
 
     def __init__(self, functions: Mapping[str, Schema], template: str = "") -> None:
         """`functions` has the JSON schema of the arguments by name; `template` is the model's chat
@@ -120,11 +125,13 @@ class ToolParser:
 
     def start(self, many: bool, marker: Marker) -> str:
         """Returns the rule `start`, which uses the rule `call`."""
-        return r'start: call ("\n" call)*' if many else "start: call"
+        before, after = (_spelled(text, "", marker) for text in self.section)
+        return f"start: {before} call {f'({self.between} call)*' if many else ''} {after}"
 
     def written(self, name: str, arguments: str, marker: Marker) -> str:
         """Returns how a call is written; `arguments` is the rule of its arguments."""
-        raise NotImplementedError
+        before, after = (_spelled(text, name, marker) for text in self.around)
+        return f"{before} {arguments} {after}"
 
     # ---- what an output is made of --------------------------------------------------------------
 
@@ -354,6 +361,7 @@ class Hermes(ToolParser):
     """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`: Hermes, Qwen, ERNIE-4.5."""
 
     opening = "<tool_call>"
+    around = '<tool_call>\n{"name": "%s", "arguments": ', "}\n</tool_call>"
 
     def read(self) -> Reading:
         """See ToolParser."""
@@ -366,24 +374,22 @@ class Hermes(ToolParser):
             else:
                 self.give_up()
 
-    def written(self, name: str, arguments: str, marker: Marker) -> str:
-        """See ToolParser."""
-        before = _literal(f'\n{{"name": "{name}", "arguments": ')
-        after = _literal("}\n")
-        return f"{marker('<tool_call>')} {before} {arguments} {after} {marker('</tool_call>')}"
-
 
 class Mistral(ToolParser):
     """`[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]`, or, newer, `[TOOL_CALLS]name[ARGS]{}`
     for each call.
     """
 
-    opening = "[TOOL_CALLS]"
+    opening, encloses = "[TOOL_CALLS]", True
+    around = '{"name": "%s", "arguments": ', "}"
+    section, between = ("[TOOL_CALLS][", "]"), '", "'
 
-    @property
-    def encloses(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def __init__(self, functions: Mapping[str, Schema], template: str = "") -> None:
         """See ToolParser."""
-        return "[ARGS]" not in self.template
+        super().__init__(functions, template)
+        if "[ARGS]" in template:
+            self.encloses, self.around = False, ("[TOOL_CALLS]%s[ARGS]", "")
+            self.section, self.between = ("", ""), ""
 
     def read(self) -> Reading:
         """See ToolParser."""
@@ -427,22 +433,11 @@ class Mistral(ToolParser):
             text, _ = yield from self.text(self.opening, stay=True)
             self.argue(text.rstrip())
 
-    def start(self, many: bool, marker: Marker) -> str:
-        """See ToolParser."""
-        if "[ARGS]" in self.template:
-            return f"start: call{'+' if many else ''}"
-        more = '(", " call)*' if many else ""
-        return f'start: {marker("[TOOL_CALLS]")} "[" call {more} "]"'
-
-    def written(self, name: str, arguments: str, marker: Marker) -> str:
-        """See ToolParser."""
-        if "[ARGS]" in self.template:
-            return f"{marker('[TOOL_CALLS]')} {_literal(name)} {marker('[ARGS]')} {arguments}"
-        return f'{_literal(f'{{"name": "{name}", "arguments": ')} {arguments} "}}"'
-
 
 class Harmony(ToolParser):
     """gpt-oss: messages in channels. A call has a recipient; the model thinks in `analysis`."""
+
+    around = "<|channel|>commentary to=functions.%s <|constrain|>json<|message|>", ""
 
     def read(self) -> Reading:
         """See ToolParser."""
@@ -479,9 +474,9 @@ class Harmony(ToolParser):
         end = marker("<|end|>")
         if not _is_token(end):  # thoughts have no end that text cannot have
             return "start: call"
-        think = f"{marker('<|channel|>')} {_literal('analysis')} {marker('<|message|>')} TEXT {end}"
-        again = f"{marker('<|start|>')} {_literal('assistant')}"
-        return f"start: ({think} {again})? call\nTEXT: {_TEXT}"
+        think = _spelled("<|channel|>analysis<|message|>", "", marker)
+        again = _spelled("<|start|>assistant", "", marker)
+        return f"start: ({think} TEXT {end} {again})? call\nTEXT: {_TEXT}"
 
     def grammar_in_text(self, names: Sequence[str], many: bool, marker: Marker, tokens: str) -> str:
         """See ToolParser. What comes before the answer or the call is in other channels."""
@@ -489,17 +484,11 @@ class Harmony(ToolParser):
         if not _is_token(end):
             return ""
         before, message = marker("<|channel|>"), f"{marker('<|message|>')} TEXT"
-        again = f"{marker('<|start|>')} {_literal('assistant')}"
+        again = _spelled("<|start|>assistant", "", marker)
         other = f'{before} ("analysis" | "commentary") {message} {end} {again}'
         calls = self.grammar(names, many, marker).partition("\nTEXT")[2].partition("\n")[2]
         first = f'start: ({other})* ({before} "final" {message} | call)'
         return "\n".join([first, f"TEXT: {_TEXT}", calls])
-
-    def written(self, name: str, arguments: str, marker: Marker) -> str:
-        """See ToolParser."""
-        to = _literal(f"commentary to=functions.{name} ")
-        json_message = f"{marker('<|constrain|>')} {_literal('json')} {marker('<|message|>')}"
-        return f"{marker('<|channel|>')} {to} {json_message} {arguments}"
 
 
 class _Tagged(ToolParser):
@@ -508,6 +497,7 @@ class _Tagged(ToolParser):
     """
 
     before, closing = "", ""  # markers before an argument's name, and behind its value
+    keyed: tuple[str, ...] = ()  # tags around an argument's name, `%s`, up to its value
     gap = r'"\n"'
     """What a grammar has between tags."""
     last = ""
@@ -546,7 +536,7 @@ class _Tagged(ToolParser):
         raise NotImplementedError
 
     def _argument(self, function: str, name: str, *ends: str) -> Reading:
-        schema = _property(self.functions.get(function, {}), name)
+        schema = _properties(self.functions.get(function, {})).get(name)
         if _is_string(schema):
             self.argue('"')
             ended = yield from self._value(*ends, take=lambda text: self.argue(_dumped(text)[1:-1]))
@@ -587,11 +577,11 @@ class _Tagged(ToolParser):
         """See ToolParser. Each argument is held to its own schema, apart from strings, which are
         held to an enumeration alone.
         """
-        properties, required = schema.get("properties"), schema.get("required")
+        required = schema.get("required")
         arguments: list[str] = []
         lines: list[str] = []
         end = marker(self.closing)
-        for n, (key, one) in enumerate(properties.items() if isinstance(properties, dict) else ()):
+        for n, (key, one) in enumerate(_properties(schema).items()):
             rule = f"value{i}x{n}"
             tail = f"{self.last}{end} {self.gap}"
             if not _is_string(one):
@@ -600,21 +590,19 @@ class _Tagged(ToolParser):
                 }
                 lines.append(f"{rule}: {_json({**defs, **one} if isinstance(one, dict) else one)}")
             elif one.get("enum"):
-                lines.append(f"{rule}: {' | '.join(map(_literal, one['enum']))}")
+                lines.append(f"{rule}: {' | '.join(map(_dumped, one['enum']))}")
             elif _is_token(end):
                 lines.append(f"{rule}: {_TEXT}")
                 tail = f"{end} {self.gap}"
             else:
                 lines.append(f"{rule}[suffix={end}]: {_TEXT}")
                 tail = self.gap
-            text = f"{self.keyed(key, marker)} {rule} {tail}"
+            tags = f" {self.gap} ".join(_spelled(text, key, marker) for text in self.keyed)
+            text = f"{tags} {rule} {tail}"
             is_required = isinstance(required, list) and key in required
             arguments.append(text if is_required else f"({text})?")
-        return [f"call{i}: {self.written(name, ' '.join(arguments), marker)}", *lines]
-
-    def keyed(self, key: str, marker: Marker) -> str:
-        """Returns how an argument's name and what is between it and the value are written."""
-        raise NotImplementedError
+        between = " ".join([self.gap, *arguments])
+        return [f"call{i}: {self.written(name, between, marker)}", *lines]
 
 
 class Glm(_Tagged):
@@ -622,7 +610,9 @@ class Glm(_Tagged):
 
     gap = r'"\n"?'
     opening = "<tool_call>"
+    around = "<tool_call>%s", "</tool_call>"
     before, closing = "<arg_key>", "</arg_value>"
+    keyed = "<arg_key>%s</arg_key>", "<arg_value>"
 
     def read(self) -> Reading:
         """See ToolParser."""
@@ -645,22 +635,15 @@ class Glm(_Tagged):
             yield from self.until("<arg_value>", *ends, stay=True)
         return name.strip(), self.accept("<arg_value>")
 
-    def keyed(self, key: str, marker: Marker) -> str:
-        """See _Tagged."""
-        name = f"{marker('<arg_key>')} {_literal(key)} {marker('</arg_key>')}"
-        return f"{name} {self.gap} {marker('<arg_value>')}"
-
-    def written(self, name: str, arguments: str, marker: Marker) -> str:
-        """See ToolParser."""
-        first = f"{marker('<tool_call>')} {_literal(name)} {self.gap}"
-        return f"{first} {arguments} {marker('</tool_call>')}"
-
 
 class MiniMax(_Tagged):
     """MiniMax-M2: `<invoke name="...">` for each call, all between markers."""
 
     opening, encloses = "<minimax:tool_call>", True
+    section, between = ("<minimax:tool_call>\n", "</minimax:tool_call>"), ""
+    around = '<invoke name="%s">', "</invoke>\n"
     before, closing = '<parameter name="', "</parameter>"
+    keyed = ('<parameter name="%s">',)
 
     def read(self) -> Reading:
         """See ToolParser."""
@@ -694,19 +677,6 @@ class MiniMax(_Tagged):
         name, _ = yield from self.text('">', *ends, stay=True)
         return name, self.accept('">')
 
-    def keyed(self, key: str, marker: Marker) -> str:
-        """See _Tagged."""
-        return _literal(f'<parameter name="{key}">')
-
-    def start(self, many: bool, marker: Marker) -> str:
-        """See ToolParser."""
-        calls = f"call{'+' if many else ''}"
-        return rf'start: {marker(self.opening)} "\n" {calls} {marker("</minimax:tool_call>")}'
-
-    def written(self, name: str, arguments: str, marker: Marker) -> str:
-        """See ToolParser."""
-        return rf'{_literal(f'<invoke name="{name}">\n')} {arguments} "</invoke>\n"'
-
 
 class Qwen3Coder(_Tagged):
     """Qwen3-Coder, Qwen3.5, Step-3.5 and Nemotron-3: `<function=NAME>` between `<tool_call>` tags,
@@ -714,7 +684,9 @@ class Qwen3Coder(_Tagged):
     """
 
     opening = "<tool_call>"
+    around = "<tool_call>\n<function=%s>", "</function>\n</tool_call>"
     before, closing = "<parameter=", "</parameter>"
+    keyed = ("<parameter=%s>\n",)
     last = r'"\n" '
 
     def read(self) -> Reading:
@@ -778,15 +750,6 @@ class Qwen3Coder(_Tagged):
             return word
         return super().typed(text, schema)
 
-    def keyed(self, key: str, marker: Marker) -> str:
-        """See _Tagged."""
-        return _literal(f"<parameter={key}>\n")
-
-    def written(self, name: str, arguments: str, marker: Marker) -> str:
-        """See ToolParser."""
-        first = f"{marker('<tool_call>')} {_literal(f'\n<function={name}>\n')}"
-        return f"{first} {arguments} {_literal('</function>\n')} {marker('</tool_call>')}"
-
 
 class _Section(ToolParser):
     """Calls in a section, each between markers. A format says in `header` what comes before a
@@ -794,16 +757,15 @@ class _Section(ToolParser):
     """
 
     encloses = True
-    closing = ""  # marker at which a section ends
-    around = "", ""  # markers between which a call stands
+    marks = "", ""  # markers between which a call stands
 
     def read(self) -> Reading:
         """See ToolParser."""
-        begins = self.around[0]
-        ends = *self.around, self.opening, self.closing
+        begins, closing = self.marks[0], self.section[1]
+        ends = *self.marks, *self.section
         among = False  # calls
         while marker := (yield from self.until(*ends, take=self.say, in_call=among)):
-            among = marker != self.closing
+            among = marker != closing
             if marker != begins:
                 continue
             self.keep(begins)
@@ -830,9 +792,18 @@ class _Section(ToolParser):
 class DeepSeek(_Section):
     """DeepSeek V2, V3 and R1, with the arguments in a code block, and V3.1, without."""
 
-    opening, closing = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
-    around = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
+    opening = "<｜tool▁calls▁begin｜>"
+    section, between = (opening, "<｜tool▁calls▁end｜>"), ""
+    marks = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
+    around = "<｜tool▁call▁begin｜>%s<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
     behind = _Section.behind + "`"
+
+    def __init__(self, functions: Mapping[str, Schema], template: str = "") -> None:
+        """See ToolParser."""
+        super().__init__(functions, template)
+        if "```" in template:
+            before = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>%s\n```json\n"
+            self.around, self.between = (before, "\n```<｜tool▁call▁end｜>"), ToolParser.between
 
     def header(self, *ends: str) -> Generator[None, None, tuple[str, str]]:
         """See _Section."""
@@ -845,34 +816,18 @@ class DeepSeek(_Section):
             name, _ = yield from self.text("\n", "```", "{", *ends, stay=True)
             if (yield from self.skip("```")):
                 yield from self.skip("json")
-        elif first not in ("{", "[", '"') and not (yield from self.skip(self.around[1], stay=True)):
+        elif first not in ("{", "[", '"') and not (yield from self.skip(self.marks[1], stay=True)):
             return "", ""
         return name.strip(), ""
-
-    def start(self, many: bool, marker: Marker) -> str:
-        """See ToolParser."""
-        more = "" if not many else "call*" if self._is_plain else r'("\n" call)*'
-        return f"start: {marker(self.opening)} call {more} {marker(self.closing)}"
-
-    def written(self, name: str, arguments: str, marker: Marker) -> str:
-        """See ToolParser."""
-        begin, end = map(marker, self.around)
-        separator = marker("<｜tool▁sep｜>")
-        if self._is_plain:
-            return f"{begin} {_literal(name)} {separator} {arguments} {end}"
-        before = _literal(f"{name}\n```json\n")
-        return f'{begin} "function" {separator} {before} {arguments} {_literal("\n```")} {end}'
-
-    @property
-    def _is_plain(self) -> bool:
-        return "```" not in self.template
 
 
 class Kimi(_Section):
     """Kimi-K2: a call begins with its id, `functions.NAME:NUMBER`; the template wants it back."""
 
-    opening, closing = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
-    around = "<|tool_call_begin|>", "<|tool_call_end|>"
+    opening = "<|tool_calls_section_begin|>"
+    section, between = (opening, "<|tool_calls_section_end|>"), ""
+    marks = "<|tool_call_begin|>", "<|tool_call_end|>"
+    around = "<|tool_call_begin|>functions.%s:", "<|tool_call_end|>"
 
     def header(self, *ends: str) -> Generator[None, None, tuple[str, str]]:
         """See _Section."""
@@ -881,15 +836,10 @@ class Kimi(_Section):
         written = _KIMI_ID.fullmatch(text.strip())
         return (written[1], written[0]) if written and self.accept(begins) else ("", "")
 
-    def start(self, many: bool, marker: Marker) -> str:
-        """See ToolParser."""
-        return f"start: {marker(self.opening)} call{'+' if many else ''} {marker(self.closing)}"
-
     def written(self, name: str, arguments: str, marker: Marker) -> str:
         """See ToolParser."""
-        begin, end = map(marker, self.around)
-        id = f"{_literal(f'functions.{name}:')} /[0-9]{{1,4}}/"
-        return f"{begin} {id} {marker('<|tool_call_argument_begin|>')} {arguments} {end}"
+        number = f"/[0-9]{{1,4}}/ {marker('<|tool_call_argument_begin|>')}"
+        return super().written(name, f"{number} {arguments}", marker)
 
 
 PARSERS: dict[str, type[ToolParser]] = {
@@ -943,10 +893,17 @@ def _overlap(text: str, marker: str) -> int:
 
 
 def _dumped(text: str) -> str:
+    """Returns a text as JSON, which is how Lark's grammars write it, too."""
     return json.dumps(text, ensure_ascii=False)
 
 
-_literal = _dumped  # Lark's strings are JSON's
+def _spelled(text: str, name: str, marker: Marker) -> str:
+    """Returns how a grammar writes a text of a format, with `name` in place of its `%s`."""
+    return " ".join(
+        marker(part) if _MARKER.fullmatch(part) else _dumped(part.replace("%s", name))
+        for part in _MARKER.split(text)
+        if part
+    )
 
 
 def _json(schema: Any) -> str:
@@ -970,7 +927,7 @@ def _bare(schema: Any) -> Any:
 
 def _text(value: str) -> str:
     """Returns the text that a JSON string stands for; empty if it is none."""
-    found = json.loads(value) if value.startswith('"') and _is_json(value) else ""
+    found = json.loads(value) if value.startswith('"') and _is_of(value, {}) else ""
     return found.encode(errors="replace").decode() if isinstance(found, str) else ""
 
 
@@ -980,10 +937,6 @@ def _as_object(arguments: str) -> str:
     if arguments in ("", "null"):
         return "{}"
     return _text(arguments) or arguments
-
-
-def _is_json(text: str) -> bool:
-    return _is_of(text, {})
 
 
 def closes(text: str) -> bool:
@@ -1036,9 +989,9 @@ def _refuse(constant: str) -> None:
     raise ValueError(f"{constant} is not JSON")
 
 
-def _property(schema: Schema, name: str) -> Any:
+def _properties(schema: Schema) -> dict[str, Any]:
     properties = schema.get("properties")
-    return properties.get(name) if isinstance(properties, dict) else None
+    return properties if isinstance(properties, dict) else {}
 
 
 def _is_string(schema: Any) -> bool:
