@@ -15,10 +15,10 @@ import orjson
 
 from serving.errors import InvalidRequest, shown
 from serving.frontend.openai import logprobs, reasoning_parsers
-from serving.frontend.openai.endpoints import Choice, truncated
+from serving.frontend.openai.endpoints import Choice, tokenized, truncated
 from serving.frontend.openai.errors import HttpError
 from serving.frontend.openai.reasoning_parsers import Thinks
-from serving.frontend.openai.sampling import priority, sampling
+from serving.frontend.openai.sampling import sampling
 from serving.frontend.openai.schemas import ChatRequest, Message, NamedTool, TokenizeRequest
 from serving.frontend.openai.tool_parsers import (
     PARSERS,
@@ -576,10 +576,8 @@ class ChatEndpoint:
         if body.truncate_prompt_tokens is not None:
             given = await truncated(prompt, body, engine, drawn[0].max_new_tokens)
         reads_end = thinks is not None and tokenizer is not None
-        if isinstance(given, Chat) and (reads_end or body.return_token_ids):
-            given = await engine.tokenize(
-                prompt, body.model or "", priority=priority(body), timeout_s=body.timeout_s
-            )
+        if reads_end or body.return_token_ids:
+            given = await tokenized(given, body, engine)
         if thinks is not None and tokenizer is not None and isinstance(given, list):
             before = tokenizer.decode(given[-_NUM_BEFORE:], skip_special_tokens=False)
         found: list[Choice] = []

@@ -22,7 +22,7 @@ from serving.frontend.openai.schemas import (
     CompletionRequest,
     Sampled,
 )
-from serving.request import Chat, Output, SamplingParams
+from serving.request import Bounds, Chat, Output, SamplingParams
 
 if TYPE_CHECKING:
     from jmoe.tokenizer import Tokenizer
@@ -218,7 +218,7 @@ class CompletionEndpoint:
     """The completions endpoint."""
 
     request: type[Any] = CompletionRequest
-    operation = "text_completion"
+    operation = "text_completion"  # its name in traces
     id_prefix, object_whole, object_event = "cmpl-", "text_completion", "text_completion"
 
     async def choices(
@@ -265,10 +265,18 @@ class CompletionEndpoint:
                 choice.place, choice.scores_alone = place, body.max_tokens == 0
                 choice.prompt_ids = ids
                 found.append(choice)
-        if body.truncate_prompt_tokens is not None or body.return_token_ids:
-            for choice in found:
-                choice.waited_s = time.monotonic() - began_s
+        for choice in found:
+            choice.waited_s = time.monotonic() - began_s
         return found
+
+
+async def tokenized(prompt: str | list[int] | Chat, body: Sampled, engine: "Engine") -> list[int]:
+    """Returns the token ids of a body's prompt. Raises InvalidRequest."""
+    if isinstance(prompt, list):
+        return prompt
+    return await engine.tokenize(
+        prompt, body.model or "", priority=priority(body), timeout_s=body.timeout_s
+    )
 
 
 async def truncated[Given: str | list[int] | Chat](
@@ -286,11 +294,7 @@ async def truncated[Given: str | list[int] | Chat](
         )
     if most < 0:
         most = max(1, engine.bounds.max_prompt_tokens + 1 - (max_tokens or 1))
-    tokens = prompt
-    if not isinstance(tokens, list):
-        tokens = await engine.tokenize(
-            tokens, body.model or "", priority=priority(body), timeout_s=body.timeout_s
-        )
+    tokens = await tokenized(prompt, body, engine)
     return prompt if len(tokens) <= most else tokens[-most:]
 
 
@@ -321,38 +325,22 @@ async def _read(
     if body.truncate_prompt_tokens is not None:
         most = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
         prompt = await truncated(prompt, body, engine, most)
-    text = prompt
-    if body.return_token_ids and isinstance(prompt, str):
-        prompt = await engine.tokenize(
-            prompt, body.model or "", priority=priority(body), timeout_s=body.timeout_s
-        )
-    if not body.echo:
-        return prompt, ""
-    if tokenizer is not None:  # which will encode or decode it
-        bounds = engine.bounds
-        check = bounds.check_chars if isinstance(text, str) else bounds.check_tokens
-        check(len(text))
-    echo = await _echo(text, tokenizer)
-    return prompt if body.logprobs is None else await _tokens_of(prompt, tokenizer), echo
+    echo = await _echo(prompt, engine.bounds, tokenizer) if body.echo else ""
+    # The prompt's own log-probabilities are told token by token.
+    if body.return_token_ids or (body.echo and body.logprobs is not None):
+        prompt = await tokenized(prompt, body, engine)
+    return prompt, echo
 
 
-async def _echo(prompt: Prompt, tokenizer: "Tokenizer | None") -> str:
+async def _echo(prompt: Prompt, bounds: Bounds, tokenizer: "Tokenizer | None") -> str:
     if isinstance(prompt, str):
         return prompt
     if tokenizer is None:
         raise HttpError("echo of token ids needs a tokenizer; this model has none", "echo")
+    bounds.check_tokens(len(prompt))
     try:
         return await asyncio.to_thread(tokenizer.decode, prompt)
     except (OverflowError, TypeError, ValueError):
         raise InvalidRequest(
             f"the prompt {shown(prompt)} has numbers that are no tokens", "prompt"
         ) from None
-
-
-async def _tokens_of(prompt: Prompt, tokenizer: "Tokenizer | None") -> Prompt:
-    """Returns the prompt's token ids, which are needed to report a log-probability for each."""
-    if not isinstance(prompt, str):
-        return prompt
-    if tokenizer is None:
-        raise InvalidRequest("this model has no tokenizer; send token ids", "prompt")
-    return await asyncio.to_thread(tokenizer.encode, prompt)
