@@ -248,8 +248,7 @@ def options_of(body: ChatRequest | TokenizeRequest, has_tools: bool) -> dict[str
         raise HttpError(
             "chat_template_kwargs has tools, too; leave one of them out", "chat_template_kwargs"
         )
-    tools = [tool.function.model_dump(exclude_none=True) for tool in body.tools or ()]
-    return {**options, "tools": [{"type": "function", "function": one} for one in tools]}
+    return {**options, "tools": [one.model_dump(exclude_none=True) for one in body.tools or ()]}
 
 
 def _with_effort(options: dict[str, Any], body: ChatRequest, template: str) -> dict[str, Any]:
@@ -290,26 +289,24 @@ def _message(message: Message, names: dict[str, str], template: Template) -> dic
     if isinstance(content, list):
         content = "".join(part.text for part in content)
     role = "system" if message.role == "developer" else message.role
-    if message.refusal is not None and role != "assistant":
-        raise HttpError(
-            f"a message of role {role} has a refusal; role assistant alone has one", "messages"
-        )
+    thoughts = _thoughts(message)
+    for what, has in (
+        ("a refusal", message.refusal is not None),
+        ("reasoning_content", thoughts is not None),
+        ("tool_calls", bool(message.tool_calls)),
+    ):
+        if has and role != "assistant":
+            raise HttpError(
+                f"a message of role {role} has {what}; role assistant alone may have that",
+                "messages",
+            )
     content = message.refusal if content is None else content
     made: dict[str, Any] = {"role": role, "content": content or ""}
-    if (thoughts := _thoughts(message)) is not None:
-        if role != "assistant":
-            raise HttpError(
-                f"a message of role {role} has reasoning_content; role assistant alone has it",
-                "messages",
-            )
-        if template.thoughts != "thinking" or not (content and message.tool_calls):
-            made[template.thoughts] = thoughts  # gpt-oss's takes not both
+    if thoughts is not None and not (
+        template.thoughts == "thinking" and content and message.tool_calls  # gpt-oss's: not both
+    ):
+        made[template.thoughts] = thoughts
     if message.tool_calls:
-        if role != "assistant":
-            raise HttpError(
-                f"a message of role {role} has tool_calls; role assistant alone has them",
-                "messages",
-            )
         names |= {call.id: call.function.name for call in message.tool_calls}
         made["content"] = content or template.empty
         without = {"index": True, "function": {"parsed_arguments"}}
@@ -459,7 +456,7 @@ class ReadChoice(ChatChoice):
 
     def drawn_id(self) -> str:
         """Draws an id of a call."""
-        return _id()
+        return "".join(secrets.choice(_ID_CHARS) for _ in range(_NUM_ID_CHARS))
 
     def _new(self, out: Output) -> tuple[str, str, list[dict[str, Any]]]:
         """Returns the thoughts, content and parts of calls that an output adds."""
@@ -593,7 +590,3 @@ class ChatEndpoint:
             choice.prompt_ids = ids
             choice.waited_s = time.monotonic() - began_s
         return found
-
-
-def _id() -> str:
-    return "".join(secrets.choice(_ID_CHARS) for _ in range(_NUM_ID_CHARS))
