@@ -25,6 +25,12 @@ from serving.request import (
 )
 
 _ANY_OBJECT = '{"type":"object"}'
+_KINDS = {
+    "json": StructureKind.JSON_SCHEMA,
+    "regex": StructureKind.REGEX,
+    "grammar": StructureKind.GRAMMAR,
+}
+"""By what `guided_...` and `structured_outputs` call them."""
 _TOKEN_ID = re.compile(r"[0-9]{1,10}")
 
 
@@ -124,7 +130,6 @@ def structure(body: Sampled) -> Structure | None:
 
 def _structures(body: Sampled) -> dict[str, Structure]:
     """Returns all structures that a body asks for, by the name of the parameter."""
-    kinds = StructureKind
     found: dict[str, Structure] = {}
     if (wanted := body.response_format) is not None:
         if (wanted.type == "json_schema") != (wanted.json_schema is not None):
@@ -135,37 +140,29 @@ def _structures(body: Sampled) -> dict[str, Structure]:
                 "response_format",
             )
         if wanted.type == "json_object":
-            found["response_format"] = Structure(kinds.JSON_SCHEMA, _ANY_OBJECT)
+            found["response_format"] = Structure(_KINDS["json"], _ANY_OBJECT)
         elif wanted.json_schema is not None:
             schema = wanted.json_schema.schema_
             if wanted.json_schema.strict:
                 schema = guided(schema, strict=True)
             schema = _json(schema, "response_format")
-            found["response_format"] = Structure(kinds.JSON_SCHEMA, schema)
+            found["response_format"] = Structure(_KINDS["json"], schema)
+    plain = {kind: getattr(body, f"guided_{kind}") for kind in (*_KINDS, "choice")}
     outputs = body.structured_outputs
-    for prefix, schema, regex, grammar, choice in (
-        ("guided_", body.guided_json, body.guided_regex, body.guided_grammar, body.guided_choice),
-        *(
-            [("structured_outputs.", outputs.json_, outputs.regex, outputs.grammar, outputs.choice)]
-            if outputs is not None
-            else []
-        ),
-    ):
-        if schema is not None:
-            name = "guided_json" if prefix == "guided_" else "structured_outputs"
-            text = schema if isinstance(schema, str) else _json(schema, name)
-            found[f"{prefix}json"] = Structure(kinds.JSON_SCHEMA, text)
-        if regex is not None:
-            found[f"{prefix}regex"] = Structure(kinds.REGEX, regex)
-        if grammar is not None:
-            found[f"{prefix}grammar"] = Structure(kinds.GRAMMAR, grammar)
-        if choice is not None:
-            found[f"{prefix}choice"] = Structure.one_of(choice)
-    if outputs is not None and not any(name.startswith("structured_outputs") for name in found):
+    nested = {} if outputs is None else {name.rstrip("_"): value for name, value in outputs}
+    if outputs is not None and all(value is None for value in nested.values()):
         raise HttpError(
             "structured_outputs is empty; it must have one of json, regex, choice, grammar",
             "structured_outputs",
         )
+    for prefix, given in (("guided_", plain), ("structured_outputs.", nested)):
+        for kind, value in given.items():
+            name = f"{prefix}{kind}"
+            if kind == "choice" and value is not None:
+                found[name] = Structure.one_of(value)
+            elif value is not None:
+                text = value if isinstance(value, str) else _json(value, name.partition(".")[0])
+                found[name] = Structure(_KINDS[kind], text)
     return found
 
 
