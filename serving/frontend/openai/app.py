@@ -32,7 +32,6 @@ from serving.frontend.openai.schemas import (
     ResponsesRequest,
     TokenizeRequest,
 )
-from serving.frontend.openai.tokens import TokenAnswer
 from serving.frontend.page import shield
 from serving.frontend.web import Listener
 from serving.request import number_of
@@ -182,38 +181,34 @@ def _add_docs(app: FastAPI) -> None:
 
 
 def _add_endpoints(app: FastAPI, server: "Server") -> None:
-    events = {"content": {"text/event-stream": {}}}
+    events, errors = {"content": {"text/event-stream": {}}}, answers.ERRORS
     parsers = server.config.tool_call_parser, server.config.reasoning_parser
     chats, items = ChatEndpoint(*parsers), ResponsesEndpoint(*parsers)
 
-    @app.post(
-        _COMPLETIONS, responses={200: {"model": answers.Completion, **events}, **answers.ERRORS}
-    )
+    @app.post(_COMPLETIONS, responses={200: {"model": answers.Completion, **events}, **errors})
     async def completions(request: Request) -> Response:
         """Goes on from one prompt or several."""
         return Answer(server, CompletionEndpoint())
 
-    @app.post(
-        _CHATS, responses={200: {"model": answers.ChatCompletion, **events}, **answers.ERRORS}
-    )
+    @app.post(_CHATS, responses={200: {"model": answers.ChatCompletion, **events}, **errors})
     async def chat_completions(request: Request) -> Response:
         """Answers a chat, whose text the model's chat template makes."""
         return Answer(server, chats)
 
-    @app.post(_RESPONSES, responses={200: {"model": answers.Response, **events}, **answers.ERRORS})
+    @app.post(_RESPONSES, responses={200: {"model": answers.Response, **events}, **errors})
     async def responses(request: Request) -> Response:
         """Answers as chats do, in items. Nothing is stored."""
         return Answer(server, items, ResponseCall)
 
-    @app.post(_TOKENIZE, responses={200: {"model": answers.Tokenized}, **answers.ERRORS})
+    @app.post(_TOKENIZE, responses={200: {"model": answers.Tokenized}, **errors})
     async def tokenize(request: Request) -> Response:
         """The token ids of a text, or of a chat as the model's chat template writes it."""
-        return TokenAnswer(server, TokenizeRequest, tokens.tokenize)
+        return await tokens.answer(server, request, TokenizeRequest, tokens.tokenize)
 
-    @app.post(_DETOKENIZE, responses={200: {"model": answers.Detokenized}, **answers.ERRORS})
+    @app.post(_DETOKENIZE, responses={200: {"model": answers.Detokenized}, **errors})
     async def detokenize(request: Request) -> Response:
         """The text of token ids."""
-        return TokenAnswer(server, DetokenizeRequest, tokens.detokenize)
+        return await tokens.answer(server, request, DetokenizeRequest, tokens.detokenize)
 
 
 def _add_facts(app: FastAPI, server: "Server", created: int) -> None:

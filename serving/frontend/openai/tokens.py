@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 import orjson
+from fastapi import Request
 from starlette.responses import Response
 
 from serving.frontend.openai.call import received
@@ -15,8 +16,6 @@ from serving.frontend.openai.schemas import DetokenizeRequest, OfModel, Tokenize
 from serving.request import Chat
 
 if TYPE_CHECKING:
-    from starlette.types import Receive, Scope, Send
-
     from jmoe.tokenizer import Tokenizer
     from serving.engine import Engine
     from serving.frontend.server import Server
@@ -28,27 +27,18 @@ InvalidRequest.
 """
 
 
-class TokenAnswer(Response):
-    """The response to a call of one of them."""
-
-    background = None
-
-    def __init__(self, server: "Server", body: type[OfModel], endpoint: Endpoint) -> None:
-        """`body` is what `endpoint` gets."""
-        self._server, self._body, self._endpoint = server, body, endpoint
-
-    async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
-        """See starlette. Errors it raises are reported to the client by `door`."""
-        engine = self._server.ready_engine()
-        of_call = self._server, self._body, scope, receive
-        async with received(*of_call) as (body, model, tokenizer):
-            if tokenizer is None:
-                raise HttpError("this model has no tokenizer; it takes token ids alone", "model")
-            with caller_of(scope).request(model, None) as caller:
-                found, num_tokens = await self._endpoint(engine, body, model, tokenizer)
-                caller.used(num_tokens)
-        answer = Response(orjson.dumps(found), media_type="application/json")
-        await answer(scope, receive, send)
+async def answer(
+    server: "Server", request: Request, kind: type[OfModel], endpoint: Endpoint
+) -> Response:
+    """Answers a call of one of them, whose body is of this `kind`."""
+    engine = server.ready_engine()
+    async with received(server, kind, request.scope, request.receive) as (body, model, tokenizer):
+        if tokenizer is None:
+            raise HttpError("this model has no tokenizer; it takes token ids alone", "model")
+        with caller_of(request.scope).request(model, None) as caller:
+            found, num_tokens = await endpoint(engine, body, model, tokenizer)
+            caller.used(num_tokens)
+    return Response(orjson.dumps(found), media_type="application/json")
 
 
 async def tokenize(
