@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING, Any
 
 import jiter
 from pydantic import BaseModel, ValidationError
+from starlette.datastructures import Headers
 
 from serving.errors import ClientLeft, DeadlineExceeded, shown
 from serving.frontend import convert
 from serving.frontend.inbox import MAX_MESSAGE_BYTES
-from serving.frontend.openai.door import header
 from serving.frontend.openai.errors import HttpError
 from serving.frontend.openai.schemas import (
     MAX_ENTRIES,
@@ -64,7 +64,8 @@ async def read(
     before reading it, if the client sent a content-length), SlowBody if it does not arrive in time,
     and Overloaded if too many bodies are being received.
     """
-    kind, length = (header(scope, name) or "" for name in (b"content-type", b"content-length"))
+    headers = Headers(scope=scope)
+    kind, length = headers.get("content-type", ""), headers.get("content-length", "")
     if not is_json(kind):
         raise HttpError(
             f"the header content-type is {shown(kind)}; it must be application/json",

@@ -45,11 +45,6 @@ def set_request_id(scope: "Scope", request_id: str | None) -> None:
         scope["state"]["request_id"] = request_id
 
 
-def header(scope: "Scope", name: bytes) -> str | None:
-    """Returns the first header with this name (lower case), or None."""
-    return next((value.decode("latin-1") for key, value in scope["headers"] if key == name), None)
-
-
 class Door:
     """ASGI middleware that checks the API key, adds the request id, and formats errors.
 
@@ -82,7 +77,7 @@ class Door:
             return send(message)
 
         try:
-            if (given := header(scope, b"x-request-id")) is not None:
+            if (given := Headers(scope=scope).get("x-request-id")) is not None:
                 set_request_id(scope, _checked(given))
             self._check_caller(scope)
             await self._app(scope, receive, sending)
@@ -100,7 +95,8 @@ class Door:
             return
         is_page = path == DOCS_PATH or path.startswith(f"{DOCS_PATH}/")
         if not (is_page or path == OPENAPI_PATH):
-            scope["state"]["caller"] = access.caller(header(scope, b"authorization"))
+            given = Headers(scope=scope).get("authorization")
+            scope["state"]["caller"] = access.caller(given)
         if not access.paths:  # without keys
             self._check_origin(scope, is_page)
 
