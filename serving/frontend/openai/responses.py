@@ -19,10 +19,8 @@ from serving.frontend.openai.schemas import (
     AllowedFunctions,
     AllowedTools,
     ChatRequest,
-    Function,
+    Conversing,
     FunctionCall,
-    FunctionName,
-    Generating,
     InputItem,
     ItemPart,
     JsonSchema,
@@ -54,9 +52,6 @@ _MORE = {"reasoning": {"content"}}
 _EVERY = {"type", "id", "status", "phase", "parsed_arguments"}
 
 
-_SAME = tuple(Generating.model_fields)
-
-
 def chat_of(body: ResponsesRequest) -> ChatRequest:
     """Returns the chat that a response answers. Raises HttpError."""
     choice, format_ = body.tool_choice, body.text.format if body.text is not None else None
@@ -65,16 +60,14 @@ def chat_of(body: ResponsesRequest) -> ChatRequest:
             "top_logprobs without log-probabilities; add message.output_text.logprobs to include",
             "top_logprobs",
         )
-    tools = [
-        Tool(type="function", function=Function(**tool.model_dump(exclude={"type"})))
-        for tool in body.tools or ()
-    ]
+    tools = [Tool(type="function", function=tool) for tool in body.tools or ()]
     if isinstance(choice, NamedFunction):
-        choice = _named(choice)
+        choice = NamedTool(type="function", function=choice)
     elif isinstance(choice, AllowedFunctions):
-        allowed = Allowed(mode=choice.mode, tools=[_named(one) for one in choice.tools])
+        named = [NamedTool(type="function", function=one) for one in choice.tools]
+        allowed = Allowed(mode=choice.mode, tools=named)
         choice = AllowedTools(type="allowed_tools", allowed_tools=allowed)
-    own = {name: getattr(body, name) for name in _SAME}
+    own = {name: getattr(body, name) for name in Conversing.model_fields}
     if body.truncation == "auto" and body.truncate_prompt_tokens is None:
         own["truncate_prompt_tokens"] = -1
     return ChatRequest.model_construct(
@@ -82,18 +75,11 @@ def chat_of(body: ResponsesRequest) -> ChatRequest:
         messages=messages_of(body),
         tools=tools or None,
         tool_choice=choice,
-        parallel_tool_calls=body.parallel_tool_calls,
         max_completion_tokens=body.max_output_tokens,
         logprobs=body.wants_logprobs,
-        top_logprobs=body.top_logprobs,
-        chat_template_kwargs=body.chat_template_kwargs,
         reasoning_effort=body.reasoning and body.reasoning.effort,
         response_format=None if format_ is None else _format(format_),
     )
-
-
-def _named(choice: NamedFunction) -> NamedTool:
-    return NamedTool(type="function", function=FunctionName(name=choice.name))
 
 
 def _format(wanted: Any) -> ResponseFormat:

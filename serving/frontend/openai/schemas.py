@@ -406,22 +406,24 @@ class TextPart(Strict):
     )
 
 
-_FUNCTION_NAME = r"^[A-Za-z0-9_.-]{1,128}$"
-
-
 class Function(Strict):
     """A function that the model may call."""
 
-    name: str = Field(pattern=_FUNCTION_NAME)
+    name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")
     description: str | None = None
     parameters: Object | None = None
     strict: bool | None = None
 
 
-class Tool(Strict):
-    """A tool, of the one type that there is here."""
+class OfFunction(Strict):
+    """What is of the one type that tools have here."""
 
     type: Literal["function"]
+
+
+class Tool(OfFunction):
+    """A tool, of the one type that there is here."""
+
     function: Function
 
 
@@ -431,10 +433,9 @@ class FunctionName(Strict):
     name: str
 
 
-class NamedTool(Strict):
+class NamedTool(OfFunction):
     """The tool that is to be called."""
 
-    type: Literal["function"]
     function: FunctionName
 
 
@@ -600,20 +601,12 @@ class InputItem(Strict):
     )
 
 
-class FunctionTool(Strict):
+class FunctionTool(Function, OfFunction):
     """A function that the model may call, as responses have it."""
 
-    type: Literal["function"]
-    name: str = Field(pattern=_FUNCTION_NAME)
-    description: str | None = None
-    parameters: Object | None = None
-    strict: bool | None = None
 
-
-class NamedFunction(FunctionName):
+class NamedFunction(FunctionName, OfFunction):
     """The function that is to be called, as responses have it."""
-
-    type: Literal["function"]
 
 
 class AllowedFunctions(Strict):
