@@ -96,38 +96,13 @@ _CALLED_HERE = {
     "prompt": ("input", "messages"),
     "input": ("messages", "prompt"),
     "reasoning_effort": ("reasoning",),
+    "reasoning": ("reasoning_effort",),
     "response_format": ("text",),
     "guided_decoding": ("structured_outputs",),
+    "guided_choice": ("choice",),
+    "guided_grammar": ("grammar",),
 }
 """Other APIs' names of what has another name here."""
-_NOT_MISSPELT = {
-    "allowed_token_ids",
-    "bad_words",
-    "best_of",
-    "detokenize",
-    "echo",
-    "include_reasoning",
-    "logits_processors",
-    "min_tokens",
-    "n",
-    "prompt_logprobs",
-    "stop",
-    "store",
-    "suffix",
-    "tools",
-    "thinking_token_budget",
-    "top_logprobs",
-    "truncate_prompt_tokens",
-    "typical_p",
-    "max_tokens",
-    "min_p",
-    "top_p",
-    "top_k",
-    "logprobs",
-    "stop_token_ids",
-    "include_stop_str_in_output",
-}
-"""Names of OpenAI's or vLLM's API, for which no hint to a similar name is given."""
 
 MAX_SEQUENCES = 64
 """Answers of one call: prompts times `n`. They share one place among the calls under way."""
@@ -750,3 +725,9 @@ class DetokenizeRequest(OfModel):
     """Body of `POST /detokenize`."""
 
     tokens: Tokens = supported("token ids", ...)
+
+
+_NOT_MISSPELT = {"detokenize", "thinking_token_budget", "typical_p"}.union(
+    *(body.model_fields for body in (CompletionRequest, ChatRequest, ResponsesRequest))
+)
+"""Names of OpenAI's or vLLM's API, for which no hint to a similar name is given."""

@@ -216,6 +216,10 @@ WRONG = [
     ({"priority": False}, "priority", "it must be 'latency_sensitive' or 'best_effort'"),
     ({"max_output_tokens": 5}, "max_output_tokens", "did you mean max_tokens?"),
     ({"thinking_token_budget": 5}, "thinking_token_budget", "docs/http.md lists what there is"),
+    # Fields of other endpoints, which are like some of this one's and mean something else.
+    ({"reasoning_effort": "low"}, "reasoning_effort", "docs/http.md lists what there is"),
+    ({"instructions": "x"}, "instructions", "docs/http.md lists what there is"),
+    ({"structured_outputs": {"guided_choice": []}}, "structured_outputs", "mean choice?"),
 ]
 TEXT = {"type": "text", "text": "a"}
 NOW = {"type": "function", "function": {"name": "now"}}
