@@ -4,8 +4,8 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from typing import TYPE_CHECKING, Any
 
 import orjson
 from starlette.responses import Response
@@ -26,8 +26,11 @@ if TYPE_CHECKING:
 
     from jmoe.tokenizer import Tokenizer
     from serving.engine import Engine
+    from serving.frontend.openai.chats import ChatEndpoint
+    from serving.frontend.openai.endpoints import CompletionEndpoint
     from serving.frontend.server import Server
 
+    Endpoint = CompletionEndpoint | ChatEndpoint
 
 _EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 EVENTS_START: dict[str, Any] = {"type": "http.response.start", "status": 200, "headers": _EVENTS}
@@ -36,22 +39,6 @@ _DONE = b"data: [DONE]\n\n"
 _PART_BYTES = 64 << 10  # after which a response that is not streamed waits for its client
 
 Take = Callable[[Choice, Output], Awaitable[None]]
-
-
-class Endpoint(Protocol):
-    """What differs between the completions and the chat endpoint."""
-
-    request: type[Any]
-    id_prefix: str
-    object_whole: str
-    object_event: str
-    operation: str  # name of the operation in traces
-
-    async def choices(
-        self, body: Any, engine: "Engine", tokenizer: "Tokenizer | None"
-    ) -> list[Any]:
-        """Returns a Choice for each answer that a call asks for. Raises InvalidRequest."""
-        ...
 
 
 @contextlib.asynccontextmanager
@@ -83,7 +70,7 @@ class Answer(Response):
     background = None
 
     def __init__(
-        self, server: "Server", endpoint: Endpoint, call: "type[Call] | None" = None
+        self, server: "Server", endpoint: "Endpoint", call: "type[Call] | None" = None
     ) -> None:
         """`call` answers; None: `Call`."""
         self._server, self._endpoint, self._call = server, endpoint, call or Call
@@ -142,17 +129,38 @@ class Call:
         self._engine, self._body, self._choices, self._id = engine, body, choices, request_id
 
     def usage(self) -> dict[str, Any]:
-        """Returns the usage so far of the choices that have begun."""
-        n = self._body.num_answers
+        """Returns the usage so far of the choices that have begun. A prompt counts once.
+
+        `degraded_share` is the share of expert visits that were degraded, `expected_loss` what
+        their thresholds let expect, in nats a token; null where that is not known. The threshold
+        fields have the smallest and largest threshold (percent) that the call's steps ran under;
+        null before the first step.
+        """
         begun = {choice.index: choice.last for choice in self._choices if choice.last is not None}
-        firsts = {at // n: begun[at] for at in reversed(begun)}
-        found = usage(list(begun.values()), list(firsts.values()))
+        firsts = {at // self._body.num_answers: begun[at] for at in reversed(begun)}
+        outputs, usages = list(begun.values()), [out.usage for out in begun.values()]
+        prompt = sum(out.usage.prompt_tokens for out in firsts.values())
+        cached = sum(out.usage.cached_tokens for out in firsts.values())
+        completion = sum(usage.completion_tokens for usage in usages)
+        visits = sum(usage.expert_visits for usage in usages)
+        degraded = sum(usage.degraded_visits for usage in usages)
+        nats = sum(usage.expected_loss * usage.completion_tokens for usage in usages)
+        found: dict[str, Any] = {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": cached},
+            "degraded_share": degraded / visits if visits else 0.0,
+            "expected_loss": None if math.isnan(nats) else nats / max(completion, 1),
+            "prefill_threshold_percent": _span(out.prefill_threshold for out in outputs),
+            "decode_threshold_percent": _span(out.decode_threshold for out in outputs),
+        }
         counts = [one.reasoning_tokens for one in self._choices if one.reasoning_tokens is not None]
         if counts:
             found["completion_tokens_details"] = {"reasoning_tokens": sum(counts)}
         return found
 
-    async def answer(self, endpoint: Endpoint, send: "Send") -> None:
+    async def answer(self, endpoint: "Endpoint", send: "Send") -> None:
         """Runs the call's requests and sends the whole response."""
         fields = {
             "id": endpoint.id_prefix + self._id,
@@ -300,32 +308,6 @@ async def _while_there(receive: "Receive") -> AsyncIterator[None]:
         if not limit.expired():
             raise
         raise ClientLeft("the client left before its answer was whole") from None
-
-
-def usage(outputs: Sequence[Output], firsts: Sequence[Output]) -> dict[str, Any]:
-    """Returns the usage of a call, given the newest output of each of its choices.
-
-    `firsts` are one output of each prompt, which counts once. `degraded_share` is the share of
-    expert visits that were degraded, `expected_loss` what their thresholds let expect, in nats a
-    token; null where that is not known. The threshold fields have the smallest and largest
-    threshold (percent) that the call's steps ran under; null before the first step.
-    """
-    prompt = sum(out.usage.prompt_tokens for out in firsts)
-    cached = sum(out.usage.cached_tokens for out in firsts)
-    completion = sum(out.usage.completion_tokens for out in outputs)
-    visits = sum(out.usage.expert_visits for out in outputs)
-    degraded = sum(out.usage.degraded_visits for out in outputs)
-    nats = sum(out.usage.expected_loss * out.usage.completion_tokens for out in outputs)
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": completion,
-        "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": cached},
-        "degraded_share": degraded / visits if visits else 0.0,
-        "expected_loss": None if math.isnan(nats) else nats / max(completion, 1),
-        "prefill_threshold_percent": _span(out.prefill_threshold for out in outputs),
-        "decode_threshold_percent": _span(out.decode_threshold for out in outputs),
-    }
 
 
 def _span(spans: Iterable[ThresholdSpan | None]) -> list[int] | None:

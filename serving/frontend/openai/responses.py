@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from serving.errors import ServingError
-from serving.frontend.openai.call import EVENTS_START, Call, Endpoint, keep, send_whole
+from serving.frontend.openai.call import EVENTS_START, Call, keep, send_whole
 from serving.frontend.openai.chats import ChatEndpoint, ReadChoice
 from serving.frontend.openai.endpoints import Choice
 from serving.frontend.openai.errors import HttpError
@@ -214,8 +214,8 @@ class ResponseChoice(ReadChoice):
         self._open, self._entries = item, []
         at = len(self.items) - 1
         self.tell("output_item.added", output_index=at, item=item)
-        if kind != "function_call":
-            part = _part(kind, "")
+        if kind in _PARTS:
+            part = dict(_PARTS[kind])
             self.tell("content_part.added", **self._where, content_index=0, part=part)
             item["content"].append(part)
 
