@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
     from jmoe.tokenizer import Tokenizer
     from serving.engine import Engine
+    from serving.frontend.openai.call import Endpoint
 
 _FIELDS = {
     "message": {"role", "content"},
@@ -236,7 +237,7 @@ class ResponseChoice(ReadChoice):
             more["logprobs"] = orjson.Fragment(b"[%b]" % b",".join(entries))
             self._entries += entries
             self._ahead = []
-        self.tell(f"{_STEM[kind]}.delta", **self._where, **more)
+        self.tell(f"{_PARTS[kind]['type']}.delta", **self._where, **more)
 
     def _argue(self, text: str) -> None:
         assert self._open is not None
@@ -245,11 +246,9 @@ class ResponseChoice(ReadChoice):
 
     def _end(self, status: str = "completed") -> None:
         """Ends the newest item."""
-        item, where = self._open, self._where if self._open is not None else {}
-        if item is None:
+        if (item := self._open) is None:
             return
-        item["status"] = status
-        kind = item["type"]
+        item["status"], where, kind = status, self._where, item["type"]
         if kind == "function_call":
             told = {"name": item["name"], "arguments": item["arguments"]}
             self.tell("function_call_arguments.done", **where, **told)
@@ -259,7 +258,7 @@ class ResponseChoice(ReadChoice):
             if kind == "message":
                 part["logprobs"] = orjson.Fragment(b"[%b]" % b",".join(self._entries))
                 told["logprobs"] = part["logprobs"]
-            self.tell(f"{_STEM[kind]}.done", **where, **at, **told)
+            self.tell(f"{_PARTS[kind]['type']}.done", **where, **at, **told)
             self.tell("content_part.done", **where, **at, part=part)
         self.tell("output_item.done", output_index=len(self.items) - 1, item=item)
         self._open = None
@@ -277,13 +276,11 @@ class ResponseChoice(ReadChoice):
 
 
 _PREFIX = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
-_STEM = {"message": "output_text", "reasoning": "reasoning_text"}
-
-
-def _part(kind: str, text: str) -> dict[str, Any]:
-    if kind == "reasoning":
-        return {"type": "reasoning_text", "text": text}
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+_PARTS: dict[str, dict[str, Any]] = {
+    "message": {"type": "output_text", "text": "", "annotations": [], "logprobs": []},
+    "reasoning": {"type": "reasoning_text", "text": ""},
+}
+"""The one part of an item's content, as it begins."""
 
 
 class ResponsesEndpoint(ChatEndpoint):
@@ -307,9 +304,9 @@ class ResponsesEndpoint(ChatEndpoint):
 class ResponseCall(Call):
     """Answers with a response."""
 
-    async def answer(self, endpoint: Endpoint, send: "Send") -> None:
+    async def answer(self, endpoint: "Endpoint", send: "Send") -> None:
         """See Call."""
-        self._named = {"id": endpoint.id_prefix + self._id, "created_at": int(time.time())}
+        self._response_id, self._created_at = endpoint.id_prefix + self._id, int(time.time())
         (choice,) = self._choices
         assert isinstance(choice, ResponseChoice)
         if self._body.stream:
@@ -351,14 +348,12 @@ class ResponseCall(Call):
 
     def _response(self, choice: ResponseChoice | None) -> dict[str, Any]:
         """Returns the response; None: as it begins."""
-        body, status, why, told = self._body, "in_progress", None, None
+        body, status, why = self._body, "in_progress", None
         if choice is not None:
             assert choice.last is not None
             is_whole = choice.last.finish_reason == "stop"
             status = "completed" if is_whole else "incomplete"
             why = None if is_whole else {"reason": "max_output_tokens"}
-            told = _usage(self.usage())
-        named = {"id": self._named["id"], "object": "response"}
         drawn = self._engine.with_defaults(self._choices[0].sampling, body.model)
         choices = body.tool_choice
         given = body.text.format if body.text is not None else None
@@ -369,15 +364,16 @@ class ResponseCall(Call):
             for tool in body.tools or ()
         ]
         return {
-            **named,
-            "created_at": self._named["created_at"],
+            "id": self._response_id,
+            "object": "response",
+            "created_at": self._created_at,
             "completed_at": None if choice is None else int(time.time()),
             "status": status,
             "error": None,
             "incomplete_details": why,
             "model": body.model,
             "output": [] if choice is None else choice.items,
-            "usage": told,
+            "usage": None if choice is None else _usage(self.usage()),
             "instructions": body.instructions,
             "metadata": _as_given(body.metadata or {}),
             "parallel_tool_calls": body.parallel_tool_calls is not False,
