@@ -5,14 +5,14 @@ const [LEFT, RIGHT, TOP] = [58, 10, 6];
 const GAP_S = 3; // without a sample for longer than this, a line is interrupted
 const CAP = 3; // times the limit, above which a latency is cut off and written at the edge
 
-function make(tag, attributes = {}, ...children) {
+export function make(tag, attributes = {}, ...children) {
   const node = document.createElementNS(SVG, tag);
   for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
   node.append(...children);
   return node;
 }
 
-function html(tag, className, text = "") {
+export function html(tag, className, text = "") {
   const node = document.createElement(tag);
   node.className = className;
   node.textContent = text;
