@@ -8,7 +8,6 @@ not in TYPE and HELP lines. Nothing here imports jax.
 import importlib.metadata
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache, partial
 from math import inf, isnan, nan
 from threading import Lock
@@ -195,16 +194,6 @@ MAX_CALLERS = 1000
 """Pairs of a key and a model with figures of their own."""
 
 
-@dataclass
-class CallerLoad:
-    """What finished requests of one key to one model had, since the start."""
-
-    requests: int = 0
-    late: int = 0  # first token, or the mean time between further ones, beyond its objective
-    visits: int = 0
-    degraded: int = 0
-
-
 class Metrics(Observer):
     """Metrics of one server, with its own registry. Times are in seconds.
 
@@ -230,7 +219,9 @@ class Metrics(Observer):
         self.expired: Counter[str] = Counter(deadline=0, queue=0)
         self.prompt_tokens = self.prefill_tokens = self.generation_tokens = 0
         self.calls = Calls()
-        self.by_caller = defaultdict[tuple[str, str], CallerLoad](CallerLoad)  # and model
+        # What finished requests of a key to a model had: their number, those whose first token or
+        # mean time between further ones was late, expert visits, and the degraded among them.
+        self.by_caller = defaultdict[tuple[str, str], Counter[str]](Counter)
         self.by_model = ModelLoad()
         self.mesh = MeshLoad()
         self.engine: Engine | None = None  # set it when the engine is ready
@@ -312,13 +303,11 @@ class Metrics(Observer):
         if who not in self.by_caller and len(self.by_caller) >= MAX_CALLERS:
             who = OTHERS, ""
         load, usage = self.by_caller[who], output.usage
-        load.requests += 1
-        load.visits += usage.expert_visits
-        load.degraded += usage.degraded_visits
+        load.update(requests=1, visits=usage.expert_visits, degraded=usage.degraded_visits)
         if self.engine is not None and request.priority is Priority.LATENCY_SENSITIVE:
             ttft_s, itl_s = self.engine.slo.objectives(request.priority, request.model)
             mean_s = (now - sequence.first_at) / max(1, usage.completion_tokens - 1)
-            load.late += sequence.first_at - sequence.arrived_at > ttft_s or mean_s > itl_s
+            load["late"] += sequence.first_at - sequence.arrived_at > ttft_s or mean_s > itl_s
 
     def request_ended(self, sequence: "SequenceState", error: ServingError | None) -> None:
         """See Observer."""

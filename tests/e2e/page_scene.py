@@ -146,10 +146,10 @@ class Scene:
         metrics = self.server.metrics
         for key, part in (("alice", 3), ("batch", 1)):
             load = metrics.by_caller[key, "bundled"]
-            load.requests += rate // part
-            load.visits += 400 * (rate // part)
-            load.degraded += round(400 * (rate // part) * max(0.0, share))
-            load.late += in_burst * (rate // part > 3)
+            load["requests"] += rate // part
+            load["visits"] += 400 * (rate // part)
+            load["degraded"] += round(400 * (rate // part) * max(0.0, share))
+            load["late"] += in_burst * (rate // part > 3)
         if in_burst:
             of = "http", "/v1/completions", "429", "batch", ""
             metrics.calls._counts[of] += 2

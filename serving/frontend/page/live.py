@@ -245,7 +245,7 @@ class Who:
         metrics, now = self._server.metrics, self._clock()
         counts = Counter[tuple[str, str, str]]()
         for who, load in list(metrics.by_caller.items()):
-            for name, value in vars(load).items():
+            for name, value in load.items():
                 counts[*who, name] = value
         for who, count in metrics.calls.refused().items():
             counts[*who, "refused"] = count
