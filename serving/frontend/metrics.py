@@ -30,6 +30,7 @@ from serving.telemetry.version import commit, jmoe_version
 
 if TYPE_CHECKING:
     from serving.engine import Engine
+    from serving.execution.executor import WorkerSeen
     from serving.frontend.access import Access
     from serving.plan import StepResult
     from serving.scheduling.sequence import SequenceState
@@ -467,19 +468,22 @@ def _keys(access: "Access | None") -> Iterator[Metric]:
     yield counter("refused_by_key", "What a key asked for and may not", refused, "key", "reason")
 
 
+def workers_of(engine: "Engine") -> "list[WorkerSeen]":
+    """Returns the state of the workers in mode aep; otherwise empty."""
+    from serving.execution.executor import HasWorkers  # imports jax, as the engine did
+
+    executor = engine.executor
+    return list(executor.seen()) if isinstance(executor, HasWorkers) else []
+
+
 def _workers(engine: "Engine | None") -> Iterator[Metric]:
     """Yields the state of asynchronous workers; nothing outside mode aep.
 
     Rows pile up in front of a slow worker.
     """
-    if engine is None:
+    workers = [] if engine is None else workers_of(engine)
+    if not workers:
         return
-    from serving.execution.executor import HasWorkers  # imports jax, as the engine did
-
-    executor = engine.executor
-    if not isinstance(executor, HasWorkers):
-        return
-    workers = list(executor.seen())
     for make, name, about, field in (
         (gauge, "up", "1: the worker is there", "is_up"),
         (counter, "stages", "Stages that a worker has run since it started", "stages"),

@@ -19,6 +19,7 @@ import numpy as np
 import orjson
 
 from serving.errors import ServingError, Unavailable
+from serving.frontend.metrics import Metrics, workers_of
 from serving.frontend.status import Counted, loadable_ways
 from serving.request import BrownoutState, ModelBrownout, Priority
 from serving.settings.composes import why_not
@@ -26,8 +27,6 @@ from serving.telemetry.version import jmoe_version
 
 if TYPE_CHECKING:
     from serving.engine import Engine
-    from serving.execution.executor import Executor
-    from serving.frontend.metrics import Metrics
     from serving.frontend.server import Server
     from serving.scheduling.sequence import SequenceState
 
@@ -158,7 +157,7 @@ def now(server: "Server") -> dict[str, Any]:
     return found | {
         "brownout": asdict(engine.get_brownout()),
         "models": _models(engine, server.metrics),
-        "workers": _workers(engine.executor),
+        "workers": [worker._asdict() for worker in workers_of(engine)],
         "audits": [asdict(audit) for audit in stats.audits if audit.num_scored],
         "oldest": _oldest(engine),
         "uptime_s": stats.uptime_s,
@@ -178,7 +177,7 @@ def _word(server: "Server") -> str:
     return "ready" if kept and not refuses else "overloaded"
 
 
-def _models(engine: "Engine", metrics: "Metrics") -> list[dict[str, Any]]:
+def _models(engine: "Engine", metrics: Metrics) -> list[dict[str, Any]]:
     """Returns, for each model of a family, its residency, numbers of requests, and what it has of
     its own.
     """
@@ -290,18 +289,11 @@ class Watcher:
             if (more := count - self._counts.get(kind, count)) > 0:
                 server.happened(kind, text, more)
             self._counts[kind] = count
-        up = {worker["name"]: worker["is_up"] for worker in _workers(engine.executor)}
+        up = {worker.name: worker.is_up for worker in workers_of(engine)}
         for name in up.keys() & self._up.keys():
             if up[name] != self._up[name]:
                 server.happened("workers", f"{name} is {'there again' if up[name] else 'lost'}")
         self._up = up
-
-
-def _workers(executor: "Executor") -> list[dict[str, Any]]:
-    """Returns the state of the workers in mode aep; otherwise empty."""
-    from serving.execution.executor import HasWorkers  # imports jax, as the engine did
-
-    return [seen._asdict() for seen in executor.seen()] if isinstance(executor, HasWorkers) else []
 
 
 log = logging.getLogger(__name__)
