@@ -468,12 +468,12 @@ def _keys(access: "Access | None") -> Iterator[Metric]:
     yield counter("refused_by_key", "What a key asked for and may not", refused, "key", "reason")
 
 
-def workers_of(engine: "Engine") -> "list[WorkerSeen]":
-    """Returns the state of the workers in mode aep; otherwise empty."""
+def workers_of(engine: "Engine") -> "list[WorkerSeen] | None":
+    """Returns the state of the workers; None outside mode aep."""
     from serving.execution.executor import HasWorkers  # imports jax, as the engine did
 
     executor = engine.executor
-    return list(executor.seen()) if isinstance(executor, HasWorkers) else []
+    return list(executor.seen()) if isinstance(executor, HasWorkers) else None
 
 
 def _workers(engine: "Engine | None") -> Iterator[Metric]:
@@ -481,8 +481,8 @@ def _workers(engine: "Engine | None") -> Iterator[Metric]:
 
     Rows pile up in front of a slow worker.
     """
-    workers = [] if engine is None else workers_of(engine)
-    if not workers:
+    workers = None if engine is None else workers_of(engine)
+    if workers is None:
         return
     for make, name, about, field in (
         (gauge, "up", "1: the worker is there", "is_up"),

@@ -157,7 +157,7 @@ def now(server: "Server") -> dict[str, Any]:
     return found | {
         "brownout": asdict(engine.get_brownout()),
         "models": _models(engine, server.metrics),
-        "workers": [worker._asdict() for worker in workers_of(engine)],
+        "workers": [worker._asdict() for worker in workers_of(engine) or ()],
         "audits": [asdict(audit) for audit in stats.audits if audit.num_scored],
         "oldest": _oldest(engine),
         "uptime_s": stats.uptime_s,
@@ -289,7 +289,7 @@ class Watcher:
             if (more := count - self._counts.get(kind, count)) > 0:
                 server.happened(kind, text, more)
             self._counts[kind] = count
-        up = {worker.name: worker.is_up for worker in workers_of(engine)}
+        up = {worker.name: worker.is_up for worker in workers_of(engine) or ()}
         for name in up.keys() & self._up.keys():
             if up[name] != self._up[name]:
                 server.happened("workers", f"{name} is {'there again' if up[name] else 'lost'}")

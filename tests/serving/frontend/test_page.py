@@ -474,7 +474,7 @@ async def test_models_of_a_family_and_workers_are_shown() -> None:
         engine.scheduler.running, engine.scheduler.waiting = [of_b], [of_b, of_b]
         metrics.by_model.finished["a"] += 4
         worker = {"name": "expert 0", "is_up": False, "stages": 3, "rows": 2, "oldest_s": 0.5}
-        engine.executor.seen = lambda: [SimpleNamespace(_asdict=lambda: worker)]
+        engine.executor.seen = lambda: [WorkerSeen(**worker)]
         engine.executor.record, engine.executor.unreachable = lambda: None, ""
         engine.executor.retry_after_s = 1.0
         s.page.live.tick()
