@@ -237,32 +237,27 @@ class Who:
 
     def __init__(self, server: "Server", clock: Callable[[], float]) -> None:
         self._server, self._clock = server, clock
-        self._past = deque([(-math.inf, Counter[tuple[str, str, str]]())])
+        nothing: dict[tuple[str, str], Counter[str]] = {}
+        self._past = deque([(-math.inf, nothing)])
 
     def look(self) -> list[dict[str, Any]]:
         """Returns a row for each key and model with requests, the busiest first."""
         metrics, now = self._server.metrics, self._clock()
-        counts = Counter[tuple[str, str, str]]()
-        for who, load in list(metrics.by_caller.items()):
-            for name, value in load.items():
-                counts[*who, name] = value
+        counts = {who: load.copy() for who, load in metrics.by_caller.items()}
         for who, count in metrics.calls.refused().items():
-            counts[*who, "refused"] = count
+            counts.setdefault(who, Counter())["refused"] = count
         if now - self._past[-1][0] >= WHO_EVERY_S:
             self._past.append((now, counts))
             while len(self._past) > 1 and self._past[1][0] <= now - HISTORY * INTERVAL_S:
                 self._past.popleft()
-        recent = counts - self._past[0][1]
-        rows = []
-        for key, model in {of[:2] for of in recent}:
-            requests, late, visits, degraded, refused = (
-                recent[key, model, name]
-                for name in ("requests", "late", "visits", "degraded", "refused")
-            )
+        past, rows = self._past[0][1], []
+        for who, load in counts.items():
+            recent = load - past.get(who, Counter())
+            requests, visits, refused = recent["requests"], recent["visits"], recent["refused"]
             if requests or refused:
-                row = {"key": key, "model": model, "requests": requests, "refused": refused}
-                late_share = late / requests if requests else math.nan
-                share = degraded / visits if visits else math.nan
+                row = {"key": who[0], "model": who[1], "requests": requests, "refused": refused}
+                late_share = recent["late"] / requests if requests else math.nan
+                share = recent["degraded"] / visits if visits else math.nan
                 rows.append(row | {"late_share": late_share, "degraded_share": share})
         rows.sort(key=lambda row: (-row["requests"] - row["refused"], row["key"], row["model"]))
         return rows[:WHO_ROWS]
