@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 
 LogprobsFormat = logprobs.Chat | logprobs.Completion
 
-FINISH = {None: b"null", "stop": b'"stop"', "length": b'"length"'}
-
 
 class Choice:
     """One choice in progress. Subclasses define its JSON format."""
@@ -148,7 +146,7 @@ class Choice:
 
     def finish(self, out: Output) -> bytes:
         """Returns the finish reason of an output, as JSON."""
-        return FINISH[out.finish_reason]
+        return orjson.dumps(out.finish_reason)
 
     # ---- streaming --------------------------------------------------------------------------
 

@@ -50,11 +50,9 @@ async def tokenize(
     )
     texts = None
     if body.return_token_strs:  # in a thread, as a long prompt has many
-
-        def each() -> list[str]:
-            return [tokenizer.decode([token], skip_special_tokens=False) for token in tokens]
-
-        texts = await asyncio.to_thread(each)
+        texts = await asyncio.to_thread(
+            lambda: [tokenizer.decode([token], skip_special_tokens=False) for token in tokens]
+        )
     found = {
         "count": len(tokens),
         "max_model_len": engine.config.max_model_len,
