@@ -2,10 +2,12 @@
 
 import re
 import uuid
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.responses import Response
 
 from serving.errors import InvalidRequest, PermissionDenied, shown
 from serving.frontend.access import Caller
@@ -83,7 +85,7 @@ class Door:
             await self._app(scope, receive, sending)
         except Exception as error:
             if not ended:  # else the client disconnected after the last byte
-                await self._tell(scope, sending, error, started)
+                await self._tell(scope, receive, sending, error, started)
 
     def _check_caller(self, scope: "Scope") -> None:
         """Identifies the caller, where the path needs a key.
@@ -122,11 +124,12 @@ class Door:
                 " localhost; a proxy in front of it must send that as Host, or set keys_file"
             )
 
-    async def _tell(self, scope: "Scope", send: "Send", error: Exception, started: bool) -> None:
-        more: errors.Headers = []
+    async def _tell(
+        self, scope: "Scope", receive: "Receive", send: "Send", error: Exception, started: bool
+    ) -> None:
+        headers: Mapping[str, str] = errors.headers(error)
         if isinstance(error, HTTPException):
-            given = error.headers or {}  # which methods a route takes
-            more = [(name.lower().encode(), value.encode()) for name, value in given.items()]
+            headers = error.headers or {}  # which methods a route takes
             error = _of_routing(scope, error)
         client = scope.get("client") or ("", 0)
         path = scope["path"][:200]
@@ -137,15 +140,8 @@ class Door:
             event = b"data: " + body + b"\n\n"
             await send({"type": "http.response.body", "body": event})
             return
-        headers = [
-            (b"content-type", b"application/json"),
-            (b"content-length", b"%d" % len(body)),
-            *errors.headers(error),
-            *more,
-        ]
-        start = {"type": "http.response.start", "headers": headers}
-        await send({**start, "status": status})
-        await send({"type": "http.response.body", "body": body})
+        answer = Response(body, status, headers, "application/json")
+        await answer(scope, receive, send)
 
 
 def _param(scope: "Scope", error: Exception) -> str | None:

@@ -9,8 +9,6 @@ from serving.errors import InvalidRequest, ServingError
 from serving.frontend.guard import said
 from serving.frontend.reports import Report, report
 
-Headers = list[tuple[bytes, bytes]]
-
 
 class HttpError(InvalidRequest):
     """A request that HTTP or OpenAI's API does not allow, with its status and the parameter at
@@ -47,15 +45,15 @@ def body(error: Exception, param: str | None) -> bytes:
     return orjson.dumps({"error": fields})
 
 
-def headers(error: Exception) -> Headers:
+def headers(error: Exception) -> dict[str, str]:
     """Returns the headers that tell clients of OpenAI's API whether and when to retry."""
     if isinstance(error, ServingError) and error.retry_after_s is not None:
         ms = max(1, math.ceil(error.retry_after_s * 1000))
         seconds = max(1, math.ceil(error.retry_after_s))
-        return [(b"retry-after", b"%d" % seconds), (b"retry-after-ms", b"%d" % ms)]
+        return {"retry-after": str(seconds), "retry-after-ms": str(ms)}
     status = told(error).status
     if status == 401:
-        return [(b"www-authenticate", b"Bearer")]
+        return {"www-authenticate": "Bearer"}
     if status == 504:  # a retry would take just as long
-        return [(b"x-should-retry", b"false")]
-    return [(b"connection", b"close")] if status == 408 else []
+        return {"x-should-retry": "false"}
+    return {"connection": "close"} if status == 408 else {}

@@ -175,6 +175,5 @@ async def _refuse(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):
         return JSONResponse({"error": error.detail}, error.status_code, error.headers)
     field = error.param if isinstance(error, InvalidRequest) else None
-    headers = {name.decode(): value.decode() for name, value in errors.headers(error)}
     told = {"error": str(error), "field": field}
-    return JSONResponse(told, errors.told(error).status, headers)
+    return JSONResponse(told, errors.told(error).status, errors.headers(error))
