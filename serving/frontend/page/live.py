@@ -208,9 +208,10 @@ OLDEST = 10
 
 
 def _oldest(engine: "Engine") -> list[dict[str, Any]]:
-    """Returns the requests that have been running for longest."""
+    """Returns the callers' requests that have been running for longest."""
     now = time.monotonic()
-    oldest = nsmallest(OLDEST, list(engine.scheduler.running), key=lambda one: one.arrived_at)
+    callers = (one for one in engine.scheduler.running if not one.request.is_audit)
+    oldest = nsmallest(OLDEST, callers, key=lambda one: one.arrived_at)
     return [
         {
             "id": one.request.request_id,
@@ -224,7 +225,6 @@ def _oldest(engine: "Engine") -> list[dict[str, Any]]:
             / max(1, one.visited_tokens * one.visits_per_token),
         }
         for one in oldest
-        if not one.request.is_audit
     ]
 
 
