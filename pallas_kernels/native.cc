@@ -162,6 +162,15 @@ void Parallel(ffi::ThreadPool& pool, int n, Task task) {
   progress->all_done.wait(lock, [&] { return progress->done.load() == n; });
 }
 
+constexpr int64_t kWorthTasks = 1 << 19;  // multiplications
+
+// Splits n parts that follow each other into a few tasks for each thread: task(begin, end).
+template <typename Task>
+void Share(ffi::ThreadPool& pool, int64_t n, Task task) {
+  const int64_t tasks = std::min<int64_t>(n, 4 * pool.num_threads());
+  Parallel(pool, tasks, [=](int i) { task(n * i / tasks, n * (i + 1) / tasks); });
+}
+
 // -- products -------------------------------------------------------------------------------------
 
 constexpr int kRows = 6;  // of a tile at most, of kWide vectors each
@@ -235,6 +244,35 @@ void Product(int rows, int columns, int depth, X x, W w, bool add, float* out, i
   }
   if constexpr (wide > 1)
     if (n < columns) Product<fetch, wide / 2>(rows, columns, depth, x, w, add, out, out_stride, next, n);
+}
+
+constexpr int kDepth = 64;  // rows of weights that are read before the columns beside them
+
+// out = x @ w of weights in memory. Rows of wide matrices are pages apart, often by a power of two, so
+// that no cache holds a column's tile: few rows of x read weights along their rows, and many read a
+// panel of them that is packed, and widened to float32, once.
+template <typename X, typename T>
+void Multiply(int rows, int columns, int depth, X x, Matrix<T> w, float* out, int64_t out_stride,
+              Matrix<T> next) {
+  constexpr int kPanel = kWide * kLanes;
+  thread_local std::vector<Vec> memory(kDepth * kWide);
+  float* packed = reinterpret_cast<float*>(memory.data());
+  for (int k = 0; k < depth; k += kDepth) {
+    const int size = std::min(kDepth, depth - k);
+    const bool add = k > 0;
+    auto at = [x, k](int m, int i) { return x(m, k + i); };
+    if (rows <= 2 * kRows) {  // the time is that of reading weights
+      const Matrix<T> after = k + size < depth ? Matrix<T>{w(k + size), w.stride} : next;
+      Product<true>(rows, columns, size, at, Matrix<T>{w(k), w.stride}, add, out, out_stride, after);
+      continue;
+    }
+    for (int n = 0; n < columns; n += kPanel) {
+      const int width = std::min(kPanel, columns - n);
+      for (int i = 0; i < size; ++i)
+        for (int j = 0; j < width; j += kLanes) Store(packed + i * kPanel + j, Load(w(k + i) + n + j));
+      Product(rows, width, size, at, Matrix<>{packed, kPanel}, add, out + n, out_stride);
+    }
+  }
 }
 
 // -- attention ----------------------------------------------------------------------------------
@@ -560,14 +598,10 @@ void RunBlocks(const Experts<T>& e, int begin, int end) {
   const int64_t slot = e.block_slot[begin], next = e.block_slot[std::min(end, e.blocks - 1)];
   const Matrix<T> up{e.up + slot * width * 2 * hidden, 2 * hidden};
   const Matrix<T> down{e.down + slot * hidden * width, width};
-  // Of few rows the time is that of reading weights.
   auto product = [rows](const float* x, int64_t stride, Matrix<T> w, int depth, int columns,
                         float* out, int64_t out_stride, Matrix<T> after) {
     auto row = [x, stride](int m, int k) { return x[m * stride + k]; };
-    if (rows <= 2 * kRows)
-      Product<true>(rows, columns, depth, row, w, false, out, out_stride, after);
-    else
-      Product(rows, columns, depth, row, w, false, out, out_stride);
+    Multiply(rows, columns, depth, row, w, out, out_stride, after);
   };
   product(in, width, up, width, 2 * hidden, between, 2 * hidden, down);
   for (int m = 0; m < rows; ++m) {
@@ -614,14 +648,21 @@ ffi::Error MoeMlpOf(ffi::ThreadPool& pool, Floats x, ffi::AnyBuffer up, ffi::Any
   Parallel(pool, tasks, [e, begins](int i) { RunBlocks(e, (*begins)[i], (*begins)[i + 1]); });
   const int32_t* row_of = visit_row.typed_data();
   const float* weight = visit_weight.typed_data();
-  for (int t = 0; t < e.num_tokens; ++t)
-    for (int d = 0; d < e.width; d += kLanes) {
-      Vec sum{};
-      for (int i = t * picks; i < (t + 1) * picks; ++i)
-        if (row_of[i] < rows)
-          sum += weight[i] * Load(e.sorted + static_cast<int64_t>(row_of[i]) * e.width + d);
-      Store(out->typed_data() + static_cast<int64_t>(t) * e.width + d, sum);
-    }
+  float* to = out->typed_data();
+  auto merge = [=](int begin, int end) {
+    for (int t = begin; t < end; ++t)
+      for (int d = 0; d < e.width; d += kLanes) {
+        Vec sum{};
+        for (int i = t * picks; i < (t + 1) * picks; ++i)
+          if (row_of[i] < rows)
+            sum += weight[i] * Load(e.sorted + static_cast<int64_t>(row_of[i]) * e.width + d);
+        Store(to + static_cast<int64_t>(t) * e.width + d, sum);
+      }
+  };
+  if (static_cast<int64_t>(e.num_tokens) * picks * e.width < kWorthTasks)
+    merge(0, e.num_tokens);
+  else
+    Share(pool, e.num_tokens, merge);
   return ffi::Error::Success();
 }
 
@@ -764,10 +805,10 @@ ffi::Error Route(Ints ids, Floats weights, Ints groups, Ints slots, Ints thresho
 
 // -- projections ----------------------------------------------------------------------------------
 
-constexpr int kTaskColumns = 64;           // of a product that a task computes
-constexpr int64_t kWorthTasks = 1 << 19;  // multiplications
+constexpr int kTaskColumns = 64;   // of a product: a task computes some times as many
+constexpr int kCachedRows = 256;  // that meet a panel of weights while caches hold them
 
-// out = x @ w[layer], of weights that are stacked by layer. Every weight is read once: rows are few.
+// out = x @ w[layer], of weights that are stacked by layer.
 template <typename T>
 void ProjectOf(ffi::ThreadPool& pool, Floats x, ffi::AnyBuffer w, int layer, Result out) {
   const int rows = static_cast<int>(x.dimensions()[0]), depth = static_cast<int>(x.dimensions()[1]);
@@ -776,13 +817,16 @@ void ProjectOf(ffi::ThreadPool& pool, Floats x, ffi::AnyBuffer w, int layer, Res
   const T* from = static_cast<const T*>(w.untyped_data()) + static_cast<int64_t>(layer) * depth * columns;
   float* to = out->typed_data();
   auto run = [=](int begin, int end) {
-    auto at = [=](int m, int k) { return in[static_cast<int64_t>(m) * depth + k]; };
     const Matrix<T> part{from + begin, columns};
-    Product<true>(rows, end - begin, depth, at, part, false, to + begin, columns, part);
+    for (int first = 0; first < rows; first += kCachedRows) {
+      auto at = [=](int m, int k) { return in[static_cast<int64_t>(first + m) * depth + k]; };
+      Multiply(std::min(kCachedRows, rows - first), end - begin, depth, at, part,
+               to + static_cast<int64_t>(first) * columns + begin, columns, part);
+    }
   };
   if (static_cast<int64_t>(rows) * depth * columns < kWorthTasks) return run(0, columns);
-  Parallel(pool, (columns + kTaskColumns - 1) / kTaskColumns, [=](int i) {
-    run(i * kTaskColumns, std::min((i + 1) * kTaskColumns, columns));
+  Share(pool, (columns + kTaskColumns - 1) / kTaskColumns, [=](int begin, int end) {
+    run(begin * kTaskColumns, std::min(end * kTaskColumns, columns));
   });
 }
 

@@ -219,16 +219,19 @@ def route(
     return fields[:3], (*fields[3:], slots)
 
 
-MOST_PROJECTED = 32
-"""Rows. From more of them on XLA's products gain more than a copy of the weights costs."""
+MOST_PROJECTED = {jnp.dtype(jnp.float32): 512, jnp.dtype(jnp.bfloat16): 32}
+"""Rows, by the weights' dtype. From more of them on XLA's products gain more than a copy of the
+weights costs: those in bfloat16 have units of their own.
+"""
 
 
 def projects(x: Array, weights: Array) -> bool:
     """Returns whether `project` can be called, and gains, for such rows and weights, or a stack of
     them.
     """
-    fits = x.ndim == 2 and x.shape[0] <= MOST_PROJECTED and weights.shape[-1] % LANES == 0
-    return fits and _runs(x, weights)
+    if x.ndim != 2 or weights.shape[-1] % LANES or not _runs(x, weights):
+        return False
+    return x.shape[0] <= MOST_PROJECTED[weights.dtype]
 
 
 def project(

@@ -207,7 +207,7 @@ compiled_experts = jax.jit(run_experts, static_argnums=2)
         (9, 2, 8, 48, 32),
         (64, 4, 60, 128, 96, 5),
         (130, 8, 9, 64, 80, 129),
-        (70, 1, 1, 32, 16),
+        (70, 1, 1, 336, 160),
     ],
     ids=str,
 )
@@ -219,7 +219,7 @@ def test_experts_are_the_references(shape):
 
 
 def test_a_rows_experts_are_the_same_bits_in_every_batch():
-    arrays, ids = expert_case(np.random.default_rng(7), 40, 3, 5, 64, 48)
+    arrays, ids = expert_case(np.random.default_rng(7), 40, 3, 5, 144, 80)
     x, up, down, weights = arrays
     whole = np.asarray(compiled_experts(arrays, ids, 5))
     for row in (0, 13, 39):
@@ -330,21 +330,21 @@ def test_projections_are_their_layers_products(shape, dtype, wanted):
     rng = np.random.default_rng(0)
     layer, rtol = shape[0] - 1, 2e-6 if wanted or dtype == jnp.float32 else 4e-3
     stack = jnp.asarray(rng.normal(size=shape), dtype)
-    rows = jnp.asarray(rng.normal(size=(32, shape[1])), dtype)
+    rows = jnp.asarray(rng.normal(size=(native.MOST_PROJECTED[stack.dtype], shape[1])), dtype)
     run = jax.jit(lambda x: LayerOf(stack, jnp.int32(layer)).product(x, wanted))
     alone = run(rows[-1:])
-    for x in (rows[-7:], rows):
+    for x in (rows[-7:], rows[-25:], rows):
         assert native.projects(x, stack)
         np.testing.assert_array_equal(
             run(x), jax.jit(matmul, static_argnums=2)(x, stack[layer], wanted)
         )
         got, exact = run(x), np.asarray(x, np.float64) @ np.asarray(stack[layer], np.float64)
         assert got.dtype == (wanted or dtype)
-        np.testing.assert_allclose(np.asarray(got, np.float64), exact, rtol=rtol, atol=2e-5)
+        np.testing.assert_allclose(np.asarray(got, np.float64), exact, rtol=rtol, atol=4e-5)
         np.testing.assert_array_equal(alone[0], got[-1])  # the same bits in every batch
 
 
-@pytest.mark.parametrize(("rows", "columns"), [(33, 64), (4, 60)])
+@pytest.mark.parametrize(("rows", "columns"), [(513, 64), (4, 60)])
 def test_what_is_not_projected_in_place_is_sliced(rows, columns):
     x, stack = jnp.ones((rows, 8)), jnp.arange(3 * 8 * columns, dtype=jnp.float32)
     stack = stack.reshape(3, 8, columns)
