@@ -12,7 +12,7 @@ from serving.execution.programs import Progress
 from serving.pipeline.crew import Crew
 from serving.pipeline.local import LocalWorkers
 from serving.pipeline.messages import ATTENTION, EXPERTS, Enter, Unit, UseWay
-from serving.pipeline.recorder import Recorder, run_stage
+from serving.pipeline.recorder import Recorder
 from serving.plan import Limits
 
 IDLE_S = 60.0
@@ -101,7 +101,7 @@ class LocalCrew(Crew):
                     worker.take(message, clock())
                     if isinstance(message, UseWay):
                         self._note_changed(message.way)
-                ran = run_stage(worker, recorder, clock, self.report)
+                ran = recorder.run_stage(clock, self.report)
         except BaseException as error:
             if not self._closed.is_set():
                 self._failures.say(f"worker {number}: {type(error).__name__}: {error}")
