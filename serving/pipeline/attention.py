@@ -6,7 +6,6 @@ misses is the token pool of AMoE, section 3.3.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -28,7 +27,7 @@ from jmoe.packed_rows import (
 from jmoe.shaping import Drawn
 from jmoe.stages import StageVisits
 from serving.execution.executor import FailedRows, LostRows
-from serving.pipeline.devices import AttentionDevice
+from serving.pipeline.devices import AttentionDevice, Sizes
 from serving.pipeline.messages import (
     DECODE,
     EXPERTS,
@@ -44,7 +43,7 @@ from serving.pipeline.messages import (
     WorkerDown,
     WorkerUp,
 )
-from serving.pipeline.queues import Entry, MicroQueues, buckets, padded
+from serving.pipeline.queues import Entry, MicroQueues, padded
 from serving.plan import StepControl, spare_latency_sensitive
 from serving.scheduling.layers.picker import LayerPicker
 
@@ -54,35 +53,6 @@ FREE = -1
 TELLS_EVERY = 64
 """Stages after which a worker tells how many rows it has sent to each expert; idle, at once."""
 EXACT = StepControl(100, 0)
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Sizes of each attention worker."""
-
-    num_slots: int
-    num_pages: int | tuple[int, ...]  # of each group of layers, or of all alike
-    page_size: int
-    max_blocks: int  # pages that a sequence may begin with, others having filled them
-    num_rows: int  # on their way at a time, of all its units
-    decode_buckets: tuple[int, ...]  # rows of a stage, ascending; fewer are padded to one of them
-    prefill_buckets: tuple[int, ...]
-    """Tokens of a stage, likewise; a chunk longer than the last is refused."""
-    num_groups: int = 1  # of layers, each with pages of its own
-
-    @property
-    def max_len(self) -> int:
-        """Positions that a sequence's pages hold."""
-        return self.max_blocks * self.page_size
-
-    def max_visits(self, picks: int) -> int:
-        """Returns the visits of an expert stage: those of the largest stage of attention."""
-        return picks * max(*self.decode_buckets, *self.prefill_buckets)
-
-    @property
-    def row_sizes(self) -> list[int]:
-        """Rows that come to an expert worker at a time, padded, ascending."""
-        return buckets(max(*self.decode_buckets, *self.prefill_buckets))
 
 
 class _UnderWay(NamedTuple):

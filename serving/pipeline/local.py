@@ -4,16 +4,12 @@ from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool
 
 from jmoe.api import Model
-from jmoe.experts import UnitedExperts
-from jmoe.steps import make_state
-from serving.pipeline.attention import AttentionWorker, Sizes
-from serving.pipeline.devices import AttentionDevice, ExpertDevice, UnitedPart
+from serving.pipeline.attention import AttentionWorker
+from serving.pipeline.devices import AttentionDevice, ExpertDevice, Sizes
 from serving.pipeline.experts import ExpertWorker
 from serving.pipeline.messages import RowNumbers
 from serving.scheduling.layers.picker import LayerPicker
@@ -114,9 +110,9 @@ class LocalWorkers:
             )
         num_rows = len(attention) * sizes.num_rows
         return cls(
-            [attention_of(model, ways, sizes, device) for device in attention],
+            [AttentionDevice(model, ways, sizes, device) for device in attention],
             [
-                experts_of(model, ways, hosts[:, :, number], num_rows, device)
+                ExpertDevice(model, ways, hosts[:, :, number], num_rows, device)
                 for number, device in enumerate(experts)
             ],
             model.config.moe_layers,
@@ -145,58 +141,3 @@ class LocalWorkers:
             if progress is not None:
                 progress("compiling", number, self.num_workers)
             worker.warm(parts if isinstance(worker, AttentionWorker) else rows)
-
-
-def experts_of(
-    model: Model,
-    ways: Sequence[int],
-    hosted: Bool[np.ndarray, "layers E"],
-    num_rows: int,
-    device: Any,
-) -> ExpertDevice:
-    """Copies the experts that a device is to host to it, and their united experts of all `ways`
-    within host memory, so that the model can go.
-    """
-    slots = np.asarray(model.table.slots)
-    local = np.full(slots.shape, -1, np.int32)
-    local[hosted] = np.arange(int(hosted.sum()))
-    taken = jnp.asarray(slots[hosted])
-    pool = jax.device_put(model.pool.read(taken), device)
-
-    def part(united: UnitedExperts, layer: int) -> UnitedPart:
-        experts = united.layer(layer)
-        own = local[layer, model.config.num_experts :][: experts.num_slots]
-        here = np.flatnonzero(own >= 0)
-        return UnitedPart(own[here], experts.read(here))
-
-    united = {
-        way: [part(model.united_of(way), layer) for layer in range(len(slots))] for way in ways
-    }
-    cfg = model.config
-    rows = num_rows, cfg.d_model
-    return ExpertDevice(pool, local, rows, device, united, activation=cfg.activation)
-
-
-def attention_of(model: Model, ways: Sequence[int], sizes: Sizes, device: Any) -> AttentionDevice:
-    """Returns an attention worker's programs and empty state, on a device."""
-    state = make_state(
-        model.config,
-        num_slots=sizes.num_slots,
-        num_pages=sizes.num_pages,
-        page_size=sizes.page_size,
-        max_blocks=sizes.max_blocks,
-        dtype=model.dtype,
-    )
-    params, state = jax.device_put((model.params, state), device)
-    groups = np.asarray(model.table.groups)
-    num_experts = model.table.slots.shape[1]
-    return AttentionDevice(
-        model.config,
-        params,
-        groups,
-        num_experts,
-        state,
-        sizes.num_rows,
-        device,
-        {way: model.united_of(way).groups for way in ways},
-    )

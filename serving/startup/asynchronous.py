@@ -27,7 +27,7 @@ from serving.control.slo import starting_strategy
 from serving.errors import SettingsError
 from serving.execution.fitting import fit_to_model, limits_of
 from serving.execution.programs import Progress
-from serving.pipeline.attention import Sizes
+from serving.pipeline.devices import Sizes
 from serving.pipeline.local import LocalWorkers
 from serving.pipeline.local_crew import LocalCrew
 from serving.plan import Limits

@@ -19,8 +19,8 @@ from serving.cluster.hosts import facts
 from serving.execution.kv_pages import claim_memory
 from serving.execution.programs import Progress, limit_cpu_threads
 from serving.pipeline.attention import AttentionWorker
+from serving.pipeline.devices import AttentionDevice, ExpertDevice
 from serving.pipeline.experts import ExpertWorker
-from serving.pipeline.local import attention_of, experts_of
 from serving.pipeline.messages import ATTENTION, EXPERTS, RowNumbers
 from serving.pipeline.queues import buckets
 from serving.pipeline.worker_process import Assignment, Worker, work
@@ -68,7 +68,7 @@ def _worker_of(
     num_visits = sizes.max_visits(model.config.experts_per_token)
     if assignment.kind == ATTENTION:
         worker = AttentionWorker(
-            attention_of(model, crew.ways, sizes, device),
+            AttentionDevice(model, crew.ways, sizes, device),
             model.config.moe_layers,
             crew.hosts,
             numbers,
@@ -79,7 +79,7 @@ def _worker_of(
         )
         return worker, buckets(num_visits)
     worker = ExpertWorker(
-        experts_of(model, crew.ways, crew.hosts[:, :, number], numbers.total, device),
+        ExpertDevice(model, crew.ways, crew.hosts[:, :, number], numbers.total, device),
         len(crew.hosts),
         numbers,
         number,

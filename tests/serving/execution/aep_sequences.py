@@ -7,7 +7,7 @@ import numpy as np
 
 from jmoe.packed_rows import empty_deltas, pack_row
 from jmoe.parallel.placement import contiguous
-from serving.pipeline.attention import Sizes
+from serving.pipeline.devices import Sizes
 from serving.pipeline.local import LocalWorkers
 from serving.pipeline.messages import Unit
 
