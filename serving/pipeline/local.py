@@ -48,30 +48,20 @@ class LocalWorkers:
         numbers, self.clock = RowNumbers(len(attention), sizes.num_rows), clock
         self._sizes = sizes
         self.inboxes = [SimpleQueue[Any]() for _ in (*attention, *experts)]
+
+        def to_attention(number: int, message: Any) -> None:
+            self.inboxes[number].put(message)
+
+        def to_experts(number: int, message: Any) -> None:
+            self.inboxes[len(attention) + number].put(message)
+
         self.experts = [
-            ExpertWorker(
-                device,
-                len(hosts),
-                numbers,
-                number,
-                lambda to, message: self.inboxes[to].put(message),
-                picker(),
-                max_visits,
-            )
-            for number, device in enumerate(experts)
+            ExpertWorker(device, len(hosts), numbers, at, to_attention, picker(), max_visits)
+            for at, device in enumerate(experts)
         ]
         self.attention = [
-            AttentionWorker(
-                device,
-                moe_layers,
-                hosts,
-                numbers,
-                number,
-                lambda to, message: self.inboxes[len(attention) + to].put(message),
-                picker(),
-                sizes,
-            )
-            for number, device in enumerate(attention)
+            AttentionWorker(device, moe_layers, hosts, numbers, at, to_experts, picker(), sizes)
+            for at, device in enumerate(attention)
         ]
 
     @classmethod

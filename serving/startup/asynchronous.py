@@ -155,31 +155,23 @@ def prepare_crew(
 
         secret = ClusterSecret.of(config) or ClusterSecret.random()
         key = secret.derive("connections between asynchronous workers")
-        way = parts.ways[0] if parts.ways else 0
+        way, max_len = parts.ways[0] if parts.ways else 0, parts.sizes.max_len
         crew = RemoteCrew(
-            config,
-            parts.limits,
-            parts.hosts,
-            starter,
-            key,
-            facts(config),
-            parts.sizes.max_len,
-            way,
+            config, parts.limits, parts.hosts, starter, key, facts(config), max_len, way
         )
-        crew.start(progress)
-        return parts.config, parts.family, crew, losses
-    devices = worker_devices(own)
-    workers = LocalWorkers.of(
-        parts.model,
-        devices[: own.attention],
-        devices[own.attention :],
-        parts.sizes,
-        parts.hosts,
-        partial(make_layer_picker, own),
-        time.monotonic,
-        ways=parts.ways,
-    )
-    crew = LocalCrew(workers, parts.limits, parts.sizes.max_len)
+    else:
+        devices = worker_devices(own)
+        workers = LocalWorkers.of(
+            parts.model,
+            devices[: own.attention],
+            devices[own.attention :],
+            parts.sizes,
+            parts.hosts,
+            partial(make_layer_picker, own),
+            time.monotonic,
+            ways=parts.ways,
+        )
+        crew = LocalCrew(workers, parts.limits, parts.sizes.max_len)
     crew.start(progress)
     return parts.config, parts.family, crew, losses
 

@@ -64,30 +64,14 @@ def _worker_of(
     crew = crew_of(config, None, progress, reads)
     own, sizes, model = config.asynchronous, crew.sizes, crew.model
     numbers = RowNumbers(own.attention, sizes.num_rows)
-    picker = make_layer_picker(own)
+    shared = numbers, number, send, make_layer_picker(own)
     num_visits = sizes.max_visits(model.config.experts_per_token)
     if assignment.kind == ATTENTION:
-        worker = AttentionWorker(
-            AttentionDevice(model, crew.ways, sizes, device),
-            model.config.moe_layers,
-            crew.hosts,
-            numbers,
-            number,
-            send,
-            picker,
-            sizes,
-        )
+        on = AttentionDevice(model, crew.ways, sizes, device)
+        worker = AttentionWorker(on, model.config.moe_layers, crew.hosts, *shared, sizes)
         return worker, buckets(num_visits)
-    worker = ExpertWorker(
-        ExpertDevice(model, crew.ways, crew.hosts[:, :, number], numbers.total, device),
-        len(crew.hosts),
-        numbers,
-        number,
-        send,
-        picker,
-        num_visits,
-    )
-    return worker, sizes.row_sizes
+    on = ExpertDevice(model, crew.ways, crew.hosts[:, :, number], numbers.total, device)
+    return ExpertWorker(on, len(crew.hosts), *shared, num_visits), sizes.row_sizes
 
 
 def main() -> None:
