@@ -52,17 +52,6 @@ class Unit:
         return DECODE if self.tokens is None else PREFILL
 
 
-class Result(NamedTuple):
-    """The result of a unit."""
-
-    unit: Unit
-    token: int | None  # None where its last row ends no prompt
-    logprob: float | None
-    scores: tuple[np.ndarray, ...] | None = None
-    """`Scored` of `jmoe.sampling` for its tokens, where it asked for them."""
-    top: tuple[np.ndarray, np.ndarray] | None = None  # likeliest tokens, if a unit is shaped
-
-
 class Enter(NamedTuple):
     """Units for an attention worker."""
 

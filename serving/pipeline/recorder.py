@@ -26,21 +26,19 @@ class Recorder:
         self._found: list[tuple[int, int, float, float, np.ndarray]] = []
 
     def run_stage(self, clock: Callable[[], float], tell: Callable[[Any], None]) -> bool:
-        """Lets the worker run a stage and reports its results, and the records that are due;
+        """Lets the worker run a stage and reports what it tells, and the records that are due;
         returns False where nothing was to be run.
         """
         worker, began_at = self._worker, clock()
         before, waiting = worker.stages, worker.queues.counts.sum(axis=1) if self.is_on else None
-        results = worker.advance(began_at)
+        ran = worker.advance(began_at)
         if waiting is not None and worker.stages > before:
             self._found.append((*worker.newest, began_at, clock(), waiting))
         if isinstance(worker, AttentionWorker):
-            if results:
-                tell(worker.left(results))
             for told in worker.told():
                 tell(told)
         found = self._found
         if found and (len(found) >= MOST or began_at - found[0][2] >= EVERY_S):
             self._found = []
             tell(Stages(self._name, *map(np.array, zip(*found, strict=True))))
-        return results is not None
+        return ran
