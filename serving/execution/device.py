@@ -5,12 +5,15 @@ process 0 decides what they are and tells the others (`serving.cluster.followers
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Int
 
+from jmoe.api import Model
 from jmoe.family import Family
 from jmoe.mixed import by_model
 from jmoe.packed_rows import (
@@ -21,15 +24,59 @@ from jmoe.packed_rows import (
     sampling_mode,
     seat_size,
 )
-from jmoe.parallel.steps import shardings
-from jmoe.shaping import Shaping
-from jmoe.steps import State, StepOutput
+from jmoe.parallel.steps import abstract_states, make_shapings, make_states, shardings
+from jmoe.shaping import Shaping, make_shaping
+from jmoe.steps import State, StepOutput, make_state
 from pallas_kernels.backend import backend
+from serving.config import EngineConfig
 from serving.execution.buckets import Buckets, Key, sampling_phases
 from serving.execution.executables import Executables
 from serving.execution.programs import Programs, Progress
 from serving.execution.ranks import NOTHING, ByRank
 from serving.plan import Copies, Limits, Phase, StepControl, StepPlan, StepResult
+
+
+class States(NamedTuple):
+    """Makes the state of one model, or of the first of a family, or describes it for limits."""
+
+    model: Model
+    config: EngineConfig
+    runs_parts: bool  # whether steps run in parts, whose rows wait between two
+
+    def make(self, limits: Limits) -> State:
+        """Makes the state, on the devices."""
+        make, home = self._maker(limits), self.model.home
+        return make() if home is None else make_states(home.mesh, make)
+
+    def shaping(self, limits: Limits) -> Shaping:
+        """Makes the per-slot state of requests whose logits are changed, on the devices."""
+        make, home = self._shaping_maker(limits), self.model.home
+        return make() if home is None else make_shapings(home.mesh, make)
+
+    def shaping_bytes(self, limits: Limits) -> int:
+        """Returns the bytes of one device's part of `shaping`."""
+        shapes = jax.eval_shape(self._shaping_maker(limits))
+        return sum(one.size * one.dtype.itemsize for one in shapes)
+
+    def shapes(self, limits: Limits) -> State:
+        """Returns the state's shapes, dtypes and shardings; nothing is allocated."""
+        make, home = self._maker(limits), self.model.home
+        return jax.eval_shape(make) if home is None else abstract_states(home.mesh, make)
+
+    def _shaping_maker(self, limits: Limits) -> partial[Shaping]:
+        return partial(make_shaping, limits.slots_per_rank, self.model.config.vocab_size)
+
+    def _maker(self, limits: Limits) -> partial[State]:
+        return partial(
+            make_state,
+            self.model.config,
+            num_slots=limits.slots_per_rank,
+            num_pages=limits.group_pages,
+            page_size=limits.page_size,
+            max_blocks=limits.pages_for(self.config.max_model_len),
+            dtype=self.model.dtype,
+            num_hidden=limits.hidden_per_rank if self.runs_parts else 0,
+        )
 
 
 class Device:

@@ -28,8 +28,7 @@ from serving.errors import SettingsError
 from serving.execution.fitting import fit_to_model, limits_of
 from serving.execution.programs import Progress
 from serving.pipeline.devices import Sizes
-from serving.pipeline.local import LocalWorkers
-from serving.pipeline.local_crew import LocalCrew
+from serving.pipeline.local import LocalCrew, LocalWorkers
 from serving.plan import Limits
 from serving.scheduling.layers.picker import LayerPicker, Waiting, make_picker
 from serving.settings.composes import AEP, COMPOSES
