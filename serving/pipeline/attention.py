@@ -7,7 +7,7 @@ misses is the token pool of AMoE, section 3.3.
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Int, Shaped
@@ -397,7 +397,7 @@ class AttentionWorker:
             if not unit.ends_prompt:
                 rows[at, SLOT] = -1
         self._free(units)
-        top = np.zeros((0, 0), np.int32), np.zeros((0, 0), np.float32)
+        top: Any = np.zeros((0, 0), np.int32), np.zeros((0, 0), np.float32)
         if any(unit.shape is not None for unit in units):
             drawn = self._draw(units, rows, places)
             tokens, logprobs = drawn.tokens.tolist(), drawn.logprobs.tolist()

@@ -33,7 +33,8 @@ class Recorder:
         before, waiting = worker.stages, worker.queues.counts.sum(axis=1) if self.is_on else None
         ran = worker.advance(began_at)
         if waiting is not None and worker.stages > before:
-            self._found.append((*worker.newest, began_at, clock(), waiting))
+            layer, rows = worker.newest
+            self._found.append((layer, rows, began_at, clock(), waiting))
         if isinstance(worker, AttentionWorker):
             for told in worker.told():
                 tell(told)
