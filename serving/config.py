@@ -794,9 +794,9 @@ def _leaves(kind: type, before: str = "") -> Iterator[tuple[str, Any, Setting]]:
 
 
 @cache
-def keys() -> dict[str, Any]:
-    """Returns all dotted keys, with their types."""
-    return {key: hint for key, hint, _ in _leaves(ServerConfig)}
+def keys(kind: type = ServerConfig) -> dict[str, Any]:
+    """Returns all dotted keys of a settings dataclass, with their types."""
+    return {key: hint for key, hint, _ in _leaves(kind)}
 
 
 @cache

@@ -397,7 +397,7 @@ class AttentionWorker:
             if not unit.ends_prompt:
                 rows[at, SLOT] = -1
         self._free(units)
-        top: Any = np.zeros((0, 0), np.int32), np.zeros((0, 0), np.float32)
+        top: tuple[Any, Any] = np.zeros((0, 0), np.int32), np.zeros((0, 0), np.float32)
         if any(unit.shape is not None for unit in units):
             drawn = self._draw(units, rows, places)
             tokens, logprobs = drawn.tokens.tolist(), drawn.logprobs.tolist()
