@@ -144,8 +144,13 @@ def prepare_crew(
     starter = None if own.workers == "threads" else starter_of(own)  # before jax has threads
     if starter is not None:
         jax.config.update("jax_platforms", "cpu")  # the devices are for workers
-    parts = crew_of(config, model, progress)
-    losses = expected_losses(config, parts.family, parts.ways)
+    try:
+        parts = crew_of(config, model, progress)
+        losses = expected_losses(config, parts.family, parts.ways)
+    except BaseException:
+        if starter is not None:
+            starter.close()
+        raise
     if config.brownout.strategy == "auto" and not parts.ways:
         log.warning("brownout is off: %s has no united experts", parts.model.name)
     if starter is not None:
