@@ -32,7 +32,7 @@ from serving.config import EngineConfig
 from serving.execution.buckets import Buckets, Key, sampling_phases
 from serving.execution.executables import Executables
 from serving.execution.programs import Programs, Progress
-from serving.execution.ranks import NOTHING, ByRank
+from serving.execution.ranks import ByRank
 from serving.plan import Copies, Limits, Phase, StepControl, StepPlan, StepResult
 
 
@@ -288,8 +288,7 @@ class Device:
             out = nothing._replace(logits=logits)
             if key.phase == "draw":
                 shapes = np.zeros((len(rows), NUM_SHAPE_COLUMNS), np.int32)
-                self._undrawn = out, rows
-                out = self.draw(shapes, NOTHING, everything(0, cfg.vocab_size))
+                out = self._draw(out, rows, shapes, everything(len(rows), cfg.vocab_size))
             else:
                 out = self._sample(out, rows)
         elif key.phase == "score":

@@ -69,9 +69,7 @@ class Left(NamedTuple):
     strategy: int  # of the last one to enter
     least_percent: list[int]  # the lowest threshold on each one's way
     most_percent: list[int]
-    top_ids: Int[
-        np.ndarray, "n top"
-    ]  # likeliest tokens of each, where a unit is shaped; else empty
+    top_ids: Int[np.ndarray, "n top"]  # likeliest tokens, where a unit is shaped; else empty
     top_logprobs: Float[np.ndarray, "n top"]
     expert_rows: Int[np.ndarray, "layers E"]
     """Rows that its stages have sent to each logical expert since it told last; empty: later."""
