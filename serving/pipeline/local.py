@@ -1,4 +1,6 @@
-"""All workers in one process, on its devices: for notebooks and tests (AMoE, section 4)."""
+"""All workers in one process, on its devices (AMoE, section 4): driven one at a time, or as a crew
+with a thread each.
+"""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -222,7 +224,9 @@ class LocalCrew(Crew):
         ran, clock = True, self._workers.clock
         try:
             while not self._closed.is_set():
-                for message in self._messages(number, 0.0 if ran else self._wait_s(worker)):
+                # Until the picker wants to be asked again, if nothing comes.
+                wait_s = 0.0 if ran else min(IDLE_S, worker.queues.wake_at() - clock())
+                for message in self._messages(number, max(0.0, wait_s)):
                     worker.take(message, clock())
                     if isinstance(message, UseWay):
                         self._note_changed(message.way)
@@ -237,12 +241,6 @@ class LocalCrew(Crew):
             was_last = not self._num_changing
         if was_last:
             self.report(WayChanged(way))
-
-    def _wait_s(self, worker: Any) -> float:
-        """Returns the seconds until the worker's picker wants to be asked again if nothing
-        comes.
-        """
-        return max(0.0, min(IDLE_S, worker.queues.wake_at() - self._workers.clock()))
 
     def _messages(self, number: int, wait_s: float) -> list[Any]:
         """Returns the messages that have come, after waiting for one if necessary."""
