@@ -4,11 +4,11 @@
 these fields (`serving.cli.options`, `docs/make_reference.py`, `serving.settings.reading`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
 from math import inf
-from typing import Any, Literal, get_type_hints
+from typing import Any, Literal, cast, get_type_hints
 
 GROUPS = ("Model", "Network", "Security", "Capacity", "Brownout", "Parallelism", "Log")
 """Of the flags of `jmoe serve --help`, in their order."""
@@ -114,8 +114,7 @@ class BrownoutConfig:
     salc: bool = setting(
         True,
         "A controller moves the thresholds to keep the objectives. false: they stay as set.",
-        None,
-        "Brownout",
+        group="Brownout",
     )
     ttft_slo_s: float = setting(
         1.0,
@@ -151,8 +150,7 @@ class BrownoutConfig:
         False,
         "Thresholds are levels of the model's levels.json (evaluation.md): each MoE layer has its "
         "own, of as many active experts together.",
-        None,
-        "Brownout",
+        group="Brownout",
     )
     max_expected_loss: float = setting(
         0.0,
@@ -176,8 +174,7 @@ class SalcConfig:
         "predictive",
         "What moves the thresholds: algorithm2, predictive, or your own module:Class or "
         "file.py:Class (controllers.md).",
-        None,
-        "Brownout",
+        group="Brownout",
     )
     warning_factor: float = setting(
         0.8,
@@ -342,15 +339,13 @@ class EngineConfig:
     hub_revision: str = setting(
         "",
         "Branch, tag or commit of a Hub model. Empty: its main branch.",
-        None,
-        "Model",
+        group="Model",
         metavar="REVISION",
     )
     chat_template: str = setting(
         "",
         "File with a Jinja chat template, in place of the model's own.",
-        None,
-        "Model",
+        group="Model",
         metavar="FILE",
     )
     generation_config: str = setting(
@@ -367,8 +362,7 @@ class EngineConfig:
     family: str = setting(
         "",
         "family.json of `jmoe consolidate`: which experts models share.",
-        None,
-        "Model",
+        group="Model",
         metavar="FILE",
     )
     resident_sets: int = setting(
@@ -427,8 +421,7 @@ class EngineConfig:
     mesh: str = setting(
         "",
         "Spread experts and requests over N devices. Empty: one device (expert-parallelism.md).",
-        None,
-        "Parallelism",
+        group="Parallelism",
         metavar="ep=N",
     )
     exchange: str = setting(
@@ -443,29 +436,21 @@ class EngineConfig:
         "",
         "Address of process 0 of a mesh over several processes. Give this and the next two to "
         "every process, or to none.",
-        None,
-        "Parallelism",
+        group="Parallelism",
         metavar="HOST:PORT",
     )
     num_processes: int = setting(
-        0,
-        "Server processes in the mesh, with equally many devices each.",
-        None,
-        "Parallelism",
+        0, "Server processes in the mesh, with equally many devices each.", group="Parallelism"
     )
     process_index: int = setting(
-        -1,
-        "Index of this process: 0 serves requests, the others follow it.",
-        None,
-        "Parallelism",
+        -1, "Index of this process: 0 serves requests, the others follow it.", group="Parallelism"
     )
     secret_file: str = setting(
         "",
         "File with the secret that processes of one server share, readable by owner (and "
         "group) only. Empty: JMOE_CLUSTER_SECRET of the environment, or no secret "
         "(security.md).",
-        None,
-        "Security",
+        group="Security",
         metavar="FILE",
     )
     join_timeout_s: float = setting(
@@ -568,8 +553,7 @@ class EngineConfig:
         "ls_first",
         "Which request is served next: fcfs, edf, ls_first, qllm, or your own module:Class or "
         "file.py:Class (priorities.md).",
-        None,
-        "Capacity",
+        group="Capacity",
     )
     plugin_slow_ms: float = setting(
         20.0,
@@ -631,8 +615,7 @@ class EngineConfig:
     allow_unknown_config: tuple[str, ...] = setting(
         (),
         "Unknown keys of config.json that change nothing. The flag may be repeated.",
-        None,
-        "Model",
+        group="Model",
         metavar="KEY",
     )
     brownout: BrownoutConfig = field(default_factory=BrownoutConfig)
@@ -657,7 +640,7 @@ class EngineConfig:
 class ServerConfig:
     """Where the server listens, and what callers may take."""
 
-    host: str = setting("127.0.0.1", "Address for callers, over gRPC and HTTP.", None, "Network")
+    host: str = setting("127.0.0.1", "Address for callers, over gRPC and HTTP.", group="Network")
     port: int = setting(50051, "Port for gRPC. 0: any free one.", PORT, "Network")
     http_port: int = setting(
         0,
@@ -672,7 +655,7 @@ class ServerConfig:
         30.0, "Seconds that streams may take to end after SIGTERM.", NOT_NEGATIVE
     )
     admin_host: str = setting(
-        "127.0.0.1", "Address of the admin service and the live page.", None, "Network"
+        "127.0.0.1", "Address of the admin service and the live page.", group="Network"
     )
     admin_port: int = setting(
         0, "Port of the admin service, over gRPC. 0: any free one.", PORT, "Network"
@@ -690,31 +673,27 @@ class ServerConfig:
         (),
         "Origins, as https://chat.example.com, whose pages may use OpenAI's API from a browser; "
         "*: any.",
-        None,
-        "Security",
+        group="Security",
     )
     keys_file: str = setting(
         "",
         "File with hashed API keys (`jmoe keys`), read again when it changes and at SIGHUP. "
         "Empty: anybody may do anything.",
-        None,
-        "Security",
+        group="Security",
         metavar="FILE",
     )
     tls_cert: str = setting(
         "",
         "PEM file with the server's certificate; turns on TLS for every port for clients. "
         "Reread like keys_file.",
-        None,
-        "Security",
+        group="Security",
         metavar="FILE",
     )
-    tls_key: str = setting("", "PEM file with its private key.", None, "Security", metavar="FILE")
+    tls_key: str = setting("", "PEM file with its private key.", group="Security", metavar="FILE")
     tls_client_ca: str = setting(
         "",
         "PEM file with CAs; clients then need a certificate of one (mutual TLS).",
-        None,
-        "Security",
+        group="Security",
         metavar="FILE",
     )
     request_timeout_s: float = setting(
@@ -750,8 +729,7 @@ class ServerConfig:
     served_model_name: str = setting(
         "",
         "The model's name for clients. Empty: its directory's name, or OWNER/NAME.",
-        None,
-        "Model",
+        group="Model",
         metavar="NAME",
     )
     tool_call_parser: str = setting(
@@ -759,16 +737,14 @@ class ServerConfig:
         "Format of models' tool calls: hermes, mistral, openai (gpt-oss), glm45, glm47, "
         "deepseek_v3, kimi_k2, minimax_m2, qwen3_coder, ernie45, or your own module:Class or "
         "file.py:Class (http.md). Empty: by the chat template.",
-        None,
-        "Model",
+        group="Model",
     )
     reasoning_parser: str = setting(
         "",
         "Format in which models think before they answer: qwen3, deepseek_r1, glm45, "
         "minimax_m2, kimi_k2, ernie45 (all `<think>`), openai_gptoss, or your own module:Class or "
         "file.py:Class (http.md); none leaves thoughts in the answer. Empty: by the chat template.",
-        None,
-        "Model",
+        group="Model",
     )
     status_interval_s: float = setting(
         10.0,
@@ -783,8 +759,7 @@ class ServerConfig:
         "",
         "File for the last 100,000 launches, steps and requests over time, written when the "
         "server stops, for Perfetto.",
-        None,
-        "Log",
+        group="Log",
         metavar="FILE",
     )
     capture: str = setting(
@@ -792,8 +767,7 @@ class ServerConfig:
         "File that the token ids of some requests and answers are added to, for `jmoe distill "
         "--data FILE`: united experts of what is really asked (distillation.md). They are as good "
         "as the text (security.md).",
-        None,
-        "Brownout",
+        group="Brownout",
         metavar="FILE",
     )
     capture_share: float = setting(
@@ -808,25 +782,24 @@ class ServerConfig:
     engine: EngineConfig = field(default_factory=EngineConfig)
 
 
+def _leaves(kind: type, before: str = "") -> Iterator[tuple[str, Any, Setting]]:
+    """Yields the dotted key of each setting below `before`, with its type."""
+    hints = get_type_hints(kind)
+    for made in fields(kind):
+        key, hint = f"{before}{made.name}", hints[made.name]
+        if is_dataclass(hint):
+            yield from _leaves(cast(type, hint), f"{key}.")
+        else:
+            yield key, hint, made.metadata["setting"]
+
+
 @cache
 def keys(kind: type = ServerConfig) -> dict[str, Any]:
     """Returns all dotted keys of a settings dataclass, with their types."""
-    found = {}
-    for name, hint in get_type_hints(kind).items():
-        below = keys(hint) if is_dataclass(hint) else None
-        found |= {name: hint} if below is None else {f"{name}.{k}": t for k, t in below.items()}
-    return found
+    return {key: hint for key, hint, _ in _leaves(kind)}
 
 
 @cache
-def described(kind: type = ServerConfig) -> dict[str, Setting]:
+def described() -> dict[str, Setting]:
     """Returns the `Setting` of each dotted key, in the order of the fields."""
-    found: dict[str, Setting] = {}
-    hints = get_type_hints(kind)
-    for made in fields(kind):
-        if is_dataclass(hints[made.name]):
-            below = described(hints[made.name])
-            found |= {f"{made.name}.{key}": setting for key, setting in below.items()}
-        else:
-            found[made.name] = made.metadata["setting"]
-    return found
+    return {key: setting for key, _, setting in _leaves(ServerConfig)}

@@ -139,16 +139,12 @@ class Buckets:
         self.has_hybrid = wanted and not apart and limits.num_ranks == 1
         self.thresholds = config.threshold_buckets_percent
         self.chunks = limits.max_prefill_seqs
-        self._page_size, self._groups = limits.page_size, len(limits.windows)
-        self._max_model_len = config.max_model_len
-        self._max_blocks = limits.pages_for(config.max_model_len)
-        self._reuses = config.reuses_prefixes
-        self._num_layers = limits.num_layers
+        self._config, self._limits = config, limits
 
     @property
     def seat(self) -> Key:
         """The program that seats a sequence in a slot (`jmoe.shaping.seat`)."""
-        return Key("seat", self._max_model_len, FULL_CAPACITY)
+        return Key("seat", self._config.max_model_len, FULL_CAPACITY)
 
     def keys(self) -> list[Key]:
         """Returns every program that serving may need, the ones most needed first."""
@@ -209,7 +205,9 @@ class Buckets:
         size = min(
             size
             for (phase, size), count in at_once.items()
-            if phase == key.phase and size >= key.size and layers in cuts(count, self._num_layers)
+            if phase == key.phase
+            and size >= key.size
+            and layers in cuts(count, self._limits.num_layers)
         )
         first, stop = layers
         return key._replace(
@@ -222,12 +220,13 @@ class Buckets:
 
         They have capacity for every threshold: less would multiply them.
         """
+        num_layers = self._limits.num_layers
         return self._forms(
             [
                 Key(phase, size, FULL_CAPACITY, *layers)
                 for (phase, size), count in sorted(at_once.items(), reverse=True)
-                if count < self._num_layers
-                for layers in cuts(count, self._num_layers)
+                if count < num_layers
+                for layers in cuts(count, num_layers)
             ]
         )
 
@@ -270,8 +269,10 @@ class Buckets:
         """Returns how many block-table deltas a step can have: a page a row, and those its tokens
         fill; of prompts that begin with others' pages, all of these, too; in each group of layers.
         """
+        limits, num_groups = self._limits, len(self._limits.windows)
         if key.phase == "decode":
-            return self._groups * key.size
-        filled = key.size // self._page_size + self.chunks
-        most = max(filled, self.chunks * self._max_blocks) if self._reuses else filled
-        return self._groups * (most + key.num_decodes)
+            return num_groups * key.size
+        most = key.size // limits.page_size + self.chunks
+        if self._config.reuses_prefixes:
+            most = max(most, self.chunks * limits.pages_for(self._config.max_model_len))
+        return num_groups * (most + key.num_decodes)

@@ -5,25 +5,78 @@ process 0 decides what they are and tells the others (`serving.cluster.followers
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Int
 
+from jmoe.api import Model
 from jmoe.family import Family
 from jmoe.mixed import by_model
-from jmoe.packed_rows import NUM_SHAPE_COLUMNS, empty_rows, everything, pack_row, seat_size
-from jmoe.parallel.steps import shardings
-from jmoe.shaping import Shaping
-from jmoe.steps import State, StepOutput
+from jmoe.packed_rows import (
+    NUM_SHAPE_COLUMNS,
+    empty_rows,
+    everything,
+    pack_row,
+    sampling_mode,
+    seat_size,
+)
+from jmoe.parallel.steps import abstract_states, make_shapings, make_states, shardings
+from jmoe.shaping import Shaping, make_shaping
+from jmoe.steps import State, StepOutput, make_state
 from pallas_kernels.backend import backend
-from serving.execution.buckets import Buckets, Key
+from serving.config import EngineConfig
+from serving.execution.buckets import Buckets, Key, sampling_phases
 from serving.execution.executables import Executables
 from serving.execution.programs import Programs, Progress
-from serving.execution.ranks import NOTHING, ByRank
+from serving.execution.ranks import ByRank
 from serving.plan import Copies, Limits, Phase, StepControl, StepPlan, StepResult
+
+
+class States(NamedTuple):
+    """Makes the state of one model, or of the first of a family, or describes it for limits."""
+
+    model: Model
+    config: EngineConfig
+    runs_parts: bool  # whether steps run in parts, whose rows wait between two
+
+    def make(self, limits: Limits) -> State:
+        """Makes the state, on the devices."""
+        make, home = self._maker(limits), self.model.home
+        return make() if home is None else make_states(home.mesh, make)
+
+    def shaping(self, limits: Limits) -> Shaping:
+        """Makes the per-slot state of requests whose logits are changed, on the devices."""
+        make, home = self._shaping_maker(limits), self.model.home
+        return make() if home is None else make_shapings(home.mesh, make)
+
+    def shaping_bytes(self, limits: Limits) -> int:
+        """Returns the bytes of one device's part of `shaping`."""
+        shapes = jax.eval_shape(self._shaping_maker(limits))
+        return sum(one.size * one.dtype.itemsize for one in shapes)
+
+    def shapes(self, limits: Limits) -> State:
+        """Returns the state's shapes, dtypes and shardings; nothing is allocated."""
+        make, home = self._maker(limits), self.model.home
+        return jax.eval_shape(make) if home is None else abstract_states(home.mesh, make)
+
+    def _shaping_maker(self, limits: Limits) -> partial[Shaping]:
+        return partial(make_shaping, limits.slots_per_rank, self.model.config.vocab_size)
+
+    def _maker(self, limits: Limits) -> partial[State]:
+        return partial(
+            make_state,
+            self.model.config,
+            num_slots=limits.slots_per_rank,
+            num_pages=limits.group_pages,
+            page_size=limits.page_size,
+            max_blocks=limits.pages_for(self.config.max_model_len),
+            dtype=self.model.dtype,
+            num_hidden=limits.hidden_per_rank if self.runs_parts else 0,
+        )
 
 
 class Device:
@@ -85,18 +138,21 @@ class Device:
         """Launches a step of these models, one but for a mixed step, or a part of one, and what may
         follow it: scores, tokens. Tokens that are not sampled may be drawn until the next run.
         """
-        prefill, self._undrawn = key.phase == "prefill", None
+        rows, self._undrawn = arrays[key.phase == "prefill"], None
         self.state, out = self.programs.run(key, self.state, *arrays, models=models)
         self._settle(out)
         if score:
-            out = self.programs.score(out, arrays[0], arrays[prefill], models[0])
+            given = self.programs.beside_layers(models[0]), out.hidden, arrays[0], rows
+            scores = self.programs.run_behind("score", len(arrays[0]), *given)
+            out = out._replace(
+                prompt_logprobs=scores.logprobs,
+                prompt_top_ids=scores.top_ids,
+                prompt_top_logprobs=scores.top_logprobs,
+            )
             self._settle(out)
         if sample:
-            found = self.programs.sample(self.state, self.shaping, out, arrays[prefill])
-            self.state, self.shaping, out = found
-            self._settle(out)
-        else:
-            self._undrawn = out, arrays[prefill]
+            return self._sample(out, rows)
+        self._undrawn = out, rows
         return out
 
     def seat(self, rank: int, told: Int[np.ndarray, "1 n"]) -> None:
@@ -120,10 +176,35 @@ class Device:
         (out, rows), self._undrawn = self._undrawn, None
         every = np.full((len(shapes), allowed.shape[1]), -1, np.int32)
         every[limited] = allowed
-        found = self.programs.draw(self.state, self.shaping, out, rows, shapes, every)
-        self.state, self.shaping, out = found
-        self._settle(out)
-        return out
+        return self._draw(out, rows, shapes, every)
+
+    def _sample(self, out: StepOutput, rows: Int[np.ndarray, "B C"]) -> StepOutput:
+        """Samples a step's tokens where its rows want that."""
+        mode = sampling_mode(rows)
+        if mode == "greedy":
+            return out
+        if mode not in sampling_phases():
+            shapes = np.zeros((len(rows), NUM_SHAPE_COLUMNS), np.int32)
+            allowed = everything(len(rows), self.model.config.vocab_size)
+            drawn = self._draw(out, rows, shapes, allowed)
+            return drawn._replace(top_ids=None, top_logprobs=None)
+        given = self.state.last_token, out.logits, rows
+        last_token, tokens, logprobs = self.programs.run_behind(mode, len(rows), *given)
+        self.state = self.state._replace(last_token=last_token)
+        return self._settle(out._replace(tokens=tokens, logprobs=logprobs))
+
+    def _draw(
+        self,
+        out: StepOutput,
+        rows: Int[np.ndarray, "B C"],
+        shapes: Int[np.ndarray, "B shape"],
+        allowed: Int[np.ndarray, "B W"],
+    ) -> StepOutput:
+        """Draws the tokens of a step in which rows are shaped."""
+        given = self.state.last_token, self.shaping, out.logits, rows, shapes, allowed
+        last_token, self.shaping, drawn = self.programs.run_behind("draw", len(rows), *given)
+        self.state = self.state._replace(last_token=last_token)
+        return self._settle(out._replace(**drawn._asdict()))
 
     def arrays(self, key: Key, step: ByRank, control: StepControl) -> list[np.ndarray]:
         """Returns a program's arguments behind the state, padded to its size on each rank."""
@@ -207,16 +288,15 @@ class Device:
             out = nothing._replace(logits=logits)
             if key.phase == "draw":
                 shapes = np.zeros((len(rows), NUM_SHAPE_COLUMNS), np.int32)
-                self._undrawn = out, rows
-                out = self.draw(shapes, NOTHING, everything(0, cfg.vocab_size))
+                out = self._draw(out, rows, shapes, everything(len(rows), cfg.vocab_size))
             else:
-                found = self.programs.sample(self.state, self.shaping, out, rows)
-                self.state, self.shaping, out = found
+                out = self._sample(out, rows)
         elif key.phase == "score":
             shape = num_ranks * key.size, cfg.d_model
             hidden = jnp.zeros(shape, self.model.dtype, device=self._split)
             tokens = np.zeros(num_ranks * key.size, np.int32)
-            out = self.programs.score(nothing._replace(hidden=hidden), tokens, rows)
+            given = self.programs.beside_layers(0), hidden, tokens, rows
+            out = self.programs.run_behind("score", len(tokens), *given)
         else:
             control = StepControl(key.bucket_percent, 0)
             phase, stop = Phase(key.phase), self.limits.num_layers
@@ -253,6 +333,8 @@ class Device:
         if self.several_processes:
             jax.distributed.shutdown()
 
-    def _settle(self, out: Any) -> None:
+    def _settle(self, out: StepOutput) -> StepOutput:
+        """Waits for what was launched where steps run one at a time; returns `out`."""
         if self.one_at_a_time:
             jax.block_until_ready((self.state, out))
+        return out

@@ -82,8 +82,7 @@ class Executables:
             with suppress(OSError):
                 path.unlink()
             return None
-        with suppress(OSError):  # another user's, perhaps
-            os.utime(path)
+        _note_use(path)
         return compiled
 
     def save(self, name: str, cache_key: object, compiled: jax.stages.Compiled) -> None:
@@ -101,11 +100,12 @@ class Executables:
         if self._folder is None:
             return None
         path = self._path(name, cache_key).with_suffix(".bytes")
-        with suppress(OSError, ValueError):
+        try:
             number = int(path.read_text("ascii"))
-            os.utime(path)  # in use: not to be removed with the old ones
-            return number
-        return None
+        except (OSError, ValueError):
+            return None
+        _note_use(path)
+        return number
 
     def remember(self, name: str, cache_key: object, number: int) -> None:
         """Stores a number with a program, as `save` stores the program."""
@@ -128,6 +128,12 @@ def _write(path: Path, make: Callable[[], bytes]) -> None:
         log.warning("%s cannot be kept (%s); the next start compiles it again", path, error)
         with suppress(OSError):
             part.unlink()
+
+
+def _note_use(path: Path) -> None:
+    """Keeps an entry from being removed with the old ones."""
+    with suppress(OSError):  # another user's, perhaps
+        os.utime(path)
 
 
 def _remove_old(folder: Path) -> None:

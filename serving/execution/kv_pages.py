@@ -7,11 +7,11 @@ page belongs to a sequence that has a slot. Pages are counted of the group of la
 (`Limits.windows`); those of others follow.
 """
 
-import contextlib
 import logging
 import os
 from bisect import bisect_right
-from collections.abc import Callable, Generator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
@@ -106,11 +106,10 @@ def by_memory(
     return replace(limits, num_pages=fitting * limits.num_ranks)
 
 
-@contextlib.contextmanager
-def allocating(config: EngineConfig, limits: Limits, model: Model) -> Generator[None]:
-    """Raises SettingsError, with what to lower, where KV pages are allocated in its block and a
-    device does not have the memory that was counted for them: another process took some of it, and
-    XLA takes it only as it needs it (`XLA_PYTHON_CLIENT_PREALLOCATE` false).
+def allocating(config: EngineConfig, limits: Limits, model: Model) -> AbstractContextManager[None]:
+    """Returns a context that raises SettingsError, with what to lower, where KV pages are allocated
+    in it and a device does not have the memory that was counted for them: another process took some
+    of it, and XLA takes it only as it needs it (`XLA_PYTHON_CLIENT_PREALLOCATE` false).
     """
 
     def told(counted: str) -> str:
@@ -125,8 +124,7 @@ def allocating(config: EngineConfig, limits: Limits, model: Model) -> Generator[
             f"process, or lower {lower}"
         )
 
-    with short_of_memory(told):
-        yield
+    return short_of_memory(told)
 
 
 def pages_that_fit(

@@ -161,7 +161,7 @@ def check_model(
     each = cfg.num_experts + (0 if native is None else native.num_united)
     experts = cfg.num_moe_layers * each * _slot_bytes(config, cfg)
     wanted = experts + _rest_bytes(config, cfg, loading)
-    quantizing = _is_quantized(config, cfg)
+    quantizing = quantizing_bytes(cfg, quantize_as(config.quantize, cfg, says_why=False), 0) > 0
     if wanted > SHARE * free:
         fixes = ["take a smaller model"]
         if native is not None:
@@ -241,12 +241,6 @@ def _slot_bytes(config: EngineConfig, cfg: ModelConfig, kind: str | None = None)
     """Returns the bytes of an expert that is kept as `kind`; None: as the settings say."""
     kind = quantize_as(config.quantize, cfg, says_why=False) if kind is None else kind
     return _size(jax.eval_shape(partial(empty_pool, cfg, 1, jnp.dtype(config.dtype), kind)))
-
-
-def _is_quantized(config: EngineConfig, cfg: ModelConfig) -> bool:
-    """Returns whether experts are quantized on load."""
-    kind = quantize_as(config.quantize, cfg, says_why=False)
-    return quantizing_bytes(cfg, kind, 0) > 0
 
 
 def _loading_bytes(

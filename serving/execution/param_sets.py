@@ -63,10 +63,6 @@ class ParamSets:
             raise KeyError(f"the weights of model {model} are not on the device")
         return found
 
-    def __len__(self) -> int:
-        """Returns the number of models."""
-        return len(self._on_device)
-
     @property
     def all_resident(self) -> bool:
         """Whether every set is on the device for good."""

@@ -27,9 +27,7 @@ from jmoe.packed_rows import (
     NUM_CONTROL,
     NUM_DELTA_COLUMNS,
     NUM_SHAPE_COLUMNS,
-    everything,
     num_words,
-    sampling_mode,
     seat_size,
 )
 from jmoe.parallel import steps as on_mesh
@@ -37,7 +35,6 @@ from jmoe.parallel.replicas import Replication
 from jmoe.shaping import Shaping, make_shaping, seat
 from jmoe.steps import (
     State,
-    StepOutput,
     decode_step,
     draw_step,
     prefill_step,
@@ -203,36 +200,11 @@ class Programs:
         each = [self._family[at].weights._replace(params=self._params[at]) for at in models]
         return each[0] if len(each) == 1 else MixedWeights.of(each)
 
-    def sample(
-        self, state: State, shaping: Shaping, out: StepOutput, rows: Int[np.ndarray, "B C"]
-    ) -> tuple[State, Shaping, StepOutput]:
-        """Launches, after a step, the program that samples tokens where its rows want that."""
-        mode = sampling_mode(rows)
-        if mode == "greedy":
-            return state, shaping, out
-        if mode not in sampling_phases():
-            shapes = np.zeros((len(rows), NUM_SHAPE_COLUMNS), np.int32)
-            allowed = everything(len(rows), self._model.config.vocab_size)
-            state, shaping, drawn = self.draw(state, shaping, out, rows, shapes, allowed)
-            return state, shaping, drawn._replace(top_ids=None, top_logprobs=None)
-        program = self._compiled[Key(mode, len(rows) // self._ranks, FULL_CAPACITY)]
-        last, tokens, logprobs = program(state.last_token, out.logits, rows)
-        out = out._replace(tokens=tokens, logprobs=logprobs)
-        return state._replace(last_token=last), shaping, out
-
-    def draw(
-        self,
-        state: State,
-        shaping: Shaping,
-        out: StepOutput,
-        rows: Int[np.ndarray, "B C"],
-        shapes: Int[np.ndarray, "B shape"],
-        allowed: Int[np.ndarray, "B W"],
-    ) -> tuple[State, Shaping, StepOutput]:
-        """Launches, after a step in which rows are shaped, the program that draws all tokens."""
-        program = self._compiled[Key("draw", len(rows) // self._ranks, FULL_CAPACITY)]
-        last, shaping, drawn = program(state.last_token, shaping, out.logits, rows, shapes, allowed)
-        return state._replace(last_token=last), shaping, out._replace(**drawn._asdict())
+    def run_behind(self, phase: str, size: int, *arguments: Any) -> Any:
+        """Launches a program that runs behind a step, of `size` rows or tokens on all devices;
+        donates as `jmoe.steps` says.
+        """
+        return self._compiled[Key(phase, size // self._ranks, FULL_CAPACITY)](*arguments)
 
     def seat(self, shaping: Shaping, told: Int[np.ndarray, "D n"]) -> Shaping:
         """Launches the program that seats a sequence on each device, or none where the slot is
@@ -240,23 +212,10 @@ class Programs:
         """
         return self._compiled[self._buckets.seat](shaping, told)
 
-    def score(
-        self,
-        out: StepOutput,
-        tokens: Int[np.ndarray, "T"],
-        rows: Int[np.ndarray, "B C"],
-        model: int = 0,
-    ) -> StepOutput:
-        """Launches, after a prefill step of the largest size, the program that scores its prompts'
-        tokens.
-        """
-        program = self._compiled[Key("score", len(tokens) // self._ranks, FULL_CAPACITY)]
-        scores = program(_without_layers(self._params[model]), out.hidden, tokens, rows)
-        return out._replace(
-            prompt_logprobs=scores.logprobs,
-            prompt_top_ids=scores.top_ids,
-            prompt_top_logprobs=scores.top_logprobs,
-        )
+    def beside_layers(self, model: int) -> Params:
+        """Returns a model's parameters that `embed` and `head` read."""
+        params = self._params[model]
+        return {key: leaf for key, leaf in params.items() if key not in ("segments", LOOKAHEAD)}
 
     def implementations(self) -> dict[str, str]:
         """Returns which implementation of each op the largest step of a phase runs, such as "decode
@@ -275,25 +234,32 @@ class Programs:
         return self._jitted(key).lower(*self._arguments(key))
 
     def _jitted(self, key: Key) -> Any:
-        cfg, max_active = self._model.config, self._max_active(key)
-        if key.phase in ("sample", "truncate"):
-            step = partial(sample_step, truncate=key.phase == "truncate")
-            step = self._spread(step, on_mesh.SAMPLE)
-            return jax.jit(step, donate_argnums=0)
-        if key.phase == "draw":
-            truncate = None if len(sampling_phases()) == 1 else True
-            step = self._spread(partial(draw_step, truncate=truncate), on_mesh.DRAW)
-            return jax.jit(step, donate_argnums=(0, 1))
-        if key.phase == "seat":
-            step = self._spread(seat, on_mesh.SEAT)
-            return jax.jit(step, donate_argnums=0)
-        if key.phase == "score":
-            step = self._spread(partial(score_step, cfg), on_mesh.SCORE)
-            return jax.jit(step)
-        layers = self._layers(key)
+        """Returns a program as it runs on all devices of the model's mesh."""
+        step, lies, donated = self._step(key)
+        spread = step if self._mesh is None else on_mesh.spread(self._mesh, step, lies)
+        if key.phase in on_mesh.STEPS:
+            spread.__name__ = key.name.replace("-", "_")  # type: ignore[attr-defined]
+        return jax.jit(spread, donate_argnums=donated)
+
+    def _step(self, key: Key) -> tuple[Callable, on_mesh.Specs, tuple[int, ...]]:
+        """Returns what a program runs, how that lies over a mesh, and the arguments it donates."""
+        cfg = self._model.config
+        match key.phase:
+            case "sample" | "truncate":
+                step = partial(sample_step, truncate=key.phase == "truncate")
+                return step, on_mesh.SAMPLE, (0,)
+            case "draw":
+                truncate = None if len(sampling_phases()) == 1 else True
+                return partial(draw_step, truncate=truncate), on_mesh.DRAW, (0, 1)
+            case "seat":
+                return seat, on_mesh.SEAT, (0,)
+            case "score":
+                return partial(score_step, cfg), on_mesh.SCORE, ()
+        layers, max_active = self._layers(key), self._max_active(key)
         if key.models > 1:
             step = partial(mixed_decode_step, cfg, max_active=max_active)
-        elif key.phase == "decode":
+            return step, on_mesh.mixed(key.models), (1,)
+        if key.phase == "decode":
             step = partial(decode_step, cfg, max_active=max_active, layers=layers)
         else:  # `score` follows the largest one alone
             keep = key.size == self._buckets.prefill[-1] and not key.num_decodes
@@ -307,19 +273,12 @@ class Programs:
                 replication=self._replicates(key),
                 num_decodes=key.num_decodes,
             )
-        lies = on_mesh.STEPS[key.phase] if key.models == 1 else on_mesh.mixed(key.models)
-        step = self._spread(step, lies)
-        step.__name__ = key.name.replace("-", "_")  # type: ignore[attr-defined]
-        return jax.jit(step, donate_argnums=1)
-
-    def _spread(self, step: Callable, lies: on_mesh.Specs) -> Callable:
-        """Returns a step as it runs on all devices of the model's mesh."""
-        return step if self._mesh is None else on_mesh.spread(self._mesh, step, lies)
+        return step, on_mesh.STEPS[key.phase], (1,)
 
     @property
     def resident(self) -> Sequence[int]:
         """Models that programs can run now."""
-        return range(len(self._params)) if self._params.all_resident else self._params.resident
+        return self._params.resident
 
     def _layers(self, key: Key) -> range | None:
         """Returns the layers that a step's program runs; None: those that its arguments say."""
@@ -362,7 +321,7 @@ class Programs:
             return last_token, self._shaping, logits, rows, shapes, allowed
         if key.phase == "score":
             hidden = by_rank(key.size, model.config.d_model, dtype=model.dtype)
-            return held(_without_layers(self._params[0])), hidden, tokens, rows
+            return held(self.beside_layers(0)), hidden, tokens, rows
         deltas = by_rank(buckets.deltas(key), NUM_DELTA_COLUMNS)
         control = jax.ShapeDtypeStruct((NUM_CONTROL,), jnp.int32, sharding=whole)
         packed = [rows, deltas, control]
@@ -424,14 +383,8 @@ def _traced_code(cfg: ModelConfig) -> str:
             *map(type, cfg.attention_kinds),
             type(cfg.router),
             own if isinstance(own, FunctionType) else type(own),
-            decode_step,
-            mixed_decode_step,
-            prefill_step,
-            sample_step,
-            draw_step,
-            seat,
-            score_step,
             Programs._jitted,
+            Programs._step,
             Programs._max_active,
         )
     )
@@ -449,11 +402,6 @@ def _bytes_beside_arguments(compiled: jax.stages.Compiled) -> int:
 def _abstract(a: Any) -> jax.ShapeDtypeStruct:
     spread = isinstance(a.sharding, NamedSharding)
     return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding if spread else None)
-
-
-def _without_layers(params: Params) -> Params:
-    """Returns the parameters that `embed` and `head` read."""
-    return {key: leaf for key, leaf in params.items() if key not in ("segments", LOOKAHEAD)}
 
 
 def limit_cpu_threads(count: int) -> None:

@@ -33,7 +33,7 @@ from pallas_kernels.routing import OWN
 from serving.config import EngineConfig
 from serving.errors import Lost
 from serving.execution.buckets import FULL_CAPACITY, Buckets, Key
-from serving.execution.device import Device
+from serving.execution.device import Device, States
 from serving.execution.executables import Executables
 from serving.execution.executor import StepExecutor
 from serving.execution.fitting import limits_of, num_ranks_of
@@ -45,7 +45,6 @@ from serving.execution.programs import Programs, Progress
 from serving.execution.ranks import ByRank
 from serving.execution.replay import Led
 from serving.execution.replication import copies_rule, probes_of
-from serving.execution.states import States
 from serving.plan import Limits, Phase, Seat, StepControl, StepPlan, StepResult
 
 if TYPE_CHECKING:

@@ -6,7 +6,6 @@ misses is the token pool of AMoE, section 3.3.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -28,7 +27,7 @@ from jmoe.packed_rows import (
 from jmoe.shaping import Drawn
 from jmoe.stages import StageVisits
 from serving.execution.executor import FailedRows, LostRows
-from serving.pipeline.devices import AttentionDevice
+from serving.pipeline.devices import AttentionDevice, Sizes
 from serving.pipeline.messages import (
     DECODE,
     EXPERTS,
@@ -36,7 +35,6 @@ from serving.pipeline.messages import (
     Enter,
     FromExperts,
     Left,
-    Result,
     RowNumbers,
     ToExperts,
     Unit,
@@ -44,7 +42,7 @@ from serving.pipeline.messages import (
     WorkerDown,
     WorkerUp,
 )
-from serving.pipeline.queues import Entry, MicroQueues, buckets, padded
+from serving.pipeline.queues import Entry, MicroQueues, padded
 from serving.plan import StepControl, spare_latency_sensitive
 from serving.scheduling.layers.picker import LayerPicker
 
@@ -54,35 +52,6 @@ FREE = -1
 TELLS_EVERY = 64
 """Stages after which a worker tells how many rows it has sent to each expert; idle, at once."""
 EXACT = StepControl(100, 0)
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Sizes of each attention worker."""
-
-    num_slots: int
-    num_pages: int | tuple[int, ...]  # of each group of layers, or of all alike
-    page_size: int
-    max_blocks: int  # pages that a sequence may begin with, others having filled them
-    num_rows: int  # on their way at a time, of all its units
-    decode_buckets: tuple[int, ...]  # rows of a stage, ascending; fewer are padded to one of them
-    prefill_buckets: tuple[int, ...]
-    """Tokens of a stage, likewise; a chunk longer than the last is refused."""
-    num_groups: int = 1  # of layers, each with pages of its own
-
-    @property
-    def max_len(self) -> int:
-        """Positions that a sequence's pages hold."""
-        return self.max_blocks * self.page_size
-
-    def max_visits(self, picks: int) -> int:
-        """Returns the visits of an expert stage: those of the largest stage of attention."""
-        return picks * max(*self.decode_buckets, *self.prefill_buckets)
-
-    @property
-    def row_sizes(self) -> list[int]:
-        """Rows that come to an expert worker at a time, padded, ascending."""
-        return buckets(max(*self.decode_buckets, *self.prefill_buckets))
 
 
 class _UnderWay(NamedTuple):
@@ -145,7 +114,7 @@ class AttentionWorker:
         num_expert_workers = hosts.shape[-1]
         self._missing = np.zeros((numbers.per_worker, num_expert_workers), np.int64)
         """Visits that have yet to come, by a unit's first place and expert worker."""
-        self._told: list[LostRows | FailedRows] = []
+        self._told: list[Left | LostRows | FailedRows] = []
         self._buckets = {DECODE: sizes.decode_buckets, PREFILL: sizes.prefill_buckets}
         self._sizes = sizes
         self._expert_rows = np.zeros(hosts.shape[:2], np.int32)
@@ -175,8 +144,8 @@ class AttentionWorker:
                 self._alive[number] = True
                 self.device.reach(self._find_owners())
 
-    def told(self) -> list[LostRows | FailedRows]:
-        """Returns messages, new since the last call, about units that will not leave."""
+    def told(self) -> list[Left | LostRows | FailedRows]:
+        """Returns messages, new since the last call, about units that left or will not leave."""
         told, self._told = self._told, []
         return told
 
@@ -244,13 +213,13 @@ class AttentionWorker:
             self._first[unit.places] = FREE
             del self._unit_of[int(unit.places[0])]
 
-    def advance(self, now: float) -> list[Result] | None:
-        """Launches a stage if the picker says so, and reads the one before; returns the results of
-        units that left, None where there was nothing to do.
+    def advance(self, now: float) -> bool:
+        """Launches a stage if the picker says so, and reads the one before; returns False where
+        there was nothing to do.
         """
         chosen = self.queues.pick(now)
         if chosen is None:
-            return [] if self._settle(now) else None
+            return self._settle(now)
         layer, group = chosen
         most_units = MOST_CHUNKS if group == PREFILL else 0
         entries = self.queues.take(layer, group, self._buckets[group][-1], most_units)
@@ -259,11 +228,12 @@ class AttentionWorker:
         self.newest = layer, sum(entry.rows for entry in entries)
         if layer == self._num_layers:
             self._settle(now)
-            return self._finish(units)
-        launched = self._launch(layer, units, now)
-        self._settle(now)
-        self._under_way = launched
-        return []
+            self._finish(units)
+        else:
+            launched = self._launch(layer, units, now)
+            self._settle(now)
+            self._under_way = launched
+        return True
 
     def _wait(self, units: Sequence[Unit], now: float) -> None:
         queues: dict[tuple[int, int], list[Entry]] = {}
@@ -415,30 +385,40 @@ class AttentionWorker:
             of_visits = mine, pick[own], expert[own], urgent[asks]
             self._send(number, ToExperts(layer, h[needed], row[needed], *of_visits))
 
-    def _finish(self, units: list[Unit]) -> list[Result]:
-        """Takes the tokens of units that have been through all layers and frees their places."""
+    def _finish(self, units: list[Unit]) -> None:
+        """Takes the tokens of units of one group that have been through all layers, tells of them,
+        and frees their places.
+        """
         rows = empty_rows(self._size_for(len(units)))
         places = np.zeros(len(rows), np.int32)
-        scores = [self._scores(unit) if unit.scores else None for unit in units]
+        scores, *prompt_top = self._joined_scores(units)
         for at, unit in enumerate(units):
             rows[at], places[at] = unit.row, unit.places[-1]
             if not unit.ends_prompt:
                 rows[at, SLOT] = -1
         self._free(units)
-        top: list[Any] = [None] * len(units)
+        top: tuple[Any, Any] = np.zeros((0, 0), np.int32), np.zeros((0, 0), np.float32)
         if any(unit.shape is not None for unit in units):
             drawn = self._draw(units, rows, places)
             tokens, logprobs = drawn.tokens.tolist(), drawn.logprobs.tolist()
-            top = list(zip(drawn.top_ids, drawn.top_logprobs, strict=True))
+            top = drawn.top_ids[: len(units)], drawn.top_logprobs[: len(units)]
         else:
             tokens, logprobs = self.device.leave(rows, places)
-        found = zip(units, tokens, logprobs, scores, top, strict=False)
-        return [
-            Result(unit, token, logprob, scored, likeliest)
-            if unit.ends_prompt
-            else Result(unit, None, None, scored, likeliest)
-            for unit, token, logprob, scored, likeliest in found
-        ]
+        ends = [unit.ends_prompt for unit in units]
+        left = Left(
+            [unit.number for unit in units],
+            [token if end else 0 for token, end in zip(tokens, ends, strict=False)],
+            [logprob if end else 0.0 for logprob, end in zip(logprobs, ends, strict=False)],
+            [unit.degraded for unit in units],
+            scores,
+            newest(units).strategy,
+            [unit.least_percent for unit in units],
+            [unit.most_percent for unit in units],
+            *top,
+            self._sent_since(),
+            *prompt_top,
+        )
+        self._told.append(left)
 
     def _draw(
         self, units: list[Unit], rows: Int[np.ndarray, "B C"], places: Int[np.ndarray, "B"]
@@ -470,23 +450,20 @@ class AttentionWorker:
         found = self.device.score(places, following, bool(unit.row[TOP_PROMPT]))
         return tuple(np.asarray(part)[:count] for part in found)
 
-    def left(self, results: Sequence[Result]) -> Left:
-        """Makes a message of results, all of one group, for the engine."""
-        units = [result.unit for result in results]
-        scores, *prompt_top = _joined_scores(results)
-        return Left(
-            [unit.number for unit in units],
-            [result.token or 0 for result in results],
-            [0.0 if result.logprob is None else result.logprob for result in results],
-            [unit.degraded for unit in units],
-            scores,
-            newest(units).strategy,
-            [unit.least_percent for unit in units],
-            [unit.most_percent for unit in units],
-            *likeliest(results),
-            self._sent_since(),
-            *prompt_top,
-        )
+    def _joined_scores(self, units: Sequence[Unit]) -> tuple[np.ndarray, ...]:
+        """Returns `Scored` for the tokens of all units; what was not asked for means nothing."""
+        each = [self._scores(unit) if unit.scores else None for unit in units]
+        found = next((scores for scores in each if scores is not None), None)
+        if found is None:
+            none = np.zeros((0, 0), np.float32)
+            return np.zeros((0, 2), np.float32), none.astype(np.int32), none
+        filled = [
+            tuple(np.zeros((len(unit.places), part.shape[1]), part.dtype) for part in found)
+            if scores is None
+            else scores
+            for unit, scores in zip(units, each, strict=True)
+        ]
+        return tuple(np.concatenate(parts) for parts in zip(*filled, strict=True))
 
     def _sent_since(self) -> Int[np.ndarray, "layers E"]:
         """Returns the rows sent to each expert since the last call; empty if it is not time yet."""
@@ -539,29 +516,6 @@ def _without(
     ends = np.logical_or.reduceat(wrong, np.cumsum([0, *lengths[:-1]]))
     found = [unit for unit, at_end in zip(units, ends, strict=True) if at_end]
     return found, np.where(np.repeat(ends, lengths)[:, None], -1, asked)
-
-
-def likeliest(results: Sequence[Result]) -> tuple[np.ndarray, np.ndarray]:
-    """Returns ids and log-probabilities of the likeliest tokens of all; empty if there are none."""
-    tops = [result.top for result in results if result.top is not None]
-    if not tops:
-        return np.zeros((0, 0), np.int32), np.zeros((0, 0), np.float32)
-    return np.stack([ids for ids, _ in tops]), np.stack([logprobs for _, logprobs in tops])
-
-
-def _joined_scores(results: Sequence[Result]) -> tuple[np.ndarray, ...]:
-    """Returns `Scored` for the tokens of all results; what was not asked for means nothing."""
-    found = next((r.scores for r in results if r.scores is not None), None)
-    if found is None:
-        none = np.zeros((0, 0), np.float32)
-        return np.zeros((0, 2), np.float32), none.astype(np.int32), none
-    each = [
-        tuple(np.zeros((len(r.unit.places), part.shape[1]), part.dtype) for part in found)
-        if r.scores is None
-        else r.scores
-        for r in results
-    ]
-    return tuple(np.concatenate(parts) for parts in zip(*each, strict=True))
 
 
 def newest(units: Sequence[Unit]) -> Unit:

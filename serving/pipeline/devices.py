@@ -4,9 +4,9 @@ A worker (`attention.py`, `experts.py`) is host code, without jax. Its device is
 substitute that a test can reckon by hand.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -15,8 +15,9 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from jmoe import shaping
+from jmoe.api import Model
 from jmoe.config import ModelConfig
-from jmoe.experts import Pool, write_slots
+from jmoe.experts import Pool, UnitedExperts, write_slots
 from jmoe.model import embed, head, layers_of
 from jmoe.packed_rows import SLOT, everything, sampling_mode
 from jmoe.sampling import Scored, greedy, score_prompts
@@ -26,6 +27,7 @@ from jmoe.steps import (
     State,
     decode_data,
     draw_step,
+    make_state,
     prefill_data,
     remember,
     sample_step,
@@ -33,8 +35,37 @@ from jmoe.steps import (
 )
 from jmoe.weights import Params
 from pallas_kernels.activation import Activation
-from serving.pipeline.queues import bucket, padded
+from serving.pipeline.queues import bucket, buckets, padded
 from serving.plan import StepControl
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of each attention worker."""
+
+    num_slots: int
+    num_pages: int | tuple[int, ...]  # of each group of layers, or of all alike
+    page_size: int
+    max_blocks: int  # pages that a sequence may begin with, others having filled them
+    num_rows: int  # on their way at a time, of all its units
+    decode_buckets: tuple[int, ...]  # rows of a stage, ascending; fewer are padded to one of them
+    prefill_buckets: tuple[int, ...]
+    """Tokens of a stage, likewise; a chunk longer than the last is refused."""
+    num_groups: int = 1  # of layers, each with pages of its own
+
+    @property
+    def max_len(self) -> int:
+        """Positions that a sequence's pages hold."""
+        return self.max_blocks * self.page_size
+
+    def max_visits(self, picks: int) -> int:
+        """Returns the visits of an expert stage: those of the largest stage of attention."""
+        return picks * max(*self.decode_buckets, *self.prefill_buckets)
+
+    @property
+    def row_sizes(self) -> list[int]:
+        """Rows that come to an expert worker at a time, padded, ascending."""
+        return buckets(max(*self.decode_buckets, *self.prefill_buckets))
 
 
 class UnitedPart(NamedTuple):
@@ -170,38 +201,37 @@ class AttentionDevice:
     layers. Padding has a place past the last row.
     """
 
-    def __init__(
-        self,
-        cfg: ModelConfig,
-        params: Params,
-        groups: Int[np.ndarray, "layers m"],
-        num_experts: int,
-        state: State,
-        num_rows: int,
-        device: Any,
-        groups_of: Mapping[int, Int[np.ndarray, "layers m"]] = MappingProxyType({}),
-    ) -> None:
-        """`params` and an empty `state` are on the device already; `groups` as in ExpertTable, and
-        by way those that may be used later; `num_experts` logical ones of a layer, united ones
-        included.
+    def __init__(self, model: Model, ways: Sequence[int], sizes: Sizes, device: Any) -> None:
+        """Copies the weights to `device`, beside an empty state; `ways` are those that may be used,
+        so that the model can go.
         """
-        width, picks, kind = cfg.d_model, cfg.experts_per_token, params["embed"].dtype
+        cfg, params = model.config, model.params
+        state = make_state(
+            cfg,
+            num_slots=sizes.num_slots,
+            num_pages=sizes.num_pages,
+            page_size=sizes.page_size,
+            max_blocks=sizes.max_blocks,
+            dtype=model.dtype,
+        )
         self._device = device
-        self._params, self._state = params, state
+        self._params, self._state = jax.device_put((params, state), device)
         self._programs = _programs_of(cfg)
         self._layers, kinds = [], cfg.attention_kinds
-        for at, (layer, _) in enumerate(layers_of(cfg, params)):
+        for at, (layer, _) in enumerate(layers_of(cfg, self._params)):
             own = cfg.layer_attention[at]
             index = jax.device_put(jnp.int32(cfg.layer_attention[:at].count(own)), device)
             self._layers.append((layer, index, kinds.index(own) if len(kinds) > 1 else None))
-        self._is_moe, self._groups_of = cfg.moe_layers, groups_of
-        self._groups = self._of_layers(np.asarray(groups, np.int32))
+        self._is_moe = cfg.moe_layers
+        self._groups_of = {way: model.united_of(way).groups for way in ways}
+        self._groups = self._of_layers(np.asarray(model.table.groups, np.int32))
         self._reachable: list[Array | None] = []
-        self.reach(np.ones((len(groups), num_experts), bool))
+        self.reach(np.ones(model.table.slots.shape, bool))
+        num_rows, picks, kind = sizes.num_rows, cfg.experts_per_token, params["embed"].dtype
         empty = Store(
-            jnp.zeros((num_rows, width), kind),
+            jnp.zeros((num_rows, cfg.d_model), kind),
             jnp.zeros((num_rows, picks), jnp.float32),
-            jnp.zeros((num_rows, picks, width), kind),
+            jnp.zeros((num_rows, picks, cfg.d_model), kind),
         )
         self._store = jax.device_put(empty, device)
         self._vocab_size = cfg.vocab_size
@@ -340,25 +370,37 @@ class ExpertDevice:
 
     def __init__(
         self,
-        pool: Pool,
-        slots: Int[np.ndarray, "layers E"],
-        rows: tuple[int, int],
+        model: Model,
+        ways: Sequence[int],
+        hosted: Bool[np.ndarray, "layers E"],
+        num_rows: int,
         device: Any,
-        united: Mapping[int, Sequence[UnitedPart]] = MappingProxyType({}),
-        *,
-        activation: Activation,
     ) -> None:
-        """`pool` is of this device alone, on it; `slots` of each MoE layer's logical experts in it,
-        -1: they are elsewhere. `rows` is the shape of all attention workers' rows. `united` experts
-        are by way and MoE layer; those of the first way are loaded.
+        """Copies the logical experts that are `hosted` here to `device`, and their united experts
+        of all `ways` within host memory, so that the model can go; those of the first way are
+        loaded. `num_rows` are all attention workers'.
         """
-        self._pool, self._united = pool, united
-        self._activation = activation
-        self.ways = tuple(united)
+        cfg = model.config
+        slots = np.asarray(model.table.slots)
+        local = np.full(slots.shape, -1, np.int32)
+        local[hosted] = np.arange(int(hosted.sum()))
+        self._pool = jax.device_put(model.pool.read(jnp.asarray(slots[hosted])), device)
+
+        def part(united: UnitedExperts, layer: int) -> UnitedPart:
+            experts = united.layer(layer)
+            own = local[layer, cfg.num_experts :][: experts.num_slots]
+            here = np.flatnonzero(own >= 0)
+            return UnitedPart(own[here], experts.read(here))
+
+        self._united = {
+            way: [part(model.united_of(way), layer) for layer in range(len(slots))] for way in ways
+        }
+        self._activation = cfg.activation
+        self.ways = tuple(ways)
         self._way = self.ways[0] if self.ways else 0
-        self._slots = [jax.device_put(jnp.asarray(own, jnp.int32), device) for own in slots]
-        self._max_active = max(1, int((slots >= 0).sum(axis=1).max()))
-        self._store = jax.device_put(jnp.zeros(rows, pool.dtype), device)
+        self._slots = [jax.device_put(jnp.asarray(own), device) for own in local]
+        self._max_active = max(1, int(hosted.sum(axis=1).max()))
+        self._store = jax.device_put(jnp.zeros((num_rows, cfg.d_model), self._pool.dtype), device)
 
     def blank(self, count: int) -> Shaped[np.ndarray, "n d"]:
         """Returns so many rows without content."""

@@ -9,7 +9,6 @@ from serving.pipeline.devices import ExpertDevice
 from serving.pipeline.messages import (
     ATTENTION,
     FromExperts,
-    Result,
     RowNumbers,
     ToExperts,
     UseWay,
@@ -82,13 +81,13 @@ class ExpertWorker:
             parts, row, pick = self._under_way
             self._under_way = parts, np.where(unwanted(row), -1, row), pick
 
-    def advance(self, now: float) -> list[Result] | None:
-        """Launches a stage if the picker says so, and sends the parts of the one before. Nothing
-        leaves a model here; None where there was nothing to do.
+    def advance(self, now: float) -> bool:
+        """Launches a stage if the picker says so, and sends the parts of the one before; returns
+        False where there was nothing to do.
         """
         chosen = self.queues.pick(now)
         if chosen is None:
-            return [] if self._settle() else None
+            return self._settle()
         layer, group = chosen
         taken = [entry.what for entry in self.queues.take(layer, group, self._max_visits)]
         row, pick, expert = (np.concatenate(column) for column in zip(*taken, strict=True))
@@ -98,7 +97,7 @@ class ExpertWorker:
         self.newest = layer, len(row)
         self._settle()
         self._under_way = parts, row, pick
-        return []
+        return True
 
     def _settle(self) -> bool:
         """Reads the stage that is under way and sends its parts back; returns whether there was

@@ -1,22 +1,31 @@
-"""All workers in one process, on its devices: for notebooks and tests (AMoE, section 4)."""
+"""All workers in one process, on its devices (AMoE, section 4): driven one at a time, or as a crew
+with a thread each.
+"""
 
+import threading
 from collections.abc import Callable, Sequence
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool
 
 from jmoe.api import Model
-from jmoe.experts import UnitedExperts
-from jmoe.steps import make_state
-from serving.pipeline.attention import AttentionWorker, Sizes
-from serving.pipeline.devices import AttentionDevice, ExpertDevice, UnitedPart
+from serving.errors import Lost
+from serving.execution.compilations import Compilations
+from serving.execution.executor import WayChanged, WorkerSeen
+from serving.execution.programs import Progress
+from serving.pipeline.attention import AttentionWorker
+from serving.pipeline.crew import Crew
+from serving.pipeline.devices import AttentionDevice, ExpertDevice, Sizes
 from serving.pipeline.experts import ExpertWorker
-from serving.pipeline.messages import RowNumbers
+from serving.pipeline.messages import ATTENTION, EXPERTS, Enter, RowNumbers, Unit, UseWay
+from serving.pipeline.recorder import Recorder
+from serving.plan import Limits
 from serving.scheduling.layers.picker import LayerPicker
+
+IDLE_S = 60.0
+"""For how long a worker that has nothing to do waits before it looks again, message or not."""
 
 
 class LocalWorkers:
@@ -52,30 +61,20 @@ class LocalWorkers:
         numbers, self.clock = RowNumbers(len(attention), sizes.num_rows), clock
         self._sizes = sizes
         self.inboxes = [SimpleQueue[Any]() for _ in (*attention, *experts)]
+
+        def to_attention(number: int, message: Any) -> None:
+            self.inboxes[number].put(message)
+
+        def to_experts(number: int, message: Any) -> None:
+            self.inboxes[len(attention) + number].put(message)
+
         self.experts = [
-            ExpertWorker(
-                device,
-                len(hosts),
-                numbers,
-                number,
-                lambda to, message: self.inboxes[to].put(message),
-                picker(),
-                max_visits,
-            )
-            for number, device in enumerate(experts)
+            ExpertWorker(device, len(hosts), numbers, at, to_attention, picker(), max_visits)
+            for at, device in enumerate(experts)
         ]
         self.attention = [
-            AttentionWorker(
-                device,
-                moe_layers,
-                hosts,
-                numbers,
-                number,
-                lambda to, message: self.inboxes[len(attention) + to].put(message),
-                picker(),
-                sizes,
-            )
-            for number, device in enumerate(attention)
+            AttentionWorker(device, moe_layers, hosts, numbers, at, to_experts, picker(), sizes)
+            for at, device in enumerate(attention)
         ]
 
     @classmethod
@@ -114,9 +113,9 @@ class LocalWorkers:
             )
         num_rows = len(attention) * sizes.num_rows
         return cls(
-            [attention_of(model, ways, sizes, device) for device in attention],
+            [AttentionDevice(model, ways, sizes, device) for device in attention],
             [
-                experts_of(model, ways, hosts[:, :, number], num_rows, device)
+                ExpertDevice(model, ways, hosts[:, :, number], num_rows, device)
                 for number, device in enumerate(experts)
             ],
             model.config.moe_layers,
@@ -137,7 +136,7 @@ class LocalWorkers:
         """Attention workers first, then expert workers; they are numbered so."""
         return [*self.attention, *self.experts]
 
-    def warm(self, progress: Callable[[str, int, int], None] | None = None) -> None:
+    def warm(self, progress: Progress | None = None) -> None:
         """Compiles all that may be needed, and runs it once."""
         parts = self.experts[0].stage_sizes
         rows = self._sizes.row_sizes
@@ -147,56 +146,108 @@ class LocalWorkers:
             worker.warm(parts if isinstance(worker, AttentionWorker) else rows)
 
 
-def experts_of(
-    model: Model,
-    ways: Sequence[int],
-    hosted: Bool[np.ndarray, "layers E"],
-    num_rows: int,
-    device: Any,
-) -> ExpertDevice:
-    """Copies the experts that a device is to host to it, and their united experts of all `ways`
-    within host memory, so that the model can go.
+class LocalCrew(Crew):
+    """A Crew. A worker's thread takes what has come, runs a stage, and waits where there is
+    neither; a stage of attention waits for its own result, so that others run meanwhile.
     """
-    slots = np.asarray(model.table.slots)
-    local = np.full(slots.shape, -1, np.int32)
-    local[hosted] = np.arange(int(hosted.sum()))
-    taken = jnp.asarray(slots[hosted])
-    pool = jax.device_put(model.pool.read(taken), device)
 
-    def part(united: UnitedExperts, layer: int) -> UnitedPart:
-        experts = united.layer(layer)
-        own = local[layer, model.config.num_experts :][: experts.num_slots]
-        here = np.flatnonzero(own >= 0)
-        return UnitedPart(own[here], experts.read(here))
+    def __init__(self, workers: LocalWorkers, limits: Limits, max_len: int) -> None:
+        """`limits` have a rank for each attention worker; sequences have up to `max_len`
+        positions.
+        """
+        self.limits, self.max_len, self._workers = limits, max_len, workers
+        self._compilations = Compilations()
+        self._failures, self._closed = Lost(), threading.Event()
+        self._lock, self._num_changing = threading.Lock(), 0  # workers that have yet to change
+        self._names = [f"{ATTENTION}-{n}" for n in range(len(workers.attention))]
+        self._names += [f"{EXPERTS}-{n}" for n in range(len(workers.experts))]
+        pairs = zip(self._names, workers.workers, strict=True)
+        self._recorders = [Recorder(name, worker) for name, worker in pairs]
 
-    united = {
-        way: [part(model.united_of(way), layer) for layer in range(len(slots))] for way in ways
-    }
-    cfg = model.config
-    rows = num_rows, cfg.d_model
-    return ExpertDevice(pool, local, rows, device, united, activation=cfg.activation)
+    @property
+    def compilations_since_ready(self) -> int:
+        """See Executor."""
+        return self._compilations.since_ready
 
+    @property
+    def num_programs(self) -> int:
+        """See Executor."""
+        return self._compilations.before
 
-def attention_of(model: Model, ways: Sequence[int], sizes: Sizes, device: Any) -> AttentionDevice:
-    """Returns an attention worker's programs and empty state, on a device."""
-    state = make_state(
-        model.config,
-        num_slots=sizes.num_slots,
-        num_pages=sizes.num_pages,
-        page_size=sizes.page_size,
-        max_blocks=sizes.max_blocks,
-        dtype=model.dtype,
-    )
-    params, state = jax.device_put((model.params, state), device)
-    groups = np.asarray(model.table.groups)
-    num_experts = model.table.slots.shape[1]
-    return AttentionDevice(
-        model.config,
-        params,
-        groups,
-        num_experts,
-        state,
-        sizes.num_rows,
-        device,
-        {way: model.united_of(way).groups for way in ways},
-    )
+    def start(self, progress: Progress | None = None) -> None:
+        """Compiles what may be needed, and starts the workers."""
+        self._workers.warm(progress)
+        self._compilations.ready()
+        for number in range(self._workers.num_workers):
+            name = f"jmoe-worker-{number}"
+            threading.Thread(target=self._run, args=(number,), name=name, daemon=True).start()
+
+    def enter(self, units: Sequence[list[Unit]]) -> None:
+        """See Crew."""
+        for inbox, own in zip(self._workers.inboxes, units, strict=False):
+            if own:
+                inbox.put(Enter(own))
+
+    def change_way(self, way: int) -> None:
+        """See ChangesWay."""
+        self._num_changing = self._workers.num_workers
+        for inbox in self._workers.inboxes:
+            inbox.put(UseWay(way))
+
+    def record(self) -> None:
+        """See Crew."""
+        for recorder in self._recorders:
+            recorder.is_on = True
+
+    def seen(self) -> list[WorkerSeen]:
+        """See Crew."""
+        now, found = self._workers.clock(), []
+        for name, worker in zip(self._names, self._workers.workers, strict=True):
+            queues = worker.queues
+            waited_s = queues.waited_s(now)
+            found.append(WorkerSeen(name, True, worker.stages, queues.num_rows, waited_s))
+        return found
+
+    def watch(self, on_failure: Callable[[str], None]) -> None:
+        """See Executor."""
+        self._failures.watch(on_failure)
+
+    def close(self) -> None:
+        """See Executor: the threads end."""
+        self._closed.set()
+        self._compilations.close()
+        for inbox in self._workers.inboxes:
+            inbox.put(None)
+
+    def _run(self, number: int) -> None:
+        worker, recorder = self._workers.workers[number], self._recorders[number]
+        ran, clock = True, self._workers.clock
+        try:
+            while not self._closed.is_set():
+                # Until the picker wants to be asked again, if nothing comes.
+                wait_s = 0.0 if ran else min(IDLE_S, worker.queues.wake_at() - clock())
+                for message in self._messages(number, max(0.0, wait_s)):
+                    worker.take(message, clock())
+                    if isinstance(message, UseWay):
+                        self._note_changed(message.way)
+                ran = recorder.run_stage(clock, self.report)
+        except BaseException as error:
+            if not self._closed.is_set():
+                self._failures.say(f"worker {number}: {type(error).__name__}: {error}")
+
+    def _note_changed(self, way: int) -> None:
+        with self._lock:
+            self._num_changing -= 1
+            was_last = not self._num_changing
+        if was_last:
+            self.report(WayChanged(way))
+
+    def _messages(self, number: int, wait_s: float) -> list[Any]:
+        """Returns the messages that have come, after waiting for one if necessary."""
+        inbox, found = self._workers.inboxes[number], []
+        try:
+            found.append(inbox.get(timeout=wait_s) if wait_s else inbox.get_nowait())
+            while True:
+                found.append(inbox.get_nowait())
+        except Empty:
+            return [message for message in found if message is not None]

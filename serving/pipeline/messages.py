@@ -52,17 +52,6 @@ class Unit:
         return DECODE if self.tokens is None else PREFILL
 
 
-class Result(NamedTuple):
-    """The result of a unit."""
-
-    unit: Unit
-    token: int | None  # None where its last row ends no prompt
-    logprob: float | None
-    scores: tuple[np.ndarray, ...] | None = None
-    """`Scored` of `jmoe.sampling` for its tokens, where it asked for them."""
-    top: tuple[np.ndarray, np.ndarray] | None = None  # likeliest tokens, if a unit is shaped
-
-
 class Enter(NamedTuple):
     """Units for an attention worker."""
 
@@ -80,9 +69,7 @@ class Left(NamedTuple):
     strategy: int  # of the last one to enter
     least_percent: list[int]  # the lowest threshold on each one's way
     most_percent: list[int]
-    top_ids: Int[
-        np.ndarray, "n top"
-    ]  # likeliest tokens of each, where a unit is shaped; else empty
+    top_ids: Int[np.ndarray, "n top"]  # likeliest tokens, where a unit is shaped; else empty
     top_logprobs: Float[np.ndarray, "n top"]
     expert_rows: Int[np.ndarray, "layers E"]
     """Rows that its stages have sent to each logical expert since it told last; empty: later."""

@@ -37,7 +37,7 @@ from serving.pipeline.messages import (
     WorkerDown,
     WorkerUp,
 )
-from serving.pipeline.recorder import Record, Recorder, run_stage
+from serving.pipeline.recorder import Record, Recorder
 
 SERVER = "server"
 
@@ -236,7 +236,7 @@ class Loop:
                     return
                 if sender not in gone:
                     gone |= self._take(sender, message)
-            ran = run_stage(worker, self._recorder, time.monotonic, partial(port.send, SERVER))
+            ran = self._recorder.run_stage(time.monotonic, partial(port.send, SERVER))
             self._pulse.get_on()
             self._look()
 

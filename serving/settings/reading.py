@@ -470,12 +470,10 @@ def _check_hosts(config: ServerConfig, require: Any) -> None:
 
 def _check_together(config: ServerConfig, require: Any) -> None:
     engine, brownout, salc = config.engine, config.engine.brownout, config.engine.salc
-    require(
-        not config.port or config.port != config.metrics_port, "metrics_port", "other than port"
-    )
-    for other, name in (("port", "admin_port"), ("metrics_port", "admin_port")):
-        taken = attrgetter(other)(config)
-        require(not taken or taken != config.admin_port, name, f"other than {other}")
+    ports = ("port", "metrics_port"), ("port", "admin_port"), ("metrics_port", "admin_port")
+    for other, name in ports:
+        taken = getattr(config, other)
+        require(not taken or taken != getattr(config, name), name, f"other than {other}")
     endpoint = config.otlp_endpoint
     require(
         not endpoint or bool(re.fullmatch(r"https?://[^/\s]+\S*", endpoint)),
@@ -491,7 +489,7 @@ def _check_together(config: ServerConfig, require: Any) -> None:
         "empty without tls_cert and tls_key: only an encrypted port asks for certificates",
     )
     for name in ("host", "admin_host"):
-        require(bool(attrgetter(name)(config)), name, "an address or a name")
+        require(bool(getattr(config, name)), name, "an address or a name")
     require(bool(engine.model), "engine.model", "a directory, OWNER/NAME of the Hub, or bundled")
     _check_models(config, require)
     require(
@@ -499,20 +497,16 @@ def _check_together(config: ServerConfig, require: Any) -> None:
         "engine.mesh",
         "empty, or ep=N for experts spread over N devices",
     )
-    for name in ("replicas", "spare_slots"):
-        require(
-            getattr(engine.balance, name) in (0, "auto") or mesh_devices(engine.mesh) > 1,
-            f"engine.balance.{name}",
-            f"0 or auto unless engine.mesh is ep=2 or more, and it is {engine.mesh!r}",
-        )
+    is_spread = mesh_devices(engine.mesh) > 1
+    for key, value, off in (
+        ("engine.balance.replicas", engine.balance.replicas, (0, "auto")),
+        ("engine.balance.spare_slots", engine.balance.spare_slots, (0, "auto")),
+        ("engine.exchange", engine.exchange, ("auto",)),
+    ):
+        wanted = f"{' or '.join(map(str, off))} unless engine.mesh is ep=2 or more"
+        require(is_spread or value in off, key, f"{wanted}, and it is {engine.mesh!r}")
     require(
-        engine.exchange == "auto" or mesh_devices(engine.mesh) > 1,
-        "engine.exchange",
-        f"auto unless engine.mesh is ep=2 or more, and it is {engine.mesh!r}",
-    )
-    require(
-        not engine.balance.load_file
-        or bool(engine.balance.spare_slots and mesh_devices(engine.mesh) > 1),
+        not engine.balance.load_file or bool(engine.balance.spare_slots and is_spread),
         "engine.balance.load_file",
         "empty unless engine.mesh is ep=2 or more, and engine.balance.spare_slots not 0",
     )

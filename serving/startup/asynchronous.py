@@ -27,9 +27,8 @@ from serving.control.slo import starting_strategy
 from serving.errors import SettingsError
 from serving.execution.fitting import fit_to_model, limits_of
 from serving.execution.programs import Progress
-from serving.pipeline.attention import Sizes
-from serving.pipeline.local import LocalWorkers
-from serving.pipeline.local_crew import LocalCrew
+from serving.pipeline.devices import Sizes
+from serving.pipeline.local import LocalCrew, LocalWorkers
 from serving.plan import Limits
 from serving.scheduling.layers.picker import LayerPicker, Waiting, make_picker
 from serving.settings.composes import AEP, COMPOSES
@@ -145,8 +144,13 @@ def prepare_crew(
     starter = None if own.workers == "threads" else starter_of(own)  # before jax has threads
     if starter is not None:
         jax.config.update("jax_platforms", "cpu")  # the devices are for workers
-    parts = crew_of(config, model, progress)
-    losses = expected_losses(config, parts.family, parts.ways)
+    try:
+        parts = crew_of(config, model, progress)
+        losses = expected_losses(config, parts.family, parts.ways)
+    except BaseException:
+        if starter is not None:
+            starter.close()
+        raise
     if config.brownout.strategy == "auto" and not parts.ways:
         log.warning("brownout is off: %s has no united experts", parts.model.name)
     if starter is not None:
@@ -155,31 +159,23 @@ def prepare_crew(
 
         secret = ClusterSecret.of(config) or ClusterSecret.random()
         key = secret.derive("connections between asynchronous workers")
-        way = parts.ways[0] if parts.ways else 0
+        way, max_len = parts.ways[0] if parts.ways else 0, parts.sizes.max_len
         crew = RemoteCrew(
-            config,
-            parts.limits,
-            parts.hosts,
-            starter,
-            key,
-            facts(config),
-            parts.sizes.max_len,
-            way,
+            config, parts.limits, parts.hosts, starter, key, facts(config), max_len, way
         )
-        crew.start(progress)
-        return parts.config, parts.family, crew, losses
-    devices = worker_devices(own)
-    workers = LocalWorkers.of(
-        parts.model,
-        devices[: own.attention],
-        devices[own.attention :],
-        parts.sizes,
-        parts.hosts,
-        partial(make_layer_picker, own),
-        time.monotonic,
-        ways=parts.ways,
-    )
-    crew = LocalCrew(workers, parts.limits, parts.sizes.max_len)
+    else:
+        devices = worker_devices(own)
+        workers = LocalWorkers.of(
+            parts.model,
+            devices[: own.attention],
+            devices[own.attention :],
+            parts.sizes,
+            parts.hosts,
+            partial(make_layer_picker, own),
+            time.monotonic,
+            ways=parts.ways,
+        )
+        crew = LocalCrew(workers, parts.limits, parts.sizes.max_len)
     crew.start(progress)
     return parts.config, parts.family, crew, losses
 

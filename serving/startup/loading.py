@@ -124,10 +124,8 @@ def load_models(
     directory = resolve(next(iter(named.values()), config.model), config.hub_revision)
     placed, in_ranges = None, None
     native = native_stored(directory) if not named and is_native(directory) else None
-    whole = mesh is None and not named and experts is None
-    if mesh is not None or named or whole:
-        cfg = config_of(directory, allow_unknown_config=config.allow_unknown_config)
-    if whole:
+    cfg = config_of(directory, allow_unknown_config=config.allow_unknown_config)
+    if mesh is None and not named and experts is None:
         stored = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
         check_model(config, cfg, stored, native)
     if mesh is not None:
@@ -137,8 +135,8 @@ def load_models(
         check_mesh(config, cfg, mesh.size, len(named) or 1)
         beside = config, cfg, mesh, free_bytes(), len(named) or 1
         fits = partial(spare_slots_that_fit, *beside, native=native)
-        if jax.default_backend() == "cpu":  # whose devices share cores, so that copies only cost
-            fits = _none_fit
+        on_cpu = jax.default_backend() == "cpu"  # whose devices share cores: copies only cost
+        fits = (lambda slots: 0) if on_cpu else fits
         placed, in_ranges = placements(config.balance, fits, len(named))
     wanted: dict[str, Any] = {
         "dtype": config.dtype,
@@ -180,10 +178,6 @@ def _too_large(what: str, counted: str) -> str:
     )
 
 
-def _none_fit(slots: int) -> int:
-    return 0
-
-
 def placements(
     config: BalanceConfig, fits: Callable[[int], int], num_models: int
 ) -> tuple[Callable[[Placement], Placement], PlacementOf]:
@@ -217,21 +211,17 @@ def expected_losses(config: EngineConfig, family: Family, ways: Sequence[int]) -
     only warned of.
     """
     brownout, sharing = config.brownout, family.sharing
-    most = brownout.max_expected_loss
+    most, beside, unknown = brownout.max_expected_loss, sharing.directory, ""
     if family.offloaded is not None:
-        if most:
-            raise SettingsError(
-                f"engine.brownout.max_expected_loss is {most:g}, and what it costs that experts "
-                "stand in for absent ones is not known"
-            )
-        return []
-    beside = sharing.directory
-    if beside is None and sharing.shared_percent > 0:
-        if most:
-            raise SettingsError(
-                f"engine.brownout.max_expected_loss is {most:g}, and the map by which the models "
-                "share experts lies in no directory, where it would be told what they cost"
-            )
+        unknown = "what it costs that experts stand in for absent ones is not known"
+    elif beside is None and sharing.shared_percent > 0:
+        unknown = (
+            "the map by which the models share experts lies in no directory, where it would be "
+            "told what they cost"
+        )
+    if unknown and most:
+        raise _unbounded(most, unknown)
+    if unknown:
         return []
 
     def curves(number: int, model: Model) -> Mapping[Kind, Curve]:
@@ -250,8 +240,12 @@ def expected_losses(config: EngineConfig, family: Family, ways: Sequence[int]) -
         strategy = starting_strategy(brownout.strategy, way)
         losses = Losses(family.names, found, levels=brownout.levels)
         if missing := losses.missing(strategy, way, brownout.keep):
-            raise SettingsError(f"engine.brownout.max_expected_loss is {most:g}, and {missing}")
+            raise _unbounded(most, missing)
     return found
+
+
+def _unbounded(most: float, why: object) -> SettingsError:
+    return SettingsError(f"engine.brownout.max_expected_loss is {most:g}, and {why}")
 
 
 def curves_of(path: Path, digest: Callable[[], str], most: float) -> Mapping[Kind, Curve]:
@@ -264,9 +258,7 @@ def curves_of(path: Path, digest: Callable[[], str], most: float) -> Mapping[Kin
         tables = expected_loss.read(path, digest() if there else "")
     except ValueError as error:
         if most:
-            raise SettingsError(
-                f"engine.brownout.max_expected_loss is {most:g}, and {error}"
-            ) from None
+            raise _unbounded(most, error) from None
         if there:
             log.warning("expected loss is not known: %s", error)
         tables = {}

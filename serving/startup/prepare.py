@@ -186,12 +186,10 @@ def build(
             f"engine.resident_sets is {config.resident_sets}; it must be 0 (all), or up to the "
             f"number of models, {len(family)}"
         )
-    if (
-        offloaded := family.offloaded
-    ) is not None:  # a row that refuses brownout may need so many at once
-        check_spare(
-            len(offloaded.spare), offloaded.needed_by_a_row(family.config.experts_per_token)
-        )
+    if (offloaded := family.offloaded) is not None:
+        # A row that refuses brownout may need so many at once.
+        needed = offloaded.needed_by_a_row(family.config.experts_per_token)
+        check_spare(len(offloaded.spare), needed)
     if (home := family.home) is not None:
         of_mesh = loaded.config, home.mesh.size, config.balance
         check_balance(*of_mesh, spare=home.spare, num_models=len(family))

@@ -19,8 +19,8 @@ from serving.cluster.hosts import facts
 from serving.execution.kv_pages import claim_memory
 from serving.execution.programs import Progress, limit_cpu_threads
 from serving.pipeline.attention import AttentionWorker
+from serving.pipeline.devices import AttentionDevice, ExpertDevice
 from serving.pipeline.experts import ExpertWorker
-from serving.pipeline.local import attention_of, experts_of
 from serving.pipeline.messages import ATTENTION, EXPERTS, RowNumbers
 from serving.pipeline.queues import buckets
 from serving.pipeline.worker_process import Assignment, Worker, work
@@ -64,30 +64,14 @@ def _worker_of(
     crew = crew_of(config, None, progress, reads)
     own, sizes, model = config.asynchronous, crew.sizes, crew.model
     numbers = RowNumbers(own.attention, sizes.num_rows)
-    picker = make_layer_picker(own)
+    shared = numbers, number, send, make_layer_picker(own)
     num_visits = sizes.max_visits(model.config.experts_per_token)
     if assignment.kind == ATTENTION:
-        worker = AttentionWorker(
-            attention_of(model, crew.ways, sizes, device),
-            model.config.moe_layers,
-            crew.hosts,
-            numbers,
-            number,
-            send,
-            picker,
-            sizes,
-        )
+        on = AttentionDevice(model, crew.ways, sizes, device)
+        worker = AttentionWorker(on, model.config.moe_layers, crew.hosts, *shared, sizes)
         return worker, buckets(num_visits)
-    worker = ExpertWorker(
-        experts_of(model, crew.ways, crew.hosts[:, :, number], numbers.total, device),
-        len(crew.hosts),
-        numbers,
-        number,
-        send,
-        picker,
-        num_visits,
-    )
-    return worker, sizes.row_sizes
+    on = ExpertDevice(model, crew.ways, crew.hosts[:, :, number], numbers.total, device)
+    return ExpertWorker(on, len(crew.hosts), *shared, num_visits), sizes.row_sizes
 
 
 def main() -> None:

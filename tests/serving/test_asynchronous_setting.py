@@ -26,6 +26,7 @@ from serving.errors import SettingsError
 from serving.frontend.page.live import about
 from serving.frontend.server import Server
 from serving.pipeline.starters import ProcessStarter
+from serving.startup import asynchronous
 from serving.startup.asynchronous import with_mode
 from serving.startup.prepare import check_start
 
@@ -135,3 +136,15 @@ async def test_a_model_without_united_experts_is_served_without_brownout(caplog)
     with pytest.raises(SettingsError, match="strategy is 'partial'"):
         await Engine.start(settings, progress=lambda *_: None)
     assert not [r for r in caplog.records if r.levelno >= logging.ERROR]
+
+
+def test_a_cluster_is_left_where_the_model_cannot_be_served(monkeypatch):
+    """Or the next start in this process would find itself in it."""
+    left = []
+    starter = SimpleNamespace(host="127.0.0.1", close=lambda: left.append(True))
+    monkeypatch.setattr(asynchronous, "starter_of", lambda _: starter)
+    own = replace(SETTINGS.asynchronous, workers="processes")
+    settings = replace(SETTINGS, asynchronous=own, brownout=BrownoutConfig(strategy="partial"))
+    with pytest.raises(SettingsError, match="strategy is 'partial'"):
+        asynchronous.prepare_crew(settings, None, lambda *_: None)
+    assert left == [True]

@@ -1,15 +1,15 @@
 """Workers of one process, with a simulated server."""
 
-from itertools import cycle, islice
+from itertools import count, cycle, islice
 
 import jax
 import numpy as np
 
 from jmoe.packed_rows import empty_deltas, pack_row
 from jmoe.parallel.placement import contiguous
-from serving.pipeline.attention import Sizes
+from serving.pipeline.devices import Sizes
 from serving.pipeline.local import LocalWorkers
-from serving.pipeline.messages import Unit
+from serving.pipeline.messages import Left, Unit
 
 PAGE, BLOCKS, SLOTS, ROWS = 4, 8, 4, 40
 
@@ -57,8 +57,10 @@ class ByHand(LocalWorkers):
         return count
 
     def advance(self, number):
-        """Lets a worker run a stage; returns the results of units that have left."""
-        return self.workers[number].advance(self.clock()) or []
+        """Lets a worker run a stage; returns what it tells the server."""
+        worker = self.workers[number]
+        worker.advance(self.clock())
+        return worker.told() if worker in self.attention else []
 
     def turn(self, number):
         self.deliver(number)
@@ -76,7 +78,7 @@ class Sequences:
         self.tokens = [[] for _ in prompts]
         self.degraded = [0] * len(prompts)
         self.done = [0] * len(prompts)  # positions
-        self.unit_of = {}
+        self.unit_of, self.numbers = {}, count(1)
         for number in range(len(prompts)):
             self.submit(number)
 
@@ -100,19 +102,29 @@ class Sequences:
             ends_prompt=self.done[number] >= len(prompt),
             percent=int(self.control[0]),
             strategy=int(self.control[1]),
+            number=next(self.numbers),
         )
         self.unit_of[unit] = number
         self.workers.submit(worker, unit)
 
-    def accept(self, results):
-        for unit, token, logprob, *_ in results:
-            number = self.unit_of.pop(unit)
-            self.degraded[number] += unit.degraded
-            assert (token is not None) == (logprob is not None) == unit.ends_prompt
-            if token is not None:
-                self.tokens[number].append(token)
-            if len(self.tokens[number]) < self.new_tokens:
-                self.submit(number)
+    def accept(self, told):
+        """Takes units that left; returns what else was told."""
+        for left in told:
+            if isinstance(left, Left):
+                columns = left.numbers, left.tokens, left.logprobs, left.degraded
+                for row in zip(*columns, strict=True):
+                    self.accept_unit(*row)
+        return [message for message in told if not isinstance(message, Left)]
+
+    def accept_unit(self, number, token, logprob, degraded):
+        unit = next(unit for unit in self.unit_of if unit.number == number)
+        sequence = self.unit_of.pop(unit)
+        self.degraded[sequence] += degraded
+        assert unit.ends_prompt or (token, logprob) == (0, 0.0)
+        if unit.ends_prompt:
+            self.tokens[sequence].append(token)
+        if len(self.tokens[sequence]) < self.new_tokens:
+            self.submit(sequence)
 
     def play(self, rng):
         """Plays until all is written: each time a random worker gets some of its messages, or runs
@@ -126,7 +138,7 @@ class Sequences:
             if rng.random() < 0.5:
                 self.workers.deliver(number, rng.choice([1, 2, None]))
             else:
-                self.accept(self.workers.advance(number))
+                assert not self.accept(self.workers.advance(number))
         raise AssertionError("nothing came of it")
 
 

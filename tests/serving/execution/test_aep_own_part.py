@@ -8,7 +8,7 @@ import pytest
 
 from jmoe.checkpoint import TensorFiles
 from serving.config import AsynchronousConfig, BrownoutConfig, EngineConfig
-from serving.pipeline.local import experts_of
+from serving.pipeline.devices import ExpertDevice
 from serving.pipeline.messages import ATTENTION, EXPERTS
 from serving.pipeline.worker_process import Assignment
 from serving.startup import worker
@@ -55,7 +55,7 @@ def test_a_worker_reads_its_own_experts_alone(read, kind, number):
     assert len(got) < len(layers) * cfg.num_experts
     assert others == {name for name in read if not EXPERT.search(name)}
     if kind == EXPERTS:
-        whole = experts_of(crew.model, crew.ways, hosted, 8, device)
+        whole = ExpertDevice(crew.model, crew.ways, hosted, 8, device)
         for ours, theirs in zip(
             jax.tree.leaves(made.device._pool), jax.tree.leaves(whole._pool), strict=True
         ):

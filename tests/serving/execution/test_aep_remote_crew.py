@@ -444,7 +444,7 @@ class FakeWorker:
         self.taken.append(message)
 
     def advance(self, now):
-        return None
+        return False
 
 
 def test_signs_of_life_come_though_a_process_is_busy_and_say_whether_it_gets_on():

@@ -4,7 +4,6 @@ lost.
 
 import random
 from dataclasses import replace
-from itertools import count
 from queue import SimpleQueue
 
 import numpy as np
@@ -178,7 +177,7 @@ def test_any_schedule_writes_what_is_reckoned_by_hand(seeds):
 class Restarted(Sequences):
     """Sequences whose lost units are computed once more, as a chunk."""
 
-    num_lost, numbers = 0, count(1)
+    num_lost = 0
 
     def run_again(self, numbers):
         units = {unit.number: unit for unit in self.unit_of}
@@ -196,11 +195,6 @@ class Restarted(Sequences):
             self.num_lost += 1
             self.unit_of[again] = number
             self.workers.submit(number % len(self.workers.attention), again)
-
-    def submit(self, number):
-        super().submit(number)
-        newest = next(reversed(self.unit_of))
-        newest.number = next(self.numbers)
 
 
 def play_with_faults(seed):
@@ -233,8 +227,7 @@ def play_with_faults(seed):
                 workers.advance(number)
         else:
             workers.deliver(number, rng.choice([1, 2, None]))
-            played.accept(workers.advance(number))
-            for lost in workers.attention[number].told():
+            for lost in played.accept(workers.advance(number)):
                 played.run_again(lost.rows)
         if rng.random() < 0.02 and num_deaths < 20:
             down, ended = (rng.randrange(experts), False) if down is None else (None, down)
@@ -373,7 +366,7 @@ def launched_twice():
 
 def test_a_stage_is_read_once_the_next_is_launched_or_none_waits():
     workers, asked = launched_twice()
-    assert workers.advance(0) == []
+    assert workers.attention[0].advance(0.0)
     assert len(asked) == 1
     assert workers.inboxes[1].empty()
     workers.advance(0)
@@ -382,7 +375,7 @@ def test_a_stage_is_read_once_the_next_is_launched_or_none_waits():
     assert not workers.inboxes[1].empty()
     workers.advance(0)
     assert asked[3:] == [("read", second)]
-    assert workers.attention[0].advance(0.0) is None
+    assert not workers.attention[0].advance(0.0)
 
 
 def test_who_asks_for_a_worker_that_went_after_the_launch_is_lost_not_failed():

@@ -109,11 +109,11 @@ def test_sampled_tokens_are_those_of_generate(models):
             ).reshape(-1, 3),
         )
         workers.submit(0, unit)
-        results = []
-        while not results:
+        told = []
+        while not told:
             number = rng.randrange(workers.num_workers)
-            results = workers.turn(number)
-        tokens.append(results[0].token)
+            told = workers.turn(number)
+        tokens += told[0].tokens
     assert not played.unit_of
     settings = {"temperature": 0.9, "top_k": 7, "seed": 11}
     want = jmoe.generate(model, [prompt], 5, stop_token_ids=(), **settings).tokens
@@ -258,8 +258,7 @@ def test_without_a_worker_its_experts_visits_go_where_brownout_lets_them(strateg
     for _ in range(10_000):
         if not attention.num_units:
             break
-        played.accept(workers.turn(rng.choice([0, 1])))
-        failed += attention.told()
+        failed += played.accept(workers.turn(rng.choice([0, 1])))
     gone = [0, 1] if strategy == "zero" else [1]
     assert sorted(n for told in failed for n in told.rows) == gone
     assert all(told.reason.endswith("(experts-1 gone)") for told in failed)

@@ -94,6 +94,7 @@ def test_a_full_disk_is_told_and_passed_over(tmp_path, compiled, caplog, monkeyp
 def test_a_folder_of_another_user_stops_nothing(tmp_path, compiled, caplog, monkeypatch):
     kept = Executables(tmp_path)
     kept.save("a", "", compiled)
+    kept.remember("a", "", 1536)
     (tmp_path / "notes").mkdir()
     (path,) = tmp_path.glob("*.bin")
 
@@ -103,6 +104,7 @@ def test_a_folder_of_another_user_stops_nothing(tmp_path, compiled, caplog, monk
     with monkeypatch.context() as patch:
         patch.setattr(module.os, "utime", refused)
         assert kept.load("a", "") is not None
+        assert kept.recall("a", "") == 1536
         path.write_bytes(b"torn")
         patch.setattr(module.Path, "unlink", refused)
         assert kept.load("a", "") is None
