@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import logging
-import socket
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -112,7 +111,7 @@ class Listener:
 
         Raises OSError if the address cannot be bound.
         """
-        tls = self._serving.tls
+        certificates = self._serving.certificates
         bound = bind_socket(self._host, self._wanted, self._prefix, self._first, self._port_flag)
         self.port = bound.getsockname()[1]
         if self._first and not self._wanted and self.port != self._first:
@@ -138,26 +137,20 @@ class Listener:
         )
         config.load()
         self._server = server = _Uvicorn(config)
-        own = [bound] if tls is None else []  # sockets that uvicorn itself accepts from
-        self._task = asyncio.create_task(self._serve(server, bound, own), name="jmoe-http")
+        own = [bound] if certificates is None else []  # sockets that uvicorn accepts from
+        self._task = asyncio.create_task(server.serve(own), name="jmoe-http")
         while not server.started and not self._task.done():
             await asyncio.sleep(0)
-        if tls is not None:
-
-            def protocol() -> asyncio.Protocol:
-                made: Any = config.http_protocol_class
-                state = server.lifespan.state
-                return made(config=config, server_state=server.server_state, app_state=state)
-
-            self.door = Door(bound, tls, protocol)
+        if certificates is not None:
+            protocol = partial(
+                self._make_protocol,
+                config=config,
+                server_state=server.server_state,
+                app_state=server.lifespan.state,
+            )
+            self.door = Door(bound, lambda: certificates.context, protocol)
             self.door.open()
         return f"{self._serving.scheme}://{self.address}"
-
-    async def _serve(
-        self, server: _Uvicorn, bound: socket.socket, own: list[socket.socket]
-    ) -> None:
-        with bound:
-            await server.serve(sockets=own)
 
     async def stop(self) -> None:
         """Stops accepting connections, and ends open ones within a second."""

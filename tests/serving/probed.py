@@ -13,16 +13,14 @@ from serving.frontend.metrics_http import MetricsPort
 
 
 @contextlib.contextmanager
-def probed(
-    metrics: Metrics, readiness=lambda: (True, "ready"), tls=None, **fields
-) -> Iterator[int]:
+def probed(metrics: Metrics, readiness=lambda: (True, "ready"), **fields) -> Iterator[int]:
     """Yields the port; `fields` are those of ServerConfig."""
     server = SimpleNamespace(
         metrics=metrics,
         access=Access(),
         readiness=readiness,
-        tls=tls,
-        scheme="http" if tls is None else "https",
+        certificates=None,
+        scheme="http",
         config=ServerConfig(**fields),
     )
     loop = asyncio.new_event_loop()
