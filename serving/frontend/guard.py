@@ -13,12 +13,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iter
 from contextvars import Context
 from dataclasses import dataclass, field
 from math import ceil
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import grpc
 
 from serving.errors import ClientLeft, InvalidRequest, Overloaded, ServingError
-from serving.frontend.access import current
 from serving.frontend.inbox import MAX_MESSAGE_BYTES, RETRY_AFTER_S, Inbox
 from serving.frontend.reports import FAULT, REPORTS, report
 from serving.frontend.streams import Streams
@@ -73,14 +72,6 @@ class Service:
         """The names of all its methods."""
         name = self.descriptor.full_name
         return [f"/{name}/{method.name}" for method in self.descriptor.methods]
-
-
-class Told(NamedTuple):
-    """An error as reported to the client: code, message, and trailing metadata."""
-
-    code: grpc.StatusCode
-    said: str
-    trailing: tuple[tuple[str, str], ...]
 
 
 class Guard(grpc.aio.ServerInterceptor):
@@ -168,8 +159,7 @@ class Guard(grpc.aio.ServerInterceptor):
         async def call(_: object, context: Any) -> Any:
             async with self._answering(method, context):
                 if not is_health:
-                    self._identify(method, context)
-                self._admit(method)
+                    self._admit(method, context)
                 with place():  # if there is no room, refuse before receiving the message
                     pass
                 received = [await inbox.receive_one(context)]  # not kept while it is answered
@@ -186,8 +176,7 @@ class Guard(grpc.aio.ServerInterceptor):
 
         async def stream(_: object, context: Any) -> None:
             async with self._answering(method, context):
-                self._identify(method, context)
-                self._admit(method)
+                self._admit(method, context)
                 with self.streams.open(context, parse) as messages:
                     answers = handler.stream_stream(messages, context)
                     if method in self._lasting:
@@ -198,22 +187,20 @@ class Guard(grpc.aio.ServerInterceptor):
 
         return stream
 
-    def _identify(self, method: str, context: Any) -> None:
-        caller = self._server.access.caller(authorization(context))
-        if method in self._needs_admin:
-            caller.require_admin()
-
-    def _admit(self, method: str) -> None:
+    def _admit(self, method: str, context: Any) -> None:
         """Raises the error with which a call is refused before its message is received.
 
         So no work is wasted if the server is overloaded or a key's limit is reached.
         """
+        caller = self._server.access.caller(authorization(context))
+        if method in self._needs_admin:
+            caller.require_admin()
         if method not in self._prompts:
             return
         engine = self._server.ready_engine()
         if method not in self._lasting:  # else it is checked for each request of the stream
-            engine.check_admission(key=current.get().name)
-            current.get().check_room()
+            engine.check_admission(key=caller.name)
+            caller.check_room()
 
     def _max_message_bytes(self, method: str) -> int:
         engine = self._server.engine
@@ -300,15 +287,17 @@ class Guard(grpc.aio.ServerInterceptor):
         finally:
             self._ended.get(method, self._ended_elsewhere)(method, code.name)
 
-    def tell(self, method: str, context: Any, error: Exception) -> Told:
-        """Notes an error, and returns how it is reported to the client."""
+    def tell(
+        self, method: str, context: Any, error: Exception
+    ) -> tuple[grpc.StatusCode, str, tuple[tuple[str, str], ...]]:
+        """Notes an error; returns how the client is told: code, message, trailing metadata."""
         if isinstance(error, grpc.aio.BaseError):  # no message can be sent on a call that has ended
             error = ClientLeft("the client left before its answer was whole")
         self.note(method, context.peer(), error)
         # The error may outlive its call until the next garbage collection, in a cycle of gRPC's
         # context and the exception that `abort` raises: let no message be among its frames.
         traceback.clear_frames(error.__traceback__)
-        return Told(report(error).grpc, said(error), _trailing(error))
+        return report(error).grpc, said(error), _trailing(error)
 
 
 def authorization(context: Any) -> str | None:

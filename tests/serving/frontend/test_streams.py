@@ -8,7 +8,6 @@ import grpc
 import pytest
 
 from serving.errors import DeadlineExceeded, InvalidRequest, Overloaded, Unavailable
-from serving.frontend.guard import Told
 from serving.frontend.kserve import _InferStream
 from serving.frontend.streams import IDLE_S, Stream, Streams
 
@@ -146,7 +145,7 @@ async def test_a_stream_whose_caller_does_not_read_keeps_its_place() -> None:
         await read.wait()
 
     call.write = write
-    said = Told(grpc.StatusCode.INVALID_ARGUMENT, "bad", ())
+    said = grpc.StatusCode.INVALID_ARGUMENT, "bad", ()
     uncounted = contextlib.nullcontext(lambda code: None)
     guard = SimpleNamespace(tell=lambda *_: said, counting=lambda *_: uncounted)
     service = SimpleNamespace(guard=guard)
