@@ -86,15 +86,15 @@ class Listener:
         (see `bind_socket`); `first` is the port that is tried first where `port` is 0.
         """
         routes = [*(getattr(route, "path", "") or "/" for route in app.routes), "other"]
-        self._ended: Ended = server.metrics.calls.door(protocol, routes, "500")
-        self._app, self._serving, self._host = _Counted(app, self._ended), server, host
-        self._wanted, self._prefix, self._first = port, prefix, first
-        self._port_flag = port_flag
+        ended: Ended = server.metrics.calls.door(protocol, routes, "500")
+        self._app, self._serving, self._host = _Counted(app, ended), server, host
+        self._first = 0 if port else first
+        self._bind = partial(bind_socket, host, port, prefix, first, port_flag)
         self._make_protocol = partial(
             BoundedHttp,
             max_connections=max_connections,
             message_timeout_s=server.config.message_timeout_s,
-            refused=partial(self._ended, "other"),
+            refused=partial(ended, "other"),
         )
         self.port = 0  # the bound one, after start
         self._server: _Uvicorn | None = None
@@ -112,9 +112,9 @@ class Listener:
         Raises OSError if the address cannot be bound.
         """
         certificates = self._serving.certificates
-        bound = bind_socket(self._host, self._wanted, self._prefix, self._first, self._port_flag)
+        bound = self._bind()
         self.port = bound.getsockname()[1]
-        if self._first and not self._wanted and self.port != self._first:
+        if self._first and self.port != self._first:
             if self._serving.main.port == self._first:
                 log.warning(
                     "--port is gRPC's, and HTTP is on port %d: clients of OpenAI's API need "
