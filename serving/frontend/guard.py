@@ -351,28 +351,17 @@ class Tally:
         self._count, self._detail = self._count + 1, detail
         if self._flush is None:
             self._write("", error)
-            self._wait()
 
     def close(self) -> None:
         """Logs the pending count."""
-        if self._flush is not None:
+        while self._flush is not None:
             self._flush.cancel()
             self._flush_now()
-        if self._flush is not None:
-            self._flush.cancel()
-            self._flush = None
-
-    def _wait(self) -> None:
-        loop = asyncio.get_running_loop()
-        self._since_s = loop.time()
-        # Not in a request's context, since the line will be about several requests.
-        self._flush = loop.call_later(LOG_EVERY_S, self._flush_now, context=Context())
 
     def _flush_now(self) -> None:
         self._flush = None
         if self._count:
             self._write(f" in {asyncio.get_running_loop().time() - self._since_s:.3g} s")
-            self._wait()
 
     def _write(self, when: str, error: Exception | None = None) -> None:
         calls = "call" if self._count == 1 else "calls"
@@ -382,4 +371,7 @@ class Tally:
             exc_info=error,
             extra={"event": f"calls_{self._what}", "count": self._count},
         )
-        self._count = 0
+        loop = asyncio.get_running_loop()
+        self._count, self._since_s = 0, loop.time()
+        # Not in a request's context, since the line will be about several requests.
+        self._flush = loop.call_later(LOG_EVERY_S, self._flush_now, context=Context())
