@@ -101,11 +101,9 @@ def _explain(path: Path, error: ValidationError) -> SettingsError:
     first, names = error.errors(include_input=False)[0], [field.name for field in fields(Key)]
     name, *inside = map(str, first["loc"] or ("keys",))
     _check_name_in(path, name)
-    if inside and inside[0] in names:
-        wrong = f"{'.'.join(inside)} of {name} is wrong: {first['msg']}"
-    else:
-        wrong = f"{name} is wrong: {first['msg']}"
-    return SettingsError(f"{path}: {wrong}; a key has some of {', '.join(names)}")
+    what = f"{'.'.join(inside)} of {name}" if inside and inside[0] in names else name
+    have = ", ".join(names)
+    return SettingsError(f"{path}: {what} is wrong: {first['msg']}; a key has some of {have}")
 
 
 def _check_name_in(path: Path, name: str) -> None:
