@@ -13,14 +13,16 @@ from serving.frontend.metrics_http import MetricsPort
 
 
 @contextlib.contextmanager
-def probed(metrics: Metrics, readiness=lambda: (True, "ready"), **fields) -> Iterator[int]:
+def probed(
+    metrics: Metrics, readiness=lambda: (True, "ready"), certificates=None, **fields
+) -> Iterator[int]:
     """Yields the port; `fields` are those of ServerConfig."""
     server = SimpleNamespace(
         metrics=metrics,
         access=Access(),
         readiness=readiness,
-        certificates=None,
-        scheme="http",
+        certificates=certificates,
+        scheme="http" if certificates is None else "https",
         config=ServerConfig(**fields),
     )
     loop = asyncio.new_event_loop()
