@@ -74,6 +74,10 @@ class Service:
         return [f"/{name}/{method.name}" for method in self.descriptor.methods]
 
 
+Refuse = Callable[[grpc.StatusCode, str, tuple[tuple[str, str], ...]], Awaitable[None]]
+"""Tells a client of an error: its code, a message, and trailing metadata."""
+
+
 class Guard(grpc.aio.ServerInterceptor):
     """Wraps the methods of a server. Services raise `ServingError`s and do not set gRPC
     statuses.
@@ -157,7 +161,7 @@ class Guard(grpc.aio.ServerInterceptor):
         place = contextlib.nullcontext if is_health else self.place
 
         async def call(_: object, context: Any) -> Any:
-            async with self._answering(method, context):
+            async with self.answering(method, context, context.abort):
                 if not is_health:
                     self._admit(method, context)
                 with place():  # if there is no room, refuse before receiving the message
@@ -175,7 +179,7 @@ class Guard(grpc.aio.ServerInterceptor):
         parse = functools.partial(self._parsed, method, handler)
 
         async def stream(_: object, context: Any) -> None:
-            async with self._answering(method, context):
+            async with self.answering(method, context, context.abort):
                 self._admit(method, context)
                 with self.streams.open(context, parse) as messages:
                     answers = handler.stream_stream(messages, context)
@@ -259,45 +263,32 @@ class Guard(grpc.aio.ServerInterceptor):
             self._tallies[kind].note(_detail(method, peer, error), traced)
 
     @contextlib.asynccontextmanager
-    async def _answering(self, method: str, context: Any) -> AsyncIterator[None]:
-        """Turns exceptions raised in the block into a gRPC status."""
-        with self.counting(method, context) as end:
+    async def answering(
+        self, method: str, context: Any, refuse: Refuse, route: str = ""
+    ) -> AsyncIterator[None]:
+        """Notes an exception raised in the block, and refuses the call with it. Counts the call, as
+        OK or with its error, under a route; by default, that is the method.
+        """
+        code, route = grpc.StatusCode.OK, route or method
+        try:
             try:
                 yield
             except Exception as error:
-                code, said, trailing = self.tell(method, context, error)
-                end(code)
-                await context.abort(code, said, trailing)
-
-    @contextlib.contextmanager
-    def counting(self, method: str, context: Any) -> Iterator[Callable[[grpc.StatusCode], None]]:
-        """Counts a call that ends with the block, as OK or with the code that the block reports."""
-        code = grpc.StatusCode.OK
-
-        def end(with_code: grpc.StatusCode) -> None:
-            nonlocal code
-            code = with_code
-
-        try:
-            yield end
+                if isinstance(error, grpc.aio.BaseError):  # nothing can be sent on an ended call
+                    error = ClientLeft("the client left before its answer was whole")
+                self.note(method, context.peer(), error)
+                # The error may outlive its call until the next garbage collection, in a cycle of
+                # gRPC's context and the exception that `abort` raises: let no message be among its
+                # frames.
+                traceback.clear_frames(error.__traceback__)
+                code = report(error).grpc
+                await refuse(code, said(error), _trailing(error))
         except asyncio.CancelledError:
             is_late = context.time_remaining() == 0
-            end(grpc.StatusCode.DEADLINE_EXCEEDED if is_late else grpc.StatusCode.CANCELLED)
+            code = grpc.StatusCode.DEADLINE_EXCEEDED if is_late else grpc.StatusCode.CANCELLED
             raise
         finally:
-            self._ended.get(method, self._ended_elsewhere)(method, code.name)
-
-    def tell(
-        self, method: str, context: Any, error: Exception
-    ) -> tuple[grpc.StatusCode, str, tuple[tuple[str, str], ...]]:
-        """Notes an error; returns how the client is told: code, message, trailing metadata."""
-        if isinstance(error, grpc.aio.BaseError):  # no message can be sent on a call that has ended
-            error = ClientLeft("the client left before its answer was whole")
-        self.note(method, context.peer(), error)
-        # The error may outlive its call until the next garbage collection, in a cycle of gRPC's
-        # context and the exception that `abort` raises: let no message be among its frames.
-        traceback.clear_frames(error.__traceback__)
-        return report(error).grpc, said(error), _trailing(error)
+            self._ended.get(route, self._ended_elsewhere)(route, code.name)
 
 
 def authorization(context: Any) -> str | None:
