@@ -15,6 +15,8 @@ from serving.cluster.addresses import is_loopback, join, parse
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 from serving.proto.jmoe.v1 import jmoe_pb2_grpc as rpc
 
+WATCHES_EVERY_S = 0.25
+"""How long to wait before health is watched again, where a server has ended that."""
 _LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
@@ -157,10 +159,12 @@ class Client:
         """Waits until the health service says SERVING. Raises TimeoutError."""
         async with asyncio.timeout(timeout_s):
             health: Any = health_pb2_grpc.HealthStub(self.channel)  # its types leave out Watch
-            watch = health.Watch(health_pb2.HealthCheckRequest(), wait_for_ready=True)
-            try:
-                async for reply in watch:
-                    if reply.status == health_pb2.HealthCheckResponse.SERVING:
-                        return
-            finally:
-                watch.cancel()
+            while True:
+                watch = health.Watch(health_pb2.HealthCheckRequest(), wait_for_ready=True)
+                try:
+                    async for reply in watch:
+                        if reply.status == health_pb2.HealthCheckResponse.SERVING:
+                            return
+                finally:
+                    watch.cancel()
+                await asyncio.sleep(WATCHES_EVERY_S)  # the server drains; another may come

@@ -70,15 +70,11 @@ class Connection:
 
         Raises OSError for files that cannot be read.
         """
-        if self.is_encrypted(address):
-            return grpc.aio.secure_channel(bare(address), self._credentials())
-        return grpc.aio.insecure_channel(bare(address))
-
-    def _credentials(self) -> grpc.ChannelCredentials:
-        def pem(name: str) -> bytes | None:
-            return Path(name).read_bytes() if name else None
-
-        return grpc.ssl_channel_credentials(pem(self.tls_ca), pem(self.tls_key), pem(self.tls_cert))
+        if not self.is_encrypted(address):
+            return grpc.aio.insecure_channel(bare(address))
+        files = self.tls_ca, self.tls_key, self.tls_cert
+        pems = (Path(name).read_bytes() if name else None for name in files)
+        return grpc.aio.secure_channel(bare(address), grpc.ssl_channel_credentials(*pems))
 
 
 def bare(address: str) -> str:

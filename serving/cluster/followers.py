@@ -209,7 +209,6 @@ class Leader:
     def __init__(
         self,
         address: str,
-        num_processes: int,
         process_index: int,
         facts: Mapping[str, str],
         *,
@@ -218,7 +217,7 @@ class Leader:
     ) -> None:
         """`facts` and `secret` have to be those of process 0."""
         self._stops_within_s, self._secret = peer_timeout_s, secret
-        self.address, self.num_processes, self.index = address, num_processes, process_index
+        self.address, self.index = address, process_index
         self.lost = Lost()
         self._facts = dict(facts)
         self._heard: SimpleQueue[Any] = SimpleQueue()
@@ -247,7 +246,11 @@ class Leader:
             self._members.start()
             return self._began.result()
         except OSError:
-            raise self._unanswered(timeout_s) from None
+            raise Unavailable(
+                f"process 0 did not answer at {self.address} within {timeout_s:g} s "
+                "(engine.join_timeout_s); start it with --process-index 0, correct "
+                "engine.coordinator, or give both the same secret (engine.secret_file)"
+            ) from None
         except Exception:
             self.close()
             raise
@@ -296,13 +299,6 @@ class Leader:
                 if time.monotonic() + ASKS_EVERY_S > until:
                     raise
                 time.sleep(ASKS_EVERY_S)
-
-    def _unanswered(self, timeout_s: float) -> Unavailable:
-        return Unavailable(
-            f"process 0 did not answer at {self.address} within {timeout_s:g} s "
-            "(engine.join_timeout_s); start it with --process-index 0, correct "
-            "engine.coordinator, or give both the same secret (engine.secret_file)"
-        )
 
     def _hear(self, _: str, message: Any) -> None:
         assert self._members is not None

@@ -137,7 +137,6 @@ def join(config: EngineConfig) -> Leader:
     check(config)
     leader = Leader(
         config.coordinator,
-        config.num_processes,
         config.process_index,
         facts(config),
         peer_timeout_s=config.peer_timeout_s,

@@ -43,10 +43,8 @@ from serving.cluster.wire import (
     MAX_FRAME_BYTES,
     MOST_FRAMES,
     Buffer,
-    Part,
     Wire,
     WireError,
-    to_frames,
 )
 
 log = logging.getLogger(__name__)
@@ -103,19 +101,11 @@ class Peer(NamedTuple):
     incarnation: str  # of the port, in hexadecimal: the next port of that name has another
 
 
-class _Sent:
+class _Sent(NamedTuple):
     """A message that a peer has yet to acknowledge."""
 
-    def __init__(self, number: int, parts: list[Part]) -> None:
-        self.number, self.parts = number, parts
-        self._frames: list[Buffer] = []
-
-    def frames(self) -> list[Buffer]:
-        """Returns the frames."""
-        if not self._frames:
-            self._frames = _frames_of(self.parts)
-            self.parts = []
-        return self._frames
+    number: int
+    frames: list[Buffer]
 
 
 class _Link:
@@ -161,7 +151,7 @@ class _Link:
         while self.waiting:
             sent = self.waiting[0]
             if sent.number > self._said:
-                if not self._give(sent.number, sent.frames()):
+                if not self._give(sent.number, sent.frames):
                     return
                 if not self.unsaid:
                     self.progress_at = time.monotonic()
@@ -228,10 +218,6 @@ class _Link:
         return True
 
 
-def _frames_of(parts: Sequence[Part]) -> list[Buffer]:
-    return [frame for part in parts for frame in to_frames(part)]
-
-
 def _events_of(monitor: zmq.Socket) -> Iterator[tuple[int, int]]:
     """Yields what has happened to a socket, and the value that comes with it."""
     with suppress(zmq.Again):
@@ -280,8 +266,7 @@ class Port:
         self._incarnation = secrets.token_bytes(_INCARNATION_BYTES)
         self._peers: dict[str, _Link] = {}
         self._name_of: dict[bytes, str] = {}  # of each incarnation that may send
-        self._address_of: dict[str, str] = {}
-        self._known: set[str] = set()  # and those that are gone
+        self._address_of: dict[str, str] = {}  # by name, also of those that are gone
         self._came: list[tuple[str, Any]] = []
         self._context = zmq.Context()
         self._admission = ThreadAuthenticator(self._context)
@@ -323,7 +308,6 @@ class Port:
         incarnation = bytes.fromhex(peer.incarnation)
         self.forget(peer.name)
         socket = self._connected(peer.address, self._most)
-        self._known.add(peer.name)
         self._name_of[incarnation] = peer.name
         self._address_of[peer.name] = peer.address
         self._peers[peer.name] = _Link(socket, incarnation, self._incarnation)
@@ -345,15 +329,15 @@ class Port:
         messages waiting here already, and WireError for a message that cannot travel.
         """
         if (link := self._peers.get(to)) is None:
-            if to not in self._known:
+            if to not in self._address_of:
                 raise PortError(f"{to!r} is no peer; there are {sorted(self._peers)}")
             return
         link.flush()
         if self._most and len(link.waiting) >= self._most:
             raise PeerBehind(f"{len(link.waiting)} messages wait for {to}, the most there may")
-        parts = self._wire.encode(message)
+        frames = self._wire.encode(message)
         link.newest += 1
-        link.waiting.append(_Sent(link.newest, parts))
+        link.waiting.append(_Sent(link.newest, frames))
         link.flush()
 
     def greet(self, address: str, message: Any) -> None:
@@ -362,7 +346,7 @@ class Port:
         """
         socket = self._connected(address, 1)
         head = _HEAD.pack(_ANYBODY, self._incarnation, 0, 0, False)
-        socket.send_multipart([head, *_frames_of(self._greetings.encode(message))])
+        socket.send_multipart([head, *self._greetings.encode(message)])
         socket.close(linger=GREETS_WITHIN_MS)
 
     def gone(self) -> list[str]:
@@ -385,9 +369,8 @@ class Port:
         head = _HEAD.pack(link.to, self._incarnation, 0, 0, False)
 
         def beat(message: Any) -> None:
-            frames = _frames_of(self._wire.encode(message))
             with suppress(zmq.Again):
-                socket.send_multipart([head, *frames], zmq.NOBLOCK)
+                socket.send_multipart([head, *self._wire.encode(message)], zmq.NOBLOCK)
 
         return beat
 
@@ -404,7 +387,6 @@ class Port:
         without any after that, and after `wake`.
 
         Raises WireError for a peer's message that is none; the next call has what came before it.
-        Also raises what the computation of rows that were to leave raised.
         """
         deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
         while True:

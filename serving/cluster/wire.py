@@ -14,15 +14,14 @@ import reprlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import is_dataclass
 from types import NoneType, UnionType
-from typing import Any, Protocol, Union, get_args, get_origin, get_type_hints
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import ml_dtypes
 import numpy as np
 from jaxtyping import AbstractArray, Shaped
 
+Array = Shaped[np.ndarray, "..."]
 Buffer = bytes | bytearray | memoryview
-Part = bytes | Shaped[np.ndarray, "..."]
-"""Of an outgoing message: its header, or an array that `to_frames` has yet to make frames of."""
 
 MAX_FRAME_BYTES = 1 << 17
 """What a connection may make its receiver keep before anybody knows whose it is."""
@@ -65,17 +64,21 @@ class Wire:
             names = ", ".join(sorted(message.__name__ for message in messages))
             raise WireError(f"two messages have one name: {names}")
 
-    def encode(self, message: Any) -> list[Part]:
-        """Returns the header, and each array as it is.
+    def encode(self, message: Any) -> list[Buffer]:
+        """Returns the frames: of the header, then of each array, whose bytes are copied only where
+        they do not lie in order.
 
         Raises WireError for a message of another type, or with a value that its field cannot have.
         """
-        name, arrays = type(message).__name__, []
+        name, arrays = type(message).__name__, list[Array]()
         kind = self._kinds.get(name)
         if kind is None or kind.type is not type(message):
             raise WireError(f"{name} is not among {', '.join(self._kinds)}")
         plain = kind.pack(message, arrays)
-        return [json.dumps([name, plain]).encode(), *arrays]
+        rows = (np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in arrays)
+        parts = map(memoryview, (json.dumps([name, plain]).encode(), *rows))
+        size = MAX_FRAME_BYTES
+        return [part[at : at + size] for part in parts for at in range(0, len(part) + 1, size)]
 
     def decode(self, frames: Sequence[Buffer]) -> Any:
         """Returns the message. Arrays are copies; rows are a view of their frame, read-only.
@@ -100,13 +103,6 @@ class Wire:
         return message
 
 
-def to_frames(part: Part) -> list[Buffer]:
-    """Returns the bytes of a part, without a copy where they lie in order."""
-    given = part if isinstance(part, bytes) else np.ascontiguousarray(part)
-    view = memoryview(given if isinstance(given, bytes) else given.reshape(-1).view(np.uint8))
-    return [view[at : at + MAX_FRAME_BYTES] for at in range(0, len(view) + 1, MAX_FRAME_BYTES)]
-
-
 class _Incoming:
     """Frames that no field has taken yet."""
 
@@ -122,7 +118,7 @@ class _Incoming:
                 break
         return b"".join(pieces) if len(pieces) > 1 else next(iter(pieces), None)
 
-    def view(self, plain: Any) -> Shaped[np.ndarray, "..."]:
+    def view(self, plain: Any) -> Array:
         """Returns the next part as the array that `plain` describes."""
         match plain:
             case [str(name), list(shape)] if name in _DTYPES and all(map(_is_size, shape)):
@@ -143,25 +139,17 @@ class _Incoming:
             raise WireError(f"no array is {reprlib.repr(shape)}: {error}") from None
 
 
-class _Kind(Protocol):
-    """What a field holds."""
-
-    def pack(self, value: Any, arrays: list[Part]) -> Any:
-        """Returns the value for the header; appends its arrays. Raises WireError for a value that
-        is not of this kind.
-        """
-        ...
-
-    def unpack(self, plain: Any, incoming: _Incoming) -> Any:
-        """Returns the value. Raises WireError."""
-        ...
+type _Kind = _Scalar | _Array | _Optional | _List | _Message
+"""What a field holds. `pack` returns a value's part of the header and appends its arrays, `unpack`
+returns the value; both raise WireError for a value that is not of this kind.
+"""
 
 
 class _Scalar:
     def __init__(self, scalar: type) -> None:
         self._type = scalar
 
-    def pack(self, value: Any, arrays: list[Part]) -> Any:
+    def pack(self, value: Any, arrays: list[Array]) -> Any:
         return self.unpack(value, None)
 
     def unpack(self, plain: Any, incoming: _Incoming | None) -> Any:
@@ -190,7 +178,7 @@ class _Array:
         if array.nbytes > MAX_ARRAY_BYTES:
             raise WireError(f"it has {array.nbytes} bytes; an array has {MAX_ARRAY_BYTES} at most")
 
-    def pack(self, value: Any, arrays: list[Part]) -> Any:
+    def pack(self, value: Any, arrays: list[Array]) -> Any:
         if not isinstance(value, np.ndarray):
             wanted = "rows" if self._is_rows else "an array of NumPy"
             raise WireError(f"it is {reprlib.repr(value)}; it must be {wanted}")
@@ -209,7 +197,7 @@ class _Optional:
     def __init__(self, kind: _Kind) -> None:
         self._kind = kind
 
-    def pack(self, value: Any, arrays: list[Part]) -> Any:
+    def pack(self, value: Any, arrays: list[Array]) -> Any:
         return None if value is None else self._kind.pack(value, arrays)
 
     def unpack(self, plain: Any, incoming: _Incoming) -> Any:
@@ -220,7 +208,7 @@ class _List:
     def __init__(self, kind: _Kind) -> None:
         self._kind = kind
 
-    def pack(self, value: Any, arrays: list[Part]) -> Any:
+    def pack(self, value: Any, arrays: list[Array]) -> Any:
         return [self._kind.pack(each, arrays) for each in _listed(value)]
 
     def unpack(self, plain: Any, incoming: _Incoming) -> Any:
@@ -238,7 +226,7 @@ class _Message:
             except WireError as error:
                 raise WireError(f"{message.__name__}.{name}: {error}") from None
 
-    def pack(self, value: Any, arrays: list[Part]) -> Any:
+    def pack(self, value: Any, arrays: list[Array]) -> Any:
         if type(value) is not self.type:
             raise WireError(f"it is {reprlib.repr(value)}; it must be of {self.type.__name__}")
         return self._each(

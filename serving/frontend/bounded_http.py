@@ -140,26 +140,26 @@ class BoundedHttp(HttpToolsProtocol):
             self._head_bytes += len(data)
         self._check_size()
 
+    def _is_heard(self) -> bool:
+        """Notes that the parser has called back; returns whether what it says is to be used."""
+        self._unheard_bytes = 0
+        return not (self._begins_anew or self._refused)
+
     def on_message_begin(self) -> None:
         """See httptools."""
-        self._unheard_bytes = 0
-        if self._begins_anew or self._refused:
-            return
-        self._in_headers, self._header_bytes = True, 0
-        super().on_message_begin()
+        if self._is_heard():
+            self._in_headers, self._header_bytes = True, 0
+            super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
         """See httptools."""
-        self._unheard_bytes = 0
-        if self._begins_anew or self._refused:
-            return
-        self._header_bytes += len(url)
-        super().on_url(url)
+        if self._is_heard():
+            self._header_bytes += len(url)
+            super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """See httptools."""
-        self._unheard_bytes = 0
-        if self._begins_anew or self._refused:
+        if not self._is_heard():
             return
         self._header_bytes += len(name) + len(value)
         if self._in_headers:  # trailers are counted but ignored
@@ -168,8 +168,7 @@ class BoundedHttp(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """See httptools."""
-        self._unheard_bytes = 0
-        if self._begins_anew or self._refused:
+        if not self._is_heard():
             return
         self._in_headers, self._head_bytes = False, 0
         if len(self.pipeline) >= MAX_WAITING:
@@ -180,8 +179,7 @@ class BoundedHttp(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         """See httptools."""
-        self._unheard_bytes = 0
-        if not self._refused:
+        if self._is_heard():
             super().on_body(body)
 
     def on_message_complete(self) -> None:

@@ -159,11 +159,11 @@ def stats(found: EngineStats) -> pb.Stats:
     return pb.Stats(**asdict(found))
 
 
-def model_info(model: "Model") -> pb.ModelInfo:
-    """Describes a loaded model to clients."""
+def model_info(name: str, model: "Model") -> pb.ModelInfo:
+    """Describes a loaded model to clients, under the name that it is served as."""
     cfg = model.config
     return pb.ModelInfo(
-        name=model.name,
+        name=name,
         architecture=cfg.architecture,
         num_layers=cfg.num_layers,
         d_model=cfg.d_model,

@@ -13,12 +13,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iter
 from contextvars import Context
 from dataclasses import dataclass, field
 from math import ceil
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import grpc
 
 from serving.errors import ClientLeft, InvalidRequest, Overloaded, ServingError
-from serving.frontend.access import current
 from serving.frontend.inbox import MAX_MESSAGE_BYTES, RETRY_AFTER_S, Inbox
 from serving.frontend.reports import FAULT, REPORTS, report
 from serving.frontend.streams import Streams
@@ -75,12 +74,8 @@ class Service:
         return [f"/{name}/{method.name}" for method in self.descriptor.methods]
 
 
-class Told(NamedTuple):
-    """An error as reported to the client: code, message, and trailing metadata."""
-
-    code: grpc.StatusCode
-    said: str
-    trailing: tuple[tuple[str, str], ...]
+Refuse = Callable[[grpc.StatusCode, str, tuple[tuple[str, str], ...]], Awaitable[None]]
+"""Tells a client of an error: its code, a message, and trailing metadata."""
 
 
 class Guard(grpc.aio.ServerInterceptor):
@@ -166,10 +161,9 @@ class Guard(grpc.aio.ServerInterceptor):
         place = contextlib.nullcontext if is_health else self.place
 
         async def call(_: object, context: Any) -> Any:
-            async with self._answering(method, context):
+            async with self.answering(method, context, context.abort):
                 if not is_health:
-                    self._identify(method, context)
-                self._admit(method)
+                    self._admit(method, context)
                 with place():  # if there is no room, refuse before receiving the message
                     pass
                 received = [await inbox.receive_one(context)]  # not kept while it is answered
@@ -185,9 +179,8 @@ class Guard(grpc.aio.ServerInterceptor):
         parse = functools.partial(self._parsed, method, handler)
 
         async def stream(_: object, context: Any) -> None:
-            async with self._answering(method, context):
-                self._identify(method, context)
-                self._admit(method)
+            async with self.answering(method, context, context.abort):
+                self._admit(method, context)
                 with self.streams.open(context, parse) as messages:
                     answers = handler.stream_stream(messages, context)
                     if method in self._lasting:
@@ -198,22 +191,20 @@ class Guard(grpc.aio.ServerInterceptor):
 
         return stream
 
-    def _identify(self, method: str, context: Any) -> None:
-        caller = self._server.access.caller(authorization(context))
-        if method in self._needs_admin:
-            caller.require_admin()
-
-    def _admit(self, method: str) -> None:
+    def _admit(self, method: str, context: Any) -> None:
         """Raises the error with which a call is refused before its message is received.
 
         So no work is wasted if the server is overloaded or a key's limit is reached.
         """
+        caller = self._server.access.caller(authorization(context))
+        if method in self._needs_admin:
+            caller.require_admin()
         if method not in self._prompts:
             return
         engine = self._server.ready_engine()
         if method not in self._lasting:  # else it is checked for each request of the stream
-            engine.check_admission(key=current.get().name)
-            current.get().check_room()
+            engine.check_admission(key=caller.name)
+            caller.check_room()
 
     def _max_message_bytes(self, method: str) -> int:
         engine = self._server.engine
@@ -272,43 +263,32 @@ class Guard(grpc.aio.ServerInterceptor):
             self._tallies[kind].note(_detail(method, peer, error), traced)
 
     @contextlib.asynccontextmanager
-    async def _answering(self, method: str, context: Any) -> AsyncIterator[None]:
-        """Turns exceptions raised in the block into a gRPC status."""
-        with self.counting(method, context) as end:
+    async def answering(
+        self, method: str, context: Any, refuse: Refuse, route: str = ""
+    ) -> AsyncIterator[None]:
+        """Notes an exception raised in the block, and refuses the call with it. Counts the call, as
+        OK or with its error, under a route; by default, that is the method.
+        """
+        code, route = grpc.StatusCode.OK, route or method
+        try:
             try:
                 yield
             except Exception as error:
-                code, said, trailing = self.tell(method, context, error)
-                end(code)
-                await context.abort(code, said, trailing)
-
-    @contextlib.contextmanager
-    def counting(self, method: str, context: Any) -> Iterator[Callable[[grpc.StatusCode], None]]:
-        """Counts a call that ends with the block, as OK or with the code that the block reports."""
-        code = grpc.StatusCode.OK
-
-        def end(with_code: grpc.StatusCode) -> None:
-            nonlocal code
-            code = with_code
-
-        try:
-            yield end
+                if isinstance(error, grpc.aio.BaseError):  # nothing can be sent on an ended call
+                    error = ClientLeft("the client left before its answer was whole")
+                self.note(method, context.peer(), error)
+                # The error may outlive its call until the next garbage collection, in a cycle of
+                # gRPC's context and the exception that `abort` raises: let no message be among its
+                # frames.
+                traceback.clear_frames(error.__traceback__)
+                code = report(error).grpc
+                await refuse(code, said(error), _trailing(error))
         except asyncio.CancelledError:
             is_late = context.time_remaining() == 0
-            end(grpc.StatusCode.DEADLINE_EXCEEDED if is_late else grpc.StatusCode.CANCELLED)
+            code = grpc.StatusCode.DEADLINE_EXCEEDED if is_late else grpc.StatusCode.CANCELLED
             raise
         finally:
-            self._ended.get(method, self._ended_elsewhere)(method, code.name)
-
-    def tell(self, method: str, context: Any, error: Exception) -> Told:
-        """Notes an error, and returns how it is reported to the client."""
-        if isinstance(error, grpc.aio.BaseError):  # no message can be sent on a call that has ended
-            error = ClientLeft("the client left before its answer was whole")
-        self.note(method, context.peer(), error)
-        # The error may outlive its call until the next garbage collection, in a cycle of gRPC's
-        # context and the exception that `abort` raises: let no message be among its frames.
-        traceback.clear_frames(error.__traceback__)
-        return Told(report(error).grpc, said(error), _trailing(error))
+            self._ended.get(route, self._ended_elsewhere)(route, code.name)
 
 
 def authorization(context: Any) -> str | None:
@@ -362,28 +342,17 @@ class Tally:
         self._count, self._detail = self._count + 1, detail
         if self._flush is None:
             self._write("", error)
-            self._wait()
 
     def close(self) -> None:
         """Logs the pending count."""
-        if self._flush is not None:
+        while self._flush is not None:
             self._flush.cancel()
             self._flush_now()
-        if self._flush is not None:
-            self._flush.cancel()
-            self._flush = None
-
-    def _wait(self) -> None:
-        loop = asyncio.get_running_loop()
-        self._since_s = loop.time()
-        # Not in a request's context, since the line will be about several requests.
-        self._flush = loop.call_later(LOG_EVERY_S, self._flush_now, context=Context())
 
     def _flush_now(self) -> None:
         self._flush = None
         if self._count:
             self._write(f" in {asyncio.get_running_loop().time() - self._since_s:.3g} s")
-            self._wait()
 
     def _write(self, when: str, error: Exception | None = None) -> None:
         calls = "call" if self._count == 1 else "calls"
@@ -393,4 +362,7 @@ class Tally:
             exc_info=error,
             extra={"event": f"calls_{self._what}", "count": self._count},
         )
-        self._count = 0
+        loop = asyncio.get_running_loop()
+        self._count, self._since_s = 0, loop.time()
+        # Not in a request's context, since the line will be about several requests.
+        self._flush = loop.call_later(LOG_EVERY_S, self._flush_now, context=Context())

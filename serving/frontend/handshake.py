@@ -44,11 +44,12 @@ class Door:
         self._accepting = asyncio.create_task(self._accept(), name="jmoe-https")
 
     async def close(self) -> None:
-        """Stops accepting and cancels handshakes; established connections stay open."""
+        """Closes the socket and cancels handshakes; established connections stay open."""
         tasks = [task for task in (self._accepting, *self._under_way) if task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        self._bound.close()
 
     async def _accept(self) -> None:
         loop = asyncio.get_running_loop()

@@ -19,26 +19,21 @@ class Health(rpc.HealthServicer):
     """
 
     def __init__(self) -> None:
-        self.serving = False
+        self.is_serving = False  # whether the status of all names is SERVING
         self.names = {""}  # whoever serves one adds it
         self._changed = asyncio.Event()  # replaced at each change
         self._num_watchers = 0
         self._closed = False
 
-    @property
-    def is_serving(self) -> bool:
-        """Whether the status of all names is SERVING."""
-        return self.serving and not self._closed
-
     def set(self, serving: bool) -> None:
         """Sets the status of all names, and notifies watchers if it changed."""
-        if serving != self.serving:
-            self.serving = serving
+        if serving != self.is_serving and not self._closed:
+            self.is_serving = serving
             self._wake()
 
     def close(self) -> None:
         """Sets NOT_SERVING for good; watchers are notified, and their calls end."""
-        self.serving, self._closed = False, True
+        self.is_serving, self._closed = False, True
         self._wake()
 
     def _wake(self) -> None:

@@ -46,7 +46,9 @@ class Inbox:
         self.num_callers += 1
         try:
             async with asyncio.timeout(self.timeout_s) as limit:
-                async with self._of_connection(peer), self._place(limit):
+                # Of a connection, they are there as long as anybody uses them.
+                places = asyncio.Semaphore(PLACES_PER_CONNECTION)
+                async with self._connections.setdefault(peer, places), self._place(limit):
                     yield
         except TimeoutError:
             raise DeadlineExceeded(
@@ -65,12 +67,6 @@ class Inbox:
         if not isinstance(message, bytes):  # grpc.aio.EOF
             raise InvalidRequest("the call has no message; send one")
         return message
-
-    def _of_connection(self, peer: str) -> asyncio.Semaphore:
-        """Returns the places of a connection, which are there as long as anybody uses them."""
-        if (places := self._connections.get(peer)) is None:
-            places = self._connections[peer] = asyncio.Semaphore(PLACES_PER_CONNECTION)
-        return places
 
     @contextlib.asynccontextmanager
     async def _place(self, limit: asyncio.Timeout) -> AsyncIterator[None]:

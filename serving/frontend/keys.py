@@ -14,9 +14,8 @@ import secrets
 import stat
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -102,11 +101,9 @@ def _explain(path: Path, error: ValidationError) -> SettingsError:
     first, names = error.errors(include_input=False)[0], [field.name for field in fields(Key)]
     name, *inside = map(str, first["loc"] or ("keys",))
     _check_name_in(path, name)
-    if inside and inside[0] in names:
-        wrong = f"{'.'.join(inside)} of {name} is wrong: {first['msg']}"
-    else:
-        wrong = f"{name} is wrong: {first['msg']}"
-    return SettingsError(f"{path}: {wrong}; a key has some of {', '.join(names)}")
+    what = f"{'.'.join(inside)} of {name}" if inside and inside[0] in names else name
+    have = ", ".join(names)
+    return SettingsError(f"{path}: {what} is wrong: {first['msg']}; a key has some of {have}")
 
 
 def _check_name_in(path: Path, name: str) -> None:
@@ -140,11 +137,11 @@ def write(path: Path, keys: dict[str, Key]) -> None:
     The file keeps its owner, so that a server can still read a file that root changed. Comments are
     lost. Raises OSError.
     """
-    plain = {"keys": {name: _plain(key) for name, key in keys.items()}}
+    plain = _FILE.dump_python(keys, mode="json", exclude_defaults=True, warnings=False)
     handle, part = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # mode 0600
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(_HEADER + to_yaml(plain))
+            file.write(_HEADER + to_yaml({"keys": plain}))
             file.flush()
             os.fsync(file.fileno())
         if path.exists() and (was := path.stat()).st_uid != os.geteuid():
@@ -153,13 +150,6 @@ def write(path: Path, keys: dict[str, Key]) -> None:
     except BaseException:
         Path(part).unlink(missing_ok=True)
         raise
-
-
-def _plain(key: Key) -> dict[str, Any]:
-    """Returns the fields that differ from a key without limits, as plain YAML values."""
-    default = asdict(Key(""))
-    found = {name: value for name, value in asdict(key).items() if value != default[name]}
-    return {k: [str(each) for each in v] if isinstance(v, tuple) else v for k, v in found.items()}
 
 
 @contextlib.contextmanager

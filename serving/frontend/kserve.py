@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import uuid
 from collections.abc import AsyncGenerator, Callable
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -237,8 +237,9 @@ class _InferStream:
                     request = await anext(self._messages, None)
                 except InvalidRequest as error:  # not a valid request, so it has no id
                     self._free.release()
-                    with self._messages.request(), self._counting() as end:
-                        await self._tell(error, "", end)  # not idle until the client reads this
+                    with self._messages.request():  # not idle until the client reads of it
+                        async with self._answering(""):
+                            raise error
                 except ServingError as error:
                     ended = error
                 else:
@@ -250,28 +251,28 @@ class _InferStream:
 
     async def _answer(self, request: pb.ModelInferRequest) -> None:
         try:
-            with self._counting() as end:
-                try:
-                    with self._messages.request(), self._service.guard.place():
-                        responses = self._service.answers(request, self._context, may_stream=True)
-                        async with contextlib.aclosing(responses):
-                            async for response in responses:
-                                told = pb.ModelStreamInferResponse(infer_response=response)
-                                await self._write(told)
-                except Exception as error:
-                    await self._tell(error, request.id, end)
+            async with self._answering(request.id):
+                with self._messages.request(), self._service.guard.place():
+                    responses = self._service.answers(request, self._context, may_stream=True)
+                    async with contextlib.aclosing(responses):
+                        async for response in responses:
+                            told = pb.ModelStreamInferResponse(infer_response=response)
+                            await self._write(told)
         finally:
             self._free.release()
 
-    def _counting(self) -> contextlib.AbstractContextManager[Callable[[grpc.StatusCode], None]]:
-        return self._service.guard.counting(STREAM_REQUEST, self._context)
+    def _answering(self, request_id: str) -> contextlib.AbstractAsyncContextManager[None]:
+        refuse = partial(self._refuse, request_id)
+        return self._service.guard.answering(STREAM_INFER, self._context, refuse, STREAM_REQUEST)
 
-    async def _tell(
-        self, error: Exception, request_id: str, end: Callable[[grpc.StatusCode], None]
+    async def _refuse(
+        self,
+        request_id: str,
+        code: grpc.StatusCode,
+        said: str,
+        trailing: tuple[tuple[str, str], ...],
     ) -> None:
-        """Sends an error as the last response to its request, and reports its code to `end`."""
-        code, said, trailing = self._service.guard.tell(STREAM_INFER, self._context, error)
-        end(code)
+        """Sends an error as the last response to its request."""
         told = pb.ModelStreamInferResponse(error_message=said or code.name)
         told.infer_response.id = cut(request_id)
         parameters: dict[str, Any] = {"triton_final_response": True, "status": code.name}

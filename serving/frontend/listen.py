@@ -85,8 +85,10 @@ class GrpcPort:
         address, certificates = join(self._host, self._wanted), self._server.certificates
         # Checked here, since gRPC logs the reason but does not raise it; and first, since a server
         # of gRPC's that never starts leaves words on stderr when the process ends.
-        if (refused := _refusal(self._host, self._wanted)) is not None:
-            raise cannot_listen(address, refused, self._prefix, "port")
+        try:
+            _check_free(self._host, self._wanted)
+        except OSError as error:
+            raise cannot_listen(address, error, self._prefix, "port") from None
         options = (
             *_OPTIONS,
             ("grpc.max_allowed_incoming_connections", self._max_connections),
@@ -179,15 +181,9 @@ def _bound(family: int, kind: int, protocol: int, _: str, where: Any) -> socket.
     return bound
 
 
-def _refusal(host: str, port: int) -> OSError | None:
-    """Returns the error if an address of the host is taken, or none can be bound; otherwise
-    None.
-    """
-    try:
-        found = addresses(host, port)
-    except OSError as error:
-        return error
-    refusals: list[OSError] = []
+def _check_free(host: str, port: int) -> None:
+    """Raises OSError if an address of the host is taken, or none can be bound."""
+    found, refusals = addresses(host, port), list[OSError]()
     for address in found:
         try:
             _bound(*address).close()
@@ -195,5 +191,4 @@ def _refusal(host: str, port: int) -> OSError | None:
             refusals.append(error)
     taken = [error for error in refusals if error.errno in (errno.EADDRINUSE, errno.EACCES)]
     if taken or len(refusals) == len(found):
-        return (taken or refusals)[0]
-    return None
+        raise (taken or refusals)[0]

@@ -69,10 +69,10 @@ class Watched[T](ABC):
         self.heard(f"{self.what} were read again")
         return True
 
-    async def watch(self, every_s: float = LOOKS_EVERY_S) -> None:
+    async def watch(self) -> None:
         """Watches until cancelled; it reads in a thread, since a disk may hang."""
         while self.paths:
-            await asyncio.sleep(every_s)
+            await asyncio.sleep(LOOKS_EVERY_S)
             self._use(await asyncio.to_thread(self.news))
 
     def _look(self) -> _Seen:

@@ -9,7 +9,6 @@ import asyncio
 import logging
 import os
 import signal
-import ssl
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -29,7 +28,7 @@ from serving.frontend.inbox import MAX_MESSAGE_BYTES
 from serving.frontend.listen import GrpcPort
 from serving.frontend.metrics import Metrics
 from serving.frontend.reload import Watched
-from serving.frontend.status import StatusLog, set_brownout
+from serving.frontend.status import log_status, set_brownout
 from serving.frontend.tracing import Tracer
 from serving.request import BrownoutChange, BrownoutState
 from serving.settings.reading import named_models
@@ -89,7 +88,10 @@ class Server:
         self.certificates = exposure.certificates(config)
         self.metrics.access = self.access
         receiving = max(1, config.max_bytes_in_flight // MAX_MESSAGE_BYTES)
-        limits = Limits(max_calls(config), receiving, config.message_timeout_s)
+        # By default twice what the engine can hold, so that the engine refuses requests first.
+        held = config.engine.max_num_seqs + config.engine.max_queue_len
+        max_calls = config.max_concurrent_calls or 2 * held
+        limits = Limits(max_calls, receiving, config.message_timeout_s)
         self.guard = Guard(limits, self)
         self.main = GrpcPort(self, self.guard, config.host, config.port, config.max_connections)
         self.front_ends = front_ends.make_all(self)
@@ -129,12 +131,6 @@ class Server:
     def scheme(self) -> str:
         """The URL scheme of the HTTP ports."""
         return "http" if self.certificates is None else "https"
-
-    @property
-    def tls(self) -> Callable[[], ssl.SSLContext] | None:
-        """Returns the context for a new connection of an HTTP port; None without encryption."""
-        certificates = self.certificates
-        return None if certificates is None else lambda: certificates.context
 
     async def start(self) -> None:
         """Starts listening, NOT_SERVING at first. Raises OSError if an address cannot be bound."""
@@ -198,8 +194,8 @@ class Server:
         self.health.set(engine.status == "ready")
         self.keep_running(self._watch_engine(engine), "jmoe-watch-engine")
         if self._logs_status and self.config.status_interval_s:
-            status = StatusLog(engine, self.metrics, self.config.status_interval_s)
-            self.keep_running(status.run(), "jmoe-status")
+            status = log_status(engine, self.metrics, self.config.status_interval_s)
+            self.keep_running(status, "jmoe-status")
 
     async def failed(self) -> str:
         """Waits until the engine has failed, and returns why."""
@@ -261,15 +257,6 @@ def _exit_at_once(reason: str) -> None:
     """Ends the process: the event loop is stuck, so that no client can be notified any more."""
     log.critical("the server ends at once: %s", reason)
     os._exit(1)
-
-
-def max_calls(config: ServerConfig) -> int:
-    """Returns the limit of concurrent calls.
-
-    By default it is twice what the engine can hold, so that the engine refuses requests first.
-    """
-    engine = config.engine
-    return config.max_concurrent_calls or 2 * (engine.max_num_seqs + engine.max_queue_len)
 
 
 async def serve(

@@ -115,9 +115,7 @@ class GenerationService(rpc.GenerationServicer):
         number = number_of(request.model, engine.names)
         if engine.family is None:
             raise NotFound("this engine runs without a model")
-        info = convert.model_info(engine.family[number])
-        info.name = engine.names[number]
-        return info
+        return convert.model_info(engine.names[number], engine.family[number])
 
 
 def _tell_how_steps_run(executor: "Executor", info: pb.ServerInfo) -> None:

@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import asdict, fields
-from operator import mul
+from operator import mul, sub
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from serving.errors import shown
@@ -72,18 +72,16 @@ class Counted(NamedTuple):
         """Returns the sample's rates since `last`; empty without an earlier sample."""
         if last is None or self.at_s <= last.at_s:
             return {}
-        took_s, visits = self.at_s - last.at_s, self.visits - last.visits
-        priced = self.priced_tokens - last.priced_tokens
-        nats = self.expected_loss_nats - last.expected_loss_nats
-        share = (self.degraded - last.degraded) / visits if visits else math.nan
+        since = Counted._make(map(sub, self, last))
+        took_s, visits, priced = since.at_s, since.visits, since.priced_tokens
         return {
             # A request that ends while it is counted may be missing for a moment.
-            "requests_per_s": max(0, self.arrived - last.arrived) / took_s,
-            "refused_per_s": (self.refused - last.refused) / took_s,
-            "prompt_tokens_per_s": (self.prompt_tokens - last.prompt_tokens) / took_s,
-            "output_tokens_per_s": (self.output_tokens - last.output_tokens) / took_s,
-            "degraded_share": share,
-            "expected_loss": nats / priced if priced else math.nan,
+            "requests_per_s": max(0, since.arrived) / took_s,
+            "refused_per_s": since.refused / took_s,
+            "prompt_tokens_per_s": since.prompt_tokens / took_s,
+            "output_tokens_per_s": since.output_tokens / took_s,
+            "degraded_share": since.degraded / visits if visits else math.nan,
+            "expected_loss": since.expected_loss_nats / priced if priced else math.nan,
         }
 
 
@@ -126,24 +124,18 @@ class Snapshot(NamedTuple):
         return bool(busy) or self._replace(counted=counted) != last
 
 
-class StatusLog:
-    """Logs a line every `interval_s` while there is work or something changed."""
-
-    def __init__(self, engine: "Engine", metrics: Metrics, interval_s: float) -> None:
-        self._engine, self._metrics, self._interval_s = engine, metrics, interval_s
-
-    async def run(self) -> None:
-        """Logs until it is cancelled, by the event loop's clock."""
-        last = self._look()
-        while True:
-            await asyncio.sleep(self._interval_s)
-            now = self._look()
-            if now.is_news(last):
-                _log_status(last, now)
-            last = now
-
-    def _look(self) -> Snapshot:
-        return Snapshot.of(self._engine, self._metrics, asyncio.get_running_loop().time())
+async def log_status(engine: "Engine", metrics: Metrics, interval_s: float) -> None:
+    """Logs a line every `interval_s`, by the event loop's clock, while there is work or something
+    changed; until it is cancelled.
+    """
+    clock = asyncio.get_running_loop().time
+    last = Snapshot.of(engine, metrics, clock())
+    while True:
+        await asyncio.sleep(interval_s)
+        now = Snapshot.of(engine, metrics, clock())
+        if now.is_news(last):
+            _log_status(last, now)
+        last = now
 
 
 def _log_status(last: Snapshot, now: Snapshot) -> None:

@@ -41,7 +41,8 @@ def sampling(given: Mapping[str, Any]) -> SamplingParams:
         if name in _FIXED:
             _check_fixed(name, value)
         elif name in _READERS:
-            fields[_FIELDS.get(name, name)] = _READERS[name](name, value)
+            field, read = _READERS[name]
+            fields[field] = read(name, value)
         else:
             raise _unknown(name)
     return SamplingParams.of({**fields, "logprobs": "top_logprobs" in fields}, DEFAULTS)
@@ -201,37 +202,28 @@ _STRUCTURES: dict[str, Callable[[str, Any], Structure]] = {
     "json_object": lambda name, value: Structure(StructureKind.JSON_SCHEMA, '{"type": "object"}'),
 }
 
-_FIELDS = {
-    "max_tokens": "max_new_tokens",
-    "min_tokens": "min_new_tokens",
-    "include_stop_str_in_output": "include_stop",
-    "logprobs": "top_logprobs",  # how many likeliest tokens to return beside the sampled one
-    "structured_outputs": "structure",
-    "guided_decoding": "structure",
+_READERS: dict[str, tuple[str, Callable[[str, Any], Any]]] = {
+    "max_tokens": ("max_new_tokens", _max_tokens),
+    "min_tokens": ("min_new_tokens", _min_tokens),
+    "skip_special_tokens": ("skip_special_tokens", _truth),
+    "include_stop_str_in_output": ("include_stop", _truth),
+    "temperature": ("temperature", _real),
+    "top_k": ("top_k", _top_k),
+    "top_p": ("top_p", _real),
+    "min_p": ("min_p", _real),
+    "seed": ("seed", _whole),
+    "stop": ("stop", _stop),
+    "stop_token_ids": ("stop_token_ids", _stop_token_ids),
+    "ignore_eos": ("ignore_eos", _truth),
+    "logprobs": ("top_logprobs", _whole),  # so many likeliest tokens, and the sampled one
+    "presence_penalty": ("presence_penalty", _real),
+    "frequency_penalty": ("frequency_penalty", _real),
+    "repetition_penalty": ("repetition_penalty", _real),
+    "logit_bias": ("logit_bias", _logit_bias),
+    "structured_outputs": ("structure", _structure),
+    "guided_decoding": ("structure", _structure),
 }
-"""Fields of SamplingParams whose names differ from vLLM's."""
-
-_READERS: dict[str, Callable[[str, Any], Any]] = {
-    "max_tokens": _max_tokens,
-    "min_tokens": _min_tokens,
-    "skip_special_tokens": _truth,
-    "include_stop_str_in_output": _truth,
-    "temperature": _real,
-    "top_k": _top_k,
-    "top_p": _real,
-    "min_p": _real,
-    "seed": _whole,
-    "stop": _stop,
-    "stop_token_ids": _stop_token_ids,
-    "ignore_eos": _truth,
-    "logprobs": _whole,
-    "presence_penalty": _real,
-    "frequency_penalty": _real,
-    "repetition_penalty": _real,
-    "logit_bias": _logit_bias,
-    "structured_outputs": _structure,
-    "guided_decoding": _structure,
-}
+"""By vLLM's name: the field of SamplingParams, and what reads its value."""
 
 _FIXED = {
     "n": 1,

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import logging
-import socket
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -87,15 +86,15 @@ class Listener:
         (see `bind_socket`); `first` is the port that is tried first where `port` is 0.
         """
         routes = [*(getattr(route, "path", "") or "/" for route in app.routes), "other"]
-        self._ended: Ended = server.metrics.calls.door(protocol, routes, "500")
-        self._app, self._serving, self._host = _Counted(app, self._ended), server, host
-        self._wanted, self._prefix, self._first = port, prefix, first
-        self._port_flag = port_flag
+        ended: Ended = server.metrics.calls.door(protocol, routes, "500")
+        self._app, self._serving, self._host = _Counted(app, ended), server, host
+        self._first = 0 if port else first
+        self._bind = partial(bind_socket, host, port, prefix, first, port_flag)
         self._make_protocol = partial(
             BoundedHttp,
             max_connections=max_connections,
             message_timeout_s=server.config.message_timeout_s,
-            refused=partial(self._ended, "other"),
+            refused=partial(ended, "other"),
         )
         self.port = 0  # the bound one, after start
         self._server: _Uvicorn | None = None
@@ -112,10 +111,10 @@ class Listener:
 
         Raises OSError if the address cannot be bound.
         """
-        tls = self._serving.tls
-        bound = bind_socket(self._host, self._wanted, self._prefix, self._first, self._port_flag)
+        certificates = self._serving.certificates
+        bound = self._bind()
         self.port = bound.getsockname()[1]
-        if self._first and not self._wanted and self.port != self._first:
+        if self._first and self.port != self._first:
             if self._serving.main.port == self._first:
                 log.warning(
                     "--port is gRPC's, and HTTP is on port %d: clients of OpenAI's API need "
@@ -138,26 +137,20 @@ class Listener:
         )
         config.load()
         self._server = server = _Uvicorn(config)
-        own = [bound] if tls is None else []  # sockets that uvicorn itself accepts from
-        self._task = asyncio.create_task(self._serve(server, bound, own), name="jmoe-http")
+        own = [bound] if certificates is None else []  # sockets that uvicorn accepts from
+        self._task = asyncio.create_task(server.serve(own), name="jmoe-http")
         while not server.started and not self._task.done():
             await asyncio.sleep(0)
-        if tls is not None:
-
-            def protocol() -> asyncio.Protocol:
-                made: Any = config.http_protocol_class
-                state = server.lifespan.state
-                return made(config=config, server_state=server.server_state, app_state=state)
-
-            self.door = Door(bound, tls, protocol)
+        if certificates is not None:
+            protocol = partial(
+                self._make_protocol,
+                config=config,
+                server_state=server.server_state,
+                app_state=server.lifespan.state,
+            )
+            self.door = Door(bound, lambda: certificates.context, protocol)
             self.door.open()
         return f"{self._serving.scheme}://{self.address}"
-
-    async def _serve(
-        self, server: _Uvicorn, bound: socket.socket, own: list[socket.socket]
-    ) -> None:
-        with bound:
-            await server.serve(sockets=own)
 
     async def stop(self) -> None:
         """Stops accepting connections, and ends open ones within a second."""

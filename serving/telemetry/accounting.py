@@ -77,19 +77,13 @@ class Accounts:
         self._tell(Observer.stages_ran, stages)
 
     def _note_begun(self, step: ScheduledStep, started_at: float) -> None:
+        new = [s for s in step.sequences if math.isnan(s.began_at) and not s.request.is_audit]
+        for sequence in new:
+            sequence.began_at = started_at
         for priority in Priority:
-            new = [
-                s
-                for s in step.sequences
-                if s.request.priority is priority
-                and math.isnan(s.began_at)
-                and not s.request.is_audit
-            ]
-            if new:
-                for sequence in new:
-                    sequence.began_at = started_at
-                queue_s = np.array([started_at - s.arrived_at for s in new])
-                wait_s = np.array([max(0.0, started_at - s.ready_at) for s in new])
+            if of_class := [s for s in new if s.request.priority is priority]:
+                queue_s = np.array([started_at - s.arrived_at for s in of_class])
+                wait_s = np.array([max(0.0, started_at - s.ready_at) for s in of_class])
                 self._tell(Observer.requests_began, queue_s, wait_s, priority)
 
     def tokens(
@@ -110,9 +104,8 @@ class Accounts:
 
     def request_admitted(self, sequence: SequenceState, now: float) -> None:
         """Reports that a request was admitted."""
-        if sequence.request.is_audit:
-            return
-        self._tell(Observer.request_admitted, sequence, now)
+        if not sequence.request.is_audit:
+            self._tell(Observer.request_admitted, sequence, now)
 
     def request_refused(self, key: str, priority: Priority | None) -> None:
         """Counts a request of an API key that was refused for load; `priority` None: no class had

@@ -12,8 +12,6 @@ from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Any
 
-FORMATS = ("text", "json")
-
 _TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _OWN = "jmoe"  # name of the handler that `configure` adds
 _request_id: ContextVar[str] = ContextVar("jmoe_request_id", default="")

@@ -4,7 +4,6 @@ import fnmatch
 import json
 import re
 import shutil
-import ssl
 import subprocess
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from dockerfile import DOCKERFILE, ROOT, command, health, instructions, served_w
 
 from serving.frontend import exposure
 from serving.frontend.metrics import Metrics
+from serving.frontend.tls import Certificates, Files
 from serving.settings import reading as settings
 from tests.serving.certificates import Authority
 from tests.serving.probed import probed
@@ -94,15 +94,11 @@ def test_what_it_starts_is_a_server_on_the_ports_that_it_says(monkeypatch):
 
 @pytest.mark.parametrize("encrypted", [False, True])
 def test_a_container_is_healthy_once_it_is_ready(tmp_path, encrypted):
-    is_ready, tls = [False], None
+    is_ready, certificates = [False], None
     if encrypted:
-        pair, tls = (
-            Authority(tmp_path, "ca").signs("server"),
-            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER),
-        )
-        tls.load_cert_chain(pair.cert, pair.key)
-    context = None if tls is None else lambda: tls
-    with probed(Metrics(), lambda: (is_ready[0], ""), context) as port:
+        pair = Authority(tmp_path, "ca").signs("server")
+        certificates = Certificates(Files(pair.cert, pair.key, None))
+    with probed(Metrics(), lambda: (is_ready[0], ""), certificates) as port:
         assert health(port) != 0
         is_ready[:] = [True]
         assert health(port) == 0

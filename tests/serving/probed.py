@@ -14,15 +14,15 @@ from serving.frontend.metrics_http import MetricsPort
 
 @contextlib.contextmanager
 def probed(
-    metrics: Metrics, readiness=lambda: (True, "ready"), tls=None, **fields
+    metrics: Metrics, readiness=lambda: (True, "ready"), certificates=None, **fields
 ) -> Iterator[int]:
     """Yields the port; `fields` are those of ServerConfig."""
     server = SimpleNamespace(
         metrics=metrics,
         access=Access(),
         readiness=readiness,
-        tls=tls,
-        scheme="http" if tls is None else "https",
+        certificates=certificates,
+        scheme="http" if certificates is None else "https",
         config=ServerConfig(**fields),
     )
     loop = asyncio.new_event_loop()

@@ -28,7 +28,6 @@ from serving.cluster.wire import (
     MOST_FRAMES,
     Wire,
     WireError,
-    to_frames,
 )
 from serving.pipeline.messages import FromExperts, ToExperts
 
@@ -99,7 +98,7 @@ WIRE = Wire([Whole, Note])
 
 
 def frames_of(message):
-    return [bytes(frame) for part in WIRE.encode(message) for frame in to_frames(part)]
+    return [bytes(frame) for frame in WIRE.encode(message)]
 
 
 def decoded(frames):
@@ -136,7 +135,7 @@ def test_arrays_that_are_strided_travel_and_are_whole_when_they_come():
     index = np.arange(10)[::3]
     message = FromExperts(1, np.ones((4, 8), np.float32).T, index, index)
     wire = Wire([ToExperts, FromExperts])
-    frames = [bytes(f) for part in wire.encode(message) for f in to_frames(part)]
+    frames = [bytes(frame) for frame in wire.encode(message)]
     found = wire.decode(frames)
     assert same(found, message)
     assert found.row.flags.writeable

@@ -11,7 +11,7 @@ import pytest
 
 from serving.cluster import followers, members
 from serving.cluster.followers import Followers, Leader
-from serving.cluster.wire import Wire, to_frames
+from serving.cluster.wire import Wire
 from serving.errors import Lost, PeerLost, SettingsError, Unavailable
 from serving.execution.buckets import Key
 from serving.execution.replay import (
@@ -80,7 +80,7 @@ def leading(count=2, facts=FACTS, timeout_s=30.0):
 
 def follower(leader, index=1, facts=FACTS, timeout_s=30.0):
     address = f"127.0.0.1:{leader.port}"
-    return Leader(address, leader.num_processes, index, facts, peer_timeout_s=timeout_s)
+    return Leader(address, index, facts, peer_timeout_s=timeout_s)
 
 
 @contextmanager
@@ -330,7 +330,7 @@ def test_keys_travel(key):
 def sent(call):
     """Returns what a call is at the other end."""
     wire = Wire(CALLS)
-    frames = [bytes(frame) for part in wire.encode(call) for frame in to_frames(part)]
+    frames = [bytes(frame) for frame in wire.encode(call)]
     return wire.decode(frames)
 
 

@@ -15,7 +15,7 @@ from serving.cluster import port as port_module
 from serving.cluster.followers import Followers, Leader
 from serving.cluster.members import GREETINGS, Fact, Join
 from serving.cluster.secret import ClusterSecret
-from serving.cluster.wire import MAX_FRAME_BYTES, Wire, to_frames
+from serving.cluster.wire import MAX_FRAME_BYTES, Wire
 from serving.errors import SettingsError
 from serving.execution.replay import UseWay
 
@@ -38,7 +38,7 @@ def served(secret):
 @contextmanager
 def joins(leader, secret):
     """A follower joins, though whatever has been done to process 0, and hears a call."""
-    other = Leader(f"127.0.0.1:{leader.port}", 2, 1, FACTS, peer_timeout_s=30, secret=secret)
+    other = Leader(f"127.0.0.1:{leader.port}", 1, FACTS, peer_timeout_s=30, secret=secret)
     with ThreadPoolExecutor(1) as pool:
         joined = pool.submit(other.join, 60)
         try:
@@ -88,7 +88,7 @@ def stranger(leader, key, server):
 
 def greeting(message, *more):
     """Returns a greeting's frames."""
-    frames = [frame for part in Wire(GREETINGS).encode(message) for frame in to_frames(part)]
+    frames = Wire(GREETINGS).encode(message)
     return [bytes(16) + secrets.token_bytes(16) + bytes(17), *frames, *more]
 
 
@@ -150,7 +150,7 @@ def test_a_follower_tells_its_settings_to_nobody_without_the_secret():
     for false in (OTHER, None):
         with served(false) as leader:
             address = f"127.0.0.1:{leader.port}"
-            follower = Leader(address, 2, 1, FACTS, peer_timeout_s=30, secret=SECRET)
+            follower = Leader(address, 1, FACTS, peer_timeout_s=30, secret=SECRET)
             with pytest.raises(module.Unavailable, match=r"the same secret \(engine.secret_file"):
                 follower.join(0.5)
             assert not leader._joined
@@ -207,12 +207,12 @@ def test_values_are_told_only_to_who_has_the_secret(secret, caplog):
     with served(secret) as leader:
         address = f"127.0.0.1:{leader.port}"
         with pytest.raises(SettingsError, match=r"engine.page_size") as refused:
-            Leader(address, 2, 1, facts, peer_timeout_s=30, secret=secret).join(60)
+            Leader(address, 1, facts, peer_timeout_s=30, secret=secret).join(60)
         assert ("is 32 in process 1 of 2 and 16 in" in str(refused.value)) == (secret is not None)
         assert ("16" in str(refused.value)) == (secret is not None)
         with pytest.raises(SettingsError, match=r"engine.process_index is 9") as refused:
-            Leader(address, 2, 9, FACTS, peer_timeout_s=30, secret=secret).join(60)
+            Leader(address, 9, FACTS, peer_timeout_s=30, secret=secret).join(60)
         with pytest.raises(SettingsError, match=r"differ.*|is .* in process 1") as refused:
-            Leader(address, 2, 1, {"a\nb" * 99: "c\n"}, peer_timeout_s=30, secret=secret).join(60)
+            Leader(address, 1, {"a\nb" * 99: "c\n"}, peer_timeout_s=30, secret=secret).join(60)
     assert "engine.page_size is 32 in process 1 of 2 and 16 in process 0" in caplog.text
     assert not any("\n" in record.getMessage() for record in caplog.records)

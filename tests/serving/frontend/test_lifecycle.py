@@ -256,6 +256,14 @@ async def test_a_failed_engine_can_leave_the_process_up() -> None:
         assert await asyncio.wait_for(child.wait(), 60) == 0
 
 
+async def test_a_client_does_not_take_a_server_that_drains_for_one_that_is_ready() -> None:
+    async with serving() as s, Client(s.server.address) as client:
+        await client.wait_ready(30)
+        s.server.health.close()  # which ends what watches it
+        with pytest.raises(TimeoutError):
+            await client.wait_ready(0.5)
+
+
 async def health_at(channel: grpc.aio.Channel) -> int:
     stub = health_pb2_grpc.HealthStub(channel)
     return (await stub.Check(health_pb2.HealthCheckRequest())).status

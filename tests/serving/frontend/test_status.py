@@ -15,7 +15,7 @@ from serving.config import EngineConfig, ServerConfig
 from serving.frontend import guard
 from serving.frontend.metrics import Metrics
 from serving.frontend.server import Server
-from serving.frontend.status import StatusLog
+from serving.frontend.status import log_status
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 from serving.request import BrownoutChange, Priority
 from serving.telemetry import logs
@@ -38,7 +38,7 @@ async def status(caplog):
     caplog.set_level(logging.INFO, "serving")
     engine, metrics = FakeEngine(), Metrics()
     engine.counters = {"num_running": 0, "num_waiting": 0}
-    task = asyncio.create_task(StatusLog(engine, metrics, INTERVAL_S).run())
+    task = asyncio.create_task(log_status(engine, metrics, INTERVAL_S))
     await asyncio.sleep(INTERVAL_S / 2)
     yield engine, metrics
     task.cancel()

@@ -1,15 +1,15 @@
 """Calls that take request after request, by a clock of their own."""
 
 import asyncio
-import contextlib
 from types import SimpleNamespace
 
 import grpc
 import pytest
 
 from serving.errors import DeadlineExceeded, InvalidRequest, Overloaded, Unavailable
-from serving.frontend.guard import Told
+from serving.frontend.guard import Guard, Limits
 from serving.frontend.kserve import _InferStream
+from serving.frontend.metrics import Metrics
 from serving.frontend.streams import IDLE_S, Stream, Streams
 
 pytestmark = pytest.mark.simulated_time
@@ -146,9 +146,8 @@ async def test_a_stream_whose_caller_does_not_read_keeps_its_place() -> None:
         await read.wait()
 
     call.write = write
-    said = Told(grpc.StatusCode.INVALID_ARGUMENT, "bad", ())
-    uncounted = contextlib.nullcontext(lambda code: None)
-    guard = SimpleNamespace(tell=lambda *_: said, counting=lambda *_: uncounted)
+    call.peer = lambda: "somebody"
+    guard = Guard(Limits(1, 1, 10.0), SimpleNamespace(metrics=Metrics()))
     service = SimpleNamespace(guard=guard)
     with streams.open(call, parse) as stream:
         running = asyncio.create_task(_InferStream(service, stream, call).run())
