@@ -33,7 +33,7 @@ from serving.control.experts_loader import ExpertsLoader, allowed_ways
 from serving.control.fetcher import Fetcher
 from serving.control.guarded import make_controller
 from serving.control.losses import Curve, Curves, LossBound, Losses
-from serving.control.models import Check, CurvesOf, Models
+from serving.control.models import Models
 from serving.control.registry import Registry
 from serving.control.slo import SloAnalyser
 from serving.errors import (
@@ -134,10 +134,8 @@ class Engine:
         ways = allowed_ways(config.brownout, self.family)
         way = ways[0] if ways else 0
         slow_s = config.plugin_slow_ms / 1e3 or math.inf
-        levels = config.brownout.levels
         names = list(("",) if self.family is None else self.family.names)
         self.names = names  # of models in requests, by place; empty: vacant
-        self.losses = Losses(names, losses, levels=levels)
         own = brownout_of_models(config.brownout.models)
         self.slo = SloAnalyser(
             config.brownout,
@@ -145,12 +143,11 @@ class Engine:
             way=way,
             pace=self.pace,
             slow_s=slow_s,
-            losses=self.losses,
+            losses=Losses(names, losses, levels=config.brownout.levels),
             models=[own.get(name, ModelBrownout(name)) for name in names],
         )
         observers = [observer] if isinstance(observer, Observer) else observer or ()
         self.loader = ExpertsLoader(executor, self.family, ways, self.slo, config.balance)
-        self.models = Models(config, executor, self.family, names, self.loader, arriving)
         audit = replace(config.audit, share=0) if config.resident_experts else config.audit
         self.auditor = Auditor(audit, self.names, self._score, self._audits, clock)
         own = self.slo.load, *self.loader.observers, self.auditor
@@ -172,6 +169,18 @@ class Engine:
         self.registry = Registry(executor, self.scheduler, config.model_stay_s, self._work.set)
         self.fetcher = Fetcher(executor, self.scheduler, self.family, clock)
         self.admission = Admission(config, executor.limits, self.family)
+        self.models = Models(
+            config,
+            executor,
+            self.family,
+            names,
+            self.loader,
+            self.slo,
+            self.admission,
+            self.auditor,
+            arriving,
+            self._work.set,
+        )
         self.request_timeout_s = 0.0  # of requests that name none; 0: they have none
         self.deadlines = Deadlines(config.queue_timeout_s, clock, self._end)
         stuck = f"a step took longer than {config.watchdog_s:g} s (engine.watchdog_s)"
@@ -185,7 +194,6 @@ class Engine:
         self._news = deque[Any]()  # what the executor told (serving.execution.executor)
         self._workers = executor if isinstance(executor, HasWorkers) else None
         self._changes = set[asyncio.Task[Any]]()  # of models
-        self._waiting: list[BrownoutChange] = []  # in turn, each for its way
         self._open: set[SequenceState] = set()  # admitted and not ended
         self._under_way = {priority: Counter[str]() for priority in Priority}  # of them, by key
         self._idle = asyncio.Event()
@@ -574,20 +582,15 @@ class Engine:
         """Changes brownout settings; another way is loaded while serving goes on (ExpertsLoader).
         Raises InvalidRequest, and Unavailable for another way if the engine has failed or stopped.
         """
-        self._check(change, self._bound(change))
+        self._check(change, self.loader.bound(change))
         if change.way is not None:
             if self.status in ("failed", "stopped"):
                 raise Unavailable(f"the engine is {self.status}; no other way can be loaded")
-            loaded = self.loader.request(change.way)
             self._work.set()
-            self._waiting.append(change)
-            try:
-                await asyncio.shield(loaded)  # goes on even if this caller is cancelled
-            finally:
-                self._waiting.remove(change)
+            await self.loader.load(change)
             # A change that this one was checked with may have been dropped with its caller.
             try:
-                self._check(change, self._bound(replace(change, way=None)))
+                self._check(change, self.loader.bound(replace(change, way=None)))
             except InvalidRequest as error:
                 way = self.slo.way
                 raise InvalidRequest(f"{error}; the way is {way} now, all else as before") from None
@@ -598,17 +601,9 @@ class Engine:
         """Returns what a change of brownout lets expect at the present load; nothing is changed.
         Raises InvalidRequest as `set_brownout`.
         """
-        bound = self._bound(change)
+        bound = self.loader.bound(change)
         self._check(change, bound)
         return self.slo.what_if(change, bound)
-
-    def _bound(self, change: BrownoutChange) -> LossBound:
-        """Returns the bound on expected loss, and the brownout that has to keep it, once a change
-        is made and those that wait for their ways; one of another way comes behind them.
-        """
-        if change.way is None:
-            return self.slo.bound([change, *self._waiting], self.loader.next_way)
-        return self.slo.bound([*self._waiting, change], change.way)
 
     def _check(self, change: BrownoutChange, bound: LossBound) -> None:
         """Raises InvalidRequest for a change that cannot be made, and NotFound for a model that is
@@ -616,11 +611,7 @@ class Engine:
         """
         self._check_composes(change)
         self.slo.check(change, bound)
-        if self.models.coming is not None:
-            bound.check(self._losses_of(*self.models.coming))
-
-    def _losses_of(self, name: str, curves: CurvesOf) -> Losses:
-        return Losses((name,), [curves], levels=self.config.brownout.levels)
+        self.models.check(bound)
 
     async def load_model(self, name: str, directory: str) -> None:
         """Loads a further model of the family's architecture while others are served; returns when
@@ -629,17 +620,7 @@ class Engine:
         Raises InvalidRequest for a model that cannot be served beside the others, or has no place,
         slots or memory, and Unavailable if the engine does not run.
         """
-
-        def check() -> Check:
-            bound = self._bound(BrownoutChange())
-            return lambda curves: bound.check(self._losses_of(name, curves))
-
-        async def joined(number: int, model: Model, curves: CurvesOf) -> None:
-            await self.admission.put(number, model)
-            self.losses.put(number, curves)
-            self.slo.put(number, ModelBrownout(name))
-
-        await self._kept_on(self.models.load(name, directory, self._work.set, check, joined))
+        await self._kept_on(self.models.load(name, directory))
 
     async def unload_model(self, name: str, drain_s: float = 0.0) -> int:
         """Unloads a model: nobody finds it from now on. Its requests may go on for `drain_s`
@@ -648,14 +629,7 @@ class Engine:
         Raises NotFound, InvalidRequest for the first model, and Unavailable if the engine does not
         run.
         """
-
-        async def left(number: int, first: Model) -> None:
-            self.losses.put(number, None)
-            self.slo.put(number, ModelBrownout(""))
-            self.auditor.forget(number)
-            await self.admission.put(number, first)
-
-        return await self._kept_on(self.models.unload(name, drain_s, self._open, self._end, left))
+        return await self._kept_on(self.models.unload(name, drain_s, self._open, self._end))
 
     async def _kept_on[T](self, change: Coroutine[Any, Any, T]) -> T:
         """Makes a change of models, even if its caller is cancelled."""

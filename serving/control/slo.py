@@ -13,7 +13,7 @@ from serving.config import BrownoutConfig, SalcConfig
 from serving.control.controller import Decision, Load, Loss, PhaseSeen, Seen, StepSeen
 from serving.control.guarded import CONTROLLERS, GuardedController, make_controller
 from serving.control.load import LoadMeter
-from serving.control.losses import Curve, LossBound, Losses
+from serving.control.losses import Curve, CurvesOf, LossBound, Losses
 from serving.control.window import LatencyWindow
 from serving.errors import InvalidRequest, SettingsError, shown
 from serving.plan import Phase, StepControl
@@ -288,7 +288,7 @@ class SloAnalyser:
         self.way = way
         self.way_changes = False  # some layers have the next one already
         self.max_expected_loss = brownout.max_expected_loss
-        self._losses = losses or Losses([""], levels=brownout.levels)
+        self.losses = losses or Losses([""], levels=brownout.levels)
         self.salc_enabled = brownout.salc
         self.ttft_slo_s, self.itl_slo_s = brownout.ttft_slo_s, brownout.itl_slo_s
         self.models = list(models)
@@ -352,9 +352,12 @@ class SloAnalyser:
             if was != now_s and not math.isnan(of.least_s):
                 of.judge("", math.nan, math.nan)
 
-    def put(self, model: int, own: ModelBrownout) -> None:
-        """Replaces what the model in a place has of its own."""
-        self.models[model] = own
+    def put(self, place: int, name: str, curves: CurvesOf | None) -> None:
+        """Takes in a model that is new in a place, with its expected loss; without a name and None,
+        the place is vacant.
+        """
+        self.losses.put(place, curves)
+        self.models[place] = ModelBrownout(name)
         self._renew_objectives()
 
     @property
@@ -471,7 +474,7 @@ class SloAnalyser:
         """The lowest threshold whose expected loss is within the bound."""
         if not self.max_expected_loss or self.strategy == "zero":
             return 0
-        return self._losses.least_percent(self.code, self.way_in_force, self.max_expected_loss)
+        return self.losses.least_percent(self.code, self.way_in_force, self.max_expected_loss)
 
     @property
     def floor_percent(self) -> float:
@@ -483,14 +486,14 @@ class SloAnalyser:
         None where that is not known.
         """
         assert step.control is not None
-        return self._losses.curves(step.control.strategy, self.way if step.way < 0 else step.way)
+        return self.losses.curves(step.control.strategy, self.way if step.way < 0 else step.way)
 
     @property
     def _loss(self) -> Loss | None:
         """What a token is expected to cost that is served now. Tables know no phase: as much in
         either.
         """
-        curve = self._losses.highest(self.code, self.way_in_force)
+        curve = self.losses.highest(self.code, self.way_in_force)
         return None if curve is None else lambda phase: curve
 
     @property
@@ -722,7 +725,7 @@ class SloAnalyser:
             raise InvalidRequest(
                 f"max_expected_loss is {most}; it must be 0 (no bound) or more, in nats a token"
             )
-        bound.check(self._losses)
+        bound.check(self.losses)
 
     def _of_model(self, change: BrownoutChange) -> tuple[int, ModelBrownout]:
         """Returns a model's place, and what it has of its own after a change. Raises as `check`."""
@@ -772,7 +775,7 @@ class SloAnalyser:
             )
         strategy, way, most = bound.strategy, bound.way, bound.most
         code = strategy_code(strategy, bound.keep)
-        least = self._losses.least_percent(code, way, most) if most and strategy != "zero" else 0
+        least = self.losses.least_percent(code, way, most) if most and strategy != "zero" else 0
         given = {
             Phase.DECODE: change.decode_threshold_percent,
             Phase.PREFILL: change.prefill_threshold_percent,
@@ -785,9 +788,7 @@ class SloAnalyser:
         slo_s = dict(zip(Phase, slos_s, strict=True))
         sizes = max(self._load.prompt_tokens, 1), max(self._load.num_running, 1)
         size = dict(zip(Phase, sizes, strict=True))
-        curve, curve_now = (
-            self._losses.highest(*of) for of in ((code, way), (self.code, self.way))
-        )
+        curve, curve_now = (self.losses.highest(*of) for of in ((code, way), (self.code, self.way)))
         found, before_s = dict[Phase, Expected](), 0.0  # a first token waits for a decode step
         for phase, by_hand in given.items():
             shown_percent = 100.0 if self.strategy == "zero" else self.ls.of(phase).shown_percent
@@ -830,7 +831,9 @@ class SloAnalyser:
         same again, holds up no controller.
         """
         if change.model is not None:
-            self.put(*self._of_model(change))
+            number, own = self._of_model(change)
+            self.models[number] = own
+            self._renew_objectives()
             self.is_own_objective = self.is_own_objective or bool(change.ttft_slo_s)
             return
         named = change.controller not in (None, self.ls.controller.name)

@@ -251,7 +251,7 @@ async def bounded(curves, reading=lambda: None):
     brownout = BrownoutConfig(way=2, keep="visits", strategy="partial", salc=False)
     engine = placing(ways=(2, 4), brownout=brownout)
     for number in range(3):
-        engine.losses.put(number, OF_WAYS)
+        engine.slo.losses.put(number, OF_WAYS)
 
     def slowly(*of_model):
         found = read(*of_model, curves=curves)
