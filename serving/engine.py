@@ -188,7 +188,6 @@ class Engine:
         self.on_unresponsive: Callable[[str], None] = log.critical
         self._clock = clock
         self._refused_at: deque[float] = deque(maxlen=100_000)
-        self._vocab_size = 0 if self.family is None else self.family.config.vocab_size
         self._visits_per_token = self.admission.visits_per_token
         self._in_flight = deque[ScheduledStep]()  # none where rows complete singly
         self._news = deque[Any]()  # what the executor told (serving.execution.executor)
@@ -913,7 +912,7 @@ class Engine:
         self.watchdog.ended += before - len(self.scheduler.singles)
 
     def _allowed(self, step: ScheduledStep) -> np.ndarray:
-        return allowed_tokens(step.sequences, step.sampled, self._vocab_size, self._end)
+        return allowed_tokens(step.sequences, step.sampled, self.bounds.vocab_size, self._end)
 
     def _accept(
         self,

@@ -92,6 +92,10 @@ class Capacity:
         return fmean(self._held_s) / self._num_slots * num_waiting
 
 
+def _structures(model: Model) -> Structures:
+    return Structures(model.tokenizer, model.config.vocab_size, model.config.eos_token_ids)
+
+
 def _written(tokenizer: Tokenizer) -> tuple[object, ...]:
     """Returns what a chat's text depends on."""
     return *tokenizer.chat_templates.items(), None, *tokenizer.special_tokens.items()
@@ -103,24 +107,17 @@ class Admission:
     def __init__(self, config: EngineConfig, limits: Limits, family: Family | None) -> None:
         """Without `family` (in tests), only prompts of token ids are taken."""
         self._config, self._limits = config, limits
-        self._models = of_models = [] if family is None else list(family)
-        self._tokenizers: list[Tokenizer | None] = [one.tokenizer for one in of_models] or [None]
-        self._eos: list[tuple[int, ...]] = [one.config.eos_token_ids for one in of_models] or [()]
+        self._models: list[Model] = [] if family is None else list(family)  # by place
         read = cache(self._read_defaults)  # once for places of one model
-        self._defaults: list[Mapping[str, Any]] = [read(one.path) for one in of_models] or [{}]
+        self._defaults: list[Mapping[str, Any]] = [read(one.path) for one in self._models] or [{}]
+        self._structures = [_structures(one) for one in self._models]
         self.capacity = {priority: Capacity(limits.decode_rows) for priority in Priority}
         self.num_tokenizing = Counter[Priority]()  # chats and long texts, waiting for their tokens
-        self._structures = [
-            Structures(one.tokenizer, one.config.vocab_size, one.config.eos_token_ids)
-            for one in of_models
-        ]
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="jmoe-tokenize")
-        most = config.max_model_len - 1
-        longest = max(1 if one is None else one.longest_token for one in self._tokenizers)
-        vocab_size = 0 if family is None else family.config.vocab_size
-        self.bounds = Bounds(most, most * longest, vocab_size, config.max_logprobs_per_call)
         cfg = None if family is None else family.config
+        self._vocab_size = cfg.vocab_size if cfg else 0
         self.visits_per_token = cfg.num_moe_layers * cfg.experts_per_token if cfg else 1
+        self.bounds = self._bounds()
         self._templates: dict[tuple[object, ...], ChatTemplate] = {}
         self._asked_at: dict[str, float] = {}  # by API key, the longest ago first
 
@@ -128,21 +125,20 @@ class Admission:
         """Makes a model the one that requests to `number` are for; what only the one before needed
         is ended.
         """
-        self._models[number] = model
-        cfg, tokenizer = model.config, model.tokenizer
-        self._tokenizers[number], self._eos[number] = tokenizer, cfg.eos_token_ids
+        before, self._models[number] = self._structures[number], model
         self._defaults[number] = self._read_defaults(model.path)
-        before, self._structures[number] = (
-            self._structures[number],
-            Structures(tokenizer, cfg.vocab_size, cfg.eos_token_ids),
-        )
-        longest = max(1 if one is None else one.longest_token for one in self._tokenizers)
-        most = self.bounds.max_prompt_tokens * longest
-        self.bounds = replace(self.bounds, max_prompt_chars=most)
-        used = {_written(one) for one in self._tokenizers if one is not None}
+        self._structures[number] = _structures(model)
+        self.bounds = self._bounds()
+        used = {_written(one.tokenizer) for one in self._models if one.tokenizer is not None}
         gone = [self._templates.pop(what) for what in list(self._templates) if what not in used]
         for limited in (before, *gone):
             await limited.close()
+
+    def _bounds(self) -> Bounds:
+        tokenizers = [one.tokenizer for one in self._models]
+        longest = max((one.longest_token for one in tokenizers if one is not None), default=1)
+        most, most_logprobs = self._config.max_model_len - 1, self._config.max_logprobs_per_call
+        return Bounds(most, most * longest, self._vocab_size, most_logprobs)
 
     def _template(self, tokenizer: Tokenizer) -> ChatTemplate:
         """Returns a model's chat templates; models that have the same ones share them."""
@@ -162,14 +158,15 @@ class Admission:
 
     def tokenizer(self, request: Request) -> Tokenizer | None:
         """Returns the tokenizer of a request's model; None if that takes token ids only."""
-        return self._tokenizers[request.model]
+        return self._models[request.model].tokenizer if self._models else None
 
     def stop_token_ids(self, request: Request) -> frozenset[int]:
         """Returns the tokens that end a request: its own, and the model's unless it ignores
         them.
         """
         sampling = request.sampling
-        own = () if sampling.ignore_eos else self._eos[request.model]
+        ends = self._models[request.model].config.eos_token_ids if self._models else ()
+        own = () if sampling.ignore_eos else ends
         return frozenset((*sampling.stop_token_ids, *own))
 
     async def sequence(self, request: Request, arrived_at: float) -> SequenceState:
@@ -284,8 +281,8 @@ class Admission:
         elif isinstance(prompt, bytes) or not isinstance(prompt, Sized):
             kind = type(prompt).__name__
             raise InvalidRequest(f"the prompt is of type {kind}; send text or token ids", "prompt")
-        elif len(prompt) > bounds.max_prompt_tokens:
-            raise self._too_long(len(prompt), request)
+        else:
+            bounds.check_tokens(len(prompt))
         if request.sampling.stop and tokenizer is None:
             raise InvalidRequest("stop strings need a tokenizer; this model has none", "stop")
         bounds.check_ids("stop_token_ids", request.sampling.stop_token_ids)
@@ -350,21 +347,22 @@ class Admission:
                 "at least, or for more at most",
                 "min_new_tokens",
             )
-        total = len(tokens) + most_new
+        bounds, limits, total = self.bounds, self._limits, len(tokens) + most_new
+        bounds.check_tokens(len(tokens))
         if total > self._config.max_model_len:
-            raise self._too_long(len(tokens), request)
-        self.bounds.check_logprobs([(request.sampling, len(tokens))])
-        limits, vocab = self._limits, self.bounds.vocab_size
-        wrong = next((t for t in tokens if t < 0 or (vocab and t >= vocab)), None)
-        if wrong is not None:
-            raise InvalidRequest(
-                f"token {shown(wrong)} is outside the vocabulary of {vocab}", "prompt"
+            raise TooLong(
+                f"the prompt has {len(tokens)} tokens and up to {most_new} new ones are asked for: "
+                f"{total} in all; the context length is {self._config.max_model_len} "
+                "(engine.max_model_len)",
+                "max_new_tokens",
             )
+        bounds.check_logprobs([(request.sampling, len(tokens))])
+        bounds.check_ids("prompt", tokens)
         if total > limits.most_positions:
             raise TooLong(
                 f"{total} positions need {limits.pages_for(total)} KV pages; "
                 f"this server has {limits.pages_per_rank}",
-                _longer(len(tokens), limits.most_positions),
+                "prompt" if len(tokens) >= limits.most_positions else "max_new_tokens",
             )
 
     async def close(self) -> None:
@@ -374,16 +372,6 @@ class Admission:
         self._thread.shutdown(wait=False, cancel_futures=True)
         for limited in (*self._structures, *self._templates.values()):
             await limited.close()
-
-    def _too_long(self, num_tokens: int, request: Request) -> TooLong:
-        new, most = request.sampling.max_new_tokens or 1, self._config.max_model_len
-        limit = f"the context length is {most} (engine.max_model_len)"
-        said = f"the prompt has {num_tokens} tokens"
-        if num_tokens >= most:
-            said += f"; {limit}, one of them for the answer"
-        else:
-            said += f" and up to {new} new ones are asked for: {num_tokens + new} in all; {limit}"
-        return TooLong(said, _longer(num_tokens, most))
 
     async def _encode(
         self, tokenizer: Tokenizer, request: Request, special_tokens: bool
@@ -435,11 +423,6 @@ async def _in_time(request: Request, what: str) -> AsyncIterator[None]:
         raise DeadlineExceeded(
             f"{what} within {request.timeout_s} s; others may come first"
         ) from None
-
-
-def _longer(num_tokens: int, num_positions: int) -> str:
-    """Returns which of a prompt of so many tokens and its output must be shorter."""
-    return "prompt" if num_tokens >= num_positions else "max_new_tokens"
 
 
 def _ids(prompt: Sequence[int]) -> list[int]:
