@@ -852,22 +852,30 @@ class Engine:
                 raise error
             case Completed(result=StepResult() as result) if self.executor.in_order:
                 self._take_step(result, now)
-                return
+            case Completed(result=StepResult() as result):
+                self._take_rows(told, result, now)
+            case LostRows(rows):
+                self.scheduler.run_again(self._known(rows))
+            case FailedRows(rows, reason):
+                for sequence in self.scheduler.give_up(self._known(rows)):
+                    self._end(sequence, self._lost(reason))
             case RankDown():
                 self._close_rank(told)
             case RankUp(rank):
-                self.scheduler.open_rank(rank)
+                self.scheduler.places.open(rank)
             case WayChanged():
                 self.watchdog.ended += 1
                 self.loader.changed(now)
             case Stages():
                 self.accounts.stages_ran(told)
-            case _:
-                known = [number for number in told.rows if number in self.scheduler.singles]
-                self.watchdog.ended += len(known)
-                self._take_rows(told, known, now)
         if self.scheduler.idle:
             self._idle.set()
+
+    def _known(self, rows: Sequence[int]) -> list[int]:
+        """Returns those of rows that have not been given up, which have ended now."""
+        known = [number for number in rows if number in self.scheduler.singles]
+        self.watchdog.ended += len(known)
+        return known
 
     def _take_step(self, result: StepResult, now: float) -> None:
         step = self._in_flight.popleft()
@@ -881,25 +889,18 @@ class Engine:
         percents = np.where(step.exempt, 100, percent).tolist()
         self._accept(step, result, now, percents)
 
-    def _take_rows(
-        self, told: Completed | LostRows | FailedRows, rows: Sequence[int], now: float
-    ) -> None:
-        match told:
-            case LostRows():
-                self.scheduler.run_again(rows)
-            case FailedRows(_, reason):
-                for sequence in self.scheduler.give_up(rows):
-                    self._end(sequence, self._lost(reason))
-            case Completed(result=StepResult() as result) if rows:
-                num_decoding = self.scheduler.singles.num_decoding
-                step = self.scheduler.complete(rows)
-                step.control = StepControl(min(told.least_percent), told.strategy)
-                spans = zip(step.sequences, told.least_percent, told.most_percent, strict=True)
-                for sequence, *percents in spans:
-                    for percent in percents:
-                        sequence.note_threshold(step.phase, percent)
-                size = num_decoding if step.phase is Phase.DECODE else 0
-                self._accept(step, result, now, told.least_percent, size)
+    def _take_rows(self, told: Completed, result: StepResult, now: float) -> None:
+        num_decoding, rows = self.scheduler.singles.num_decoding, self._known(told.rows)
+        if not rows:
+            return
+        step = self.scheduler.complete(rows)
+        step.control = StepControl(min(told.least_percent), told.strategy)
+        spans = zip(step.sequences, told.least_percent, told.most_percent, strict=True)
+        for sequence, *percents in spans:
+            for percent in percents:
+                sequence.note_threshold(step.phase, percent)
+        size = num_decoding if step.phase is Phase.DECODE else 0
+        self._accept(step, result, now, told.least_percent, size)
 
     def _close_rank(self, down: RankDown) -> None:
         """Ends the requests of a lost rank, whose keys and values are lost."""

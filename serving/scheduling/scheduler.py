@@ -431,10 +431,6 @@ class Scheduler:
         self.give_up(self.singles.on_rank(rank))
         return self._on_rank(rank)
 
-    def open_rank(self, rank: int) -> None:
-        """Opens a rank that is back, and empty."""
-        self.places.open(rank)
-
     def _release_done(self, sequences: Iterable[SequenceState]) -> None:
         """Frees what requests hold that ended while their rows were on their way."""
         for sequence in sequences:
