@@ -188,7 +188,6 @@ class Engine:
         self.on_unresponsive: Callable[[str], None] = log.critical
         self._clock = clock
         self._refused_at: deque[float] = deque(maxlen=100_000)
-        self._visits_per_token = self.admission.visits_per_token
         self._in_flight = deque[ScheduledStep]()  # none where rows complete singly
         self._news = deque[Any]()  # what the executor told (serving.execution.executor)
         self._workers = executor if isinstance(executor, HasWorkers) else None
@@ -931,7 +930,7 @@ class Engine:
         latencies = Latencies()
         q_lens = step.q_lens.tolist() if step.is_last else [0] * len(step.sequences)
         degraded = step.count_degraded(result.degraded)
-        visits = self._visits_per_token
+        visits = self.admission.visits_per_token
         self.accounts.step_read(step, result, step.started_at, now, visits, sum(degraded))
         if result.prompt_logprobs is not None:
             step.share_prompt_logprobs(result)
@@ -955,7 +954,7 @@ class Engine:
             token, logprob = result.tokens[at], result.logprobs[at]
             try:
                 top = result.top(at, request.sampling.top_logprobs)
-                output = sequence.accept(token, logprob, self._visits_per_token, top)
+                output = sequence.accept(token, logprob, top)
             except ServingError as error:
                 self._end(sequence, error)
                 continue

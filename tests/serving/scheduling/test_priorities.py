@@ -91,7 +91,7 @@ class Play:
         self.scheduler.note_read(step, result.degraded, EXACT, set())
         for at, one in enumerate(step.sequences):
             if step.sampled[at] and not one.done:
-                output = one.accept(result.tokens[at], 0.0, 1)
+                output = one.accept(result.tokens[at], 0.0)
                 self.answers[one.request.request_id] += output.token_ids
                 if output.finish_reason:
                     self.scheduler.finish(one)
@@ -344,7 +344,7 @@ def ran(scheduler, now):
         scheduler.complete(step.singles.numbers)
     for at, one in enumerate(step.sequences):
         if step.sampled[at]:
-            one.accept(2, 0.0, 1)
+            one.accept(2, 0.0)
     return step.sequences
 
 

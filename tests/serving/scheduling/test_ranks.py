@@ -83,7 +83,7 @@ def test_who_needs_a_page_gets_it_from_its_own_rank():
         assert step is not None
         result = runner.launch(step, StepControl(100, 0)).result()
         for sequence, token in zip(step.sequences, result.tokens, strict=True):
-            sequence.accept(token, 0.0, 1)
+            sequence.accept(token, 0.0)
     assert placed is not None
     gone = {s.request.request_id for s in scheduler.queues[LS]}
     left = [rank for name, rank in placed.items() if name not in gone]

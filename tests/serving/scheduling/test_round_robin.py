@@ -66,7 +66,7 @@ class Play:
         self.scheduler.observe(step, self.now)
         for at, one in enumerate(step.sequences):
             if step.sampled[at] and not one.done:
-                output = one.accept(result.tokens[at], 0.0, 1)
+                output = one.accept(result.tokens[at], 0.0)
                 self.answers[one.request.request_id] += output.token_ids
                 if output.finish_reason:
                     self.scheduler.finish(one)
