@@ -24,7 +24,6 @@ from serving.scheduling.policy import (
     BE,
     LS,
     TOGETHER,
-    Choice,
     Company,
     GuardedPolicy,
     Order,
@@ -263,9 +262,15 @@ class Scheduler:
         self._promote(now)
         view = self._view(itl_slack_s, now, company)
         choice = self.policy.choose(view)
-        step = self._chosen(choice, now)
-        if step is None:  # nothing to run for this choice, so run anything
-            step = self.under_way[0] if self.under_way else self._begin_any(choice.phase, now)
+        begin, other = self._begin_decode, self._begin_prefill
+        if choice.phase is Phase.PREFILL:
+            begin, other = other, begin
+        resume = choice.resume
+        step = begin(choice.order, now) if resume is None else self.under_way[resume]
+        if step is None and self.under_way:  # nothing to run for this choice, so run anything
+            step = self.under_way[0]
+        if step is None:
+            step = other(TOGETHER, now) or begin(TOGETHER, now)
         return None if step is None else self._take_layers(step, now)
 
     def _promote(self, now: float) -> None:
@@ -320,18 +325,6 @@ class Scheduler:
         if not self._has_best_effort:
             return {LS: sequences, BE: []}
         return {c: [s for s in sequences if s.priority is c] for c in (LS, BE)}
-
-    def _chosen(self, choice: Choice, now: float) -> ScheduledStep | None:
-        if choice.resume is not None:
-            return self.under_way[choice.resume]
-        if choice.phase is Phase.PREFILL:
-            return self._begin_prefill(choice.order, now)
-        return self._begin_decode(choice.order, now)
-
-    def _begin_any(self, tried: Phase | None, now: float) -> ScheduledStep | None:
-        if tried is Phase.PREFILL:
-            return self._begin_decode(TOGETHER, now) or self._begin_prefill(TOGETHER, now)
-        return self._begin_prefill(TOGETHER, now) or self._begin_decode(TOGETHER, now)
 
     def _take_layers(self, step: ScheduledStep, now: float) -> ScheduledStep:
         """Takes the next layers of a step; a parked one that has reached the same layer joins."""
