@@ -28,7 +28,7 @@ import numpy as np
 from jmoe.api import Model
 from jmoe.family import Family
 from serving.config import EngineConfig, ServerConfig
-from serving.control.audit import Auditor, Offer, Scores
+from serving.control.audit import Auditor, Scores
 from serving.control.experts_loader import ExpertsLoader, allowed_ways
 from serving.control.fetcher import Fetcher
 from serving.control.guarded import make_controller
@@ -458,11 +458,10 @@ class Engine:
         finally:
             self._abandon(sequence)
 
-    async def _score(self, offer: Offer) -> Scores:
+    async def _score(self, answer: SequenceState) -> Scores:
         """Runs a prompt and its answer once more, exactly, as best effort."""
         most = min(self.config.max_model_len, self.scheduler.limits.most_positions)
-        context = offer.context[: most - 1]
-        count = len(offer.logprobs) - len(offer.context) + len(context)
+        context = answer.context[: most - 1]
         sampling = SamplingParams(max_new_tokens=1, prompt_logprobs=True, ignore_eos=True)
         request = Request(
             uuid.uuid4().hex,
@@ -470,7 +469,7 @@ class Engine:
             sampling,
             allow_brownout=False,
             priority=BE,
-            model=offer.model,
+            model=answer.request.model,
             reuse_prefix=False,
             is_audit=True,
         )
@@ -479,7 +478,7 @@ class Engine:
             await sequence.next_output()
         finally:
             self._abandon(sequence)
-        first = len(context) - 1 - count
+        first = len(answer.prompt) - 1  # scores are of tokens behind the first one
         return Scores(sequence.prompt_logprobs[first:], sequence.prompt_best[first:])
 
     def _audits(self, model: int) -> bool:

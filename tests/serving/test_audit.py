@@ -353,8 +353,8 @@ async def test_the_exact_model_judges(tmp_path, monkeypatch):
 async def test_an_answer_whose_model_goes_before_it_is_drawn_ends_no_audit():
     scored = []
 
-    async def score(offer):
-        scored.append(offer.model)
+    async def score(answer):
+        scored.append(answer.request.model)
         return Scores([-1.0], [-1.0])
 
     clock = asyncio.get_running_loop().time
@@ -367,10 +367,14 @@ async def test_an_answer_whose_model_goes_before_it_is_drawn_ends_no_audit():
             model=model, key="", allow_audit=True, sampling=SamplingParams(max_new_tokens=1)
         )
         sequence = SimpleNamespace(
-            request=request, degraded_visits=1, context=[1, 2], logprobs=[-0.5]
+            request=request,
+            degraded_visits=1,
+            tokens=[2],
+            logprobs=[-0.5],
+            expected_nats=0.0,
+            previous_at=clock(),
         )
-        output = SimpleNamespace(usage=SimpleNamespace(expected_loss=0.0))
-        auditor.request_finished(sequence, output, clock())
+        auditor.request_finished(sequence, None, clock())
 
     finish(1)
     auditor.forget(1)  # before the task is woken
