@@ -115,8 +115,7 @@ class Fetcher:
         """Fetches the expert ahead that would be visited most, if it is worth its time."""
         if self._away is None or now < self._next_ahead_at or self._exact.again:
             return
-        asked = {s.request.model for s in self._scheduler.running}
-        asked |= {s.request.model for s in self._scheduler.waiting}
+        asked = self._scheduler.models_asked
         fetched, free = self._away.fetched, self._away.free
         best, gain, worst, loss = self._visits.change(sorted(asked), fetched)
         if not gain or not (free or gain > GAIN * loss):

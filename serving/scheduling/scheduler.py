@@ -36,7 +36,7 @@ from serving.scheduling.queues import Mixes, Queues, RoundRobin, Share, of_one_m
 from serving.scheduling.reuse import Reuse
 from serving.scheduling.sequence import SequenceState, SequenceStatus, is_best_effort
 from serving.scheduling.step import Chunks, ScheduledStep, SingleRows, StagingRegions, gathered
-from serving.scheduling.waiting import QueuedClass, Shares
+from serving.scheduling.waiting import WHOLE, QueuedClass, Shares
 
 FEW_DECODING = 1 / 3
 """Share of a decode step's rows. With fewer decoding, prompts do not wait for company: another
@@ -134,6 +134,11 @@ class Scheduler:
         elif status is not SequenceStatus.DONE:
             self._release(sequence)
 
+    @property
+    def models_asked(self) -> set[int]:
+        """The models of all requests that run or wait."""
+        return {s.request.model for s in (*self.running, *self.queues[LS], *self.queues[BE])}
+
     def has_begun(self, model: int) -> bool:
         """Returns whether a step with this model is begun, but not launched to its last layer."""
         return any(model in step.models for step in self.under_way)
@@ -162,10 +167,22 @@ class Scheduler:
     def waits(
         self, priority: Priority, now: float, shares: Mapping[int, Shares] = MappingProxyType({})
     ) -> QueuedClass:
-        """Summarizes the waiting and running sequences of a class (`QueuedClass.of`)."""
+        """Summarizes the waiting and running sequences of a class. `shares` are those of models
+        with objectives of their own; ages are over them.
+        """
+        queue, free = self.queues[priority], self.num_free_slots(priority)
         running = [s for s in self.running if s.request.priority is priority]
-        free = self.num_free_slots(priority)
-        return QueuedClass.of(self.queues[priority], running, free, now, shares)
+        begun = [s for s in running if s.status is SequenceStatus.PREFILL and not s.tokens]
+        ages = (
+            (now - s.arrived_at) / shares.get(s.request.model, WHOLE)[0]
+            for s in (*queue, *begun)
+            if not s.tokens
+        )
+        oldest_s, counts = max(ages, default=0.0), (len(queue), len(running), len(begun))
+        there = {s.request.model for s in (*queue, *running)} if shares else ()
+        least = zip(*(shares.get(model, WHOLE) for model in there), strict=True)
+        first, further = map(min, least) if there else WHOLE
+        return QueuedClass(oldest_s, len(queue) > free, *counts, (first, further))
 
     def check_idle(self) -> None:
         """Raises AssertionError if it is not idle, or if a slot, page or region has leaked."""
@@ -416,12 +433,12 @@ class Scheduler:
 
     def abandon(self) -> None:
         """Gives up all rows, since none will ever leave."""
-        self.run_again(self.singles.all())
+        self.run_again(self.singles.numbers())
 
     def close_rank(self, rank: int) -> list[SequenceState]:
         """Closes a rank that is lost. Returns its requests, which are to be ended."""
         self.places.close(rank)
-        self.give_up(self.singles.on_rank(rank))
+        self.give_up(self.singles.numbers(rank))
         return self._on_rank(rank)
 
     def _release_done(self, sequences: Iterable[SequenceState]) -> None:

@@ -482,14 +482,10 @@ class SingleRows:
             self.num_decoding -= step.phase is Phase.DECODE
         return rows
 
-    def on_rank(self, rank: int) -> list[int]:
-        """Returns the numbers of a rank's rows."""
+    def numbers(self, rank: int | None = None) -> list[int]:
+        """Returns the numbers of a rank's rows, or of all (None)."""
         ranks = {n: self._limits.rank(row.sequence.slot) for n, row in self._entered.items()}
-        return [number for number, own in ranks.items() if own == rank]
-
-    def all(self) -> list[int]:
-        """Returns the numbers of all rows."""
-        return list(self._entered)
+        return [number for number, own in ranks.items() if rank in (None, own)]
 
     def check_idle(self) -> None:
         """Raises AssertionError if a row is on its way."""
