@@ -539,8 +539,7 @@ class SloAnalyser:
             (phase, size, 100.0 if self.strategy == "zero" else self.ls.of(phase).threshold_percent)
             for phase, size in ((Phase.PREFILL, prefill_tokens), (Phase.DECODE, num_decoding))
         ]
-        ends_at = self._pace.ends_at(before)
-        return self._pace.itl_slack_s(self.in_force[1], ends_at, steps)
+        return self._pace.itl_slack_s(self.in_force[1], before, steps)
 
     def _of(self, priority: Priority) -> ClassControl:
         return self.best_effort if priority is Priority.BEST_EFFORT else self.ls
@@ -698,8 +697,7 @@ class SloAnalyser:
                     f"the settings, {self._configured}"
                 )
             strategy_code(strategy, change.keep or self.keep)
-            for phase in ("prefill", "decode"):
-                percent = getattr(change, f"{phase}_threshold_percent")
+            for phase, percent in _fixed(change).items():
                 if percent is not None:
                     check_threshold(percent, f"{phase}_threshold_percent")
             if change.controller not in (None, self.config.controller, *CONTROLLERS):
@@ -776,13 +774,9 @@ class SloAnalyser:
         strategy, way, most = bound.strategy, bound.way, bound.most
         code = strategy_code(strategy, bound.keep)
         least = self.losses.least_percent(code, way, most) if most and strategy != "zero" else 0
-        given = {
-            Phase.DECODE: change.decode_threshold_percent,
-            Phase.PREFILL: change.prefill_threshold_percent,
-        }
-        salc = change.salc_enabled
+        fixed, salc = _fixed(change), change.salc_enabled
         if salc is None:
-            salc = self.salc_enabled and not any(one is not None for one in given.values())
+            salc = self.salc_enabled and not any(one is not None for one in fixed.values())
         is_same = strategy == "zero" or (strategy, way) == self._learnt
         slos_s = change.ttft_slo_s or self.in_force[0], change.itl_slo_s or self.in_force[1]
         slo_s = dict(zip(Phase, slos_s, strict=True))
@@ -790,10 +784,11 @@ class SloAnalyser:
         size = dict(zip(Phase, sizes, strict=True))
         curve, curve_now = (self.losses.highest(*of) for of in ((code, way), (self.code, self.way)))
         found, before_s = dict[Phase, Expected](), 0.0  # a first token waits for a decode step
-        for phase, by_hand in given.items():
+        for phase in (Phase.DECODE, Phase.PREFILL):
             shown_percent = 100.0 if self.strategy == "zero" else self.ls.of(phase).shown_percent
             present = _within(shown_percent, was, self.least_percent, self.strategy)
             steps_s = self._pace.times.curve(phase, size[phase], np.arange(101.0))
+            by_hand = fixed[phase]
             percent = shown_percent if by_hand is None else float(by_hand)
             if salc and not np.isnan(steps_s).any():
                 room_s = slo_s[phase] * self.config.warning_factor - before_s
@@ -836,9 +831,8 @@ class SloAnalyser:
             self._renew_objectives()
             self.is_own_objective = self.is_own_objective or bool(change.ttft_slo_s)
             return
-        named = change.controller not in (None, self.ls.controller.name)
         controller = self.ls.controller
-        if named:
+        if change.controller not in (None, controller.name):
             try:
                 controller = make_controller(self.config, change.controller or "", self._slow_s)
             except ValueError as error:
@@ -855,11 +849,7 @@ class SloAnalyser:
         self.ls.controller = controller
         if change.prefill_company is not None:
             self._pace.waits = change.prefill_company
-        fixed = {
-            Phase.PREFILL: change.prefill_threshold_percent,
-            Phase.DECODE: change.decode_threshold_percent,
-        }
-        for phase, percent in fixed.items():
+        for phase, percent in _fixed(change).items():
             if percent is not None:
                 self.salc_enabled = False
                 self.ls.of(phase).threshold_percent = float(percent)
@@ -934,6 +924,11 @@ class SloAnalyser:
             predicted_itl_p90_s=decode.predicted_p90_s,
             models=tuple(own for own in self.models if own.name),
         )
+
+
+def _fixed(change: BrownoutChange) -> dict[Phase, int | None]:
+    """Returns the thresholds that a change sets by hand; None: none."""
+    return {phase: getattr(change, f"{phase}_threshold_percent") for phase in Phase}
 
 
 def _within(percent: float, own: ModelBrownout, least: int, strategy: str) -> float:

@@ -4,7 +4,7 @@ import math
 import random
 import statistics
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from serving.plan import Phase
 from serving.scheduling.policy import Company
@@ -200,21 +200,19 @@ class Pace:
         return max(0.0, share * self._expected_s(step, 0.0) - MARGIN_S - self.launch_s - lead_s)
 
     def itl_slack_s(
-        self, budget_s: float, ends_at: float, steps: Iterable[tuple[Phase, int, float]]
+        self, budget_s: float, before: ScheduledStep, steps: Sequence[tuple[Phase, int, float]]
     ) -> float:
         """Returns what is left of an ITL of `budget_s` if `steps` (phase, size, threshold) run
-        next.
+        after the one `before`, which runs.
 
-        They start at `ends_at`, when the running step ends. -inf if a duration is unknown, such as
-        of a step more than twice as large as any seen.
+        -inf if a duration is unknown, such as of a step more than twice as large as any seen.
         """
-        steps = list(steps)
         if any(size > 2 * self.times.largest(phase) for phase, size, _ in steps):
             return -math.inf
         steps_s = sum(self.times.expected_s(*step) for step in steps)
-        return (
-            -math.inf if math.isnan(steps_s) else budget_s - (ends_at - self._decoded_at) - steps_s
-        )
+        ends_at = before.started_at + self._expected_s(before, math.inf)
+        slack_s = budget_s - (ends_at - self._decoded_at) - steps_s
+        return -math.inf if math.isnan(slack_s) else slack_s
 
     def since_tokens_s(self, step: ScheduledStep, tokens_at: float) -> float:
         """Returns how long (s) sequences will have waited for a token at a step's expected end.
@@ -225,10 +223,6 @@ class Pace:
         if math.isnan(tokens_at) or (step.decodes and step.is_last):
             return 0.0
         return max(0.0, step.started_at + self._expected_s(step, 0.0) - tokens_at)
-
-    def ends_at(self, step: ScheduledStep) -> float:
-        """Returns when a step that was launched is expected to end."""
-        return step.started_at + self._expected_s(step, math.inf)
 
     def _share(self, step: ScheduledStep) -> float:
         """Returns the share of the model's layers that a step runs."""
