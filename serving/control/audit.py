@@ -82,12 +82,6 @@ class _Measured:
         mean, margin = ratio(others, greedy)
         self.disagreement = mean, *np.clip((mean - margin, mean + margin), 0, 1).tolist()
 
-    def begin_anew(self) -> None:
-        """Forgets what was measured."""
-        self.exempt_until = -math.inf
-        self.scored.clear()
-        self.excess, self.disagreement, self.expected = NOTHING, NOTHING, math.nan
-
 
 class Auditor(Observer):
     """Draws degraded answers, has them scored, and tells whose brownout costs too much."""
@@ -170,12 +164,13 @@ class Auditor(Observer):
         """Returns whether a key's requests to a model are exempt, since brownout cost them more
         than the bound.
         """
-        measured = self._measured.get((model, key)) or self._measured.get((model, OTHER_KEYS))
+        whose = model, key if (model, key) in self._measured else OTHER_KEYS
+        measured = self._measured.get(whose)
         if measured is None or measured.exempt_until == -math.inf:
             return False
         if measured.exempt_until > self._clock():
             return True
-        measured.begin_anew()
+        self._measured[whose] = _Measured(measured.num_scored, measured.num_unscored)
         log.info("brownout of %s is tried again", self._whose(model, key))
         return False
 

@@ -113,7 +113,7 @@ class Scheduler:
     @property
     def waiting(self) -> list[SequenceState]:
         """All waiting sequences, class by class."""
-        return self.queues.all()
+        return [*self.queues[LS], *self.queues[BE]]
 
     @property
     def idle(self) -> bool:
@@ -137,7 +137,7 @@ class Scheduler:
     @property
     def models_asked(self) -> set[int]:
         """The models of all requests that run or wait."""
-        return {s.request.model for s in (*self.running, *self.queues[LS], *self.queues[BE])}
+        return {s.request.model for s in (*self.running, *self.waiting)}
 
     def has_begun(self, model: int) -> bool:
         """Returns whether a step with this model is begun, but not launched to its last layer."""

@@ -284,8 +284,6 @@ class ScheduledStep(StepPlan):
 
         A sequence is seated when its prompt ends.
         """
-        if all(s.shape is None for s in self.sequences):
-            return None
         drawn = [s for s, used in zip(self.sequences, self.sampled, strict=True) if used]
         if all(s.shape is None for s in drawn):
             return None
