@@ -152,6 +152,7 @@ class Engine:
         self.auditor = Auditor(audit, self.names, self._score, self._audits, clock)
         own = self.slo.load, *self.loader.observers, self.auditor
         self.accounts = Accounts([*own, *observers])
+        has_hybrid = isinstance(executor, DecodesBesidePrompts) and executor.has_hybrid
         self.scheduler = Scheduler(
             executor.limits,
             make_policy(config.policy),
@@ -162,9 +163,8 @@ class Engine:
             self.slo.accepted if config.reuses_prefixes else None,
             slow_s,
             executor.in_order,
+            self._decodes_beside if has_hybrid else None,
         )
-        has_hybrid = isinstance(executor, DecodesBesidePrompts) and executor.has_hybrid
-        self._beside = self._decodes_beside if has_hybrid else None
         self._work = asyncio.Event()  # a request or news has come
         self.registry = Registry(executor, self.scheduler, config.model_stay_s, self._work.set)
         self.fetcher = Fetcher(executor, self.scheduler, self.family, clock)
@@ -765,7 +765,7 @@ class Engine:
             tokens = self.scheduler.next_prefill_tokens()
             tokens = tokens if most is None else min(tokens, most)
             slack_s = self.slo.itl_slack_s(before, tokens, num_running)
-        step = self.scheduler.next_step(slack_s, now, company, self._beside, most)
+        step = self.scheduler.next_step(slack_s, now, company, most)
         if step is not None:
             self._submit(step, now, since_s)
         return step

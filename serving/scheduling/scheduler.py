@@ -67,6 +67,7 @@ class Scheduler:
         slow_s: calls of the policy that take longer are logged.
         in_order: whether steps complete whole and in order; otherwise rows do singly, steps are
             planned whole, and whatever is in none may be in the next.
+        beside: says when rows decode in a prefill step; None: never.
     """
 
     def __init__(
@@ -80,8 +81,9 @@ class Scheduler:
         accepted: Callable[[SequenceState], Brownout] | None = None,
         slow_s: float = math.inf,
         in_order: bool = True,
+        beside: Beside | None = None,
     ) -> None:
-        self._in_order = in_order
+        self._in_order, self._beside = in_order, beside
         self.limits, self.share = limits, share or Share(0.0)
         self.policy = GuardedPolicy(policy, slow_s)
         self.places = Places(limits)
@@ -105,8 +107,7 @@ class Scheduler:
             None  # the one under way whose layers were launched last
         )
         self._has_best_effort = False  # as the next step is planned
-        self._beside: Beside | None = None  # likewise
-        self._most_tokens: int | None = None
+        self._most_tokens: int | None = None  # likewise
 
     # ---- requests ---------------------------------------------------------------------------
 
@@ -264,17 +265,16 @@ class Scheduler:
         itl_slack_s: float = -math.inf,
         now: float = 0.0,
         company: Company | None = None,
-        beside: Beside | None = None,
         most_tokens: int | None = None,
     ) -> ScheduledStep | None:
         """Returns the layers to launch next, or None if there is nothing to run.
 
         It allocates their pages and advances their sequences. `itl_slack_s` is the time that the
         policy may spend on a prefill step out of turn, and `company` what a prompt should wait for
-        (see View). `beside` says when rows decode in a prefill step; None: never. A prefill step
-        has at most `most_tokens` on a rank; None: as many as the limits allow.
+        (see View). A prefill step has at most `most_tokens` on a rank; None: as many as the limits
+        allow.
         """
-        self._beside, self._most_tokens = beside, most_tokens
+        self._most_tokens = most_tokens
         self._has_best_effort = bool(self.queues[BE]) or any(map(is_best_effort, self.running))
         self._promote(now)
         view = self._view(itl_slack_s, now, company)
