@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import logging
 import math
+import sys
 import threading
 import time
 import uuid
@@ -762,24 +763,25 @@ class Engine:
             before = self._in_flight[-1]
             tokens_at = self.scheduler.tokens_at()
             since_s = self.pace.since_tokens_s(before, tokens_at)
-            tokens = self.scheduler.next_prefill_tokens()
-            tokens = tokens if most is None else min(tokens, most)
+            tokens = min(self.scheduler.next_prefill_tokens(), most)
             slack_s = self.slo.itl_slack_s(before, tokens, num_running)
         step = self.scheduler.next_step(slack_s, now, company, most)
         if step is not None:
             self._submit(step, now, since_s)
         return step
 
-    def _prompt_tokens(self, now: float) -> int | None:
+    def _prompt_tokens(self, now: float) -> int:
         """Returns how many prompt tokens the next step may have: those that keep further tokens in
-        time, unless first tokens are about to be late themselves. None: any number.
+        time; any number where nobody waits for these, or first tokens are about to be late, too.
         """
         ttft_slo_s, itl_slo_s = self.slo.in_force
-        sizes = self.executor.limits.prefill_buckets
-        if not self.executor.in_order or self.scheduler.waited_s(now) > HASTE * ttft_slo_s:
-            return None
         num_decoding = sum(s.status is SequenceStatus.DECODE for s in self.scheduler.running)
-        return self.pace.prefill_tokens(itl_slo_s, num_decoding, sizes) if num_decoding else None
+        if not (self.executor.in_order and num_decoding):
+            return sys.maxsize
+        if self.scheduler.waited_s(now) > HASTE * ttft_slo_s:
+            return sys.maxsize
+        sizes = self.executor.limits.prefill_buckets
+        return self.pace.prefill_tokens(itl_slo_s, num_decoding, sizes)
 
     def _decodes_beside(self, num_tokens: int, num_rows: int) -> bool:
         """Returns whether rows are to decode in a prefill step: while nothing is degraded, since

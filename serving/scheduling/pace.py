@@ -3,6 +3,7 @@
 import math
 import random
 import statistics
+import sys
 from collections import deque
 from collections.abc import Sequence
 
@@ -169,19 +170,17 @@ class Pace:
         wait_s = max(0.0, WAIT * (ttft_slo_s - 2 * decode_s - prefill_s))
         return Company(tokens, wait_s, fixed_s * num_decoding)
 
-    def prefill_tokens(
-        self, budget_s: float, num_decoding: int, sizes: Sequence[int]
-    ) -> int | None:
+    def prefill_tokens(self, budget_s: float, num_decoding: int, sizes: Sequence[int]) -> int:
         """Returns how many prompt tokens a step may have so that rows which decode wait at most
-        `budget_s` for their next token: one of the programs' `sizes`, which ascend. None: any
-        number, as while step times are unknown.
+        `budget_s` for their next token: one of the programs' `sizes`, which ascend; any number
+        while step times are unknown.
 
         Not fewer than those that take as long as the step's fixed cost: smaller chunks would be
         paid for with more time than they leave.
         """
         line = self.times.line(Phase.PREFILL)
         if not sizes or line is None or not self.times.knows(Phase.DECODE) or line[1] <= 0:
-            return None
+            return sys.maxsize
         left_s = budget_s - self.times.expected_s(Phase.DECODE, num_decoding)
         least = next((n for n in sizes if n >= line[0] / line[1]), sizes[-1])
         fitting = (n for n in sizes if self.times.expected_s(Phase.PREFILL, n) <= left_s)

@@ -10,6 +10,7 @@ evicted before.
 """
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from types import MappingProxyType
 
@@ -107,7 +108,7 @@ class Scheduler:
             None  # the one under way whose layers were launched last
         )
         self._has_best_effort = False  # as the next step is planned
-        self._most_tokens: int | None = None  # likewise
+        self._most_tokens = sys.maxsize  # likewise
 
     # ---- requests ---------------------------------------------------------------------------
 
@@ -265,14 +266,13 @@ class Scheduler:
         itl_slack_s: float = -math.inf,
         now: float = 0.0,
         company: Company | None = None,
-        most_tokens: int | None = None,
+        most_tokens: int = sys.maxsize,
     ) -> ScheduledStep | None:
         """Returns the layers to launch next, or None if there is nothing to run.
 
         It allocates their pages and advances their sequences. `itl_slack_s` is the time that the
         policy may spend on a prefill step out of turn, and `company` what a prompt should wait for
-        (see View). A prefill step has at most `most_tokens` on a rank; None: as many as the limits
-        allow.
+        (see View). A prefill step has at most `most_tokens` on a rank.
         """
         self._most_tokens = most_tokens
         self._has_best_effort = bool(self.queues[BE]) or any(map(is_best_effort, self.running))
@@ -519,13 +519,12 @@ class Scheduler:
         return len(head.context) + 1
 
     def _begin_prefill(self, order: Order, now: float) -> ScheduledStep | None:
-        chunks = Chunks(self.limits, self.exact, self.staging.ranks)
-        decoding = self._beside_prompts()
-        rows, most = len(decoding), self.limits.max_prefill_tokens
+        decoding, most = self._beside_prompts(), self.limits.max_prefill_tokens
+        rows = len(decoding)
         if rows and self._beside is not None and self._beside(most - rows, rows):
-            chunks.leave(rows)
-        if self._most_tokens is not None:
-            chunks.keep_to(self._most_tokens)
+            most -= rows
+        most = min(most, self._most_tokens)
+        chunks = Chunks(self.limits, self.exact, self.staging.ranks, most)
         for number, group in enumerate(order):
             if number and chunks:  # later groups fill up the step at no extra cost
                 if self._parked(Phase.PREFILL, chunks.model) is not None:
