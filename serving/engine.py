@@ -335,18 +335,15 @@ class Engine:
                 f"the engine is {self.status}{why}; try another replica or come back later",
                 self.restart_s if self.failure else None,
             )
-        refusal: Overloaded | None = None
+        refusals: list[Overloaded] = []
         for one in Priority if priority is None else (priority,):
             try:
-                self._check_queue(one, key, model)
+                return self._check_queue(one, key, model)
             except Overloaded as error:
-                refusal = refusal or error
-            else:
-                return
-        assert refusal is not None
+                refusals.append(error)
         self.accounts.request_refused(key, priority)
         self._refused_at.append(self._clock())
-        raise refusal
+        raise refusals[0]
 
     def _check_queue(self, priority: Priority, key: str, model: int | None) -> None:
         admission, objective_s = self.config.admission, math.inf
