@@ -5,6 +5,7 @@ import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -62,6 +63,14 @@ MANY_ROWS = 8
 """In smaller steps, brownout saves next to nothing anyway."""
 
 
+class Steps(NamedTuple):
+    """Steps with thresholds of their own, within an interval of the controller."""
+
+    rows: int = 0
+    percent_by_rows: float = 0.0  # their sum
+    lowest_percent: float = math.inf
+
+
 class PhaseControl:
     """One phase's samples and threshold, and the moment that last changed."""
 
@@ -72,12 +81,9 @@ class PhaseControl:
         self.p90_s = math.nan  # of the last update that had data
         self.predicted_p90_s = math.nan  # by the controller's last decision
         self._min_samples = salc.min_samples
-        self._applied = (0.0, 0)  # percent by rows, and rows, of steps since the last update
-        self._intervals: deque[tuple[float, int]] = deque(
-            maxlen=max(1, math.ceil(SHOWN_S / salc.interval_s))
-        )  # the same, of those before
-        self._lowest = math.inf  # threshold of a step since the last update
-        self._lowests: deque[float] = deque(maxlen=max(1, math.ceil(REUSE_S / salc.interval_s)))
+        self._steps = Steps()  # since the last update
+        self._before = deque[Steps](maxlen=max(1, math.ceil(REUSE_S / salc.interval_s)))
+        self._num_shown = max(1, math.ceil(SHOWN_S / salc.interval_s))  # of those before
         self.in_vain = ""  # why brownout cannot keep the objective; empty: it may
         self.least_s = math.nan  # the shortest objective that it could keep, if this one is shorter
         self._num_in_vain, self._in_vain_since = 0, math.nan
@@ -118,7 +124,7 @@ class PhaseControl:
     @property
     def percent(self) -> int:
         """The threshold in whole percent, rounded up: a step never degrades more than it allows."""
-        return -int(-self.threshold_percent // 1)
+        return math.ceil(self.threshold_percent)
 
     def set_threshold(self, percent: float, now: float) -> None:
         """Samples from before a change count no more for the P90 that Algorithm 2 goes by."""
@@ -132,31 +138,29 @@ class PhaseControl:
         """
         self.judge("", math.nan, math.nan)
         self.predicted_p90_s = math.nan
-        self._applied = (0.0, 0)
-        self._intervals.clear()
-        self._lowest = math.inf
-        self._lowests.clear()
+        self._steps = Steps()
+        self._before.clear()
 
     def note_step(self, percent: float, rows: int) -> None:
         """Records that a step was launched under a threshold of its own."""
-        total, count = self._applied
-        self._applied = total + percent * rows, count + rows
-        self._lowest = min(self._lowest, percent)
+        count, total, lowest = self._steps
+        self._steps = Steps(count + rows, total + percent * rows, min(lowest, percent))
 
     @property
     def lowest_percent(self) -> int:
         """The lowest threshold, now or of a step within `REUSE_S`, in whole percent, rounded up."""
-        return -int(-min(self.threshold_percent, self._lowest, *self._lowests) // 1)
+        lowest = (one.lowest_percent for one in (*self._before, self._steps))
+        return math.ceil(min(self.threshold_percent, *lowest))
 
     @property
     def shown_percent(self) -> float:
         """What an operator reads: the mean of steps with thresholds of their own, where there were
         any in the last second, or the last interval if that is longer; else the threshold.
         """
-        count = sum(count for _, count in self._intervals)
-        return (
-            sum(total for total, _ in self._intervals) / count if count else self.threshold_percent
-        )
+        shown = list(self._before)[-self._num_shown :]
+        count = sum(one.rows for one in shown)
+        total = sum(one.percent_by_rows for one in shown)
+        return total / count if count else self.threshold_percent
 
     def seen(
         self,
@@ -174,10 +178,9 @@ class PhaseControl:
         Latency that is still growing counts too: `waiting_age_s`, the age of the oldest request
         that waits for its first token, is a lower bound of what it will report.
         """
-        self._intervals.append(self._applied)
-        self._applied = (0.0, 0)
-        self._lowests.append(min(self._lowest, self.threshold_percent))
-        self._lowest = math.inf
+        lowest = min(self._steps.lowest_percent, self.threshold_percent)
+        self._before.append(self._steps._replace(lowest_percent=lowest))
+        self._steps = Steps()
         p90_s = self.window.p90(now, self.changed_at, self._min_samples)
         shown_s = self.window.p90(now, -math.inf, self._min_samples) if by_step else p90_s
         self.p90_s = self.p90_s if shown_s is None else shown_s
