@@ -39,7 +39,7 @@ from serving.errors import (
 )
 from serving.intake.chat_templates import ChatTemplate
 from serving.intake.sampling_defaults import sampling_defaults
-from serving.intake.structure import Matcher, Structures
+from serving.intake.structure import Structures
 from serving.plan import Limits
 from serving.request import (
     MAX_REQUEST_ID_CHARS,
@@ -48,7 +48,6 @@ from serving.request import (
     Priority,
     Request,
     SamplingParams,
-    Structure,
     check_count,
 )
 from serving.scheduling.sequence import SequenceState
@@ -181,7 +180,12 @@ class Admission:
         sampling = request.sampling
         matcher = None
         if sampling.structure is not None:
-            matcher = await self._matcher(request, sampling.structure)
+            if not self._structures:
+                raise InvalidRequest(
+                    "structured output needs a model; this engine runs without one", "structure"
+                )
+            async with _in_time(request, "the structure was not read"):
+                matcher = await self._structures[request.model].matcher(sampling.structure)
         return SequenceState(
             request,
             prompt,
@@ -192,15 +196,6 @@ class Admission:
             matcher=matcher,
             visits_per_token=self.visits_per_token,
         )
-
-    async def _matcher(self, request: Request, structure: Structure) -> Matcher:
-        """Makes the matcher of a structured output, within the request's timeout."""
-        if not self._structures:
-            raise InvalidRequest(
-                "structured output needs a model; this engine runs without one", "structure"
-            )
-        async with _in_time(request, "the structure was not read"):
-            return await self._structures[request.model].matcher(structure)
 
     def room(self, key: str, under_way: Counter[str], now: float) -> float:
         """Returns the share of the queue up to which a key's requests may join it: all of it, but
