@@ -91,10 +91,6 @@ class Capacity:
         return fmean(self._held_s) / self._num_slots * num_waiting
 
 
-def _structures(model: Model) -> Structures:
-    return Structures(model.tokenizer, model.config.vocab_size, model.config.eos_token_ids)
-
-
 def _written(tokenizer: Tokenizer) -> tuple[object, ...]:
     """Returns what a chat's text depends on."""
     return *tokenizer.chat_templates.items(), None, *tokenizer.special_tokens.items()
@@ -109,7 +105,7 @@ class Admission:
         self._models: list[Model] = [] if family is None else list(family)  # by place
         read = cache(self._read_defaults)  # once for places of one model
         self._defaults: list[Mapping[str, Any]] = [read(one.path) for one in self._models] or [{}]
-        self._structures = [_structures(one) for one in self._models]
+        self._structures = list(map(Structures, self._models))
         self.capacity = {priority: Capacity(limits.decode_rows) for priority in Priority}
         self.num_tokenizing = Counter[Priority]()  # chats and long texts, waiting for their tokens
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="jmoe-tokenize")
@@ -126,7 +122,7 @@ class Admission:
         """
         before, self._models[number] = self._structures[number], model
         self._defaults[number] = self._read_defaults(model.path)
-        self._structures[number] = _structures(model)
+        self._structures[number] = Structures(model)
         self.bounds = self._bounds()
         used = {_written(one.tokenizer) for one in self._models if one.tokenizer is not None}
         gone = [self._templates.pop(what) for what in list(self._templates) if what not in used]
