@@ -133,7 +133,6 @@ class Engine:
         self.restart_s: float | None = None  # until a process that ends with it serves again
         self.pace = Pace(executor.limits.num_layers, waits=config.prefill_company)
         ways = allowed_ways(config.brownout, self.family)
-        way = ways[0] if ways else 0
         slow_s = config.plugin_slow_ms / 1e3 or math.inf
         names = list(("",) if self.family is None else self.family.names)
         self.names = names  # of models in requests, by place; empty: vacant
@@ -141,30 +140,30 @@ class Engine:
         self.slo = SloAnalyser(
             config.brownout,
             config.salc,
-            way=way,
+            way=ways[0] if ways else 0,
             pace=self.pace,
             slow_s=slow_s,
             losses=Losses(names, losses, levels=config.brownout.levels),
             models=[own.get(name, ModelBrownout(name)) for name in names],
         )
-        observers = [observer] if isinstance(observer, Observer) else observer or ()
         self.loader = ExpertsLoader(executor, self.family, ways, self.slo, config.balance)
         audit = replace(config.audit, share=0) if config.resident_experts else config.audit
         self.auditor = Auditor(audit, self.names, self._score, self._audits, clock)
-        own = self.slo.load, *self.loader.observers, self.auditor
-        self.accounts = Accounts([*own, *observers])
+        others = [observer] if isinstance(observer, Observer) else observer or ()
+        mover = [] if self.loader.mover is None else [self.loader.mover]
+        self.accounts = Accounts([self.slo.load, *mover, self.auditor, *others])
         has_hybrid = isinstance(executor, DecodesBesidePrompts) and executor.has_hybrid
         self.scheduler = Scheduler(
             executor.limits,
             make_policy(config.policy),
-            executor.layers_at_once if isinstance(executor, RunsParts) else None,
-            Share(config.best_effort_share),
-            config.best_effort_max_wait_s or math.inf,
-            executor.mixes if isinstance(executor, Mixes) else None,
-            self.slo.accepted if config.reuses_prefixes else None,
-            slow_s,
-            executor.in_order,
-            self._decodes_beside if has_hybrid else None,
+            layers_at_once=executor.layers_at_once if isinstance(executor, RunsParts) else None,
+            share=Share(config.best_effort_share),
+            max_wait_s=config.best_effort_max_wait_s or math.inf,
+            mixes=executor.mixes if isinstance(executor, Mixes) else None,
+            accepted=self.slo.accepted if config.reuses_prefixes else None,
+            slow_s=slow_s,
+            in_order=executor.in_order,
+            beside=self._decodes_beside if has_hybrid else None,
         )
         self._work = asyncio.Event()  # a request or news has come
         self.registry = Registry(executor, self.scheduler, config.model_stay_s, self._work.set)

@@ -13,7 +13,6 @@ from serving.control.slo import SloAnalyser
 from serving.errors import InvalidRequest, Overloaded
 from serving.execution.executor import ChangesWay, Executor, LoadsWays
 from serving.request import BrownoutChange
-from serving.telemetry.observer import Observer
 
 log = logging.getLogger(__name__)
 
@@ -72,11 +71,6 @@ class ExpertsLoader:
         self._layer = 0
         self.is_waiting = False  # for the devices to change
         self._held_at = math.nan  # since when nothing begins
-
-    @property
-    def observers(self) -> list[Observer]:
-        """Observers that need the engine's steps."""
-        return [] if self.mover is None else [self.mover]
 
     @property
     def busy(self) -> bool:
