@@ -306,10 +306,8 @@ class SloAnalyser:
         self.ls = ClassControl.make(salc, salc.controller, given, slow_s)
         # Best effort without an objective has nothing to control, and moves nothing.
         self.best_effort = ClassControl.make(salc, "algorithm2", (100, 100), slow_s)
-        self._best_effort_slo_s = tuple(
-            slo_s or math.inf
-            for slo_s in (brownout.best_effort_ttft_slo_s, brownout.best_effort_itl_slo_s)
-        )
+        first_s, further_s = brownout.best_effort_ttft_slo_s, brownout.best_effort_itl_slo_s
+        self._best_effort_slo_s = first_s or math.inf, further_s or math.inf
         self._next_update = -math.inf
         self._load = Load()  # of latency-sensitive requests; counts are now's
         self._learnt = self.strategy, self.way  # of what kind of brownout step times are
@@ -324,11 +322,10 @@ class SloAnalyser:
         """Returns the SLO of first tokens and of the others of a class's requests to a model, in
         seconds; infinite without one.
         """
-        if priority is Priority.LATENCY_SENSITIVE:
-            own = self.models[model]
-            return own.ttft_slo_s or self.ttft_slo_s, own.itl_slo_s or self.itl_slo_s
-        first_s, further_s = self._best_effort_slo_s
-        return first_s, further_s
+        if priority is Priority.BEST_EFFORT:
+            return self._best_effort_slo_s
+        own = self.models[model]
+        return own.ttft_slo_s or self.ttft_slo_s, own.itl_slo_s or self.itl_slo_s
 
     def _own_shares(self) -> dict[int, Shares]:
         """Returns the shares of latency-sensitive requests to models with objectives of their own.

@@ -346,9 +346,7 @@ class Scheduler:
     def _take_layers(self, step: ScheduledStep, now: float) -> ScheduledStep:
         """Takes the next layers of a step; a parked one that has reached the same layer joins."""
         other, num_joined, parks = step.parts.joins, 0, None
-        if other is not None and other not in self.under_way:
-            other = step.parts.joins = None
-        if other is not None and other.first_layer == step.first_layer:
+        if other in self.under_way and other.first_layer == step.first_layer:
             num_joined = len(other.rows)
             step.absorb(other)
             self.under_way.remove(other)
