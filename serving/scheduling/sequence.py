@@ -60,8 +60,8 @@ class Detokenizer:
         `min_new_tokens`.
         """
         self._least, self._includes = sampling.min_new_tokens, sampling.include_stop
-        special = sampling.skip_special_tokens
-        self._stream = None if tokenizer is None else tokenizer.stream(special)
+        skips = sampling.skip_special_tokens
+        self._stream = None if tokenizer is None else tokenizer.stream(skips)
         self._stop = [StopString(text) for text in sampling.stop]
         self._held, self._num_tokens = "", 0
 
@@ -217,11 +217,8 @@ class SequenceState:
     @property
     def barred_token_ids(self) -> frozenset[int]:
         """Tokens that may not come next, since the output would end too early."""
-        return (
-            self.stop_token_ids
-            if len(self.tokens) < self.request.sampling.min_new_tokens
-            else frozenset()
-        )
+        is_early = len(self.tokens) < self.request.sampling.min_new_tokens
+        return self.stop_token_ids if is_early else frozenset()
 
     @property
     def is_held(self) -> bool:
