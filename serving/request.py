@@ -340,7 +340,7 @@ OPTIONS = ("allow_brownout", "reuse_prefix", "allow_audit", "max_degraded_percen
 
 @dataclass(frozen=True)
 class Request:
-    """One generation request."""
+    """One generation request. Raises InvalidRequest for a value out of range."""
 
     request_id: str
     prompt: str | Sequence[int] | Chat
@@ -357,6 +357,17 @@ class Request:
     key: str = ""  # name of the caller's API key
     is_audit: bool = False  # the engine's own: it scores an answer, and counts for no caller
     model_name: str = ""  # under which it is served
+
+    def __post_init__(self) -> None:
+        """Checks types and ranges."""
+        name = "request_id"
+        check_count(f"characters of {name}", len(self.request_id), MAX_REQUEST_ID_CHARS, name)
+        timeout_s, percent = self.timeout_s, self.max_degraded_percent
+        in_range = timeout_s is None or _real(timeout_s, -sys.float_info.max)
+        _check(in_range, "timeout_s", timeout_s, "a number of seconds")
+        in_range = _whole(percent, 0, 101) and not isinstance(percent, bool)
+        wanted = "a whole number between 0 and 100"
+        _check(in_range, "max_degraded_percent", percent, wanted)
 
 
 @dataclass(frozen=True)

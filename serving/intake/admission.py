@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import math
 import random
-import sys
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence, Sized
 from concurrent.futures import ThreadPoolExecutor
@@ -42,7 +41,6 @@ from serving.intake.sampling_defaults import sampling_defaults
 from serving.intake.structure import Structures
 from serving.plan import Limits
 from serving.request import (
-    MAX_REQUEST_ID_CHARS,
     Bounds,
     Chat,
     Priority,
@@ -250,17 +248,14 @@ class Admission:
 
     def check_size(self, request: Request) -> None:
         """Checks sizes and types only. Raises InvalidRequest for what can never be served."""
-        bounds, prompt, timeout_s = self.bounds, request.prompt, request.timeout_s
-        tokenizer = self.tokenizer(request)
-        name = "request_id"
-        check_count(f"characters of {name}", len(request.request_id), MAX_REQUEST_ID_CHARS, name)
-        if timeout_s is not None and not (
-            isinstance(timeout_s, int | float) and abs(timeout_s) <= sys.float_info.max
-        ):
+        bounds, prompt, tokenizer = self.bounds, request.prompt, self.tokenizer(request)
+        if self._config.resident_experts and 0 < request.max_degraded_percent < 100:
             raise InvalidRequest(
-                f"timeout_s is {shown(timeout_s)}; it must be a number of seconds", "timeout_s"
+                f"max_degraded_percent is {request.max_degraded_percent}; with experts in host "
+                "memory (engine.resident_experts), whose visits go to substitutes, it must be 0 "
+                "(no brownout) or 100",
+                "max_degraded_percent",
             )
-        self._check_degraded(request.max_degraded_percent)
         if isinstance(prompt, str | Chat):
             if tokenizer is None:
                 has = lacking(self._models[request.model].path) if self._models else "no tokenizer"
@@ -278,19 +273,6 @@ class Admission:
             raise InvalidRequest("stop strings need a tokenizer; this model has none", "stop")
         bounds.check_ids("stop_token_ids", request.sampling.stop_token_ids)
         bounds.check_ids("logit_bias", [token for token, _ in request.sampling.logit_bias])
-
-    def _check_degraded(self, percent: int) -> None:
-        name = "max_degraded_percent"
-        if isinstance(percent, bool) or not isinstance(percent, int) or not 0 <= percent <= 100:
-            raise InvalidRequest(
-                f"{name} is {shown(percent)}; it must be a whole number between 0 and 100", name
-            )
-        if self._config.resident_experts and 0 < percent < 100:
-            raise InvalidRequest(
-                f"{name} is {percent}; with experts in host memory (engine.resident_experts), "
-                "whose visits go to substitutes, it must be 0 (no brownout) or 100",
-                name,
-            )
 
     async def tokenize(
         self, request: Request, *, special_tokens: bool = True, waits: bool = True
