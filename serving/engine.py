@@ -84,7 +84,6 @@ from serving.request import (
 )
 from serving.scheduling.pace import Pace
 from serving.scheduling.policy import BE, LS, make_policy
-from serving.scheduling.queues import Share
 from serving.scheduling.scheduler import Scheduler
 from serving.scheduling.sequence import SequenceState, SequenceStatus
 from serving.scheduling.step import ScheduledStep
@@ -157,7 +156,7 @@ class Engine:
             executor.limits,
             make_policy(config.policy),
             layers_at_once=executor.layers_at_once if isinstance(executor, RunsParts) else None,
-            share=Share(config.best_effort_share),
+            share=config.best_effort_share,
             max_wait_s=config.best_effort_max_wait_s or math.inf,
             mixes=executor.mixes if isinstance(executor, Mixes) else None,
             accepted=self.slo.accepted if config.reuses_prefixes else None,

@@ -57,9 +57,9 @@ class Scheduler:
         limits: sizes that a schedule must keep to.
         policy: the scheduling policy.
         layers_at_once: returns the number of layers to launch at once for a phase and a size, in
-            positions on the fullest rank
-            while there is best-effort work; otherwise steps are launched whole.
-        share: best effort's guaranteed share of device time; None: no guarantee.
+            positions on the fullest rank, while there is best-effort work; otherwise steps are
+            launched whole.
+        share: best effort's guaranteed share of device time.
         max_wait_s: best effort that has waited longer counts as latency-sensitive.
         mixes: returns whether a decode step with these numbers of rows of several models, by rank,
             pays; None: never.
@@ -76,7 +76,7 @@ class Scheduler:
         limits: Limits,
         policy: Policy,
         layers_at_once: Callable[[Phase, int], int] | None = None,
-        share: Share | None = None,
+        share: float = 0.0,
         max_wait_s: float = math.inf,
         mixes: Mixes | None = None,
         accepted: Callable[[SequenceState], Brownout] | None = None,
@@ -85,7 +85,7 @@ class Scheduler:
         beside: Beside | None = None,
     ) -> None:
         self._in_order, self._beside = in_order, beside
-        self.limits, self.share = limits, share or Share(0.0)
+        self.limits, self.share = limits, Share(share)
         self.policy = GuardedPolicy(policy, slow_s)
         self.places = Places(limits)
         self._slides = any(limits.windows)

@@ -614,7 +614,7 @@ def random_trace(seed, make):
         make(rng),
         limits=limits,
         part_layers=rng.randrange(1, num_layers + 1),
-        share=Share(rng.choice((0.0, 0.3))),
+        share=rng.choice((0.0, 0.3)),
         max_wait_s=rng.choice((float("inf"), 15.0)),
     )
     pending = [
