@@ -29,7 +29,7 @@ import numpy as np
 from jmoe.api import Model
 from jmoe.family import Family
 from serving.config import EngineConfig, ServerConfig
-from serving.control.audit import Auditor, Scores
+from serving.control.audit import Auditor
 from serving.control.experts_loader import ExpertsLoader, allowed_ways
 from serving.control.fetcher import Fetcher
 from serving.control.guarded import make_controller
@@ -454,8 +454,8 @@ class Engine:
         finally:
             self._abandon(sequence)
 
-    async def _score(self, answer: SequenceState) -> Scores:
-        """Runs a prompt and its answer once more, exactly, as best effort."""
+    async def _score(self, answer: SequenceState) -> SequenceState:
+        """Runs a prompt and its answer once more, exactly, as best effort; returns that request."""
         most = min(self.config.max_model_len, self.scheduler.limits.most_positions)
         context = answer.context[: most - 1]
         sampling = SamplingParams(max_new_tokens=1, prompt_logprobs=True, ignore_eos=True)
@@ -474,8 +474,7 @@ class Engine:
             await sequence.next_output()
         finally:
             self._abandon(sequence)
-        first = len(answer.prompt) - 1  # scores are of tokens behind the first one
-        return Scores(sequence.prompt_logprobs[first:], sequence.prompt_best[first:])
+        return sequence
 
     def _audits(self, model: int) -> bool:
         """Returns whether a model's answer may be scored now: nobody waits, nor would for a

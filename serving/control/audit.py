@@ -42,13 +42,6 @@ OTHER_KEYS = "other keys"
 NOTHING = math.nan, math.nan, math.nan
 
 
-class Scores(NamedTuple):
-    """Log-probabilities of an answer's tokens under the exact model, and of its likeliest ones."""
-
-    logprobs: Sequence[float]
-    best: Sequence[float]
-
-
 class _Scored(NamedTuple):
     """One answer's part in the figures."""
 
@@ -90,13 +83,14 @@ class Auditor(Observer):
         self,
         config: AuditConfig,
         names: Sequence[str],
-        score: Callable[[SequenceState], Awaitable[Scores]],
+        score: Callable[[SequenceState], Awaitable[SequenceState]],
         has_room: Callable[[int], bool],
         clock: Callable[[], float],
     ) -> None:
-        """`score` raises ServingError for an answer that cannot be scored; `has_room` returns
-        whether nobody would wait for one of a model's. Times are seconds of `clock`, which is the
-        event loop's.
+        """`score` runs an answer behind its prompt once more, exactly, and returns that request,
+        whose prompt has log-probabilities; it raises ServingError for an answer that cannot be
+        scored. `has_room` returns whether nobody would wait for one of a model's. Times are seconds
+        of `clock`, which is the event loop's.
         """
         self.config, self._names = config, names
         self._score, self._has_room, self._clock = score, has_room, clock
@@ -144,18 +138,19 @@ class Auditor(Observer):
             took_s = self._clock() - began
             await asyncio.sleep(took_s * (1 / self.config.share - 1))
 
-    def note(self, answer: SequenceState, scores: Scores) -> None:
+    def note(self, answer: SequenceState, scored: SequenceState) -> None:
         """Counts an answer's scores, which may be of fewer tokens than it has."""
-        measured, count = self._of(answer), len(scores.logprobs)
+        own = slice(len(answer.prompt) - 1, None)  # scores are of tokens behind the first one
+        exact, best = scored.prompt_logprobs[own], np.array(scored.prompt_best[own])
+        measured, count = self._of(answer), len(exact)
         if not count:  # the only token fills the last position
             measured.num_unscored += 1
             return
-        own, best = np.array(scores.logprobs), np.array(scores.best)
         sampling = answer.request.sampling
         is_greedy = not sampling.temperature and not sampling.shapes
         greedy = count if is_greedy else 0
-        others = int(np.sum(own < best)) if is_greedy else 0
-        excess = math.fsum(answer.logprobs[:count]) - math.fsum(scores.logprobs)
+        others = int(np.sum(np.array(exact) < best)) if is_greedy else 0
+        excess = math.fsum(answer.logprobs[:count]) - math.fsum(exact)
         expected = count * (answer.expected_nats / len(answer.tokens))
         measured.add(_Scored(count, excess, greedy, others, expected))
         self._hold_to_bound(answer.request, measured)

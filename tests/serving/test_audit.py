@@ -18,7 +18,7 @@ from jmoe.expected_loss import ExpectedLoss, Kind, Point
 from jmoe.packed_rows import EXEMPT, SLOT
 from serving.config import AuditConfig, BrownoutConfig, EngineConfig
 from serving.control import audit as audit_module
-from serving.control.audit import MAX_WAITING, Auditor, Scores
+from serving.control.audit import MAX_WAITING, Auditor
 from serving.control.controller import Decision
 from serving.engine import Engine
 from serving.frontend.metrics import Metrics
@@ -355,7 +355,7 @@ async def test_an_answer_whose_model_goes_before_it_is_drawn_ends_no_audit():
 
     async def score(answer):
         scored.append(answer.request.model)
-        return Scores([-1.0], [-1.0])
+        return SimpleNamespace(prompt_logprobs=[-1.0], prompt_best=[-1.0])
 
     clock = asyncio.get_running_loop().time
     auditor = Auditor(AuditConfig(share=0.5), ["base", "law"], score, lambda model: True, clock)
@@ -369,6 +369,7 @@ async def test_an_answer_whose_model_goes_before_it_is_drawn_ends_no_audit():
         sequence = SimpleNamespace(
             request=request,
             degraded_visits=1,
+            prompt=[1],
             tokens=[2],
             logprobs=[-0.5],
             expected_nats=0.0,
