@@ -353,7 +353,7 @@ class SloAnalyser:
                 of.judge("", math.nan, math.nan)
 
     def put(self, place: int, name: str, curves: CurvesOf | None) -> None:
-        """Takes in a model that is new in a place, with its expected loss; without a name and None,
+        """Takes in a model that is new in a place, with its expected loss. An empty name, and None:
         the place is vacant.
         """
         self.losses.put(place, curves)

@@ -299,8 +299,8 @@ def test_a_step_is_parked_a_bounded_number_of_times():
 
 
 def test_with_less_than_its_share_no_best_effort_step_is_parked():
-    share = Share(0.5)
-    play = Play(share=share)
+    play = Play(share=0.5)
+    share = play.scheduler.share
     share.observe(1.0, 1.0, best_effort=0.0)
     assert share.had == 0.0
     play.add(sequence("b", [1] * 8, 1, BE))
