@@ -636,11 +636,9 @@ class Engine:
     def _check_composes(self, change: BrownoutChange) -> None:
         """Raises InvalidRequest for a change that the settings do not go with."""
         controller = f"engine.salc.controller={change.controller}"
-        for feature, name, value, asks in (
-            (COMPANY, "prefill_company", change.prefill_company, change.prefill_company),
-            (controller, "controller", change.controller, change.controller is not None),
-        ):
-            if asks and (why := why_not(self.config, feature)):
+        for name, feature in (("prefill_company", COMPANY), ("controller", controller)):
+            value = getattr(change, name)
+            if value and (why := why_not(self.config, feature)):
                 raise InvalidRequest(f"{name} is {shown(value)}; it must be left out {why}")
 
     def stats(self) -> EngineStats:
