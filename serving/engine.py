@@ -601,7 +601,8 @@ class Engine:
         """Raises InvalidRequest for a change that cannot be made, and NotFound for a model that is
         not served.
         """
-        self._check_composes(change)
+        if change.prefill_company and (why := why_not(self.config, COMPANY)):
+            raise InvalidRequest(f"prefill_company is True; it must be left out {why}")
         self.slo.check(change, bound)
         self.models.check(bound)
 
@@ -632,14 +633,6 @@ class Engine:
         self._changes.add(task)
         task.add_done_callback(self._changes.discard)
         return await asyncio.shield(task)
-
-    def _check_composes(self, change: BrownoutChange) -> None:
-        """Raises InvalidRequest for a change that the settings do not go with."""
-        controller = f"engine.salc.controller={change.controller}"
-        for name, feature in (("prefill_company", COMPANY), ("controller", controller)):
-            value = getattr(change, name)
-            if value and (why := why_not(self.config, feature)):
-                raise InvalidRequest(f"{name} is {shown(value)}; it must be left out {why}")
 
     def stats(self) -> EngineStats:
         """Returns the current counters and gauges."""
