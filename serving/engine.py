@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import logging
 import math
+import sys
 import threading
 import time
 import uuid
@@ -28,12 +29,12 @@ import numpy as np
 from jmoe.api import Model
 from jmoe.family import Family
 from serving.config import EngineConfig, ServerConfig
-from serving.control.audit import Auditor, Offer, Scores
+from serving.control.audit import Auditor
 from serving.control.experts_loader import ExpertsLoader, allowed_ways
 from serving.control.fetcher import Fetcher
 from serving.control.guarded import make_controller
 from serving.control.losses import Curve, Curves, LossBound, Losses
-from serving.control.models import Check, CurvesOf, Models
+from serving.control.models import Models
 from serving.control.registry import Registry
 from serving.control.slo import SloAnalyser
 from serving.errors import (
@@ -83,7 +84,6 @@ from serving.request import (
 )
 from serving.scheduling.pace import Pace
 from serving.scheduling.policy import BE, LS, make_policy
-from serving.scheduling.queues import Share
 from serving.scheduling.scheduler import Scheduler
 from serving.scheduling.sequence import SequenceState, SequenceStatus
 from serving.scheduling.step import ScheduledStep
@@ -132,46 +132,54 @@ class Engine:
         self.restart_s: float | None = None  # until a process that ends with it serves again
         self.pace = Pace(executor.limits.num_layers, waits=config.prefill_company)
         ways = allowed_ways(config.brownout, self.family)
-        way = ways[0] if ways else 0
         slow_s = config.plugin_slow_ms / 1e3 or math.inf
-        levels = config.brownout.levels
         names = list(("",) if self.family is None else self.family.names)
         self.names = names  # of models in requests, by place; empty: vacant
-        self.losses = Losses(names, losses, levels=levels)
         own = brownout_of_models(config.brownout.models)
         self.slo = SloAnalyser(
             config.brownout,
             config.salc,
-            way=way,
+            way=ways[0] if ways else 0,
             pace=self.pace,
             slow_s=slow_s,
-            losses=self.losses,
+            losses=Losses(names, losses, levels=config.brownout.levels),
             models=[own.get(name, ModelBrownout(name)) for name in names],
         )
-        observers = [observer] if isinstance(observer, Observer) else observer or ()
         self.loader = ExpertsLoader(executor, self.family, ways, self.slo, config.balance)
-        self.models = Models(config, executor, self.family, names, self.loader, arriving)
         audit = replace(config.audit, share=0) if config.resident_experts else config.audit
         self.auditor = Auditor(audit, self.names, self._score, self._audits, clock)
-        own = self.slo.load, *self.loader.observers, self.auditor
-        self.accounts = Accounts([*own, *observers])
+        others = [observer] if isinstance(observer, Observer) else observer or ()
+        mover = [] if self.loader.mover is None else [self.loader.mover]
+        self.accounts = Accounts([self.slo.load, *mover, self.auditor, *others])
+        has_hybrid = isinstance(executor, DecodesBesidePrompts) and executor.has_hybrid
         self.scheduler = Scheduler(
             executor.limits,
             make_policy(config.policy),
-            executor.layers_at_once if isinstance(executor, RunsParts) else None,
-            Share(config.best_effort_share),
-            config.best_effort_max_wait_s or math.inf,
-            executor.mixes if isinstance(executor, Mixes) else None,
-            self.slo.accepted if config.reuses_prefixes else None,
-            slow_s,
-            executor.in_order,
+            layers_at_once=executor.layers_at_once if isinstance(executor, RunsParts) else None,
+            share=config.best_effort_share,
+            max_wait_s=config.best_effort_max_wait_s or math.inf,
+            mixes=executor.mixes if isinstance(executor, Mixes) else None,
+            accepted=self.slo.accepted if config.reuses_prefixes else None,
+            slow_s=slow_s,
+            in_order=executor.in_order,
+            beside=self._decodes_beside if has_hybrid else None,
         )
-        has_hybrid = isinstance(executor, DecodesBesidePrompts) and executor.has_hybrid
-        self._beside = self._decodes_beside if has_hybrid else None
         self._work = asyncio.Event()  # a request or news has come
         self.registry = Registry(executor, self.scheduler, config.model_stay_s, self._work.set)
         self.fetcher = Fetcher(executor, self.scheduler, self.family, clock)
         self.admission = Admission(config, executor.limits, self.family)
+        self.models = Models(
+            config,
+            executor,
+            self.family,
+            names,
+            self.loader,
+            self.slo,
+            self.admission,
+            self.auditor,
+            arriving,
+            self._work.set,
+        )
         self.request_timeout_s = 0.0  # of requests that name none; 0: they have none
         self.deadlines = Deadlines(config.queue_timeout_s, clock, self._end)
         stuck = f"a step took longer than {config.watchdog_s:g} s (engine.watchdog_s)"
@@ -179,13 +187,10 @@ class Engine:
         self.on_unresponsive: Callable[[str], None] = log.critical
         self._clock = clock
         self._refused_at: deque[float] = deque(maxlen=100_000)
-        self._vocab_size = 0 if self.family is None else self.family.config.vocab_size
-        self._visits_per_token = self.admission.visits_per_token
         self._in_flight = deque[ScheduledStep]()  # none where rows complete singly
         self._news = deque[Any]()  # what the executor told (serving.execution.executor)
         self._workers = executor if isinstance(executor, HasWorkers) else None
         self._changes = set[asyncio.Task[Any]]()  # of models
-        self._waiting: list[BrownoutChange] = []  # in turn, each for its way
         self._open: set[SequenceState] = set()  # admitted and not ended
         self._under_way = {priority: Counter[str]() for priority in Priority}  # of them, by key
         self._idle = asyncio.Event()
@@ -328,18 +333,15 @@ class Engine:
                 f"the engine is {self.status}{why}; try another replica or come back later",
                 self.restart_s if self.failure else None,
             )
-        refusal: Overloaded | None = None
+        refusals: list[Overloaded] = []
         for one in Priority if priority is None else (priority,):
             try:
-                self._check_queue(one, key, model)
+                return self._check_queue(one, key, model)
             except Overloaded as error:
-                refusal = refusal or error
-            else:
-                return
-        assert refusal is not None
+                refusals.append(error)
         self.accounts.request_refused(key, priority)
         self._refused_at.append(self._clock())
-        raise refusal
+        raise refusals[0]
 
     def _check_queue(self, priority: Priority, key: str, model: int | None) -> None:
         admission, objective_s = self.config.admission, math.inf
@@ -452,11 +454,10 @@ class Engine:
         finally:
             self._abandon(sequence)
 
-    async def _score(self, offer: Offer) -> Scores:
-        """Runs a prompt and its answer once more, exactly, as best effort."""
+    async def _score(self, answer: SequenceState) -> SequenceState:
+        """Runs a prompt and its answer once more, exactly, as best effort; returns that request."""
         most = min(self.config.max_model_len, self.scheduler.limits.most_positions)
-        context = offer.context[: most - 1]
-        count = len(offer.logprobs) - len(offer.context) + len(context)
+        context = answer.context[: most - 1]
         sampling = SamplingParams(max_new_tokens=1, prompt_logprobs=True, ignore_eos=True)
         request = Request(
             uuid.uuid4().hex,
@@ -464,7 +465,7 @@ class Engine:
             sampling,
             allow_brownout=False,
             priority=BE,
-            model=offer.model,
+            model=answer.request.model,
             reuse_prefix=False,
             is_audit=True,
         )
@@ -473,8 +474,7 @@ class Engine:
             await sequence.next_output()
         finally:
             self._abandon(sequence)
-        first = len(context) - 1 - count
-        return Scores(sequence.prompt_logprobs[first:], sequence.prompt_best[first:])
+        return sequence
 
     def _audits(self, model: int) -> bool:
         """Returns whether a model's answer may be scored now: nobody waits, nor would for a
@@ -574,20 +574,15 @@ class Engine:
         """Changes brownout settings; another way is loaded while serving goes on (ExpertsLoader).
         Raises InvalidRequest, and Unavailable for another way if the engine has failed or stopped.
         """
-        self._check(change, self._bound(change))
+        self._check(change, self.loader.bound(change))
         if change.way is not None:
             if self.status in ("failed", "stopped"):
                 raise Unavailable(f"the engine is {self.status}; no other way can be loaded")
-            loaded = self.loader.request(change.way)
             self._work.set()
-            self._waiting.append(change)
-            try:
-                await asyncio.shield(loaded)  # goes on even if this caller is cancelled
-            finally:
-                self._waiting.remove(change)
+            await self.loader.load(change)
             # A change that this one was checked with may have been dropped with its caller.
             try:
-                self._check(change, self._bound(replace(change, way=None)))
+                self._check(change, self.loader.bound(replace(change, way=None)))
             except InvalidRequest as error:
                 way = self.slo.way
                 raise InvalidRequest(f"{error}; the way is {way} now, all else as before") from None
@@ -598,29 +593,18 @@ class Engine:
         """Returns what a change of brownout lets expect at the present load; nothing is changed.
         Raises InvalidRequest as `set_brownout`.
         """
-        bound = self._bound(change)
+        bound = self.loader.bound(change)
         self._check(change, bound)
         return self.slo.what_if(change, bound)
-
-    def _bound(self, change: BrownoutChange) -> LossBound:
-        """Returns the bound on expected loss, and the brownout that has to keep it, once a change
-        is made and those that wait for their ways; one of another way comes behind them.
-        """
-        if change.way is None:
-            return self.slo.bound([change, *self._waiting], self.loader.next_way)
-        return self.slo.bound([*self._waiting, change], change.way)
 
     def _check(self, change: BrownoutChange, bound: LossBound) -> None:
         """Raises InvalidRequest for a change that cannot be made, and NotFound for a model that is
         not served.
         """
-        self._check_composes(change)
+        if change.prefill_company and (why := why_not(self.config, COMPANY)):
+            raise InvalidRequest(f"prefill_company is True; it must be left out {why}")
         self.slo.check(change, bound)
-        if self.models.coming is not None:
-            bound.check(self._losses_of(*self.models.coming))
-
-    def _losses_of(self, name: str, curves: CurvesOf) -> Losses:
-        return Losses((name,), [curves], levels=self.config.brownout.levels)
+        self.models.check(bound)
 
     async def load_model(self, name: str, directory: str) -> None:
         """Loads a further model of the family's architecture while others are served; returns when
@@ -629,17 +613,7 @@ class Engine:
         Raises InvalidRequest for a model that cannot be served beside the others, or has no place,
         slots or memory, and Unavailable if the engine does not run.
         """
-
-        def check() -> Check:
-            bound = self._bound(BrownoutChange())
-            return lambda curves: bound.check(self._losses_of(name, curves))
-
-        async def joined(number: int, model: Model, curves: CurvesOf) -> None:
-            await self.admission.put(number, model)
-            self.losses.put(number, curves)
-            self.slo.put(number, ModelBrownout(name))
-
-        await self._kept_on(self.models.load(name, directory, self._work.set, check, joined))
+        await self._kept_on(self.models.load(name, directory))
 
     async def unload_model(self, name: str, drain_s: float = 0.0) -> int:
         """Unloads a model: nobody finds it from now on. Its requests may go on for `drain_s`
@@ -648,14 +622,7 @@ class Engine:
         Raises NotFound, InvalidRequest for the first model, and Unavailable if the engine does not
         run.
         """
-
-        async def left(number: int, first: Model) -> None:
-            self.losses.put(number, None)
-            self.slo.put(number, ModelBrownout(""))
-            self.auditor.forget(number)
-            await self.admission.put(number, first)
-
-        return await self._kept_on(self.models.unload(name, drain_s, self._open, self._end, left))
+        return await self._kept_on(self.models.unload(name, drain_s, self._open, self._end))
 
     async def _kept_on[T](self, change: Coroutine[Any, Any, T]) -> T:
         """Makes a change of models, even if its caller is cancelled."""
@@ -666,16 +633,6 @@ class Engine:
         self._changes.add(task)
         task.add_done_callback(self._changes.discard)
         return await asyncio.shield(task)
-
-    def _check_composes(self, change: BrownoutChange) -> None:
-        """Raises InvalidRequest for a change that the settings do not go with."""
-        controller = f"engine.salc.controller={change.controller}"
-        for feature, name, value, asks in (
-            (COMPANY, "prefill_company", change.prefill_company, change.prefill_company),
-            (controller, "controller", change.controller, change.controller is not None),
-        ):
-            if asks and (why := why_not(self.config, feature)):
-                raise InvalidRequest(f"{name} is {shown(value)}; it must be left out {why}")
 
     def stats(self) -> EngineStats:
         """Returns the current counters and gauges."""
@@ -791,24 +748,25 @@ class Engine:
             before = self._in_flight[-1]
             tokens_at = self.scheduler.tokens_at()
             since_s = self.pace.since_tokens_s(before, tokens_at)
-            tokens = self.scheduler.next_prefill_tokens()
-            tokens = tokens if most is None else min(tokens, most)
+            tokens = min(self.scheduler.next_prefill_tokens(), most)
             slack_s = self.slo.itl_slack_s(before, tokens, num_running)
-        step = self.scheduler.next_step(slack_s, now, company, self._beside, most)
+        step = self.scheduler.next_step(slack_s, now, company, most)
         if step is not None:
             self._submit(step, now, since_s)
         return step
 
-    def _prompt_tokens(self, now: float) -> int | None:
+    def _prompt_tokens(self, now: float) -> int:
         """Returns how many prompt tokens the next step may have: those that keep further tokens in
-        time, unless first tokens are about to be late themselves. None: any number.
+        time; any number where nobody waits for these, or first tokens are about to be late, too.
         """
         ttft_slo_s, itl_slo_s = self.slo.in_force
-        sizes = self.executor.limits.prefill_buckets
-        if not self.executor.in_order or self.scheduler.waited_s(now) > HASTE * ttft_slo_s:
-            return None
         num_decoding = sum(s.status is SequenceStatus.DECODE for s in self.scheduler.running)
-        return self.pace.prefill_tokens(itl_slo_s, num_decoding, sizes) if num_decoding else None
+        if not (self.executor.in_order and num_decoding):
+            return sys.maxsize
+        if self.scheduler.waited_s(now) > HASTE * ttft_slo_s:
+            return sys.maxsize
+        sizes = self.executor.limits.prefill_buckets
+        return self.pace.prefill_tokens(itl_slo_s, num_decoding, sizes)
 
     def _decodes_beside(self, num_tokens: int, num_rows: int) -> bool:
         """Returns whether rows are to decode in a prefill step: while nothing is degraded, since
@@ -879,22 +837,30 @@ class Engine:
                 raise error
             case Completed(result=StepResult() as result) if self.executor.in_order:
                 self._take_step(result, now)
-                return
+            case Completed(result=StepResult() as result):
+                self._take_rows(told, result, now)
+            case LostRows(rows):
+                self.scheduler.run_again(self._known(rows))
+            case FailedRows(rows, reason):
+                for sequence in self.scheduler.give_up(self._known(rows)):
+                    self._end(sequence, self._lost(reason))
             case RankDown():
                 self._close_rank(told)
             case RankUp(rank):
-                self.scheduler.open_rank(rank)
+                self.scheduler.places.open(rank)
             case WayChanged():
                 self.watchdog.ended += 1
                 self.loader.changed(now)
             case Stages():
                 self.accounts.stages_ran(told)
-            case _:
-                known = [number for number in told.rows if number in self.scheduler.singles]
-                self.watchdog.ended += len(known)
-                self._take_rows(told, known, now)
         if self.scheduler.idle:
             self._idle.set()
+
+    def _known(self, rows: Sequence[int]) -> list[int]:
+        """Returns those of rows that have not been given up, which have ended now."""
+        known = [number for number in rows if number in self.scheduler.singles]
+        self.watchdog.ended += len(known)
+        return known
 
     def _take_step(self, result: StepResult, now: float) -> None:
         step = self._in_flight.popleft()
@@ -908,25 +874,18 @@ class Engine:
         percents = np.where(step.exempt, 100, percent).tolist()
         self._accept(step, result, now, percents)
 
-    def _take_rows(
-        self, told: Completed | LostRows | FailedRows, rows: Sequence[int], now: float
-    ) -> None:
-        match told:
-            case LostRows():
-                self.scheduler.run_again(rows)
-            case FailedRows(_, reason):
-                for sequence in self.scheduler.give_up(rows):
-                    self._end(sequence, self._lost(reason))
-            case Completed(result=StepResult() as result) if rows:
-                num_decoding = self.scheduler.singles.num_decoding
-                step = self.scheduler.complete(rows)
-                step.control = StepControl(min(told.least_percent), told.strategy)
-                spans = zip(step.sequences, told.least_percent, told.most_percent, strict=True)
-                for sequence, *percents in spans:
-                    for percent in percents:
-                        sequence.note_threshold(step.phase, percent)
-                size = num_decoding if step.phase is Phase.DECODE else 0
-                self._accept(step, result, now, told.least_percent, size)
+    def _take_rows(self, told: Completed, result: StepResult, now: float) -> None:
+        num_decoding, rows = self.scheduler.singles.num_decoding, self._known(told.rows)
+        if not rows:
+            return
+        step = self.scheduler.complete(rows)
+        step.control = StepControl(min(told.least_percent), told.strategy)
+        spans = zip(step.sequences, told.least_percent, told.most_percent, strict=True)
+        for sequence, *percents in spans:
+            for percent in percents:
+                sequence.note_threshold(step.phase, percent)
+        size = num_decoding if step.phase is Phase.DECODE else 0
+        self._accept(step, result, now, told.least_percent, size)
 
     def _close_rank(self, down: RankDown) -> None:
         """Ends the requests of a lost rank, whose keys and values are lost."""
@@ -939,7 +898,7 @@ class Engine:
         self.watchdog.ended += before - len(self.scheduler.singles)
 
     def _allowed(self, step: ScheduledStep) -> np.ndarray:
-        return allowed_tokens(step.sequences, step.sampled, self._vocab_size, self._end)
+        return allowed_tokens(step.sequences, step.sampled, self.bounds.vocab_size, self._end)
 
     def _accept(
         self,
@@ -957,7 +916,7 @@ class Engine:
         latencies = Latencies()
         q_lens = step.q_lens.tolist() if step.is_last else [0] * len(step.sequences)
         degraded = step.count_degraded(result.degraded)
-        visits = self._visits_per_token
+        visits = self.admission.visits_per_token
         self.accounts.step_read(step, result, step.started_at, now, visits, sum(degraded))
         if result.prompt_logprobs is not None:
             step.share_prompt_logprobs(result)
@@ -981,7 +940,7 @@ class Engine:
             token, logprob = result.tokens[at], result.logprobs[at]
             try:
                 top = result.top(at, request.sampling.top_logprobs)
-                output = sequence.accept(token, logprob, self._visits_per_token, top)
+                output = sequence.accept(token, logprob, top)
             except ServingError as error:
                 self._end(sequence, error)
                 continue

@@ -4,7 +4,7 @@ import enum
 import math
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
 from typing import Any, NamedTuple
@@ -199,27 +199,24 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         """Checks types and ranges."""
-        new = self.max_new_tokens
-        fits = new is None or _whole(new, 1)
-        _check(fits, "max_new_tokens", new, "a whole number, at least 1")
-        least, name = self.min_new_tokens, "min_new_tokens"
-        _check(_whole(least, 0), name, least, "a whole number, at least 0")
-        _check(
-            _real(self.temperature) and 0 <= self.temperature <= 100,
-            "temperature",
-            self.temperature,
-            "between 0 and 100",
-        )
-        _check(
-            _whole(self.top_k, 0, 2**31),
-            "top_k",
-            self.top_k,
-            f"a whole number up to {2**31 - 1} (0: off)",
-        )
-        _check(_real(self.top_p) and 0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]")
-        seed_fits = self.seed is None or _whole(self.seed, 0, 2**64)
-        _check(seed_fits, "seed", self.seed, "a 64-bit number")
-        self._check_shaping()
+        for name, (holds, wanted) in _RANGES.items():
+            value = getattr(self, name)
+            _check(holds(value), name, value, wanted)
+        if self.structure is not None and self.ignore_eos:
+            raise InvalidRequest(
+                "ignore_eos is set beside a structured output, which ends where its structure "
+                "does; leave one out",
+                "ignore_eos",
+            )
+        name = "top_prompt_logprobs"
+        if self.top_prompt_logprobs and not self.prompt_logprobs:
+            raise InvalidRequest(f"{name} without prompt_logprobs; set both", name)
+        name = "logit_bias"
+        check_count(f"tokens in {name}", len(self.logit_bias), MAX_LOGIT_BIASES, name)
+        for token, bias in self.logit_bias:
+            _check(isinstance(token, Integral), name, token, "an integer", f"a token of {name}")
+            in_range = _real(bias, -100, 100)
+            _check(in_range, name, bias, "between -100 and 100", f"{name} of {token}")
         check_count("stop strings", len(self.stop), MAX_STOP_STRINGS, "stop")
         name = "stop_token_ids"
         check_count(name, len(self.stop_token_ids), MAX_STOP_TOKEN_IDS, name)
@@ -237,34 +234,6 @@ class SamplingParams:
         of_new = new * (1 + self.top_logprobs) if self.logprobs or self.top_logprobs else 0
         of_prompt = prompt_tokens * (1 + self.top_prompt_logprobs)
         return of_new + (of_prompt if self.prompt_logprobs else 0)
-
-    def _check_shaping(self) -> None:
-        if self.structure is not None and self.ignore_eos:
-            raise InvalidRequest(
-                "ignore_eos is set beside a structured output, which ends where its structure "
-                "does; leave one out",
-                "ignore_eos",
-            )
-        top = self.top_logprobs
-        most = f"a whole number up to {MAX_TOP_LOGPROBS}"
-        _check(_whole(top, 0, MAX_TOP_LOGPROBS + 1), "top_logprobs", top, most)
-        top, name, most = self.top_prompt_logprobs, "top_prompt_logprobs", MAX_TOP_PROMPT_LOGPROBS
-        _check(_whole(top, 0, most + 1), name, top, f"a whole number up to {most}")
-        if top and not self.prompt_logprobs:
-            raise InvalidRequest(f"{name} without prompt_logprobs; set both", name)
-        _check(_real(self.min_p) and 0 <= self.min_p <= 1, "min_p", self.min_p, "in [0, 1]")
-        for name in ("presence_penalty", "frequency_penalty"):
-            value = getattr(self, name)
-            _check(_real(value) and -2 <= value <= 2, name, value, "between -2 and 2")
-        penalty = self.repetition_penalty
-        in_range = _real(penalty) and 0 < penalty <= 100
-        _check(in_range, "repetition_penalty", penalty, "above 0 and at most 100")
-        name = "logit_bias"
-        check_count(f"tokens in {name}", len(self.logit_bias), MAX_LOGIT_BIASES, name)
-        for token, bias in self.logit_bias:
-            _check(isinstance(token, Integral), name, token, "an integer", f"a token of {name}")
-            in_range = _real(bias) and -100 <= bias <= 100
-            _check(in_range, name, bias, "between -100 and 100", f"{name} of {token}")
 
     @property
     def shapes(self) -> bool:
@@ -293,9 +262,32 @@ def _whole(value: object, least: int, below: int = 2**63) -> bool:
     return isinstance(value, Integral) and least <= int(value) < below
 
 
-def _real(value: object) -> bool:
+def _real(value: object, least: float, most: float = sys.float_info.max) -> bool:
     # Not `isfinite`, which raises for an integer beyond what a float can be.
-    return isinstance(value, Real) and bool(abs(value) <= sys.float_info.max)  # pyright: ignore[reportOperatorIssue]
+    return isinstance(value, Real) and bool(least <= value <= most)  # pyright: ignore[reportOperatorIssue]
+
+
+_RANGES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "max_new_tokens": (lambda n: n is None or _whole(n, 1), "a whole number, at least 1"),
+    "min_new_tokens": (lambda n: _whole(n, 0), "a whole number, at least 0"),
+    "temperature": (lambda x: _real(x, 0, 100), "between 0 and 100"),
+    "top_k": (lambda n: _whole(n, 0, 2**31), f"a whole number up to {2**31 - 1} (0: off)"),
+    "top_p": (lambda x: _real(x, 0, 1) and x > 0, "in (0, 1]"),
+    "seed": (lambda n: n is None or _whole(n, 0, 2**64), "a 64-bit number"),
+    "top_logprobs": (
+        lambda n: _whole(n, 0, MAX_TOP_LOGPROBS + 1),
+        f"a whole number up to {MAX_TOP_LOGPROBS}",
+    ),
+    "top_prompt_logprobs": (
+        lambda n: _whole(n, 0, MAX_TOP_PROMPT_LOGPROBS + 1),
+        f"a whole number up to {MAX_TOP_PROMPT_LOGPROBS}",
+    ),
+    "min_p": (lambda x: _real(x, 0, 1), "in [0, 1]"),
+    "presence_penalty": (lambda x: _real(x, -2, 2), "between -2 and 2"),
+    "frequency_penalty": (lambda x: _real(x, -2, 2), "between -2 and 2"),
+    "repetition_penalty": (lambda x: _real(x, 0, 100) and x > 0, "above 0 and at most 100"),
+}
+"""What the numbers of `SamplingParams` must be: whether one is, and the words for it."""
 
 
 def check_count(what: str, count: int, most: int, param: str | None = None) -> None:
@@ -348,7 +340,7 @@ OPTIONS = ("allow_brownout", "reuse_prefix", "allow_audit", "max_degraded_percen
 
 @dataclass(frozen=True)
 class Request:
-    """One generation request."""
+    """One generation request. Raises InvalidRequest for a value out of range."""
 
     request_id: str
     prompt: str | Sequence[int] | Chat
@@ -365,6 +357,17 @@ class Request:
     key: str = ""  # name of the caller's API key
     is_audit: bool = False  # the engine's own: it scores an answer, and counts for no caller
     model_name: str = ""  # under which it is served
+
+    def __post_init__(self) -> None:
+        """Checks types and ranges."""
+        name = "request_id"
+        check_count(f"characters of {name}", len(self.request_id), MAX_REQUEST_ID_CHARS, name)
+        timeout_s, percent = self.timeout_s, self.max_degraded_percent
+        in_range = timeout_s is None or _real(timeout_s, -sys.float_info.max)
+        _check(in_range, "timeout_s", timeout_s, "a number of seconds")
+        in_range = _whole(percent, 0, 101) and not isinstance(percent, bool)
+        wanted = "a whole number between 0 and 100"
+        _check(in_range, "max_degraded_percent", percent, wanted)
 
 
 @dataclass(frozen=True)
@@ -445,7 +448,7 @@ class ModelBrownout:
         for name in ("ttft_slo_s", "itl_slo_s"):
             value = getattr(self, name)
             wanted = "a number of seconds, or 0 (the objective of all models)"
-            _check(_real(value) and value >= 0, name, value, wanted, f"{name} {of}")
+            _check(_real(value, 0), name, value, wanted, f"{name} {of}")
         for name in ("floor_percent", "ceiling_percent"):
             value = getattr(self, name)
             _check(

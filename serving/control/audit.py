@@ -20,7 +20,7 @@ import numpy as np
 from jmoe.ratios import ratio
 from serving.config import AuditConfig
 from serving.errors import ServingError, shown
-from serving.request import AuditState, Output
+from serving.request import AuditState, Output, Request
 from serving.scheduling.sequence import SequenceState
 from serving.telemetry.observer import Observer
 
@@ -40,25 +40,6 @@ MAX_KEYS = 256
 """Pairs of model and API key with figures of their own; further keys share those of one name."""
 OTHER_KEYS = "other keys"
 NOTHING = math.nan, math.nan, math.nan
-
-
-class Offer(NamedTuple):
-    """An answer to score."""
-
-    model: int
-    key: str  # name of the caller's API key
-    context: list[int]  # prompt and answer
-    logprobs: list[float]  # of the answer's tokens, as they were drawn
-    is_greedy: bool
-    ended_at: float
-    expected: float = math.nan  # excess that its thresholds let expect, nats a token
-
-
-class Scores(NamedTuple):
-    """Log-probabilities of an answer's tokens under the exact model, and of its likeliest ones."""
-
-    logprobs: Sequence[float]
-    best: Sequence[float]
 
 
 class _Scored(NamedTuple):
@@ -94,12 +75,6 @@ class _Measured:
         mean, margin = ratio(others, greedy)
         self.disagreement = mean, *np.clip((mean - margin, mean + margin), 0, 1).tolist()
 
-    def begin_anew(self) -> None:
-        """Forgets what was measured."""
-        self.exempt_until = -math.inf
-        self.scored.clear()
-        self.excess, self.disagreement, self.expected = NOTHING, NOTHING, math.nan
-
 
 class Auditor(Observer):
     """Draws degraded answers, has them scored, and tells whose brownout costs too much."""
@@ -108,41 +83,32 @@ class Auditor(Observer):
         self,
         config: AuditConfig,
         names: Sequence[str],
-        score: Callable[[Offer], Awaitable[Scores]],
+        score: Callable[[SequenceState], Awaitable[SequenceState]],
         has_room: Callable[[int], bool],
         clock: Callable[[], float],
     ) -> None:
-        """`score` raises ServingError for an answer that cannot be scored; `has_room` returns
-        whether nobody would wait for one of a model's. Times are seconds of `clock`, which is the
-        event loop's.
+        """`score` runs an answer behind its prompt once more, exactly, and returns that request,
+        whose prompt has log-probabilities; it raises ServingError for an answer that cannot be
+        scored. `has_room` returns whether nobody would wait for one of a model's. Times are seconds
+        of `clock`, which is the event loop's.
         """
         self.config, self._names = config, names
         self._score, self._has_room, self._clock = score, has_room, clock
-        self._waiting: list[Offer] = []
+        self._waiting: list[SequenceState] = []
         self._offered = asyncio.Event()
         self._measured = {(number, ""): _Measured() for number in range(len(names))}
 
     def request_finished(self, sequence: SequenceState, output: Output, now: float) -> None:
         """See Observer."""
-        super().request_finished(sequence, output, now)
-        request = sequence.request
-        if not self.config.share or not sequence.degraded_visits or not request.allow_audit:
+        allowed = sequence.request.allow_audit
+        if not self.config.share or not sequence.degraded_visits or not allowed:
             return
-        offer = Offer(
-            request.model,
-            request.key,
-            sequence.context,
-            sequence.logprobs,
-            not request.sampling.temperature and not request.sampling.shapes,
-            now,
-            output.usage.expected_loss,
-        )
         if len(self._waiting) < MAX_WAITING:
-            self._waiting.append(offer)
+            self._waiting.append(sequence)
         else:
             at = random.randrange(MAX_WAITING)
             self._of(self._waiting[at]).num_unscored += 1
-            self._waiting[at] = offer
+            self._waiting[at] = sequence
         self._offered.set()
 
     async def run(self) -> None:
@@ -151,56 +117,61 @@ class Auditor(Observer):
             await self._offered.wait()
             if not self._waiting:  # those that were offered are of a model that has gone since
                 continue
-            at = random.randrange(len(self._waiting))
-            is_stale = self._clock() - self._waiting[at].ended_at > STALE_S
-            if not is_stale and not self._has_room(self._waiting[at].model):
+            answer = random.choice(self._waiting)
+            is_stale = self._clock() - answer.previous_at > STALE_S
+            if not is_stale and not self._has_room(answer.request.model):
                 await asyncio.sleep(LOOK_AGAIN_S)
                 continue
-            offer = self._waiting.pop(at)
+            self._waiting.remove(answer)
             if not self._waiting:
                 self._offered.clear()
             if is_stale:
-                self._of(offer).num_unscored += 1
+                self._of(answer).num_unscored += 1
                 continue
             began = self._clock()
             try:
-                self.note(offer, await self._score(offer))
+                self.note(answer, await self._score(answer))
             except Exception as error:
-                self._of(offer).num_unscored += 1
+                self._of(answer).num_unscored += 1
                 level = logging.DEBUG if isinstance(error, ServingError) else logging.ERROR
                 log.log(level, "an answer was not audited", exc_info=error)
             took_s = self._clock() - began
             await asyncio.sleep(took_s * (1 / self.config.share - 1))
 
-    def note(self, offer: Offer, scores: Scores) -> None:
+    def note(self, answer: SequenceState, scored: SequenceState) -> None:
         """Counts an answer's scores, which may be of fewer tokens than it has."""
-        measured, count = self._of(offer), len(scores.logprobs)
+        own = slice(len(answer.prompt) - 1, None)  # scores are of tokens behind the first one
+        exact, best = scored.prompt_logprobs[own], np.array(scored.prompt_best[own])
+        measured, count = self._of(answer), len(exact)
         if not count:  # the only token fills the last position
             measured.num_unscored += 1
             return
-        own, best = np.array(scores.logprobs), np.array(scores.best)
-        greedy = count if offer.is_greedy else 0
-        others = int(np.sum(own < best)) if offer.is_greedy else 0
-        excess = math.fsum(offer.logprobs[:count]) - math.fsum(scores.logprobs)
-        measured.add(_Scored(count, excess, greedy, others, count * offer.expected))
-        self._hold_to_bound(offer, measured)
+        sampling = answer.request.sampling
+        is_greedy = not sampling.temperature and not sampling.shapes
+        greedy = count if is_greedy else 0
+        others = int(np.sum(np.array(exact) < best)) if is_greedy else 0
+        excess = math.fsum(answer.logprobs[:count]) - math.fsum(exact)
+        expected = count * (answer.expected_nats / len(answer.tokens))
+        measured.add(_Scored(count, excess, greedy, others, expected))
+        self._hold_to_bound(answer.request, measured)
 
     def exempts(self, model: int, key: str) -> bool:
         """Returns whether a key's requests to a model are exempt, since brownout cost them more
         than the bound.
         """
-        measured = self._measured.get((model, key)) or self._measured.get((model, OTHER_KEYS))
+        whose = model, key if (model, key) in self._measured else OTHER_KEYS
+        measured = self._measured.get(whose)
         if measured is None or measured.exempt_until == -math.inf:
             return False
         if measured.exempt_until > self._clock():
             return True
-        measured.begin_anew()
+        self._measured[whose] = _Measured(measured.num_scored, measured.num_unscored)
         log.info("brownout of %s is tried again", self._whose(model, key))
         return False
 
     def forget(self, model: int) -> None:
         """Forgets a model that is gone: what was measured of it, and answers that wait."""
-        self._waiting = [offer for offer in self._waiting if offer.model != model]
+        self._waiting = [one for one in self._waiting if one.request.model != model]
         if not self._waiting:
             self._offered.clear()
         for of_model, key in list(self._measured):
@@ -226,17 +197,17 @@ class Auditor(Observer):
             if self._names[model] or len(self._names) == 1
         )
 
-    def _of(self, offer: Offer) -> _Measured:
-        whose = offer.model, offer.key
-        if whose not in self._measured and len(self._measured) >= MAX_KEYS:
-            whose = offer.model, OTHER_KEYS
-        return self._measured.setdefault(whose, _Measured())
+    def _of(self, answer: SequenceState) -> _Measured:
+        model, key = answer.request.model, answer.request.key
+        if (model, key) not in self._measured and len(self._measured) >= MAX_KEYS:
+            key = OTHER_KEYS
+        return self._measured.setdefault((model, key), _Measured())
 
     def _whose(self, model: int, key: str) -> str:
         of = f" for key {shown(key)}" if key else ""
         return f"model {shown(self._names[model])}{of}"
 
-    def _hold_to_bound(self, offer: Offer, measured: _Measured) -> None:
+    def _hold_to_bound(self, request: Request, measured: _Measured) -> None:
         most, count = self.config.max_excess_nats, len(measured.scored)
         mean, low, high = measured.excess
         if not most or count < LEAST_ANSWERS or measured.exempt_until > -math.inf or low <= most:
@@ -245,12 +216,12 @@ class Auditor(Observer):
         log.warning(
             "brownout of %s costs %.3g nats a token (%.3g to %.3g, %d answers), more than "
             "engine.audit.max_excess_nats=%g: its new requests are exempt for %g s",
-            *(self._whose(offer.model, offer.key), mean, low, high, count, most),
+            *(self._whose(request.model, request.key), mean, low, high, count, most),
             self.config.retry_s,
             extra={
                 "event": "audit_exempt",
-                "model": self._names[offer.model],
-                "key": offer.key,
+                "model": self._names[request.model],
+                "key": request.key,
                 "excess": mean,
             },
         )

@@ -7,11 +7,12 @@ from collections.abc import Collection
 
 from jmoe.family import Family
 from serving.config import BalanceConfig, BrownoutConfig
+from serving.control.losses import LossBound
 from serving.control.mover import make_mover
 from serving.control.slo import SloAnalyser
 from serving.errors import InvalidRequest, Overloaded
 from serving.execution.executor import ChangesWay, Executor, LoadsWays
-from serving.telemetry.observer import Observer
+from serving.request import BrownoutChange
 
 log = logging.getLogger(__name__)
 
@@ -66,14 +67,10 @@ class ExpertsLoader:
         self._executor, self._ways, self._slo = executor, ways, slo
         self._num_layers = 1 if family is None else len(family) * family.config.num_moe_layers
         self._pending: list[tuple[int, asyncio.Future[None]]] = []
+        self._waiting: list[BrownoutChange] = []  # in turn, each for its way
         self._layer = 0
         self.is_waiting = False  # for the devices to change
         self._held_at = math.nan  # since when nothing begins
-
-    @property
-    def observers(self) -> list[Observer]:
-        """Observers that need the engine's steps."""
-        return [] if self.mover is None else [self.mover]
 
     @property
     def busy(self) -> bool:
@@ -81,7 +78,7 @@ class ExpertsLoader:
         return bool(self._pending)
 
     @property
-    def next_way(self) -> int:
+    def _last_way(self) -> int:
         """The way that every layer will have once the pending changes are made."""
         return self._pending[-1][0] if self._pending else self._slo.way
 
@@ -90,28 +87,38 @@ class ExpertsLoader:
         """Whether nothing may begin now."""
         return self.busy and isinstance(self._executor, ChangesWay)
 
-    def request(self, way: int) -> "asyncio.Future[None]":
-        """Queues a change of way; the future is done when every layer has it, or has it already.
+    def bound(self, change: BrownoutChange) -> LossBound:
+        """Returns the bound on expected loss, and the brownout that has to keep it, once a change
+        is made and those that wait for their ways; one of another way comes behind them.
+        """
+        if change.way is not None:
+            return self._slo.bound([*self._waiting, change], change.way)
+        return self._slo.bound([change, *self._waiting], self._last_way)
 
-        Changes are made one after another, even if nobody waits for them any more; a request for
-        the way of the last pending change waits for that one.
+    async def load(self, change: BrownoutChange) -> None:
+        """Loads the way of a change; returns when every layer has it.
+
+        Changes are made one after another, even if nobody waits for them any more; one to the way
+        of the last pending change waits for that one.
 
         Raises InvalidRequest for a way that was not prepared at start, and Overloaded where too
         many changes wait.
         """
-        if way not in self._ways:
+        way = change.way
+        if way is None or way not in self._ways:
             have = ", ".join(map(str, self._ways)) or "none"
             raise InvalidRequest(f"way is {way}; this server can switch to: {have}")
-        if self._pending and self._pending[-1][0] == way:
-            return self._pending[-1][1]
-        done = asyncio.get_running_loop().create_future()
-        if not self._pending and way == self._slo.way:
-            done.set_result(None)
-            return done
-        if len(self._pending) >= MAX_PENDING:
-            raise Overloaded(f"{MAX_PENDING} changes of way wait already; try again later", 1.0)
-        self._pending.append((way, done))
-        return done
+        if way != self._last_way:
+            if len(self._pending) >= MAX_PENDING:
+                raise Overloaded(f"{MAX_PENDING} changes of way wait already; try again later", 1.0)
+            self._pending.append((way, asyncio.get_running_loop().create_future()))
+        if not self._pending:
+            return
+        self._waiting.append(change)
+        try:
+            await asyncio.shield(self._pending[-1][1])  # goes on even if this caller is cancelled
+        finally:
+            self._waiting.remove(change)
 
     def abandon(self, error: Exception) -> None:
         """Fails the pending changes, since the engine no longer ticks."""

@@ -80,8 +80,9 @@ class Fetcher:
             return set()
         assert result.needed is not None
         self._steps += 1
-        if len(step.models) == 1:  # a mixed step adds up what its models visited
-            self._observe(step.model, result)
+        # A mixed step adds up what its models visited.
+        if len(step.models) == 1 and step.model in self._exact.models:
+            self._visits.observe(step.model, result.expert_rows)
         exact = [at for at, s in enumerate(step.sequences) if self._exact.concerns(s)]
         parts = step.parts
         parts.needed = result.needed if parts.needed is None else parts.needed + result.needed
@@ -115,8 +116,7 @@ class Fetcher:
         """Fetches the expert ahead that would be visited most, if it is worth its time."""
         if self._away is None or now < self._next_ahead_at or self._exact.again:
             return
-        asked = {s.request.model for s in self._scheduler.running}
-        asked |= {s.request.model for s in self._scheduler.waiting}
+        asked = self._scheduler.models_asked
         fetched, free = self._away.fetched, self._away.free
         best, gain, worst, loss = self._visits.change(sorted(asked), fetched)
         if not gain or not (free or gain > GAIN * loss):
@@ -125,10 +125,6 @@ class Fetcher:
         self._fetch({best: free[0] if free else fetched[worst]}, "ahead")
         took_s = self._clock() - began
         self._next_ahead_at = now + took_s * (1 / PREFETCH_SHARE - 1)
-
-    def _observe(self, model: int, result: StepResult) -> None:
-        if model in self._exact.models:
-            self._visits.observe(model, result.expert_rows)
 
     def _experts(
         self, models: Sequence[int], needed: Int[np.ndarray, "layers columns"]

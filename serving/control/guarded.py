@@ -62,7 +62,7 @@ class GuardedController:
             lambda: self._cut(_percent("of_step", controller.of_step(step)), step.percent),
             lambda: step.percent,
         )
-        return -int(-percent // 1)
+        return math.ceil(percent)
 
     def _cut(self, percent: float, before: float) -> float:
         if percent == before:

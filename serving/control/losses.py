@@ -11,8 +11,10 @@ from serving.errors import InvalidRequest, shown
 
 Curve = Sequence[float]
 """Expected loss under each threshold 0 to 100, in nats a token."""
-Curves = Sequence[Mapping[Kind, Curve]]
-"""Of a server's models, in their order, by kind of brownout."""
+CurvesOf = Mapping[Kind, Curve]
+"""Of a model, by kind of brownout."""
+Curves = Sequence[CurvesOf]
+"""Of a server's models, in their order."""
 EXACT: Curve = (0.0,) * 101
 
 
@@ -27,7 +29,7 @@ class Losses:
         self.highest = cache(self._highest)
         self.least_percent = cache(self._least)
 
-    def put(self, number: int, curves: Mapping[Kind, Curve] | None) -> None:
+    def put(self, number: int, curves: CurvesOf | None) -> None:
         """Replaces a model's curves; None: it is gone, and the first one's count."""
         self._curves[number] = self._curves[0] if curves is None else curves
         for known in (self.curves, self.highest, self.least_percent):

@@ -11,17 +11,18 @@ import asyncio
 import logging
 import math
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from jmoe.api import Model
 from jmoe.arrival import Arrival
-from jmoe.expected_loss import Kind
 from jmoe.family import Family
 from jmoe.weights import Params
 from serving.config import EngineConfig
+from serving.control.audit import Auditor
 from serving.control.experts_loader import ExpertsLoader
-from serving.control.losses import Curve
+from serving.control.losses import CurvesOf, LossBound, Losses
+from serving.control.slo import SloAnalyser
 from serving.errors import (
     InvalidRequest,
     ModelUnloaded,
@@ -31,6 +32,8 @@ from serving.errors import (
     shown,
 )
 from serving.execution.executor import Executor, TakesModels
+from serving.intake.admission import Admission
+from serving.request import BrownoutChange
 from serving.scheduling.sequence import SequenceState
 from serving.settings.composes import COMING, why_not
 
@@ -38,12 +41,9 @@ log = logging.getLogger(__name__)
 
 MAX_NAME_CHARS = 256
 
-CurvesOf = Mapping[Kind, Curve]
-"""A model's curves of expected loss."""
-Check = Callable[[CurvesOf], None]
-"""Raises InvalidRequest where they do not go with the settings in force."""
 Read = Callable[
-    [EngineConfig, Family, TakesModels, str, str, Check], tuple[Arrival, Params, CurvesOf]
+    [EngineConfig, Family, TakesModels, str, str, Callable[[CurvesOf], None]],
+    tuple[Arrival, Params, CurvesOf],
 ]
 """`serving.startup.arrivals.arriving`."""
 
@@ -69,20 +69,24 @@ class Models:
         family: Family | None,
         names: list[str],
         loader: ExpertsLoader,
+        slo: SloAnalyser,
+        admission: Admission,
+        auditor: Auditor,
         read: Read,
+        wake: Callable[[], None],
     ) -> None:
         """`names` are those of the family, by place, and empty where it is vacant; they are changed
-        as models come and go.
+        as models come and go. `wake` is called when the tick has something to write.
         """
-        self._config, self._family, self._loader, self._read = config, family, loader, read
+        self._config, self._family, self._read, self._wake = config, family, read, wake
+        self._loader, self._slo, self._admission, self._auditor = loader, slo, admission, auditor
         self._executor = executor if isinstance(executor, TakesModels) else None
         self.names = names
         self.generations = Counter[int]()  # how often each place was left
         self.retired = asyncio.Event()  # a request has ended
         self._changing = asyncio.Lock()
         self._coming: _Coming | None = None
-        self.coming: tuple[str, CurvesOf] | None = None
-        """The name and the curves of a model that is read and not served yet."""
+        self._losses: Losses | None = None  # of a model that is read and not served yet
         self._ended: ServingError | None = None  # once the engine no longer ticks
 
     @property
@@ -96,18 +100,18 @@ class Models:
         """
         return f"{self.generations[number]}:" if self.generations[number] else ""
 
-    async def load(
-        self,
-        name: str,
-        directory: str,
-        wake: Callable[[], None],
-        check: Callable[[], Check],
-        joined: Callable[[int, Model, CurvesOf], Awaitable[None]],
-    ) -> None:
-        """Loads a model; returns when it is served. One comes or goes at a time. `wake` is called
-        when the tick has something to write, `joined` before anybody can ask for the model. `check`
-        returns the check by what is in force then, which may be called in another thread: that of
-        the start, before the model's weights are read, and a new one before any is written.
+    def check(self, bound: LossBound) -> None:
+        """Raises InvalidRequest for a bound on expected loss that a model which is coming could not
+        be held to.
+        """
+        if self._losses is not None:
+            bound.check(self._losses)
+
+    async def load(self, name: str, directory: str) -> None:
+        """Loads a model; returns when it is served. One comes or goes at a time.
+
+        Its expected loss is checked by the bound in force at the start, before its weights are
+        read, and by that in force then, before any is written.
 
         Raises InvalidRequest for a model that cannot be served here, or has no place, slots or
         memory, and what the engine ended with.
@@ -120,21 +124,28 @@ class Models:
             if not name.isprintable() or name in self.names:
                 why = "is served already" if name in self.names else "is not printable"
                 raise InvalidRequest(f"the name {shown(name)} {why}; choose another", "name")
-            of_model = self._config, family, executor, name, directory, check()
+            bound, levels = self._loader.bound(BrownoutChange()), self._config.brownout.levels
+
+            def check(curves: CurvesOf) -> None:
+                bound.check(Losses((name,), [curves], levels=levels))
+
+            of_model = self._config, family, executor, name, directory, check
             try:
                 arrival, params, curves = await asyncio.to_thread(self._read, *of_model)
             except (ValueError, OSError) as error:
                 raise InvalidRequest(f"{shown(name)} was not loaded: {error}") from None
             self._changeable()  # still
-            check()(curves)  # settings may be others by now
-            self.coming, self._coming = (name, curves), _Coming(arrival, params)
-            wake()
+            losses = Losses((name,), [curves], levels=levels)
+            self._loader.bound(BrownoutChange()).check(losses)  # settings may be others by now
+            self._losses, self._coming = losses, _Coming(arrival, params)
+            self._wake()
             try:
                 model = await self._coming.done
-                await joined(arrival.number, model, curves)
+                await self._admission.put(arrival.number, model)
+                self._slo.put(arrival.number, name, curves)
                 self.names[arrival.number] = name
             finally:
-                self.coming = None
+                self._losses = None
             log.info("model %s is served", shown(name), extra={"event": "model_loaded"})
 
     async def unload(
@@ -143,10 +154,9 @@ class Models:
         drain_s: float,
         open_sequences: Collection[SequenceState],
         end: Callable[[SequenceState, ModelUnloaded], None],
-        left: Callable[[int, Model], Awaitable[None]],
     ) -> int:
         """Unloads a model. Its requests may go on for `drain_s` seconds; `end` ends those that are
-        there still, and `left` is called when nobody uses it. Returns how many of users were ended.
+        there still. Returns how many of users were ended.
 
         Raises NotFound, and InvalidRequest for the first model and a time that is none.
         """
@@ -181,7 +191,9 @@ class Models:
             for sequence in ended:
                 end(sequence, ModelUnloaded(f"model {shown(name)} was unloaded; ask another"))
             executor.vacate(number)
-            await left(number, family[0])
+            self._slo.put(number, "", None)
+            self._auditor.forget(number)
+            await self._admission.put(number, family[0])
             count = sum(not one.request.is_audit for one in ended)
             extra = {"event": "model_unloaded", "ended": count}
             what = "model %s is unloaded; %d of its requests were ended"

@@ -50,7 +50,6 @@ class Mover(Observer):
         are those that `placement` gives the logical experts of several models: each one's steps,
         and mixed ones, are a kind whose load is seen for itself.
         """
-        super().__init__()
         self._config, self._executor, self._copy_s = config, executor, copy_s
         self._spare = placement.spare if config.spare_slots == "auto" else config.spare_slots
         self.hosts = np.array(placement.hosts)
@@ -73,7 +72,6 @@ class Mover(Observer):
         self, step: ScheduledStep, result: StepResult, started_at: float, now: float
     ) -> None:
         """See Observer."""
-        super().step_read(step, result, started_at, now)
         if self._seen_at >= 0:
             self.load *= 0.5 ** ((now - self._seen_at) / self._config.half_life_s)
         if self._numbers is None:

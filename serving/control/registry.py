@@ -86,11 +86,10 @@ class Registry:
 
     def _look(self, now: float, models: set[int]) -> None:
         """Finds out which models have requests, and which of those are not resident."""
-        open_models = {s.request.model for s in self._scheduler.waiting}
-        open_models |= {s.request.model for s in self._scheduler.running}
-        for model in open_models:
+        asked = self._scheduler.models_asked
+        for model in asked:
             self._used[model] = now
-        absent = open_models - self._since.keys()
+        absent = asked - self._since.keys()
         self._wanted = {model: self._wanted.get(model, now) for model in sorted(absent)}
         if not self._wanted and self._leaving is not None:  # nobody waits any more
             models.add(self._leaving)

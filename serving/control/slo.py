@@ -5,6 +5,7 @@ import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -13,7 +14,7 @@ from serving.config import BrownoutConfig, SalcConfig
 from serving.control.controller import Decision, Load, Loss, PhaseSeen, Seen, StepSeen
 from serving.control.guarded import CONTROLLERS, GuardedController, make_controller
 from serving.control.load import LoadMeter
-from serving.control.losses import Curve, LossBound, Losses
+from serving.control.losses import Curve, CurvesOf, LossBound, Losses
 from serving.control.window import LatencyWindow
 from serving.errors import InvalidRequest, SettingsError, shown
 from serving.plan import Phase, StepControl
@@ -62,6 +63,14 @@ MANY_ROWS = 8
 """In smaller steps, brownout saves next to nothing anyway."""
 
 
+class Steps(NamedTuple):
+    """Steps with thresholds of their own, within an interval of the controller."""
+
+    rows: int = 0
+    percent_by_rows: float = 0.0  # their sum
+    lowest_percent: float = math.inf
+
+
 class PhaseControl:
     """One phase's samples and threshold, and the moment that last changed."""
 
@@ -72,12 +81,9 @@ class PhaseControl:
         self.p90_s = math.nan  # of the last update that had data
         self.predicted_p90_s = math.nan  # by the controller's last decision
         self._min_samples = salc.min_samples
-        self._applied = (0.0, 0)  # percent by rows, and rows, of steps since the last update
-        self._intervals: deque[tuple[float, int]] = deque(
-            maxlen=max(1, math.ceil(SHOWN_S / salc.interval_s))
-        )  # the same, of those before
-        self._lowest = math.inf  # threshold of a step since the last update
-        self._lowests: deque[float] = deque(maxlen=max(1, math.ceil(REUSE_S / salc.interval_s)))
+        self._steps = Steps()  # since the last update
+        self._before = deque[Steps](maxlen=max(1, math.ceil(REUSE_S / salc.interval_s)))
+        self._num_shown = max(1, math.ceil(SHOWN_S / salc.interval_s))  # of those before
         self.in_vain = ""  # why brownout cannot keep the objective; empty: it may
         self.least_s = math.nan  # the shortest objective that it could keep, if this one is shorter
         self._num_in_vain, self._in_vain_since = 0, math.nan
@@ -118,7 +124,7 @@ class PhaseControl:
     @property
     def percent(self) -> int:
         """The threshold in whole percent, rounded up: a step never degrades more than it allows."""
-        return -int(-self.threshold_percent // 1)
+        return math.ceil(self.threshold_percent)
 
     def set_threshold(self, percent: float, now: float) -> None:
         """Samples from before a change count no more for the P90 that Algorithm 2 goes by."""
@@ -132,31 +138,29 @@ class PhaseControl:
         """
         self.judge("", math.nan, math.nan)
         self.predicted_p90_s = math.nan
-        self._applied = (0.0, 0)
-        self._intervals.clear()
-        self._lowest = math.inf
-        self._lowests.clear()
+        self._steps = Steps()
+        self._before.clear()
 
     def note_step(self, percent: float, rows: int) -> None:
         """Records that a step was launched under a threshold of its own."""
-        total, count = self._applied
-        self._applied = total + percent * rows, count + rows
-        self._lowest = min(self._lowest, percent)
+        count, total, lowest = self._steps
+        self._steps = Steps(count + rows, total + percent * rows, min(lowest, percent))
 
     @property
     def lowest_percent(self) -> int:
         """The lowest threshold, now or of a step within `REUSE_S`, in whole percent, rounded up."""
-        return -int(-min(self.threshold_percent, self._lowest, *self._lowests) // 1)
+        lowest = (one.lowest_percent for one in (*self._before, self._steps))
+        return math.ceil(min(self.threshold_percent, *lowest))
 
     @property
     def shown_percent(self) -> float:
         """What an operator reads: the mean of steps with thresholds of their own, where there were
         any in the last second, or the last interval if that is longer; else the threshold.
         """
-        count = sum(count for _, count in self._intervals)
-        return (
-            sum(total for total, _ in self._intervals) / count if count else self.threshold_percent
-        )
+        shown = list(self._before)[-self._num_shown :]
+        count = sum(one.rows for one in shown)
+        total = sum(one.percent_by_rows for one in shown)
+        return total / count if count else self.threshold_percent
 
     def seen(
         self,
@@ -174,10 +178,9 @@ class PhaseControl:
         Latency that is still growing counts too: `waiting_age_s`, the age of the oldest request
         that waits for its first token, is a lower bound of what it will report.
         """
-        self._intervals.append(self._applied)
-        self._applied = (0.0, 0)
-        self._lowests.append(min(self._lowest, self.threshold_percent))
-        self._lowest = math.inf
+        lowest = min(self._steps.lowest_percent, self.threshold_percent)
+        self._before.append(self._steps._replace(lowest_percent=lowest))
+        self._steps = Steps()
         p90_s = self.window.p90(now, self.changed_at, self._min_samples)
         shown_s = self.window.p90(now, -math.inf, self._min_samples) if by_step else p90_s
         self.p90_s = self.p90_s if shown_s is None else shown_s
@@ -288,7 +291,7 @@ class SloAnalyser:
         self.way = way
         self.way_changes = False  # some layers have the next one already
         self.max_expected_loss = brownout.max_expected_loss
-        self._losses = losses or Losses([""], levels=brownout.levels)
+        self.losses = losses or Losses([""], levels=brownout.levels)
         self.salc_enabled = brownout.salc
         self.ttft_slo_s, self.itl_slo_s = brownout.ttft_slo_s, brownout.itl_slo_s
         self.models = list(models)
@@ -303,10 +306,8 @@ class SloAnalyser:
         self.ls = ClassControl.make(salc, salc.controller, given, slow_s)
         # Best effort without an objective has nothing to control, and moves nothing.
         self.best_effort = ClassControl.make(salc, "algorithm2", (100, 100), slow_s)
-        self._best_effort_slo_s = tuple(
-            slo_s or math.inf
-            for slo_s in (brownout.best_effort_ttft_slo_s, brownout.best_effort_itl_slo_s)
-        )
+        first_s, further_s = brownout.best_effort_ttft_slo_s, brownout.best_effort_itl_slo_s
+        self._best_effort_slo_s = first_s or math.inf, further_s or math.inf
         self._next_update = -math.inf
         self._load = Load()  # of latency-sensitive requests; counts are now's
         self._learnt = self.strategy, self.way  # of what kind of brownout step times are
@@ -321,11 +322,10 @@ class SloAnalyser:
         """Returns the SLO of first tokens and of the others of a class's requests to a model, in
         seconds; infinite without one.
         """
-        if priority is Priority.LATENCY_SENSITIVE:
-            own = self.models[model]
-            return own.ttft_slo_s or self.ttft_slo_s, own.itl_slo_s or self.itl_slo_s
-        first_s, further_s = self._best_effort_slo_s
-        return first_s, further_s
+        if priority is Priority.BEST_EFFORT:
+            return self._best_effort_slo_s
+        own = self.models[model]
+        return own.ttft_slo_s or self.ttft_slo_s, own.itl_slo_s or self.itl_slo_s
 
     def _own_shares(self) -> dict[int, Shares]:
         """Returns the shares of latency-sensitive requests to models with objectives of their own.
@@ -352,9 +352,12 @@ class SloAnalyser:
             if was != now_s and not math.isnan(of.least_s):
                 of.judge("", math.nan, math.nan)
 
-    def put(self, model: int, own: ModelBrownout) -> None:
-        """Replaces what the model in a place has of its own."""
-        self.models[model] = own
+    def put(self, place: int, name: str, curves: CurvesOf | None) -> None:
+        """Takes in a model that is new in a place, with its expected loss. An empty name, and None:
+        the place is vacant.
+        """
+        self.losses.put(place, curves)
+        self.models[place] = ModelBrownout(name)
         self._renew_objectives()
 
     @property
@@ -471,7 +474,7 @@ class SloAnalyser:
         """The lowest threshold whose expected loss is within the bound."""
         if not self.max_expected_loss or self.strategy == "zero":
             return 0
-        return self._losses.least_percent(self.code, self.way_in_force, self.max_expected_loss)
+        return self.losses.least_percent(self.code, self.way_in_force, self.max_expected_loss)
 
     @property
     def floor_percent(self) -> float:
@@ -483,14 +486,14 @@ class SloAnalyser:
         None where that is not known.
         """
         assert step.control is not None
-        return self._losses.curves(step.control.strategy, self.way if step.way < 0 else step.way)
+        return self.losses.curves(step.control.strategy, self.way if step.way < 0 else step.way)
 
     @property
     def _loss(self) -> Loss | None:
         """What a token is expected to cost that is served now. Tables know no phase: as much in
         either.
         """
-        curve = self._losses.highest(self.code, self.way_in_force)
+        curve = self.losses.highest(self.code, self.way_in_force)
         return None if curve is None else lambda phase: curve
 
     @property
@@ -536,8 +539,7 @@ class SloAnalyser:
             (phase, size, 100.0 if self.strategy == "zero" else self.ls.of(phase).threshold_percent)
             for phase, size in ((Phase.PREFILL, prefill_tokens), (Phase.DECODE, num_decoding))
         ]
-        ends_at = self._pace.ends_at(before)
-        return self._pace.itl_slack_s(self.in_force[1], ends_at, steps)
+        return self._pace.itl_slack_s(self.in_force[1], before, steps)
 
     def _of(self, priority: Priority) -> ClassControl:
         return self.best_effort if priority is Priority.BEST_EFFORT else self.ls
@@ -695,8 +697,7 @@ class SloAnalyser:
                     f"the settings, {self._configured}"
                 )
             strategy_code(strategy, change.keep or self.keep)
-            for phase in ("prefill", "decode"):
-                percent = getattr(change, f"{phase}_threshold_percent")
+            for phase, percent in _fixed(change).items():
                 if percent is not None:
                     check_threshold(percent, f"{phase}_threshold_percent")
             if change.controller not in (None, self.config.controller, *CONTROLLERS):
@@ -722,7 +723,7 @@ class SloAnalyser:
             raise InvalidRequest(
                 f"max_expected_loss is {most}; it must be 0 (no bound) or more, in nats a token"
             )
-        bound.check(self._losses)
+        bound.check(self.losses)
 
     def _of_model(self, change: BrownoutChange) -> tuple[int, ModelBrownout]:
         """Returns a model's place, and what it has of its own after a change. Raises as `check`."""
@@ -772,27 +773,22 @@ class SloAnalyser:
             )
         strategy, way, most = bound.strategy, bound.way, bound.most
         code = strategy_code(strategy, bound.keep)
-        least = self._losses.least_percent(code, way, most) if most and strategy != "zero" else 0
-        given = {
-            Phase.DECODE: change.decode_threshold_percent,
-            Phase.PREFILL: change.prefill_threshold_percent,
-        }
-        salc = change.salc_enabled
+        least = self.losses.least_percent(code, way, most) if most and strategy != "zero" else 0
+        fixed, salc = _fixed(change), change.salc_enabled
         if salc is None:
-            salc = self.salc_enabled and not any(one is not None for one in given.values())
+            salc = self.salc_enabled and not any(one is not None for one in fixed.values())
         is_same = strategy == "zero" or (strategy, way) == self._learnt
         slos_s = change.ttft_slo_s or self.in_force[0], change.itl_slo_s or self.in_force[1]
         slo_s = dict(zip(Phase, slos_s, strict=True))
         sizes = max(self._load.prompt_tokens, 1), max(self._load.num_running, 1)
         size = dict(zip(Phase, sizes, strict=True))
-        curve, curve_now = (
-            self._losses.highest(*of) for of in ((code, way), (self.code, self.way))
-        )
+        curve, curve_now = (self.losses.highest(*of) for of in ((code, way), (self.code, self.way)))
         found, before_s = dict[Phase, Expected](), 0.0  # a first token waits for a decode step
-        for phase, by_hand in given.items():
+        for phase in (Phase.DECODE, Phase.PREFILL):
             shown_percent = 100.0 if self.strategy == "zero" else self.ls.of(phase).shown_percent
             present = _within(shown_percent, was, self.least_percent, self.strategy)
             steps_s = self._pace.times.curve(phase, size[phase], np.arange(101.0))
+            by_hand = fixed[phase]
             percent = shown_percent if by_hand is None else float(by_hand)
             if salc and not np.isnan(steps_s).any():
                 room_s = slo_s[phase] * self.config.warning_factor - before_s
@@ -830,12 +826,13 @@ class SloAnalyser:
         same again, holds up no controller.
         """
         if change.model is not None:
-            self.put(*self._of_model(change))
+            number, own = self._of_model(change)
+            self.models[number] = own
+            self._renew_objectives()
             self.is_own_objective = self.is_own_objective or bool(change.ttft_slo_s)
             return
-        named = change.controller not in (None, self.ls.controller.name)
         controller = self.ls.controller
-        if named:
+        if change.controller not in (None, controller.name):
             try:
                 controller = make_controller(self.config, change.controller or "", self._slow_s)
             except ValueError as error:
@@ -852,11 +849,7 @@ class SloAnalyser:
         self.ls.controller = controller
         if change.prefill_company is not None:
             self._pace.waits = change.prefill_company
-        fixed = {
-            Phase.PREFILL: change.prefill_threshold_percent,
-            Phase.DECODE: change.decode_threshold_percent,
-        }
-        for phase, percent in fixed.items():
+        for phase, percent in _fixed(change).items():
             if percent is not None:
                 self.salc_enabled = False
                 self.ls.of(phase).threshold_percent = float(percent)
@@ -931,6 +924,11 @@ class SloAnalyser:
             predicted_itl_p90_s=decode.predicted_p90_s,
             models=tuple(own for own in self.models if own.name),
         )
+
+
+def _fixed(change: BrownoutChange) -> dict[Phase, int | None]:
+    """Returns the thresholds that a change sets by hand; None: none."""
+    return {phase: getattr(change, f"{phase}_threshold_percent") for phase in Phase}
 
 
 def _within(percent: float, own: ModelBrownout, least: int, strategy: str) -> float:

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import math
 import random
-import sys
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence, Sized
 from concurrent.futures import ThreadPoolExecutor
@@ -39,16 +38,14 @@ from serving.errors import (
 )
 from serving.intake.chat_templates import ChatTemplate
 from serving.intake.sampling_defaults import sampling_defaults
-from serving.intake.structure import Matcher, Structures
+from serving.intake.structure import Structures
 from serving.plan import Limits
 from serving.request import (
-    MAX_REQUEST_ID_CHARS,
     Bounds,
     Chat,
     Priority,
     Request,
     SamplingParams,
-    Structure,
     check_count,
 )
 from serving.scheduling.sequence import SequenceState
@@ -103,24 +100,17 @@ class Admission:
     def __init__(self, config: EngineConfig, limits: Limits, family: Family | None) -> None:
         """Without `family` (in tests), only prompts of token ids are taken."""
         self._config, self._limits = config, limits
-        self._models = of_models = [] if family is None else list(family)
-        self._tokenizers: list[Tokenizer | None] = [one.tokenizer for one in of_models] or [None]
-        self._eos: list[tuple[int, ...]] = [one.config.eos_token_ids for one in of_models] or [()]
+        self._models: list[Model] = [] if family is None else list(family)  # by place
         read = cache(self._read_defaults)  # once for places of one model
-        self._defaults: list[Mapping[str, Any]] = [read(one.path) for one in of_models] or [{}]
+        self._defaults: list[Mapping[str, Any]] = [read(one.path) for one in self._models] or [{}]
+        self._structures = list(map(Structures, self._models))
         self.capacity = {priority: Capacity(limits.decode_rows) for priority in Priority}
         self.num_tokenizing = Counter[Priority]()  # chats and long texts, waiting for their tokens
-        self._structures = [
-            Structures(one.tokenizer, one.config.vocab_size, one.config.eos_token_ids)
-            for one in of_models
-        ]
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="jmoe-tokenize")
-        most = config.max_model_len - 1
-        longest = max(1 if one is None else one.longest_token for one in self._tokenizers)
-        vocab_size = 0 if family is None else family.config.vocab_size
-        self.bounds = Bounds(most, most * longest, vocab_size, config.max_logprobs_per_call)
         cfg = None if family is None else family.config
+        self._vocab_size = cfg.vocab_size if cfg else 0
         self.visits_per_token = cfg.num_moe_layers * cfg.experts_per_token if cfg else 1
+        self.bounds = self._bounds()
         self._templates: dict[tuple[object, ...], ChatTemplate] = {}
         self._asked_at: dict[str, float] = {}  # by API key, the longest ago first
 
@@ -128,21 +118,20 @@ class Admission:
         """Makes a model the one that requests to `number` are for; what only the one before needed
         is ended.
         """
-        self._models[number] = model
-        cfg, tokenizer = model.config, model.tokenizer
-        self._tokenizers[number], self._eos[number] = tokenizer, cfg.eos_token_ids
+        before, self._models[number] = self._structures[number], model
         self._defaults[number] = self._read_defaults(model.path)
-        before, self._structures[number] = (
-            self._structures[number],
-            Structures(tokenizer, cfg.vocab_size, cfg.eos_token_ids),
-        )
-        longest = max(1 if one is None else one.longest_token for one in self._tokenizers)
-        most = self.bounds.max_prompt_tokens * longest
-        self.bounds = replace(self.bounds, max_prompt_chars=most)
-        used = {_written(one) for one in self._tokenizers if one is not None}
+        self._structures[number] = Structures(model)
+        self.bounds = self._bounds()
+        used = {_written(one.tokenizer) for one in self._models if one.tokenizer is not None}
         gone = [self._templates.pop(what) for what in list(self._templates) if what not in used]
         for limited in (before, *gone):
             await limited.close()
+
+    def _bounds(self) -> Bounds:
+        tokenizers = [one.tokenizer for one in self._models]
+        longest = max((one.longest_token for one in tokenizers if one is not None), default=1)
+        most, most_logprobs = self._config.max_model_len - 1, self._config.max_logprobs_per_call
+        return Bounds(most, most * longest, self._vocab_size, most_logprobs)
 
     def _template(self, tokenizer: Tokenizer) -> ChatTemplate:
         """Returns a model's chat templates; models that have the same ones share them."""
@@ -162,14 +151,15 @@ class Admission:
 
     def tokenizer(self, request: Request) -> Tokenizer | None:
         """Returns the tokenizer of a request's model; None if that takes token ids only."""
-        return self._tokenizers[request.model]
+        return self._models[request.model].tokenizer if self._models else None
 
     def stop_token_ids(self, request: Request) -> frozenset[int]:
         """Returns the tokens that end a request: its own, and the model's unless it ignores
         them.
         """
         sampling = request.sampling
-        own = () if sampling.ignore_eos else self._eos[request.model]
+        ends = self._models[request.model].config.eos_token_ids if self._models else ()
+        own = () if sampling.ignore_eos else ends
         return frozenset((*sampling.stop_token_ids, *own))
 
     async def sequence(self, request: Request, arrived_at: float) -> SequenceState:
@@ -184,7 +174,12 @@ class Admission:
         sampling = request.sampling
         matcher = None
         if sampling.structure is not None:
-            matcher = await self._matcher(request, sampling.structure)
+            if not self._structures:
+                raise InvalidRequest(
+                    "structured output needs a model; this engine runs without one", "structure"
+                )
+            async with _in_time(request, "the structure was not read"):
+                matcher = await self._structures[request.model].matcher(sampling.structure)
         return SequenceState(
             request,
             prompt,
@@ -195,15 +190,6 @@ class Admission:
             matcher=matcher,
             visits_per_token=self.visits_per_token,
         )
-
-    async def _matcher(self, request: Request, structure: Structure) -> Matcher:
-        """Makes the matcher of a structured output, within the request's timeout."""
-        if not self._structures:
-            raise InvalidRequest(
-                "structured output needs a model; this engine runs without one", "structure"
-            )
-        async with _in_time(request, "the structure was not read"):
-            return await self._structures[request.model].matcher(structure)
 
     def room(self, key: str, under_way: Counter[str], now: float) -> float:
         """Returns the share of the queue up to which a key's requests may join it: all of it, but
@@ -262,17 +248,14 @@ class Admission:
 
     def check_size(self, request: Request) -> None:
         """Checks sizes and types only. Raises InvalidRequest for what can never be served."""
-        bounds, prompt, timeout_s = self.bounds, request.prompt, request.timeout_s
-        tokenizer = self.tokenizer(request)
-        name = "request_id"
-        check_count(f"characters of {name}", len(request.request_id), MAX_REQUEST_ID_CHARS, name)
-        if timeout_s is not None and not (
-            isinstance(timeout_s, int | float) and abs(timeout_s) <= sys.float_info.max
-        ):
+        bounds, prompt, tokenizer = self.bounds, request.prompt, self.tokenizer(request)
+        if self._config.resident_experts and 0 < request.max_degraded_percent < 100:
             raise InvalidRequest(
-                f"timeout_s is {shown(timeout_s)}; it must be a number of seconds", "timeout_s"
+                f"max_degraded_percent is {request.max_degraded_percent}; with experts in host "
+                "memory (engine.resident_experts), whose visits go to substitutes, it must be 0 "
+                "(no brownout) or 100",
+                "max_degraded_percent",
             )
-        self._check_degraded(request.max_degraded_percent)
         if isinstance(prompt, str | Chat):
             if tokenizer is None:
                 has = lacking(self._models[request.model].path) if self._models else "no tokenizer"
@@ -284,25 +267,12 @@ class Admission:
         elif isinstance(prompt, bytes) or not isinstance(prompt, Sized):
             kind = type(prompt).__name__
             raise InvalidRequest(f"the prompt is of type {kind}; send text or token ids", "prompt")
-        elif len(prompt) > bounds.max_prompt_tokens:
-            raise self._too_long(len(prompt), request)
+        else:
+            bounds.check_tokens(len(prompt))
         if request.sampling.stop and tokenizer is None:
             raise InvalidRequest("stop strings need a tokenizer; this model has none", "stop")
         bounds.check_ids("stop_token_ids", request.sampling.stop_token_ids)
         bounds.check_ids("logit_bias", [token for token, _ in request.sampling.logit_bias])
-
-    def _check_degraded(self, percent: int) -> None:
-        name = "max_degraded_percent"
-        if isinstance(percent, bool) or not isinstance(percent, int) or not 0 <= percent <= 100:
-            raise InvalidRequest(
-                f"{name} is {shown(percent)}; it must be a whole number between 0 and 100", name
-            )
-        if self._config.resident_experts and 0 < percent < 100:
-            raise InvalidRequest(
-                f"{name} is {percent}; with experts in host memory (engine.resident_experts), "
-                "whose visits go to substitutes, it must be 0 (no brownout) or 100",
-                name,
-            )
 
     async def tokenize(
         self, request: Request, *, special_tokens: bool = True, waits: bool = True
@@ -350,21 +320,22 @@ class Admission:
                 "at least, or for more at most",
                 "min_new_tokens",
             )
-        total = len(tokens) + most_new
+        bounds, limits, total = self.bounds, self._limits, len(tokens) + most_new
+        bounds.check_tokens(len(tokens))
         if total > self._config.max_model_len:
-            raise self._too_long(len(tokens), request)
-        self.bounds.check_logprobs([(request.sampling, len(tokens))])
-        limits, vocab = self._limits, self.bounds.vocab_size
-        wrong = next((t for t in tokens if t < 0 or (vocab and t >= vocab)), None)
-        if wrong is not None:
-            raise InvalidRequest(
-                f"token {shown(wrong)} is outside the vocabulary of {vocab}", "prompt"
+            raise TooLong(
+                f"the prompt has {len(tokens)} tokens and up to {most_new} new ones are asked for: "
+                f"{total} in all; the context length is {self._config.max_model_len} "
+                "(engine.max_model_len)",
+                "max_new_tokens",
             )
+        bounds.check_logprobs([(request.sampling, len(tokens))])
+        bounds.check_ids("prompt", tokens)
         if total > limits.most_positions:
             raise TooLong(
                 f"{total} positions need {limits.pages_for(total)} KV pages; "
                 f"this server has {limits.pages_per_rank}",
-                _longer(len(tokens), limits.most_positions),
+                "prompt" if len(tokens) >= limits.most_positions else "max_new_tokens",
             )
 
     async def close(self) -> None:
@@ -374,16 +345,6 @@ class Admission:
         self._thread.shutdown(wait=False, cancel_futures=True)
         for limited in (*self._structures, *self._templates.values()):
             await limited.close()
-
-    def _too_long(self, num_tokens: int, request: Request) -> TooLong:
-        new, most = request.sampling.max_new_tokens or 1, self._config.max_model_len
-        limit = f"the context length is {most} (engine.max_model_len)"
-        said = f"the prompt has {num_tokens} tokens"
-        if num_tokens >= most:
-            said += f"; {limit}, one of them for the answer"
-        else:
-            said += f" and up to {new} new ones are asked for: {num_tokens + new} in all; {limit}"
-        return TooLong(said, _longer(num_tokens, most))
 
     async def _encode(
         self, tokenizer: Tokenizer, request: Request, special_tokens: bool
@@ -435,11 +396,6 @@ async def _in_time(request: Request, what: str) -> AsyncIterator[None]:
         raise DeadlineExceeded(
             f"{what} within {request.timeout_s} s; others may come first"
         ) from None
-
-
-def _longer(num_tokens: int, num_positions: int) -> str:
-    """Returns which of a prompt of so many tokens and its output must be shorter."""
-    return "prompt" if num_tokens >= num_positions else "max_new_tokens"
 
 
 def _ids(prompt: Sequence[int]) -> list[int]:

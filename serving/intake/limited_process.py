@@ -31,11 +31,6 @@ class LimitedProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
-    @property
-    def pid(self) -> int:
-        """The process's id; 0 if there is none now."""
-        return 0 if self._process is None else self._process.pid
-
     async def ask(self, question: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the answer to a question.
 

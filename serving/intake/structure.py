@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
+from jmoe.api import Model
 from jmoe.packed_rows import everything
-from jmoe.tokenizer import Tokenizer
 from serving.errors import NOT_OURS, InvalidRequest, Overloaded, RequestFailed, shown
 from serving.intake.limited_process import LimitedProcess, LimitExceeded
 from serving.request import Structure
@@ -102,12 +102,12 @@ class Matcher:
 class Structures:
     """Compiles and caches structures for one model's vocabulary."""
 
-    def __init__(
-        self, tokenizer: Tokenizer | None, vocab_size: int, eos_token_ids: Sequence[int]
-    ) -> None:
-        """Tokens from `vocab_size` on, and those unknown to the tokenizer, are never drawn."""
-        self._tokenizer, self._vocab_size = tokenizer, vocab_size
-        self._eos = list(eos_token_ids)
+    def __init__(self, model: Model) -> None:
+        """Tokens from the model's `vocab_size` on, and those unknown to its tokenizer, are never
+        drawn.
+        """
+        self._tokenizer, self._vocab_size = model.tokenizer, model.config.vocab_size
+        self._eos = list(model.config.eos_token_ids)
         self._kept: OrderedDict[Structure, tuple[Any, int]] = OrderedDict()  # matcher and bytes
         self._reader = asyncio.Lock()  # one structure is compiled at a time
         self._checker = LimitedProcess("structures", lambda: self._facts, READ_S, ROOM_BYTES)

@@ -3,8 +3,9 @@
 import math
 import random
 import statistics
+import sys
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from serving.plan import Phase
 from serving.scheduling.policy import Company
@@ -169,19 +170,17 @@ class Pace:
         wait_s = max(0.0, WAIT * (ttft_slo_s - 2 * decode_s - prefill_s))
         return Company(tokens, wait_s, fixed_s * num_decoding)
 
-    def prefill_tokens(
-        self, budget_s: float, num_decoding: int, sizes: Sequence[int]
-    ) -> int | None:
+    def prefill_tokens(self, budget_s: float, num_decoding: int, sizes: Sequence[int]) -> int:
         """Returns how many prompt tokens a step may have so that rows which decode wait at most
-        `budget_s` for their next token: one of the programs' `sizes`, which ascend. None: any
-        number, as while step times are unknown.
+        `budget_s` for their next token: one of the programs' `sizes`, which ascend; any number
+        while step times are unknown.
 
         Not fewer than those that take as long as the step's fixed cost: smaller chunks would be
         paid for with more time than they leave.
         """
         line = self.times.line(Phase.PREFILL)
         if not sizes or line is None or not self.times.knows(Phase.DECODE) or line[1] <= 0:
-            return None
+            return sys.maxsize
         left_s = budget_s - self.times.expected_s(Phase.DECODE, num_decoding)
         least = next((n for n in sizes if n >= line[0] / line[1]), sizes[-1])
         fitting = (n for n in sizes if self.times.expected_s(Phase.PREFILL, n) <= left_s)
@@ -200,21 +199,19 @@ class Pace:
         return max(0.0, share * self._expected_s(step, 0.0) - MARGIN_S - self.launch_s - lead_s)
 
     def itl_slack_s(
-        self, budget_s: float, ends_at: float, steps: Iterable[tuple[Phase, int, float]]
+        self, budget_s: float, before: ScheduledStep, steps: Sequence[tuple[Phase, int, float]]
     ) -> float:
         """Returns what is left of an ITL of `budget_s` if `steps` (phase, size, threshold) run
-        next.
+        after the one `before`, which runs.
 
-        They start at `ends_at`, when the running step ends. -inf if a duration is unknown, such as
-        of a step more than twice as large as any seen.
+        -inf if a duration is unknown, such as of a step more than twice as large as any seen.
         """
-        steps = list(steps)
         if any(size > 2 * self.times.largest(phase) for phase, size, _ in steps):
             return -math.inf
         steps_s = sum(self.times.expected_s(*step) for step in steps)
-        return (
-            -math.inf if math.isnan(steps_s) else budget_s - (ends_at - self._decoded_at) - steps_s
-        )
+        ends_at = before.started_at + self._expected_s(before, math.inf)
+        slack_s = budget_s - (ends_at - self._decoded_at) - steps_s
+        return -math.inf if math.isnan(slack_s) else slack_s
 
     def since_tokens_s(self, step: ScheduledStep, tokens_at: float) -> float:
         """Returns how long (s) sequences will have waited for a token at a step's expected end.
@@ -225,10 +222,6 @@ class Pace:
         if math.isnan(tokens_at) or (step.decodes and step.is_last):
             return 0.0
         return max(0.0, step.started_at + self._expected_s(step, 0.0) - tokens_at)
-
-    def ends_at(self, step: ScheduledStep) -> float:
-        """Returns when a step that was launched is expected to end."""
-        return step.started_at + self._expected_s(step, math.inf)
 
     def _share(self, step: ScheduledStep) -> float:
         """Returns the share of the model's layers that a step runs."""

@@ -33,11 +33,6 @@ class Places:
         self.nothing = Found(0, [[] for _ in limits.windows])
 
     @property
-    def num_pages(self) -> int:
-        """The number of the first group's pages on all ranks."""
-        return self._limits.num_pages
-
-    @property
     def num_free_pages(self) -> int:
         """The number of the first group's pages without holders on all ranks, including cached
         ones.

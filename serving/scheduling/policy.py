@@ -9,7 +9,7 @@ step, so that no policy can lose a request. Whenever a policy raises or makes an
 import math
 import operator
 from bisect import insort
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, overload
 
@@ -324,21 +324,16 @@ class GuardedPolicy:
 
     def insert(self, queue: "list[SequenceState]", sequence: "SequenceState") -> None:
         """Inserts a sequence into a queue by the policy's rank; by arrival if that fails."""
-        self._guard.call(
-            "rank",
-            lambda: insort(queue, sequence, key=self._rank),
-            lambda: insort(queue, sequence, key=_arrived_at),
-        )
+        self._by_rank(lambda rank: insort(queue, sequence, key=rank))
 
     def sorted(self, sequences: "list[SequenceState]") -> "list[SequenceState]":
         """Returns the sequences by the policy's rank; by arrival if that fails."""
         if len(sequences) < 2:
             return sequences
-        return self._guard.call(
-            "rank",
-            lambda: sorted(sequences, key=self._rank),
-            lambda: sorted(sequences, key=_arrived_at),
-        )
+        return self._by_rank(lambda rank: sorted(sequences, key=rank))
+
+    def _by_rank[T](self, ordered: Callable[[Callable[["SequenceState"], Any]], T]) -> T:
+        return self._guard.call("rank", lambda: ordered(self._rank), lambda: ordered(_arrived_at))
 
     def choose(self, view: View) -> Choice:
         """Returns what runs next; chosen by `Fcfs` if the policy fails or makes an invalid

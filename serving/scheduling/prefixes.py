@@ -258,11 +258,10 @@ class PagePool:
         self.num_gone += 1
 
     def _evict(self) -> int:
-        page = next(iter(self._idle))
-        del self._idle[page], self._by_name[self._names.pop(page)]
+        """Returns the least recently used page, which is free now."""
+        self._drop(self._names[next(iter(self._idle))])
         self.num_evicted += 1
-        self.num_gone += 1
-        return page
+        return self._free.pop()
 
     def _at(self, page: int) -> int:
         at = page - self._first

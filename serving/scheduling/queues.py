@@ -37,15 +37,11 @@ class Queues(dict[Priority, list[SequenceState]]):
         """Removes a sequence. Raises ValueError if it is not waiting."""
         self[sequence.request.priority].remove(sequence)
 
-    def all(self) -> list[SequenceState]:
-        """Returns all waiting sequences, class by class."""
-        return [*self[LS], *self[BE]]
-
     def heads(
         self,
         group: Collection[Priority],
-        models: Collection[int] | None = None,
-        skips: Callable[[SequenceState], bool] = lambda sequence: False,
+        models: Collection[int] | None,
+        skips: Callable[[SequenceState], bool],
     ) -> list[SequenceState]:
         """Returns the queues' first sequences for `models` (None: any) whose class is in `group`,
         in the policy's order.
@@ -55,15 +51,12 @@ class Queues(dict[Priority, list[SequenceState]]):
         """
         own = []
         for queue in self.values():
-            ready = (s for s in queue if not s.in_flight and _asks(s, models))
+            asks = (s for s in queue if models is None or s.request.model in models)
+            ready = (s for s in asks if not s.in_flight)
             head = next((s for s in islice(ready, MOST_SKIPPED) if not skips(s)), None)
             if head is not None and head.priority in group:
                 own.append(head)
         return self._policy.sorted(own)
-
-
-def _asks(sequence: SequenceState, models: Collection[int] | None) -> bool:
-    return models is None or sequence.request.model in models
 
 
 def of_one_model(waiting: list[SequenceState], most: int) -> list[SequenceState]:

@@ -66,7 +66,7 @@ class Reuse:
         if (
             seen.num_kept != num_kept
         ):  # earlier results stay valid; pages added since may extend them
-            names = self._names(sequence).upto(count, lambda: sequence.context)
+            names = self._names(sequence, count)
             if not self._limits.windows[0]:
                 seen.whole += groups[0].find(islice(names, len(seen.whole), count), accepted)
                 count = len(seen.whole)
@@ -114,7 +114,7 @@ class Reuse:
         num_found = self.found(sequence, rank).num_blocks if count else 0
         if num_found >= count:
             return False
-        names = self._names(sequence).upto(count, lambda: sequence.context)
+        names = self._names(sequence, count)
         owner, prefix = coming.get(names[num_found]), sequence.prefix
         if owner is None or (sequence.priority is LS and owner.request.priority is BE):
             return False
@@ -187,7 +187,7 @@ class Reuse:
             return
         if sequence.prefix is not prefix or sequence.slot < 0:
             return  # its pages were taken away meanwhile
-        names = self._names(sequence).upto(count, lambda: sequence.context)
+        names = self._names(sequence, count)
         groups = self._places.pages(self._limits.rank(sequence.slot))
         for pages, held in zip(groups, sequence.pages, strict=True):
             for block in range(prefix.num_named, count):
@@ -221,7 +221,7 @@ class Reuse:
 
     def _coming_names(self, sequence: SequenceState) -> list[bytes]:
         of = sequence.prefix.coming
-        return self._names(sequence).upto(of.stop, lambda: sequence.context)[of.start : of.stop]
+        return self._names(sequence, of.stop)[of.start : of.stop]
 
     def _shares(self, sequence: SequenceState) -> bool:
         return self.is_on and sequence.request.reuse_prefix
@@ -234,8 +234,9 @@ class Reuse:
             return 0
         return (len(sequence.prompt) + len(sequence.tokens) - 1) // self._limits.page_size
 
-    def _names(self, sequence: SequenceState) -> Names:
+    def _names(self, sequence: SequenceState, count: int) -> list[bytes]:
+        """Returns the names of at least the first `count` pages of a sequence."""
         prefix, request = sequence.prefix, sequence.request
         if prefix.names is None:
             prefix.names = Names(request.model, request.salt, self._limits.page_size)
-        return prefix.names
+        return prefix.names.upto(count, lambda: sequence.context)

@@ -10,6 +10,7 @@ evicted before.
 """
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from types import MappingProxyType
 
@@ -24,7 +25,6 @@ from serving.scheduling.policy import (
     BE,
     LS,
     TOGETHER,
-    Choice,
     Company,
     GuardedPolicy,
     Order,
@@ -37,7 +37,7 @@ from serving.scheduling.queues import Mixes, Queues, RoundRobin, Share, of_one_m
 from serving.scheduling.reuse import Reuse
 from serving.scheduling.sequence import SequenceState, SequenceStatus, is_best_effort
 from serving.scheduling.step import Chunks, ScheduledStep, SingleRows, StagingRegions, gathered
-from serving.scheduling.waiting import QueuedClass, Shares
+from serving.scheduling.waiting import WHOLE, QueuedClass, Shares
 
 FEW_DECODING = 1 / 3
 """Share of a decode step's rows. With fewer decoding, prompts do not wait for company: another
@@ -57,9 +57,9 @@ class Scheduler:
         limits: sizes that a schedule must keep to.
         policy: the scheduling policy.
         layers_at_once: returns the number of layers to launch at once for a phase and a size, in
-            positions on the fullest rank
-            while there is best-effort work; otherwise steps are launched whole.
-        share: best effort's guaranteed share of device time; None: no guarantee.
+            positions on the fullest rank, while there is best-effort work; otherwise steps are
+            launched whole.
+        share: best effort's guaranteed share of device time.
         max_wait_s: best effort that has waited longer counts as latency-sensitive.
         mixes: returns whether a decode step with these numbers of rows of several models, by rank,
             pays; None: never.
@@ -68,6 +68,7 @@ class Scheduler:
         slow_s: calls of the policy that take longer are logged.
         in_order: whether steps complete whole and in order; otherwise rows do singly, steps are
             planned whole, and whatever is in none may be in the next.
+        beside: says when rows decode in a prefill step; None: never.
     """
 
     def __init__(
@@ -75,15 +76,16 @@ class Scheduler:
         limits: Limits,
         policy: Policy,
         layers_at_once: Callable[[Phase, int], int] | None = None,
-        share: Share | None = None,
+        share: float = 0.0,
         max_wait_s: float = math.inf,
         mixes: Mixes | None = None,
         accepted: Callable[[SequenceState], Brownout] | None = None,
         slow_s: float = math.inf,
         in_order: bool = True,
+        beside: Beside | None = None,
     ) -> None:
-        self._in_order = in_order
-        self.limits, self.share = limits, share or Share(0.0)
+        self._in_order, self._beside = in_order, beside
+        self.limits, self.share = limits, Share(share)
         self.policy = GuardedPolicy(policy, slow_s)
         self.places = Places(limits)
         self._slides = any(limits.windows)
@@ -106,15 +108,14 @@ class Scheduler:
             None  # the one under way whose layers were launched last
         )
         self._has_best_effort = False  # as the next step is planned
-        self._beside: Beside | None = None  # likewise
-        self._most_tokens: int | None = None
+        self._most_tokens = sys.maxsize  # likewise
 
     # ---- requests ---------------------------------------------------------------------------
 
     @property
     def waiting(self) -> list[SequenceState]:
         """All waiting sequences, class by class."""
-        return self.queues.all()
+        return [*self.queues[LS], *self.queues[BE]]
 
     @property
     def idle(self) -> bool:
@@ -134,6 +135,11 @@ class Scheduler:
             self.queues.remove(sequence)
         elif status is not SequenceStatus.DONE:
             self._release(sequence)
+
+    @property
+    def models_asked(self) -> set[int]:
+        """The models of all requests that run or wait."""
+        return {s.request.model for s in (*self.running, *self.waiting)}
 
     def has_begun(self, model: int) -> bool:
         """Returns whether a step with this model is begun, but not launched to its last layer."""
@@ -163,10 +169,22 @@ class Scheduler:
     def waits(
         self, priority: Priority, now: float, shares: Mapping[int, Shares] = MappingProxyType({})
     ) -> QueuedClass:
-        """Summarizes the waiting and running sequences of a class (`QueuedClass.of`)."""
+        """Summarizes the waiting and running sequences of a class. `shares` are those of models
+        with objectives of their own; ages are over them.
+        """
+        queue, free = self.queues[priority], self.num_free_slots(priority)
         running = [s for s in self.running if s.request.priority is priority]
-        free = self.num_free_slots(priority)
-        return QueuedClass.of(self.queues[priority], running, free, now, shares)
+        begun = [s for s in running if s.status is SequenceStatus.PREFILL and not s.tokens]
+        ages = (
+            (now - s.arrived_at) / shares.get(s.request.model, WHOLE)[0]
+            for s in (*queue, *begun)
+            if not s.tokens
+        )
+        oldest_s, counts = max(ages, default=0.0), (len(queue), len(running), len(begun))
+        there = {s.request.model for s in (*queue, *running)} if shares else ()
+        least = zip(*(shares.get(model, WHOLE) for model in there), strict=True)
+        first, further = map(min, least) if there else WHOLE
+        return QueuedClass(oldest_s, len(queue) > free, *counts, (first, further))
 
     def check_idle(self) -> None:
         """Raises AssertionError if it is not idle, or if a slot, page or region has leaked."""
@@ -248,24 +266,28 @@ class Scheduler:
         itl_slack_s: float = -math.inf,
         now: float = 0.0,
         company: Company | None = None,
-        beside: Beside | None = None,
-        most_tokens: int | None = None,
+        most_tokens: int = sys.maxsize,
     ) -> ScheduledStep | None:
         """Returns the layers to launch next, or None if there is nothing to run.
 
         It allocates their pages and advances their sequences. `itl_slack_s` is the time that the
         policy may spend on a prefill step out of turn, and `company` what a prompt should wait for
-        (see View). `beside` says when rows decode in a prefill step; None: never. A prefill step
-        has at most `most_tokens` on a rank; None: as many as the limits allow.
+        (see View). A prefill step has at most `most_tokens` on a rank.
         """
-        self._beside, self._most_tokens = beside, most_tokens
+        self._most_tokens = most_tokens
         self._has_best_effort = bool(self.queues[BE]) or any(map(is_best_effort, self.running))
         self._promote(now)
         view = self._view(itl_slack_s, now, company)
         choice = self.policy.choose(view)
-        step = self._chosen(choice, now)
-        if step is None:  # nothing to run for this choice, so run anything
-            step = self.under_way[0] if self.under_way else self._begin_any(choice.phase, now)
+        begin, other = self._begin_decode, self._begin_prefill
+        if choice.phase is Phase.PREFILL:
+            begin, other = other, begin
+        resume = choice.resume
+        step = begin(choice.order, now) if resume is None else self.under_way[resume]
+        if step is None and self.under_way:  # nothing to run for this choice, so run anything
+            step = self.under_way[0]
+        if step is None:
+            step = other(TOGETHER, now) or begin(TOGETHER, now)
         return None if step is None else self._take_layers(step, now)
 
     def _promote(self, now: float) -> None:
@@ -321,24 +343,10 @@ class Scheduler:
             return {LS: sequences, BE: []}
         return {c: [s for s in sequences if s.priority is c] for c in (LS, BE)}
 
-    def _chosen(self, choice: Choice, now: float) -> ScheduledStep | None:
-        if choice.resume is not None:
-            return self.under_way[choice.resume]
-        if choice.phase is Phase.PREFILL:
-            return self._begin_prefill(choice.order, now)
-        return self._begin_decode(choice.order, now)
-
-    def _begin_any(self, tried: Phase | None, now: float) -> ScheduledStep | None:
-        if tried is Phase.PREFILL:
-            return self._begin_decode(TOGETHER, now) or self._begin_prefill(TOGETHER, now)
-        return self._begin_prefill(TOGETHER, now) or self._begin_decode(TOGETHER, now)
-
     def _take_layers(self, step: ScheduledStep, now: float) -> ScheduledStep:
         """Takes the next layers of a step; a parked one that has reached the same layer joins."""
         other, num_joined, parks = step.parts.joins, 0, None
-        if other is not None and other not in self.under_way:
-            other = step.parts.joins = None
-        if other is not None and other.first_layer == step.first_layer:
+        if other in self.under_way and other.first_layer == step.first_layer:
             num_joined = len(other.rows)
             step.absorb(other)
             self.under_way.remove(other)
@@ -423,17 +431,13 @@ class Scheduler:
 
     def abandon(self) -> None:
         """Gives up all rows, since none will ever leave."""
-        self.run_again(self.singles.all())
+        self.run_again(self.singles.numbers())
 
     def close_rank(self, rank: int) -> list[SequenceState]:
         """Closes a rank that is lost. Returns its requests, which are to be ended."""
         self.places.close(rank)
-        self.give_up(self.singles.on_rank(rank))
+        self.give_up(self.singles.numbers(rank))
         return self._on_rank(rank)
-
-    def open_rank(self, rank: int) -> None:
-        """Opens a rank that is back, and empty."""
-        self.places.open(rank)
 
     def _release_done(self, sequences: Iterable[SequenceState]) -> None:
         """Frees what requests hold that ended while their rows were on their way."""
@@ -513,13 +517,12 @@ class Scheduler:
         return len(head.context) + 1
 
     def _begin_prefill(self, order: Order, now: float) -> ScheduledStep | None:
-        chunks = Chunks(self.limits, self.exact, self.staging.ranks)
-        decoding = self._beside_prompts()
-        rows, most = len(decoding), self.limits.max_prefill_tokens
+        decoding, most = self._beside_prompts(), self.limits.max_prefill_tokens
+        rows = len(decoding)
         if rows and self._beside is not None and self._beside(most - rows, rows):
-            chunks.leave(rows)
-        if self._most_tokens is not None:
-            chunks.keep_to(self._most_tokens)
+            most -= rows
+        most = min(most, self._most_tokens)
+        chunks = Chunks(self.limits, self.exact, self.staging.ranks, most)
         for number, group in enumerate(order):
             if number and chunks:  # later groups fill up the step at no extra cost
                 if self._parked(Phase.PREFILL, chunks.model) is not None:

@@ -5,7 +5,6 @@ import enum
 import logging
 import math
 from collections import deque
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,7 +13,7 @@ from jmoe.packed_rows import EXEMPT, NEXT_TOKEN, REFUSES, SPARED, pack_row, pack
 from jmoe.tokenizer import Tokenizer
 from serving.errors import NOT_OURS, RequestFailed, ServingError, shown
 from serving.plan import Phase, Seat
-from serving.request import Output, Priority, Request, ThresholdSpan, Usage
+from serving.request import Output, Priority, Request, SamplingParams, ThresholdSpan, Usage
 from serving.scheduling.prefixes import Prefix
 
 if TYPE_CHECKING:
@@ -56,22 +55,15 @@ class StopString:
 class Detokenizer:
     """Text of one sequence; what may be the start of a stop string is held back."""
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer | None,
-        stop: Sequence[str],
-        skip_special_tokens: bool = True,
-        *,
-        least: int = 0,
-        include_stop: bool = False,
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, sampling: SamplingParams) -> None:
         """Without a tokenizer, all text is empty. No stop string ends one that has no more than
-        `least` tokens; `include_stop`: the text has the one that ended it.
+        `min_new_tokens`.
         """
-        self._least, self._includes, self._num_tokens = least, include_stop, 0
-        self._stream = None if tokenizer is None else tokenizer.stream(skip_special_tokens)
-        self._stop = [StopString(text) for text in stop]
-        self._held = ""
+        self._least, self._includes = sampling.min_new_tokens, sampling.include_stop
+        skips = sampling.skip_special_tokens
+        self._stream = None if tokenizer is None else tokenizer.stream(skips)
+        self._stop = [StopString(text) for text in sampling.stop]
+        self._held, self._num_tokens = "", 0
 
     def push(self, token: int) -> tuple[str, bool]:
         """Takes a token; returns the text to release, and whether a stop string ended it.
@@ -144,7 +136,6 @@ class SequenceState:
         sampling = request.sampling
         assert sampling.max_new_tokens is not None  # admission has set it
         self.max_new_tokens = sampling.max_new_tokens
-        self.min_new_tokens = sampling.min_new_tokens
         self.request = request
         self.prompt = prompt
         self.arrived_at = arrived_at
@@ -178,13 +169,7 @@ class SequenceState:
                 repetition_penalty=sampling.repetition_penalty,
             )
         self.matcher = matcher
-        self.detokenizer = Detokenizer(
-            tokenizer,
-            sampling.stop,
-            sampling.skip_special_tokens,
-            least=sampling.min_new_tokens,
-            include_stop=sampling.include_stop,
-        )
+        self.detokenizer = Detokenizer(tokenizer, sampling)
         self.started_at = math.nan  # when its first step was launched
         self.began_at = math.nan  # when the device began that step
         self.first_at = math.nan  # when its first token arrived
@@ -232,7 +217,8 @@ class SequenceState:
     @property
     def barred_token_ids(self) -> frozenset[int]:
         """Tokens that may not come next, since the output would end too early."""
-        return self.stop_token_ids if len(self.tokens) < self.min_new_tokens else frozenset()
+        is_early = len(self.tokens) < self.request.sampling.min_new_tokens
+        return self.stop_token_ids if is_early else frozenset()
 
     @property
     def is_held(self) -> bool:
@@ -293,13 +279,7 @@ class SequenceState:
             raise output
         return output
 
-    def accept(
-        self,
-        token: int,
-        logprob: float,
-        visits_per_token: int,
-        top: tuple[tuple[int, float], ...] = (),
-    ) -> Output:
+    def accept(self, token: int, logprob: float, top: tuple[tuple[int, float], ...] = ()) -> Output:
         """Takes a sampled token that a device returned, and returns the output for the client.
 
         `top` has the likeliest tokens in its place, as many as were asked for.
@@ -321,7 +301,7 @@ class SequenceState:
             log.exception("request %s failed", shown(own), extra={"request_id": own})
             raise RequestFailed(f"token {token} could not be turned into text: {error}") from None
         request, spans, count = self.request, self.spans, len(self.tokens)
-        sampling, visits = request.sampling, self.visited_tokens * visits_per_token
+        sampling, visits = request.sampling, self.visited_tokens * self.visits_per_token
         return Output(  # by place, which takes half the time that names take
             request.request_id,
             text,

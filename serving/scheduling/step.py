@@ -284,8 +284,6 @@ class ScheduledStep(StepPlan):
 
         A sequence is seated when its prompt ends.
         """
-        if all(s.shape is None for s in self.sequences):
-            return None
         drawn = [s for s, used in zip(self.sequences, self.sampled, strict=True) if used]
         if all(s.shape is None for s in drawn):
             return None
@@ -328,10 +326,9 @@ class StagingRegions:
 class Chunks:
     """The chunks of a prefill step that is being filled."""
 
-    def __init__(self, limits: Limits, exact: ExactRows, ranks: Set[int]) -> None:
-        """`ranks` are those that may have chunks."""
-        self._limits, self._exact, self._ranks = limits, exact, ranks
-        self._most = limits.max_prefill_tokens  # per rank
+    def __init__(self, limits: Limits, exact: ExactRows, ranks: Set[int], most: int) -> None:
+        """`ranks` are those that may have chunks, of `most` tokens each."""
+        self._limits, self._exact, self._ranks, self._most = limits, exact, ranks, most
         self._taken: list[tuple[SequenceState, list[int]]] = []
 
     def __bool__(self) -> bool:
@@ -367,14 +364,6 @@ class Chunks:
     def drop_evicted(self) -> None:
         """Drops chunks of sequences that were evicted to admit another one."""
         self._taken = [c for c in self._taken if c[0].status is not SequenceStatus.WAITING]
-
-    def leave(self, num_tokens: int) -> None:
-        """Leaves room for so many tokens of rows that decode."""
-        self._most -= num_tokens
-
-    def keep_to(self, num_tokens: int) -> None:
-        """Limits the step to so many tokens on a rank."""
-        self._most = min(num_tokens, self._most)
 
     def keep_to_bucket(self) -> None:
         """Limits further chunks to the token bucket that the step already costs."""
@@ -482,14 +471,10 @@ class SingleRows:
             self.num_decoding -= step.phase is Phase.DECODE
         return rows
 
-    def on_rank(self, rank: int) -> list[int]:
-        """Returns the numbers of a rank's rows."""
+    def numbers(self, rank: int | None = None) -> list[int]:
+        """Returns the numbers of a rank's rows, or of all (None)."""
         ranks = {n: self._limits.rank(row.sequence.slot) for n, row in self._entered.items()}
-        return [number for number, own in ranks.items() if own == rank]
-
-    def all(self) -> list[int]:
-        """Returns the numbers of all rows."""
-        return list(self._entered)
+        return [number for number, own in ranks.items() if rank in (None, own)]
 
     def check_idle(self) -> None:
         """Raises AssertionError if a row is on its way."""

@@ -142,13 +142,13 @@ class Accounts:
         audits: tuple[AuditState, ...],
     ) -> EngineStats:
         """Returns the counters, the scheduler's gauges, and what the engine adds."""
-        places = scheduler.places
+        places, num_pages = scheduler.places, scheduler.limits.num_pages
         return EngineStats(
             **asdict(self.counters),
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
-            kv_pages_used=places.num_pages - places.num_free_pages,
-            kv_pages_total=places.num_pages,
+            kv_pages_used=num_pages - places.num_free_pages,
+            kv_pages_total=num_pages,
             compilations_since_ready=compilations,
             uptime_s=uptime_s,
             parks=scheduler.num_parks,

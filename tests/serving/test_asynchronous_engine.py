@@ -118,10 +118,10 @@ async def test_pages_of_a_request_that_ended_are_its_own_until_its_row_has_left(
     assert any(engine.executor.inside)
     await stream.aclose()
     places = engine.scheduler.places
-    assert places.num_free_pages < places.num_pages
+    assert places.num_free_pages < engine.scheduler.limits.num_pages
     assert not engine.scheduler.idle
     await settle(engine)
-    assert places.num_free_pages == places.num_pages
+    assert places.num_free_pages == engine.scheduler.limits.num_pages
     assert engine.stats().requests_aborted == 1
 
 

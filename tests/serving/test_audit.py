@@ -18,7 +18,7 @@ from jmoe.expected_loss import ExpectedLoss, Kind, Point
 from jmoe.packed_rows import EXEMPT, SLOT
 from serving.config import AuditConfig, BrownoutConfig, EngineConfig
 from serving.control import audit as audit_module
-from serving.control.audit import MAX_WAITING, Auditor, Scores
+from serving.control.audit import MAX_WAITING, Auditor
 from serving.control.controller import Decision
 from serving.engine import Engine
 from serving.frontend.metrics import Metrics
@@ -353,9 +353,9 @@ async def test_the_exact_model_judges(tmp_path, monkeypatch):
 async def test_an_answer_whose_model_goes_before_it_is_drawn_ends_no_audit():
     scored = []
 
-    async def score(offer):
-        scored.append(offer.model)
-        return Scores([-1.0], [-1.0])
+    async def score(answer):
+        scored.append(answer.request.model)
+        return SimpleNamespace(prompt_logprobs=[-1.0], prompt_best=[-1.0])
 
     clock = asyncio.get_running_loop().time
     auditor = Auditor(AuditConfig(share=0.5), ["base", "law"], score, lambda model: True, clock)
@@ -367,10 +367,15 @@ async def test_an_answer_whose_model_goes_before_it_is_drawn_ends_no_audit():
             model=model, key="", allow_audit=True, sampling=SamplingParams(max_new_tokens=1)
         )
         sequence = SimpleNamespace(
-            request=request, degraded_visits=1, context=[1, 2], logprobs=[-0.5]
+            request=request,
+            degraded_visits=1,
+            prompt=[1],
+            tokens=[2],
+            logprobs=[-0.5],
+            expected_nats=0.0,
+            previous_at=clock(),
         )
-        output = SimpleNamespace(usage=SimpleNamespace(expected_loss=0.0))
-        auditor.request_finished(sequence, output, clock())
+        auditor.request_finished(sequence, None, clock())
 
     finish(1)
     auditor.forget(1)  # before the task is woken

@@ -184,7 +184,7 @@ async def test_a_failing_step_fails_its_requests_with_a_reason(start):
         (7, {}, "of type int"),
         (iter([1]), {}, "of type list_iterator"),
         (range(10**9), {}, "1000000000 tokens"),  # not copied to be counted
-        ([-1], {}, "token -1"),
+        ([-1], {}, "prompt has -1"),
         ([1], {"stop_token_ids": (-2,)}, "stop_token_ids has -2"),
     ],
 )

@@ -24,7 +24,6 @@ from jmoe.brownout import LowestGate, Own
 from jmoe.expected_loss import ExpectedLoss, Kind, Point
 from jmoe.levels import Levels
 from serving.config import BrownoutConfig, EngineConfig, ServerConfig
-from serving.control.audit import Offer
 from serving.engine import Engine
 from serving.errors import (
     InvalidRequest,
@@ -161,8 +160,8 @@ async def test_requests_of_an_unloaded_model_are_drained_or_end_with_an_error(dr
 async def test_an_audit_is_none_of_the_requests_that_an_unloaded_model_ended():
     engine = placing()
     await engine.load_model("third", "there")
-    offer = Offer(2, "", [1] * 60, [0.0], True, 0.0, 0.0)
-    audit = asyncio.create_task(engine._score(offer))
+    answer = SimpleNamespace(request=SimpleNamespace(model=2), prompt=[1] * 59, context=[1] * 60)
+    audit = asyncio.create_task(engine._score(answer))
     own = asyncio.create_task(collect(engine, [1], 40, model="third"))
     while len(engine.scheduler.running) < 2:
         await asyncio.sleep(0)
@@ -251,7 +250,7 @@ async def bounded(curves, reading=lambda: None):
     brownout = BrownoutConfig(way=2, keep="visits", strategy="partial", salc=False)
     engine = placing(ways=(2, 4), brownout=brownout)
     for number in range(3):
-        engine.losses.put(number, OF_WAYS)
+        engine.slo.losses.put(number, OF_WAYS)
 
     def slowly(*of_model):
         found = read(*of_model, curves=curves)

@@ -195,7 +195,7 @@ async def test_a_structure_that_would_end_its_reader_or_take_minutes_is_refused(
 
 
 async def test_who_goes_while_a_structure_is_read_leaves_no_error_behind(model, monkeypatch):
-    read = structure.Structures(model.tokenizer, 512, model.config.eos_token_ids)
+    read = structure.Structures(model)
     parsed, begun, over = grammars.Vocabulary.read, threading.Event(), threading.Event()
     errors = []
 
@@ -224,7 +224,7 @@ async def test_who_goes_while_a_structure_is_read_leaves_no_error_behind(model, 
 
 
 async def test_a_structure_that_is_known_waits_for_no_others(model, monkeypatch):
-    read = structure.Structures(model.tokenizer, 512, model.config.eos_token_ids)
+    read = structure.Structures(model)
     monkeypatch.setattr(structure, "MAX_WAITING", 2)
     known, new = (Structure(StructureKind.REGEX, text) for text in ("[0-9]", "[a-z]"))
     strangers = []

@@ -126,11 +126,7 @@ class LayerPicker:
         return self._choose(counts, may_run, now)
 
     def _choose(self, counts: Rows, may_run: MayRun, now: float) -> tuple[int, int]:
-        if self._number is not None:
-            chosen = self.rule.choose(counts, may_run, now)
-            assert chosen is not None
-            return chosen
-        # A user's own rule gets views that it cannot write, and is believed only what can be.
+        # A rule gets views that it cannot write, and is believed only what can be.
         seen = counts.view(), may_run.view()
         for array in seen:
             array.flags.writeable = False
@@ -155,13 +151,10 @@ def _checked(chosen: tuple[int, int], may_run: MayRun) -> tuple[int, int]:
     return layer, group
 
 
-def make_picker(
-    name: str, waiting: Waiting | None = None, *, use_numba: bool | None = None
-) -> LayerPicker:
+def make_picker(name: str, waiting: Waiting | None = None) -> LayerPicker:
     """Makes a picker by a rule's name (`mtfs`, `flfs`, `defrag`), or by `module:Class` of a user's
     own.
 
     Raises ValueError for one that is not there, cannot be made, or has no `choose`.
     """
-    rule = plugins.make("layer rule", name, RULES, ["choose"])
-    return LayerPicker(rule, waiting, use_numba=use_numba)
+    return LayerPicker(plugins.make("layer rule", name, RULES, ["choose"]), waiting)

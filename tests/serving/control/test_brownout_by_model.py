@@ -110,7 +110,7 @@ def test_cached_pages_serve_whom_the_models_bounds_let():
 def test_a_bound_on_expected_loss_is_above_a_ceiling():
     own = ModelBrownout("law", ceiling_percent=10)
     slo = fixed(own, max_expected_loss=0.1)
-    slo._losses.least_percent = lambda *of: 50
+    slo.losses.least_percent = lambda *of: 50
     assert control(slo, steps((LAW, LS, True))[0]) == (50, slo.code, 50)
 
 

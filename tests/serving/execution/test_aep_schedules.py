@@ -14,7 +14,8 @@ from jmoe.stages import StageVisits
 from serving.execution.executor import LostRows
 from serving.pipeline.messages import DECODE, Unit, WorkerDown, WorkerUp
 from serving.pipeline.queues import Entry
-from serving.scheduling.layers.picker import Waiting, make_picker
+from serving.scheduling.layers.picker import LayerPicker, Waiting, make_picker
+from serving.scheduling.layers.rules import RULES
 from tests.serving.execution.aep_sequences import ROWS, AnyQueue, ByHand, Sequences, sizes
 from tests.traces import num_traces
 
@@ -149,7 +150,7 @@ def play(seed):
         hosts,
         sizes(),
         picker=lambda: (
-            AnyQueue(rng) if rule == "any" else make_picker(rule, waiting, use_numba=False)
+            AnyQueue(rng) if rule == "any" else LayerPicker(RULES[rule](), waiting, use_numba=False)
         ),
         clock=lambda: next(turns),
     )

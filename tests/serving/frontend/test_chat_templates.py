@@ -108,7 +108,7 @@ async def test_bombs_are_their_callers_errors_and_all_else_goes_on():
 async def test_a_killed_process_is_replaced_and_inherits_no_socket():
     async with CountingSetup(ServerConfig(port=0)) as s:
         await s.chat()
-        before = rendering(s.engine, True).pid
+        before = rendering(s.engine, True)._process.pid
         descriptors = Path(f"/proc/{before}/fd")
         held = {one.name: os.readlink(one) for one in descriptors.iterdir()}
         assert held.keys() == {"0", "1", "2"}
@@ -116,7 +116,7 @@ async def test_a_killed_process_is_replaced_and_inherits_no_socket():
         assert "jaxlib" not in Path(f"/proc/{before}/maps").read_text()
         os.kill(before, signal.SIGKILL)
         assert (await s.chat()).choices[0].message.content == "^_"
-        assert rendering(s.engine, True).pid != before
+        assert rendering(s.engine, True)._process.pid != before
 
 
 async def test_a_template_that_takes_for_ever_to_compile_fails_each_chat():
@@ -158,9 +158,9 @@ async def main():
     facts = {{"templates": {{"x": {FOLDED!r}}}, "special_tokens": {{}}, "max_chars": 9}}
     process = LimitedProcess("chats", lambda: facts, {LIMIT_S}, 1 << 28)
     ask = asyncio.create_task(process.ask({{"template": "x"}}))
-    while process._streams is None or not process.pid:
+    while process._streams is None or process._process is None:
         await asyncio.sleep(0.01)
-    print(process.pid, flush=True)
+    print(process._process.pid, flush=True)
     await ask
 
 asyncio.run(main())

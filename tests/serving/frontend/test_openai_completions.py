@@ -277,7 +277,7 @@ async def test_an_engine_that_refuses_one_of_several_prompts_says_which():
         body = {"model": "bundled", "max_tokens": 2, "n": 2, "stream": False}
         for prompts, told in (
             ([[1], [2], [3] * 200], "prompt[2]: the prompt has 200 tokens; the context"),
-            ([[1], [10**6]], "prompt[1]: token 1000000 is outside the vocabulary"),
+            ([[1], [10**6]], "prompt[1]: prompt has 1000000, which is no token of"),
             ([[3] * 200], "the prompt has 200 tokens; the context"),
             ([[1], [3] * 127], "prompt[1]: the prompt has 127 tokens and up to 2 new ones"),
         ):

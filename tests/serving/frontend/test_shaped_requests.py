@@ -94,10 +94,10 @@ async def test_what_cannot_be_served_is_said_by_its_field(
 ) -> None:
     admission = Admission(EngineConfig(max_model_len=2048), Limits(4, 8, 16, 32, 4), None)
     sampling = SamplingParams(**{"max_new_tokens": 1, **asked})
-    request = Request(**{"request_id": "a", "prompt": prompt, "sampling": sampling, **options})
+    fields = {"request_id": "a", "prompt": prompt, "sampling": sampling, **options}
     try:
         with pytest.raises(InvalidRequest) as caught:
-            await admission.sequence(request, 0.0)
+            await admission.sequence(Request(**fields), 0.0)
     finally:
         await admission.close()
     assert (type(caught.value), caught.value.param) == (error, param)

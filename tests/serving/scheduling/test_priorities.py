@@ -91,7 +91,7 @@ class Play:
         self.scheduler.note_read(step, result.degraded, EXACT, set())
         for at, one in enumerate(step.sequences):
             if step.sampled[at] and not one.done:
-                output = one.accept(result.tokens[at], 0.0, 1)
+                output = one.accept(result.tokens[at], 0.0)
                 self.answers[one.request.request_id] += output.token_ids
                 if output.finish_reason:
                     self.scheduler.finish(one)
@@ -299,8 +299,8 @@ def test_a_step_is_parked_a_bounded_number_of_times():
 
 
 def test_with_less_than_its_share_no_best_effort_step_is_parked():
-    share = Share(0.5)
-    play = Play(share=share)
+    play = Play(share=0.5)
+    share = play.scheduler.share
     share.observe(1.0, 1.0, best_effort=0.0)
     assert share.had == 0.0
     play.add(sequence("b", [1] * 8, 1, BE))
@@ -344,7 +344,7 @@ def ran(scheduler, now):
         scheduler.complete(step.singles.numbers)
     for at, one in enumerate(step.sequences):
         if step.sampled[at]:
-            one.accept(2, 0.0, 1)
+            one.accept(2, 0.0)
     return step.sequences
 
 
@@ -614,7 +614,7 @@ def random_trace(seed, make):
         make(rng),
         limits=limits,
         part_layers=rng.randrange(1, num_layers + 1),
-        share=Share(rng.choice((0.0, 0.3))),
+        share=rng.choice((0.0, 0.3)),
         max_wait_s=rng.choice((float("inf"), 15.0)),
     )
     pending = [

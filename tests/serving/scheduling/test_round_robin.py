@@ -14,7 +14,6 @@ from jmoe.packed_rows import SLOT
 from serving.plan import Limits, Phase, StepControl
 from serving.request import Priority
 from serving.scheduling.policy import Fcfs, LsFirst
-from serving.scheduling.queues import Share
 from serving.scheduling.scheduler import Scheduler
 from tests.serving.fake_runner import FakeRunner
 
@@ -66,7 +65,7 @@ class Play:
         self.scheduler.observe(step, self.now)
         for at, one in enumerate(step.sequences):
             if step.sampled[at] and not one.done:
-                output = one.accept(result.tokens[at], 0.0, 1)
+                output = one.accept(result.tokens[at], 0.0)
                 self.answers[one.request.request_id] += output.token_ids
                 if output.finish_reason:
                     self.scheduler.finish(one)
@@ -153,7 +152,7 @@ def test_a_parked_step_of_another_model_is_not_joined():
 @pytest.mark.parametrize(("claim", "gets"), [(0.0, False), (0.2, True)])
 def test_best_effort_of_another_model_gets_its_share(claim, gets):
     """Latency-sensitive rows of one model decode without end; best effort uses the other."""
-    play = Play(LsFirst(), share=Share(claim))
+    play = Play(LsFirst(), share=claim)
     play.add("b", 1, 2, 20, BE)
     for _ in range(3):
         play.tick()

@@ -33,7 +33,7 @@ def make_sequence(name, prompt, max_new, arrived_at=0.0, **sampling):
 def accept(step, result):
     for at, sequence in enumerate(step.sequences):
         if step.sampled[at] and not sequence.done:
-            yield sequence, sequence.accept(result.tokens[at], 0.0, 1)
+            yield sequence, sequence.accept(result.tokens[at], 0.0)
 
 
 def play(scheduler, runner, arrivals, cancel_at=(), max_steps=5000):

@@ -13,7 +13,7 @@ from tokenizers_of_kinds import byte_fallback
 
 import jmoe
 from jmoe.tokenizer import TextStream, Tokenizer
-from serving.request import MAX_STOP_CHARS
+from serving.request import MAX_STOP_CHARS, SamplingParams
 from serving.scheduling.sequence import Detokenizer
 
 
@@ -44,7 +44,8 @@ def test_stop_strings_cut_where_the_whole_text_would_be_cut(pieces, stop, least,
     """However the text is cut into tokens, of which each may complete several stop strings."""
     stream = SimpleNamespace(push=lambda i: pieces[i], finish=lambda: "")
     tokenizer = SimpleNamespace(stream=lambda *_: stream)
-    out = Detokenizer(tokenizer, stop, least=least, include_stop=includes)
+    sampling = SamplingParams(stop=tuple(stop), min_new_tokens=least, include_stop=includes)
+    out = Detokenizer(tokenizer, sampling)
     got, stopped = "", False
     for i in range(len(pieces)):
         text, stopped = out.push(i)
@@ -56,7 +57,7 @@ def test_stop_strings_cut_where_the_whole_text_would_be_cut(pieces, stop, least,
 
 
 def test_what_was_held_is_released_at_the_end():
-    out = Detokenizer(Letters(), ("ab",))
+    out = Detokenizer(Letters(), SamplingParams(stop=("ab",)))
     assert out.push(ord("a")) == ("", False)
     assert out.finish() == "a"
 
@@ -66,7 +67,7 @@ def test_stop_strings_cost_the_same_at_every_token():
     stop = tuple("a" * (MAX_STOP_CHARS - 1) + chr(0x100 + i) for i in range(64))
 
     def steps(num_tokens):
-        out, count = Detokenizer(Letters(), stop), 0
+        out, count = Detokenizer(Letters(), SamplingParams(stop=stop)), 0
 
         def count_lines(frame, event, _):
             nonlocal count
@@ -90,7 +91,7 @@ def test_special_tokens_are_in_the_text_where_they_are_wanted():
     tokens = BUNDLED.encode("a <|im_start|>b<|im_end|> c")
     texts = {}
     for skip in (True, False):
-        detokenizer = Detokenizer(BUNDLED, (), skip)
+        detokenizer = Detokenizer(BUNDLED, SamplingParams(skip_special_tokens=skip))
         pieces = [detokenizer.push(token)[0] for token in tokens]
         texts[skip] = "".join([*pieces, detokenizer.finish()])
     assert texts == {True: "a b c", False: "a <|im_start|>b<|im_end|> c"}

@@ -52,7 +52,7 @@ class Play:
             step.sequences, step.sampled, result.tokens, strict=True
         ):
             if sampled and not sequence.done:
-                output = sequence.accept(token, 0.0, 1)
+                output = sequence.accept(token, 0.0)
                 self.outputs.setdefault(sequence, []).append(token)
                 if output.finish_reason:
                     self.scheduler.finish(sequence)
