@@ -172,7 +172,7 @@ def evaluate_levels(
         )
     found: dict[int, list[Compared]] = {}
     tables, parts = [], [f"# Levels of {model.name}, kept by {keep}\n"]
-    total = len(ways) * ((0 if stored else NOTCH * layers) + 60)
+    total = len(ways) * ((0 if stored else 100 // NOTCH * layers) + 60)
     advance = counted(partial(progress, "levels"), total)
     config.out.mkdir(parents=True, exist_ok=True)
     for way in ways:
@@ -202,20 +202,17 @@ def compare(
 ) -> list[Compared]:
     """Returns ratios at equal saving, with 95 % intervals (bootstrap over items)."""
     run = scored.decode if phase == "decode" else scored.prefill
-    levels = by_code([table], len(table.rows[0]))
-    exact, curves = run(None), {}
-    kinds: list[tuple[str, Any, np.ndarray | None]] = [
-        ("visits", "visits", None),
-        (table.keep, table.keep, None),
-        ("levels", table.keep, levels),
-    ]
-    for kind, keep, given in kinds:
+    levels, exact = by_code([table], len(table.rows[0])), run(None)
+
+    def curve(keep: Any, given: np.ndarray | None = None) -> list[Cost]:
         costs = [exact]
         for threshold in range(100 - NOTCH, -1, -NOTCH):
             costs.append(run(Brownout("partial", threshold, table.way, keep), given))
             advance(1)
-        curves[kind] = costs
-    papers = curves.pop("visits")
+        return costs
+
+    papers = curve("visits")
+    curves = {table.keep: curve(table.keep), "levels": curve(table.keep, levels)}
     count, rng = len(scored.num_tokens), np.random.default_rng(0)
     weights = rng.multinomial(count, np.full(count, 1 / count), RESAMPLES)  # of items, by resample
     found = []
