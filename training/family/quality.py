@@ -22,7 +22,8 @@ import jmoe
 from jmoe.api import Model
 from jmoe.layers import Layers
 from training.consolidate.budget import slots_of_share
-from training.consolidate.run import Measured, choose, measure
+from training.consolidate.measure import Differences, measure
+from training.consolidate.run import choose
 from training.distill.stream import layers_dtype
 from training.evaluation.quality import answer_logprobs
 from training.evaluation.tables import by_families, paired_loss
@@ -89,11 +90,11 @@ class Quality:
         ]
 
     @cached_property
-    def measured(self) -> Measured:
+    def measured(self) -> Differences:
         """Distances and costs between all models, on training items of each one's own work."""
         models = [Layers(path, layers_dtype()) for path in self.paths]
         data = [self._data(name) for name in NAMES]
-        return measure(models, data, lambda done: None)
+        return measure(models, data)
 
     def _data(self, name: str) -> Batch:
         """Returns packed training items: half of a variant's skill, half of the bundled model's;
@@ -122,7 +123,7 @@ class Quality:
         distances, costs, pick = self.measured.distances, self.measured.costs, np.ix_(group, group)
         assert costs is not None  # there are data
         slots = slots_of_share(share, len(group), distances[0, 0].size)
-        return choose(rule, Measured(distances[pick], costs[pick]), slots, self.seed)
+        return choose(rule, Differences(distances[pick], costs[pick]), slots, self.seed)
 
     def scores(self) -> Iterator[Score]:
         """Yields the scores of every rule, share and group, in the order of comparison."""
@@ -214,7 +215,7 @@ class Quality:
         return {"model": name, "setting": setting, "right_percent": shares}
 
 
-def distances(measured: Measured, members: Members) -> list[dict[str, Any]]:
+def distances(measured: Differences, members: Members) -> list[dict[str, Any]]:
     """Returns, by pair of models, distances by layer, costs, and the rank correlation (Spearman) of
     both.
     """
