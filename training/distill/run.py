@@ -123,23 +123,23 @@ def distill(
         return written
 
     # What cannot be is said before anything is written.
-    first = prepare(model_dir, ways, (), *known, need_data=False) if config.sampled else None
-    if first and first.refusal:
-        raise ValueError(first.refusal)
-    prepared = prepare(model_dir, ways, data, *known, more=own_texts)
+    if config.sampled:
+        _, plan = prepare(model_dir, ways, (), *known, need_data=False)
+        if plan.refusal:
+            raise ValueError(plan.refusal)
+    packed, plan = prepare(model_dir, ways, data, *known, more=own_texts)
     if config.sampled and not written:
         say(writes_none)
         none, same = dataclasses.replace(config, sampled=0), (allow_unknown_config, say)
         return distill(model_dir, ways, data, out, none, progress, *same, log_dir)
-    data = [*data, *written]
-    packed, own = prepared.data, prepared.plan.ways
+    data, own = [*data, *written], plan.ways
     assert packed is not None
     if record := over(own):
         return _results(record, own)
-    for line in prepared.lines():
+    for line in plan.lines():
         say(line)
-    if prepared.refusal:
-        raise ValueError(prepared.refusal)
+    if plan.refusal:
+        raise ValueError(plan.refusal)
     check_united(out / UNITED_FILE, own, model_dir, fingerprint["model"])
     allowed: dict[str, Any] = {"allow_unknown_config": allow_unknown_config}
     layers = Layers(model_dir, layers_dtype(config.dtype), **allowed)
