@@ -16,14 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmoe.config import ModelConfig
-from jmoe.experts import groups_by_index
 from jmoe.layout import expert_parameters
 from jmoe.random_model import random_model
 from training.distill import fit, refine, sizes
 from training.distill.config import DistillConfig
 from training.distill.room import Room
 from training.distill.sizes import CAPTURE_ROWS, Span, Stage
-from training.distill.start import make_start
 from training.distill.stream import layers_dtype, run_layer
 from training.packing import Batch
 
@@ -325,7 +323,8 @@ def measure(plan: RunPlan, tell: Callable[[str], None] = lambda what: None) -> T
     cfg = dataclasses.replace(plan.cfg, num_layers=1, moe_layers=(True,), layer_attention=kind)
     config.check_devices(here, cfg.d_model)
     tell("a layer's capture")
-    model = random_model(cfg, config.seed, layers_dtype(config.dtype, plan.room.platform))
+    dtype = layers_dtype(config.dtype, plan.room.platform)
+    model = random_model(cfg, config.seed, dtype, plan.ways)
     data = _random_batch(cfg, config)
     embedded = np.asarray(model.params["embed"], np.float32)[data.tokens]
     layer = jax.tree.map(lambda leaf: leaf[0], model.params["segments"][0])
@@ -336,17 +335,12 @@ def measure(plan: RunPlan, tell: Callable[[str], None] = lambda what: None) -> T
         rows = run_layer(cfg, 0, layer, experts, embedded.copy(), data, batch=CAPTURE_ROWS)
     capture = time.perf_counter() - began
     assert rows is not None
-    members = {key: np.asarray(leaf) for key, leaf in experts.arrays.items()}
-    visits = np.bincount(rows.ids.reshape(-1), minlength=cfg.num_experts)
-    steps = {}
-    for way in plan.ways:
+    steps, key = {}, jax.random.key(config.seed)
+    for way, united in model.united.items():
         tell(f"a step of way {way}")
-        groups = groups_by_index(cfg.num_experts, way)
-        start = make_start("most_used", members, groups, visits)
-        key = jax.random.key(config.seed)
-        given = start, experts.arrays, groups, rows, key, config
+        given = united.layer(0).arrays, experts.arrays, united.groups[0], rows, key, config
         steps[way] = fit.time_step(*given, cfg.activation)
-    del model, layer, experts, members, rows
+    del model, layer, experts, united, rows, given
     if not config.refine_steps:
         return Timing(capture, steps, 0.0, 0.0)
     tell("an end-to-end step")
@@ -372,14 +366,10 @@ def _random_batch(cfg: ModelConfig, config: DistillConfig) -> Batch:
 
 def _end_to_end_step(cfg: ModelConfig, config: DistillConfig, way: int) -> float:
     """Returns the seconds of an end-to-end step of a model with random weights."""
-    model = random_model(cfg, config.seed, config.dtype)
-    groups = groups_by_index(cfg.num_experts, way)
-    firsts = [int(np.flatnonzero(groups == g)[0]) for g in range(groups.max() + 1)]
-    slots = model.table.slots[:, : cfg.num_experts]
-    routed = model.pool.read(slots).plain().arrays
-    united = {key: np.asarray(leaf[:, np.asarray(firsts)]) for key, leaf in routed.items()}
-    at = refine.begin(united, config, cfg.d_model)
-    frozen = refine.freeze(model, np.tile(groups, (cfg.num_layers, 1)))
+    model = random_model(cfg, config.seed, config.dtype, [way])
+    united = model.united[way]
+    at = refine.begin(united.experts.arrays, config, cfg.d_model)
+    frozen = refine.freeze(model, united.groups)
     return refine.time_step(cfg, frozen, at, _random_batch(cfg, config), config)
 
 
