@@ -70,8 +70,8 @@ def make(
         model = jmoe.load(out / skill, "bfloat16", ways=())
         own = unite(model, skill, united, own_config, progress)
         write_way(out / skill, own)
-        kept = {key: getattr(united, key) for key in own}
-        write_differences(out / f"{skill}.safetensors", base, variant, (kept, own))
+        both = united.experts.arrays, own
+        write_differences(out / f"{skill}.safetensors", base, variant, both)
     return found
 
 
@@ -81,9 +81,8 @@ def restore(out: Path, stored: Path | None = None) -> None:
 
     Raises ValueError for a file that holds no variant of the bundled model.
     """
-    base, bundled = read_params(BUNDLED), bundled_united()
+    base, united = read_params(BUNDLED), bundled_united().experts.arrays
     stored = unpacked(STORED) if stored is None else stored
-    united = {"gate_up": bundled.gate_up, "down": bundled.down}
     write_base(out)
     write_texts(out, TuneConfig.seed)
     for skill in VARIANTS:
@@ -119,7 +118,7 @@ def write_base(out: Path) -> None:
 def bundled_united() -> UnitedExperts:
     """Returns the bundled model's united experts of the way that its variants have, float32."""
     found = load_united(BUNDLED, MODEL)[WAY]
-    weights = {key: getattr(found, key).astype(np.float32) for key in ("gate_up", "down")}
+    weights = {key: leaf.astype(np.float32) for key, leaf in found.experts.arrays.items()}
     return dataclasses.replace(found, **weights)
 
 

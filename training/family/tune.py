@@ -113,7 +113,7 @@ def unite(
     settings = DistillConfig(
         refine_steps=config.united_steps, refine_rows=config.rows, length=length, seed=config.seed
     )
-    at = begin({"gate_up": start.gate_up, "down": start.down}, settings, cfg.d_model)
+    at = begin(start.experts.arrays, settings, cfg.d_model)
     key = jax.random.key(config.seed)
 
     def note(done: int, total: int, losses: dict[str, float]) -> None:
