@@ -99,11 +99,13 @@ def distill(
     if all(path.is_file() for path in data):  # else packing says what is wrong
         fingerprint |= {"data": digest(data), **_digests(directory)}
 
+    def begun(ways: Sequence[int]) -> dict[str, Any]:
+        return {**fingerprint, "end_to_end": end_to_end, "ways": sorted(ways)}
+
     def over(ways: Sequence[int]) -> dict[str, Any] | None:
         if "data" not in fingerprint:
             return None
-        wanted = {**fingerprint, "end_to_end": end_to_end, "ways": sorted(ways)}
-        if record := finished(out, wanted):
+        if record := finished(out, begun(ways)):
             say(f"nothing left to do: {out / UNITED_FILE} is finished")
         return record
 
@@ -174,15 +176,12 @@ def distill(
         write_united(out, united, fingerprint["model"])
         write_report(out, results, refined, [path.name for path in data], f"Settings: {config}")
     store.close()
-    record = {
-        **fingerprint,
-        "end_to_end": end_to_end,
-        "ways": sorted(own),
-        "layers": [dataclasses.asdict(result) for result in results],
-        "refined": [dataclasses.asdict(result) for result in refined],
-    }
     if is_first():
-        store.save_finished(record, (UNITED_FILE, *REPORT_FILES))
+        found = {
+            "layers": [dataclasses.asdict(result) for result in results],
+            "refined": [dataclasses.asdict(result) for result in refined],
+        }
+        store.save_finished(begun(own) | found, (UNITED_FILE, *REPORT_FILES))
     wait_for_all("a distillation is finished")
     return results, refined
 
