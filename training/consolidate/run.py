@@ -32,14 +32,11 @@ from training.consolidate.rules import (
 from training.distill.data import pack_files
 from training.distill.stream import layers_dtype
 from training.packing import Batch
-from training.progress import counted
+from training.progress import Progress, counted
 
 RULES = ("functional", "paper", "random", "average")
 ALL = ""
 """In data by model's name: texts of all models."""
-
-Progress = Callable[[str, int, int], None]
-"""`(what is being done, units done, units in all)`."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +103,7 @@ def consolidate(
     directories: Mapping[str, str | Path],
     out: Path,
     config: ConsolidateConfig,
-    progress: Progress = lambda what, done, total: None,
+    progress: Progress = lambda *args: None,
     say: Callable[[str], None] = lambda line: None,
 ) -> Consolidation:
     """Chooses which experts the models share, and writes `out` (merged experts and differences

@@ -39,9 +39,8 @@ from training.distill.store import Store, check_began, finished
 from training.distill.stream import LayerRows, before_layers, layers_dtype, run_layer
 from training.distill.united import United, check_united, narrow, write_united
 from training.log import LossLog, text_of
+from training.progress import Progress
 
-Progress = Callable[[str, int, int, str], None]
-"""`(what is being done, units done, units in all, what to show beside)`."""
 _Note = Callable[[str, int, int, dict[str, float]], None]
 """`(what is being done, units done, units in all, losses by name)`."""
 
@@ -87,7 +86,7 @@ def distill(
     `jmoe.load` raises.
     """
     if not is_first():
-        say, progress = (lambda line: None), (lambda what, done, total, text: None)
+        say, progress = (lambda line: None), (lambda *args: None)
     config, directory = as_begun(config or DistillConfig(), out), resolve(model_dir)
     is_given = config.sampled is not None
     config = with_num_texts(config, directory, room_here(out), allow_unknown_config)
@@ -118,10 +117,7 @@ def distill(
     known = out, config, allow_unknown_config
 
     def own_texts() -> list[Path]:
-        def wrote(done: int) -> None:
-            progress("texts of its own", done, config.sampled or 0, "")
-
-        written.extend(sampled_texts(directory, *known, wrote, need=is_given))
+        written.extend(sampled_texts(directory, *known, progress, need=is_given))
         return written
 
     # What cannot be is said before anything is written.

@@ -18,9 +18,9 @@ from jmoe.brownout import Brownout
 from jmoe.levels import FILE, Levels, by_code, read, write
 from training import markdown
 from training.evaluation.divergence import Cost, Divergence
-from training.evaluation.run import EvaluateConfig, Progress, Work, check_ways
+from training.evaluation.run import EvaluateConfig, Work, check_ways
 from training.evaluation.tables import RESAMPLES
-from training.progress import counted
+from training.progress import Progress, counted
 
 NOTCH = 10  # percent
 SAVINGS = (25, 50, 65, 80, 90)
@@ -143,7 +143,7 @@ def evaluate_levels(
     ways: Sequence[int],
     keep: str,
     searched: int,
-    progress: Progress = lambda what, done, total: None,
+    progress: Progress = lambda *args: None,
     *,
     stored: bool = False,
 ) -> dict[int, list[Compared]]:

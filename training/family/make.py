@@ -8,7 +8,7 @@ import argparse
 import dataclasses
 import itertools
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -30,7 +30,7 @@ from training.geometry import BUNDLED as MODEL
 from training.geometry import HF_CONFIG
 from training.network import Params
 from training.packing import eval_tasks, task_batch
-from training.progress import bars
+from training.progress import Progress, bars
 from training.remake import restart_with_allocator
 from training.tasks import tasks, write_items
 from training.train import family_accuracy
@@ -46,8 +46,6 @@ HELD_OUT = 1000
 
 TEXTS = 1000
 """Training items that are written beside each model."""
-
-Progress = Callable[[str, int, int, str], None]
 
 
 def make(
