@@ -36,14 +36,6 @@ class Point(NamedTuple):
     active: float  # experts, all layers together
 
 
-class LayerCost(NamedTuple):
-    """What one layer's degradation costs and saves, the others exact."""
-
-    threshold_percent: int
-    divergence: float  # of an answer token, mean
-    active: float  # of the layer
-
-
 class Search:
     """Measures rows of thresholds for one way of partial brownout, each once."""
 
@@ -64,20 +56,12 @@ class Search:
         found = self.cost(row)
         return Point(row, float(found.rooted.sum()), float(found.active.sum()))
 
-    def alone(self, thresholds: Sequence[int]) -> list[list[LayerCost]]:
-        """Returns what each layer costs and saves by itself at some thresholds."""
-        found = []
-        for layer in range(self.num_layers):
-            rows = [self._with(self._uniform(100), layer, t) for t in thresholds]
-            costs = [self.cost(row) for row in rows]
-            num_tokens = self.measure.num_tokens.sum()
-            found.append(
-                [
-                    LayerCost(t, float(c.divergence.sum() / num_tokens), float(c.active[layer]))
-                    for t, c in zip(thresholds, costs, strict=True)
-                ]
-            )
-        return found
+    def alone(self, layer: int, threshold: int) -> tuple[float, float]:
+        """Returns what a layer costs and saves by itself, the others exact: the mean divergence of
+        an answer token, and the layer's active experts.
+        """
+        cost = self.cost(self._with(self._uniform(100), layer, threshold))
+        return float(cost.divergence.sum() / self.measure.num_tokens.sum()), cost.active[layer]
 
     def path(self, advance: Callable[[int], None]) -> list[Point]:
         """Returns the frontier from all exact to all degraded, a notch of one layer a point."""
@@ -242,10 +226,10 @@ def at_saving(costs: Sequence[Cost], saving: float) -> np.ndarray:
 def _described(search: Search, table: Levels) -> str:
     """Returns what each layer costs and saves by itself, and thresholds by level, as Markdown."""
     thresholds = (60, 20, 0)
-    alone = [
-        [str(layer), *(f"{1000 * cost.divergence:.3f}, {cost.active:.1f}" for cost in costs)]
-        for layer, costs in enumerate(search.alone(thresholds))
-    ]
+    alone = []
+    for layer in range(search.num_layers):
+        costs = (search.alone(layer, threshold) for threshold in thresholds)
+        alone.append([str(layer), *(f"{1000 * nats:.3f}, {active:.1f}" for nats, active in costs)])
     by_level = [
         [str(level), ", ".join(map(str, table.rows[level]))] for level in range(100, -1, -NOTCH)
     ]
