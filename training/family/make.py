@@ -67,7 +67,7 @@ def make(
         _export(variant, out / skill)
         model = jmoe.load(out / skill, "bfloat16", ways=())
         own = unite(model, skill, united, own_config, progress)
-        write_way(out / skill, own)
+        write_way(out / skill, own, united.groups)
         both = united.experts.arrays, own
         write_differences(out / f"{skill}.safetensors", base, variant, both)
     return found
@@ -79,14 +79,15 @@ def restore(out: Path, stored: Path | None = None) -> None:
 
     Raises ValueError for a file that holds no variant of the bundled model.
     """
-    base, united = read_params(BUNDLED), bundled_united().experts.arrays
+    base, united = read_params(BUNDLED), bundled_united()
     stored = unpacked(STORED) if stored is None else stored
     write_base(out)
     write_texts(out, TuneConfig.seed)
     for skill in VARIANTS:
-        variant, own = read_differences(stored / f"{skill}.safetensors", base, united)
+        file = stored / f"{skill}.safetensors"
+        variant, own = read_differences(file, base, united.experts.arrays)
         _export(variant, out / skill)
-        write_way(out / skill, own)
+        write_way(out / skill, own, united.groups)
 
 
 def _config_of(skill: str, config: TuneConfig) -> TuneConfig:
@@ -120,11 +121,12 @@ def bundled_united() -> UnitedExperts:
     return dataclasses.replace(found, **weights)
 
 
-def write_way(directory: Path, united: Mapping[str, np.ndarray | jax.Array]) -> None:
-    """Writes a variant's united experts, grouped as the bundled model's, beside its weights."""
-    stored = narrow(
-        {**{k: np.asarray(v) for k, v in united.items()}, "groups": bundled_united().groups}
-    )
+def write_way(
+    directory: Path, united: Mapping[str, np.ndarray | jax.Array], groups: np.ndarray
+) -> None:
+    """Writes a variant's united experts beside its weights."""
+    weights = {key: np.asarray(leaf) for key, leaf in united.items()}
+    stored = narrow({**weights, "groups": groups})
     write_united(directory, {WAY: stored}, weights_digest(directory))
 
 
