@@ -576,7 +576,7 @@ def _write_merged(reader: _Reader, sharing: Sharing, dtype: jnp.dtype, check_wei
     path, shapes = sharing.directory / WEIGHTS_FILE, layout.expert_shapes(cfg)
     with checkpoint.reading(path) as file:
         for at in np.flatnonzero(reader.held_experts[:, 0] == MERGED):
-            _, layer, expert = reader.held_experts[at]
+            _, layer, expert = reader.held_experts[at].tolist()
             found = {}
             for key, shape in shapes.items():
                 name = merged_name(layer, expert, key)
