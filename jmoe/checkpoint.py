@@ -872,7 +872,17 @@ def copy_united(source: Path, to: Path) -> None:
         metadata = file.metadata() or {}
     if DISTILLED_FROM in metadata:
         metadata[DISTILLED_FROM] = weights_digest(to)
-    save_file(tensors, to / UNITED_FILE, metadata=metadata)
+    save_tensors(to / UNITED_FILE, tensors, metadata)
+
+
+def save_tensors(
+    path: Path, tensors: Mapping[str, np.ndarray], metadata: dict[str, str] | None = None
+) -> None:
+    """Writes a safetensors file that everyone may read: the library by itself makes it private.
+    Raises OSError.
+    """
+    save_file(dict(tensors), path, metadata=metadata)
+    path.chmod(0o644)
 
 
 def united_shapes(cfg: ModelConfig, way: int, layer: int) -> dict[str, tuple[int, ...]]:

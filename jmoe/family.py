@@ -29,7 +29,14 @@ from jmoe.offloaded import Expert, Homes, OffloadedExperts, OnHost, check_spare,
 from jmoe.parallel.home import Home, require_mesh
 from jmoe.parallel.placement import Placement, check, of_tables
 from jmoe.residuals import ByDifference, read_residuals
-from jmoe.sharing import MERGED, WEIGHTS_FILE, Sharing, SharingError, read_sharing
+from jmoe.sharing import (
+    MERGED,
+    WEIGHTS_FILE,
+    Sharing,
+    SharingError,
+    merged_name,
+    read_sharing,
+)
 from jmoe.tokenizer import Tokenizer
 from jmoe.weights import Params, PoolHolder, ResidentWeights, Weights
 
@@ -569,10 +576,10 @@ def _write_merged(reader: _Reader, sharing: Sharing, dtype: jnp.dtype, check_wei
     path, shapes = sharing.directory / WEIGHTS_FILE, layout.expert_shapes(cfg)
     with checkpoint.reading(path) as file:
         for at in np.flatnonzero(reader.held_experts[:, 0] == MERGED):
-            _, layer, expert = reader.held_experts[at]
+            _, layer, expert = reader.held_experts[at].tolist()
             found = {}
             for key, shape in shapes.items():
-                name = f"layers.{layer}.experts.{expert}.{key}"
+                name = merged_name(layer, expert, key)
                 read = checkpoint.checked_tensor(file, path, name, shape, dtype, check_weights)
                 found[key] = jnp.asarray(read[None])
             reader.write(np.array([at]), ExpertPool(**found))

@@ -26,6 +26,13 @@ WEIGHTS_FILE = "family.safetensors"
 `.down [f, d]`, i counting MoE layers; and with differences (`jmoe.residuals.tensor_name`)."""
 
 
+def merged_name(layer: int, expert: int, key: str) -> str:
+    """Returns the name of a merged expert's tensor in WEIGHTS_FILE; `key` is a field of
+    ExpertPool.
+    """
+    return f"layers.{layer}.experts.{expert}.{key}"
+
+
 class SharingError(ValueError):
     """A map of shared experts that cannot be used; says which value is wrong and what would do."""
 

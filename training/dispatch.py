@@ -64,6 +64,12 @@ def _with_zero_row(x: Float[Array, "n d"]) -> Float[Array, "n+1 d"]:
     return jnp.concatenate([x, jnp.zeros((1, x.shape[1]), x.dtype)])
 
 
+def _of_visits(cells: Float[Array, "m C d"], plan: BufferPlan) -> list[Float[Array, "T d"]]:
+    """Returns what the cell of each row's k-th visit holds, for every k; zero without a cell."""
+    flat = _with_zero_row(cells.reshape(-1, cells.shape[-1]))
+    return [flat[plan.cell[:, k]] for k in range(plan.cell.shape[1])]
+
+
 @jax.custom_vjp
 def scatter_rows(x: Float[Array, "T d"], plan: BufferPlan) -> Float[Array, "m C d"]:
     """Copies rows into their experts' buffers; empty cells are zero."""
@@ -75,9 +81,7 @@ def _scatter_fwd(x, plan):
 
 
 def _scatter_bwd(plan, grad):
-    flat = _with_zero_row(grad.reshape(-1, grad.shape[-1]))
-    parts = [flat[plan.cell[:, k]] for k in range(plan.cell.shape[1])]
-    return functools.reduce(jnp.add, parts), None
+    return functools.reduce(jnp.add, _of_visits(grad, plan)), None
 
 
 scatter_rows.defvjp(_scatter_fwd, _scatter_bwd)
@@ -88,9 +92,8 @@ def combine_rows(
     outputs: Float[Array, "m C d"], weights: Float[Array, "T K"], plan: BufferPlan
 ) -> Float[Array, "T d"]:
     """Sums each row's K expert outputs by gate weight, in the outputs' dtype."""
-    flat = _with_zero_row(outputs.reshape(-1, outputs.shape[-1]))
     weights = weights.astype(outputs.dtype)
-    parts = [weights[:, k, None] * flat[plan.cell[:, k]] for k in range(plan.cell.shape[1])]
+    parts = [weights[:, k, None] * own for k, own in enumerate(_of_visits(outputs, plan))]
     return functools.reduce(jnp.add, parts)
 
 
@@ -100,16 +103,11 @@ def _combine_fwd(outputs, weights, plan):
 
 def _combine_bwd(saved, grad):
     outputs, weights, plan = saved
-    flat = _with_zero_row(outputs.reshape(-1, outputs.shape[-1]))
-    d_weights = jnp.stack(
-        [
-            jnp.sum((grad * flat[plan.cell[:, k]]).astype(jnp.float32), axis=-1)
-            for k in range(plan.cell.shape[1])
-        ],
-        axis=1,
-    )
-    num_cells = flat.shape[0] - 1
-    cell_weight = jnp.zeros(num_cells + 1, grad.dtype).at[plan.cell.reshape(-1)]
+    along = [
+        jnp.sum((grad * own).astype(jnp.float32), axis=-1) for own in _of_visits(outputs, plan)
+    ]
+    d_weights = jnp.stack(along, axis=1)
+    cell_weight = jnp.zeros(plan.source.size + 1, grad.dtype).at[plan.cell.reshape(-1)]
     cell_weight = cell_weight.set(weights.reshape(-1).astype(grad.dtype))[:-1]
     cell_weight = cell_weight.reshape(plan.source.shape)
     d_outputs = _with_zero_row(grad)[plan.source] * cell_weight[..., None]
@@ -123,11 +121,9 @@ def expert_layer(
     h: Float[Array, "T d"],
     weights: Float[Array, "T K"],
     ids: Int[Array, "T K"],
-    gate_up: Float[Array, "m d f2"],
-    down: Float[Array, "m f d"],
+    experts: Mapping[str, Array],
     capacity: int,
     activation: Activation = SILU,
-    biases: tuple[Array, Array] | None = None,
 ) -> tuple[Float[Array, "T d"], Int[Array, ""]]:
     """Computes the routed experts of one layer, `sum_k weights[t, k] * E_ids[t, k](h[t])`, and the
     visits dropped.
@@ -136,12 +132,12 @@ def expert_layer(
         h: normed rows.
         weights: gate weights.
         ids: expert of each visit.
-        gate_up: gate and up projections, columns `[:f]` gate.
-        down: down projections.
+        experts: `gate_up [m, d, 2f]`, columns `[:f]` gate, and `down [m, f, d]`; `gate_up_bias
+            [m, 2f]` and `down_bias [m, d]` where they have biases.
         capacity: buffer rows per expert; visits past it contribute nothing.
         activation: the experts'.
-        biases: of gate and up, and of down.
     """
+    gate_up, down = experts["gate_up"], experts["down"]
     plan = plan_dispatch(ids, gate_up.shape[0], capacity)
-    outputs = gated_mlp(scatter_rows(h, plan), gate_up, down, activation, biases)
+    outputs = gated_mlp(scatter_rows(h, plan), gate_up, down, activation, biases_of(experts))
     return combine_rows(outputs, weights, plan), plan.dropped

@@ -11,10 +11,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array
-from safetensors.flax import save_file
 
 from jmoe import layout
+from jmoe.checkpoint import save_tensors
 from jmoe.config import ModelConfig, from_hf
 from training.geometry import BUNDLED, EOS_ID, HF_CONFIG
 from training.network import Params, init_params
@@ -46,9 +47,8 @@ def export_hf(config: dict[str, Any], params: Params, tokenizer_dir: Path, out: 
     """
     out.mkdir(parents=True, exist_ok=True)
     tensors = to_tensors(from_hf(config), params)
-    low = {name: tensor.astype(jnp.bfloat16) for name, tensor in tensors.items()}
-    save_file(low, out / "model.safetensors", metadata={"format": "pt"})
-    (out / "model.safetensors").chmod(0o644)  # written as private by the library
+    low = {name: np.asarray(tensor.astype(jnp.bfloat16)) for name, tensor in tensors.items()}
+    save_tensors(out / "model.safetensors", low, {"format": "pt"})
     generation = {
         "bos_token_id": EOS_ID,
         "eos_token_id": EOS_ID,

@@ -23,7 +23,7 @@ from jmoe.rope import rotation
 from pallas_kernels.kv_write import Heads, Projection, split_heads
 from pallas_kernels.matmul import matmul
 from pallas_kernels.online_softmax import softmax
-from training.dispatch import biases_of, expert_layer
+from training.dispatch import expert_layer
 
 Params = dict[str, Any]
 """The pytree of docs/architecture.md, plus `experts`: `gate_up [L, m, d, 2f]`, `down [L, m, f, d]`,
@@ -228,8 +228,7 @@ def forward(
         low = jax.tree.map(lambda leaf: leaf.astype(dtype), experts)
 
         def routed(h: Array, weights: Array, ids: Array, low: Params = low) -> tuple[Array, Array]:
-            given = low["gate_up"], low["down"], capacity, cfg.activation, biases_of(low)
-            return expert_layer(h, weights, ids, *given)
+            return expert_layer(h, weights, ids, low, capacity, cfg.activation)
 
         own = of_kind(cfg, cfg.layer_attention[i], positions, items)
         x, out = layer_forward(cfg, layer, x, *own, routed, dtype=dtype)

@@ -42,9 +42,8 @@ class Batch:
     def rows(self, own: slice | Int[np.ndarray, " R"]) -> "Batch":
         """Returns some of the rows, by their numbers."""
         families = [self.families[number] for number in np.arange(len(self.families))[own]]
-        arrays = self.tokens, self.targets, self.positions, self.items, self.weights, self.answer
-        tokens, targets, positions, items, weights, answer = (leaf[own] for leaf in arrays)
-        return Batch(tokens, targets, positions, items, weights, answer, families)
+        arrays = {name: leaf[own] for name, leaf in vars(self).items() if name != "families"}
+        return Batch(**arrays, families=families)
 
     def arrays(self) -> tuple[np.ndarray, ...]:
         """Returns what the train step reads: tokens, targets, positions, items, weights."""
@@ -113,10 +112,9 @@ def pack(items: Iterable[Encoded], num_rows: int | None, length: int) -> Batch:
 
 def to_arrays(rows: list[list[Encoded]], length: int) -> Batch:
     """Returns the arrays of packed rows; the last token of an item is a target only."""
-    tokens, targets, positions, items, answer = (
-        np.zeros((len(rows), length), np.int32) for _ in range(5)
-    )
-    weights = np.zeros((len(rows), length), np.float32)
+    shape = len(rows), length
+    tokens, targets, positions, items, answer = (np.zeros(shape, np.int32) for _ in range(5))
+    weights = np.zeros(shape, np.float32)
     for r, row in enumerate(rows):
         start = 0
         for number, item in enumerate(row, start=1):
@@ -128,15 +126,8 @@ def to_arrays(rows: list[list[Encoded]], length: int) -> Batch:
             answer[r, span] = in_answer
             weights[r, span] = np.where(in_answer, 1.0, PROMPT_WEIGHT)
             start += n
-    return Batch(
-        tokens,
-        targets,
-        positions,
-        items,
-        weights,
-        answer,
-        [[item.family for item in row] for row in rows],
-    )
+    families = [[item.family for item in row] for row in rows]
+    return Batch(tokens, targets, positions, items, weights, answer, families)
 
 
 def training_batch(tokenizer: Tokenizer, seed: int, step: int, num_rows: int, length: int) -> Batch:

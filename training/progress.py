@@ -3,6 +3,9 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+Progress = Callable[..., None]
+"""`(what is being done, units done, units in all)` and, optionally, what to show beside."""
+
 
 def counted(progress: Callable[[int, int], None], total: int) -> Callable[[int], None]:
     """Returns what is told how many more units are done, and tells `progress` how many of all."""
@@ -17,14 +20,14 @@ def counted(progress: Callable[[int, int], None], total: int) -> Callable[[int],
 
 
 @contextmanager
-def bars() -> Iterator[Callable[[str, int, int, str], None]]:
+def bars() -> Iterator[Progress]:
     """Shows a bar for each thing that is done; yields what is called with it, how much of it is
     done, how much it is in all, and what to show beside.
     """
-    from rich.progress import Progress, TaskID
+    from rich import progress as rich
 
-    with Progress() as shown:
-        jobs: dict[str, TaskID] = {}
+    with rich.Progress() as shown:
+        jobs: dict[str, rich.TaskID] = {}
 
         def progress(what: str, done: int, total: int, text: str) -> None:
             if what not in jobs:

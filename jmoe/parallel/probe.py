@@ -15,8 +15,9 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
+from jmoe.checkpoint import save_tensors
 from jmoe.config import ModelConfig
 from jmoe.model_files import regular
 
@@ -73,10 +74,8 @@ def normed(x: Float[Array, "T d"]) -> Float[Array, "T d"]:
 
 def save_probes(directory: Path, probes: Probe) -> None:
     """Writes stacked probes beside a model."""
-    save_file(
-        {name: np.asarray(part, np.float32) for name, part in probes._asdict().items()},
-        directory / PROBE_FILE,
-    )
+    tensors = {name: np.asarray(part, np.float32) for name, part in probes._asdict().items()}
+    save_tensors(directory / PROBE_FILE, tensors)
 
 
 def load_probes(directory: Path, cfg: ModelConfig) -> Probe | None:

@@ -173,14 +173,14 @@ def _plan(
     else:
         room = room_here(out)
         room = dataclasses.replace(room, num_devices=devices or room.num_devices)
-    prepared = prepare(model, ways, data, out, config, allowed, need_data=False, room=room)
+    _, plan = prepare(model, ways, data, out, config, allowed, need_data=False, room=room)
     timing = None
-    if not device_memory_gib and not prepared.refusal:
-        timing = measure(prepared.plan, lambda what: logs.say(f"timing {what}"))
-    for line in prepared.lines(timing, H200_RATE if device_memory_gib else None):
+    if not device_memory_gib and not plan.refusal:
+        timing = measure(plan, lambda what: logs.say(f"timing {what}"))
+    for line in plan.lines(timing, H200_RATE if device_memory_gib else None):
         print(line, flush=True)
-    if prepared.refusal:
-        raise ValueError(prepared.refusal)
+    if plan.refusal:
+        raise ValueError(plan.refusal)
 
 
 def _measure(

@@ -11,7 +11,7 @@ import jmoe
 from jmoe.family import load_family
 from jmoe.layers import Layers
 from jmoe.sharing import Sharing, read_sharing
-from training.consolidate.measure import differences
+from training.consolidate.measure import measure
 from training.consolidate.run import ALL, ConsolidateConfig, consolidate
 from training.packing import Encoded, to_arrays
 
@@ -53,9 +53,9 @@ def measured(family):
     batches = [rows_of(seed)[0] for seed in range(3)]
     models = [Layers(path, "float32") for path in family.paths.values()]
     seen = []
-    layers = list(differences(models, batches, seen.append))
+    found = measure(models, batches, seen.append)
     assert sum(seen) == 3 * SHAPE[0]
-    return layers
+    return found
 
 
 @pytest.mark.deep
@@ -72,7 +72,7 @@ def test_costs_are_what_a_model_with_one_expert_swapped_differs_by(family, measu
         assert np.array_equal(other[0], exact[0])
     error = ((other[layer] - exact[layer]) ** 2).sum(axis=-1) / (exact[layer] ** 2).sum(axis=-1)
     assert error.mean() > 1e-6
-    assert measured[layer].costs[i, j, expert] == pytest.approx(error.mean(), rel=2e-3)
+    assert measured.costs[i, j, layer, expert] == pytest.approx(error.mean(), rel=2e-3)
 
 
 @pytest.mark.deep
@@ -81,8 +81,8 @@ def test_an_expert_that_no_row_visits_costs_nothing(family, measured):
     _, choices = hidden(models_of(family, Sharing.none(NAMES, *SHAPE).owners)[0], tokens)
     for layer in range(SHAPE[0]):
         visited = np.bincount(choices[layer].ravel(), minlength=SHAPE[1]) > 0
-        assert (measured[layer].costs[0, 1] > 0).tolist() == visited.tolist()
-        assert (measured[layer].costs[range(3), range(3)] == 0).all()
+        assert (measured.costs[0, 1, layer] > 0).tolist() == visited.tolist()
+        assert (measured.costs[range(3), range(3), layer] == 0).all()
 
 
 @pytest.mark.deep
@@ -95,8 +95,8 @@ def test_distances_are_those_of_the_files(family, measured):
         assert len(names) == 3
         parts.append(np.concatenate([tensors[n].astype(np.float64).ravel() for n in names]))
     want = np.linalg.norm(parts[0] - parts[1])
-    assert measured[1].distances[0, 2, 5] == pytest.approx(want, rel=1e-5)
-    assert measured[1].distances[2, 0, 5] == pytest.approx(want, rel=1e-5)
+    assert measured.distances[0, 2, 1, 5] == pytest.approx(want, rel=1e-5)
+    assert measured.distances[2, 0, 1, 5] == pytest.approx(want, rel=1e-5)
 
 
 # -- whole runs ----------------------------------------------------------------------------------

@@ -43,7 +43,11 @@ def test_equals_dense_with_gradients(rows):
         grad = jax.jit(jax.value_and_grad(scalar, argnums=(0, 1, 2, 3)))
         return grad(h, weights, gate_up, down)
 
-    got = run(lambda *args: expert_layer(*args, capacity=rows)[0])
+    def ours(h, weights, ids, gate_up, down):
+        experts = {"gate_up": gate_up, "down": down}
+        return expert_layer(h, weights, ids, experts, capacity=rows)[0]
+
+    got = run(ours)
     want = run(dense)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4, rtol=2e-4), got, want)
 
@@ -62,7 +66,8 @@ def test_dropped_visits_add_nothing_and_take_no_gradient():
     ids = jnp.zeros((3, K), jnp.int32).at[:, 1].set(jnp.array([1, 2, 3], jnp.int32))
 
     def out(weights):
-        return expert_layer(h, weights, ids, gate_up, down, capacity=1)[0]
+        experts = {"gate_up": gate_up, "down": down}
+        return expert_layer(h, weights, ids, experts, capacity=1)[0]
 
     kept = weights.at[1:, 0].set(0.0)
     np.testing.assert_allclose(out(weights), dense(h, kept, ids, gate_up, down), atol=1e-4)

@@ -151,11 +151,12 @@ def test_end_to_end_it_is_the_model_and_its_twins_are_united_without_loss(reques
             return refine._logits(cfg, frozen, united, arrays, jax.random.key(0), config)
 
         arrays = data.tokens, data.positions, data.items, data.weights
-        specs = refine.FROZEN_SPECS, WHOLE, WHOLE
+        frozen = refine.freeze(model, groups)
+        specs = refine.frozen_specs(frozen), WHOLE, WHOLE
         mapped = jax.shard_map(
             share, mesh=data_mesh(), in_specs=specs, out_specs=WHOLE, check_vma=False
         )
-        return np.asarray(jax.jit(mapped)(refine.freeze(model, groups), united, arrays))
+        return np.asarray(jax.jit(mapped)(frozen, united, arrays))
 
     np.testing.assert_allclose(run(model, None), want, atol=1e-4)
     twins = model.with_weights(pool=model.pool.read(slots[:, 2 * pairs].reshape(-1)))

@@ -15,7 +15,7 @@ from jmoe.random_model import random_params
 from pallas_kernels.compile_for import compile_for, h200_mesh
 from training.distill import DistillConfig, refine
 from training.distill.fit import Problem, _optimizer, _steps
-from training.distill.refine import FROZEN_SPECS, UNITED_SPECS, Frozen
+from training.distill.refine import POOL_SPECS, UNITED_SPECS, Frozen
 from training.distill.stream import LayerRows
 
 pytestmark = pytest.mark.deep
@@ -86,8 +86,10 @@ def abstract_refinement(cfg, way, mesh):
 
     frozen = Frozen(
         jax.eval_shape(partial(random_params, cfg, dtype=jnp.dtype("bfloat16")), key),
-        spread(FROZEN_SPECS.gate_up, jnp.bfloat16, layers * m, d, 2 * f),
-        spread(FROZEN_SPECS.down, jnp.bfloat16, layers * m, f, d),
+        {
+            "gate_up": spread(POOL_SPECS["gate_up"], jnp.bfloat16, layers * m, d, 2 * f),
+            "down": spread(POOL_SPECS["down"], jnp.bfloat16, layers * m, f, d),
+        },
         shape(jnp.int32, layers, m),
         shape(jnp.int32, layers, m),
     )

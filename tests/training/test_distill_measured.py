@@ -68,7 +68,7 @@ def measured(tiny_dir, tmp_path_factory):
 def test_sizes_are_those_of_the_arrays_of_a_run(tiny_dir, measured):
     cfg = read_config(tiny_dir.path)
     data = [tiny_dir.path / "tasks.jsonl"]
-    amount = prepare(tiny_dir.path, [4, 3], data, None, CONFIG).plan.amount
+    amount = prepare(tiny_dir.path, [4, 3], data, None, CONFIG)[1].amount
     assert amount.captured_tokens < amount.tokens
     assert set(measured.rows) == {captured_bytes(cfg, amount.captured_tokens, 4)}
     assert set(measured.stream) == {stream_bytes(cfg, amount.captured_rows, CONFIG.length)}

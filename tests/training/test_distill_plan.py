@@ -20,8 +20,8 @@ from jmoe.config import from_hf
 from jmoe.expected_loss import ExpectedLoss, Kind, Point
 from serving.cli import main as cli
 from training.distill import distill
-from training.distill.plan import GIB, Amount, Timing, choose, make_plan, measure
-from training.distill.prepare import Prepared, prepare
+from training.distill.plan import GIB, Amount, RunPlan, Timing, choose, measure
+from training.distill.prepare import prepare
 from training.distill.room import Room
 from training.distill.sizes import (
     end_to_end_stage,
@@ -56,7 +56,7 @@ def room(device_gib, host_gib=1000, disk_gib=1000):
 
 def plan(free, ways=(2, 4, 8), **changes):
     config = dataclasses.replace(CONFIG, dtype="bfloat16", **(FULL | changes))
-    return make_plan(qwen(), config, ways, Amount.assumed(config), free)
+    return RunPlan(qwen(), config, tuple(ways), Amount.assumed(config), free)
 
 
 def by_hand(layers, experts, d, f, vocab, attention, way, devices, tokens=32 * 128):
@@ -85,19 +85,19 @@ def test_the_plan_of_a_large_model_is_the_arithmetic_by_hand(name, way, devices,
     cfg = from_hf(yaml.safe_load((CONFIGS / f"{name}.yaml").read_text()))
     config = dataclasses.replace(CONFIG, dtype="bfloat16", **FULL)
     free = Room("gpu", devices, int(133 * GIB), None, None)
-    made = make_plan(cfg, config, [way], Amount.assumed(config), free)
+    made = RunPlan(cfg, config, (way,), Amount.assumed(config), free)
     stage = next(stage for stage in made.stages if stage.end_to_end)
     assert [round(part / GIB, 1) for part in (stage.device.low, stage.device.high)] == wanted
-    assert choose(made, named=True)[2] is None
+    assert choose(made, named=True).refusal is None
     assert stage.host.low > 2 * cfg.num_moe_layers * cfg.num_experts * 3 * cfg.d_model * (
         cfg.d_ff_expert
     )
 
 
 def test_default_ways_that_do_not_fit_are_left_out_with_a_warning():
-    chosen, warnings, refusal = choose(plan(room(105)), named=False)
-    assert (chosen.ways, refusal) == ((4, 8), None)
-    (warning,) = warnings
+    chosen = choose(plan(room(105)), named=False)
+    assert (chosen.ways, chosen.refusal) == ((4, 8), None)
+    (warning,) = chosen.warnings
     for words in (
         "way 2 is left out",
         "end to end",
@@ -108,29 +108,29 @@ def test_default_ways_that_do_not_fit_are_left_out_with_a_warning():
         assert words in warning
     assert "XLA_CLIENT_MEM_FRACTION" in warning
     for free, ways in [(room(140), (2, 4, 8)), (room(60), (8,)), (room(140, 64), (4, 8))]:
-        assert choose(plan(free), named=False)[0].ways == ways
-    assert choose(plan(room(140, 1000, 100)), named=False)[0].ways == (4, 8)
+        assert choose(plan(free), named=False).ways == ways
+    assert choose(plan(room(140, 1000, 100)), named=False).ways == (4, 8)
 
 
 def test_what_may_not_fit_is_a_warning():
-    chosen, warnings, refusal = choose(plan(room(125)), named=False)
-    assert (chosen.ways, refusal) == ((2, 4, 8), None)
-    assert ["may not fit" in words for words in warnings] == [True]
+    chosen = choose(plan(room(125)), named=False)
+    assert (chosen.ways, chosen.refusal) == ((2, 4, 8), None)
+    assert ["may not fit" in words for words in chosen.warnings] == [True]
 
 
 def test_named_ways_that_cannot_fit_are_refused_with_sizes():
-    _, _, refusal = choose(plan(room(105)), named=True)
+    refusal = choose(plan(room(105)), named=True).refusal
     assert refusal is not None
     assert re.search(r"way 2, end to end.*122.8 to 127.0 GiB.*105.0 GiB", refusal)
-    assert choose(plan(room(105), refine_steps=0), named=True)[2] is None
+    assert choose(plan(room(105), refine_steps=0), named=True).refusal is None
     offer = "it fits with --ways 2,4,8 --refine-steps 0, or --ways 4,8, or 2 such devices"
     assert offer in refusal
-    assert choose(plan(room(40)), named=False)[2] is not None  # no default way fits
+    assert choose(plan(room(40)), named=False).refusal is not None  # no default way fits
 
 
 def test_unknown_memory_refuses_nothing():
-    chosen, warnings, refusal = choose(plan(Room("gpu", 1, None, None, None)), named=False)
-    assert (chosen.ways, warnings, refusal) == ((2, 4, 8), [], None)
+    chosen = choose(plan(Room("gpu", 1, None, None, None)), named=False)
+    assert (chosen.ways, chosen.warnings, chosen.refusal) == ((2, 4, 8), (), None)
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_unknown_memory_refuses_nothing():
     ],
 )
 def test_what_is_offered_fits(free, ways, offers):
-    _, _, refusal = choose(plan(free, ways), named=True)
+    refusal = choose(plan(free, ways), named=True).refusal
     assert refusal is not None
     found = re.search("it fits with (.*?);", refusal)
     assert (found[1].split(", or ") if found else []) == offers
@@ -154,7 +154,7 @@ def test_what_is_offered_fits(free, ways, offers):
         own = [int(way) for way in given.get("--ways", ",".join(map(str, ways))).split(",")]
         number = int(words[0]) if words[1:] == ["such", "devices"] else 1
         tried = plan(dataclasses.replace(free, num_devices=number), own, **changes)
-        assert choose(tried, named=True)[2] is None
+        assert choose(tried, named=True).refusal is None
 
 
 FLAGS = {"refine_steps": "--refine-steps", "rows": "--rows"}
@@ -183,8 +183,7 @@ def test_rows_that_do_not_divide_are_refused_before_the_run(tiny_dir):
 
 def test_a_plan_fits_a_terminal():
     two = plan(dataclasses.replace(room(105), num_devices=2), steps=600)
-    chosen, warnings, _ = choose(two, named=False)
-    lines = [*Prepared(None, chosen, tuple(warnings), None).lines(TIMING)]
+    lines = [*choose(two, named=False).lines(TIMING)]
     assert max(map(len, lines)) <= 80
     words = " ".join(line.strip() for line in lines)
     for part in (
@@ -202,16 +201,16 @@ TIMING = Timing(1.0, {2: 0.04, 4: 0.04, 8: 0.04}, 0.04, 0.08)
 
 def test_a_plan_needs_config_json_alone(tiny_dir, tmp_path):
     (tmp_path / "config.json").write_bytes((tiny_dir.path / "config.json").read_bytes())
-    found = prepare(tmp_path, None, [], None, CONFIG, need_data=False)
-    assert found.data is None
-    assert found.plan.ways == (2, 4, 8)
+    packed, found = prepare(tmp_path, None, [], None, CONFIG, need_data=False)
+    assert packed is None
+    assert found.ways == (2, 4, 8)
     words = "\n".join(found.lines(TIMING))
     for part in ("not counted", "layer by layer", "end to end", "disk:", "free:", "time: about"):
         assert part in words
     elsewhere = "\n".join(found.lines(rate=1e12))
     assert "time: at least 1 s" in elsewhere
     alone = dataclasses.replace(CONFIG, refine_steps=0)  # the whole of it: test_distill_page.py
-    timing = measure(dataclasses.replace(found.plan, config=alone, ways=(8,)))
+    timing = measure(dataclasses.replace(found, config=alone, ways=(8,)))
     assert timing.steps.keys() == {8}
     assert min(timing.capture, timing.steps[8]) > 0
 
@@ -232,12 +231,12 @@ def test_little_data_is_warned_of(tiny_dir, tmp_path):
     some, more = tmp_path / "some.jsonl", tmp_path / "more.jsonl"
     some.write_text("\n".join(tasks.splitlines()[:15]))
     more.write_text(tasks)
-    found = prepare(tiny_dir.path, [4], [some], None, CONFIG)
+    _, found = prepare(tiny_dir.path, [4], [some], None, CONFIG)
     assert len(found.warnings) == 2
     assert "--rows wants 1,024" in found.warnings[0]
     assert "2,000 tokens would give 500" in found.warnings[1]
     enough = dataclasses.replace(CONFIG, rows=2048)
-    assert prepare(tiny_dir.path, [4], [more], None, enough).warnings == ()
+    assert prepare(tiny_dir.path, [4], [more], None, enough)[1].warnings == ()
 
 
 # -- what a finished run says ----------------------------------------------------------------------

@@ -11,9 +11,16 @@ import pytest
 
 import jmoe
 from jmoe.brownout import LowestGate
+from jmoe.levels import Levels
 from training.evaluation.divergence import Cost, Divergence
 from training.evaluation.run import EvaluateConfig, Work
-from training.evaluation.sensitivity import SAVINGS, Search, at_saving, evaluate_levels
+from training.evaluation.sensitivity import (
+    SAVINGS,
+    Search,
+    at_saving,
+    compare,
+    evaluate_levels,
+)
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 HARM = (8.0, 1.0, 3.0)  # of a layer that is all degraded
@@ -90,6 +97,27 @@ def test_equal_saving_is_between_its_neighbours():
     assert at_saving(costs, 0.4).tolist() == [4, 8]
     assert at_saving(costs, 0.2).tolist() == [2, 4]
     assert at_saving(costs, 0.7).tolist() == [6.5, 13]
+
+
+@pytest.mark.parametrize("keep", ["visits", "weight"])
+def test_thresholds_alike_and_levels_are_compared_in_turn_whatever_is_kept(keep):
+    """By visits, thresholds alike are the paper's plan itself; levels are made to cost half."""
+
+    def decode(setting, levels=None):
+        share = 0 if setting is None else 1 - setting.threshold_percent / 100
+        cheaper = 1 if levels is None else 2
+        harm = share / cheaper * (1 if setting is None or setting.keep == "visits" else 0.8)
+        return Cost(np.full(4, harm), np.zeros(4), np.full(2, 60 - 40 * share))
+
+    scored: Any = SimpleNamespace(decode=decode, num_tokens=np.ones(4))
+    table = Levels(8, keep, tuple((level,) * 2 for level in range(101)))
+    found = compare("decode", scored, table, lambda done: None)
+    assert [one.choice for one in found] == [keep, "levels"] * len(SAVINGS)
+    assert [one.saving_percent for one in found[::2]] == list(SAVINGS)
+    alike = 1 if keep == "visits" else 0.8
+    for one in found:
+        want = alike if one.choice == keep else alike / 2
+        assert (one.ratio, one.low, one.high) == pytest.approx((want, want, want))
 
 
 def test_windows_of_texts_are_items_whose_second_half_is_the_answer(tmp_path):

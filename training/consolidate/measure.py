@@ -5,7 +5,7 @@ One MoE layer of every model is in memory at a time.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -27,8 +27,8 @@ Advance = Callable[[int], None]
 
 
 @dataclass(frozen=True)
-class LayerDifferences:
-    """Differences of one MoE layer's experts, by pair of models (i, j) and expert.
+class Differences:
+    """Differences of all MoE layers' experts, by pair of models (i, j), layer and expert.
 
     `distances` are L2 norms between weights, symmetric. `costs[i, j]` is what model i loses where
     it uses model j's expert: over model i's own rows that its own router sends there, the squared
@@ -38,16 +38,14 @@ class LayerDifferences:
     without data.
     """
 
-    experts: tuple[ExpertPool, ...]  # each model's
-    distances: Float[np.ndarray, "N N m"]
-    costs: Float[np.ndarray, "N N m"] | None
+    distances: Float[np.ndarray, "N N L m"]
+    costs: Float[np.ndarray, "N N L m"] | None
 
 
-def differences(
+def measure(
     models: Sequence[Layers], data: Sequence[Batch] | None, advance: Advance = lambda done: None
-) -> Iterator[LayerDifferences]:
-    """Yields the differences of each MoE layer in order; each model runs its own rows with its own
-    weights.
+) -> Differences:
+    """Measures the differences; each model runs its own rows with its own weights.
 
     Args:
         models: of one architecture.
@@ -57,26 +55,26 @@ def differences(
     Raises CheckpointError.
     """
     cfg = models[0].cfg
+    distances, costs = [], []
     streams: list[np.ndarray] = []
     for model, rows in zip(models, data or (), strict=False):
         streams.append(before_layers(cfg, model.top(), rows))
     for index, is_moe in enumerate(cfg.moe_layers):
-        layers, pools, captured = [], [], []
+        pools, captured = [], []
         for number, model in enumerate(models):
             layer, experts = model.layer(index)
             if data is not None:
                 found = run_layer(cfg, index, layer, experts, streams[number], data[number])
                 captured.append(found)
-            layers.append(layer)
             pools.append(experts)
             advance(1)
         if not is_moe:
             continue
-        costs = None
+        distances.append(_distances(pools))
         if data is not None:
             ends = [s[rows.items > 0] for s, rows in zip(streams, data, strict=True)]
-            costs = _costs(captured, ends, pools, cfg.activation)
-        yield LayerDifferences(tuple(pools), _distances(pools), costs)
+            costs.append(_costs(captured, ends, pools, cfg.activation))
+    return Differences(np.stack(distances, axis=2), np.stack(costs, axis=2) if costs else None)
 
 
 def _distances(pools: Sequence[ExpertPool]) -> Float[np.ndarray, "N N m"]:

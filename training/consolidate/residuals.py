@@ -1,4 +1,6 @@
-"""Low-rank differences of models' experts from those that they share, beside `family.json`."""
+"""What lies beside `family.json`: merged experts, the mean of models' experts at a position, and
+low-rank differences of models' experts from those that they share.
+"""
 
 from collections.abc import Sequence
 
@@ -8,8 +10,10 @@ from jaxtyping import Float, Int
 
 from jmoe.experts import ExpertPool
 from jmoe.residuals import tensor_name
-from jmoe.sharing import MERGED
-from training.consolidate.merge import Tensors, merged_name
+from jmoe.sharing import MERGED, merged_name
+
+Tensors = dict[str, np.ndarray]
+"""By the names that `jmoe.sharing.WEIGHTS_FILE` has for them."""
 
 LARGEST_EXACT = 512
 """Of a matrix's smaller side: beyond, its singular vectors are sought in a random subspace."""
@@ -47,6 +51,19 @@ def _subspace(
         other = np.linalg.qr(np.swapaxes(matrices, -1, -2) @ basis)[0]
         basis = np.linalg.qr(matrices @ other)[0]
     return basis
+
+
+def mean_experts(layer: int, pools: Sequence[ExpertPool], experts: Sequence[int]) -> Tensors:
+    """Returns the mean of the models' weights, taken in float32, of some experts of MoE layer
+    `layer`; in bfloat16.
+    """
+    found: Tensors = {}
+    for key in pools[0].arrays:
+        leaves = [np.asarray(getattr(pool, key)) for pool in pools]
+        for expert in experts:
+            mean = np.mean([leaf[expert].astype(np.float32) for leaf in leaves], axis=0)
+            found[merged_name(layer, expert, key)] = mean.astype(jnp.bfloat16)
+    return found
 
 
 def layer_residuals(

@@ -38,11 +38,11 @@ def owners_paper(
         slots: the most that may be taken.
         merged: positions are the same, and their owner is MERGED instead of a model.
     """
-    count, _, layers, experts = distances.shape
+    shape = distances.shape[1:]
     ranked = np.argsort(distances.sum(axis=0).sum(axis=0).ravel(), kind="stable")
-    chosen = ranked[: _shared_by_all(count, layers * experts, slots)]
-    turns = np.arange(len(chosen)) % count
-    return _with(count, layers, experts, chosen, np.full(len(chosen), MERGED) if merged else turns)
+    chosen = ranked[: _shared_by_all(shape[0], len(ranked), slots)]
+    turns = np.arange(len(chosen)) % shape[0]
+    return _with(shape, chosen, np.full(len(chosen), MERGED) if merged else turns)
 
 
 def owners_random(shape: tuple[int, int, int], slots: int, seed: int) -> Owners:
@@ -51,7 +51,7 @@ def owners_random(shape: tuple[int, int, int], slots: int, seed: int) -> Owners:
     rng = np.random.default_rng(seed)
     num_shared = _shared_by_all(count, layers * experts, slots)
     chosen = rng.permutation(layers * experts)[:num_shared]
-    return _with(count, layers, experts, chosen, rng.integers(count, size=num_shared))
+    return _with(shape, chosen, rng.integers(count, size=num_shared))
 
 
 def _shared_by_all(count: int, positions: int, slots: int) -> int:
@@ -60,15 +60,13 @@ def _shared_by_all(count: int, positions: int, slots: int) -> int:
 
 
 def _with(
-    count: int,
-    layers: int,
-    experts: int,
-    chosen: Int[np.ndarray, "n"],
-    owners: Int[np.ndarray, "n"],
+    shape: tuple[int, ...], chosen: Int[np.ndarray, "n"], owners: Int[np.ndarray, "n"]
 ) -> Owners:
+    """Returns the map in which these positions have these owners, and all others their own."""
+    count, layers, experts = shape
     found = np.tile(np.arange(count, dtype=np.int32)[:, None], (1, layers * experts))
     found[:, chosen] = owners
-    return found.reshape(count, layers, experts)
+    return found.reshape(shape)
 
 
 def owners_functional(costs: Float[np.ndarray, "N N L m"], slots: int) -> Owners:

@@ -5,14 +5,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float
 
 from jmoe import layout
-from jmoe.checkpoint import HFLayers, weights_digest
+from jmoe.checkpoint import HFLayers, save_tensors, weights_digest
 from jmoe.config import ModelConfig
 from jmoe.digests import sha256_of
 from jmoe.family import check_family, stored_alike
@@ -20,9 +19,8 @@ from jmoe.layers import Layers
 from jmoe.sharing import MERGED, WEIGHTS_FILE, Sharing, write_sharing
 from jmoe.tokenizer import Tokenizer
 from training.consolidate.budget import slots_of_budget, slots_of_share
-from training.consolidate.measure import differences
-from training.consolidate.merge import Tensors, mean_experts, write_weights
-from training.consolidate.residuals import layer_residuals
+from training.consolidate.measure import Differences, measure
+from training.consolidate.residuals import Tensors, layer_residuals, mean_experts
 from training.consolidate.rules import (
     Owners,
     losses_of,
@@ -34,15 +32,11 @@ from training.consolidate.rules import (
 from training.distill.data import pack_files
 from training.distill.stream import layers_dtype
 from training.packing import Batch
-from training.progress import counted
+from training.progress import Progress, counted
 
-RuleName = Literal["functional", "paper", "random", "average"]
-RULES: tuple[str, ...] = get_args(RuleName)
+RULES = ("functional", "paper", "random", "average")
 ALL = ""
 """In data by model's name: texts of all models."""
-
-Progress = Callable[[str, int, int], None]
-"""`(what is being done, units done, units in all)`."""
 
 
 @dataclass(frozen=True)
@@ -95,16 +89,8 @@ class ConsolidateConfig:
 
 
 @dataclass(frozen=True)
-class Measured:
-    """Distances `[N, N, L, m]` of weights over all MoE layers, and costs, None without data."""
-
-    distances: Float[np.ndarray, "N N L m"]
-    costs: Float[np.ndarray, "N N L m"] | None
-
-
-@dataclass(frozen=True)
 class Consolidation:
-    """A map, and what each model loses by it as `LayerDifferences` says, summed over layers; None
+    """A map, and what each model loses by it as `Differences` says, summed over layers; None
     without data, and where experts are merged. Differences that are kept are not reckoned with.
     """
 
@@ -117,7 +103,7 @@ def consolidate(
     directories: Mapping[str, str | Path],
     out: Path,
     config: ConsolidateConfig,
-    progress: Progress = lambda what, done, total: None,
+    progress: Progress = lambda *args: None,
     say: Callable[[str], None] = lambda line: None,
 ) -> Consolidation:
     """Chooses which experts the models share, and writes `out` (merged experts and differences
@@ -179,7 +165,7 @@ def consolidate(
     sharing = replace(draft, facts=_facts(config, draft, losses, data))
     out.parent.mkdir(parents=True, exist_ok=True)
     if merged or residuals:
-        write_weights(out.parent, merged | residuals)
+        save_tensors(out.parent / WEIGHTS_FILE, merged | residuals)
         say(f"merged experts and differences: {out.parent / WEIGHTS_FILE}")
     write_sharing(out, sharing)
     return Consolidation(sharing, losses, sum(tensor.nbytes for tensor in residuals.values()))
@@ -247,16 +233,7 @@ def read_data(
     return batches
 
 
-def measure(
-    models: Sequence[Layers], data: Sequence[Batch] | None, advance: Callable[[int], None]
-) -> Measured:
-    """Measures distances and costs of all MoE layers. Raises CheckpointError."""
-    found = [(layer.distances, layer.costs) for layer in differences(models, data, advance)]
-    distances, costs = zip(*found, strict=True)
-    return Measured(np.stack(distances, axis=2), None if data is None else np.stack(costs, axis=2))
-
-
-def choose(rule: str, measured: Measured, slots: int, seed: int) -> Owners:
+def choose(rule: str, measured: Differences, slots: int, seed: int) -> Owners:
     """Chooses owners by a rule; `seed` is of the random one. Raises ValueError as
     `owners_functional`.
     """

@@ -17,6 +17,7 @@ from jaxtyping import Int
 
 from jmoe.attention import Paged
 from jmoe.config import ModelConfig
+from jmoe.digests import sha256_of
 from jmoe.extras import need
 from jmoe.recurrent import Recurrent
 from jmoe.tokenizer import Tokenizer
@@ -319,9 +320,8 @@ def _tokens(
         for text, prompt, answer in zip(some, ids[: len(some)], ids[len(some) :], strict=True):
             if text.token_ids is not None:
                 prompt, answer = (np.array(part, np.int32) for part in text.token_ids)
-                yield text.line, len(prompt), np.concatenate([prompt, answer])
-                continue
-            prompt = prompt if text.prompt else prompt[:0]
+            elif not text.prompt:
+                prompt = prompt[:0]
             yield text.line, len(prompt), np.concatenate([prompt, answer])
 
 
@@ -409,8 +409,4 @@ _SPACE = re.compile(r"(?<=\S) ")
 
 def digest(files: Sequence[Path]) -> str:
     """Returns a hash of the files' contents, in order."""
-    out = hashlib.sha256()
-    for path in files:
-        with path.open("rb") as file:
-            out.update(hashlib.file_digest(file, "sha256").digest())
-    return out.hexdigest()
+    return hashlib.sha256(b"".join(bytes.fromhex(sha256_of(path)) for path in files)).hexdigest()

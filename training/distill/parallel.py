@@ -112,10 +112,7 @@ def loss_and_grads(
 
     def local(params: Any, fixed: Any, rows: Any, key: Array) -> tuple[Array, Any]:
         loss, grads = jax.value_and_grad(share)(params, fixed, rows, key)
-        is_spec = lambda leaf: isinstance(leaf, PartitionSpec)  # noqa: E731
-        return jax.lax.psum(loss, "data"), jax.tree.map(
-            summed, params_specs, grads, is_leaf=is_spec
-        )
+        return jax.lax.psum(loss, "data"), jax.tree.map(summed, params_specs, grads)
 
     return jax.shard_map(
         local,

@@ -8,20 +8,20 @@ import math
 import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property, partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jmoe.config import ModelConfig
-from jmoe.experts import groups_by_index
 from jmoe.layout import expert_parameters
 from jmoe.random_model import random_model
 from training.distill import fit, refine, sizes
 from training.distill.config import DistillConfig
 from training.distill.room import Room
 from training.distill.sizes import CAPTURE_ROWS, Span, Stage
-from training.distill.start import make_start
 from training.distill.stream import layers_dtype, run_layer
 from training.packing import Batch
 
@@ -94,14 +94,32 @@ class RunPlan:
     ways: tuple[int, ...]
     amount: Amount
     room: Room
-    stages: tuple[Stage, ...]
-    disk: Span
-    there: int  # bytes that an earlier run left in `out`
+    there: int = 0  # bytes that an earlier run of these ways left in `out`
+    warnings: tuple[str, ...] = ()
+    refusal: str | None = None  # why it cannot be carried out; None: it can
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of a weight while layers are captured and trained."""
         return jnp.dtype(layers_dtype(self.config.dtype, self.room.platform)).itemsize
+
+    @cached_property
+    def stages(self) -> list[Stage]:
+        """What each stage of each way takes."""
+        cfg, config = self.cfg, self.config
+        captured = self.amount.captured_tokens, self.amount.captured_rows, self.weight_bytes
+        refined = self.room.num_devices, jnp.dtype(config.dtype).itemsize
+        found = []
+        for way in self.ways:
+            found.append(sizes.layer_stage(cfg, config, way, *captured))
+            if config.refine_steps:
+                found.append(sizes.end_to_end_stage(cfg, config, way, *refined))
+        return found
+
+    @property
+    def disk(self) -> Span:
+        """Bytes of `out` in all."""
+        return sizes.disk(self.cfg, self.config, self.ways, self.amount.captured_rows)
 
     def shortages(self) -> Iterator[Shortage]:
         """Yields a shortage where a stage needs, or may need, more than is free."""
@@ -121,18 +139,18 @@ class RunPlan:
         yield from _short(None, "disk of --out", left, self.room.disk)
 
     def lines(self, timing: Timing | None = None, rate: float | None = None) -> Iterator[str]:
-        """Yields the plan's text, at most WIDTH characters a line.
+        """Yields the plan's text and its warnings, at most WIDTH characters a line.
 
         `timing` gives an estimate of the time, `rate`, operations a second of a device that is not
         here, the least that it can be.
         """
         cfg, room = self.cfg, self.room
-        yield from wrapped(
+        yield from _wrapped(
             f"plan: {cfg.architecture}, {cfg.num_moe_layers} MoE layers of {cfg.num_experts} "
             f"experts, ways {', '.join(map(str, self.ways))}, on {_devices(room.num_devices)} "
             f"({room.platform})"
         )
-        yield from wrapped(self._data_line())
+        yield from _wrapped(self._data_line())
         on_device = "device" if room.num_devices == 1 else f"each of {room.num_devices} devices"
         yield _row("memory", on_device, "host")
         for way in self.ways:
@@ -144,19 +162,20 @@ class RunPlan:
         device = "the host's" if room.platform == "cpu" else _free(room.device)
         yield _row("free", device, _free(room.host))
         file = sizes.united_file_bytes(cfg, self.ways)
-        yield from wrapped(
+        yield from _wrapped(
             f"disk: {_range(self.disk)} in --out, of it united.safetensors {_size(file)}; free: "
             f"{_free(room.disk)}"
         )
         if timing is not None:
-            yield from wrapped(self._time_line(timing))
-            yield from wrapped(*self._less(timing))
+            yield from _wrapped(self._time_line(timing))
+            yield from _wrapped(*self._less(timing))
         elif rate is not None:
             least = self._operations() / (rate * room.num_devices)
-            yield from wrapped(
+            yield from _wrapped(
                 f"time: at least {_time(least)}, the counted operations at {rate / 1e12:.0f} "
                 "TFLOP/s a device; --dry-run on the machine itself times a step and says more"
             )
+        yield from _wrapped(*(f"warning: {words}" for words in self.warnings))
 
     def _data_line(self) -> str:
         amount = self.amount
@@ -218,47 +237,23 @@ class RunPlan:
         return len(self.ways) * (layers + end_to_end) + captured
 
 
-def make_plan(
-    cfg: ModelConfig,
-    config: DistillConfig,
-    ways: Sequence[int],
-    amount: Amount,
-    room: Room,
-    there: int = 0,
-) -> RunPlan:
-    """Returns the plan of these ways. `there`: bytes that an earlier run of them
-    left on the disk.
-    """
-    weight_bytes = jnp.dtype(layers_dtype(config.dtype, room.platform)).itemsize
-    refine_bytes = jnp.dtype(config.dtype).itemsize
-    stages: list[Stage] = []
-    for way in ways:
-        captured = amount.captured_tokens, amount.captured_rows
-        stages.append(sizes.layer_stage(cfg, config, way, *captured, weight_bytes))
-        if config.refine_steps:
-            stages.append(sizes.end_to_end_stage(cfg, config, way, room.num_devices, refine_bytes))
-    needed = sizes.disk(cfg, config, ways, amount.captured_rows)
-    return RunPlan(cfg, config, tuple(ways), amount, room, tuple(stages), needed, there)
-
-
-def choose(plan: RunPlan, named: bool) -> tuple[RunPlan, list[str], str | None]:
-    """Returns the plan of the ways that fit, warnings, and, if it cannot be carried out, why.
+def choose(plan: RunPlan, named: bool) -> RunPlan:
+    """Returns the plan of the ways that fit, with warnings, and, if it cannot be carried out, why.
 
     Ways that the user named (`named`) stay: where one of those cannot fit, or none of the default
     ones can, the plan cannot be carried out.
     """
-    warnings: list[str] = []
     while certain := [short for short in plan.shortages() if short.certain]:
         short = certain[0]
         if named or len(plan.ways) == 1:
-            advice = _advice(plan, short, plan.ways)
-            return plan, warnings, f"this does not fit: {short.text}; {advice}"
+            words = f"this does not fit: {short.text}; {_advice(plan, short, plan.ways)}"
+            return dataclasses.replace(plan, refusal=words)
         way = min(plan.ways) if short.way is None else short.way
-        rest = [other for other in plan.ways if other != way]
-        warnings.append(f"way {way} is left out: {short.text}; {_advice(plan, short, [way])}")
-        plan = make_plan(plan.cfg, plan.config, rest, plan.amount, plan.room, plan.there)
-    warnings += [f"{short.text}: it may not fit" for short in plan.shortages()]
-    return plan, warnings, None
+        words = f"way {way} is left out: {short.text}; {_advice(plan, short, [way])}"
+        rest = tuple(other for other in plan.ways if other != way)
+        plan = dataclasses.replace(plan, ways=rest, warnings=(*plan.warnings, words))
+    unsure = [f"{short.text}: it may not fit" for short in plan.shortages()]
+    return dataclasses.replace(plan, warnings=(*plan.warnings, *unsure))
 
 
 def _advice(plan: RunPlan, short: Shortage, ways: Sequence[int]) -> str:
@@ -276,36 +271,31 @@ def _offers(plan: RunPlan, ways: Sequence[int]) -> Iterator[str]:
     tried.
     """
 
-    def fits(config: DistillConfig, ways: Sequence[int], amount: Amount, room: Room) -> bool:
+    def fits(ways: Sequence[int] = ways, **changes: Any) -> bool:
+        tried = dataclasses.replace(plan, ways=tuple(ways), **changes)
         try:
-            config.check_devices(room.num_devices, plan.cfg.d_model)
+            tried.config.check_devices(tried.room.num_devices, plan.cfg.d_model)
         except ValueError:
             return False
-        tried = make_plan(plan.cfg, config, ways, amount, room, plan.there)
         return not any(tried.shortages())
 
-    config, amount, room = plan.config, plan.amount, plan.room
+    config, room = plan.config, plan.room
     flags = f"--ways {','.join(map(str, ways))}"
-    alone = dataclasses.replace(config, refine_steps=0)
+    alone = partial(fits, config=dataclasses.replace(config, refine_steps=0))
     rows, least = config.rows, ENOUGH_VISITS * plan.cfg.num_experts / plan.cfg.experts_per_token
-    while not (found := fits(alone, ways, amount.captured(rows), room)) and rows / 2 >= least:
+    while not (found := alone(amount=plan.amount.captured(rows))) and rows / 2 >= least:
         rows //= 2
     if found:
         less = f" --rows {rows}" if rows < config.rows else ""
         yield f"{flags} --refine-steps 0{less}"
-    own = [way for way in ways if fits(config, [way], amount, room)]
+    own = [way for way in ways if fits([way])]
     way = max(ways)
     while not own and (way := 2 * way) <= plan.cfg.num_experts:
-        own = [way] if fits(config, [way], amount, room) else []
+        own = [way] if fits([way]) else []
     if own and len(plan.ways) == len(ways):  # else other ways are made anyway
         yield f"--ways {','.join(map(str, own))}"
-    for number in (2, 4, 8, 16):
-        more = dataclasses.replace(room, num_devices=number)
-        if (
-            room.platform != "cpu"
-            and number > room.num_devices
-            and fits(config, ways, amount, more)
-        ):
+    for number in (2, 4, 8, 16) if room.platform != "cpu" else ():
+        if number > room.num_devices and fits(room=dataclasses.replace(room, num_devices=number)):
             yield f"{number} such devices"
             break
 
@@ -333,7 +323,8 @@ def measure(plan: RunPlan, tell: Callable[[str], None] = lambda what: None) -> T
     cfg = dataclasses.replace(plan.cfg, num_layers=1, moe_layers=(True,), layer_attention=kind)
     config.check_devices(here, cfg.d_model)
     tell("a layer's capture")
-    model = random_model(cfg, config.seed, layers_dtype(config.dtype, plan.room.platform))
+    dtype = layers_dtype(config.dtype, plan.room.platform)
+    model = random_model(cfg, config.seed, dtype, plan.ways)
     data = _random_batch(cfg, config)
     embedded = np.asarray(model.params["embed"], np.float32)[data.tokens]
     layer = jax.tree.map(lambda leaf: leaf[0], model.params["segments"][0])
@@ -344,17 +335,12 @@ def measure(plan: RunPlan, tell: Callable[[str], None] = lambda what: None) -> T
         rows = run_layer(cfg, 0, layer, experts, embedded.copy(), data, batch=CAPTURE_ROWS)
     capture = time.perf_counter() - began
     assert rows is not None
-    members = {key: np.asarray(leaf) for key, leaf in experts.arrays.items()}
-    visits = np.bincount(rows.ids.reshape(-1), minlength=cfg.num_experts)
-    steps = {}
-    for way in plan.ways:
+    steps, key = {}, jax.random.key(config.seed)
+    for way, united in model.united.items():
         tell(f"a step of way {way}")
-        groups = groups_by_index(cfg.num_experts, way)
-        start = make_start("most_used", members, groups, visits)
-        key = jax.random.key(config.seed)
-        given = start, experts.arrays, groups, rows, key, config
+        given = united.layer(0).arrays, experts.arrays, united.groups[0], rows, key, config
         steps[way] = fit.time_step(*given, cfg.activation)
-    del model, layer, experts, members, rows
+    del model, layer, experts, united, rows, given
     if not config.refine_steps:
         return Timing(capture, steps, 0.0, 0.0)
     tell("an end-to-end step")
@@ -380,18 +366,14 @@ def _random_batch(cfg: ModelConfig, config: DistillConfig) -> Batch:
 
 def _end_to_end_step(cfg: ModelConfig, config: DistillConfig, way: int) -> float:
     """Returns the seconds of an end-to-end step of a model with random weights."""
-    model = random_model(cfg, config.seed, config.dtype)
-    groups = groups_by_index(cfg.num_experts, way)
-    firsts = [int(np.flatnonzero(groups == g)[0]) for g in range(groups.max() + 1)]
-    slots = model.table.slots[:, : cfg.num_experts]
-    routed = model.pool.read(slots).plain().arrays
-    united = {key: np.asarray(leaf[:, np.asarray(firsts)]) for key, leaf in routed.items()}
-    at = refine.begin(united, config, cfg.d_model)
-    frozen = refine.freeze(model, np.tile(groups, (cfg.num_layers, 1)))
+    model = random_model(cfg, config.seed, config.dtype, [way])
+    united = model.united[way]
+    at = refine.begin(united.experts.arrays, config, cfg.d_model)
+    frozen = refine.freeze(model, united.groups)
     return refine.time_step(cfg, frozen, at, _random_batch(cfg, config), config)
 
 
-def wrapped(*paragraphs: str) -> Iterator[str]:
+def _wrapped(*paragraphs: str) -> Iterator[str]:
     """Yields lines of at most WIDTH characters, continued ones indented; long words stay whole."""
     for text in paragraphs:
         yield from textwrap.wrap(

@@ -1,7 +1,6 @@
 """What happens before a distillation: its data is read, its plan made, its ways chosen."""
 
-import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -18,33 +17,12 @@ from training.distill.plan import (
     LEAST_VISITS,
     Amount,
     RunPlan,
-    Timing,
     choose,
-    make_plan,
-    wrapped,
 )
 from training.distill.room import Room, existing, folder_bytes, room_here
 from training.distill.store import WORK
 
 DEFAULT_WAYS = (2, 4, 8)
-
-
-@dataclasses.dataclass(frozen=True)
-class Prepared:
-    """Data in packed rows (None where none was given), the plan, and what to warn of.
-
-    `refusal` says why the plan cannot be carried out; None: it can.
-    """
-
-    data: Corpus | None
-    plan: RunPlan
-    warnings: tuple[str, ...]
-    refusal: str | None
-
-    def lines(self, timing: Timing | None = None, rate: float | None = None) -> Iterator[str]:
-        """Yields the lines of plan and warnings, as `RunPlan.lines` does."""
-        yield from self.plan.lines(timing, rate)
-        yield from wrapped(*(f"warning: {words}" for words in self.warnings))
 
 
 def prepare(
@@ -58,8 +36,9 @@ def prepare(
     need_data: bool = True,
     room: Room | None = None,
     more: Callable[[], Sequence[Path]] = tuple,
-) -> Prepared:
+) -> tuple[Corpus | None, RunPlan]:
     """Checks a run and plans it, without its weights: `config.json` and, for data, the tokenizer.
+    Returns the data in packed rows, None where none was given, and the plan.
 
     Args:
         model_dir: model directory.
@@ -79,7 +58,7 @@ def prepare(
     cfg = config_of(directory, allow_unknown_config=allow_unknown_config)
     chosen = _checked(cfg, ways)
     check_trains(cfg, config.length)
-    corpus, amount, warnings = None, Amount.assumed(config), []
+    corpus, amount, warnings = None, Amount.assumed(config), ()
     if data or need_data:
         tokenizer = Tokenizer.load(directory)
         folder = None if out is None else existing(out)
@@ -89,19 +68,18 @@ def prepare(
     there = 0 if out is None else folder_bytes(out / WORK)
     room = room or room_here(out)
     config.check_devices(room.num_devices, cfg.d_model)
-    plan = make_plan(cfg, config, chosen, amount, room, there)
-    plan, others, refusal = choose(plan, named=ways is not None)
-    return Prepared(corpus, plan, (*warnings, *others), refusal)
+    plan = RunPlan(cfg, config, chosen, amount, room, there, tuple(warnings))
+    return corpus, choose(plan, named=ways is not None)
 
 
-def _checked(cfg: ModelConfig, ways: Sequence[int] | None) -> list[int]:
+def _checked(cfg: ModelConfig, ways: Sequence[int] | None) -> tuple[int, ...]:
     if ways is None:
-        return [way for way in DEFAULT_WAYS if way <= cfg.num_experts] or [cfg.num_experts]
+        return tuple(way for way in DEFAULT_WAYS if way <= cfg.num_experts) or (cfg.num_experts,)
     if not ways or len(set(ways)) != len(ways):
         raise ValueError(f"ways are {list(ways)}; give at least one, each once")
     for way in ways:
         groups_by_index(cfg.num_experts, way)  # raises for a way that cannot be
-    return list(ways)
+    return tuple(ways)
 
 
 def _amount(data: Corpus, config: DistillConfig) -> Amount:

@@ -25,7 +25,7 @@ from jmoe.api import Model
 from jmoe.config import ModelConfig
 from jmoe.model import embed
 from pallas_kernels.backend import backend
-from training.dispatch import biases_of, combine_rows, expert_layer, scatter_rows
+from training.dispatch import combine_rows, expert_layer, scatter_rows
 from training.distill.config import DistillConfig
 from training.distill.data import Corpus
 from training.distill.expert import Experts, Stacked
@@ -53,11 +53,9 @@ class Frozen(NamedTuple):
     """The model, and which united expert stands in for which routed one, by MoE layer."""
 
     params: Any
-    gate_up: Float[Array, "slots d f2"]
-    down: Float[Array, "slots f d"]
+    experts: Stacked  # of the pool
     slots: Int[Array, "L m"]
     groups: Int[Array, "L m"]
-    biases: tuple[Array, Array] | None = None  # of the pool
 
 
 _AXIS = {"gate_up": 2, "down": 3}
@@ -71,12 +69,20 @@ UNITED_SPECS = {
     name: PartitionSpec(*(None,) * axis, "data", *(None,) * (3 - axis))
     for name, axis in _AXIS.items()
 }
-_POOL_SPECS = PartitionSpec(None, "data", None), PartitionSpec(None, None, "data")
-FROZEN_SPECS = Frozen(*cast(Any, (WHOLE, *_POOL_SPECS, WHOLE, WHOLE, WHOLE)))
+POOL_SPECS = {
+    "gate_up": PartitionSpec(None, "data", None),
+    "down": PartitionSpec(None, None, "data"),
+}
 
 
 def _specs(united: Iterable[str]) -> dict[str, PartitionSpec]:
     return {name: UNITED_SPECS.get(name, WHOLE) for name in united}
+
+
+def frozen_specs(frozen: Frozen) -> Frozen:
+    """Returns where each of the model's arrays lies."""
+    experts = {name: POOL_SPECS.get(name, WHOLE) for name in frozen.experts}
+    return Frozen(*cast(Any, (WHOLE, experts, WHOLE, WHOLE)))
 
 
 class _MoELayer(NamedTuple):
@@ -106,19 +112,19 @@ def _logits(
     back = jnp.argsort(order)
     each = [of_kind(cfg, kind, positions, items) for kind in cfg.attention_kinds]
 
+    def whole(experts: Stacked) -> Stacked:
+        low = {name: leaf.astype(dtype) for name, leaf in experts.items()}
+        return low | {name: gathered(low[name], axis - 1) for name, axis in _AXIS.items()}
+
     def one_layer(by_kind: Any, x: Array, scanned: Any) -> tuple[Array, None]:
         layer, number, kind, own = scanned  # own: a _MoELayer, or None
         turn, attention = jax.tree.map(lambda leaf: leaf[kind], by_kind)
 
         def routed(h: Array, weights: Array, ids: Array) -> tuple[Array, None]:
-            gate_up = gathered(frozen.gate_up[own.slots].astype(dtype), _AXIS["gate_up"] - 1)
-            down = gathered(frozen.down[own.slots].astype(dtype), _AXIS["down"] - 1)
-            biases: Any = frozen.biases
-            if biases is not None:
-                biases = tuple(bias[own.slots].astype(dtype) for bias in biases)
-            run = partial(expert_layer, activation=cfg.activation, biases=biases)
+            originals = whole({name: leaf[own.slots] for name, leaf in frozen.experts.items()})
             if own.united is None:
-                return run(h, weights, ids, gate_up, down, capacity)[0], None
+                out, _ = expert_layer(h, weights, ids, originals, capacity, cfg.activation)
+                return out, None
             layer_key = jax.random.fold_in(key, number)
 
             def degraded(ids: Array) -> Array:
@@ -127,9 +133,8 @@ def _logits(
 
             substitute = on_all_rows(degraded, ids)
             exact = jnp.where(substitute < 0, ids, -1)
-            out = run(h, weights, exact, gate_up, down, capacity)[0]
-            united = {name: leaf.astype(dtype) for name, leaf in own.united.items()}
-            united |= {name: gathered(united[name], axis - 1) for name, axis in _AXIS.items()}
+            out, _ = expert_layer(h, weights, exact, originals, capacity, cfg.activation)
+            united = whole(own.united)
             plan = united_dispatch(substitute, united["down"].shape[0])
             weights = jnp.where(substitute < 0, 0.0, weights)
             answers = Experts(united, cfg.activation)(scatter_rows(h, plan))
@@ -186,7 +191,7 @@ def _loss_and_grads(
         arrays,
         key,
         params_specs=_specs(united),
-        fixed_specs=FROZEN_SPECS,
+        fixed_specs=frozen_specs(frozen),
     )
 
 
@@ -265,13 +270,12 @@ def freeze(model: Model, groups: Int[np.ndarray, "L m"]) -> Frozen:
     """
     mesh = data_mesh()
     slots = model.table.slots[:, : model.config.num_experts]
-    pool = model.pool.plain()
-    biases = biases_of(pool.arrays)
-    rest = slots, jnp.asarray(groups, jnp.int32), biases
-    frozen = Frozen(model.params, pool.gate_up, pool.down, *rest)
+    experts = model.pool.plain().arrays
+    frozen = Frozen(model.params, experts, slots, jnp.asarray(groups, jnp.int32))
     if jax.process_count() > 1:  # each gives its devices' parts of what lies on its host
         frozen = jax.tree.map(np.asarray, frozen)
-    return jax.device_put(frozen, jax.tree.map(partial(NamedSharding, mesh), FROZEN_SPECS))
+    specs = frozen_specs(frozen)
+    return jax.device_put(frozen, jax.tree.map(partial(NamedSharding, mesh), specs))
 
 
 def refine(
@@ -296,9 +300,7 @@ def refine(
     Raises DistillError where the loss is not finite.
     """
     mesh = data_mesh()
-    united, state = jax.device_put(
-        (at.united, at.state), (_placed(at.united, mesh), _placed(at.state, mesh))
-    )
+    united, state = at.united, at.state
 
     def drawn(step: int) -> tuple[Arrays, Array]:
         return _batch(data, step, config, mesh), jax.random.fold_in(key, step)

@@ -26,17 +26,11 @@ class Room:
 def room_here(out: Path | None) -> Room:
     """Returns this machine's room, and that of the disk that holds `out` or will."""
     devices = jax.local_devices()
-    platform = devices[0].platform
-    device = (
-        None
-        if platform == "cpu"
-        else min(filter(None, map(free_device_bytes, devices)), default=None)
-    )
-    return Room(platform, jax.device_count(), device, free_host_bytes(), _free_disk(out))
-
-
-def _free_disk(out: Path | None) -> int | None:
-    return None if out is None else shutil.disk_usage(existing(out)).free
+    platform, device = devices[0].platform, None
+    if platform != "cpu":
+        device = min(filter(None, map(free_device_bytes, devices)), default=None)
+    disk = None if out is None else shutil.disk_usage(existing(out)).free
+    return Room(platform, jax.device_count(), device, free_host_bytes(), disk)
 
 
 def existing(path: Path) -> Path:

@@ -39,9 +39,8 @@ from training.distill.store import Store, check_began, finished
 from training.distill.stream import LayerRows, before_layers, layers_dtype, run_layer
 from training.distill.united import United, check_united, narrow, write_united
 from training.log import LossLog, text_of
+from training.progress import Progress
 
-Progress = Callable[[str, int, int, str], None]
-"""`(what is being done, units done, units in all, what to show beside)`."""
 _Note = Callable[[str, int, int, dict[str, float]], None]
 """`(what is being done, units done, units in all, losses by name)`."""
 
@@ -87,7 +86,7 @@ def distill(
     `jmoe.load` raises.
     """
     if not is_first():
-        say, progress = (lambda line: None), (lambda what, done, total, text: None)
+        say, progress = (lambda line: None), (lambda *args: None)
     config, directory = as_begun(config or DistillConfig(), out), resolve(model_dir)
     is_given = config.sampled is not None
     config = with_num_texts(config, directory, room_here(out), allow_unknown_config)
@@ -99,11 +98,13 @@ def distill(
     if all(path.is_file() for path in data):  # else packing says what is wrong
         fingerprint |= {"data": digest(data), **_digests(directory)}
 
+    def begun(ways: Sequence[int]) -> dict[str, Any]:
+        return {**fingerprint, "end_to_end": end_to_end, "ways": sorted(ways)}
+
     def over(ways: Sequence[int]) -> dict[str, Any] | None:
         if "data" not in fingerprint:
             return None
-        wanted = {**fingerprint, "end_to_end": end_to_end, "ways": sorted(ways)}
-        if record := finished(out, wanted):
+        if record := finished(out, begun(ways)):
             say(f"nothing left to do: {out / UNITED_FILE} is finished")
         return record
 
@@ -116,30 +117,27 @@ def distill(
     known = out, config, allow_unknown_config
 
     def own_texts() -> list[Path]:
-        def wrote(done: int) -> None:
-            progress("texts of its own", done, config.sampled or 0, "")
-
-        written.extend(sampled_texts(directory, *known, wrote, need=is_given))
+        written.extend(sampled_texts(directory, *known, progress, need=is_given))
         return written
 
     # What cannot be is said before anything is written.
-    first = prepare(model_dir, ways, (), *known, need_data=False) if config.sampled else None
-    if first and first.refusal:
-        raise ValueError(first.refusal)
-    prepared = prepare(model_dir, ways, data, *known, more=own_texts)
+    if config.sampled:
+        _, plan = prepare(model_dir, ways, (), *known, need_data=False)
+        if plan.refusal:
+            raise ValueError(plan.refusal)
+    packed, plan = prepare(model_dir, ways, data, *known, more=own_texts)
     if config.sampled and not written:
         say(writes_none)
         none, same = dataclasses.replace(config, sampled=0), (allow_unknown_config, say)
         return distill(model_dir, ways, data, out, none, progress, *same, log_dir)
-    data = [*data, *written]
-    packed, own = prepared.data, prepared.plan.ways
+    data, own = [*data, *written], plan.ways
     assert packed is not None
     if record := over(own):
         return _results(record, own)
-    for line in prepared.lines():
+    for line in plan.lines():
         say(line)
-    if prepared.refusal:
-        raise ValueError(prepared.refusal)
+    if plan.refusal:
+        raise ValueError(plan.refusal)
     check_united(out / UNITED_FILE, own, model_dir, fingerprint["model"])
     allowed: dict[str, Any] = {"allow_unknown_config": allow_unknown_config}
     layers = Layers(model_dir, layers_dtype(config.dtype), **allowed)
@@ -174,15 +172,12 @@ def distill(
         write_united(out, united, fingerprint["model"])
         write_report(out, results, refined, [path.name for path in data], f"Settings: {config}")
     store.close()
-    record = {
-        **fingerprint,
-        "end_to_end": end_to_end,
-        "ways": sorted(own),
-        "layers": [dataclasses.asdict(result) for result in results],
-        "refined": [dataclasses.asdict(result) for result in refined],
-    }
     if is_first():
-        store.save_finished(record, (UNITED_FILE, *REPORT_FILES))
+        found = {
+            "layers": [dataclasses.asdict(result) for result in results],
+            "refined": [dataclasses.asdict(result) for result in refined],
+        }
+        store.save_finished(begun(own) | found, (UNITED_FILE, *REPORT_FILES))
     wait_for_all("a distillation is finished")
     return results, refined
 

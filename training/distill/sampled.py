@@ -25,6 +25,7 @@ from training.distill.room import Room
 from training.distill.sizes import model_parameters
 from training.distill.store import read_began
 from training.distill.stream import layers_dtype
+from training.progress import Progress
 
 BATCH = 256  # texts written together
 LENGTH = 80  # tokens of one at most
@@ -103,7 +104,7 @@ def sampled_texts(
     out: Path,
     config: DistillConfig,
     allow_unknown_config: Sequence[str] = (),
-    progress: Callable[[int], None] = lambda done: None,
+    progress: Progress = lambda *args: None,
     *,
     need: bool = True,
 ) -> list[Path]:
@@ -113,20 +114,23 @@ def sampled_texts(
 
     Raises as `write_texts` does, and ValueError for a model that cannot be trained.
     """
-    if not config.sampled:
+    if not (num := config.sampled):
         return []
-    path = out / f"own-texts-{config.sampled}-{config.seed}-{weights_digest(directory)[7:15]}.jsonl"
+    path = out / f"own-texts-{num}-{config.seed}-{weights_digest(directory)[7:15]}.jsonl"
     is_there = True
     if is_first() and not path.exists():
         out.mkdir(parents=True, exist_ok=True)
         begun = path.with_suffix(".begun")
         dtype = layers_dtype(config.dtype)
+
+        def wrote(done: int) -> None:
+            progress("texts of its own", done, num, "")
+
         try:
             model = load(directory, dtype, ways=(), allow_unknown_config=allow_unknown_config)
             check_trains(model.config, config.length)
             length = min(LENGTH, model.config.max_position)
-            known = {"length": length, "seed": config.seed}
-            write_texts(model, begun, config.sampled, progress=progress, **known)
+            write_texts(model, begun, num, length=length, seed=config.seed, progress=wrote)
             begun.replace(path)
         except (jax.errors.JaxRuntimeError, MemoryError) as error:
             if need or not (isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)):

@@ -6,11 +6,10 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 from safetensors import safe_open
-from safetensors.numpy import save_file
 
 from jmoe import checkpoint
 from jmoe.api import resolve
-from jmoe.checkpoint import DISTILLED_FROM, UNITED_FILE, weights_digest
+from jmoe.checkpoint import DISTILLED_FROM, UNITED_FILE, save_tensors, weights_digest
 from jmoe.layers import Layers
 from training.distill.expert import Experts
 
@@ -99,8 +98,7 @@ def write_united(out: Path, united: dict[int, United], model: str) -> None:
             for at, leaf in enumerate(stacked):
                 tensors[f"way{way}.layers.{at}.{key}"] = leaf
     part = out / f"{UNITED_FILE}.part"
-    save_file(tensors, part, metadata={DISTILLED_FROM: model})
-    part.chmod(0o644)  # written as private by the library
+    save_tensors(part, tensors, {DISTILLED_FROM: model})
     part.rename(out / UNITED_FILE)
 
 

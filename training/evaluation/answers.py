@@ -59,12 +59,12 @@ def answer(
     Raises ValueError for a way the model does not have.
     """
     run = _Run(model, prompts, limits, brownout, batch, chunk)
-    ended = 0
-    while run.busy:
-        run.step()
-        if run.ended > ended:
-            progress(run.ended - ended)
-            ended = run.ended
+    left = len(prompts)
+    while left:
+        ended = run.step()
+        left -= ended
+        if ended:
+            progress(ended)
     visits = sum(len(p) + len(out) - 1 for p, out in zip(prompts, run.out, strict=True))
     per_token = model.config.num_moe_layers * model.config.experts_per_token
     return Answers(run.out, run.logprobs, run.degraded, visits * per_token)
@@ -92,19 +92,14 @@ class _Run:
         self.kv_len = np.zeros(batch, np.int32)
         self.out: list[list[int]] = [[] for _ in prompts]
         self.logprobs: list[list[float]] = [[] for _ in prompts]
-        self.degraded = self.ended = 0
+        self.degraded = 0
 
-    @property
-    def busy(self) -> bool:
-        return self.ended < len(self.prompts)
-
-    def step(self) -> None:
-        """Runs a prefill step where it is time for one, else a decode step."""
+    def step(self) -> int:
+        """Runs a prefill step where it is time for one, else a decode step. Returns how many
+        prompts end with it.
+        """
         entering = self._entering()
-        if entering:
-            self._prefill(entering)
-        else:
-            self._decode()
+        return self._prefill(entering) if entering else self._decode()
 
     def _entering(self) -> list[int]:
         """Returns the prompts of the next prefill step; none while it should wait for more of
@@ -123,7 +118,7 @@ class _Run:
             chosen.append(prompt)
         return chosen if full or 4 * free >= len(self.owner) else []
 
-    def _prefill(self, entering: list[int]) -> None:
+    def _prefill(self, entering: list[int]) -> int:
         slots = np.flatnonzero(self.owner < 0)[: len(entering)]
         rows = empty_rows(min(len(self.owner), MAX_PREFILL_SEQS))
         tokens = np.zeros(self.chunk, np.int32)
@@ -134,19 +129,22 @@ class _Run:
             at += len(prompt)
             rows[row, [SLOT, KV_LEN, Q_LEN]] = slot, len(prompt), len(prompt)
             self.owner[slot], self.kv_len[slot] = index, len(prompt)
-        self._accept(slots, self.stepper.prefill(tokens, rows))
+        return self._accept(slots, self.stepper.prefill(tokens, rows))
 
-    def _decode(self) -> None:
+    def _decode(self) -> int:
         rows = empty_rows(len(self.owner))
         live = np.flatnonzero(self.owner >= 0)
         self.kv_len[live] += 1
         rows[: len(live), SLOT] = live
         rows[: len(live), KV_LEN] = self.kv_len[live]
         rows[: len(live), Q_LEN] = 1
-        self._accept(live, self.stepper.decode(rows))
+        return self._accept(live, self.stepper.decode(rows))
 
-    def _accept(self, slots: np.ndarray, output: StepOutput) -> None:
-        """Takes a new token for each slot; row r of the step was that of `slots[r]`."""
+    def _accept(self, slots: np.ndarray, output: StepOutput) -> int:
+        """Takes a new token for each slot; row r of the step was that of `slots[r]`. Returns how
+        many prompts end.
+        """
+        ended = 0
         tokens, logprobs = (np.asarray(a).tolist() for a in (output.tokens, output.logprobs))
         self.degraded += int(np.asarray(output.degraded)[: len(slots)].sum())
         for slot, token, logprob in zip(slots, tokens, logprobs, strict=False):
@@ -156,4 +154,5 @@ class _Run:
             self.logprobs[index].append(logprob)
             if token in self.stops or len(out) == self.limits[index]:
                 self.owner[slot] = -1
-                self.ended += 1
+                ended += 1
+        return ended

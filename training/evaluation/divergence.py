@@ -18,8 +18,7 @@ from jmoe.api import Model
 from jmoe.brownout import Brownout
 from jmoe.packed_rows import empty_rows, pack_row
 from jmoe.stepper import Stepper
-
-MAX_PREFILL_SEQS = 16
+from training.evaluation.answers import MAX_PREFILL_SEQS
 
 
 class Cost(NamedTuple):

@@ -10,7 +10,7 @@ import itertools
 import math
 import shutil
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
@@ -26,13 +26,12 @@ from training.evaluation import items as sources_of
 from training.evaluation.run import EvaluateConfig, Work, evaluate
 from training.evaluation.tables import Score, csv_of
 from training.markdown import table
+from training.progress import Progress
 from training.tasks import Task, tasks, write_items
 
 DISTILL_ITEMS = 20_000  # fresh ones, where items are made
 ALL = "all"  # folder of the distillation that leaves no source out
 LOWEST = LowestGate()
-Progress = Callable[..., None]
-"""`(what is being done, units done, units in all)`, and optionally a text to show."""
 
 
 class Compared(NamedTuple):
@@ -90,11 +89,7 @@ def leave_one_out(
     distillation = as_begun(distillation, config.out / ALL)
     is_given = distillation.sampled is not None
     distillation = with_num_texts(distillation, directory, room_here(config.out), allowed)
-
-    def wrote(done: int) -> None:
-        progress("texts of its own", done, distillation.sampled)
-
-    written = sampled_texts(directory, config.out, distillation, allowed, wrote, need=is_given)
+    written = sampled_texts(directory, config.out, distillation, allowed, progress, need=is_given)
     if not written:
         distillation = dataclasses.replace(distillation, sampled=0)
     known = {"distillation": distillation, "written": written}

@@ -37,11 +37,8 @@ from training.evaluation.tables import (
     write_csv,
     write_markdown,
 )
-from training.progress import counted
+from training.progress import Progress, counted
 from training.tasks import Task
-
-Progress = Callable[[str, int, int], None]
-"""`(what is being done, units done, units in all)`."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +88,7 @@ class EvaluateConfig:
 def evaluate(
     config: EvaluateConfig,
     settings: Sequence[Brownout],
-    progress: Progress = lambda what, done, total: None,
+    progress: Progress = lambda *args: None,
     model: Model | None = None,
     belongs_to: str = "",
 ) -> list[Score]:

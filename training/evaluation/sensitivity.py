@@ -18,9 +18,9 @@ from jmoe.brownout import Brownout
 from jmoe.levels import FILE, Levels, by_code, read, write
 from training import markdown
 from training.evaluation.divergence import Cost, Divergence
-from training.evaluation.run import EvaluateConfig, Progress, Work, check_ways
+from training.evaluation.run import EvaluateConfig, Work, check_ways
 from training.evaluation.tables import RESAMPLES
-from training.progress import counted
+from training.progress import Progress, counted
 
 NOTCH = 10  # percent
 SAVINGS = (25, 50, 65, 80, 90)
@@ -34,14 +34,6 @@ class Point(NamedTuple):
     row: Row
     divergence: float  # rooted (`Cost`), all items together
     active: float  # experts, all layers together
-
-
-class LayerCost(NamedTuple):
-    """What one layer's degradation costs and saves, the others exact."""
-
-    threshold_percent: int
-    divergence: float  # of an answer token, mean
-    active: float  # of the layer
 
 
 class Search:
@@ -64,20 +56,12 @@ class Search:
         found = self.cost(row)
         return Point(row, float(found.rooted.sum()), float(found.active.sum()))
 
-    def alone(self, thresholds: Sequence[int]) -> list[list[LayerCost]]:
-        """Returns what each layer costs and saves by itself at some thresholds."""
-        found = []
-        for layer in range(self.num_layers):
-            rows = [self._with(self._uniform(100), layer, t) for t in thresholds]
-            costs = [self.cost(row) for row in rows]
-            num_tokens = self.measure.num_tokens.sum()
-            found.append(
-                [
-                    LayerCost(t, float(c.divergence.sum() / num_tokens), float(c.active[layer]))
-                    for t, c in zip(thresholds, costs, strict=True)
-                ]
-            )
-        return found
+    def alone(self, layer: int, threshold: int) -> tuple[float, float]:
+        """Returns what a layer costs and saves by itself, the others exact: the mean divergence of
+        an answer token, and the layer's active experts.
+        """
+        cost = self.cost(self._with(self._uniform(100), layer, threshold))
+        return float(cost.divergence.sum() / self.measure.num_tokens.sum()), cost.active[layer]
 
     def path(self, advance: Callable[[int], None]) -> list[Point]:
         """Returns the frontier from all exact to all degraded, a notch of one layer a point."""
@@ -143,7 +127,7 @@ def evaluate_levels(
     ways: Sequence[int],
     keep: str,
     searched: int,
-    progress: Progress = lambda what, done, total: None,
+    progress: Progress = lambda *args: None,
     *,
     stored: bool = False,
 ) -> dict[int, list[Compared]]:
@@ -172,7 +156,7 @@ def evaluate_levels(
         )
     found: dict[int, list[Compared]] = {}
     tables, parts = [], [f"# Levels of {model.name}, kept by {keep}\n"]
-    total = len(ways) * ((0 if stored else NOTCH * layers) + 60)
+    total = len(ways) * ((0 if stored else 100 // NOTCH * layers) + 60)
     advance = counted(partial(progress, "levels"), total)
     config.out.mkdir(parents=True, exist_ok=True)
     for way in ways:
@@ -202,20 +186,17 @@ def compare(
 ) -> list[Compared]:
     """Returns ratios at equal saving, with 95 % intervals (bootstrap over items)."""
     run = scored.decode if phase == "decode" else scored.prefill
-    levels = by_code([table], len(table.rows[0]))
-    exact, curves = run(None), {}
-    kinds: list[tuple[str, Any, np.ndarray | None]] = [
-        ("visits", "visits", None),
-        (table.keep, table.keep, None),
-        ("levels", table.keep, levels),
-    ]
-    for kind, keep, given in kinds:
+    levels, exact = by_code([table], len(table.rows[0])), run(None)
+
+    def curve(keep: Any, given: np.ndarray | None = None) -> list[Cost]:
         costs = [exact]
         for threshold in range(100 - NOTCH, -1, -NOTCH):
             costs.append(run(Brownout("partial", threshold, table.way, keep), given))
             advance(1)
-        curves[kind] = costs
-    papers = curves.pop("visits")
+        return costs
+
+    papers = curve("visits")
+    curves = {table.keep: curve(table.keep), "levels": curve(table.keep, levels)}
     count, rng = len(scored.num_tokens), np.random.default_rng(0)
     weights = rng.multinomial(count, np.full(count, 1 / count), RESAMPLES)  # of items, by resample
     found = []
@@ -245,10 +226,10 @@ def at_saving(costs: Sequence[Cost], saving: float) -> np.ndarray:
 def _described(search: Search, table: Levels) -> str:
     """Returns what each layer costs and saves by itself, and thresholds by level, as Markdown."""
     thresholds = (60, 20, 0)
-    alone = [
-        [str(layer), *(f"{1000 * cost.divergence:.3f}, {cost.active:.1f}" for cost in costs)]
-        for layer, costs in enumerate(search.alone(thresholds))
-    ]
+    alone = []
+    for layer in range(search.num_layers):
+        costs = (search.alone(layer, threshold) for threshold in thresholds)
+        alone.append([str(layer), *(f"{1000 * nats:.3f}, {active:.1f}" for nats, active in costs)])
     by_level = [
         [str(level), ", ".join(map(str, table.rows[level]))] for level in range(100, -1, -NOTCH)
     ]

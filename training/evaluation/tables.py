@@ -115,17 +115,14 @@ def expected_losses(found: Sequence[Score]) -> list[ExpectedLoss]:
         setting, (mean, margin) = score.setting, score.excess
         if setting.own or setting.name == "zero" or setting.threshold_percent == 100:
             continue
-        point = Point(setting.threshold_percent, *_rounded(mean, mean - margin, mean + margin))
+        nats = (round(value, 6) for value in (mean, mean - margin, mean + margin))
+        point = Point(setting.threshold_percent, *nats)
         kinds[Kind.of(setting)].append(point)
     return [
         ExpectedLoss(kind, tuple(points))
         for kind, points in kinds.items()
         if points[-1].threshold_percent == 0 and not any(math.isnan(p.excess) for p in points)
     ]
-
-
-def _rounded(*values: float) -> list[float]:
-    return [round(value, 6) for value in values]
 
 
 def write_csv(found: Sequence[Score]) -> str:
@@ -236,9 +233,5 @@ def _grid(found: Sequence[Score], cell: Any) -> str:
         [f"{t} %", *(cells.get((column, t), "") for column in columns)]
         for t in sorted({setting.threshold_percent for setting in settings}, reverse=True)
     ]
-    head = ["threshold", *map(_title, columns)]
-    return table(head, rows, "r") + "\n"
-
-
-def _title(column: str) -> str:
-    return "full brownout" if column == "full" else column
+    named = ["full brownout" if column == "full" else column for column in columns]
+    return table(["threshold", *named], rows, "r") + "\n"

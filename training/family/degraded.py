@@ -137,17 +137,16 @@ def measure(
         batches = [own[start : start + ROWS] for own in items]
         state = prefilled(family, batches)
         exact = [decoded(family, [n], batches, state, None)[0] for n in everyone]
-        for setting in (None, *settings):
-            alone = exact
-            if setting is not None:
-                alone = [decoded(family, [n], batches, state, setting)[0] for n in everyone]
-                both = decoded(family, everyone, batches, state, setting)
+        answers: dict[tuple[Brownout | None, str], list[list[np.ndarray]]]
+        answers = {(None, "alone"): exact}
+        for setting in settings:
+            alone = [decoded(family, [n], batches, state, setting)[0] for n in everyone]
+            answers[setting, "alone"] = alone
+            answers[setting, "mixed"] = decoded(family, everyone, batches, state, setting)
+        for (setting, steps), given in answers.items():
             for n in everyone:
-                told = parts.setdefault((setting, "alone", n), [])
-                told.append(compared(batches[n], exact[n], alone[n]))
-                if setting is not None:
-                    told = parts.setdefault((setting, "mixed", n), [])
-                    told.append(compared(batches[n], exact[n], both[n]))
+                told = parts.setdefault((setting, steps, n), [])
+                told.append(compared(batches[n], exact[n], given[n]))
     return {key: Found(*map(np.concatenate, zip(*of, strict=True))) for key, of in parts.items()}
 
 

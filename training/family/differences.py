@@ -14,8 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
+from jmoe.checkpoint import save_tensors
 from training.consolidate.residuals import low_rank
 from training.network import Params
 
@@ -37,8 +38,7 @@ def write_differences(
     tensors = _factors("", base["experts"], variant["experts"], rank)
     tensors |= _factors("united.", *united, united_rank)
     tensors |= {name: np.asarray(leaf) for name, leaf in _others(variant).items()}
-    save_file({name: _low(tensor) for name, tensor in tensors.items()}, path)
-    path.chmod(0o644)  # written as private by the library
+    save_tensors(path, {name: _low(tensor) for name, tensor in tensors.items()})
 
 
 def read_differences(
@@ -95,4 +95,4 @@ def _others(params: Params) -> Mapping[str, jax.Array]:
 
 
 def _name(path: tuple) -> str:
-    return ".".join(str(getattr(part, "key", getattr(part, "idx", part))) for part in path)
+    return jax.tree_util.keystr(path, simple=True, separator=".")

@@ -8,7 +8,7 @@ import argparse
 import dataclasses
 import itertools
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -30,7 +30,7 @@ from training.geometry import BUNDLED as MODEL
 from training.geometry import HF_CONFIG
 from training.network import Params
 from training.packing import eval_tasks, task_batch
-from training.progress import bars
+from training.progress import Progress, bars
 from training.remake import restart_with_allocator
 from training.tasks import tasks, write_items
 from training.train import family_accuracy
@@ -46,8 +46,6 @@ HELD_OUT = 1000
 
 TEXTS = 1000
 """Training items that are written beside each model."""
-
-Progress = Callable[[str, int, int, str], None]
 
 
 def make(
@@ -69,9 +67,9 @@ def make(
         _export(variant, out / skill)
         model = jmoe.load(out / skill, "bfloat16", ways=())
         own = unite(model, skill, united, own_config, progress)
-        write_way(out / skill, own)
-        kept = {key: getattr(united, key) for key in own}
-        write_differences(out / f"{skill}.safetensors", base, variant, (kept, own))
+        write_way(out / skill, own, united.groups)
+        both = united.experts.arrays, own
+        write_differences(out / f"{skill}.safetensors", base, variant, both)
     return found
 
 
@@ -81,15 +79,15 @@ def restore(out: Path, stored: Path | None = None) -> None:
 
     Raises ValueError for a file that holds no variant of the bundled model.
     """
-    base, bundled = read_params(BUNDLED), bundled_united()
+    base, united = read_params(BUNDLED), bundled_united()
     stored = unpacked(STORED) if stored is None else stored
-    united = {"gate_up": bundled.gate_up, "down": bundled.down}
     write_base(out)
     write_texts(out, TuneConfig.seed)
     for skill in VARIANTS:
-        variant, own = read_differences(stored / f"{skill}.safetensors", base, united)
+        file = stored / f"{skill}.safetensors"
+        variant, own = read_differences(file, base, united.experts.arrays)
         _export(variant, out / skill)
-        write_way(out / skill, own)
+        write_way(out / skill, own, united.groups)
 
 
 def _config_of(skill: str, config: TuneConfig) -> TuneConfig:
@@ -119,15 +117,16 @@ def write_base(out: Path) -> None:
 def bundled_united() -> UnitedExperts:
     """Returns the bundled model's united experts of the way that its variants have, float32."""
     found = load_united(BUNDLED, MODEL)[WAY]
-    weights = {key: getattr(found, key).astype(np.float32) for key in ("gate_up", "down")}
+    weights = {key: leaf.astype(np.float32) for key, leaf in found.experts.arrays.items()}
     return dataclasses.replace(found, **weights)
 
 
-def write_way(directory: Path, united: Mapping[str, np.ndarray | jax.Array]) -> None:
-    """Writes a variant's united experts, grouped as the bundled model's, beside its weights."""
-    stored = narrow(
-        {**{k: np.asarray(v) for k, v in united.items()}, "groups": bundled_united().groups}
-    )
+def write_way(
+    directory: Path, united: Mapping[str, np.ndarray | jax.Array], groups: np.ndarray
+) -> None:
+    """Writes a variant's united experts beside its weights."""
+    weights = {key: np.asarray(leaf) for key, leaf in united.items()}
+    stored = narrow({**weights, "groups": groups})
     write_united(directory, {WAY: stored}, weights_digest(directory))
 
 

@@ -9,7 +9,6 @@ import itertools
 import json
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,15 +20,17 @@ from tokenizers import Tokenizer
 import jmoe
 from jmoe.api import Model
 from jmoe.layers import Layers
+from jmoe.sharing import Sharing
 from training.consolidate.budget import slots_of_share
-from training.consolidate.run import Measured, choose, measure
+from training.consolidate.measure import Differences, measure
+from training.consolidate.run import choose
 from training.distill.stream import layers_dtype
 from training.evaluation.quality import answer_logprobs
 from training.evaluation.tables import by_families, paired_loss
 from training.family.report import tables, write_picture
 from training.family.shared import Members, Owners
 from training.family.skills import SKILLS, held_out, skill_tasks
-from training.packing import Batch, Encoded, encode_task, pack, training_items
+from training.packing import Encoded, encode_task, pack, training_items
 from training.progress import bars, counted
 
 
@@ -51,20 +52,8 @@ RANKS = (4, 8, 16)
 LENGTH = 128
 
 
-@dataclass(frozen=True)
-class Score:
-    """One model in one setting."""
-
-    group: str  # names with +
-    rule: str
-    share: int  # percent
-    model: str
-    right_percent: float
-    loss_percent: float  # of what it had right alone, with a paired 95 % interval
-    low_percent: float
-    high_percent: float
-    slots: int
-    extra_percent: float = 0.0  # memory beside the shared experts, of a whole model
+Row = dict[str, Any]
+"""As the JSON file has it."""
 
 
 class Quality:
@@ -89,19 +78,16 @@ class Quality:
         ]
 
     @cached_property
-    def measured(self) -> Measured:
+    def measured(self) -> Differences:
         """Distances and costs between all models, on training items of each one's own work."""
         models = [Layers(path, layers_dtype()) for path in self.paths]
-        data = [self._data(name) for name in NAMES]
-        return measure(models, data, lambda done: None)
-
-    def _data(self, name: str) -> Batch:
-        """Returns packed training items: half of a variant's skill, half of the bundled model's;
-        for that one all.
-        """
-        return pack(self._training(name), self.rows, LENGTH)
+        data = [pack(self._training(name), self.rows, LENGTH) for name in NAMES]
+        return measure(models, data)
 
     def _training(self, name: str) -> Iterator[Encoded]:
+        """Yields training items: half of a variant's skill, half of the bundled model's; for that
+        one all.
+        """
         rng = random.Random(f"quality/{name}/{self.seed}")
         old = training_items(self.tokenizer, self.seed + 2000, 0)
         if name not in SKILLS:
@@ -122,9 +108,9 @@ class Quality:
         distances, costs, pick = self.measured.distances, self.measured.costs, np.ix_(group, group)
         assert costs is not None  # there are data
         slots = slots_of_share(share, len(group), distances[0, 0].size)
-        return choose(rule, Measured(distances[pick], costs[pick]), slots, self.seed)
+        return choose(rule, Differences(distances[pick], costs[pick]), slots, self.seed)
 
-    def scores(self) -> Iterator[Score]:
+    def scores(self) -> Iterator[Row]:
         """Yields the scores of every rule, share and group, in the order of comparison."""
         yield from self._by_rule(RULES[:2])
         for group in GROUPS:
@@ -132,14 +118,14 @@ class Quality:
             yield from self._averaged(group)
         yield from self._by_rule(RULES[2:])
 
-    def _by_rule(self, rules: Sequence[str]) -> Iterator[Score]:
+    def _by_rule(self, rules: Sequence[str]) -> Iterator[Row]:
         for rule, group, share in itertools.product(rules, GROUPS, SHARES):
             owners = self.owners(group, rule, share)
             for at in range(len(group)):
                 model = self.members.mapped(group, owners, at)
                 yield self._score(group, rule, share, at, model, owners)
 
-    def _averaged(self, group: Sequence[int]) -> Iterator[Score]:
+    def _averaged(self, group: Sequence[int]) -> Iterator[Row]:
         """Yields the scores of one model for all, the mean of every weight: the paper's
         baseline.
         """
@@ -148,7 +134,7 @@ class Quality:
         for at in range(len(group)):
             yield self._score(group, "average of all weights", 100, at, whole, one)
 
-    def _residuals(self, group: Sequence[int]) -> Iterator[Score]:
+    def _residuals(self, group: Sequence[int]) -> Iterator[Row]:
         """Yields the scores with all positions shared by the functional rule and a low-rank
         difference to each.
         """
@@ -169,29 +155,27 @@ class Quality:
         model: Model,
         owners: Owners,
         extra: float = 0.0,
-    ) -> Score:
+    ) -> Row:
         number = group[at]
         items, before = self.items[number], self.alone[number][number]
         after = right_items(model, items)
         loss, low, high = paired_loss(by_families(before, after, [item.family for item in items]))
-        slots = sum(
-            len(set(owners[:, layer, expert].tolist()))
-            for layer, expert in np.ndindex(owners.shape[1:])
-        )
-        return Score(
-            "+".join(NAMES[n] for n in group),
-            rule,
-            share,
-            NAMES[number],
-            100 * float(after.mean()),
-            loss,
-            low,
-            high,
-            slots,
-            extra,
-        )
+        names = tuple(NAMES[n] for n in group)
+        sharing = Sharing(names[: len(owners)], owners)  # of the average, one model for all
+        return {
+            "group": "+".join(names),
+            "rule": rule,
+            "share": share,  # percent
+            "model": NAMES[number],
+            "right_percent": 100 * float(after.mean()),
+            "loss_percent": loss,  # of what it had right alone, with a paired 95 % interval
+            "low_percent": low,
+            "high_percent": high,
+            "slots": sharing.num_slots,
+            "extra_percent": extra,  # memory beside the shared experts, of a whole model
+        }
 
-    def families(self) -> Iterator[dict[str, Any]]:
+    def families(self) -> Iterator[Row]:
         """Yields the scores of every model on every task family: alone, and in the family of four
         with 75 % shared.
         """
@@ -205,7 +189,7 @@ class Quality:
                 right = [right_items(model, items) for items in self.items]
                 yield self._family_row(NAMES[number], f"{rule}, 75 %", right)
 
-    def _family_row(self, name: str, setting: str, right: Sequence[np.ndarray]) -> dict[str, Any]:
+    def _family_row(self, name: str, setting: str, right: Sequence[np.ndarray]) -> Row:
         shares = {}
         for items, own in zip(self.items, right, strict=True):
             families = np.array([item.family for item in items])
@@ -214,7 +198,7 @@ class Quality:
         return {"model": name, "setting": setting, "right_percent": shares}
 
 
-def distances(measured: Measured, members: Members) -> list[dict[str, Any]]:
+def distances(measured: Differences, members: Members) -> list[Row]:
     """Returns, by pair of models, distances by layer, costs, and the rank correlation (Spearman) of
     both.
     """
@@ -228,7 +212,7 @@ def distances(measured: Measured, members: Members) -> list[dict[str, Any]]:
     ]
     for i, j in itertools.combinations(range(len(NAMES)), 2):
         own = measured.distances[i, j]
-        row: dict[str, Any] = {"models": [NAMES[i], NAMES[j]]}
+        row: Row = {"models": [NAMES[i], NAMES[j]]}
         for name in ("min", "mean", "max"):
             row[name] = getattr(own, name)(axis=1).astype(np.float64).round(4).tolist()
         row["of other positions, base"] = np.round(elsewhere, 4).tolist()
@@ -272,7 +256,7 @@ def run(
     if picture is not None:
         write_picture(quality.measured.distances, NAMES, picture)
     for score in quality.scores():
-        found["scores"].append(asdict(score))
+        found["scores"].append(score)
         save(found)
         advance(1)
     found["families"] = []

@@ -4,7 +4,7 @@ its united experts for such a variant.
 
 import dataclasses
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from training.geometry import BUNDLED
 from training.log import text_of
 from training.network import Params
 from training.packing import Batch, Encoded, encode_task, pack, training_items
+from training.progress import Progress
 from training.train import TrainConfig, make_optimizer, train_step
 
 
@@ -78,7 +79,7 @@ def tune(
     tokenizer: Tokenizer,
     skill: str,
     config: TuneConfig,
-    progress: Callable[[str, int, int, str], None],
+    progress: Progress,
 ) -> Params:
     """Returns the parameters after `config.steps` on the skill; `params` stay as they are."""
     train = config.train
@@ -97,7 +98,7 @@ def unite(
     skill: str,
     start: UnitedExperts,
     config: TuneConfig,
-    progress: Callable[[str, int, int, str], None],
+    progress: Progress,
 ) -> dict[str, np.ndarray]:
     """Returns united experts `[L, U, ...]` of a variant, float32, trained end to end from another
     model's, on half its skill and half what the bundled model was trained on. The variant's arrays
@@ -113,7 +114,7 @@ def unite(
     settings = DistillConfig(
         refine_steps=config.united_steps, refine_rows=config.rows, length=length, seed=config.seed
     )
-    at = begin({"gate_up": start.gate_up, "down": start.down}, settings, cfg.d_model)
+    at = begin(start.experts.arrays, settings, cfg.d_model)
     key = jax.random.key(config.seed)
 
     def note(done: int, total: int, losses: dict[str, float]) -> None:

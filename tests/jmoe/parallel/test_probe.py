@@ -44,6 +44,7 @@ def test_probes_beside_a_model(tmp_path):
     shapes = (layers, cfg.d_model, cfg.num_experts), (layers, cfg.num_experts)
     probes = Probe(*(jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes))
     save_probes(tmp_path, probes)
+    assert (tmp_path / PROBE_FILE).stat().st_mode & 0o777 == 0o644  # a server may be another user
     found = load_probes(tmp_path, cfg)
     assert found is not None
     for got, want in zip(found, probes, strict=True):
