@@ -314,14 +314,10 @@ def run_between(
     cos_sin = rotations(cfg, step.rows.positions)
     weights = _leveled(weights, step)
     run = _Run(cfg, weights, step, cos_sin, max_active, COUNTS, replication)
-    by_layer = jnp.zeros(cfg.num_moe_layers, jnp.int32)
-    stats = LayerStats(
-        jnp.zeros((cfg.num_moe_layers, x.shape[0]), jnp.int32),
-        jnp.zeros(weights.table.slots.shape, jnp.int32),
-        balance=None if replication is None else Balance(by_layer, by_layer),
-        needed=None if weights.table.offloaded is None else jnp.zeros_like(weights.table.offloaded),
-        wrong=None if cfg.strategy is None else by_layer,
-    )
+    stats = no_stats(cfg, weights, x.shape[0], cfg.num_moe_layers)
+    if replication is not None:
+        by_layer = jnp.zeros(cfg.num_moe_layers, jnp.int32)
+        stats = stats._replace(balance=Balance(by_layer, by_layer))
     state = x, cache, run.no_replicas(), stats
     for start, count, layers, moe_layers in run.segments():
         for span in run.by_kind([_Span(0, count)], start):
@@ -329,6 +325,17 @@ def run_between(
             state = run.loop(low, high, span, layers, moe_layers, start, state)
     x, cache, _, stats = state
     return x, cache, stats
+
+
+def no_stats(cfg: ModelConfig, weights: Weights, num_rows: int, num_layers: int) -> LayerStats:
+    """Returns the stats of so many MoE layers of which none has run, without a balance."""
+    slots, offloaded = weights.table.slots, weights.table.offloaded
+    return LayerStats(
+        jnp.zeros((num_layers, num_rows), jnp.int32),
+        jnp.zeros((num_layers, slots.shape[1]), jnp.int32),
+        needed=None if offloaded is None else jnp.zeros_like(offloaded[:num_layers]),
+        wrong=None if cfg.strategy is None else jnp.zeros(num_layers, jnp.int32),
+    )
 
 
 def _leveled(weights: Weights, step: StepData) -> Weights:
