@@ -1,6 +1,7 @@
 """Gated DeltaNet over slots, in any mixture of chunks and single rows, against loops in float64."""
 
 import json
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -9,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jmoe import layout
 from jmoe.attention import StepRows, is_recurrent, sequence_bytes
-from jmoe.config import ConfigError, from_hf
+from jmoe.config import ConfigError, from_hf, read_config
 from jmoe.kv_cache import CacheSizes
 from jmoe.recurrent import MIN_LOG_DECAY, GatedDelta, ScanProjection, log_decay
 
@@ -200,6 +202,18 @@ def test_gradients_are_those_of_the_loop():
         ]
         slope = (moved[0] - moved[1]) / (2 * step)
         assert float(np.sum(np.asarray(gradient) * way)) == pytest.approx(slope, rel=2e-3, abs=2e-3)
+
+
+def test_layers_of_two_recurrent_kinds_are_stacked_apart(request):
+    cfg = read_config(request.config.rootpath / "tests" / "golden" / "lfm2_moe")
+    first = cfg.layer_attention[0]
+    kinds = (first, replace(first, taps=first.taps + 1)) * cfg.num_layers
+    cfg = replace(cfg, layer_attention=kinds[: cfg.num_layers])
+    assert [count for _, _, count in cfg.segments()] == [1] * cfg.num_layers
+    assert {layout.layer(cfg, at, True)["conv"].shape[-1] for at in (0, 1)} == {
+        first.taps,
+        first.taps + 1,
+    }
 
 
 def test_what_a_sequence_keeps_is_told():
