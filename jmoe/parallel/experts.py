@@ -68,11 +68,12 @@ def gather_rows(
     """
     flags, top_k = jnp.where(valid, VALID, 0) | jnp.where(exempt, EXEMPT, 0), ids.shape[1]
     columns = [ids, flags.astype(jnp.int32)[:, None], *([] if next_ids is None else [next_ids])]
-    parts = to_words(h, weights.astype(jnp.float32), jnp.concatenate(columns, axis=1))
+    joined = jnp.concatenate(columns, axis=1)
+    parts = to_words(h, weights.astype(jnp.float32), joined)
     sent = lax.all_gather(jnp.concatenate(parts, axis=1), AXIS, tiled=True)
     ends = (parts[0].shape[1], parts[0].shape[1] + parts[1].shape[1])
     _, weights, numbers = jnp.split(sent, ends, axis=1)
-    numbers = from_words(numbers, jnp.int32).reshape(len(sent), -1)
+    numbers = from_words(numbers, jnp.int32).reshape(-1, joined.shape[1])
     flags = numbers[:, top_k]
     return AllRows(
         sent,
