@@ -141,7 +141,7 @@ def _biases(fields: Fields, absent: bool = False) -> dict[str, bool]:
 def _all_sparse(fields: Fields, num_experts: int | None = None) -> dict[str, Any]:
     """Reads layers that are all MoE; `num_experts` None: under either spelling."""
     return {
-        "num_experts": num_experts or _num_experts(fields, *_either_count(fields)),
+        "num_experts": num_experts or _expert_count(fields),
         "d_ff_expert": fields.size("intermediate_size"),
         "moe_layers": (True,) * fields.size("num_hidden_layers"),
     }
@@ -179,7 +179,7 @@ def _qwen3(fields: Fields) -> dict[str, Any]:
         **_qwen(fields),
         **_biases(fields),
         "layer_attention": full_or_window(fields, _qwen_window(fields)),
-        "num_experts": _num_experts(fields, *_either_count(fields)),
+        "num_experts": _expert_count(fields),
         "qk_norm": True,
     }
 
@@ -208,7 +208,7 @@ def _qwen3_next(fields: Fields) -> dict[str, Any]:
     return {
         **_biases(fields),
         "layer_attention": tuple(each[types.index(kind)] for kind in kinds),
-        "num_experts": _num_experts(fields, *_either_count(fields)),
+        "num_experts": _expert_count(fields),
         "d_ff_expert": fields.size("moe_intermediate_size"),
         "moe_layers": _moe_layers(fields),
         "norm_topk_prob": fields.flag("norm_topk_prob", True),
@@ -232,7 +232,7 @@ def _lfm2(fields: Fields) -> dict[str, Any]:
     each = ShortConv(fields.size("hidden_size"), taps, bias), Paged()
     return {
         "layer_attention": tuple(each[types.index(kind)] for kind in kinds),
-        "num_experts": _num_experts(fields, *_either_count(fields)),
+        "num_experts": _expert_count(fields),
         "d_ff_expert": fields.size("moe_intermediate_size", 1792),
         "moe_layers": tuple(i >= dense for i in range(count)),
         "norm_topk_prob": fields.flag("norm_topk_prob", True),
@@ -345,7 +345,7 @@ def _hy3(fields: Fields) -> dict[str, Any]:
     if fields.size(other := "expert_hidden_dim", width) != width:
         raise fields.wrong(other, f"the same as moe_intermediate_size ({width})")
     return {
-        "num_experts": _num_experts(fields, *_either_count(fields)),
+        "num_experts": _expert_count(fields),
         "d_ff_expert": width,
         "d_ff_shared": width * fields.size("num_shared_experts", 1),
         "shared_gate": False,
@@ -362,7 +362,7 @@ def _hy3(fields: Fields) -> dict[str, Any]:
 def _hunyuan(fields: Fields) -> dict[str, Any]:
     per_layer = "moe_intermediate_size", "moe_topk", "num_experts", "num_shared_expert"
     fields = _one_for_all(fields, *per_layer)
-    own = _all_sparse(fields, _num_experts(fields, *_either_count(fields)))
+    own = _all_sparse(fields)
     width, head_dim = own["d_ff_expert"], fields.first("head_dim", "attention_head_dim")
     size = fields.size(head_dim, least=4)
     for key, only in (("moe_intermediate_size", width), ("num_shared_expert", 1)):
@@ -396,7 +396,7 @@ def _mellum(fields: Fields) -> dict[str, Any]:
     mtp = fields.size("num_mtp_layers", 1, least=0, most=1)
     return {
         **_biases(fields),
-        "num_experts": _num_experts(fields, *_either_count(fields)),
+        "num_experts": _expert_count(fields),
         "d_ff_expert": fields.size("moe_intermediate_size"),
         "moe_layers": _sparse_layers(fields, dense=0),
         "layer_attention": full_or_window(fields, window, first=count),
@@ -668,8 +668,9 @@ def _ernie(fields: Fields) -> dict[str, Any]:
     }
 
 
-def _either_count(fields: Fields) -> tuple[str, str]:
-    return _either(fields, "num_local_experts", "num_experts")
+def _expert_count(fields: Fields) -> int:
+    """Reads the number of experts under either spelling."""
+    return _num_experts(fields, *_either(fields, "num_local_experts", "num_experts"))
 
 
 def _either(fields: Fields, one: str, other: str) -> tuple[str, str]:

@@ -14,9 +14,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jmoe.kv_cache import CacheSizes, KVPages, LatentPages, Pages, make_pages
+from jmoe.kv_cache import CacheSizes, KVPages, make_pages
 from jmoe.rope import RopeConfig
-from pallas_kernels.fp8_pages import rounded
+from pallas_kernels import fp8_pages
+from pallas_kernels.fp8_pages import Fp8Pages, rounded
 from pallas_kernels.kv_write import Heads, Projection, split_heads, write_kv
 from pallas_kernels.online_softmax import softmax
 from pallas_kernels.paged_attention import paged_attention
@@ -118,7 +119,7 @@ class Paged:
         """Elements of a key that are its value; 0: keys and values are kept apart."""
         return 0
 
-    def plan_expanded(self, num_heads: int, pages: Pages, rows: StepRows) -> Any:
+    def plan_expanded(self, num_heads: int, pages: KVPages, rows: StepRows) -> Any:
         """Returns the plan of prefill that makes keys and values of what is kept; None: there is
         nothing to make.
         """
@@ -129,11 +130,11 @@ class Paged:
         if self.window < 0:
             raise ValueError(f"window is {self.window}; it must be at least 1, or 0 for none")
 
-    def cache(self, cfg: "ModelConfig", num_layers: int, sizes: CacheSizes) -> Pages:
+    def cache(self, cfg: "ModelConfig", num_layers: int, sizes: CacheSizes) -> KVPages:
         """See AttentionKind."""
         return make_pages(cfg, num_layers, sizes, fp8=self.fp8)
 
-    def step(self, cfg: "ModelConfig", cache: Pages, rows: StepRows) -> Attention:
+    def step(self, cfg: "ModelConfig", cache: KVPages, rows: StepRows) -> Attention:
         """See AttentionKind. A window that no position can exceed is none."""
         table, heads = rows.block_table, cfg.num_heads
         reached = table.shape[1] * cache.page_size
@@ -165,7 +166,7 @@ class Paged:
         return prefill(own, q_start, kv_len, kind.plan_expanded(heads, cache, rows))
 
     def _in_sight(
-        self, table: Int[Array, "N M"], pages: Pages, rows: StepRows
+        self, table: Int[Array, "N M"], pages: KVPages, rows: StepRows
     ) -> Int[Array, "N M"]:
         """Returns the pages of each sequence, with the padding page in place of those behind the
         window of its first row: others may own them by now.
@@ -220,7 +221,7 @@ class Latent(Paged):
         """Elements that are kept of a position."""
         return self.kv_rank + self.rope
 
-    def plan_expanded(self, num_heads: int, pages: Pages, rows: StepRows) -> Any:
+    def plan_expanded(self, num_heads: int, pages: KVPages, rows: StepRows) -> Any:
         """See Paged."""
         if self.window or self.sinks or rows.q_start is None:
             return None
@@ -229,10 +230,10 @@ class Latent(Paged):
             len(rows.slot), num_heads, pages.k, q_start=rows.q_start, kv_len=rows.kv_len, **sizes
         )
 
-    def cache(self, cfg: "ModelConfig", num_layers: int, sizes: CacheSizes) -> LatentPages:
+    def cache(self, cfg: "ModelConfig", num_layers: int, sizes: CacheSizes) -> KVPages:
         """See AttentionKind."""
         shape = num_layers, sizes.num_pages + 1, 1, sizes.page_size, self.width
-        return LatentPages(jnp.zeros(shape, sizes.dtype))
+        return KVPages(jnp.zeros(shape, sizes.dtype))
 
 
 class ByKind(NamedTuple):
@@ -363,16 +364,15 @@ class Written(NamedTuple):
     offset: Int[Array, "T"]
 
     def write(
-        self, projection: Projection | Heads, layer: Int[Array, ""], cache: Pages
-    ) -> tuple[Float[Array, "T H D"], Pages]:
+        self, projection: Projection | Heads, layer: Int[Array, ""], cache: KVPages
+    ) -> tuple[Float[Array, "T H D"], KVPages]:
         """Returns query heads, and the cache with the rows' keys and values."""
         if isinstance(projection, Projection):
-            q, *new = write_kv(projection, *cache, layer=layer, **self._asdict())
+            assert cache.v is not None
+            q, *new = write_kv(projection, cache.k, cache.v, layer=layer, **self._asdict())
             return q, KVPages(*new)
-        assert isinstance(cache, LatentPages)
-        q, rows = projection.q, projection.k
-        at = cache.latent.at[layer, self.page, :, self.offset]
-        return q, LatentPages(at.set(rows.astype(cache.latent.dtype), mode="promise_in_bounds"))
+        at = layer, self.page, slice(None), self.offset
+        return projection.q, KVPages(fp8_pages.write(cache.k, at, projection.k))
 
 
 class DecodeAttention(NamedTuple):
@@ -385,15 +385,15 @@ class DecodeAttention(NamedTuple):
     kind: Paged
 
     def __call__(
-        self, projection: Projection | Heads, layer: Int[Array, ""], cache: Pages
-    ) -> tuple[Float[Array, "B H D"], Pages]:
+        self, projection: Projection | Heads, layer: Int[Array, ""], cache: KVPages
+    ) -> tuple[Float[Array, "B H D"], KVPages]:
         """See Attention."""
         q, pages = self.write(projection, layer, cache)
         return self.read(q, layer, pages, projection.sinks), pages
 
     def write(
-        self, projection: Projection | Heads, layer: Int[Array, ""], cache: Pages
-    ) -> tuple[Float[Array, "B H D"], Pages]:
+        self, projection: Projection | Heads, layer: Int[Array, ""], cache: KVPages
+    ) -> tuple[Float[Array, "B H D"], KVPages]:
         """Returns query heads, and the cache with the rows' keys and values."""
         return self.written.write(projection, layer, cache)
 
@@ -401,7 +401,7 @@ class DecodeAttention(NamedTuple):
         self,
         q: Float[Array, "B H D"],
         layer: Int[Array, ""],
-        cache: Pages,
+        cache: KVPages,
         sinks: Float[Array, "*B H"] | None = None,
     ) -> Float[Array, "B H V"]:
         """Returns what the heads read of a cache that the rows are written to. `sinks` are the
@@ -440,8 +440,8 @@ class PrefillAttention(NamedTuple):
         return self.kind.latent > 0 and isinstance(self.work, Work)
 
     def __call__(
-        self, projection: Projection | Heads, layer: Int[Array, ""], cache: Pages
-    ) -> tuple[Float[Array, "T H D"], Pages]:
+        self, projection: Projection | Heads, layer: Int[Array, ""], cache: KVPages
+    ) -> tuple[Float[Array, "T H D"], KVPages]:
         """See Attention."""
         q, pages = self.written.write(projection, layer, cache)
         return self.read(q, layer, pages, projection), pages
@@ -450,7 +450,7 @@ class PrefillAttention(NamedTuple):
         self,
         q: Float[Array, "T H D"],
         layer: Int[Array, ""],
-        cache: Pages,
+        cache: KVPages,
         projection: Projection | Heads,
     ) -> Float[Array, "T H V"]:
         """Returns what the heads read of a cache that the rows are written to."""
@@ -465,9 +465,9 @@ class PrefillAttention(NamedTuple):
             assert isinstance(projection, Heads)
             assert projection.expand is not None
             assert isinstance(self.kind, Latent)
-            assert isinstance(cache, LatentPages)
+            assert not isinstance(cache.k, Fp8Pages)
             scale = self.kind.scale
-            return expanded_attention(q, projection.expand, cache.latent, scale=scale, **chunks)
+            return expanded_attention(q, projection.expand, cache.k, scale=scale, **chunks)
         return prefill_attention(
             q,
             cache.k,
@@ -489,8 +489,8 @@ class HybridAttention(NamedTuple):
     prefill: PrefillAttention  # of all rows; those that decode are in no chunk
 
     def __call__(
-        self, projection: Projection | Heads, layer: Int[Array, ""], cache: Pages
-    ) -> tuple[Float[Array, "T H D"], Pages]:
+        self, projection: Projection | Heads, layer: Int[Array, ""], cache: KVPages
+    ) -> tuple[Float[Array, "T H D"], KVPages]:
         """See Attention."""
         q, pages = self.decode.write(projection, layer, cache)
         count = self.decode.kv_len.shape[0]

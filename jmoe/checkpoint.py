@@ -37,9 +37,9 @@ from jmoe.experts import (
 from jmoe.extras import need
 from jmoe.finite import fault, seem_finite
 from jmoe.int4 import Int4, PackedTensor
-from jmoe.layout import Layout
 from jmoe.model_files import instead, lfs_pointer, read_text, regular, stays_inside
 from jmoe.parallel.home import Home
+from jmoe.parameter import MXFP4_NAN, Layout, Parameter
 from jmoe.recurrent import GatedDelta, Mamba, ShortConv
 from jmoe.router import ScoredTopK, SparseMixer
 from jmoe.weights import PoolHolder, Weights
@@ -533,7 +533,7 @@ class HFLayers:
             **stacked, width=self._cfg.d_ff_expert, row_dtype=str(jnp.dtype(self._dtype))
         )
 
-    def _kept_as(self, parameter: layout.Parameter) -> Any:
+    def _kept_as(self, parameter: Parameter) -> Any:
         """Reads a parameter of an expert as it is kept: gate and up side by side."""
         names, shapes, files = parameter.names, parameter.stored, self._files
         if parameter.kind == "mxfp4":
@@ -594,12 +594,12 @@ class HFLayers:
         found = dict.fromkeys(filter(None, faults))  # once for a tensor that several parts are of
         _refuse(f"{self._directory} has weights that are not finite:", found)
 
-    def _fault(self, name: str, shape: tuple[int, ...], parameter: layout.Parameter) -> str | None:
+    def _fault(self, name: str, shape: tuple[int, ...], parameter: Parameter) -> str | None:
         if (raw := self._dequantized(name, shape)) is None:
             raw = self._files.raw(name, parameter.part)
         if parameter.kind != "mxfp4":
             return fault(name, raw, self._dtype)
-        if name == parameter.names[-1] and (raw == layout.MXFP4_NAN).any():
+        if name == parameter.names[-1] and (raw == MXFP4_NAN).any():
             return f"{name} holds scales that are NaN"
         return None
 
@@ -657,7 +657,7 @@ def _has_nan_exponents(read: Any) -> bool:
     """Returns whether a scale of MXFP4 among what was read is no number."""
     leaves = jax.tree.leaves(read, is_leaf=lambda leaf: isinstance(leaf, PackedWeights))
     packed = (leaf for leaf in leaves if isinstance(leaf, PackedWeights) and leaf.is_mxfp4)
-    return any((np.asarray(leaf.scales) == layout.MXFP4_NAN).any() for leaf in packed)
+    return any((np.asarray(leaf.scales) == MXFP4_NAN).any() for leaf in packed)
 
 
 def stored_format(cfg: ModelConfig) -> str:

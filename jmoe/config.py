@@ -153,12 +153,12 @@ class ModelConfig:
             runs.append((self.attention_kinds.index(kind), first, first + len(rest) + 1, others))
         return runs
 
-    def _parameters(self, layer: int) -> tuple[bool, ...]:
+    def _parameters(self, layer: int) -> tuple[Any, ...]:
         """What decides which parameters a layer has."""
         kind = self.layer_attention[layer]
         gated = bool(getattr(kind, "gated", False))
-        kinds = isinstance(kind, Latent), isinstance(kind, Recurrent)
-        return self.moe_layers[layer], self.has_sinks(layer), gated, *kinds
+        own = kind if isinstance(kind, Recurrent) else isinstance(kind, Latent)
+        return self.moe_layers[layer], self.has_sinks(layer), gated, own
 
     def has_sinks(self, layer: int) -> bool:
         """Whether a layer's attention has a sink a head."""

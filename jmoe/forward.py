@@ -22,6 +22,7 @@ from jmoe.model import StepData, embed, head, run_layers
 from jmoe.moe import LayerStats, RoutedRows, Wanted
 from jmoe.parallel.experts import AXIS
 from jmoe.parallel.home import SPLIT, WEIGHTS, WHOLE
+from jmoe.parallel.steps import Specs, spread
 from jmoe.weights import Weights
 
 
@@ -176,33 +177,21 @@ def check_tokens(tokens: ArrayLike | Sequence[int], vocab_size: int) -> None:
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
 def _forward(
-    cfg: ModelConfig,
-    wanted: Wanted,
-    mesh: Mesh | None,
-    weights: Weights,
-    tokens: Int[Array, "batch length"],
-    exempt: Bool[Array, "batch"],
-    valid: Bool[Array, "batch"],
-    control: Control,
+    cfg: ModelConfig, wanted: Wanted, mesh: Mesh | None, weights: Weights, *step: Any
 ) -> tuple[Array, LayerStats]:
     """Runs the model; over a mesh each device has some of the sequences."""
     if mesh is None:
-        return _forward_rows(cfg, wanted, weights, tokens, exempt, valid, control)
+        return _forward_rows(cfg, wanted, weights, *step)
 
     def one_device(weights: Weights, *step: Any) -> tuple[Array, LayerStats]:
-        own = weights.table._replace(slots=weights.table.slots[0])
-        logits, stats = _forward_rows(cfg, wanted, weights._replace(table=own), *step)
+        logits, stats = _forward_rows(cfg, wanted, weights, *step)
         return logits, stats._replace(expert_rows=lax.psum(stats.expert_rows, AXIS))
 
     by_row = P(None, AXIS)
     stats_are = LayerStats._make([by_row] * len(LayerStats._fields))._replace(expert_rows=WHOLE)
-    return jax.shard_map(
-        one_device,
-        mesh=mesh,
-        in_specs=(WEIGHTS, SPLIT, SPLIT, SPLIT, WHOLE),
-        out_specs=(SPLIT, stats_are),
-        check_vma=False,
-    )(weights, tokens, exempt, valid, control)
+    results = SPLIT, stats_are
+    lies = Specs((WEIGHTS, SPLIT, SPLIT, SPLIT, WHOLE), results, results)
+    return spread(mesh, one_device, lies)(weights, *step)
 
 
 def _forward_rows(

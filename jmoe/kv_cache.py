@@ -3,7 +3,6 @@
 from typing import TYPE_CHECKING, NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
 
 from pallas_kernels import fp8_pages
 from pallas_kernels.fp8_pages import AnyPages
@@ -26,11 +25,13 @@ class KVPages(NamedTuple):
     """Keys and values of L layers; position p of a sequence is row p % S of its page p // S.
 
     A head's rows of a page lie together, so that a kernel reads them as one tile. The last page
-    is the padding page: what padding rows write goes there.
+    is the padding page: what padding rows write goes there. Latents, of which keys and values are
+    made, are keys of one head, without values beside them.
     """
 
-    k: AnyPages
-    v: AnyPages
+    k: AnyPages  # what queries are compared with
+    v: AnyPages | None = None
+    """What is summed by weight; None: the first elements of the latents."""
 
     @property
     def padding_page(self) -> int:
@@ -41,34 +42,6 @@ class KVPages(NamedTuple):
     def page_size(self) -> int:
         """Positions a page."""
         return self.k.shape[3]
-
-
-class LatentPages(NamedTuple):
-    """Latents of L layers, of which keys and values are made: as KVPages with one head for both."""
-
-    latent: Float[Array, "L P 1 S D"]
-
-    @property
-    def k(self) -> Float[Array, "L P 1 S D"]:
-        """What queries are compared with."""
-        return self.latent
-
-    @property
-    def v(self) -> None:
-        """Nothing: what is summed by weight is the first elements of the latents."""
-
-    @property
-    def padding_page(self) -> int:
-        """The page that takes padding rows."""
-        return self.latent.shape[1] - 1
-
-    @property
-    def page_size(self) -> int:
-        """Positions a page."""
-        return self.latent.shape[3]
-
-
-Pages = KVPages | LatentPages
 
 
 def make_pages(

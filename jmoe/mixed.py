@@ -265,17 +265,13 @@ def mixed_decode_step(
         [head(cfg, params, x) for params, x in zip(weights.params, xs, strict=True)]
     )
     tokens, logprobs = greedy(logits)
-    if stats is None:  # dense layers alone
-        degraded = jnp.zeros(rows.shape[0], jnp.int32)
-        by_expert = jnp.zeros((0, count * weights.tables[0].slots.shape[1]), jnp.int32)
-    else:
-        degraded = jnp.sum(stats.degraded, axis=0, dtype=jnp.int32)
-        by_expert = stats.expert_rows
+    assert stats is not None  # every model has an MoE layer
+    degraded = jnp.sum(stats.degraded, axis=0, dtype=jnp.int32)
     state = state._replace(
         pages=pages, last_token=remember(state.last_token, rows[:, SLOT], tokens)
     )
-    needed = None if stats is None else stats.needed
-    return state, StepOutput(tokens, logprobs, degraded, by_expert, logits=logits, needed=needed)
+    own = {"logits": logits, "needed": stats.needed}
+    return state, StepOutput(tokens, logprobs, degraded, stats.expert_rows, **own)
 
 
 def by_model(

@@ -29,7 +29,6 @@ from jmoe.moe import (
     Wanted,
     alone,
     dense_mlp,
-    linear,
     moe,
     normed,
     residual,
@@ -37,19 +36,12 @@ from jmoe.moe import (
 from jmoe.parallel.delivery import over_mesh
 from jmoe.parallel.probe import Probe
 from jmoe.parallel.replicas import Copying, Replicas, Replication
-from jmoe.recurrent import (
-    ConvProjection,
-    DeltaProjection,
-    GatedDelta,
-    Mamba,
-    MambaProjection,
-    log_decay,
-)
+from jmoe.recurrent import SlotRows
 from jmoe.rope import rotation
 from jmoe.weights import Params, Weights
 from pallas_kernels.backend import backend
 from pallas_kernels.kv_write import Heads, Projection, turn
-from pallas_kernels.matmul import LayerOf, matmul_transposed
+from pallas_kernels.matmul import LayerOf, linear, matmul_transposed
 from pallas_kernels.norm import rms_norm
 
 LOOKAHEAD = "lookahead"
@@ -90,12 +82,6 @@ def project(
     """
     if "wkv_a" in layer:
         return _latents(cfg, layer, h, cos_sin, expands), None
-    if "skip" in layer:
-        return _mamba_projection(cfg, layer, h)
-    if "a_log" in layer:
-        return _delta_projection(cfg, layer, h)
-    if "conv" in layer:
-        return _conv_projection(layer, h)
     shape = (-1, cfg.num_heads + 2 * cfg.num_kv_heads, cfg.head_dim)
     product, bias, gate = linear(h, layer["wqkv"]), layer.get("bqkv"), None
     if product.shape[1] > shape[1] * shape[2]:  # gates behind the queries
@@ -128,56 +114,10 @@ def _without_gate(
     return jnp.concatenate([q, kv], axis=1), gate
 
 
-def _delta_projection(
-    cfg: ModelConfig, layer: Params, h: Float[Array, "T d"]
-) -> tuple[DeltaProjection, Float[Array, "T H D"]]:
-    """Returns what Gated DeltaNet makes of normed rows, and the gate of its heads."""
-    kind = kind_of(cfg, GatedDelta)
-    heads, channels = kind.value_heads, kind.channels
-    ends = [channels, channels + heads * kind.value, channels + heads * (kind.value + 1)]
-    qkv, gate, beta, dt = jnp.split(linear(h, layer["w_in"]), ends, axis=1)
-    beta, dt = (x.astype(jnp.float32) for x in (beta, dt))
-    decay = log_decay(layer["a_log"], jax.nn.softplus(dt + layer["dt_bias"][None]))
-    mixed = DeltaProjection(qkv, decay, jax.nn.sigmoid(beta), layer["conv"])
-    return mixed, gate.reshape(-1, heads, kind.value)
-
-
-def _mamba_projection(
-    cfg: ModelConfig, layer: Params, h: Float[Array, "T d"]
-) -> tuple[MambaProjection, Float[Array, "T H D"]]:
-    """Returns what Mamba-2 makes of normed rows, and the gate of its heads."""
-    kind = kind_of(cfg, Mamba)
-    product = linear(h, layer["w_in"])
-    if "b_in" in layer:
-        product = product + layer["b_in"][None]
-    gate, x, dt = jnp.split(product, [kind.wide, kind.wide + kind.channels], axis=1)
-    dt = jax.nn.softplus(dt.astype(jnp.float32) + layer["dt_bias"][None])
-    dt = jnp.clip(dt, kind.dt_least, kind.dt_most)
-    weights = layer["conv"], layer.get("b_conv"), layer["skip"]
-    scanned = MambaProjection(x, dt, log_decay(layer["a_log"], dt), weights)
-    return scanned, gate.reshape(-1, kind.heads, kind.value)
-
-
-def _conv_projection(
-    layer: Params, h: Float[Array, "T d"]
-) -> tuple[ConvProjection, Float[Array, "T 1 d"]]:
-    """Returns what a short convolution gets of normed rows, and the gate behind it."""
-    product = linear(h, layer["w_in"])
-    if "b_in" in layer:
-        product = product + layer["b_in"][None]
-    before, gate, x = jnp.split(product, 3, axis=1)
-    return ConvProjection(before * x, layer["conv"]), gate[:, None]
-
-
-def kind_of[K](cfg: ModelConfig, of: type[K]) -> K:
-    """Returns the kind of layers that is of that class."""
-    return next(kind for kind in cfg.attention_kinds if isinstance(kind, of))
-
-
 def _latents(
     cfg: ModelConfig, layer: Params, h: Float[Array, "T d"], cos_sin: Rotation, expands: bool
 ) -> Heads:
-    kind = kind_of(cfg, Latent)
+    kind = next(kind for kind in cfg.attention_kinds if isinstance(kind, Latent))
     q = h
     if kind.q_rank:
         q = rms_norm(linear(h, layer["wq_a"]), layer["q_a_norm"], LATENT_EPS)
@@ -227,6 +167,10 @@ def attend(
 ) -> tuple[Float[Array, "T d"], Any]:
     """Runs attention of layer `index` with its residual; returns the cache, too."""
     h = normed(cfg, layer, "attn_norm", x)
+    if isinstance(attention, SlotRows):
+        projection, gate = attention.kind.project(cfg, layer, h)
+        out, cache = attention(projection, index, cache)
+        return attended(cfg, layer, x, attention.kind.gated(cfg, layer, out, gate)), cache
     expands = getattr(attention, "expands", False)
     projection, gate = project(cfg, layer, h, cos_sin, expands=expands)
     out, cache = attention(projection, index, cache)
@@ -248,28 +192,9 @@ def attended(
         _, values = _of_latents(cfg, layer)
         out = jnp.einsum("thr,rhv->thv", out[..., : values.shape[0]].astype(values.dtype), values)
     if gate is not None:
-        out = _gated(cfg, layer, out, gate)
+        out = out * jax.nn.sigmoid(gate.astype(out.dtype))
     out = linear(out.reshape(x.shape[0], -1), layer["wo"]).astype(x.dtype)
     return residual(cfg, x, out + layer["bo"][None] if "bo" in layer else out)
-
-
-def _gated(
-    cfg: ModelConfig, layer: Params, out: Float[Array, "T H D"], gate: Float[Array, "T H D"]
-) -> Float[Array, "T H D"]:
-    if "skip" in layer:  # its norm is of each group's heads, and behind the gate
-        kind = kind_of(cfg, Mamba)
-        h = out.astype(jnp.float32) * jax.nn.silu(gate.astype(jnp.float32))
-        h = h.reshape(len(h), kind.groups, -1)
-        h = h * lax.rsqrt(jnp.mean(h * h, axis=-1, keepdims=True) + cfg.rms_norm_eps)
-        h = h.reshape(len(h), -1).astype(out.dtype) * layer["gated_norm"][None]
-        return h.reshape(out.shape)
-    if "gated_norm" not in layer and "conv" in layer:
-        return (out + layer["b_conv"][None, None] if "b_conv" in layer else out) * gate
-    if "gated_norm" not in layer:
-        return out * jax.nn.sigmoid(gate.astype(out.dtype))
-    out = rms_norm(out, layer["gated_norm"], cfg.rms_norm_eps)
-    opening = jax.nn.silu(gate.astype(jnp.float32))
-    return (out.astype(jnp.float32) * opening).astype(out.dtype)
 
 
 def head(cfg: ModelConfig, params: Params, x: Float[Array, "T d"]) -> Float[Array, "T V"]:
@@ -389,14 +314,10 @@ def run_between(
     cos_sin = rotations(cfg, step.rows.positions)
     weights = _leveled(weights, step)
     run = _Run(cfg, weights, step, cos_sin, max_active, COUNTS, replication)
-    by_layer = jnp.zeros(cfg.num_moe_layers, jnp.int32)
-    stats = LayerStats(
-        jnp.zeros((cfg.num_moe_layers, x.shape[0]), jnp.int32),
-        jnp.zeros(weights.table.slots.shape, jnp.int32),
-        balance=None if replication is None else Balance(by_layer, by_layer),
-        needed=None if weights.table.offloaded is None else jnp.zeros_like(weights.table.offloaded),
-        wrong=None if cfg.strategy is None else by_layer,
-    )
+    stats = no_stats(cfg, weights, x.shape[0], cfg.num_moe_layers)
+    if replication is not None:
+        by_layer = jnp.zeros(cfg.num_moe_layers, jnp.int32)
+        stats = stats._replace(balance=Balance(by_layer, by_layer))
     state = x, cache, run.no_replicas(), stats
     for start, count, layers, moe_layers in run.segments():
         for span in run.by_kind([_Span(0, count)], start):
@@ -404,6 +325,17 @@ def run_between(
             state = run.loop(low, high, span, layers, moe_layers, start, state)
     x, cache, _, stats = state
     return x, cache, stats
+
+
+def no_stats(cfg: ModelConfig, weights: Weights, num_rows: int, num_layers: int) -> LayerStats:
+    """Returns the stats of so many MoE layers of which none has run, without a balance."""
+    slots, offloaded = weights.table.slots, weights.table.offloaded
+    return LayerStats(
+        jnp.zeros((num_layers, num_rows), jnp.int32),
+        jnp.zeros((num_layers, slots.shape[1]), jnp.int32),
+        needed=None if offloaded is None else jnp.zeros_like(offloaded[:num_layers]),
+        wrong=None if cfg.strategy is None else jnp.zeros(num_layers, jnp.int32),
+    )
 
 
 def _leveled(weights: Weights, step: StepData) -> Weights:
@@ -661,7 +593,7 @@ def _router_of(layer: Params) -> Params:
 
 
 _MULTIPLIED = words("wqkv wo w_in wq_a wq wkv_a router shared_gate_up shared_down gate_up down")
-"""Weights that `jmoe.moe.linear` alone reads."""
+"""Weights that `pallas_kernels.matmul.linear` alone reads."""
 
 
 def _layer(xs: Any, at: Array) -> Any:

@@ -21,7 +21,7 @@ from jmoe.router import ScoredTopK, fused
 from jmoe.weights import Params
 from pallas_kernels import routing
 from pallas_kernels.activation import Activation, gated
-from pallas_kernels.matmul import LayerOf, matmul
+from pallas_kernels.matmul import LayerOf, linear
 from pallas_kernels.norm import layer_norm, rms_norm
 
 
@@ -194,18 +194,6 @@ def compute(
     sizes: dict[str, Any] = {"max_active": max_active, "max_visits": max_visits}
     work = routing.dispatch(expert_ids, weights, slots, block_m=block_m, **sizes)
     return pool.mlp(h, work, activation).astype(h.dtype), work.expert_rows
-
-
-def linear(
-    x: Float[Array, "*n T k"],
-    weights: Float[Array, "*n k columns"] | LayerOf,
-    dtype: Any = None,
-) -> Float[Array, "*n T columns"]:
-    """Computes `x @ weights` in the weights' dtype, which the rows may be wider than (in training);
-    `dtype` is the result's, None: the weights'.
-    """
-    x = x.astype(weights.dtype)
-    return weights.product(x, dtype) if isinstance(weights, LayerOf) else matmul(x, weights, dtype)
 
 
 def gated_mlp(

@@ -25,6 +25,7 @@ from jmoe.experts import (
     write_slots,
 )
 from jmoe.family import Family
+from jmoe.parameter import Parameter
 from jmoe.sharing import Sharing
 from jmoe.weights import PoolHolder, ResidentWeights, Weights
 
@@ -117,19 +118,14 @@ def random_params(
     weights.
     """
     dense = partial(_dense, iter(jax.random.split(key, 2 + 8 * len(cfg.segments()))), dtype)
-    params: dict[str, Any] = {
-        "embed": dense(cfg.vocab_size, cfg.d_model),
+    top = layout.top(cfg)
+    return {
+        "embed": _drawn(top.pop("embed"), dense, dtype),
         "segments": tuple(
             _segment(cfg, first, moe, n, dense, dtype, skew) for moe, first, n in cfg.segments()
         ),
+        **{name: _drawn(parameter, dense, dtype) for name, parameter in top.items()},
     }
-    for name, parameter in layout.top(cfg).items():
-        if parameter.kind in ("norm", "bias"):
-            drawn = jnp.ones if parameter.kind == "norm" else jnp.zeros
-            params[name] = drawn(parameter.shape, jnp.float32 if parameter.float32 else dtype)
-    if not cfg.tie_embeddings:
-        params["lm_head"] = dense(cfg.d_model, cfg.vocab_size)
-    return params
 
 
 def popularity(num_experts: int, picks: int, skew: float) -> np.ndarray:
@@ -178,17 +174,21 @@ def _segment(
     cfg: ModelConfig, first: int, is_moe: bool, n: int, dense: Any, kind: Any, skew: float
 ) -> dict[str, jax.Array]:
     """Draws `n` layers of one kind from layer `first` on."""
-    out = {}
-    for key, parameter in layout.layer(cfg, first, is_moe).items():
-        shape = n, *parameter.shape
-        if parameter.kind in ("norm", "bias"):
-            drawn = jnp.ones if parameter.kind == "norm" else jnp.zeros
-            out[key] = drawn(shape, jnp.float32 if parameter.float32 else kind)
-        elif parameter.kind == "router":
-            out[key] = _router(cfg, n, dense, skew)
-        else:
-            out[key] = dense(*shape)
-    return out
+    return {
+        key: _router(cfg, n, dense, skew)
+        if parameter.kind == "router"
+        else _drawn(parameter, dense, kind, n)
+        for key, parameter in layout.layer(cfg, first, is_moe).items()
+    }
+
+
+def _drawn(parameter: Parameter, dense: Any, kind: Any, *lead: int) -> jax.Array:
+    """Returns a parameter with these axes before its own: ones of a norm, zeros of a bias."""
+    shape = *lead, *parameter.shape
+    if parameter.kind not in ("norm", "bias"):
+        return dense(*shape)
+    filled = jnp.ones if parameter.kind == "norm" else jnp.zeros
+    return filled(shape, jnp.float32 if parameter.float32 else kind)
 
 
 @partial(jax.jit, static_argnums=(0, 2))

@@ -22,6 +22,8 @@ to be emptied; and a row may run once only, unlike one that writes a page.
 """
 
 import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -31,8 +33,12 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jmoe.kv_cache import CacheSizes
+from jmoe.parameter import Layout, Parameter
+from pallas_kernels.matmul import linear
+from pallas_kernels.norm import rms_norm
 
 if TYPE_CHECKING:
+    from jmoe.architectures import Architecture
     from jmoe.attention import StepRows
     from jmoe.config import ModelConfig
 
@@ -47,30 +53,37 @@ _PRECISE = lax.Precision.HIGHEST  # a state lives as long as its sequence
 _NORM_EPS = 1e-6
 
 
-class DeltaProjection(NamedTuple):
-    """What a layer of Gated DeltaNet makes of its T rows before the convolution."""
-
-    qkv: Float[Array, "T C"]  # of G heads of queries, G of keys, H of values
-    log_decay: Float[Array, "T H"]  # float32, at most 0
-    beta: Float[Array, "T H"]  # float32, between 0 and 1
-    weights: Float[Array, "C 1 K"]  # of the convolution, the newest row's last
-
-
-class MambaProjection(NamedTuple):
-    """What a layer of Mamba-2 makes of its T rows before the convolution."""
-
-    x: Float[Array, "T C"]  # of H heads, then B and C of each group
-    dt: Float[Array, "T H"]  # float32
-    log_decay: Float[Array, "T H"]  # float32: dt A
-    weights: tuple[Float[Array, "C 1 K"], Float[Array, "C"] | None, Float[Array, "H"]]
-    """Of the convolution, its bias, and D."""
+Layer = Mapping[str, Any]
+"""A layer's parameters (`jmoe.weights.Params`)."""
+HeadRows = Float[Array, "T H V"]
+"""Rows of heads; where a row is decoded of each sequence, T is N."""
 
 
 class ConvProjection(NamedTuple):
-    """What a layer with a short convolution makes of its T rows before it."""
+    """What a layer with a convolution alone makes of its T rows before it."""
 
     x: Float[Array, "T C"]
-    weights: Float[Array, "C 1 K"]  # the newest row's last
+    weights: Layer  # the layer's: `conv` [C, 1, K], the newest row's last
+
+
+class ScanProjection(NamedTuple):
+    """What a layer with states makes of its T rows before the convolution."""
+
+    x: Float[Array, "T C"]  # what passes it: queries, keys and values, in the kind's order
+    weights: Layer  # as of ConvProjection
+    log_decay: Float[Array, "T H"]  # float32, at most 0
+    rate: Float[Array, "T H"]  # float32: beta of Gated DeltaNet, dt of Mamba-2
+
+
+class Heads(NamedTuple):
+    """A layer's rows behind the convolution, as states take them; float32."""
+
+    q: Float[Array, "T H D"]
+    k: Float[Array, "T H D"]
+    v: Float[Array, "T H V"]
+    beta: Float[Array, "T H"] | None = None
+    """What part of it a value replaces of what the state has under its key; None: nothing."""
+    beside: Float[Array, "T H V"] | None = None  # what is added to what is read, if anything
 
 
 def log_decay(a_log: Float[Array, "H"], dt: Float[Array, "T H"]) -> Float[Array, "T H"]:
@@ -79,8 +92,7 @@ def log_decay(a_log: Float[Array, "H"], dt: Float[Array, "T H"]) -> Float[Array,
     return jnp.maximum(-rate[None] * dt, MIN_LOG_DECAY)
 
 
-@dataclass(frozen=True)
-class Recurrent:
+class Recurrent(ABC):
     """An `AttentionKind` whose layers keep something of each sequence in its slot."""
 
     @property
@@ -93,23 +105,35 @@ class Recurrent:
         """See AttentionKind."""
         return True
 
+    @abstractmethod
+    def tensors(self, cfg: "ModelConfig", names: "Architecture", at: str) -> Layout:
+        """Describes a layer's parameters of its own; `at` begins the names of its tensors."""
+
+    @abstractmethod
+    def project(
+        self, cfg: "ModelConfig", layer: Layer, h: Float[Array, "T d"]
+    ) -> tuple[Any, HeadRows]:
+        """Returns what a layer makes of normed rows, and the gate of its heads."""
+
+    @abstractmethod
+    def gated(self, cfg: "ModelConfig", layer: Layer, out: HeadRows, gate: HeadRows) -> HeadRows:
+        """Returns what the output projection takes of heads and their gate."""
+
+    @abstractmethod
     def kept(self, dtype: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Returns what a layer keeps of a sequence: its newest inputs in the rows' dtype, and a
         state, if any.
         """
-        raise NotImplementedError
 
-    def decode(self, projection: Any, kept: Any) -> tuple[Float[Array, "N H V"], list[Array]]:
+    @abstractmethod
+    def decode(self, projection: Any, kept: Any) -> tuple[HeadRows, list[Array]]:
         """Runs one row of each of N sequences that have kept that; returns heads, and what they
         keep then.
         """
-        raise NotImplementedError
 
-    def prefill(
-        self, projection: Any, chunks: "Chunks", kept: Any
-    ) -> tuple[Float[Array, "T H V"], list[Array]]:
+    @abstractmethod
+    def prefill(self, projection: Any, chunks: "Chunks", kept: Any) -> tuple[HeadRows, list[Array]]:
         """Does the same for chunks."""
-        raise NotImplementedError
 
     def cache(
         self, cfg: "ModelConfig", num_layers: int, sizes: CacheSizes
@@ -144,9 +168,42 @@ class Recurrent:
         return SlotRows(slots, slots, begins, Chunks.of(q_start, num_rows, starts), self)
 
 
+class WithStates(Recurrent):
+    """Layers that keep a state [D, V] of each head, in float32, beside their newest inputs."""
+
+    @abstractmethod
+    def of_heads(self, projection: ScanProjection, sums: Float[Array, "T C"]) -> Heads:
+        """Returns the rows of each head, of the convolution's sums."""
+
+    def decode(self, projection: ScanProjection, kept: Any) -> tuple[HeadRows, list[Array]]:
+        """See Recurrent."""
+        inputs, states = kept
+        sums, inputs = _one_more(projection, inputs)
+        q, k, new, beta, beside = self.of_heads(projection, sums)
+        states = states * jnp.exp(projection.log_decay)[..., None, None]
+        if beta is not None:
+            old = jnp.einsum("nhdv,nhd->nhv", states, k, precision=_PRECISE)
+            new = (new - old) * beta[..., None]
+        states = states + k[..., None] * new[..., None, :]
+        out = jnp.einsum("nhdv,nhd->nhv", states, q, precision=_PRECISE)
+        out = out if beside is None else out + beside
+        return out.astype(projection.x.dtype), [inputs, states]
+
+    def prefill(
+        self, projection: ScanProjection, chunks: "Chunks", kept: Any
+    ) -> tuple[HeadRows, list[Array]]:
+        """See Recurrent."""
+        inputs, states = kept
+        sums, inputs = _convolved(projection, chunks, inputs)
+        heads = self.of_heads(projection, sums)
+        out, states = _scan(heads, projection.log_decay, chunks, states)
+        out = out if heads.beside is None else out + heads.beside
+        return out.astype(projection.x.dtype), [inputs, states]
+
+
 @jax.tree_util.register_static
 @dataclass(frozen=True)
-class GatedDelta(Recurrent):
+class GatedDelta(WithStates):
     """Layers whose heads are those of Gated DeltaNet."""
 
     key_heads: int
@@ -160,42 +217,62 @@ class GatedDelta(Recurrent):
         """Elements that pass the convolution."""
         return 2 * self.key_heads * self.key + self.value_heads * self.value
 
+    def tensors(self, cfg: "ModelConfig", names: "Architecture", at: str) -> Layout:
+        """See Recurrent."""
+        at, d, heads = at + "linear_attn.", cfg.d_model, self.value_heads
+        keys, values = self.key_heads * self.key, heads * self.value
+        parts, woven = ("qkv", "z", "b", "a"), ()
+        stored = (self.channels, d), (values, d), (heads, d), (heads, d)
+        if names.joined_delta:
+            parts, stored = ("qkvz", "ba"), ((2 * keys + 2 * values, d), (2 * heads, d))
+            group = heads // self.key_heads
+            woven = (*2 * (self.key,), *2 * (group * self.value,)), 2 * (group,)
+        parts = tuple(f"{at}in_proj_{part}.weight" for part in parts)
+        return {
+            "w_in": Parameter(parts, stored, woven=woven),
+            "conv": _taps(at + "conv1d.weight", self),
+            "a_log": Parameter((at + "A_log",), ((heads,),), "bias", float32=True),
+            "dt_bias": Parameter((at + "dt_bias",), ((heads,),), "bias", float32=True),
+            "gated_norm": Parameter((at + "norm.weight",), ((self.value,),), "norm"),
+            "wo": Parameter((at + "out_proj.weight",), ((d, values),)),
+        }
+
+    def project(
+        self, cfg: "ModelConfig", layer: Layer, h: Float[Array, "T d"]
+    ) -> tuple[ScanProjection, HeadRows]:
+        """See Recurrent."""
+        heads, channels = self.value_heads, self.channels
+        ends = [channels, channels + heads * self.value, channels + heads * (self.value + 1)]
+        qkv, gate, beta, dt = jnp.split(linear(h, layer["w_in"]), ends, axis=1)
+        beta, dt = (x.astype(jnp.float32) for x in (beta, dt))
+        decay = log_decay(layer["a_log"], jax.nn.softplus(dt + layer["dt_bias"][None]))
+        projection = ScanProjection(qkv, layer, decay, jax.nn.sigmoid(beta))
+        return projection, gate.reshape(-1, heads, self.value)
+
+    def gated(self, cfg: "ModelConfig", layer: Layer, out: HeadRows, gate: HeadRows) -> HeadRows:
+        """See Recurrent. Each head has a norm of its own, before the gate."""
+        out = rms_norm(out, layer["gated_norm"], cfg.rms_norm_eps)
+        opening = jax.nn.silu(gate.astype(jnp.float32))
+        return (out.astype(jnp.float32) * opening).astype(out.dtype)
+
     def kept(self, dtype: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
         """See Recurrent: inputs [K - 1, C], and a state [H, D, V] in float32."""
         state = self.value_heads, self.key, self.value
-        return (
-            jax.ShapeDtypeStruct((self.taps - 1, self.channels), dtype),
-            jax.ShapeDtypeStruct(state, jnp.float32),
-        )
+        return _inputs(self, dtype), jax.ShapeDtypeStruct(state, jnp.float32)
 
-    def decode(
-        self, projection: DeltaProjection, kept: Any
-    ) -> tuple[Float[Array, "N H V"], list[Array]]:
-        """See Recurrent."""
-        inputs, states = kept
-        sums, inputs = _one_more(projection.qkv, projection.weights, inputs)
-        q, k, v = _heads(self, sums, projection.qkv.dtype)
-        states = states * jnp.exp(projection.log_decay)[..., None, None]
-        old = jnp.einsum("nhdv,nhd->nhv", states, k, precision=_PRECISE)
-        new = (v - old) * projection.beta[..., None]
-        states = states + k[..., None] * new[..., None, :]
-        out = jnp.einsum("nhdv,nhd->nhv", states, q, precision=_PRECISE)
-        return out.astype(projection.qkv.dtype), [inputs, states]
-
-    def prefill(
-        self, projection: DeltaProjection, chunks: "Chunks", kept: Any
-    ) -> tuple[Float[Array, "T H V"], list[Array]]:
-        """See Recurrent."""
-        inputs, states = kept
-        sums, inputs = _convolved(projection.qkv, projection.weights, chunks, inputs)
-        q, k, v = _heads(self, sums, projection.qkv.dtype)
-        out, states = _scan(q, k, v, projection.log_decay, projection.beta, chunks, states)
-        return out.astype(projection.qkv.dtype), [inputs, states]
+    def of_heads(self, projection: ScanProjection, sums: Float[Array, "T C"]) -> Heads:
+        """See WithStates. Queries and keys of a key head serve several value heads."""
+        mixed = jax.nn.silu(sums).astype(projection.x.dtype).astype(jnp.float32)
+        keys, group = self.key_heads * self.key, self.value_heads // self.key_heads
+        q, k, v = jnp.split(mixed, [keys, 2 * keys], axis=1)
+        q, k = (_unit(x.reshape(-1, self.key_heads, self.key)) for x in (q, k))
+        q, k = (jnp.repeat(x, group, axis=1) for x in (q * self.key**-0.5, k))
+        return Heads(q, k, v.reshape(-1, self.value_heads, self.value), projection.rate)
 
 
 @jax.tree_util.register_static
 @dataclass(frozen=True)
-class Mamba(Recurrent):
+class Mamba(WithStates):
     """Layers of Mamba-2."""
 
     heads: int
@@ -218,57 +295,62 @@ class Mamba(Recurrent):
         """Elements that pass the convolution."""
         return self.wide + 2 * self.groups * self.state
 
+    def tensors(self, cfg: "ModelConfig", names: "Architecture", at: str) -> Layout:
+        """See Recurrent."""
+        at, d, heads = at + "mamba.", cfg.d_model, (self.heads,)
+        columns = self.wide + self.channels + self.heads
+        biases = {"b_conv": ("conv1d", self.channels)} if self.conv_bias else {}
+        if self.bias:
+            biases |= {"b_in": ("in_proj", columns), "bo": ("out_proj", d)}
+        return {
+            "w_in": Parameter((at + "in_proj.weight",), ((columns, d),)),
+            "conv": _taps(at + "conv1d.weight", self),
+            "a_log": Parameter((at + "A_log",), (heads,), "bias", float32=True),
+            "dt_bias": Parameter((at + "dt_bias",), (heads,), "bias", float32=True),
+            "skip": Parameter((at + "D",), (heads,), "norm", float32=True),
+            "gated_norm": Parameter((at + "norm.weight",), ((self.wide,),), "norm"),
+            "wo": Parameter((at + "out_proj.weight",), ((d, self.wide),)),
+            **_biases(at, biases),
+        }
+
+    def project(
+        self, cfg: "ModelConfig", layer: Layer, h: Float[Array, "T d"]
+    ) -> tuple[ScanProjection, HeadRows]:
+        """See Recurrent."""
+        gate, x, dt = jnp.split(_entering(layer, h), [self.wide, self.wide + self.channels], axis=1)
+        dt = jax.nn.softplus(dt.astype(jnp.float32) + layer["dt_bias"][None])
+        dt = jnp.clip(dt, self.dt_least, self.dt_most)
+        projection = ScanProjection(x, layer, log_decay(layer["a_log"], dt), dt)
+        return projection, gate.reshape(-1, self.heads, self.value)
+
+    def gated(self, cfg: "ModelConfig", layer: Layer, out: HeadRows, gate: HeadRows) -> HeadRows:
+        """See Recurrent. The heads of a group have a norm, behind the gate."""
+        h = out.astype(jnp.float32) * jax.nn.silu(gate.astype(jnp.float32))
+        h = h.reshape(len(h), self.groups, -1)
+        h = h * lax.rsqrt(jnp.mean(h * h, axis=-1, keepdims=True) + cfg.rms_norm_eps)
+        h = h.reshape(len(h), -1).astype(out.dtype) * layer["gated_norm"][None]
+        return h.reshape(out.shape)
+
     def kept(self, dtype: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
         """See Recurrent: inputs [K - 1, C], and a state [H, state, value] in float32."""
-        return (
-            jax.ShapeDtypeStruct((self.taps - 1, self.channels), dtype),
-            jax.ShapeDtypeStruct((self.heads, self.state, self.value), jnp.float32),
-        )
+        state = self.heads, self.state, self.value
+        return _inputs(self, dtype), jax.ShapeDtypeStruct(state, jnp.float32)
 
-    def decode(
-        self, projection: MambaProjection, kept: Any
-    ) -> tuple[Float[Array, "N H V"], list[Array]]:
-        """See Recurrent."""
-        inputs, states = kept
-        sums, inputs = _one_more(projection.x, projection.weights[0], inputs)
-        q, k, x = self._heads(projection, sums)
-        new = x * projection.dt[..., None]
-        states = states * jnp.exp(projection.log_decay)[..., None, None]
-        states = states + k[..., None] * new[..., None, :]
-        out = jnp.einsum("nhdv,nhd->nhv", states, q, precision=_PRECISE)
-        return self._with_skip(projection, out, x), [inputs, states]
-
-    def prefill(
-        self, projection: MambaProjection, chunks: "Chunks", kept: Any
-    ) -> tuple[Float[Array, "T H V"], list[Array]]:
-        """See Recurrent."""
-        inputs, states = kept
-        sums, inputs = _convolved(projection.x, projection.weights[0], chunks, inputs)
-        q, k, x = self._heads(projection, sums)
-        new = x * projection.dt[..., None]
-        out, states = _scan(q, k, new, projection.log_decay, None, chunks, states)
-        return self._with_skip(projection, out, x), [inputs, states]
-
-    def _heads(
-        self, projection: MambaProjection, sums: Float[Array, "T C"]
-    ) -> tuple[Float[Array, "T H D"], Float[Array, "T H D"], Float[Array, "T H V"]]:
-        """Returns C, B and x of each head in float32."""
-        if (bias := projection.weights[1]) is not None:
+    def of_heads(self, projection: ScanProjection, sums: Float[Array, "T C"]) -> Heads:
+        """See WithStates: C, B and dt x of each head, and D x beside them."""
+        layer, dtype = projection.weights, projection.x.dtype
+        if (bias := layer.get("b_conv")) is not None:
             sums = sums + bias.astype(jnp.float32)[None]
-        mixed = jax.nn.silu(sums).astype(projection.x.dtype).astype(jnp.float32)
+        mixed = jax.nn.silu(sums).astype(dtype).astype(jnp.float32)
         ends = [self.wide, self.wide + self.groups * self.state]
         x, b, c = jnp.split(mixed, ends, axis=1)
         b, c = (
             jnp.repeat(one.reshape(-1, self.groups, self.state), self.heads // self.groups, axis=1)
             for one in (b, c)
         )
-        return c, b, x.reshape(-1, self.heads, self.value)
-
-    def _with_skip(
-        self, projection: MambaProjection, out: Float[Array, "T H V"], x: Float[Array, "T H V"]
-    ) -> Float[Array, "T H V"]:
-        skip = projection.weights[2].astype(jnp.float32)[None, :, None]
-        return (out + skip * x).astype(projection.x.dtype)
+        x = x.reshape(-1, self.heads, self.value)
+        skip = layer["skip"].astype(jnp.float32)[None, :, None]
+        return Heads(c, b, x * projection.rate[..., None], beside=skip * x)
 
 
 @jax.tree_util.register_static
@@ -280,23 +362,68 @@ class ShortConv(Recurrent):
     taps: int  # rows that the convolution sees, a row's own included
     bias: bool = False  # of its projections, and of the convolution
 
+    def tensors(self, cfg: "ModelConfig", names: "Architecture", at: str) -> Layout:
+        """See Recurrent."""
+        at, d, wide = at + "conv.", cfg.d_model, self.channels
+        biases = {"b_in": ("in_proj", 3 * wide), "b_conv": ("conv", wide), "bo": ("out_proj", d)}
+        return {
+            "w_in": Parameter((at + "in_proj.weight",), ((3 * wide, d),)),
+            "conv": _taps(at + "conv.weight", self),
+            "wo": Parameter((at + "out_proj.weight",), ((d, wide),)),
+            **_biases(at, biases if self.bias else {}),
+        }
+
+    def project(
+        self, cfg: "ModelConfig", layer: Layer, h: Float[Array, "T d"]
+    ) -> tuple[ConvProjection, HeadRows]:
+        """See Recurrent. One gate is before the convolution, the other behind it."""
+        before, gate, x = jnp.split(_entering(layer, h), 3, axis=1)
+        return ConvProjection(before * x, layer), gate[:, None]
+
+    def gated(self, cfg: "ModelConfig", layer: Layer, out: HeadRows, gate: HeadRows) -> HeadRows:
+        """See Recurrent."""
+        return (out + layer["b_conv"][None, None] if "b_conv" in layer else out) * gate
+
     def kept(self, dtype: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
         """See Recurrent: inputs [K - 1, C]."""
-        return (jax.ShapeDtypeStruct((self.taps - 1, self.channels), dtype),)
+        return (_inputs(self, dtype),)
 
-    def decode(
-        self, projection: ConvProjection, kept: Any
-    ) -> tuple[Float[Array, "N 1 C"], list[Array]]:
+    def decode(self, projection: ConvProjection, kept: Any) -> tuple[HeadRows, list[Array]]:
         """See Recurrent."""
-        sums, inputs = _one_more(projection.x, projection.weights, *kept)
+        sums, inputs = _one_more(projection, *kept)
         return sums[:, None].astype(projection.x.dtype), [inputs]
 
     def prefill(
         self, projection: ConvProjection, chunks: "Chunks", kept: Any
-    ) -> tuple[Float[Array, "T 1 C"], list[Array]]:
+    ) -> tuple[HeadRows, list[Array]]:
         """See Recurrent."""
-        sums, inputs = _convolved(projection.x, projection.weights, chunks, *kept)
+        sums, inputs = _convolved(projection, chunks, *kept)
         return sums[:, None].astype(projection.x.dtype), [inputs]
+
+
+Kind = GatedDelta | Mamba | ShortConv
+
+
+def _taps(name: str, kind: Kind) -> Parameter:
+    return Parameter((name,), ((kind.channels, 1, kind.taps),), "laid out")
+
+
+def _inputs(kind: Kind, dtype: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((kind.taps - 1, kind.channels), dtype)
+
+
+def _biases(at: str, sizes: Mapping[str, tuple[str, int]]) -> Layout:
+    """Describes biases by key, of modules of these names and sizes."""
+    return {
+        key: Parameter((f"{at}{name}.bias",), ((size,),), "bias")
+        for key, (name, size) in sizes.items()
+    }
+
+
+def _entering(layer: Layer, h: Float[Array, "T d"]) -> Float[Array, "T columns"]:
+    """Returns the product of rows with the layer's first weights, and its bias if it has one."""
+    product = linear(h, layer["w_in"])
+    return product + layer["b_in"][None] if "b_in" in layer else product
 
 
 class Chunks(NamedTuple):
@@ -390,18 +517,18 @@ class SlotRows(NamedTuple):
     def _before(self, projection: Any, layer: Int[Array, ""], cache: Any) -> list[Array]:
         """Returns what the sequences have kept."""
         if cache is None:
-            each = self.kind.kept(projection[0].dtype)
+            each = self.kind.kept(projection.x.dtype)
             return [jnp.zeros((len(self.slots), *one.shape), one.dtype) for one in each]
         found = (one[layer, self.slots] for one in cache)
         return [jnp.where(self.begins.reshape(-1, *(1,) * (one.ndim - 1)), 0, one) for one in found]
 
 
 def _one_more(
-    x: Float[Array, "N C"], taps: Float[Array, "C 1 K"], inputs: Float[Array, "N K1 C"]
+    projection: ConvProjection | ScanProjection, inputs: Float[Array, "N K1 C"]
 ) -> tuple[Float[Array, "N C"], Float[Array, "N K1 C"]]:
     """Returns the convolution of one row of each sequence in float32, and its newest inputs."""
-    seen = jnp.concatenate([inputs, x[:, None]], axis=1)
-    weights = taps[:, 0].T.astype(jnp.float32)[None]
+    seen = jnp.concatenate([inputs, projection.x[:, None]], axis=1)
+    weights = projection.weights["conv"][:, 0].T.astype(jnp.float32)[None]
     return jnp.sum(seen.astype(jnp.float32) * weights, axis=1), seen[:, 1:]
 
 
@@ -411,14 +538,11 @@ def _in_blocks(x: Float[Array, "T H *r"], chunks: Chunks) -> Float[Array, "Z H B
 
 
 def _convolved(
-    x: Float[Array, "T C"],
-    taps: Float[Array, "C 1 K"],
-    chunks: Chunks,
-    inputs: Float[Array, "M K1 C"],
+    projection: ConvProjection | ScanProjection, chunks: Chunks, inputs: Float[Array, "M K1 C"]
 ) -> tuple[Float[Array, "T C"], Float[Array, "M K1 C"]]:
     """Returns the convolution of rows in float32, and the newest inputs of their sequences."""
-    kept, num_rows = inputs.shape[1], len(x)
-    weights = taps[:, 0].astype(jnp.float32)
+    x, kept, num_rows = projection.x, inputs.shape[1], len(projection.x)
+    weights = projection.weights["conv"][:, 0].astype(jnp.float32)
     owner = jnp.minimum(chunks.owner, len(inputs) - 1)
     total = x.astype(jnp.float32) * weights[None, :, kept]
     for back in range(1, kept + 1):
@@ -435,31 +559,12 @@ def _convolved(
     return total, jnp.where((at >= 0)[..., None], x[rows], older)
 
 
-def _heads(
-    kind: GatedDelta, convolved: Float[Array, "T C"], dtype: Any
-) -> tuple[Float[Array, "T H D"], Float[Array, "T H D"], Float[Array, "T H V"]]:
-    """Returns queries, keys and values of each value head in float32, of the convolution's sums."""
-    mixed = jax.nn.silu(convolved).astype(dtype).astype(jnp.float32)
-    keys = kind.key_heads * kind.key
-    q, k, v = jnp.split(mixed, [keys, 2 * keys], axis=1)
-    group = kind.value_heads // kind.key_heads
-    q, k = (_unit(x.reshape(-1, kind.key_heads, kind.key)) for x in (q, k))
-    q, k = (jnp.repeat(x, group, axis=1) for x in (q * kind.key**-0.5, k))
-    return q, k, v.reshape(-1, kind.value_heads, kind.value)
-
-
 def _unit(x: Float[Array, "T G D"]) -> Float[Array, "T G D"]:
     return x * lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + _NORM_EPS)
 
 
 def _scan(
-    q: Float[Array, "T H D"],
-    k: Float[Array, "T H D"],
-    v: Float[Array, "T H V"],
-    log_decay: Float[Array, "T H"],
-    beta: Float[Array, "T H"] | None,
-    chunks: Chunks,
-    states: Float[Array, "M H D V"],
+    heads: Heads, log_decay: Float[Array, "T H"], chunks: Chunks, states: Float[Array, "M H D V"]
 ) -> tuple[Float[Array, "T H V"], Float[Array, "M H D V"]]:
     """Runs chunks block by block; what a block's rows are to each other is computed before. Returns
     heads, and the states afterwards.
@@ -468,8 +573,8 @@ def _scan(
     triangular system (Gated DeltaNet's section 3.3), solved once for what comes of the values and
     of the state before. Without (None) they are as they are.
     """
-    size = chunks.rows.shape[1]
-    q, k, v, log_decay = (_in_blocks(x, chunks) for x in (q, k, v, log_decay))
+    size, beta = chunks.rows.shape[1], heads.beta
+    q, k, v, log_decay = (_in_blocks(x, chunks) for x in (*heads[:3], log_decay))
     total = jnp.cumsum(log_decay, axis=2)
     before = jnp.tril(jnp.ones((size, size), bool))[None, None]
     into = out_of = jnp.ones((1, 1, size), bool)  # rows that see the state before, and behind

@@ -18,7 +18,7 @@ from jmoe.attention import StepRows, make_cache, page_windows, step_attention
 from jmoe.brownout import Control
 from jmoe.config import ModelConfig
 from jmoe.kv_cache import CacheSizes
-from jmoe.model import StepData, embed, head, run_between, run_layers, unstack
+from jmoe.model import StepData, embed, head, no_stats, run_between, run_layers, unstack
 from jmoe.moe import Balance, LayerStats, RoutedRows
 from jmoe.packed_rows import (
     DELTA_BLOCK,
@@ -318,15 +318,7 @@ class _Part(NamedTuple):
         halves = range(2 * self.layers.start, 2 * self.layers.stop)
         x, pages, stats = run_layers(cfg, weights, x, pages, step, halves=halves, **given)
         if stats is None:  # dense layers alone
-            num_experts = weights.table.slots.shape[1]
-            by_row, by_expert = (jnp.zeros((0, n), jnp.int32) for n in (x.shape[0], num_experts))
-            offloaded = weights.table.offloaded
-            stats = LayerStats(
-                by_row,
-                by_expert,
-                needed=None if offloaded is None else offloaded[:0],
-                wrong=None if cfg.strategy is None else jnp.zeros(0, jnp.int32),
-            )
+            stats = no_stats(cfg, weights, x.shape[0], 0)
         return x, pages, stats
 
     def sample(

@@ -87,6 +87,18 @@ def _backward(dtype, saved, grad):
 matmul.defvjp(_forward, _backward)
 
 
+def linear(
+    x: Float[Array, "*n T k"],
+    weights: Float[Array, "*n k columns"] | LayerOf,
+    dtype: Any = None,
+) -> Float[Array, "*n T columns"]:
+    """Computes `x @ weights` in the weights' dtype, which the rows may be wider than (in training);
+    `dtype` is the result's, None: the weights'.
+    """
+    x = x.astype(weights.dtype)
+    return weights.product(x, dtype) if isinstance(weights, LayerOf) else matmul(x, weights, dtype)
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def matmul_transposed(
     x: Float[Array, "m k"], w: Float[Array, "n k"], dtype: Any = None

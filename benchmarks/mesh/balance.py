@@ -6,16 +6,15 @@ requests, and a part is new in this step, so that the past tells less than all. 
 device has less than 1.5 times the mean load on the home placement are drawn again: there is little
 to balance in them.
 
-The ways are written from the papers' descriptions; shares and replicas of Libra are jmoe's own
-(`pallas_kernels.planning`), everything else is plain NumPy. Planning is timed too, on the device
-that jax has.
+The ways are written from the papers' descriptions in plain NumPy, but for Libra as it is modelled:
+those shares and replicas are jmoe's own (`pallas_kernels.planning`). Planning is timed too, on the
+device that jax has.
 """
 
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -198,22 +197,99 @@ def lina(step: Step) -> Load:
     return (step.made.sum(axis=0) / held.sum(axis=1)) @ held
 
 
-_replicas = jax.jit(planning.plan_replicas, static_argnames=("num_replicas", "per_pair", "literal"))
-_shard = jax.jit(planning.shard_visits, static_argnames=("move_local",))
+_replicas = jax.jit(planning.plan_replicas, static_argnames=("num_replicas", "per_pair"))
+_shard = jax.jit(planning.shard_visits)
 
 
-def libra(step: Step, *, as_printed: bool = False) -> Load:
+def libra(step: Step) -> Load:
     """Balances as Libra does: replicas by the predicted visits, shares by those that were made."""
-    replicas = _replicas(
-        step.predicted,
-        step.hosts,
-        num_replicas=step.num_replicas,
-        per_pair=step.per_pair,
-        literal=as_printed,
-    )
+    sizes = {"num_replicas": step.num_replicas, "per_pair": step.per_pair}
+    replicas = _replicas(step.predicted, step.hosts, **sizes)
     home = step.hosts.argmax(axis=1).astype(np.int32)
-    shares = _shard(step.made, step.hosts | replicas, home=home, move_local=not as_printed)
+    shares = _shard(step.made, step.hosts | replicas, home=home)
     return (np.asarray(shares.kept) + np.asarray(shares.remote)).sum(axis=1)
+
+
+def libra_as_printed(step: Step) -> Load:
+    """Balances by Libra's Algorithms 1 and 2 as the paper prints them."""
+    sizes = step.num_replicas, step.per_pair
+    held = printed_replicas(step.predicted, step.hosts, *sizes)
+    return printed_shares(step.made, held, step.hosts.argmax(axis=1)).sum(axis=1)
+
+
+def printed_replicas(
+    counts: np.ndarray,
+    hosts: np.ndarray,
+    num_replicas: int,
+    per_pair: int | None = None,
+    alpha: float = 0.5,
+) -> np.ndarray:
+    """Returns hosts and replicas [E, G] by Algorithm 1; a copy that cannot be placed ends it."""
+    devices, home, held = len(counts), hosts.argmax(axis=1), hosts.copy()
+    slots = np.full(devices, num_replicas)
+    pairs = np.full((devices, devices), num_replicas if per_pair is None else per_pair)
+
+    def copy(expert: int, to: int) -> None:
+        held[expert, to] = True
+        slots[to] -= 1
+        pairs[home[expert], to] -= 1
+
+    num_local = int(alpha * num_replicas)
+    for device in range(devices):
+        for _ in range(num_local):
+            wanted = np.where(~held[:, device] & (pairs[home, device] > 0), counts[device], 0)
+            if wanted.max() > 0:
+                copy(int(wanted.argmax()), device)
+    visits, mean = _at_home(counts, held, home), counts.sum() // devices
+    load, others = visits.sum(axis=1), np.where(held.T, 0, counts).sum(axis=0)
+    for _ in range((num_replicas - num_local) * devices):
+        source = int(load.argmax())
+        remote = np.where(home == source, others, 0)
+        expert = int(remote.argmax())
+        can = ~held[expert] & (slots > 0) & (pairs[source] > 0)
+        target = int(np.where(can, load, np.inf).argmin())
+        gained = counts[target, expert]
+        overloaded = load[source] > mean and remote[expert] > 0
+        if not (overloaded and can[target] and gained <= mean - load[target]):
+            break
+        others[expert] -= gained
+        load[source] -= gained
+        load[target] += gained
+        copy(expert, target)
+    return held
+
+
+def printed_shares(counts: np.ndarray, held: np.ndarray, home: np.ndarray) -> np.ndarray:
+    """Returns the visits [G, E] that each device computes by Algorithm 2: of other devices' rows
+    alone some move.
+    """
+    own = np.where(held.T, counts, 0)
+    movable = _at_home(counts, held, home) - own
+    mean = -(-counts.sum() // len(counts))
+    stuck = np.zeros(len(counts), bool)  # since the last move
+    while True:
+        load = (own + movable).sum(axis=1)
+        source = int(np.where(stuck, -1, load).argmax())
+        if stuck[source] or load[source] <= mean:
+            return own + movable
+        lowest = np.where(held, load, np.inf).min(axis=1)
+        below = np.where(lowest < mean, movable[source], 0)
+        expert = int(below.argmax())
+        amount = int(min(below[expert], max(0, mean - lowest[expert])))
+        if amount == 0:
+            stuck[source] = True
+            continue
+        target = int(np.where(held[expert], load, np.inf).argmin())
+        movable[source, expert] -= amount
+        movable[target, expert] += amount
+        stuck[:] = False
+
+
+def _at_home(counts: np.ndarray, held: np.ndarray, home: np.ndarray) -> np.ndarray:
+    """Returns visits [G, E] at their own device where it holds the expert, else at its home."""
+    own = np.where(held.T, counts, 0)
+    at_home = home == np.arange(len(counts))[:, None]
+    return own + np.where(at_home, (counts - own).sum(axis=0), 0)
 
 
 def libra_one_a_pair(step: Step) -> Load:
@@ -225,7 +301,7 @@ STRATEGIES: dict[str, Callable[[Step], Load]] = {
     "none": none,
     "EPLB": eplb,
     "Lina": lina,
-    "Libra, both as printed": partial(libra, as_printed=True),
+    "Libra, both as printed": libra_as_printed,
     "Libra, modelled": libra,
     "Libra, one a pair": libra_one_a_pair,
 }

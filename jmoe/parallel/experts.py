@@ -46,6 +46,7 @@ class AllRows(NamedTuple):
     ids: Int[Array, "N K"]  # experts that the routers chose, int32
     valid: Bool[Array, "N"]
     exempt: Bool[Array, "N"]
+    next_ids: Int[Array, "N K"] | None = None  # experts that the next layer's may choose, if asked
 
     def h(self, own: Float[Array, "T d"]) -> Float[Array, "R d"]:
         """Returns the normed rows, of which `own` are this device's. Where it is called they are
@@ -60,24 +61,27 @@ def gather_rows(
     ids: Int[Array, "T K"],
     valid: Bool[Array, "T"],
     exempt: Bool[Array, "T"],
+    next_ids: Int[Array, "T K"] | None = None,
 ) -> AllRows:
     """Returns the rows of all devices in one collective, to the bit: all travels as integers of h's
     width. Where `h` are every second row, those between them are known but for themselves.
     """
-    flags = jnp.where(valid, VALID, 0) | jnp.where(exempt, EXEMPT, 0)
-    numbers = jnp.concatenate([ids, flags.astype(jnp.int32)[:, None]], axis=1)
-    parts = to_words(h, weights.astype(jnp.float32), numbers)
+    flags, top_k = jnp.where(valid, VALID, 0) | jnp.where(exempt, EXEMPT, 0), ids.shape[1]
+    columns = [ids, flags.astype(jnp.int32)[:, None], *([] if next_ids is None else [next_ids])]
+    joined = jnp.concatenate(columns, axis=1)
+    parts = to_words(h, weights.astype(jnp.float32), joined)
     sent = lax.all_gather(jnp.concatenate(parts, axis=1), AXIS, tiled=True)
     ends = (parts[0].shape[1], parts[0].shape[1] + parts[1].shape[1])
     _, weights, numbers = jnp.split(sent, ends, axis=1)
-    numbers = from_words(numbers, jnp.int32).reshape(-1, ids.shape[1] + 1)
-    flags = numbers[:, -1]
+    numbers = from_words(numbers, jnp.int32).reshape(-1, joined.shape[1])
+    flags = numbers[:, top_k]
     return AllRows(
         sent,
-        from_words(weights, jnp.float32).reshape(-1, ids.shape[1]),
-        numbers[:, :-1],
+        from_words(weights, jnp.float32).reshape(-1, top_k),
+        numbers[:, :top_k],
         (flags & VALID) > 0,
         (flags & EXEMPT) > 0,
+        None if next_ids is None else numbers[:, top_k + 1 :],
     )
 
 

@@ -25,9 +25,8 @@ from jmoe.experts import ExpertTable, Pool
 from jmoe.moe import Answered, Asked, Balance, LayerStats, compute, gate, planned, router
 from jmoe.parallel.experts import (
     AXIS,
-    EXEMPT,
-    VALID,
     exchanged,
+    gather_rows,
     in_passes,
     own_degraded,
     room_of,
@@ -105,36 +104,6 @@ class Replicas(NamedTuple):
         return self._replace(pool=exchanged(self.pool))
 
 
-class _Choices(NamedTuple):
-    """What the routers chose for the rows of all devices."""
-
-    ids: Int[Array, "N K"]
-    weights: Float[Array, "N K"]
-    valid: Bool[Array, "N"]
-    exempt: Bool[Array, "N"]
-    next_ids: Int[Array, "N K"] | None
-
-
-def _gather_choices(
-    ids: Array, weights: Array, valid: Array, exempt: Array, next_ids: Array | None
-) -> _Choices:
-    """Gathers choices in one collective of 4-byte words; the rows themselves travel apart."""
-    top_k = ids.shape[1]
-    flags = jnp.where(valid, VALID, 0) | jnp.where(exempt, EXEMPT, 0)
-    bits = lax.bitcast_convert_type(weights.astype(jnp.float32), jnp.int32)
-    columns = [ids, bits, flags.astype(jnp.int32)[:, None]]
-    columns += [] if next_ids is None else [next_ids]
-    all_ = lax.all_gather(jnp.concatenate(columns, axis=1), AXIS, tiled=True)
-    flags = all_[:, 2 * top_k]
-    return _Choices(
-        all_[:, :top_k],
-        lax.bitcast_convert_type(all_[:, top_k : 2 * top_k], jnp.float32),
-        (flags & VALID) > 0,
-        (flags & EXEMPT) > 0,
-        None if next_ids is None else all_[:, 2 * top_k + 1 :],
-    )
-
-
 def senders(
     wanted: Bool[Array, "E D"], home: Int[Array, "E"], per_pair: int
 ) -> Int[Array, "D D P"]:
@@ -175,7 +144,8 @@ class Copying(NamedTuple):
         ahead = self._ahead(cfg, asked.x)
         weights, ids = gate(cfg, asked.logits, asked.layer)
         next_ids = None if ahead is None else gate(cfg, *ahead)[1]
-        rows = _gather_choices(ids, weights, asked.rows.valid, asked.rows.exempt, next_ids)
+        flags = asked.rows.valid, asked.rows.exempt
+        rows = gather_rows(weights[:, :0], weights, ids, *flags, next_ids)
         # After the choices, which all planning waits for.
         rows, sent_h = lax.optimization_barrier((rows, h))
         all_h = lax.all_gather(sent_h, AXIS, tiled=True)

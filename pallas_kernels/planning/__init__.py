@@ -1,6 +1,6 @@
 """Planning of expert parallelism: which experts to copy, and how to split their visits."""
 
 from pallas_kernels.planning.op import Shares, plan_replicas, shard_visits
-from pallas_kernels.planning.reference import GRAIN, SPREAD, home_of
+from pallas_kernels.planning.reference import home_of
 
-__all__ = ["GRAIN", "SPREAD", "Shares", "home_of", "plan_replicas", "shard_visits"]
+__all__ = ["Shares", "home_of", "plan_replicas", "shard_visits"]

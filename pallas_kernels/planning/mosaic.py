@@ -52,7 +52,7 @@ def plan_replicas(
     per_pair: int,
     num_local: int,
 ) -> Bool[Array, "E G"]:
-    """See `reference.plan_replicas`, without `literal`; `supports` says for what."""
+    """See `reference.plan_replicas`; `supports` says for what."""
 
     def plan(at: _Problem) -> Array:
         replicas = _Replicas.none(at, num_replicas, per_pair)
@@ -66,7 +66,7 @@ def plan_replicas(
 def shard_visits(
     counts: Int[Array, "G E"], hosts: Bool[Array, "E G"], home: Int[Array, "E"]
 ) -> Int[Array, "G E"]:
-    """See `reference.shard_visits`, without tolerance and with `move_local`."""
+    """See `reference.shard_visits`."""
     return _run(_share, "shard_visits", counts, hosts, home).T
 
 

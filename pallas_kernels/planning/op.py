@@ -38,20 +38,19 @@ def plan_replicas(
     num_replicas: int,
     per_pair: int | None = None,
     alpha: float = 0.5,
-    literal: bool = False,
 ) -> Bool[Array, "E G"]:
     """Chooses the replicas that devices should hold beside `hosts` (Libra, Algorithm 1).
 
     First every device takes the `floor(alpha * num_replicas)` experts that its own rows visit most
     and that it lacks, so that more visits stay local; an expert without visits is not taken. The
-    second phase balances. As printed in the paper (`literal`) it copies the expert with most remote
-    visits from the most loaded device to the least loaded one that can take it, and credits the
-    copy with the taker's own visits; once a copy cannot be placed nothing changes any more. The
-    other form moves visits between hosts as `shard_visits` will, copying an expert where that is
-    what a move lacks, and then spends what is left against errors of the prediction: each time on
-    the expert with most visits a host.
+    second phase balances. As the paper prints it, it copies the expert with most remote visits from
+    the most loaded device to the least loaded one that can take it, and credits the copy with the
+    taker's own visits; once a copy cannot be placed nothing changes any more
+    (`benchmarks.mesh.balance` has it). This one moves visits between hosts as `shard_visits` will,
+    copying an expert where that is what a move lacks, and then spends what is left against errors
+    of the prediction: each time on the expert with most visits a host.
 
-    On Hopper the other form takes one kernel.
+    On Hopper it takes one kernel.
 
     Args:
         counts: int32, the visits that are expected.
@@ -60,7 +59,6 @@ def plan_replicas(
         per_pair: the most that one device sends to another, an expert's home being its sender
             (static); None is no bound.
         alpha: 0 to 1, the share of N for the first phase (static).
-        literal: the second phase as printed (static).
 
     Raises ValueError for a negative number of replicas, a bound below 1, or alpha out of range.
     """
@@ -75,22 +73,21 @@ def plan_replicas(
         "per_pair": num_replicas if per_pair is None else per_pair,
         "num_local": int(alpha * num_replicas),
     }
-    if hopper() and not literal:
+    if hopper():
         from pallas_kernels.planning import mosaic  # Pallas is not imported where it is unused
 
         if mosaic.supports(*hosts.shape):
             note("copies of experts", KERNEL)
             return mosaic.plan_replicas(counts, hosts, home_of(hosts), **sizes)
     note("copies of experts", has_batched=False)
-    return reference.plan_replicas(counts, hosts, **sizes, literal=literal)
+    return reference.plan_replicas(counts, hosts, **sizes)
 
 
 def shard_visits(
     counts: Int[Array, "G E"],
     hosts: Bool[Array, "E G"],
     *,
-    home: Int[Array, "E"] | None = None,
-    move_local: bool = True,
+    home: Int[Array, "E"],
 ) -> Shares:
     """Divides every expert's visits among its hosts (Libra, Algorithm 2, with whole visits).
 
@@ -100,40 +97,35 @@ def shard_visits(
     host, as many as this one has room for below the mean. After each move all devices are looked at
     again: the paper's text says so, its listing would first finish a round.
 
-    As printed (`move_local` False) only visits of other devices' rows move, and a move may take
-    more than the excess. With `move_local` a device may give away its own rows' visits as well,
-    the others' first, and never more than the excess. And where no host has room below the mean
-    it may pass visits on to a less loaded one, half of the difference, which then is the one to
-    give; differences that this moves by less than 1/GRAIN of the mean are left.
+    As the paper prints it, only visits of other devices' rows move, and a move may take more than
+    the excess. Here a device may give away its own rows' visits as well, the others' first, and
+    never more than the excess. And where no host has room below the mean it may pass visits on to a
+    less loaded one, half of the difference, which then is the one to give; differences that this
+    moves by less than 1/GRAIN of the mean are left.
 
-    On Hopper, with `move_local`, it takes one kernel.
+    On Hopper it takes one kernel.
 
     Args:
         counts: int32, the visits that were made.
         hosts: homes and replicas.
-        home: int32, `home_of` the hosts before there were replicas; None takes the hosts as given.
-        move_local: own visits may move (static).
+        home: int32, `home_of` the hosts before there were replicas.
 
     Returns int32 shares: for each expert they add up to its visits, only hosts have any, and no
     device keeps more than its own rows made.
     """
-    home = home_of(hosts) if home is None else home
-    computed = _computed(counts, hosts, home, move_local)
+    computed = _computed(counts, hosts, home)
     kept = jnp.minimum(jnp.where(hosts.T, counts, 0), computed)
     return Shares(kept, computed - kept)
 
 
 def _computed(
-    counts: Int[Array, "G E"],
-    hosts: Bool[Array, "E G"],
-    home: Int[Array, "E"],
-    move_local: bool,
+    counts: Int[Array, "G E"], hosts: Bool[Array, "E G"], home: Int[Array, "E"]
 ) -> Int[Array, "G E"]:
-    if hopper() and move_local:
+    if hopper():
         from pallas_kernels.planning import mosaic
 
         if mosaic.supports(*hosts.shape):
             note("shares of copies", KERNEL)
             return mosaic.shard_visits(counts, hosts, home)
     note("shares of copies", has_batched=False)
-    return reference.shard_visits(counts, hosts, home, move_local=move_local)
+    return reference.shard_visits(counts, hosts, home)

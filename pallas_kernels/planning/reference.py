@@ -20,7 +20,6 @@ def plan_replicas(
     num_replicas: int,
     per_pair: int,
     num_local: int,
-    literal: bool,
 ) -> Bool[Array, "E G"]:
     """See `op.plan_replicas`; `num_local` of the replicas are the first phase's."""
     devices = hosts.shape[1]
@@ -31,23 +30,14 @@ def plan_replicas(
         jnp.full((devices, devices), per_pair, jnp.int32),
     )
     plan = _take_local(counts, plan, num_local, bounded=per_pair < num_local)
-    if literal:
-        plan = _balance_as_printed(counts, plan, (num_replicas - num_local) * devices)
-    else:
-        plan = _spend_rest(counts, _balance_resharded(counts, plan))
+    plan = _spend_rest(counts, _balance(counts, plan))
     return plan.held & ~hosts
 
 
 def shard_visits(
-    counts: Int[Array, "G E"],
-    hosts: Bool[Array, "E G"],
-    home: Int[Array, "E"],
-    *,
-    move_local: bool,
+    counts: Int[Array, "G E"], hosts: Bool[Array, "E G"], home: Int[Array, "E"]
 ) -> Int[Array, "G E"]:
     """Returns the visits that each device computes; see `op.shard_visits`."""
-    own = jnp.where(hosts.T, counts, 0)
-    others = _at_home(_sum(counts - own, axis=0), home, counts.shape[0])
     mean = _mean(counts)
 
     def unbalanced(loads: _Loads) -> Array:
@@ -55,13 +45,10 @@ def shard_visits(
 
     def move(loads: _Loads) -> _Loads:
         source = _argmax(loads.unstuck)
-        best = _best_move(loads, source, hosts, mean, move_local)
+        best = _best_move(loads, source, hosts, mean)
         return loads.moved(*lax.optimization_barrier((source, *best)))
 
-    loads = _Loads.of(others + own if move_local else others, _sum(own + others, axis=1))
-    loads = lax.while_loop(unbalanced, move, loads)
-    computed = loads.movable if move_local else loads.movable + own
-    return computed
+    return lax.while_loop(unbalanced, move, _Loads.of(counts, hosts, home)).movable
 
 
 def home_of(hosts: Bool[Array, "E G"]) -> Int[Array, "E"]:
@@ -75,12 +62,20 @@ class _Loads(NamedTuple):
     """Visits where they would be computed now."""
 
     movable: Int[Array, "G E"]
-    load: Int[Array, "G"]  # with those that may not move
+    load: Int[Array, "G"]
     unstuck: Int[Array, "G"]  # the load, or -1: nothing of this device could move, as things are
 
     @classmethod
-    def of(cls, movable: Int[Array, "G E"], load: Int[Array, "G"]) -> "_Loads":
-        return cls(movable, load, load)
+    def of(
+        cls, counts: Int[Array, "G E"], held: Bool[Array, "E G"], home: Int[Array, "E"]
+    ) -> "_Loads":
+        """Returns the loads before a move: visits at their own device where it holds the expert,
+        else at its home.
+        """
+        own = jnp.where(held.T, counts, 0)
+        others = jnp.where(_is(home[None, :], len(counts)), _sum(counts - own, axis=0)[None, :], 0)
+        load = _sum(own + others, axis=1)
+        return cls(own + others, load, load)
 
     def moved(self, source: Array, target: Array, expert: Array, amount: Array) -> "_Loads":
         """Returns the loads after a move; a move of nothing leaves its source stuck until another
@@ -117,29 +112,25 @@ class _Plan(NamedTuple):
 
 
 def _best_move(
-    loads: _Loads, source: Array, hosts: Bool[Array, "E G"], mean: Array, pass_on: bool
+    loads: _Loads, source: Array, hosts: Bool[Array, "E G"], mean: Array
 ) -> tuple[Array, Array, Array]:
     """Returns (target, expert, visits to move) for an overloaded source; 0 visits where there is no
     move.
 
-    The expert is the source's hottest of those that a device below the mean hosts. `pass_on`: never
-    more than the excess; and without such a device, the expert of which half the difference in load
+    The expert is the source's hottest of those that a device below the mean hosts, and no more than
+    the excess moves; without such a device, it is the expert of which half the difference in load
     to its least loaded host is most. (So the source itself is never the target.)
     """
     lowest = _lowest(hosts, loads.load)
     visits, load = loads.movable[source], loads.load[source]
     below = jnp.where(lowest < mean, visits, 0)
     room = mean - jnp.minimum(lowest, mean)
-    if not pass_on:
-        expert = _argmax(below)
-        amount = jnp.minimum(below[expert], room[expert])
-    else:
-        half = jnp.minimum(visits, (load - jnp.minimum(lowest, load)) // 2)
-        found = jnp.max(below) > 0
-        expert = _argmax(jnp.where(found, below, half))
-        amount = jnp.minimum(jnp.minimum(below[expert], room[expert]), load - mean)
-        passed = jnp.where(half[expert] >= jnp.maximum(mean // GRAIN, 1), half[expert], 0)
-        amount = jnp.where(found, amount, passed)
+    half = jnp.minimum(visits, (load - jnp.minimum(lowest, load)) // 2)
+    found = jnp.max(below) > 0
+    expert = _argmax(jnp.where(found, below, half))
+    amount = jnp.minimum(jnp.minimum(below[expert], room[expert]), load - mean)
+    passed = jnp.where(half[expert] >= jnp.maximum(mean // GRAIN, 1), half[expert], 0)
+    amount = jnp.where(found, amount, passed)
     target = lax.argmin(jnp.where(hosts[expert], loads.load, MANY), 0, jnp.int32)
     return target, expert, amount
 
@@ -165,42 +156,7 @@ def _take_local(counts: Int[Array, "G E"], plan: _Plan, num_local: int, *, bound
     return lax.fori_loop(0, num_local, take, plan)
 
 
-def _balance_as_printed(counts: Int[Array, "G E"], plan: _Plan, most_copies: int) -> _Plan:
-    """Runs the second phase of Algorithm 1 as the paper prints it: at most `most_copies` copies.
-
-    A copy that cannot be placed changes nothing, nor would any later one: the loop ends there.
-    """
-    devices = counts.shape[0]
-    mean = _sum(counts) // devices  # whole loads above it are those above the exact mean
-
-    def going(state: tuple[Any, ...]) -> Array:
-        return state[0] > 0
-
-    def copy(state: tuple[Any, ...]) -> tuple[Any, ...]:
-        left, plan, others, load = state
-        source = _argmax(load)
-        remote = jnp.where(plan.home == source, others, 0)
-        expert = _argmax(remote)
-        can = ~plan.held[expert] & (plan.slots > 0) & (plan.pairs[source] > 0)
-        candidates = jnp.where(can, load, MANY)
-        target = lax.argmin(candidates, 0, jnp.int32)
-        gained = counts[target, expert]
-        overloaded = (load[source] > mean) & (remote[expert] > 0)
-        placed = overloaded & can[target] & (gained <= mean - load[target])
-        gained = jnp.where(placed, gained, 0)
-        gives, takes = _is(source, devices), _is(target, devices)
-        others = others - gained * _int(_is(expert, others.shape[0]))
-        load = load + gained * (_int(takes) - _int(gives))
-        left = jnp.where(placed, left - 1, 0)
-        return left, plan.copied(expert, takes & placed), others, load
-
-    own = jnp.where(plan.held.T, counts, 0)
-    others = _sum(counts - own, axis=0)
-    load = _sum(own + _at_home(others, plan.home, devices), axis=1)
-    return lax.while_loop(going, copy, (jnp.int32(most_copies), plan, others, load))[1]
-
-
-def _balance_resharded(counts: Int[Array, "G E"], plan: _Plan) -> _Plan:
+def _balance(counts: Int[Array, "G E"], plan: _Plan) -> _Plan:
     """Runs the second phase, modelling Algorithm 2: moves that may need a copy first, until all is
     even.
     """
@@ -226,9 +182,8 @@ def _balance_resharded(counts: Int[Array, "G E"], plan: _Plan) -> _Plan:
         source, target, expert, amount, missing = decided
         return plan.copied(expert, missing), loads.moved(source, target, expert, amount)
 
-    own = jnp.where(plan.held.T, counts, 0)
-    visits = own + _at_home(_sum(counts - own, axis=0), plan.home, counts.shape[0])
-    return lax.while_loop(unbalanced, move, (plan, _Loads.of(visits, _sum(visits, axis=1))))[0]
+    start = plan, _Loads.of(counts, plan.held, plan.home)
+    return lax.while_loop(unbalanced, move, start)[0]
 
 
 def _spend_rest(counts: Int[Array, "G E"], plan: _Plan) -> _Plan:
@@ -266,11 +221,6 @@ def _spend_rest(counts: Int[Array, "G E"], plan: _Plan) -> _Plan:
 def _lowest(can: Bool[Array, "n G"], load: Int[Array, "G"]) -> Int[Array, "n"]:
     """Returns the least load among the devices that each row allows; MANY where it allows none."""
     return jnp.min(jnp.where(can, load[None, :], MANY), axis=1)
-
-
-def _at_home(visits: Int[Array, "E"], home: Int[Array, "E"], devices: int) -> Int[Array, "G E"]:
-    """Returns the visits of each device if all went to their experts' homes."""
-    return jnp.where(_is(home[None, :], devices), visits[None, :], 0)
 
 
 def _mean(counts: Int[Array, "G E"]) -> Int[Array, ""]:

@@ -5,6 +5,8 @@ import pytest
 
 from benchmarks.mesh import __main__ as mesh
 from benchmarks.mesh import balance
+from tests import planned
+from tests.jmoe.parallel import balance_oracle as oracle
 
 pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
 
@@ -49,6 +51,20 @@ def test_baselines_by_hand():
     assert 4 <= load.min() <= load.max() <= 16
     assert balance.eplb(step(MADE, seed=3)).tolist() == load.tolist()
     assert balance.libra(step(MADE)).tolist() == [10, 10]
+
+
+@pytest.mark.parametrize(("alpha", "per_pair"), [(0.0, None), (0.5, None), (0.5, 1), (1.0, 1)])
+def test_libra_as_printed_is_the_papers_listings(alpha, per_pair):
+    for seed in range(40):
+        counts, hosts = map(np.asarray, planned.draw(seed, *[(3, 7), (8, 20)][seed % 2]))
+        home, lists = hosts.argmax(axis=1), (counts.tolist(), hosts.tolist())
+        for num_replicas in (1, 4):
+            held = balance.printed_replicas(counts, hosts, num_replicas, per_pair, alpha)
+            want = oracle.algorithm_1(*lists, num_replicas, alpha, per_pair)
+            np.testing.assert_array_equal(held & ~hosts, want)
+            found = balance.printed_shares(counts, held, home)
+            want = oracle.algorithm_2(counts.tolist(), held.tolist(), home.tolist())
+            np.testing.assert_array_equal(found, want)
 
 
 @pytest.mark.deep

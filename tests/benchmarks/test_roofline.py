@@ -35,11 +35,11 @@ from benchmarks.kernels.shapes import (
     Shape,
 )
 from jmoe.config import from_hf
-from pallas_kernels.compile_for import compile_for, h200_mesh
 from pallas_kernels.grouped_gemm.tiles import GemmTile, Tile
 from pallas_kernels.paged_attention import common, schedule
 from pallas_kernels.prefill_attention import mosaic as prefill_kernel
 from pallas_kernels.prefill_attention import work
+from tests.compile_for import compile_for, h200_mesh
 from tests.compiled import count_launches
 
 ROOT = Path(__file__).parents[2]

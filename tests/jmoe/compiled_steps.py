@@ -21,7 +21,7 @@ from jmoe.random_model import random_params
 from jmoe.steps import make_state, served
 from jmoe.weights import Weights
 from pallas_kernels.backend import traced_for
-from pallas_kernels.compile_for import compile_for, h200_mesh
+from tests.compile_for import compile_for, h200_mesh
 from tests.compiled import large_results
 
 BATCH, PAGES, PAGE_SIZE, MAX_BLOCKS = 64, 2048, 64, 64

@@ -41,7 +41,7 @@ from jmoe.shaping import make_shaping, seat
 from jmoe.steps import decode_step, draw_step, prefill_step, sample_step, score_step
 from pallas_kernels import grouped_gemm, routing
 from pallas_kernels.backend import traced_for
-from pallas_kernels.compile_for import compile_for, h100_mesh, h200_mesh
+from tests.compile_for import compile_for, h100_mesh, h200_mesh
 from tests.compiled import count_launches, count_loop_launches, large_results
 from tests.equal_kernels import equal_kernels_are_compiled_once
 

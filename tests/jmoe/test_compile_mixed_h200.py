@@ -21,8 +21,8 @@ from jmoe.mixed import MixedWeights, mixed_decode_step
 from jmoe.packed_rows import NUM_COLUMNS
 from jmoe.steps import served
 from pallas_kernels.backend import traced_for
-from pallas_kernels.compile_for import compile_for
 from pallas_kernels.routing.parts import MAX_LOGICAL, MAX_ROUTED
+from tests.compile_for import compile_for
 from tests.equal_kernels import equal_kernels_are_compiled_once
 
 pytestmark = pytest.mark.deep

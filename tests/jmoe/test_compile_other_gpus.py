@@ -21,7 +21,7 @@ from jmoe.random_model import random_params
 from jmoe.steps import decode_step, make_state, prefill_step, served
 from jmoe.weights import Weights
 from pallas_kernels.backend import batched_only, traced_for
-from pallas_kernels.compile_for import OTHER_GPUS, compile_for, gpu_mesh
+from tests.compile_for import OTHER_GPUS, compile_for, gpu_mesh
 from tests.compiled import count_launches, large_results
 
 pytestmark = pytest.mark.deep

@@ -1,6 +1,7 @@
 """Gated DeltaNet over slots, in any mixture of chunks and single rows, against loops in float64."""
 
 import json
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -9,10 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jmoe import layout
 from jmoe.attention import StepRows, is_recurrent, sequence_bytes
-from jmoe.config import ConfigError, from_hf
+from jmoe.config import ConfigError, from_hf, read_config
 from jmoe.kv_cache import CacheSizes
-from jmoe.recurrent import MIN_LOG_DECAY, DeltaProjection, GatedDelta, log_decay
+from jmoe.recurrent import MIN_LOG_DECAY, GatedDelta, ScanProjection, log_decay
 
 pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
 KIND = GatedDelta(key_heads=2, value_heads=4, key=6, value=5, taps=3)
@@ -59,7 +61,7 @@ ROWS, DECODES, CHUNKS = 40, 4, 3
 def decode_step(cache, layer, mixed, slots, kv_len):
     position = jnp.maximum(kv_len - 1, 0)
     rows = StepRows(TABLE, slots, position, kv_len > 0, slots, kv_len)
-    return KIND.step(None, cache, rows)(DeltaProjection(*mixed, TAPS), layer, cache)
+    return KIND.step(None, cache, rows)(projection(*mixed), layer, cache)
 
 
 @partial(jax.jit, static_argnums=6)
@@ -69,11 +71,15 @@ def chunk_step(cache, layer, mixed, slots, kv_len, q_start, num_decodes):
     valid, owner = owner < len(slots), jnp.minimum(owner, len(slots) - 1)
     position = index  # which no layer of this kind reads
     rows = StepRows(TABLE, slots[owner], position, valid, slots, kv_len, q_start, num_decodes)
-    return KIND.step(None, cache, rows)(DeltaProjection(*mixed, TAPS), layer, cache)
+    return KIND.step(None, cache, rows)(projection(*mixed), layer, cache)
 
 
 TABLE = jnp.zeros((SLOTS, 1), jnp.int32)
 TAPS = jnp.asarray(SEQUENCES[0][3])
+
+
+def projection(qkv, decay, beta):
+    return ScanProjection(qkv, {"conv": TAPS}, decay, beta)
 
 
 def run(cache, layer, decodes, chunks):
@@ -143,7 +149,7 @@ def test_any_mixture_of_steps_is_the_loop(seed):
 @pytest.mark.parametrize("length", [7, 64, 90])
 def test_whole_sequences_and_packed_items_are_the_loop(length):
     mixed = [np.concatenate([one[i][:length] for one in SEQUENCES[:2]]) for i in range(3)]
-    given = DeltaProjection(*map(jnp.asarray, mixed), TAPS)
+    given = projection(*map(jnp.asarray, mixed))
     want = np.concatenate([one[:length] for one in WANTED[:2]])
     out, cache = KIND.causal(2, length)(given, jnp.int32(0), None)
     np.testing.assert_allclose(out, want, rtol=0, atol=2e-5)
@@ -169,7 +175,7 @@ def test_hard_decays_leave_later_rows_as_they_are():
     qkv, _, beta = (one[:80].copy() for one in SEQUENCES[1][:3])
     decay = np.full((80, KIND.value_heads), -1e-3, np.float32)
     decay[::7] = MIN_LOG_DECAY
-    given = DeltaProjection(*map(jnp.asarray, (qkv, decay, beta)), TAPS)
+    given = projection(*map(jnp.asarray, (qkv, decay, beta)))
     out, _ = KIND.causal(1, 80)(given, jnp.int32(0), None)
     np.testing.assert_allclose(out, loops(qkv, decay, beta, SEQUENCES[0][3]), rtol=0, atol=2e-5)
 
@@ -177,9 +183,7 @@ def test_hard_decays_leave_later_rows_as_they_are():
 def test_gradients_are_those_of_the_loop():
     def of_blocks(qkv, decay, beta):
         rows = KIND.causal(1, len(qkv))
-        return jnp.sum(
-            jnp.sin(rows(DeltaProjection(qkv, decay, beta, TAPS), jnp.int32(0), None)[0])
-        )
+        return jnp.sum(jnp.sin(rows(projection(qkv, decay, beta), jnp.int32(0), None)[0]))
 
     given = [jnp.asarray(a[:21]) for a in SEQUENCES[3][:3]]
     found = jax.grad(of_blocks, argnums=(0, 1, 2))(*given)
@@ -198,6 +202,18 @@ def test_gradients_are_those_of_the_loop():
         ]
         slope = (moved[0] - moved[1]) / (2 * step)
         assert float(np.sum(np.asarray(gradient) * way)) == pytest.approx(slope, rel=2e-3, abs=2e-3)
+
+
+def test_layers_of_two_recurrent_kinds_are_stacked_apart(request):
+    cfg = read_config(request.config.rootpath / "tests" / "golden" / "lfm2_moe")
+    first = cfg.layer_attention[0]
+    kinds = (first, replace(first, taps=first.taps + 1)) * cfg.num_layers
+    cfg = replace(cfg, layer_attention=kinds[: cfg.num_layers])
+    assert [count for _, _, count in cfg.segments()] == [1] * cfg.num_layers
+    assert {layout.layer(cfg, at, True)["conv"].shape[-1] for at in (0, 1)} == {
+        first.taps,
+        first.taps + 1,
+    }
 
 
 def test_what_a_sequence_keeps_is_told():

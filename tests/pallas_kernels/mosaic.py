@@ -15,7 +15,7 @@ from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from sm90 import ptxas
 
-from pallas_kernels.compile_for import compile_for, h200_mesh
+from tests.compile_for import compile_for, h200_mesh
 
 ON_SM90 = os.environ.get("KERNELS_ON") == "sm90"
 """Emulates everything that is interpreted by default: too slow for CI."""

@@ -17,10 +17,10 @@ from benchmarks.kernels.shapes import (
     Shape,
 )
 from pallas_kernels.backend import references_only
-from pallas_kernels.compile_for import compile_for, h200_mesh
 from pallas_kernels.fp8_pages import Fp8Pages
 from pallas_kernels.kv_write import Projection, split_heads, write_kv
 from pallas_kernels.kv_write import mosaic as kernel
+from tests.compile_for import compile_for, h200_mesh
 from tests.compiled import count_launches
 
 pytestmark = pytest.mark.deep

@@ -15,10 +15,10 @@ from sm90 import ptxas, sass
 
 from benchmarks.kernels.shapes import MODELS, QWEN3_30B_A3B, Shape
 from pallas_kernels.backend import NUM_SMS
-from pallas_kernels.compile_for import compile_for, h200_mesh
 from pallas_kernels.fp8_pages import Fp8Pages
 from pallas_kernels.paged_attention import common, paged_attention, schedule, tiles
 from pallas_kernels.paged_attention import mosaic as kernel
+from tests.compile_for import compile_for, h200_mesh
 
 pytestmark = pytest.mark.deep
 in_a_hurry = pytest.mark.usefixtures("interpreted_in_a_hurry")

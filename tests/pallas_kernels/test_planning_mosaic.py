@@ -10,8 +10,8 @@ import pytest
 
 from pallas_kernels import planning
 from pallas_kernels.backend import references_only
-from pallas_kernels.compile_for import compile_for, h200_mesh
 from pallas_kernels.planning import mosaic
+from tests.compile_for import compile_for, h200_mesh
 from tests.compiled import count_launches
 from tests.planned import decide, draw
 

@@ -12,10 +12,10 @@ from sm90 import sass
 
 from benchmarks.kernels.shapes import MODELS, QWEN3_30B_A3B
 from pallas_kernels.backend import traced_for
-from pallas_kernels.compile_for import compile_for, h200_mesh
 from pallas_kernels.prefill_attention import mosaic, prefill_attention, tiles, work
 from pallas_kernels.prefill_attention import plan as plan_step
 from pallas_kernels.prefill_attention.tiles import Tile
+from tests.compile_for import compile_for, h200_mesh
 from tests.compiled import count_loop_launches
 
 pytestmark = pytest.mark.deep

@@ -30,10 +30,10 @@ from sm90 import sass
 from benchmarks.kernels.shapes import MODELS, QWEN3_30B_A3B, QWEN15_MOE_A27B
 from pallas_kernels import routing
 from pallas_kernels.backend import references_only
-from pallas_kernels.compile_for import compile_for, h200_mesh
 from pallas_kernels.grouped_gemm import BLOCK_M
 from pallas_kernels.routing import mosaic
 from pallas_kernels.routing.values import Gating
+from tests.compile_for import compile_for, h200_mesh
 from tests.compiled import count_launches
 
 pytestmark = pytest.mark.deep

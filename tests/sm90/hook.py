@@ -14,10 +14,10 @@ from jax._src.interpreters import mlir
 from jax._src.pallas import mpmd
 from jax.experimental.mosaic.gpu.constraints import ConstraintSystem
 
-from pallas_kernels.compile_for import compile_for, h200_mesh
 from sm90 import host, machine, program
 from sm90.execute import Code
 from sm90.memory import Place
+from tests.compile_for import compile_for, h200_mesh
 
 
 class Ran(NamedTuple):

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import pytest
 
-from pallas_kernels.compile_for import compile_for, h200_mesh
+from tests.compile_for import compile_for, h200_mesh
 
 _LINE = re.compile(r"^\s*\S*:?\s+/\*([0-9a-f]{4,})\*/\s+(?:(@!?U?P\d+)\s+)?([A-Z][\w.]*)(.*)$")
 

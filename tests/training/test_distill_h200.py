@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jmoe.config import from_hf
 from jmoe.random_model import random_params
-from pallas_kernels.compile_for import compile_for, h200_mesh
+from tests.compile_for import compile_for, h200_mesh
 from training.distill import DistillConfig, refine
 from training.distill.fit import Problem, _optimizer, _steps
 from training.distill.refine import POOL_SPECS, UNITED_SPECS, Frozen

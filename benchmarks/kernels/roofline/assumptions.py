@@ -51,7 +51,7 @@ PORT_BYTES_PER_CLOCK = 64
 an estimate for this one."""
 
 L2_BYTES = 60 << 20
-"""`pallas_kernels.compile_for.H200`. An intermediate of up to half of it is taken to be read
+"""`tests.compile_for.H200`. An intermediate of up to half of it is taken to be read
 from L2 by the kernel after the one that wrote it; it is written to memory all the same."""
 
 MUFU_PER_CLOCK = 16

@@ -31,7 +31,7 @@ from jmoe.steps import decode_step, make_state, prefill_step, served
 from jmoe.weights import Weights
 from pallas_kernels import grouped_gemm, routing
 from pallas_kernels.backend import traced_for
-from pallas_kernels.compile_for import compile_for, h200_mesh
+from tests.compile_for import compile_for, h200_mesh
 from tests.compiled import count_launches, large_results
 from tests.equal_kernels import equal_kernels_are_compiled_once
 
