@@ -19,25 +19,13 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from serving.cli import options
 from serving.cli.consolidate import consolidate
 from serving.cli.distill import distill
 from serving.cli.evaluate import evaluate
 from serving.cli.info import info
 from serving.cli.keys import keys
-from serving.cli.options import (
-    AllowUnknownConfig,
-    Command,
-    HubRevision,
-    KvCacheDtype,
-    Quantize,
-    ServeCommand,
-    documented,
-    family_flag,
-    flag_keys,
-    models_flag,
-    overrides,
-    setting_flags,
-)
+from serving.cli.options import Command, documented
 from serving.cli.tools import bench, demo
 from serving.errors import ServingError, Unavailable
 from serving.settings.plugins import own_strategy
@@ -127,8 +115,8 @@ _SETTINGS = (
 )
 
 
-@app.command(cls=ServeCommand, epilog=_SETTINGS)
-@setting_flags
+@app.command(cls=options.ServeCommand, epilog=_SETTINGS)
+@options.setting_flags
 @documented
 def serve(
     models: Annotated[list[str] | None, typer.Argument(metavar="[[NAME=]MODEL]...")] = None,
@@ -158,15 +146,16 @@ def serve(
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until there is something to read again
     from serving.settings import reading as settings
 
-    given = {key: flags[name] for name, key in flag_keys().items() if flags[name] != []}
+    given = {key: flags[name] for name, key in options.flag_keys().items() if flags[name] != []}
     served = [*(models or []), *(model or [])]
     if flags["served_model_name"] and len(served) > 1 and not all("=" in one for one in served):
         raise ValueError(
             f"--served-model-name takes one name, and {len(served)} models are given: "
             f"{' '.join(served)}; leave out what is a further name, and keep one model"
         )
-    given |= models_flag(served)
-    loaded = settings.settled(settings.load(config, overrides(given, set_ or []), os.environ))
+    given |= options.models_flag(served)
+    own = options.overrides(given, set_ or [])
+    loaded = settings.settled(settings.load(config, own, os.environ))
     verbose = verbose or logging.getLogger("serving").level == logging.DEBUG
     logs.configure(loaded.log_format, verbose=verbose)
     if restart:
@@ -244,10 +233,10 @@ def generate(
     prompts: Annotated[list[str], typer.Argument(metavar="PROMPT...")],
     model: list[str] | None = None,
     family: Path | None = None,
-    hub_revision: HubRevision = "",
+    hub_revision: options.HubRevision = "",
     dtype: str = "bfloat16",
-    quantize: Quantize = "auto",
-    kv_cache_dtype: KvCacheDtype = "auto",
+    quantize: options.Quantize = "auto",
+    kv_cache_dtype: options.KvCacheDtype = "auto",
     tokens: bool = False,
     max_new_tokens: int = 64,
     temperature: float = 0.0,
@@ -259,7 +248,7 @@ def generate(
     keep: Literal["visits", "weight"] = "visits",
     levels: bool = False,
     way: Annotated[int | None, typer.Option(metavar="K")] = None,
-    allow_unknown_config: AllowUnknownConfig = None,
+    allow_unknown_config: options.AllowUnknownConfig = None,
 ) -> None:
     """Continues prompts in this process, without a server.
 
@@ -294,7 +283,7 @@ def generate(
     if brownout_threshold != 100 or strategy is not None or way is not None:
         kind: Any = own_strategy(strategy or "") or strategy or "partial"
         brownout = jmoe.Brownout(kind, brownout_threshold, way, keep, levels)
-    directories = family_flag(model or ["bundled"], family)
+    directories = options.family_flag(model or ["bundled"], family)
     with progress_bar() as progress:
         shared: dict[str, Any] = {
             "progress": partial(progress, "loading layers"),

@@ -11,16 +11,8 @@ from typing import Annotated, Any
 
 import typer
 
-from serving.cli.options import (
-    ApiKeyEnv,
-    Command,
-    TlsCa,
-    TlsCert,
-    TlsKey,
-    documented,
-    of_fields,
-    overrides,
-)
+from serving.cli import options
+from serving.cli.options import Command, documented, of_fields
 from serving.telemetry import logs
 from serving.telemetry.progress import progress_bar
 
@@ -68,10 +60,10 @@ def serve(
     host: str = "127.0.0.1",
     port: int | None = None,
     admin_address: Annotated[str | None, typer.Option(metavar="HOST:PORT")] = None,
-    api_key_env: ApiKeyEnv = None,
-    tls_ca: TlsCa = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
+    api_key_env: options.ApiKeyEnv = None,
+    tls_ca: options.TlsCa = None,
+    tls_cert: options.TlsCert = None,
+    tls_key: options.TlsKey = None,
     ready_check_timeout_sec: float = 600.0,
     model: str | None = None,
     model_mix: Annotated[list[str] | None, typer.Option(metavar="NAME=WEIGHT...")] = None,
@@ -315,7 +307,7 @@ def controllers(
     flags = locals() | {"traces": trace, "settings": set_, "controllers": controllers.split(",")}
     from serving.bench.controllers import ControllersConfig, run_controllers
 
-    overrides({}, set_ or [])  # raises for what is no KEY=VALUE
+    options.overrides({}, set_ or [])  # raises for what is no KEY=VALUE
     flags["conditions"] = conditions.split(",") if conditions else None
     flags["mix"] = _numbers("--mix", mix, "three numbers", 3) if mix else None
     config = of_fields(ControllersConfig, flags)
