@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from serving.cli import options
-from serving.cli.options import documented, of_fields
+from serving.cli.options import of_fields
 from serving.settings.plugins import own_strategy
 from serving.telemetry.progress import progress_bar
 
@@ -36,7 +36,6 @@ WITHOUT = {
 """What each flag leaves without effect."""
 
 
-@documented
 def evaluate(
     ctx: typer.Context,
     model: list[str] | None = None,

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from serving.cli import options
-from serving.cli.options import documented
 
 if TYPE_CHECKING:
     from serving.client.connection import Connection
@@ -18,7 +17,6 @@ Section = tuple[str, Sequence[tuple[str, str]]]
 """A heading ("" for none) and rows of a name and a value."""
 
 
-@documented
 def info(
     ctx: typer.Context,
     model: Annotated[str | None, typer.Argument()] = None,

@@ -25,7 +25,6 @@ from serving.cli.distill import distill
 from serving.cli.evaluate import evaluate
 from serving.cli.info import info
 from serving.cli.keys import keys
-from serving.cli.options import Command, documented
 from serving.cli.tools import bench, demo
 from serving.errors import ServingError, Unavailable
 from serving.settings.plugins import own_strategy
@@ -34,7 +33,7 @@ from serving.telemetry.progress import progress_bar
 
 log = logging.getLogger(__name__)
 
-app = typer.Typer(
+app = options.Commands(
     name="jmoe",
     help="Serves Mixture-of-Experts models that keep their latency promise under bursts.",
     no_args_is_help=True,
@@ -43,11 +42,8 @@ app = typer.Typer(
 )
 app.add_typer(bench, name="bench")
 app.add_typer(keys, name="keys")
-app.command(cls=Command)(consolidate)
-app.command(cls=Command)(demo)
-app.command(cls=Command)(distill)
-app.command(cls=Command)(evaluate)
-app.command(cls=Command)(info)
+for command in (consolidate, demo, distill, evaluate, info):
+    app.command()(command)
 
 
 def main() -> None:
@@ -95,7 +91,7 @@ def _version(wanted: bool) -> None:
 
 
 @app.callback()
-@documented
+@options.documented
 def common(
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True)] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log every request.")] = False,
@@ -117,7 +113,7 @@ _SETTINGS = (
 
 @app.command(cls=options.ServeCommand, epilog=_SETTINGS)
 @options.setting_flags
-@documented
+@options.documented
 def serve(
     models: Annotated[list[str] | None, typer.Argument(metavar="[[NAME=]MODEL]...")] = None,
     config: Annotated[str, typer.Option(metavar="FILE")] = "default",
@@ -227,8 +223,7 @@ async def _start_engine(config: Any, *observers: Any) -> Any:
     return engine
 
 
-@app.command(cls=Command)
-@documented
+@app.command()
 def generate(
     prompts: Annotated[list[str], typer.Argument(metavar="PROMPT...")],
     model: list[str] | None = None,

@@ -12,11 +12,11 @@ from typing import Annotated, Any
 import typer
 
 from serving.cli import options
-from serving.cli.options import Command, documented, of_fields
+from serving.cli.options import Command, of_fields
 from serving.telemetry import logs
 from serving.telemetry.progress import progress_bar
 
-bench = typer.Typer(help="Runs benchmarks.", no_args_is_help=True)
+bench = options.Commands(help="Runs benchmarks.", no_args_is_help=True)
 
 
 class _SeveralValues(Command):
@@ -53,7 +53,6 @@ def _servers_of_its_own() -> Iterator[None]:
 
 
 @bench.command(cls=_SeveralValues)
-@documented
 def serve(
     backend: str = "jmoe",
     base_url: Annotated[str | None, typer.Option(metavar="http://HOST:PORT")] = None,
@@ -156,8 +155,7 @@ def serve(
         raise typer.Exit(1)
 
 
-@bench.command(cls=Command)
-@documented
+@bench.command()
 def priority(
     server_args: Annotated[list[str] | None, typer.Argument()] = None,
     num_requests: int = 2500,
@@ -187,8 +185,7 @@ def priority(
         run_priority(of_fields(PriorityConfig, flags))
 
 
-@bench.command(cls=Command)
-@documented
+@bench.command()
 def balance(
     server_args: Annotated[list[str] | None, typer.Argument()] = None,
     model: str = "bundled",
@@ -227,8 +224,7 @@ def balance(
         run_balance(of_fields(BalanceBenchConfig, flags))
 
 
-@bench.command(cls=Command)
-@documented
+@bench.command()
 def family(
     model: Annotated[list[str], typer.Option()],
     server_args: Annotated[list[str] | None, typer.Argument()] = None,
@@ -267,8 +263,7 @@ def family(
         run_family(of_fields(FamilyConfig, flags))
 
 
-@bench.command(cls=Command)
-@documented
+@bench.command()
 def controllers(
     conditions: str = "",
     controllers: str = "algorithm2,predictive",
@@ -326,7 +321,6 @@ def _numbers(flag: str, text: str, wanted: str = "numbers", count: int = 0) -> l
     return found
 
 
-@documented
 def demo(
     server_args: Annotated[list[str] | None, typer.Argument()] = None,
     segment_s: float = 15.0,
