@@ -6,6 +6,7 @@ the first request on is the yardstick: no controller can keep more tokens in tim
 """
 
 import json
+import math
 import shlex
 import statistics
 import sys
@@ -139,10 +140,10 @@ class ControllersConfig:
         for name in self.conditions:
             if name not in CONDITIONS:
                 raise ValueError(f"condition {name!r} is none of {', '.join(CONDITIONS)}")
-        if self.mix and not (min(self.mix[:2]) >= 1 and self.mix[2] >= 0):
+        if self.mix and not (min(self.mix[:2]) >= 1 and 0 <= self.mix[2] < math.inf):
             raise ValueError(
                 f"mix is {self.mix}; it must be two means of 1 token or more and a spread of 0 or "
-                "more"
+                "more, which is finite"
             )
         if self.seeds < 1 or not self.duration_s > 0:
             raise ValueError("seeds and duration_s must be above 0")
