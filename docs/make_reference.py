@@ -34,7 +34,7 @@ from jmoe.display import count
 from jmoe.router import fused
 from pallas_kernels.routing import mosaic
 from pallas_kernels.routing.values import Gating
-from serving.cli.info import attention_on_hopper, kv_bytes_per_token, num_parameters
+from serving.cli.model_info import attention_on_hopper, kv_bytes_per_token, num_parameters
 from serving.config import ServerConfig, Setting
 
 ROOT = Path(__file__).parents[1]

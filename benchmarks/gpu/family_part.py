@@ -18,14 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 from benchmarks.gpu import models, step_part
 from benchmarks.gpu.part import Case, Context, RunCase
 from benchmarks.gpu.sizes import Sizes
-from benchmarks.gpu.step_part import (
-    StepProgram,
-    compiled,
-    decode_rows,
-    decode_state,
-    in_other_arrays,
-    rulers,
-)
+from benchmarks.gpu.step_part import StepProgram
 from benchmarks.kernels.timing import Ceilings, Ruler
 from jmoe.family import Family
 from jmoe.mixed import MixedWeights, mixed_decode_step
@@ -45,7 +38,7 @@ def cases(sizes: Sizes) -> list[Case]:
 @contextmanager
 def session(context: Context) -> Iterator[RunCase]:
     """Loads one family for all cases and yields what runs a case on it."""
-    ruler, ceilings = rulers(context)
+    ruler, ceilings = step_part.rulers(context)
     family = models.make_family(context.sizes)
 
     def run(case: Case) -> dict[str, Any]:
@@ -102,7 +95,7 @@ def _weights(family: Family) -> tuple[list[Weights], dict[str, str]]:
 def _mixed(sizes: Sizes, family: Family, batch: int) -> StepProgram:
     """Returns a mixed step in which half of the rows are of each model."""
     cfg, (each, options) = family.config, _weights(family)
-    weights, rows = MixedWeights.of(each), decode_rows(range(batch), sizes.context)
+    weights, rows = MixedWeights.of(each), step_part.decode_rows(range(batch), sizes.context)
     columns = len(family) * cfg.num_experts
 
     def mixed(carry: State, *given: Any) -> Any:
@@ -110,7 +103,7 @@ def _mixed(sizes: Sizes, family: Family, batch: int) -> StepProgram:
         state, out = mixed_decode_step(cfg, weights, carry, *arrays, max_active=columns)
         return state, out._replace(logits=None)
 
-    carry = decode_state(sizes, family[0], sizes.family_batches)
+    carry = step_part.decode_state(sizes, family[0], sizes.family_batches)
     return StepProgram.of(mixed, carry, (weights,), rows, options)
 
 
@@ -146,7 +139,7 @@ def _in_turn(sizes: Sizes, family: Family, batch: int) -> StepProgram:
     cfg, (each, options), half = family.config, _weights(family), batch // 2
     shared = jnp.asarray(family.sharing.owners[1] == 0)
     held = [(weights, jnp.int32(number), shared) for number, weights in enumerate(each)]
-    rows = [decode_rows(range(n * half, (n + 1) * half), sizes.context) for n in range(2)]
+    rows = [step_part.decode_rows(range(n * half, (n + 1) * half), sizes.context) for n in range(2)]
 
     def in_turn(carry: tuple[State, Visits], *given: Any) -> Any:
         (state, seen), (weights, number, shared, *arrays) = carry, given
@@ -155,7 +148,8 @@ def _in_turn(sizes: Sizes, family: Family, batch: int) -> StepProgram:
         return (state, seen), out._replace(logits=None)
 
     nothing = jnp.zeros(2, jnp.int32), jnp.zeros(2), jnp.zeros(shared.shape, bool), jnp.zeros(())
-    carry = decode_state(sizes, family[0], sizes.family_batches), Visits(*nothing)
-    call = compiled(in_turn, carry, *held[0], *rows[0], options=options)
+    carry = step_part.decode_state(sizes, family[0], sizes.family_batches), Visits(*nothing)
+    call = step_part.compiled(in_turn, carry, *held[0], *rows[0], options=options)
     turns = [*zip(held, rows, strict=True)] * 2
-    return StepProgram(call, carry, [in_other_arrays(*turn, count=1)[0] for turn in turns])
+    sets = [step_part.in_other_arrays(*turn, count=1)[0] for turn in turns]
+    return StepProgram(call, carry, sets)

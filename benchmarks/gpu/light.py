@@ -27,9 +27,8 @@ def main() -> None:
 
     if dry:
         jax.config.update("jax_platforms", "cpu")
-    kind, _, rest = name.partition("/")
-    run = {"smoke": _smoke, "step": _step}.get(kind, _op)
-    found = run(name if run is _op else rest, dry, name)
+    run = {"smoke": _smoke, "step": _step}.get(name.partition("/")[0], _op)
+    found = run(name, dry)
     print("result: " + json.dumps(found), flush=True)
 
 
@@ -39,7 +38,7 @@ def _phase(name: str, case: str = "") -> None:
         plant(f"light/{case}")
 
 
-def _smoke(_: str, dry: bool, case: str) -> dict[str, Any]:
+def _smoke(case: str, dry: bool) -> dict[str, Any]:
     """Runs the smallest kernel there is: a copy by TMA that adds one."""
     import jax
     import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -73,7 +72,7 @@ pages, as a server has.
 """
 
 
-def _step(form: str, dry: bool, case: str) -> dict[str, Any]:
+def _step(case: str, dry: bool) -> dict[str, Any]:
     """Compares a step of two layers with the same step by XLA references: decode, but `prefill`."""
     import contextlib
 
@@ -86,7 +85,7 @@ def _step(form: str, dry: bool, case: str) -> dict[str, Any]:
     from jmoe.steps import decode_step, prefill_step, served
     from pallas_kernels.backend import references_only
 
-    way, _, more = form.partition("/")
+    _, way, more = (*case.split("/"), "")[:3]
     batch = 4 if dry else 64
     sizes = replace(DRY if dry else Sizes(), batches=(batch,))
     _phase("draw")
@@ -139,7 +138,7 @@ def _rows_difference(out: Any, want: Any) -> dict[str, Any]:
     return {**_difference([out], [want]), "ok": False, **found}
 
 
-def _op(name: str, dry: bool, _: str) -> dict[str, Any]:
+def _op(name: str, dry: bool) -> dict[str, Any]:
     """Runs a case of the kernel benchmark; returns its judge's verdict and where results differ."""
     import secrets
 

@@ -16,7 +16,7 @@ import uvloop
 from benchmarks.gpu.part import Case, Context, RunCase
 from benchmarks.gpu.sizes import Mix, Setting, Sizes, hf_config
 from serving.bench.demo import wait_idle
-from serving.bench.launch import running_server
+from serving.bench.launch import running_server, set_flags
 from serving.bench.workload import Arrival, Lengths, synthetic
 from serving.client import Client
 
@@ -53,15 +53,6 @@ def settings(sizes: Sizes, cache: Path) -> dict[str, Any]:
         "engine.compilation_cache": str(cache),
         "engine.brownout.way": max(sizes.ways),
     }
-
-
-def flags(overrides: dict[str, Any]) -> list[str]:
-    """Returns the overrides as flags of a command line."""
-    found = []
-    for key, value in overrides.items():
-        text = ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
-        found += ["--set", f"{key}={text}"]
-    return found
 
 
 class Live:
@@ -125,7 +116,7 @@ def live(
         str(stats),
         *(["--dry-run"] if sizes.dry else []),
         *(word for pair in context.changes for word in ("--size", pair)),
-        *flags(overrides),
+        *set_flags(overrides),
     ]
     started: dict[str, float] = {}
     begin = time.monotonic()

@@ -31,9 +31,8 @@ class Case(NamedTuple):
 
     name: str
     estimate_s: float  # how long it takes, roughly: what is left of the time must hold it
-    about: Mapping[str, Any] = MappingProxyType(
-        {}
-    )  # kept in the record; what tells this case from the others
+    about: Mapping[str, Any] = MappingProxyType({})
+    """Kept in the record; what tells this case from the others."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,6 @@ class Context:
     kept: store.Store
     scratch: Path  # for checkpoints and logs; not kept
     cache: Path  # XLA's compiled programs
-    commit: str = "unknown"
     facts: dict[str, Any] = field(default_factory=dict)  # of the session, for all of its records
     changes: Sequence[str] = ()  # of the full sizes, as the command line has them
     wanted: Sequence["Case"] = ()  # that this call may run

@@ -14,6 +14,7 @@ import tarfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -188,10 +189,7 @@ def _some(args: argparse.Namespace, sizes: Sizes, ends_at: float, part: str, mat
         words += [f"--{f}" for f in ("retry", "again") if getattr(args, f)]
         words += ["--dry-run"] if sizes.dry else []
         env = {**os.environ, **(MEMORY if part in OWNS_MEMORY and not sizes.dry else {})}
-
-        def most_s(wanted: list[Case] = wanted) -> tuple[str, float]:
-            return _at_most(args, kept, part, wanted)
-
+        most_s = partial(_at_most, args, kept, part, wanted)
         status = _child(words, left_s + 15, env, most_s)
         worst = max(worst, int(status != 0))
         _say_how_it_ended(kept, part, wanted, status)
@@ -334,8 +332,7 @@ def run_part(args: argparse.Namespace, sizes: Sizes, device: str, ends_at: float
     scratch = store.ROOT / "out" / ("gpu-dry-scratch" if sizes.dry else "gpu-scratch")
     scratch.mkdir(parents=True, exist_ok=True)
     cache = store.ROOT / "out" / "gpu-xla-cache"
-    of_call = {"changes": args.size, "wanted": wanted}
-    context = Context(sizes, kept, scratch, cache, about["commit"], **of_call)
+    context = Context(sizes, kept, scratch, cache, changes=args.size, wanted=wanted)
     failed = 0
     try:
         with module(part).session(context) as run_case:

@@ -11,9 +11,10 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.live import ENGINE, Live, flags, live, requests, settings
+from benchmarks.gpu.live import ENGINE, Live, live, requests, settings
 from benchmarks.gpu.part import Case, Context, alone, in_a_process
 from benchmarks.gpu.sizes import SETTINGS, Sizes
+from serving.bench.launch import set_flags
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 
 DEPENDS = (*ENGINE, "benchmarks/gpu/hf_dir.py")
@@ -39,7 +40,7 @@ def run(context: Context, case: Case) -> dict[str, Any]:
     if case.name == "checkpoint":
         directory = checkpoint(context)
         overrides = {**settings(context.sizes, cache), "engine.model": str(directory), "port": 0}
-        command = ["-m", "serving.cli", "serve", *flags(overrides)]
+        command = ["-m", "serving.cli", "serve", *set_flags(overrides)]
         record["checkpoint_bytes"] = sum(file.stat().st_size for file in directory.iterdir())
     for start in ("cold", "warm"):
         with live(context, f"startup-{case.name}-{start}", command, cache) as server:

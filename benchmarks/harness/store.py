@@ -12,7 +12,6 @@ not fail, is not measured again. So a run that was cut short goes on where it st
 import hashlib
 import importlib.metadata
 import json
-import math
 import os
 import platform
 import re
@@ -24,6 +23,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from serving.bench.results import rounded
 from serving.telemetry import version
 
 ROOT = Path(__file__).parents[2]
@@ -133,22 +133,9 @@ class Store:
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"{file}.json"
         part = path.with_suffix(".part")
-        text = json.dumps(rounded(list(records.values())), indent=1, allow_nan=False)
+        text = json.dumps(rounded([*records.values()], 6), indent=1, allow_nan=False)
         part.write_text(text + "\n", encoding="utf-8")
         os.replace(part, path)
-
-
-def rounded(value: Any) -> Any:
-    """Returns a value with floats rounded to six digits; NaN and infinity, which JSON lacks, become
-    null.
-    """
-    if isinstance(value, dict):
-        return {str(key): rounded(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [rounded(item) for item in value]
-    if isinstance(value, float):
-        return float(f"{value:.6g}") if math.isfinite(value) else None
-    return value
 
 
 def attempt(
@@ -187,7 +174,7 @@ def markdown(columns: list[str], rows: list[list[Any]]) -> list[str]:
 def write_figures(path: Path, found: dict[str, Any]) -> None:
     """Writes JSON for people to read and to compare: a record a line, six digits a figure."""
     lines = []
-    for name, value in rounded(found).items():
+    for name, value in rounded(found, 6).items():
         text = json.dumps(value)
         if isinstance(value, list | dict) and len(text) > 100:
             records = [json.dumps(record) for record in value]

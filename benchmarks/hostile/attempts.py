@@ -4,24 +4,22 @@ A protocol sends them in its own form and answers in `GenerateResponse`s, so tha
 judged alike.
 """
 
-import json
 import random
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import grpc
 
 from benchmarks.hostile.fuzzing import Fuzz
+from serving.bench.workload import BUNDLED_TASKS, load_tasks
 from serving.client import Client, admin_address_of
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 
 GENERATE = "/jmoe.v1.Generation/Generate"
 GROUPS = {"fine": 60, "cancelled": 25, "malformed": 10, "late": 5}
 MOST_NEW_TOKENS, MOST_PROMPT_TOKENS = 60, 120
-TASKS = Path(__file__).parents[2] / "jmoe" / "bundled" / "tasks.jsonl"
 
 
 @dataclass(frozen=True)
@@ -97,8 +95,7 @@ async def learn(address: str, http_address: str) -> Facts:
     """Asks the server for its limits and for whether it takes texts."""
     async with Client(address) as client:
         server, model = await client.server_info(), await client.model_info()
-        lines = TASKS.read_text(encoding="utf-8").splitlines()
-        prompts = [json.loads(line)["prompt"] for line in lines]
+        prompts = [str(task.prompt) for task in load_tasks(BUNDLED_TASKS)]
         room = server.max_model_len - MOST_NEW_TOKENS - 1  # a token has a byte at least
         texts = tuple(text for text in prompts if len(text.encode()) <= room)
         if texts:

@@ -12,18 +12,8 @@ from typing import Any
 
 import grpc
 
-from benchmarks.hostile import over_grpc, over_http, over_kserve, probes, report
-from benchmarks.hostile.attempts import (
-    GENERATE,
-    GROUPS,
-    Attempt,
-    Ended,
-    Facts,
-    Protocol,
-    draw,
-    flaw,
-    well_formed,
-)
+from benchmarks.hostile import attempts, over_grpc, over_http, over_kserve, probes, report
+from benchmarks.hostile.attempts import GENERATE, GROUPS, Attempt, Ended, Facts, Protocol
 from benchmarks.hostile.fuzzing import Answer, Fuzz
 from benchmarks.hostile.over_grpc import HUNG
 from benchmarks.hostile.report import Line, Spans, must_be
@@ -77,7 +67,7 @@ class Load:
             self.num_wrong_codes += 1
             problem = f"{attempt.kind}: {ended.code} {ended.details[:200]}"
             self.problems.setdefault((attempt.kind, ended.code), problem)
-        elif wrong := flaw(attempt, ended):
+        elif wrong := attempts.flaw(attempt, ended):
             self.num_broken_streams += 1
             self.problems.setdefault((attempt.kind, "broken"), f"{attempt.kind}: {wrong}")
 
@@ -144,7 +134,7 @@ class Run:
         rng, found = random.Random("honest"), []
         async with self.protocol.connect(self.facts) as send:
             for number in range(_NUM_HONEST):
-                request = well_formed(rng, self.facts, self.protocol)
+                request = attempts.well_formed(rng, self.facts, self.protocol)
                 request.allow_brownout, request.priority = False, pb.LATENCY_SENSITIVE
                 request.sampling.temperature, request.request_id = 0.0, f"honest-{number}"
                 data = self.protocol.payload(self.facts, request, None)
@@ -154,7 +144,7 @@ class Run:
                 texts = "".join(
                     message.text or f"{[*message.token_ids]}" for message in ended.messages
                 )
-                found.append((flaw(attempt, ended) or ended.code, ended.details, texts))
+                found.append((attempts.flaw(attempt, ended) or ended.code, ended.details, texts))
         return found
 
     async def _is_as_before(self, when: str) -> bool:
@@ -240,7 +230,7 @@ class Run:
         async def one_client() -> None:
             async with self.protocol.connect(self.facts) as send:
                 for _ in left:
-                    attempt = draw(rng, self.facts, self.protocol, polite)
+                    attempt = attempts.draw(rng, self.facts, self.protocol, polite)
                     is_large = len(attempt.payload) > _LARGE
                     async with room if is_large else contextlib.nullcontext():
                         load.add(attempt, await _ended(send, attempt))

@@ -9,17 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.kernels import judge
-from benchmarks.kernels.cases import (
-    WEIGHT_BYTES,
-    Case,
-    Count,
-    Sizes,
-    count_attention,
-    count_expanded,
-    count_kv_write,
-    count_moe_mlp,
-)
+from benchmarks.kernels import cases, judge
+from benchmarks.kernels.cases import Case, Count, Sizes
 from benchmarks.kernels.inputs import DTYPE, LAYER, NUM_LAYERS, Pools, choices, normal, pages
 from benchmarks.kernels.shapes import EXPANDED, QWEN3_30B_A3B, QWEN15_MOE_A27B
 from pallas_kernels import grouped_gemm, routing
@@ -85,7 +76,7 @@ class MoeSet:
 
 def _grouped_gemm(case: Case, sizes: Sizes, rng: np.random.Generator, pools: Pools) -> Problem:
     shape, m = case.shape, case.shape.num_experts
-    pool, itemsize = pools.of(shape, rng), WEIGHT_BYTES[case.op]
+    pool, itemsize = pools.of(shape, rng), cases.WEIGHT_BYTES[case.op]
     is_plain = itemsize == 2
     weights_of_all = (pool.gate_up, pool.down) if is_plain else pool.quantized(itemsize)
     likely = min(m, case.tokens * shape.top_k)
@@ -95,7 +86,7 @@ def _grouped_gemm(case: Case, sizes: Sizes, rng: np.random.Generator, pools: Poo
     def dispatch(*args):
         return routing.dispatch(*args, block_m=grouped_gemm.BLOCK_M, max_active=m)
 
-    for i in range(num_sets(count_moe_mlp(shape, likely, 0, itemsize).bytes, sizes)):
+    for i in range(num_sets(cases.count_moe_mlp(shape, likely, 0, itemsize).bytes, sizes)):
         layer = i % pool.num_layers
         ids = choices(rng, shape, case.tokens, case.skew)
         weights = rng.dirichlet(np.ones(shape.top_k), case.tokens).astype(np.float32)
@@ -120,7 +111,7 @@ def _grouped_gemm(case: Case, sizes: Sizes, rng: np.random.Generator, pools: Poo
             out, judge.all_experts(first.x, gate_up, down, jnp.asarray(gates))
         ),
         TOLERANCE,
-        count_moe_mlp(shape, round(float(np.mean(active))), rows, itemsize),
+        cases.count_moe_mlp(shape, round(float(np.mean(active))), rows, itemsize),
         facts={"rows": rows, "active_experts": active, "busiest_expert_rows": busiest},
         data=(inputs, pool),
     )
@@ -137,7 +128,7 @@ class AttentionSet:
 def _attention(case: Case, sizes: Sizes, rng: np.random.Generator) -> Problem:
     shape, chunks, size = case.shape, case.chunks(), sizes.page_size
     window = {"window": case.window}
-    count = count_attention(shape, chunks, **window)
+    count = cases.count_attention(shape, chunks, **window)
     tables, num_pages = _tables(case, sizes, rng, count)
     cache = (NUM_LAYERS, num_pages, shape.kv_heads, size, shape.head_dim)
     k_pages = pages(rng, cache)
@@ -222,7 +213,7 @@ def expands(case: Case, sizes: Sizes) -> bool:
 
 def _expanded(case: Case, sizes: Sizes, rng: np.random.Generator) -> Problem:
     shape, chunks = case.shape, case.chunks()
-    count = count_expanded(shape, chunks)
+    count = cases.count_expanded(shape, chunks)
     tables, num_pages = _tables(case, sizes, rng, count)
     latents = pages(rng, (NUM_LAYERS, num_pages, 1, sizes.page_size, shape.head_dim))
     unturned, rank = EXPANDED.key - (shape.head_dim - shape.latent), shape.latent
@@ -294,7 +285,7 @@ def _kv_write(case: Case, sizes: Sizes, rng: np.random.Generator) -> Problem:
     shape, size, tokens = case.shape, sizes.page_size, case.tokens
     heads, dim = shape.heads + 2 * shape.kv_heads, shape.head_dim
     has_bias, has_norms = shape is QWEN15_MOE_A27B, shape is QWEN3_30B_A3B
-    count = count_kv_write(shape, tokens)
+    count = cases.count_kv_write(shape, tokens)
     wanted = num_sets(count.bytes, sizes)
     # Decode writes one row into each of many pages, prefill fills whole ones.
     in_page = 1 if case.phase == "decode" else size

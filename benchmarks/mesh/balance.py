@@ -1,4 +1,4 @@
-"""Measures how evenly one step of one layer is balanced: Libra as printed and as built, EPLB, Lina.
+"""Measures how evenly one step of one layer is balanced: by Libra as printed and built, by EPLB.
 
 Steps are drawn from a seed. A trace is a prefill step of 2,048 rows a device, 8 visits a row. An
 expert's popularity is log-normal; a part of it belongs to the device, as ranks hold different
@@ -6,9 +6,9 @@ requests, and a part is new in this step, so that the past tells less than all. 
 device has less than 1.5 times the mean load on the home placement are drawn again: there is little
 to balance in them.
 
-The ways are written from the papers' descriptions in plain NumPy, but for Libra as it is modelled:
-those shares and replicas are jmoe's own (`pallas_kernels.planning`). Planning is timed too, on the
-device that jax has.
+EPLB and Libra as printed are written from their papers in plain NumPy; shares and replicas of Libra
+as modelled are jmoe's own (`pallas_kernels.planning`). Planning is timed too, on the device that
+jax has.
 """
 
 import statistics
@@ -26,8 +26,7 @@ from jmoe.parallel import placement
 from pallas_kernels import planning
 
 NUM_TRACES, SEED = 300, 18
-ACCURACIES, LINAS_ACCURACY = (0.85, 0.60), 0.437
-"""Of predictions by counts; Lina's on Qwen3MoE in Libra's Table 1, on average."""
+ACCURACIES = (0.85, 0.60)  # of predictions by counts
 NUM_REPLICAS, PER_PAIR = 8, 2
 MEDIANS, CALLS = 5, 400  # of planning
 
@@ -128,11 +127,10 @@ Load = np.ndarray
 
 
 class Step(NamedTuple):
-    """One step of one layer; arrays are visits [G, E], `path_table` as Lina predicts them."""
+    """One step of one layer; arrays are visits [G, E]."""
 
     made: np.ndarray
     predicted: np.ndarray
-    path_table: np.ndarray
     history: np.ndarray
     num_replicas: int = NUM_REPLICAS
     per_pair: int | None = PER_PAIR
@@ -175,36 +173,14 @@ def eplb(step: Step) -> Load:
     return np.sum(drawn, axis=0)
 
 
-def lina(step: Step) -> Load:
-    """Balances as Lina does: replicas by popularity that paths predict; each replica gets as many
-    visits.
-    """
-    expected = step.path_table.sum(axis=0)
-    held, home = step.hosts.copy(), step.hosts.argmax(axis=1)
-    slots = np.full(step.made.shape[0], step.num_replicas)
-    pairs = np.full((len(slots), len(slots)), step.per_pair or step.num_replicas)
-    while True:
-        per_host = expected / held.sum(axis=1)
-        can = ~held & (slots > 0)[None] & (pairs[home] > 0)
-        expert = np.argmax(np.where(can.any(axis=1), per_host, -1))
-        if not can[expert].any() or expected[expert] <= 0:
-            break
-        load = per_host @ held
-        to = np.argmin(np.where(can[expert], load, np.inf))
-        held[expert, to] = True
-        slots[to] -= 1
-        pairs[home[expert], to] -= 1
-    return (step.made.sum(axis=0) / held.sum(axis=1)) @ held
-
-
 _replicas = jax.jit(planning.plan_replicas, static_argnames=("num_replicas", "per_pair"))
 _shard = jax.jit(planning.shard_visits)
 
 
 def libra(step: Step) -> Load:
     """Balances as Libra does: replicas by the predicted visits, shares by those that were made."""
-    sizes = {"num_replicas": step.num_replicas, "per_pair": step.per_pair}
-    replicas = _replicas(step.predicted, step.hosts, **sizes)
+    limits = {"num_replicas": step.num_replicas, "per_pair": step.per_pair}
+    replicas = _replicas(step.predicted, step.hosts, **limits)
     home = step.hosts.argmax(axis=1).astype(np.int32)
     shares = _shard(step.made, step.hosts | replicas, home=home)
     return (np.asarray(shares.kept) + np.asarray(shares.remote)).sum(axis=1)
@@ -300,7 +276,6 @@ def libra_one_a_pair(step: Step) -> Load:
 STRATEGIES: dict[str, Callable[[Step], Load]] = {
     "none": none,
     "EPLB": eplb,
-    "Lina": lina,
     "Libra, both as printed": libra_as_printed,
     "Libra, modelled": libra,
     "Libra, one a pair": libra_one_a_pair,
@@ -319,8 +294,8 @@ def by_strategy(traces: list[Trace], accuracy: float) -> dict[str, dict[str, flo
     for name, balance in STRATEGIES.items():
         values = []
         for trace in traces:
-            guess, of_lina = trace.predicted(accuracy), trace.predicted(LINAS_ACCURACY)
-            step = Step(trace.made, guess, of_lina, trace.history, seed=trace.number)
+            guess = trace.predicted(accuracy)
+            step = Step(trace.made, guess, trace.history, seed=trace.number)
             values.append(imbalance(balance(step)))
         p50, p99 = np.quantile(values, [0.5, 0.99])
         found[name] = {"mean": float(np.mean(values)), "median": float(p50), "p99": float(p99)}

@@ -14,7 +14,7 @@ from benchmarks.mesh.routing import Routing, draw_routing, exponential, place, z
 from jmoe.parallel.asynchronous import DEFAULT_OVERHEADS, ON_TIME, Late, Overheads, collective_s
 from jmoe.parallel.cost import Machine
 from jmoe.parallel.stage_times import Geometry, StageTimes, roofline, sequences_that_fit
-from serving.cli.info import load_model_config
+from serving.cli.model_info import load_model_config
 from serving.scheduling.layers.rules import Defragging
 
 DEFRAG = Defragging()

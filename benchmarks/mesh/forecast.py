@@ -13,14 +13,7 @@ from benchmarks.mesh.cases import SPARE, Case
 from benchmarks.mesh.compare import errors
 from benchmarks.mesh.routing import place
 from jmoe.parallel import asynchronous
-from jmoe.parallel.asynchronous import (
-    MARGIN,
-    MOST_DEVICES,
-    ON_TIME,
-    Deployment,
-    Late,
-    Overheads,
-)
+from jmoe.parallel.asynchronous import MARGIN, ON_TIME, Late, Overheads
 
 SIMULATED = store.ROOT / "benchmarks" / "results" / "aep_simulated.json"
 KEYS = ("model", "top_k", "devices", "in_flight", "skew", "same")
@@ -63,7 +56,7 @@ def compare(
     """Forecasts a simulated case, at its split and at the best, whether the KV fits or not."""
     case, systems = case_of(simulated), simulated["systems"]
     sizes = case.geometry(), case.devices, case.in_flight, case.times()
-    found = Deployment(*sizes, overheads=overheads, late=late, **uneven)
+    found = asynchronous.Deployment(*sizes, overheads=overheads, late=late, **uneven)
     best = max(asynchronous.forecasts(found), key=lambda split: split.tokens_per_s)
     ways = {
         "synchronous": asynchronous.synchronous_tokens_per_s(found),
@@ -105,7 +98,7 @@ PARTS: dict[str, Callable[[bool], Any]] = {"cases": cases, "late": late}
 
 
 def _group(row: dict[str, Any]) -> int:
-    return 2 if row["devices"] > MOST_DEVICES else int(row["in_flight"] >= 8192)
+    return 2 if row["devices"] > asynchronous.MOST_DEVICES else int(row["in_flight"] >= 8192)
 
 
 def accuracy(rows: list[dict[str, Any]]) -> list[str]:

@@ -5,16 +5,12 @@ Qwen3-235B-A22B in bfloat16 over eight H200s, by `jmoe.parallel.cost`.
 """
 
 import math
-from pathlib import Path
 from typing import Any
 
-import yaml
-
 from benchmarks.harness.store import markdown
-from jmoe.config import from_hf
 from jmoe.parallel.cost import LOOP_S, MeshStep
+from serving.cli.model_info import load_model_config
 
-MODEL = Path(__file__).parents[2] / "configs" / "models" / "qwen3-235b-a22b.yaml"
 DEVICES, DTYPE_BYTES, PER_PAIR = 8, 2, 2
 TOKENS = (4096, 8192, 13_704, 16_384, 28_448, 32_768, 65_536)  # of a step, over all devices
 IMBALANCES = (1.1, 1.25, 1.5, 2.0)
@@ -24,7 +20,7 @@ FORMS = {"all visits": math.inf, "passes": LOOP_S}
 
 def rows(_: bool) -> list[dict[str, Any]]:
     """Returns, by tokens and form, the break-even and the milliseconds that a layer gains."""
-    cfg = from_hf(yaml.safe_load(MODEL.read_text(encoding="utf-8")))
+    cfg = load_model_config("qwen3-235b-a22b")
     found = []
     for tokens in TOKENS:
         fit = MeshStep(cfg, DEVICES, tokens // DEVICES, DTYPE_BYTES).replicas_that_gain(PER_PAIR)[0]

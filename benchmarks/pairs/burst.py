@@ -5,7 +5,7 @@ scored again, exactly, once the server is idle.
 import asyncio
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,9 +14,10 @@ from typing import Any
 from benchmarks.pairs.harness import Figures, Play
 from jmoe.api import resolve
 from jmoe.tokenizer import Tokenizer
+from serving.bench import demo, workload
 from serving.bench.calibrate import Calibration, calibrate, run_all_steps
-from serving.bench.demo import NATIVE, DemoConfig, rates, wait_idle
-from serving.bench.launch import running_server
+from serving.bench.demo import NATIVE, DemoConfig, wait_idle
+from serving.bench.launch import ready_server
 from serving.bench.loadgen import Steered
 from serving.bench.loadgen import play as play_load
 from serving.bench.results import violations
@@ -27,13 +28,6 @@ from serving.bench.simulator.server import (
     run_simulated,
 )
 from serving.bench.variants import Variant, use_variant
-from serving.bench.workload import (
-    burst_pieces,
-    load_tasks,
-    piecewise_poisson_times,
-    schedule,
-    shuffled,
-)
 from serving.client import Client
 from serving.execution.executor import StepExecutor
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
@@ -97,24 +91,18 @@ class _Burst:
         assert tokenizer is not None
         self.tasks = [
             replace(task, prompt=tuple(tokenizer.encode(str(task.prompt))))
-            for task in load_tasks(self.config.tasks)
+            for task in workload.load_tasks(self.config.tasks)
         ]
 
-    @asynccontextmanager
-    async def server(self, folder: str, *flags: str) -> AsyncIterator[Client]:
+    def server(self, folder: str, *flags: str) -> AbstractAsyncContextManager[Client]:
         """Starts the demo's server, whose log goes to `folder`."""
         most_s, log = self.config.startup_timeout_s, Path(folder) / "server.log"
         native, command = {NATIVE: os.environ.get(NATIVE, "0")}, [*self.config.server, *flags]
-        async with (
-            running_server(command, log, most_s, environment=native) as (address, _),
-            Client(address) as client,
-        ):
-            await client.wait_ready(most_s)
-            yield client
+        return ready_server(command, log, most_s, native)
 
     async def calibrate(self, client: Steered) -> Calibration:
         """Measures objectives and load."""
-        tasks = shuffled(self.tasks, 0)
+        tasks = workload.shuffled(self.tasks, 0)
         return await calibrate(client, tasks, window_s=self.config.calibration_s)
 
     async def play(
@@ -129,13 +117,11 @@ class _Burst:
         is the state in which the server was started.
         """
         config = self.config
-        times = piecewise_poisson_times(
-            burst_pieces(config.segment_s, *rates(known, config), config.burst_at), number
-        )
         await wait_idle(client, config.pause_s)
         variant = Variant("", "", change is not None, {"keep": own.keep, **(change or {})})
         await use_variant(client, variant, own, "partial", known.slo)
-        noting, arrivals = _Noting(client), schedule(shuffled(self.tasks, number), times)
+        noting = _Noting(client)
+        arrivals = demo.burst(config, self.tasks, *demo.rates(known, config), number)
         run = await play_load(noting, arrivals, time_limit_s=4 * config.segment_s)
         await wait_idle(client, config.pause_s)
         records = run.due(config.segment_s * config.burst_at)
@@ -184,7 +170,7 @@ async def replays(
     with TemporaryDirectory() as folder:
         timeline = Path(folder) / "timeline.json"
         async with burst.server(folder, "--timeline", str(timeline)) as client:
-            await run_all_steps(client, shuffled(burst.tasks, 0), bursts=3 if dry else 36)
+            await run_all_steps(client, workload.shuffled(burst.tasks, 0), bursts=3 if dry else 36)
         machine = recorded_machine(timeline, load("demo").engine)
     asked = load("demo", {"engine.brownout.levels": True}).engine
     found = await asyncio.to_thread(prepare, asked, None, lambda *_: None)

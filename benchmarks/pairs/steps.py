@@ -1,6 +1,5 @@
 """Programs alone: a decode step of the bundled model, and the routed-expert op of its layer."""
 
-import json
 import statistics
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -21,6 +20,7 @@ from jmoe.brownout import Brownout
 from jmoe.packed_rows import pack_row
 from jmoe.stepper import Stepper
 from pallas_kernels import grouped_gemm, routing
+from serving.bench.workload import load_tasks
 from serving.config import BrownoutConfig
 from serving.execution.buckets import Key
 from serving.execution.ranks import ByRank
@@ -60,8 +60,7 @@ async def decode(settings: Mapping[str, tuple[int, int]], dry: bool) -> AsyncIte
 def _tokens(model: Model) -> list[int]:
     """Returns the tasks that come with a model, one behind the other."""
     assert model.tokenizer is not None
-    lines = (model.path / "tasks.jsonl").read_text(encoding="utf-8").splitlines()
-    texts = [item["prompt"] + item["answer"] for item in map(json.loads, lines)]
+    texts = [f"{task.prompt}{task.answer}" for task in load_tasks(model.path / "tasks.jsonl")]
     return [token for one in texts for token in model.tokenizer.encode(one)]
 
 

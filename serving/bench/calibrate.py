@@ -165,16 +165,10 @@ def full_batch(run: Run, start_s: float, end_s: float) -> FullBatch:
         if start_s <= at < end_s
     ]
     if not gaps_s:
-        failed = next((r for r in run.records if not r.ok), None)
-        reason = (
-            f"{failed.code} {failed.error}"
-            if failed
-            else (
-                f"no two tokens of an answer between {start_s:g} and {end_s:g} s: "
-                "measure for longer, or with longer answers"
-            )
-        )
-        raise CalibrationError(f"a full batch gave no latencies: {reason}")
+        few = f"no two tokens of an answer between {start_s:g} and {end_s:g} s: "
+        few += "measure for longer, or with longer answers"
+        failed = (f"{r.code} {r.error}" for r in run.records if not r.ok)
+        raise CalibrationError(f"a full batch gave no latencies: {next(failed, few)}")
     num_tokens = sum(start_s <= at < end_s for r in done for at in r.token_s)
     tokens_per_request = sum(len(r.token_s) for r in done) / len(done)
     ttfts_s = [r.ttft_s for r in done if start_s <= r.at_s < end_s]

@@ -2,23 +2,15 @@
 
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from serving.bench import workload
 from serving.bench.results import METRICS
-from serving.bench.workload import (
-    BUNDLED_TASKS,
-    Arrival,
-    WorkloadError,
-    approximate_tokens,
-    load_alpaca,
-    load_sharegpt,
-    load_tasks,
-    shuffled,
-)
+from serving.bench.workload import Arrival, WorkloadError, approximate_tokens
 from serving.client.connection import Connection
 from serving.cluster.addresses import join
 
@@ -111,14 +103,8 @@ def prepare(config: BenchConfig) -> LoadPlan:
     """
     if config.backend == "vllm":
         config = replace(config, backend="openai")
-    _check_choices(config)
-    _check_numbers(config)
-    _check_ramp(config)
-    metrics = tuple(config.percentile_metrics.split(","))
-    if unknown := set(metrics) - set(METRICS):
-        raise WorkloadError(
-            f"--percentile-metrics has {', '.join(sorted(unknown))}; known: {', '.join(METRICS)}"
-        )
+    for fault in _faults(config):
+        raise WorkloadError(fault)
     tokenizer = _tokenizer(config.tokenizer) if config.tokenizer else None
     plan = LoadPlan(
         config,
@@ -129,7 +115,7 @@ def prepare(config: BenchConfig) -> LoadPlan:
             tls_cert=config.tls_cert,
             tls_key=config.tls_key,
         ),
-        metrics,
+        tuple(config.percentile_metrics.split(",")),
         _percentiles(config.metric_percentiles),
         _goodput(config.goodput),
         _read_dataset(config, tokenizer),
@@ -141,27 +127,23 @@ def prepare(config: BenchConfig) -> LoadPlan:
     return plan
 
 
-def _check_choices(config: BenchConfig) -> None:
+def _faults(config: BenchConfig) -> Iterator[str]:
+    """Yields what is wrong with the flags as they are, the first fault first."""
     if config.backend not in PORTS:
-        raise WorkloadError(
+        yield (
             f"--backend is {config.backend}; known: jmoe (gRPC) and openai, also called vllm (any "
             "server of OpenAI's completions, over HTTP)"
         )
     if config.backend == "openai" and (config.best_effort_share or config.admin_address):
         given = "--best-effort-share" if config.best_effort_share else "--admin-address"
-        raise WorkloadError(f"{given} needs --backend jmoe: OpenAI's protocol has none")
+        yield f"{given} needs --backend jmoe: OpenAI's protocol has none"
     if config.dataset_name not in DATASETS:
-        raise WorkloadError(
-            f"--dataset-name is {config.dataset_name}; known: {', '.join(DATASETS)}"
-        )
+        yield f"--dataset-name is {config.dataset_name}; known: {', '.join(DATASETS)}"
     if config.dataset_path is not None and config.dataset_name == "random":
-        raise WorkloadError(
+        yield (
             f"--dataset-path is {config.dataset_path}, and --dataset-name random reads none: name "
             "it sharegpt, alpaca or tasks"
         )
-
-
-def _check_numbers(config: BenchConfig) -> None:
     least = {
         "num_prompts": 1,
         "seed": 0,
@@ -175,42 +157,42 @@ def _check_numbers(config: BenchConfig) -> None:
     for name, bound in least.items():
         value = getattr(config, name)
         if value is not None and not value >= bound:
-            raise WorkloadError(f"{_flag(name)} is {value}; it must be at least {bound}")
+            yield f"{_flag(name)} is {value}; it must be at least {bound}"
     if not 0 <= config.best_effort_share <= 1:
-        raise WorkloadError(
-            f"--best-effort-share is {config.best_effort_share}; it must be between 0 and 1"
-        )
-    if not 0 <= config.random_range_ratio < 1:
-        raise WorkloadError(
-            f"--random-range-ratio is {config.random_range_ratio}; it must be 0 or more, below 1"
-        )
-    if config.random_range_ratio and config.dataset_name != "random":
-        raise WorkloadError(
+        yield f"--best-effort-share is {config.best_effort_share}; it must be between 0 and 1"
+    ratio = config.random_range_ratio
+    if not 0 <= ratio < 1:
+        yield f"--random-range-ratio is {ratio}; it must be 0 or more, below 1"
+    if ratio and config.dataset_name != "random":
+        yield (
             "--random-range-ratio is of --dataset-name random, and that is "
             f"{config.dataset_name}: leave one of them out"
         )
     for name in ("time_limit_s", "request_rate", "burstiness"):
         value = getattr(config, name)
         if not value > 0:
-            raise WorkloadError(f"{_flag(name)} is {value}; it must be above 0")
+            yield f"{_flag(name)} is {value}; it must be above 0"
+    yield from _faults_of_ramp(config)
+    if unknown := set(config.percentile_metrics.split(",")) - set(METRICS):
+        yield f"--percentile-metrics has {', '.join(sorted(unknown))}; known: {', '.join(METRICS)}"
 
 
-def _check_ramp(config: BenchConfig) -> None:
+def _faults_of_ramp(config: BenchConfig) -> Iterator[str]:
     strategy = config.ramp_up_strategy
     start, end = config.ramp_up_start_rps, config.ramp_up_end_rps
     if strategy is None:
         if start is not None or end is not None:
-            raise WorkloadError(
+            yield (
                 "--ramp-up-start-rps and --ramp-up-end-rps need --ramp-up-strategy linear or "
                 "exponential"
             )
         return
     if strategy not in RAMPS:
-        raise WorkloadError(f"--ramp-up-strategy is {strategy}; known: {', '.join(RAMPS)}")
+        yield f"--ramp-up-strategy is {strategy}; known: {', '.join(RAMPS)}"
     if math.isfinite(config.request_rate):
-        raise WorkloadError("give --request-rate or --ramp-up-strategy, not both")
+        yield "give --request-rate or --ramp-up-strategy, not both"
     if start is None or end is None or not 0 < start < end < math.inf:
-        raise WorkloadError(
+        yield (
             "--ramp-up-strategy needs --ramp-up-start-rps above 0 and a larger --ramp-up-end-rps; "
             f"they are {start} and {end}"
         )
@@ -296,16 +278,15 @@ def _model_mix(config: BenchConfig) -> dict[str, float]:
 def _read_dataset(config: BenchConfig, tokenizer: "Tokenizer | None") -> Dataset | None:
     name, path = config.dataset_name, config.dataset_path
     if name == "tasks":
-        samples = load_tasks(path or BUNDLED_TASKS)
-        return Dataset(shuffled(samples, config.seed), approximate_tokens)
+        samples = workload.load_tasks(path or workload.BUNDLED_TASKS)
+        return Dataset(workload.shuffled(samples, config.seed), approximate_tokens)
     if path is None:
         return None
     count = (
         approximate_tokens if tokenizer is None else lambda text: len(tokenizer.encode(text).ids)
     )
-    load = load_sharegpt if name == "sharegpt" else load_alpaca
-    samples = load(path, count)
-    return Dataset(shuffled(samples, config.seed), count)
+    load = workload.load_sharegpt if name == "sharegpt" else workload.load_alpaca
+    return Dataset(workload.shuffled(load(path, count), config.seed), count)
 
 
 def _tokenizer(path: Path) -> "Tokenizer":

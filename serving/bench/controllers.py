@@ -6,6 +6,7 @@ the first request on is the yardstick: no controller can keep more tokens in tim
 """
 
 import json
+import math
 import shlex
 import statistics
 import sys
@@ -22,6 +23,7 @@ import numpy as np
 from jaxtyping import Float
 from rich.console import Console
 
+from serving.bench import workload
 from serving.bench.calibrate import Calibration, calibrate
 from serving.bench.demo import DemoConfig, timed_machine
 from serving.bench.results import Run, Sample, Slo, quality, violations
@@ -32,17 +34,7 @@ from serving.bench.simulator.server import (
     run_simulated,
     simulate,
 )
-from serving.bench.workload import (
-    BUNDLED_TASKS,
-    Arrival,
-    Lengths,
-    load_tasks,
-    load_trace,
-    piecewise_poisson_times,
-    schedule,
-    shuffled,
-    synthetic,
-)
+from serving.bench.workload import BUNDLED_TASKS, Arrival, Lengths
 from serving.config import EngineConfig
 from serving.settings import reading as settings
 from serving.telemetry.version import commit
@@ -148,10 +140,10 @@ class ControllersConfig:
         for name in self.conditions:
             if name not in CONDITIONS:
                 raise ValueError(f"condition {name!r} is none of {', '.join(CONDITIONS)}")
-        if self.mix and not (min(self.mix[:2]) >= 1 and self.mix[2] >= 0):
+        if self.mix and not (min(self.mix[:2]) >= 1 and 0 <= self.mix[2] < math.inf):
             raise ValueError(
                 f"mix is {self.mix}; it must be two means of 1 token or more and a spread of 0 or "
-                "more"
+                "more, which is finite"
             )
         if self.seeds < 1 or not self.duration_s > 0:
             raise ValueError("seeds and duration_s must be above 0")
@@ -164,7 +156,7 @@ def samples_of(mix: str, config: "ControllersConfig | None" = None) -> list[Arri
     if config is not None and config.mix:
         return _random(Lengths(*config.mix), _engine(config).max_model_len)
     if mix == "tasks":
-        return shuffled(as_tokens(load_tasks(BUNDLED_TASKS)), 0, NUM_SAMPLES)
+        return workload.shuffled(as_tokens(workload.load_tasks(BUNDLED_TASKS)), 0, NUM_SAMPLES)
     if mix == "giant prompts":
         small, giant = (
             _random(lengths) for lengths in (Lengths(16, 16, 0.5), Lengths(200, 8, 0.0))
@@ -172,7 +164,7 @@ def samples_of(mix: str, config: "ControllersConfig | None" = None) -> list[Arri
         return [(giant if number % 16 == 15 else small)[number] for number in range(NUM_SAMPLES)]
     if mix == "prefixes":  # eight requests begin alike, four such groups at a time
         own = _random(Lengths(14, 12, 0.5), 128) * 8
-        shared = synthetic(Lengths(96, 1, 0.0), NUM_SAMPLES, seed=1, vocab_size=1 << 20)
+        shared = workload.synthetic(Lengths(96, 1, 0.0), NUM_SAMPLES, seed=1, vocab_size=1 << 20)
         return [
             replace(one, prompt=(*shared[number // 32 * 4 + number % 4].prompt, *one.prompt))
             for number, one in enumerate(own)
@@ -186,7 +178,7 @@ def samples_of(mix: str, config: "ControllersConfig | None" = None) -> list[Arri
 
 
 def _random(lengths: Lengths, max_total_tokens: int = 256) -> list[Arrival]:
-    return synthetic(
+    return workload.synthetic(
         lengths, NUM_SAMPLES, seed=0, vocab_size=1 << 20, max_total_tokens=max_total_tokens
     )
 
@@ -213,7 +205,7 @@ class Case(NamedTuple):
         """Returns the requests; a trace from a file has its own order and its own gaps."""
         per_s = self.condition.load * self.calibration.full.capacity_per_s
         if self.times_s:
-            return schedule(self.samples, [at_s / per_s for at_s in self.times_s])
+            return workload.schedule(self.samples, [at_s / per_s for at_s in self.times_s])
         duration_s, step_s = self.config.duration_s, _engine(self.config).salc.interval_s
         t = np.arange(0.0, duration_s, step_s)
         x = (t / duration_s - CHANGE_AT) / (1 - CHANGE_AT)
@@ -222,8 +214,8 @@ class Case(NamedTuple):
         pieces = [(step_s, per_s * share) for share in shares]
         samples = self.samples  # new prefixes follow older ones
         if self.condition.mix != "prefixes":
-            samples = shuffled(samples, seed, NUM_SAMPLES)
-        return schedule(samples, piecewise_poisson_times(pieces, seed))
+            samples = workload.shuffled(samples, seed, NUM_SAMPLES)
+        return workload.schedule(samples, workload.piecewise_poisson_times(pieces, seed))
 
 
 def _engine(config: ControllersConfig, **changes: object) -> EngineConfig:
@@ -258,7 +250,7 @@ def cases(machine: Machine, config: ControllersConfig) -> Iterator[tuple[str, Ca
         yield name, Case(condition, machine, samples, (), calibration, config)
     for path in config.traces:
         limit = _engine(config).max_model_len
-        samples = load_trace(path, max_total_tokens=limit)
+        samples = workload.load_trace(path, max_total_tokens=limit)
         gap_s = samples[-1].at_s / len(samples) or 1.0
         times_s = [sample.at_s / gap_s for sample in samples]  # at one a second
         condition = Condition(path.name, "its own", config.load or 0.74)
@@ -332,7 +324,7 @@ def run_controllers(config: ControllersConfig) -> dict[str, Any]:
         asked = DemoConfig(simulated=True, out=config.out)
         server = (*asked.server, "--model", config.model)
         asked = replace(asked, server=server)
-        machine, _ = timed_machine(asked, load_tasks(asked.tasks), Console())
+        machine, _ = timed_machine(asked, workload.load_tasks(asked.tasks), Console())
     result: dict[str, Any] = {
         "command": f"jmoe bench controllers {shlex.join(sys.argv[3:])}".strip(),
         "commit": commit(),

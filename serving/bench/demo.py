@@ -19,41 +19,15 @@ import numpy as np
 import uvloop
 from rich.console import Console
 
+from serving.bench import report, results, workload
 from serving.bench.calibrate import Calibration, CalibrationError, calibrate, run_all_steps
 from serving.bench.facts import facts
 from serving.bench.launch import running_server
 from serving.bench.loadgen import Steered, play
 from serving.bench.machine import Watch
-from serving.bench.report import (
-    LEAST_GAIN,
-    draw,
-    latency_series,
-    median_pair,
-    pair_line,
-    table,
-    too_little,
-    verdict,
-)
-from serving.bench.results import (
-    Record,
-    Run,
-    Sample,
-    Slo,
-    latency_summary,
-    quality,
-    summarize,
-    violations,
-)
+from serving.bench.results import Record, Run, Sample, Slo
 from serving.bench.variants import ALL, PAIR, VARIANTS, Variant, use_variant
-from serving.bench.workload import (
-    BUNDLED_TASKS,
-    Arrival,
-    burst_pieces,
-    load_tasks,
-    piecewise_poisson_times,
-    schedule,
-    shuffled,
-)
+from serving.bench.workload import BUNDLED_TASKS, Arrival
 from serving.client import Client
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 
@@ -130,26 +104,21 @@ def run_demo(config: DemoConfig, console: Console | None = None) -> dict[str, An
     Raises LaunchError, or WorkloadError when the task file cannot be used.
     """
     console = console or Console()
-    tasks = load_tasks(config.tasks)
+    tasks = workload.load_tasks(config.tasks)
     config.out.mkdir(parents=True, exist_ok=True)
-    result = (_simulated if config.simulated else _live)(config, tasks, console)
+    if config.simulated:
+        machine, known = timed_machine(config, tasks, console)
+        result = known | simulate_demo(config, tasks, machine, console)
+    else:
+        result = uvloop.run(_live(config, tasks, console))
     _show(result, config.out / "demo.png", console)
     _store(result, config.out / "demo.json", console)
     return result
 
 
-def _live(config: DemoConfig, tasks: Sequence[Arrival], console: Console) -> dict[str, Any]:
-    async def run() -> dict[str, Any]:
-        async with _server(config, console) as (client, pid):
-            return await facts(client) | await _Session(client, config, tasks, pid, console).run()
-
-    return uvloop.run(run())
-
-
-def _simulated(config: DemoConfig, tasks: Sequence[Arrival], console: Console) -> dict[str, Any]:
-    """Plays the demo on a simulated device that takes as long for steps as a server did."""
-    machine, known = timed_machine(config, tasks, console)
-    return known | simulate_demo(config, tasks, machine, console)
+async def _live(config: DemoConfig, tasks: Sequence[Arrival], console: Console) -> dict[str, Any]:
+    async with _server(config, console) as (client, pid):
+        return await facts(client) | await _Session(client, config, tasks, pid, console).run()
 
 
 def timed_machine(
@@ -163,7 +132,7 @@ def timed_machine(
         async with _server(config, console, "--timeline", str(timeline)) as (client, pid):
             watch = Watch(pid)
             with console.status("timing the server's steps", refresh_per_second=4):
-                asked = shuffled(tasks, config.seed)
+                asked = workload.shuffled(tasks, config.seed)
                 await run_all_steps(client, asked, strategy=config.strategy)
             return {**await facts(client), "others_while_timed": watch.others()}
 
@@ -273,8 +242,8 @@ class _Session:
             if others <= OTHERS:
                 slowness = float(np.median(seen))
             pairs.append(pair)
-            console.print(pair_line(len(pairs), pair))
-        median = median_pair(pairs)
+            console.print(report.pair_line(len(pairs), pair))
+        median = report.median_pair(pairs)
         return {
             "date": datetime.now().isoformat(timespec="seconds"),
             "simulated": config.simulated,
@@ -294,7 +263,7 @@ class _Session:
         with self.console.status("calibrating", refresh_per_second=4) as status:
             return await calibrate(
                 self.client,
-                shuffled(self.tasks, self.config.seed),
+                workload.shuffled(self.tasks, self.config.seed),
                 strategy=self.config.strategy,
                 window_s=self.config.calibration_s,
                 say=status.update,
@@ -315,11 +284,6 @@ class _Session:
                 return result, others
             self.console.print(f"played again: other programs took {others:.0%} of the processors")
 
-    def _arrivals(self, steady_per_s: float, burst_per_s: float, seed: int) -> list[Arrival]:
-        config = self.config
-        pieces = burst_pieces(config.segment_s, steady_per_s, burst_per_s, config.burst_at)
-        return schedule(shuffled(self.tasks, seed), piecewise_poisson_times(pieces, seed))
-
     async def _segment(self, arrivals: Sequence[Arrival], words: str) -> Run:
         duration_s = self.config.segment_s
         with self.console.status(words, refresh_per_second=4) as status:
@@ -336,7 +300,7 @@ class _Session:
         A processor that was idle before the calibration may be faster in it than it will be.
         """
         config = self.config
-        arrivals = self._arrivals(*rates(calibration, config), config.seed)
+        arrivals = burst(config, self.tasks, *rates(calibration, config), config.seed)
         variant = VARIANTS[config.variants[0]]
         await use_variant(self.client, variant, own, config.strategy, calibration.slo)
         run = await self._segment(arrivals, "warming up")
@@ -359,7 +323,7 @@ class _Session:
         config, seed = self.config, self.config.seed + number
         slo = Slo(calibration.slo.ttft_s * slowness, calibration.slo.itl_s * slowness)
         steady_per_s, burst_per_s = (rate / slowness for rate in rates(calibration, config))
-        arrivals = self._arrivals(steady_per_s, burst_per_s, seed)
+        arrivals = burst(config, self.tasks, steady_per_s, burst_per_s, seed)
         runs, others, state = {}, [], own
 
         async def segment(variant: Variant) -> tuple[Run, pb.BrownoutState]:
@@ -405,6 +369,15 @@ def rates(calibration: Calibration, config: DemoConfig) -> tuple[float, float]:
     """Returns the requests a second before the burst and in it."""
     zero, full = calibration.zero.capacity_per_s, calibration.full.capacity_per_s
     return config.steady_load * zero, zero**0.75 * full**0.25
+
+
+def burst(
+    config: DemoConfig, tasks: Sequence[Arrival], steady_per_s: float, burst_per_s: float, seed: int
+) -> list[Arrival]:
+    """Returns the requests of a segment; the seed draws their order and times."""
+    pieces = workload.burst_pieces(config.segment_s, steady_per_s, burst_per_s, config.burst_at)
+    times_s = workload.piecewise_poisson_times(pieces, seed)
+    return workload.schedule(workload.shuffled(tasks, seed), times_s)
 
 
 def _slowness(run: dict[str, Any], step_s: float) -> float:
@@ -474,11 +447,11 @@ def run_result(run: Run, slo: Slo, burst_at_s: float, duration_s: float) -> dict
     """
     samples = [asdict(sample) for sample in run.samples]
     return {
-        **summarize(run),
-        **violations(run.records, slo),
+        **results.summarize(run),
+        **results.violations(run.records, slo),
         "steady": _phase(run, run.due(0, burst_at_s), slo, 0, burst_at_s),
         "burst": _phase(run, run.due(burst_at_s), slo, burst_at_s, duration_s),
-        "series": latency_series(run.records, duration_s, window_s=duration_s / 20),
+        "series": report.latency_series(run.records, duration_s, window_s=duration_s / 20),
         "samples": {key: [sample[key] for sample in samples] for key in samples[0]},
     }
 
@@ -488,9 +461,9 @@ def _phase(
 ) -> dict[str, Any]:
     samples = [s for s in run.samples if start_s <= s.at_s < end_s]
     return {
-        **latency_summary(records),
-        **violations(records, slo),
-        **quality(records),
+        **results.latency_summary(records),
+        **results.violations(records, slo),
+        **results.quality(records),
         "mean_thresholds_percent": {
             phase: float(np.mean([getattr(s, f"{phase}_threshold_percent") for s in samples]))
             if samples
@@ -516,33 +489,23 @@ def _calibration_text(calibration: Calibration, config: DemoConfig) -> str:
         f"SLO (P90): first token {slo.ttft_s * 1e3:.0f} ms, other tokens {slo.itl_s * 1e3:.1f} ms",
         f"load: {steady_per_s:.1f} requests/s, in the burst {burst_per_s:.1f}",
     ]
-    if (gain := full.capacity_per_s / zero.capacity_per_s) < LEAST_GAIN:
-        lines.append(f"note: {too_little(gain)}")
+    if (gain := full.capacity_per_s / zero.capacity_per_s) < report.LEAST_GAIN:
+        lines.append(f"note: {report.too_little(gain)}")
     return "\n".join(lines)
 
 
 def _show(result: dict[str, Any], picture: Path, console: Console) -> None:
-    result["verdict"] = verdict(result)
+    result["verdict"] = report.verdict(result)
     if len(result["pairs"]) > 1:
         console.print(f"pair {result['median_pair']}, the median:")
-    console.print(table(result))
-    draw(result, picture)
+    console.print(report.table(result))
+    report.draw(result, picture)
     console.print(f"picture: {picture}")
     console.print(result["verdict"], style="bold")
 
 
-def _rounded(value: Any) -> Any:
-    """Returns a value with floats rounded to five digits, more than the clock has; NaN becomes
-    null.
-    """
-    if isinstance(value, float):
-        return float(f"{value:.5g}") if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _rounded(item) for key, item in value.items()}
-    return [_rounded(item) for item in value] if isinstance(value, list | tuple) else value
-
-
 def _store(result: dict[str, Any], path: Path, console: Console) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(_rounded(result)) + "\n", encoding="utf-8")
+    found = results.rounded(result, 5)  # more than the clock has
+    path.write_text(json.dumps(found) + "\n", encoding="utf-8")
     console.print(f"results: {path}")

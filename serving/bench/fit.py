@@ -6,40 +6,20 @@ What a flag says is kept or refused; what no flag says is made to fit.
 import math
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import cycle, islice
 
+from serving.bench import workload
 from serving.bench.config import BenchConfig, Dataset, LoadPlan
-from serving.bench.workload import (
-    ALPACA_LENGTHS,
-    SHAREGPT_LENGTHS,
-    Arrival,
-    Lengths,
-    WorkloadError,
-    approximate_tokens,
-    gamma_times,
-    ramp_rates,
-    schedule,
-    several_models,
-    synthetic,
-    two_classes,
-)
+from serving.bench.workload import Arrival, Lengths, WorkloadError
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 
 NUM_PROMPTS, INPUT_LEN, OUTPUT_LEN = 1000, 1024, 128  # vLLM's
 
 
-@dataclass(frozen=True)
-class Load:
-    """What is played, and a line that describes it."""
-
-    arrivals: list[Arrival]
-    words: str
-
-
-def fit(plan: LoadPlan, server: pb.ServerInfo, vocab_size: int) -> Load:
-    """Returns the load that `plan` makes for this server. Raises WorkloadError for what does not
-    fit.
+def fit(plan: LoadPlan, server: pb.ServerInfo, vocab_size: int) -> tuple[list[Arrival], str]:
+    """Returns what `plan` plays against this server, and a line that describes it. Raises
+    WorkloadError for what does not fit.
     """
     config, limit = plan.config, server.max_model_len
     num = _num_prompts(config, server)
@@ -48,17 +28,17 @@ def fit(plan: LoadPlan, server: pb.ServerInfo, vocab_size: int) -> Load:
         words = _words(config, plan.dataset, limit)
     else:
         lengths, words = _lengths(config, limit)
-        samples = synthetic(
+        samples = workload.synthetic(
             lengths, num, seed=config.seed, vocab_size=vocab_size, max_total_tokens=limit
         )
     if num < NUM_PROMPTS and config.num_prompts is None:
         words += f"; the server takes no more at once than {_places(server)}"
-    arrivals = schedule(samples, _times_s(config, num))
+    arrivals = workload.schedule(samples, _times_s(config, num))
     if config.best_effort_share:
-        arrivals = two_classes(arrivals, config.best_effort_share, config.seed)
+        arrivals = workload.two_classes(arrivals, config.best_effort_share, config.seed)
         words += f"; {sum(a.best_effort for a in arrivals)} of them best effort"
     if plan.model_mix:
-        arrivals = several_models(arrivals, plan.model_mix, config.seed)
+        arrivals = workload.several_models(arrivals, plan.model_mix, config.seed)
         asked = Counter(a.model for a in arrivals)
         words += f"; {', '.join(f'{asked[name]} to {name}' for name in plan.model_mix)}"
     if config.ignore_eos or config.temperature:
@@ -66,7 +46,7 @@ def fit(plan: LoadPlan, server: pb.ServerInfo, vocab_size: int) -> Load:
             replace(a, ignore_eos=a.ignore_eos or config.ignore_eos, temperature=config.temperature)
             for a in arrivals
         ]
-    return Load(arrivals, f"{num} requests: {words}")
+    return arrivals, f"{num} requests: {words}"
 
 
 def _times_s(config: BenchConfig, num: int) -> list[float]:
@@ -75,8 +55,8 @@ def _times_s(config: BenchConfig, num: int) -> list[float]:
         assert config.ramp_up_start_rps is not None
         assert config.ramp_up_end_rps is not None
         start, end = config.ramp_up_start_rps, config.ramp_up_end_rps
-        rate = ramp_rates(config.ramp_up_strategy, start, end, num)
-    return gamma_times(num, rate, config.burstiness, config.seed)
+        rate = workload.ramp_rates(config.ramp_up_strategy, start, end, num)
+    return workload.gamma_times(num, rate, config.burstiness, config.seed)
 
 
 # -- how many ------------------------------------------------------------------------------------
@@ -131,7 +111,7 @@ def _words(config: BenchConfig, dataset: Dataset, limit: int) -> str:
     if config.dataset_name == "tasks":
         return f"{source}"
     counted = ""
-    if dataset.count_tokens is approximate_tokens:
+    if dataset.count_tokens is workload.approximate_tokens:
         counted = ", taken as four characters each (--tokenizer counts them)"
     return f"those of {source} that fit max_model_len, {limit} tokens{counted}"
 
@@ -142,7 +122,8 @@ def _words(config: BenchConfig, dataset: Dataset, limit: int) -> str:
 def _lengths(config: BenchConfig, limit: int) -> tuple[Lengths, str]:
     if config.dataset_name == "random":
         return _fixed_lengths(config, limit)
-    usual = {"sharegpt": SHAREGPT_LENGTHS, "alpaca": ALPACA_LENGTHS}[config.dataset_name]
+    like_sharegpt = config.dataset_name == "sharegpt"
+    usual = workload.SHAREGPT_LENGTHS if like_sharegpt else workload.ALPACA_LENGTHS
     mean_total = usual.mean_input_tokens + usual.mean_output_tokens
     words = f"random tokens, lengths spread as {config.dataset_name}'s are"
     if 0.75 * limit >= mean_total:
@@ -168,11 +149,9 @@ def _fixed_lengths(config: BenchConfig, limit: int) -> tuple[Lengths, str]:
         for flag, num in (("--random-input-len", num_input), ("--random-output-len", num_output))
         if num is not None
     ]
-    if num_input is None and num_output is None:
-        num_output = max(1, min(OUTPUT_LEN, limit * OUTPUT_LEN // (INPUT_LEN + OUTPUT_LEN)))
     if num_output is None:
-        assert num_input is not None
-        num_output = max(1, min(OUTPUT_LEN, limit - num_input))
+        share = limit * OUTPUT_LEN // (INPUT_LEN + OUTPUT_LEN)
+        num_output = max(1, min(OUTPUT_LEN, share if num_input is None else limit - num_input))
     if num_input is None:
         num_input = max(1, min(INPUT_LEN, limit - num_output))
     if num_input + num_output > limit:

@@ -63,20 +63,29 @@ async def running_server(
 
 def set_flags(settings: Mapping[str, object]) -> list[str]:
     """Returns the flags of `jmoe serve` for settings by their dotted keys."""
-    return [f"--set={key}={value}" for key, value in settings.items()]
+
+    def text(value: object) -> str:
+        return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+    return [f"--set={key}={text(value)}" for key, value in settings.items()]
 
 
 @contextlib.asynccontextmanager
 async def ready_server(
-    command: Sequence[str], log_path: Path, timeout_s: float
+    command: Sequence[str],
+    log_path: Path,
+    timeout_s: float,
+    environment: Mapping[str, str] = MappingProxyType({}),
 ) -> AsyncIterator[Client]:
-    """Starts Python with `command`; yields a client once the server is ready.
+    """Starts Python with `command`, and `environment` beside this process's; yields a client once
+    the server is ready.
 
     Raises LaunchError also where a call to the server fails in the block.
     """
     failures = (grpc.aio.AioRpcError, TimeoutError, OSError)
+    how = {"failures": failures, "environment": environment}
     async with (
-        running_server(command, log_path, timeout_s, failures=failures) as (address, _),
+        running_server(command, log_path, timeout_s, **how) as (address, _),
         Client(address) as client,
     ):
         await client.wait_ready(timeout_s)

@@ -211,16 +211,9 @@ async def play(
     places = asyncio.Semaphore(max_concurrency or len(arrivals) + 1)
 
     async def one(arrival: Arrival) -> None:
-        at_s = arrival.at_s
-        if places.locked():
-            await places.acquire()
-            at_s = player.now_s()
-        else:
-            await places.acquire()
-        try:
-            record = await player.ask(arrival, at_s)
-        finally:
-            places.release()
+        waits = places.locked()
+        async with places:
+            record = await player.ask(arrival, player.now_s() if waits else arrival.at_s)
         if on_record:
             on_record(record)
 

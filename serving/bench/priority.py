@@ -19,20 +19,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import uvloop
 
+from serving.bench import workload
 from serving.bench.facts import facts
 from serving.bench.launch import ready_server, set_flags
 from serving.bench.loadgen import play, saturate
 from serving.bench.rate_plot import Line, Panel, draw_over_rate
-from serving.bench.results import Record, Run
-from serving.bench.workload import (
-    BUNDLED_TASKS,
-    Arrival,
-    load_tasks,
-    poisson_times,
-    schedule,
-    shuffled,
-    two_classes,
-)
+from serving.bench.results import Record
+from serving.bench.workload import BUNDLED_TASKS, Arrival
 from serving.client import Client
 
 STALL_S = 0.02  # a heartbeat that comes so late marks a stall of the machine
@@ -101,7 +94,7 @@ def run_priority(config: PriorityConfig, say: Callable[[str], None] = print) -> 
 
 
 async def _run(config: PriorityConfig, say: Callable[[str], None]) -> dict[str, Any]:
-    tasks = shuffled(load_tasks(config.tasks), config.seed)
+    tasks = workload.shuffled(workload.load_tasks(config.tasks), config.seed)
     config.out.mkdir(parents=True, exist_ok=True)
     async with _server(config, VARIANTS[1]) as client:
         known = await facts(client)
@@ -144,11 +137,11 @@ def by_load(
     class.
     """
     times_s = {
-        load: poisson_times(config.num_requests, load * rate_per_s, config.seed)
+        load: workload.poisson_times(config.num_requests, load * rate_per_s, config.seed)
         for load in config.loads
     }
     return {
-        load: two_classes(schedule(tasks, due), 1 - config.ls_share, config.seed)
+        load: workload.two_classes(workload.schedule(tasks, due), 1 - config.ls_share, config.seed)
         for load, due in times_s.items()
     }
 
@@ -171,29 +164,25 @@ class Played(NamedTuple):
     records: dict[int, Record]  # by number of the arrival
     stalls: list[tuple[float, float]]  # when the machine stood still
     duration_s: float
-    parks: int
-    joins: int
-    evictions: int
+    counts: dict[str, int]  # parks, joins and evictions
 
 
 async def _play(client: Client, variant: Variant, arrivals: Sequence[Arrival]) -> Played:
-    taken = [i for i, a in enumerate(arrivals) if not (variant.ls_only and a.best_effort)]
-    numbers = {id(arrivals[i]): i for i in taken}
+    taken = {i: a for i, a in enumerate(arrivals) if not (variant.ls_only and a.best_effort)}
     before = await client.stats()
     stalls: list[tuple[float, float]] = []
     heart = asyncio.create_task(_beat(stalls))
-    own = [arrivals[i] for i in taken]
     try:
-        run: Run = await play(client, own, time_limit_s=arrivals[-1].at_s + 120)
+        run = await play(client, [*taken.values()], time_limit_s=arrivals[-1].at_s + 120)
     finally:
         heart.cancel()
         with suppress(asyncio.CancelledError):
             await heart
     after = await client.stats()
     # Requests are sent in the order in which they are due, and so are their records.
-    records = dict(zip((numbers[id(a)] for a in own), run.records, strict=True))
-    counts = (getattr(after, k) - getattr(before, k) for k in ("parks", "joins", "evictions"))
-    return Played(records, stalls, run.duration_s, *counts)
+    records = dict(zip(taken, run.records, strict=True))
+    counts = {k: getattr(after, k) - getattr(before, k) for k in ("parks", "joins", "evictions")}
+    return Played(records, stalls, run.duration_s, counts)
 
 
 async def _beat(stalls: list[tuple[float, float]]) -> None:
@@ -231,9 +220,7 @@ def points(
                     "left_out": len(one.records) - len(kept),
                     "num_stalls": len(one.stalls),
                     "tokens_per_s": tokens / max(ends, default=one.duration_s),
-                    "parks": one.parks,
-                    "joins": one.joins,
-                    "evictions": one.evictions,
+                    **one.counts,
                     "ls": _latencies(ls),
                     "best_effort": _latencies(best_effort),
                 }

@@ -87,9 +87,8 @@ class Run:
     records: list[Record]
     samples: list[Sample]
     duration_s: float
-    client_cpu_s: (
-        float  # processor time of this process: the generator's own cost; NaN where simulated
-    )
+    client_cpu_s: float
+    """Processor time of this process: the generator's own cost; NaN where simulated."""
 
     def due(self, start_s: float, end_s: float = math.inf) -> list[Record]:
         """Returns the requests that were due in [start_s, end_s)."""
@@ -102,6 +101,17 @@ class Slo:
 
     ttft_s: float
     itl_s: float
+
+
+def rounded(value: Any, digits: int) -> Any:
+    """Returns a value of JSON with floats rounded to so many digits; NaN and infinity, which JSON
+    lacks, become null.
+    """
+    if isinstance(value, float):
+        return float(f"{value:.{digits}g}") if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(key): rounded(item, digits) for key, item in value.items()}
+    return [rounded(item, digits) for item in value] if isinstance(value, list | tuple) else value
 
 
 # -- summaries -----------------------------------------------------------------------------------

@@ -10,18 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
+from serving.bench import results
 from serving.bench.config import BenchConfig, LoadPlan, prepare
 from serving.bench.fit import fit
 from serving.bench.loadgen import Target, play
-from serving.bench.results import (
-    Record,
-    Run,
-    late_shares,
-    latencies_s,
-    latency_summary,
-    summarize,
-    thresholds_seen,
-)
+from serving.bench.results import Record, Run
 from serving.bench.workload import Arrival, WorkloadError
 from serving.client import Client
 from serving.errors import Unavailable
@@ -50,8 +43,6 @@ def run_bench(
     server answers, Unavailable for one that does not get ready.
     """
     plan = prepare(config)
-    if config.disable_tqdm:
-        progress = _silent
     run, model = asyncio.run(_bench(plan, say, progress))
     for text in _failures(run.records):
         say(text)
@@ -65,10 +56,6 @@ def run_bench(
         path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
         say(f"saved to {path}")
     return result
-
-
-def _silent(done: int, total: int, text: str) -> None:
-    """Shows no progress."""
 
 
 # -- against the server --------------------------------------------------------------------------
@@ -91,17 +78,17 @@ async def _bench(plan: LoadPlan, say: Say, progress: Progress) -> tuple[Run, str
                 f"--dataset-name {config.dataset_name} draws token ids, and {plan.address} does "
                 "not say how many it knows: name the model's --tokenizer, or a --dataset-path"
             )
-        load = fit(plan, server, vocab_size)
-        await _check_takes(client, load.arrivals[0])
-        await _warm_up(client, load.arrivals[0], config, say)
-        say(load.words)
+        arrivals, words = fit(plan, server, vocab_size)
+        await _check_takes(client, arrivals[0])
+        await _warm_up(client, arrivals[0], config, say)
+        say(words)
         run = await play(
             client,
-            load.arrivals,
+            arrivals,
             time_limit_s=config.time_limit_s,
             max_concurrency=config.max_concurrency,
             model=config.model or "",
-            on_record=_counting(len(load.arrivals), progress),
+            on_record=None if config.disable_tqdm else _counting(len(arrivals), progress),
         )
     return run, ",".join(names)
 
@@ -228,7 +215,7 @@ def _failures(records: Iterable[Record]) -> list[str]:
 
 def _result(plan: LoadPlan, run: Run, model: str, now: datetime) -> dict[str, Any]:
     config = plan.config
-    summary = summarize(
+    summary = results.summarize(
         run, metrics=plan.metrics, percentiles=plan.percentiles, goodput=plan.goodput
     )
     result = {
@@ -240,8 +227,8 @@ def _result(plan: LoadPlan, run: Run, model: str, now: datetime) -> dict[str, An
         "burstiness": config.burstiness if math.isfinite(config.burstiness) else "inf",
         "max_concurrency": config.max_concurrency,
         **_measured(summary, run.records),
-        **thresholds_seen(run.records),
-        **late_shares(run.records, plan.goodput),
+        **results.thresholds_seen(run.records),
+        **results.late_shares(run.records, plan.goodput),
     }
     if config.ramp_up_strategy is not None:
         result["ramp_up_strategy"] = config.ramp_up_strategy
@@ -263,13 +250,14 @@ def _result(plan: LoadPlan, run: Run, model: str, now: datetime) -> dict[str, An
 
 def _measured(summary: Mapping[str, Any], records: Iterable[Record]) -> dict[str, Any]:
     """Returns a summary with None for the latencies of which there is no sample."""
-    missing = [f"_{metric}_ms" for metric, samples in latencies_s(records).items() if not samples]
-    return {k: None if k.endswith(tuple(missing)) else value for k, value in summary.items()}
+    found = results.latencies_s(records)
+    missing = tuple(f"_{metric}_ms" for metric, samples in found.items() if not samples)
+    return {k: None if k.endswith(missing) else value for k, value in summary.items()}
 
 
 def _of_class(records: list[Record], plan: LoadPlan) -> dict[str, Any]:
     done = sum(r.ok for r in records)
-    latencies = latency_summary(records, plan.metrics, plan.percentiles) if done else {}
+    latencies = results.latency_summary(records, plan.metrics, plan.percentiles) if done else {}
     return {"requests": len(records), "completed": done, **_measured(latencies, records)}
 
 

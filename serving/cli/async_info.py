@@ -4,14 +4,15 @@ import json
 from collections import defaultdict
 from collections.abc import Collection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from jmoe.config import ModelConfig
+from jmoe.display import seconds
+from jmoe.parallel import asynchronous
+from jmoe.parallel.asynchronous import Forecast, Late
+from jmoe.parallel.cost import H200
 from serving.cli.info import Section
-from serving.cli.mesh_info import DTYPE, DTYPE_BYTES
-
-if TYPE_CHECKING:
-    from jmoe.config import ModelConfig
-    from jmoe.parallel.asynchronous import Advice, Forecast, Late
+from serving.cli.model_info import DTYPE, DTYPE_BYTES
 
 CONTEXT = 256.0
 HOSTS = "attention_host_s", "expert_host_s"
@@ -34,13 +35,11 @@ def parse_imbalance(text: str) -> tuple[float, float]:
     return before, after
 
 
-def parse_late(text: str) -> "Late":
+def parse_late(text: str) -> Late:
     """Parses `FACTOR,SHARE`, or measures the stages in a timeline of a server of mode aep.
 
     Raises ValueError for anything else.
     """
-    from jmoe.parallel.asynchronous import Late
-
     if not Path(text).exists():
         try:
             factor, share = map(float, text.split(","))
@@ -69,7 +68,7 @@ def _stages(timeline: dict[str, Any]) -> Collection[list[float]]:
 
 
 def asynchronous_section(
-    cfg: "ModelConfig",
+    cfg: ModelConfig,
     num_devices: int,
     in_flight: int,
     *,
@@ -96,13 +95,9 @@ def asynchronous_section(
 
     Raises ValueError for a number that is none, or a file without stage times.
     """
-    from jmoe.display import seconds
-    from jmoe.parallel.asynchronous import ON_TIME, Deployment, Overheads, advise, forecasts
-    from jmoe.parallel.cost import H200
-
     given = {} if host_us is None else dict.fromkeys(HOSTS, 1e-6 * host_us)
     _check(num_devices, in_flight, context, imbalance, host_us)
-    deployment = Deployment.of(
+    deployment = asynchronous.Deployment.of(
         cfg,
         num_devices,
         in_flight,
@@ -110,16 +105,17 @@ def asynchronous_section(
         device=H200._replace(memory_bytes=0.9 * 1e9 * device_gb),
         context=context,
         stage_times=stage_times,
-        overheads=Overheads(**given),
+        overheads=asynchronous.Overheads(**given),
         imbalance=imbalance[0],
         imbalance_with_copies=imbalance[1],
-        late=parse_late(late) if late else ON_TIME,
+        late=parse_late(late) if late else asynchronous.ON_TIME,
     )
     factor, share = deployment.late
     lateness = f"{100 * share:.3g} % of stages take {factor:.3g} times as long"
-    found, over = advise(deployment), deployment.overheads
+    found, over = asynchronous.advise(deployment), deployment.overheads
     best = found.forecast
-    every = forecasts(deployment) if num_devices <= MOST_SPLITS else [best]
+    rate = f"{best.tokens_per_s:,.0f} tokens/s, {found.ratio:.2f} times the better one"
+    every = asynchronous.forecasts(deployment) if num_devices <= MOST_SPLITS else [best]
     whole = map(seconds, (best.whole_attention_s, best.whole_experts_s))
     hosts_s = over.attention_host_s, over.expert_host_s
     source = "by a roofline" if stage_times is None else f"from {stage_times}"
@@ -134,7 +130,7 @@ def asynchronous_section(
             ("late", f"{lateness}, by {late}" if late else "none"),
             ("synchronous", f"{found.synchronous_tokens_per_s:,.0f} tokens/s"),
             ("synchronous with copies", f"{found.copies_tokens_per_s:,.0f} tokens/s"),
-            ("asynchronous", _asynchronous(found)),
+            ("asynchronous", f"{rate}, on {_split(best)}"),
             ("advice", f"{'use it' if found.pays else 'do not use it'}: {found.reason}"),
         ],
     )
@@ -164,29 +160,20 @@ def _check(
 
 
 def _hosts(host_s: tuple[float, float], *, given: bool) -> str:
-    from jmoe.display import seconds
-
     if given:
         return f"{seconds(host_s[0])}, given and not measured"
     return " and ".join(map(seconds, host_s)) + ", as built"
 
 
-def _split(found: "Forecast") -> str:
+def _split(found: Forecast) -> str:
     return f"{found.attention_devices} + {found.expert_devices}"
 
 
-def _forecast(found: "Forecast") -> str:
+def _forecast(found: Forecast) -> str:
     """Returns the line of a split."""
-    from jmoe.display import seconds
-
     stages = f"stages of {found.attention_rows:,} rows, {seconds(found.attention_s)}, and "
     stages += f"{found.expert_visits:,} visits, {seconds(found.experts_s)}"
     under_way = f"{found.batches:.0f} batches under way"
     room = f"room for {found.sequences_that_fit:,} sequences"
     itl = f"ITL {1e3 * found.itl_s:.0f} ms"
     return f"{found.tokens_per_s:,.0f} tokens/s, {itl}; {stages}; {under_way}; {room}"
-
-
-def _asynchronous(found: "Advice") -> str:
-    rate = f"{found.forecast.tokens_per_s:,.0f} tokens/s, {found.ratio:.2f} times the better one"
-    return f"{rate}, on {_split(found.forecast)}"

@@ -6,12 +6,11 @@ from typing import Annotated
 
 import typer
 
-from serving.cli.options import AllowUnknownConfig, documented, of_fields
+from serving.cli.options import AllowUnknownConfig, of_fields
 from serving.telemetry import logs
 from serving.telemetry.progress import progress_bar
 
 
-@documented
 def consolidate(
     model: Annotated[list[str], typer.Option(metavar="NAME=DIR")],
     out: Annotated[Path, typer.Option()],

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from serving.cli.options import AllowUnknownConfig, HubRevision, documented, of_fields
+from serving.cli.options import AllowUnknownConfig, HubRevision, of_fields
 from serving.telemetry import logs
 from serving.telemetry.progress import progress_bar
 
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from training.distill import DistillConfig
 
 
-@documented
 def distill(
     model: Annotated[str, typer.Option()],
     data: list[Path] | None = None,

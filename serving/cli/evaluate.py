@@ -8,15 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from serving.cli.options import (
-    AllowUnknownConfig,
-    KvCacheDtype,
-    Quantize,
-    documented,
-    family_flag,
-    given_flags,
-    of_fields,
-)
+from serving.cli import options
+from serving.cli.options import of_fields
 from serving.settings.plugins import own_strategy
 from serving.telemetry.progress import progress_bar
 
@@ -43,15 +36,14 @@ WITHOUT = {
 """What each flag leaves without effect."""
 
 
-@documented
 def evaluate(
     ctx: typer.Context,
     model: list[str] | None = None,
     family: Path | None = None,
     borrow_united: Annotated[float | None, typer.Option(metavar="PERCENT")] = None,
     dtype: str = "bfloat16",
-    quantize: Quantize = "auto",
-    kv_cache_dtype: KvCacheDtype = "auto",
+    quantize: options.Quantize = "auto",
+    kv_cache_dtype: options.KvCacheDtype = "auto",
     against: Path | None = None,
     data: Path | None = None,
     num: int | None = None,
@@ -77,7 +69,7 @@ def evaluate(
     error_steps: int = 32,
     seed: int = 0,
     out: Path = Path("out/evaluate"),
-    allow_unknown_config: AllowUnknownConfig = None,
+    allow_unknown_config: options.AllowUnknownConfig = None,
 ) -> None:
     """Measures accuracy and perplexity under brownout.
 
@@ -120,7 +112,7 @@ def evaluate(
         seed: Seed of the items that are made, and of their order.
         out: Folder for the results. A run that was ended continues there.
     """
-    directories = family_flag(model or ["bundled"], family)
+    directories = options.family_flag(model or ["bundled"], family)
     flags = locals() | {"model": directories.get("", "")}
     from jmoe.api import resolve
     from jmoe.expected_loss import FILE
@@ -135,7 +127,7 @@ def evaluate(
         "refine_steps": refine_steps,
         "sampled": sampled,
     }
-    given = given_flags(ctx)
+    given = options.given_flags(ctx)
     if not leave_one_out and not given.isdisjoint(OF_LEFT_OUT):
         raise ValueError(
             "--sources, --distill-rows, --distill-steps, --sampled and --refine-steps need "

@@ -3,40 +3,24 @@
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from serving.cli.options import (
-    AllowUnknownConfig,
-    ApiKeyEnv,
-    HubRevision,
-    TlsCa,
-    TlsCert,
-    TlsKey,
-    documented,
-    family_flag,
-    given_flags,
-)
+from serving.cli import options
 
 if TYPE_CHECKING:
-    from jmoe.config import ModelConfig
     from serving.client.connection import Connection
-
-_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-_WAYS = (2, 4, 8, 16)
 
 Section = tuple[str, Sequence[tuple[str, str]]]
 """A heading ("" for none) and rows of a name and a value."""
 
 
-@documented
 def info(
     ctx: typer.Context,
     model: Annotated[str | None, typer.Argument()] = None,
-    hub_revision: HubRevision = "",
+    hub_revision: options.HubRevision = "",
     model_config: str | None = None,
     family: Path | None = None,
     models: Annotated[list[str] | None, typer.Option("--model", metavar="NAME=DIR")] = None,
@@ -50,11 +34,11 @@ def info(
     host_us: Annotated[float | None, typer.Option(metavar="US")] = None,
     stage_times: Annotated[Path | None, typer.Option(metavar="FILE")] = None,
     late: Annotated[str | None, typer.Option(metavar="FILE|FACTOR,SHARE")] = None,
-    api_key_env: ApiKeyEnv = None,
-    tls_ca: TlsCa = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
-    allow_unknown_config: AllowUnknownConfig = None,
+    api_key_env: options.ApiKeyEnv = None,
+    tls_ca: options.TlsCa = None,
+    tls_cert: options.TlsCert = None,
+    tls_key: options.TlsKey = None,
+    allow_unknown_config: options.AllowUnknownConfig = None,
     as_json: Annotated[bool, typer.Option("--json")] = False,
 ) -> None:
     """Shows the memory of a model or family, or a server's state.
@@ -89,7 +73,7 @@ def info(
         raise ValueError(
             f"--json is of a server or of one model in one device; leave {flag} out, or --json"
         )
-    given = given_flags(ctx)
+    given = options.given_flags(ctx)
     for name in ("--mesh", "--device-gb"):
         if address is not None and name in given:
             raise ValueError(f"{name} needs a model: give MODEL or --model-config, not --address")
@@ -107,386 +91,51 @@ def info(
             api_key_env, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key
         )
         admin, trouble, messages = _ask(address, admin_address, connection)
-        if as_json:
-            print(_json(address, admin, trouble, messages))
-            return
-        print(_text(_in_words(address, admin, trouble, messages)))
+        said = address, admin, trouble, messages
+        print(_json(*said) if as_json else _text(_in_words(*said)))
         return
-    from serving.cli.mesh_info import DEVICE_GB, parse_mesh
+    directories = {} if family is None else options.family_flag(models or (), family)
+    from jmoe.api import BUNDLED, resolve
+    from jmoe.checkpoint import config_of
+    from serving.cli import model_info
 
-    device_gb = DEVICE_GB if device_gb is None else device_gb
+    allowed = allow_unknown_config or ()
+    device_gb = model_info.DEVICE_GB if device_gb is None else device_gb
     if family is not None:
-        directories = family_flag(models or (), family)
-        sections = _describe_family(
-            directories, family, mesh, device_gb, allow_unknown_config or (), hub_revision
+        described = model_info.describe_family(
+            directories, family, mesh, device_gb, allowed, hub_revision
         )
-    elif model_config is not None:
-        cfg = load_model_config(model_config)
-        sections = None if as_json else _describe(cfg, None, mesh, device_gb)
-        directory = None
-    else:
-        from jmoe.api import BUNDLED, resolve
-        from jmoe.checkpoint import config_of
-
-        directory = resolve(model or "bundled", hub_revision, weights=False)
-        cfg = config_of(directory, allow_unknown_config=allow_unknown_config or ())
-        there = not model or model == BUNDLED or Path(model).exists()  # else nothing of its weights
-        directory = directory if there else None
-        sections = None if as_json else _describe(cfg, directory, mesh, device_gb)
-    if sections is None:
-        print(json.dumps(_facts(cfg, directory, device_gb), indent=2))
+        print(_text(described))
         return
+    directory = None
+    if model_config is not None:
+        cfg = model_info.load_model_config(model_config)
+    else:
+        there = resolve(model or BUNDLED, hub_revision, weights=False)
+        cfg = config_of(there, allow_unknown_config=allowed)
+        if not model or model == BUNDLED or Path(model).exists():  # else nothing of its weights
+            directory = there
+    if as_json:
+        print(json.dumps(model_info.facts(cfg, directory, device_gb), indent=2))
+        return
+    sections = model_info.describe(cfg, directory, mesh, device_gb)
     if mesh and in_flight is not None:
-        from serving.cli.async_info import CONTEXT, asynchronous_section, parse_imbalance
+        from serving.cli import async_info
 
         sections.append(
-            asynchronous_section(
+            async_info.asynchronous_section(
                 cfg,
-                parse_mesh(mesh),
+                model_info.parse_mesh(mesh),
                 in_flight,
                 device_gb=device_gb,
-                context=CONTEXT if context is None else context,
-                imbalance=parse_imbalance(imbalance or "1,1"),
+                context=async_info.CONTEXT if context is None else context,
+                imbalance=async_info.parse_imbalance(imbalance or "1,1"),
                 host_us=host_us,
                 stage_times=stage_times,
                 late=late or "",
             )
         )
     print(_text(sections))
-
-
-def load_model_config(name: str | Path) -> "ModelConfig":
-    """Reads a geometry from a YAML file with the keys of `config.json`, or a preset in
-    `configs/models`.
-
-    Raises SettingsError for a file that cannot be read, ConfigError for what it says.
-    """
-    from jmoe.config import from_hf
-    from serving.settings.reading import find, read_yaml
-
-    return from_hf(read_yaml(find("models", name)))
-
-
-def num_parameters(cfg: "ModelConfig", experts_a_layer: int | None = None) -> int:
-    """Returns the weights of a model with all its experts, or with so many a MoE layer (K: active
-    ones).
-    """
-    from jmoe import layout
-
-    experts = cfg.num_experts if experts_a_layer is None else experts_a_layer
-    parts = [layout.top(cfg), *(layout.layer(cfg, *of) for of in enumerate(cfg.moe_layers))]
-    others = sum(math.prod(one.shape) for part in parts for one in part.values())
-    return others + cfg.num_moe_layers * experts * expert_parameters(cfg)
-
-
-def expert_parameters(cfg: "ModelConfig") -> int:
-    """Returns the weights of one expert, routed or united."""
-    from jmoe import layout
-
-    return layout.expert_parameters(cfg)
-
-
-def kv_bytes_per_token(cfg: "ModelConfig", dtype: str, past: int = 0) -> int:
-    """Returns the bytes of what layers keep of one position; of one behind `past` others, those of
-    layers without a window that ends before. `fp8`: keys and values in eight bits, 0 where none are
-    kept.
-    """
-    import jax.numpy as jnp
-
-    from jmoe.attention import page_bytes, page_windows, with_kv_cache_dtype
-
-    if dtype == "fp8":
-        try:
-            cfg, dtype = with_kv_cache_dtype(cfg, dtype), "bfloat16"
-        except ValueError:
-            return 0
-    groups = zip(page_windows(cfg), page_bytes(cfg, 1, jnp.dtype(dtype)), strict=True)
-    return sum(size for window, size in groups if not window or window > past)
-
-
-def has_attention_kernel(cfg: "ModelConfig") -> bool:
-    """Returns whether a kernel attends in all layers of decode steps that have keys and values on a
-    Hopper GPU, in bfloat16 and pages of 64 tokens.
-    """
-    import jax
-    import jax.numpy as jnp
-
-    from jmoe.attention import Latent, Paged
-    from jmoe.recurrent import Recurrent
-    from pallas_kernels.paged_attention import mosaic
-
-    def taken(kind: Any) -> bool:
-        if not isinstance(kind, Paged):
-            return False
-        latents = isinstance(kind, Latent)
-        heads, width = (1, kind.width) if latents else (cfg.num_kv_heads, cfg.head_dim)
-        q = jax.ShapeDtypeStruct((1, cfg.num_heads, width), jnp.bfloat16)
-        pages = jax.ShapeDtypeStruct((1, 1, heads, 64, width), jnp.bfloat16)
-        return mosaic.supports(q, pages, None if latents else pages, kind.latent)
-
-    return all(taken(kind) for kind in cfg.attention_kinds if not isinstance(kind, Recurrent))
-
-
-def attention_on_hopper(cfg: "ModelConfig") -> str:
-    """Returns what runs attention on a Hopper GPU, in words."""
-    from jmoe.attention import is_recurrent
-
-    form = "a kernel" if has_attention_kernel(cfg) else "XLA"
-    return form + "; recurrent layers XLA" * is_recurrent(cfg)
-
-
-def _describe(
-    cfg: "ModelConfig", directory: Path | None, mesh: str | None, device_gb: float
-) -> list[Section]:
-    """Describes what a model needs, in one device or over a mesh, and which united experts its
-    directory has.
-    """
-    from jmoe.checkpoint import is_native, native_stored
-    from jmoe.display import count, size
-    from serving.cli.mesh_info import device_section, parallel_section, parse_mesh
-
-    total, active = num_parameters(cfg), num_parameters(cfg, cfg.experts_per_token)
-    rows = [
-        *_geometry(cfg),
-        ("parameters", f"{count(total)}, {count(active)} active a token"),
-        *_memory(cfg, total),
-    ]
-    for fmt, whole in quantized_bytes(cfg).items():
-        rows.append((f"weights in bfloat16, experts in {fmt}", size(whole)))
-    if directory is not None and is_native(directory):
-        dtype, slots = native_stored(directory)
-        room = f"room for {slots} united experts a layer"
-        rows.append(("stored in jmoe's own format", f"{dtype}, not quantized, {room}"))
-    there = {} if directory is None else united_bytes(directory)
-    others = [way for way in _WAYS if way <= cfg.num_experts and way not in there]
-    lacking = [
-        (f"way {way}", f"{_a_layer(cfg, way)}, {size(_united_bytes_of(cfg, way))} in bfloat16")
-        for way in others
-    ]
-    sections: list[Section] = [("", rows)]
-    if directory is not None:
-        sections.append(("United experts that are there", _on_disk(cfg, there)))
-    further = "What each further way would take" if there else "What united experts would take"
-    if lacking:
-        sections.append((further, lacking))
-    if mesh:
-        sections.append(parallel_section(cfg, parse_mesh(mesh), device_gb, tuple(there)))
-    else:
-        sections.append(device_section(cfg, device_gb))
-    return sections
-
-
-def _facts(cfg: "ModelConfig", directory: Path | None, device_gb: float) -> dict[str, Any]:
-    """Returns what `_describe` says of a model in one device, as numbers; names are those of
-    ModelInfo where it has them.
-    """
-    from serving.cli.mesh_info import kv_tokens
-
-    total, rest = num_parameters(cfg), "bfloat16, experts in "
-    weights = {dtype: total * taken for dtype, taken in _BYTES.items()}
-    weights |= {rest + fmt: whole for fmt, whole in quantized_bytes(cfg).items()}
-    stored = {} if directory is None else united_bytes(directory)
-    return {
-        "architecture": cfg.architecture,
-        "num_layers": cfg.num_layers,
-        "num_moe_layers": cfg.num_moe_layers,
-        "num_experts": cfg.num_experts,
-        "experts_per_token": cfg.experts_per_token,
-        "max_position": cfg.max_position,
-        "num_parameters": total,
-        "num_active_parameters": num_parameters(cfg, cfg.experts_per_token),
-        "has_attention_kernel": has_attention_kernel(cfg),
-        "weight_bytes": weights,
-        "kv_bytes_per_token": {
-            dtype: size for dtype in (*_BYTES, "fp8") if (size := kv_bytes_per_token(cfg, dtype))
-        },
-        "united_bytes_on_disk": {f"way{way}": size for way, size in stored.items()},
-        "united_bytes": {
-            f"way{way}": _united_bytes_of(cfg, way) for way in _WAYS if way <= cfg.num_experts
-        },
-        "device_gb": device_gb,
-        "kv_tokens": {
-            form: kv_tokens(cfg, device_gb, whole)
-            for form, whole in weights.items()
-            if form.startswith("bfloat16")
-        },
-    }
-
-
-def _on_disk(cfg: "ModelConfig", stored: Mapping[int, int]) -> list[tuple[str, str]]:
-    """Describes united experts by their way and bytes."""
-    from jmoe.display import size
-
-    rows = [
-        (f"way {way}", f"{_a_layer(cfg, way)}, {size(taken)} on disk")
-        for way, taken in stored.items()
-    ]
-    return rows or [("none", "")]
-
-
-def _describe_family(
-    directories: Mapping[str, str],
-    path: Path,
-    mesh: str | None,
-    device_gb: float,
-    allowed: Sequence[str],
-    revision: str,
-) -> list[Section]:
-    """Describes what a family needs in one device, or in each of a mesh, and whose experts its
-    models use.
-    """
-    from jmoe.display import size
-    from jmoe.family import check_family, table_slots
-    from jmoe.parallel.placement import of_tables
-    from jmoe.sharing import read_sharing
-    from serving.cli.mesh_info import family_section, parse_mesh
-
-    found, cfgs, _ = check_family(directories, allowed, revision)
-    cfg = next(iter(cfgs.values()))
-    sharing = read_sharing(path, found, (cfg.num_moe_layers, cfg.num_experts))
-    count, expert, others = len(found), expert_parameters(cfg), num_parameters(cfg, 0)
-    lenders = {name: sharing.names[at] for name, at in zip(found, sharing.lenders, strict=True)}
-    stored = [united_bytes(found[name]) for name in dict.fromkeys(lenders.values())]
-    ways = [way for way in stored[0] if all(way in each for each in stored)]
-    if sharing.united_ways:
-        ways = [way for way in ways if way in sharing.united_ways]
-    united = -(-cfg.num_experts // min(ways)) if ways else 0
-    slots = sharing.num_slots + len(stored) * cfg.num_moe_layers * united
-    differences = _difference_parameters(cfg, sharing.residual_rank) * int(sharing.differs.sum())
-    own = count * cfg.num_moe_layers * cfg.num_experts
-    rows = [
-        ("models", ", ".join(found)),
-        *_geometry(cfg),
-        ("routed experts", f"{sharing.num_slots:,} slots for {own:,} of all models"),
-        ("shared", f"{sharing.shared_percent:.1f} % of what could be"),
-        (
-            "slots of united experts",
-            f"{slots - sharing.num_slots:,}, {united} a layer of each model that has its own",
-        ),
-        *((f"united experts of {n}", f"those of {at}") for n, at in lenders.items() if n != at),
-        ("pool in bfloat16", size(2 * slots * expert)),
-        (
-            "other weights of each model",
-            f"{size(2 * others)} in bfloat16; what two have alike once",
-        ),
-        *_memory(cfg, slots * expert + count * others + differences),
-    ]
-    if differences:
-        words = f"{size(2 * differences)} of all models, rank {sharing.residual_rank}"
-        rows.append(("differences from shared experts", words))
-    taken = {way: sum(each[way] for each in stored) for way in ways}
-    pool = sharing.num_slots, slots - sharing.num_slots
-    spread = None
-    if mesh:
-        own = table_slots(sharing.slots()[0], sharing.lenders, united, sharing.num_slots)
-        placement, _ = of_tables(own, cfg.num_experts, devices := parse_mesh(mesh))
-        spread = devices, cfg.num_moe_layers * placement.room
-        rows.append((f"slots on each device, --mesh {mesh}", f"{spread[1]:,}"))
-    return [
-        ("", rows),
-        ("United experts that all models have", _on_disk(cfg, taken)),
-        family_section(cfg, count, *pool, differences, device_gb, spread),
-    ]
-
-
-def _difference_parameters(cfg: "ModelConfig", rank: int) -> int:
-    """Returns the weights of one expert's difference of a rank from another."""
-    from jmoe import layout
-
-    return rank * sum(map(sum, layout.expert_shapes(cfg).values()))
-
-
-def _geometry(cfg: "ModelConfig") -> list[tuple[str, str]]:
-    """Describes what models of a family have in common, but for their number of weights."""
-    from jmoe.router import fused
-
-    unfused = ": without the fused kernel" if fused(cfg, {}) is None else ""
-    return [
-        ("architecture", cfg.architecture),
-        ("layers", f"{cfg.num_layers}, {cfg.num_moe_layers} of them MoE"),
-        ("experts a layer", f"{cfg.num_experts}, {cfg.experts_per_token} a token"),
-        ("router", "softmax" if cfg.router is None else f"{cfg.router}{unfused}"),
-        ("attention on Hopper", attention_on_hopper(cfg)),
-        ("positions", f"{cfg.max_position:,}"),
-    ]
-
-
-def _memory(cfg: "ModelConfig", parameters: int) -> list[tuple[str, str]]:
-    """Describes the bytes of so many weights, and of a token's keys and values, by dtype."""
-    import jax.numpy as jnp
-
-    from jmoe.attention import page_windows, sequence_bytes
-    from jmoe.display import size
-
-    rows = []
-    for dtype in ("bfloat16", "float32", "fp8"):
-        if dtype in _BYTES:
-            rows.append((f"weights in {dtype}", size(parameters * _BYTES[dtype])))
-        elif not kv_bytes_per_token(cfg, dtype):
-            continue
-        kv = f"{kv_bytes_per_token(cfg, dtype):,} bytes a token"
-        for window in filter(None, reversed(page_windows(cfg))):
-            kv += f", {kv_bytes_per_token(cfg, dtype, window):,} past {window:,}"
-        if kept := sequence_bytes(cfg, jnp.dtype("bfloat16" if dtype == "fp8" else dtype)):
-            kv += f", {size(kept)} a sequence"
-        rows.append((f"KV cache in {dtype}", kv))
-    return rows
-
-
-def _a_layer(cfg: "ModelConfig", way: int) -> str:
-    return f"{-(-cfg.num_experts // way)} a layer"
-
-
-def quantized_bytes(cfg: "ModelConfig") -> dict[str, int]:
-    """Returns the bytes of a model with experts in each format that `--quantize` knows and that the
-    model can have, and the rest in bfloat16.
-    """
-    import jax
-
-    from jmoe.checkpoint import empty_pool
-
-    count, found = cfg.num_moe_layers * cfg.num_experts, {}
-    rest = (num_parameters(cfg) - count * expert_parameters(cfg)) * _BYTES["bfloat16"]
-    for fmt in ("fp8", "int4", "mxfp4"):
-        make = partial(empty_pool, cfg, 1, jax.numpy.dtype("bfloat16"), fmt)
-        try:
-            pool = jax.eval_shape(make)
-        except ValueError:
-            continue
-        expert = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(pool))
-        found[fmt] = count * expert + rest
-    return found
-
-
-def _united_bytes_of(cfg: "ModelConfig", way: int) -> int:
-    """Returns the bytes of a way's united experts in bfloat16."""
-    experts = cfg.num_moe_layers * -(-cfg.num_experts // way)
-    return experts * expert_parameters(cfg) * _BYTES["bfloat16"]
-
-
-def united_bytes(directory: Path) -> Mapping[int, int]:
-    """Returns the bytes of the united experts in a directory by way, as its file's header says.
-
-    Raises CheckpointError for a file that is not one of united experts.
-    """
-    from safetensors import SafetensorError, safe_open
-
-    from jmoe.checkpoint import UNITED_FILE, CheckpointError
-    from jmoe.model_files import regular
-
-    path, ways = directory / UNITED_FILE, dict[int, int]()
-    if not path.exists():
-        return ways
-    try:
-        with safe_open(regular(path), framework="numpy") as file:
-            for name in file.keys():  # noqa: SIM118
-                way = int(name.partition(".")[0].removeprefix("way"))
-                tensor = file.get_slice(name)
-                bits = int(tensor.get_dtype().lstrip("ABCDEFGHIJKLMNOPQRSTUVWXYZ"))
-                ways[way] = ways.get(way, 0) + math.prod(tensor.get_shape()) * bits // 8
-    except (SafetensorError, OSError, ValueError) as error:
-        raise CheckpointError(f"{path} is not readable: {error}") from None
-    return dict(sorted(ways.items()))
 
 
 def _ask(

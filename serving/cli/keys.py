@@ -5,13 +5,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from serving.cli.options import Command, documented, of_fields
+from serving.cli.options import Commands, of_fields
 from serving.request import Priority
 
 if TYPE_CHECKING:
     from serving.frontend.keys import Key
 
-keys = typer.Typer(
+keys = Commands(
     help="Makes, lists and revokes API keys.\n\nThe file of `jmoe serve --keys-file FILE` holds "
     "their hashes only. A running server reads it again within two seconds.",
     no_args_is_help=True,
@@ -23,8 +23,7 @@ File = Annotated[
 Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of the key in logs and metrics.")]
 
 
-@keys.command(cls=Command)
-@documented
+@keys.command()
 def new(
     name: Name,
     file: File,
@@ -63,7 +62,7 @@ def new(
     print(key)
 
 
-@keys.command("list", cls=Command)
+@keys.command("list")
 def list_(file: File) -> None:
     """Lists the names of keys and what each allows."""
     from serving.frontend.keys import read
@@ -85,7 +84,7 @@ def _allows(key: "Key") -> list[str]:
     ]
 
 
-@keys.command(cls=Command)
+@keys.command()
 def revoke(name: Name, file: File) -> None:
     """Removes a key.
 

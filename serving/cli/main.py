@@ -19,25 +19,12 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from serving.cli import options
 from serving.cli.consolidate import consolidate
 from serving.cli.distill import distill
 from serving.cli.evaluate import evaluate
 from serving.cli.info import info
 from serving.cli.keys import keys
-from serving.cli.options import (
-    AllowUnknownConfig,
-    Command,
-    HubRevision,
-    KvCacheDtype,
-    Quantize,
-    ServeCommand,
-    documented,
-    family_flag,
-    flag_keys,
-    models_flag,
-    overrides,
-    setting_flags,
-)
 from serving.cli.tools import bench, demo
 from serving.errors import ServingError, Unavailable
 from serving.settings.plugins import own_strategy
@@ -46,7 +33,7 @@ from serving.telemetry.progress import progress_bar
 
 log = logging.getLogger(__name__)
 
-app = typer.Typer(
+app = options.Commands(
     name="jmoe",
     help="Serves Mixture-of-Experts models that keep their latency promise under bursts.",
     no_args_is_help=True,
@@ -55,11 +42,8 @@ app = typer.Typer(
 )
 app.add_typer(bench, name="bench")
 app.add_typer(keys, name="keys")
-app.command(cls=Command)(consolidate)
-app.command(cls=Command)(demo)
-app.command(cls=Command)(distill)
-app.command(cls=Command)(evaluate)
-app.command(cls=Command)(info)
+for command in (consolidate, demo, distill, evaluate, info):
+    app.command()(command)
 
 
 def main() -> None:
@@ -107,7 +91,7 @@ def _version(wanted: bool) -> None:
 
 
 @app.callback()
-@documented
+@options.documented
 def common(
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True)] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log every request.")] = False,
@@ -127,9 +111,9 @@ _SETTINGS = (
 )
 
 
-@app.command(cls=ServeCommand, epilog=_SETTINGS)
-@setting_flags
-@documented
+@app.command(cls=options.ServeCommand, epilog=_SETTINGS)
+@options.setting_flags
+@options.documented
 def serve(
     models: Annotated[list[str] | None, typer.Argument(metavar="[[NAME=]MODEL]...")] = None,
     config: Annotated[str, typer.Option(metavar="FILE")] = "default",
@@ -158,15 +142,16 @@ def serve(
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until there is something to read again
     from serving.settings import reading as settings
 
-    given = {key: flags[name] for name, key in flag_keys().items() if flags[name] != []}
+    given = {key: flags[name] for name, key in options.flag_keys().items() if flags[name] != []}
     served = [*(models or []), *(model or [])]
     if flags["served_model_name"] and len(served) > 1 and not all("=" in one for one in served):
         raise ValueError(
             f"--served-model-name takes one name, and {len(served)} models are given: "
             f"{' '.join(served)}; leave out what is a further name, and keep one model"
         )
-    given |= models_flag(served)
-    loaded = settings.settled(settings.load(config, overrides(given, set_ or []), os.environ))
+    given |= options.models_flag(served)
+    own = options.overrides(given, set_ or [])
+    loaded = settings.settled(settings.load(config, own, os.environ))
     verbose = verbose or logging.getLogger("serving").level == logging.DEBUG
     logs.configure(loaded.log_format, verbose=verbose)
     if restart:
@@ -238,16 +223,15 @@ async def _start_engine(config: Any, *observers: Any) -> Any:
     return engine
 
 
-@app.command(cls=Command)
-@documented
+@app.command()
 def generate(
     prompts: Annotated[list[str], typer.Argument(metavar="PROMPT...")],
     model: list[str] | None = None,
     family: Path | None = None,
-    hub_revision: HubRevision = "",
+    hub_revision: options.HubRevision = "",
     dtype: str = "bfloat16",
-    quantize: Quantize = "auto",
-    kv_cache_dtype: KvCacheDtype = "auto",
+    quantize: options.Quantize = "auto",
+    kv_cache_dtype: options.KvCacheDtype = "auto",
     tokens: bool = False,
     max_new_tokens: int = 64,
     temperature: float = 0.0,
@@ -259,7 +243,7 @@ def generate(
     keep: Literal["visits", "weight"] = "visits",
     levels: bool = False,
     way: Annotated[int | None, typer.Option(metavar="K")] = None,
-    allow_unknown_config: AllowUnknownConfig = None,
+    allow_unknown_config: options.AllowUnknownConfig = None,
 ) -> None:
     """Continues prompts in this process, without a server.
 
@@ -294,7 +278,7 @@ def generate(
     if brownout_threshold != 100 or strategy is not None or way is not None:
         kind: Any = own_strategy(strategy or "") or strategy or "partial"
         brownout = jmoe.Brownout(kind, brownout_threshold, way, keep, levels)
-    directories = family_flag(model or ["bundled"], family)
+    directories = options.family_flag(model or ["bundled"], family)
     with progress_bar() as progress:
         shared: dict[str, Any] = {
             "progress": partial(progress, "loading layers"),

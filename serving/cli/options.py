@@ -140,6 +140,15 @@ def documented[F: Callable[..., None]](command: F) -> F:
     return command
 
 
+class Commands(typer.Typer):
+    """Commands that are `documented`, and whose `--help` is that of `Command`."""
+
+    def command(self, name: str | None = None, *, cls: type[Command] = Command, **how: Any) -> Any:
+        """Adds a command. See typer.Typer."""
+        add = super().command(name, cls=cls, **how)
+        return lambda function: add(documented(function))
+
+
 def given_flags(context: typer.Context) -> set[str]:
     """Returns the flags that the command line has, by their long names; without those that it turns
     off.

@@ -11,20 +11,12 @@ from typing import Annotated, Any
 
 import typer
 
-from serving.cli.options import (
-    ApiKeyEnv,
-    Command,
-    TlsCa,
-    TlsCert,
-    TlsKey,
-    documented,
-    of_fields,
-    overrides,
-)
+from serving.cli import options
+from serving.cli.options import Command, of_fields
 from serving.telemetry import logs
 from serving.telemetry.progress import progress_bar
 
-bench = typer.Typer(help="Runs benchmarks.", no_args_is_help=True)
+bench = options.Commands(help="Runs benchmarks.", no_args_is_help=True)
 
 
 class _SeveralValues(Command):
@@ -61,17 +53,16 @@ def _servers_of_its_own() -> Iterator[None]:
 
 
 @bench.command(cls=_SeveralValues)
-@documented
 def serve(
     backend: str = "jmoe",
     base_url: Annotated[str | None, typer.Option(metavar="http://HOST:PORT")] = None,
     host: str = "127.0.0.1",
     port: int | None = None,
     admin_address: Annotated[str | None, typer.Option(metavar="HOST:PORT")] = None,
-    api_key_env: ApiKeyEnv = None,
-    tls_ca: TlsCa = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
+    api_key_env: options.ApiKeyEnv = None,
+    tls_ca: options.TlsCa = None,
+    tls_cert: options.TlsCert = None,
+    tls_key: options.TlsKey = None,
     ready_check_timeout_sec: float = 600.0,
     model: str | None = None,
     model_mix: Annotated[list[str] | None, typer.Option(metavar="NAME=WEIGHT...")] = None,
@@ -164,8 +155,7 @@ def serve(
         raise typer.Exit(1)
 
 
-@bench.command(cls=Command)
-@documented
+@bench.command()
 def priority(
     server_args: Annotated[list[str] | None, typer.Argument()] = None,
     num_requests: int = 2500,
@@ -195,8 +185,7 @@ def priority(
         run_priority(of_fields(PriorityConfig, flags))
 
 
-@bench.command(cls=Command)
-@documented
+@bench.command()
 def balance(
     server_args: Annotated[list[str] | None, typer.Argument()] = None,
     model: str = "bundled",
@@ -235,8 +224,7 @@ def balance(
         run_balance(of_fields(BalanceBenchConfig, flags))
 
 
-@bench.command(cls=Command)
-@documented
+@bench.command()
 def family(
     model: Annotated[list[str], typer.Option()],
     server_args: Annotated[list[str] | None, typer.Argument()] = None,
@@ -275,8 +263,7 @@ def family(
         run_family(of_fields(FamilyConfig, flags))
 
 
-@bench.command(cls=Command)
-@documented
+@bench.command()
 def controllers(
     conditions: str = "",
     controllers: str = "algorithm2,predictive",
@@ -315,7 +302,7 @@ def controllers(
     flags = locals() | {"traces": trace, "settings": set_, "controllers": controllers.split(",")}
     from serving.bench.controllers import ControllersConfig, run_controllers
 
-    overrides({}, set_ or [])  # raises for what is no KEY=VALUE
+    options.overrides({}, set_ or [])  # raises for what is no KEY=VALUE
     flags["conditions"] = conditions.split(",") if conditions else None
     flags["mix"] = _numbers("--mix", mix, "three numbers", 3) if mix else None
     config = of_fields(ControllersConfig, flags)
@@ -334,7 +321,6 @@ def _numbers(flag: str, text: str, wanted: str = "numbers", count: int = 0) -> l
     return found
 
 
-@documented
 def demo(
     server_args: Annotated[list[str] | None, typer.Argument()] = None,
     segment_s: float = 15.0,

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
 
 def step(made, **changes):
     made = np.asarray(made, np.int32)
-    given = {"predicted": made, "path_table": made, "history": made.astype(float)}
+    given = {"predicted": made, "history": made.astype(float)}
     return balance.Step(made, **{**given, "num_replicas": 1, "per_pair": None, **changes})
 
 
@@ -29,7 +29,7 @@ def test_traces_are_skewed_and_follow_from_the_seed():
     assert (balance.draw(1, 6)[0].made != some[0].made).any()
 
 
-@pytest.mark.parametrize("accuracy", [0.85, 0.6, 0.437])
+@pytest.mark.parametrize("accuracy", [0.85, 0.6])
 def test_a_prediction_is_as_right_as_was_asked_for(accuracy):
     for trace in balance.draw(3, 7):
         guess = trace.predicted(accuracy)
@@ -43,9 +43,7 @@ MADE = [[8, 0, 1, 1], [8, 0, 0, 2]]  # of two devices with experts 0, 1 and 2, 3
 
 def test_baselines_by_hand():
     assert balance.none(step(MADE)).tolist() == [16, 4]
-    # Lina: expert 0 on device 1, expert 3 on device 0; half of each.
-    assert balance.lina(step(MADE)).tolist() == [9.5, 10.5]
-    # EPLB: the same two experts on both devices; visits at random.
+    # EPLB: experts 0 and 3 on both devices; visits at random.
     load = balance.eplb(step(MADE, seed=3))
     assert load.sum() == 20
     assert 4 <= load.min() <= load.max() <= 16

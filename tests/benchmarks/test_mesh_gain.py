@@ -9,7 +9,7 @@ import pytest
 from benchmarks.mesh import __main__ as mesh
 from benchmarks.mesh import gain
 
-STORED = Path(gain.MODEL).parents[2] / "benchmarks" / "results" / "copies_gain.json"
+STORED = Path(__file__).parents[2] / "benchmarks" / "results" / "copies_gain.json"
 
 
 def test_gains_follow_from_the_break_even():

@@ -260,8 +260,8 @@ def test_another_hopper_gpu_has_its_own_rates():
 
 
 def test_losses_of_a_ladder():
-    got = parts.ladder(10.0, [("a", 12.0), ("b", 11.0), ("c", 15.0), ("a", 16.0)])
-    assert got == {"a": 3.0, "b": 0.0, "c": 3.0}
+    got = parts.losses(10.0, [("a", 12.0), ("b", 11.0), ("c", 15.0), ("a", 16.0)], trips=3)
+    assert got == {"a": 3.0, "b": 0.0, "c": 3.0, **parts.fixed(3)}
     kernels = (parts.Kernel("x", 4.0, {"a": 1.0}), parts.Kernel("y", 3.0, {"a": 1.0, "b": 5.0}))
     of = parts.Prediction(Count(int(4.3e6 * 6), 0), kernels)
     assert (of.floor_us, of.us, of.share) == (6.0, 14.0, 6 / 14)

@@ -24,6 +24,7 @@ from jmoe.parallel.placement import of_tables
 from jmoe.sharing import write_sharing
 from serving.cli import info as cli_info
 from serving.cli import main as cli
+from serving.cli import model_info
 from serving.client.connection import Connection
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 from serving.proto.jmoe.v1 import jmoe_pb2_grpc as rpc
@@ -75,7 +76,7 @@ def test_a_directory_in_jmoes_own_format(united_dirs, tmp_path, capsys, monkeypa
 def test_bytes_are_those_of_the_file(united_dirs):
     directory = united_dirs("qwen2_moe")
     size = (directory / "united.safetensors").stat().st_size
-    assert 0.8 * size < sum(cli_info.united_bytes(directory).values()) <= size
+    assert 0.8 * size < sum(model_info.united_bytes(directory).values()) <= size
 
 
 def test_a_model_without_united_experts(capsys, monkeypatch):
@@ -137,7 +138,7 @@ def test_a_token_takes_less_past_a_window(capsys, monkeypatch, tmp_path):
     assert "131,072 bytes a token, 0 past 4,096\n" in text
     in_fp8 = 32 * 2 * 8 * (128 + 4)
     assert re.search(rf"KV cache in fp8 +{in_fp8:,} bytes a token, 0 past 4,096\n", text)
-    cfg = cli_info.load_model_config(path)
+    cfg = model_info.load_model_config(path)
     for layers, want in (((0, 8, 64) * 2, (6, 6, 4, 2, 2)), ((8, 8, 2), (3, 2, 0, 0, 0))):
         cfg = replace(
             cfg,
@@ -146,7 +147,7 @@ def test_a_token_takes_less_past_a_window(capsys, monkeypatch, tmp_path):
             layer_attention=tuple(map(Paged, layers)),
         )
         of_a_layer = 2 * 8 * 128 * 2
-        found = [cli_info.kv_bytes_per_token(cfg, "bfloat16", past) for past in (0, 7, 8, 64, 99)]
+        found = [model_info.kv_bytes_per_token(cfg, "bfloat16", past) for past in (0, 7, 8, 64, 99)]
         assert found == [count * of_a_layer for count in want]
 
 
@@ -193,7 +194,7 @@ def test_a_family_takes_what_it_takes_once_it_is_loaded(family, capsys, monkeypa
     section = text.split("United experts that all models have\n")[1].split("\n\n")[0]
     assert re.findall(r"^way (\d) ", section, re.M) == ["2", "3"]
     left = re.findall(r"left for KV.*? ([\d,]+) tokens", text)
-    each = cli_info.kv_bytes_per_token(cfg, "bfloat16")
+    each = model_info.kv_bytes_per_token(cfg, "bfloat16")
     fewest = cfg.num_moe_layers * cfg.num_experts
     away = [0, 2 * others[0], 2 * others[0] + (routed - fewest) * pool.slot_bytes]
     counts = [int(count.replace(",", "")) for count in left]
@@ -253,7 +254,7 @@ def test_a_file_that_is_not_one_of_united_experts(content, copy):
     else:
         path.write_bytes(content)
     with pytest.raises(CheckpointError, match=re.escape(f"{path} is not readable")):
-        cli_info.united_bytes(path.parent)
+        model_info.united_bytes(path.parent)
 
 
 class Server(rpc.GenerationServicer, rpc.AdminServicer):

@@ -25,7 +25,7 @@ from jmoe.experts import QuantizedPool
 from jmoe.parallel.home import make_mesh
 from pallas_kernels import routing
 from pallas_kernels.activation import SILU
-from serving.cli.info import quantized_bytes
+from serving.cli.model_info import quantized_bytes
 from serving.config import EngineConfig
 from serving.startup.loading import load_models
 from tests.compile_for import compile_for, h200_mesh

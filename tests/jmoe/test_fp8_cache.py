@@ -8,7 +8,7 @@ import pytest
 import jmoe
 from jmoe.attention import Latent, Paged, page_bytes, with_kv_cache_dtype
 from jmoe.config import read_config
-from serving.cli.info import kv_bytes_per_token
+from serving.cli.model_info import kv_bytes_per_token
 from serving.config import EngineConfig
 from serving.startup.loading import family_of
 from serving.startup.prepare import check_start

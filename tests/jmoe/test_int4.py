@@ -22,7 +22,7 @@ from jmoe.config_fields import ConfigError
 from jmoe.experts import ExpertPool
 from jmoe.int4 import Int4
 from jmoe.parallel.home import make_mesh
-from serving.cli.info import num_parameters, quantized_bytes
+from serving.cli.model_info import num_parameters, quantized_bytes
 from tests.jmoe.conftest import GOLDEN, add_united
 
 pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")

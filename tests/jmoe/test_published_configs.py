@@ -18,7 +18,7 @@ from jmoe.model import project
 from jmoe.random_model import random_model, random_params
 from jmoe.rope import rotation
 from pallas_kernels.kv_write import mosaic
-from serving.cli.info import kv_bytes_per_token, num_parameters
+from serving.cli.model_info import kv_bytes_per_token, num_parameters
 
 pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
 

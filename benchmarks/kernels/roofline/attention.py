@@ -9,22 +9,8 @@ import numpy as np
 from benchmarks.kernels.cases import Case, Count, count_attention, count_expanded
 from benchmarks.kernels.inputs import DTYPE
 from benchmarks.kernels.roofline import assumptions as h200
-from benchmarks.kernels.roofline.parts import (
-    EPILOGUE,
-    FILL,
-    LATENCY,
-    LAUNCHES,
-    PADDING,
-    REREADS,
-    TAIL,
-    Kernel,
-    Prediction,
-    by_reference,
-    fixed,
-    ladder,
-    small,
-    taken,
-)
+from benchmarks.kernels.roofline import parts
+from benchmarks.kernels.roofline.parts import Kernel, Prediction
 from pallas_kernels.paged_attention import common
 from pallas_kernels.paged_attention import mosaic as paged_kernel
 from pallas_kernels.paged_attention.merge import grid_of
@@ -54,9 +40,9 @@ def decode(case: Case, page_size: int) -> Prediction:
     q, pages = arrays(case, page_size)
     latent = case.shape.latent
     supports = partial(paged_kernel.supports, latent=latent)
-    if not taken(supports, q, pages, None if latent else pages):
-        return by_reference(count)
-    plan = small("plan of the step", h200.DECODE_PLAN_LAUNCHES)
+    if not parts.taken(supports, q, pages, None if latent else pages):
+        return parts.by_reference(count)
+    plan = parts.small("plan of the step", h200.DECODE_PLAN_LAUNCHES)
     if latent:
         sizes = common.latent_sizes(q, pages, latent, None, None, case.window)
         assert sizes is not None
@@ -112,12 +98,12 @@ def _attend(case: Case, sizes: common.Sizes, count: Count) -> Kernel:
     longest = streaming * -(-total // active) / (total / active)
     waves = -(-active // at_once)
     steps = [
-        (PADDING, h200.copy_us(moved)),
-        (LATENCY, max(streaming, mean_us)),
-        (TAIL, max(min(longest, streaming + h200.TRIP_US), waves * run_us)),
+        (parts.PADDING, h200.copy_us(moved)),
+        (parts.LATENCY, max(streaming, mean_us)),
+        (parts.TAIL, max(min(longest, streaming + h200.TRIP_US), waves * run_us)),
     ]
     # One after the other: lengths, the page's id, the page; and the piece on its way out.
-    return Kernel("paged_attention", floor_us, {**ladder(floor_us, steps), **fixed(trips=4)})
+    return Kernel("paged_attention", floor_us, parts.losses(floor_us, steps, trips=4))
 
 
 def _attend_to_latents(case: Case, sizes: common.Sizes, count: Count) -> Kernel:
@@ -140,13 +126,13 @@ def _attend_to_latents(case: Case, sizes: common.Sizes, count: Count) -> Kernel:
     multiplied = max(streaming, mean * products)
     chained = max(multiplied, mean * (products + exposed))
     steps = [
-        (PADDING, streaming),
-        (TAIL, max(streaming, mean * products)),
+        (parts.PADDING, streaming),
+        (parts.TAIL, max(streaming, mean * products)),
         (SOFTMAX, chained),
-        (LATENCY, max(chained, total * tile_bytes / in_flight)),
-        (TAIL, chained * longest),
+        (parts.LATENCY, max(chained, total * tile_bytes / in_flight)),
+        (parts.TAIL, chained * longest),
     ]
-    return Kernel("latent_attention", floor_us, {**ladder(floor_us, steps), **fixed(trips=4)})
+    return Kernel("latent_attention", floor_us, parts.losses(floor_us, steps, trips=4))
 
 
 def pieces_of_cut_segments(case: Case, sizes: common.Sizes) -> np.ndarray:
@@ -171,7 +157,7 @@ def _merge(case: Case, sizes: common.Sizes) -> Kernel:
     trips = h200.IDLE_TRIP_US * (1 + -(-busy // at_once) * (steps + 1))
     losses = {
         MERGE: h200.copy_us(float(pieces.sum()) * piece_bytes) + trips,
-        LAUNCHES: h200.KERNEL_US,
+        parts.LAUNCHES: h200.KERNEL_US,
     }
     return Kernel("paged_attention_merge", 0.0, losses)
 
@@ -185,9 +171,9 @@ def prefill(case: Case, page_size: int) -> Prediction:
     q, pages = arrays(case, page_size)
     if case.shape.latent:
         return _of_latents(case, count, q, pages)
-    if not taken(partial(prefill_kernel.supports, scale=1.0), q, pages, pages):
-        return by_reference(count)
-    plan = small("plan of the step", h200.PREFILL_PLAN_LAUNCHES)
+    if not parts.taken(partial(prefill_kernel.supports, scale=1.0), q, pages, pages):
+        return parts.by_reference(count)
+    plan = parts.small("plan of the step", h200.PREFILL_PLAN_LAUNCHES)
     return Prediction(count, [plan, _prefill(case, page_size)])
 
 
@@ -250,9 +236,9 @@ def _of_latents(
     shape = case.shape
     q = jax.ShapeDtypeStruct((case.tokens, shape.heads, expanded.SIZE + expanded.ROPE), DTYPE)
     weights = jax.ShapeDtypeStruct((shape.latent, shape.heads * expanded.SIZE), DTYPE)
-    if not taken(expanded.supports, q, pages, (weights, weights)):
-        return by_reference(absorbed)
-    plan = small("plan of the step", h200.PREFILL_PLAN_LAUNCHES)
+    if not parts.taken(expanded.supports, q, pages, (weights, weights)):
+        return parts.by_reference(absorbed)
+    plan = parts.small("plan of the step", h200.PREFILL_PLAN_LAUNCHES)
     return Prediction(count_expanded(shape, case.chunks()), [plan, _expanded(case)])
 
 
@@ -313,8 +299,8 @@ def _softmax_cycles(keys: int, size: int) -> float:
 def _in_tiles(name: str, count: Count, times: Sequence[float]) -> Kernel:
     """Predicts a kernel over tiles from times of ever more complete models."""
     floor_us = max(h200.copy_us(count.bytes), h200.product_us(count.flops))
-    losses = ladder(floor_us, zip((PADDING, REREADS, SOFTMAX, EPILOGUE, TAIL), times, strict=True))
-    losses |= {FILL: 3 * h200.IDLE_TRIP_US, LAUNCHES: h200.KERNEL_US}
+    names = parts.PADDING, parts.REREADS, SOFTMAX, parts.EPILOGUE, parts.TAIL
+    losses = parts.losses(floor_us, zip(names, times, strict=True), trips=3)
     return Kernel(name, floor_us, losses)
 
 

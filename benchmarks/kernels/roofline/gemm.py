@@ -9,19 +9,8 @@ import numpy as np
 from benchmarks.kernels.cases import WEIGHT_BYTES, Case, count_moe_mlp, weight_bits
 from benchmarks.kernels.inputs import choices
 from benchmarks.kernels.roofline import assumptions as h200
-from benchmarks.kernels.roofline.parts import (
-    EPILOGUE,
-    PADDING,
-    REREADS,
-    TAIL,
-    Kernel,
-    Prediction,
-    by_reference,
-    fixed,
-    ladder,
-    outside,
-    small,
-)
+from benchmarks.kernels.roofline import parts
+from benchmarks.kernels.roofline.parts import Kernel, Prediction
 from benchmarks.kernels.shapes import Shape
 from pallas_kernels.grouped_gemm import BLOCK_M
 from pallas_kernels.grouped_gemm.tiles import LANES, GemmTile, Tile, choose
@@ -111,10 +100,12 @@ class Product(NamedTuple):
             each = (0.5 + 0.5 + 0.5) / h200.INT32_PER_CLOCK + (0.5 + 0.5) / h200.FP32_PER_CLOCK
         return self.k * self.gemm.parts * self.gemm.columns * each
 
-    def load(self, rows: int) -> float:
-        """Returns the cycles that an item's rows and weights take into the multiprocessor."""
+    def read(self, rows: int, blocks: int) -> float:
+        """Returns the bytes of an item for so many blocks of a cluster: it reads weights once for
+        all of them, each block its own rows.
+        """
         weights = self.gemm.parts * self.gemm.columns * self.weight_bytes
-        return self.k * (weights + 2 * self.width(rows)) / h200.PORT_BYTES_PER_CLOCK
+        return self.k * (weights + 2 * blocks * self.width(rows))
 
     def finish(self, rows: int) -> float:
         """Returns the cycles of the epilogue that no product hides. With a lead a consumer's
@@ -131,13 +122,6 @@ class Product(NamedTuple):
         ahead = self.gemm.lead * self.gemm.block_k / self.k * self.multiply(rows)
         hidden = ahead / self.gemm.consumers
         return max(0.0, results / self.gemm.consumers + h200.EPILOGUE_CYCLES - hidden)
-
-    def from_l2(self, rows: int) -> float:
-        """Returns the bytes of an item: a cluster reads weights once for all its blocks, each block
-        its own rows.
-        """
-        weights = self.gemm.parts * self.gemm.columns * self.weight_bytes
-        return self.k * (weights + 2 * self.tile.cluster * self.width(rows))
 
     # ---- The whole product ----
 
@@ -165,16 +149,17 @@ class Product(NamedTuple):
         in_bytes, out_bytes = 2 * total * self.k, total * self.out_columns * self.out_bytes
         moved = out_bytes + (in_bytes if in_bytes > h200.L2_BYTES / 2 else 0)
         again = len(self.groups()) * self.matrix_bytes + moved
-        l2_us = h200.cycles_us(
-            float(np.sum(by_item(self.from_l2))) / h200.L2_BYTES_PER_CLOCK / h200.NUM_SMS
-        )
+        from_l2 = by_item(lambda rows: self.read(rows, self.tile.cluster))
+        l2_us = h200.cycles_us(float(np.sum(from_l2)) / h200.L2_BYTES_PER_CLOCK / h200.NUM_SMS)
         floor_us = max(h200.copy_us(weights), h200.product_us(2 * total * self.k * self.columns))
         multiply = by_item(self.multiply)
-        local = np.maximum(multiply, by_item(self.load))
+        # Into the multiprocessor, which has one of the blocks.
+        load = by_item(lambda rows: self.read(rows, 1) / h200.PORT_BYTES_PER_CLOCK)
+        local = np.maximum(multiply, load)
         steps = [
             (ACTIVATIONS, h200.copy_us(weights + moved)),
-            (PADDING, mean_us(multiply)),
-            (REREADS, max(h200.copy_us(again), l2_us, mean_us(local))),
+            (parts.PADDING, mean_us(multiply)),
+            (parts.REREADS, max(h200.copy_us(again), l2_us, mean_us(local))),
         ]
         if self.weight_bytes < 2:
             alone = self.dequantize()
@@ -182,12 +167,12 @@ class Product(NamedTuple):
             local = np.maximum(local, alone) + np.minimum(local, alone) / self.gemm.consumers
             steps.append((DEQUANTIZE, mean_us(local)))
         local = local + by_item(self.finish)
-        steps.append((EPILOGUE, mean_us(local)))
+        steps.append((parts.EPILOGUE, mean_us(local)))
         busiest = np.bincount(np.arange(len(local)) % self.workers, local, self.workers).max()
         steps.append(
-            (TAIL, max(h200.cycles_us(float(busiest)), self.streamed_us(again, len(local))))
+            (parts.TAIL, max(h200.cycles_us(float(busiest)), self.streamed_us(again, len(local))))
         )
-        return Kernel(self.name, floor_us, {**ladder(floor_us, steps), **fixed()})
+        return Kernel(self.name, floor_us, parts.losses(floor_us, steps))
 
 
 def products(case: Case, shape: Shape, weight_bytes: float) -> list[Product]:
@@ -213,7 +198,7 @@ def predict(case: Case) -> Prediction:
     count = count_moe_mlp(shape, active, sum(rows), weight_bytes)
     unit = 128 if weight_bytes == 1 else LANES
     if shape.d_model % unit or shape.d_ff % unit:
-        return by_reference(count)
+        return parts.by_reference(count)
     up, down = products(case, shape, weight_bytes)
     sorted_rows = BLOCK_M * max_blocks(tokens * shape.top_k, shape.num_experts, BLOCK_M)
     visits = tokens * shape.top_k * shape.d_model * down.out_bytes
@@ -222,10 +207,10 @@ def predict(case: Case) -> Prediction:
     return Prediction(
         count,
         [
-            small("tile map", h200.TILE_MAP_LAUNCHES),
-            outside("gather", gathered),
+            parts.small("tile map", h200.TILE_MAP_LAUNCHES),
+            parts.outside("gather", gathered),
             up.kernel(),
             down.kernel(),
-            outside("combine", combined),
+            parts.outside("combine", combined),
         ],
     )

@@ -100,14 +100,18 @@ class Prediction:
         }
 
 
-def ladder(floor_us: float, steps: Iterable[tuple[str, float]]) -> dict[str, float]:
-    """Returns losses from times of ever more complete models: each loss is what that step adds."""
-    losses: dict[str, float] = {}
+def losses(
+    floor_us: float, steps: Iterable[tuple[str, float]], trips: float = 2.0
+) -> dict[str, float]:
+    """Returns a kernel's losses from times of ever more complete models, each of which adds its
+    own; and those of `fixed`.
+    """
+    found: dict[str, float] = {}
     before = floor_us
     for name, us in steps:
-        losses[name] = losses.get(name, 0.0) + max(0.0, us - before)
+        found[name] = found.get(name, 0.0) + max(0.0, us - before)
         before = max(before, us)
-    return losses
+    return found | fixed(trips)
 
 
 def fixed(trips: float = 2.0) -> dict[str, float]:

@@ -8,19 +8,8 @@ import jax.numpy as jnp
 from benchmarks.kernels.cases import Case, Count, count_kv_write
 from benchmarks.kernels.problems import WAY
 from benchmarks.kernels.roofline import assumptions as h200
-from benchmarks.kernels.roofline.parts import (
-    FILL,
-    LATENCY,
-    LAUNCHES,
-    TAIL,
-    Kernel,
-    Prediction,
-    by_reference,
-    fixed,
-    ladder,
-    small,
-    taken,
-)
+from benchmarks.kernels.roofline import parts
+from benchmarks.kernels.roofline.parts import Kernel, Prediction
 from pallas_kernels.grouped_gemm import BLOCK_M
 from pallas_kernels.routing import mosaic
 from pallas_kernels.routing.op import max_blocks
@@ -36,7 +25,7 @@ def kv_write(case: Case) -> Prediction:
     shape, rows = case.shape, case.tokens
     count = count_kv_write(shape, rows)
     if shape.head_dim not in (64, 128, 256):
-        return by_reference(count)
+        return parts.by_reference(count)
     row_bytes = 2 * (shape.heads + 2 * shape.kv_heads) * shape.head_dim
     resident = min(h200.BLOCKS_PER_SM, (228 << 10) // (row_bytes + 1024))
     waves = rows / (resident * h200.NUM_SMS)
@@ -44,13 +33,13 @@ def kv_write(case: Case) -> Prediction:
     # Of a block: a row in, its elements changed (some ten operations each), and out again.
     change_us = row_bytes / 2 * 10 / h200.FP32_PER_CLOCK / h200.CLOCK_GHZ / 1e3
     of_block_us = 2 * h200.TRIP_US + change_us
-    steps = [(LATENCY, waves * of_block_us)] if waves > 1 else []
+    steps = [(parts.LATENCY, waves * of_block_us)] if waves > 1 else []
     whole = -(-rows // (resident * h200.NUM_SMS))
     if waves > 1:
         last = (whole - waves) * h200.copy_us(resident * h200.NUM_SMS * 2 * row_bytes)
-        steps.append((TAIL, max(waves * of_block_us, floor_us) + min(last, of_block_us)))
-    losses = {**ladder(floor_us, steps), **fixed(trips=2)}
-    losses[LATENCY] = losses.get(LATENCY, 0.0) + change_us
+        steps.append((parts.TAIL, max(waves * of_block_us, floor_us) + min(last, of_block_us)))
+    losses = parts.losses(floor_us, steps, trips=2)
+    losses[parts.LATENCY] = losses.get(parts.LATENCY, 0.0) + change_us
     return Prediction(count, [Kernel("kv_write", floor_us, losses)])
 
 
@@ -76,22 +65,22 @@ def routing(case: Case) -> Prediction:
     logits = jax.ShapeDtypeStruct((rows, m), jnp.float32)
     groups, slots = (jax.ShapeDtypeStruct((n,), jnp.int32) for n in (m, logical))
     supports = partial(mosaic.supports, gating=Gating(k, True), block_m=BLOCK_M)
-    if not taken(supports, logits, groups, slots):
+    if not parts.taken(supports, logits, groups, slots):
         # The comparisons of visits with each other and with experts stay in registers or L2;
         # a stable sort of the visits goes over them a few times.
         launches = h200.ROUTE_REFERENCE_LAUNCHES
         losses = {
-            LAUNCHES: launches * h200.KERNEL_US,
+            parts.LAUNCHES: launches * h200.KERNEL_US,
             "sort of visits": h200.copy_us(8 * 2 * 4 * rows * k),
-            FILL: 2 * launches * h200.IDLE_TRIP_US,
+            parts.FILL: 2 * launches * h200.IDLE_TRIP_US,
         }
         return Prediction(count, [Kernel("XLA reference", floor_us, losses, launches)])
     each = instructions(m, k, logical) * h200.CYCLES_PER_INSTRUCTION / h200.CLOCK_GHZ / 1e3
     compute_us = turns * each
     # In, once a turn, and out; and twice, where blocks meet, out and in again.
     trips = 1 + turns + (4 if blocks > 1 else 0)
-    kernel = Kernel("routing", floor_us, {INSTRUCTIONS: compute_us, **fixed(trips)})
-    rest = small("results in other forms", h200.ROUTE_LAUNCHES)
+    kernel = Kernel("routing", floor_us, {INSTRUCTIONS: compute_us, **parts.fixed(trips)})
+    rest = parts.small("results in other forms", h200.ROUTE_LAUNCHES)
     return Prediction(count, [kernel, rest])
 
 

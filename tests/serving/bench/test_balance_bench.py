@@ -8,12 +8,16 @@ import pytest
 from serving.bench.balance import (
     VARIANTS,
     BalanceBenchConfig,
+    between,
+    draw,
+    heat,
     of_families,
     prompts,
+    rows_by_device,
     run_balance,
+    table,
     variant_settings,
 )
-from serving.bench.balance_figures import between, draw, heat, rows_by_device, table
 from serving.bench.scrape import parse, value
 from serving.bench.workload import BUNDLED_TASKS, WorkloadError, load_tasks
 

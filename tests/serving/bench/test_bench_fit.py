@@ -29,19 +29,19 @@ def fitted(max_model_len=256, **change):
     ],
 )
 def test_random_lengths_that_no_flag_gives_are_fitted(max_model_len, change, lengths):
-    (arrival,) = fitted(max_model_len, num_prompts=1, **change).arrivals
+    (arrival,), _ = fitted(max_model_len, num_prompts=1, **change)
     assert (len(arrival.prompt), arrival.max_new_tokens) == lengths
 
 
 @pytest.mark.parametrize(("max_model_len", "given"), [(256, {}), (400, {"random_input_len": 200})])
 def test_random_lengths_within_a_ratio_are_even_and_fit(max_model_len, given):
-    load = fitted(max_model_len, num_prompts=500, random_range_ratio=0.3, **given)
-    inputs = [len(a.prompt) for a in load.arrivals]
+    arrivals, words = fitted(max_model_len, num_prompts=500, random_range_ratio=0.3, **given)
+    inputs = [len(a.prompt) for a in arrivals]
     mean = 200 if given else 175  # 1024 / 1152 of what 1.3 times fits in
     assert (min(inputs), max(inputs)) == (int(0.7 * mean), int(1.3 * mean))
     assert sum(inputs) / 500 == pytest.approx(mean, rel=0.04)
-    assert all(len(a.prompt) + a.max_new_tokens <= max_model_len for a in load.arrivals)
-    assert "each 0.7 to 1.3 times that" in load.words
+    assert all(len(a.prompt) + a.max_new_tokens <= max_model_len for a in arrivals)
+    assert "each 0.7 to 1.3 times that" in words
 
 
 def test_random_lengths_that_only_fit_without_a_ratio_are_refused():
@@ -53,17 +53,17 @@ def test_random_lengths_that_only_fit_without_a_ratio_are_refused():
 @pytest.mark.parametrize("name", ["sharegpt", "alpaca"])
 @pytest.mark.parametrize("max_model_len", [32, 64, 256, 2048])
 def test_lengths_like_a_datasets_are_fitted(name, max_model_len):
-    load = fitted(max_model_len, dataset_name=name)
-    assert all(len(a.prompt) + a.max_new_tokens <= max_model_len for a in load.arrivals)
+    arrivals, words = fitted(max_model_len, dataset_name=name)
+    assert all(len(a.prompt) + a.max_new_tokens <= max_model_len for a in arrivals)
     shortened = {"sharegpt": 2048, "alpaca": 256}[name] > max_model_len
-    assert ("shortened" in load.words) == shortened
+    assert ("shortened" in words) == shortened
 
 
 def test_requests_are_as_many_as_the_server_takes_at_once():
-    assert len(fitted().arrivals) == 548
-    assert len(fitted(request_rate=5.0).arrivals) == 1000
-    assert len(fitted(max_concurrency=36).arrivals) == 1000
-    assert len(fitted(num_prompts=548).arrivals) == 548
+    assert len(fitted()[0]) == 548
+    assert len(fitted(request_rate=5.0)[0]) == 1000
+    assert len(fitted(max_concurrency=36)[0]) == 1000
+    assert len(fitted(num_prompts=548)[0]) == 548
 
 
 def test_pairs_that_do_not_fit_are_left_out(tmp_path):
@@ -72,20 +72,20 @@ def test_pairs_that_do_not_fit_are_left_out(tmp_path):
         json.dumps([{"instruction": "a" * 4 * n, "output": "b" * 40} for n in (5, 246, 247, 999)])
     )
     source = {"dataset_name": "alpaca", "dataset_path": path}
-    load = fitted(num_prompts=4, **source)
-    assert sorted(len(a.prompt) for a in load.arrivals) == [20, 20, 984, 984]
-    assert "four characters" in load.words
+    arrivals, words = fitted(num_prompts=4, **source)
+    assert sorted(len(a.prompt) for a in arrivals) == [20, 20, 984, 984]
+    assert "four characters" in words
     with pytest.raises(WorkloadError, match="max_model_len of 14"):
         fitted(14, **source)
 
 
 def test_a_ramp_goes_from_its_first_rate_to_its_last():
     ramp = {"ramp_up_strategy": "linear", "ramp_up_start_rps": 1.0, "ramp_up_end_rps": 4.0}
-    load = fitted(num_prompts=4, burstiness=math.inf, **ramp)
-    assert [a.at_s for a in load.arrivals] == pytest.approx([1, 3 / 2, 11 / 6, 25 / 12])
+    arrivals, _ = fitted(num_prompts=4, burstiness=math.inf, **ramp)
+    assert [a.at_s for a in arrivals] == pytest.approx([1, 3 / 2, 11 / 6, 25 / 12])
 
 
 def test_the_bundled_tasks_are_there():
-    load = fitted(dataset_name="tasks", num_prompts=3)
-    assert load.words == "3 requests: the bundled tasks"
-    assert all(isinstance(a.prompt, str) and a.answer is not None for a in load.arrivals)
+    arrivals, words = fitted(dataset_name="tasks", num_prompts=3)
+    assert words == "3 requests: the bundled tasks"
+    assert all(isinstance(a.prompt, str) and a.answer is not None for a in arrivals)

@@ -34,7 +34,7 @@ ARRIVALS = [
 
 def played(factor, stalls=(), only=(0, 1, 2)):
     records = {i: record(float(i), 0.1 * factor, 0.5 * factor) for i in only}
-    return Played(records, list(stalls), 3.0, parks=3, joins=1, evictions=0)
+    return Played(records, list(stalls), 3.0, {"parks": 3, "joins": 1, "evictions": 0})
 
 
 def result_of(runs):

@@ -364,6 +364,8 @@ def test_lengths_may_be_ones_own():
     assert np.mean([sample.max_new_tokens for sample in samples]) == pytest.approx(90, rel=0.1)
     with pytest.raises(ValueError, match=r"mix is .0, 9, 1.; it must be two means of 1 token"):
         ControllersConfig(mix=(0, 9, 1))
+    with pytest.raises(ValueError, match=r"mix is .9, 9, inf.; .* a spread of 0 or more, which is"):
+        ControllersConfig(mix=(9, 9, math.inf))
 
 
 def test_the_table_of_an_h100_has_what_was_measured(request):

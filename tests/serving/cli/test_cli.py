@@ -24,7 +24,7 @@ from jmoe.checkpoint import weights_digest
 from jmoe.config import read_config
 from jmoe.sharing import Sharing, write_sharing
 from serving.cli import main as cli
-from serving.cli.info import kv_bytes_per_token, load_model_config, num_parameters
+from serving.cli.model_info import kv_bytes_per_token, load_model_config, num_parameters
 from serving.cli.options import flag_keys, overrides
 from serving.config import GROUPS, described, keys
 from serving.errors import SettingsError

@@ -9,7 +9,7 @@ import pytest
 from jmoe.parallel.asynchronous import Deployment, Late, advise
 from serving.cli import main as cli
 from serving.cli.async_info import asynchronous_section, parse_imbalance, parse_late
-from serving.cli.info import load_model_config
+from serving.cli.model_info import load_model_config
 from serving.execution.executor import Stages
 from serving.telemetry.timeline import Timeline
 

@@ -14,8 +14,13 @@ from jmoe.attention import FULL, Paged
 from jmoe.config import from_hf
 from jmoe.parallel.home import make_mesh
 from serving.cli import main as cli
-from serving.cli.info import load_model_config, num_parameters
-from serving.cli.mesh_info import device_section, parallel_section, parse_mesh
+from serving.cli.model_info import (
+    device_section,
+    load_model_config,
+    num_parameters,
+    parallel_section,
+    parse_mesh,
+)
 from serving.errors import SettingsError
 
 HEADING = "Expert parallelism, ep="

@@ -9,7 +9,7 @@ import pytest
 
 from jmoe.config import from_hf
 from jmoe.parallel.replicas import Replication
-from serving.cli.info import load_model_config
+from serving.cli.model_info import load_model_config
 from serving.config import BalanceConfig
 from serving.execution import memory, replication
 
