@@ -12,7 +12,7 @@ import pytest
 from pallas_kernels import grouped_gemm, native, routing
 from pallas_kernels.activation import Gelu
 from pallas_kernels.backend import noting, references_only
-from pallas_kernels.matmul import LayerOf, matmul
+from pallas_kernels.matmul import LayerOf, matmul, matmul_transposed
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.prefill_attention import prefill_attention
 
@@ -353,6 +353,18 @@ def test_what_is_not_projected_in_place_is_sliced(rows, columns):
     assert (weights.shape, weights.dtype) == ((8, columns), jnp.float32)
     np.testing.assert_allclose(weights.product(x), x @ stack[1], rtol=1e-6)
     np.testing.assert_array_equal(jnp.asarray(weights), stack[1])
+
+
+@pytest.mark.parametrize("product", [matmul, matmul_transposed])
+def test_a_lone_row_in_bfloat16_is_multiplied_as_one_of_two(product, monkeypatch):
+    monkeypatch.setattr(native, "projects", lambda x, w: False)  # as where there is no compiler
+    rng = np.random.default_rng(0)
+    x, w = (jnp.asarray(rng.normal(size=size), jnp.bfloat16) for size in ((3, 48), (48, 48)))
+    run = jax.jit(product, static_argnums=2)
+    np.testing.assert_array_equal(run(x[:1], w, jnp.float32)[0], run(x, w, jnp.float32)[0])
+    dots = [line for line in run.lower(x[:1], w).as_text().splitlines() if "dot_general" in line]
+    assert dots
+    assert all("tensor<2x48xbf16>" in line for line in dots)
 
 
 def test_gradients_of_few_rows_are_those_of_many():
