@@ -528,6 +528,7 @@ class Engine:
         if not sequence.done:
             self.accounts.request_ended(sequence, None)
             self._retire(sequence)
+        sequence.drop_outputs()
 
     def _end(self, sequence: SequenceState, error: ServingError) -> None:
         """Ends a request with an error that its caller gets."""
@@ -545,6 +546,7 @@ class Engine:
             if not counts[request.key]:
                 del counts[request.key]
         self.models.retired.set()
+        sequence.matcher = None  # may be large, and an audit keeps what has ended for a while
         try:
             self.scheduler.finish(sequence)
         except Exception as error:

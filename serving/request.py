@@ -74,13 +74,15 @@ class Bounds:
 
     def check_ids(self, name: str, tokens: Sequence[int]) -> None:
         """Raises InvalidRequest for ids that are no tokens; `name` is the field with them."""
-        for token in tokens:
-            if token < 0 or (self.vocab_size and token >= self.vocab_size):
-                raise InvalidRequest(
-                    f"{name} has {shown(token)}, which is no token of this model; "
-                    f"ids are between 0 and {self.vocab_size - 1}",
-                    name,
-                )
+        vocab = self.vocab_size or sys.maxsize  # 0: without a model
+        if not tokens or (min(tokens) >= 0 and max(tokens) < vocab):
+            return
+        wrong = next(token for token in tokens if not 0 <= token < vocab)
+        raise InvalidRequest(
+            f"{name} has {shown(wrong)}, which is no token of this model; "
+            f"ids are between 0 and {vocab - 1}",
+            name,
+        )
 
 
 class Priority(enum.StrEnum):

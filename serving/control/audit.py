@@ -135,6 +135,7 @@ class Auditor(Observer):
                 self._of(answer).num_unscored += 1
                 level = logging.DEBUG if isinstance(error, ServingError) else logging.ERROR
                 log.log(level, "an answer was not audited", exc_info=error)
+            del answer
             took_s = self._clock() - began
             await asyncio.sleep(took_s * (1 / self.config.share - 1))
 

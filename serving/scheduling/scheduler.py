@@ -351,6 +351,8 @@ class Scheduler:
             step.absorb(other)
             self.under_way.remove(other)
             self.num_joins += 1
+        elif other not in self.under_way:  # it has gone, and is not to be kept
+            step.parts.joins = None
         if self._newest is not step and self._newest in self.under_way:
             parks = self._newest
             parks.parts.num_parks += 1

@@ -269,6 +269,10 @@ class SequenceState:
         if self._taker is not None and not self._taker.done():
             self._taker.set_result(None)
 
+    def drop_outputs(self) -> None:
+        """Forgets outputs that nobody will take."""
+        self._outputs.clear()
+
     async def next_output(self) -> Output:
         """Returns the next output; raises the error instead where that is next."""
         while not self._outputs:

@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import math
 import shutil
+import weakref
 from collections import Counter
 from types import SimpleNamespace
 
@@ -174,6 +175,38 @@ async def test_an_answer_for_which_there_is_never_room_is_let_go():
     assert not engine.auditor._waiting  # and the server is at rest
     engine.scheduler.models = None
     await engine.stop()
+
+
+class Anything:
+    """A structure's matcher that every token satisfies."""
+
+    def fill(self, row):
+        pass
+
+    def take(self, token):
+        return False
+
+
+@pytest.mark.simulated_time
+async def test_an_answer_that_waits_keeps_neither_its_structure_nor_what_nobody_took():
+    engine = start()
+    stream = engine.generate([1, 2, 3], SamplingParams(max_new_tokens=6))
+    held = [await anext(stream)]
+    (sequence,) = engine.scheduler.running
+    sequence.matcher = Anything()
+    matcher = weakref.ref(sequence.matcher)
+    engine.auditor._has_room = lambda model: False
+    await asyncio.sleep(1)
+    assert sequence.done
+    assert matcher() is None
+    assert sequence._outputs  # for its caller
+    await stream.aclose()
+    assert engine.auditor._waiting == [sequence]
+    assert not sequence._outputs
+    engine.auditor._has_room = engine._audits
+    await until_audited(engine, 1)
+    await engine.stop()
+    assert held
 
 
 @pytest.mark.simulated_time

@@ -130,6 +130,8 @@ class ToolParser:
 
     def written(self, name: str, arguments: str, marker: Marker) -> str:
         """Returns how a call is written; `arguments` is the rule of its arguments."""
+        if not any(self.around):
+            raise NotImplementedError(f"{type(self).__name__} does not say how a call is written")
         before, after = (_spelled(text, name, marker) for text in self.around)
         return f"{before} {arguments} {after}"
 

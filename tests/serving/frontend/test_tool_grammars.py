@@ -11,6 +11,7 @@ from tokenizers import AddedToken
 from serving.errors import InvalidRequest
 from serving.frontend.openai.chats import Tools
 from serving.frontend.openai.schemas import ChatRequest
+from serving.frontend.openai.tool_parsers import ToolParser
 from serving.intake.grammars import Vocabulary
 from serving.intake.structure import Matcher
 from serving.request import Structure, StructureKind
@@ -324,6 +325,17 @@ def test_beside_an_answer_with_a_schema_there_are_calls_or_that(parser, template
     assert follows(tools, tokenizer, '{"text": "Hi."}', wanted)
     assert not follows(tools, tokenizer, "Hi.", wanted)
     assert not follows(tools, tokenizer, '{"texts": "Hi."}', wanted)
+
+
+def test_a_parser_that_does_not_say_how_calls_are_written_has_no_grammar():
+    class Own(ToolParser):
+        opening = "<own>"
+
+        def read(self):
+            yield
+
+    with pytest.raises(NotImplementedError, match="Own does not say"):
+        Own({"f": {"type": "object"}}).grammar(["f"], False, str)
 
 
 def test_json_has_the_spaces_that_json_dumps_writes():
