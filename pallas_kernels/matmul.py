@@ -78,7 +78,7 @@ def matmul(
     if native.projects(x, w):
         return native.project(x, w[None], jnp.int32(0)).astype(dtype or w.dtype)
     if _is_slow_alone(x):
-        return matmul(jnp.concatenate([x, x]), w, dtype)[:1]
+        return jnp.matmul(jnp.concatenate([x, x]), w, preferred_element_type=dtype)[:1]
     return jnp.matmul(x, w, preferred_element_type=dtype)
 
 
@@ -113,7 +113,7 @@ def matmul_transposed(
 ) -> Float[Array, "m n"]:
     """Computes `x @ w.T`, otherwise as `matmul`."""
     if _is_slow_alone(x):
-        return matmul_transposed(jnp.concatenate([x, x]), w, dtype)[:1]
+        return _times_transposed(jnp.concatenate([x, x]), w, dtype)[:1]
     return _times_transposed(x, w, dtype)
 
 
