@@ -170,7 +170,7 @@ def attend(
     if isinstance(attention, SlotRows):
         projection, gate = attention.kind.project(cfg, layer, h)
         out, cache = attention(projection, index, cache)
-        return attended(cfg, layer, x, attention.kind.gated(cfg, layer, out, gate)), cache
+        return attended(cfg, layer, x, attention.kind.apply_gate(cfg, layer, out, gate)), cache
     expands = getattr(attention, "expands", False)
     projection, gate = project(cfg, layer, h, cos_sin, expands=expands)
     out, cache = attention(projection, index, cache)

@@ -116,7 +116,9 @@ class Recurrent(ABC):
         """Returns what a layer makes of normed rows, and the gate of its heads."""
 
     @abstractmethod
-    def gated(self, cfg: "ModelConfig", layer: Layer, out: HeadRows, gate: HeadRows) -> HeadRows:
+    def apply_gate(
+        self, cfg: "ModelConfig", layer: Layer, out: HeadRows, gate: HeadRows
+    ) -> HeadRows:
         """Returns what the output projection takes of heads and their gate."""
 
     @abstractmethod
@@ -249,7 +251,9 @@ class GatedDelta(WithStates):
         projection = ScanProjection(qkv, layer, decay, jax.nn.sigmoid(beta))
         return projection, gate.reshape(-1, heads, self.value)
 
-    def gated(self, cfg: "ModelConfig", layer: Layer, out: HeadRows, gate: HeadRows) -> HeadRows:
+    def apply_gate(
+        self, cfg: "ModelConfig", layer: Layer, out: HeadRows, gate: HeadRows
+    ) -> HeadRows:
         """See Recurrent. Each head has a norm of its own, before the gate."""
         out = rms_norm(out, layer["gated_norm"], cfg.rms_norm_eps)
         opening = jax.nn.silu(gate.astype(jnp.float32))
@@ -323,7 +327,9 @@ class Mamba(WithStates):
         projection = ScanProjection(x, layer, log_decay(layer["a_log"], dt), dt)
         return projection, gate.reshape(-1, self.heads, self.value)
 
-    def gated(self, cfg: "ModelConfig", layer: Layer, out: HeadRows, gate: HeadRows) -> HeadRows:
+    def apply_gate(
+        self, cfg: "ModelConfig", layer: Layer, out: HeadRows, gate: HeadRows
+    ) -> HeadRows:
         """See Recurrent. The heads of a group have a norm, behind the gate."""
         h = out.astype(jnp.float32) * jax.nn.silu(gate.astype(jnp.float32))
         h = h.reshape(len(h), self.groups, -1)
@@ -380,7 +386,9 @@ class ShortConv(Recurrent):
         before, gate, x = jnp.split(_entering(layer, h), 3, axis=1)
         return ConvProjection(before * x, layer), gate[:, None]
 
-    def gated(self, cfg: "ModelConfig", layer: Layer, out: HeadRows, gate: HeadRows) -> HeadRows:
+    def apply_gate(
+        self, cfg: "ModelConfig", layer: Layer, out: HeadRows, gate: HeadRows
+    ) -> HeadRows:
         """See Recurrent."""
         return (out + layer["b_conv"][None, None] if "b_conv" in layer else out) * gate
 

@@ -167,7 +167,7 @@ constexpr int64_t kWorthTasks = 1 << 19;  // multiplications
 // Splits n parts that follow each other into a few tasks for each thread: task(begin, end).
 template <typename Task>
 void Share(ffi::ThreadPool& pool, int64_t n, Task task) {
-  const int64_t tasks = std::min<int64_t>(n, 4 * pool.num_threads());
+  const int64_t tasks = std::min(n, std::max<int64_t>(1, 4 * pool.num_threads()));
   Parallel(pool, tasks, [=](int i) { task(n * i / tasks, n * (i + 1) / tasks); });
 }
 
