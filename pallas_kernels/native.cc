@@ -838,6 +838,8 @@ ffi::Error Project(ffi::ThreadPool pool, Floats x, ffi::AnyBuffer w, Ints layer,
 
 }  // namespace
 
+extern "C" const int jmoe_lanes = kLanes;
+
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jmoe_attend, Attend);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jmoe_prefill, Prefill);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jmoe_moe_mlp, MoeMlp);

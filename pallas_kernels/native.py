@@ -42,6 +42,9 @@ class Library:
     program that is kept depends on `is_there` and on the sources by themselves.
     """
 
+    lanes = 0
+    """Floats in a register, once the calls are there."""
+
     @cached_property
     def is_there(self) -> bool:
         """Whether the calls can be made: compiles and registers them the first time.
@@ -62,7 +65,8 @@ class Library:
             for name in _TARGETS:
                 call = jax.ffi.pycapsule(getattr(library, name))
                 jax.ffi.register_ffi_target(name, call, platform="cpu")
-        except (AttributeError, OSError, subprocess.SubprocessError) as error:
+            self.lanes = ctypes.c_int.in_dll(library, "jmoe_lanes").value
+        except (AttributeError, OSError, ValueError, subprocess.SubprocessError) as error:
             said = getattr(error, "stderr", None) or str(error)
             log.warning("%s does not compile %s; XLA is used: %s", compiler, SOURCE, said[:500])
             return False
@@ -219,10 +223,13 @@ def route(
     return fields[:3], (*fields[3:], slots)
 
 
-MOST_PROJECTED = {jnp.dtype(jnp.float32): 512, jnp.dtype(jnp.bfloat16): 32}
-"""Rows, by the weights' dtype. From more of them on XLA's products gain more than a copy of the
-weights costs: those in bfloat16 have units of their own.
-"""
+def most_projected(dtype: Any) -> int:
+    """Returns the rows from which on XLA's products gain more than its copy of the weights costs.
+
+    Those in bfloat16 may have units of their own (AMX). With 16 lanes up to 512 rows in float32
+    are multiplied as fast as by XLA, or faster.
+    """
+    return 512 if dtype == jnp.float32 and LIBRARY.lanes == LANES else 32
 
 
 def projects(x: Array, weights: Array) -> bool:
@@ -231,7 +238,7 @@ def projects(x: Array, weights: Array) -> bool:
     """
     if x.ndim != 2 or weights.shape[-1] % LANES or not _runs(x, weights):
         return False
-    return x.shape[0] <= MOST_PROJECTED[weights.dtype]
+    return x.shape[0] <= most_projected(weights.dtype)
 
 
 def project(

@@ -330,7 +330,7 @@ def test_projections_are_their_layers_products(shape, dtype, wanted):
     rng = np.random.default_rng(0)
     layer, rtol = shape[0] - 1, 2e-6 if wanted or dtype == jnp.float32 else 4e-3
     stack = jnp.asarray(rng.normal(size=shape), dtype)
-    rows = jnp.asarray(rng.normal(size=(native.MOST_PROJECTED[stack.dtype], shape[1])), dtype)
+    rows = jnp.asarray(rng.normal(size=(native.most_projected(stack.dtype), shape[1])), dtype)
     run = jax.jit(lambda x: LayerOf(stack, jnp.int32(layer)).product(x, wanted))
     alone = run(rows[-1:])
     for x in (rows[-7:], rows[-25:], rows):

@@ -22,7 +22,6 @@ from serving.errors import ServingError, Unavailable
 from serving.frontend.metrics import Metrics, workers_of
 from serving.frontend.status import Counted, loadable_ways
 from serving.request import BrownoutState, ModelBrownout, Priority
-from serving.settings.composes import why_not
 from serving.telemetry.version import jmoe_version
 
 if TYPE_CHECKING:
@@ -141,9 +140,7 @@ def about(server: "Server") -> dict[str, Any]:
 def _controllers(engine: "Engine") -> list[str]:
     from serving.control.guarded import CONTROLLERS  # imports jax, as the engine did
 
-    config = engine.config
-    names = dict.fromkeys((*CONTROLLERS, config.salc.controller))
-    return [name for name in names if not why_not(config, f"engine.salc.controller={name}")]
+    return list(dict.fromkeys((*CONTROLLERS, engine.config.salc.controller)))
 
 
 def now(server: "Server") -> dict[str, Any]:
