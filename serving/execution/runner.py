@@ -119,6 +119,7 @@ class DeviceRunner(StepExecutor):
         self.buckets = Buckets(config, self.limits, mixed_models(config, family))
         self.copies_rule = copies_rule(config.balance, model, self.buckets.prefill)
         self.buckets.switched = frozenset(self.copies_rule.gains_from)
+        self._max_model_len = config.max_model_len
         num_layers = self.limits.num_layers
         wanted = parks and config.part_layers < num_layers
         self._runs_parts = self._parts_by_number or wanted
@@ -299,11 +300,12 @@ class DeviceRunner(StepExecutor):
         return sorted(found)[TIMED // 2]
 
     def _full_step(self, key: Key, first: int, stop: int) -> ByRank:
-        """Returns these layers of a step that fills a size, of slots that own no page yet: all are
-        in the padding page.
+        """Returns these layers of a step that fills a size as far as sequences are long enough, of
+        slots that own no page yet: all are in the padding page.
         """
         size = min(key.size, self.buckets.rows(key), self.limits.slots_per_rank)
-        q_len, prefill = max(1, key.size // size), key.phase == "prefill"
+        q_len = min(max(1, key.size // size), self._max_model_len)
+        prefill = key.phase == "prefill"
         rows = [
             pack_row(
                 rank * self.limits.slots_per_rank + at, kv_len=q_len, q_len=q_len if prefill else 1

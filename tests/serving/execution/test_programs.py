@@ -218,13 +218,16 @@ def test_parts_are_as_short_as_a_launch_is_cheap(launch_s, whole_s, layers, foun
     assert runner.part_layers(launch_s, whole_s, layers) == found
 
 
-@pytest.mark.parametrize("sizes", [(2, 8), (3, 4), (5, 32)])
+@pytest.mark.parametrize("sizes", [(2, 8), (3, 4), (5, 32), (1, 64), (3, 512)])
 def test_steps_that_are_timed_fill_their_size_and_give_no_slot_a_page_or_two_rows(sizes):
-    """What they write: in the next test."""
+    """But no row sees more positions than a sequence may have: it has no pages for them. What they
+    write: in the next test.
+    """
     decode, prefill = sizes
     settings = config(max_num_seqs=decode, decode_buckets=(decode,), prefill_buckets=(prefill,))
     limits = limits_of(settings, num_layers=4)
     timed = SimpleNamespace(limits=limits, buckets=Buckets(settings, limits))
+    timed._max_model_len = settings.max_model_len
     keys = [key for key in set(timed.buckets.keys()) if key.phase in ("decode", "prefill")]
     assert {key.size for key in keys} == {*sizes}
     for key in keys:
@@ -232,8 +235,10 @@ def test_steps_that_are_timed_fill_their_size_and_give_no_slot_a_page_or_two_row
         slots, lengths = plan.rows[:, SLOT].tolist(), plan.rows[:, Q_LEN]
         assert len(set(slots)) == len(slots)
         assert max(slots) < limits.num_slots
-        assert key.size - len(slots) < lengths.sum() <= key.size
+        most = min(key.size, len(slots) * settings.max_model_len)
+        assert most - len(slots) < lengths.sum() <= most
         assert (plan.rows[:, KV_LEN] >= lengths).all()
+        assert plan.rows[:, KV_LEN].max() <= settings.max_model_len
         assert len(plan.deltas) == 0
 
 
