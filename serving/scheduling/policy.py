@@ -146,7 +146,7 @@ class View:
     may_park: bool  # False: best effort has had less than its share of the device
     company: Company | None = None
     """What a prompt should wait for; None: nothing, since few rows decode, there is best effort, a
-    prompt has been begun, or the settings say so.
+    prompt has been begun, a step could hold no more, or the settings say so.
     """
     waiting_tokens: int = 0  # of prompts in line that one step could hold
     oldest_s: float = 0.0  # how long the first of them has waited

@@ -312,8 +312,13 @@ class Scheduler:
         few = len(decoding) < FEW_DECODING * self.limits.decode_rows
         if prefilling or few or self._has_best_effort:
             company = None
-        most = 0 if company is None else self.limits.max_prefill_seqs
+        limits = self.limits
+        most = 0 if company is None else limits.max_prefill_seqs
         heads = of_one_model(self.queues[LS], most)
+        waiting_tokens = sum(map(self._left, heads))
+        full = limits.num_ranks * min(self._most_tokens, limits.max_prefill_tokens)
+        if len(heads) >= limits.max_prefill_seqs or waiting_tokens >= full:
+            company = None
         waiting = heads[: self.num_free_slots()] if heads and can[LS] else []
         if not waiting:
             self._none_waited_at = now
@@ -333,7 +338,7 @@ class Scheduler:
             itl_slack_s=itl_slack_s,
             may_park=self.share.may_park or not self._has_best_effort,
             company=company,
-            waiting_tokens=sum(map(self._left, heads)),
+            waiting_tokens=waiting_tokens,
             oldest_s=now - heads[0].arrived_at if heads else 0.0,
             waited_s=sum(now - max(s.arrived_at, self._none_waited_at) for s in waiting),
         )

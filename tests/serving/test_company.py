@@ -125,6 +125,31 @@ async def test_beside_few_rows_nobody_waits(start):
     assert steps == before
 
 
+@pytest.mark.parametrize(
+    ("number", "length", "waits"),
+    [(8, 8, False), (1, 64, False), (8, 2, False), (7, 8, True)],
+    ids=["tokens", "a long one", "rows", "one fewer"],
+)
+async def test_prompts_that_fill_a_step_do_not_wait(start, number, length, waits):
+    """A step holds 64 tokens and eight prompts, and takes as long whatever is in it: more company
+    would have to run in another.
+    """
+    runner = partial(FakeRunner, checks_context=False)
+    flat = {Phase.PREFILL: 0.1, Phase.DECODE: 0.02}
+    engine = start(lambda plan: flat[plan.phase], LIMITS, runner=runner, prefix_reuse="off")
+    for size in (8, 64):
+        await collect(engine, [1] * size, 2)
+    streams = [asyncio.create_task(collect(engine, [1], 60)) for _ in range(6)]
+    await asyncio.sleep(0.507)
+    clock = asyncio.get_running_loop().time
+    began, one = clock(), SamplingParams(max_new_tokens=1)
+    prompts = [collect(engine, [2] * length, sampling=one) for _ in range(number)]
+    await asyncio.gather(*prompts)
+    # Otherwise they wait together as long as the step makes six rows wait.
+    assert (clock() - began > 0.02 + 0.1 + 0.02 + 1e-9) == waits
+    await asyncio.gather(*streams)
+
+
 async def test_a_prompt_alone_does_not_wait(start):
     engine = start(step_s, LIMITS, prefix_reuse="off")
     for size in (8, 64, 8):
