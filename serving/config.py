@@ -538,6 +538,12 @@ class EngineConfig:
     prefill_buckets: tuple[int, ...] = setting(
         (), "Token counts compiled for. Empty: by device.", ASCENDING
     )
+    late_prefill_buckets: tuple[int, ...] = setting(
+        (),
+        "Token counts compiled once the server is ready, as late_decode_buckets are. Empty: by "
+        "device, where prefill_buckets are.",
+        ASCENDING,
+    )
     hybrid_steps: str = setting(
         "auto",
         "Decode beside prompts in one step, where that takes less than a step of each and nothing "

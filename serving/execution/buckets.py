@@ -86,22 +86,29 @@ def with_default_buckets(config: EngineConfig, num_ranks: int = 1) -> EngineConf
     has_late = on_cpu and num_ranks == 1 and config.mode != "aep"
     fine = 16 if on_cpu and not has_late else 0
     decode = sizes_up_to(whole, least, lambda n: 4 if on_cpu and n >= fine else 2)
-    late = () if config.decode_buckets or not has_late else _between(decode)
     prefill = sizes_up_to(config.max_prefill_tokens, 32, lambda n: 4 if on_cpu else 2)
+    late_decode, late_prefill = (), ()
+    if has_late and not config.decode_buckets:
+        late_decode = _between(decode, 1)
+    if has_late and not config.prefill_buckets:
+        late_prefill = _between(prefill, 32)
     thresholds = (FULL_CAPACITY,) if on_cpu else (20, 40, 70, FULL_CAPACITY)
     return replace(
         config,
         decode_buckets=_up_to(config.decode_buckets or decode, most),
-        late_decode_buckets=config.late_decode_buckets or late,
+        late_decode_buckets=config.late_decode_buckets or late_decode,
         prefill_buckets=_up_to(config.prefill_buckets or prefill, config.max_prefill_tokens),
+        late_prefill_buckets=config.late_prefill_buckets or late_prefill,
         threshold_buckets_percent=config.threshold_buckets_percent or thresholds,
     )
 
 
-def _between(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns powers of two, and three quarters of the largest size, that are not among `sizes`."""
-    found = {*sizes_up_to(sizes[-1], 1, lambda n: 2), 3 * sizes[-1] // 4}
-    return tuple(sorted(found - {0, *sizes}))
+def _between(sizes: tuple[int, ...], smallest: int) -> tuple[int, ...]:
+    """Returns powers of two from `smallest` on, and three quarters of the largest size, that are
+    not among `sizes`.
+    """
+    found = {*sizes_up_to(sizes[-1], smallest, lambda n: 2), 3 * sizes[-1] // 4}
+    return tuple(n for n in sorted(found - {*sizes}) if n >= smallest)
 
 
 def _up_to(sizes: tuple[int, ...], most: int) -> tuple[int, ...]:
@@ -124,12 +131,16 @@ class Buckets:
         """
         config = with_default_buckets(config, limits.num_ranks)
         self.mixed = range(2, min(num_models, limits.slots_per_rank) + 1)
-        self.decode = config.decode_buckets
-        self.late = tuple(
-            n for n in config.late_decode_buckets if n < self.decode[-1] and n not in self.decode
-        )
-        self._decode = self.decode  # and those late ones that are there
-        self.prefill = config.prefill_buckets
+        self.decode, self.prefill = config.decode_buckets, config.prefill_buckets
+        self._there = {"decode": self.decode, "prefill": self.prefill}  # with late ones that are
+        wanted = {"decode": config.late_decode_buckets, "prefill": config.late_prefill_buckets}
+        self.late = [
+            (phase, size)
+            for phase, sizes in wanted.items()
+            for size in reversed(sizes)
+            if size < self._there[phase][-1] and size not in self._there[phase]
+        ]
+        """Phases and sizes of steps whose programs come once the server is ready, in this order."""
         self.switched: frozenset[int] = frozenset()
         """Prefill sizes that have programs which copy experts and programs which do not."""
         wanted = config.hybrid_steps == "on" or (
@@ -166,14 +177,17 @@ class Buckets:
         switched = [key for key in keys if key.phase == "prefill" and key.size in self.switched]
         return keys + [key._replace(copies=False) for key in switched]
 
-    def late_keys(self, size: int) -> list[Key]:
-        """Returns the programs that a late size takes."""
-        draws = [Key(phase, size, FULL_CAPACITY) for phase in sampling_phases()]
-        return draws + [Key("decode", size, percent) for percent in self.thresholds]
+    def late_keys(self, phase: str, size: int) -> list[Key]:
+        """Returns the programs that a phase's late size takes; a prefill step's tokens are drawn by
+        those of the start.
+        """
+        draws = sampling_phases() if phase == "decode" else ()
+        keys = [Key(draw, size, FULL_CAPACITY) for draw in draws]
+        return keys + [Key(phase, size, percent) for percent in self.thresholds]
 
-    def add_late(self, size: int) -> None:
-        """Has steps of one model choose a late size, whose programs are there now."""
-        self._decode = tuple(sorted({*self._decode, size}))
+    def add_late(self, phase: str, size: int) -> None:
+        """Has steps of one model choose a phase's late size, whose programs are there now."""
+        self._there[phase] = tuple(sorted({*self._there[phase], size}))
 
     def mixed_keys(self) -> list[Key]:
         """Returns the keys of mixed decode steps."""
@@ -248,8 +262,8 @@ class Buckets:
             return self._hybrid(self.bucket(phase, size))
         if prompt_logprobs:
             fits = self.prefill[-1]
-        elif phase == "decode" and models == 1:
-            fits = self._decode[bisect_left(self._decode, size)]
+        elif models == 1:
+            fits = self._there[phase][bisect_left(self._there[phase], size)]
         else:
             fits = self.bucket(phase, size)
         percent = self.thresholds[bisect_left(self.thresholds, threshold_percent)]

@@ -120,11 +120,11 @@ class Device:
         """Compiles programs, or reads them from disk."""
         self.programs.compile_all(keys, self._executables, progress)
 
-    def compile_late(self, size: int) -> None:
-        """Compiles a late size of decode steps in this thread, while another makes calls."""
-        keys = self.buckets.late_keys(size)
+    def compile_late(self, phase: str, size: int) -> None:
+        """Compiles a phase's late size in this thread, while another makes calls."""
+        keys = self.buckets.late_keys(phase, size)
         self.programs.compile_all(keys, self._executables, late=True)
-        self.buckets.add_late(size)
+        self.buckets.add_late(phase, size)
 
     def run(
         self,

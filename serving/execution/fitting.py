@@ -33,11 +33,12 @@ def limits_of(
     seqs = -(-config.max_num_seqs // num_ranks)
     reserved = -(-config.reserved_ls_seqs // num_ranks)
     reserved = max(1, seqs // 8) if config.reserved_ls_seqs < 0 else reserved
+    sized = with_default_buckets(config, num_ranks)
     limits = Limits(
         num_slots=num_ranks * (seqs + reserved),
         max_decode_seqs=num_ranks * seqs,
         num_layers=num_layers,
-        prefill_buckets=with_default_buckets(config).prefill_buckets,
+        prefill_buckets=tuple(sorted({*sized.prefill_buckets, *sized.late_prefill_buckets})),
         num_pages=0,
         page_size=config.page_size,
         max_prefill_tokens=config.max_prefill_tokens,

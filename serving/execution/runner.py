@@ -213,15 +213,17 @@ class DeviceRunner(StepExecutor):
 
     def _compile_late(self) -> None:
         wait_s = LATE_AFTER_S
-        for size in reversed(self.buckets.late):
+        for phase, size in self.buckets.late:
             if self._closing.wait(wait_s):
                 return
             wait_s = 0.0
             try:
-                self.device.compile_late(size)
+                self.device.compile_late(phase, size)
             except Exception as error:  # whatever XLA raises: a larger program serves
                 why = f"{type(error).__name__}: {error}".splitlines()[0]
-                log.warning("no program for decode steps of %d rows, which run more: %s", size, why)
+                unit = "rows" if phase == "decode" else "tokens"
+                of = f"{phase} steps of {size} {unit}"
+                log.warning("no program for %s, which run more: %s", of, why)
 
     def _prepare(self, keys: Sequence[Key], progress: Progress | None) -> None:
         """Compiles programs, and runs each once on padding."""

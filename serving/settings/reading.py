@@ -512,22 +512,28 @@ def _check_together(config: ServerConfig, require: Any) -> None:
     )
     devices = engine.asynchronous.attention or mesh_devices(engine.mesh)
     seqs_per_device = -(-engine.max_num_seqs // devices)
-    for name, buckets, most in (
-        ("engine.decode_buckets", engine.decode_buckets, seqs_per_device),
-        ("engine.prefill_buckets", engine.prefill_buckets, engine.max_prefill_tokens),
+    for of, buckets, late, most in (
+        ("decode", engine.decode_buckets, engine.late_decode_buckets, seqs_per_device),
+        (
+            "prefill",
+            engine.prefill_buckets,
+            engine.late_prefill_buckets,
+            engine.max_prefill_tokens,
+        ),
     ):
+        name, late_name = f"engine.{of}_buckets", f"engine.late_{of}_buckets"
         require(not buckets or buckets[-1] >= most, name, f"empty, or reach {most}")
-    require(
-        not engine.late_decode_buckets or (devices == 1 and engine.mode != "aep"),
-        "engine.late_decode_buckets",
-        "empty unless the model is on one device, without asynchronous workers",
-    )
-    largest = max(engine.decode_buckets, default=engine.max_num_seqs)
-    require(
-        all(n < largest for n in engine.late_decode_buckets),
-        "engine.late_decode_buckets",
-        f"sizes below {largest}, the largest, which every step can run",
-    )
+        require(
+            not late or (devices == 1 and engine.mode != "aep"),
+            late_name,
+            "empty unless the model is on one device, without asynchronous workers",
+        )
+        largest = max(buckets, default=most)
+        require(
+            all(n < largest for n in late),
+            late_name,
+            f"sizes below {largest}, the largest, which every step can run",
+        )
     require(
         engine.threshold_buckets_percent[-1:] in ((), (100,)),
         "engine.threshold_buckets_percent",

@@ -202,6 +202,7 @@ def test_a_key_that_is_merged_in_may_be_overridden(tmp_path: Path) -> None:
         ("engine.threshold_buckets_percent", "40,20,100", "ascending"),
         ("engine.decode_buckets", "1,2", "empty, or reach 64"),
         ("engine.late_decode_buckets", "8,64", "sizes below 64, the largest"),
+        ("engine.late_prefill_buckets", "64,512", "sizes below 512, the largest"),
         ("engine.max_model_len", "-1", "0 or more"),
         ("engine.dtype", "int8", "one of bfloat16, float16, float32"),
         ("engine.brownout.strategy", "most", "one of auto, zero, partial, full"),

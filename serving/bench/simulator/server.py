@@ -182,7 +182,8 @@ def recorded_machine(timeline: Path, config: EngineConfig) -> Machine:
     cfg = config_of(resolve(config.model))
     steps = read_steps(timeline, cfg.num_layers, cfg.experts_per_token)
     decode = tuple(sorted({*config.decode_buckets, *config.late_decode_buckets}))
-    buckets = {"prefill": config.prefill_buckets, "decode": decode}
+    prefill = tuple(sorted({*config.prefill_buckets, *config.late_prefill_buckets}))
+    buckets = {"prefill": prefill, "decode": decode}
     times = StepTimes.fit(steps, buckets, steady=True)
     return Machine(times, cfg.num_layers, cfg.experts_per_token)
 

@@ -16,7 +16,7 @@ from jmoe import attention, steps
 from jmoe.model import unstack
 from jmoe.packed_rows import KV_LEN, Q_LEN, SLOT
 from pallas_kernels.backend import traced_for
-from serving.config import BrownoutConfig, EngineConfig
+from serving.config import AuditConfig, BrownoutConfig, EngineConfig
 from serving.engine import Engine
 from serving.execution import param_sets, runner
 from serving.execution.buckets import Buckets, Key, with_default_buckets
@@ -287,43 +287,52 @@ def test_a_cpu_gets_few_programs_and_a_gpu_fine_steps():
 
 def test_a_cpu_gets_the_sizes_between_late_unless_sizes_are_set():
     def late(num_ranks=1, **sizes):
-        return with_default_buckets(EngineConfig(**sizes), num_ranks).late_decode_buckets
+        config = with_default_buckets(EngineConfig(**sizes), num_ranks)
+        return config.late_decode_buckets, config.late_prefill_buckets
 
-    assert late() == (1, 2, 8, 32, 48)
-    assert late(max_num_seqs=1) == ()
-    assert late(max_num_seqs=3) == (1, 2)
-    assert late(decode_buckets=(64,)) == late(mode="aep") == late(num_ranks=2) == ()
-    assert late(decode_buckets=(64,), late_decode_buckets=(24,)) == (24,)
+    assert late() == ((1, 2, 8, 32, 48), (64, 256, 384))
+    assert late(max_num_seqs=1, max_prefill_tokens=32) == ((), ())
+    assert late(max_num_seqs=3, max_prefill_tokens=40) == ((1, 2), ())
+    assert late(mode="aep") == late(num_ranks=2) == ((), ())
+    assert late(decode_buckets=(64,)) == ((), (64, 256, 384))
+    assert late(prefill_buckets=(512,)) == ((1, 2, 8, 32, 48), ())
+    assert late(decode_buckets=(64,), late_decode_buckets=(24,))[0] == (24,)
+    assert late(prefill_buckets=(512,), late_prefill_buckets=(24,))[1] == (24,)
     with traced_for("cuda"):
-        assert late() == ()
+        assert late() == ((), ())
 
 
 def test_a_step_runs_a_late_size_once_its_programs_are_there():
     of = Buckets(EngineConfig(), limits_of(EngineConfig()))
-    assert of.late == (1, 2, 8, 32, 48)
+    late = {"decode": [48, 32, 8, 2, 1], "prefill": [384, 256, 64]}
+    assert of.late == [(phase, size) for phase, sizes in late.items() for size in sizes]
     at_start = set(of.keys())
 
-    def sizes():
-        keys = [of.choose("decode", n, 100, prompt_logprobs=False) for n in range(1, 65)]
+    def sizes(phase, most, **asked):
+        keys = [
+            of.choose(phase, n, 100, **{"prompt_logprobs": False, **asked})
+            for n in range(1, most + 1)
+        ]
         return [key.size for key in keys]
 
-    before = sizes()
-    assert set(before) == {4, 16, 64}
-    for size in (32, 1):
-        assert not at_start.intersection(of.late_keys(size))
-        of.add_late(size)
-    assert sizes() == [1, 4, 4, 4, *[16] * 12, *[32] * 16, *[64] * 32]
+    assert set(sizes("decode", 64)) == {4, 16, 64}
+    assert set(sizes("prefill", 512)) == {32, 128, 512}
+    for phase, size in (("decode", 32), ("prefill", 256), ("decode", 1)):
+        assert not at_start.intersection(of.late_keys(phase, size))
+        of.add_late(phase, size)
+    assert sizes("decode", 64) == [1, 4, 4, 4, *[16] * 12, *[32] * 16, *[64] * 32]
+    assert sizes("prefill", 512) == [*[32] * 32, *[128] * 96, *[256] * 128, *[512] * 256]
     assert set(of.keys()) == at_start
-    mixed = of.choose("decode", 20, 100, prompt_logprobs=False, models=2)
-    assert mixed.size == 64  # whose sizes are those of the start
+    assert set(sizes("decode", 20, models=2)) == {4, 16, 64}  # of the start
+    assert set(sizes("prefill", 200, prompt_logprobs=True)) == {512}  # which `score` follows
 
 
 @pytest.fixture
 def held(monkeypatch):
     """Holds up late programs' compilation; returns the event that lets them go, and the sizes of
-    decode steps that run.
+    steps that run, by phase.
     """
-    released, ran = threading.Event(), []
+    released, ran = threading.Event(), {"decode": [], "prefill": []}
     compile_all, run = Programs.compile_all, Programs.run
 
     def held_up(self, keys, executables, progress=None, *, late=False):
@@ -334,8 +343,7 @@ def held(monkeypatch):
         compile_all(self, keys, executables, progress, late=late)
 
     def noted(self, key, *args, **given):
-        if key.phase == "decode":
-            ran.append(key.size)
+        ran[key.phase].append(key.size)
         return run(self, key, *args, **given)
 
     monkeypatch.setattr(runner, "LATE_AFTER_S", 0.0)
@@ -346,15 +354,24 @@ def held(monkeypatch):
 
 @pytest.mark.deep
 async def test_no_step_waits_for_a_late_program_or_fails_for_want_of_one(held, caplog):
-    """Of two late sizes one is never there: compiling it fails."""
+    """Of three late sizes one is never there: compiling it fails."""
     released, ran = held
-    async with serving(max_num_seqs=3, decode_buckets=(3,), late_decode_buckets=(1, 2)) as engine:
-        ran.clear()
+    decode = {"decode_buckets": (3,), "late_decode_buckets": (1, 2)}
+    prefill = {"prefill_buckets": (32,), "late_prefill_buckets": (16,), "max_prefill_tokens": 32}
+    no_audit = AuditConfig(share=0)
+    async with serving(max_num_seqs=3, audit=no_audit, **decode, **prefill) as engine:
+
+        def sizes_run():
+            found = {phase: set(sizes) for phase, sizes in ran.items()}
+            for sizes in ran.values():
+                sizes.clear()
+            return found
+
+        sizes_run()
         (late,) = [t for t in threading.enumerate() if t.name == "jmoe-late"]
         before = await answer(engine)  # while the first of them is being compiled
         assert late.is_alive()
-        assert set(ran) == {3}
-        ran.clear()
+        assert sizes_run() == {"decode": {3}, "prefill": {32}}
         caplog.clear()
         with caplog.at_level(logging.WARNING):
             released.set()
@@ -364,11 +381,11 @@ async def test_no_step_waits_for_a_late_program_or_fails_for_want_of_one(held, c
             "no program for decode steps of 2 rows, which run more: RuntimeError: out of registers"
         )
         assert await answer(engine) == before
-        assert set(ran) == {1}
-        ran.clear()
+        assert sizes_run() == {"decode": {1}, "prefill": {16}}
         assert await asyncio.gather(answer(engine), answer(engine)) == [before] * 2
-        assert 3 in ran
-        assert 2 not in ran
+        found = sizes_run()
+        assert 3 in found["decode"]
+        assert 2 not in found["decode"]
         assert engine.executor.compilations_since_ready == 0
         sampled = SamplingParams(max_new_tokens=3, ignore_eos=True, temperature=1.0)
         assert len([out async for out in engine.generate(PROMPT, sampled)]) == 3
