@@ -42,7 +42,9 @@ class Architecture:
     read: Collection[str] = READ_FOR_ALL
     """Keys of `config.json` that are read."""
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    """Keys of the model's arithmetic that jmoe computes in one way only, and the values for it."""
+    """Keys of the model's arithmetic that jmoe computes in one way only, and the values for it;
+    they hold for keys that are read, too.
+    """
     rms_norm_eps: float = 1e-6  # where the key is absent
     rope_theta: float = 1e4  # where the key is absent
     kind_thetas: Mapping[str, float] = field(default_factory=dict)

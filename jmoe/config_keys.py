@@ -166,7 +166,8 @@ def check_keys(fields: Fields, architecture: "Architecture", allowed: Collection
     Raises ConfigError that names every key that jmoe would ignore though it may matter.
     """
     allowed = (allowed,) if isinstance(allowed, str) else allowed
-    read, only = architecture.read, architecture.only
+    only = architecture.only
+    read = set(architecture.read).difference(only)  # of `only` the values count
     for key in QUANTIZED:
         if fields.given(key) is None or fields.name(key) in allowed:
             continue

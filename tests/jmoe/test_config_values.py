@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import jmoe
 from jmoe import CheckpointError, ConfigError
+from jmoe.architectures import ARCHITECTURES
 from jmoe.checkpoint import HFLayers
 from jmoe.config import ModelConfig, from_hf, read_config
 from jmoe.layers import Layers
@@ -161,6 +162,23 @@ def test_keys_that_are_served_with_some_values_only(copy, edit_config, change, s
     [key] = change
     assert f"{key} is " in refused(directory)
     assert served in refused(directory)
+
+
+@pytest.mark.parametrize("case", sorted(path.parent.name for path in GOLDEN.glob("*/golden.npz")))
+def test_each_architecture_refuses_all_but_the_values_that_it_serves(case):
+    config = config_of(case)
+    for key in ARCHITECTURES[config["model_type"]].only:
+        changed = json.loads(json.dumps(config))
+        changed.get("text_config", changed)[key] = "other"
+        with pytest.raises(ConfigError, match=rf"{key} is 'other'; jmoe serves"):
+            from_hf(changed)
+
+
+def test_qwen3_vl_has_no_windows_as_in_transformers():
+    config = config_of("qwen3_vl_moe")
+    config["text_config"] |= {"use_sliding_window": True, "sliding_window": 4}
+    with pytest.raises(ConfigError, match="use_sliding_window is True; jmoe serves False only"):
+        from_hf(config)
 
 
 @pytest.mark.parametrize("key", ["compression_config", "quantization", "quantization_config"])
