@@ -755,16 +755,15 @@ _DEEPSEEK = (
     "routed_scaling_factor seq_aux topk_group topk_method v_head_dim"
 )
 _LATENT = {"attention_bias": (False,), "moe_layer_freq": (1,)}
-_GATED_DELTA = (
-    "attention_bias full_attention_interval linear_conv_kernel_dim linear_key_head_dim "
-    "linear_num_key_heads linear_num_value_heads linear_value_head_dim moe_intermediate_size "
-    "num_experts num_local_experts partial_rotary_factor "
-    "shared_expert_intermediate_size"
-)
 _QWEN3_NEXT = Architecture(
     "Qwen3NextForCausalLM",
     _qwen3_next,
-    _and(f"{_GATED_DELTA} decoder_sparse_step mlp_only_layers norm_topk_prob"),
+    _and(
+        "attention_bias decoder_sparse_step full_attention_interval linear_conv_kernel_dim "
+        "linear_key_head_dim linear_num_key_heads linear_num_value_heads linear_value_head_dim "
+        "mlp_only_layers moe_intermediate_size norm_topk_prob num_experts num_local_experts "
+        "partial_rotary_factor shared_expert_intermediate_size"
+    ),
     {
         "attn_output_gate": (True,),
         "output_gate_type": ("swish", "silu"),
@@ -782,7 +781,6 @@ _QWEN3_NEXT = Architecture(
 _QWEN3_5 = replace(
     _QWEN3_NEXT,
     class_name="Qwen3_5MoeForCausalLM",
-    read=_and(_GATED_DELTA),
     only={
         **_QWEN3_NEXT.only,
         "decoder_sparse_step": (1,),
@@ -801,6 +799,19 @@ _DEEPSEEK_V3 = Architecture(
     {**_LATENT, "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
     shared="shared_experts",
     apart="as V2, with a sigmoid router; prediction layer left out",
+)
+_GLM4 = Architecture(
+    "Glm4MoeForCausalLM",
+    _glm4,
+    _and(
+        "attention_bias first_k_dense_replace moe_intermediate_size n_group n_routed_experts "
+        "n_shared_experts norm_topk_prob num_nextn_predict_layers partial_rotary_factor "
+        "routed_scaling_factor topk_group use_qk_norm"
+    ),
+    rms_norm_eps=1e-5,
+    partial_rotary=0.5,
+    shared="shared_experts",
+    apart="sigmoid router, its bias and groups; heads turn in part; prediction layer left out",
 )
 
 ARCHITECTURES: dict[str, Architecture] = {
@@ -825,7 +836,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen3_vl_moe": Architecture(
         "Qwen3VLMoeForConditionalGeneration",
         _qwen3_vl,
-        (READ_FOR_QWEN | {"attention_bias"}) - {"norm_topk_prob"},
+        READ_FOR_QWEN | {"attention_bias"},
         {
             "norm_topk_prob": (True,),
             "qkv_bias": (False,),
@@ -892,31 +903,18 @@ ARCHITECTURES: dict[str, Architecture] = {
         expert_names=("w1", "w3", "w2"),
         apart="tensor names; gate weights always renormalised",
     ),
-    "glm4_moe": Architecture(
-        "Glm4MoeForCausalLM",
-        _glm4,
-        _and(
-            "attention_bias first_k_dense_replace moe_intermediate_size n_group n_routed_experts "
-            "n_shared_experts norm_topk_prob num_nextn_predict_layers partial_rotary_factor "
-            "routed_scaling_factor topk_group use_qk_norm"
-        ),
-        rms_norm_eps=1e-5,
-        partial_rotary=0.5,
-        shared="shared_experts",
-        apart="sigmoid router, its bias and groups; heads turn in part; prediction layer left out",
-    ),
-    "solar_open": Architecture(
-        "SolarOpenForCausalLM",
-        _solar,
-        _and(
-            "attention_bias first_k_dense_replace moe_intermediate_size n_group n_routed_experts "
-            "n_shared_experts norm_topk_prob num_nextn_predict_layers "
-            "routed_scaling_factor topk_group"
-        ),
-        {"first_k_dense_replace": (0,), "partial_rotary_factor": (1,), "use_qk_norm": (False,)},
-        rms_norm_eps=1e-5,
+    "glm4_moe": _GLM4,
+    "solar_open": replace(
+        _GLM4,
+        class_name="SolarOpenForCausalLM",
+        translate=_solar,
+        only={
+            "first_k_dense_replace": (0,),
+            "partial_rotary_factor": (1,),
+            "use_qk_norm": (False,),
+        },
         rope_theta=1e6,
-        shared="shared_experts",
+        partial_rotary=None,
         apart="GLM-4.5's router and shared experts in every layer, no norms of heads",
     ),
     "olmoe": Architecture(
