@@ -100,6 +100,17 @@ def test_test_modules_import_no_other_test_module():
     assert found == []
 
 
+def test_nothing_outside_tests_imports_them():
+    files = [
+        path
+        for folder in ("benchmarks", "jmoe", "pallas_kernels", "serving", "training")
+        for path in (ROOT / folder).rglob("*.py")
+    ]
+    assert len(files) > 200
+    imports = re.compile(r"^ *(?:from|import) +tests\b", re.MULTILINE)
+    assert [path for path in files if imports.search(path.read_text(encoding="utf-8"))] == []
+
+
 @pytest.mark.parametrize(
     "line",
     [

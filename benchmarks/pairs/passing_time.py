@@ -6,6 +6,7 @@ the bundled model's tokenizer with steps that last STEP_MS and write the same to
 
 import argparse
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from queue import Queue
 from typing import Any
@@ -16,11 +17,11 @@ import uvloop
 import jmoe
 from serving.config import BrownoutConfig, EngineConfig, ServerConfig
 from serving.engine import Engine
+from serving.execution.executor import StepExecutor
 from serving.execution.fitting import limits_of
 from serving.execution.runner import InOrder
 from serving.frontend import server
 from serving.plan import Limits, StepControl, StepPlan, StepResult
-from tests.serving.fake_runner import FakeRunner
 
 BATCH = 64
 PROMPT = "add 47 + 38 and 12 + 9 then say it"
@@ -35,18 +36,16 @@ CONFIG = EngineConfig(
 )
 
 
-class PassingTime(FakeRunner):
-    """A runner whose steps last `duration_s` each, one after another, in real time.
+class PassingTime(StepExecutor):
+    """An executor whose steps last `duration_s` each, one after another, in real time.
 
-    Unlike FakeRunner it checks nothing, since that would be timed. Structured rows get the first
-    token that they are allowed.
+    Its rows get `tokens`, and structured ones the first token that they are allowed.
     """
 
-    copy_s = 0.0
+    compilations_since_ready = num_programs = 0
 
     def __init__(self, limits: Limits, duration_s: float, tokens: list[int]) -> None:
-        super().__init__(limits)
-        self.duration_s, self.tokens = duration_s, tokens
+        self.limits, self.duration_s, self.tokens = limits, duration_s, tokens
         self._free_at = 0.0
         self._allowed: Queue[np.ndarray] = Queue()
         self._reader = InOrder("jmoe-read")
@@ -69,6 +68,9 @@ class PassingTime(FakeRunner):
     def draw(self, allowed: np.ndarray) -> None:
         """See Executor."""
         self._allowed.put(allowed)
+
+    def watch(self, on_failure: Callable[[str], None]) -> None:
+        """See Executor; nothing fails."""
 
     def close(self) -> None:
         """Ends the reader's thread."""
