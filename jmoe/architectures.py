@@ -266,28 +266,21 @@ def _shared(fields: Fields, dense: int, shared: int | None) -> dict[str, Any]:
     }
 
 
-def _glm4(fields: Fields) -> dict[str, Any]:
-    own = _shared(fields, 1, 1)
+def _glm4(fields: Fields, dense: int = 1, predicting: int = 1) -> dict[str, Any]:
+    own = _shared(fields, dense, 1)
     return {
         **own,
         "norm_topk_prob": fields.flag("norm_topk_prob", True),
         "router": scored(fields, own["num_experts"], bias=True),
         "qkv_bias": fields.flag("attention_bias", False),
         "qk_norm": fields.flag("use_qk_norm", False),
-        "unused_layers": fields.size("num_nextn_predict_layers", 1, least=0),
+        "unused_layers": fields.size("num_nextn_predict_layers", predicting, least=0),
     }
 
 
 def _solar(fields: Fields) -> dict[str, Any]:
-    own = _shared(fields, 0, 1)
-    return {
-        **own,
-        "head_dim": fields.size("head_dim", 128),
-        "norm_topk_prob": fields.flag("norm_topk_prob", True),
-        "router": scored(fields, own["num_experts"], bias=True),
-        "qkv_bias": fields.flag("attention_bias", False),
-        "unused_layers": fields.size("num_nextn_predict_layers", 0, least=0),
-    }
+    own = _glm4(fields, dense=0, predicting=0)
+    return {**own, "head_dim": fields.size("head_dim", 128)}
 
 
 def _dots(fields: Fields) -> dict[str, Any]:
