@@ -133,10 +133,10 @@ class Buckets:
         self.mixed = range(2, min(num_models, limits.slots_per_rank) + 1)
         self.decode, self.prefill = config.decode_buckets, config.prefill_buckets
         self._there = {"decode": self.decode, "prefill": self.prefill}  # with late ones that are
-        wanted = {"decode": config.late_decode_buckets, "prefill": config.late_prefill_buckets}
+        late = {"decode": config.late_decode_buckets, "prefill": config.late_prefill_buckets}
         self.late = [
             (phase, size)
-            for phase, sizes in wanted.items()
+            for phase, sizes in late.items()
             for size in reversed(sizes)
             if size < self._there[phase][-1] and size not in self._there[phase]
         ]
