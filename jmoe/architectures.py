@@ -22,7 +22,7 @@ from jmoe.config_keys import (
 )
 from jmoe.recurrent import GatedDelta, Mamba, ShortConv
 from jmoe.router import ScoredTopK, SparseMixer
-from pallas_kernels.activation import ClampedSwiglu
+from pallas_kernels.activation import ClampedSwiglu, Relu2
 
 MOST_EXPERTS = 100_000
 MOST_TAPS = 64
@@ -57,6 +57,9 @@ class Architecture:
     """Name of a layer's MLP block in the names of tensors."""
     norms: tuple[str, str, str] = ("input_layernorm", "post_attention_layernorm", "norm")
     """Names of the norms before attention and before the MLP block, and of the last one."""
+    mixer: str = ""
+    """Name of attention and of recurrent layers alike, where they have one."""
+    embed: str = "embed_tokens"
     output: str = "o_proj"
     """Name of attention's output projection."""
     dense_names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
@@ -111,10 +114,19 @@ class Architecture:
     apart: str = ""
     """What sets it apart, for docs/reference/models.md."""
 
+    @property
+    def embedding(self) -> str:
+        """The name of the tensor of embeddings."""
+        return f"{self.root}{self.embed}.weight"
+
+    def layer(self, number: int) -> str:
+        """Returns how names of a layer's tensors begin."""
+        return f"{self.root}layers.{number}."
+
 
 LACKING = {
     **dict.fromkeys(
-        ("jamba", "minimax", "nemotron_h"),
+        ("jamba", "minimax"),
         "whose recurrent layers are none of jmoe's",
     ),
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), "which has no experts"),
@@ -590,6 +602,86 @@ def _mamba(fields: Fields) -> Mamba:
         fields.flag("mamba_proj_bias", False),
         *map(float, each),
     )
+
+
+BLOCKS = {"M": "linear_attention", "*": "full_attention", "E": "moe", "-": "mlp"}
+"""Of Nemotron-H's `hybrid_override_pattern`: what a letter is in `layers_block_type`."""
+
+
+def _nemotron(fields: Fields) -> dict[str, Any]:
+    """Reads blocks that are attention, Mamba-2, experts or an MLP each, with a norm and a residual.
+    Of the first two each is a layer, and so is what follows it, where that is one of the others.
+    """
+    blocks, layers = _blocks(fields), list[tuple[int, int | None]]()
+    for at, kind in enumerate(blocks):
+        if kind in ("linear_attention", "full_attention"):
+            layers.append((at, None))
+        elif layers and layers[-1] == (at - 1, None):
+            layers[-1] = at - 1, at
+        else:
+            before = f"block {at} ({kind!r}) follows one of its kind, or nothing"
+            raise fields.wrong(
+                _pattern(fields), f"of blocks that follow attention or Mamba; {before}"
+            )
+    moe_layers = tuple(below is not None and blocks[below] == "moe" for _, below in layers)
+    if not any(moe_layers):
+        raise fields.wrong(_pattern(fields), "such that one block is 'moe' (E) at least")
+    eps = fields.number("layer_norm_epsilon", 1e-5)
+    if fields.number("norm_eps", eps) != eps:
+        raise fields.wrong("norm_eps", f"the same as layer_norm_epsilon ({eps:g})")
+    heads, groups = fields.size("mamba_num_heads", 128), fields.size("n_groups", 8)
+    if heads % groups:
+        raise fields.wrong("n_groups", f"a divisor of mamba_num_heads ({heads})")
+    mamba = Mamba(
+        heads,
+        fields.size("mamba_head_dim", 64),
+        fields.size("ssm_state_size", 128),
+        groups,
+        fields.size("conv_kernel", 4, least=2, most=MOST_TAPS),
+        fields.flag("use_conv_bias", True),
+        fields.flag("use_bias", False),
+    )
+    each = {"linear_attention": mamba, "full_attention": Paged()}
+    num_experts = fields.size("n_routed_experts", 8, most=MOST_EXPERTS)
+    per_token = fields.size("num_experts_per_tok", 2)
+    return {
+        "blocks": tuple(layers),
+        "num_layers": len(layers),
+        "layer_attention": tuple(each[blocks[at]] for at, _ in layers),
+        "turns": False,
+        "moe_layers": moe_layers,
+        "num_kv_heads": fields.size("num_key_value_heads", 8),
+        "head_dim": fields.size("head_dim", 128),
+        "num_experts": num_experts,
+        "experts_per_token": per_token,
+        "d_ff_expert": fields.size("moe_intermediate_size", 7688),
+        "d_ff_shared": fields.size("moe_shared_expert_intermediate_size", 7688),
+        "d_ff_dense": fields.size("intermediate_size", 21504) if "mlp" in blocks else 0,
+        "shared_gate": False,
+        "norm_topk_prob": fields.flag("norm_topk_prob", True),
+        "router": scored(fields, num_experts, bias=True),
+        "activation": Relu2(),
+        "rms_norm_eps": eps,
+    }
+
+
+def _pattern(fields: Fields) -> str:
+    """Returns the spelling of the key that says what a block is."""
+    return fields.first("layers_block_type", "hybrid_override_pattern")
+
+
+def _blocks(fields: Fields) -> list[str]:
+    """Reads what each block of Nemotron-H is, in the words of `BLOCKS`."""
+    value, counted = fields.given(key := _pattern(fields)), "num_hidden_layers"
+    words_ = {word: word for word in BLOCKS.values()}
+    kind, known = list, words_ | {"mamba": BLOCKS["M"], "attention": BLOCKS["*"]}
+    if key == "hybrid_override_pattern":
+        kind, known = str, BLOCKS
+    if not isinstance(value, kind) or not value or not all(map(known.__contains__, value)):
+        raise fields.wrong(key, f"a {kind.__name__} of {', '.join(known)}")
+    if fields.size(counted, len(value)) != len(value):
+        raise fields.wrong(counted, f"absent, or how many blocks {key} has ({len(value)})")
+    return [known[one] for one in value]
 
 
 def _phi(fields: Fields) -> dict[str, Any]:
@@ -1122,6 +1214,39 @@ ARCHITECTURES: dict[str, Architecture] = {
         quantized=(),
         apart="Granite 3.0's with Mamba-2 in most layers and a shared expert without a gate; "
         "attention without positions",
+    ),
+    "nemotron_h": Architecture(
+        "NemotronHForCausalLM",
+        _nemotron,
+        _and(
+            "conv_kernel hybrid_override_pattern layer_norm_epsilon layers_block_type "
+            "mamba_head_dim mamba_num_heads moe_intermediate_size "
+            "moe_shared_expert_intermediate_size n_group n_groups n_routed_experts norm_eps "
+            "norm_topk_prob num_nextn_predict_layers routed_scaling_factor ssm_state_size "
+            "topk_group use_bias use_conv_bias"
+        )
+        - {"layer_types", "hidden_act", "rms_norm_eps"},
+        {
+            **dict.fromkeys(("attention_bias", "mamba_proj_bias", "residual_in_fp32"), (False,)),
+            "mamba_hidden_act": ("silu",),
+            "mlp_hidden_act": ("relu2",),
+            "moe_latent_size": (),
+            "n_shared_experts": (1,),
+            "sliding_window": (),
+            "tie_word_embeddings": (False,),  # transformers ties nothing, whatever it says
+            "time_step_limit": ([0.0, {"__float__": "Infinity"}], [0.0, math.inf]),
+        },
+        mlp="mixer",
+        norms=("norm", "norm", "norm_f"),
+        mixer="mixer",
+        embed="embeddings",
+        root="backbone.",
+        dense_names=("", "up_proj", "down_proj"),
+        expert_names=("", "up_proj", "down_proj"),
+        shared="shared_experts",
+        predicting="mtp.",
+        apart="blocks of Mamba-2, of attention without positions, and of experts with `relu2` and "
+        "no gate; DeepSeek-V3's router",
     ),
     "phimoe": Architecture(
         "PhimoeForCausalLM",

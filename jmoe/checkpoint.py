@@ -43,7 +43,7 @@ from jmoe.parameter import MXFP4_NAN, Layout, Parameter
 from jmoe.recurrent import GatedDelta, Mamba, ShortConv
 from jmoe.router import ScoredTopK, SparseMixer
 from jmoe.weights import PoolHolder, Weights
-from pallas_kernels.activation import ClampedSwiglu, Gelu, Silu
+from pallas_kernels.activation import ClampedSwiglu, Gelu, Relu2, Silu
 from pallas_kernels.grouped_gemm import QuantizedWeights
 from pallas_kernels.grouped_gemm.four_bits import PackedWeights
 from pallas_kernels.grouped_gemm.quantized import BLOCK
@@ -271,7 +271,7 @@ def _check(files: TensorFiles, cfg: ModelConfig, directory: Path) -> None:
     if beside := [name for name in unread if names.beside and name.startswith(names.beside)]:
         log.info("%s: %d tensors are not read: jmoe serves text alone", directory, len(beside))
         unread = [name for name in unread if name not in set(beside)]
-    head, embed = f"{names.head}weight", f"{names.root}embed_tokens.weight"
+    head, embed = f"{names.head}weight", names.embedding
     if cfg.tie_embeddings and files.shape(head) is not None:
         unread.remove(head)
         if not _equal(files, head, embed):
@@ -281,7 +281,7 @@ def _check(files: TensorFiles, cfg: ModelConfig, directory: Path) -> None:
             )
     unread = _without_unused(unread, read, cfg, files, directory)
     after = range(cfg.num_layers, cfg.num_layers + cfg.unused_layers)
-    behind = tuple(f"{names.root}layers.{i}." for i in after)
+    behind = tuple(map(names.layer, after))
     if names.predicting:
         behind += (names.predicting,)
     if extra := [name for name in unread if name.startswith(behind)]:
@@ -952,6 +952,7 @@ _NAMED: dict[str, type] = {
         Silu,
         Gelu,
         ClampedSwiglu,
+        Relu2,
         Paged,
         Latent,
         GatedDelta,
@@ -1084,6 +1085,7 @@ def _config_from_json(raw: dict[str, Any]) -> ModelConfig:
     raw = {**raw, "rope": rope_of(raw["rope"])}
     for key in ("moe_layers", "eos_token_ids"):
         raw[key] = tuple(raw[key])
+    raw["blocks"] = tuple(map(tuple, raw.get("blocks", ())))
 
     def kind_of(stored: dict[str, Any], default: str = "") -> Any:
         return _NAMED[stored.get("kind", default)](

@@ -29,6 +29,7 @@ from jmoe.model_files import instead, read_text
 from jmoe.recurrent import Recurrent
 from jmoe.rope import RopeConfig as RopeConfig
 from jmoe.router import Router
+from pallas_kernels import activation as activations
 from pallas_kernels.activation import SILU, Activation
 
 EXCHANGES = "auto", "all-gather", "halves", "direct", "forwarded"
@@ -52,7 +53,7 @@ class ModelConfig:
     d_ff_expert: int
     d_ff_shared: int  # of all shared experts together; 0: there are none
     d_ff_dense: int  # of dense layers; 0 where there are none
-    moe_layers: tuple[bool, ...]  # by layer: MoE or dense
+    moe_layers: tuple[bool, ...]  # by layer: MoE, or dense, or without an MLP (`blocks`)
     norm_topk_prob: bool
     qkv_bias: bool
     qk_norm: bool
@@ -85,6 +86,10 @@ class ModelConfig:
     int4: Int4 | None = None  # how the checkpoint packs matrices in four bits, if it does
     exchange: str = "auto"
     """How rows meet experts over a mesh, by name (`jmoe.parallel.cost.MeshStep.exchange`)."""
+    blocks: tuple[tuple[int, int | None], ...] = ()
+    """By layer, the numbers that the checkpoint has its two halves under, where it counts these by
+    themselves; None: the layer has no MLP. Empty: both have the layer's.
+    """
 
     def __post_init__(self) -> None:
         """Raises ConfigError where fields contradict each other."""
@@ -107,7 +112,7 @@ class ModelConfig:
         for rope in map(self.rope_of, self.attention_kinds):
             turned, key = rope.turned(self.head_dim), "partial_rotary_factor"
             _require(turned % 2 == 0 < turned <= self.head_dim, key, rope.partial, wanted)
-        for key in ("moe_layers", "layer_attention"):
+        for key in ("moe_layers", "layer_attention", *(["blocks"] if self.blocks else [])):
             count = len(getattr(self, key))
             wanted = f"one entry a layer ({self.num_layers})"
             _require(count == self.num_layers, key, count, wanted)
@@ -134,6 +139,20 @@ class ModelConfig:
         return sum(self.moe_layers)
 
     @property
+    def num_dense_layers(self) -> int:
+        """Layers that have an MLP of all rows."""
+        return sum(map(self.has_mlp, range(self.num_layers))) - self.num_moe_layers
+
+    def has_mlp(self, layer: int) -> bool:
+        """Whether a layer has a second half: experts, or a dense MLP."""
+        return not self.blocks or self.blocks[layer][1] is not None
+
+    @property
+    def parts(self) -> int:
+        """Of how many parts, of an MLP's width each, its first product is: gate and up, or up."""
+        return activations.parts(self.activation)
+
+    @property
     def attention_kinds(self) -> tuple[AttentionKind, ...]:
         """The kinds of attention of the layers, each once."""
         return tuple(dict.fromkeys(self.layer_attention))
@@ -158,7 +177,7 @@ class ModelConfig:
         kind = self.layer_attention[layer]
         gated = bool(getattr(kind, "gated", False))
         own = kind if isinstance(kind, Recurrent) else isinstance(kind, Latent)
-        return self.moe_layers[layer], self.has_sinks(layer), gated, own
+        return self.moe_layers[layer], self.has_mlp(layer), self.has_sinks(layer), gated, own
 
     def has_sinks(self, layer: int) -> bool:
         """Whether a layer's attention has a sink a head."""
@@ -236,12 +255,13 @@ def from_hf(
     if architecture.text:
         fields = text_part(fields, architecture, allow_unknown_config)
     check_keys(fields, architecture, allow_unknown_config)
-    num_layers = fields.size("num_hidden_layers", most=MOST_LAYERS)
+    num_layers = fields.size("num_hidden_layers", 0, most=MOST_LAYERS)
     num_heads = fields.size("num_attention_heads")
     vocab_size = fields.size("vocab_size")
     max_position = positions(fields)
     d_ff_dense = fields.size("intermediate_size", 0)
     own = architecture.translate(fields)
+    num_layers = own.pop("num_layers", num_layers)
     # An architecture that says nothing of attention has it in full.
     attention = {} if "layer_attention" in own else {"layer_attention": full_or_window(fields)}
     if "activation" not in own and fields.given("hidden_act") not in (None, "silu"):
@@ -269,7 +289,8 @@ def from_hf(
         factor = rope.attention_factor * math.sqrt(scale * math.sqrt(head_dim))
         rope = replace(rope, attention_factor=factor)
     try:
-        dense = 0 if all(own["moe_layers"]) else d_ff_dense or fields.size("intermediate_size")
+        if (dense := own.pop("d_ff_dense", None)) is None:
+            dense = 0 if all(own["moe_layers"]) else d_ff_dense or fields.size("intermediate_size")
         of_all: dict[str, Any] = {
             "num_kv_heads": fields.size("num_key_value_heads", num_heads),
             "tie_embeddings": fields.flag("tie_word_embeddings", architecture.tied),

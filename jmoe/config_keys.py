@@ -97,11 +97,19 @@ HARMLESS: Mapping[str, str] = {
     ),
     **_because(
         "of a prediction layer, which is left out",
-        "mtp_num_hidden_layers mtp_use_dedicated_embeddings",
+        "mtp_hybrid_override_pattern mtp_layers_block_type mtp_num_hidden_layers "
+        "mtp_use_dedicated_embeddings",
     ),
-    **_because("how a scan is cut", "mamba_chunk_size"),
-    **_because("how weights began", "init_method"),
-    **_because("what recurrent states are kept in; here float32 always", "mamba_ssm_dtype"),
+    **_because("how a scan is cut", "chunk_size mamba_chunk_size"),
+    **_because(
+        "how weights began",
+        "init_method rescale_prenorm_residual time_step_floor time_step_max time_step_min",
+    ),
+    **_because(
+        "what recurrent states are kept in; here float32 always",
+        "mamba_ssm_cache_dtype mamba_ssm_dtype",
+    ),
+    **_because("of Mamba layers, whose heads have sizes of their own", "expand"),
     **_because(
         "how many layers share keys and values, where `use_cla` is true", "cla_share_factor"
     ),
@@ -110,8 +118,9 @@ HARMLESS: Mapping[str, str] = {
         """
         _attn_implementation _attn_implementation_autoset _experts_implementation
         _flash_attn_2_enabled attn_implementation enable_attention_fp32_softmax
-        enable_lm_head_fp32 enable_moe_fp32_combine experts_implementation pretraining_tp
-        tf_legacy_loss torchscript use_bfloat16 use_grouped_mm
+        enable_lm_head_fp32 enable_moe_fp32_combine experts_implementation
+        moe_shared_expert_overlap num_logits_to_keep pretraining_tp tf_legacy_loss torchscript
+        use_bfloat16 use_grouped_mm use_mamba_kernels
         """,
     ),
 }

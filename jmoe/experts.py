@@ -106,7 +106,7 @@ class Pool(ABC):
 
 
 class _Plain(NamedTuple):
-    gate_up: Float[Array, "slots d f2"]  # columns [:f] gate, [f:] up
+    gate_up: Float[Array, "slots d f2"]  # columns [:f] gate, [f:] up; up alone without a gate
     down: Float[Array, "slots f d"]
     gate_up_bias: Float[Array, "slots f2"] | None = None
     down_bias: Float[Array, "slots d"] | None = None  # there are both or none
@@ -205,9 +205,9 @@ class QuantizedPool(GroupedPool):
         padding = -width % BLOCK if to_down is grouped_gemm.quantize else 0
         bias = experts.gate_up_bias
         return cls(
-            to_gate_up(_padded(experts.gate_up, padding)),
+            to_gate_up(_padded(experts.gate_up, width, padding)),
             to_down(jnp.pad(experts.down, ((0, 0), (0, padding), (0, 0)))),
-            None if bias is None else _padded(bias, padding).astype(row_dtype),
+            None if bias is None else _padded(bias, width, padding).astype(row_dtype),
             None if experts.down_bias is None else experts.down_bias.astype(row_dtype),
             width,
             row_dtype,
@@ -230,9 +230,9 @@ class QuantizedPool(GroupedPool):
         gate_up, down = (dequantize(w, self.dtype) for w in (self.gate_up, self.down))
         bias = self.gate_up_bias
         return ExpertPool(
-            _unpadded(gate_up, self.width),
+            _unpadded(gate_up, self.width, down.shape[1]),
             down[:, : self.width],
-            None if bias is None else _unpadded(bias, self.width),
+            None if bias is None else _unpadded(bias, self.width, down.shape[1]),
             self.down_bias,
         )
 
@@ -248,20 +248,16 @@ class QuantizedPool(GroupedPool):
         return f"QuantizedPool({self.format}, {', '.join(parts)})"
 
 
-def _padded(halves: Float[Array, "*n f2"], padding: int) -> Float[Array, "*n F2"]:
-    """Pads each half of the last axis with zeros."""
-    return jnp.concatenate(
-        [
-            jnp.pad(half, [(0, 0)] * (halves.ndim - 1) + [(0, padding)])
-            for half in jnp.split(halves, 2, axis=-1)
-        ],
-        axis=-1,
-    )
+def _padded(columns: Float[Array, "*n f2"], width: int, padding: int) -> Float[Array, "*n F2"]:
+    """Pads gate and up, or the one part that there is, with zeros."""
+    parts = jnp.split(columns, columns.shape[-1] // width, axis=-1)
+    axes = [(0, 0)] * (columns.ndim - 1) + [(0, padding)]
+    return jnp.concatenate([jnp.pad(part, axes) for part in parts], axis=-1)
 
 
-def _unpadded(halves: Float[Array, "*n F2"], width: int) -> Float[Array, "*n f2"]:
-    parts = jnp.split(halves, 2, axis=-1)
-    return jnp.concatenate([half[..., :width] for half in parts], axis=-1)
+def _unpadded(columns: Float[Array, "*n F2"], width: int, padded: int) -> Float[Array, "*n f2"]:
+    parts = jnp.split(columns, columns.shape[-1] // padded, axis=-1)
+    return jnp.concatenate([part[..., :width] for part in parts], axis=-1)
 
 
 class ExpertTable(NamedTuple):

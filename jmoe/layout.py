@@ -20,7 +20,7 @@ def top(cfg: ModelConfig) -> Layout:
     """Describes the parameters outside the layers."""
     d, vocab, names = cfg.d_model, cfg.vocab_size, naming(cfg.architecture)
     out: Layout = {
-        "embed": Parameter((f"{names.root}embed_tokens.weight",), ((vocab, d),), "embedding"),
+        "embed": Parameter((names.embedding,), ((vocab, d),), "embedding"),
         **_norm(cfg, "final_norm", names.root + names.norms[2]),
     }
     if not cfg.tie_embeddings:
@@ -33,21 +33,26 @@ def top(cfg: ModelConfig) -> Layout:
 def layer(cfg: ModelConfig, index: int, is_moe: bool) -> Layout:
     """Describes the parameters of one layer, experts left out."""
     names, d = naming(cfg.architecture), cfg.d_model
-    at = f"{names.root}layers.{index}."
-    attn, kind = at + "self_attn.", cfg.layer_attention[index]
-    out: Layout = {
-        **_norm(cfg, "attn_norm", at + names.norms[0]),
-        **_norm(cfg, "mlp_norm", at + names.norms[1]),
-    }
+    at, kind = (
+        names.layer(cfg.blocks[index][0] if cfg.blocks else index),
+        cfg.layer_attention[index],
+    )
+    attn = f"{at}{names.mixer or 'self_attn'}."
+    out = _norm(cfg, "attn_norm", at + names.norms[0])
+    if cfg.has_mlp(index):
+        out |= _norm(cfg, "mlp_norm", _below(cfg, index) + names.norms[1])
     if isinstance(kind, Recurrent):
         out |= kind.tensors(cfg, names, at)
     else:
         out |= _latent(cfg, kind, attn) if isinstance(kind, Latent) else _heads(cfg, kind, attn)
     if cfg.has_sinks(index):
         out["sinks"] = Parameter((attn + "sinks",), ((cfg.num_heads,),), "bias")
+    if not cfg.has_mlp(index):
+        return out
+    at = _below(cfg, index)
     mlp = f"{at}{names.mlp}."
     if not is_moe:
-        return out | _swiglu("", mlp, d, cfg.d_ff_dense, names.dense_names)
+        return out | _mlp(cfg, "", mlp, cfg.d_ff_dense, names.dense_names)
     gate = (f"{mlp}{names.router}.weight",)
     out["router"] = Parameter(gate, ((cfg.num_experts, d),), "router")
     if cfg.logits_bias:
@@ -59,14 +64,21 @@ def layer(cfg: ModelConfig, index: int, is_moe: bool) -> Layout:
         out["router_bias"] = Parameter(name, (shape,), "bias", float32=True)
     if cfg.d_ff_shared and names.joined_shared:
         gate_up, down = (f"{at}{name}.weight" for name in names.joined_shared)
-        out["shared_gate_up"] = Parameter((gate_up,), ((2 * cfg.d_ff_shared, d),))
+        out["shared_gate_up"] = Parameter((gate_up,), ((cfg.parts * cfg.d_ff_shared, d),))
         out["shared_down"] = Parameter((down,), ((d, cfg.d_ff_shared),))
     elif cfg.d_ff_shared:
-        out |= _swiglu("shared_", f"{mlp}{names.shared}.", d, cfg.d_ff_shared)
+        out |= _mlp(cfg, "shared_", f"{mlp}{names.shared}.", cfg.d_ff_shared)
         if cfg.shared_gate:
             gate = (f"{mlp}{names.shared}_gate.weight",)
             out["shared_gate"] = Parameter(gate, ((1, d),), "gate")
     return out
+
+
+def _below(cfg: ModelConfig, index: int) -> str:
+    """Returns how the names of a layer's second half begin."""
+    number = cfg.blocks[index][1] if cfg.blocks else index
+    assert number is not None
+    return naming(cfg.architecture).layer(number)
 
 
 def _heads(cfg: ModelConfig, kind: Any, attn: str) -> Layout:
@@ -123,12 +135,12 @@ def expert(cfg: ModelConfig, index: int, number: int) -> Layout:
     ExpertPool.
     """
     names, d, f = naming(cfg.architecture), cfg.d_model, cfg.d_ff_expert
-    at, part = f"{names.root}layers.{index}.{names.mlp}.", (number, cfg.num_experts)
+    at, part = f"{_below(cfg, index)}{names.mlp}.", (number, cfg.num_experts)
     if names.interleaved:
         return _interleaved(cfg, at, part)
     if names.joined_experts is None or cfg.experts_apart:
         at = f"{at}experts.{number}."
-        out = _swiglu("", at, d, f, names.expert_names)
+        out = _mlp(cfg, "", at, f, names.expert_names)
         if cfg.expert_bias:
             gate, up, down = (f"{at}{name}.bias" for name in names.expert_names)
             out["gate_up_bias"] = Parameter((gate, up), ((f,), (f,)), "bias")
@@ -137,11 +149,13 @@ def expert(cfg: ModelConfig, index: int, number: int) -> Layout:
     gate_up, down = (at + name for name in names.joined_experts)
     if names.laid_out:
         return {
-            "gate_up": Parameter((gate_up,), ((d, 2 * f),), "laid out", part=part, swapped=True),
+            "gate_up": Parameter(
+                (gate_up,), ((d, cfg.parts * f),), "laid out", part=part, swapped=True
+            ),
             "down": Parameter((down,), ((f, d),), "laid out", part=part, swapped=True),
         }
     return {
-        "gate_up": Parameter((gate_up,), ((2 * f, d),), part=part),
+        "gate_up": Parameter((gate_up,), ((cfg.parts * f, d),), part=part),
         "down": Parameter((down,), ((d, f),), part=part),
     }
 
@@ -174,7 +188,8 @@ def expert_shapes(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of an expert's arrays, routed or united, by the names an ExpertPool has
     for them.
     """
-    return {key: parameter.shape for key, parameter in expert(cfg, 0, 0).items()}
+    first = cfg.moe_layers.index(True)
+    return {key: parameter.shape for key, parameter in expert(cfg, first, 0).items()}
 
 
 def expert_parameters(cfg: ModelConfig) -> int:
@@ -214,15 +229,16 @@ def _centred(cfg: ModelConfig) -> dict[str, Any]:
     return {"float32": True, "offset": 1.0} if naming(cfg.architecture).centred else {}
 
 
-def _swiglu(
+def _mlp(
+    cfg: ModelConfig,
     key: str,
     at: str,
-    d: int,
     f: int,
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
 ) -> Layout:
-    gate, up, down = (f"{at}{name}.weight" for name in names)
+    d = cfg.d_model
+    *first, down = (f"{at}{name}.weight" for name in names[-1 - cfg.parts :])
     return {
-        f"{key}gate_up": Parameter((gate, up), ((f, d), (f, d))),
+        f"{key}gate_up": Parameter(tuple(first), ((f, d),) * cfg.parts),
         f"{key}down": Parameter((down,), ((d, f),)),
     }

@@ -203,8 +203,9 @@ def gated_mlp(
     activation: Activation,
     biases: tuple[Float[Array, "*n f2"], Float[Array, "*n d"]] | None = None,
 ) -> Float[Array, "*n T d"]:
-    """Computes `act(h Wg, h Wu) Wd` with the two first matrices side by side, of one network
-    or, each on its own rows, several; in the weights' dtype. `biases` are of the two products.
+    """Computes `act(h Wg, h Wu) Wd` with the two first matrices side by side, or without Wg, of one
+    network or, each on its own rows, several; in the weights' dtype. `biases` are of the two
+    products.
     """
 
     def product(rows: Array, weights: Array | LayerOf, at: int) -> Array:
@@ -323,6 +324,8 @@ def residual(cfg: ModelConfig, x: Array, out: Array) -> Array:
 
 
 def dense_mlp(cfg: ModelConfig, layer: Params, x: Float[Array, "T d"]) -> Float[Array, "T d"]:
-    """Runs the MLP of a layer without experts, with the residual."""
+    """Runs the MLP of a layer without experts, with the residual; some layers have none."""
+    if "down" not in layer:
+        return x
     h = normed(cfg, layer, "mlp_norm", x)
     return residual(cfg, x, gated_mlp(h, layer["gate_up"], layer["down"], cfg.activation))

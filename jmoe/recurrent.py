@@ -301,7 +301,7 @@ class Mamba(WithStates):
 
     def tensors(self, cfg: "ModelConfig", names: "Architecture", at: str) -> Layout:
         """See Recurrent."""
-        at, d, heads = at + "mamba.", cfg.d_model, (self.heads,)
+        at, d, heads = f"{at}{names.mixer or 'mamba'}.", cfg.d_model, (self.heads,)
         columns = self.wide + self.channels + self.heads
         biases = {"b_conv": ("conv1d", self.channels)} if self.conv_bias else {}
         if self.bias:

@@ -1,8 +1,8 @@
-"""Activations of gated feed-forward networks: frozen values `(gate, up) -> hidden` of float32."""
+"""Activations of feed-forward networks: frozen values `(gate, up) -> hidden` of float32."""
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, cast, runtime_checkable
+from typing import ClassVar, Protocol, cast, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,10 @@ from jaxtyping import Array, Float
 
 @runtime_checkable
 class Activation(Protocol):
-    """Joins gate and up, element by element. It is part of a config: frozen and hashable."""
+    """Joins gate and up, element by element. It is part of a config: frozen and hashable.
+
+    One with `gated = False` gets the one product that its networks have first, and no second.
+    """
 
     def __call__(
         self, gate: Float[Array, "*rows f"], up: Float[Array, "*rows f"]
@@ -55,23 +58,41 @@ class ClampedSwiglu:
         return gate * jax.nn.sigmoid(self.alpha * gate) * (up + 1)
 
 
+@dataclass(frozen=True)
+class Relu2:
+    """`relu(x)^2` (arXiv 2109.08668), without a gate (Nemotron-H)."""
+
+    gated: ClassVar[bool] = False
+
+    def __call__(self, gate: Array, up: Array | None = None) -> Array:
+        """See Activation."""
+        return jnp.square(jax.nn.relu(gate))
+
+
 SILU = Silu()
 
 
+def parts(activation: Activation) -> int:
+    """Returns of how many parts, side by side, a network's first product is: gate and up, or one
+    alone.
+    """
+    return 2 if getattr(activation, "gated", True) else 1
+
+
 def gated(hidden: Float[Array, "*rows f2"], activation: Activation) -> Float[Array, "*rows f"]:
-    """Applies an activation to columns `[:f]` gate, `[f:]` up; in float32 inside, in `hidden`'s
-    dtype outside.
+    """Applies an activation to columns `[:f]` gate, `[f:]` up, or to all that there are without a
+    gate; in float32 inside, in `hidden`'s dtype outside.
     """
     return cast(Array, _gated(hidden, activation))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _gated(hidden, activation):
-    return activation(*_halves(hidden)).astype(hidden.dtype)
+    return activation(*_parts(hidden, activation)).astype(hidden.dtype)
 
 
-def _halves(hidden):
-    return jnp.split(hidden.astype(jnp.float32), 2, axis=-1)
+def _parts(hidden, activation):
+    return jnp.split(hidden.astype(jnp.float32), parts(activation), axis=-1)
 
 
 def _gated_fwd(hidden, activation):
@@ -80,9 +101,9 @@ def _gated_fwd(hidden, activation):
 
 def _gated_bwd(activation, hidden, grad):
     # Not left to autodiff: of the two halves it pads and adds, six times slower on a CPU.
-    _, transposed = jax.vjp(activation, *_halves(hidden))
-    halves = transposed(grad.astype(jnp.float32))
-    return (jnp.concatenate([half.astype(hidden.dtype) for half in halves], axis=-1),)
+    _, transposed = jax.vjp(activation, *_parts(hidden, activation))
+    each = transposed(grad.astype(jnp.float32))
+    return (jnp.concatenate([part.astype(hidden.dtype) for part in each], axis=-1),)
 
 
 _gated.defvjp(_gated_fwd, _gated_bwd)

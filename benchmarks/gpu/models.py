@@ -72,9 +72,10 @@ def prefill_flops(cfg: ModelConfig, chunks: list[tuple[int, int]]) -> int:
     """
     d, width = cfg.d_model, cfg.num_heads * cfg.head_dim
     attention = d * (width + 2 * cfg.num_kv_heads * cfg.head_dim) + width * d
-    moe = d * cfg.num_experts + 3 * d * (cfg.experts_per_token * cfg.d_ff_expert + cfg.d_ff_shared)
-    dense = 3 * d * cfg.d_ff_dense
-    layers = sum(attention + (moe if is_moe else dense) for is_moe in cfg.moe_layers)
+    d_ff, matrices = cfg.experts_per_token * cfg.d_ff_expert + cfg.d_ff_shared, cfg.parts + 1
+    layers = cfg.num_layers * attention
+    layers += cfg.num_moe_layers * (d * cfg.num_experts + matrices * d * d_ff)
+    layers += cfg.num_dense_layers * matrices * d * cfg.d_ff_dense
     rows = sum(n for n, _ in chunks)
     pairs = sum(n * (c - n) + n * (n + 1) // 2 for n, c in chunks)
     head = len(chunks) * d * cfg.vocab_size

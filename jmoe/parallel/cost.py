@@ -158,8 +158,8 @@ class Fit(NamedTuple):
 
 
 def expert_bytes(cfg: ModelConfig, dtype_bytes: int) -> int:
-    """Returns the bytes of one expert: two matrices up and one down."""
-    return 3 * cfg.d_model * cfg.d_ff_expert * dtype_bytes
+    """Returns the bytes of one expert: one or two matrices up and one down."""
+    return (cfg.parts + 1) * cfg.d_model * cfg.d_ff_expert * dtype_bytes
 
 
 def check_copies(
@@ -458,7 +458,7 @@ class MeshStep(NamedTuple):
         return min(1.0, (self.held + int(self.alpha * num_replicas)) / self.cfg.num_experts)
 
     def _products_s(self, visits: float) -> float:
-        return 6 * self.cfg.d_model * self.cfg.d_ff_expert * visits / self.machine.flops_per_s
+        return 2 * expert_bytes(self.cfg, 1) * visits / self.machine.flops_per_s
 
     def _experts_s(self, visits: float, experts: float) -> float:
         """Returns the seconds of visits to so many experts: their products, or reading weights."""

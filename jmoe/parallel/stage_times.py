@@ -37,10 +37,10 @@ class Geometry:
     @classmethod
     def of(cls, name: str, cfg: ModelConfig, element_bytes: int = 2) -> "Geometry":
         """Describes a model. Dense layers belong to the attention stages, in equal parts."""
-        d, stages = cfg.d_model, cfg.num_moe_layers
+        d, stages, matrices = cfg.d_model, cfg.num_moe_layers, cfg.parts + 1
         heads = (2 * cfg.num_heads + 2 * cfg.num_kv_heads) * cfg.head_dim
-        moe = d * cfg.num_experts + 3 * d * cfg.d_ff_shared
-        dense = (cfg.num_layers - stages) * 3 * d * cfg.d_ff_dense
+        moe = d * cfg.num_experts + matrices * d * cfg.d_ff_shared
+        dense = cfg.num_dense_layers * matrices * d * cfg.d_ff_dense
         return cls(
             name,
             stages,
@@ -48,7 +48,7 @@ class Geometry:
             cfg.experts_per_token,
             d,
             moe + (cfg.num_layers * d * heads + dense) // stages,
-            3 * d * cfg.d_ff_expert,
+            matrices * d * cfg.d_ff_expert,
             cfg.num_layers * 2 * cfg.num_kv_heads * cfg.head_dim // stages,
             cfg.num_layers * cfg.num_heads * cfg.head_dim // stages,
             cfg.vocab_size,

@@ -56,13 +56,15 @@ _LOADER_REGISTERS, _CONSUMER_REGISTERS = 24, 240  # with two consumers; 168 each
 class Gemm(NamedTuple):
     """One grouped product; `join` makes one result of the parts of an item.
 
-    With `join`, part p of a column is that column of the p-th half of the pool's columns.
+    With `join`, part p of a column is that column of the p-th half of the pool's columns. Without,
+    parts are neighbours, and `apply` makes results of each.
     """
 
     tile: Tile
     gemm: GemmTile
     join: Callable | None
     num_blocks: int
+    apply: Callable | None = None
 
     def __call__(
         self,
@@ -79,7 +81,7 @@ class Gemm(NamedTuple):
         `then` is the product that takes these results, over the same `work`, and its weights: L2 is
         asked for the first of them, but by clusters, whose time is not the weights'.
         """
-        tile, gemm = self.tile, self.gemm
+        tile, gemm, is_last = self.tile, self.gemm, self.join is None and self.apply is None
         width, stages = tile.widths[-1], gemm.stages
         columns = weight_sizes(weights)[1]
         block = (gemm.block_k, gemm.columns)
@@ -141,7 +143,7 @@ class Gemm(NamedTuple):
             compiler_params=plgpu.CompilerParams(
                 approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup
             ),
-            kernel_name="grouped_gemm_down" if self.join is None else "grouped_gemm_gate_up",
+            kernel_name="grouped_gemm_down" if is_last else "grouped_gemm_gate_up",
         )(work, *operands)
 
     def out_columns(self, columns: int) -> int:
@@ -348,8 +350,11 @@ class _Block(NamedTuple):
 
             def compute(width: int) -> None:
                 results = self.biased(item, self.products(i, item, width))
-                join = self.call.join
-                for part, result in enumerate(results if join is None else [join(*results)]):
+                if (join := self.call.join) is not None:
+                    results = [join(*results)]
+                if (apply := self.call.apply) is not None:
+                    results = map(apply, results)
+                for part, result in enumerate(results):
                     self.store(item, part, result)
 
             _by_width(self.call.tile.widths, item.rows, compute)

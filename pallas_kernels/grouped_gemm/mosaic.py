@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from pallas_kernels.activation import SILU, Activation, ClampedSwiglu, Silu
+from pallas_kernels.activation import SILU, Activation, ClampedSwiglu, Relu2, Silu
 from pallas_kernels.backend import num_sms
 from pallas_kernels.grouped_gemm.four_bits import HALF, PackedWeights
 from pallas_kernels.grouped_gemm.kernel import CHUNK, Gemm
@@ -26,7 +26,8 @@ from pallas_kernels.routing.op import Dispatch
 def supports(
     x: Array, gate_up: Weights, down: Weights, plan: Dispatch, activation: Activation = SILU
 ) -> bool:
-    """Returns whether the kernels take these shapes and dtypes, and the activation (`JOINS`).
+    """Returns whether the kernels take these shapes and dtypes, and the activation (`JOINS`,
+    `APPLIED`).
 
     Rows are bfloat16; d and f multiples of 64 in a pool of bfloat16 or four bits, of 128 in one of
     eight. Four bits also want both to be 128 at least, and groups of 32 or of a multiple of 64.
@@ -40,7 +41,7 @@ def supports(
     )
     grouped = all(_takes_groups(w) for w in weights if isinstance(w, PackedWeights))
     return (
-        type(activation) in JOINS
+        type(activation) in JOINS.keys() | APPLIED.keys()
         and bf16
         and weight_bits(gate_up) == bits
         and grouped
@@ -80,7 +81,10 @@ def moe_mlp(
     row_token = jnp.pad(plan.row_token, (0, tile.block_t), constant_values=x.shape[0])
     rows = jnp.take(x, row_token, axis=0, mode="clip")
     second = Gemm(tile, tile.down, None, num_blocks)
-    first = Gemm(tile, tile.gate_up, partial(JOINS[type(activation)], activation), num_blocks)
+    kind, join = type(activation), None
+    if kind in JOINS:
+        join = partial(JOINS[kind], activation)
+    first = Gemm(tile, tile.gate_up, join, num_blocks, APPLIED.get(kind))
     of_gate_up, of_down = biases or (None, None)
     h = first(rows, gate_up, work, x.dtype, of_gate_up, then=(second, down))
     y = second(h, down, work, tile.visit_dtype, of_down)
@@ -121,3 +125,13 @@ def clamped_swiglu(
 
 JOINS: dict[type, Callable] = {Silu: swiglu, ClampedSwiglu: clamped_swiglu}
 """How the first product's epilogue joins gate and up, by the activation's type."""
+
+
+def relu2(x: Float[Array, "m n"]) -> Float[Array, "m n"]:
+    """Computes `relu(x)^2`."""
+    x = jnp.maximum(x, 0.0)
+    return x * x
+
+
+APPLIED: dict[type, Callable] = {Relu2: relu2}
+"""What it makes of a first product without a gate."""

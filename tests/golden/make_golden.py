@@ -35,7 +35,7 @@ MIN_ROUTER_GAP, MIN_LOGIT_GAP, MIN_DISTINCT, MIN_ROPE_EFFECT = 0.005, 0.02, 5, 0
 # Scores with a bias in the choice.
 BIASED = (
     *("glm4_moe", "glm4_moe_lite", "solar_open", "deepseek_v3", "minimax_m2", "ernie4_5_moe"),
-    *("dots1", "hy_v3", "lfm2_moe"),
+    *("dots1", "hy_v3", "lfm2_moe", "nemotron_h"),
 )
 MIN_SCORE_GAP = dict.fromkeys((*BIASED, "phimoe", "deepseek_v2"), 0.0005)
 EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
@@ -44,6 +44,7 @@ EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
 # Keys of the number of experts and of their width, where they are not Qwen's.
 NAMES = {
     "phimoe": ("num_local_experts", "intermediate_size"),
+    "nemotron_h": ("n_routed_experts", "moe_intermediate_size"),
     "granitemoe": ("num_local_experts", "intermediate_size"),
     "granitemoehybrid": ("num_local_experts", "intermediate_size"),
     "olmoe": ("num_experts", "intermediate_size"),
@@ -197,6 +198,8 @@ granite = partial(case, "granitemoe", **MULTIPLIERS)
 hybrid = partial(
     case, "granitemoehybrid", **MULTIPLIERS, residual_multiplier=0.8, rms_norm_eps=0.01
 )
+nemotron = partial(case, "nemotron_h", layer_norm_epsilon=0.01)
+BLOCKS = {"M": "linear_attention", "*": "full_attention", "E": "moe", "-": "mlp"}
 olmoe = partial(case, "olmoe", eos_token_id=2)
 deepseek2, deepseek3 = (
     partial(case, name, eos_token_id=2, **LATENT) for name in ("deepseek_v2", "deepseek_v3")
@@ -647,6 +650,39 @@ CASES = {
         attention_bias=True,
         time_step_limit=[0.2, 1.1],
     ),
+    "nemotron_h": nemotron(
+        [7, 36, 6, 3, 74],
+        [9, 3, 11],
+        layers_block_type=[BLOCKS[letter] for letter in "MEM*EME"],
+        head_dim=10,
+        mamba_num_heads=4,
+        mamba_head_dim=14,
+        n_groups=2,
+        ssm_state_size=8,
+        conv_kernel=4,
+        moe_shared_expert_intermediate_size=13,
+        routed_scaling_factor=2.5,
+    ),
+    "nemotron_h_mlp_biases": nemotron(
+        [9, 28, 7, 1, 73],
+        [10, 2, 15, 19],
+        hub=False,
+        bf16=True,
+        layers_block_type=[BLOCKS[letter] for letter in "*-ME*M-ME"],
+        head_dim=8,
+        mamba_num_heads=6,
+        mamba_head_dim=10,
+        n_groups=3,
+        ssm_state_size=7,
+        conv_kernel=3,
+        use_conv_bias=False,
+        use_bias=True,
+        moe_shared_expert_intermediate_size=17,
+        routed_scaling_factor=1.5,
+        n_group=2,
+        topk_group=1,
+        norm_topk_prob=False,
+    ),
     "granitemoe_yarn": granite(
         [2, 40, 4, 2, 71], [9, 4, 7], rope=YARN_BETAS, residual_multiplier=0.6
     ),
@@ -680,7 +716,7 @@ def build(spec, seed):
             value = 0.3 * noise
         elif spec["mxfp4"] and "experts" in name:
             value = dequantized(*packed(name, parameter.shape, seed))
-        elif "embed_tokens" in name:
+        elif "embed" in name:
             value = 0.4 * noise
         else:
             routes = name.endswith((".gate.weight", ".router.weight"))
@@ -746,7 +782,11 @@ def choice_gap(model, logits):
         return min(gap(worth, config.topk_group), gap(allowed, config.num_experts_per_tok))
     if config.model_type not in BIASED:
         return gap(logits, config.num_experts_per_tok)
-    blocks = (getattr(layer, "mlp", None) or layer.feed_forward for layer in model.model.layers)
+    names = "mlp", "feed_forward", "mixer"
+    blocks = (
+        next(getattr(layer, name) for name in names if hasattr(layer, name))
+        for layer in model.model.layers
+    )
     at = [block for block in blocks if hasattr(block, "gate")]
     n_group, topk_group = (getattr(config, key, 1) for key in ("n_group", "topk_group"))
     gaps = []
@@ -821,6 +861,13 @@ def spell_like_hub(path):
         older = {"linear_attention": "mamba", "full_attention": "attention"}
         config["layer_types"] = [older[kind] for kind in config["layer_types"]]
         config["position_embedding_type"] = "nope"
+    if config["model_type"] == "nemotron_h":
+        kinds, letters = (
+            config.pop("layers_block_type"),
+            {kind: one for one, kind in BLOCKS.items()},
+        )
+        config["hybrid_override_pattern"] = "".join(letters[kind] for kind in kinds)
+        config["num_hidden_layers"] = len(kinds)
     if config["model_type"] == "lfm2_moe":
         config["tie_embedding"] = config.pop("tie_word_embeddings")
     for name in ("layer_types", "qkv_bias"):

@@ -13,7 +13,7 @@ from jmoe.attention import Latent
 from jmoe.recurrent import GatedDelta, Mamba, ShortConv
 from jmoe.rope import inverse_frequencies
 from jmoe.router import SparseMixer
-from pallas_kernels.activation import ClampedSwiglu
+from pallas_kernels.activation import ClampedSwiglu, Relu2
 from tests.jmoe.router_oracle import scored, sparsemixer
 
 
@@ -44,6 +44,8 @@ def forward(model, tokens, served=None):
                     x = x + scale * _latent(cfg, layer, h, kind)
                 else:
                     x = x + scale * _attention(cfg, layer, h, kind)
+                if not cfg.has_mlp(start + i):
+                    continue
                 h = _layer_norm(cfg, layer, "mlp_norm", x)
                 if is_moe:
                     x = x + scale * _moe(cfg, layer, pool, slots[moe_layer], h, moe_layer, served)
@@ -73,6 +75,8 @@ def _silu(x):
 
 
 def _swiglu(cfg, h, gate_up, down, gate_up_bias=0.0, down_bias=0.0):
+    if isinstance(cfg.activation, Relu2):
+        return np.maximum(h @ gate_up, 0) ** 2 @ down
     gate, up = np.split(h @ gate_up + gate_up_bias, 2, axis=-1)
     if isinstance(cfg.activation, ClampedSwiglu):
         limit = cfg.activation.limit

@@ -39,12 +39,22 @@ HUNYUANS = {
     "self_attn.key_layernorm.": "self_attn.k_norm.",
 }
 """What Hunyuan's models call otherwise."""
+NEMOTRONS = {
+    "backbone.embeddings.": "model.embed_tokens.",
+    "backbone.": "model.",
+    "norm_f.": "norm.",
+}
+"""What Nemotron-H calls otherwise; and `mixer`, what others call by what it is."""
+BLOCKS = {"M": "linear_attention", "*": "full_attention", "E": "moe", "-": "mlp"}
 
 
 def apart(name, tensor, renamed=HUNYUANS):
     """Yields Qwen's names of a tensor, or of its parts: of Granite, one has all experts'."""
     for theirs, ours in renamed.items():
         name = name.replace(theirs, ours)
+    at, is_mixer, what = name.partition(".mixer.")
+    if is_mixer:
+        yield from ((f"{at}.{own}.{what}", tensor) for own in ("mamba", "self_attn", "mlp"))
     layer, _, shared = name.partition(".shared_mlp.")
     if shared == "input_linear.weight":
         for gate_or_up, own in zip(("gate", "up"), np.split(tensor, 2), strict=True):
@@ -79,11 +89,20 @@ class NumpyModel:
         self.tensors, self.united = {}, {}
         for path in sorted(directory.glob("model*.safetensors")):
             for name, tensor in load_file(path).items():
-                renamed = LFM2S if self.config["model_type"] == "lfm2_moe" else HUNYUANS
+                others = {"lfm2_moe": LFM2S, "nemotron_h": NEMOTRONS}
+                renamed = others.get(self.config["model_type"], HUNYUANS)
                 self.tensors |= dict(apart(name, tensor.astype(np.float64), renamed))
         if (directory / "united.safetensors").exists():
             self.united = load_file(directory / "united.safetensors")
         self.cache, self.gap = {}, np.inf
+        if self.config["model_type"] == "nemotron_h":
+            own = self.config
+            for name, theirs in (("n_heads", "mamba_num_heads"), ("n_groups", "n_groups")):
+                own[f"mamba_{name}"] = own[theirs]
+            own["mamba_d_state"] = own["ssm_state_size"]
+            own |= {"rms_norm_eps": own["layer_norm_epsilon"], "position_embedding_type": "nope"}
+            if letters := own.get("hybrid_override_pattern"):
+                own["layers_block_type"] = [BLOCKS[letter] for letter in letters]
 
     def step(self, rows, strategy="zero", threshold=100, way=None):
         """Runs a step of rows (sequence, token, exempt); returns logits and degraded visits of each
@@ -93,7 +112,18 @@ class NumpyModel:
         x = self.tensors["model.embed_tokens.weight"][[token for _, token, _ in rows]]
         x, scale = x * cfg.get("embedding_multiplier", 1), cfg.get("residual_multiplier", 1)
         degraded, moe_layer = np.zeros(len(rows), int), 0
-        for layer in range(cfg["num_hidden_layers"]):
+        for number, kind in enumerate(cfg.get("layers_block_type", ())):
+            h = self.norm(x, f"model.layers.{number}.norm.weight")
+            if kind == "moe":
+                out, moved = self.moe(number, moe_layer, h, rows, strategy, threshold, way)
+                degraded, moe_layer = degraded + moved, moe_layer + 1
+            elif kind == "mlp":
+                out = self.mlp(f"model.layers.{number}.mlp.", h)
+            else:
+                mixer = self.mamba if kind == "linear_attention" else self.attention
+                out = mixer(number, h, rows)
+            x = x + out
+        for layer in range(0 if "layers_block_type" in cfg else cfg["num_hidden_layers"]):
             at = f"model.layers.{layer}."
             h = self.norm(x, at + "input_layernorm.weight")
             recurs = f"{at}linear_attn.A_log" in self.tensors
@@ -166,7 +196,7 @@ class NumpyModel:
         """Runs Mamba-2's rows, each over its sequence's state, head by head."""
         cfg, at, outs = self.config, f"model.layers.{layer}.mamba.", []
         heads, groups, size = (cfg[f"mamba_{key}"] for key in ("n_heads", "n_groups", "d_state"))
-        wide = cfg["mamba_expand"] * cfg["hidden_size"]
+        wide = len(self.tensors[at + "norm.weight"])
         value, kernel = wide // heads, self.tensors[at + "conv1d.weight"][:, 0]
         a = -np.exp(self.tensors[at + "A_log"])
         for i, (sequence, _, _) in enumerate(rows):
@@ -205,6 +235,8 @@ class NumpyModel:
         return x @ self.tensors[name + ".weight"].T + self.tensors.get(name + ".bias", 0.0)
 
     def mlp(self, at, x):
+        if at + "gate_proj.weight" not in self.tensors:
+            return self.linear(at + "down_proj", np.maximum(self.linear(at + "up_proj", x), 0) ** 2)
         return self.linear(
             at + "down_proj",
             silu(self.linear(at + "gate_proj", x)) * self.linear(at + "up_proj", x),
@@ -307,6 +339,8 @@ class NumpyModel:
 
     def united_expert(self, key, e, h):
         own = {k: self.united[key + k][e] for k in ("gate_up", "down")}
+        if self.config["model_type"] == "nemotron_h":
+            return np.maximum(h @ own["gate_up"], 0) ** 2 @ own["down"]
         if not self.is_gpt_oss:
             gate, up = np.split(h @ own["gate_up"], 2)
             return (silu(gate) * up) @ own["down"]
@@ -351,7 +385,8 @@ class NumpyModel:
         normalize = cfg.get("norm_topk_prob") or cfg["model_type"] in always
         if cfg["model_type"] == "phimoe":
             return sparsemixer(logits, cfg["router_jitter_noise"])
-        if cfg["model_type"] in ("glm4_moe", "dots1", "minimax_m2", "hy_v3", "lfm2_moe", softmaxed):
+        biased = "glm4_moe", "dots1", "minimax_m2", "hy_v3", "lfm2_moe", "nemotron_h", softmaxed
+        if cfg["model_type"] in biased:
             biases = (f"{at}{own}e_score_correction_bias" for own in ("gate.", "moe_statics.", ""))
             [bias] = (self.tensors[name] for name in biases if name in self.tensors)
             return scored(

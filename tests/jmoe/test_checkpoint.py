@@ -393,6 +393,7 @@ NAMED = [
     "qwen3_next",
     "lfm2_moe",
     "granitemoehybrid",
+    "nemotron_h_mlp_biases",
 ]
 
 

@@ -76,7 +76,7 @@ def outcome(directory, model, golden):
 def names_it(words, path):
     """Returns whether an error names the key that was changed, its section, or tensors."""
     own = path[path.count("text_config") :]  # each key of which would be named by that
-    return any(name in words for name in (own[-1], own[0], "  model.", "  lm_head."))
+    return any(name in words for name in (own[-1], own[0], "  model.", "  lm_head.", "  backbone."))
 
 
 @pytest.mark.sized(deep=("qwen3_moe_mixed_yarn",))
@@ -114,6 +114,10 @@ def extra_tensor_names(config):
     root = "model.language_model." if "text_config" in config else "model."
     config = config.get("text_config", config)
     layer = f"{root}layers.0."
+    if config["model_type"] == "nemotron_h":
+        yield from (f"backbone.layers.{name}" for name in ("1.mixer.up_proj.bias", "9.norm.weight"))
+        yield "backbone.layers.0.mixer.shared_experts.gate_proj.weight"
+        return
     sparse = config["model_type"] in ("mixtral", "minimax_m2")
     block = "block_sparse_moe." if sparse else "mlp."
     biased = ("glm4_moe", "glm4_moe_lite", "solar_open", "deepseek_v3", "dots1")
@@ -143,14 +147,19 @@ def test_a_tensor_that_nothing_reads_is_refused_by_name(case, tmp_path, add_tens
 
 @pytest.mark.parametrize(
     ("case", "at"),
-    [("ernie4_5_moe", "model.mtp_"), ("mellum", "mtp."), ("qwen3_next", "mtp.")],
+    [
+        ("ernie4_5_moe", "model.mtp_"),
+        ("mellum", "mtp."),
+        ("qwen3_next", "mtp."),
+        ("nemotron_h", "mtp."),
+    ],
 )
 def test_a_prediction_layer_of_a_name_of_its_own_is_left_out(add_tensors, caplog, case, at):
     names = [f"{at}block.0.mlp.up_proj.weight", f"{at}linear_proj.0.weight"]
     caplog.set_level("INFO")
     directory = add_tensors(case, dict.fromkeys(names, np.ones(3, np.float32)))
     jmoe.load(directory, dtype="float32")
-    behind = "" if case == "qwen3_next" else "model.layers.3.*, "
+    behind = "" if case in ("qwen3_next", "nemotron_h") else "model.layers.3.*, "
     assert f"2 tensors are not read, {behind}{at}*: they predict" in caplog.text
 
 

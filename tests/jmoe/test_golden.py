@@ -159,6 +159,7 @@ def test_batched_forms_equal_transformers_greedy(name):
         "lfm2_moe_biases_untied",
         "mellum_yarn_tied",
         "minimax_m2_yarn_tied",
+        "nemotron_h_mlp_biases",
         "olmoe",
         "olmoe_attention_bias_linear",
         "phimoe_attention_bias",

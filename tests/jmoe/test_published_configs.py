@@ -57,6 +57,7 @@ CARDS = {
     "Mellum2-12B-A2.5B-Instruct": (12.1, 2.5, 131072),
     "granite-3.0-3b-a800m-base": (3.3, 0.88, 4096),
     "granite-4.0-h-tiny": (6.9, 1.5, 131072),
+    "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": (31.6, 3.2, 262144),
     "Phi-3.5-MoE-instruct": (41.9, 6.6, 4096),  # of 131,072: LongRoPE's short factors
     "OLMoE-1B-7B-0924": (6.9, 1.3, 4096),
     "DeepSeek-V2": (236, 21, 163840),
@@ -76,6 +77,7 @@ KV_BYTES = {  # of a position, in bfloat16
     "DeepSeek-V3-bf16": 70_272,
     "GLM-4.5-Air": 188_416,
     "GLM-4.7-Flash": 54_144,
+    "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": 6_144,
     "Qwen3-30B-A3B": 98_304,
     "Qwen3-Next-80B-A3B-Instruct": 24_576,
     "gpt-oss-120b": 73_728,
@@ -206,7 +208,8 @@ def test_a_released_model_is_read(name):
         ("deepseek_v2", "deepseek_v3", "gpt_oss", "kimi_k2", "kimi_k25", "solar_open", "mellum"),
         "yarn",
     )
-    kinds |= {"granitemoehybrid": "none", "phimoe": "longrope", "hunyuan_v1_moe": "dynamic"}
+    kinds |= dict.fromkeys(("granitemoehybrid", "nemotron_h"), "none")
+    kinds |= {"phimoe": "longrope", "hunyuan_v1_moe": "dynamic"}
     assert cfg.rope.kind == kinds.get(cfg.architecture, "default")
     if name in KV_BYTES:
         assert kv_bytes_per_token(cfg, "bfloat16") == KV_BYTES[name]
@@ -255,6 +258,10 @@ SMALL = {
     "mamba_d_head": "auto",
     "mamba_d_state": 6,
     "mamba_n_heads": 4,
+    "mamba_head_dim": 6,
+    "mamba_num_heads": 8,
+    "moe_shared_expert_intermediate_size": 13,
+    "ssm_state_size": 6,
     "linear_key_head_dim": 6,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
@@ -288,6 +295,8 @@ def shrunk(config):
         own["first_k_dense_replace"] = min(config["first_k_dense_replace"], 2)
     if (config.get("sliding_window") or 0) in range(1, config["max_position_embeddings"]):
         own["sliding_window"] = 5
+    if "hybrid_override_pattern" in config:
+        own |= {"hybrid_override_pattern": "MEM*E", "num_hidden_layers": 5}
     for key in {"layer_types", "mlp_layer_types"} & config.keys():
         own[key] = config[key][-3:]
     rope = dict(config.get("rope_scaling") or {})

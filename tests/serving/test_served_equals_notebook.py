@@ -745,8 +745,9 @@ ARCHITECTURES = (  # goldens of what others do not have
     "qwen3_next",
     "lfm2_moe",
     "granitemoehybrid",
+    "nemotron_h",
 )
-RECURRENT = "qwen3_next", "lfm2_moe", "granitemoehybrid"
+RECURRENT = "qwen3_next", "lfm2_moe", "granitemoehybrid", "nemotron_h"
 FEW_PAGES = {"num_pages": 14, "reserved_ls_seqs": 1, "prefix_reuse": "on"}
 OFTEN = {
     "parts": "glm4_moe",

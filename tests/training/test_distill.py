@@ -181,6 +181,7 @@ def test_end_to_end_it_is_the_model_and_its_twins_are_united_without_loss(reques
         "qwen3_next",
         "lfm2_moe",
         "granitemoehybrid",
+        "nemotron_h_mlp_biases",
     ],
 )
 def test_layers_in_turn_are_the_model_of_every_architecture(case):

@@ -382,11 +382,11 @@ def _wrapped(*paragraphs: str) -> Iterator[str]:
 
 
 def _layer_operations(cfg: ModelConfig, config: DistillConfig) -> float:
-    """Counts the operations of one step: three products forward and twice that back, for each
-    buffered visit.
+    """Counts the operations of one step: an expert's products forward and twice that back, for
+    each buffered visit.
     """
     visits = 2 * config.batch * cfg.experts_per_token
-    return 18 * cfg.d_model * cfg.d_ff_expert * visits
+    return 6 * (cfg.parts + 1) * cfg.d_model * cfg.d_ff_expert * visits
 
 
 def _end_to_end_operations(cfg: ModelConfig, config: DistillConfig) -> float:

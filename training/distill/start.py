@@ -37,8 +37,8 @@ def _start(
 
 def _units(expert: Weights) -> Float[np.ndarray, "f c"]:
     """Returns each hidden unit's weights, scaled so that gate, up and down count the same."""
-    gate, up = np.split(expert["gate_up"], 2, axis=1)
-    parts = [gate.T, up.T, expert["down"]]
+    first, down = expert["gate_up"], expert["down"]
+    parts = [*(part.T for part in np.split(first, first.shape[1] // len(down), axis=1)), down]
     return np.concatenate([p / max(np.linalg.norm(p), 1e-12) for p in parts], axis=1)
 
 
@@ -50,6 +50,6 @@ def _match(leader: Weights, other: Weights) -> Int[np.ndarray, " f"]:
 
 
 def _permuted(expert: Weights, order: Int[np.ndarray, " f"]) -> Weights:
-    width = len(order)
-    columns = np.concatenate([order, width + order])
-    return {"gate_up": expert["gate_up"][:, columns], "down": expert["down"][order]}
+    first, width = expert["gate_up"], len(order)
+    columns = np.concatenate([at + order for at in range(0, first.shape[1], width)])
+    return {"gate_up": first[:, columns], "down": expert["down"][order]}

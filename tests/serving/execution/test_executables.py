@@ -231,8 +231,10 @@ asyncio.run(main())
 
 
 @pytest.mark.deep
-@pytest.mark.sized(exhaustive=("granitemoehybrid", "lfm2_moe", "qwen2_moe"))
-@pytest.mark.parametrize("case", ["qwen3_next", "granitemoehybrid", "lfm2_moe", "qwen2_moe"])
+@pytest.mark.sized(exhaustive=("granitemoehybrid", "lfm2_moe", "nemotron_h", "qwen2_moe"))
+@pytest.mark.parametrize(
+    "case", ["qwen3_next", "granitemoehybrid", "lfm2_moe", "nemotron_h", "qwen2_moe"]
+)
 def test_a_process_that_has_lowered_nothing_runs_what_another_kept(tmp_path, case):
     """A call of LAPACK, say, would find no function there."""
     answers = []
