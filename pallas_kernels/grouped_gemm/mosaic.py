@@ -30,7 +30,8 @@ def supports(
     `APPLIED`).
 
     Rows are bfloat16; d and f multiples of 64 in a pool of bfloat16 or four bits, of 128 in one of
-    eight. Four bits also want both to be 128 at least, and groups of 32 or of a multiple of 64.
+    eight. Four bits also want both to be 128 at least, and groups of 32 or of a multiple of 64; a
+    first product without a gate wants f to be what the widest tile makes of it.
     """
     f, d = weight_sizes(down)
     block_m = plan.row_token.shape[0] // plan.block_slot.shape[0]
@@ -48,6 +49,7 @@ def supports(
         and d % unit == 0
         and f % unit == 0
         and (bits > 4 or min(d, f) >= 2 * LANES)
+        and (type(activation) in JOINS or f >= 4 * LANES)
         and block_m % CHUNK == 0
     )
 

@@ -14,10 +14,10 @@ import jmoe
 from jmoe import layout
 from jmoe.checkpoint import load_native, load_united, save_native, weights_digest
 from jmoe.config import ConfigError, from_hf, read_config
-from jmoe.experts import ExpertPool
+from jmoe.experts import ExpertPool, QuantizedPool
 from jmoe.moe import compute
 from jmoe.weights import ResidentWeights
-from pallas_kernels.activation import SILU, ClampedSwiglu, Gelu, gated
+from pallas_kernels.activation import SILU, ClampedSwiglu, Gelu, Relu2, gated, parts
 from pallas_kernels.backend import KERNEL, batched_only, noting, traced_for
 from training.distill.run import write_united
 
@@ -34,8 +34,10 @@ class Squared:
         return jnp.maximum(gate, 0) ** 2 * up
 
 
-def by_hand(activation, gate, up):
-    """Joins two numbers."""
+def by_hand(activation, gate, up=None):
+    """Joins two numbers, or makes one of one."""
+    if activation == Relu2():
+        return max(gate, 0) ** 2
     if activation == SILU:
         return gate / (1 + math.exp(-gate)) * up
     if activation == Gelu():
@@ -50,7 +52,8 @@ def by_hand(activation, gate, up):
     return max(gate, 0) ** 2 * up
 
 
-ALL = [SILU, Gelu(), Gelu(tanh=True), ClampedSwiglu(), ClampedSwiglu(1.3, 0.5), Squared()]
+GATED = [SILU, Gelu(), Gelu(tanh=True), ClampedSwiglu(), ClampedSwiglu(1.3, 0.5), Squared()]
+ALL = [*GATED, Relu2()]
 EACH = pytest.mark.parametrize("activation", ALL, ids=repr)
 
 
@@ -68,8 +71,8 @@ def loops(activation, h, weights, ids, gate_up, down):
     for row, picks in enumerate(ids):
         for weight, expert in zip(weights[row], picks, strict=True):
             if expert >= 0:
-                gate, up = np.split(h[row] @ gate_up[expert], 2)
-                act = [by_hand(activation, g, u) for g, u in zip(gate, up, strict=True)]
+                halves = np.split(h[row] @ gate_up[expert], parts(activation))
+                act = [by_hand(activation, *each) for each in zip(*halves, strict=True)]
                 out[row] += weight * (np.array(act) @ down[expert])
     return out
 
@@ -78,6 +81,7 @@ def loops(activation, h, weights, ids, gate_up, down):
 @pytest.mark.parametrize("form", ["reference", "batched"])
 def test_experts_are_those_of_loops(activation, form):
     h, weights, ids, gate_up, down = case()
+    gate_up = gate_up[:, :, : 6 * parts(activation)]
     pool = jmoe.experts.ExpertPool(*(jnp.asarray(a, jnp.float32) for a in (gate_up, down)))
 
     def run():
@@ -100,7 +104,7 @@ def test_gradient_is_that_of_its_formula(activation):
     x = jnp.asarray(np.random.default_rng(1).normal(size=(5, 8)), jnp.float32)
 
     def formula(x):
-        return activation(x[:, :4], x[:, 4:])
+        return activation(*jnp.split(x, parts(activation), axis=1))
 
     grads = (
         jax.grad(lambda x, f=f: jnp.sum(jnp.sin(f(x))))(x)
@@ -110,7 +114,7 @@ def test_gradient_is_that_of_its_formula(activation):
 
 
 @pytest.mark.deep
-@EACH
+@pytest.mark.parametrize("activation", GATED, ids=repr)
 def test_steps_and_the_whole_forward_pass_agree(activation):
     model, prompt = jmoe.load(GOLDEN, "float32"), [5, 9, 2, 40, 7]
     plain = np.asarray(jmoe.forward(model, [prompt]))
@@ -174,12 +178,19 @@ def test_the_mosaic_kernels_are_chosen_for_the_activations_that_they_know():
     pool = jmoe.experts.ExpertPool(
         jnp.zeros((4, sizes["d"], 2 * sizes["f"]), bf16), jnp.zeros((4, sizes["f"], 128), bf16)
     )
+    wide = pool._replace(down=jnp.zeros((4, 2 * sizes["f"], 128), bf16))
     h, ids = jnp.zeros((16, 128), bf16), jnp.zeros((16, 1), jnp.int32)
-    for activation, is_kernel in ((SILU, True), (Gelu(), False), (ClampedSwiglu(), True)):
+    for activation, is_kernel in (
+        (SILU, True),
+        (Gelu(), False),
+        (ClampedSwiglu(), True),
+        (Relu2(), True),  # of a network of twice that width
+    ):
         given = {"max_active": 4, "activation": activation}
 
         def run(h, ids, given=given):
-            return compute(pool, h, jnp.ones((16, 1)), ids, jnp.arange(4, dtype=jnp.int32), **given)
+            own = wide if parts(given["activation"]) == 1 else pool
+            return compute(own, h, jnp.ones((16, 1)), ids, jnp.arange(4, dtype=jnp.int32), **given)
 
         with traced_for("cuda"), noting() as noted:
             jax.jit(run).trace(h, ids)
@@ -206,3 +217,21 @@ def _raw():
     import json
 
     return json.loads((GOLDEN / "config.json").read_text())
+
+
+@pytest.mark.parametrize("fmt", ["fp8", "int4", "mxfp4"])
+def test_experts_without_a_gate_are_kept_in_fewer_bits(fmt):
+    """Of a width that fp8 fills up to whole blocks."""
+    rng = np.random.default_rng(5)
+    up, down = (rng.normal(size=(3, *of)).astype(np.float32) for of in ((128, 96), (96, 128)))
+    pool = jmoe.experts.ExpertPool(jnp.asarray(up), jnp.asarray(down))
+    kept = QuantizedPool.of(pool, "float32", fmt)
+    plain = kept.plain()
+    assert (plain.gate_up.shape, plain.down.shape) == (up.shape, down.shape)
+    step = {"fp8": 0.07, "int4": 0.2, "mxfp4": 0.3}[fmt]
+    assert np.abs(plain.gate_up - up).max() < step * np.abs(up).max()
+    h, ids = jnp.asarray(rng.normal(size=(4, 128)), jnp.float32), jnp.arange(4)[:, None] % 3
+    given = {"max_active": 3, "activation": Relu2()}
+    slots, ones = jnp.arange(3, dtype=jnp.int32), jnp.ones((4, 1))
+    got, want = (compute(one, h, ones, ids, slots, **given)[0] for one in (kept, plain))
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-2)

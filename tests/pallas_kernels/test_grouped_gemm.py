@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.kernels.shapes import TINY, Shape
 from pallas_kernels import grouped_gemm, routing
-from pallas_kernels.activation import SILU, ClampedSwiglu
+from pallas_kernels.activation import SILU, ClampedSwiglu, Relu2, parts
 from pallas_kernels.backend import batched_only
 from pallas_kernels.grouped_gemm import mosaic
 from pallas_kernels.grouped_gemm.tiles import GemmTile, Tile
@@ -120,14 +120,19 @@ def clamped(gate, up):
     return gate / (1 + np.exp(-1.702 * gate)) * (up + 1)
 
 
+def relu2(up):
+    return np.maximum(up, 0) ** 2
+
+
 def by_hand(x, gate_up, down, slots, ids, weights, act=silu, biases=None):
     x, gate_up, down = (np.asarray(a, np.float64) for a in (x, gate_up, down))
     of_up, of_down = biases or (np.zeros(gate_up.shape[::2]), np.zeros(down.shape[::2]))
     out = np.zeros_like(x)
     for (t, k), e in np.ndenumerate(ids):
         if e >= 0:
-            gate, up = np.split(x[t] @ gate_up[slots[e]] + of_up[slots[e]], 2)
-            own = act(gate, up) @ down[slots[e]] + of_down[slots[e]]
+            first = x[t] @ gate_up[slots[e]] + of_up[slots[e]]
+            own = act(*np.split(first, len(first) // down.shape[1])) @ down[slots[e]]
+            own += of_down[slots[e]]
             out[t] += weights[t, k] * own
     return out
 
@@ -220,14 +225,15 @@ def test_slots_that_nobody_visits_are_not_read(impl):
 @pytest.mark.sized(deep=("public-silu", "batched-silu"))
 @pytest.mark.parametrize(
     ("activation", "act"),
-    [(SILU, silu), (ClampedSwiglu(limit=1.5), clamped)],
-    ids=["silu", "clamped"],
+    [(SILU, silu), (ClampedSwiglu(limit=1.5), clamped), (Relu2(), relu2)],
+    ids=["silu", "clamped", "relu2"],
 )
 @implementations
 def test_biases_are_added_before_the_activation_and_to_the_result(impl, activation, act):
     """Of an expert's slot, once a visit; not to a row whose visits were dropped."""
     rng = np.random.default_rng(12)
     x, gate_up, down, slots = make(rng, impl, impl.grouped, 23)
+    gate_up = gate_up[:, :, : parts(activation) * down.shape[1]]
     biases = [rng.normal(size=w.shape[::2]).astype(impl.dtype) for w in (gate_up, down)]
     ids = choose(rng, impl.grouped, 23)
     ids[[0, 7]] = -1

@@ -15,7 +15,7 @@ from jax import lax
 
 from benchmarks.kernels.shapes import MIXTRAL_8X7B, MODELS, QWEN3_30B_A3B, QWEN15_MOE_A27B, Shape
 from pallas_kernels import grouped_gemm, routing
-from pallas_kernels.activation import ClampedSwiglu
+from pallas_kernels.activation import ClampedSwiglu, Relu2
 from pallas_kernels.grouped_gemm import mosaic, tiles
 from pallas_kernels.grouped_gemm.tiles import GemmTile, Tile
 from pallas_kernels.routing import tile_map
@@ -177,6 +177,9 @@ def test_what_is_not_supported():
     assert not mosaic.supports(x.astype(jnp.float16), gate_up, down, plan)
     assert not mosaic.supports(x[:, :32], gate_up[:, :32], down[:, :, :32], plan)
     assert not mosaic.supports(x, gate_up[:, :, :96], down[:, :48], plan)
+    assert not mosaic.supports(x, gate_up[:, :, :64], down, plan, Relu2())
+    x, gate_up, down = inputs(np.random.default_rng(3), 7, 3, 64, 256)
+    assert mosaic.supports(x, gate_up[:, :, :256], down, plan, Relu2())
 
 
 def step(shape, num_rows):
@@ -208,6 +211,24 @@ def test_biases_and_a_clamped_activation_cost_no_spill(capfd, monkeypatch, num_r
 
     biases = [jax.ShapeDtypeStruct((m + 2, n), BF16) for n in (2 * f, d)]
     _, kernels = interpreter.compile_kernels(capfd, monkeypatch, layer, *args, *biases)
+    assert len(kernels) == 2
+    assert [kernel.spill_bytes for kernel in kernels] == [0, 0]
+
+
+NEMOTRON = Shape("nemotron", 2688, 1856, 128, 6, 64, 8, 64)
+
+
+@pytest.mark.parametrize("num_rows", [8, 256, 16384])
+def test_a_first_product_without_a_gate_costs_no_spill(capfd, monkeypatch, num_rows):
+    _, (x, _, *others) = step(NEMOTRON, num_rows)
+    d, f, m = NEMOTRON.d_model, NEMOTRON.d_ff, NEMOTRON.num_experts
+    up = jax.ShapeDtypeStruct((m + 2, d, f), BF16)
+
+    def layer(x, up, down, ids, weights, slots):
+        work = routing.dispatch(ids, weights, slots, block_m=8, max_active=m)
+        return grouped_gemm.moe_mlp(x, up, down, work, Relu2())
+
+    _, kernels = interpreter.compile_kernels(capfd, monkeypatch, layer, x, up, *others)
     assert len(kernels) == 2
     assert [kernel.spill_bytes for kernel in kernels] == [0, 0]
 
