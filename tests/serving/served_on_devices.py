@@ -67,6 +67,7 @@ async def test_rows_of_every_rank_are_shaped_as_on_one_device() -> None:
     [
         *((name, {}) for name in ARCHITECTURES),
         ("qwen3_next", {"prefix_reuse": "auto"}),
+        ("nemotron_h", {"prefix_reuse": "auto"}),
         ("gpt_oss", {"kv_cache_dtype": "fp8"}),
         ("mixtral", {"exchange": "direct"}),
         ("glm4_moe", {"exchange": "halves"}),

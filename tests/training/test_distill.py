@@ -104,10 +104,10 @@ def golden_of(request, case):
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("case", ["gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize("case", ["gpt_oss", "deepseek_v3", "nemotron_h"])
 def test_layers_in_turn_are_the_model_of_transformers(request, case):
-    """With windows, sinks, biases everywhere and an activation of its own; or with latent attention
-    and a dense layer before.
+    """With windows, sinks, biases everywhere and an activation of its own; with latent attention
+    and a dense layer before; or with experts that have no gate.
     """
     directory, data, logits = golden_of(request, case)
     layers = Layers(directory)
@@ -132,7 +132,8 @@ def test_layers_in_turn_are_the_model_of_transformers(request, case):
 
 @pytest.mark.deep
 @pytest.mark.parametrize(
-    ("case", "part"), [("gpt_oss", "bias"), ("mellum", "down"), ("qwen3_next", "down")]
+    ("case", "part"),
+    [("gpt_oss", "bias"), ("mellum", "down"), ("qwen3_next", "down"), ("nemotron_h", "down")],
 )
 def test_end_to_end_it_is_the_model_and_its_twins_are_united_without_loss(request, case, part):
     """Experts in pairs of equals; a united expert that is its pair costs nothing."""
@@ -144,7 +145,7 @@ def test_end_to_end_it_is_the_model_and_its_twins_are_united_without_loss(reques
     )
     slots = np.asarray(model.table.slots)[:, : cfg.num_experts]
     pairs = np.arange(cfg.num_experts, dtype=np.int32) // 2
-    groups = np.tile(pairs, (cfg.num_layers, 1))
+    groups = np.tile(pairs, (cfg.num_moe_layers, 1))
 
     def run(model, united):
         def share(frozen, united, arrays):
