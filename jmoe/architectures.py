@@ -72,7 +72,7 @@ class Architecture:
     """Whether there are checkpoints with each expert's by themselves, too."""
     interleaved: bool = False
     """Whether experts are joined as in gpt-oss: `[in, out]`, gate and up in turn, with biases."""
-    quantized: Collection[str] = ("fp8", "compressed-tensors", "awq", "gptq")
+    quantized: Collection[str] = ("fp8", "compressed-tensors", "modelopt", "awq", "gptq")
     """Values of `quant_method` that are read (docs/quantization.md)."""
     older_class: str = ""
     rope_kinds: Collection[str] = ("default", "linear", "llama3", "yarn")

@@ -238,9 +238,9 @@ def text_part(fields: Fields, architecture: "Architecture", allowed: Collection[
 
 FP8_KEYS = words(
     """
-    activation_scheme config_groups fmt format global_compression_ratio ignore ignored_layers
-    kv_cache_scheme modules_to_not_convert quant_method quantization_status scale_fmt version
-    weight_block_size
+    activation_scheme config_groups exclude_modules fmt format global_compression_ratio ignore
+    ignored_layers kv_cache_quant_algo kv_cache_scheme modules_to_not_convert producer quant_algo
+    quant_method quantization_status scale_fmt version weight_block_size
     """
 )
 """Keys of `quantization_config` that are read, or say nothing that the tensors do not."""
@@ -254,12 +254,16 @@ def fp8_block(fields: Fields) -> tuple[int, int] | tuple[()]:
     """
     section = fields.section("quantization_config")
     method, whole = section.given("quant_method"), ((0, 0), (1, 0))
-    if method not in ("fp8", "compressed-tensors"):
+    if method not in ("fp8", "compressed-tensors", "modelopt"):
         return ()
     for key in section.values.keys() - FP8_KEYS:
         is_dense = key == "sparsity_config" and section.section(key).given("format") == "dense"
         if section.given(key) and not is_dense:  # such as rotations of the weights
             raise section.wrong(key, "absent or empty: jmoe does not know this key")
+    if method == "modelopt":
+        if section.given("quant_algo") != "FP8":
+            raise section.wrong("quant_algo", "'FP8'")
+        return whole[0]
     if method == "fp8":
         if section.given("fmt") not in (None, "e4m3", "float8_e4m3fn"):
             raise section.wrong("fmt", "'e4m3'")

@@ -57,6 +57,18 @@ FORMATS = {
         (0, 0),
         "_scale",
     ),
+    "modelopt": (
+        {
+            "config_groups": compressed("tensor")["config_groups"],
+            "ignore": ["lm_head", "model.layers.0.self_attn*"],
+            "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"},
+            "producer": {"name": "modelopt", "version": "0.29.0"},
+            "quant_algo": "FP8",
+            "quant_method": "modelopt",
+        },
+        (0, 0),
+        "_scale",
+    ),
     "channel": (compressed("channel"), (1, 0), "_scale"),
     "block": (compressed("block", block_structure=[16, 8]), (16, 8), "_scale"),
 }
@@ -91,7 +103,12 @@ def write(source, to, fmt, keep=()):
             continue
         values, scales, wholes[name] = quantized(tensor, block)
         tensors[name] = values
-        tensors[name + suffix] = scales.reshape(1) if fmt == "tensor" else scales
+        one = {"tensor": (1,), "modelopt": ()}
+        tensors[name + suffix] = scales.reshape(one.get(fmt, scales.shape))
+        if fmt == "modelopt":  # of activations and of the cache
+            tensors[name.replace("weight", "input_scale")] = np.full((), 0.5, np.float32)
+            if "k_proj" in name:
+                tensors[name.replace("weight", "k_scale")] = np.ones((), np.float32)
     save_file(tensors, to / "model.safetensors")
     save_file(wholes, plain / "model.safetensors")
     edit(to, quantization_config=config)
@@ -222,6 +239,7 @@ def test_scales_that_are_not_finite_are_named(fp8):
         (DEEPSEEK | {"weight_block_size": [128]}, r"weight_block_size is \[128\]; it must be two"),
         (compressed("group", group_size=32), "strategy is 'group'; it must be tensor, channel or"),
         (compressed("tensor", num_bits=4), "num_bits is 4; it must be 8"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo is 'NVFP4'; it must be"),
         (DEEPSEEK | {"transform_config": {"R1": {}}}, r"transform_config is .*; it must be absent"),
         (compressed("tensor") | {"sparsity_config": {"format": "sparse"}}, "sparsity_config is"),
         (
