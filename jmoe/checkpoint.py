@@ -62,8 +62,8 @@ SCALES = ("_scale_inv", "_scale")
 """Behind the name of a matrix in fp8: its scales, as DeepSeek and compressed-tensors call them."""
 UNUSED_SCALES = {
     r"\.input_scale$": "activations are not quantized",
-    r"(self_attn|mixer)\.(k_proj\.|v_proj\.)?[kv]_scale$": "keys and values in fp8 have a scale for each "
-    "token and head, which clips nothing",
+    r"(self_attn|mixer)\.(k_proj\.|v_proj\.)?[kv]_scale$": "keys and values in fp8 have a scale "
+    "for each token and head, which clips nothing",
 }
 """What scales of a quantized checkpoint are called that are not used, and why not."""
 FAULTS_SHOWN, FAULTS_COUNTED = 20, 1000

@@ -114,10 +114,10 @@ def abstract_model(case, levels=False):
     cfg = case.config
     params = jax.eval_shape(lambda: random_params(cfg, jax.random.key(0), BF16))
     pool = jax.eval_shape(
-        lambda: empty_pool(cfg, cfg.num_layers * case.num_slots, BF16, case.quantize)
+        lambda: empty_pool(cfg, cfg.num_moe_layers * case.num_slots, BF16, case.quantize)
     )
-    table = jax.eval_shape(lambda: make_table(cfg.num_layers, cfg.num_experts, case.united))
-    table = table._replace(levels=int32(cfg.num_layers, 8, 101) if levels else None)
+    table = jax.eval_shape(lambda: make_table(cfg.num_moe_layers, cfg.num_experts, case.united))
+    table = table._replace(levels=int32(cfg.num_moe_layers, 8, 101) if levels else None)
     return Weights(params, pool, table)
 
 

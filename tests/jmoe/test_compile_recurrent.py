@@ -1,4 +1,4 @@
-"""Steps of Qwen3-Next compiled for an H200: three recurrent layers, and one with pages."""
+"""Steps of recurrent models compiled for an H200."""
 
 import pytest
 from compiled_steps import (
@@ -22,6 +22,14 @@ pytestmark = [pytest.mark.deep, pytest.mark.exhaustive]
 __all__ = ["_kernels_are_assembled_well", "mesh"]  # fixtures
 
 QWEN3_NEXT = Case("Qwen3-Next-80B-A3B-Instruct", 16, (205, 308, 0), depth=4)
+"""Three recurrent layers, and one with pages."""
+NEMOTRON = Case(
+    "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
+    16,
+    (80, 97, 0),
+    changes={"hybrid_override_pattern": "MEM*E", "num_hidden_layers": 5},
+)
+"""A layer of Mamba-2 and experts, one without, and one with pages and experts."""
 
 
 def test_a_decode_step_is_one_graph_and_copies_what_its_rows_keep_alone(mesh):
@@ -55,3 +63,34 @@ def test_a_prefill_step_copies_neither_experts_nor_pages_nor_states(mesh):
     assert alone.count("kWhile") == 3  # over the blocks of each recurrent layer
     assert program.mosaic_kernels == 2 * 4 + 2
     assert sum(count_launches(program.hlo).values()) == QWEN3_NEXT.launches[1]
+
+
+def test_layers_without_a_gate_or_experts_are_one_graph(mesh):
+    program = compile_step(
+        mesh, NEMOTRON, decode_step, int32(BATCH, NUM_COLUMNS), int32(8, 3), int32(2)
+    )
+    assert program.memory.temp_size_in_bytes < TEMPORARY
+    states = "fusion f32[64,1,1,64,128,64]"
+    assert [one.split("{")[0] for one in large_results(program.hlo, LARGE)] == [states] * 2
+    assert [line[:19] for line in program.plan if not line.startswith(" ")] == [
+        "000: kCommandBuffer"
+    ]
+    assert (
+        program.mosaic_kernels == 3 * 2 + 3
+    )  # routing, two products; a write, attention, its merge
+    assert sum(count_launches(program.hlo).values()) == NEMOTRON.launches[0]
+
+
+def test_its_prefill_copies_neither_experts_nor_pages_nor_states(mesh):
+    program = compile_step(
+        mesh,
+        NEMOTRON,
+        prefill_step,
+        int32(512),
+        int32(8, NUM_COLUMNS),
+        int32(8, 3),
+        int32(2),
+    )
+    check_copies(program)
+    assert program.mosaic_kernels == 3 * 2 + 2
+    assert sum(count_launches(program.hlo).values()) == NEMOTRON.launches[1]
