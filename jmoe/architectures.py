@@ -678,7 +678,8 @@ def _blocks(fields: Fields) -> list[str]:
     if key == "hybrid_override_pattern":
         kind, known = str, BLOCKS
     if not isinstance(value, kind) or not value or not all(map(known.__contains__, value)):
-        raise fields.wrong(key, f"a {kind.__name__} of {', '.join(known)}")
+        form = "text" if kind is str else "list"
+        raise fields.wrong(key, f"a {form} of {', '.join(known)}")
     if fields.size(counted, len(value)) != len(value):
         raise fields.wrong(counted, f"absent, or how many blocks {key} has ({len(value)})")
     return [known[one] for one in value]
