@@ -330,7 +330,7 @@ def _deepseek3(
     fields: Fields,
     dense: int = 3,
     grouping: tuple[int, int, float] = (8, 4, 2.5),
-    sizes: tuple[int, int, int] = (1536, 128, 128),
+    sizes: tuple[int, int, int, int] = (512, 1536, 128, 128),
 ) -> dict[str, Any]:
     own = _shared(fields, dense, 1)
     return {
@@ -343,8 +343,34 @@ def _deepseek3(
 
 
 def _glm4_lite(fields: Fields) -> dict[str, Any]:
-    own = _deepseek3(fields, 1, (1, 1, 1.8), (768, 192, 256))
+    own = _deepseek3(fields, 1, (1, 1, 1.8), (512, 768, 192, 256))
     return {**own, "moe_layers": _sparse_layers(fields, dense=1)}
+
+
+def _mistral4(fields: Fields) -> dict[str, Any]:
+    own, section = _shared(fields, 0, 1), fields.section("rope_parameters")
+    beta = "llama_4_scaling_beta"
+    for key in ("rope_scaling", beta):
+        if fields.given(key) is not None:
+            raise fields.wrong(key, "absent: rope_parameters says it")
+    if not section.values:
+        wanted = "an object whose rope_type is 'yarn': mistral4 without it has YaRN of its own"
+        raise fields.wrong("rope_parameters", wanted)
+    sizes, interleaved = (256, 1024, 64, 128), fields.flag("rope_interleave", True)
+    latent = _latent(fields, sizes, whole=True, interleaved=interleaved)
+    kind, partial = latent["layer_attention"][0], "partial_rotary_factor"
+    turned = kind.rope / (kind.nope + kind.rope)
+    for of in (fields, section):
+        if of.number(partial, turned) != turned:
+            share = "qk_rope_head_dim / (qk_nope_head_dim + qk_rope_head_dim)"
+            raise of.wrong(partial, f"absent, or {share}, {turned:g}")
+    return {
+        **own,
+        **latent,
+        "norm_topk_prob": fields.flag("norm_topk_prob", True),
+        "router": scored(fields, own["num_experts"], scoring="softmax"),
+        "query_scaling": section.number(beta),
+    }
 
 
 def _hy3(fields: Fields) -> dict[str, Any]:
@@ -450,10 +476,14 @@ def _sparse_layers(fields: Fields, dense: int) -> tuple[bool, ...]:
 
 
 def _latent(
-    fields: Fields, sizes: tuple[int, int, int] = (1536, 128, 128), **given: Any
+    fields: Fields,
+    sizes: tuple[int, int, int, int] = (512, 1536, 128, 128),
+    *,
+    whole: bool = False,
+    **given: Any,
 ) -> dict[str, Any]:
-    """Reads latent attention; `sizes` are its queries' rank, `nope` and values where they are
-    absent.
+    """Reads latent attention; `sizes` are its rank, its queries' rank, `nope` and values where they
+    are absent. `head_dim` is the size of what turns of a head, or of the `whole` of it.
     """
     heads = fields.size("num_attention_heads")
     if fields.size("num_key_value_heads", heads) != heads:
@@ -462,8 +492,10 @@ def _latent(
     rope = fields.size("qk_rope_head_dim", 64)
     if rope % 2:
         raise fields.wrong("qk_rope_head_dim", "even")
-    if fields.size("head_dim", rope) != rope:
-        raise fields.wrong("head_dim", f"absent, or qk_rope_head_dim ({rope})")
+    nope = fields.size("qk_nope_head_dim", sizes[2])
+    size, of = (nope + rope, "qk_nope_head_dim + ") if whole else (rope, "")
+    if fields.size("head_dim", size) != size:
+        raise fields.wrong("head_dim", f"absent, or {of}qk_rope_head_dim ({size})")
     scale, all_dims = 1.0, "mscale_all_dim"
     for section in map(fields.section, ROPE_SECTIONS):
         if section.given(all_dims) and rope_kind(section, ROPE_READ) == "yarn":
@@ -471,11 +503,11 @@ def _latent(
             weight = 0.1 * section.number(all_dims) * math.log(factor) if factor > 1 else 0.0
             scale = (weight + 1.0) ** 2
     kind = Latent(
-        kv_rank=fields.size("kv_lora_rank", 512),
-        q_rank=_q_rank(fields, sizes[0]),
-        nope=fields.size("qk_nope_head_dim", sizes[1]),
+        kv_rank=fields.size("kv_lora_rank", sizes[0]),
+        q_rank=_q_rank(fields, sizes[1]),
+        nope=nope,
         rope=rope,
-        value=fields.size("v_head_dim", sizes[2]),
+        value=fields.size("v_head_dim", sizes[3]),
         score_scale=scale,
         **given,
     )
@@ -886,6 +918,23 @@ _DEEPSEEK_V3 = Architecture(
     shared="shared_experts",
     apart="as V2, with a sigmoid router; prediction layer left out",
 )
+_MISTRAL4 = Architecture(
+    "Mistral4ForCausalLM",
+    _mistral4,
+    _and(
+        "first_k_dense_replace kv_lora_rank llama_4_scaling_beta moe_intermediate_size n_group "
+        "n_routed_experts n_shared_experts norm_topk_prob partial_rotary_factor q_lora_rank "
+        "qk_head_dim qk_nope_head_dim qk_rope_head_dim rope_interleave routed_scaling_factor "
+        "topk_group v_head_dim"
+    ),
+    {"attention_bias": (False,)},
+    rope_kinds=("yarn",),
+    joined_experts=("experts.gate_up_proj", "experts.down_proj"),
+    may_be_apart=True,
+    shared="shared_experts",
+    apart="DeepSeek-V3 with a softmax router; queries grow with their position; experts joined, or "
+    "each by itself",
+)
 _GLM4 = Architecture(
     "Glm4MoeForCausalLM",
     _glm4,
@@ -1070,6 +1119,17 @@ ARCHITECTURES: dict[str, Architecture] = {
         only={**_DEEPSEEK_V3.only, "partial_rotary_factor": (1,)},
         rms_norm_eps=1e-5,
         apart="DeepSeek-V3 with GLM's sizes; dense layers by `mlp_layer_types`",
+    ),
+    "mistral4": _MISTRAL4,
+    "mistral3": replace(
+        _MISTRAL4,
+        class_name="Mistral3ForConditionalGeneration",
+        tied=True,
+        text=("mistral4",),
+        root="language_model.model.",
+        head="language_model.lm_head.",
+        beside=("vision_tower.", "multi_modal_projector."),
+        apart="Mistral Small 4 beside images, which are left out",
     ),
     "hy_v3": Architecture(
         "HYV3ForCausalLM",

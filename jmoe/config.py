@@ -112,6 +112,10 @@ class ModelConfig:
         for rope in map(self.rope_of, self.attention_kinds):
             turned, key = rope.turned(self.head_dim), "partial_rotary_factor"
             _require(turned % 2 == 0 < turned <= self.head_dim, key, rope.partial, wanted)
+        for kind in self.attention_kinds:
+            beta = self.rope_of(kind).query_scaling
+            wanted = f"0 in layers of {type(kind).__name__}: only latent attention reads it"
+            _require(not beta or isinstance(kind, Latent), "query_scaling", beta, wanted)
         for key in ("moe_layers", "layer_attention", *(["blocks"] if self.blocks else [])):
             count = len(getattr(self, key))
             wanted = f"one entry a layer ({self.num_layers})"
@@ -284,6 +288,7 @@ def from_hf(
         max_position = min(max_position, _original(fields, max_position))
     if not own.pop("turns", True):
         rope = RopeConfig(kind="none")
+    rope = replace(rope, query_scaling=own.pop("query_scaling", 0.0))
     if (scale := own.pop("attention_multiplier", None)) is not None:
         # In place of head_dim ** -0.5, by what turns q and k: no kernel has to know it.
         factor = rope.attention_factor * math.sqrt(scale * math.sqrt(head_dim))

@@ -144,18 +144,23 @@ ROPE_READ: Mapping[str, Collection[str]] = {
 """Keys of `rope_scaling` and `rope_parameters` that are read, by rope type."""
 
 ROPE_SECTIONS = ("rope_scaling", "rope_parameters")
-ROPE_ONLY: Mapping[str, tuple[Any, ...]] = {"partial_rotary_factor": (1.0,)}
+ROPE_ONLY: Mapping[str, tuple[Any, ...]] = {
+    "llama_4_scaling_beta": (),
+    "partial_rotary_factor": (1.0,),
+}
+"""Keys of theirs that an architecture reads, or that jmoe computes in one way only."""
 ROPE_HARMLESS: Mapping[str, str] = {
-    **_because("bookkeeping", f"finetuned {ORIGINAL}"),
+    **_because("bookkeeping", f"finetuned max_position_embeddings {ORIGINAL}"),
     **_because("of text all axes have the same position", "mrope_interleaved mrope_section"),
 }
 BESIDE_TEXT: Mapping[str, str] = {
     **_because(
         "of images, which no request has",
         """
-        ignore_index image_token_id language_model_only media_placeholder_token_id
-        use_unified_vision_chunk video_placeholder video_token_id vision_config vision_end_token_id
-        vision_start_token_id
+        ignore_index image_token_id image_token_index language_model_only
+        media_placeholder_token_id multimodal_projector_bias projector_hidden_act
+        spatial_merge_size use_unified_vision_chunk video_placeholder video_token_id vision_config
+        vision_end_token_id vision_feature_layer vision_start_token_id
         """,
     ),
 }
@@ -195,7 +200,7 @@ def check_keys(fields: Fields, architecture: "Architecture", allowed: Collection
         for section in sections:
             faults |= _faults(section, by_kind, {}, {}, UNKNOWN, allowed)
         sections = [section.section(kind) for section in sections for kind in by_kind]
-    for section in sections:
+    for section in (one for one in sections if one.values):
         kind = rope_kind(section, architecture.rope_kinds)
         unknown = f"rope type {kind!r} as jmoe knows it does not have this key"
         own = {*ROPE_READ[kind], *(key for key in ROPE_ONLY if key in read)}

@@ -26,7 +26,6 @@ from jmoe.config import ModelConfig
 from jmoe.experts import ABSENT, ExpertTable, Pool
 from jmoe.model import (
     Halves,
-    Rotation,
     attend,
     attended,
     embed,
@@ -50,6 +49,7 @@ from jmoe.moe import (
 )
 from jmoe.packed_rows import SLOT
 from jmoe.recurrent import SlotRows
+from jmoe.rope import Rotation
 from jmoe.sampling import greedy
 from jmoe.steps import State, StepOutput, decode_data, remember, with_deltas
 from jmoe.weights import Params, Weights

@@ -37,7 +37,7 @@ from jmoe.parallel.delivery import over_mesh
 from jmoe.parallel.probe import Probe
 from jmoe.parallel.replicas import Copying, Replicas, Replication
 from jmoe.recurrent import SlotRows
-from jmoe.rope import rotation
+from jmoe.rope import Rotation, rotation
 from jmoe.weights import Params, Weights
 from pallas_kernels.backend import backend
 from pallas_kernels.kv_write import Heads, Projection, turn
@@ -49,9 +49,6 @@ LOOKAHEAD = "lookahead"
 
 LATENT_EPS = 1e-6
 """Of the norms of latents, whatever a config says of the others."""
-
-Rotation = tuple[Float[Array, "T half"], Float[Array, "T half"]]
-"""Cosines and sines of a step's rows, by `rope.rotation`."""
 
 
 class StepData(NamedTuple):
@@ -93,7 +90,8 @@ def project(
     projection = Projection(
         product.reshape(shape),
         cfg.num_kv_heads,
-        *cos_sin,
+        cos_sin.cos,
+        cos_sin.sin,
         bias=None if bias is None else bias.reshape(shape[1:]),
         q_norm=layer["q_norm"] if cfg.qk_norm else None,
         k_norm=layer["k_norm"] if cfg.qk_norm else None,
@@ -130,17 +128,27 @@ def _latents(
     pairs = (q_turned, k_turned[:, None])
     if kind.interleaved:
         pairs = (jnp.concatenate([x[..., ::2], x[..., 1::2]], axis=-1) for x in pairs)
-    q_turned, k_turned = (turn(x, *cos_sin) for x in pairs)
+    q_turned, k_turned = (turn(x, cos_sin.cos, cos_sin.sin) for x in pairs)
     k = jnp.concatenate([latent, k_turned], axis=2)
+    scale = 1.0 if cos_sin.query_scale is None else cos_sin.query_scale[:, None, None]
     if expands:
-        q = jnp.concatenate([q, q_turned], axis=2)
+        q = _scaled(jnp.concatenate([q, q_turned], axis=2), scale)
         keys, values = (one.reshape(kind.kv_rank, -1) for one in _of_latents(cfg, layer))
         return Heads(q, k, k, layer.get("sinks"), (keys, values))
     keys, _ = _of_latents(cfg, layer)
     q = jnp.concatenate([jnp.einsum("thn,rhn->thr", q, keys), q_turned], axis=2)
     # Attention scales by the root of the width that it sees.
-    q = (q.astype(jnp.float32) * (kind.scale * kind.width**0.5)).astype(q.dtype)
+    q = _scaled(q, scale * (kind.scale * kind.width**0.5))
     return Heads(q, k, k, layer.get("sinks"))
+
+
+def _scaled(
+    q: Float[Array, "T H D"], scale: float | Float[Array, "T 1 1"]
+) -> Float[Array, "T H D"]:
+    """Returns queries that are multiplied in float32, in their own dtype."""
+    if isinstance(scale, float) and scale == 1:
+        return q
+    return (q.astype(jnp.float32) * scale).astype(q.dtype)
 
 
 def _of_latents(

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -26,6 +27,10 @@ class RopeConfig:
     truncate: bool = True  # yarn: round the correction range to whole dimensions
     short_factor: tuple[float, ...] = ()  # longrope: what each frequency is divided by
     partial: float = 1.0  # of a head's elements, the first ones turn
+    query_scaling: float = 0.0
+    """Beta of Llama 4's scaling: queries grow by `1 + beta log(1 + n)`, n being how often
+    `original_max_position` fits into their position. Of latent attention only.
+    """
 
     def turned(self, head_dim: int) -> int:
         """Returns how many elements of a head turn."""
@@ -85,10 +90,22 @@ def _yarn(rope: RopeConfig, freq: np.ndarray, head_dim: int) -> np.ndarray:
     return freq / rope.factor * ramp + freq * (1 - ramp)
 
 
-def rotation(
-    positions: Int[Array, "T"], rope: RopeConfig, head_dim: int
-) -> tuple[Float[Array, "T half"], Float[Array, "T half"]]:
-    """Returns cosines and sines of each row's angles, float32; the same in every layer."""
+class Rotation(NamedTuple):
+    """What positions do to a step's rows, float32; the same in every layer. A pytree."""
+
+    cos: Float[Array, "T half"]  # of each row's angles
+    sin: Float[Array, "T half"]
+    query_scale: Float[Array, "T"] | None = None  # what all elements of queries are multiplied by
+
+
+def rotation(positions: Int[Array, "T"], rope: RopeConfig, head_dim: int) -> Rotation:
+    """Returns what heads at these positions (from 0 on) turn by, and what their queries are
+    multiplied by, where `rope` scales them (transformers' `get_llama_4_attn_scale`).
+    """
     freq = jnp.asarray(inverse_frequencies(rope, head_dim))
     angle = positions.astype(jnp.float32)[:, None] * freq[None, :]
-    return jnp.cos(angle) * rope.attention_factor, jnp.sin(angle) * rope.attention_factor
+    cos, sin = (turn(angle) * rope.attention_factor for turn in (jnp.cos, jnp.sin))
+    if not rope.query_scaling:
+        return Rotation(cos, sin)
+    fits = (positions // rope.original_max_position).astype(jnp.float32)
+    return Rotation(cos, sin, 1 + rope.query_scaling * jnp.log1p(fits))

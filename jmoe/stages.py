@@ -16,7 +16,7 @@ from jmoe.attention import ByKind
 from jmoe.brownout import Control, strategy_code
 from jmoe.config import ModelConfig
 from jmoe.experts import Pool
-from jmoe.model import Rotation, StepData, attend
+from jmoe.model import StepData, attend
 from jmoe.moe import (
     RoutedRows,
     compute,
@@ -99,7 +99,7 @@ def attend_stage(
     """
     x = merge(waiting, parts)
     rope = cfg.rope_of(cfg.attention_kinds[kind or 0])
-    cos_sin: Rotation = rotation(step.rows.positions, rope, cfg.head_dim)
+    cos_sin = rotation(step.rows.positions, rope, cfg.head_dim)
     if kind is None:
         x, pages = attend(cfg, layer, x, cos_sin, step.attention, index, pages)
     else:

@@ -16,10 +16,10 @@ from jaxtyping import Array, Float, Int
 from jmoe import layout
 from jmoe.attention import Attention, AttentionKind
 from jmoe.config import ModelConfig
-from jmoe.model import Rotation, attend, embed, head
+from jmoe.model import attend, embed, head
 from jmoe.moe import dense_mlp, gate, router, with_residual
 from jmoe.recurrent import Recurrent
-from jmoe.rope import rotation
+from jmoe.rope import Rotation, rotation
 from pallas_kernels.kv_write import Heads, Projection, split_heads
 from pallas_kernels.matmul import matmul
 from pallas_kernels.online_softmax import softmax

@@ -31,6 +31,7 @@ from make_golden import CASES, ROOT, auto, forward, options
 from transformers import AutoConfig
 from transformers import logging as hf_logging
 
+OF_IMAGES = "vision_config", "multimodal_projector_bias", "spatial_merge_size"
 ABSENT, SAME, ERROR = "<absent>", "same", "error"
 TOLERANCE = 1e-6
 
@@ -90,6 +91,7 @@ OTHERS = {
     "original_max_position_embeddings": [24],
     "pad_token_id": [7],
     "partial_rotary_factor": [0.25, 0.75, 1.0],
+    "projector_hidden_act": ["relu"],
     "q_lora_rank": [7, None],
     "quant_method": ["fp8"],
     "quantization_config": [{"quant_method": "fp8"}],
@@ -208,6 +210,12 @@ ADDED_FOR = {
         "use_cla": [False, True],
         "use_mixed_mlp_moe": [True, False],
     },
+    "mistral4": {
+        "n_group": [1],
+        "num_nextn_predict_layers": [1],
+        "scoring_func": ["softmax", "sigmoid"],
+        "topk_method": ["greedy"],
+    },
     "mellum": {
         "max_window_layers": [0, 1],
         "sliding_window": [4],
@@ -259,7 +267,7 @@ def others(key, value):
 def changes(config):
     """Yield (path, other value) for every key, one at a time."""
     for key, value in config.items():
-        if key == "vision_config":
+        if key in OF_IMAGES:
             continue
         if key == "text_config":
             yield from (([key, *path], other) for path, other in changes(value))

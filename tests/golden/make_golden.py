@@ -24,6 +24,8 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    Mistral4Config,
+    Mistral4ForCausalLM,
     Mxfp4Config,
     logging,
 )
@@ -37,7 +39,7 @@ BIASED = (
     *("glm4_moe", "glm4_moe_lite", "solar_open", "deepseek_v3", "minimax_m2", "ernie4_5_moe"),
     *("dots1", "hy_v3", "lfm2_moe", "nemotron_h"),
 )
-MIN_SCORE_GAP = dict.fromkeys((*BIASED, "phimoe", "deepseek_v2"), 0.0005)
+MIN_SCORE_GAP = dict.fromkeys((*BIASED, "phimoe", "deepseek_v2", "mistral4"), 0.0005)
 EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
 
 
@@ -56,6 +58,8 @@ NAMES = {
     "hunyuan_v1_moe": ("num_experts", "intermediate_size"),
     "deepseek_v2": ("n_routed_experts", "moe_intermediate_size"),
     "deepseek_v3": ("n_routed_experts", "moe_intermediate_size"),
+    "mistral3": ("n_routed_experts", "moe_intermediate_size"),
+    "mistral4": ("n_routed_experts", "moe_intermediate_size"),
     "minimax_m2": ("num_local_experts", "intermediate_size"),
     "ernie4_5_moe": ("moe_num_experts", "moe_intermediate_size"),
     "dots1": ("n_routed_experts", "moe_intermediate_size"),
@@ -73,6 +77,7 @@ def case(
     shard=None,
     mxfp4=False,
     vision=None,
+    text_type=None,
     **config,
 ):
     """Describe one case.
@@ -80,7 +85,8 @@ def case(
     ``sizes`` is layers, hidden size, heads, key-value heads and vocabulary; ``experts`` is count,
     top-k, expert width and, where there are any, dense width and (Qwen2) shared width. ``hub``
     picks the spelling of the checkpoints on the hub over the newest one; ``shard`` is a shard size;
-    ``mxfp4`` has experts in four bits; ``vision`` is the configuration of what sees images beside.
+    ``mxfp4`` has experts in four bits; ``vision`` is the configuration of what sees images beside,
+    and ``text_type`` the ``model_type`` of what reads text, where that has to be said.
     """
     layers, hidden, heads, kv_heads, vocab = sizes
     count, top_k, width, *others = experts
@@ -102,11 +108,13 @@ def case(
         "rope_parameters": rope,
     }
     spec = {"model_type": model_type, "config": config, "hub": hub, "bf16": bf16, "shard": shard}
-    return spec | {"mxfp4": mxfp4, "vision": vision}
+    return spec | {"mxfp4": mxfp4, "vision": vision, "text_type": text_type}
 
 
 def auto(config):
     """Return the class that makes and loads models of a configuration."""
+    if isinstance(config, Mistral4Config):  # which transformers 5.24 has no class for by itself
+        return Mistral4ForCausalLM
     return AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
 
 
@@ -171,10 +179,25 @@ YARN_SCORES = {
     "mscale": 1.0,
 }
 YARN_SCORES |= {"mscale_all_dim": 0.707, "original_max_position_embeddings": 32}
+# So few positions that queries grow within the golden tokens.
+YARN_QUERIES = {
+    "rope_type": "yarn",
+    "type": "yarn",
+    "factor": 16.0,
+    "rope_theta": 50.0,
+    "beta_fast": 0.5,
+    "beta_slow": 0.05,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.3,
+    "original_max_position_embeddings": 5,
+}
 LATENT = {"kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 7}
 TIED, NORM = {"tie_word_embeddings": True}, {"norm_topk_prob": True}
 PLAIN_VISION = {"depth": 1, "hidden_size": 8, "num_heads": 2, "intermediate_size": 8}
 PLAIN_VISION |= {"patch_size": 2, "num_position_embeddings": 4}
+PIXTRAL = {"model_type": "pixtral", "hidden_size": 8, "num_attention_heads": 2, "head_dim": 4}
+PIXTRAL |= {"num_hidden_layers": 1, "intermediate_size": 8, "patch_size": 2, "image_size": 4}
 QWEN_VISION = {**PLAIN_VISION, "deepstack_visual_indexes": [0]}
 SPARSE_STEP, MLP_ONLY = {"decoder_sparse_step": 2}, {"mlp_only_layers": [0]}
 
@@ -205,6 +228,9 @@ deepseek2, deepseek3 = (
     partial(case, name, eos_token_id=2, **LATENT) for name in ("deepseek_v2", "deepseek_v3")
 )
 glm4_lite = partial(case, "glm4_moe_lite", eos_token_id=2, **LATENT)
+mistral4, mistral3 = (
+    partial(case, name, hub=False, eos_token_id=2, **LATENT) for name in ("mistral4", "mistral3")
+)
 solar = partial(case, "solar_open", eos_token_id=2)
 mellum = partial(case, "mellum", eos_token_id=2)
 hunyuan = partial(case, "hunyuan_v1_moe", eos_token_id=2)
@@ -479,6 +505,29 @@ CASES = {
         rope_interleave=False,
         **TIED,
     ),
+    "mistral4": mistral4(
+        [3, 30, 6, 6, 73],
+        [9, 3, 11, 25],
+        rope=YARN_QUERIES,
+        q_lora_rank=10,
+        first_k_dense_replace=1,
+        n_group=3,
+        topk_group=2,
+        routed_scaling_factor=1.7,
+    ),
+    "mistral3_halves_tied": mistral3(
+        [2, 36, 3, 3, 67],
+        [7, 2, 9],
+        bf16=True,
+        rope={**YARN_QUERIES, "mscale_all_dim": 0.6, "original_max_position_embeddings": 4},
+        text_type="mistral4",
+        vision=PIXTRAL,
+        q_lora_rank=None,
+        n_shared_experts=2,
+        norm_topk_prob=False,
+        rope_interleave=False,
+        **TIED,
+    ),
     "solar_open": solar(
         [2, 30, 6, 3, 73], [9, 3, 11], head_dim=8, n_group=3, topk_group=2, n_shared_experts=2
     ),
@@ -699,9 +748,13 @@ def build(spec, seed):
     own = json.loads(json.dumps(spec["config"]))
     if spec["vision"]:
         own = {"text_config": own, "vision_config": dict(spec["vision"])}
+        if spec["text_type"]:
+            own["text_config"]["model_type"] = spec["text_type"]
         own["tie_word_embeddings"] = spec["config"].get("tie_word_embeddings", False)
     config = AutoConfig.for_model(spec["model_type"], **own)
-    model = auto(config).from_config(config, **EAGER).float().eval()
+    of = auto(config)
+    make_it = of._from_config if of is Mistral4ForCausalLM else of.from_config
+    model = make_it(config, **EAGER).float().eval()
     generator = torch.Generator().manual_seed(seed)
     ends = "e_score_correction_bias", "feed_forward.expert_bias"
     biases = ((n, b) for n, b in model.named_buffers() if n.endswith(ends))
@@ -773,10 +826,11 @@ def choice_gap(model, logits):
             gaps += [gap(left, 1), float((far - 2 * config.router_jitter_noise).abs().min())]
             left = left.scatter(-1, chosen, -torch.inf)
         return min(gaps)
-    if config.model_type == "deepseek_v2" and config.topk_method != "greedy":
+    best = {"deepseek_v2": 1, "mistral4": 2}.get(config.model_type)
+    if best and config.n_group and config.n_group > 1:
         scores = logits.softmax(-1).flatten(0, -2)
         groups = scores.unflatten(-1, (config.n_group, -1))
-        worth = groups.max(-1).values
+        worth = groups.topk(best).values.sum(-1)
         least = worth.topk(config.topk_group).values[..., -1:]
         allowed = groups.masked_fill((worth < least)[..., None], 0.0).flatten(-2)
         return min(gap(worth, config.topk_group), gap(allowed, config.num_experts_per_tok))
@@ -813,9 +867,11 @@ def make_golden(model, seed):
     for _ in range(NEW_TOKENS):
         last = forward(model, sequence).logits[:, -1]
         sequence = np.concatenate([sequence, last.argmax(-1, keepdim=True).int().numpy()], axis=1)
-    final = forward(model, sequence, output_router_logits=True)
+    final = routed = forward(model, sequence, output_router_logits=True)
+    if "router_logits" not in final:  # what sees images does not pass them on
+        routed = forward(model.model.language_model, sequence, output_router_logits=True)
     gaps = (
-        choice_gap(model, torch.stack(final.router_logits)),
+        choice_gap(model, torch.stack(routed.router_logits)),
         gap(final.logits[:, LENGTH - 1 : -1], 1),
     )
     logits = forward(model, tokens).logits.numpy()
@@ -827,6 +883,10 @@ def rope_effect(spec, model, golden):
 
     def unscaled(of):
         kept = {key: of[key] for key in ("rope_theta", "partial_rotary_factor") if key in of}
+        if "llama_4_scaling_beta" in of:  # is of queries, whose model has no `default`
+            own = "llama_4_scaling_beta", "original_max_position_embeddings"
+            kept |= {"factor": 1.0, **{key: of[key] for key in own}}
+            return {"rope_type": "linear", **kept}
         return {"rope_type": "default", **kept}
 
     rope = spec["config"]["rope_parameters"]

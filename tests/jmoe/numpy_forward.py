@@ -4,6 +4,7 @@ A program a configuration takes seconds to compile; here hundreds are compared. 
 pool and the RoPE frequencies are jmoe's. test_golden.py holds `jmoe.forward` to transformers.
 """
 
+import math
 from dataclasses import asdict, replace
 
 import jax
@@ -207,6 +208,11 @@ def _latent(cfg, layer, h, kind):
         return _rotate(cfg.rope, x)
 
     q = np.concatenate([q[..., : kind.nope], turned(q[..., kind.nope :])], axis=-1)
+    if beta := cfg.rope.query_scaling:
+        grown = [
+            1 + beta * math.log(1 + at // cfg.rope.original_max_position) for at in range(length)
+        ]
+        q = q * np.array(grown)[:, None, None]
     k = np.concatenate([k, np.repeat(turned(k_turned), heads, axis=1)], axis=-1)
     scores = np.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5 * kind.score_scale
     scores = np.where(np.tril(np.ones((length, length), bool)), scores, -np.inf)

@@ -390,6 +390,7 @@ NAMED = [
     "gpt_oss",
     "deepseek_v2",
     "mellum",
+    "mistral4",
     "qwen3_next",
     "lfm2_moe",
     "granitemoehybrid",

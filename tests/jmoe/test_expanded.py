@@ -41,9 +41,13 @@ def dense(q, weights, pages, *, layer, block_table, q_start, kv_len, scale, todo
     )
 )
 @pytest.mark.deep
-@pytest.mark.parametrize("case", ["deepseek_v2", "deepseek_v2_scaled", "deepseek_v3_halves"])
+@pytest.mark.parametrize(
+    "case", ["deepseek_v2", "deepseek_v2_scaled", "deepseek_v3_halves", "mistral4"]
+)
 def test_both_forms_write_the_same(monkeypatch, case):
-    """With yarn's factor on scores, and without; with either order of what turns."""
+    """With yarn's factor on scores, and without; with either order of what turns; with queries that
+    grow with their position.
+    """
     model = jmoe.load(GOLDEN / case, "float32")
 
     def write():

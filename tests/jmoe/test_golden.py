@@ -21,7 +21,7 @@ QUICK = {"mixtral", "mixtral_top1_head_dim", "qwen2_moe", "qwen3_moe", "qwen3_mo
 QUICK |= {"glm4_moe", "phimoe", "gpt_oss", "deepseek_v3", "minimax_m2", "ernie4_5_moe", "dots1"}
 # Fed eight tokens at a time instead of whole: dense layers between, all kinds of grouping.
 CHUNKED = {"qwen2_moe_mlp_only_tied", "qwen3_moe_mixed_yarn", "mixtral_top1_head_dim"}
-CHUNKED |= {"gpt_oss_types_tied", "deepseek_v3_tied", "qwen3_next"}
+CHUNKED |= {"gpt_oss_types_tied", "deepseek_v3_tied", "mistral4", "qwen3_next"}
 
 
 pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
@@ -97,6 +97,24 @@ def test_kimi_k25_is_kimi_k2_beside_what_sees_images(copy, caplog):
 
 
 @pytest.mark.deep
+def test_mistral4_may_have_each_expert_by_itself(copy):
+    directory = copy("mistral4")
+    path, tensors = directory / "model.safetensors", {}
+    for name, tensor in load_file(path).items():
+        at, is_expert, what = name.partition(".experts.")
+        if not is_expert:
+            tensors[name] = tensor
+        for number, one in enumerate(tensor if is_expert else ()):
+            keys = ("gate", "up") if what == "gate_up_proj" else ("down",)
+            for key, part in zip(keys, np.split(one, len(keys)), strict=True):
+                tensors[f"{at}.experts.{number}.{key}_proj.weight"] = part
+    save_file(tensors, path)
+    own, model = (jmoe.load(one, dtype="float32") for one in (directory, GOLDEN / "mistral4"))
+    jax.tree.map(np.testing.assert_array_equal, own.pool, model.pool)
+    jax.tree.map(np.testing.assert_array_equal, own.params, model.params)
+
+
+@pytest.mark.deep
 def test_likelihoods_of_texts_equal_transformers():
     """Of the bundled model, whose tests/e2e/test_lm_eval.py compares with the same file."""
     model, told = jmoe.load("bundled", "float32"), []
@@ -158,6 +176,7 @@ def test_batched_forms_equal_transformers_greedy(name):
         "hy_v3_types_tied",
         "lfm2_moe_biases_untied",
         "mellum_yarn_tied",
+        "mistral3_halves_tied",
         "minimax_m2_yarn_tied",
         "nemotron_h_mlp_biases",
         "olmoe",

@@ -65,6 +65,7 @@ CARDS = {
     "DeepSeek-V3-bf16": (671, 37, 163840),
     "Kimi-K2-Instruct": (1026, 32, 131072),
     "Kimi-K2.5": (1026, 32, 262144),
+    "Mistral-Small-4-119B-2603": (119, 6.5, 1048576),  # but for what sees images
     "ERNIE-4.5-21B-A3B-PT": (21.8, 3, 131072),
     "ERNIE-4.5-300B-A47B-PT": (300, 47, 131072),
     "dots.llm1.inst": (142, 14, 32768),
@@ -77,6 +78,7 @@ KV_BYTES = {  # of a position, in bfloat16
     "DeepSeek-V3-bf16": 70_272,
     "GLM-4.5-Air": 188_416,
     "GLM-4.7-Flash": 54_144,
+    "Mistral-Small-4-119B-2603": 23_040,
     "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": 6_144,
     "Qwen3-30B-A3B": 98_304,
     "Qwen3-Next-80B-A3B-Instruct": 24_576,
@@ -133,6 +135,44 @@ def test_what_reads_text_beside_images_is_the_model_without_them(name, plain):
         from_hf(whole | {"text_config": whole["text_config"] | {"new_key": 3}})
     with pytest.raises(ConfigError, match=r"text_config.eos_token_id is .* as eos_token_id beside"):
         from_hf(whole | {"eos_token_id": 7})
+
+
+def test_mistral_small_4_has_yarn_of_half_a_head_and_queries_that_grow():
+    whole = json.loads((PUBLISHED / "Mistral-Small-4-119B-2603.json").read_text())
+    cfg, text = from_hf(whole), whole["text_config"]
+    plain = from_hf(text | {"quantization_config": whole["quantization_config"]})
+    assert replace(cfg, architecture="mistral4") == plain
+    assert cfg.fp8_block == (0, 0)
+    assert (cfg.rope.query_scaling, cfg.rope.original_max_position) == (0.1, 8192)
+    assert not cfg.tie_embeddings
+    assert from_hf({key: whole[key] for key in whole if key[:3] != "tie"}).tie_embeddings
+    rope = text["rope_parameters"]
+    for change, words in (
+        ({"rope_parameters": None}, r"rope_parameters is None; it must be an object whose rope_ty"),
+        ({"rope_parameters": {"rope_theta": 1e4}}, "rope type is 'default' .*; jmoe serves yarn$"),
+        ({"rope_parameters": rope | {"rope_type": "linear"}}, "rope type is 'linear'"),
+        ({"rope_parameters": rope | {"llama_4_scaling_beta": None}}, "lacks llama_4_scaling_beta"),
+        ({"rope_parameters": rope | {"llama_4_scaling_beta": -1}}, "a finite number above 0"),
+        (
+            {"rope_parameters": rope | {"partial_rotary_factor": 1.0}},
+            r"is 1.0; .* absent, or .* 0.5",
+        ),
+        ({"partial_rotary_factor": 0.25}, r"partial_rotary_factor is 0.25; .* absent, or .* 0.5"),
+        ({"rope_scaling": rope}, "rope_scaling is .*; it must be absent"),
+        ({"llama_4_scaling_beta": 0.1}, "llama_4_scaling_beta is 0.1; it must be absent"),
+        ({"head_dim": 64}, r"head_dim is 64; .* qk_nope_head_dim \+ qk_rope_head_dim \(128\)"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            from_hf(text | change)
+    other = json.loads((PUBLISHED / "DeepSeek-V3-bf16.json").read_text())
+    with pytest.raises(
+        ConfigError, match=r"llama_4_scaling_beta is 0\.1; jmoe serves models without"
+    ):
+        from_hf(other | {"rope_scaling": other["rope_scaling"] | {"llama_4_scaling_beta": 0.1}})
+    with pytest.raises(
+        ConfigError, match=r"query_scaling is 0\.1; it must be 0 in layers of Paged"
+    ):
+        replace(cfg, layer_attention=())
 
 
 def test_hunyuan_has_lists_of_one_number_for_all_layers():
@@ -204,10 +244,8 @@ def test_a_released_model_is_read(name):
     counts = [(found - part) / 1e9 for part in (0, embed, (2 - cfg.tie_embeddings) * embed)]
     assert any(one == pytest.approx(active, rel=0.03) for one in counts)
     assert cfg.max_position == positions
-    kinds = dict.fromkeys(
-        ("deepseek_v2", "deepseek_v3", "gpt_oss", "kimi_k2", "kimi_k25", "solar_open", "mellum"),
-        "yarn",
-    )
+    yarn = "deepseek_v2", "deepseek_v3", "gpt_oss", "kimi_k2", "kimi_k25", "solar_open", "mellum"
+    kinds = dict.fromkeys((*yarn, "mistral3"), "yarn")
     kinds |= dict.fromkeys(("granitemoehybrid", "nemotron_h"), "none")
     kinds |= {"phimoe": "longrope", "hunyuan_v1_moe": "dynamic"}
     assert cfg.rope.kind == kinds.get(cfg.architecture, "default")
@@ -276,6 +314,10 @@ def shrunk(config):
     own = {key: size for key, size in SMALL.items() if config.get(key)}
     if config.get("partial_rotary_factor") == 0.25:  # of which that is even
         own["head_dim"] = 16
+    rope = config.get("rope_parameters") or {}
+    if "llama_4_scaling_beta" in rope:  # half of a head turns, and queries grow
+        own |= {"qk_nope_head_dim": 4, "head_dim": 8}
+        own["rope_parameters"] = rope | {"original_max_position_embeddings": 5}
     group = config["num_attention_heads"] // config["num_key_value_heads"]
     own["num_key_value_heads"] = 3 if group == 1 else 2
     own["num_attention_heads"] = heads = own["num_key_value_heads"] * group

@@ -12,7 +12,9 @@ pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
 
 
 def rotate(x, positions, rope):
-    return turn(x, *rotation(positions, rope, x.shape[-1]))
+    found = rotation(positions, rope, x.shape[-1])
+    assert found.query_scale is None
+    return turn(x, found.cos, found.sin)
 
 
 def by_hand(x, positions, theta):
@@ -71,3 +73,14 @@ def test_linear_scaling_is_a_slower_clock():
     plain = inverse_frequencies(RopeConfig(), 16)
     slow = inverse_frequencies(RopeConfig(kind="linear", factor=4.0), 16)
     np.testing.assert_allclose(slow * 4, plain, rtol=1e-6)
+
+
+def test_queries_grow_each_time_the_trained_positions_are_over():
+    rope = RopeConfig(kind="yarn", factor=8.0, original_max_position=8192, query_scaling=0.1)
+    positions = np.array([0, 8191, 8192, 16383, 16384, 1048575], np.int32)
+    scale = rotation(jnp.asarray(positions), rope, 64).query_scale
+    assert scale is not None
+    assert scale.dtype == jnp.float32
+    np.testing.assert_allclose(
+        scale, [1 + 0.1 * np.log(n) for n in (1, 1, 2, 2, 3, 128)], rtol=1e-6
+    )

@@ -742,6 +742,7 @@ ARCHITECTURES = (  # goldens of what others do not have
     "gpt_oss",
     "deepseek_v3",
     "mellum",
+    "mistral4",
     "qwen3_next",
     "lfm2_moe",
     "granitemoehybrid",
