@@ -61,7 +61,7 @@ FP8 = "F8_E4M3"
 SCALES = ("_scale_inv", "_scale")
 """Behind the name of a matrix in fp8: its scales, as DeepSeek and compressed-tensors call them."""
 UNUSED_SCALES = {
-    r"\.input_scale$": "activations are not quantized",
+    r"(\.input|[._]activation)_scale$": "activations are not quantized",
     r"(self_attn|mixer)\.(k_proj\.|v_proj\.)?[kv]_scale$": "keys and values in fp8 have a scale "
     "for each token and head, which clips nothing",
 }
@@ -163,7 +163,9 @@ class TensorFiles:
         """Returns one tensor in host memory, as it is stored; or a part (`Parameter.part`)."""
         file = self._open[name]
         if self.kind(name) == FP8:  # NumPy has no such dtype, so safetensors cannot give it
-            return self.stored(name)[1].view(jnp.float8_e4m3fn).reshape(self.shape(name))
+            shape = file.get_slice(name).get_shape()
+            values = self.stored(name, part)[1].view(jnp.float8_e4m3fn)
+            return values.reshape(shape if part is None else shape[1:])
         return file.get_tensor(name) if part is None else file.get_slice(name)[part[0]]
 
     def stored(self, name: str, part: tuple[int, int] | None = None) -> tuple[str, np.ndarray]:
@@ -184,9 +186,14 @@ class TensorFiles:
         """Returns the name of the scales of a matrix in fp8: the one that there is, or would be."""
         return next((name + end for end in SCALES if name + end in self._open), name + SCALES[0])
 
-    def dequantized(self, name: str, block: Sequence[int]) -> np.ndarray:
-        """Returns a matrix in fp8 as float32; `block` is as `ModelConfig.fp8_block`."""
-        values, scales = self.raw(name), self.raw(self.scales(name)).astype(np.float32)
+    def dequantized(
+        self, name: str, block: Sequence[int], part: tuple[int, int] | None = None
+    ) -> np.ndarray:
+        """Returns a matrix in fp8, or a part of several, as float32; `block` is as
+        `ModelConfig.fp8_block`.
+        """
+        values, scales = (self.raw(own, part) for own in (name, self.scales(name)))
+        scales = scales.astype(np.float32)
         rows, columns = (size or most for size, most in zip(block, values.shape, strict=True))
         scales = scales.reshape(-(-values.shape[0] // rows), -1)
         spread = np.repeat(np.repeat(scales, rows, axis=0), columns, axis=1)
@@ -380,6 +387,7 @@ def _unlike_scales(
     files: TensorFiles, name: str, shape: tuple[int, ...], block: Sequence[int]
 ) -> Iterator[str]:
     """Yields an error for scales that are not one for each block of a matrix in fp8."""
+    block = (*(1 for _ in shape[2:]), *block)  # of several matrices, each by itself
     counts = [-(-size // (each or size)) for size, each in zip(shape, block, strict=True)]
     found = files.shape(name)
     if found is None:
@@ -580,7 +588,7 @@ class HFLayers:
                     continue
                 yield self._files.stored(name, parameter.part)
                 if self._files.kind(name) == FP8:
-                    yield self._files.stored(self._files.scales(name))
+                    yield self._files.stored(self._files.scales(name), parameter.part)
 
     def _refuse_not_finite(self, read: Any, layouts: Iterable[Layout]) -> None:
         if not self._check_weights or (seem_finite(read) and not _has_nan_exponents(read)):
@@ -595,7 +603,7 @@ class HFLayers:
         _refuse(f"{self._directory} has weights that are not finite:", found)
 
     def _fault(self, name: str, shape: tuple[int, ...], parameter: Parameter) -> str | None:
-        if (raw := self._dequantized(name, shape)) is None:
+        if (raw := self._dequantized(name, shape, parameter.part)) is None:
             raw = self._files.raw(name, parameter.part)
         if parameter.kind != "mxfp4":
             return fault(name, raw, self._dtype)
@@ -622,7 +630,7 @@ class HFLayers:
         always.
         """
         on_device = not on_host and jax.default_backend() != "cpu"
-        if (found := self._dequantized(name, shape)) is None:
+        if (found := self._dequantized(name, shape, part)) is None:
             found = self._files.raw(name, part)
             if found.shape != shape:  # `Parameter.swapped`
                 found = found.T
@@ -632,7 +640,9 @@ class HFLayers:
             found = found.astype(dtype, copy=False)
         return jnp.asarray(found) if on_device else found
 
-    def _dequantized(self, name: str, shape: tuple[int, ...]) -> np.ndarray | None:
+    def _dequantized(
+        self, name: str, shape: tuple[int, ...], part: tuple[int, int] | None
+    ) -> np.ndarray | None:
         """Returns a matrix in eight or four bits as float32; None for what is stored as it is."""
         files, int4 = self._files, self._cfg.int4
         if files.has_packed(name, int4):
@@ -642,7 +652,7 @@ class HFLayers:
             except ValueError as error:
                 raise CheckpointError(f"{self._directory}: {error}") from None
         if files.kind(name) == FP8:
-            return files.dequantized(name, self._cfg.fp8_block)
+            return files.dequantized(name, self._cfg.fp8_block, part)
         return None
 
 

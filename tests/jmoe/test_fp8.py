@@ -52,6 +52,12 @@ FORMATS = {
     # Blocks of which few tiny matrices have whole ones, and of the published size.
     "blocks": (DEEPSEEK | {"weight_block_size": [7, 5]}, (7, 5), "_scale_inv"),
     "published": (DEEPSEEK | {"weight_block_size": [128, 128]}, (128, 128), "_scale_inv"),
+    # Of Mistral: a matrix, also of each expert of those that are joined, has one scale.
+    "static": (
+        DEEPSEEK | {"activation_scheme": "static", "weight_block_size": None},
+        (0, 0),
+        "_scale_inv",
+    ),
     "tensor": (
         compressed("tensor") | {"sparsity_config": {"format": "dense"}, "transform_config": {}},
         (0, 0),
@@ -98,10 +104,15 @@ def write(source, to, fmt, keep=()):
     for name, tensor in load_file(source / "model.safetensors").items():
         tensor = tensor.astype(np.float32)
         left = ("gate.weight", "embed_tokens.weight", "lm_head.weight", *keep)
-        if tensor.ndim != 2 or name.endswith(left):
+        joined = tensor.ndim == 3 and ".experts." in name
+        if not (tensor.ndim == 2 or joined) or name.endswith(left):
             tensors[name] = wholes[name] = tensor
             continue
-        values, scales, wholes[name] = quantized(tensor, block)
+        if joined:
+            parts = (quantized(one, block) for one in tensor)
+            values, scales, wholes[name] = map(np.stack, zip(*parts, strict=True))
+        else:
+            values, scales, wholes[name] = quantized(tensor, block)
         tensors[name] = values
         one = {"tensor": (1,), "modelopt": ()}
         tensors[name + suffix] = scales.reshape(one.get(fmt, scales.shape))
@@ -109,6 +120,9 @@ def write(source, to, fmt, keep=()):
             tensors[name.replace("weight", "input_scale")] = np.full((), 0.5, np.float32)
             if "k_proj" in name:
                 tensors[name.replace("weight", "k_scale")] = np.ones((), np.float32)
+        if fmt == "static":
+            at = f"{name}_" if joined else name.removesuffix("weight")
+            tensors[f"{at}activation_scale"] = np.ones(len(tensor) if joined else 1, np.float32)
     save_file(tensors, to / "model.safetensors")
     save_file(wholes, plain / "model.safetensors")
     edit(to, quantization_config=config)
@@ -146,7 +160,11 @@ def load_file_fp8(path):
 
 @pytest.mark.parametrize(
     ("case", "fmt"),
-    [*((case, "blocks") for case in CASES), *((CASES[1], fmt) for fmt in list(FORMATS)[1:])],
+    [
+        *((case, "blocks") for case in (*CASES, "mistral4")),
+        *((CASES[1], fmt) for fmt in list(FORMATS)[1:]),
+        ("mistral4", "static"),
+    ],
 )
 def test_a_checkpoint_is_what_its_format_says(tmp_path, case, fmt):
     directory, plain = write(GOLDEN / case, tmp_path / "fp8", fmt)
@@ -173,6 +191,19 @@ def test_scales_of_activations_and_of_the_cache_are_not_used_and_named(fp8, capl
     at = at.replace("__", ".")
     assert f"{at}q_proj.input_scale are not used: activations are not quantized" in caplog.text
     assert f"{at}k_proj.k_scale and 1 more are not used: keys and values in fp8" in caplog.text
+
+
+def test_scales_of_joined_experts_are_one_for_each(tmp_path, caplog):
+    directory, _ = write(GOLDEN / "mistral4", tmp_path / "fp8", "static")
+    jmoe.load(directory, "float32")
+    assert "activation_scale and 27 more are not used: activations are not" in caplog.text
+    at = "model__layers__1__mlp__experts__gate_up_proj_scale_inv"
+    retensor(directory, **{at: np.ones(1, np.float32)})
+    with pytest.raises(CheckpointError, match=r"scale_inv is \[1\], expected \[9, 1, 1\]"):
+        jmoe.load(directory, "float32")
+    retensor(directory, **{at: np.full((9, 1, 1), np.nan, np.float32)})
+    with pytest.raises(CheckpointError, match=r"experts.gate_up_proj holds NaN"):
+        jmoe.load(directory, "float32")
 
 
 @pytest.mark.parametrize(
