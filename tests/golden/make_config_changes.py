@@ -74,7 +74,7 @@ OTHERS = {
     "mlp_only_layers": [[1], [], [7]],
     "mrope_section": [[2, 2, 2], [6, 0, 0]],
     "modules_to_not_convert": [["lm_head"]],
-    "hybrid_override_pattern": ["MEMEEME", "MEM*E-E", "MMM*EME", "EME*EME", "MEM*EMX"],
+    "hybrid_override_pattern": ["MEEEM", "MEM*-", "MMM*E", "EEM*E", "MEM*X"],
     "layers_block_type": [["full_attention", "moe"] * 3, ["full_attention", "mlp", "mamba", "moe"]],
     "mamba_hidden_act": ["gelu"],
     "mamba_ssm_cache_dtype": ["bfloat16"],

@@ -700,9 +700,9 @@ CASES = {
         time_step_limit=[0.2, 1.1],
     ),
     "nemotron_h": nemotron(
-        [7, 36, 6, 3, 74],
+        [5, 36, 6, 3, 74],
         [9, 3, 11],
-        layers_block_type=[BLOCKS[letter] for letter in "MEM*EME"],
+        layers_block_type=[BLOCKS[letter] for letter in "MEM*E"],
         head_dim=10,
         mamba_num_heads=4,
         mamba_head_dim=14,
