@@ -24,6 +24,7 @@ from jmoe.recurrent import GatedDelta, Mamba, ShortConv
 from jmoe.router import ScoredTopK, SparseMixer
 from pallas_kernels.activation import ClampedSwiglu, Relu2
 
+MOST_LAYERS = 10_000
 MOST_EXPERTS = 100_000
 MOST_TAPS = 64
 """Rows that a convolution may see; programs have a line for each."""
@@ -60,6 +61,7 @@ class Architecture:
     mixer: str = ""
     """Name of attention and of recurrent layers alike, where they have one."""
     embed: str = "embed_tokens"
+    """Name of the embeddings."""
     output: str = "o_proj"
     """Name of attention's output projection."""
     dense_names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
@@ -705,13 +707,13 @@ def _pattern(fields: Fields) -> str:
 def _blocks(fields: Fields) -> list[str]:
     """Reads what each block of Nemotron-H is, in the words of `BLOCKS`."""
     value, counted = fields.given(key := _pattern(fields)), "num_hidden_layers"
-    words_ = {word: word for word in BLOCKS.values()}
-    kind, known = list, words_ | {"mamba": BLOCKS["M"], "attention": BLOCKS["*"]}
-    if key == "hybrid_override_pattern":
-        kind, known = str, BLOCKS
-    if not isinstance(value, kind) or not value or not all(map(known.__contains__, value)):
-        form = "text" if kind is str else "list"
-        raise fields.wrong(key, f"a {form} of {', '.join(known)}")
+    kind, form, known = str, "text", BLOCKS
+    if key == "layers_block_type":
+        kind, form, known = list, "list", {word: word for word in BLOCKS.values()}
+        known |= {"mamba": BLOCKS["M"], "attention": BLOCKS["*"]}
+    is_known = isinstance(value, kind) and 0 < len(value) <= MOST_LAYERS
+    if not is_known or not all(isinstance(one, str) and one in known for one in value):
+        raise fields.wrong(key, f"a {form} of {', '.join(known)}, {MOST_LAYERS} at most")
     if fields.size(counted, len(value)) != len(value):
         raise fields.wrong(counted, f"absent, or how many blocks {key} has ({len(value)})")
     return [known[one] for one in value]

@@ -9,7 +9,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from jmoe.architectures import ARCHITECTURES, LACKING, full_or_window
+from jmoe.architectures import ARCHITECTURES, LACKING, MOST_LAYERS, full_or_window
 from jmoe.attention import FULL, AttentionKind, Latent, Paged
 from jmoe.brownout import Own
 from jmoe.config_fields import ConfigError as ConfigError
@@ -34,7 +34,6 @@ from pallas_kernels.activation import SILU, Activation
 
 EXCHANGES = "auto", "all-gather", "halves", "direct", "forwarded"
 """How rows may meet experts over a mesh."""
-MOST_LAYERS = 10_000
 
 
 @dataclass(frozen=True, repr=False)

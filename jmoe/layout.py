@@ -33,10 +33,8 @@ def top(cfg: ModelConfig) -> Layout:
 def layer(cfg: ModelConfig, index: int, is_moe: bool) -> Layout:
     """Describes the parameters of one layer, experts left out."""
     names, d = naming(cfg.architecture), cfg.d_model
-    at, kind = (
-        names.layer(cfg.blocks[index][0] if cfg.blocks else index),
-        cfg.layer_attention[index],
-    )
+    at = names.layer(cfg.blocks[index][0] if cfg.blocks else index)
+    kind = cfg.layer_attention[index]
     attn = f"{at}{names.mixer or 'self_attn'}."
     out = _norm(cfg, "attn_norm", at + names.norms[0])
     if cfg.has_mlp(index):

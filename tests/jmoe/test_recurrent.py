@@ -232,6 +232,13 @@ def test_what_a_sequence_keeps_is_told():
         ("granitemoehybrid", "time_step_limit", [2.0, 1.0], "the least first"),
         ("granitemoehybrid", "time_step_limit", [float("nan"), 1.0], "the least first"),
         ("qwen3_next", "linear_num_value_heads", 5, "a multiple of linear_num_key_heads"),
+        ("nemotron_h", "hybrid_override_pattern", "ME?*E", r"a text of M, \*, E, -"),
+        ("nemotron_h", "hybrid_override_pattern", "MEE*E", "follow attention or Mamba; block 2"),
+        ("nemotron_h", "hybrid_override_pattern", "M*M*M", r"one block is 'moe' \(E\)"),
+        ("nemotron_h", "layers_block_type", [["moe"], "mamba"], "a list of linear_attention"),
+        ("nemotron_h", "num_hidden_layers", 4, r"how many blocks .* has \(5\)"),
+        ("nemotron_h", "n_groups", 3, r"a divisor of mamba_num_heads \(4\)"),
+        ("nemotron_h", "norm_eps", 0.5, "the same as layer_norm_epsilon"),
     ],
 )
 def test_what_no_program_can_have_is_refused_by_name(request, case, key, value, wanted):
