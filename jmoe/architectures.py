@@ -21,6 +21,7 @@ from jmoe.config_keys import (
     words,
 )
 from jmoe.recurrent import GatedDelta, Mamba, ShortConv
+from jmoe.rope import RopeConfig
 from jmoe.router import ScoredTopK, SparseMixer
 from pallas_kernels.activation import ClampedSwiglu, Relu2
 
@@ -394,6 +395,42 @@ def _hy3(fields: Fields) -> dict[str, Any]:
     }
 
 
+def _exaone(fields: Fields) -> dict[str, Any]:
+    """Reads layers with windows, whose heads turn, and full attention, whose heads do not."""
+    width, sparse = fields.size("moe_intermediate_size"), _sparse_layers(fields, 1, counted=True)
+    if (given := fields.given(key := "is_moe_layer")) is not None and given != [*sparse]:
+        raise fields.wrong(key, "absent, or as mlp_layer_types or first_k_dense_replace says")
+    num_experts = fields.size("num_experts", most=MOST_EXPERTS)
+    return {
+        "num_experts": num_experts,
+        "d_ff_expert": width,
+        "d_ff_shared": width * fields.size("num_shared_experts", 1),
+        "shared_gate": False,
+        "moe_layers": sparse,
+        "layer_attention": _exaone_attention(fields),
+        "norm_topk_prob": fields.flag("norm_topk_prob", True),
+        "router": scored(fields, num_experts, (1, 1, 2.5), key="num_experts", bias=True),
+        "qk_norm": True,
+        "unused_layers": fields.size("num_nextn_predict_layers", 0, least=0),
+    }
+
+
+def _exaone_attention(fields: Fields) -> tuple[Paged, ...]:
+    kinds = ["sliding_attention", "full_attention"]
+    if "sliding_window" in fields.values and fields.given("sliding_window") is None:
+        raise fields.wrong("sliding_window", "1 or more")
+    window = fields.size("sliding_window", 4096)
+    if (types := _kinds(fields, "layer_types", kinds)) is None:
+        key, count = "sliding_window_pattern", fields.size("num_hidden_layers")
+        if isinstance(fields.given(key), str):
+            raise fields.wrong(key, "a number of layers where layer_types is absent")
+        every = fields.size(key, 4)
+        types = [kinds[(i + 1) % every == 0] for i in range(count)]
+    sees = window if window < positions(fields) else 0
+    each = Paged(sees), Paged(rotary=RopeConfig(kind="none"))
+    return tuple(each[kinds.index(kind)] for kind in types)
+
+
 def _hunyuan(fields: Fields) -> dict[str, Any]:
     per_layer = "moe_intermediate_size", "moe_topk", "num_experts", "num_shared_expert"
     fields = _one_for_all(fields, *per_layer)
@@ -457,19 +494,24 @@ def _one_for_all(fields: Fields, *keys: str) -> Fields:
     return Fields(values, fields.file, fields.where)
 
 
-def _sparse_layers(fields: Fields, dense: int) -> tuple[bool, ...]:
-    """Returns which layers `mlp_layer_types` says to be MoE; without it, all but the first `dense`.
+def _sparse_layers(fields: Fields, dense: int, *, counted: bool = False) -> tuple[bool, ...]:
+    """Returns which layers `mlp_layer_types` says to be MoE; without it, all but the first `dense`,
+    or, where it is `counted`, `first_k_dense_replace`.
 
-    Raises ConfigError where there is none, or `first_k_dense_replace` says otherwise.
+    Raises ConfigError where there is none, or `first_k_dense_replace` is not `counted` and says
+    otherwise.
     """
     count, key = fields.size("num_hidden_layers"), "mlp_layer_types"
+    first = "first_k_dense_replace"
+    if counted:
+        dense = fields.size(first, dense, least=0)
     types = _kinds(fields, key, ["dense", "sparse"])
     if types is None:
         types = ["dense"] * min(dense, count) + ["sparse"] * (count - dense)
     if "sparse" not in types:
         raise fields.wrong(key, "such that one layer is 'sparse' at least")
     sparse = tuple(kind == "sparse" for kind in types)
-    if fields.given(first := "first_k_dense_replace") is not None:
+    if not counted and fields.given(first) is not None:
         number = fields.size(first, least=0)
         if sparse != tuple(i >= number for i in range(count)):
             found = f"absent, or as mlp_layer_types says ({types.index('sparse')})"
@@ -528,16 +570,19 @@ def scored(
     fields: Fields,
     num_experts: int,
     absent: tuple[int, int, float] = (1, 1, 1.0),
+    *,
+    key: str = "n_routed_experts",
     **given: Any,
 ) -> ScoredTopK:
     """Returns the router of `n_group`, `topk_group` and `routed_scaling_factor`, which are `absent`
-    where they are, with other fields as `given`. Raises ConfigError for groups that cannot be.
+    where they are, with other fields as `given`. Raises ConfigError for groups that cannot be of
+    the experts, which `key` counts.
     """
     groups, top = fields.size("n_group", absent[0]), fields.size("topk_group", absent[1])
     scale = fields.number("routed_scaling_factor", absent[2])
     router = ScoredTopK(groups=groups, top_groups=top, scale=scale, **given)
     if num_experts % groups or num_experts // groups < router.best:
-        wanted = f"a divisor of n_routed_experts ({num_experts}) into groups of {router.best} or"
+        wanted = f"a divisor of {key} ({num_experts}) into groups of {router.best} or"
         raise fields.wrong("n_group", f"{wanted} more")
     least = -(-fields.size("num_experts_per_tok") * groups // num_experts)
     if not least <= top <= groups:
@@ -1152,6 +1197,27 @@ ARCHITECTURES: dict[str, Architecture] = {
         shared="shared_mlp",
         apart="sigmoid router with a bias, RMSNorm of q and k a head; dense layers by "
         "`mlp_layer_types`; prediction layer left out",
+    ),
+    "exaone_moe": Architecture(
+        "ExaoneMoeForCausalLM",
+        _exaone,
+        _and(
+            "first_k_dense_replace is_moe_layer mlp_layer_types moe_intermediate_size n_group "
+            "norm_topk_prob num_experts num_nextn_predict_layers num_shared_experts "
+            "routed_scaling_factor sliding_window_pattern topk_group"
+        ),
+        {
+            "attention_bias": (False,),
+            "scoring_func": ("sigmoid",),
+            "topk_method": ("noaux_tc",),
+        },
+        older_class="ExaoneMoEForCausalLM",
+        rms_norm_eps=1e-5,
+        router_bias="e_score_correction_bias",
+        shared="shared_experts",
+        predicting="mtp.",
+        apart="RMSNorm of q and k a head, DeepSeek-V3's router; windows whose heads turn, full "
+        "attention without positions; prediction layer left out",
     ),
     "hunyuan_v1_moe": Architecture(
         "HunYuanMoEV1ForCausalLM",

@@ -97,8 +97,10 @@ HARMLESS: Mapping[str, str] = {
     ),
     **_because(
         "of a prediction layer, which is left out",
-        "mtp_hybrid_override_pattern mtp_layers_block_type mtp_num_hidden_layers "
-        "mtp_use_dedicated_embeddings",
+        """
+        mtp_hybrid_override_pattern mtp_layers_block_type mtp_loss_scaling_factor
+        mtp_num_hidden_layers mtp_share_layers mtp_use_dedicated_embeddings
+        """,
     ),
     **_because("how a scan is cut", "chunk_size mamba_chunk_size"),
     **_because(

@@ -102,6 +102,7 @@ OTHERS = {
     "rope_type": ["default", "dynamic"],
     "rotary_dim": [4, 10],
     "sliding_window": [4, 4096],
+    "sliding_window_pattern": [1, 2, 3, "LLLG", None],
     "topk_group": [1, 2],
     "topk_method": ["greedy", "group_limited_greedy", "noaux_tc"],
     "torch_dtype": ["float16"],
@@ -220,6 +221,13 @@ ADDED_FOR = {
         "max_window_layers": [0, 1],
         "sliding_window": [4],
         "use_sliding_window": [True, False],
+    },
+    "exaone_moe": {
+        "is_moe_layer": [[False, True, True, True], [True] * 4],
+        "mtp_share_layers": [True],
+        "num_nextn_predict_layers": [1],
+        "scoring_func": ["softmax", "sigmoid"],
+        "topk_method": ["noaux_tc", "greedy"],
     },
     "minimax_m2": {
         "attn_type_list": [[1, 1], [1, 0]],

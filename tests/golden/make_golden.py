@@ -37,7 +37,7 @@ MIN_ROUTER_GAP, MIN_LOGIT_GAP, MIN_DISTINCT, MIN_ROPE_EFFECT = 0.005, 0.02, 5, 0
 # Scores with a bias in the choice.
 BIASED = (
     *("glm4_moe", "glm4_moe_lite", "solar_open", "deepseek_v3", "minimax_m2", "ernie4_5_moe"),
-    *("dots1", "hy_v3", "lfm2_moe", "nemotron_h"),
+    *("dots1", "hy_v3", "lfm2_moe", "nemotron_h", "exaone_moe"),
 )
 MIN_SCORE_GAP = dict.fromkeys((*BIASED, "phimoe", "deepseek_v2", "mistral4"), 0.0005)
 EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
@@ -234,6 +234,7 @@ mistral4, mistral3 = (
 solar = partial(case, "solar_open", eos_token_id=2)
 mellum = partial(case, "mellum", eos_token_id=2)
 hunyuan = partial(case, "hunyuan_v1_moe", eos_token_id=2)
+exaone = partial(case, "exaone_moe", eos_token_id=2)
 hy3 = partial(case, "hy_v3", eos_token_id=2)
 minimax = partial(case, "minimax_m2", eos_token_id=2)
 ernie = partial(case, "ernie4_5_moe", eos_token_id=2)
@@ -595,6 +596,32 @@ CASES = {
         router_scaling_factor=1.3,
         **TIED,
     ),
+    "exaone_moe": exaone(
+        [4, 30, 6, 3, 73],
+        [9, 3, 11, 25],
+        rope=TEN_THOUSAND,
+        head_dim=8,
+        n_group=3,
+        topk_group=2,
+        num_shared_experts=2,
+        layer_types=["sliding_attention", "full_attention", *2 * ["sliding_attention"]],
+        sliding_window=5,
+        sliding_window_pattern="LGLL",
+    ),
+    "exaone_moe_pattern_yarn_tied": exaone(
+        [4, 28, 5, 1, 61],
+        [7, 2, 13, 21],
+        hub=False,
+        bf16=True,
+        rope=YARN_BETAS,
+        head_dim=10,
+        mlp_layer_types=["sparse", "dense", "sparse", "sparse"],
+        norm_topk_prob=False,
+        routed_scaling_factor=1.3,
+        sliding_window=4,
+        sliding_window_pattern=2,
+        **TIED,
+    ),
     "minimax_m2": minimax(
         [2, 36, 6, 3, 73],
         [9, 3, 13],
@@ -931,7 +958,7 @@ def spell_like_hub(path):
     if config["model_type"] == "lfm2_moe":
         config["tie_embedding"] = config.pop("tie_word_embeddings")
     for name in ("layer_types", "qkv_bias"):
-        if config["model_type"] not in ("gpt_oss", "lfm2_moe", "granitemoehybrid"):
+        if config["model_type"] not in ("gpt_oss", "lfm2_moe", "granitemoehybrid", "exaone_moe"):
             config.pop(name, None)
     if config.get("head_dim", 0) is None:
         del config["head_dim"]

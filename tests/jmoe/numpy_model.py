@@ -292,6 +292,8 @@ class NumpyModel:
     def rotate(self, x, position, layer):
         if self.config.get("position_embedding_type") == "nope":
             return x
+        if self.config["model_type"] == "exaone_moe" and self.window(layer) == 10**9:
+            return x
         turned = int(x.shape[1] * self.config.get("partial_rotary_factor", 1.0))
         turned = self.config.get("rotary_dim", turned)
         half, neighbours = turned // 2, self.config["model_type"] == "ernie4_5_moe"
@@ -385,7 +387,16 @@ class NumpyModel:
         normalize = cfg.get("norm_topk_prob") or cfg["model_type"] in always
         if cfg["model_type"] == "phimoe":
             return sparsemixer(logits, cfg["router_jitter_noise"])
-        biased = "glm4_moe", "dots1", "minimax_m2", "hy_v3", "lfm2_moe", "nemotron_h", softmaxed
+        biased = (
+            "glm4_moe",
+            "dots1",
+            "minimax_m2",
+            "hy_v3",
+            "lfm2_moe",
+            "nemotron_h",
+            "exaone_moe",
+            softmaxed,
+        )
         if cfg["model_type"] in biased:
             biases = (f"{at}{own}e_score_correction_bias" for own in ("gate.", "moe_statics.", ""))
             [bias] = (self.tensors[name] for name in biases if name in self.tensors)

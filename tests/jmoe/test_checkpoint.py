@@ -391,6 +391,7 @@ NAMED = [
     "deepseek_v2",
     "mellum",
     "mistral4",
+    "exaone_moe",
     "qwen3_next",
     "lfm2_moe",
     "granitemoehybrid",

@@ -109,7 +109,7 @@ def test_a_changed_key_does_what_it_does_in_transformers_or_is_refused(case, tmp
     assert not wrong, "\n".join(wrong)
 
 
-MTP = "mellum", "qwen3_next", "qwen3_5_moe_text"
+MTP = "mellum", "qwen3_next", "qwen3_5_moe_text", "exaone_moe"
 """Whose prediction layer has that name."""
 
 
@@ -157,6 +157,7 @@ def test_a_tensor_that_nothing_reads_is_refused_by_name(case, tmp_path, add_tens
         ("mellum", "mtp."),
         ("qwen3_next", "mtp."),
         ("nemotron_h", "mtp."),
+        ("exaone_moe", "mtp."),
     ],
 )
 def test_a_prediction_layer_of_a_name_of_its_own_is_left_out(add_tensors, caplog, case, at):
@@ -164,7 +165,7 @@ def test_a_prediction_layer_of_a_name_of_its_own_is_left_out(add_tensors, caplog
     caplog.set_level("INFO")
     directory = add_tensors(case, dict.fromkeys(names, np.ones(3, np.float32)))
     jmoe.load(directory, dtype="float32")
-    behind = "" if case in ("qwen3_next", "nemotron_h") else "model.layers.3.*, "
+    behind = "" if case in ("qwen3_next", "nemotron_h", "exaone_moe") else "model.layers.3.*, "
     assert f"2 tensors are not read, {behind}{at}*: they predict" in caplog.text
 
 

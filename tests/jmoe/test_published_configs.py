@@ -65,6 +65,7 @@ CARDS = {
     "DeepSeek-V3-bf16": (671, 37, 163840),
     "Kimi-K2-Instruct": (1026, 32, 131072),
     "Kimi-K2.5": (1026, 32, 262144),
+    "K-EXAONE-236B-A23B": (236, 23, 262144),
     "Mistral-Small-4-119B-2603": (119, 6.5, 1048576),  # but for what sees images
     "ERNIE-4.5-21B-A3B-PT": (21.8, 3, 131072),
     "ERNIE-4.5-300B-A47B-PT": (300, 47, 131072),
@@ -173,6 +174,36 @@ def test_mistral_small_4_has_yarn_of_half_a_head_and_queries_that_grow():
         ConfigError, match=r"query_scaling is 0\.1; it must be 0 in layers of Paged"
     ):
         replace(cfg, layer_attention=())
+
+
+def test_k_exaone_turns_heads_in_windows_only():
+    config = json.loads((PUBLISHED / "K-EXAONE-236B-A23B.json").read_text())
+    cfg = from_hf(config)
+    own, full = cfg.attention_kinds
+    assert cfg.layer_attention == (own, own, own, full) * 12
+    assert (own.window, full.window) == (128, 0)
+    assert (cfg.rope_of(own), cfg.rope_of(full).kind) == (RopeConfig(theta=1e6), "none")
+    wide = from_hf(config | {"sliding_window": 262144}).attention_kinds
+    assert [(kind.window, kind.rotary) for kind in wide] == [(0, None), (0, full.rotary)]
+    known = from_hf(config | {"architectures": ["ExaoneMoeForCausalLM"]})
+    assert known == cfg
+    plain = {key: config[key] for key in config if key not in ("layer_types", "mlp_layer_types")}
+    assert from_hf(plain | {"sliding_window_pattern": 4}) == cfg
+    dense = {"first_k_dense_replace": 2, "is_moe_layer": None}
+    assert from_hf(config | dense) == cfg  # mlp_layer_types say it
+    assert from_hf(plain | dense | {"sliding_window_pattern": 4}).moe_layers[:3] == (
+        *2 * (False,),
+        True,
+    )
+    for given, words in (
+        (plain, r"sliding_window_pattern is 'LLLG'; .* a number of layers where layer_types is"),
+        (config | {"sliding_window": None}, "sliding_window is None; it must be 1 or more"),
+        (config | {"is_moe_layer": [True] * 48}, r"is_moe_layer is .* absent, or as mlp_layer"),
+        (config | {"layer_types": ["chunked_attention"] * 48}, "layer_types is .*sliding_attent"),
+        (config | {"n_group": 3}, r"n_group is 3; it must be a divisor of num_experts \(128\)"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            from_hf(given)
 
 
 def test_hunyuan_has_lists_of_one_number_for_all_layers():
@@ -339,7 +370,7 @@ def shrunk(config):
         own["sliding_window"] = 5
     if "hybrid_override_pattern" in config:
         own |= {"hybrid_override_pattern": "MEM*E", "num_hidden_layers": 5}
-    for key in {"layer_types", "mlp_layer_types"} & config.keys():
+    for key in {"is_moe_layer", "layer_types", "mlp_layer_types"} & config.keys():
         own[key] = config[key][-3:]
     rope = dict(config.get("rope_scaling") or {})
     for key in {"long_factor", "short_factor"} & rope.keys():

@@ -27,6 +27,7 @@ DEEP += [
     "lfm2_moe",
     "granitemoehybrid",
     "nemotron_h",
+    "exaone_moe",
 ]
 CASES = ["qwen2_moe", *(pytest.param(name, marks=pytest.mark.deep) for name in DEEP), "qwen3_moe"]
 TOKENS = np.random.default_rng(0).integers(0, 70, (3, 8))

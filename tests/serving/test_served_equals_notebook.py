@@ -743,6 +743,7 @@ ARCHITECTURES = (  # goldens of what others do not have
     "deepseek_v3",
     "mellum",
     "mistral4",
+    "exaone_moe",
     "qwen3_next",
     "lfm2_moe",
     "granitemoehybrid",

@@ -179,6 +179,7 @@ def test_end_to_end_it_is_the_model_and_its_twins_are_united_without_loss(reques
         "dots1",
         "mellum_yarn_tied",
         "mistral4",
+        "exaone_moe",
         "hunyuan_v1_moe",
         "qwen3_next",
         "lfm2_moe",
