@@ -168,6 +168,21 @@ def test_layers_of_several_attention_kinds_are_those_of_each_model_alone(family)
     check_segments(models, counts, state, out)
 
 
+@pytest.mark.deep
+def test_queries_that_grow_with_their_position_do_so_in_each_segment(family):
+    """But for its router, of which no step has several."""
+    plain, models = [], []
+    for model in family("mistral4")[:2]:
+        models.append(replace(model, config=replace(model.config, router=None)))
+        rope = replace(model.config.rope, query_scaling=0.0)
+        plain.append(replace(model, config=replace(models[-1].config, rope=rope)))
+    counts = 4, 2
+    state, out = run_mixed(models, rows_of(counts))
+    check_segments(models, counts, state, out)
+    without = run_mixed(plain, rows_of(counts))[1]
+    assert np.abs(out.logits - without.logits).max() > 1e-2
+
+
 @pytest.mark.exhaustive
 def test_layers_in_arrays_of_their_own_are_the_same_step(family):
     models = family("qwen3_moe_mixed_yarn")[:2]
