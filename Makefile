@@ -75,7 +75,7 @@ GPU_WHEELS := annotated-types fastapi fastapi-swagger grpcio grpcio-health-check
     typing-inspection uvicorn
 gpu-pack: $(VENV)/.base
 	rm -rf out/gpu-pack && mkdir -p out/gpu-pack/jmoe
-	git archive HEAD . ':!jmoe/bundled_family' ':!docs/*.png' | tar -x -C out/gpu-pack/jmoe
+	git archive HEAD . ':!jmoe/bundled_family' ':!docs/*.png' ':!tests/golden/*/config_changes.npz' | tar -x -C out/gpu-pack/jmoe
 	$(BIN)/python -m pip download --quiet --disable-pip-version-check -c constraints.txt --no-deps \
 	    --only-binary=:all: -d out/gpu-pack/jmoe/wheels $(GPU_WHEELS)
 	tar -czf out/gpu-pack.tar.gz -C out/gpu-pack jmoe
