@@ -63,6 +63,8 @@ class Architecture:
     """Name of attention and of recurrent layers alike, where they have one."""
     embed: str = "embed_tokens"
     """Name of the embeddings."""
+    post_norms: tuple[str, str] = ("post_self_attn_layernorm", "post_mlp_layernorm")
+    """Names of the norms of what attention and the MLP block add (`ModelConfig.post_norms`)."""
     output: str = "o_proj"
     """Name of attention's output projection."""
     dense_names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
@@ -93,6 +95,8 @@ class Architecture:
     """How names of tensors begin that predict further tokens, beside those of `unused_layers`."""
     head_norms: tuple[str, str] = ("q_norm", "k_norm")
     """Names of the norms of query and of key heads, where it has them."""
+    head_gate: str = ""
+    """Name of what makes a gate of what heads read (`Paged.gated`); none: it lies in `q_proj`."""
     shared: str = "shared_expert"
     """Name of the shared experts in the MLP block."""
     joined_shared: tuple[str, str] | None = None
@@ -476,6 +480,36 @@ def _mellum(fields: Fields) -> dict[str, Any]:
         "norm_topk_prob": fields.flag("norm_topk_prob", True),
         "qk_norm": True,
         "unused_layers": fields.size("num_nextn_predict_layers", mtp, least=0, most=1),
+    }
+
+
+def _afmoe(fields: Fields) -> dict[str, Any]:
+    count, types = fields.size("num_hidden_layers"), ["sliding_attention", "full_attention"]
+    if (dense := fields.size("num_dense_layers", 1, least=0)) >= count:
+        raise fields.wrong("num_dense_layers", f"below num_hidden_layers ({count})")
+    every = fields.size("global_attn_every_n_layers", 4)
+    if (kinds := _kinds(fields, "layer_types", types)) is None:
+        kinds = [types[(i + 1) % every == 0] for i in range(count)]
+    window = fields.size("sliding_window", 1024)
+    window = 0 if window >= positions(fields) else window
+    slides = Paged(window, gated=True), Paged(rotary=RopeConfig(kind="none"), gated=True)
+    width = fields.size("moe_intermediate_size", 1408)
+    return {
+        **_biases(fields),
+        "layer_attention": tuple(slides[types.index(kind)] for kind in kinds),
+        "num_experts": _expert_count(fields),
+        "d_ff_expert": width,
+        "d_ff_shared": width * fields.size("num_shared_experts", 2, least=0),
+        "shared_gate": False,
+        "moe_layers": tuple(i >= dense for i in range(count)),
+        "head_dim": fields.size("head_dim", 128),
+        "norm_topk_prob": True,
+        "router": ScoredTopK(scale=fields.number("route_scale", 1.0), bias=True),
+        "qk_norm": True,
+        "post_norms": True,
+        "embedding_multiplier": fields.size("hidden_size") ** 0.5
+        if fields.flag("mup_enabled", False)
+        else 1.0,
     }
 
 
@@ -1249,6 +1283,30 @@ ARCHITECTURES: dict[str, Architecture] = {
         shared="shared_mlp",
         apart="RMSNorm of q and k a head after they turn, a shared expert without a gate; numbers "
         "that may be lists; `dynamic` RoPE with an `alpha`",
+    ),
+    "afmoe": Architecture(
+        "AfmoeForCausalLM",
+        _afmoe,
+        _and(
+            "attention_bias global_attn_every_n_layers moe_intermediate_size mup_enabled "
+            "num_dense_layers num_experts num_local_experts num_shared_experts route_scale"
+        ),
+        {
+            **dict.fromkeys(
+                ("n_group", "num_expert_groups", "num_limited_groups", "topk_group"), (1,)
+            ),
+            "route_norm": (True,),
+            "score_func": ("sigmoid",),
+        },
+        rms_norm_eps=1e-5,
+        norms=("input_layernorm", "pre_mlp_layernorm", "norm"),
+        post_norms=("post_attention_layernorm", "post_mlp_layernorm"),
+        router="router.gate",
+        router_bias="expert_bias",
+        head_gate="gate_proj",
+        shared="shared_experts",
+        apart="norms before and after each half layer, a gate on attention's output, RMSNorm of q "
+        "and k a head; heads turn in windows only; a sigmoid router with a bias, muP",
     ),
     "mellum": Architecture(
         "MellumForCausalLM",

@@ -70,6 +70,7 @@ class ModelConfig:
     head_bias: bool = False  # of the output projection
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0  # of what each half layer adds
+    post_norms: bool = False  # what each half layer adds has an RMSNorm of its own
     logits_scaling: float = 1.0  # what logits are divided by
     unused_layers: int = 0  # of the checkpoint, behind the last: they predict further tokens
     layer_attention: tuple[AttentionKind, ...] = ()  # by layer; none: full attention

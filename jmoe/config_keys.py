@@ -56,8 +56,8 @@ HARMLESS: Mapping[str, str] = {
         "training only",
         """
         attention_dropout classifier_dropout embd_pdrop gradient_checkpointing hidden_dropout
-        initializer_range input_jitter_noise loss_type neftune_noise_alpha resid_pdrop
-        router_aux_loss_coef router_jitter_noise
+        initializer_range input_jitter_noise load_balance_coeff loss_type neftune_noise_alpha
+        resid_pdrop router_aux_loss_coef router_jitter_noise
         """,
     ),
     **_because(

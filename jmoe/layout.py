@@ -39,6 +39,10 @@ def layer(cfg: ModelConfig, index: int, is_moe: bool) -> Layout:
     out = _norm(cfg, "attn_norm", at + names.norms[0])
     if cfg.has_mlp(index):
         out |= _norm(cfg, "mlp_norm", _below(cfg, index) + names.norms[1])
+    if cfg.post_norms:
+        for half, name in zip(("attn", "mlp"), names.post_norms, strict=True):
+            key, tensor = f"{half}_post_norm", f"{at}{name}.weight"
+            out[key] = Parameter((tensor,), ((d,),), "norm", **_centred(cfg))
     if isinstance(kind, Recurrent):
         out |= kind.tensors(cfg, names, at)
     else:
@@ -81,23 +85,26 @@ def _below(cfg: ModelConfig, index: int) -> str:
 
 def _heads(cfg: ModelConfig, kind: Any, attn: str) -> Layout:
     d, size, gated = cfg.d_model, cfg.head_dim, getattr(kind, "gated", False)
+    names = naming(cfg.architecture)
+    apart = (names.head_gate,) if gated and names.head_gate else ()
     q, kv = cfg.num_heads * size, cfg.num_kv_heads * size
-    qkv = tuple(f"{attn}{p}_proj." for p in "qkv")
-    weights, biases = (tuple(p + kind for p in qkv) for kind in ("weight", "bias"))
-    paired = size if naming(cfg.architecture).neighbours_turn else 0
-    woven = ((size, size),) if gated else ()
-    queries = q * (1 + gated)
+    paired = size if names.neighbours_turn else 0
+    woven = ((size, size),) if gated and not apart else ()
+    queries = 2 * q if woven else q
+    rows = (queries, *(q for _ in apart), kv, kv)
+    weights = tuple(f"{attn}{name}.weight" for name in ("q_proj", *apart, "k_proj", "v_proj"))
+    stored = tuple((one, d) for one in rows)
     out = {
-        "wqkv": Parameter(weights, ((queries, d), (kv, d), (kv, d)), paired=paired, woven=woven),
-        "wo": Parameter((f"{attn}{naming(cfg.architecture).output}.weight",), ((d, q),)),
+        "wqkv": Parameter(weights, stored, paired=paired, woven=woven),
+        "wo": Parameter((f"{attn}{names.output}.weight",), ((d, q),)),
     }
     if cfg.qkv_bias:
+        biases = tuple(f"{attn}{p}_proj.bias" for p in "qkv")
         out["bqkv"] = Parameter(biases, ((queries,), (kv,), (kv,)), "bias", woven=woven)
     if cfg.o_bias:
         out["bo"] = Parameter((attn + "o_proj.bias",), ((d,),), "bias")
     if cfg.qk_norm:
-        names = naming(cfg.architecture).head_norms
-        for key, name, whole in zip(("q_norm", "k_norm"), names, (q, kv), strict=True):
+        for key, name, whole in zip(("q_norm", "k_norm"), names.head_norms, (q, kv), strict=True):
             shape = (whole if cfg.normed_whole else size,)
             out[key] = Parameter((f"{attn}{name}.weight",), (shape,), "norm", **_centred(cfg))
     return out

@@ -82,8 +82,9 @@ def project(
     shape = (-1, cfg.num_heads + 2 * cfg.num_kv_heads, cfg.head_dim)
     product, bias, gate = linear(h, layer["wqkv"]), layer.get("bqkv"), None
     if product.shape[1] > shape[1] * shape[2]:  # gates behind the queries
+        both = bias is not None and len(bias) == product.shape[1]
         product, gate = _without_gate(cfg, product)
-        if bias is not None:
+        if both:
             bias, of_gate = _without_gate(cfg, bias[None])
             gate = gate + of_gate
         gate = gate.reshape(-1, cfg.num_heads, cfg.head_dim)
@@ -202,7 +203,7 @@ def attended(
     if gate is not None:
         out = out * jax.nn.sigmoid(gate.astype(out.dtype))
     out = linear(out.reshape(x.shape[0], -1), layer["wo"]).astype(x.dtype)
-    return residual(cfg, x, out + layer["bo"][None] if "bo" in layer else out)
+    return residual(cfg, layer, "attn", x, out + layer["bo"][None] if "bo" in layer else out)
 
 
 def head(cfg: ModelConfig, params: Params, x: Float[Array, "T d"]) -> Float[Array, "T V"]:

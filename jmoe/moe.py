@@ -8,7 +8,7 @@ made of `router`, `gate`, `planned` and `compute`.
 Letters: T rows, d model width, m routed experts, E logical ones, K picks a row, D devices.
 """
 
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -315,11 +315,18 @@ def _needed(
 
 def with_residual(cfg: ModelConfig, layer: Params, x: Array, h: Array, out: Array) -> Array:
     """Returns routed and shared experts with the residual."""
-    return residual(cfg, x, out + shared_expert(cfg, layer, h) if cfg.d_ff_shared else out)
+    out = out + shared_expert(cfg, layer, h) if cfg.d_ff_shared else out
+    return residual(cfg, layer, "mlp", x, out)
 
 
-def residual(cfg: ModelConfig, x: Array, out: Array) -> Array:
-    """Adds to the rows what half a layer has made of them."""
+def residual(
+    cfg: ModelConfig, layer: Params, half: Literal["attn", "mlp"], x: Array, out: Array
+) -> Array:
+    """Adds to the rows what half a layer has made of them, normed where the layer has a norm for
+    that.
+    """
+    if cfg.post_norms:
+        out = rms_norm(out, layer[f"{half}_post_norm"], cfg.rms_norm_eps)
     return x + (out if cfg.residual_multiplier == 1 else out * cfg.residual_multiplier)
 
 
@@ -328,4 +335,5 @@ def dense_mlp(cfg: ModelConfig, layer: Params, x: Float[Array, "T d"]) -> Float[
     if "down" not in layer:
         return x
     h = normed(cfg, layer, "mlp_norm", x)
-    return residual(cfg, x, gated_mlp(h, layer["gate_up"], layer["down"], cfg.activation))
+    out = gated_mlp(h, layer["gate_up"], layer["down"], cfg.activation)
+    return residual(cfg, layer, "mlp", x, out)

@@ -2,9 +2,9 @@
 
 A layer's experts may lie on other devices than its attention, and its rows be others' neighbours
 there. So what follows a router is cut in two: `attend_stage` ends where rows leave for their
-experts, `expert_stage` computes visits of any rows, and the next `attend_stage` begins by adding up
-what came back. Gate weights stay where attention is. Parts are added in the order of a row's picks,
-whatever order they came in: bits do not depend on it.
+experts, `expert_stage` computes visits of any rows, and `merge` adds up what came back before the
+next `attend_stage`. Gate weights stay where attention is. Parts are added in the order of a row's
+picks, whatever order they came in: bits do not depend on it.
 """
 
 from typing import Any, NamedTuple
@@ -38,8 +38,9 @@ FULL, PARTIAL = strategy_code("full"), strategy_code("partial")
 class WaitingRows(NamedTuple):
     """Rows whose experts compute; of a dense layer, nothing is waited for."""
 
-    x: Float[Array, "T d"]  # with the layer's attention and shared expert
-    weights: Float[Array, "T K"]  # of each visit, float32, with the residual's multiplier; 0: none
+    x: Float[Array, "T d"]  # with the layer's attention
+    weights: Float[Array, "T K"]  # of each visit, float32; 0: none
+    shared: Float[Array, "T d"] | None  # what the shared expert made of them, where there is one
 
 
 class StageVisits(NamedTuple):
@@ -51,22 +52,31 @@ class StageVisits(NamedTuple):
     unserved: Int[Array, "T"]  # visits whose expert nobody has, and that nothing may stand in for
 
 
-def entering(x: Float[Array, "T d"], num_picks: int) -> tuple[WaitingRows, Float[Array, "T K d"]]:
-    """Returns embeddings as the first layer takes them: rows that wait for nothing, and no
-    parts.
+def waiting(cfg: ModelConfig, x: Float[Array, "T d"]) -> WaitingRows:
+    """Returns rows that wait for nothing."""
+    weights = jnp.zeros((x.shape[0], cfg.experts_per_token), jnp.float32)
+    return WaitingRows(x, weights, jnp.zeros_like(x) if cfg.d_ff_shared else None)
+
+
+def behind(layer: Params) -> Params:
+    """Returns the parameters of a layer that `merge` reads."""
+    return {key: leaf for key, leaf in layer.items() if key == "mlp_post_norm"}
+
+
+def merge(
+    cfg: ModelConfig, layer: Params, waiting: WaitingRows, parts: Float[Array, "T K d"]
+) -> Float[Array, "T d"]:
+    """Returns rows after the experts of a layer; parts of visits that do not exist are ignored, and
+    rows that wait for nothing stay as they are.
     """
-    nothing = jnp.zeros((x.shape[0], num_picks), jnp.float32)
-    return WaitingRows(x, nothing), jnp.zeros((*nothing.shape, x.shape[1]), x.dtype)
-
-
-def merge(waiting: WaitingRows, parts: Float[Array, "T K d"]) -> Float[Array, "T d"]:
-    """Returns the rows after their experts; parts of visits that do not exist are ignored."""
     total = jnp.zeros(waiting.x.shape, jnp.float32)
     for k in range(waiting.weights.shape[1]):
         weight = waiting.weights[:, k, None]
         part = jnp.where(weight != 0, parts[:, k].astype(jnp.float32), 0.0)
         total = total + weight * part
-    return waiting.x + total.astype(waiting.x.dtype)
+    out = total.astype(waiting.x.dtype)
+    out = out if waiting.shared is None else out + waiting.shared
+    return residual(cfg, layer, "mlp", waiting.x, out)
 
 
 def attend_stage(
@@ -74,22 +84,20 @@ def attend_stage(
     layer: Params,
     groups: Int[Array, "m"] | None,
     index: Int[Array, ""],
-    waiting: WaitingRows,
-    parts: Float[Array, "T K d"],
+    x: Float[Array, "T d"],
     pages: Any,
     step: StepData,
     reachable: Bool[Array, "E"] | None = None,
     kind: int | None = None,
 ) -> tuple[WaitingRows, StageVisits | None, Any]:
-    """Runs from behind the experts of one layer to before those of the next one.
+    """Runs a layer up to its experts.
 
     Args:
         cfg: the model's.
         layer: parameters of the layer alone, as an unstacked segment has them.
         groups: of this MoE layer, as in ExpertTable; None: the layer is dense.
         index: of the layer among those of its kind; traced, so that these are one program.
-        waiting: rows as the layer before left them; of the first layer, what `entering` makes.
-        parts: what the experts of the layer before made of each visit.
+        x: rows as they enter the layer.
         pages: keys and values, written for these rows.
         step: of these rows, whichever those are: brownout's plan is made of what this batch visits.
         reachable: logical experts that somebody has, routed ones and then united; None: all.
@@ -97,7 +105,6 @@ def attend_stage(
 
     Returns the rows, what they visit (None of a dense layer, whose MLP has run), and pages.
     """
-    x = merge(waiting, parts)
     rope = cfg.rope_of(cfg.attention_kinds[kind or 0])
     cos_sin = rotation(step.rows.positions, rope, cfg.head_dim)
     if kind is None:
@@ -107,7 +114,7 @@ def attend_stage(
         x, each[kind] = attend(cfg, layer, x, cos_sin, own, index, each[kind])
         pages = ByKind(tuple(each))
     if groups is None:
-        return WaitingRows(dense_mlp(cfg, layer, x), jnp.zeros_like(waiting.weights)), None, pages
+        return waiting(cfg, dense_mlp(cfg, layer, x)), None, pages
     h, logits = router(cfg, layer, x)
     (rows, _, control), (weights, ids) = step, gate(cfg, logits, layer)
     plan = planned(cfg, ids, weights, groups, rows.valid, rows.exempt, control)
@@ -117,10 +124,9 @@ def attend_stage(
     degraded = jnp.sum(rows.valid[:, None] & (expert_ids != ids), axis=-1, dtype=jnp.int32)
     weights, expert_ids = _once(weights, expert_ids)
     unserved = jnp.sum(unserved, axis=-1, dtype=jnp.int32)
-    if cfg.d_ff_shared:
-        x = residual(cfg, x, shared_expert(cfg, layer, h))
+    shared = shared_expert(cfg, layer, h) if cfg.d_ff_shared else None
     visits = StageVisits(h, expert_ids, degraded, unserved)
-    return WaitingRows(x, weights * cfg.residual_multiplier), visits, pages
+    return WaitingRows(x, weights, shared), visits, pages
 
 
 def _reached(

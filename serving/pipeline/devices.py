@@ -7,6 +7,7 @@ substitute that a test can reckon by hand.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import jax
@@ -22,7 +23,15 @@ from jmoe.model import embed, head, layers_of
 from jmoe.packed_rows import SLOT, everything, sampling_mode
 from jmoe.sampling import Scored, greedy, score_prompts
 from jmoe.shaping import Drawn, Shaping
-from jmoe.stages import StageVisits, WaitingRows, attend_stage, entering, expert_stage, merge
+from jmoe.stages import (
+    StageVisits,
+    WaitingRows,
+    attend_stage,
+    behind,
+    expert_stage,
+    merge,
+    waiting,
+)
 from jmoe.steps import (
     State,
     decode_data,
@@ -78,13 +87,22 @@ class UnitedPart(NamedTuple):
 class Store(NamedTuple):
     """Rows between two layers."""
 
-    x: Float[Array, "R d"]
-    weights: Float[Array, "R K"]
+    rows: WaitingRows
     parts: Float[Array, "R K d"]
+
+    def merged(
+        self, cfg: ModelConfig, before: Params, places: Int[Array, "T"]
+    ) -> Float[Array, "T d"]:
+        """Returns the rows at `places` after the experts of the layer `before`; those of a place
+        past the last are padding.
+        """
+        at = jnp.minimum(places, len(self.parts) - 1)
+        return merge(cfg, before, *jax.tree.map(itemgetter(at), self))
 
 
 def _attend(
     cfg: ModelConfig,
+    before: Params,
     layer: Params,
     groups: Int[Array, "m"] | None,
     reachable: Bool[Array, "E"] | None,
@@ -99,7 +117,9 @@ def _attend(
     index: Int[Array, ""],
     kind: int | None,
 ) -> tuple[Store, State, StageVisits | None]:
-    """Runs an attention stage; `embedding` is given to the first layer alone."""
+    """Runs an attention stage; `embedding` is given to the first layer alone, and `before` has of
+    the others what `merge` reads of the layer before.
+    """
     state = with_deltas(state, deltas)
     if tokens is None:
         slot, step = decode_data(cfg, state, rows, control)
@@ -107,45 +127,39 @@ def _attend(
     else:
         _, _, step = prefill_data(cfg, state, len(tokens), rows, control)
         given = tokens
-    if embedding is not None:
-        waiting, parts = entering(embed(cfg, embedding, given), store.weights.shape[1])
-    else:
-        at = jnp.minimum(places, len(store.x) - 1)
-        waiting, parts = WaitingRows(store.x[at], store.weights[at]), store.parts[at]
-    waiting, visits, pages = attend_stage(
-        cfg, layer, groups, index, waiting, parts, state.pages, step, reachable, kind
+    is_first = embedding is not None
+    x = embed(cfg, embedding, given) if is_first else store.merged(cfg, before, places)
+    left, visits, pages = attend_stage(
+        cfg, layer, groups, index, x, state.pages, step, reachable, kind
     )
-    store = store._replace(
-        x=store.x.at[places].set(waiting.x, mode="drop"),
-        weights=store.weights.at[places].set(waiting.weights, mode="drop"),
-    )
-    return store, state._replace(pages=pages), visits
+    rows = jax.tree.map(lambda kept, own: kept.at[places].set(own, mode="drop"), store.rows, left)
+    return store._replace(rows=rows), state._replace(pages=pages), visits
 
 
 def _leave(
     cfg: ModelConfig,
+    before: Params,
     params: Params,
     store: Store,
     last_token: Int[Array, "S"],
     rows: Int[Array, "B C"],
     places: Int[Array, "B"],
 ) -> tuple[Int[Array, "S"], Int[Array, "B"], Float[Array, "B"], Float[Array, "B V"]]:
-    x = merge(WaitingRows(store.x[places], store.weights[places]), store.parts[places])
-    logits = head(cfg, params, x)
+    logits = head(cfg, params, store.merged(cfg, before, places))
     tokens, logprobs = greedy(logits)
     return remember(last_token, rows[:, SLOT], tokens), tokens, logprobs, logits
 
 
 def _score(
     cfg: ModelConfig,
+    before: Params,
     params: Params,
     store: Store,
     places: Int[Array, "T"],
     following: Int[Array, "T"],
     top: Bool[Array, ""],
 ) -> Scored:
-    at = jnp.minimum(places, len(store.x) - 1)
-    x = merge(WaitingRows(store.x[at], store.weights[at]), store.parts[at])
+    x = store.merged(cfg, before, places)
     return score_prompts(head(cfg, params, x), following, top)
 
 
@@ -162,8 +176,8 @@ class _Programs(NamedTuple):
 def _programs_of(cfg: ModelConfig) -> _Programs:
     """Returns programs for all workers, compiled at their first call with arrays of new shapes."""
     return _Programs(
-        jax.jit(partial(_attend, cfg), static_argnames="kind", donate_argnums=(4, 5)),
-        jax.jit(partial(_leave, cfg), donate_argnums=2),
+        jax.jit(partial(_attend, cfg), static_argnames="kind", donate_argnums=(5, 6)),
+        jax.jit(partial(_leave, cfg), donate_argnums=3),
         jax.jit(partial(_score, cfg)),
         jax.jit(sample_step, static_argnames="truncate", donate_argnums=0),
         jax.jit(partial(draw_step, truncate=None), donate_argnums=(0, 1)),
@@ -222,6 +236,7 @@ class AttentionDevice:
             own = cfg.layer_attention[at]
             index = jax.device_put(jnp.int32(cfg.layer_attention[:at].count(own)), device)
             self._layers.append((layer, index, kinds.index(own) if len(kinds) > 1 else None))
+        self._last = behind(self._layers[-1][0])
         self._is_moe = cfg.moe_layers
         self._groups_of = {way: model.united_of(way).groups for way in ways}
         self._groups = self._of_layers(np.asarray(model.table.groups, np.int32))
@@ -229,8 +244,7 @@ class AttentionDevice:
         self.reach(np.ones(model.table.slots.shape, bool))
         num_rows, picks, kind = sizes.num_rows, cfg.experts_per_token, params["embed"].dtype
         empty = Store(
-            jnp.zeros((num_rows, cfg.d_model), kind),
-            jnp.zeros((num_rows, picks), jnp.float32),
+            waiting(cfg, jnp.zeros((num_rows, cfg.d_model), kind)),
             jnp.zeros((num_rows, picks, cfg.d_model), kind),
         )
         self._store = jax.device_put(empty, device)
@@ -253,6 +267,7 @@ class AttentionDevice:
         """
         params, index, kind = self._layers[layer]
         self._store, self._state, visits = self._programs.attend(
+            behind(self._layers[layer - 1][0]) if layer else {},
             params,
             self._groups[layer],
             self._reachable[layer],
@@ -288,7 +303,7 @@ class AttentionDevice:
 
     def blank(self, count: int) -> Shaped[np.ndarray, "n d"]:
         """Returns so many parts without content."""
-        return np.zeros((count, self._store.x.shape[1]), self._store.x.dtype)
+        return np.zeros((count, self._store.parts.shape[2]), self._store.parts.dtype)
 
     def keep(
         self,
@@ -304,7 +319,7 @@ class AttentionDevice:
     ) -> tuple[Sequence[int], Sequence[float]]:
         """Returns tokens and log-probabilities of rows that have been through all layers."""
         last, tokens, logprobs, logits = self._programs.leave(
-            self._params, self._store, self._state.last_token, rows, places
+            self._last, self._params, self._store, self._state.last_token, rows, places
         )
         if (mode := sampling_mode(rows)) != "greedy":
             truncate = mode == "truncate"
@@ -332,7 +347,7 @@ class AttentionDevice:
             if given is not None:
                 mask[:] = given
         last, *_, logits = self._programs.leave(
-            self._params, self._store, self._state.last_token, rows, places
+            self._last, self._params, self._store, self._state.last_token, rows, places
         )
         last, self._shaping, drawn = self._programs.draw(
             last, self._shaping, logits, rows, shapes, masks
@@ -346,7 +361,9 @@ class AttentionDevice:
         """Returns, on the host, the log-probability of the token that follows each row that has
         been through all layers, and with `top` the likeliest tokens.
         """
-        found = self._programs.score(self._params, self._store, places, following, jnp.asarray(top))
+        found = self._programs.score(
+            self._last, self._params, self._store, places, following, jnp.asarray(top)
+        )
         return jax.device_get(found)
 
 

@@ -195,6 +195,17 @@ ADDED_FOR = {
         "sliding_window": [4],
         "use_grouped_mm": [True, False],
     },
+    "afmoe": {
+        "layer_types": [["sliding_attention"] * 4, ["full_attention"] * 4, ["full_attention"]],
+        "load_balance_coeff": [0.1],
+        "n_group": [1, 2],
+        "num_expert_groups": [1, 2],
+        "num_limited_groups": [1, 2],
+        "route_norm": [True, False],
+        "score_func": ["sigmoid", "softmax"],
+        "topk_group": [1, 2],
+        "use_grouped_mm": [True, False],
+    },
     "hunyuan_v1_moe": {
         "attention_head_dim": [8, 10],
         "cla_share_factor": [2],

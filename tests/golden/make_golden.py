@@ -37,7 +37,7 @@ MIN_ROUTER_GAP, MIN_LOGIT_GAP, MIN_DISTINCT, MIN_ROPE_EFFECT = 0.005, 0.02, 5, 0
 # Scores with a bias in the choice.
 BIASED = (
     *("glm4_moe", "glm4_moe_lite", "solar_open", "deepseek_v3", "minimax_m2", "ernie4_5_moe"),
-    *("dots1", "hy_v3", "lfm2_moe", "nemotron_h", "exaone_moe"),
+    *("dots1", "hy_v3", "lfm2_moe", "nemotron_h", "exaone_moe", "afmoe"),
 )
 MIN_SCORE_GAP = dict.fromkeys((*BIASED, "phimoe", "deepseek_v2", "mistral4"), 0.0005)
 EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
@@ -236,6 +236,7 @@ mellum = partial(case, "mellum", eos_token_id=2)
 hunyuan = partial(case, "hunyuan_v1_moe", eos_token_id=2)
 exaone = partial(case, "exaone_moe", eos_token_id=2)
 hy3 = partial(case, "hy_v3", eos_token_id=2)
+afmoe = partial(case, "afmoe", eos_token_id=2)
 minimax = partial(case, "minimax_m2", eos_token_id=2)
 ernie = partial(case, "ernie4_5_moe", eos_token_id=2)
 dots = partial(case, "dots1", eos_token_id=2, n_shared_experts=2)
@@ -622,6 +623,30 @@ CASES = {
         sliding_window_pattern=2,
         **TIED,
     ),
+    "afmoe": afmoe(
+        [4, 30, 6, 3, 73],
+        [9, 3, 11, 25],
+        rope=TEN_THOUSAND,
+        head_dim=8,
+        global_attn_every_n_layers=2,
+        sliding_window=5,
+        mup_enabled=True,
+        route_scale=1.7,
+    ),
+    "afmoe_types_yarn_tied": afmoe(
+        [3, 28, 5, 1, 61],
+        [7, 2, 13, 21],
+        hub=False,
+        bf16=True,
+        rope=YARN_BETAS,
+        head_dim=10,
+        attention_bias=True,
+        layer_types=["full_attention", "sliding_attention", "sliding_attention"],
+        num_dense_layers=0,
+        num_shared_experts=1,
+        sliding_window=4,
+        **TIED,
+    ),
     "minimax_m2": minimax(
         [2, 36, 6, 3, 73],
         [9, 3, 13],
@@ -868,7 +893,7 @@ def choice_gap(model, logits):
         next(getattr(layer, name) for name in names if hasattr(layer, name))
         for layer in model.model.layers
     )
-    at = [block for block in blocks if hasattr(block, "gate")]
+    at = [block for block in blocks if hasattr(block, "gate") or hasattr(block, "router")]
     n_group, topk_group = (getattr(config, key, 1) for key in ("n_group", "topk_group"))
     gaps = []
     for block, own in zip(at, logits, strict=True):

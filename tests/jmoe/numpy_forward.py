@@ -29,30 +29,31 @@ def forward(model, tokens, served=None):
     pool = {key: np.asarray(leaf, np.float64) for key, leaf in model.pool.arrays.items()}
     slots, out = np.asarray(model.table.slots), []
     for row in np.asarray(tokens):
-        x, moe_layer, scale = params["embed"][row], 0, cfg.residual_multiplier
-        x = x * cfg.embedding_multiplier
+        x, moe_layer = params["embed"][row] * cfg.embedding_multiplier, 0
         for (is_moe, start, count), segment in zip(cfg.segments(), params["segments"], strict=True):
             for i in range(count):
                 layer = {key: leaf[i] for key, leaf in segment.items()}
                 kind, h = cfg.layer_attention[start + i], _layer_norm(cfg, layer, "attn_norm", x)
                 if isinstance(kind, GatedDelta):
-                    x = x + scale * delta_net(cfg, layer, h, kind)
+                    made = delta_net(cfg, layer, h, kind)
                 elif isinstance(kind, Mamba):
-                    x = x + scale * _mamba(cfg, layer, h, kind)
+                    made = _mamba(cfg, layer, h, kind)
                 elif isinstance(kind, ShortConv):
-                    x = x + scale * _short_conv(layer, h, kind)
+                    made = _short_conv(layer, h, kind)
                 elif isinstance(kind, Latent):
-                    x = x + scale * _latent(cfg, layer, h, kind)
+                    made = _latent(cfg, layer, h, kind)
                 else:
-                    x = x + scale * _attention(cfg, layer, h, kind)
+                    made = _attention(cfg, layer, h, kind)
+                x = x + _added(cfg, layer, "attn", made)
                 if not cfg.has_mlp(start + i):
                     continue
                 h = _layer_norm(cfg, layer, "mlp_norm", x)
                 if is_moe:
-                    x = x + scale * _moe(cfg, layer, pool, slots[moe_layer], h, moe_layer, served)
+                    made = _moe(cfg, layer, pool, slots[moe_layer], h, moe_layer, served)
                     moe_layer += 1
                 else:
-                    x = x + scale * _swiglu(cfg, h, layer["gate_up"], layer["down"])
+                    made = _swiglu(cfg, h, layer["gate_up"], layer["down"])
+                x = x + _added(cfg, layer, "mlp", made)
         last = _layer_norm(cfg, params, "final_norm", x[-1])
         logits = last @ (params["embed"].T if cfg.tie_embeddings else params["lm_head"])
         out.append(logits / cfg.logits_scaling + (params["head_bias"] if cfg.head_bias else 0.0))
@@ -69,6 +70,12 @@ def _layer_norm(cfg, params, key, x):
     x = x - x.mean(-1, keepdims=True)
     x = x / np.sqrt(x.var(-1, keepdims=True) + cfg.rms_norm_eps)
     return x * params[key] + params[f"{key}_bias"]
+
+
+def _added(cfg, layer, half, made):
+    if cfg.post_norms:
+        made = _norm(cfg, made, layer[f"{half}_post_norm"])
+    return cfg.residual_multiplier * made
 
 
 def _silu(x):
@@ -94,7 +101,11 @@ def _softmax(x):
 def _attention(cfg, layer, h, kind):
     length, size, groups = len(h), cfg.head_dim, cfg.num_heads // cfg.num_kv_heads
     window, rope = kind.window or length, cfg.rope_of(kind)
-    qkv, gate = h @ layer["wqkv"] + (layer["bqkv"] if cfg.qkv_bias else 0.0), 1.0
+    qkv, gate = h @ layer["wqkv"], 1.0
+    bias = layer["bqkv"] if cfg.qkv_bias else np.zeros(qkv.shape[1])
+    if len(bias) < qkv.shape[1]:  # of a gate without one
+        bias = np.insert(bias, [cfg.num_heads * size] * (cfg.num_heads * size), 0.0)
+    qkv = qkv + bias
     if getattr(kind, "gated", False):
         q, gate, kv = np.split(qkv, np.cumsum([cfg.num_heads * size] * 2), axis=1)
         qkv, gate = np.concatenate([q, kv], axis=1), 1 / (1 + np.exp(-gate))

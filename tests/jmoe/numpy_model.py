@@ -111,6 +111,10 @@ class NumpyModel:
         cfg = self.config
         x = self.tensors["model.embed_tokens.weight"][[token for _, token, _ in rows]]
         x, scale = x * cfg.get("embedding_multiplier", 1), cfg.get("residual_multiplier", 1)
+        if cfg.get("mup_enabled"):
+            x = x * cfg["hidden_size"] ** 0.5
+        four = cfg["model_type"] == "afmoe"  # norms a layer
+        before_mlp = "pre_mlp_layernorm.weight" if four else "post_attention_layernorm.weight"
         degraded, moe_layer = np.zeros(len(rows), int), 0
         for number, kind in enumerate(cfg.get("layers_block_type", ())):
             h = self.norm(x, f"model.layers.{number}.norm.weight")
@@ -130,13 +134,18 @@ class NumpyModel:
             convolves = f"{at}conv.conv.weight" in self.tensors
             mixer = self.delta if recurs else self.short_conv if convolves else self.attention
             mixer = self.mamba if f"{at}mamba.D" in self.tensors else mixer
-            x = x + scale * mixer(layer, h, rows)
-            h = self.norm(x, at + "post_attention_layernorm.weight")
+            out = mixer(layer, h, rows)
+            if four:
+                out = self.norm(out, at + "post_attention_layernorm.weight")
+            x = x + scale * out
+            h = self.norm(x, at + before_mlp)
             if self.is_gpt_oss or f"{at}mlp.gate.weight" in self.tensors:
                 out, moved = self.moe(layer, moe_layer, h, rows, strategy, threshold, way)
                 degraded, moe_layer = degraded + moved, moe_layer + 1
             else:
                 out = self.mlp(at + "mlp.", h)
+            if four:
+                out = self.norm(out, at + "post_mlp_layernorm.weight")
             x = x + scale * out
         tied = "lm_head.weight" not in self.tensors
         name = "model.embed_tokens.weight" if tied else "lm_head.weight"
@@ -255,6 +264,8 @@ class NumpyModel:
             if self.is_qwen3_next:
                 q, gates[i] = np.split(q.reshape(heads, -1), 2, axis=1)
                 q = q.ravel()
+            if f"{at}gate_proj.weight" in self.tensors:
+                gates[i] = self.linear(f"{at}gate_proj", h[i]).reshape(heads, -1)
             whole = cfg["model_type"] in ("olmoe", "minimax_m2")  # norms all heads together
             if whole:
                 q, k = self.norm(q, at + "q_norm.weight"), self.norm(k, at + "k_norm.weight")
@@ -287,12 +298,14 @@ class NumpyModel:
         slides = types is not None and types[layer] == "sliding_attention"
         if self.config["model_type"] == "dots1" and types is None:
             slides = layer >= self.config["max_window_layers"]
+        if (every := self.config.get("global_attn_every_n_layers")) and types is None:
+            slides = (layer + 1) % every > 0
         return self.config["sliding_window"] if slides else 10**9
 
     def rotate(self, x, position, layer):
         if self.config.get("position_embedding_type") == "nope":
             return x
-        if self.config["model_type"] == "exaone_moe" and self.window(layer) == 10**9:
+        if self.config["model_type"] in ("exaone_moe", "afmoe") and self.window(layer) == 10**9:
             return x
         turned = int(x.shape[1] * self.config.get("partial_rotary_factor", 1.0))
         turned = self.config.get("rotary_dim", turned)
@@ -381,6 +394,7 @@ class NumpyModel:
             "gpt_oss",
             "minimax_m2",
             "hy_v3",
+            "afmoe",
             "hunyuan_v1_moe",
             softmaxed,
         )
@@ -395,10 +409,12 @@ class NumpyModel:
             "lfm2_moe",
             "nemotron_h",
             "exaone_moe",
+            "afmoe",
             softmaxed,
         )
         if cfg["model_type"] in biased:
             biases = (f"{at}{own}e_score_correction_bias" for own in ("gate.", "moe_statics.", ""))
+            scales = "routed_scaling_factor", "router_scaling_factor", "route_scale"
             [bias] = (self.tensors[name] for name in biases if name in self.tensors)
             return scored(
                 logits,
@@ -408,7 +424,7 @@ class NumpyModel:
                 groups=cfg.get("n_group", 1),
                 top_groups=cfg.get("topk_group", 1),
                 best=2,
-                scale=cfg.get("routed_scaling_factor") or cfg.get("router_scaling_factor", 1.0),
+                scale=next((cfg[key] for key in scales if key in cfg), 1.0),
                 normalize=normalize,
             )
         order = sorted(range(len(logits)), key=lambda e: (-logits[e], e))

@@ -392,6 +392,7 @@ NAMED = [
     "mellum",
     "mistral4",
     "exaone_moe",
+    "afmoe",
     "qwen3_next",
     "lfm2_moe",
     "granitemoehybrid",

@@ -21,7 +21,14 @@ QUICK = {"mixtral", "mixtral_top1_head_dim", "qwen2_moe", "qwen3_moe", "qwen3_mo
 QUICK |= {"glm4_moe", "phimoe", "gpt_oss", "deepseek_v3", "minimax_m2", "ernie4_5_moe", "dots1"}
 # Fed eight tokens at a time instead of whole: dense layers between, all kinds of grouping.
 CHUNKED = {"qwen2_moe_mlp_only_tied", "qwen3_moe_mixed_yarn", "mixtral_top1_head_dim"}
-CHUNKED |= {"gpt_oss_types_tied", "deepseek_v3_tied", "mistral4", "qwen3_next", "exaone_moe"}
+CHUNKED |= {
+    "gpt_oss_types_tied",
+    "deepseek_v3_tied",
+    "mistral4",
+    "qwen3_next",
+    "exaone_moe",
+    "afmoe",
+}
 
 
 pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
@@ -161,6 +168,7 @@ def test_batched_forms_equal_transformers_greedy(name):
 @pytest.mark.sized(
     deep=[name for name in CASES if name != "qwen2_moe"],
     exhaustive=(
+        "afmoe_types_yarn_tied",
         "deepseek_v2_scaled",
         "deepseek_v3_halves",
         "deepseek_v3_tied",

@@ -26,6 +26,8 @@ CASES = [
     "ernie4_5_moe",
     "hy_v3",
     "hunyuan_v1_moe",
+    "afmoe",
+    "afmoe_types_yarn_tied",
 ]
 
 
@@ -61,7 +63,7 @@ def test_names_and_shapes_are_those_of_the_file(case):
 @pytest.mark.sized(
     deep=("qwen2_moe-jax.numpy", "qwen3_moe_attention_bias-jax.numpy", "glm4_moe-jax.numpy")
 )
-@pytest.mark.sized(deep=[f"{name}-jax.numpy" for name in CASES[-6:]])
+@pytest.mark.sized(deep=[f"{name}-jax.numpy" for name in CASES[-8:]])
 @pytest.mark.parametrize("where", [np, jnp])
 def test_splitting_is_the_inverse_of_assembling(case, where):
     _, cfg = case

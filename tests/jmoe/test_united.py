@@ -21,6 +21,7 @@ DEEP += [
     "ernie4_5_moe",
     "dots1",
     "hy_v3",
+    "afmoe",
     "hunyuan_v1_moe",
     "mellum",
     "qwen3_next",

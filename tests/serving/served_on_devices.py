@@ -35,6 +35,7 @@ ARCHITECTURES = (
     "phimoe_window_tied",
     "gpt_oss",
     "mixtral",
+    "afmoe",
 )
 
 

@@ -744,6 +744,7 @@ ARCHITECTURES = (  # goldens of what others do not have
     "mellum",
     "mistral4",
     "exaone_moe",
+    "afmoe",
     "qwen3_next",
     "lfm2_moe",
     "granitemoehybrid",
@@ -759,7 +760,7 @@ OFTEN = {
     "hybrid steps": "gpt_oss",
 }
 """The architecture that each row is played on every time; the others take turns."""
-ALSO = {("qwen3_next", "prefixes, evictions"), ("qwen3_next", "hybrid steps")}
+ALSO = {("qwen3_next", "prefixes, evictions"), ("qwen3_next", "hybrid steps"), ("afmoe", "workers")}
 for golden in ARCHITECTURES:
     own = {
         "parts": Row(f"one of {golden}", parts, RESTLESS),

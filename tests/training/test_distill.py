@@ -180,6 +180,7 @@ def test_end_to_end_it_is_the_model_and_its_twins_are_united_without_loss(reques
         "mellum_yarn_tied",
         "mistral4",
         "exaone_moe",
+        "afmoe",
         "hunyuan_v1_moe",
         "qwen3_next",
         "lfm2_moe",

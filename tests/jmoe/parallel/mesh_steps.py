@@ -515,13 +515,15 @@ def test_copies_level_the_load():
     assert (copied < 2).all()
 
 
-@pytest.mark.parametrize("name", ["qwen2_moe", "glm4_moe", "granitemoe", "phimoe", "ernie4_5_moe"])
+@pytest.mark.parametrize(
+    "name", ["qwen2_moe", "glm4_moe", "granitemoe", "phimoe", "ernie4_5_moe", "afmoe"]
+)
 def test_forward_over_a_mesh(name):
     """Of a batch that does not divide into the devices, loaded straight onto them."""
     whole = jmoe.load(GOLDEN / name, dtype="float32")
     spread = jmoe.load(GOLDEN / name, dtype="float32", mesh=make_mesh(4))
     tokens = np.random.default_rng(0).integers(0, whole.config.vocab_size, (5, 7))
-    keep = "weight" if name in ("glm4_moe", "phimoe", "ernie4_5_moe") else "visits"
+    keep = "weight" if name in ("glm4_moe", "phimoe", "ernie4_5_moe", "afmoe") else "visits"
     setting = jmoe.Brownout("full", 40, keep=keep)
     want, stats = jmoe.forward(
         whole, tokens, setting, exempt=[False, True, False, False, False], return_stats=True
