@@ -490,13 +490,15 @@ def _afmoe(fields: Fields) -> dict[str, Any]:
     every = fields.size("global_attn_every_n_layers", 4)
     if (kinds := _kinds(fields, "layer_types", types)) is None:
         kinds = [types[(i + 1) % every == 0] for i in range(count)]
+    if "sliding_window" in fields.values and fields.given("sliding_window") is None:
+        raise fields.wrong("sliding_window", "1 or more")
     window = fields.size("sliding_window", 1024)
     window = 0 if window >= positions(fields) else window
-    slides = Paged(window, gated=True), Paged(rotary=RopeConfig(kind="none"), gated=True)
+    each = Paged(window, gated=True), Paged(rotary=RopeConfig(kind="none"), gated=True)
     width = fields.size("moe_intermediate_size", 1408)
     return {
         **_biases(fields),
-        "layer_attention": tuple(slides[types.index(kind)] for kind in kinds),
+        "layer_attention": tuple(each[types.index(kind)] for kind in kinds),
         "num_experts": _expert_count(fields),
         "d_ff_expert": width,
         "d_ff_shared": width * fields.size("num_shared_experts", 2, least=0),

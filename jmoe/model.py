@@ -82,9 +82,9 @@ def project(
     shape = (-1, cfg.num_heads + 2 * cfg.num_kv_heads, cfg.head_dim)
     product, bias, gate = linear(h, layer["wqkv"]), layer.get("bqkv"), None
     if product.shape[1] > shape[1] * shape[2]:  # gates behind the queries
-        both = bias is not None and len(bias) == product.shape[1]
+        width = product.shape[1]
         product, gate = _without_gate(cfg, product)
-        if both:
+        if bias is not None and bias.shape[0] == width:  # gates have biases, too
             bias, of_gate = _without_gate(cfg, bias[None])
             gate = gate + of_gate
         gate = gate.reshape(-1, cfg.num_heads, cfg.head_dim)

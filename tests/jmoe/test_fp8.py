@@ -38,6 +38,7 @@ TOKENS = np.array([[5, 60, 17, 33, 8, 2, 71], [41, 12, 3, 9, 40, 90, 7]], np.int
 DEEPSEEK = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8"}
 CASES = ["qwen2_moe", "qwen3_moe_attention_bias", "mixtral_tied_llama3", "glm4_moe", "olmoe"]
 CASES += ["deepseek_v2", "deepseek_v3", "phimoe", "qwen3_next", "qwen3_5_moe_types_tied"]
+CASES += ["afmoe"]
 
 
 def compressed(strategy, **more):

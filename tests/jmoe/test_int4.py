@@ -162,7 +162,10 @@ def edit(directory, **changes):
 
 @pytest.mark.parametrize(
     ("case", "fmt"),
-    [*(("qwen2_moe", fmt) for fmt in FORMATS), ("mixtral", "awq"), ("glm4_moe", "gptq")],
+    [
+        *(("qwen2_moe", fmt) for fmt in FORMATS),
+        *(("mixtral", "awq"), ("glm4_moe", "gptq"), ("afmoe", "compressed")),
+    ],
 )
 def test_a_checkpoint_is_what_its_format_says(tmp_path, case, fmt):
     packed, plain = write(case, tmp_path, fmt)

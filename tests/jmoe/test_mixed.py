@@ -183,6 +183,23 @@ def test_queries_that_grow_with_their_position_do_so_in_each_segment(family):
     assert np.abs(out.logits - without.logits).max() > 1e-2
 
 
+@pytest.mark.deep
+def test_norms_of_what_half_layers_add_are_those_of_each_model_alone(family):
+    models, counts = [], (4, 2)
+    for number, model in enumerate(family("qwen3_moe_mixed_yarn")[:2]):
+        rng, segments = np.random.default_rng(number), []
+        for segment in model.params["segments"]:
+            like = segment["mlp_norm"]
+            drawn = rng.normal(1, 0.5, (2, *like.shape)).astype(np.float32)
+            names = "attn_post_norm", "mlp_post_norm"
+            own = dict(zip(names, map(jnp.asarray, drawn), strict=True))
+            segments.append(segment | own)
+        params = {**model.params, "segments": tuple(segments)}
+        model = replace(model, config=replace(model.config, post_norms=True))
+        models.append(model.with_weights(params=params))
+    check_segments(models, counts, *run_mixed(models, rows_of(counts)))
+
+
 @pytest.mark.exhaustive
 def test_layers_in_arrays_of_their_own_are_the_same_step(family):
     models = family("qwen3_moe_mixed_yarn")[:2]

@@ -55,6 +55,8 @@ CARDS = {
     "Hunyuan-A13B-Instruct": (80, 13, 32768),
     "Hy3-preview": (295, 21, 262144),
     "Mellum2-12B-A2.5B-Instruct": (12.1, 2.5, 131072),
+    "Trinity-Nano-Preview": (6.1, 1, 131072),
+    "Trinity-Mini": (26, 3, 131072),
     "granite-3.0-3b-a800m-base": (3.3, 0.88, 4096),
     "granite-4.0-h-tiny": (6.9, 1.5, 131072),
     "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": (31.6, 3.2, 262144),
@@ -241,6 +243,29 @@ def test_mellum_turns_layers_with_windows_in_their_own_way_whatever_the_window()
         from_hf(config | {"rope_scaling": config["rope_parameters"]})
 
 
+def test_trinity_turns_in_windows_only_whatever_the_window():
+    config = json.loads((PUBLISHED / "Trinity-Mini.json").read_text())
+    by_number = {key: value for key, value in config.items() if key != "layer_types"}
+    assert from_hf(by_number) == from_hf(config)
+    for window, kept in ((2048, 2048), (131072, 0)):
+        cfg = from_hf(config | {"sliding_window": window})
+        own, full = cfg.attention_kinds
+        assert (own.window, full.window, own.gated, full.gated) == (kept, 0, True, True)
+        assert cfg.layer_attention == (own, own, own, full) * 8
+        assert cfg.rope_of(own) == RopeConfig(theta=10000.0)
+        assert cfg.rope_of(full).kind == "none"
+    assert from_hf(config | {"mup_enabled": False}).embedding_multiplier == 1
+    for key, value in {"n_group": 2, "route_norm": False, "score_func": "softmax"}.items():
+        with pytest.raises(ConfigError, match=f"{key} is {value!r}"):
+            from_hf(config | {key: value})
+    with pytest.raises(ConfigError, match="sliding_window is None; it must be 1 or more"):
+        from_hf(config | {"sliding_window": None})
+    with pytest.raises(ConfigError, match=r"num_dense_layers is 32; it must be below num_hidden"):
+        from_hf(config | {"num_dense_layers": 32})
+    with pytest.raises(ConfigError, match=r"'sliding_attention' or 'full_attention' for each of"):
+        from_hf(config | {"layer_types": ["full_attention"] * 31})
+
+
 def test_minimax_m2_is_as_its_later_releases_but_for_keys_of_nothing():
     config = json.loads((PUBLISHED / "MiniMax-M2.5.json").read_text())
     first = config | {"attention_dropout": 0.0, "mlp_intermediate_size": 8192}
@@ -364,8 +389,8 @@ def shrunk(config):
         own[key] = max(per_token + 3, 3 * (config.get("n_group") or 1))
     if "moe_layer_start_index" in config:
         own["moe_layer_start_index"] = 1
-    if "first_k_dense_replace" in config:
-        own["first_k_dense_replace"] = min(config["first_k_dense_replace"], 2)
+    for key in {"first_k_dense_replace", "num_dense_layers"} & config.keys():
+        own[key] = min(config[key], 2)
     if (config.get("sliding_window") or 0) in range(1, config["max_position_embeddings"]):
         own["sliding_window"] = 5
     if "hybrid_override_pattern" in config:
