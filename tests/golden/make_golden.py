@@ -624,7 +624,7 @@ CASES = {
         **TIED,
     ),
     "afmoe": afmoe(
-        [4, 30, 6, 3, 73],
+        [3, 30, 6, 3, 73],
         [9, 3, 11, 25],
         rope=TEN_THOUSAND,
         head_dim=8,
