@@ -29,8 +29,7 @@ from jmoe.model_files import instead, read_text
 from jmoe.recurrent import Recurrent
 from jmoe.rope import RopeConfig as RopeConfig
 from jmoe.router import Router
-from pallas_kernels import activation as activations
-from pallas_kernels.activation import SILU, Activation
+from pallas_kernels.activation import SILU, Activation, up_matrices
 
 EXCHANGES = "auto", "all-gather", "halves", "direct", "forwarded"
 """How rows may meet experts over a mesh."""
@@ -121,6 +120,8 @@ class ModelConfig:
             wanted = f"one entry a layer ({self.num_layers})"
             _require(count == self.num_layers, key, count, wanted)
         _require(any(self.moe_layers), "moe_layers", self.moe_layers, "at least one MoE layer")
+        whole = all(map(self.has_mlp, filter(self.moe_layers.__getitem__, range(self.num_layers))))
+        _require(whole, "blocks", self.blocks, "such that no MoE layer is without its experts")
         one_of = f"one of {', '.join(EXCHANGES)}"
         _require(self.exchange in EXCHANGES, "exchange", self.exchange, one_of)
 
@@ -152,9 +153,9 @@ class ModelConfig:
         return not self.blocks or self.blocks[layer][1] is not None
 
     @property
-    def parts(self) -> int:
-        """Of how many parts, of an MLP's width each, its first product is: gate and up, or up."""
-        return activations.parts(self.activation)
+    def up_matrices(self) -> int:
+        """Matrices of an MLP before its activation: gate and up, or up alone."""
+        return up_matrices(self.activation)
 
     @property
     def attention_kinds(self) -> tuple[AttentionKind, ...]:

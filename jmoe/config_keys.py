@@ -105,7 +105,12 @@ HARMLESS: Mapping[str, str] = {
     **_because("how a scan is cut", "chunk_size mamba_chunk_size"),
     **_because(
         "how weights began",
-        "init_method rescale_prenorm_residual time_step_floor time_step_max time_step_min",
+        "init_method rescale_prenorm_residual time_step_floor time_step_max",
+    ),
+    **_because(
+        "how weights began; transformers bounds Mamba's steps by it in prefill, not in decode, and "
+        "neither vLLM nor training does",
+        "time_step_min",
     ),
     **_because(
         "what recurrent states are kept in; here float32 always",

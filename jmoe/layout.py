@@ -38,7 +38,7 @@ def layer(cfg: ModelConfig, index: int, is_moe: bool) -> Layout:
     attn = f"{at}{names.mixer or 'self_attn'}."
     out = _norm(cfg, "attn_norm", at + names.norms[0])
     if cfg.has_mlp(index):
-        out |= _norm(cfg, "mlp_norm", _below(cfg, index) + names.norms[1])
+        out |= _norm(cfg, "mlp_norm", _mlp_prefix(cfg, index) + names.norms[1])
     if cfg.post_norms:
         for half, name in zip(("attn", "mlp"), names.post_norms, strict=True):
             key, tensor = f"{half}_post_norm", f"{at}{name}.weight"
@@ -51,7 +51,7 @@ def layer(cfg: ModelConfig, index: int, is_moe: bool) -> Layout:
         out["sinks"] = Parameter((attn + "sinks",), ((cfg.num_heads,),), "bias")
     if not cfg.has_mlp(index):
         return out
-    at = _below(cfg, index)
+    at = _mlp_prefix(cfg, index)
     mlp = f"{at}{names.mlp}."
     if not is_moe:
         return out | _mlp(cfg, "", mlp, cfg.d_ff_dense, names.dense_names)
@@ -66,7 +66,7 @@ def layer(cfg: ModelConfig, index: int, is_moe: bool) -> Layout:
         out["router_bias"] = Parameter(name, (shape,), "bias", float32=True)
     if cfg.d_ff_shared and names.joined_shared:
         gate_up, down = (f"{at}{name}.weight" for name in names.joined_shared)
-        out["shared_gate_up"] = Parameter((gate_up,), ((cfg.parts * cfg.d_ff_shared, d),))
+        out["shared_gate_up"] = Parameter((gate_up,), ((cfg.up_matrices * cfg.d_ff_shared, d),))
         out["shared_down"] = Parameter((down,), ((d, cfg.d_ff_shared),))
     elif cfg.d_ff_shared:
         out |= _mlp(cfg, "shared_", f"{mlp}{names.shared}.", cfg.d_ff_shared)
@@ -76,7 +76,7 @@ def layer(cfg: ModelConfig, index: int, is_moe: bool) -> Layout:
     return out
 
 
-def _below(cfg: ModelConfig, index: int) -> str:
+def _mlp_prefix(cfg: ModelConfig, index: int) -> str:
     """Returns how the names of a layer's second half begin."""
     number = cfg.blocks[index][1] if cfg.blocks else index
     assert number is not None
@@ -140,7 +140,7 @@ def expert(cfg: ModelConfig, index: int, number: int) -> Layout:
     ExpertPool.
     """
     names, d, f = naming(cfg.architecture), cfg.d_model, cfg.d_ff_expert
-    at, part = f"{_below(cfg, index)}{names.mlp}.", (number, cfg.num_experts)
+    at, part = f"{_mlp_prefix(cfg, index)}{names.mlp}.", (number, cfg.num_experts)
     if names.interleaved:
         return _interleaved(cfg, at, part)
     if names.joined_experts is None or cfg.experts_apart:
@@ -155,12 +155,12 @@ def expert(cfg: ModelConfig, index: int, number: int) -> Layout:
     if names.laid_out:
         return {
             "gate_up": Parameter(
-                (gate_up,), ((d, cfg.parts * f),), "laid out", part=part, swapped=True
+                (gate_up,), ((d, cfg.up_matrices * f),), "laid out", part=part, swapped=True
             ),
             "down": Parameter((down,), ((f, d),), "laid out", part=part, swapped=True),
         }
     return {
-        "gate_up": Parameter((gate_up,), ((cfg.parts * f, d),), part=part),
+        "gate_up": Parameter((gate_up,), ((cfg.up_matrices * f, d),), part=part),
         "down": Parameter((down,), ((d, f),), part=part),
     }
 
@@ -242,8 +242,8 @@ def _mlp(
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
 ) -> Layout:
     d = cfg.d_model
-    *first, down = (f"{at}{name}.weight" for name in names[-1 - cfg.parts :])
+    *first, down = (f"{at}{name}.weight" for name in names[-1 - cfg.up_matrices :])
     return {
-        f"{key}gate_up": Parameter(tuple(first), ((f, d),) * cfg.parts),
+        f"{key}gate_up": Parameter(tuple(first), ((f, d),) * cfg.up_matrices),
         f"{key}down": Parameter((down,), ((d, f),)),
     }

@@ -102,7 +102,7 @@ def read_residuals(
     d, f = cfg.d_model, cfg.d_ff_expert
     shapes = {
         ("gate_up", "left"): (d, rank),
-        ("gate_up", "right"): (rank, cfg.parts * f),
+        ("gate_up", "right"): (rank, cfg.up_matrices * f),
         ("down", "left"): (f, rank),
         ("down", "right"): (rank, d),
     }

@@ -58,7 +58,7 @@ def waiting(cfg: ModelConfig, x: Float[Array, "T d"]) -> WaitingRows:
     return WaitingRows(x, weights, jnp.zeros_like(x) if cfg.d_ff_shared else None)
 
 
-def behind(layer: Params) -> Params:
+def merge_params(layer: Params) -> Params:
     """Returns the parameters of a layer that `merge` reads."""
     return {key: leaf for key, leaf in layer.items() if key == "mlp_post_norm"}
 

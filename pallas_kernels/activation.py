@@ -72,10 +72,8 @@ class Relu2:
 SILU = Silu()
 
 
-def parts(activation: Activation) -> int:
-    """Returns of how many parts, side by side, a network's first product is: gate and up, or one
-    alone.
-    """
+def up_matrices(activation: Activation) -> int:
+    """Returns how many matrices, side by side, come before it: gate and up, or up alone."""
     return 2 if getattr(activation, "gated", True) else 1
 
 
@@ -92,7 +90,7 @@ def _gated(hidden, activation):
 
 
 def _parts(hidden, activation):
-    return jnp.split(hidden.astype(jnp.float32), parts(activation), axis=-1)
+    return jnp.split(hidden.astype(jnp.float32), up_matrices(activation), axis=-1)
 
 
 def _gated_fwd(hidden, activation):

@@ -57,7 +57,7 @@ def init_params(cfg: ModelConfig, seed: int) -> Params:
         "final_norm": jnp.ones(d),
         "segments": (segment,),
         "experts": {
-            "gate_up": normal(n, cfg.num_experts, d, cfg.parts * f, fan_in=d),
+            "gate_up": normal(n, cfg.num_experts, d, cfg.up_matrices * f, fan_in=d),
             "down": normal(n, cfg.num_experts, f, d, fan_in=f, scale=routed_scale),
             **{
                 key: jnp.zeros((n, cfg.num_experts, *shape))

@@ -72,7 +72,7 @@ def prefill_flops(cfg: ModelConfig, chunks: list[tuple[int, int]]) -> int:
     """
     d, width = cfg.d_model, cfg.num_heads * cfg.head_dim
     attention = d * (width + 2 * cfg.num_kv_heads * cfg.head_dim) + width * d
-    d_ff, matrices = cfg.experts_per_token * cfg.d_ff_expert + cfg.d_ff_shared, cfg.parts + 1
+    d_ff, matrices = cfg.experts_per_token * cfg.d_ff_expert + cfg.d_ff_shared, cfg.up_matrices + 1
     layers = cfg.num_layers * attention
     layers += cfg.num_moe_layers * (d * cfg.num_experts + matrices * d * d_ff)
     layers += cfg.num_dense_layers * matrices * d * cfg.d_ff_dense

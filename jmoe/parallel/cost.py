@@ -159,7 +159,7 @@ class Fit(NamedTuple):
 
 def expert_bytes(cfg: ModelConfig, dtype_bytes: int) -> int:
     """Returns the bytes of one expert: one or two matrices up and one down."""
-    return (cfg.parts + 1) * cfg.d_model * cfg.d_ff_expert * dtype_bytes
+    return (cfg.up_matrices + 1) * cfg.d_model * cfg.d_ff_expert * dtype_bytes
 
 
 def check_copies(

@@ -37,7 +37,7 @@ class Geometry:
     @classmethod
     def of(cls, name: str, cfg: ModelConfig, element_bytes: int = 2) -> "Geometry":
         """Describes a model. Dense layers belong to the attention stages, in equal parts."""
-        d, stages, matrices = cfg.d_model, cfg.num_moe_layers, cfg.parts + 1
+        d, stages, matrices = cfg.d_model, cfg.num_moe_layers, cfg.up_matrices + 1
         heads = (2 * cfg.num_heads + 2 * cfg.num_kv_heads) * cfg.head_dim
         moe = d * cfg.num_experts + matrices * d * cfg.d_ff_shared
         dense = cfg.num_dense_layers * matrices * d * cfg.d_ff_dense

@@ -27,9 +27,9 @@ from jmoe.stages import (
     StageVisits,
     WaitingRows,
     attend_stage,
-    behind,
     expert_stage,
     merge,
+    merge_params,
     waiting,
 )
 from jmoe.steps import (
@@ -236,7 +236,7 @@ class AttentionDevice:
             own = cfg.layer_attention[at]
             index = jax.device_put(jnp.int32(cfg.layer_attention[:at].count(own)), device)
             self._layers.append((layer, index, kinds.index(own) if len(kinds) > 1 else None))
-        self._last = behind(self._layers[-1][0])
+        self._before = [{}, *(merge_params(layer) for layer, _, _ in self._layers)]
         self._is_moe = cfg.moe_layers
         self._groups_of = {way: model.united_of(way).groups for way in ways}
         self._groups = self._of_layers(np.asarray(model.table.groups, np.int32))
@@ -267,7 +267,7 @@ class AttentionDevice:
         """
         params, index, kind = self._layers[layer]
         self._store, self._state, visits = self._programs.attend(
-            behind(self._layers[layer - 1][0]) if layer else {},
+            self._before[layer],
             params,
             self._groups[layer],
             self._reachable[layer],
@@ -319,7 +319,7 @@ class AttentionDevice:
     ) -> tuple[Sequence[int], Sequence[float]]:
         """Returns tokens and log-probabilities of rows that have been through all layers."""
         last, tokens, logprobs, logits = self._programs.leave(
-            self._last, self._params, self._store, self._state.last_token, rows, places
+            self._before[-1], self._params, self._store, self._state.last_token, rows, places
         )
         if (mode := sampling_mode(rows)) != "greedy":
             truncate = mode == "truncate"
@@ -347,7 +347,7 @@ class AttentionDevice:
             if given is not None:
                 mask[:] = given
         last, *_, logits = self._programs.leave(
-            self._last, self._params, self._store, self._state.last_token, rows, places
+            self._before[-1], self._params, self._store, self._state.last_token, rows, places
         )
         last, self._shaping, drawn = self._programs.draw(
             last, self._shaping, logits, rows, shapes, masks
@@ -362,7 +362,7 @@ class AttentionDevice:
         been through all layers, and with `top` the likeliest tokens.
         """
         found = self._programs.score(
-            self._last, self._params, self._store, places, following, jnp.asarray(top)
+            self._before[-1], self._params, self._store, places, following, jnp.asarray(top)
         )
         return jax.device_get(found)
 

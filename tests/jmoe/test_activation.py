@@ -17,7 +17,7 @@ from jmoe.config import ConfigError, from_hf, read_config
 from jmoe.experts import ExpertPool, QuantizedPool
 from jmoe.moe import compute
 from jmoe.weights import ResidentWeights
-from pallas_kernels.activation import SILU, ClampedSwiglu, Gelu, Relu2, gated, parts
+from pallas_kernels.activation import SILU, ClampedSwiglu, Gelu, Relu2, gated, up_matrices
 from pallas_kernels.backend import KERNEL, batched_only, noting, traced_for
 from training.distill.run import write_united
 
@@ -71,7 +71,7 @@ def loops(activation, h, weights, ids, gate_up, down):
     for row, picks in enumerate(ids):
         for weight, expert in zip(weights[row], picks, strict=True):
             if expert >= 0:
-                halves = np.split(h[row] @ gate_up[expert], parts(activation))
+                halves = np.split(h[row] @ gate_up[expert], up_matrices(activation))
                 act = [by_hand(activation, *each) for each in zip(*halves, strict=True)]
                 out[row] += weight * (np.array(act) @ down[expert])
     return out
@@ -81,7 +81,7 @@ def loops(activation, h, weights, ids, gate_up, down):
 @pytest.mark.parametrize("form", ["reference", "batched"])
 def test_experts_are_those_of_loops(activation, form):
     h, weights, ids, gate_up, down = case()
-    gate_up = gate_up[:, :, : 6 * parts(activation)]
+    gate_up = gate_up[:, :, : 6 * up_matrices(activation)]
     pool = jmoe.experts.ExpertPool(*(jnp.asarray(a, jnp.float32) for a in (gate_up, down)))
 
     def run():
@@ -104,7 +104,7 @@ def test_gradient_is_that_of_its_formula(activation):
     x = jnp.asarray(np.random.default_rng(1).normal(size=(5, 8)), jnp.float32)
 
     def formula(x):
-        return activation(*jnp.split(x, parts(activation), axis=1))
+        return activation(*jnp.split(x, up_matrices(activation), axis=1))
 
     grads = (
         jax.grad(lambda x, f=f: jnp.sum(jnp.sin(f(x))))(x)
@@ -189,7 +189,7 @@ def test_the_mosaic_kernels_are_chosen_for_the_activations_that_they_know():
         given = {"max_active": 4, "activation": activation}
 
         def run(h, ids, given=given):
-            own = wide if parts(given["activation"]) == 1 else pool
+            own = wide if up_matrices(given["activation"]) == 1 else pool
             return compute(own, h, jnp.ones((16, 1)), ids, jnp.arange(4, dtype=jnp.int32), **given)
 
         with traced_for("cuda"), noting() as noted:

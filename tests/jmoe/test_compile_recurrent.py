@@ -32,26 +32,41 @@ NEMOTRON = Case(
 """A layer of Mamba-2 and experts, one without, and one with pages and experts."""
 
 
-def test_a_decode_step_is_one_graph_and_copies_what_its_rows_keep_alone(mesh):
+@pytest.mark.parametrize(
+    ("case", "states", "kernels"),
+    [
+        # Two products a layer; where there are pages, their write, attention and its merge.
+        (QWEN3_NEXT, ["fusion f32[64,1,1,32,128,128]"] * 3, 2 * 4 + 3),
+        # Routing and two products; likewise.
+        (NEMOTRON, ["fusion f32[64,1,1,64,128,64]"] * 2, 3 * 2 + 3),
+    ],
+    ids=["qwen3-next", "nemotron"],
+)
+def test_a_decode_step_is_one_graph_and_copies_what_its_rows_keep_alone(
+    mesh, case, states, kernels
+):
     program = compile_step(
-        mesh, QWEN3_NEXT, decode_step, int32(BATCH, NUM_COLUMNS), int32(8, 3), int32(2)
+        mesh, case, decode_step, int32(BATCH, NUM_COLUMNS), int32(8, 3), int32(2)
     )
     assert program.memory.temp_size_in_bytes < TEMPORARY
     # The states of the step's rows, once a layer: a gather's result is not fused into its readers.
-    states = "fusion f32[64,1,1,32,128,128]"
-    assert [one.split("{")[0] for one in large_results(program.hlo, LARGE)] == [states] * 3
+    assert [one.split("{")[0] for one in large_results(program.hlo, LARGE)] == states
     assert [line[:19] for line in program.plan if not line.startswith(" ")] == [
         "000: kCommandBuffer"
     ]
-    # Two products a layer; where there are pages, their write, attention and its merge.
-    assert program.mosaic_kernels == 2 * 4 + 3
-    assert sum(count_launches(program.hlo).values()) == QWEN3_NEXT.launches[0]
+    assert program.mosaic_kernels == kernels
+    assert sum(count_launches(program.hlo).values()) == case.launches[0]
 
 
-def test_a_prefill_step_copies_neither_experts_nor_pages_nor_states(mesh):
+@pytest.mark.parametrize(
+    ("case", "recurrent", "kernels"),
+    [(QWEN3_NEXT, 3, 2 * 4 + 2), (NEMOTRON, 2, 3 * 2 + 2)],
+    ids=["qwen3-next", "nemotron"],
+)
+def test_a_prefill_step_copies_neither_experts_nor_pages_nor_states(mesh, case, recurrent, kernels):
     program = compile_step(
         mesh,
-        QWEN3_NEXT,
+        case,
         prefill_step,
         int32(512),
         int32(8, NUM_COLUMNS),
@@ -60,37 +75,6 @@ def test_a_prefill_step_copies_neither_experts_nor_pages_nor_states(mesh):
     )
     check_copies(program)
     alone = [line.split()[1] for line in program.plan if line[:1].isdigit()]
-    assert alone.count("kWhile") == 3  # over the blocks of each recurrent layer
-    assert program.mosaic_kernels == 2 * 4 + 2
-    assert sum(count_launches(program.hlo).values()) == QWEN3_NEXT.launches[1]
-
-
-def test_layers_without_a_gate_or_experts_are_one_graph(mesh):
-    program = compile_step(
-        mesh, NEMOTRON, decode_step, int32(BATCH, NUM_COLUMNS), int32(8, 3), int32(2)
-    )
-    assert program.memory.temp_size_in_bytes < TEMPORARY
-    states = "fusion f32[64,1,1,64,128,64]"
-    assert [one.split("{")[0] for one in large_results(program.hlo, LARGE)] == [states] * 2
-    assert [line[:19] for line in program.plan if not line.startswith(" ")] == [
-        "000: kCommandBuffer"
-    ]
-    assert (
-        program.mosaic_kernels == 3 * 2 + 3
-    )  # routing, two products; a write, attention, its merge
-    assert sum(count_launches(program.hlo).values()) == NEMOTRON.launches[0]
-
-
-def test_its_prefill_copies_neither_experts_nor_pages_nor_states(mesh):
-    program = compile_step(
-        mesh,
-        NEMOTRON,
-        prefill_step,
-        int32(512),
-        int32(8, NUM_COLUMNS),
-        int32(8, 3),
-        int32(2),
-    )
-    check_copies(program)
-    assert program.mosaic_kernels == 3 * 2 + 2
-    assert sum(count_launches(program.hlo).values()) == NEMOTRON.launches[1]
+    assert alone.count("kWhile") == recurrent  # over the blocks of each recurrent layer
+    assert program.mosaic_kernels == kernels
+    assert sum(count_launches(program.hlo).values()) == case.launches[1]

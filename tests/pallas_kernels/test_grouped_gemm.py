@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.kernels.shapes import TINY, Shape
 from pallas_kernels import grouped_gemm, routing
-from pallas_kernels.activation import SILU, ClampedSwiglu, Relu2, parts
+from pallas_kernels.activation import SILU, ClampedSwiglu, Relu2, up_matrices
 from pallas_kernels.backend import batched_only
 from pallas_kernels.grouped_gemm import mosaic
 from pallas_kernels.grouped_gemm.tiles import GemmTile, Tile
@@ -233,7 +233,7 @@ def test_biases_are_added_before_the_activation_and_to_the_result(impl, activati
     """Of an expert's slot, once a visit; not to a row whose visits were dropped."""
     rng = np.random.default_rng(12)
     x, gate_up, down, slots = make(rng, impl, impl.grouped, 23)
-    gate_up = gate_up[:, :, : parts(activation) * down.shape[1]]
+    gate_up = gate_up[:, :, : up_matrices(activation) * down.shape[1]]
     biases = [rng.normal(size=w.shape[::2]).astype(impl.dtype) for w in (gate_up, down)]
     ids = choose(rng, impl.grouped, 23)
     ids[[0, 7]] = -1

@@ -386,7 +386,7 @@ def _layer_operations(cfg: ModelConfig, config: DistillConfig) -> float:
     each buffered visit.
     """
     visits = 2 * config.batch * cfg.experts_per_token
-    return 6 * (cfg.parts + 1) * cfg.d_model * cfg.d_ff_expert * visits
+    return 6 * (cfg.up_matrices + 1) * cfg.d_model * cfg.d_ff_expert * visits
 
 
 def _end_to_end_operations(cfg: ModelConfig, config: DistillConfig) -> float:

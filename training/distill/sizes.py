@@ -123,10 +123,10 @@ def layer_stage(
     layer = 2 * routed  # in the layer, and once more as members
     kept = (_MASTER + _MOMENTS) * parameters
     buffers = _buffer_rows(cfg, config.batch, way) * 2 * weight_bytes
-    active = buffers * (cfg.d_model + cfg.parts * cfg.d_ff_expert)
+    active = buffers * (cfg.d_model + cfg.up_matrices * cfg.d_ff_expert)
     active += captured_bytes(cfg, config.batch, weight_bytes)
     if config.objective == "equation4":
-        width = cfg.parts * cfg.d_ff_expert + 3 * cfg.d_model
+        width = cfg.up_matrices * cfg.d_ff_expert + 3 * cfg.d_model
         active += 4 * config.batch * width * (cfg.num_experts + united_a_layer(cfg, way))
     other = weight_bytes * rest / cfg.num_layers
     spare = Span(_MASTER * parameters, 1.5 * _MASTER * parameters + active + other)
